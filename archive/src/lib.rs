@@ -1,0 +1,1 @@
+//! Names, layout and schema of cryopod checkpoint files.

@@ -1,0 +1,1 @@
+//! CRIU plugin that checkpoints and restores CUDA processes through the driver.

@@ -1,0 +1,1 @@
+//! End-to-end tests, the test bed and the benchmarks.
