@@ -1,0 +1,446 @@
+//! The seal, `cryopod.json`: what was checkpointed, with which tools, on which GPUs.
+//!
+//! The schema is versioned as `MAJOR.MINOR`. A reader takes every minor of the majors it knows: fields
+//! are only ever added within a major, and fields this version does not know survive a read and a
+//! write (`extra`). A newer major is refused with [`SealError::TooNew`], because its meaning is not known.
+//! docs/cryopod-json.md describes every field.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::names;
+
+/// The schema major that this version writes and the newest that it reads.
+pub const SCHEMA_MAJOR: u32 = 1;
+/// The schema minor that this version writes.
+pub const SCHEMA_MINOR: u32 = 0;
+/// Largest seal that is read, in bytes. Archives come from strangers; a seal is a few KiB.
+pub const MAX_SEAL_BYTES: u64 = 16 << 20;
+/// Disk space kept ready for the seal before a container is frozen, in bytes.
+const RESERVE_BYTES: u64 = 256 << 10;
+
+/// Why a seal could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum SealError {
+    /// The file cannot be read.
+    #[error("{path}: cannot read the checkpoint's record: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("{path}: cannot write the checkpoint's record: {source}; free some space or choose another image folder")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file is larger than [`MAX_SEAL_BYTES`].
+    #[error("{path}: larger than {MAX_SEAL_BYTES} bytes, which no seal is; the archive is damaged or not a checkpoint of cryopod")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is not a seal.
+    #[error("{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and where.
+        reason: String,
+    },
+    /// The seal was written by a newer cryopod whose schema this one does not know.
+    #[error("{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host")]
+    TooNew {
+        /// The file.
+        path: PathBuf,
+        /// The version that the file names.
+        found: String,
+    },
+}
+
+/// A GPU vendor whose containers cryopod knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Vendor {
+    /// NVIDIA: `/dev/nvidia*`.
+    Nvidia,
+    /// AMD: `/dev/kfd` and render nodes.
+    Amd,
+}
+
+impl std::fmt::Display for Vendor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Nvidia => "NVIDIA",
+            Self::Amd => "AMD",
+        })
+    }
+}
+
+/// What a GPU device node is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NodeRole {
+    /// One GPU: `/dev/nvidiaN`.
+    Gpu,
+    /// The driver's control node: `/dev/nvidiactl`, `/dev/kfd`.
+    Control,
+    /// Unified memory: `/dev/nvidia-uvm`, `/dev/nvidia-uvm-tools`.
+    Uvm,
+    /// A capability: `/dev/nvidia-caps/*`, `/dev/nvidia-caps-imex-channels/*`.
+    Capability,
+    /// A DRM render node: `/dev/dri/renderD*`.
+    Render,
+    /// Mode setting and everything else of the vendor: `/dev/nvidia-modeset`, `/dev/dri/card*`.
+    Other,
+}
+
+/// How a device node came into the container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NodeSource {
+    /// `linux.devices` of the spec.
+    Device,
+    /// A bind mount of the node, or of a folder that holds it.
+    BindMount,
+    /// Found in the live container only: neither the devices nor the mounts of the spec name it.
+    Live,
+}
+
+/// A GPU device node of the container.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceNode {
+    /// Path inside the container.
+    pub path: String,
+    /// Whose it is.
+    pub vendor: Vendor,
+    /// What it is for.
+    pub role: NodeRole,
+    /// How it came into the container.
+    pub source: NodeSource,
+    /// Device major, as the container saw it.
+    pub major: u64,
+    /// Device minor.
+    pub minor: u64,
+    /// For a bind mount: its source on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_path: Option<String>,
+    /// Permission bits, where the spec gives them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file_mode: Option<u32>,
+    /// Owner, where the spec gives one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Group, where the spec gives one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gid: Option<u32>,
+    /// `true` if a cgroup rule of the spec lets the container open it.
+    #[serde(default)]
+    pub allowed: bool,
+    /// [`Gpu::id`] of the GPU behind the node, where it can be told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+}
+
+/// A GPU as the host describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// Stable identity: NVIDIA's UUID (`GPU-…`), AMD's unique id in hex or, failing that, its PCI address.
+    pub id: String,
+    /// Whose it is.
+    pub vendor: Vendor,
+    /// Position in the host's list, in PCI order (NVIDIA) or node order (AMD).
+    pub index: u32,
+    /// Model name, as the driver gives it.
+    pub model: String,
+    /// PCI address, `0000:65:00.0`.
+    pub pci: String,
+    /// Minor of `/dev/nvidiaN`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub minor: Option<u64>,
+    /// Minor of `/dev/dri/renderD*`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub render_minor: Option<u64>,
+    /// Size of VRAM in bytes, where it can be read without the driver's library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Facts of one vendor only (AMD: the KFD node's properties).
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub properties: Map<String, Value>,
+}
+
+/// A process of the container that uses a GPU driver.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuProcess {
+    /// Process id on the host, at the checkpoint.
+    pub pid: i32,
+    /// Process id inside the container's pid namespace.
+    pub ns_pid: i32,
+    /// The process's name (`/proc/PID/comm`).
+    pub comm: String,
+    /// Whose driver it has open or mapped.
+    pub vendors: Vec<Vendor>,
+}
+
+/// The container that was checkpointed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerFacts {
+    /// Container id, as the engine named it.
+    pub id: String,
+    /// Name of the low-level runtime (`crun`, `runc`).
+    pub low_level: String,
+    /// What the low-level runtime says of its version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub low_level_version: Option<String>,
+    /// `true` if the container went on running after the checkpoint.
+    pub leave_running: bool,
+}
+
+/// The host that the checkpoint was made on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostFacts {
+    /// Kernel release (`uname -r`).
+    pub kernel: String,
+    /// Machine (`uname -m`).
+    pub arch: String,
+    /// Cgroup set-up: `v1`, `v2` or `hybrid`.
+    pub cgroup: String,
+    /// CRIU's version, `4.1.1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub criu: Option<String>,
+}
+
+/// Everything about GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuFacts {
+    /// Vendors of which the container has nodes, sorted.
+    pub vendors: Vec<Vendor>,
+    /// The container's GPU device nodes.
+    pub nodes: Vec<DeviceNode>,
+    /// The GPUs that those nodes lead to, as the host described them.
+    pub gpus: Vec<Gpu>,
+    /// Driver versions: key `nvidia` or `amd`.
+    #[serde(default)]
+    pub drivers: std::collections::BTreeMap<String, String>,
+    /// Processes that had the driver open or mapped. Empty: the images hold no GPU state, and a restore
+    /// needs no plugin.
+    pub processes: Vec<GpuProcess>,
+    /// The CRIU plugins that the checkpoint was made with (file names).
+    pub plugins: Vec<String>,
+    /// What the plugin reported of each process: steps and their times.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub plugin_report: Value,
+}
+
+/// Where the time went, in microseconds.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timings {
+    /// From the start of the wrapper until the low-level runtime was started; the container runs.
+    pub plan_us: u64,
+    /// From the start of the low-level runtime until CRIU had everything; the container is frozen for
+    /// most of it.
+    pub dump_us: u64,
+}
+
+/// The seal itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seal {
+    /// `MAJOR.MINOR`.
+    pub schema: String,
+    /// Version of the cryopod that wrote it.
+    pub cryopod: String,
+    /// When, in RFC 3339, UTC.
+    pub created: String,
+    /// The container.
+    pub container: ContainerFacts,
+    /// The host.
+    pub host: HostFacts,
+    /// The GPUs.
+    pub gpu: GpuFacts,
+    /// Where the time went.
+    #[serde(default)]
+    pub timings: Timings,
+    /// Fields of newer minors, kept as they are.
+    #[serde(flatten)]
+    pub extra: Map<String, Value>,
+}
+
+impl Seal {
+    /// The schema version that this cryopod writes.
+    pub fn current_schema() -> String {
+        format!("{SCHEMA_MAJOR}.{SCHEMA_MINOR}")
+    }
+
+    /// Reads the seal of an image folder; `None` if the folder has none (a checkpoint of another tool).
+    ///
+    /// # Errors
+    /// [`SealError`] if there is one but it cannot be used.
+    pub fn open(image_dir: &Path) -> Result<Option<Self>, SealError> {
+        let path = image_dir.join(names::SEAL);
+        let read = |source| SealError::Read { path: path.clone(), source };
+        let mut file = match OpenOptions::new()
+            .read(true)
+            .custom_flags(O_NOFOLLOW | O_NONBLOCK)
+            .open(&path)
+        {
+            Ok(f) => f,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(read(e)),
+        };
+        let meta = file.metadata().map_err(read)?;
+        if !meta.is_file() {
+            return Err(SealError::Invalid {
+                path,
+                reason: "not a regular file".into(),
+            });
+        }
+        let mut text = Vec::new();
+        (&mut file)
+            .take(MAX_SEAL_BYTES + 1)
+            .read_to_end(&mut text)
+            .map_err(read)?;
+        if text.len() as u64 > MAX_SEAL_BYTES {
+            return Err(SealError::TooLarge { path });
+        }
+        Self::parse(&text, &path).map(Some)
+    }
+
+    /// Parses a seal; `path` is only named in errors.
+    ///
+    /// # Errors
+    /// [`SealError::Invalid`] or [`SealError::TooNew`].
+    pub fn parse(text: &[u8], path: &Path) -> Result<Self, SealError> {
+        let invalid = |reason: String| SealError::Invalid {
+            path: path.to_owned(),
+            reason,
+        };
+        // The version is looked at first: a newer major may have changed any other field.
+        let value: Value = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
+        let schema = value
+            .get("schema")
+            .and_then(Value::as_str)
+            .ok_or_else(|| invalid("no `schema`".into()))?;
+        let numbers = schema
+            .split_once('.')
+            .and_then(|(a, b)| Some((a.parse::<u32>().ok()?, b.parse::<u32>().ok()?)));
+        match numbers {
+            None => return Err(invalid(format!("`schema` is {schema:?}, not MAJOR.MINOR"))),
+            Some((major, _)) if major > SCHEMA_MAJOR => {
+                return Err(SealError::TooNew {
+                    path: path.to_owned(),
+                    found: schema.chars().take(40).collect(),
+                });
+            }
+            Some((0, _)) => return Err(invalid("`schema` 0 was never released".into())),
+            Some(_) => {}
+        }
+        serde_json::from_value(value).map_err(|e| invalid(e.to_string()))
+    }
+}
+
+const O_NOFOLLOW: i32 = 0o400_000;
+const O_NONBLOCK: i32 = 0o4_000;
+
+/// The seal's place in an image folder, reserved before the container is frozen.
+///
+/// Creating it proves that the folder can be written and keeps room for the seal, so that a full or
+/// read-only disk is met while the container still runs. Dropped without [`SealSlot::commit`], it leaves
+/// nothing behind.
+#[derive(Debug)]
+pub struct SealSlot {
+    file: File,
+    partial: PathBuf,
+    path: PathBuf,
+    done: bool,
+}
+
+impl SealSlot {
+    /// Reserves the place. A seal of an earlier checkpoint in the same folder is removed, because the
+    /// images that it describes are about to be overwritten.
+    ///
+    /// # Errors
+    /// [`SealError::Write`] if the folder cannot be written or is full.
+    pub fn reserve(image_dir: &Path) -> Result<Self, SealError> {
+        let partial = image_dir.join(names::SEAL_PARTIAL);
+        let path = image_dir.join(names::SEAL);
+        let write = |source| SealError::Write { path: path.clone(), source };
+        for old in [&partial, &path] {
+            match fs::remove_file(old) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
+                _ => {}
+            }
+        }
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&partial)
+            .map_err(write)?;
+        let mut slot = Self {
+            file,
+            partial,
+            path: path.clone(),
+            done: false,
+        };
+        // Real blocks, not a sparse file: zeros are written, as fallocate is missing on some file systems.
+        let zeros = [0u8; 64 << 10];
+        for _ in 0..RESERVE_BYTES / zeros.len() as u64 {
+            slot.file.write_all(&zeros).map_err(write)?;
+        }
+        slot.file.sync_all().map_err(write)?;
+        Ok(slot)
+    }
+
+    /// Where the partial file lies.
+    pub fn partial(&self) -> &Path {
+        &self.partial
+    }
+
+    /// Writes the seal under its final name, durably.
+    ///
+    /// # Errors
+    /// [`SealError::Write`]; nothing is left under the final name then.
+    pub fn commit(mut self, seal: &Seal) -> Result<(), SealError> {
+        let write = |path: &Path| {
+            let path = path.to_owned();
+            move |source| SealError::Write { path, source }
+        };
+        let mut text = serde_json::to_vec_pretty(seal)
+            .map_err(|e| write(&self.path)(io::Error::other(e)))?;
+        text.push(b'\n');
+        self.file.rewind().map_err(write(&self.path))?;
+        self.file.write_all(&text).map_err(write(&self.path))?;
+        self.file
+            .set_len(text.len() as u64)
+            .and_then(|()| self.file.sync_all())
+            .map_err(write(&self.path))?;
+        fs::rename(&self.partial, &self.path).map_err(write(&self.path))?;
+        self.done = true;
+        if let Some(dir) = self.path.parent() {
+            File::open(dir)
+                .and_then(|d| d.sync_all())
+                .map_err(write(&self.path))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for SealSlot {
+    fn drop(&mut self) {
+        if !self.done {
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
