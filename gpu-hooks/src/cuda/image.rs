@@ -1,0 +1,304 @@
+//! `cryopod-nvidia.img`: what the plugin leaves in CRIU's image folder, and what a restore reads.
+//!
+//! JSON, versioned. It travels with the checkpoint and may come from anyone: size, counts, pids and
+//! paths are checked, and paths can only name NVIDIA device nodes.
+
+use super::gpu::GpuUuid;
+use super::protocol::ProcessState;
+use serde::{Deserialize, Serialize};
+
+/// Name of the file in the image folder.
+pub const FILE_NAME: &str = "cryopod-nvidia.img";
+/// The version written and the only one read.
+pub const VERSION: u32 = 1;
+/// A larger file is refused.
+pub const MAX_BYTES: u64 = 16 << 20;
+
+const MAX_PROCESSES: usize = 1 << 16;
+const MAX_FILES: usize = 1 << 16;
+const MAX_PATH: usize = 256;
+
+/// The whole file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvidiaImage {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The kernel driver's version at checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// `cuDriverGetVersion` at checkpoint; 0 when no driver was asked.
+    #[serde(default)]
+    pub cuda_version: i32,
+    /// The CUDA processes.
+    pub processes: Vec<ProcessRecord>,
+    /// Open device files that the driver did not close.
+    #[serde(default)]
+    pub files: Vec<FileRecord>,
+}
+
+/// One CUDA process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessRecord {
+    /// Its pid in the pid namespace of the dump's root process, then in each namespace nested
+    /// below that one.
+    pub ns_pids: Vec<i32>,
+    /// Its host pid at checkpoint.
+    pub host_pid: i32,
+    /// Its command name.
+    pub comm: String,
+    /// The state it was found in, and is brought back to: running, locked or checkpointed.
+    pub initial_state: ProcessState,
+    /// The GPUs whose device nodes it had open, where they can be told.
+    #[serde(default)]
+    pub gpus: Vec<GpuUuid>,
+    /// How much the process's memory grew by the driver's checkpoint: its GPU memory, closely.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vram_bytes: Option<u64>,
+    /// How long each step took.
+    #[serde(default)]
+    pub steps: Vec<StepTiming>,
+}
+
+/// The time of one step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepTiming {
+    /// The step.
+    pub step: Step,
+    /// The driver's time in microseconds.
+    pub micros: u64,
+}
+
+/// A step of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Step {
+    /// Asking for its state.
+    Query,
+    /// Locking it.
+    Lock,
+    /// Checkpointing it.
+    Checkpoint,
+    /// Restoring it.
+    Restore,
+    /// Unlocking it.
+    Unlock,
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Query => "query",
+            Self::Lock => "lock",
+            Self::Checkpoint => "checkpoint",
+            Self::Restore => "restore",
+            Self::Unlock => "unlock",
+        })
+    }
+}
+
+/// One open device file, reopened at restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// CRIU's id of the file.
+    pub id: i32,
+    /// The device node's path in the container.
+    pub path: String,
+    /// Its open flags.
+    pub flags: i32,
+    /// Its position.
+    #[serde(default)]
+    pub pos: i64,
+}
+
+/// Why an image cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// Not JSON of the expected form.
+    #[error("{FILE_NAME} is damaged: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Written by a later version.
+    #[error("{FILE_NAME} has version {0}; this plugin reads {VERSION}")]
+    Version(u32),
+    /// A value is out of range.
+    #[error("{FILE_NAME} is invalid: {0}")]
+    Invalid(String),
+}
+
+impl Default for NvidiaImage {
+    fn default() -> Self {
+        Self {
+            version: VERSION,
+            driver_version: None,
+            cuda_version: 0,
+            processes: Vec::new(),
+            files: Vec::new(),
+        }
+    }
+}
+
+impl NvidiaImage {
+    /// Parses and checks the contents of the file.
+    pub fn parse(bytes: &[u8]) -> Result<Self, ImageError> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(ImageError::Invalid("too large".into()));
+        }
+        let versioned: Versioned = serde_json::from_slice(bytes)?;
+        if versioned.version != VERSION {
+            return Err(ImageError::Version(versioned.version));
+        }
+        let image: Self = serde_json::from_slice(bytes)?;
+        image.validate()?;
+        Ok(image)
+    }
+
+    /// Checks every value.
+    pub fn validate(&self) -> Result<(), ImageError> {
+        let invalid = |what: String| Err(ImageError::Invalid(what));
+        if self.processes.len() > MAX_PROCESSES || self.files.len() > MAX_FILES {
+            return invalid("too many entries".into());
+        }
+        let mut seen = std::collections::HashSet::new();
+        for process in &self.processes {
+            let pids = &process.ns_pids;
+            if pids.is_empty() || pids.len() > 32 || pids.iter().any(|pid| *pid <= 0) {
+                return invalid(format!("pids {pids:?}"));
+            }
+            if !seen.insert(pids) {
+                return invalid(format!("process {pids:?} named twice"));
+            }
+            use ProcessState::{Checkpointed, Locked, Running};
+            if !matches!(process.initial_state, Running | Locked | Checkpointed) {
+                return invalid(format!(
+                    "process {pids:?} in state {}",
+                    process.initial_state
+                ));
+            }
+            if process.comm.len() > MAX_PATH {
+                return invalid(format!("process {pids:?}: name too long"));
+            }
+        }
+        let mut ids = std::collections::HashSet::new();
+        for file in &self.files {
+            if !is_device_path(&file.path) {
+                return invalid(format!("`{}` is no NVIDIA device node", file.path));
+            }
+            if !ids.insert(file.id) {
+                return invalid(format!("file {:#x} named twice", file.id));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a path can only name one of NVIDIA's device nodes.
+pub fn is_device_path(path: &str) -> bool {
+    let Some(rest) = path.strip_prefix("/dev/nvidia") else {
+        return false;
+    };
+    path.len() <= MAX_PATH
+        && rest
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'/' | b'.'))
+        && !rest.split('/').any(|part| part == ".." || part == ".")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sample() -> NvidiaImage {
+        NvidiaImage {
+            driver_version: Some("580.159.04".into()),
+            cuda_version: 13000,
+            processes: vec![ProcessRecord {
+                ns_pids: vec![7],
+                host_pid: 4711,
+                comm: "python3".into(),
+                initial_state: ProcessState::Running,
+                gpus: vec![GpuUuid([3; 16])],
+                vram_bytes: Some(1 << 30),
+                steps: vec![StepTiming {
+                    step: Step::Checkpoint,
+                    micros: 770_000,
+                }],
+            }],
+            files: vec![FileRecord {
+                id: 5,
+                path: "/dev/nvidiactl".into(),
+                flags: 2,
+                pos: 0,
+            }],
+            ..NvidiaImage::default()
+        }
+    }
+
+    #[test]
+    fn written_is_read_back() {
+        let bytes = serde_json::to_vec(&sample()).unwrap();
+        assert_eq!(NvidiaImage::parse(&bytes).unwrap(), sample());
+    }
+
+    #[test]
+    fn bad_values_are_refused() {
+        let cases: [fn(&mut NvidiaImage); 7] = [
+            |i| i.version = 2,
+            |i| i.processes[0].ns_pids.clear(),
+            |i| i.processes[0].ns_pids = vec![0],
+            |i| i.processes[0].initial_state = ProcessState::Failed,
+            |i| i.processes.push(i.processes[0].clone()),
+            |i| i.files[0].path = "/dev/nvidia/../../etc/shadow".into(),
+            |i| i.files.push(i.files[0].clone()),
+        ];
+        for spoil in cases {
+            let mut image = sample();
+            spoil(&mut image);
+            let bytes = serde_json::to_vec(&image).unwrap();
+            assert!(NvidiaImage::parse(&bytes).is_err(), "{image:?}");
+        }
+    }
+
+    #[test]
+    fn device_paths() {
+        for good in [
+            "/dev/nvidia0",
+            "/dev/nvidiactl",
+            "/dev/nvidia-uvm-tools",
+            "/dev/nvidia-caps/nvidia-cap1",
+        ] {
+            assert!(is_device_path(good), "{good}");
+        }
+        for bad in [
+            "/dev/null",
+            "/dev/nvidia0/../sda",
+            "dev/nvidia0",
+            "/dev/nvidia\0",
+            "",
+        ] {
+            assert!(!is_device_path(bad), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_an_error_or_valid(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            if let Ok(image) = NvidiaImage::parse(&bytes) {
+                prop_assert!(image.validate().is_ok());
+            }
+        }
+
+        #[test]
+        fn a_flipped_byte_is_an_error_or_valid(at: prop::sample::Index, value: u8) {
+            let mut bytes = serde_json::to_vec(&sample()).unwrap();
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+            if let Ok(image) = NvidiaImage::parse(&bytes) {
+                prop_assert!(image.validate().is_ok());
+            }
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! CUDA processes, checkpointed through the driver.
+//!
+//! Three programs take part in one operation, and this module holds what they share:
+//!
+//! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the
+//!   agent before anything is frozen, and reads both reports afterwards;
+//! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace
+//!   call, decides the order of the steps and writes [`image::NvidiaImage`] into the image folder.
+//!   It never loads libcuda;
+//! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once, makes every driver call, each
+//!   on a thread of its own so that the calls of several processes overlap, and remembers what it
+//!   did: when the plugin goes away without [`protocol::Op::Commit`], it puts every process back
+//!   into the state it was found in.
+//!
+//! Plugin and agent talk newline-delimited JSON over a Unix socket ([`protocol`]).
+//!
+//! Everything read here may come from another host or from a damaged file: parsers are bounded,
+//! validate, and return errors.
+
+use std::io::Read;
+use std::path::Path;
+
+pub mod config;
+pub mod gpu;
+pub mod image;
+pub mod protocol;
+pub mod report;
+
+/// Reads a regular file of at most `limit` bytes; a larger one is an error.
+fn read_bounded(path: &Path, limit: u64) -> std::io::Result<Vec<u8>> {
+    read_bounded_from(std::fs::File::open(path)?, limit)
+}
+
+/// Reads at most `limit` bytes; more is an error.
+pub fn read_bounded_from(source: impl Read, limit: u64) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    source.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        let what = format!("larger than {limit} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, what));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,374 @@
+//! The messages between the plugin and the driver agent: one JSON object a line, both ways.
+//!
+//! A request carries an id of the client's choosing; the answer repeats it. Several requests may be
+//! in flight, answers come in the order the driver finishes. A request for a process that still has
+//! a driver call running is answered [`ErrorKind::Busy`].
+
+use super::gpu::{GpuPair, GpuUuid};
+use serde::{Deserialize, Serialize};
+
+/// A longer line ends the connection.
+pub const MAX_LINE: usize = 256 * 1024;
+
+/// A CUDA process's checkpoint state, as the driver names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ProcessState {
+    /// CUDA calls go through.
+    Running,
+    /// CUDA calls block until unlock.
+    Locked,
+    /// GPU memory is in host memory, no GPU is held.
+    Checkpointed,
+    /// The driver gave up on the process.
+    Failed,
+    /// A checkpoint is under way (drivers that report it).
+    Checkpointing,
+    /// A restore is under way (drivers that report it).
+    Restoring,
+    /// A state this program does not know.
+    Unknown,
+}
+
+impl ProcessState {
+    /// From `CUprocessState`.
+    pub fn from_raw(raw: u32) -> Self {
+        match raw {
+            0 => Self::Running,
+            1 => Self::Locked,
+            2 => Self::Checkpointed,
+            3 => Self::Failed,
+            4 => Self::Checkpointing,
+            5 => Self::Restoring,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+impl std::fmt::Display for ProcessState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Running => "running",
+            Self::Locked => "locked",
+            Self::Checkpointed => "checkpointed",
+            Self::Failed => "failed",
+            Self::Checkpointing => "checkpointing",
+            Self::Restoring => "restoring",
+            Self::Unknown => "unknown",
+        })
+    }
+}
+
+/// What is asked of the agent. Pids are host pids (of the agent's pid namespace); `limit_ms` is how
+/// long the agent waits before it answers [`ErrorKind::TimedOut`] while the call goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "op", deny_unknown_fields)]
+pub enum Op {
+    /// Who is there. Answered by [`Outcome::Hello`].
+    Hello,
+    /// Is this a CUDA process, and in which state. Answered by [`Outcome::Process`].
+    Query {
+        /// The process.
+        pid: i32,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// Block its CUDA calls and wait for its GPU work.
+    Lock {
+        /// The process.
+        pid: i32,
+        /// How long the driver may wait for the GPU work.
+        timeout_ms: u64,
+    },
+    /// Move its GPU memory to host memory and let go of the GPUs.
+    Checkpoint {
+        /// The process.
+        pid: i32,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// The reverse of checkpoint.
+    Restore {
+        /// The process.
+        pid: i32,
+        /// Where each GPU goes; empty: the same GPUs.
+        #[serde(default)]
+        gpu_map: Vec<GpuPair>,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// Let CUDA calls through again.
+    Unlock {
+        /// The process.
+        pid: i32,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// The dump is complete and its processes are about to be killed: nothing is undone when the
+    /// connection ends, unless a process is still alive well after that (a failed post-dump script
+    /// lets the tasks go on after the plugin's end).
+    Commit,
+}
+
+impl Op {
+    /// The process it is about.
+    pub fn pid(&self) -> Option<i32> {
+        match self {
+            Self::Hello | Self::Commit => None,
+            Self::Query { pid, .. }
+            | Self::Lock { pid, .. }
+            | Self::Checkpoint { pid, .. }
+            | Self::Restore { pid, .. }
+            | Self::Unlock { pid, .. } => Some(*pid),
+        }
+    }
+
+    /// Its name, for logs and messages.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello => "hello",
+            Self::Query { .. } => "query",
+            Self::Lock { .. } => "lock",
+            Self::Checkpoint { .. } => "checkpoint",
+            Self::Restore { .. } => "restore",
+            Self::Unlock { .. } => "unlock",
+            Self::Commit => "commit",
+        }
+    }
+}
+
+/// A request line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// Repeated in the reply.
+    pub id: u64,
+    /// What is asked.
+    pub request: Op,
+}
+
+/// A reply line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reply {
+    /// The request's id.
+    pub id: u64,
+    /// How long the driver took.
+    pub micros: u64,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// What came of a request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// Answer to [`Op::Hello`].
+    Hello(Hello),
+    /// Answer to [`Op::Query`]; `None`: not a CUDA process.
+    Process(Option<CudaProcess>),
+    /// The step is done.
+    Done,
+    /// The step failed.
+    Error(DriverError),
+}
+
+/// The agent and its driver.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// The kernel driver's version ("580.159.04"), when it can be read.
+    #[serde(default)]
+    pub driver_version: Option<String>,
+    /// `cuDriverGetVersion`: 13000 is CUDA 13.0.
+    pub cuda_version: i32,
+    /// The GPUs the agent sees.
+    pub gpus: Vec<AgentGpu>,
+}
+
+/// A GPU as libcuda reports it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentGpu {
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// Its product name.
+    pub name: String,
+    /// Its memory in bytes.
+    pub total_memory: u64,
+}
+
+/// A process that uses CUDA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaProcess {
+    /// Its state now.
+    pub state: ProcessState,
+    /// The thread that does the driver's work in it.
+    pub restore_tid: i32,
+}
+
+/// Why a step failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct DriverError {
+    /// The kind, to act on.
+    pub kind: ErrorKind,
+    /// The driver's error code, when the driver spoke.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub code: Option<i32>,
+    /// What to print: the step, the driver's name of the error and its text.
+    pub message: String,
+}
+
+/// Kinds of failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ErrorKind {
+    /// The process's GPU work did not finish within the lock timeout; it is not locked.
+    LockTimeout,
+    /// The call did not return within its limit; it still runs.
+    TimedOut,
+    /// An earlier call for this process still runs.
+    Busy,
+    /// The process is in a state in which the step makes no sense.
+    WrongState,
+    /// The driver refused: unsupported feature (UVM, IPC, MPS, MIG) or driver too old.
+    NotSupported,
+    /// GPU or host memory ran out.
+    OutOfMemory,
+    /// The process is gone.
+    NoProcess,
+    /// Any other driver error.
+    Driver,
+    /// The request is malformed.
+    BadRequest,
+}
+
+/// A message that cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum FrameError {
+    /// A line longer than [`MAX_LINE`].
+    #[error("line longer than {MAX_LINE} bytes")]
+    TooLong,
+    /// Not the expected JSON.
+    #[error("malformed message: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+/// Splits a byte stream into lines.
+#[derive(Debug, Default)]
+pub struct LineBuffer {
+    bytes: Vec<u8>,
+    scanned: usize,
+}
+
+impl LineBuffer {
+    /// Adds what was received.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next whole message, if there is one.
+    pub fn next_message<T: serde::de::DeserializeOwned>(
+        &mut self,
+    ) -> Result<Option<T>, FrameError> {
+        let Some(offset) = self.bytes[self.scanned..].iter().position(|b| *b == b'\n') else {
+            self.scanned = self.bytes.len();
+            if self.scanned > MAX_LINE {
+                return Err(FrameError::TooLong);
+            }
+            return Ok(None);
+        };
+        let end = self.scanned + offset;
+        if end > MAX_LINE {
+            return Err(FrameError::TooLong);
+        }
+        let message = serde_json::from_slice(&self.bytes[..end]);
+        self.bytes.drain(..=end);
+        self.scanned = 0;
+        Ok(Some(message?))
+    }
+}
+
+/// The line of a message.
+pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
+    let mut line = serde_json::to_vec(message)?;
+    if line.len() > MAX_LINE {
+        return Err(FrameError::TooLong);
+    }
+    line.push(b'\n');
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_op() -> impl Strategy<Value = Op> {
+        let pid = any::<i32>();
+        prop_oneof![
+            Just(Op::Hello),
+            Just(Op::Commit),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Query { pid, limit_ms }),
+            (pid, any::<u64>()).prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint { pid, limit_ms }),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Unlock { pid, limit_ms }),
+            (
+                pid,
+                any::<u64>(),
+                proptest::collection::vec(any::<([u8; 16], [u8; 16])>(), 0..9)
+            )
+                .prop_map(|(pid, limit_ms, map)| Op::Restore {
+                    pid,
+                    limit_ms,
+                    gpu_map: map
+                        .into_iter()
+                        .map(|(old, new)| GpuPair {
+                            old: GpuUuid(old),
+                            new: GpuUuid(new)
+                        })
+                        .collect(),
+                }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn messages_survive_any_split(ops in proptest::collection::vec(any_op(), 1..5), cut in 1usize..50) {
+            let requests: Vec<_> = ops
+                .into_iter()
+                .enumerate()
+                .map(|(id, request)| Request { id: id as u64, request })
+                .collect();
+            let wire: Vec<u8> = requests.iter().flat_map(|r| encode(r).unwrap()).collect();
+            let mut buffer = LineBuffer::default();
+            let mut seen = Vec::new();
+            for piece in wire.chunks(cut) {
+                buffer.push(piece);
+                while let Some(request) = buffer.next_message::<Request>().unwrap() {
+                    seen.push(request);
+                }
+            }
+            prop_assert_eq!(seen, requests);
+        }
+
+        #[test]
+        fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..500)) {
+            let mut buffer = LineBuffer::default();
+            buffer.push(&bytes);
+            for _ in 0..bytes.len() + 1 {
+                match buffer.next_message::<Request>() {
+                    Ok(Some(_)) | Err(FrameError::Json(_)) => {}
+                    Ok(None) | Err(FrameError::TooLong) => break,
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_endless_line_is_refused() {
+        let mut buffer = LineBuffer::default();
+        buffer.push(&vec![b'x'; MAX_LINE + 1]);
+        assert!(matches!(
+            buffer.next_message::<Request>(),
+            Err(FrameError::TooLong)
+        ));
+    }
+}
