@@ -36,7 +36,9 @@ pub enum SealError {
         source: io::Error,
     },
     /// The file cannot be written.
-    #[error("{path}: cannot write the checkpoint's record: {source}; free some space or choose another image folder")]
+    #[error(
+        "{path}: cannot write the checkpoint's record: {source}; free some space or choose another image folder"
+    )]
     Write {
         /// The file.
         path: PathBuf,
@@ -44,13 +46,17 @@ pub enum SealError {
         source: io::Error,
     },
     /// The file is larger than [`MAX_SEAL_BYTES`].
-    #[error("{path}: larger than {MAX_SEAL_BYTES} bytes, which no seal is; the archive is damaged or not a checkpoint of cryopod")]
+    #[error(
+        "{path}: larger than {MAX_SEAL_BYTES} bytes, which no seal is; the archive is damaged or not a checkpoint of cryopod"
+    )]
     TooLarge {
         /// The file.
         path: PathBuf,
     },
     /// The file is not a seal.
-    #[error("{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool")]
+    #[error(
+        "{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool"
+    )]
     Invalid {
         /// The file.
         path: PathBuf,
@@ -58,7 +64,9 @@ pub enum SealError {
         reason: String,
     },
     /// The seal was written by a newer cryopod whose schema this one does not know.
-    #[error("{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host")]
+    #[error(
+        "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"
+    )]
     TooNew {
         /// The file.
         path: PathBuf,
@@ -286,7 +294,10 @@ impl Seal {
     /// [`SealError`] if there is one but it cannot be used.
     pub fn open(image_dir: &Path) -> Result<Option<Self>, SealError> {
         let path = image_dir.join(names::SEAL);
-        let read = |source| SealError::Read { path: path.clone(), source };
+        let read = |source| SealError::Read {
+            path: path.clone(),
+            source,
+        };
         let mut file = match OpenOptions::new()
             .read(true)
             .custom_flags(O_NOFOLLOW | O_NONBLOCK)
@@ -372,7 +383,10 @@ impl SealSlot {
     pub fn reserve(image_dir: &Path) -> Result<Self, SealError> {
         let partial = image_dir.join(names::SEAL_PARTIAL);
         let path = image_dir.join(names::SEAL);
-        let write = |source| SealError::Write { path: path.clone(), source };
+        let write = |source| SealError::Write {
+            path: path.clone(),
+            source,
+        };
         for old in [&partial, &path] {
             match fs::remove_file(old) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
@@ -414,8 +428,8 @@ impl SealSlot {
             let path = path.to_owned();
             move |source| SealError::Write { path, source }
         };
-        let mut text = serde_json::to_vec_pretty(seal)
-            .map_err(|e| write(&self.path)(io::Error::other(e)))?;
+        let mut text =
+            serde_json::to_vec_pretty(seal).map_err(|e| write(&self.path)(io::Error::other(e)))?;
         text.push(b'\n');
         self.file.rewind().map_err(write(&self.path))?;
         self.file.write_all(&text).map_err(write(&self.path))?;

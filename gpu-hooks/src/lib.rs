@@ -1,1 +1,20 @@
-//! What GPUs a container uses, what GPUs a host has, and the plan of a checkpoint or restore.
+//! What GPUs a container uses, what GPUs this host has, and the plan of a checkpoint or restore.
+//!
+//! Everything that is read from `/proc`, `/sys` or `/dev` goes through [`host::Host`], whose root tests
+//! replace; every process that is started goes through [`tools::Tools`].
+//!
+//! - [`spec`]: the container's OCI spec, and the GPU device nodes that it names.
+//! - [`nodes`]: what a device path is, by the vendors' naming.
+//! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
+//! - [`nvidia`], [`amd`]: the host's GPUs.
+//! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
+
+pub mod amd;
+pub mod cuda;
+pub mod host;
+pub mod live;
+pub mod nodes;
+pub mod nvidia;
+pub mod plan;
+pub mod spec;
+pub mod tools;

@@ -31,7 +31,11 @@ fn written_and_read_back() {
     assert_eq!(Seal::open(dir.path()).unwrap(), None);
     let slot = SealSlot::reserve(dir.path()).unwrap();
     assert!(slot.partial().metadata().unwrap().len() >= RESERVE_BYTES);
-    assert_eq!(Seal::open(dir.path()).unwrap(), None, "a reserved seal is no seal");
+    assert_eq!(
+        Seal::open(dir.path()).unwrap(),
+        None,
+        "a reserved seal is no seal"
+    );
     slot.commit(&sample()).unwrap();
     assert_eq!(Seal::open(dir.path()).unwrap(), Some(sample()));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -40,7 +44,10 @@ fn written_and_read_back() {
 #[test]
 fn an_abandoned_slot_leaves_nothing_and_drops_the_older_seal() {
     let dir = tempfile::tempdir().unwrap();
-    SealSlot::reserve(dir.path()).unwrap().commit(&sample()).unwrap();
+    SealSlot::reserve(dir.path())
+        .unwrap()
+        .commit(&sample())
+        .unwrap();
     drop(SealSlot::reserve(dir.path()).unwrap());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
 }
@@ -56,8 +63,13 @@ fn unknown_fields_survive() {
 
 #[test]
 fn newer_major_is_refused_even_when_nothing_else_fits() {
-    let e = parse(r#"{"schema":"2.0","whatever":[]}"#).unwrap_err().to_string();
-    assert!(e.contains("x/cryopod.json") && e.contains("2.0") && e.contains("update cryopod"), "{e}");
+    let e = parse(r#"{"schema":"2.0","whatever":[]}"#)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("x/cryopod.json") && e.contains("2.0") && e.contains("update cryopod"),
+        "{e}"
+    );
 }
 
 #[test]
@@ -71,7 +83,10 @@ fn bad_seals_name_the_file_and_the_field() {
         (r#"{"schema":"1.0"}"#, "missing field"),
     ] {
         let e = parse(text).unwrap_err().to_string();
-        assert!(e.contains("x/cryopod.json") && e.contains(needle), "{text}: {e}");
+        assert!(
+            e.contains("x/cryopod.json") && e.contains(needle),
+            "{text}: {e}"
+        );
     }
 }
 
@@ -80,17 +95,31 @@ fn links_folders_and_giants_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(names::SEAL);
     symlink("/etc/passwd", &path).unwrap();
-    assert!(matches!(Seal::open(dir.path()), Err(SealError::Read { .. })));
+    assert!(matches!(
+        Seal::open(dir.path()),
+        Err(SealError::Read { .. })
+    ));
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    assert!(matches!(Seal::open(dir.path()), Err(SealError::Invalid { .. })));
+    assert!(matches!(
+        Seal::open(dir.path()),
+        Err(SealError::Invalid { .. })
+    ));
     fs::remove_dir(&path).unwrap();
-    File::create(&path).unwrap().set_len(MAX_SEAL_BYTES + 1).unwrap();
-    assert!(matches!(Seal::open(dir.path()), Err(SealError::TooLarge { .. })));
+    File::create(&path)
+        .unwrap()
+        .set_len(MAX_SEAL_BYTES + 1)
+        .unwrap();
+    assert!(matches!(
+        Seal::open(dir.path()),
+        Err(SealError::TooLarge { .. })
+    ));
 }
 
 #[test]
 fn a_folder_that_cannot_be_written_is_named() {
-    let e = SealSlot::reserve(Path::new("/proc/self")).unwrap_err().to_string();
+    let e = SealSlot::reserve(Path::new("/proc/self"))
+        .unwrap_err()
+        .to_string();
     assert!(e.contains("/proc/self/cryopod.json"), "{e}");
 }

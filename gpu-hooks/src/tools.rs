@@ -1,0 +1,193 @@
+//! The seam to other programs: finding them and asking them something, within a time limit.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What is kept of a program's output, in bytes.
+const MAX_OUTPUT: u64 = 4 << 20;
+
+/// What a program said.
+#[derive(Debug, Clone, Default)]
+pub struct Output {
+    /// Exit code; 128 + the signal's number if one ended it.
+    pub code: i32,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+}
+
+/// Why a program gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ToolError {
+    /// It could not be started or read.
+    #[error("{program}: cannot be run: {source}")]
+    Run {
+        /// The program.
+        program: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It did not end in time and was killed.
+    #[error("{program} {args}: no answer within {limit:?}; it was killed")]
+    Timeout {
+        /// The program.
+        program: PathBuf,
+        /// Its arguments.
+        args: String,
+        /// The limit.
+        limit: Duration,
+    },
+}
+
+/// Finds and runs programs.
+pub trait Tools {
+    /// The path of a program; a name with `/` is a path already.
+    fn find(&self, name: &str) -> Option<PathBuf>;
+
+    /// Runs a program to its end, with no standard input.
+    ///
+    /// # Errors
+    /// [`ToolError`] if it cannot be run or does not end within `limit`.
+    fn output(&self, program: &Path, args: &[&OsStr], limit: Duration)
+    -> Result<Output, ToolError>;
+}
+
+/// The programs of this host, by a search path.
+#[derive(Debug, Clone)]
+pub struct SystemTools {
+    search: OsString,
+}
+
+impl SystemTools {
+    /// Searches `$PATH`, or the usual folders if it is unset.
+    pub fn from_env() -> Self {
+        Self::with_path(std::env::var_os("PATH").unwrap_or_else(|| {
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into()
+        }))
+    }
+
+    /// Searches the folders of `search`, separated by `:`.
+    pub fn with_path(search: impl Into<OsString>) -> Self {
+        Self {
+            search: search.into(),
+        }
+    }
+}
+
+fn executable(path: &Path) -> bool {
+    path.metadata()
+        .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+}
+
+impl Tools for SystemTools {
+    fn find(&self, name: &str) -> Option<PathBuf> {
+        if name.contains('/') {
+            let path = PathBuf::from(name);
+            return executable(&path).then_some(path);
+        }
+        std::env::split_paths(&self.search)
+            .map(|dir| dir.join(name))
+            .find(|p| executable(p))
+    }
+
+    fn output(
+        &self,
+        program: &Path,
+        args: &[&OsStr],
+        limit: Duration,
+    ) -> Result<Output, ToolError> {
+        let failed = |source| ToolError::Run {
+            program: program.to_owned(),
+            source,
+        };
+        let mut child = Command::new(program)
+            .args(args)
+            .env("PATH", &self.search)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let readers = (drain(child.stdout.take()), drain(child.stderr.take()));
+        let end = Instant::now() + limit;
+        let mut pause = Duration::from_micros(200);
+        let status = loop {
+            if let Some(status) = child.try_wait().map_err(failed)? {
+                break status;
+            }
+            if Instant::now() >= end {
+                // Its own children may hold the pipes open; the readers are left to end by themselves.
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(ToolError::Timeout {
+                    program: program.to_owned(),
+                    args: args
+                        .iter()
+                        .map(|a| a.to_string_lossy())
+                        .collect::<Vec<_>>()
+                        .join(" "),
+                    limit,
+                });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(10));
+        };
+        use std::os::unix::process::ExitStatusExt;
+        Ok(Output {
+            code: status
+                .code()
+                .unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
+            stdout: readers.0.join().unwrap_or_default(),
+            stderr: readers.1.join().unwrap_or_default(),
+        })
+    }
+}
+
+fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> std::thread::JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(pipe) = pipe {
+            let _ = pipe.take(MAX_OUTPUT).read_to_end(&mut bytes);
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_and_limits() {
+        let tools = SystemTools::from_env();
+        let sh = tools.find("sh").unwrap();
+        let run = |script: &str, ms| {
+            tools.output(
+                &sh,
+                &["-c".as_ref(), script.as_ref()],
+                Duration::from_millis(ms),
+            )
+        };
+        let out = run("echo out; echo err >&2; exit 3", 5000).unwrap();
+        assert_eq!(
+            (out.code, out.stdout.as_str(), out.stderr.as_str()),
+            (3, "out\n", "err\n")
+        );
+        assert_eq!(run("kill -9 $$", 5000).unwrap().code, 137);
+        assert!(matches!(
+            run("exec sleep 60", 50),
+            Err(ToolError::Timeout { .. })
+        ));
+        assert!(tools.find("no-such-program-here").is_none());
+        assert!(SystemTools::with_path("/nowhere").find("sh").is_none());
+        assert_eq!(
+            SystemTools::with_path("").find("/bin/sh"),
+            Some("/bin/sh".into())
+        );
+    }
+}
