@@ -1,0 +1,59 @@
+#!/bin/bash
+# root.sh SUITE MIRROR DIR: builds the test bed's Debian root in DIR, which must be empty.
+#
+# Run by `testbed up` in mount and PID namespaces of its own, so an interrupted build leaves no mount
+# and no process. The root's name in the cache has a hash of this file: edit it, and a new one is built.
+set -euo pipefail
+
+packages=(
+    # what is tested
+    criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo
+    # what the tests and the tools above call
+    iptables nftables iproute2 kmod procps strace jq zstd ca-certificates python3-minimal
+    # what the containers run
+    busybox-static
+)
+
+suite=$1 mirror=$2 root=$3
+
+script=/usr/share/debootstrap/scripts/$suite # an older debootstrap does not know newer suites
+[ -e "$script" ] || script=/usr/share/debootstrap/scripts/sid
+debootstrap --variant=minbase --keyring=/usr/share/keyrings/debian-archive-keyring.gpg \
+    --include="$(IFS=, && echo "${packages[*]}")" "$suite" "$root" "$mirror" "$script"
+
+rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
+    "$root"/usr/share/{doc,man,locale,info}/*
+
+# No systemd and no journal in the bed. Debian's podman takes crun; tests name the runtime themselves.
+cat > "$root/etc/containers/containers.conf" <<'CONF'
+[containers]
+log_driver = "k8s-file"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+CONF
+cat > "$root/etc/containers/storage.conf" <<'CONF'
+[storage]
+driver = "overlay"
+graphroot = "/var/lib/containers/storage"
+runroot = "/run/containers/storage"
+CONF
+
+# Containers here have no network, and many kernels lack the firewall modules criu would lock it with.
+mkdir -p "$root/etc/criu"
+for runtime in runc crun; do
+    echo 'network-lock skip' > "$root/etc/criu/$runtime.conf"
+done
+
+# The file system of the containers: busybox, and nothing else.
+tree=$(mktemp -d)
+mkdir -p "$tree"/{bin,dev,etc,proc,root,run,sys,tmp}
+for applet in $(chroot "$root" busybox --list); do
+    ln -s busybox "$tree/bin/$applet"
+done
+cp --remove-destination "$root/usr/bin/busybox" "$tree/bin/busybox"
+printf 'root:x:0:0:root:/root:/bin/sh\n' > "$tree/etc/passwd"
+printf 'root:x:0:\n' > "$tree/etc/group"
+mkdir -p "$root/usr/local/share/testbed" "$root/usr/local/lib/cryopod" "$root/src"
+tar -C "$tree" --owner=0 --group=0 --numeric-owner -cf "$root/usr/local/share/testbed/busybox.tar" .
+rm -rf "$tree"

@@ -1,0 +1,127 @@
+#!/bin/bash
+# stage.sh CMD [ARG]...: the inner half of `testbed enter`, which see. It runs three times: in the
+# machine's namespaces to enter the run's cgroups, in the new namespaces to make the mounts, and in the
+# bed as init of the PID namespace, with CMD as its child.
+set -euo pipefail
+
+enter_cgroups() {
+    local dir
+    while read -r dir; do
+        echo $$ > "$dir/cgroup.procs"
+    done <<< "$TESTBED_CGROUPS"
+    TESTBED_STAGE=mounts exec unshare --mount --propagation private --pid --fork --kill-child \
+        --net --ipc --uts --cgroup bash "$0" "$@"
+}
+
+show() { # SRC DST: a bind mount of a file or folder, its mount point made if need be
+    [ -e "$1" ] || { echo "testbed: --bind: no such file or folder: $1" >&2 && exit 1; }
+    if [ -d "$1" ]; then mkdir -p "$2"; else mkdir -p "${2%/*}" && touch "$2"; fi
+    mount --rbind "$1" "$2"
+}
+
+mount_devices() {
+    mount -t tmpfs -o mode=755,size=1m dev dev
+    mkdir dev/{pts,shm,mqueue,net}
+    mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts dev/pts
+    mount -t tmpfs shm dev/shm
+    mount -t mqueue mqueue dev/mqueue
+    mknod -m 666 dev/null c 1 3
+    mknod -m 666 dev/zero c 1 5
+    mknod -m 666 dev/full c 1 7
+    mknod -m 666 dev/random c 1 8
+    mknod -m 666 dev/urandom c 1 9
+    mknod -m 666 dev/tty c 5 0
+    mknod -m 666 dev/fuse c 10 229
+    mknod -m 666 dev/net/tun c 10 200
+    ln -s pts/ptmx dev/ptmx
+    ln -s /proc/self/fd dev/fd
+    ln -s /proc/self/fd/0 dev/stdin
+    ln -s /proc/self/fd/1 dev/stdout
+    ln -s /proc/self/fd/2 dev/stderr
+}
+
+mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows the run's folder as its root
+    if [ "$TESTBED_CGROUP" = v2 ]; then
+        mount -t cgroup2 cgroup2 sys/fs/cgroup
+        leave_cgroup2_root sys/fs/cgroup
+        return
+    fi
+    mount -t tmpfs -o mode=755 cgroup sys/fs/cgroup
+    local at type options option kept
+    while read -r at type options; do
+        kept=
+        for option in ${options//,/ }; do
+            case $option in
+                rw | ro | nosuid | nodev | noexec | *relatime | noatime | seclabel | xattr | release_agent=* | clone_children | nsdelegate | memory_*) ;;
+                name=*) kept+=",none,$option" ;;
+                *) kept+=",$option" ;;
+            esac
+        done
+        mkdir -p ".$at"
+        mount -t "$type" ${kept:+-o "${kept#,}"} cgroup ".$at"
+        if [ "$type" = cgroup2 ]; then leave_cgroup2_root ".$at"; fi
+    done <<< "$TESTBED_HIERARCHIES"
+    local link
+    for link in /sys/fs/cgroup/*; do # cpu -> cpu,cpuacct and the like
+        if [ -L "$link" ]; then cp -P "$link" "sys/fs/cgroup/"; fi
+    done
+}
+
+leave_cgroup2_root() { # a cgroup with processes of its own could give its children no controllers
+    mkdir "$1/init"
+    echo $$ > "$1/init/cgroup.procs"
+}
+
+make_mounts() {
+    local workspace=$TESTBED_SRC bind binary
+    mount -t tmpfs -o mode=755 testbed "$TESTBED_MNT"
+    cd "$TESTBED_MNT"
+    mkdir lower upper work root
+    mount --bind "$TESTBED_ROOT" lower
+    mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work overlay root
+    cd root
+    mkdir -p old var/lib/{containers,containerd,docker}
+    local dir
+    for dir in run tmp var/lib/containers var/lib/containerd var/lib/docker; do
+        mount -t tmpfs tmpfs "$dir" # overlay storage cannot lie on an overlay
+    done
+    chmod 1777 tmp
+    mkdir -p run/lock
+    mount -t proc proc proc
+    mount -t sysfs sysfs sys
+    mount_devices
+    mount_cgroups
+
+    mount --bind "$workspace" src
+    mount -o remount,bind,ro src
+    for binary in cryopod cryopod-runtime containerd-shim-cryopod-v2; do
+        if [ -e "$TESTBED_BIN/$binary" ]; then show "$TESTBED_BIN/$binary" "usr/local/bin/$binary"; fi
+    done
+    for binary in "$TESTBED_BIN"/libcryopod_*.so; do
+        if [ -e "$binary" ]; then show "$binary" "usr/local/lib/cryopod/${binary##*/}"; fi
+    done
+    while read -r bind; do
+        if [ -n "$bind" ]; then show "${bind%%:*}" ".${bind#*:}"; fi
+    done <<< "$TESTBED_BINDS"
+
+    hostname testbed
+    pivot_root . old
+    umount -l old
+    rmdir old
+    cd /root
+    ip link set lo up
+    exec env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        LANG=C.UTF-8 TERM="${TERM:-dumb}" PODMAN_IGNORE_CGROUPSV1_WARNING=1 TESTBED_STAGE=init TESTBED_CGROUP="$TESTBED_CGROUP" \
+        TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
+}
+
+case ${TESTBED_STAGE:-} in
+    '') enter_cgroups "$@" ;;
+    mounts) make_mounts "$@" ;;
+    init) # bash reaps the orphans that come to init, and all of them end with it
+        unset TESTBED_STAGE
+        code=0
+        "$@" || code=$?
+        exit "$code"
+        ;;
+esac
