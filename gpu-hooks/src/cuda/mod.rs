@@ -20,11 +20,16 @@
 use std::io::Read;
 use std::path::Path;
 
+pub mod agent;
+pub mod client;
 pub mod config;
+pub mod driver;
 pub mod gpu;
 pub mod image;
+pub mod procfs;
 pub mod protocol;
 pub mod report;
+pub mod server;
 
 /// Reads a regular file of at most `limit` bytes; a larger one is an error.
 fn read_bounded(path: &Path, limit: u64) -> std::io::Result<Vec<u8>> {
@@ -40,4 +45,18 @@ pub fn read_bounded_from(source: impl Read, limit: u64) -> std::io::Result<Vec<u
         return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, what));
     }
     Ok(bytes)
+}
+
+/// Writes a JSON file in one step: a reader sees the old contents or the new, never a part.
+///
+/// # Errors
+/// What the system says.
+pub fn write_json(path: &Path, value: &impl serde::Serialize) -> std::io::Result<()> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    let mut name = path.as_os_str().to_owned();
+    name.push(".tmp");
+    let temporary = Path::new(&name);
+    std::fs::write(temporary, text)?;
+    std::fs::rename(temporary, path)
 }

@@ -1,0 +1,457 @@
+//! The agent's memory and its driver calls: which process was found in which state, what was done
+//! to it since, and how to undo that.
+//!
+//! A driver call cannot be cancelled. Each runs on a thread of its own; a caller that has waited
+//! long enough is told [`ErrorKind::TimedOut`] while the call goes on, and further calls for the
+//! same process are [`ErrorKind::Busy`] until it returns. Whatever it then did is recorded, so that
+//! the undoing knows of it.
+
+use super::driver::{CallError, Driver};
+use super::gpu::effective_map;
+use super::procfs;
+use super::protocol::{CudaProcess, DriverError, ErrorKind, Op, Outcome, ProcessState};
+use super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
+use std::time::{Duration, Instant};
+
+/// How much longer than its own timeout a lock may take before it counts as hanging.
+const LOCK_GRACE: Duration = Duration::from_secs(3);
+/// How long after an "illegal state" a lock is tried again: the process may be within cuInit.
+const RACE_PAUSE: Duration = Duration::from_millis(250);
+const TICK: Duration = Duration::from_millis(20);
+
+/// Limits of the undoing at the end.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// How long a process may stay traced before it is put back all the same.
+    pub settle: Duration,
+    /// How long a process that CRIU let go of after a commit may take to die.
+    pub killed: Duration,
+    /// How long each driver call may take.
+    pub step: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            settle: Duration::from_secs(15),
+            killed: Duration::from_secs(3),
+            step: Duration::from_secs(600),
+        }
+    }
+}
+
+/// What is known of one process.
+#[derive(Debug, Clone)]
+struct Tracked {
+    start_time: u64,
+    comm: String,
+    /// As found before the first step.
+    found: ProcessState,
+    /// What our steps made of it.
+    now: ProcessState,
+    /// The call that runs.
+    busy: Option<&'static str>,
+}
+
+/// The agent: a driver and what was done through it.
+pub struct Agent<D> {
+    driver: D,
+    tracked: Mutex<HashMap<i32, Tracked>>,
+    idle: Condvar,
+}
+
+fn error(kind: ErrorKind, message: impl Into<String>) -> DriverError {
+    DriverError {
+        kind,
+        code: None,
+        message: message.into(),
+    }
+}
+
+impl<D: Driver> Agent<D> {
+    /// An agent that has done nothing yet.
+    pub fn new(driver: D) -> Arc<Self> {
+        Arc::new(Self {
+            driver,
+            tracked: Mutex::default(),
+            idle: Condvar::new(),
+        })
+    }
+
+    /// The driver.
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    fn table(&self) -> MutexGuard<'_, HashMap<i32, Tracked>> {
+        // A thread that panicked cannot have left the table half-changed: each change is one write.
+        self.tracked
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Carries out a request about a process, waiting at most as long as the request says.
+    pub fn perform(self: &Arc<Self>, op: &Op) -> Outcome {
+        let limit = match op {
+            Op::Lock { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + LOCK_GRACE,
+            Op::Query { limit_ms, .. }
+            | Op::Checkpoint { limit_ms, .. }
+            | Op::Restore { limit_ms, .. }
+            | Op::Unlock { limit_ms, .. } => Duration::from_millis(*limit_ms),
+            Op::Hello | Op::Commit => {
+                let what = format!("{} is not about a process", op.name());
+                return Outcome::Error(error(ErrorKind::BadRequest, what));
+            }
+        };
+        match self.perform_within(op.clone(), limit) {
+            Ok(outcome) => outcome,
+            Err(error) => Outcome::Error(error),
+        }
+    }
+
+    fn perform_within(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {
+        let name = op.name();
+        let pid = op.pid().unwrap_or_default();
+        if pid <= 0 {
+            return Err(error(ErrorKind::BadRequest, format!("pid {pid}")));
+        }
+        self.enter(pid, name)?;
+        let (sender, receiver) = mpsc::channel();
+        let agent = Arc::clone(self);
+        let spawned = std::thread::Builder::new()
+            .name(format!("{name} {pid}"))
+            .spawn(move || {
+                let outcome = agent.call(pid, &op);
+                agent.leave(pid);
+                // Nobody listens any more when the limit has passed; the table knows all.
+                let _ = sender.send(outcome);
+            });
+        if let Err(cause) = spawned {
+            self.leave(pid);
+            let what = format!("cannot start a thread for {name}: {cause}");
+            return Err(error(ErrorKind::Driver, what));
+        }
+        match receiver.recv_timeout(limit) {
+            Ok(outcome) => outcome,
+            Err(mpsc::RecvTimeoutError::Timeout) => Err(error(
+                ErrorKind::TimedOut,
+                format!(
+                    "the driver's {name} did not return within {:.1} s",
+                    limit.as_secs_f64()
+                ),
+            )),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Err(error(
+                ErrorKind::Driver,
+                format!("the agent's {name} thread died"),
+            )),
+        }
+    }
+
+    fn enter(&self, pid: i32, name: &'static str) -> Result<(), DriverError> {
+        let Some(stat) = procfs::stat(pid).filter(|stat| !stat.exiting) else {
+            return Err(error(
+                ErrorKind::NoProcess,
+                format!("there is no process {pid}"),
+            ));
+        };
+        let mut table = self.table();
+        let fresh = || Tracked {
+            start_time: stat.start_time,
+            comm: procfs::comm(pid),
+            found: ProcessState::Unknown,
+            now: ProcessState::Unknown,
+            busy: None,
+        };
+        let entry = table.entry(pid).or_insert_with(fresh);
+        if entry.start_time != stat.start_time {
+            *entry = fresh();
+        }
+        if let Some(running) = entry.busy {
+            let what = format!("the driver's {running} of process {pid} still runs");
+            return Err(error(ErrorKind::Busy, what));
+        }
+        entry.busy = Some(name);
+        Ok(())
+    }
+
+    fn leave(&self, pid: i32) {
+        if let Some(entry) = self.table().get_mut(&pid) {
+            entry.busy = None;
+        }
+        self.idle.notify_all();
+    }
+
+    fn record(&self, pid: i32, change: impl FnOnce(&mut Tracked)) {
+        if let Some(entry) = self.table().get_mut(&pid) {
+            change(entry);
+        }
+    }
+
+    fn found(&self, pid: i32) -> ProcessState {
+        self.table()
+            .get(&pid)
+            .map_or(ProcessState::Unknown, |entry| entry.found)
+    }
+
+    /// Notes the state before our first change.
+    fn note_found(&self, pid: i32) -> Result<(), DriverError> {
+        if self.found(pid) == ProcessState::Unknown {
+            let state = self.driver.state(pid).map_err(|e| e.describe("query"))?;
+            self.record(pid, |entry| (entry.found, entry.now) = (state, state));
+        }
+        Ok(())
+    }
+
+    fn call(&self, pid: i32, op: &Op) -> Result<Outcome, DriverError> {
+        match op {
+            Op::Query { .. } => self.query(pid).map(Outcome::Process),
+            Op::Lock { timeout_ms, .. } => {
+                self.note_found(pid)?;
+                self.lock(pid, u32::try_from(*timeout_ms).unwrap_or(u32::MAX))?;
+                Ok(Outcome::Done)
+            }
+            Op::Checkpoint { .. } => {
+                self.note_found(pid)?;
+                match self.driver.checkpoint(pid) {
+                    Ok(()) => {
+                        self.record(pid, |entry| entry.now = ProcessState::Checkpointed);
+                        Ok(Outcome::Done)
+                    }
+                    Err(cause) => Err(self.after_failure(pid, &cause, "checkpoint")),
+                }
+            }
+            Op::Restore { gpu_map, .. } => {
+                let map = effective_map(gpu_map).unwrap_or_default();
+                match self.driver.restore(pid, map) {
+                    Ok(()) => {
+                        self.record(pid, |entry| entry.now = ProcessState::Locked);
+                        Ok(Outcome::Done)
+                    }
+                    Err(cause) => Err(self.after_failure(pid, &cause, "restore")),
+                }
+            }
+            Op::Unlock { .. } => match self.driver.unlock(pid) {
+                Ok(()) => {
+                    self.record(pid, |entry| entry.now = ProcessState::Running);
+                    Ok(Outcome::Done)
+                }
+                Err(cause) => Err(self.after_failure(pid, &cause, "unlock")),
+            },
+            Op::Hello | Op::Commit => Err(error(ErrorKind::BadRequest, op.name())),
+        }
+    }
+
+    fn query(&self, pid: i32) -> Result<Option<CudaProcess>, DriverError> {
+        // Any error here means that the process has no driver thread. One that uses CUDA after all
+        // is caught by the device files and mappings that CRIU then finds.
+        let restore_tid = match self.driver.restore_tid(pid) {
+            Ok(tid) => tid,
+            Err(cause) => {
+                tracing::debug!(pid, code = cause.code, "no CUDA: {}", cause.text);
+                return Ok(None);
+            }
+        };
+        let state = match self.driver.state(pid) {
+            Err(cause) if cause.is_illegal_state() => {
+                std::thread::sleep(RACE_PAUSE);
+                self.driver.state(pid)
+            }
+            other => other,
+        };
+        let state = state.map_err(|cause| cause.describe("query"))?;
+        Ok(Some(CudaProcess { state, restore_tid }))
+    }
+
+    fn lock(&self, pid: i32, timeout_ms: u32) -> Result<(), DriverError> {
+        let result = match self.driver.lock(pid, timeout_ms) {
+            Err(cause) if cause.is_illegal_state() => {
+                tracing::debug!(pid, "lock: {}; once more", cause.text);
+                std::thread::sleep(RACE_PAUSE);
+                self.driver.lock(pid, timeout_ms)
+            }
+            other => other,
+        };
+        match result {
+            Ok(()) => {
+                self.record(pid, |entry| entry.now = ProcessState::Locked);
+                Ok(())
+            }
+            Err(cause) => Err(self.after_failure(pid, &cause, "lock")),
+        }
+    }
+
+    /// After a failed step the driver alone knows the state.
+    fn after_failure(&self, pid: i32, cause: &CallError, what: &str) -> DriverError {
+        let mut described = cause.describe(what);
+        match self.driver.state(pid) {
+            Ok(state) => {
+                self.record(pid, |entry| entry.now = state);
+                described.message = format!("{} (the process is now {state})", described.message);
+            }
+            Err(_) => self.record(pid, |entry| entry.now = ProcessState::Unknown),
+        }
+        described
+    }
+
+    /// Puts every process back into the state it was found in. With `committed`, processes that
+    /// are dead or die soon are as they should be.
+    ///
+    /// Ends within a few times the limits, whatever the driver does.
+    pub fn settle(self: &Arc<Self>, committed: bool, limits: Limits) -> AgentReport {
+        let changed: Vec<(i32, Tracked)> = self
+            .table()
+            .iter()
+            .filter(|(_, entry)| entry.busy.is_some() || needs_undoing(entry))
+            .map(|(pid, entry)| (*pid, entry.clone()))
+            .collect();
+        let mut processes: Vec<RolledBack> = std::thread::scope(|scope| {
+            let handles: Vec<_> = changed
+                .iter()
+                .map(|(pid, entry)| scope.spawn(|| self.settle_one(*pid, entry, committed, limits)))
+                .collect();
+            handles
+                .into_iter()
+                .filter_map(|handle| handle.join().ok().flatten())
+                .collect()
+        });
+        processes.sort_by_key(|process| process.pid);
+        let outcome = if processes.is_empty() {
+            AgentOutcome::Clean
+        } else if processes.iter().all(|process| process.error.is_none()) {
+            AgentOutcome::RolledBack
+        } else {
+            AgentOutcome::RollbackFailed
+        };
+        self.table().retain(|_, entry| entry.busy.is_some());
+        AgentReport {
+            version: VERSION,
+            outcome,
+            processes,
+        }
+    }
+
+    fn settle_one(
+        self: &Arc<Self>,
+        pid: i32,
+        entry: &Tracked,
+        committed: bool,
+        limits: Limits,
+    ) -> Option<RolledBack> {
+        let deadline = Instant::now() + limits.settle;
+        let mut let_go: Option<Instant> = None;
+        let alive =
+            || procfs::stat(pid).is_some_and(|s| !s.exiting && s.start_time == entry.start_time);
+        // CRIU lets go of its tasks after the plugin's end, and after a commit kills them.
+        let grace = if committed {
+            limits.killed
+        } else {
+            Duration::ZERO
+        };
+        loop {
+            if !alive() {
+                return None;
+            }
+            let traced = procfs::status(pid).is_ok_and(|status| status.tracer != 0);
+            let_go = if traced {
+                None
+            } else {
+                let_go.or_else(|| Some(Instant::now()))
+            };
+            let over = let_go.is_some_and(|since| since.elapsed() >= grace);
+            if over || Instant::now() >= deadline {
+                break;
+            }
+            std::thread::sleep(TICK);
+        }
+        let result = self.undo(pid, limits.step);
+        if result.is_err() && !alive() {
+            return None;
+        }
+        let (found, left) = match self.table().get(&pid) {
+            Some(entry) => (entry.found, entry.now),
+            None => (entry.found, ProcessState::Unknown),
+        };
+        let error = result.err().map(|cause| cause.to_string());
+        match &error {
+            None => tracing::info!(pid, %found, "process put back"),
+            Some(error) => tracing::error!(pid, %found, %left, error, "process not put back"),
+        }
+        Some(RolledBack {
+            pid,
+            comm: entry.comm.clone(),
+            found,
+            left,
+            error,
+        })
+    }
+
+    fn undo(self: &Arc<Self>, pid: i32, limit: Duration) -> Result<(), DriverError> {
+        self.wait_idle(pid, limit)?;
+        let state = match self.perform_within(Op::Query { pid, limit_ms: 0 }, limit)? {
+            Outcome::Process(Some(process)) => process.state,
+            _ => {
+                return Err(error(
+                    ErrorKind::Driver,
+                    "the driver does not know the process",
+                ));
+            }
+        };
+        self.record(pid, |entry| entry.now = state);
+        let found = self.found(pid);
+        let limit_ms = 0; // `limit` counts
+        use ProcessState::{Checkpointed, Locked, Running};
+        if state == Checkpointed && matches!(found, Running | Locked) {
+            let restore = Op::Restore {
+                pid,
+                gpu_map: Vec::new(),
+                limit_ms,
+            };
+            self.perform_within(restore, limit)?;
+        }
+        if found == Running && matches!(state, Checkpointed | Locked) {
+            self.perform_within(Op::Unlock { pid, limit_ms }, limit)?;
+        }
+        match self.table().get(&pid) {
+            Some(entry) if needs_undoing(entry) => {
+                let what = format!("the process is {} and was found {found}", entry.now);
+                Err(error(ErrorKind::WrongState, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn wait_idle(&self, pid: i32, limit: Duration) -> Result<(), DriverError> {
+        let deadline = Instant::now() + limit;
+        let mut table = self.table();
+        while let Some(name) = table.get(&pid).and_then(|entry| entry.busy) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let what = format!("the driver's {name} of process {pid} never returned");
+                return Err(error(ErrorKind::TimedOut, what));
+            }
+            table = match self.idle.wait_timeout(table, left) {
+                Ok((table, _)) => table,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+        Ok(())
+    }
+}
+
+/// Whether our steps left the process worse than found. A restore is never undone: a process found
+/// checkpointed and now further on is what a restore is for.
+fn needs_undoing(entry: &Tracked) -> bool {
+    use ProcessState::{Checkpointed, Locked, Running};
+    match entry.found {
+        Running => entry.now != Running,
+        Locked => !matches!(entry.now, Locked | Running),
+        Checkpointed | ProcessState::Failed | ProcessState::Unknown => false,
+        ProcessState::Checkpointing | ProcessState::Restoring => false,
+    }
+}
+
+#[cfg(test)]
+#[path = "agent_tests.rs"]
+pub(in crate::cuda) mod tests;

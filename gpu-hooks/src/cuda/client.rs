@@ -1,0 +1,149 @@
+//! The plugin's end of the socket. Nothing here blocks longer than it is told, and a lost agent
+//! never raises SIGPIPE in CRIU.
+
+use super::protocol::{FrameError, LineBuffer, Op, Reply, Request, encode};
+use std::io::{ErrorKind, Read};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How long a write may take: the agent always reads.
+const SEND_LIMIT: Duration = Duration::from_secs(5);
+
+/// Why the agent cannot be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The connection cannot be made or broke.
+    #[error("driver agent: {0}")]
+    Io(#[from] std::io::Error),
+    /// The agent ended.
+    #[error("the driver agent ended unexpectedly")]
+    Closed,
+    /// It sent something else than a reply.
+    #[error("driver agent: {0}")]
+    Frame(#[from] FrameError),
+    /// It did not answer.
+    #[error("the driver agent did not answer within {0:.1} s")]
+    Silent(f64),
+}
+
+/// A connection to the agent.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+    buffer: LineBuffer,
+    next_id: u64,
+}
+
+impl Client {
+    /// Connects to the agent's socket.
+    pub fn connect(path: &Path) -> Result<Self, ClientError> {
+        let stream = UnixStream::connect(path)?;
+        stream.set_nonblocking(true)?;
+        Ok(Self {
+            stream,
+            buffer: LineBuffer::default(),
+            next_id: 1,
+        })
+    }
+
+    /// The socket, to poll beside others.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.stream)
+    }
+
+    /// Sends a request and returns its id.
+    pub fn send(&mut self, op: Op) -> Result<u64, ClientError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let line = encode(&Request { id, request: op })?;
+        let deadline = Instant::now() + SEND_LIMIT;
+        let mut rest = &line[..];
+        while !rest.is_empty() {
+            // SAFETY: the buffer lives during the call; MSG_NOSIGNAL keeps SIGPIPE away.
+            let sent = unsafe {
+                libc::send(
+                    self.stream.as_raw_fd(),
+                    rest.as_ptr().cast(),
+                    rest.len(),
+                    libc::MSG_NOSIGNAL,
+                )
+            };
+            if let Ok(sent) = usize::try_from(sent) {
+                rest = &rest[sent..];
+                continue;
+            }
+            let error = std::io::Error::last_os_error();
+            match error.kind() {
+                ErrorKind::Interrupted => {}
+                ErrorKind::WouldBlock => {
+                    if Instant::now() >= deadline {
+                        return Err(ClientError::Silent(SEND_LIMIT.as_secs_f64()));
+                    }
+                    self.wait(libc::POLLOUT, Duration::from_millis(50))?;
+                }
+                ErrorKind::BrokenPipe => return Err(ClientError::Closed),
+                _ => return Err(error.into()),
+            }
+        }
+        Ok(id)
+    }
+
+    /// The next reply, waiting at most `limit`; `None` when there is none yet or a signal came.
+    pub fn receive(&mut self, limit: Duration) -> Result<Option<Reply>, ClientError> {
+        if let Some(reply) = self.buffer.next_message()? {
+            return Ok(Some(reply));
+        }
+        self.wait(libc::POLLIN, limit)?;
+        let mut bytes = [0u8; 4096];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return Err(ClientError::Closed),
+                Ok(count) => {
+                    self.buffer.push(&bytes[..count]);
+                    if let Some(reply) = self.buffer.next_message()? {
+                        return Ok(Some(reply));
+                    }
+                }
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock | ErrorKind::Interrupted => return Ok(None),
+                    ErrorKind::ConnectionReset => return Err(ClientError::Closed),
+                    _ => return Err(error.into()),
+                },
+            }
+        }
+    }
+
+    /// Sends one request and waits for its reply; other replies are dropped.
+    pub fn call(&mut self, op: Op, limit: Duration) -> Result<Reply, ClientError> {
+        let id = self.send(op)?;
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.receive(left)? {
+                Some(reply) if reply.id == id => return Ok(reply),
+                Some(_) => {}
+                None if left.is_zero() => return Err(ClientError::Silent(limit.as_secs_f64())),
+                None => {}
+            }
+        }
+    }
+
+    fn wait(&self, events: libc::c_short, limit: Duration) -> Result<(), ClientError> {
+        let mut poll = libc::pollfd {
+            fd: self.stream.as_raw_fd(),
+            events,
+            revents: 0,
+        };
+        let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
+        // SAFETY: one pollfd, alive during the call.
+        if unsafe { libc::poll(&mut poll, 1, millis) } < 0 {
+            let error = std::io::Error::last_os_error();
+            if error.kind() != ErrorKind::Interrupted {
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,277 @@
+//! The agent as a server: accepts connections, answers requests, and settles the processes when a
+//! connection has ended.
+//!
+//! A connection has ended when its socket is closed or the process at its other end has: CRIU's
+//! children inherit the socket, so its end alone may come late.
+//!
+//! When `stop` is set (the wrapper closed our stdin, or died), no further connection is accepted,
+//! but those that are open are served to their end: CRIU may well outlive the wrapper, and a
+//! process must not be put back in the middle of its dump.
+
+use super::agent::{Agent, Limits};
+use super::driver::Driver;
+use super::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, encode};
+use super::report::{AgentOutcome, AgentReport};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// How the server runs.
+pub struct Server<D> {
+    /// The agent.
+    pub agent: Arc<Agent<D>>,
+    /// Answer to [`Op::Hello`].
+    pub hello: Hello,
+    /// Where the report goes.
+    pub report: Option<PathBuf>,
+    /// Limits of the settling.
+    pub limits: Limits,
+}
+
+/// Listens on a socket that only its owner can reach.
+///
+/// # Errors
+/// What the system says.
+pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    use std::os::unix::fs::PermissionsExt;
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+impl<D: Driver> Server<D> {
+    /// Serves until `stop` is readable or closed and no connection is left. Returns the worst of
+    /// what had to be done at the ends of the connections.
+    ///
+    /// # Errors
+    /// What the system says of the listening socket.
+    pub fn run(
+        self: Arc<Self>,
+        listener: &UnixListener,
+        stop: BorrowedFd<'_>,
+    ) -> io::Result<AgentOutcome> {
+        let mut connections = Vec::new();
+        loop {
+            let fds = [listener.as_raw_fd(), stop.as_raw_fd()];
+            let ready = poll_in(&fds, -1)?;
+            if ready[0] {
+                match listener.accept() {
+                    Ok((stream, _)) => {
+                        let server = Arc::clone(&self);
+                        let name = "connection".to_owned();
+                        let thread = std::thread::Builder::new()
+                            .name(name)
+                            .spawn(move || server.connection(stream))?;
+                        connections.push(thread);
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) => tracing::warn!("accept: {error}"),
+                }
+            } else if ready[1] && at_end(stop)? {
+                break;
+            }
+        }
+        let mut worst = AgentOutcome::Clean;
+        for thread in connections {
+            let outcome = thread.join().unwrap_or(AgentOutcome::RollbackFailed);
+            worst = match (worst, outcome) {
+                (AgentOutcome::RollbackFailed, _) | (_, AgentOutcome::RollbackFailed) => {
+                    AgentOutcome::RollbackFailed
+                }
+                (AgentOutcome::RolledBack, _) => AgentOutcome::RolledBack,
+                (AgentOutcome::Clean, other) => other,
+            };
+        }
+        Ok(worst)
+    }
+
+    fn connection(self: Arc<Self>, stream: UnixStream) -> AgentOutcome {
+        let mut end = ConnectionEnd::default();
+        if let Err(error) = self.serve(&stream, &mut end) {
+            tracing::warn!("connection: {error}");
+        }
+        drop(stream);
+        if !end.worked {
+            return AgentOutcome::Clean;
+        }
+        let report = self.agent.settle(end.committed, self.limits);
+        self.write_report(&report);
+        report.outcome
+    }
+
+    fn serve(self: &Arc<Self>, stream: &UnixStream, end: &mut ConnectionEnd) -> io::Result<()> {
+        stream.set_nonblocking(false)?;
+        let peer = peer_process(stream);
+        let writer = Arc::new(Mutex::new(stream.try_clone()?));
+        let mut buffer = LineBuffer::default();
+        let mut bytes = [0u8; 16 * 1024];
+        loop {
+            let fds = [
+                stream.as_raw_fd(),
+                peer.as_ref().map_or(-1, |fd| fd.as_raw_fd()),
+            ];
+            let ready = poll_in(&fds, -1)?;
+            if !ready[0] {
+                // Everything that was sent has been read and the other process is gone.
+                return Ok(());
+            }
+            let mut reader = stream;
+            let count = match reader.read(&mut bytes) {
+                Ok(0) => return Ok(()),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            };
+            buffer.push(&bytes[..count]);
+            while let Some(request) = buffer.next_message::<Request>().map_err(io::Error::other)? {
+                self.handle(request, &writer, end)?;
+            }
+        }
+    }
+
+    fn handle(
+        self: &Arc<Self>,
+        request: Request,
+        writer: &Arc<Mutex<UnixStream>>,
+        end: &mut ConnectionEnd,
+    ) -> io::Result<()> {
+        let Request { id, request: op } = request;
+        tracing::debug!(id, ?op);
+        match op {
+            Op::Hello => {
+                let outcome = Outcome::Hello(self.hello.clone());
+                send(
+                    writer,
+                    &Reply {
+                        id,
+                        micros: 0,
+                        outcome,
+                    },
+                );
+            }
+            Op::Commit => {
+                end.committed = true;
+                send(
+                    writer,
+                    &Reply {
+                        id,
+                        micros: 0,
+                        outcome: Outcome::Done,
+                    },
+                );
+            }
+            op => {
+                end.worked |= !matches!(op, Op::Query { .. });
+                let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
+                std::thread::Builder::new()
+                    .name("request".into())
+                    .spawn(move || {
+                        let start = Instant::now();
+                        let outcome = agent.perform(&op);
+                        let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+                        if let Outcome::Error(error) = &outcome {
+                            tracing::info!(op = op.name(), pid = op.pid(), "{error}");
+                        }
+                        send(
+                            &writer,
+                            &Reply {
+                                id,
+                                micros,
+                                outcome,
+                            },
+                        );
+                    })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_report(&self, report: &AgentReport) {
+        let Some(path) = &self.report else { return };
+        if let Err(error) = super::write_json(path, report) {
+            tracing::error!("cannot write {}: {error}", path.display());
+        }
+    }
+}
+
+/// How a connection stood when it ended.
+#[derive(Default)]
+struct ConnectionEnd {
+    committed: bool,
+    /// Whether it asked for anything but information.
+    worked: bool,
+}
+
+fn send(writer: &Mutex<UnixStream>, reply: &Reply) {
+    let line = match encode(reply) {
+        Ok(line) => line,
+        Err(error) => return tracing::error!("reply {}: {error}", reply.id),
+    };
+    let mut stream = writer
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Err(error) = stream.write_all(&line) {
+        tracing::debug!("reply {}: {error}", reply.id);
+    }
+}
+
+/// A descriptor that becomes readable when the process at the other end is gone.
+fn peer_process(stream: &UnixStream) -> Option<OwnedFd> {
+    let mut cred = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the option writes a ucred, whose size is given.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut cred).cast(),
+            &mut size,
+        )
+    };
+    if result != 0 || cred.pid <= 0 {
+        return None;
+    }
+    // SAFETY: pidfd_open takes a pid and flags and returns a new descriptor or -1.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, cred.pid, 0) };
+    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+    // SAFETY: a descriptor that was just opened and belongs to nobody else.
+    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Which of the descriptors are readable or at their end; a negative one never is.
+fn poll_in(fds: &[RawFd; 2], timeout_ms: i32) -> io::Result<[bool; 2]> {
+    let mut polls = fds.map(|fd| libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    loop {
+        // SAFETY: two pollfds, alive during the call.
+        if unsafe { libc::poll(polls.as_mut_ptr(), 2, timeout_ms) } >= 0 {
+            return Ok([polls[0].revents != 0, polls[1].revents != 0]);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// Reads what is there; true at the end of the stream.
+fn at_end(stop: BorrowedFd<'_>) -> io::Result<bool> {
+    let mut file = std::fs::File::from(stop.as_fd().try_clone_to_owned()?);
+    Ok(file.read(&mut [0u8; 256])? == 0)
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,162 @@
+use super::super::agent::tests::{FakeDriver, Victim, quick};
+use super::super::client::{Client, ClientError};
+use super::super::protocol::ProcessState;
+use super::*;
+use std::time::Duration;
+
+struct Running {
+    folder: tempfile::TempDir,
+    stop: Option<io::PipeWriter>,
+    thread: std::thread::JoinHandle<AgentOutcome>,
+}
+
+fn start(driver: FakeDriver) -> Running {
+    let folder = tempfile::tempdir().unwrap();
+    let listener = listen(&folder.path().join("driver.sock")).unwrap();
+    let (reader, writer) = io::pipe().unwrap();
+    let hello = Hello {
+        driver_version: None,
+        cuda_version: 13000,
+        gpus: Vec::new(),
+    };
+    let server = Arc::new(Server {
+        agent: Agent::new(driver),
+        hello,
+        report: Some(folder.path().join("report.json")),
+        limits: quick(),
+    });
+    let thread = std::thread::spawn(move || server.run(&listener, reader.as_fd()).unwrap());
+    Running {
+        folder,
+        stop: Some(writer),
+        thread,
+    }
+}
+
+impl Running {
+    fn connect(&self) -> Client {
+        Client::connect(&self.folder.path().join("driver.sock")).unwrap()
+    }
+
+    /// Ends the server as the wrapper does, and reads what it wrote.
+    fn end(mut self) -> (AgentOutcome, Option<AgentReport>) {
+        drop(self.stop.take());
+        let outcome = self.thread.join().unwrap();
+        let report = std::fs::read(self.folder.path().join("report.json")).ok();
+        (
+            outcome,
+            report.map(|bytes| serde_json::from_slice(&bytes).unwrap()),
+        )
+    }
+}
+
+const LIMIT: Duration = Duration::from_secs(5);
+
+fn lock(pid: i32) -> Op {
+    Op::Lock {
+        pid,
+        timeout_ms: 1000,
+    }
+}
+
+fn checkpoint(pid: i32) -> Op {
+    Op::Checkpoint {
+        pid,
+        limit_ms: 3000,
+    }
+}
+
+#[test]
+fn calls_of_several_processes_overlap() {
+    let victims: Vec<Victim> = (0..4).map(|_| Victim::new()).collect();
+    let pids: Vec<i32> = victims.iter().map(Victim::pid).collect();
+    let mut driver = FakeDriver::with(&pids);
+    driver.checkpoint_takes = Duration::from_millis(300);
+    let server = start(driver);
+    let mut client = server.connect();
+    for pid in &pids {
+        assert_eq!(
+            client.call(lock(*pid), LIMIT).unwrap().outcome,
+            Outcome::Done
+        );
+    }
+    let begin = Instant::now();
+    let mut waiting: Vec<u64> = pids
+        .iter()
+        .map(|pid| client.send(checkpoint(*pid)).unwrap())
+        .collect();
+    while !waiting.is_empty() {
+        if let Some(reply) = client.receive(LIMIT).unwrap() {
+            assert_eq!(reply.outcome, Outcome::Done);
+            waiting.retain(|id| *id != reply.id);
+        }
+    }
+    assert!(
+        begin.elapsed() < Duration::from_millis(900),
+        "{:?}",
+        begin.elapsed()
+    );
+    client.call(Op::Commit, LIMIT).unwrap();
+    drop(victims);
+    drop(client);
+    let (outcome, report) = server.end();
+    assert_eq!(
+        (outcome, report.unwrap().processes.len()),
+        (AgentOutcome::Clean, 0)
+    );
+}
+
+#[test]
+fn a_lost_connection_is_rolled_back() {
+    let victim = Victim::new();
+    let pid = victim.pid();
+    let server = start(FakeDriver::with(&[pid]));
+    let mut client = server.connect();
+    client.call(lock(pid), LIMIT).unwrap();
+    // Lost with the checkpoint in flight.
+    client.send(checkpoint(pid)).unwrap();
+    drop(client);
+    let (outcome, report) = server.end();
+    let report = report.unwrap();
+    assert_eq!(
+        (outcome, report.outcome),
+        (AgentOutcome::RolledBack, AgentOutcome::RolledBack)
+    );
+    assert_eq!(report.processes[0].left, ProcessState::Running);
+}
+
+#[test]
+fn asking_alone_leaves_no_report() {
+    let server = start(FakeDriver::default());
+    let mut client = server.connect();
+    let reply = client.call(Op::Hello, LIMIT).unwrap();
+    assert!(matches!(reply.outcome, Outcome::Hello(hello) if hello.cuda_version == 13000));
+    let pid = std::process::id() as i32;
+    let reply = client
+        .call(
+            Op::Query {
+                pid,
+                limit_ms: 1000,
+            },
+            LIMIT,
+        )
+        .unwrap();
+    assert_eq!(reply.outcome, Outcome::Process(None));
+    drop(client);
+    assert_eq!(server.end(), (AgentOutcome::Clean, None));
+}
+
+#[test]
+fn nonsense_ends_the_connection_and_a_silent_agent_is_noticed() {
+    let server = start(FakeDriver::default());
+    let mut client = server.connect();
+    let mut raw = UnixStream::connect(server.folder.path().join("driver.sock")).unwrap();
+    raw.write_all(b"{\"id\":1,\"request\":\"no\"}\n").unwrap();
+    assert_eq!(raw.read(&mut [0; 16]).unwrap(), 0);
+    let silent = client.receive(Duration::from_millis(30)).unwrap();
+    assert_eq!(silent, None);
+    drop(client);
+    server.end();
+    let gone = Client::connect(Path::new("/nonexistent/driver.sock"));
+    assert!(matches!(gone, Err(ClientError::Io(_))));
+}
