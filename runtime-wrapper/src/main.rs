@@ -1,2 +1,7 @@
-//! x.
-fn main() {}
+//! `cryopod-runtime`: names itself as the OCI runtime and hands everything on to runc or crun. See the library.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cryopod_runtime::main(std::env::args_os().collect())
+}

@@ -1,0 +1,281 @@
+//! `checkpoint`: plan, freeze, seal.
+//!
+//! Everything that can go wrong for a reason known beforehand goes wrong before the container is frozen. The
+//! seal is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
+//! cannot be written, the container runs on.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
+
+use cryopod_archive::names;
+use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::live;
+use cryopod_gpu_hooks::plan::{self, CheckpointPlan};
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::tools::{SystemTools, Tools};
+use serde_json::Value;
+
+use crate::argv::Invocation;
+use crate::child::{self, Ended, Watch};
+use crate::lowlevel::LowLevel;
+use crate::op::Operation;
+use crate::{Context, Error, facts, log, passthrough};
+
+/// What the low-level runtime says of a container.
+struct State {
+    init: i32,
+    bundle: PathBuf,
+}
+
+/// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
+///
+/// # Errors
+/// [`Error`]: the container goes on running.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let started = Instant::now();
+    let host = Host::system();
+    let tools = SystemTools::from_env();
+    // Whatever is wrong with the container's state is the low-level runtime's to say.
+    let Some(state) = state(&ctx.low, inv, &tools, ctx.config.limits.tool()) else {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    };
+    let spec = Spec::of_bundle(&state.bundle).unwrap_or_else(|e| {
+        tracing::warn!("only the running container can be looked at: {e}");
+        Spec::from_json(Value::Null)
+    });
+    let nodes = plan::container_nodes(&host, &spec, state.init);
+    if nodes.is_empty() {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    let plugins = crate::setup::plugins(&ctx.config);
+    let plan = plan::checkpoint(&host, nodes, state.init, &plugins)?;
+    let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
+    let job = Job {
+        ctx,
+        inv,
+        host: &host,
+        state,
+        plan,
+        started,
+    };
+    let setup = crate::setup::Setup {
+        ctx,
+        inv,
+        spec: &spec,
+        tools: &tools,
+        criu: &criu,
+    };
+    job.run(&setup)
+}
+
+fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -> Option<State> {
+    let mut args: Vec<&OsStr> = Vec::new();
+    if let Some(root) = &inv.globals.root {
+        args.extend([OsStr::new("--root"), root.as_os_str()]);
+    }
+    args.extend([OsStr::new("state"), OsStr::new(&inv.id)]);
+    let out = tools
+        .output(&low.path, &args, limit)
+        .ok()
+        .filter(|o| o.code == 0)?;
+    let json: Value = serde_json::from_str(&out.stdout).ok()?;
+    Some(State {
+        init: i32::try_from(json.get("pid")?.as_i64()?)
+            .ok()
+            .filter(|p| *p > 0)?,
+        bundle: json.get("bundle")?.as_str()?.into(),
+    })
+}
+
+/// Where a checkpoint's images go: the flag, or what runc and crun take without one.
+pub fn image_path(inv: &Invocation) -> PathBuf {
+    inv.flags
+        .value("image-path")
+        .filter(|p| !p.is_empty())
+        .map_or_else(|| "checkpoint".into(), PathBuf::from)
+}
+
+/// Where CRIU's log goes.
+pub fn work_path(inv: &Invocation) -> PathBuf {
+    inv.flags
+        .value("work-path")
+        .filter(|p| !p.is_empty())
+        .map_or_else(|| image_path(inv), PathBuf::from)
+}
+
+struct Job<'a> {
+    ctx: &'a Context,
+    inv: &'a Invocation,
+    host: &'a Host,
+    state: State,
+    plan: CheckpointPlan,
+    started: Instant,
+}
+
+impl Job<'_> {
+    fn run(self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
+        let pre_dump = self.inv.flags.has("pre-dump");
+        let op = Operation::new()?;
+        let images = ImageDir::ready(image_path(self.inv))?;
+        // A pre-dump is no checkpoint that could be restored: nothing to seal.
+        let mut slot = match pre_dump {
+            true => None,
+            false => Some(SealSlot::reserve(&images.path)?),
+        };
+        let ready = setup.checkpoint(&op, &self.plan, pre_dump)?;
+        let mut seal = self.seal(setup, &ready);
+        let watch = Watch {
+            kind: child::Kind::Checkpoint,
+            gate: &ready.gate,
+            limit: Duration::from_secs(self.ctx.config.limits.checkpoint_s),
+            abort_limit: Duration::from_secs(self.ctx.config.limits.abort_s),
+            abort_file: op.file(crate::setup::ABORT_FILE),
+        };
+        let mut sealing = None;
+        let dump_started = Instant::now();
+        seal.timings.plan_us = micros(dump_started - self.started);
+        let ended = child::run(
+            &self.ctx.low,
+            &self.ctx.args,
+            &ready.env,
+            &watch,
+            &mut |stage| {
+                if stage != "post-dump" {
+                    return true;
+                }
+                let Some(slot) = slot.take() else { return true };
+                seal.timings.dump_us = micros(dump_started.elapsed());
+                seal.gpu.plugin_report = plugin_report(&images.path);
+                match slot.commit(&seal) {
+                    Ok(()) => true,
+                    Err(e) => {
+                        sealing = Some(e);
+                        false
+                    }
+                }
+            },
+        )?;
+        // The agent puts back what was not committed before anything is said about the container.
+        let plugin_error = ready.finish(&op);
+        drop(slot);
+        if ended.code == 0 {
+            images.keep();
+            return Ok(ExitCode::SUCCESS);
+        }
+        if !ended.passed || self.alive() {
+            // No seal under a checkpoint that failed.
+            let _ = std::fs::remove_file(images.path.join(names::SEAL));
+        }
+        log::error(&self.explain(&ended, sealing.map(|e| e.to_string()).or(plugin_error)));
+        Ok(exit_code(ended.code))
+    }
+
+    fn alive(&self) -> bool {
+        !live::tree(self.host, self.state.init).is_empty()
+    }
+
+    fn explain(&self, ended: &Ended, reason: Option<String>) -> String {
+        let container = if self.alive() {
+            "the container goes on running"
+        } else {
+            "the container is no longer running"
+        };
+        let log_file = work_path(self.inv).join(names::DUMP_LOG);
+        let criu = facts::first_criu_error(&log_file)
+            .map(|e| format!("CRIU: {e} (log: {})", log_file.display()));
+        let why = [ended.interrupted.clone(), reason, criu]
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>()
+            .join("; ");
+        let why = if why.is_empty() {
+            format!("{} ended with code {}", self.ctx.low.label(), ended.code)
+        } else {
+            why
+        };
+        format!(
+            "checkpoint of {} failed and {container}: {why}",
+            self.inv.id
+        )
+    }
+
+    fn seal(&self, setup: &crate::setup::Setup<'_>, ready: &crate::setup::Ready) -> Seal {
+        let mut gpu = self.plan.gpu.clone();
+        if let Some(agent) = &ready.agent
+            && let Some(version) = &agent.ready.driver_version
+        {
+            gpu.drivers
+                .entry("nvidia".into())
+                .or_insert_with(|| version.clone());
+        }
+        Seal {
+            schema: Seal::current_schema(),
+            cryopod: env!("CARGO_PKG_VERSION").into(),
+            created: facts::rfc3339(SystemTime::now()),
+            container: ContainerFacts {
+                id: self.inv.id.clone(),
+                low_level: self.ctx.low.label(),
+                low_level_version: ready.low_version.clone(),
+                leave_running: self.inv.flags.has("leave-running"),
+            },
+            host: facts::host(self.host, Some(setup.criu)),
+            gpu,
+            timings: Timings::default(),
+            extra: serde_json::Map::new(),
+        }
+    }
+}
+
+/// What the plugin wrote into the image folder, as it is.
+fn plugin_report(images: &Path) -> Value {
+    std::fs::read(images.join(cryopod_gpu_hooks::cuda::image::FILE_NAME))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .unwrap_or(Value::Null)
+}
+
+fn micros(d: Duration) -> u64 {
+    u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// A child's exit code as ours.
+pub fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// The image folder: made if it is missing, and removed again if it was made for nothing.
+struct ImageDir {
+    path: PathBuf,
+    made: bool,
+}
+
+impl ImageDir {
+    fn ready(path: PathBuf) -> Result<Self, Error> {
+        use std::os::unix::fs::DirBuilderExt;
+        let made = !path.exists();
+        if made {
+            let what = format!("{}: the image folder cannot be made", path.display());
+            std::fs::DirBuilder::new()
+                .mode(0o700)
+                .create(&path)
+                .map_err(Error::io(what))?;
+        }
+        Ok(Self { path, made })
+    }
+
+    fn keep(mut self) {
+        self.made = false;
+    }
+}
+
+impl Drop for ImageDir {
+    fn drop(&mut self) {
+        if self.made {
+            // Only if it is empty: logs and half-made images are the runtime's to keep or remove.
+            let _ = std::fs::remove_dir(&self.path);
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+/// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
+pub const PATH: &str = "/etc/cryopod/config.toml";
+
+/// Why the configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("{path}: cannot read cryopod's configuration: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is not what it should be.
+    #[error("{path}: {reason}; see docs/configuration.md")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with line and key.
+        reason: String,
+    },
+}
+
+/// The configuration.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// `[runtime]`.
+    pub runtime: Runtime,
+    /// `[criu]`.
+    pub criu: Criu,
+    /// `[nvidia]`.
+    pub nvidia: Nvidia,
+    /// `[amd]`.
+    pub amd: Amd,
+    /// `[limits]`.
+    pub limits: Limits,
+}
+
+/// `[runtime]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Runtime {
+    /// The low-level runtime: a name that is searched on PATH, or a path.
+    pub low_level: Option<String>,
+}
+
+/// `[criu]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Criu {
+    /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
+    pub options: BTreeMap<String, CriuValue>,
+}
+
+/// The value of a CRIU option.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum CriuValue {
+    /// `true`: the option alone; `false`: not given.
+    Flag(bool),
+    /// A number.
+    Number(i64),
+    /// A word.
+    Text(String),
+    /// Given several times.
+    List(Vec<String>),
+}
+
+/// `[nvidia]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Nvidia {
+    /// cryopod's CRIU plugin, `cryopod_nvidia.so`.
+    pub plugin: Option<PathBuf>,
+    /// The program that talks to the driver, `cryopod-cuda-agent`.
+    pub agent: Option<PathBuf>,
+    /// `libcuda.so.1` of the host, tried before the usual places.
+    pub libcuda: Vec<PathBuf>,
+    /// How long a process's running GPU work may take to finish before the checkpoint gives up, in
+    /// milliseconds.
+    pub lock_timeout_ms: Option<u64>,
+}
+
+/// `[amd]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Amd {
+    /// CRIU's `amdgpu_plugin.so`.
+    pub plugin: Option<PathBuf>,
+}
+
+/// `[limits]`: how long each thing may take, in seconds.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// A whole checkpoint.
+    pub checkpoint_s: u64,
+    /// A whole restore, until the container runs.
+    pub restore_s: u64,
+    /// One question to another program (`crun state`, `criu --version`).
+    pub tool_s: u64,
+    /// The driver agent's start: loading the driver's library.
+    pub agent_s: u64,
+    /// How long an interrupted checkpoint may take to give up by itself.
+    pub abort_s: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            checkpoint_s: 3600,
+            restore_s: 3600,
+            tool_s: 30,
+            agent_s: 60,
+            abort_s: 120,
+        }
+    }
+}
+
+impl Limits {
+    /// One question to another program.
+    pub fn tool(&self) -> Duration {
+        Duration::from_secs(self.tool_s)
+    }
+}
+
+impl Config {
+    /// The configuration of this host; the defaults if there is no file.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn load() -> Result<Self, ConfigError> {
+        match std::env::var_os("CRYOPOD_CONFIG") {
+            Some(path) => Self::read(Path::new(&path), true),
+            None => Self::read(Path::new(PATH), false),
+        }
+    }
+
+    fn read(path: &Path, required: bool) -> Result<Self, ConfigError> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if !required && e.kind() == io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            Err(source) => {
+                return Err(ConfigError::Read {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+        };
+        Self::parse(&text, path)
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let invalid = |reason: String| ConfigError::Invalid {
+            path: path.to_owned(),
+            reason,
+        };
+        let config: Self =
+            toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
+        let l = &config.limits;
+        for (key, value) in [
+            ("checkpoint_s", l.checkpoint_s),
+            ("restore_s", l.restore_s),
+            ("tool_s", l.tool_s),
+            ("agent_s", l.agent_s),
+            ("abort_s", l.abort_s),
+        ] {
+            if !(1..=7 * 24 * 3600).contains(&value) {
+                return Err(invalid(format!(
+                    "limits.{key} = {value} is not within 1 second and 7 days"
+                )));
+            }
+        }
+        for key in config.criu.options.keys() {
+            if key.is_empty()
+                || !key
+                    .bytes()
+                    .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+            {
+                return Err(invalid(format!(
+                    "criu.options.{key:?} is not the name of a CRIU option"
+                )));
+            }
+            if matches!(key.as_str(), "libdir" | "action-script") {
+                return Err(invalid(format!(
+                    "criu.options.{key} is set by cryopod for each operation"
+                )));
+            }
+        }
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("c.toml")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn defaults_and_values() {
+        assert_eq!(parse("").unwrap(), Config::default());
+        let c = parse("[runtime]\nlow_level = \"runc\"\n[criu.options]\nghost-limit = \"300M\"\nlink-remap = true\n[limits]\ntool_s = 5\n").unwrap();
+        assert_eq!(c.runtime.low_level.as_deref(), Some("runc"));
+        assert_eq!(c.criu.options["link-remap"], CriuValue::Flag(true));
+        assert_eq!((c.limits.tool_s, c.limits.checkpoint_s), (5, 3600));
+    }
+
+    #[test]
+    fn mistakes_name_file_and_key() {
+        for (text, needle) in [
+            ("[runtime]\nlow_levle = \"runc\"", "low_levle"),
+            ("[limits]\ntool_s = 0", "limits.tool_s = 0"),
+            ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
+            ("[criu.options]\n\"a b\" = true", "a b"),
+            ("runtime = 1", "runtime"),
+            ("[", "c.toml"),
+        ] {
+            let e = parse(text).unwrap_err();
+            assert!(
+                e.starts_with("c.toml: ") && e.contains(needle),
+                "{text}: {e}"
+            );
+        }
+        assert_eq!(
+            Config::read(Path::new("/no/such"), false).unwrap(),
+            Config::default()
+        );
+        assert!(Config::read(Path::new("/no/such"), true).is_err());
+    }
+}

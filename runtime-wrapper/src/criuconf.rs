@@ -1,0 +1,225 @@
+//! CRIU's configuration for one operation, with the user's own kept.
+//!
+//! CRIU reads, each overriding the one before: `/etc/criu/default.conf`, `$HOME/.criu/default.conf`, the file
+//! that `$CRIU_CONFIG_FILE` names, what the runtime sends, and last the file that the runtime names: the
+//! annotation `org.criu.config`, else `/etc/criu/runc.conf` (crun: `crun.conf`, then `runc.conf`). Ours is
+//! `$CRIU_CONFIG_FILE`: what the user put there before is copied into it, and so is the runtime's file where
+//! the runtime does not name one to CRIU (crun before 1.26, or CRIU before 4.2). Where it does, CRIU reads that
+//! file itself, after ours. Only `libdir` cannot be the user's: it would hide the private plugin folder, so it is
+//! taken out, and the other plugins found there are linked into the private folder.
+
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cryopod_gpu_hooks::spec::Spec;
+
+use crate::config::{Config, CriuValue};
+use crate::lowlevel::Kind;
+use crate::op::Operation;
+
+/// The annotation that names a CRIU configuration file.
+pub const ANNOTATION: &str = "org.criu.config";
+
+/// Why the user's CRIU configuration cannot be merged.
+#[derive(Debug, thiserror::Error)]
+pub enum CriuConfError {
+    /// A file cannot be read.
+    #[error("{path}: cannot read the CRIU configuration that {who} names: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Who names it.
+        who: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// `libdir` in a file that CRIU reads after ours.
+    #[error(
+        "{path}: `libdir` there overrides cryopod's private plugin folder, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
+    )]
+    Libdir {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// A user's configuration: text without `libdir`, and the folders that `libdir` named.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct UserConf {
+    text: String,
+    libdirs: Vec<PathBuf>,
+}
+
+fn split(text: &str) -> UserConf {
+    let mut conf = UserConf::default();
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        let first = words.next().map(|w| w.trim_start_matches('-'));
+        if first == Some("libdir") {
+            conf.libdirs
+                .extend(words.next().map(|w| w.trim_matches('"').into()));
+        } else {
+            conf.text.push_str(line);
+            conf.text.push('\n');
+        }
+    }
+    conf
+}
+
+/// What the low-level runtime does about configuration files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reader {
+    /// Whose command line it takes.
+    pub kind: Kind,
+    /// `true` if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
+    pub names_file: bool,
+}
+
+/// The file that the runtime names to CRIU, or would name if it could: path, and who names it.
+fn runtime_file(
+    kind: Kind,
+    spec: &Spec,
+    exists: &dyn Fn(&Path) -> bool,
+) -> Option<(PathBuf, String)> {
+    match spec.annotation(ANNOTATION) {
+        Some("") => None,
+        Some(path) => Some((path.into(), format!("the annotation {ANNOTATION}"))),
+        None => {
+            let files: &[&str] = match kind {
+                Kind::Crun => &["/etc/criu/crun.conf", "/etc/criu/runc.conf"],
+                Kind::Runc => &["/etc/criu/runc.conf"],
+            };
+            files
+                .iter()
+                .map(Path::new)
+                .find(|p| exists(p))
+                .map(|p| (p.to_owned(), "the runtime".to_owned()))
+        }
+    }
+}
+
+/// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the folders of
+/// plugins that the user named.
+///
+/// # Errors
+/// [`CriuConfError`].
+pub fn merge(
+    op: &Operation,
+    config: &Config,
+    reader: Reader,
+    spec: &Spec,
+    env: Option<&Path>,
+) -> Result<(String, Vec<PathBuf>), CriuConfError> {
+    let read = |path: &Path, who: &str| {
+        std::fs::read_to_string(path).map_err(|source| CriuConfError::Read {
+            path: path.to_owned(),
+            who: who.to_owned(),
+            source,
+        })
+    };
+    let mut text = String::from("# Made by cryopod for one operation.\n");
+    let mut libdirs = Vec::new();
+    let mut take = |path: &Path, user: UserConf| {
+        let _ = write!(text, "# From {}:\n{}", path.display(), user.text);
+        libdirs.extend(user.libdirs);
+    };
+    if let Some(path) = env {
+        take(path, split(&read(path, "CRIU_CONFIG_FILE")?));
+    }
+    if let Some((path, who)) = runtime_file(reader.kind, spec, &|p| p.exists()) {
+        let user = split(&read(&path, &who)?);
+        if !reader.names_file {
+            take(&path, user);
+        } else if !user.libdirs.is_empty() {
+            return Err(CriuConfError::Libdir { path });
+        }
+    }
+    text.push_str("# cryopod's own:\n");
+    for (key, value) in &config.criu.options {
+        match value {
+            CriuValue::Flag(true) => {
+                let _ = writeln!(text, "{key}");
+            }
+            CriuValue::Flag(false) => {}
+            CriuValue::Number(n) => {
+                let _ = writeln!(text, "{key} {n}");
+            }
+            CriuValue::Text(word) => {
+                let _ = writeln!(text, "{key} {word}");
+            }
+            CriuValue::List(words) => {
+                for word in words {
+                    let _ = writeln!(text, "{key} {word}");
+                }
+            }
+        }
+    }
+    let _ = writeln!(text, "libdir {}", op.plugins().display());
+    let _ = writeln!(
+        text,
+        "action-script {}",
+        op.file(crate::gate::HOOK_NAME).display()
+    );
+    Ok((text, libdirs))
+}
+
+/// The plugins in the folders that the user named, less those of the GPU vendors: which of these an operation
+/// needs is the plan's business.
+pub fn user_plugins(libdirs: &[PathBuf]) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = libdirs
+        .iter()
+        .filter_map(|d| std::fs::read_dir(d).ok())
+        .flat_map(|entries| entries.flatten().map(|e| e.path()))
+        .filter(|p| {
+            let name = p.file_name().unwrap_or_default().to_string_lossy();
+            name.ends_with(".so")
+                && !matches!(
+                    &*name,
+                    "cuda_plugin.so" | "amdgpu_plugin.so" | "cryopod_nvidia.so"
+                )
+        })
+        .collect();
+    found.sort();
+    found.dedup_by(|a, b| a.file_name() == b.file_name());
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn libdir_is_taken_out_and_nothing_else() {
+        let conf = split(
+            "# mine\nghost-limit 5M\n libdir /opt/criu\n--libdir \"/x\"\ntcp-close\nlibdirs no\n",
+        );
+        assert_eq!(conf.text, "# mine\nghost-limit 5M\ntcp-close\nlibdirs no\n");
+        assert_eq!(conf.libdirs, [Path::new("/opt/criu"), Path::new("/x")]);
+    }
+
+    #[test]
+    fn which_file_the_runtime_names() {
+        let none = Spec::from_json(json!({}));
+        let with = |v: &str| Spec::from_json(json!({"annotations": {ANNOTATION: v}}));
+        let file = |kind, spec: &Spec, there: &'static [&'static str]| {
+            runtime_file(kind, spec, &|p| there.iter().any(|t| Path::new(t) == p)).map(|(p, _)| p)
+        };
+        let both: &[&str] = &["/etc/criu/crun.conf", "/etc/criu/runc.conf"];
+        assert_eq!(
+            file(Kind::Crun, &none, both).unwrap(),
+            Path::new("/etc/criu/crun.conf")
+        );
+        assert_eq!(
+            file(Kind::Crun, &none, &["/etc/criu/runc.conf"]).unwrap(),
+            Path::new("/etc/criu/runc.conf")
+        );
+        assert_eq!(file(Kind::Runc, &none, &["/etc/criu/crun.conf"]), None);
+        assert_eq!(
+            file(Kind::Runc, &with("/my.conf"), both).unwrap(),
+            Path::new("/my.conf")
+        );
+        assert_eq!(file(Kind::Runc, &with(""), both), None);
+    }
+}

@@ -1,0 +1,142 @@
+//! The OCI runtime wrapper.
+//!
+//! `cryopod-runtime` stands where an engine expects runc or crun and takes the same command line. It finds the
+//! low-level runtime ([`lowlevel`]), decodes just enough of the command line to know the verb ([`argv`]), and
+//! for every verb but two becomes the low-level runtime by exec: same arguments, descriptors, environment and
+//! exit code, and no cryopod process afterwards.
+//!
+//! `checkpoint` and `restore` of a container with GPU device nodes go another way ([`checkpoint`],
+//! [`restore`]): plan, a private folder for the operation with the CRIU plugins it needs and no others
+//! ([`op`]), a CRIU configuration that keeps the user's ([`criuconf`]), and the low-level runtime as a child
+//! ([`child`]) that is watched until it ends. CRIU asks back before a checkpoint becomes final ([`gate`]): only
+//! when the seal is safely on disk may the container die.
+
+pub mod agent;
+pub mod argv;
+pub mod cgroup;
+pub mod checkpoint;
+pub mod child;
+pub mod config;
+pub mod criuconf;
+pub mod facts;
+pub mod gate;
+pub mod log;
+pub mod lowlevel;
+pub mod op;
+pub mod passthrough;
+pub mod restore;
+pub mod setup;
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+
+use argv::{Invocation, Verb};
+use config::Config;
+use lowlevel::LowLevel;
+
+/// What every verb needs.
+#[derive(Debug)]
+pub struct Context {
+    /// The configuration.
+    pub config: Config,
+    /// The runtime underneath.
+    pub low: LowLevel,
+    /// The command line, without the program's name.
+    pub args: Vec<OsString>,
+}
+
+/// Why the wrapper could not do its part.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] config::ConfigError),
+    /// There is no low-level runtime.
+    #[error(transparent)]
+    LowLevel(#[from] lowlevel::LowLevelError),
+    /// The seal cannot be read or written.
+    #[error(transparent)]
+    Seal(#[from] cryopod_archive::seal::SealError),
+    /// The spec cannot be read.
+    #[error(transparent)]
+    Spec(#[from] cryopod_gpu_hooks::spec::SpecError),
+    /// The plan says no.
+    #[error(transparent)]
+    Plan(#[from] cryopod_gpu_hooks::plan::PlanError),
+    /// Another program gave no answer.
+    #[error(transparent)]
+    Tool(#[from] cryopod_gpu_hooks::tools::ToolError),
+    /// The user's CRIU configuration stands in the way.
+    #[error(transparent)]
+    CriuConf(#[from] criuconf::CriuConfError),
+    /// The driver agent cannot work.
+    #[error(transparent)]
+    Agent(#[from] agent::AgentError),
+    /// Something of the operation's own could not be set up.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Anything else that ends the operation, in full words.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl Error {
+    /// An [`Error::Io`] with its context.
+    pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::Io { what, source }
+    }
+}
+
+/// The whole program. Returns only if it did not become the low-level runtime.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    let called_as = argv.first().map(Path::new).and_then(Path::file_name);
+    if called_as == Some(gate::HOOK_NAME.as_ref()) {
+        return gate::hook(Path::new(&argv[0]));
+    }
+    let args: Vec<OsString> = argv.into_iter().skip(1).collect();
+    let ctx = match context(args) {
+        Ok(ctx) => ctx,
+        Err((args, e)) => {
+            // The log that the engine reads, if the command line names one.
+            let globals = argv::decode(lowlevel::Kind::Runc, &args).map(|i| i.globals);
+            log::init(globals.as_ref());
+            return fail(&e);
+        }
+    };
+    match argv::decode(ctx.low.kind, &ctx.args) {
+        Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
+        Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
+        _ => fail(&passthrough::exec(&ctx.low, &ctx.args)),
+    }
+}
+
+fn context(args: Vec<OsString>) -> Result<Context, (Vec<OsString>, Error)> {
+    let found = Config::load()
+        .map_err(Error::from)
+        .and_then(|config| Ok((LowLevel::find(&config)?, config)));
+    match found {
+        Ok((low, config)) => Ok(Context { config, low, args }),
+        Err(e) => Err((args, e)),
+    }
+}
+
+fn run(
+    ctx: &Context,
+    inv: &Invocation,
+    verb: fn(&Context, &Invocation) -> Result<ExitCode, Error>,
+) -> ExitCode {
+    log::init(Some(&inv.globals));
+    verb(ctx, inv).unwrap_or_else(|e| fail(&e))
+}
+
+fn fail(e: &Error) -> ExitCode {
+    log::error(&e.to_string());
+    ExitCode::FAILURE
+}

@@ -1,0 +1,172 @@
+//! `restore`: open the seal, plan, restore.
+//!
+//! A folder without a seal is a checkpoint of a container without GPUs, or of another tool: the low-level
+//! runtime restores it as it is. Two things are set right for every restore under crun, GPU or not: a flag of
+//! runc's that containerd passes to any runtime is dropped, and CRIU is told to leave cgroups alone where it
+//! would fail on them.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use cryopod_archive::names;
+use cryopod_archive::seal::{Seal, Vendor};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::tools::SystemTools;
+
+use crate::argv::Invocation;
+use crate::checkpoint::{exit_code, image_path, work_path};
+use crate::child::{self, Ended, Watch};
+use crate::lowlevel::Kind;
+use crate::op::Operation;
+use crate::setup::{self, Setup};
+use crate::{Context, Error, cgroup, facts, log, passthrough};
+
+/// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
+///
+/// # Errors
+/// [`Error`]: nothing was started, and the checkpoint is untouched.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let host = Host::system();
+    let args = fit_arguments(ctx, inv, &host);
+    let Some(seal) = Seal::open(&image_path(inv))? else {
+        return Err(passthrough::exec(&ctx.low, &args));
+    };
+    let tools = SystemTools::from_env();
+    let spec = Spec::of_bundle(&bundle(inv))?;
+    let (plugins, nvidia) = needed_plugins(ctx, &seal)?;
+    let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(setup::no_criu)?;
+    let op = Operation::new()?;
+    let setup = Setup {
+        ctx,
+        inv,
+        spec: &spec,
+        tools: &tools,
+        criu: &criu,
+    };
+    let ready = setup.restore(&op, &plugins, nvidia)?;
+    let watch = Watch {
+        kind: child::Kind::Restore {
+            detach: inv.flags.has("detach"),
+        },
+        gate: &ready.gate,
+        limit: Duration::from_secs(ctx.config.limits.restore_s),
+        abort_limit: Duration::from_secs(ctx.config.limits.abort_s),
+        abort_file: op.file(setup::ABORT_FILE),
+    };
+    let ended = child::run(&ctx.low, &args, &ready.env, &watch, &mut |_| true)?;
+    let plugin_error = ready.finish(&op);
+    // A container in the foreground ends with its own exit code, which is no failed restore.
+    if ended.code != 0 && !ended.passed {
+        log::error(&explain(ctx, inv, &ended, plugin_error));
+    }
+    Ok(exit_code(ended.code))
+}
+
+fn bundle(inv: &Invocation) -> PathBuf {
+    inv.flags
+        .value("bundle")
+        .filter(|p| !p.is_empty())
+        .map_or_else(|| ".".into(), PathBuf::from)
+}
+
+/// The plugins that the images need: those of the vendors whose driver a process used.
+fn needed_plugins(ctx: &Context, seal: &Seal) -> Result<(Vec<PathBuf>, bool), Error> {
+    let here = setup::plugins(&ctx.config);
+    let mut needed = Vec::new();
+    let uses = |v: Vendor| seal.gpu.processes.iter().any(|p| p.vendors.contains(&v));
+    for (vendor, plugin, name) in [
+        (
+            Vendor::Nvidia,
+            here.nvidia,
+            "cryopod_nvidia.so (it comes with cryopod)",
+        ),
+        (Vendor::Amd, here.amd, "CRIU's amdgpu_plugin.so"),
+    ] {
+        if !uses(vendor) {
+            continue;
+        }
+        needed.push(plugin.ok_or_else(|| {
+            Error::Failed(format!(
+                "the checkpoint holds the state of {vendor} GPUs and no CRIU plugin for them was found on this host; install {name}. The checkpoint is untouched"
+            ))
+        })?);
+    }
+    Ok((needed, uses(Vendor::Nvidia)))
+}
+
+/// The command line as the low-level runtime takes it.
+fn fit_arguments(ctx: &Context, inv: &Invocation, host: &Host) -> Vec<OsString> {
+    if ctx.low.kind != Kind::Crun {
+        return ctx.args.clone();
+    }
+    fit_crun(&ctx.args, inv, cgroup::crun_restore_must_ignore(host))
+}
+
+fn fit_crun(args: &[OsString], inv: &Invocation, ignore_cgroups: bool) -> Vec<OsString> {
+    let dropped = inv.flags.place("no-subreaper");
+    let mut line: Vec<OsString> = args
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| Some(*i) != dropped)
+        .map(|(_, a)| a.clone())
+        .collect();
+    if ignore_cgroups && inv.flags.value("manage-cgroups-mode").is_none() {
+        line = setup::with_flags(&line, inv.verb_at, &["--manage-cgroups-mode", "ignore"]);
+    }
+    line
+}
+
+fn explain(ctx: &Context, inv: &Invocation, ended: &Ended, plugin_error: Option<String>) -> String {
+    let log_file = work_path(inv).join(names::RESTORE_LOG);
+    let criu = facts::first_criu_error(&log_file)
+        .map(|e| format!("CRIU: {e} (log: {})", log_file.display()));
+    let why = [ended.interrupted.clone(), plugin_error, criu]
+        .into_iter()
+        .flatten()
+        .collect::<Vec<_>>()
+        .join("; ");
+    let why = if why.is_empty() {
+        format!("{} ended with code {}", ctx.low.label(), ended.code)
+    } else {
+        why
+    };
+    format!(
+        "restore of {} failed and the checkpoint is untouched: {why}",
+        inv.id
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::argv::decode;
+
+    #[test]
+    fn crun_gets_what_it_takes() {
+        let fit = |line: &str, hybrid| {
+            let args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            let inv = decode(Kind::Crun, &args).unwrap();
+            fit_crun(&args, &inv, hybrid)
+                .iter()
+                .map(|a| a.to_str().unwrap().to_owned())
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        assert_eq!(
+            fit("restore --detach -no-subreaper --bundle /b c1", false),
+            "restore --detach --bundle /b c1"
+        );
+        assert_eq!(fit("--root /r restore c1", false), "--root /r restore c1");
+        assert_eq!(
+            fit("--root /r restore c1", true),
+            "--root /r restore --manage-cgroups-mode ignore c1"
+        );
+        assert_eq!(
+            fit("restore --manage-cgroups-mode soft c1", true),
+            "restore --manage-cgroups-mode soft c1"
+        );
+    }
+}

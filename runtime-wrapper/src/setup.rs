@@ -1,0 +1,258 @@
+//! What checkpoint and restore set up alike: plugins, the driver agent, CRIU's configuration, the gate.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::seal::Vendor;
+use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
+use cryopod_gpu_hooks::cuda::report::PluginReport;
+use cryopod_gpu_hooks::plan::{CheckpointPlan, Plugins};
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::tools::Tools;
+
+use crate::agent::{self, Agent, AgentError};
+use crate::argv::Invocation;
+use crate::config::Config;
+use crate::criuconf::{self, Reader};
+use crate::facts::{self, Criu};
+use crate::gate::Gate;
+use crate::lowlevel::Kind;
+use crate::op::Operation;
+use crate::{Context, Error};
+
+/// The file that tells the plugin to give up, in the operation's folder.
+pub const ABORT_FILE: &str = "abort";
+const CRIU_CONF: &str = "criu.conf";
+const PLUGIN_REPORT: &str = "plugin-report.json";
+const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
+/// Where cryopod's own plugin is looked for.
+const OUR_FOLDERS: [&str; 3] = [
+    "/usr/local/lib/cryopod",
+    "/usr/lib/cryopod",
+    "/usr/libexec/cryopod",
+];
+/// Where CRIU's amdgpu plugin is looked for: CRIU's own folders by distribution, and ROCm's.
+const CRIU_FOLDERS: [&str; 6] = [
+    "/usr/lib/criu",
+    "/usr/lib64/criu",
+    "/usr/local/lib/criu",
+    "/usr/libexec/criu",
+    "/usr/lib/x86_64-linux-gnu/criu",
+    "/opt/rocm/lib/criu",
+];
+
+/// The CRIU plugins of this host.
+pub fn plugins(config: &Config) -> Plugins {
+    let find = |configured: &Option<PathBuf>, folders: &[&str], name: &str| match configured {
+        Some(path) => Some(path.clone()).filter(|p| p.is_file()),
+        None => folders
+            .iter()
+            .map(|d| Path::new(d).join(name))
+            .find(|p| p.is_file()),
+    };
+    Plugins {
+        nvidia: find(&config.nvidia.plugin, &OUR_FOLDERS, NVIDIA_PLUGIN),
+        amd: find(&config.amd.plugin, &CRIU_FOLDERS, "amdgpu_plugin.so"),
+    }
+}
+
+/// The refusal where CRIU is not installed.
+pub fn no_criu() -> Error {
+    Error::Failed(
+        "criu was not found on PATH; install the criu package (4.1 or newer). Nothing was touched"
+            .into(),
+    )
+}
+
+/// The command line with some arguments put in after the verb.
+pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsString> {
+    let mut line = args.to_vec();
+    let at = (verb_at + 1).min(line.len());
+    line.splice(at..at, flags.iter().map(OsString::from));
+    line
+}
+
+/// What the set-up needs to know.
+#[derive(Clone, Copy)]
+pub struct Setup<'a> {
+    /// Configuration, low-level runtime, command line.
+    pub ctx: &'a Context,
+    /// The command line, decoded.
+    pub inv: &'a Invocation,
+    /// The container's spec.
+    pub spec: &'a Spec,
+    /// Other programs.
+    pub tools: &'a dyn Tools,
+    /// CRIU.
+    pub criu: &'a Criu,
+}
+
+/// Everything that stands ready for the low-level runtime to be started.
+#[derive(Debug)]
+pub struct Ready {
+    /// Where CRIU asks.
+    pub gate: Gate,
+    /// Environment of the low-level runtime, and through it of CRIU.
+    pub env: Vec<(&'static str, OsString)>,
+    /// The driver agent, if a process uses the NVIDIA driver.
+    pub agent: Option<Agent>,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<String>,
+}
+
+impl Setup<'_> {
+    /// Sets up a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing was touched.
+    pub fn checkpoint(
+        &self,
+        op: &Operation,
+        plan: &CheckpointPlan,
+        pre_dump: bool,
+    ) -> Result<Ready, Error> {
+        let users = plan.users_of(Vendor::Nvidia);
+        let operation = if pre_dump {
+            PluginOperation::PreDump
+        } else {
+            PluginOperation::Checkpoint
+        };
+        let nvidia = (!users.is_empty()).then(|| PluginConfig {
+            pids: users,
+            leave_running: self.inv.flags.has("leave-running"),
+            ..PluginConfig::new(operation, op.file(agent::SOCKET))
+        });
+        self.ready(op, &plan.plugins, nvidia)
+    }
+
+    /// Sets up a restore with these plugins.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing was touched.
+    pub fn restore(
+        &self,
+        op: &Operation,
+        plugins: &[PathBuf],
+        nvidia: bool,
+    ) -> Result<Ready, Error> {
+        let nvidia =
+            nvidia.then(|| PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET)));
+        self.ready(op, plugins, nvidia)
+    }
+
+    fn ready(
+        &self,
+        op: &Operation,
+        plugins: &[PathBuf],
+        nvidia: Option<PluginConfig>,
+    ) -> Result<Ready, Error> {
+        let config = &self.ctx.config;
+        let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
+        let reader = self.reader(low_version.as_deref());
+        let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
+            .filter(|v| !v.is_empty())
+            .map(PathBuf::from);
+        let (text, libdirs) = criuconf::merge(op, config, reader, self.spec, env_conf.as_deref())?;
+        for plugin in plugins.iter().chain(&criuconf::user_plugins(&libdirs)) {
+            op.link_plugin(plugin)?;
+        }
+        write(&op.file(CRIU_CONF), text.as_bytes())?;
+        let agent = match nvidia {
+            None => None,
+            Some(plugin) => self.nvidia(op, plugin, plugins)?,
+        };
+        Ok(Ready {
+            gate: Gate::open(op)?,
+            env: vec![
+                ("CRIU_LIBS_DIR", op.plugins().into()),
+                ("CRIU_CONFIG_FILE", op.file(CRIU_CONF).into()),
+            ],
+            agent,
+            low_version,
+        })
+    }
+
+    /// The plugin's configuration, and the agent behind it.
+    fn nvidia(
+        &self,
+        op: &Operation,
+        mut plugin: PluginConfig,
+        plugins: &[PathBuf],
+    ) -> Result<Option<Agent>, Error> {
+        let config = &self.ctx.config;
+        plugin.abort_file = Some(op.file(ABORT_FILE));
+        plugin.report = Some(op.file(PLUGIN_REPORT));
+        if let Some(limit) = config.nvidia.lock_timeout_ms {
+            plugin.lock_timeout_ms = limit;
+        }
+        let agent = match plugin.operation {
+            PluginOperation::PreDump => None,
+            _ => {
+                let beside = plugins
+                    .iter()
+                    .find(|p| p.ends_with(NVIDIA_PLUGIN))
+                    .map(PathBuf::as_path);
+                let program = agent::find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
+                let limit = std::time::Duration::from_secs(config.limits.agent_s);
+                Some(Agent::start(program, &config.nvidia, op, limit)?)
+            }
+        };
+        let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
+            Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
+        })?;
+        write(&op.plugins().join(FILE_NAME), &text)?;
+        Ok(agent)
+    }
+
+    /// Does the runtime name a configuration file to CRIU? crun does from 1.26 on, where libcriu can (4.2).
+    fn reader(&self, low_version: Option<&str>) -> Reader {
+        let at_least = |line: Option<&str>, want: [u32; 2]| {
+            line.and_then(facts::numbers)
+                .is_some_and(|n| n.as_slice() >= want.as_slice())
+        };
+        let kind = self.ctx.low.kind;
+        Reader {
+            kind,
+            names_file: kind == Kind::Runc
+                || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
+        }
+    }
+}
+
+impl Ready {
+    /// Ends the agent, which first puts back what was not committed. Gives the plugin's first error, if it
+    /// reported one.
+    pub fn finish(self, op: &Operation) -> Option<String> {
+        drop(self.agent);
+        let text = std::fs::read(op.file(PLUGIN_REPORT)).ok()?;
+        let report: PluginReport = serde_json::from_slice(&text).ok()?;
+        report.error.map(|e| e.to_string())
+    }
+}
+
+fn write(path: &Path, text: &[u8]) -> Result<(), Error> {
+    std::fs::write(path, text).map_err(Error::io(format!("{}: cannot be written", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_go_behind_the_verb() {
+        let line: Vec<OsString> = ["--root", "/r", "restore", "c1"]
+            .map(OsString::from)
+            .to_vec();
+        assert_eq!(
+            with_flags(&line, 2, &["--manage-cgroups-mode", "ignore"]),
+            [
+                "--root",
+                "/r",
+                "restore",
+                "--manage-cgroups-mode",
+                "ignore",
+                "c1"
+            ]
+        );
+    }
+}
