@@ -1,0 +1,226 @@
+//! The workload: holds device memory and prints its checksum ten times a second, as gpujob.cu
+//! does on a real GPU: `TICK SUM ok|CORRUPT SECONDS`. Runs on the real driver too.
+
+use std::fs::File;
+use std::io::stdout;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::{Parser, ValueEnum};
+use cuda_sim::abi::CuDevicePtr;
+use cuda_sim::cuda::Cuda;
+use nix::sys::wait::wait;
+use nix::unistd::{ForkResult, fork, pause, write};
+
+/// What fills device memory.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Content {
+    /// Pseudo-random words
+    Random,
+    /// Zeros
+    Zero,
+    /// Every other MiB random, the rest zeros
+    Half,
+}
+
+/// Holds device memory and checks it.
+#[derive(Clone, Parser)]
+struct Args {
+    /// MiB of device memory on each GPU
+    #[arg(long, default_value_t = 64)]
+    mib: u64,
+    /// MiB of one allocation
+    #[arg(long, default_value_t = 64)]
+    chunk_mib: u64,
+    /// Ordinals of the GPUs to use, or all
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    gpus: Vec<String>,
+    #[arg(long, value_enum, default_value = "random")]
+    content: Content,
+    /// Work in this many processes; process i uses the i-th GPU of the list alone, round and round
+    #[arg(long, default_value_t = 1)]
+    procs: usize,
+    /// Fork children that never use CUDA and keep what they inherit
+    #[arg(long, default_value_t = 0)]
+    fork_idle: usize,
+    /// Allocate managed memory as well
+    #[arg(long)]
+    uvm: bool,
+    /// Export an allocation to other processes
+    #[arg(long)]
+    ipc: bool,
+    /// Keep nvidiactl open outside of the driver, as NVML users do
+    #[arg(long)]
+    leak_fd: bool,
+    /// Threads that call the driver all the time beside the main one
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Allocate and free a MiB at every tick
+    #[arg(long)]
+    churn: bool,
+    /// Milliseconds between ticks
+    #[arg(long, default_value_t = 100)]
+    interval_ms: u64,
+    /// End after this many ticks
+    #[arg(long)]
+    ticks: Option<u64>,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    if args.procs <= 1 {
+        return run(&args, &args.gpus, "");
+    }
+    for i in 0..args.procs {
+        // SAFETY: this process has one thread.
+        if let ForkResult::Child = unsafe { fork() }? {
+            die_with_parent();
+            let gpu = args
+                .gpus
+                .get(i % args.gpus.len().max(1))
+                .context("no GPU given")?;
+            return run(&args, std::slice::from_ref(gpu), &format!(" p{i}"));
+        }
+    }
+    for _ in 0..args.procs {
+        let status = wait()?;
+        if !matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)) {
+            bail!("a process ended: {status:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A child does not outlive the process that forked it.
+fn die_with_parent() {
+    // SAFETY: takes plain numbers.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+}
+
+/// One process's work.
+fn run(args: &Args, gpus: &[String], label: &str) -> Result<()> {
+    let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
+    cuda.init().context("cuInit")?;
+    let leaked = if args.leak_fd { Some(leak()?) } else { None };
+    let gpus: Vec<i32> = if gpus == ["all"] {
+        (0..cuda.device_count()?).collect()
+    } else {
+        gpus.iter()
+            .map(|g| g.parse().with_context(|| format!("{g:?}")))
+            .collect::<Result<_>>()?
+    };
+    let (mut chunks, mut expected) = (Vec::new(), 0u64);
+    for gpu in &gpus {
+        cuda.use_device(*gpu)
+            .with_context(|| format!("GPU {gpu}"))?;
+        for (at, mib) in pieces(args.mib, args.chunk_mib) {
+            let bytes = usize::try_from(mib << 20)?;
+            let p = cuda
+                .alloc(bytes)
+                .with_context(|| format!("{mib} MiB on GPU {gpu}"))?;
+            expected = expected.wrapping_add(fill(&cuda, p, bytes, at, args.content)?);
+            chunks.push((p, bytes));
+        }
+    }
+    if args.uvm {
+        cuda.alloc_managed(1 << 20).context("managed memory")?;
+    }
+    if args.ipc {
+        let (p, _) = chunks.first().context("nothing to export")?;
+        cuda.ipc_handle(*p).context("IPC handle")?;
+    }
+    for _ in 0..args.fork_idle {
+        // SAFETY: the child only makes system calls until it is killed.
+        if let ForkResult::Child = unsafe { fork() }? {
+            die_with_parent();
+            loop {
+                pause();
+            }
+        }
+    }
+    for _ in 0..args.threads {
+        let first = gpus.first().copied().unwrap_or(0);
+        thread::spawn(move || {
+            let _ = cuda.use_device(first);
+            while cuda.mem_info().is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+    }
+    let mut next = Instant::now();
+    for tick in 0.. {
+        if args.ticks.is_some_and(|n| tick >= n) {
+            break;
+        }
+        let mut total = 0u64;
+        for (p, bytes) in &chunks {
+            total = total.wrapping_add(cuda.sum(*p, *bytes).context("sum")?);
+        }
+        if args.churn {
+            cuda.free(cuda.alloc(1 << 20).context("alloc")?)
+                .context("free")?;
+        }
+        let verdict = if total == expected { "ok" } else { "CORRUPT" };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
+        let line = format!("{tick} {total:016x} {verdict} {now:.3}{label}\n");
+        write(stdout(), line.as_bytes())?;
+        next = (next + Duration::from_millis(args.interval_ms)).max(Instant::now());
+        thread::sleep(next - Instant::now());
+    }
+    drop(leaked);
+    Ok(())
+}
+
+/// Opens the control node, as a library beside the driver would.
+fn leak() -> Result<File> {
+    let root = std::env::var("CUSIM_DEV_ROOT").unwrap_or_else(|_| "/dev".into());
+    let path = format!("{root}/nvidiactl");
+    File::options()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .with_context(|| path)
+}
+
+/// Offsets and sizes, in MiB, of the allocations that make up `mib`.
+fn pieces(mib: u64, chunk: u64) -> impl Iterator<Item = (u64, u64)> {
+    let chunk = chunk.max(1);
+    (0..mib.div_ceil(chunk)).map(move |i| (i * chunk, chunk.min(mib - i * chunk)))
+}
+
+/// Fills an allocation, and says what its checksum must be.
+fn fill(cuda: &Cuda, p: CuDevicePtr, bytes: usize, seed: u64, content: Content) -> Result<u64> {
+    const MIB: usize = 1 << 20;
+    let mut total = 0u64;
+    let mut block = vec![0u8; 8 * MIB];
+    let mut at = 0usize;
+    while at < bytes {
+        let n = block.len().min(bytes - at);
+        for (k, mib) in block[..n].chunks_mut(MIB).enumerate() {
+            let number = at / MIB + k;
+            let random = match content {
+                Content::Random => true,
+                Content::Zero => false,
+                Content::Half => number % 2 == 0,
+            };
+            let first = (at + k * MIB) as u64 / 8;
+            for (i, word) in (first..).zip(mib.chunks_exact_mut(8)) {
+                let w = if random { noise((seed << 20) + i) } else { 0 };
+                word.copy_from_slice(&w.to_le_bytes());
+                total = total.wrapping_add(w.wrapping_mul(i | 1));
+            }
+        }
+        cuda.upload(p + at as u64, &block[..n]).context("upload")?;
+        at += n;
+    }
+    Ok(total)
+}
+
+/// A word of noise: the mixer of splitmix64.
+fn noise(n: u64) -> u64 {
+    let mut z = n.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,65 @@
+//! Talks to the device server, and installs the simulated driver into a folder.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use cuda_sim::server::faults::HELP;
+use cuda_sim::server::{DEFAULT_SOCKET, control};
+
+/// Switches and state of the simulated driver.
+#[derive(Parser)]
+#[command(after_help = HELP)]
+struct Args {
+    /// Driver socket of the server
+    #[arg(long, env = "CUSIM_SOCKET", default_value = DEFAULT_SOCKET)]
+    socket: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print GPUs, clients and switches as JSON
+    Status,
+    /// Set switches
+    Set {
+        #[arg(required = true)]
+        switches: Vec<String>,
+    },
+    /// Unset a switch, or all
+    Clear { name: Option<String> },
+    /// Take memory away from a GPU, as another user of it would (0 gives it back)
+    Reserve { uuid: String, bytes: u64 },
+    /// Copy libcuda.so.1, the client and the tools into a folder, with a cusim.conf
+    Install {
+        folder: PathBuf,
+        /// Socket to write into cusim.conf
+        #[arg(long)]
+        conf_socket: Option<PathBuf>,
+    },
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let lines = match args.command {
+        Command::Status => vec!["status".to_owned()],
+        Command::Set { switches } => switches.iter().map(|s| format!("set {s}")).collect(),
+        Command::Clear { name } => vec![format!("clear {}", name.unwrap_or_default())],
+        Command::Reserve { uuid, bytes } => vec![format!("reserve {uuid} {bytes}")],
+        Command::Install {
+            folder,
+            conf_socket,
+        } => {
+            let socket = conf_socket.unwrap_or(args.socket);
+            for path in cuda_sim::install::install(&folder, &socket)? {
+                println!("{}", path.display());
+            }
+            return Ok(());
+        }
+    };
+    for line in lines {
+        println!("{}", control::send(&args.socket, &line)?);
+    }
+    Ok(())
+}

@@ -1,0 +1,369 @@
+//! Loads `libcuda.so.1`, the simulated or the real one, and calls it: what the client program, the
+//! conformance probe and the tests use.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::mem::transmute_copy;
+use std::path::Path;
+
+use crate::abi::*;
+use crate::uuid::GpuUuid;
+
+/// A loaded driver library.
+#[derive(Clone, Copy)]
+pub struct Cuda(*mut c_void);
+
+// SAFETY: a handle of the dynamic linker may be used from any thread; it is never closed.
+unsafe impl Send for Cuda {}
+// SAFETY: as above.
+unsafe impl Sync for Cuda {}
+
+/// An error code with its name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct CuError(pub CuResult);
+
+impl std::fmt::Debug for CuError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match describe(self.0) {
+            Some((name, _)) => write!(f, "{} ({})", name.to_string_lossy(), self.0),
+            None => write!(f, "code {}", self.0),
+        }
+    }
+}
+
+impl std::fmt::Display for CuError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Debug::fmt(self, f)
+    }
+}
+
+impl std::error::Error for CuError {}
+
+/// Outcome of a call.
+pub type CuOutcome<T> = Result<T, CuError>;
+
+/// Calls a function of the library by name; a missing one is CUDA_ERROR_NOT_FOUND.
+macro_rules! call {
+    ($cuda:expr, $name:literal, ($($ty:ty),*), $($arg:expr),*) => {
+        match $cuda.symbol($name) {
+            p if p.is_null() => Err(CuError(CUDA_ERROR_NOT_FOUND)),
+            p => {
+                // SAFETY: the symbol is a function of this signature in NVIDIA's ABI; pointer
+                // arguments are to live locals of the right type.
+                let r = unsafe {
+                    let f: unsafe extern "C" fn($($ty),*) -> CuResult = transmute_copy(&p);
+                    f($($arg),*)
+                };
+                if r == CUDA_SUCCESS { Ok(()) } else { Err(CuError(r)) }
+            }
+        }
+    };
+}
+
+impl Cuda {
+    /// Loads `libcuda.so.1` the way a program does, or this very file.
+    pub fn load(path: Option<&Path>) -> Result<Self, String> {
+        use std::os::unix::ffi::OsStrExt;
+        let name = match path {
+            Some(p) => CString::new(p.as_os_str().as_bytes()).map_err(|e| e.to_string())?,
+            None => c"libcuda.so.1".to_owned(),
+        };
+        // SAFETY: the name is a C string.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+        if handle.is_null() {
+            // SAFETY: dlerror gives null or a C string that lives until the next call.
+            let text = unsafe {
+                let e = libc::dlerror();
+                if e.is_null() {
+                    c"dlopen failed"
+                } else {
+                    CStr::from_ptr(e)
+                }
+            };
+            return Err(text.to_string_lossy().into_owned());
+        }
+        Ok(Self(handle))
+    }
+
+    /// The address of a symbol, null if the library has none of this name.
+    pub fn symbol(&self, name: &CStr) -> *mut c_void {
+        // SAFETY: the handle is open and the name a C string.
+        unsafe { libc::dlsym(self.0, name.as_ptr()) }
+    }
+
+    /// `cuInit(0)`.
+    pub fn init(&self) -> CuOutcome<()> {
+        call!(self, c"cuInit", (c_uint), 0)
+    }
+
+    /// `cuDriverGetVersion`.
+    pub fn version(&self) -> CuOutcome<i32> {
+        let mut v: c_int = 0;
+        call!(self, c"cuDriverGetVersion", (*mut c_int), &mut v).map(|()| v)
+    }
+
+    /// `cuDeviceGetCount`.
+    pub fn device_count(&self) -> CuOutcome<i32> {
+        let mut n: c_int = 0;
+        call!(self, c"cuDeviceGetCount", (*mut c_int), &mut n).map(|()| n)
+    }
+
+    /// `cuDeviceGetUuid_v2`.
+    pub fn uuid(&self, device: i32) -> CuOutcome<GpuUuid> {
+        let mut u = CuUuid { bytes: [0; 16] };
+        call!(
+            self,
+            c"cuDeviceGetUuid_v2",
+            (*mut CuUuid, CuDevice),
+            &mut u,
+            device
+        )
+        .map(|()| GpuUuid(u.bytes))
+    }
+
+    /// `cuDeviceGetName`.
+    pub fn name(&self, device: i32) -> CuOutcome<String> {
+        let mut b = [0u8; 128];
+        call!(
+            self,
+            c"cuDeviceGetName",
+            (*mut c_char, c_int, CuDevice),
+            b.as_mut_ptr().cast(),
+            128,
+            device
+        )?;
+        Ok(CStr::from_bytes_until_nul(&b)
+            .unwrap_or(c"")
+            .to_string_lossy()
+            .into_owned())
+    }
+
+    /// Retains the primary context of a device and makes it current.
+    pub fn use_device(&self, device: i32) -> CuOutcome<()> {
+        let mut ctx: *mut c_void = std::ptr::null_mut();
+        call!(
+            self,
+            c"cuDevicePrimaryCtxRetain",
+            (*mut *mut c_void, CuDevice),
+            &mut ctx,
+            device
+        )?;
+        call!(self, c"cuCtxSetCurrent", (*mut c_void), ctx)
+    }
+
+    /// `cuMemGetInfo_v2`: free and total.
+    pub fn mem_info(&self) -> CuOutcome<(usize, usize)> {
+        let (mut f, mut t) = (0usize, 0usize);
+        call!(
+            self,
+            c"cuMemGetInfo_v2",
+            (*mut usize, *mut usize),
+            &mut f,
+            &mut t
+        )
+        .map(|()| (f, t))
+    }
+
+    /// `cuMemAlloc_v2`.
+    pub fn alloc(&self, bytes: usize) -> CuOutcome<CuDevicePtr> {
+        let mut p: CuDevicePtr = 0;
+        call!(
+            self,
+            c"cuMemAlloc_v2",
+            (*mut CuDevicePtr, usize),
+            &mut p,
+            bytes
+        )
+        .map(|()| p)
+    }
+
+    /// `cuMemAllocManaged`, attached globally.
+    pub fn alloc_managed(&self, bytes: usize) -> CuOutcome<CuDevicePtr> {
+        let mut p: CuDevicePtr = 0;
+        call!(
+            self,
+            c"cuMemAllocManaged",
+            (*mut CuDevicePtr, usize, c_uint),
+            &mut p,
+            bytes,
+            1
+        )
+        .map(|()| p)
+    }
+
+    /// `cuIpcGetMemHandle`.
+    pub fn ipc_handle(&self, p: CuDevicePtr) -> CuOutcome<[u64; 8]> {
+        let mut h = [0u64; 8];
+        call!(
+            self,
+            c"cuIpcGetMemHandle",
+            (*mut [u64; 8], CuDevicePtr),
+            &mut h,
+            p
+        )
+        .map(|()| h)
+    }
+
+    /// `cuMemFree_v2`.
+    pub fn free(&self, p: CuDevicePtr) -> CuOutcome<()> {
+        call!(self, c"cuMemFree_v2", (CuDevicePtr), p)
+    }
+
+    /// `cuMemcpyHtoD_v2`.
+    pub fn upload(&self, to: CuDevicePtr, from: &[u8]) -> CuOutcome<()> {
+        call!(
+            self,
+            c"cuMemcpyHtoD_v2",
+            (CuDevicePtr, *const c_void, usize),
+            to,
+            from.as_ptr().cast(),
+            from.len()
+        )
+    }
+
+    /// `cuMemcpyDtoH_v2`.
+    pub fn download(&self, to: &mut [u8], from: CuDevicePtr) -> CuOutcome<()> {
+        call!(
+            self,
+            c"cuMemcpyDtoH_v2",
+            (*mut c_void, CuDevicePtr, usize),
+            to.as_mut_ptr().cast(),
+            from,
+            to.len()
+        )
+    }
+
+    /// `cuMemsetD8_v2`.
+    pub fn fill(&self, p: CuDevicePtr, value: u8, bytes: usize) -> CuOutcome<()> {
+        call!(
+            self,
+            c"cuMemsetD8_v2",
+            (CuDevicePtr, u8, usize),
+            p,
+            value,
+            bytes
+        )
+    }
+
+    /// The checksum of device memory: a call of its own in the simulated driver, a copy and a
+    /// loop with the real one.
+    pub fn sum(&self, p: CuDevicePtr, bytes: usize) -> CuOutcome<u64> {
+        let mut total = 0u64;
+        if !self.symbol(c"cusim_sum").is_null() {
+            call!(
+                self,
+                c"cusim_sum",
+                (CuDevicePtr, usize, *mut u64),
+                p,
+                bytes,
+                &mut total
+            )?;
+            return Ok(total);
+        }
+        let mut block = vec![0u8; bytes.min(64 << 20)];
+        let mut at = 0usize;
+        while at < bytes {
+            let n = block.len().min(bytes - at);
+            self.download(&mut block[..n], p + at as u64)?;
+            for (i, chunk) in (at as u64 / 8..).zip(block[..n].chunks_exact(8)) {
+                let mut w = [0u8; 8];
+                w.copy_from_slice(chunk);
+                total = total.wrapping_add(u64::from_le_bytes(w).wrapping_mul(i | 1));
+            }
+            at += n;
+        }
+        Ok(total)
+    }
+
+    /// `cuCheckpointProcessGetRestoreThreadId`.
+    pub fn restore_thread(&self, pid: i32) -> CuOutcome<i32> {
+        let mut tid: c_int = 0;
+        call!(
+            self,
+            c"cuCheckpointProcessGetRestoreThreadId",
+            (c_int, *mut c_int),
+            pid,
+            &mut tid
+        )
+        .map(|()| tid)
+    }
+
+    /// `cuCheckpointProcessGetState`.
+    pub fn state(&self, pid: i32) -> CuOutcome<u32> {
+        let mut s: c_uint = 0;
+        call!(
+            self,
+            c"cuCheckpointProcessGetState",
+            (c_int, *mut c_uint),
+            pid,
+            &mut s
+        )
+        .map(|()| s)
+    }
+
+    /// `cuCheckpointProcessLock`.
+    pub fn lock(&self, pid: i32, timeout_ms: u32) -> CuOutcome<()> {
+        let a = CuCheckpointLockArgs {
+            timeout_ms,
+            reserved0: 0,
+            reserved1: [0; 7],
+        };
+        call!(
+            self,
+            c"cuCheckpointProcessLock",
+            (c_int, *const CuCheckpointLockArgs),
+            pid,
+            &a
+        )
+    }
+
+    /// `cuCheckpointProcessCheckpoint`.
+    pub fn checkpoint(&self, pid: i32) -> CuOutcome<()> {
+        let a = CuCheckpointCheckpointArgs { reserved: [0; 8] };
+        call!(
+            self,
+            c"cuCheckpointProcessCheckpoint",
+            (c_int, *const CuCheckpointCheckpointArgs),
+            pid,
+            &a
+        )
+    }
+
+    /// `cuCheckpointProcessRestore`.
+    pub fn restore(&self, pid: i32, pairs: &[(GpuUuid, GpuUuid)]) -> CuOutcome<()> {
+        let pairs: Vec<CuCheckpointGpuPair> = pairs
+            .iter()
+            .map(|(o, n)| CuCheckpointGpuPair {
+                old_uuid: CuUuid { bytes: o.0 },
+                new_uuid: CuUuid { bytes: n.0 },
+            })
+            .collect();
+        let a = CuCheckpointRestoreArgs {
+            gpu_pairs: if pairs.is_empty() {
+                std::ptr::null()
+            } else {
+                pairs.as_ptr()
+            },
+            gpu_pairs_count: c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX),
+            reserved: [0; 52],
+        };
+        call!(
+            self,
+            c"cuCheckpointProcessRestore",
+            (c_int, *const CuCheckpointRestoreArgs),
+            pid,
+            &a
+        )
+    }
+
+    /// `cuCheckpointProcessUnlock`.
+    pub fn unlock(&self, pid: i32) -> CuOutcome<()> {
+        let a = CuCheckpointUnlockArgs { reserved: [0; 8] };
+        call!(
+            self,
+            c"cuCheckpointProcessUnlock",
+            (c_int, *const CuCheckpointUnlockArgs),
+            pid,
+            &a
+        )
+    }
+}

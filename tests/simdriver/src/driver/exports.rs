@@ -1,0 +1,332 @@
+//! The exported symbols that a program uses. Signatures are those of `cuda.h`.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use super::memory::{self, Way};
+use super::process::{api, init, process};
+use crate::abi::*;
+
+/// The code of an outcome.
+pub fn code(r: Result<(), CuResult>) -> CuResult {
+    r.err().unwrap_or(CUDA_SUCCESS)
+}
+
+/// Writes a result through the program's pointer, unless that is null.
+pub fn put<T>(to: *mut T, r: Result<T, CuResult>) -> CuResult {
+    match r {
+        Ok(_) if to.is_null() => CUDA_ERROR_INVALID_VALUE,
+        Ok(value) => {
+            // SAFETY: not null; the program promised that it may be written.
+            unsafe { to.write(value) };
+            CUDA_SUCCESS
+        }
+        Err(e) => e,
+    }
+}
+
+/// Contexts are ordinals in disguise.
+const CONTEXT_TAG: usize = 0x00c0_da00;
+
+fn context(ordinal: usize) -> *mut c_void {
+    std::ptr::without_provenance_mut(CONTEXT_TAG + 16 * ordinal)
+}
+
+fn ordinal(context: *mut c_void) -> Result<Option<usize>, CuResult> {
+    match context.addr() {
+        0 => Ok(None),
+        a if (CONTEXT_TAG..CONTEXT_TAG + 16 * 64).contains(&a) => Ok(Some((a - CONTEXT_TAG) / 16)),
+        _ => Err(CUDA_ERROR_INVALID_CONTEXT),
+    }
+}
+
+fn device(d: CuDevice) -> Result<usize, CuResult> {
+    usize::try_from(d).map_err(|_| CUDA_ERROR_INVALID_DEVICE)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuInit(flags: c_uint) -> CuResult {
+    if flags != 0 {
+        CUDA_ERROR_INVALID_VALUE
+    } else {
+        code(init())
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
+    // Works before cuInit too; then it tells the newest version that is simulated.
+    put(version, Ok(process().map_or(13_000, |p| p.cuda_version)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGetErrorName(error: CuResult, text: *mut *const c_char) -> CuResult {
+    put(
+        text,
+        describe(error)
+            .map(|d| d.0.as_ptr())
+            .ok_or(CUDA_ERROR_INVALID_VALUE),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGetErrorString(error: CuResult, text: *mut *const c_char) -> CuResult {
+    put(
+        text,
+        describe(error)
+            .map(|d| d.1.as_ptr())
+            .ok_or(CUDA_ERROR_INVALID_VALUE),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CuResult {
+    put(
+        count,
+        api(|i| Ok(c_int::try_from(i.ordinals.len()).unwrap_or(0))),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGet(dev: *mut CuDevice, number: c_int) -> CuResult {
+    put(
+        dev,
+        api(|i| memory::gpu_of(i, device(number)?).map(|_| number)),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGetUuid_v2(uuid: *mut CuUuid, dev: CuDevice) -> CuResult {
+    let read = |i: &mut super::process::Inner| {
+        Ok(CuUuid {
+            bytes: i.gpus[memory::gpu_of(i, device(dev)?)?].uuid.0,
+        })
+    };
+    put(uuid, api(read))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGetUuid(uuid: *mut CuUuid, dev: CuDevice) -> CuResult {
+    cuDeviceGetUuid_v2(uuid, dev)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: CuDevice) -> CuResult {
+    let Ok(room @ 1..) = usize::try_from(len) else {
+        return CUDA_ERROR_INVALID_VALUE;
+    };
+    if name.is_null() {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    code(api(|i| {
+        let gpu = &i.gpus[memory::gpu_of(i, device(dev)?)?];
+        let n = gpu.name.len().min(room);
+        // SAFETY: the program gave room for `len` bytes; n is no more, and 64 at most.
+        unsafe {
+            name.cast::<u8>()
+                .copy_from_nonoverlapping(gpu.name.as_ptr(), n);
+            name.add(n - 1).write(0);
+        }
+        Ok(())
+    }))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, dev: CuDevice) -> CuResult {
+    put(
+        bytes,
+        api(|i| {
+            let total = i.gpus[memory::gpu_of(i, device(dev)?)?].total;
+            usize::try_from(total).map_err(|_| CUDA_ERROR_UNKNOWN)
+        }),
+    )
+}
+
+/// Makes or finds the context of a device.
+fn retain(dev: CuDevice) -> Result<usize, CuResult> {
+    api(|i| {
+        let ordinal = device(dev)?;
+        let gpu = memory::gpu_of(i, ordinal)?;
+        memory::make_context(i, gpu).map(|()| ordinal)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, dev: CuDevice) -> CuResult {
+    put(ctx, retain(dev).map(context))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxRelease_v2(dev: CuDevice) -> CuResult {
+    code(api(|i| memory::gpu_of(i, device(dev)?).map(|_| ())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxCreate_v2(ctx: *mut *mut c_void, _flags: c_uint, dev: CuDevice) -> CuResult {
+    put(
+        ctx,
+        retain(dev).map(|o| {
+            memory::set_current(Some(o));
+            context(o)
+        }),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxCreate_v4(
+    ctx: *mut *mut c_void,
+    _params: *const c_void,
+    flags: c_uint,
+    dev: CuDevice,
+) -> CuResult {
+    cuCtxCreate_v2(ctx, flags, dev)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxDestroy_v2(ctx: *mut c_void) -> CuResult {
+    code(api(|_| ordinal(ctx).map(|_| ())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSetCurrent(ctx: *mut c_void) -> CuResult {
+    code(api(|_| ordinal(ctx).map(memory::set_current)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxGetCurrent(ctx: *mut *mut c_void) -> CuResult {
+    put(
+        ctx,
+        api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxGetDevice(dev: *mut CuDevice) -> CuResult {
+    put(
+        dev,
+        api(|_| {
+            let o = memory::current().ok_or(CUDA_ERROR_INVALID_CONTEXT)?;
+            CuDevice::try_from(o).map_err(|_| CUDA_ERROR_UNKNOWN)
+        }),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSynchronize() -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CuResult {
+    match api(|i| memory::info(i)) {
+        Ok((f, t)) => match put(free, usize::try_from(f).map_err(|_| CUDA_ERROR_UNKNOWN)) {
+            CUDA_SUCCESS => put(total, usize::try_from(t).map_err(|_| CUDA_ERROR_UNKNOWN)),
+            e => e,
+        },
+        Err(e) => e,
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) -> CuResult {
+    put(ptr, api(|i| memory::alloc(i, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAllocManaged(ptr: *mut CuDevicePtr, bytes: usize, _flags: c_uint) -> CuResult {
+    put(ptr, api(|i| memory::alloc_managed(i, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFree_v2(ptr: CuDevicePtr) -> CuResult {
+    code(api(|i| memory::free(i, ptr)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) -> CuResult {
+    code(api(|i| {
+        memory::copy(i, to, from.cast_mut(), bytes, Way::ToDevice)
+    }))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) -> CuResult {
+    code(api(|i| memory::copy(i, from, to, bytes, Way::ToHost)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemsetD8_v2(ptr: CuDevicePtr, value: u8, bytes: usize) -> CuResult {
+    code(api(|i| memory::fill(i, ptr, value, bytes as u64)))
+}
+
+/// `CUipcMemHandle`: 64 bytes, filled with the address.
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcGetMemHandle(handle: *mut [u64; 8], ptr: CuDevicePtr) -> CuResult {
+    put(handle, api(|i| memory::export(i, ptr).map(|()| [ptr; 8])))
+}
+
+/// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64.
+#[unsafe(no_mangle)]
+extern "C" fn cusim_sum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) -> CuResult {
+    put(total, api(|i| memory::sum(i, ptr, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuGetProcAddress_v2(
+    symbol: *const c_char,
+    address: *mut *mut c_void,
+    _version: c_int,
+    _flags: u64,
+    status: *mut c_int,
+) -> CuResult {
+    if symbol.is_null() || address.is_null() {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    // SAFETY: not null; the program promised a C string.
+    let name = unsafe { CStr::from_ptr(symbol) }.to_bytes();
+    let checkpoint = name.starts_with(b"cuCheckpoint");
+    let hidden = checkpoint && process().is_ok_and(|p| p.driver_major < 570);
+    let found = if hidden {
+        std::ptr::null_mut()
+    } else {
+        find_symbol(name)
+    };
+    // SAFETY: not null; the program promised that both may be written.
+    unsafe {
+        address.write(found);
+        if !status.is_null() {
+            let missing = found.is_null();
+            status.write(if missing {
+                PROC_ADDRESS_NOT_FOUND
+            } else {
+                PROC_ADDRESS_SUCCESS
+            });
+        }
+    }
+    if found.is_null() {
+        CUDA_ERROR_NOT_FOUND
+    } else {
+        CUDA_SUCCESS
+    }
+}
+
+/// A symbol of this library by the name that it has in `cuda.h`: the newest version of it.
+fn find_symbol(name: &[u8]) -> *mut c_void {
+    // SAFETY: dladdr fills the all-zero Dl_info for an address of this object; dlopen with
+    // NOLOAD only raises the count of this object, which is never unloaded; the names are C
+    // strings.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        if libc::dladdr(cuInit as *const c_void, &mut info) == 0 {
+            return std::ptr::null_mut();
+        }
+        let this = libc::dlopen(info.dli_fname, libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        if this.is_null() {
+            return std::ptr::null_mut();
+        }
+        [&b"_v4\0"[..], b"_v2\0", b"\0"]
+            .iter()
+            .map(|suffix| libc::dlsym(this, [name, suffix].concat().as_ptr().cast()))
+            .find(|p| !p.is_null())
+            .unwrap_or(std::ptr::null_mut())
+    }
+}

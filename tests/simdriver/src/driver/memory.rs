@@ -1,0 +1,211 @@
+//! Device memory as a program uses it: contexts, allocations, copies.
+
+use std::cell::Cell;
+use std::os::fd::AsRawFd;
+
+use super::nodes::Node;
+use super::process::{Block, Inner};
+use super::steps::device_memory;
+use crate::abi::*;
+use crate::wire::{ALLOC_CONTEXT, op};
+
+/// Device memory comes in pieces of this size.
+const GRAIN: u64 = 4096;
+/// Addresses of allocations start at multiples of this.
+const ALIGN: u64 = 2 << 20;
+/// Where the memory of contexts is.
+const CONTEXTS: u64 = 0x6000_0000_0000;
+/// Most that one read or write system call moves.
+const MOST: usize = 0x4000_0000;
+
+thread_local! {
+    /// The ordinal of the thread's current context.
+    static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// Makes a context current in this thread, or none.
+pub fn set_current(ordinal: Option<usize>) {
+    CURRENT.set(ordinal);
+}
+
+/// The ordinal of this thread's current context.
+pub fn current() -> Option<usize> {
+    CURRENT.get()
+}
+
+/// The GPU of an ordinal.
+pub fn gpu_of(inner: &Inner, ordinal: usize) -> Result<usize, CuResult> {
+    inner
+        .ordinals
+        .get(ordinal)
+        .copied()
+        .ok_or(CUDA_ERROR_INVALID_DEVICE)
+}
+
+/// The GPU of the current context.
+fn current_gpu(inner: &Inner) -> Result<usize, CuResult> {
+    gpu_of(inner, current().ok_or(CUDA_ERROR_INVALID_CONTEXT)?)
+}
+
+/// Makes sure that this GPU has a context.
+pub fn make_context(inner: &mut Inner, gpu: usize) -> Result<(), CuResult> {
+    if inner.blocks.iter().any(|b| b.context && b.gpu == gpu) {
+        return Ok(());
+    }
+    let address = CONTEXTS + ((gpu as u64) << 32);
+    add(
+        inner,
+        Block {
+            address,
+            bytes: inner.context_bytes,
+            gpu,
+            context: true,
+        },
+    )
+}
+
+/// Takes memory on the device.
+fn add(inner: &mut Inner, b: Block) -> Result<(), CuResult> {
+    let [hi, lo] = inner
+        .gpus
+        .get(b.gpu)
+        .ok_or(CUDA_ERROR_INVALID_DEVICE)?
+        .uuid
+        .words();
+    let flags = if b.context { ALLOC_CONTEXT } else { 0 };
+    inner.ask(op::ALLOC, &[hi, lo, b.address, b.bytes, flags])?;
+    inner.blocks.push(b);
+    Ok(())
+}
+
+/// `cuMemAlloc`.
+pub fn alloc(inner: &mut Inner, bytes: u64) -> Result<CuDevicePtr, CuResult> {
+    let gpu = current_gpu(inner)?;
+    let bytes = bytes
+        .checked_next_multiple_of(GRAIN)
+        .ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
+    if bytes == 0 {
+        return Err(CUDA_ERROR_INVALID_VALUE);
+    }
+    let address = inner.next_address;
+    add(
+        inner,
+        Block {
+            address,
+            bytes,
+            gpu,
+            context: false,
+        },
+    )?;
+    inner.next_address = address + bytes.next_multiple_of(ALIGN);
+    Ok(address)
+}
+
+/// `cuMemAllocManaged`: memory of which nvidia-uvm keeps a mapping in the process.
+pub fn alloc_managed(inner: &mut Inner, bytes: u64) -> Result<CuDevicePtr, CuResult> {
+    let address = alloc(inner, bytes)?;
+    inner.ask(op::MARK, &[1])?;
+    let len = usize::try_from(bytes).map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
+    inner.nodes.map_new(Node::Uvm, len);
+    Ok(address)
+}
+
+/// `cuIpcGetMemHandle`: marks the process as sharing memory.
+pub fn export(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
+    find(inner, address, 0)?;
+    inner.ask(op::MARK, &[2]).map(|_| ())
+}
+
+/// `cuMemFree`.
+pub fn free(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
+    if address == 0 {
+        return Ok(());
+    }
+    let i = inner
+        .blocks
+        .iter()
+        .position(|b| b.address == address && !b.context)
+        .ok_or(CUDA_ERROR_INVALID_VALUE)?;
+    inner.ask(op::FREE, &[address])?;
+    inner.blocks.swap_remove(i);
+    Ok(())
+}
+
+/// The block that holds a range, and the range's offset in it.
+fn find(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(Block, u64), CuResult> {
+    inner
+        .blocks
+        .iter()
+        .filter(|b| !b.context)
+        .find_map(|b| {
+            let offset = address.checked_sub(b.address)?;
+            (offset < b.bytes && len <= b.bytes - offset).then_some((*b, offset))
+        })
+        .ok_or(CUDA_ERROR_INVALID_VALUE)
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    ToDevice,
+    ToHost,
+}
+
+/// `cuMemcpyHtoD` and `cuMemcpyDtoH`. The kernel checks the host range.
+pub fn copy(
+    inner: &Inner,
+    device: CuDevicePtr,
+    host: *mut libc::c_void,
+    len: usize,
+    way: Way,
+) -> Result<(), CuResult> {
+    if len == 0 {
+        return Ok(());
+    }
+    let (block, offset) = find(inner, device, len as u64)?;
+    let file = device_memory(inner, block.address)?;
+    let mut at = 0;
+    while at < len {
+        let n = (len - at).min(MOST);
+        let to = libc::off_t::try_from(offset + at as u64).map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
+        let p = host.wrapping_byte_add(at);
+        // SAFETY: the range is the program's; the kernel answers EFAULT for one that is not
+        // mapped, and the program promised that it may be read or written.
+        let moved = unsafe {
+            match way {
+                Way::ToDevice => libc::pwrite(file.as_raw_fd(), p, n, to),
+                Way::ToHost => libc::pread(file.as_raw_fd(), p, n, to),
+            }
+        };
+        match usize::try_from(moved) {
+            Ok(0) => return Err(CUDA_ERROR_UNKNOWN),
+            Ok(n) => at += n,
+            Err(_) => return Err(CUDA_ERROR_INVALID_VALUE),
+        }
+    }
+    Ok(())
+}
+
+/// The checksum kernel of gpujob.cu.
+pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResult> {
+    let (block, offset) = find(inner, address, len)?;
+    Ok(inner.ask(op::SUM, &[block.address, offset, len])?[1])
+}
+
+/// `cuMemsetD8`.
+pub fn fill(inner: &Inner, address: CuDevicePtr, value: u8, len: u64) -> Result<(), CuResult> {
+    if len == 0 {
+        return Ok(());
+    }
+    let (block, offset) = find(inner, address, len)?;
+    inner
+        .ask(op::MEMSET, &[block.address, offset, len, u64::from(value)])
+        .map(|_| ())
+}
+
+/// Free and total memory of the current context's GPU.
+pub fn info(inner: &Inner) -> Result<(u64, u64), CuResult> {
+    let [hi, lo] = inner.gpus[current_gpu(inner)?].uuid.words();
+    let f = inner.ask(op::MEM_INFO, &[hi, lo])?;
+    Ok((f[1], f[2]))
+}

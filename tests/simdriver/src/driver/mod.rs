@@ -1,0 +1,13 @@
+//! The client side of the simulated driver: what `libcuda.so.1` does inside a process.
+
+pub mod caller;
+pub mod exports;
+pub mod exports_checkpoint;
+pub mod gate;
+pub mod locate;
+pub mod mailbox;
+pub mod memory;
+pub mod nodes;
+pub mod process;
+pub mod steps;
+pub mod thread;

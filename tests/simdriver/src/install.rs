@@ -1,0 +1,59 @@
+//! Puts the simulated driver where a container or a test can use it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+/// The cdylib as cargo names it.
+const BUILT: &str = "libcuda_sim.so";
+
+/// The built `libcuda`, sought around the running program: `target/debug`, or `target/debug/deps`
+/// for a test.
+pub fn built_library() -> Result<PathBuf> {
+    let exe = std::env::current_exe()?;
+    for dir in exe.ancestors().skip(1).take(3) {
+        for candidate in [
+            dir.join(BUILT),
+            dir.join("deps").join(BUILT),
+            dir.join("libcuda.so.1"),
+        ] {
+            if candidate.is_file() {
+                return Ok(candidate);
+            }
+        }
+    }
+    bail!(
+        "{BUILT} is not next to {}: build the package first",
+        exe.display()
+    )
+}
+
+/// Copies the library as `libcuda.so.1`, writes `cusim.conf` beside it, and copies the programs
+/// that are found. Returns what was written.
+pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
+    let library = built_library()?;
+    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut written = Vec::new();
+    let mut put = |from: &Path, name: &str| -> Result<()> {
+        let to = folder.join(name);
+        // A file in use is replaced, not written into.
+        let part = folder.join(format!(".{name}.part"));
+        fs::copy(from, &part).with_context(|| format!("cannot copy {}", from.display()))?;
+        fs::rename(&part, &to)?;
+        written.push(to);
+        Ok(())
+    };
+    put(&library, "libcuda.so.1")?;
+    let from = library.parent().unwrap_or(Path::new("."));
+    for name in ["cusim-client", "cusim-server", "cusim-ctl", "cusim-step"] {
+        let program = [from.join(name), from.join("..").join(name)];
+        if let Some(p) = program.iter().find(|p| p.is_file()) {
+            put(p, name)?;
+        }
+    }
+    let conf = folder.join("cusim.conf");
+    fs::write(&conf, format!("socket={}\n", socket.display()))?;
+    written.push(conf);
+    Ok(written)
+}

@@ -1,0 +1,140 @@
+//! What the simulated machine has: GPUs, driver version, sizes. Read from TOML.
+
+use serde::{Deserialize, Serialize};
+
+use crate::uuid::GpuUuid;
+
+/// One GPU as the file gives it; everything has a default.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GpuEntry {
+    uuid: Option<GpuUuid>,
+    name: Option<String>,
+    memory_mib: Option<u64>,
+    minor: Option<u32>,
+    pci: Option<String>,
+    mig: bool,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Serialize)]
+pub struct Gpu {
+    /// Its identity.
+    pub uuid: GpuUuid,
+    /// The model.
+    pub name: String,
+    /// Memory in bytes.
+    pub bytes: u64,
+    /// `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// Bus location, `0000:18:00.0`.
+    pub pci: String,
+    /// Whether MIG is on.
+    pub mig: bool,
+}
+
+/// The file.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ConfigFile {
+    driver: Option<String>,
+    context_mib: Option<u64>,
+    gpu: Vec<GpuEntry>,
+}
+
+/// The machine.
+#[derive(Clone, Debug, Serialize)]
+pub struct Config {
+    /// Driver version, `580.159.04`.
+    pub driver: String,
+    /// Device memory that a context takes on each GPU that has one.
+    pub context_bytes: u64,
+    /// The GPUs, in the order of the driver's ordinals.
+    pub gpus: Vec<Gpu>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self::build(ConfigFile::default(), 1)
+    }
+}
+
+impl Config {
+    /// Reads a file's text; `count` GPUs are made up if it names none.
+    pub fn parse(text: &str, count: u8) -> Result<Self, toml::de::Error> {
+        Ok(Self::build(toml::from_str(text)?, count))
+    }
+
+    /// Fills in what the file leaves out.
+    fn build(file: ConfigFile, count: u8) -> Self {
+        let mut entries = file.gpu;
+        if entries.is_empty() {
+            entries.resize_with(usize::from(count), GpuEntry::default);
+        }
+        let gpus = entries
+            .into_iter()
+            .zip(0u8..)
+            .map(|(e, i)| Gpu {
+                uuid: e.uuid.unwrap_or_else(|| GpuUuid::numbered(i)),
+                name: e.name.unwrap_or_else(|| "NVIDIA H200".into()),
+                bytes: e.memory_mib.unwrap_or(8 * 1024) << 20,
+                minor: e.minor.unwrap_or_else(|| u32::from(i)),
+                pci: e
+                    .pci
+                    .unwrap_or_else(|| format!("0000:{:02x}:00.0", 0x18 + 0x10 * u16::from(i))),
+                mig: e.mig,
+            })
+            .collect();
+        Self {
+            driver: file.driver.unwrap_or_else(|| "580.159.04".into()),
+            context_bytes: file.context_mib.unwrap_or(8) << 20,
+            gpus,
+        }
+    }
+
+    /// The first number of the driver version.
+    pub fn driver_major(&self) -> u64 {
+        self.driver
+            .split('.')
+            .next()
+            .and_then(|s| s.parse().ok())
+            .unwrap_or(0)
+    }
+
+    /// `cuDriverGetVersion` of that driver.
+    pub fn cuda_version(&self) -> u64 {
+        match self.driver_major() {
+            0..550 => 12_020,
+            550..555 => 12_040,
+            555..560 => 12_050,
+            560..570 => 12_060,
+            570..575 => 12_080,
+            575..580 => 12_090,
+            580..590 => 13_000,
+            590..600 => 13_010,
+            _ => 13_030,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_and_file() {
+        let c = Config::default();
+        assert_eq!(c.gpus.len(), 1);
+        assert_eq!((c.driver_major(), c.cuda_version()), (580, 13_000));
+        let c = Config::parse(
+            "driver = '570.86.10'\n[[gpu]]\nmemory_mib = 64\n[[gpu]]\nname = 'NVIDIA L4'\nminor = 4\n",
+            9,
+        )
+        .unwrap();
+        assert_eq!(c.gpus.len(), 2);
+        assert_eq!((c.gpus[0].bytes, c.gpus[1].minor), (64 << 20, 4));
+        assert_eq!(c.gpus[1].pci, "0000:28:00.0");
+        assert_eq!(c.cuda_version(), 12_080);
+        assert!(Config::parse("gpus = 3", 1).is_err());
+    }
+}

@@ -1,0 +1,318 @@
+//! The switches that make the simulated driver misbehave, and what each does to a step.
+//!
+//! A switch is written `NAME[=VALUE][:COUNT][/SKIP][@PID]`: it acts COUNT times (for ever without),
+//! after it let SKIP matching steps pass, and only on the process PID if one is given.
+
+use std::str::FromStr;
+
+use serde::Serialize;
+
+use crate::abi;
+use crate::wire::{Step, directive};
+
+/// One switch that is set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Fault {
+    /// What it does, see [`HELP`].
+    pub name: String,
+    /// A result code by name or number, milliseconds or bytes per second.
+    pub value: Option<String>,
+    /// How often it still acts.
+    pub count: Option<u64>,
+    /// How many matching steps it still lets pass.
+    pub skip: u64,
+    /// The only process that it acts on.
+    pub pid: Option<i32>,
+}
+
+/// The switches, for people.
+pub const HELP: &str = "\
+fail-STEP[=CODE]     the step returns CODE and changes nothing
+break-STEP[=CODE]    the step returns CODE and leaves the process in the failed state
+hang-STEP            the step does not end; a lock gives up at its timeout (CUDA_ERROR_NOT_READY)
+hang-lock-forever    a lock that does not look at its timeout
+slow-STEP=MS         the step takes MS longer
+rate-STEP=BYTES      checkpoint or restore moves at most BYTES a second
+refuse, uvm, ipc     checkpoint returns CUDA_ERROR_NOT_SUPPORTED, the process stays locked
+mps, mig             lock returns CUDA_ERROR_NOT_SUPPORTED
+oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
+cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
+STEP is init, get-state, lock, checkpoint, restore or unlock. NAME[=VALUE][:COUNT][/SKIP][@PID]";
+
+impl FromStr for Fault {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |what: &str, s: &str| {
+            s.parse::<u64>()
+                .map_err(|_| format!("{text:?}: {what} {s:?} is not a number"))
+        };
+        let (rest, pid) = match text.split_once('@') {
+            Some((r, p)) => (
+                r,
+                Some(
+                    p.parse()
+                        .map_err(|_| format!("{text:?}: {p:?} is not a pid"))?,
+                ),
+            ),
+            None => (text, None),
+        };
+        let (rest, skip) = match rest.split_once('/') {
+            Some((r, s)) => (r, number("skip", s)?),
+            None => (rest, 0),
+        };
+        let (rest, count) = match rest.split_once(':') {
+            Some((r, c)) => (r, Some(number("count", c)?)),
+            None => (rest, None),
+        };
+        let (name, value) = match rest.split_once('=') {
+            Some((n, v)) => (n, Some(v.to_owned())),
+            None => (rest, None),
+        };
+        let mut fault = Self {
+            name: name.to_owned(),
+            value,
+            count,
+            skip,
+            pid,
+        };
+        if name == "cuinit-race" && count.is_none() {
+            fault.count = Some(1);
+        }
+        let known = STEPS.iter().any(|s| effect(&fault, *s).is_some());
+        if known {
+            Ok(fault)
+        } else {
+            Err(format!("no such switch: {text:?}\n{HELP}"))
+        }
+    }
+}
+
+/// All steps.
+const STEPS: [Step; 6] = [
+    Step::Init,
+    Step::GetState,
+    Step::Lock,
+    Step::Checkpoint,
+    Step::Restore,
+    Step::Unlock,
+];
+
+/// What is to happen to a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// One of [`directive`].
+    pub directive: u64,
+    /// The result code that goes with it.
+    pub code: i32,
+    /// Milliseconds to add.
+    pub delay_ms: u64,
+    /// Bytes a second, 0 for no limit.
+    pub rate: u64,
+}
+
+/// What this switch does to this step, if anything.
+fn effect(f: &Fault, step: Step) -> Option<Verdict> {
+    let code = |default: i32| match &f.value {
+        None => Some(default),
+        Some(v) => abi::code_of(v).or_else(|| v.parse().ok()),
+    };
+    let number = || f.value.as_ref().and_then(|v| v.parse::<u64>().ok());
+    let refuse = |on: Step| {
+        (on == step).then_some(Verdict {
+            directive: directive::FAIL,
+            code: abi::CUDA_ERROR_NOT_SUPPORTED,
+            ..Verdict::default()
+        })
+    };
+    match f.name.as_str() {
+        "refuse" | "uvm" | "ipc" => return refuse(Step::Checkpoint),
+        "mps" | "mig" => return refuse(Step::Lock),
+        "oom-restore" => {
+            return (step == Step::Restore).then_some(Verdict {
+                directive: directive::FAIL,
+                code: abi::CUDA_ERROR_OUT_OF_MEMORY,
+                ..Verdict::default()
+            });
+        }
+        "cuinit-race" => {
+            return (step == Step::Lock).then_some(Verdict {
+                directive: directive::FAIL,
+                code: abi::CUDA_ERROR_ILLEGAL_STATE,
+                ..Verdict::default()
+            });
+        }
+        "hang-lock-forever" => {
+            return (step == Step::Lock).then_some(Verdict {
+                directive: directive::HANG_FOREVER,
+                ..Verdict::default()
+            });
+        }
+        _ => {}
+    }
+    let (verb, of) = f.name.split_once('-')?;
+    if of != step.name() {
+        return None;
+    }
+    let verdict = Verdict::default();
+    match verb {
+        "fail" => Some(Verdict {
+            directive: directive::FAIL,
+            code: code(match step {
+                Step::Lock | Step::Checkpoint | Step::GetState => abi::CUDA_ERROR_OPERATING_SYSTEM,
+                _ => abi::CUDA_ERROR_UNKNOWN,
+            })?,
+            ..verdict
+        }),
+        "break" => Some(Verdict {
+            directive: directive::BREAK,
+            code: code(abi::CUDA_ERROR_UNKNOWN)?,
+            ..verdict
+        }),
+        "hang" if step == Step::Lock => Some(Verdict {
+            directive: directive::HANG,
+            ..verdict
+        }),
+        "hang" => Some(Verdict {
+            directive: directive::HANG_FOREVER,
+            ..verdict
+        }),
+        "slow" => Some(Verdict {
+            delay_ms: number()?,
+            ..verdict
+        }),
+        "rate" => Some(Verdict {
+            rate: number()?,
+            ..verdict
+        }),
+        _ => None,
+    }
+}
+
+/// The switches that are set, in the order in which they were.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(transparent)]
+pub struct Faults(pub Vec<Fault>);
+
+impl Faults {
+    /// Sets a switch; one of the same name and process is replaced.
+    pub fn set(&mut self, f: Fault) {
+        self.0.retain(|g| g.name != f.name || g.pid != f.pid);
+        self.0.push(f);
+    }
+
+    /// Unsets every switch of this name, or all.
+    pub fn clear(&mut self, name: Option<&str>) {
+        self.0.retain(|f| name.is_some_and(|n| n != f.name));
+    }
+
+    /// What happens to this step of this process now, and the names of the switches that acted.
+    pub fn decide(&mut self, step: Step, pid: i32) -> (Verdict, Vec<String>) {
+        let mut out = Verdict::default();
+        let mut acted = Vec::new();
+        for f in &mut self.0 {
+            let Some(v) = effect(f, step) else { continue };
+            if f.pid.is_some_and(|p| p != pid) || f.count == Some(0) {
+                continue;
+            }
+            if f.skip > 0 {
+                f.skip -= 1;
+                continue;
+            }
+            if v.directive != directive::PROCEED {
+                if out.directive != directive::PROCEED {
+                    continue;
+                }
+                (out.directive, out.code) = (v.directive, v.code);
+            }
+            out.delay_ms += v.delay_ms;
+            out.rate = if v.rate == 0 { out.rate } else { v.rate };
+            f.count = f.count.map(|c| c - 1);
+            acted.push(f.name.clone());
+        }
+        // A hang with a count stays set until it is cleared, so that its end can be told.
+        self.0
+            .retain(|f| f.count != Some(0) || f.name.starts_with("hang-"));
+        (out, acted)
+    }
+
+    /// Whether a switch still makes this step hang.
+    pub fn hangs(&self, step: Step, pid: i32) -> bool {
+        self.0.iter().any(|f| {
+            f.pid.is_none_or(|p| p == pid)
+                && effect(f, step).is_some_and(|v| {
+                    matches!(v.directive, directive::HANG | directive::HANG_FOREVER)
+                })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses() {
+        let f: Fault = "fail-checkpoint=CUDA_ERROR_NOT_READY:2/1@77"
+            .parse()
+            .unwrap();
+        assert_eq!((f.count, f.skip, f.pid), (Some(2), 1, Some(77)));
+        assert_eq!("cuinit-race".parse::<Fault>().unwrap().count, Some(1));
+        assert!("fail-dinner".parse::<Fault>().is_err());
+        assert!("slow-restore".parse::<Fault>().is_err());
+        assert!("fail-lock=NO_SUCH_CODE".parse::<Fault>().is_err());
+        assert!("refuse:x".parse::<Fault>().is_err());
+    }
+
+    #[test]
+    fn counts_skips_and_pids() {
+        let mut f = Faults::default();
+        f.set(
+            "fail-checkpoint=CUDA_ERROR_NOT_READY:2/1@77"
+                .parse()
+                .unwrap(),
+        );
+        assert_eq!(f.decide(Step::Checkpoint, 5).0, Verdict::default());
+        assert_eq!(f.decide(Step::Lock, 77).0, Verdict::default());
+        assert_eq!(f.decide(Step::Checkpoint, 77).0, Verdict::default());
+        for _ in 0..2 {
+            let (v, acted) = f.decide(Step::Checkpoint, 77);
+            assert_eq!((v.directive, v.code), (directive::FAIL, 600));
+            assert_eq!(acted, ["fail-checkpoint"]);
+        }
+        assert_eq!(f.decide(Step::Checkpoint, 77).0, Verdict::default());
+        assert!(f.0.is_empty());
+    }
+
+    #[test]
+    fn slow_and_fail_combine() {
+        let mut f = Faults::default();
+        f.set("slow-restore=20".parse().unwrap());
+        f.set("rate-restore=1000".parse().unwrap());
+        f.set("oom-restore:1".parse().unwrap());
+        let (v, _) = f.decide(Step::Restore, 1);
+        assert_eq!(
+            (v.directive, v.code, v.delay_ms, v.rate),
+            (directive::FAIL, 2, 20, 1000)
+        );
+        f.clear(Some("slow-restore"));
+        let (v, _) = f.decide(Step::Restore, 1);
+        assert_eq!(
+            (v.directive, v.delay_ms, v.rate),
+            (directive::PROCEED, 0, 1000)
+        );
+        f.clear(None);
+        assert!(f.0.is_empty());
+    }
+
+    #[test]
+    fn a_hang_lasts_until_cleared() {
+        let mut f = Faults::default();
+        f.set("hang-lock:1".parse().unwrap());
+        assert_eq!(f.decide(Step::Lock, 1).0.directive, directive::HANG);
+        assert!(f.hangs(Step::Lock, 1));
+        assert_eq!(f.decide(Step::Lock, 1).0.directive, directive::PROCEED);
+        f.clear(Some("hang-lock"));
+        assert!(!f.hangs(Step::Lock, 1));
+    }
+}

@@ -1,0 +1,212 @@
+//! The protocol between a client process (or a caller of the checkpoint API) and the device server.
+//!
+//! A Unix stream socket carries frames of sixteen little-endian words each way; word 0 of a request
+//! is the operation, word 0 of a reply the `CUresult`. Fixed frames need no heap, which matters in
+//! the restore thread: it runs while every other thread of its process is stopped, possibly inside
+//! malloc.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+/// Words of a frame.
+pub const WORDS: usize = 16;
+/// One request or reply.
+pub type Frame = [u64; WORDS];
+/// Bytes of a frame.
+pub const BYTES: usize = WORDS * 8;
+
+/// Operations. The comments give the request words from word 1 and the reply words from word 1.
+pub mod op {
+    /// (kind: 0 fresh, 1 restored; ns pid; ns tid) → (GPUs, driver major, CUDA version, context bytes)
+    pub const HELLO: u64 = 1;
+    /// (index) → (minor, uuid hi, uuid lo, total bytes, name in 8 words)
+    pub const GPU_INFO: u64 = 2;
+    /// (uuid hi, uuid lo, address, bytes, flags) → ()
+    pub const ALLOC: u64 = 3;
+    /// (address) → ()
+    pub const FREE: u64 = 4;
+    /// (address) → (bytes) and a file descriptor of the memory
+    pub const GET_FD: u64 = 5;
+    /// (address, offset, bytes) → (sum)
+    pub const SUM: u64 = 6;
+    /// (address, offset, bytes, value) → ()
+    pub const MEMSET: u64 = 7;
+    /// (step, timeout ms, bytes) → (directive, code, delay ms, bytes per second)
+    pub const STEP_BEGIN: u64 = 8;
+    /// (step, code, bytes, microseconds) → ()
+    pub const STEP_END: u64 = 9;
+    /// () → (): frees everything that the process holds
+    pub const RELEASE_ALL: u64 = 10;
+    /// (what: 1 managed memory, 2 IPC) → ()
+    pub const MARK: u64 = 11;
+    /// (uuid hi, uuid lo) → (free bytes, total bytes)
+    pub const MEM_INFO: u64 = 12;
+    /// (step) → (1 while the step is still to hang)
+    pub const STILL_HANGING: u64 = 13;
+    /// (pid, step) → (): from a caller; returns when no other call on that pid is under way
+    pub const CALL_BEGIN: u64 = 20;
+    /// (code, microseconds) → ()
+    pub const CALL_END: u64 = 21;
+}
+
+/// Flag of [`op::ALLOC`]: the memory is a context, not an allocation of the program.
+pub const ALLOC_CONTEXT: u64 = 1;
+
+/// What the server tells the restore thread to do with a step.
+pub mod directive {
+    /// Do it.
+    pub const PROCEED: u64 = 0;
+    /// Return the code, change nothing.
+    pub const FAIL: u64 = 1;
+    /// Return the code and end in the failed state.
+    pub const BREAK: u64 = 2;
+    /// Wait until the timeout of the call, then say not ready.
+    pub const HANG: u64 = 3;
+    /// Wait without looking at the timeout.
+    pub const HANG_FOREVER: u64 = 4;
+}
+
+/// The steps of the checkpoint API, as they appear in requests, in switches and in the log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub enum Step {
+    /// `cuInit` of a client.
+    Init = 0,
+    /// `cuCheckpointProcessGetState`.
+    GetState = 1,
+    /// `cuCheckpointProcessLock`.
+    Lock = 2,
+    /// `cuCheckpointProcessCheckpoint`.
+    Checkpoint = 3,
+    /// `cuCheckpointProcessRestore`.
+    Restore = 4,
+    /// `cuCheckpointProcessUnlock`.
+    Unlock = 5,
+}
+
+impl Step {
+    /// The step with this number.
+    pub fn from_word(w: u64) -> Option<Self> {
+        [
+            Self::Init,
+            Self::GetState,
+            Self::Lock,
+            Self::Checkpoint,
+            Self::Restore,
+            Self::Unlock,
+        ]
+        .into_iter()
+        .find(|s| *s as u64 == w)
+    }
+
+    /// Its name in the log.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Init => "init",
+            Self::GetState => "get-state",
+            Self::Lock => "lock",
+            Self::Checkpoint => "checkpoint",
+            Self::Restore => "restore",
+            Self::Unlock => "unlock",
+        }
+    }
+}
+
+/// Writes one frame.
+pub fn send(mut s: &UnixStream, f: &Frame) -> io::Result<()> {
+    let mut b = [0u8; BYTES];
+    for (chunk, w) in b.chunks_exact_mut(8).zip(f) {
+        chunk.copy_from_slice(&w.to_le_bytes());
+    }
+    s.write_all(&b)
+}
+
+/// The words of a received frame.
+pub fn decode(b: &[u8; BYTES]) -> Frame {
+    let mut f = [0u64; WORDS];
+    for (w, chunk) in f.iter_mut().zip(b.chunks_exact(8)) {
+        let mut le = [0u8; 8];
+        le.copy_from_slice(chunk);
+        *w = u64::from_le_bytes(le);
+    }
+    f
+}
+
+/// Reads one frame.
+pub fn recv(mut s: &UnixStream) -> io::Result<Frame> {
+    let mut b = [0u8; BYTES];
+    s.read_exact(&mut b)?;
+    Ok(decode(&b))
+}
+
+/// Sends a request and waits for its reply.
+pub fn ask(s: &UnixStream, op: u64, args: &[u64]) -> io::Result<Frame> {
+    send(s, &request(op, args))?;
+    recv(s)
+}
+
+/// Sends a request whose reply brings a file descriptor.
+pub fn ask_fd(s: &UnixStream, op: u64, args: &[u64]) -> io::Result<(Frame, Option<File>)> {
+    send(s, &request(op, args))?;
+    let mut b = [0u8; BYTES];
+    let (n, fd) = recv_first(s, &mut b)?;
+    let mut rest = s;
+    rest.read_exact(&mut b[n..])?;
+    Ok((decode(&b), fd.map(File::from)))
+}
+
+/// A request frame.
+fn request(op: u64, args: &[u64]) -> Frame {
+    let mut f = [0u64; WORDS];
+    f[0] = op;
+    for (w, a) in f[1..].iter_mut().zip(args) {
+        *w = *a;
+    }
+    f
+}
+
+/// The first bytes of a reply, and the descriptor that came with them. Uses no heap.
+fn recv_first(s: &UnixStream, b: &mut [u8; BYTES]) -> io::Result<(usize, Option<OwnedFd>)> {
+    // Room for one descriptor, aligned as a control header must be.
+    let mut control = [0u64; 8];
+    let mut iov = libc::iovec {
+        iov_base: b.as_mut_ptr().cast(),
+        iov_len: BYTES,
+    };
+    // SAFETY: an all-zero msghdr is a valid value.
+    let mut msg: libc::msghdr = unsafe { std::mem::zeroed() };
+    msg.msg_iov = &mut iov;
+    msg.msg_iovlen = 1;
+    msg.msg_control = control.as_mut_ptr().cast();
+    msg.msg_controllen = size_of_val(&control);
+    let n = loop {
+        // SAFETY: every pointer in `msg` is to a live local of the length given with it.
+        let n = unsafe { libc::recvmsg(s.as_raw_fd(), &mut msg, libc::MSG_CMSG_CLOEXEC) };
+        match usize::try_from(n) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => break n,
+            Err(_) => {
+                let e = io::Error::last_os_error();
+                if e.kind() != io::ErrorKind::Interrupted {
+                    return Err(e);
+                }
+            }
+        }
+    };
+    // SAFETY: the kernel filled `msg`; the macros stay within the control buffer, and a
+    // SCM_RIGHTS message holds at least one descriptor, now owned by this process alone.
+    let fd = unsafe {
+        let c = libc::CMSG_FIRSTHDR(&msg);
+        if c.is_null() || (*c).cmsg_level != libc::SOL_SOCKET || (*c).cmsg_type != libc::SCM_RIGHTS
+        {
+            None
+        } else {
+            Some(OwnedFd::from_raw_fd(
+                libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned(),
+            ))
+        }
+    };
+    Ok((n, fd))
+}
