@@ -1,0 +1,172 @@
+//! The driver agent: loads NVIDIA's libcuda once and makes every driver call of one checkpoint or
+//! restore, so that CRIU's own process never does.
+//!
+//! `cryopod-cuda-agent --socket PATH [--report FILE] [--libcuda PATH]...`
+//!
+//! Started before the freeze, because `cuInit` takes its time. Prints one line of JSON when it
+//! listens or has given up. Ends when its stdin is closed and no connection is left; a connection
+//! that ends without a commit has its processes put back first. Exit status: 0 done, 1 no driver,
+//! 2 a process could not be put back, 64 wrong arguments.
+
+use cryopod_gpu_hooks::cuda::agent::{Agent, Limits};
+use cryopod_gpu_hooks::cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::cuda::protocol::Hello;
+use cryopod_gpu_hooks::cuda::report::{AgentOutcome, AgentReady};
+use cryopod_gpu_hooks::cuda::server::{Server, listen};
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+/// How long loading and initialising the driver may take: minutes when it starts cold without
+/// persistence mode on a machine with many GPUs.
+const INIT_LIMIT: Duration = Duration::from_secs(120);
+
+#[derive(Default)]
+struct Arguments {
+    socket: PathBuf,
+    report: Option<PathBuf>,
+    libraries: Vec<PathBuf>,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let mut parsed = Arguments::default();
+    let mut words = std::env::args_os().skip(1);
+    while let Some(word) = words.next() {
+        let name = word.to_string_lossy().into_owned();
+        let mut value = || {
+            words
+                .next()
+                .map(PathBuf::from)
+                .ok_or(format!("{name} needs a value"))
+        };
+        match name.as_str() {
+            "--socket" => parsed.socket = value()?,
+            "--report" => parsed.report = Some(value()?),
+            "--libcuda" => parsed.libraries.push(value()?),
+            _ => return Err(format!("unknown argument {name}")),
+        }
+    }
+    if parsed.socket.as_os_str().is_empty() {
+        return Err("--socket is missing".into());
+    }
+    if parsed.libraries.is_empty() {
+        parsed.libraries = usual_libraries();
+    }
+    Ok(parsed)
+}
+
+/// Loads the driver on a thread, since a driver in trouble hangs.
+fn load(libraries: Vec<PathBuf>) -> Result<LibCuda, LoadError> {
+    let (sender, receiver) = mpsc::channel();
+    let start = std::thread::Builder::new()
+        .name("load".into())
+        .spawn(move || {
+            // Nobody listens any more once the limit has passed.
+            let _ = sender.send(LibCuda::load_first(&libraries));
+        });
+    let failed = |cause: String| LoadError {
+        cause,
+        remedy: "check the driver with nvidia-smi and the kernel log (NVRM)".into(),
+    };
+    start.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
+    receiver.recv_timeout(INIT_LIMIT).unwrap_or_else(|_| {
+        Err(failed(format!(
+            "the driver did not initialise within {} s",
+            INIT_LIMIT.as_secs()
+        )))
+    })
+}
+
+fn announce(ready: &AgentReady) {
+    let line = serde_json::to_string(ready).unwrap_or_default();
+    // The wrapper may be gone; stdin then says so.
+    let _ = writeln!(std::io::stdout(), "{line}");
+    let _ = std::io::stdout().flush();
+}
+
+fn give_up(error: impl Into<String>, remedy: impl Into<String>) -> ExitCode {
+    announce(&AgentReady {
+        ready: false,
+        driver_version: procfs::driver_version(),
+        cuda_version: None,
+        libcuda: None,
+        gpus: Vec::new(),
+        error: Some(error.into()),
+        remedy: Some(remedy.into()),
+    });
+    ExitCode::FAILURE
+}
+
+fn prepare_process() {
+    // SAFETY: called first, on the only thread.
+    unsafe {
+        // It would hide GPUs that containers have.
+        std::env::remove_var("CUDA_VISIBLE_DEVICES");
+        // A terminal's ^C or a stopped service reaches the whole group; what was locked must still
+        // be put back. The end of stdin is what ends this program.
+        for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGTERM, libc::SIGPIPE] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    prepare_process();
+    let filter = tracing_subscriber::EnvFilter::try_from_env("CRYOPOD_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    let arguments = match arguments() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("cryopod-cuda-agent: {error}");
+            return ExitCode::from(64);
+        }
+    };
+    let cuda = match load(arguments.libraries) {
+        Ok(cuda) => cuda,
+        Err(error) => return give_up(error.cause, error.remedy),
+    };
+    let listener = match listen(&arguments.socket) {
+        Ok(listener) => listener,
+        Err(error) => {
+            let what = format!("cannot listen on {}: {error}", arguments.socket.display());
+            return give_up(what, "check the folder's permissions and space");
+        }
+    };
+    let hello = Hello {
+        driver_version: procfs::driver_version(),
+        cuda_version: cuda.version(),
+        gpus: cuda.gpus().to_vec(),
+    };
+    announce(&AgentReady {
+        ready: true,
+        driver_version: hello.driver_version.clone(),
+        cuda_version: Some(hello.cuda_version),
+        libcuda: Some(cuda.path().to_owned()),
+        gpus: hello.gpus.clone(),
+        error: None,
+        remedy: None,
+    });
+    let server = Arc::new(Server {
+        agent: Agent::new(cuda),
+        hello,
+        report: arguments.report,
+        limits: Limits::default(),
+    });
+    match server.run(&listener, std::io::stdin().as_fd()) {
+        Ok(AgentOutcome::RollbackFailed) => ExitCode::from(2),
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! `criu dump`: lock, checkpoint, and the way back.
+//!
+//! CRIU calls PAUSE_DEVICES for each process while it still runs, just before it stops it. The first
+//! call locks every CUDA process of the plan at once. When all are stopped, CRIU calls
+//! CHECKPOINT_DEVICES for each; the first call checkpoints all at once, each process's driver thread
+//! released for the time, so that N processes take as long as the slowest.
+//!
+//! At the end, when the dump failed or the container goes on running, every process is brought back
+//! to the state it was found in while CRIU still holds it stopped (it unseizes after our exit, in
+//! 4.1 as in 4.2). A dump that succeeded is committed to the agent; whatever is left undone when
+//! the connection closes is the agent's.
+
+use crate::criu::{self, Level};
+use crate::session::{
+    Failed, QUERY_MS, Session, failure, failure_with, record_of, release, reply_failure, stop,
+};
+use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
+use cryopod_gpu_hooks::cuda::image::{FILE_NAME, ProcessRecord, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::cuda::protocol::{CudaProcess, ErrorKind, Op, Outcome, ProcessState, Reply};
+use cryopod_gpu_hooks::cuda::report::PluginOutcome;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A CUDA process during the dump.
+struct Task {
+    tid: i32,
+    found: ProcessState,
+    now: ProcessState,
+}
+
+/// The dump.
+pub struct Dump {
+    /// Configuration, connection, image.
+    pub session: Session,
+    tasks: BTreeMap<i32, Task>,
+    /// Processes that CRIU has named, CUDA or not.
+    seen: BTreeSet<i32>,
+    /// Processes asked about.
+    asked: BTreeSet<i32>,
+    /// How many pid namespaces lie outside that of the root process.
+    depth: usize,
+    checkpointed: bool,
+    in_inventory: bool,
+}
+
+impl Dump {
+    /// A dump that has done nothing yet.
+    pub fn new(session: Session) -> Self {
+        Self {
+            session,
+            tasks: BTreeMap::new(),
+            seen: BTreeSet::new(),
+            asked: BTreeSet::new(),
+            depth: 0,
+            checkpointed: false,
+            in_inventory: false,
+        }
+    }
+
+    /// PAUSE_DEVICES.
+    pub fn pause(&mut self, pid: i32) -> Result<(), Failed> {
+        self.session.check_abort("pause")?;
+        let mut pids = vec![pid];
+        if self.seen.is_empty() {
+            self.session.connect()?;
+            let outer = procfs::status(pid)
+                .map(|status| status.ns_pids.len())
+                .unwrap_or(1);
+            self.depth = outer.saturating_sub(1);
+            pids.extend(self.session.config.pids.iter().copied());
+        }
+        self.seen.insert(pid);
+        pids.retain(|pid| self.asked.insert(*pid));
+        self.take_in(&pids)
+    }
+
+    /// Asks about processes and locks those that use CUDA.
+    fn take_in(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let found = self.query(pids)?;
+        let mut lock = Vec::new();
+        for (pid, process, micros) in found {
+            match process.state {
+                ProcessState::Running => lock.push(pid),
+                ProcessState::Locked | ProcessState::Checkpointed => {
+                    let what = format!("process {pid} was {} by someone else", process.state);
+                    criu::log(Level::Info, &what);
+                }
+                state => {
+                    let what = format!("the driver says that it is {state}");
+                    let remedy = "restart it: the driver does not recover such a process";
+                    return Err(failure_with("query", Some(pid), what, remedy));
+                }
+            }
+            let (tid, found) = (process.restore_tid, process.state);
+            self.tasks.insert(
+                pid,
+                Task {
+                    tid,
+                    found,
+                    now: found,
+                },
+            );
+            self.session
+                .image
+                .processes
+                .push(self.new_record(pid, found));
+            self.time(pid, Step::Query, micros);
+        }
+        self.lock(&lock)
+    }
+
+    fn query(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaProcess, u64)>, Failed> {
+        let ops = pids
+            .iter()
+            .map(|pid| Op::Query {
+                pid: *pid,
+                limit_ms: QUERY_MS,
+            })
+            .collect();
+        let replies = self.session.batch(ops, &mut [])?;
+        let mut found = Vec::new();
+        for (pid, reply) in pids.iter().zip(replies) {
+            match reply.outcome {
+                Outcome::Process(Some(process)) => found.push((*pid, process, reply.micros)),
+                Outcome::Process(None) => {
+                    criu::log(Level::Debug, &format!("process {pid} does not use CUDA"));
+                }
+                Outcome::Error(error) if error.kind == ErrorKind::NoProcess => {}
+                outcome => {
+                    return Err(reply_failure("query", *pid, &outcome).unwrap_or_else(|| {
+                        failure("query", Some(*pid), "unexpected answer of the agent")
+                    }));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn new_record(&self, pid: i32, initial_state: ProcessState) -> ProcessRecord {
+        let status = procfs::status(pid).unwrap_or_default();
+        let ns_pids = status
+            .ns_pids
+            .get(self.depth..)
+            .filter(|pids| !pids.is_empty());
+        let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
+        let minors = procfs::open_gpu_minors(pid);
+        ProcessRecord {
+            ns_pids: ns_pids.map_or_else(|| vec![pid], ToOwned::to_owned),
+            host_pid: pid,
+            comm: status.comm,
+            initial_state,
+            gpus: minors
+                .iter()
+                .filter_map(|minor| by_minor.get(minor).copied())
+                .collect(),
+            vram_bytes: None,
+            steps: Vec::new(),
+        }
+    }
+
+    fn time(&mut self, pid: i32, step: Step, micros: u64) {
+        if let Some(record) = record_of(&mut self.session.image.processes, pid) {
+            record.steps.push(StepTiming { step, micros });
+        }
+        if !matches!(step, Step::Query) {
+            criu::log(
+                Level::Info,
+                &format!("process {pid}: {step} in {} ms", micros / 1000),
+            );
+        }
+    }
+
+    fn lock(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let timeout_ms = self.session.config.lock_timeout_ms;
+        self.step(Step::Lock, pids, ProcessState::Locked, |pid| Op::Lock {
+            pid,
+            timeout_ms,
+        })
+    }
+
+    /// One step of several processes at once. Driver threads of stopped processes are released for
+    /// it; every process's outcome is recorded, the first error is returned.
+    fn step(
+        &mut self,
+        step: Step,
+        pids: &[i32],
+        then: ProcessState,
+        op: impl Fn(i32) -> Op,
+    ) -> Result<(), Failed> {
+        if pids.is_empty() {
+            return Ok(());
+        }
+        let name = step.to_string();
+        let threads: Vec<(i32, i32)> = pids
+            .iter()
+            .filter_map(|pid| Some((*pid, self.tasks.get(pid)?.tid)))
+            .collect();
+        let mut released = release(&name, &threads)?;
+        let result = self
+            .session
+            .batch(pids.iter().map(|pid| op(*pid)).collect(), &mut released);
+        let not_stopped = stop(released);
+        let replies: Vec<Reply> = match result {
+            Ok(replies) => replies,
+            Err(failed) => {
+                for pid in pids {
+                    if let Some(task) = self.tasks.get_mut(pid) {
+                        task.now = ProcessState::Unknown;
+                    }
+                }
+                return Err(failed);
+            }
+        };
+        let mut first = None;
+        for (pid, reply) in pids.iter().zip(&replies) {
+            match reply_failure(&name, *pid, &reply.outcome) {
+                None => {
+                    if let Some(task) = self.tasks.get_mut(pid) {
+                        task.now = then;
+                    }
+                    self.time(*pid, step, reply.micros);
+                }
+                Some(failed) => {
+                    if let (Some(task), Outcome::Error(error)) =
+                        (self.tasks.get_mut(pid), &reply.outcome)
+                    {
+                        // What the driver made of it is asked again before anything else is done.
+                        task.now = match error.kind {
+                            ErrorKind::LockTimeout | ErrorKind::NoProcess => task.now,
+                            _ => ProcessState::Unknown,
+                        };
+                    }
+                    first.get_or_insert(failed);
+                }
+            }
+        }
+        match (first, not_stopped) {
+            (Some(failed), _) => Err(failed),
+            (None, Some(what)) => Err(failure(&name, None, what)),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// CHECKPOINT_DEVICES.
+    pub fn checkpoint(&mut self) -> Result<(), Failed> {
+        self.session.check_abort("checkpoint")?;
+        if self.checkpointed {
+            return Ok(());
+        }
+        self.checkpointed = true;
+        // The plan may know processes that are outside of the tree CRIU dumps.
+        let strays: Vec<i32> = self
+            .tasks
+            .keys()
+            .copied()
+            .filter(|pid| !self.seen.contains(pid))
+            .collect();
+        if !strays.is_empty() {
+            criu::log(
+                Level::Warn,
+                &format!("not part of the dump, left as found: {strays:?}"),
+            );
+            self.bring_back(&strays)?;
+            self.tasks.retain(|pid, _| self.seen.contains(pid));
+            self.session
+                .image
+                .processes
+                .retain(|record| !strays.contains(&record.host_pid));
+        }
+        // One that was within cuInit when it was asked about uses CUDA by now.
+        let late: Vec<i32> = self
+            .seen
+            .iter()
+            .copied()
+            .filter(|pid| !self.tasks.contains_key(pid))
+            .collect();
+        self.take_in(&late)?;
+
+        let pids: Vec<i32> = self
+            .tasks
+            .iter()
+            .filter(|(_, task)| task.now == ProcessState::Locked)
+            .map(|(pid, _)| *pid)
+            .collect();
+        let rss = |pid: i32| procfs::status(pid).map_or(0, |status| status.rss);
+        let before: Vec<u64> = pids.iter().map(|pid| rss(*pid)).collect();
+        let limit_ms = self.session.config.step_timeout_ms;
+        let result = self.step(Step::Checkpoint, &pids, ProcessState::Checkpointed, |pid| {
+            Op::Checkpoint { pid, limit_ms }
+        });
+        for (pid, before) in pids.iter().zip(before) {
+            if let Some(record) = record_of(&mut self.session.image.processes, *pid) {
+                record.vram_bytes = Some(rss(*pid).saturating_sub(before));
+            }
+        }
+        result?;
+        if self.session.image.processes.is_empty() {
+            return Ok(());
+        }
+        self.write_image()
+    }
+
+    /// Writes the image, and our name into the inventory.
+    pub fn write_image(&mut self) -> Result<(), Failed> {
+        let failed = |cause: String| failure("image", None, cause);
+        if !self.in_inventory {
+            if !criu::add_to_inventory() {
+                return Err(failed("cannot add the plugin to CRIU's inventory".into()));
+            }
+            self.in_inventory = true;
+        }
+        let path = criu::image_path(FILE_NAME)
+            .ok_or_else(|| failed("CRIU does not tell its image folder".into()))?;
+        cryopod_gpu_hooks::cuda::write_json(&path, &self.session.image)
+            .map_err(|error| failed(format!("cannot write {FILE_NAME}: {error}")))
+    }
+
+    /// Brings processes back to the state they were found in.
+    fn bring_back(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let changed: Vec<i32> = pids
+            .iter()
+            .copied()
+            .filter(|pid| {
+                self.tasks
+                    .get(pid)
+                    .is_some_and(|task| task.now != task.found)
+            })
+            .collect();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        // After an error the driver alone knows.
+        let unknown: Vec<i32> = changed
+            .iter()
+            .copied()
+            .filter(|pid| self.state(*pid) == ProcessState::Unknown)
+            .collect();
+        let mut first = None;
+        match self.query(&unknown) {
+            Ok(found) => {
+                for (pid, process, _) in found {
+                    if let Some(task) = self.tasks.get_mut(&pid) {
+                        task.now = process.state;
+                    }
+                }
+            }
+            Err(failed) => first = Some(failed),
+        }
+        let limit_ms = self.session.config.step_timeout_ms;
+        use ProcessState::{Checkpointed, Locked, Running};
+        let restore: Vec<i32> = changed
+            .iter()
+            .copied()
+            .filter(|pid| self.state(*pid) == Checkpointed)
+            .collect();
+        let restored = self.step(Step::Restore, &restore, Locked, |pid| Op::Restore {
+            pid,
+            gpu_map: Vec::new(),
+            limit_ms,
+        });
+        first = first.or(restored.err());
+        let unlock: Vec<i32> = changed
+            .iter()
+            .copied()
+            .filter(|pid| {
+                self.tasks
+                    .get(pid)
+                    .is_some_and(|t| t.now == Locked && t.found == Running)
+            })
+            .collect();
+        let unlocked = self.step(Step::Unlock, &unlock, Running, |pid| Op::Unlock {
+            pid,
+            limit_ms,
+        });
+        first = first.or(unlocked.err());
+        if first.is_none() {
+            let left = changed.iter().find(|pid| {
+                self.tasks
+                    .get(pid)
+                    .is_some_and(|task| task.now != task.found)
+            });
+            first = left.map(|pid| {
+                failure(
+                    "bring back",
+                    Some(*pid),
+                    format!("it is {}", self.state(*pid)),
+                )
+            });
+        }
+        first.map_or(Ok(()), Err)
+    }
+
+    fn state(&self, pid: i32) -> ProcessState {
+        self.tasks
+            .get(&pid)
+            .map_or(ProcessState::Unknown, |task| task.now)
+    }
+
+    /// The end, with CRIU's result.
+    pub fn finish(&mut self, succeeded: bool) {
+        let good = succeeded && self.session.failed().is_none();
+        if !self.tasks.is_empty() {
+            let pids: Vec<i32> = self.tasks.keys().copied().collect();
+            let result = if good && !self.session.config.leave_running {
+                self.session.commit()
+            } else {
+                self.bring_back(&pids)
+            };
+            if let Err(failed) = result {
+                criu::log(
+                    Level::Error,
+                    "the driver agent will try again when CRIU has ended",
+                );
+                self.session.fail(failed);
+            }
+        }
+        self.session.disconnect();
+        let good = succeeded && self.session.failed().is_none();
+        let outcome = if good {
+            PluginOutcome::Done
+        } else {
+            PluginOutcome::Failed
+        };
+        self.session.write_report(outcome);
+    }
+}

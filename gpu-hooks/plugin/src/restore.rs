@@ -1,0 +1,254 @@
+//! `criu restore`: the driver's restore of every process at once, then unlock.
+//!
+//! CRIU calls RESUME_DEVICES_LATE for each process when the whole tree is rebuilt and stopped. The
+//! first call finds every recorded process in the restored tree and restores all at once.
+//!
+//! CRIU ignores what this hook returns (4.1 and 4.2 alike) and would let a container run whose GPU
+//! state is lost. So on an error the restored processes are killed: CRIU then fails to let go of
+//! them, and reports the restore as failed.
+
+use crate::criu::{self, Level};
+use crate::session::{
+    Failed, QUERY_MS, Session, failure, failure_with, release, reply_failure, stop,
+};
+use cryopod_gpu_hooks::cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::cuda::protocol::{Op, Outcome, ProcessState};
+use cryopod_gpu_hooks::cuda::read_bounded_from;
+use cryopod_gpu_hooks::cuda::report::PluginOutcome;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// How long killed processes may take to go.
+const KILL_LIMIT: Duration = Duration::from_secs(5);
+
+/// The restore.
+pub struct Restore {
+    /// Configuration, connection, image.
+    pub session: Session,
+    done: bool,
+}
+
+/// Reads the image from CRIU's image folder; `None` when there is none.
+pub fn read_image() -> Result<Option<NvidiaImage>, Failed> {
+    let failed = |cause: String| failure("image", None, cause);
+    let path = criu::image_path(FILE_NAME)
+        .ok_or_else(|| failed("CRIU does not tell its image folder".into()))?;
+    let file = match std::fs::File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(format!("cannot open {FILE_NAME}: {error}"))),
+    };
+    let bytes = read_bounded_from(file, MAX_BYTES)
+        .map_err(|error| failed(format!("cannot read {FILE_NAME}: {error}")))?;
+    NvidiaImage::parse(&bytes)
+        .map(Some)
+        .map_err(|error| failed(error.to_string()))
+}
+
+impl Restore {
+    /// A restore that has done nothing yet. Fails early when the agent cannot be reached.
+    pub fn new(mut session: Session) -> Result<Self, Failed> {
+        for record in &mut session.image.processes {
+            // The times and the host pid were the dump's.
+            record.steps.clear();
+            record.host_pid = 0;
+        }
+        if !session.image.processes.is_empty() {
+            session.probe()?;
+        }
+        Ok(Self {
+            session,
+            done: false,
+        })
+    }
+
+    /// RESUME_DEVICES_LATE.
+    pub fn resume(&mut self, pid: i32) -> Result<(), Failed> {
+        if let Some(failed) = self.session.failed() {
+            return Err(Box::new(failed.clone()));
+        }
+        if self.done || self.session.image.processes.is_empty() {
+            return Ok(());
+        }
+        self.done = true;
+        let tree = Tree::of(pid)?;
+        self.resume_all(&tree)
+    }
+
+    fn resume_all(&mut self, tree: &Tree) -> Result<(), Failed> {
+        let mut work = Vec::new();
+        for (index, record) in self.session.image.processes.iter_mut().enumerate() {
+            let pid = *tree.pids.get(&record.ns_pids).ok_or_else(|| {
+                let what = format!(
+                    "process {:?} ({}) is not among the restored ones",
+                    record.ns_pids, record.comm
+                );
+                failure_with("restore", None, what, "the images do not belong together")
+            })?;
+            record.host_pid = pid;
+            if record.initial_state != ProcessState::Checkpointed {
+                work.push((index, pid));
+            }
+        }
+        if work.is_empty() {
+            return Ok(());
+        }
+        self.session.connect()?;
+        let queries = work
+            .iter()
+            .map(|(_, pid)| Op::Query {
+                pid: *pid,
+                limit_ms: QUERY_MS,
+            })
+            .collect();
+        let replies = self.session.batch(queries, &mut [])?;
+        let mut threads = Vec::new();
+        for ((_, pid), reply) in work.iter().zip(replies) {
+            match reply.outcome {
+                Outcome::Process(Some(process)) if process.state == ProcessState::Checkpointed => {
+                    threads.push((*pid, process.restore_tid));
+                }
+                Outcome::Process(Some(process)) => {
+                    let what = format!("the driver says that it is {}", process.state);
+                    return Err(failure("restore", Some(*pid), what));
+                }
+                Outcome::Process(None) => {
+                    let what = "the driver does not recognise the restored process";
+                    let remedy = "driver and GPU of the checkpoint must match this host's";
+                    return Err(failure_with("restore", Some(*pid), what, remedy));
+                }
+                outcome => {
+                    return Err(reply_failure("restore", *pid, &outcome).unwrap_or_else(|| {
+                        failure("restore", Some(*pid), "unexpected answer of the agent")
+                    }));
+                }
+            }
+        }
+        let limit_ms = self.session.config.step_timeout_ms;
+        let gpu_map = self.session.config.gpu_map.clone();
+        let all: Vec<(usize, i32)> = work.clone();
+        self.step(Step::Restore, &all, &threads, |pid| Op::Restore {
+            pid,
+            gpu_map: gpu_map.clone(),
+            limit_ms,
+        })?;
+        let unlock: Vec<(usize, i32)> = work
+            .into_iter()
+            .filter(|(index, _)| {
+                self.session.image.processes[*index].initial_state == ProcessState::Running
+            })
+            .collect();
+        self.step(Step::Unlock, &unlock, &threads, |pid| Op::Unlock {
+            pid,
+            limit_ms,
+        })
+    }
+
+    /// One step of several processes at once, their driver threads released for it.
+    fn step(
+        &mut self,
+        step: Step,
+        work: &[(usize, i32)],
+        threads: &[(i32, i32)],
+        op: impl Fn(i32) -> Op,
+    ) -> Result<(), Failed> {
+        if work.is_empty() {
+            return Ok(());
+        }
+        let name = step.to_string();
+        let threads: Vec<(i32, i32)> = threads
+            .iter()
+            .copied()
+            .filter(|(pid, _)| work.iter().any(|(_, other)| other == pid))
+            .collect();
+        let mut released = release(&name, &threads)?;
+        let ops = work.iter().map(|(_, pid)| op(*pid)).collect();
+        let result = self.session.batch(ops, &mut released);
+        let not_stopped = stop(released);
+        let mut first = None;
+        for ((index, pid), reply) in work.iter().zip(result?) {
+            match reply_failure(&name, *pid, &reply.outcome) {
+                Some(failed) => {
+                    first.get_or_insert(failed);
+                }
+                None => {
+                    let record = &mut self.session.image.processes[*index];
+                    record.steps.push(StepTiming {
+                        step,
+                        micros: reply.micros,
+                    });
+                    let what = format!("process {pid}: {step} in {} ms", reply.micros / 1000);
+                    criu::log(Level::Info, &what);
+                }
+            }
+        }
+        match (first, not_stopped) {
+            (Some(failed), _) => Err(failed),
+            (None, Some(what)) => Err(failure(&name, None, what)),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// The end, with CRIU's result.
+    pub fn finish(&mut self, succeeded: bool) {
+        self.session.disconnect();
+        if succeeded && !self.done && !self.session.image.processes.is_empty() {
+            self.session
+                .fail(failure("restore", None, "CRIU never came to the GPU part"));
+        }
+        let good = succeeded && self.session.failed().is_none();
+        let outcome = if good {
+            PluginOutcome::Done
+        } else {
+            PluginOutcome::Failed
+        };
+        self.session.write_report(outcome);
+    }
+}
+
+/// The processes that CRIU is restoring: those that it traces.
+struct Tree {
+    /// By their pids from the root process's namespace inwards.
+    pids: HashMap<Vec<i32>, i32>,
+}
+
+impl Tree {
+    fn of(root: i32) -> Result<Self, Failed> {
+        let failed = |what: String| failure("restore", Some(root), what);
+        let status = procfs::status(root).map_err(|error| failed(error.to_string()))?;
+        if status.tracer == 0 {
+            return Err(failed("CRIU does not trace it".into()));
+        }
+        let depth = status.ns_pids.len().saturating_sub(1);
+        let pids = procfs::pids()
+            .into_iter()
+            .filter_map(|pid| {
+                let other = procfs::status(pid).ok()?;
+                let inner = other.ns_pids.get(depth..)?.to_vec();
+                (other.tracer == status.tracer && !inner.is_empty()).then_some((inner, pid))
+            })
+            .collect();
+        Ok(Self { pids })
+    }
+}
+
+/// Kills the restored processes and waits until they are on their way out, so that CRIU cannot let
+/// them run.
+pub fn kill_tree(root: i32) -> Result<(), Failed> {
+    let tree = Tree::of(root)?;
+    criu::log(
+        Level::Error,
+        "killing the restored processes: their GPU state is lost",
+    );
+    for pid in tree.pids.values() {
+        // SAFETY: a signal to a process that our own process traces.
+        unsafe { libc::kill(*pid, libc::SIGKILL) };
+    }
+    let deadline = Instant::now() + KILL_LIMIT;
+    let alive = |pid: &i32| procfs::stat(*pid).is_some_and(|stat| !stat.exiting);
+    while tree.pids.values().any(alive) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}

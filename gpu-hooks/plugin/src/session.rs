@@ -1,0 +1,337 @@
+//! What dump and restore have in common: the configuration, the connection to the agent, batches of
+//! driver calls that overlap, and the report.
+
+use crate::criu::{self, Level};
+use crate::ptrace::{Released, is_ours};
+use cryopod_gpu_hooks::cuda::client::{Client, ClientError};
+use cryopod_gpu_hooks::cuda::config::{self, Operation, PluginConfig};
+use cryopod_gpu_hooks::cuda::image::{NvidiaImage, ProcessRecord};
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
+use cryopod_gpu_hooks::cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How much later than the agent's own limit its answer may come.
+const MARGIN: Duration = Duration::from_secs(10);
+/// How often the released threads are looked after while the driver works.
+const TICK: Duration = Duration::from_millis(5);
+/// Limit of a query, which does no work.
+pub const QUERY_MS: u64 = 10_000;
+
+/// A failure, boxed: it is rare and large.
+pub type Failed = Box<Failure>;
+
+/// A failure of a step of a process.
+pub fn failure(step: &str, pid: Option<i32>, cause: impl Into<String>) -> Failed {
+    Box::new(Failure {
+        pid,
+        comm: pid.map(procfs::comm),
+        step: step.to_owned(),
+        cause: cause.into(),
+        remedy: None,
+    })
+}
+
+/// The same with a remedy.
+pub fn failure_with(
+    step: &str,
+    pid: Option<i32>,
+    cause: impl Into<String>,
+    remedy: &str,
+) -> Failed {
+    let mut failure = failure(step, pid, cause);
+    failure.remedy = Some(remedy.to_owned());
+    failure
+}
+
+/// What can be done about a driver's error, in words for a user.
+pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
+    Some(match kind {
+        ErrorKind::LockTimeout => {
+            "its GPU work did not end in time; raise the lock timeout or let it reach a pause"
+        }
+        ErrorKind::TimedOut => {
+            "the driver may be hanging (see NVRM in the kernel log); raise the step timeout if the GPU memory is very large"
+        }
+        ErrorKind::WrongState => {
+            "another tool may be checkpointing it, or it was just starting CUDA; try again"
+        }
+        ErrorKind::NotSupported => {
+            "it uses something the driver cannot checkpoint (managed memory, CUDA IPC, MPS, MIG), or the driver is too old"
+        }
+        ErrorKind::OutOfMemory => "free GPU memory, or host memory for a copy of it, on this host",
+        ErrorKind::Busy | ErrorKind::NoProcess | ErrorKind::Driver | ErrorKind::BadRequest => {
+            return None;
+        }
+    })
+}
+
+/// One operation of CRIU, from init to exit.
+pub struct Session {
+    /// The configuration.
+    pub config: PluginConfig,
+    /// The image, being written or read.
+    pub image: NvidiaImage,
+    client: Option<Client>,
+    failed: Option<Failed>,
+}
+
+/// Reads the configuration beside this plugin and checks that it is meant for this operation.
+pub fn read_config(
+    own_symbol: *const c_void,
+    operation: Operation,
+) -> Result<PluginConfig, Failed> {
+    let failed = |cause: String| {
+        failure_with(
+            "configuration",
+            None,
+            cause,
+            "let cryopod-runtime start CRIU",
+        )
+    };
+    let folder = criu::own_folder(own_symbol)
+        .ok_or_else(|| failed("cannot tell where this plugin was loaded from".into()))?;
+    let path = folder.join(config::FILE_NAME);
+    let config = PluginConfig::read(&path)
+        .map_err(|error| failed(format!("{}: {error}", path.display())))?;
+    if config.operation != operation {
+        let (is, should) = (config.operation, operation);
+        return Err(failed(format!(
+            "{}: it is for {is:?}, CRIU does {should:?}",
+            path.display()
+        )));
+    }
+    Ok(config)
+}
+
+impl Session {
+    /// A session that has done nothing yet.
+    pub fn new(config: PluginConfig, image: NvidiaImage) -> Self {
+        Self {
+            config,
+            image,
+            client: None,
+            failed: None,
+        }
+    }
+
+    /// The first thing that went wrong.
+    pub fn failed(&self) -> Option<&Failure> {
+        self.failed.as_deref()
+    }
+
+    /// Logs a failure and keeps the first one.
+    pub fn fail(&mut self, failure: Failed) {
+        criu::log(Level::Error, &failure.to_string());
+        if self.failed.is_none() {
+            self.failed = Some(failure);
+            self.write_report(PluginOutcome::Failing);
+        }
+    }
+
+    /// Fails when the operation was called off.
+    pub fn check_abort(&self, step: &str) -> Result<(), Failed> {
+        match &self.config.abort_file {
+            Some(file) if file.exists() => Err(failure(step, None, "the operation was called off")),
+            _ => Ok(()),
+        }
+    }
+
+    fn agent_failure(error: &ClientError) -> Failed {
+        failure_with(
+            "driver agent",
+            None,
+            error.to_string(),
+            "cryopod-cuda-agent is started by cryopod-runtime; see its log",
+        )
+    }
+
+    /// Connects to the agent unless that is done.
+    pub fn connect(&mut self) -> Result<(), Failed> {
+        if self.client.is_some() {
+            return Ok(());
+        }
+        let mut client =
+            Client::connect(&self.config.socket).map_err(|e| Self::agent_failure(&e))?;
+        let hello = Self::hello(&mut client)?;
+        if self.config.operation == Operation::Checkpoint {
+            self.image.driver_version = hello.driver_version;
+            self.image.cuda_version = hello.cuda_version;
+        }
+        self.client = Some(client);
+        Ok(())
+    }
+
+    /// Checks that the agent is there, without keeping the connection: CRIU's children would
+    /// inherit it.
+    pub fn probe(&mut self) -> Result<(), Failed> {
+        self.connect()?;
+        self.client = None;
+        Ok(())
+    }
+
+    /// Ends the connection.
+    pub fn disconnect(&mut self) {
+        self.client = None;
+    }
+
+    fn hello(client: &mut Client) -> Result<Hello, Failed> {
+        let reply = client
+            .call(Op::Hello, Duration::from_millis(QUERY_MS))
+            .map_err(|e| Self::agent_failure(&e))?;
+        match reply.outcome {
+            Outcome::Hello(hello) => Ok(hello),
+            other => Err(failure(
+                "driver agent",
+                None,
+                format!("unexpected answer {other:?}"),
+            )),
+        }
+    }
+
+    /// Sends all requests at once and waits for all answers, in the order of the requests. The
+    /// `released` threads are looked after meanwhile.
+    ///
+    /// The driver cannot be stopped half-way, so this waits for every answer even when one is an
+    /// error; an answer that does not come in time is an error of the whole batch.
+    pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
+        let Some(client) = self.client.as_mut() else {
+            return Err(failure("driver agent", None, "not connected"));
+        };
+        let longest = ops.iter().map(limit_of).max().unwrap_or_default();
+        let deadline = Instant::now() + longest + MARGIN;
+        let mut ids = Vec::with_capacity(ops.len());
+        for op in ops {
+            ids.push(client.send(op).map_err(|e| Self::agent_failure(&e))?);
+        }
+        let mut replies: HashMap<u64, Reply> = HashMap::new();
+        while replies.len() < ids.len() {
+            let tick = if released.is_empty() {
+                Duration::from_millis(200)
+            } else {
+                TICK
+            };
+            let reply = client.receive(tick).map_err(|e| Self::agent_failure(&e))?;
+            for thread in &mut *released {
+                thread.attend();
+            }
+            match reply {
+                Some(reply) => {
+                    replies.insert(reply.id, reply);
+                }
+                None if criu::alarm_passed() => {
+                    return Err(failure_with(
+                        "freeze",
+                        None,
+                        "CRIU's timeout passed",
+                        "raise CRIU's `timeout` above the lock timeout",
+                    ));
+                }
+                None if Instant::now() >= deadline => {
+                    let what = ClientError::Silent((longest + MARGIN).as_secs_f64());
+                    return Err(Self::agent_failure(&what));
+                }
+                None => {}
+            }
+        }
+        Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
+    }
+
+    /// Tells the agent that the dump is complete.
+    pub fn commit(&mut self) -> Result<(), Failed> {
+        self.batch(vec![Op::Commit], &mut []).map(drop)
+    }
+
+    /// Writes the report file, when one is wanted.
+    pub fn write_report(&self, outcome: PluginOutcome) {
+        let Some(path) = &self.config.report else {
+            return;
+        };
+        // A child of CRIU, forked with this plugin in it, may have been the one that failed.
+        let theirs = || {
+            let earlier = std::fs::read(path).ok()?;
+            serde_json::from_slice::<PluginReport>(&earlier).ok()?.error
+        };
+        let report = PluginReport {
+            version: VERSION,
+            outcome,
+            error: self.failed.as_deref().cloned().or_else(theirs),
+            processes: self.image.processes.clone(),
+            files: self.image.files.len(),
+        };
+        write_json(path, &report);
+    }
+}
+
+fn write_json(path: &Path, value: &PluginReport) {
+    if let Err(error) = cryopod_gpu_hooks::cuda::write_json(path, value) {
+        criu::log(
+            Level::Warn,
+            &format!("cannot write {}: {error}", path.display()),
+        );
+    }
+}
+
+fn limit_of(op: &Op) -> Duration {
+    Duration::from_millis(match op {
+        Op::Hello | Op::Commit => QUERY_MS,
+        Op::Lock { timeout_ms, .. } => *timeout_ms,
+        Op::Query { limit_ms, .. }
+        | Op::Checkpoint { limit_ms, .. }
+        | Op::Restore { limit_ms, .. }
+        | Op::Unlock { limit_ms, .. } => *limit_ms,
+    })
+}
+
+/// Turns a driver's error into a failure of the step.
+pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> {
+    match outcome {
+        Outcome::Error(error) => {
+            let mut failure = failure(step, Some(pid), error.message.clone());
+            failure.remedy = remedy(error.kind).map(ToOwned::to_owned);
+            Some(failure)
+        }
+        _ => None,
+    }
+}
+
+/// Lets the driver's threads run, each in its stopped process; a process that CRIU has not stopped
+/// needs nothing. All or none.
+pub fn release(step: &str, threads: &[(i32, i32)]) -> Result<Vec<Released>, Failed> {
+    let mut released = Vec::new();
+    for (pid, tid) in threads {
+        if !is_ours(*tid) {
+            continue;
+        }
+        match Released::new(*tid) {
+            Ok(thread) => released.push(thread),
+            Err(error) => {
+                stop(released);
+                let what = format!("cannot let the driver's thread {tid} run: {error}");
+                return Err(failure(step, Some(*pid), what));
+            }
+        }
+    }
+    Ok(released)
+}
+
+/// Stops them again. The first error is told; all are tried.
+pub fn stop(released: Vec<Released>) -> Option<String> {
+    let mut first = None;
+    for thread in released {
+        if let Err(error) = thread.stop() {
+            let what = format!("cannot stop the driver's thread again: {error}");
+            criu::log(Level::Error, &what);
+            first.get_or_insert(what);
+        }
+    }
+    first
+}
+
+/// Finds a process's record.
+pub fn record_of(records: &mut [ProcessRecord], pid: i32) -> Option<&mut ProcessRecord> {
+    records.iter_mut().find(|record| record.host_pid == pid)
+}
