@@ -27,6 +27,10 @@ const FOLDERS: [&str; 4] = [
 /// Entries of one such folder that are looked at; a container can make as many as it likes.
 const MAX_ENTRIES: usize = 4096;
 
+/// The kernel's own memory devices (`/dev/null`, `/dev/zero`): a node of this major is no GPU, whatever its
+/// name, and nearly every process has one open.
+const MEM_MAJOR: u64 = 1;
+
 /// The GPU nodes in the `/dev` of the container whose first process is `init`.
 pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
     let mut found = Vec::new();
@@ -166,7 +170,7 @@ fn open_files(host: &Host, pid: i32, nodes: &[DeviceNode], vendors: &mut BTreeSe
             vendors.extend(
                 nodes
                     .iter()
-                    .filter(|n| (n.major, n.minor) == device)
+                    .filter(|n| n.major != MEM_MAJOR && (n.major, n.minor) == device)
                     .map(|n| n.vendor),
             );
         }
@@ -292,15 +296,16 @@ mod tests {
     #[test]
     fn an_open_node_counts_by_number() {
         let host = Host::system();
-        let _open = File::open("/dev/null").unwrap();
+        let _open = File::open("/dev/ptmx").unwrap();
+        let _null = File::open("/dev/null").unwrap();
         let me = i32::try_from(std::process::id()).unwrap();
         let mut node = DeviceNode {
             path: "/dev/nvidia0".into(),
             vendor: Vendor::Nvidia,
             role: cryopod_archive::seal::NodeRole::Gpu,
             source: NodeSource::Device,
-            major: 1,
-            minor: 3,
+            major: 5,
+            minor: 2,
             host_path: None,
             file_mode: None,
             uid: None,
@@ -309,7 +314,9 @@ mod tests {
             gpu: None,
         };
         assert_eq!(users(&host, &[me], std::slice::from_ref(&node)).len(), 1);
-        node.minor = 77;
+        (node.major, node.minor) = (1, 3);
+        assert_eq!(users(&host, &[me], std::slice::from_ref(&node)).len(), 0);
+        (node.major, node.minor) = (5, 77);
         assert_eq!(users(&host, &[me], &[node]).len(), 0);
         assert!(tree(&host, me).contains(&me));
     }

@@ -167,7 +167,8 @@ impl Spec {
                 major,
                 minor,
                 host_path: None,
-                file_mode: device.file_mode(),
+                // Engines pass `st_mode` whole; only the permission bits are a mode.
+                file_mode: device.file_mode().map(|m| m & 0o7777),
                 uid: device.uid(),
                 gid: device.gid(),
                 allowed: self.allows(major, minor),
@@ -259,7 +260,7 @@ mod tests {
     #[test]
     fn nodes_among_devices() {
         let s = spec(json!({"linux": {"devices": [
-            {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0, "fileMode": 438, "uid": 0, "gid": 44},
+            {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0, "fileMode": 8630, "uid": 0, "gid": 44},
             {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
             {"path": "/dev/kfd", "type": "b", "major": 7, "minor": 0},
             {"path": "/dev/nvidia-uvm"},

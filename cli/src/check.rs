@@ -1,0 +1,132 @@
+//! `cryopod check`: can a container be checkpointed on this host? One line a fact, with the remedy where
+//! something is missing; exit code 1 if a checkpoint could not work.
+
+mod host;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::tools::SystemTools;
+use serde::Serialize;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print JSON in place of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What a line says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Status {
+    /// As it should be.
+    Ok,
+    /// Not there, or not as fast as it could be; a checkpoint works without it.
+    Note,
+    /// A checkpoint could not work.
+    Missing,
+}
+
+/// One line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Line {
+    /// What was looked at.
+    pub name: &'static str,
+    /// The verdict.
+    pub status: Status,
+    /// What was found.
+    pub found: String,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<String>,
+}
+
+impl Line {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Ok,
+            found: found.into(),
+            remedy: None,
+        }
+    }
+
+    fn note(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Note,
+            found: found.into(),
+            remedy: Some(remedy.into()),
+        }
+    }
+
+    fn missing(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self {
+            name,
+            status: Status::Missing,
+            found: found.into(),
+            remedy: Some(remedy.into()),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    ok: bool,
+    checks: &'a [Line],
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// If standard output cannot be written.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let lines = host::check(&host::Input {
+        host: &Host::system(),
+        tools: &SystemTools::from_env(),
+        root: nix::unistd::geteuid().is_root(),
+        has_library: &host::can_load,
+    });
+    let ok = lines.iter().all(|l| l.status != Status::Missing);
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        serde_json::to_writer_pretty(&mut out, &Report { ok, checks: &lines })?;
+        writeln!(out)?;
+    } else {
+        out.write_all(table(&lines).as_bytes())?;
+        let verdict = if ok {
+            "A container can be checkpointed on this host."
+        } else {
+            "A checkpoint cannot work on this host yet: see the lines marked `missing`."
+        };
+        writeln!(out, "\n{verdict}")?;
+    }
+    Ok(if ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn table(lines: &[Line]) -> String {
+    let width = lines.iter().map(|l| l.name.len()).max().unwrap_or(0);
+    let mut text = String::new();
+    for line in lines {
+        let status = match line.status {
+            Status::Ok => "ok",
+            Status::Note => "note",
+            Status::Missing => "missing",
+        };
+        text.push_str(&format!(
+            "{status:<8}{:<width$}  {}\n",
+            line.name, line.found
+        ));
+        if let Some(remedy) = &line.remedy {
+            text.push_str(&format!("{:<8}{:<width$}  -> {remedy}\n", "", ""));
+        }
+    }
+    text
+}

@@ -1,0 +1,453 @@
+//! The facts behind `cryopod check`.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::time::Duration;
+
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::tools::Tools;
+use cryopod_gpu_hooks::{amd, nvidia};
+use cryopod_runtime::cgroup::{self, Setup};
+use cryopod_runtime::config::{Config, Nvidia};
+use cryopod_runtime::lowlevel::{Kind, LowLevel};
+use cryopod_runtime::{agent, facts, setup};
+
+use super::Line;
+
+const LIMIT: Duration = Duration::from_secs(30);
+/// The oldest CRIU that the plugin works with.
+const OLDEST_CRIU: [u32; 2] = [4, 1];
+/// The first NVIDIA driver branch whose processes can be checkpointed whole, and the first that can restore on
+/// other GPUs.
+const DRIVER_CHECKPOINT: u32 = 570;
+const DRIVER_OTHER_GPU: u32 = 580;
+
+/// Where the facts come from.
+pub struct Input<'a> {
+    /// Files.
+    pub host: &'a Host,
+    /// Programs.
+    pub tools: &'a dyn Tools,
+    /// Is this root?
+    pub root: bool,
+    /// Can this shared library be loaded?
+    pub has_library: &'a dyn Fn(&str) -> bool,
+}
+
+/// Can this shared library be loaded here?
+pub fn can_load(name: &str) -> bool {
+    let Ok(name) = std::ffi::CString::new(name) else {
+        return false;
+    };
+    // SAFETY: libcriu has no constructors with effects; the handle is closed at once.
+    unsafe {
+        let handle = libc::dlopen(name.as_ptr(), libc::RTLD_LAZY);
+        !handle.is_null() && libc::dlclose(handle) == 0
+    }
+}
+
+/// All lines.
+pub fn check(input: &Input<'_>) -> Vec<Line> {
+    let mut lines = Vec::new();
+    lines.push(if input.root {
+        Line::ok("user", "root")
+    } else {
+        Line::missing(
+            "user",
+            "not root",
+            "CRIU needs root to checkpoint containers; run engines and this check as root",
+        )
+    });
+    let config = match Config::load() {
+        Ok(config) => {
+            lines.push(Line::ok("configuration", "valid"));
+            config
+        }
+        Err(e) => {
+            lines.push(Line::missing(
+                "configuration",
+                e.to_string(),
+                "correct the file; no container can be started with cryopod until then",
+            ));
+            Config::default()
+        }
+    };
+    criu(input, &mut lines);
+    runtimes(input, &config, &mut lines);
+    engines(input, &mut lines);
+    cgroups(input, &config, &mut lines);
+    shmem(input.host, &mut lines);
+    nvidia(
+        input.host,
+        &config.nvidia,
+        &setup::plugins(&config),
+        &mut lines,
+    );
+    amd(input.host, &setup::plugins(&config), &mut lines);
+    lines
+}
+
+fn criu(input: &Input<'_>, lines: &mut Vec<Line>) {
+    let Some(criu) = facts::criu(input.tools, LIMIT) else {
+        lines.push(Line::missing(
+            "criu",
+            "not found on PATH",
+            "install the criu package (4.1 or newer)",
+        ));
+        return;
+    };
+    let at = criu.path.display();
+    match criu
+        .version
+        .as_deref()
+        .map(|v| (v, facts::numbers(v).unwrap_or_default()))
+    {
+        Some((v, n)) if n.as_slice() >= OLDEST_CRIU.as_slice() => {
+            lines.push(Line::ok("criu", format!("{v} at {at}")))
+        }
+        Some((v, _)) => lines.push(Line::missing(
+            "criu",
+            format!("{v} at {at}"),
+            "install CRIU 4.1 or newer",
+        )),
+        None => {
+            lines.push(Line::missing(
+                "criu",
+                format!("{at} does not say its version"),
+                "install CRIU 4.1 or newer",
+            ));
+            return;
+        }
+    }
+    if !input.root {
+        return;
+    }
+    lines.push(
+        match input
+            .tools
+            .output(&criu.path, &[OsStr::new("check")], LIMIT)
+        {
+            Ok(out) if out.code == 0 => Line::ok("kernel", "criu check: looks good"),
+            Ok(out) => {
+                let said = out
+                    .stderr
+                    .lines()
+                    .chain(out.stdout.lines())
+                    .find(|l| l.contains("Error"))
+                    .unwrap_or("no reason given")
+                    .to_owned();
+                Line::missing(
+                    "kernel",
+                    format!("criu check: {said}"),
+                    "run `criu check --all` and use a kernel with CONFIG_CHECKPOINT_RESTORE",
+                )
+            }
+            Err(e) => Line::missing("kernel", e.to_string(), "run `criu check --all`"),
+        },
+    );
+}
+
+fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+    let low = match LowLevel::find(config) {
+        Ok(low) => low,
+        Err(e) => {
+            lines.push(Line::missing(
+                "low-level runtime",
+                e.to_string(),
+                "install crun or runc",
+            ));
+            return;
+        }
+    };
+    let version = facts::version_line(input.tools, &low.path, LIMIT);
+    match version {
+        None => lines.push(Line::missing(
+            "low-level runtime",
+            format!("{} does not run", low.path.display()),
+            "reinstall it",
+        )),
+        Some(v) => lines.push(Line::ok(
+            "low-level runtime",
+            format!("{v} at {}", low.path.display()),
+        )),
+    }
+    if low.kind == Kind::Crun {
+        let built_in = input
+            .tools
+            .output(&low.path, &[OsStr::new("--version")], LIMIT)
+            .is_ok_and(|o| o.stdout.contains("+CRIU"));
+        lines.push(match (built_in, (input.has_library)("libcriu.so.2")) {
+            (true, true) => Line::ok("libcriu", "crun can load it"),
+            (true, false) => Line::missing(
+                "libcriu",
+                "crun needs libcriu.so.2 and it is not installed",
+                "install it (Debian: libcriu2; Fedora: criu-libs), or use runc",
+            ),
+            (false, _) => Line::missing(
+                "libcriu",
+                "this crun was built without CRIU",
+                "install a crun with CRIU, or use runc",
+            ),
+        });
+    }
+    lines.push(match input.tools.find("cryopod-runtime") {
+        Some(path) => Line::ok("cryopod-runtime", path.display().to_string()),
+        None => Line::note(
+            "cryopod-runtime",
+            "not on PATH",
+            "engines need its full path, or install it in /usr/local/bin",
+        ),
+    });
+}
+
+fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
+    let mut found = Vec::new();
+    for (name, program) in [
+        ("podman", "podman"),
+        ("docker", "dockerd"),
+        ("containerd", "containerd"),
+        ("nerdctl", "nerdctl"),
+        ("CRI-O", "crio"),
+    ] {
+        let Some(path) = input.tools.find(program) else {
+            continue;
+        };
+        let version =
+            facts::version_line(input.tools, &path, LIMIT).and_then(|l| facts::numbers(&l));
+        found.push(match version {
+            Some(n) => format!(
+                "{name} {}",
+                n.iter().map(u32::to_string).collect::<Vec<_>>().join(".")
+            ),
+            None => name.to_owned(),
+        });
+    }
+    lines.push(if found.is_empty() {
+        Line::note("engines", "none found", "install podman, docker or containerd; the low-level runtime can also be used by itself")
+    } else {
+        Line::ok("engines", found.join(", "))
+    });
+}
+
+fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+    let setup = cgroup::setup(input.host);
+    let crun = LowLevel::find(config).is_ok_and(|l| l.kind == Kind::Crun);
+    lines.push(match setup {
+        Setup::Hybrid if crun => Line::note("cgroups", "hybrid (v1 and v2)", "crun restores with --manage-cgroups-mode ignore here (cryopod adds it); a pure v2 host has no such limit"),
+        other => Line::ok("cgroups", other.label()),
+    });
+}
+
+fn shmem(host: &Host, lines: &mut Vec<Line>) {
+    const FILE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+    let Some(text) = host.line(FILE) else {
+        lines.push(Line::note(
+            "shmem huge pages",
+            "the kernel has none",
+            "large GPU memories are saved more slowly",
+        ));
+        return;
+    };
+    let chosen = text
+        .split(['[', ']'])
+        .nth(1)
+        .unwrap_or("unknown")
+        .to_owned();
+    lines.push(match chosen.as_str() {
+        "advise" | "always" | "within_size" | "force" => Line::ok("shmem huge pages", chosen),
+        _ => Line::note(
+            "shmem huge pages",
+            chosen,
+            format!("echo advise > {FILE}: GPU memory is saved faster with huge pages"),
+        ),
+    });
+}
+
+fn nvidia(
+    host: &Host,
+    config: &Nvidia,
+    plugins: &cryopod_gpu_hooks::plan::Plugins,
+    lines: &mut Vec<Line>,
+) {
+    let Some(version) = nvidia::driver_version(host) else {
+        lines.push(Line::note(
+            "NVIDIA driver",
+            "not loaded",
+            "only needed for containers with NVIDIA GPUs",
+        ));
+        return;
+    };
+    let gpus = nvidia::gpus(host);
+    let mut models: Vec<&str> = gpus.iter().map(|g| g.model.as_str()).collect();
+    models.dedup();
+    let found = format!("{version}, {} GPU(s): {}", gpus.len(), models.join(", "));
+    lines.push(match nvidia::branch(&version) {
+        Some(b) if b >= DRIVER_OTHER_GPU => Line::ok("NVIDIA driver", found),
+        Some(b) if b >= DRIVER_CHECKPOINT => Line::note(
+            "NVIDIA driver",
+            found,
+            "a restore on other GPUs needs driver 580 or newer",
+        ),
+        _ => Line::missing(
+            "NVIDIA driver",
+            found,
+            "CUDA processes can be checkpointed from driver 570 on; update the driver",
+        ),
+    });
+    lines.push(match &plugins.nvidia {
+        Some(path) => Line::ok("NVIDIA plugin", path.display().to_string()),
+        None => Line::missing("NVIDIA plugin", "cryopod_nvidia.so was not found", "install it in /usr/local/lib/cryopod, or name it as `nvidia.plugin` in the configuration"),
+    });
+    if let Some(plugin) = &plugins.nvidia {
+        lines.push(match agent::find(config, Some(plugin)) {
+            Some(path) => Line::ok("NVIDIA agent", path.display().to_string()),
+            None => Line::missing(
+                "NVIDIA agent",
+                "cryopod-cuda-agent was not found",
+                "install it beside the plugin, or name it as `nvidia.agent` in the configuration",
+            ),
+        });
+    }
+}
+
+fn amd(host: &Host, plugins: &cryopod_gpu_hooks::plan::Plugins, lines: &mut Vec<Line>) {
+    let gpus = amd::gpus(host);
+    if gpus.is_empty() {
+        let found = if Path::new(&host.path("/dev/kfd")).exists() {
+            "driver loaded, no GPU visible"
+        } else {
+            "not loaded"
+        };
+        lines.push(Line::note(
+            "AMD driver",
+            found,
+            "only needed for containers with AMD GPUs",
+        ));
+        return;
+    }
+    let version = amd::driver_version(host).unwrap_or_else(|| "unknown version".into());
+    lines.push(Line::ok(
+        "AMD driver",
+        format!("{version}, {} GPU(s)", gpus.len()),
+    ));
+    lines.push(match &plugins.amd {
+        Some(path) => Line::ok("AMD plugin", path.display().to_string()),
+        None => Line::missing("AMD plugin", "CRIU's amdgpu_plugin.so was not found", "install it (Fedora: criu-amdgpu-plugin; elsewhere: build CRIU with it), or name it as `amd.plugin` in the configuration"),
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status;
+    use super::*;
+    use cryopod_gpu_hooks::plan::Plugins;
+    use cryopod_gpu_hooks::tools::{Output, ToolError};
+    use std::path::PathBuf;
+
+    /// Programs by name, with what they say to any question.
+    struct Says(&'static [(&'static str, &'static str)]);
+    impl Tools for Says {
+        fn find(&self, name: &str) -> Option<PathBuf> {
+            self.0
+                .iter()
+                .any(|(n, _)| *n == name)
+                .then(|| Path::new("/bin").join(name))
+        }
+        fn output(&self, program: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+            let said = self
+                .0
+                .iter()
+                .find(|(n, _)| program.ends_with(n))
+                .map_or("", |(_, s)| s);
+            Ok(Output {
+                code: 0,
+                stdout: said.into(),
+                stderr: String::new(),
+            })
+        }
+    }
+
+    fn status(lines: &[Line], name: &str) -> Option<Status> {
+        lines.iter().find(|l| l.name == name).map(|l| l.status)
+    }
+
+    #[test]
+    fn criu_must_be_there_and_new_enough() {
+        let host = Host::at("/nowhere");
+        for (tools, want) in [
+            (&[][..], Status::Missing),
+            (&[("criu", "Version: 3.17.1\n")], Status::Missing),
+            (&[("criu", "Version: 4.1.1\n")], Status::Ok),
+            (&[("criu", "Version: 4.2\n")], Status::Ok),
+            (&[("criu", "")], Status::Missing),
+        ] {
+            let mut lines = Vec::new();
+            criu(
+                &Input {
+                    host: &host,
+                    tools: &Says(tools),
+                    root: true,
+                    has_library: &|_| true,
+                },
+                &mut lines,
+            );
+            assert_eq!(status(&lines, "criu"), Some(want), "{tools:?}");
+        }
+    }
+
+    #[test]
+    fn an_nvidia_host_needs_plugin_and_agent() {
+        let dir = tempfile::tempdir().unwrap();
+        let proc = dir.path().join("proc/driver/nvidia");
+        std::fs::create_dir_all(&proc).unwrap();
+        let host = Host::at(dir.path());
+        let check = |version: &str, plugins: &Plugins| {
+            std::fs::write(
+                proc.join("version"),
+                format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed\n"),
+            )
+            .unwrap();
+            let mut lines = Vec::new();
+            nvidia(&host, &Nvidia::default(), plugins, &mut lines);
+            (
+                status(&lines, "NVIDIA driver"),
+                status(&lines, "NVIDIA plugin"),
+                status(&lines, "NVIDIA agent"),
+            )
+        };
+        let plugin = dir.path().join("cryopod_nvidia.so");
+        let with = Plugins {
+            nvidia: Some(plugin.clone()),
+            amd: None,
+        };
+        assert_eq!(
+            check("580.1.2", &Plugins::default()),
+            (Some(Status::Ok), Some(Status::Missing), None)
+        );
+        assert_eq!(
+            check("570.1.2", &with),
+            (Some(Status::Note), Some(Status::Ok), Some(Status::Missing))
+        );
+        std::fs::write(plugin.with_file_name("cryopod-cuda-agent"), "").unwrap();
+        assert_eq!(
+            check("550.1.2", &with),
+            (Some(Status::Missing), Some(Status::Ok), Some(Status::Ok))
+        );
+    }
+
+    #[test]
+    fn hugepage_setting() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path().join("sys/kernel/mm/transparent_hugepage");
+        std::fs::create_dir_all(&d).unwrap();
+        for (text, want) in [
+            ("always within_size [advise] never\n", Status::Ok),
+            ("always advise [never]\n", Status::Note),
+        ] {
+            std::fs::write(d.join("shmem_enabled"), text).unwrap();
+            let mut lines = Vec::new();
+            shmem(&Host::at(dir.path()), &mut lines);
+            assert_eq!(lines[0].status, want);
+        }
+    }
+}
