@@ -183,19 +183,13 @@ impl Job<'_> {
         } else {
             "the container is no longer running"
         };
-        let log_file = work_path(self.inv).join(names::DUMP_LOG);
-        let criu = facts::first_criu_error(&log_file)
-            .map(|e| format!("CRIU: {e} (log: {})", log_file.display()));
-        let why = [ended.interrupted.clone(), reason, criu]
-            .into_iter()
-            .flatten()
-            .collect::<Vec<_>>()
-            .join("; ");
-        let why = if why.is_empty() {
-            format!("{} ended with code {}", self.ctx.low.label(), ended.code)
-        } else {
-            why
-        };
+        let full = facts::full_disk(&image_path(self.inv));
+        let why = facts::why(
+            &self.ctx.low,
+            ended,
+            [reason, full].into_iter().flatten().collect(),
+            &work_path(self.inv).join(names::DUMP_LOG),
+        );
         format!(
             "checkpoint of {} failed and {container}: {why}",
             self.inv.id

@@ -9,6 +9,8 @@ use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::tools::Tools;
 
 use crate::cgroup;
+use crate::child::Ended;
+use crate::lowlevel::LowLevel;
 
 /// A time as the seal and the logs write it: RFC 3339, UTC, whole seconds.
 pub fn rfc3339(time: SystemTime) -> String {
@@ -94,6 +96,32 @@ pub fn first_criu_error(log: &Path) -> Option<String> {
                 .to_owned()
         })
         .next()
+}
+
+/// Says so if the file system of a folder has no room left.
+pub fn full_disk(dir: &Path) -> Option<String> {
+    let stat = nix::sys::statvfs::statvfs(dir).ok()?;
+    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+    (free < (64 << 10)).then(|| {
+        format!(
+            "the file system of {} is full; free some space or choose another folder",
+            dir.display()
+        )
+    })
+}
+
+/// Why an operation failed: the interruption, or else what is known besides and CRIU's first error.
+pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, criu_log: &Path) -> String {
+    if let Some(interruption) = &ended.interrupted {
+        return interruption.clone();
+    }
+    if let Some(error) = first_criu_error(criu_log) {
+        reasons.push(format!("CRIU: {error} (log: {})", criu_log.display()));
+    }
+    if reasons.is_empty() {
+        reasons.push(format!("{} ended with code {}", low.label(), ended.code));
+    }
+    reasons.join("; ")
 }
 
 #[cfg(test)]

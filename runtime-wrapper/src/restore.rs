@@ -120,19 +120,12 @@ fn fit_crun(args: &[OsString], inv: &Invocation, ignore_cgroups: bool) -> Vec<Os
 }
 
 fn explain(ctx: &Context, inv: &Invocation, ended: &Ended, plugin_error: Option<String>) -> String {
-    let log_file = work_path(inv).join(names::RESTORE_LOG);
-    let criu = facts::first_criu_error(&log_file)
-        .map(|e| format!("CRIU: {e} (log: {})", log_file.display()));
-    let why = [ended.interrupted.clone(), plugin_error, criu]
-        .into_iter()
-        .flatten()
-        .collect::<Vec<_>>()
-        .join("; ");
-    let why = if why.is_empty() {
-        format!("{} ended with code {}", ctx.low.label(), ended.code)
-    } else {
-        why
-    };
+    let why = facts::why(
+        &ctx.low,
+        ended,
+        plugin_error.into_iter().collect(),
+        &work_path(inv).join(names::RESTORE_LOG),
+    );
     format!(
         "restore of {} failed and the checkpoint is untouched: {why}",
         inv.id
