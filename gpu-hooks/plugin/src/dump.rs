@@ -12,12 +12,12 @@
 
 use crate::criu::{self, Level};
 use crate::session::{
-    Failed, QUERY_MS, Session, failure, failure_with, record_of, release, reply_failure, stop,
+    Failed, QUERY_MS, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
 use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
 use cryopod_gpu_hooks::cuda::image::{FILE_NAME, ProcessRecord, Step, StepTiming};
 use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{CudaProcess, ErrorKind, Op, Outcome, ProcessState, Reply};
+use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
 use cryopod_gpu_hooks::cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,6 +26,12 @@ struct Task {
     tid: i32,
     found: ProcessState,
     now: ProcessState,
+}
+
+impl Task {
+    fn thread(&self, pid: i32) -> Thread {
+        Thread { pid, tid: self.tid }
+    }
 }
 
 /// The dump.
@@ -76,64 +82,55 @@ impl Dump {
 
     /// Asks about processes and locks those that use CUDA.
     fn take_in(&mut self, pids: &[i32]) -> Result<(), Failed> {
-        let found = self.query(pids)?;
+        let threads = self.session.find(pids)?;
         let mut lock = Vec::new();
-        for (pid, process, micros) in found {
-            match process.state {
+        for (thread, state, micros) in self.states(&threads)? {
+            let pid = thread.pid;
+            match state {
                 ProcessState::Running => lock.push(pid),
                 ProcessState::Locked | ProcessState::Checkpointed => {
-                    let what = format!("process {pid} was {} by someone else", process.state);
+                    let what = format!("process {pid} was {state} by someone else");
                     criu::log(Level::Info, &what);
                 }
-                state => {
+                _ => {
                     let what = format!("the driver says that it is {state}");
                     let remedy = "restart it: the driver does not recover such a process";
                     return Err(failure_with("query", Some(pid), what, remedy));
                 }
             }
-            let (tid, found) = (process.restore_tid, process.state);
-            self.tasks.insert(
-                pid,
-                Task {
-                    tid,
-                    found,
-                    now: found,
-                },
-            );
+            let task = Task {
+                tid: thread.tid,
+                found: state,
+                now: state,
+            };
+            self.tasks.insert(pid, task);
             self.session
                 .image
                 .processes
-                .push(self.new_record(pid, found));
+                .push(self.new_record(pid, state));
             self.time(pid, Step::Query, micros);
         }
         self.lock(&lock)
     }
 
-    fn query(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaProcess, u64)>, Failed> {
-        let ops = pids
-            .iter()
-            .map(|pid| Op::Query {
-                pid: *pid,
-                limit_ms: QUERY_MS,
-            })
-            .collect();
-        let replies = self.session.batch(ops, &mut [])?;
-        let mut found = Vec::new();
-        for (pid, reply) in pids.iter().zip(replies) {
-            match reply.outcome {
-                Outcome::Process(Some(process)) => found.push((*pid, process, reply.micros)),
-                Outcome::Process(None) => {
-                    criu::log(Level::Debug, &format!("process {pid} does not use CUDA"));
-                }
-                Outcome::Error(error) if error.kind == ErrorKind::NoProcess => {}
-                outcome => {
-                    return Err(reply_failure("query", *pid, &outcome).unwrap_or_else(|| {
-                        failure("query", Some(*pid), "unexpected answer of the agent")
-                    }));
-                }
-            }
+    /// The states of CUDA processes.
+    fn states(&mut self, threads: &[Thread]) -> Result<Vec<(Thread, ProcessState, u64)>, Failed> {
+        let query = |pid| Op::Query {
+            pid,
+            limit_ms: QUERY_MS,
+        };
+        let (replies, not_stopped) = self.session.released_batch("query", threads, query)?;
+        if let Some(what) = not_stopped {
+            return Err(failure("query", None, what));
         }
-        Ok(found)
+        let told = threads
+            .iter()
+            .zip(replies)
+            .map(|(thread, reply)| match reply.outcome {
+                Outcome::State(state) => Ok((*thread, state, reply.micros)),
+                outcome => Err(unexpected("query", thread.pid, &outcome)),
+            });
+        told.collect()
     }
 
     fn new_record(&self, pid: i32, initial_state: ProcessState) -> ProcessRecord {
@@ -191,17 +188,12 @@ impl Dump {
             return Ok(());
         }
         let name = step.to_string();
-        let threads: Vec<(i32, i32)> = pids
+        let threads: Vec<Thread> = pids
             .iter()
-            .filter_map(|pid| Some((*pid, self.tasks.get(pid)?.tid)))
+            .filter_map(|pid| Some(self.tasks.get(pid)?.thread(*pid)))
             .collect();
-        let mut released = release(&name, &threads)?;
-        let result = self
-            .session
-            .batch(pids.iter().map(|pid| op(*pid)).collect(), &mut released);
-        let not_stopped = stop(released);
-        let replies: Vec<Reply> = match result {
-            Ok(replies) => replies,
+        let (replies, not_stopped) = match self.session.released_batch(&name, &threads, op) {
+            Ok(done) => done,
             Err(failed) => {
                 for pid in pids {
                     if let Some(task) = self.tasks.get_mut(pid) {
@@ -330,17 +322,17 @@ impl Dump {
             return Ok(());
         }
         // After an error the driver alone knows.
-        let unknown: Vec<i32> = changed
+        let unknown: Vec<Thread> = changed
             .iter()
-            .copied()
-            .filter(|pid| self.state(*pid) == ProcessState::Unknown)
+            .filter_map(|pid| Some(self.tasks.get(pid)?.thread(*pid)))
+            .filter(|thread| self.state(thread.pid) == ProcessState::Unknown)
             .collect();
         let mut first = None;
-        match self.query(&unknown) {
-            Ok(found) => {
-                for (pid, process, _) in found {
-                    if let Some(task) = self.tasks.get_mut(&pid) {
-                        task.now = process.state;
+        match self.states(&unknown) {
+            Ok(told) => {
+                for (thread, state, _) in told {
+                    if let Some(task) = self.tasks.get_mut(&thread.pid) {
+                        task.now = state;
                     }
                 }
             }

@@ -8,12 +8,10 @@
 //! them, and reports the restore as failed.
 
 use crate::criu::{self, Level};
-use crate::session::{
-    Failed, QUERY_MS, Session, failure, failure_with, release, reply_failure, stop,
-};
+use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
 use cryopod_gpu_hooks::cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{Op, Outcome, ProcessState};
+use cryopod_gpu_hooks::cuda::protocol::{Op, ProcessState};
 use cryopod_gpu_hooks::cuda::read_bounded_from;
 use cryopod_gpu_hooks::cuda::report::PluginOutcome;
 use std::collections::HashMap;
@@ -78,7 +76,7 @@ impl Restore {
 
     fn resume_all(&mut self, tree: &Tree) -> Result<(), Failed> {
         let mut work = Vec::new();
-        for (index, record) in self.session.image.processes.iter_mut().enumerate() {
+        for record in &mut self.session.image.processes {
             let pid = *tree.pids.get(&record.ns_pids).ok_or_else(|| {
                 let what = format!(
                     "process {:?} ({}) is not among the restored ones",
@@ -88,100 +86,70 @@ impl Restore {
             })?;
             record.host_pid = pid;
             if record.initial_state != ProcessState::Checkpointed {
-                work.push((index, pid));
+                work.push(pid);
             }
         }
         if work.is_empty() {
             return Ok(());
         }
         self.session.connect()?;
-        let queries = work
+        let threads = self.session.find(&work)?;
+        if let Some(pid) = work
             .iter()
-            .map(|(_, pid)| Op::Query {
-                pid: *pid,
-                limit_ms: QUERY_MS,
-            })
-            .collect();
-        let replies = self.session.batch(queries, &mut [])?;
-        let mut threads = Vec::new();
-        for ((_, pid), reply) in work.iter().zip(replies) {
-            match reply.outcome {
-                Outcome::Process(Some(process)) if process.state == ProcessState::Checkpointed => {
-                    threads.push((*pid, process.restore_tid));
-                }
-                Outcome::Process(Some(process)) => {
-                    let what = format!("the driver says that it is {}", process.state);
-                    return Err(failure("restore", Some(*pid), what));
-                }
-                Outcome::Process(None) => {
-                    let what = "the driver does not recognise the restored process";
-                    let remedy = "driver and GPU of the checkpoint must match this host's";
-                    return Err(failure_with("restore", Some(*pid), what, remedy));
-                }
-                outcome => {
-                    return Err(reply_failure("restore", *pid, &outcome).unwrap_or_else(|| {
-                        failure("restore", Some(*pid), "unexpected answer of the agent")
-                    }));
-                }
-            }
+            .find(|pid| !threads.iter().any(|t| t.pid == **pid))
+        {
+            let what = "the driver does not recognise the restored process";
+            let remedy = "this host's driver must be able to restore that of the checkpoint";
+            return Err(failure_with("restore", Some(*pid), what, remedy));
         }
         let limit_ms = self.session.config.step_timeout_ms;
         let gpu_map = self.session.config.gpu_map.clone();
-        let all: Vec<(usize, i32)> = work.clone();
-        self.step(Step::Restore, &all, &threads, |pid| Op::Restore {
+        self.step(Step::Restore, &threads, |pid| Op::Restore {
             pid,
             gpu_map: gpu_map.clone(),
             limit_ms,
         })?;
-        let unlock: Vec<(usize, i32)> = work
-            .into_iter()
-            .filter(|(index, _)| {
-                self.session.image.processes[*index].initial_state == ProcessState::Running
-            })
+        let running: Vec<i32> = self
+            .session
+            .image
+            .processes
+            .iter()
+            .filter(|record| record.initial_state == ProcessState::Running)
+            .map(|record| record.host_pid)
             .collect();
-        self.step(Step::Unlock, &unlock, &threads, |pid| Op::Unlock {
-            pid,
-            limit_ms,
-        })
+        let unlock: Vec<Thread> = threads
+            .into_iter()
+            .filter(|thread| running.contains(&thread.pid))
+            .collect();
+        self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
     }
 
     /// One step of several processes at once, their driver threads released for it.
     fn step(
         &mut self,
         step: Step,
-        work: &[(usize, i32)],
-        threads: &[(i32, i32)],
+        threads: &[Thread],
         op: impl Fn(i32) -> Op,
     ) -> Result<(), Failed> {
-        if work.is_empty() {
+        if threads.is_empty() {
             return Ok(());
         }
         let name = step.to_string();
-        let threads: Vec<(i32, i32)> = threads
-            .iter()
-            .copied()
-            .filter(|(pid, _)| work.iter().any(|(_, other)| other == pid))
-            .collect();
-        let mut released = release(&name, &threads)?;
-        let ops = work.iter().map(|(_, pid)| op(*pid)).collect();
-        let result = self.session.batch(ops, &mut released);
-        let not_stopped = stop(released);
+        let (replies, not_stopped) = self.session.released_batch(&name, threads, op)?;
         let mut first = None;
-        for ((index, pid), reply) in work.iter().zip(result?) {
-            match reply_failure(&name, *pid, &reply.outcome) {
-                Some(failed) => {
-                    first.get_or_insert(failed);
-                }
-                None => {
-                    let record = &mut self.session.image.processes[*index];
-                    record.steps.push(StepTiming {
-                        step,
-                        micros: reply.micros,
-                    });
-                    let what = format!("process {pid}: {step} in {} ms", reply.micros / 1000);
-                    criu::log(Level::Info, &what);
-                }
+        for (Thread { pid, .. }, reply) in threads.iter().zip(replies) {
+            if let Some(failed) = reply_failure(&name, *pid, &reply.outcome) {
+                first.get_or_insert(failed);
+                continue;
             }
+            if let Some(record) = record_of(&mut self.session.image.processes, *pid) {
+                record.steps.push(StepTiming {
+                    step,
+                    micros: reply.micros,
+                });
+            }
+            let what = format!("process {pid}: {step} in {} ms", reply.micros / 1000);
+            criu::log(Level::Info, &what);
         }
         match (first, not_stopped) {
             (Some(failed), _) => Err(failed),

@@ -240,6 +240,43 @@ impl Session {
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
     }
 
+    /// Which of the processes use CUDA: each with its driver's thread.
+    pub fn find(&mut self, pids: &[i32]) -> Result<Vec<Thread>, Failed> {
+        let find = |pid: &i32| Op::Find {
+            pid: *pid,
+            limit_ms: QUERY_MS,
+        };
+        let replies = self.batch(pids.iter().map(find).collect(), &mut [])?;
+        let mut found = Vec::new();
+        for (pid, reply) in pids.iter().zip(replies) {
+            match reply.outcome {
+                Outcome::Thread(Some(tid)) => found.push(Thread { pid: *pid, tid }),
+                Outcome::Thread(None) => {
+                    criu::log(Level::Debug, &format!("process {pid} does not use CUDA"));
+                }
+                Outcome::Error(error) if error.kind == ErrorKind::NoProcess => {}
+                outcome => return Err(unexpected("find", *pid, &outcome)),
+            }
+        }
+        Ok(found)
+    }
+
+    /// One request for each process, all at once, the drivers' threads of stopped processes
+    /// released for the time. Replies come in the order of the processes; the text says that a
+    /// thread could not be stopped again.
+    pub fn released_batch(
+        &mut self,
+        step: &str,
+        threads: &[Thread],
+        op: impl Fn(i32) -> Op,
+    ) -> Result<(Vec<Reply>, Option<String>), Failed> {
+        let mut released = release(step, threads)?;
+        let ops = threads.iter().map(|thread| op(thread.pid)).collect();
+        let result = self.batch(ops, &mut released);
+        let not_stopped = stop(released);
+        Ok((result?, not_stopped))
+    }
+
     /// Tells the agent that the dump is complete.
     pub fn commit(&mut self) -> Result<(), Failed> {
         self.batch(vec![Op::Commit], &mut []).map(drop)
@@ -279,30 +316,44 @@ fn limit_of(op: &Op) -> Duration {
     Duration::from_millis(match op {
         Op::Hello | Op::Commit => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
-        Op::Query { limit_ms, .. }
+        Op::Find { limit_ms, .. }
+        | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. } => *limit_ms,
     })
 }
 
-/// Turns a driver's error into a failure of the step.
-pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> {
-    match outcome {
-        Outcome::Error(error) => {
-            let mut failure = failure(step, Some(pid), error.message.clone());
-            failure.remedy = remedy(error.kind).map(ToOwned::to_owned);
-            Some(failure)
-        }
-        _ => None,
-    }
+/// A CUDA process and the thread in it that does the driver's work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Thread {
+    /// The process.
+    pub pid: i32,
+    /// The thread.
+    pub tid: i32,
 }
 
-/// Lets the driver's threads run, each in its stopped process; a process that CRIU has not stopped
+/// Turns a driver's error into a failure of the step.
+pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> {
+    let Outcome::Error(error) = outcome else {
+        return None;
+    };
+    let mut failure = failure(step, Some(pid), error.message.clone());
+    failure.remedy = remedy(error.kind).map(ToOwned::to_owned);
+    Some(failure)
+}
+
+/// A driver's error, or an answer that makes no sense, as a failure of the step.
+pub fn unexpected(step: &str, pid: i32, outcome: &Outcome) -> Failed {
+    reply_failure(step, pid, outcome)
+        .unwrap_or_else(|| failure(step, Some(pid), "unexpected answer of the agent"))
+}
+
+/// Lets the drivers' threads run, each in its stopped process; a process that CRIU has not stopped
 /// needs nothing. All or none.
-pub fn release(step: &str, threads: &[(i32, i32)]) -> Result<Vec<Released>, Failed> {
+fn release(step: &str, threads: &[Thread]) -> Result<Vec<Released>, Failed> {
     let mut released = Vec::new();
-    for (pid, tid) in threads {
+    for Thread { pid, tid } in threads {
         if !is_ours(*tid) {
             continue;
         }
@@ -319,7 +370,7 @@ pub fn release(step: &str, threads: &[(i32, i32)]) -> Result<Vec<Released>, Fail
 }
 
 /// Stops them again. The first error is told; all are tried.
-pub fn stop(released: Vec<Released>) -> Option<String> {
+fn stop(released: Vec<Released>) -> Option<String> {
     let mut first = None;
     for thread in released {
         if let Err(error) = thread.stop() {

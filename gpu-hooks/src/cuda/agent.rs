@@ -9,7 +9,7 @@
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
 use super::procfs;
-use super::protocol::{CudaProcess, DriverError, ErrorKind, Op, Outcome, ProcessState};
+use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
@@ -96,7 +96,8 @@ impl<D: Driver> Agent<D> {
     pub fn perform(self: &Arc<Self>, op: &Op) -> Outcome {
         let limit = match op {
             Op::Lock { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + LOCK_GRACE,
-            Op::Query { limit_ms, .. }
+            Op::Find { limit_ms, .. }
+            | Op::Query { limit_ms, .. }
             | Op::Checkpoint { limit_ms, .. }
             | Op::Restore { limit_ms, .. }
             | Op::Unlock { limit_ms, .. } => Duration::from_millis(*limit_ms),
@@ -206,7 +207,8 @@ impl<D: Driver> Agent<D> {
 
     fn call(&self, pid: i32, op: &Op) -> Result<Outcome, DriverError> {
         match op {
-            Op::Query { .. } => self.query(pid).map(Outcome::Process),
+            Op::Find { .. } => Ok(Outcome::Thread(self.find(pid))),
+            Op::Query { .. } => self.query(pid).map(Outcome::State),
             Op::Lock { timeout_ms, .. } => {
                 self.note_found(pid)?;
                 self.lock(pid, u32::try_from(*timeout_ms).unwrap_or(u32::MAX))?;
@@ -243,16 +245,19 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    fn query(&self, pid: i32) -> Result<Option<CudaProcess>, DriverError> {
+    fn find(&self, pid: i32) -> Option<i32> {
         // Any error here means that the process has no driver thread. One that uses CUDA after all
         // is caught by the device files and mappings that CRIU then finds.
-        let restore_tid = match self.driver.restore_tid(pid) {
-            Ok(tid) => tid,
+        match self.driver.restore_tid(pid) {
+            Ok(tid) => Some(tid),
             Err(cause) => {
                 tracing::debug!(pid, code = cause.code, "no CUDA: {}", cause.text);
-                return Ok(None);
+                None
             }
-        };
+        }
+    }
+
+    fn query(&self, pid: i32) -> Result<ProcessState, DriverError> {
         let state = match self.driver.state(pid) {
             Err(cause) if cause.is_illegal_state() => {
                 std::thread::sleep(RACE_PAUSE);
@@ -260,8 +265,7 @@ impl<D: Driver> Agent<D> {
             }
             other => other,
         };
-        let state = state.map_err(|cause| cause.describe("query"))?;
-        Ok(Some(CudaProcess { state, restore_tid }))
+        state.map_err(|cause| cause.describe("query"))
     }
 
     fn lock(&self, pid: i32, timeout_ms: u32) -> Result<(), DriverError> {
@@ -389,14 +393,12 @@ impl<D: Driver> Agent<D> {
 
     fn undo(self: &Arc<Self>, pid: i32, limit: Duration) -> Result<(), DriverError> {
         self.wait_idle(pid, limit)?;
-        let state = match self.perform_within(Op::Query { pid, limit_ms: 0 }, limit)? {
-            Outcome::Process(Some(process)) => process.state,
-            _ => {
-                return Err(error(
-                    ErrorKind::Driver,
-                    "the driver does not know the process",
-                ));
-            }
+        let outcome = self.perform_within(Op::Query { pid, limit_ms: 0 }, limit)?;
+        let Outcome::State(state) = outcome else {
+            return Err(error(
+                ErrorKind::Driver,
+                "the driver does not tell the state",
+            ));
         };
         self.record(pid, |entry| entry.now = state);
         let found = self.found(pid);

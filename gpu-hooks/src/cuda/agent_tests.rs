@@ -286,9 +286,9 @@ fn errors_have_kinds() {
     assert_eq!(kind(agent.perform(&lock(-1))), ErrorKind::BadRequest);
     assert_eq!(kind(agent.perform(&lock(i32::MAX))), ErrorKind::NoProcess);
     let other = std::process::id() as i32;
-    let query = Op::Query {
+    let find = Op::Find {
         pid: other,
         limit_ms: 500,
     };
-    assert_eq!(agent.perform(&query), Outcome::Process(None));
+    assert_eq!(agent.perform(&find), Outcome::Thread(None));
 }

@@ -66,7 +66,16 @@ impl std::fmt::Display for ProcessState {
 pub enum Op {
     /// Who is there. Answered by [`Outcome::Hello`].
     Hello,
-    /// Is this a CUDA process, and in which state. Answered by [`Outcome::Process`].
+    /// Is this a CUDA process. Needs nothing of the process, which may be stopped. Answered by
+    /// [`Outcome::Thread`].
+    Find {
+        /// The process.
+        pid: i32,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// The state of a CUDA process, which its driver's thread tells: it must be running. Answered
+    /// by [`Outcome::State`].
     Query {
         /// The process.
         pid: i32,
@@ -115,7 +124,8 @@ impl Op {
     pub fn pid(&self) -> Option<i32> {
         match self {
             Self::Hello | Self::Commit => None,
-            Self::Query { pid, .. }
+            Self::Find { pid, .. }
+            | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
             | Self::Checkpoint { pid, .. }
             | Self::Restore { pid, .. }
@@ -127,6 +137,7 @@ impl Op {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello => "hello",
+            Self::Find { .. } => "find",
             Self::Query { .. } => "query",
             Self::Lock { .. } => "lock",
             Self::Checkpoint { .. } => "checkpoint",
@@ -163,8 +174,11 @@ pub struct Reply {
 pub enum Outcome {
     /// Answer to [`Op::Hello`].
     Hello(Hello),
-    /// Answer to [`Op::Query`]; `None`: not a CUDA process.
-    Process(Option<CudaProcess>),
+    /// Answer to [`Op::Find`]: the thread that does the driver's work in the process; `None`: it
+    /// does not use CUDA.
+    Thread(Option<i32>),
+    /// Answer to [`Op::Query`].
+    State(ProcessState),
     /// The step is done.
     Done,
     /// The step failed.
@@ -192,15 +206,6 @@ pub struct AgentGpu {
     pub name: String,
     /// Its memory in bytes.
     pub total_memory: u64,
-}
-
-/// A process that uses CUDA.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CudaProcess {
-    /// Its state now.
-    pub state: ProcessState,
-    /// The thread that does the driver's work in it.
-    pub restore_tid: i32,
 }
 
 /// Why a step failed.
@@ -306,6 +311,7 @@ mod tests {
         prop_oneof![
             Just(Op::Hello),
             Just(Op::Commit),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Find { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Query { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint { pid, limit_ms }),

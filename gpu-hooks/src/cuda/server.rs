@@ -165,7 +165,7 @@ impl<D: Driver> Server<D> {
                 );
             }
             op => {
-                end.worked |= !matches!(op, Op::Query { .. });
+                end.worked |= !matches!(op, Op::Find { .. } | Op::Query { .. });
                 let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
                 std::thread::Builder::new()
                     .name("request".into())

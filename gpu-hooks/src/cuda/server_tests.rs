@@ -134,14 +134,14 @@ fn asking_alone_leaves_no_report() {
     let pid = std::process::id() as i32;
     let reply = client
         .call(
-            Op::Query {
+            Op::Find {
                 pid,
                 limit_ms: 1000,
             },
             LIMIT,
         )
         .unwrap();
-    assert_eq!(reply.outcome, Outcome::Process(None));
+    assert_eq!(reply.outcome, Outcome::Thread(None));
     drop(client);
     assert_eq!(server.end(), (AgentOutcome::Clean, None));
 }
