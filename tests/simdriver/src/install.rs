@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
@@ -9,24 +10,28 @@ use anyhow::{Context, Result, bail};
 const BUILT: &str = "libcuda_sim.so";
 
 /// The built `libcuda`, sought around the running program: `target/debug`, or `target/debug/deps`
-/// for a test.
+/// for a test. Cargo may leave an old copy in one of the two, so the newest is taken.
 pub fn built_library() -> Result<PathBuf> {
     let exe = std::env::current_exe()?;
-    for dir in exe.ancestors().skip(1).take(3) {
+    let mut found: Vec<(SystemTime, PathBuf)> = Vec::new();
+    for dir in exe.ancestors().skip(1).take(2) {
         for candidate in [
             dir.join(BUILT),
             dir.join("deps").join(BUILT),
             dir.join("libcuda.so.1"),
         ] {
-            if candidate.is_file() {
-                return Ok(candidate);
+            if let Ok(changed) = fs::metadata(&candidate).and_then(|m| m.modified()) {
+                found.push((changed, candidate));
             }
         }
     }
-    bail!(
-        "{BUILT} is not next to {}: build the package first",
-        exe.display()
-    )
+    match found.into_iter().max() {
+        Some((_, path)) => Ok(path),
+        None => bail!(
+            "{BUILT} is not next to {}: build the package first",
+            exe.display()
+        ),
+    }
 }
 
 /// Copies the library as `libcuda.so.1`, writes `cusim.conf` beside it, and copies the programs

@@ -1,0 +1,300 @@
+//! A simulated machine for one test: a device server with its nodes, client processes, and calls of
+//! the checkpoint API from a process of its own. Everything goes when it is dropped.
+#![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test that fails should stop"
+)]
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use cuda_sim::install;
+use cuda_sim::server::control;
+use cuda_sim::uuid::GpuUuid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// The machine.
+pub struct Machine {
+    dir: TempDir,
+    server: Child,
+    clients: Vec<Child>,
+}
+
+/// A client process.
+#[derive(Clone)]
+pub struct Client {
+    pub pid: i32,
+    out: PathBuf,
+}
+
+/// What a call printed: the last word of the last line, or the error.
+pub type Outcome = Result<String, String>;
+
+impl Machine {
+    /// A machine with these server flags.
+    pub fn new(flags: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        install::install(&dir.path().join("lib"), &dir.path().join("sock")).unwrap();
+        let server = Command::new(env!("CARGO_BIN_EXE_cusim-server"))
+            .arg("--socket")
+            .arg(dir.path().join("sock"))
+            .arg("--dev-root")
+            .arg(dir.path().join("dev"))
+            .arg("--log")
+            .arg(dir.path().join("log"))
+            .args(flags)
+            .stderr(File::create(dir.path().join("server.err")).unwrap())
+            .spawn()
+            .unwrap();
+        let m = Self {
+            dir,
+            server,
+            clients: Vec::new(),
+        };
+        wait_for("the server", || m.events("ready").len() == 1);
+        m
+    }
+
+    /// A file of the machine.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn environment(&self, c: &mut Command) {
+        c.env("LD_LIBRARY_PATH", self.path("lib"))
+            .env("CUSIM_DEV_ROOT", self.path("dev"));
+        c.env_remove("CUSIM_SOCKET")
+            .env_remove("CUDA_VISIBLE_DEVICES");
+    }
+
+    /// Starts a client and waits for its first tick.
+    pub fn client(&mut self, flags: &[&str]) -> Client {
+        self.client_env(flags, &[])
+    }
+
+    /// The same, with additions to the environment.
+    pub fn client_env(&mut self, flags: &[&str], env: &[(&str, &str)]) -> Client {
+        let out = self.path(&format!("out{}", self.clients.len()));
+        let file = File::create(&out).unwrap();
+        let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-client"));
+        self.environment(&mut c);
+        for (flag, value) in [
+            ("--mib", "4"),
+            ("--chunk-mib", "2"),
+            ("--interval-ms", "20"),
+        ] {
+            if !flags.contains(&flag) {
+                c.args([flag, value]);
+            }
+        }
+        c.args(flags)
+            .envs(env.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(file.try_clone().unwrap())
+            .stderr(file);
+        let child = c.spawn().unwrap();
+        let client = Client {
+            pid: i32::try_from(child.id()).unwrap(),
+            out,
+        };
+        self.clients.push(child);
+        wait_for("a first tick", || {
+            client.ticks() > 0 || client.text().contains("Error")
+        });
+        client
+    }
+
+    /// A process of the test that is no client.
+    pub fn bystander(&mut self) -> i32 {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        self.clients.push(child);
+        pid
+    }
+
+    /// The command that does steps.
+    pub fn step_command(&self, pid: i32, args: &[&str]) -> Command {
+        let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-step"));
+        self.environment(&mut c);
+        c.arg(pid.to_string()).args(args).stdin(Stdio::null());
+        c
+    }
+
+    /// Does steps to a process, from a process of its own.
+    pub fn step(&self, pid: i32, args: &[&str]) -> Outcome {
+        let out = self.step_command(pid, args).output().unwrap();
+        let text = |b: &[u8]| String::from_utf8_lossy(b).trim().to_owned();
+        if out.status.success() {
+            let all = text(&out.stdout);
+            Ok(all
+                .lines()
+                .last()
+                .unwrap_or("")
+                .split(' ')
+                .nth(2)
+                .unwrap_or("")
+                .to_owned())
+        } else {
+            Err(text(&out.stderr))
+        }
+    }
+
+    /// Does steps that must succeed.
+    pub fn ok(&self, pid: i32, args: &[&str]) -> String {
+        self.step(pid, args)
+            .unwrap_or_else(|e| panic!("{args:?}: {e}"))
+    }
+
+    /// Does a step that must fail with this code.
+    pub fn fails(&self, pid: i32, args: &[&str], code: &str) {
+        match self.step(pid, args) {
+            Ok(t) => panic!("{args:?} succeeded: {t}"),
+            Err(e) => assert!(e.contains(&format!("{code} (")), "{args:?}: {e}"),
+        }
+    }
+
+    /// The checkpoint state.
+    pub fn state(&self, pid: i32) -> String {
+        self.ok(pid, &["state"])
+    }
+
+    /// Sends a line to the control socket.
+    pub fn control(&self, line: &str) -> Value {
+        control::send(&self.path("sock"), line).unwrap()
+    }
+
+    /// Sets a switch.
+    pub fn set(&self, switch: &str) {
+        self.control(&format!("set {switch}"));
+    }
+
+    /// Bytes that a process has on each GPU, by number.
+    pub fn held(&self, pid: i32) -> Vec<u64> {
+        let status = self.control("status");
+        let gpus = status["gpus"].as_array().unwrap();
+        gpus.iter()
+            .map(|g| g["pids"][pid.to_string()].as_u64().unwrap_or(0))
+            .collect()
+    }
+
+    /// Events of this name in the log.
+    pub fn events(&self, name: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path("log")).unwrap_or_default();
+        text.lines()
+            .filter_map(|l| serde_json::from_str::<Value>(l).ok())
+            .filter(|e| e["event"] == name)
+            .collect()
+    }
+
+    /// Ends a client.
+    pub fn kill(&mut self, c: &Client) {
+        for child in &mut self.clients {
+            if i32::try_from(child.id()).unwrap() == c.pid {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        for c in &mut self.clients {
+            let _ = c.kill();
+            let _ = c.wait();
+        }
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+impl Client {
+    /// All that it printed.
+    pub fn text(&self) -> String {
+        fs::read_to_string(&self.out).unwrap_or_default()
+    }
+
+    /// How many ticks it printed.
+    pub fn ticks(&self) -> usize {
+        self.text()
+            .lines()
+            .filter(|l| l.contains(" ok ") || l.contains(" CORRUPT "))
+            .count()
+    }
+
+    /// Waits until it ticked on, and checks that no tick was wrong.
+    pub fn goes_on(&self) {
+        let before = self.ticks();
+        wait_for("the client to go on", || self.ticks() > before + 2);
+        self.is_right();
+    }
+
+    /// No tick was wrong.
+    pub fn is_right(&self) {
+        let text = self.text();
+        assert!(
+            !text.contains("CORRUPT") && !text.contains("Error"),
+            "{text}"
+        );
+    }
+
+    /// It prints nothing.
+    pub fn stands_still(&self) {
+        sleep(Duration::from_millis(50));
+        let before = self.ticks();
+        sleep(Duration::from_millis(200));
+        assert_eq!(self.ticks(), before);
+    }
+
+    /// Where its descriptors point.
+    pub fn fds(&self) -> Vec<String> {
+        fds(self.pid)
+    }
+
+    /// Its memory maps.
+    pub fn maps(&self) -> String {
+        fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap()
+    }
+}
+
+/// Where a process's descriptors point.
+pub fn fds(pid: i32) -> Vec<String> {
+    fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .filter_map(|e| fs::read_link(e.ok()?.path()).ok())
+        .map(|p| p.to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Children of a process.
+pub fn children(pid: i32) -> Vec<i32> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    text.split_whitespace()
+        .map(|p| p.parse().unwrap())
+        .collect()
+}
+
+/// Waits for something, half a minute at most.
+pub fn wait_for(what: &str, f: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !f() {
+        assert!(Instant::now() < end, "waited too long for {what}");
+        sleep(Duration::from_millis(5));
+    }
+}
+
+/// The UUID of a GPU that the configuration does not name.
+pub fn gpu(n: u8) -> GpuUuid {
+    GpuUuid::numbered(n)
+}
+
+/// A folder without the nodes of this name.
+pub fn remove_node(dev: &Path, name: &str) {
+    fs::remove_file(dev.join(name)).unwrap();
+}
