@@ -51,7 +51,13 @@ pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     };
     put(&library, "libcuda.so.1")?;
     let from = library.parent().unwrap_or(Path::new("."));
-    for name in ["cusim-client", "cusim-server", "cusim-ctl", "cusim-step"] {
+    for name in [
+        "cusim-client",
+        "cusim-server",
+        "cusim-ctl",
+        "cusim-step",
+        "cusim-probe",
+    ] {
         let program = [from.join(name), from.join("..").join(name)];
         if let Some(p) = program.iter().find(|p| p.is_file()) {
             put(p, name)?;

@@ -59,6 +59,9 @@ struct Args {
     /// Allocate and free a MiB at every tick
     #[arg(long)]
     churn: bool,
+    /// Take more memory, unfilled, until less than this many MiB are free on the last GPU
+    #[arg(long)]
+    leave_mib: Option<usize>,
     /// Milliseconds between ticks
     #[arg(long, default_value_t = 100)]
     interval_ms: u64,
@@ -121,6 +124,11 @@ fn run(args: &Args, gpus: &[String], label: &str) -> Result<()> {
                 .with_context(|| format!("{mib} MiB on GPU {gpu}"))?;
             expected = expected.wrapping_add(fill(&cuda, p, bytes, at, args.content)?);
             chunks.push((p, bytes));
+        }
+    }
+    if let Some(leave) = args.leave_mib {
+        while cuda.mem_info().context("free memory")?.0 >= (leave + 256) << 20 {
+            cuda.alloc(256 << 20).context("the rest of the memory")?;
         }
     }
     if args.uvm {
