@@ -24,10 +24,12 @@ debootstrap --variant=minbase --keyring=/usr/share/keyrings/debian-archive-keyri
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
     "$root"/usr/share/{doc,man,locale,info}/*
 
-# No systemd and no journal in the bed. Debian's podman takes crun; tests name the runtime themselves.
+# No systemd and no journal in the bed, no network, and on a hybrid machine no pids controller with v2.
 cat > "$root/etc/containers/containers.conf" <<'CONF'
 [containers]
 log_driver = "k8s-file"
+netns = "none"
+pids_limit = 0
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"

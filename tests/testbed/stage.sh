@@ -19,18 +19,28 @@ show() { # SRC DST: a bind mount of a file or folder, its mount point made if ne
     mount --rbind "$1" "$2"
 }
 
+show_binaries() { # file by file: a build that replaces one does not change it under a running test
+    local file
+    show "$TESTBED_BIN" opt/build
+    mount -o remount,bind,ro opt/build
+    for file in cryopod cryopod-runtime containerd-shim-cryopod-v2; do
+        if [ -e "opt/build/$file" ]; then show "opt/build/$file" "usr/local/bin/$file"; fi
+    done
+    if [ -e opt/build/cryopod-cuda-agent ]; then
+        show opt/build/cryopod-cuda-agent usr/local/lib/cryopod/cryopod-cuda-agent
+    fi
+    if [ -e opt/build/libcryopod_nvidia.so ]; then
+        show opt/build/libcryopod_nvidia.so usr/local/lib/cryopod/cryopod_nvidia.so
+    fi
+}
+
 mount_devices() {
     mount -t tmpfs -o mode=755,size=1m dev dev
     mkdir dev/{pts,shm,mqueue,net}
     mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts dev/pts
     mount -t tmpfs shm dev/shm
     mount -t mqueue mqueue dev/mqueue
-    mknod -m 666 dev/null c 1 3
-    mknod -m 666 dev/zero c 1 5
-    mknod -m 666 dev/full c 1 7
-    mknod -m 666 dev/random c 1 8
-    mknod -m 666 dev/urandom c 1 9
-    mknod -m 666 dev/tty c 5 0
+    cp -a /dev/{null,zero,full,random,urandom,tty} dev/
     mknod -m 666 dev/fuse c 10 229
     mknod -m 666 dev/net/tun c 10 200
     ln -s pts/ptmx dev/ptmx
@@ -73,7 +83,7 @@ leave_cgroup2_root() { # a cgroup with processes of its own could give its child
 }
 
 make_mounts() {
-    local workspace=$TESTBED_SRC bind binary
+    local workspace=$TESTBED_SRC bind
     mount -t tmpfs -o mode=755 testbed "$TESTBED_MNT"
     cd "$TESTBED_MNT"
     mkdir lower upper work root
@@ -94,12 +104,7 @@ make_mounts() {
 
     mount --bind "$workspace" src
     mount -o remount,bind,ro src
-    for binary in cryopod cryopod-runtime containerd-shim-cryopod-v2; do
-        if [ -e "$TESTBED_BIN/$binary" ]; then show "$TESTBED_BIN/$binary" "usr/local/bin/$binary"; fi
-    done
-    for binary in "$TESTBED_BIN"/libcryopod_*.so; do
-        if [ -e "$binary" ]; then show "$binary" "usr/local/lib/cryopod/${binary##*/}"; fi
-    done
+    if [ -d "$TESTBED_BIN" ]; then show_binaries; fi
     while read -r bind; do
         if [ -n "$bind" ]; then show "${bind%%:*}" ".${bind#*:}"; fi
     done <<< "$TESTBED_BINDS"
@@ -111,8 +116,8 @@ make_mounts() {
     cd /root
     ip link set lo up
     exec env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-        LANG=C.UTF-8 TERM="${TERM:-dumb}" PODMAN_IGNORE_CGROUPSV1_WARNING=1 TESTBED_STAGE=init TESTBED_CGROUP="$TESTBED_CGROUP" \
-        TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
+        LANG=C.UTF-8 TERM="${TERM:-dumb}" PODMAN_IGNORE_CGROUPSV1_WARNING=1 TESTBED_STAGE=init \
+        TESTBED_CGROUP="$TESTBED_CGROUP" TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
 }
 
 case ${TESTBED_STAGE:-} in

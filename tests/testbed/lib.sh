@@ -1,0 +1,44 @@
+# lib.sh: for scripts that run in the test bed. Bed::sh sources it; by hand: . /src/tests/testbed/lib.sh
+# shellcheck shell=bash
+
+# mkimage: makes the image localhost/busybox. Each run of the bed starts without images.
+mkimage() { podman import -q /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null; }
+
+# pod ARG...: podman with $RUNTIME as its runtime, by default cryopod's.
+pod() { podman --runtime "${RUNTIME:-cryopod-runtime}" "$@"; }
+
+# low_level NAME: the runtime that cryopod-runtime is to put underneath.
+low_level() { mkdir -p /etc/cryopod && printf '[runtime]\nlow_level = "%s"\n' "$1" > /etc/cryopod/config.toml; }
+
+# "${counter[@]}": a container's command that prints 0, 1, 2, ... ten times a second.
+# shellcheck disable=SC2034,SC2016
+counter=(sh -c 'i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
+
+# count NAME: the last number that the counter in container NAME has printed.
+count() { podman logs "$1" | tail -n 1; }
+
+# counted NAME N: the counter in container NAME has printed a number of at least N.
+counted() { local n && n=$(count "$1") && [ "${n:--1}" -ge "$2" ]; }
+
+# wait_for SECONDS COMMAND...: until COMMAND succeeds; an error when it has not by then.
+wait_for() {
+    local seconds=$1 end=$((SECONDS + $1)) && shift
+    until "$@"; do
+        if [ "$SECONDS" -gt "$end" ]; then
+            echo "wait_for: not within $seconds s: $*" >&2
+            return 1
+        fi
+        sleep 0.05
+    done
+}
+
+# fake_gpu_nodes: device nodes named and numbered like those of an NVIDIA and an AMD GPU. No driver is
+# behind them: to open one fails.
+fake_gpu_nodes() {
+    mkdir -p /dev/dri
+    mknod -m 666 /dev/nvidia0 c 195 0
+    mknod -m 666 /dev/nvidiactl c 195 255
+    mknod -m 666 /dev/nvidia-uvm c 511 0
+    mknod -m 666 /dev/kfd c 510 0
+    mknod -m 666 /dev/dri/renderD128 c 226 128
+}
