@@ -111,6 +111,8 @@ fn failures_with_a_count_and_a_code() {
     let (m, c) = with_client();
     m.set("fail-lock=CUDA_ERROR_TIMEOUT:1");
     m.fails(c.pid, &["lock"], "CUDA_ERROR_TIMEOUT");
+    m.set("fail-get-state=CUDA_ERROR_NOT_PERMITTED:1");
+    m.fails(c.pid, &["state"], "CUDA_ERROR_NOT_PERMITTED");
     m.set("cuinit-race");
     m.fails(c.pid, &["lock"], "CUDA_ERROR_ILLEGAL_STATE");
     c.goes_on();
@@ -133,7 +135,7 @@ fn failures_with_a_count_and_a_code() {
     assert_eq!(m.state(c.pid), "locked");
     m.ok(c.pid, &["unlock"]);
     c.goes_on();
-    assert_eq!(m.events("fault").len(), 6);
+    assert_eq!(m.events("fault").len(), 7);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::mailbox::{MAX_PAIRS, Remote, Word};
-use super::process::process;
+use super::process::{checked, process};
 use crate::abi::*;
 use crate::uuid::GpuUuid;
 use crate::wire::{self, Step, op};
@@ -33,12 +33,11 @@ pub fn call(
     let start = Instant::now();
     // One call at a time on a process: the server keeps the queue, and forgets a caller that died.
     let server = UnixStream::connect(&here.socket).map_err(|_| CUDA_ERROR_UNKNOWN)?;
-    wire::ask(
+    checked(wire::ask(
         &server,
         op::CALL_BEGIN,
         &[u64::from(pid.unsigned_abs()), step as u64],
-    )
-    .map_err(|_| CUDA_ERROR_UNKNOWN)?;
+    ))?;
     let answer = ask(&remote, step, timeout_ms, pairs).unwrap_or(Err(CUDA_ERROR_OPERATING_SYSTEM));
     let code = answer.err().unwrap_or(0);
     let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -37,7 +37,7 @@ refuse, uvm, ipc     checkpoint returns CUDA_ERROR_NOT_SUPPORTED, the process st
 mps, mig             lock returns CUDA_ERROR_NOT_SUPPORTED
 oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
 cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
-STEP is init, get-state, lock, checkpoint, restore or unlock. NAME[=VALUE][:COUNT][/SKIP][@PID]";
+STEP is init, get-state (fail and slow only), lock, checkpoint, restore or unlock. NAME[=VALUE][:COUNT][/SKIP][@PID]";
 
 impl FromStr for Fault {
     type Err = String;
@@ -164,7 +164,7 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
             })?,
             ..verdict
         }),
-        "break" => Some(Verdict {
+        "break" if step != Step::GetState => Some(Verdict {
             directive: directive::BREAK,
             code: code(abi::CUDA_ERROR_UNKNOWN)?,
             ..verdict
@@ -173,7 +173,7 @@ fn effect(f: &Fault, step: Step) -> Option<Verdict> {
             directive: directive::HANG,
             ..verdict
         }),
-        "hang" => Some(Verdict {
+        "hang" if step != Step::GetState => Some(Verdict {
             directive: directive::HANG_FOREVER,
             ..verdict
         }),

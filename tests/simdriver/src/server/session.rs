@@ -103,7 +103,11 @@ fn answer(
             let target = i32::try_from(f[1]).map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
             server.call_begin(target);
             c.call = Some((target, step));
-            Ok(())
+            if step == Step::GetState {
+                asked_for_state(server, target)
+            } else {
+                Ok(())
+            }
         }
         op::CALL_END => {
             if let Some((target, step)) = c.call.take() {
@@ -119,6 +123,22 @@ fn answer(
             let id = c.session.ok_or(CUDA_ERROR_NOT_INITIALIZED)?;
             client(server, c, id, f, reply, file)
         }
+    }
+}
+
+/// The switches of a question for the state, which the process answers without the server.
+fn asked_for_state(server: &Arc<Server>, target: i32) -> Result<(), CuResult> {
+    let (verdict, acted) = server.world().faults.decide(Step::GetState, target);
+    std::thread::sleep(std::time::Duration::from_millis(verdict.delay_ms));
+    if !acted.is_empty() {
+        let fields =
+            json!({ "pid": target, "step": "get-state", "switches": acted, "code": verdict.code });
+        server.events.write("fault", fields);
+    }
+    if verdict.directive == directive::FAIL {
+        Err(verdict.code)
+    } else {
+        Ok(())
     }
 }
 
