@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, GpuProcess, Vendor};
 
+use crate::cuda::preflight;
 use crate::host::Host;
 use crate::spec::Spec;
 use crate::{amd, live, nvidia};
@@ -134,6 +135,20 @@ pub fn checkpoint(
             None => refusals.extend(users.iter().map(|p| no_plugin(p, vendor))),
         }
     }
+    let cuda: Vec<i32> = processes
+        .iter()
+        .filter(|p| p.vendors.contains(&Vendor::Nvidia))
+        .map(|p| p.pid)
+        .collect();
+    refusals.extend(
+        preflight::preflight(host, &cuda)
+            .into_iter()
+            .map(|r| Refusal {
+                process: (r.pid > 0).then_some((r.pid, r.comm)),
+                what: r.what,
+                remedy: r.remedy,
+            }),
+    );
     if !refusals.is_empty() {
         return Err(PlanError::Refused(refusals));
     }
