@@ -1,1 +1,3 @@
 //! End-to-end tests, the test bed and the benchmarks.
+
+pub mod bed;

@@ -1,0 +1,295 @@
+//! Runs scripts in the test bed (`tests/testbed/testbed`): a Debian with the whole container stack, of which
+//! nothing remains when the script has ended.
+//!
+//! ```no_run
+//! use cryopod_tests::bed::{Bed, Cgroup};
+//! let Some(bed) = Bed::new(Cgroup::V2) else { return };
+//! let counted = bed.sh("mkimage; pod run --rm localhost/busybox echo hello").ok();
+//! assert_eq!(counted, "hello\n");
+//! ```
+//!
+//! Where the bed cannot run (no root, no Debian mirror, no such cgroups), [`Bed::new`] says why and returns
+//! `None`, and the test counts as skipped: a line in the file that `CRYOPOD_SKIPPED` names. With `CI=true` or
+//! `CRYOPOD_REQUIRE_REAL=1` that is a failure.
+#![allow(
+    clippy::panic,
+    clippy::expect_used,
+    reason = "a test's helper reports by failing the test"
+)]
+
+use std::env;
+use std::fmt;
+use std::fs::OpenOptions;
+use std::io::{Read, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// The test bed's exit code for "cannot run on this machine".
+const CANNOT: i32 = 77;
+/// How long a run may take unless the test says otherwise.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How long the bed may take to clean up after it was told to end.
+const GRACE: Duration = Duration::from_secs(15);
+
+/// The cgroup set-up that a run shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cgroup {
+    /// The machine's v1 hierarchies, with its v2 mount beside them.
+    V1,
+    /// Pure v2.
+    V2,
+}
+
+impl Cgroup {
+    /// As on the test bed's command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V1 => "v1",
+            Self::V2 => "v2",
+        }
+    }
+}
+
+/// A test bed that can run scripts.
+#[derive(Debug, Clone)]
+pub struct Bed {
+    cgroup: Cgroup,
+    binds: Vec<String>,
+    limit: Duration,
+}
+
+impl Bed {
+    /// The bed with this cgroup set-up, built if need be; `None`, said and counted, where it cannot run.
+    pub fn new(cgroup: Cgroup) -> Option<Self> {
+        static REASONS: [OnceLock<Option<String>>; 2] = [const { OnceLock::new() }; 2];
+        let reason = REASONS[cgroup as usize].get_or_init(|| unavailable(cgroup));
+        let bed = Self {
+            cgroup,
+            binds: Vec::new(),
+            limit: LIMIT,
+        };
+        match reason {
+            None => Some(bed),
+            Some(reason) => {
+                skip(reason);
+                None
+            }
+        }
+    }
+
+    /// Shows a file or folder of this machine in the bed, writable.
+    #[must_use]
+    pub fn bind(mut self, src: &Path, dst: &str) -> Self {
+        self.binds.push(format!("{}:{dst}", src.display()));
+        self
+    }
+
+    /// Another limit than two minutes.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// Runs a bash script, with `-eu -o pipefail` and the functions of `tests/testbed/lib.sh`. Whatever it
+    /// started is gone afterwards.
+    ///
+    /// # Panics
+    /// When it runs longer than the limit, with what it printed until then.
+    pub fn sh(&self, script: &str) -> Output {
+        let script = format!(". /src/tests/testbed/lib.sh\n{script}");
+        let mut command = enter(self.cgroup);
+        for bind in &self.binds {
+            command.args(["--bind", bind]);
+        }
+        command.args(["--", "bash", "-eu", "-o", "pipefail", "-c", &script]);
+        let (output, in_time) = run(command, self.limit);
+        assert!(
+            in_time,
+            "the script ran longer than {:?} and was ended\n{output}",
+            self.limit
+        );
+        output
+    }
+}
+
+/// What a script did.
+#[derive(Debug)]
+pub struct Output {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// What it printed.
+    pub stdout: String,
+    /// What it complained of.
+    pub stderr: String,
+}
+
+impl Output {
+    /// The standard output of a script that succeeded.
+    ///
+    /// # Panics
+    /// When it failed, with all that it printed.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert!(self.status.success(), "the script failed\n{self}");
+        self.stdout
+    }
+
+    /// The standard error of a script that failed.
+    ///
+    /// # Panics
+    /// When it succeeded, with all that it printed.
+    #[track_caller]
+    pub fn fails(self) -> String {
+        assert!(
+            !self.status.success(),
+            "the script should have failed\n{self}"
+        );
+        self.stderr
+    }
+}
+
+impl fmt::Display for Output {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            status,
+            stdout,
+            stderr,
+        } = self;
+        write!(f, "{status}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+    }
+}
+
+/// The root of the workspace.
+pub fn workspace() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+}
+
+/// Where the binaries under test are: `CRYOPOD_BIN_DIR`, else this test's own profile, built now, so that no
+/// test ever runs an old one.
+pub fn bin_dir() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    DIR.get_or_init(|| {
+        if let Some(dir) = env::var_os("CRYOPOD_BIN_DIR") {
+            return dir.into();
+        }
+        let test = env::current_exe().expect("the test's own path");
+        let dir = test
+            .ancestors()
+            .nth(2)
+            .expect("a test is in target/PROFILE/deps");
+        let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut build = Command::new(cargo);
+        build.args([
+            "build",
+            "--quiet",
+            "--workspace",
+            "--exclude",
+            "cryopod-tests",
+        ]);
+        if dir.ends_with("release") {
+            build.arg("--release");
+        }
+        let built = build
+            .current_dir(workspace())
+            .status()
+            .expect("cargo starts");
+        assert!(built.success(), "the binaries under test do not build");
+        dir.to_owned()
+    })
+}
+
+/// `testbed enter`, which dies with the thread that starts it.
+fn enter(cgroup: Cgroup) -> Command {
+    let mut command = Command::new("setpriv");
+    command
+        .args(["--pdeathsig", "TERM"])
+        .arg(workspace().join("tests/testbed/testbed"))
+        .args(["enter", "--cgroup", cgroup.name()])
+        .env("CRYOPOD_BIN_DIR", bin_dir());
+    command
+}
+
+/// Why this machine cannot run the bed.
+fn unavailable(cgroup: Cgroup) -> Option<String> {
+    let mut command = enter(cgroup);
+    command.args(["--", "true"]);
+    let (output, in_time) = run(command, Duration::from_secs(600)); // it may have to build the root
+    assert!(in_time, "the test bed does not come up\n{output}");
+    match output.status.code() {
+        Some(0) => None,
+        Some(CANNOT) => Some(output.stderr),
+        _ => panic!("the test bed does not come up\n{output}"),
+    }
+}
+
+fn skip(reason: &str) {
+    let required = env::var("CI").is_ok_and(|v| v == "true")
+        || env::var("CRYOPOD_REQUIRE_REAL").is_ok_and(|v| v == "1");
+    assert!(!required, "this test must run here, but: {reason}");
+    let test = thread::current().name().unwrap_or("a test").to_owned();
+    let line = format!("{test}: {}\n", reason.trim());
+    eprint!("SKIPPED {line}");
+    if let Some(path) = env::var_os("CRYOPOD_SKIPPED") {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        file.and_then(|mut f| f.write_all(line.as_bytes()))
+            .expect("the file that CRYOPOD_SKIPPED names can be written");
+    }
+}
+
+/// Runs a command to its end, or to the limit and then no longer than its cleaning up takes.
+fn run(mut command: Command, limit: Duration) -> (Output, bool) {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("setpriv (package util-linux) starts");
+    let stdout = child.stdout.take().map(collect);
+    let stderr = child.stderr.take().map(collect);
+    let mut status = wait(&mut child, limit);
+    let in_time = status.is_some();
+    for signal in [Signal::SIGTERM, Signal::SIGKILL] {
+        if status.is_none() {
+            let pid = i32::try_from(child.id()).expect("a pid is positive");
+            kill(Pid::from_raw(pid), signal).expect("a child can be signalled");
+            status = wait(&mut child, GRACE);
+        }
+    }
+    let text = |reader: Option<thread::JoinHandle<String>>| {
+        reader.and_then(|r| r.join().ok()).unwrap_or_default()
+    };
+    let output = Output {
+        status: status.expect("a killed process ends"),
+        stdout: text(stdout),
+        stderr: text(stderr),
+    };
+    (output, in_time)
+}
+
+fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let end = Instant::now() + limit;
+    loop {
+        if let Some(status) = child.try_wait().expect("a child can be waited for") {
+            return Some(status);
+        }
+        if Instant::now() >= end {
+            return None;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn collect(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = from.read_to_end(&mut bytes); // what came before an error is what there is to show
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}

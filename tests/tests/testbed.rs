@@ -1,0 +1,137 @@
+//! The test bed's own promises: apart from the machine, and nothing left behind.
+#![allow(clippy::expect_used, reason = "tests report by failing")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cryopod_tests::bed::{Bed, Cgroup, bin_dir, workspace};
+
+/// How long the kernel may take to end processes that were killed.
+const DYING: Duration = Duration::from_secs(10);
+/// A script that leaves as much as it can: a container, a mount, an interface, a daemon of its own.
+const MESS: &str = "
+    mkimage
+    RUNTIME=runc pod run -d --name left localhost/busybox sleep 100000
+    mkdir /tmp/left && mount -t tmpfs left /tmp/left
+    ip link add left0 type dummy || true
+    setsid sleep 100001 &
+    touch /left";
+
+#[test]
+fn exit_codes_and_output_come_through() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let output = bed.sh("echo out; echo err >&2; exit 7");
+    assert_eq!(output.status.code(), Some(7));
+    assert_eq!(
+        (output.stdout.as_str(), output.stderr.as_str()),
+        ("out\n", "err\n")
+    );
+}
+
+#[test]
+fn the_workspace_is_read_only_and_the_root_is_new_each_time() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    bed.sh("! touch /src/left; touch /usr/bin/left; [ -e /src/Cargo.toml ]")
+        .ok();
+    bed.sh("[ ! -e /usr/bin/left ]").ok();
+}
+
+#[test]
+fn a_finished_run_leaves_nothing() {
+    for cgroup in [Cgroup::V1, Cgroup::V2] {
+        let Some(bed) = Bed::new(cgroup) else {
+            continue;
+        };
+        let out = tempfile::tempdir().expect("a folder");
+        let bed = bed.bind(out.path(), "/out");
+        bed.sh(&format!("{MESS}\n{REPORT}")).ok();
+        let mark = fs::read_to_string(out.path().join("mark")).expect("the script wrote it");
+        within(DYING, || remains(&mark).is_empty());
+    }
+}
+
+/// Writes what a process of this run is known by on the machine: its PID namespace.
+const REPORT: &str = "readlink /proc/self/ns/pid > /out/mark";
+
+#[test]
+fn a_run_over_its_limit_is_ended_with_all_it_started() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let out = tempfile::tempdir().expect("a folder");
+    let bed = bed.bind(out.path(), "/out").limit(Duration::from_secs(3));
+    let script = format!("{MESS}\n{REPORT}\nsleep 100002");
+    let ended = std::panic::catch_unwind(|| bed.sh(&script));
+    assert!(ended.is_err(), "a run over its limit must fail the test");
+    let mark = fs::read_to_string(out.path().join("mark")).expect("the script got to the end");
+    within(DYING, || remains(&mark).is_empty());
+}
+
+#[test]
+fn a_killed_run_dies_and_the_next_one_sweeps_its_cgroups() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let out = tempfile::tempdir().expect("a folder");
+    let mut testbed = Command::new(workspace().join("tests/testbed/testbed"))
+        .args(["enter", "--bind"])
+        .arg(format!("{}:/out", out.path().display()))
+        .args([
+            "--",
+            "bash",
+            "-c",
+            &format!("{REPORT}.new; mv /out/mark.new /out/mark; sleep 100003"),
+        ])
+        .env("CRYOPOD_BIN_DIR", bin_dir())
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("the test bed starts");
+    let mark = out.path().join("mark");
+    within(Duration::from_secs(30), || mark.exists());
+    let mark = fs::read_to_string(&mark).expect("just seen");
+    testbed.kill().expect("it runs");
+    testbed.wait().expect("it was started here");
+    within(DYING, || remains(&mark).is_empty());
+    bed.sh("true").ok();
+    let name = format!("cryopod-test-{}-", testbed.id());
+    let left = find(Path::new("/sys/fs/cgroup"), &name, 4);
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// Processes of the PID namespace that are still there.
+fn remains(mark: &str) -> Vec<String> {
+    let processes = fs::read_dir("/proc").expect("/proc is mounted").flatten();
+    let of_run = processes.filter(|p| {
+        fs::read_link(p.path().join("ns/pid")).is_ok_and(|ns| ns.as_os_str() == mark.trim())
+    });
+    of_run
+        .map(|p| fs::read_to_string(p.path().join("cmdline")).unwrap_or_default())
+        .collect()
+}
+
+fn find(folder: &Path, prefix: &str, depth: usize) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(prefix) {
+            found.push(entry.path());
+        } else if depth > 1 && entry.file_type().is_ok_and(|t| t.is_dir()) {
+            found.extend(find(&entry.path(), prefix, depth - 1));
+        }
+    }
+    found
+}
+
+fn within(limit: Duration, condition: impl Fn() -> bool) {
+    let end = Instant::now() + limit;
+    while !condition() {
+        assert!(Instant::now() < end, "not within {limit:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
