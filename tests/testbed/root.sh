@@ -33,6 +33,8 @@ pids_limit = 0
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+[engine.runtimes]
+cryopod-runtime = ["/usr/local/bin/cryopod-runtime"]
 CONF
 cat > "$root/etc/containers/storage.conf" <<'CONF'
 [storage]

@@ -1,0 +1,34 @@
+# Everything below runs on Debian 12 or later, as root, with a Rust toolchain, a C compiler and make.
+
+BIN_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))/release
+export SUITE ?= trixie
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+build: ## release binaries, in target/release
+	cargo build --release
+
+test: ## all tests: format, lints, units, the simulated driver, the real container stack
+	tests/run
+
+testbed: ## the Debian root that the real-stack tests run in; SUITE=forky for the newer one
+	tests/testbed/testbed up
+
+demo: build testbed ## a container is checkpointed, removed and restored, with crun and with runc
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
+
+bench: testbed ## what cryopod costs; docs/benchmarks.md
+	cargo build --release --workspace
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /opt/build/bench-runtime
+
+gpu-test: build ## the tests that need an NVIDIA GPU
+	tests/gpu/run.sh
+
+deny: ## licences, sources and known vulnerabilities of all dependencies
+	tests/deny
+
+clean: ## what was built; `tests/testbed/testbed down` removes the test bed
+	cargo clean
+
+.PHONY: help build test testbed demo bench gpu-test deny clean

@@ -1,0 +1,64 @@
+#!/bin/bash
+# demo.sh: a counter in a container is checkpointed into a file, removed, and restored from the file; it goes
+# on where it was. Once with crun and once with runc below cryopod-runtime. Run it with `make demo`: it needs
+# the test bed, and ends with an error if a counter does not go on.
+set -euo pipefail
+# shellcheck source=tests/testbed/lib.sh
+. "$(dirname "$0")/../tests/testbed/lib.sh"
+[ -n "${TESTBED_CGROUP:-}" ] || { echo "demo.sh: run it with: make demo" >&2 && exit 1; }
+
+bold='' dim='' plain=''
+if [ -t 1 ]; then bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'; fi
+
+say() { printf '%s\n' "$@"; }
+
+# step COMMAND...: shows the command, runs it, shows how long it took; leaves that in `took`.
+step() {
+    local word line='' start end
+    for word; do
+        if [[ $word == *[!A-Za-z0-9_./:=-]* ]]; then word=${word@Q}; fi
+        line+=" $word"
+    done
+    say "${bold}\$${line}${plain}"
+    start=$EPOCHREALTIME
+    "$@" > /tmp/demo.out 2>&1 || { cat /tmp/demo.out && exit 1; }
+    end=$EPOCHREALTIME
+    took=$(((${end/./} - ${start/./}) / 1000))
+    sed "s/^/  ${dim}/; s/\$/${plain}/" /tmp/demo.out
+    say "  ${dim}${took} ms${plain}"
+}
+
+numbers() { podman logs counter | tail -n "+$1" | tr '\n' ' '; }
+
+demo() {
+    local runtime=$1 archive=/tmp/counter-$1.tar.zst last size checkpoint
+    say "" "${bold}== $runtime below cryopod-runtime ==${plain}"
+    low_level "$runtime"
+    step podman --runtime cryopod-runtime run --detach --name counter localhost/busybox "${counter[@]}"
+    wait_for 10 counted counter 20
+
+    step podman --runtime cryopod-runtime container checkpoint --export "$archive" counter
+    checkpoint=$took
+    last=$(count counter)
+    size=$(stat -c %s "$archive")
+    say "  the counter had reached ${bold}$last${plain}; the archive has $((size / 1024)) KiB"
+
+    step podman --runtime cryopod-runtime rm counter
+    step podman --runtime cryopod-runtime container restore --import "$archive"
+    wait_for 10 counted counter $((last + 5))
+    say "  after $last it went on with ${bold}$(numbers $((last + 2)))${plain}"
+    if [ "$(podman logs counter | sed -n "$((last + 2))p")" != $((last + 1)) ]; then
+        say "  that is not the number after $last: the counter did not go on where it was" >&2
+        exit 1
+    fi
+    summary+=("$(printf '%-6s %10s ms %10s ms %10s KiB   %s -> %s' "$runtime" "$checkpoint" "$took" $((size / 1024)) "$last" $((last + 1)))")
+    podman --runtime cryopod-runtime rm --force --time 0 counter > /dev/null
+}
+
+summary=()
+say "podman $(podman version -f '{{.Client.Version}}'), criu $(criu --version | sed -n 's/^Version: //p'), $(crun --version | head -n 1), $(runc --version | head -n 1), Debian $TESTBED_SUITE, cgroup $TESTBED_CGROUP"
+mkimage
+demo crun
+demo runc
+say "" "       checkpoint       restore      archive   last number -> first number"
+printf '%s\n' "${summary[@]}"
