@@ -302,14 +302,34 @@ impl<D: Driver> Agent<D> {
     /// Puts every process back into the state it was found in. With `committed`, processes that
     /// are dead or die soon are as they should be.
     ///
-    /// Ends within a few times the limits, whatever the driver does.
-    pub fn settle(self: &Arc<Self>, committed: bool, limits: Limits) -> AgentReport {
+    /// Ends within a few times the limits, whatever the driver does. `begin` gets a first report if
+    /// there is something to do.
+    pub fn settle(
+        self: &Arc<Self>,
+        committed: bool,
+        limits: Limits,
+        begin: impl FnOnce(&AgentReport),
+    ) -> AgentReport {
         let changed: Vec<(i32, Tracked)> = self
             .table()
             .iter()
             .filter(|(_, entry)| entry.busy.is_some() || needs_undoing(entry))
             .map(|(pid, entry)| (*pid, entry.clone()))
             .collect();
+        let listed = |(pid, entry): &(i32, Tracked)| RolledBack {
+            pid: *pid,
+            comm: entry.comm.clone(),
+            found: entry.found,
+            left: entry.now,
+            error: None,
+        };
+        if !changed.is_empty() {
+            begin(&AgentReport {
+                version: VERSION,
+                outcome: AgentOutcome::RollingBack,
+                processes: changed.iter().map(listed).collect(),
+            });
+        }
         let mut processes: Vec<RolledBack> = std::thread::scope(|scope| {
             let handles: Vec<_> = changed
                 .iter()

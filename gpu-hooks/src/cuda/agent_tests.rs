@@ -154,11 +154,14 @@ fn what_was_done_is_undone() {
         for step in &steps {
             assert_eq!(agent.perform(step), Outcome::Done);
         }
-        let report = agent.settle(false, quick());
+        let report = agent.settle(false, quick(), |_| {});
         assert_eq!(report.outcome, AgentOutcome::RolledBack);
         assert_eq!(report.processes[0].left, ProcessState::Running);
         assert_eq!(state(&agent, pid), ProcessState::Running);
-        assert_eq!(agent.settle(false, quick()).outcome, AgentOutcome::Clean);
+        assert_eq!(
+            agent.settle(false, quick(), |_| {}).outcome,
+            AgentOutcome::Clean
+        );
     }
 }
 
@@ -175,7 +178,7 @@ fn a_process_found_locked_or_checkpointed_stays_so() {
         .insert(pid, ProcessState::Locked);
     assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
     assert_eq!(
-        agent.settle(false, quick()).outcome,
+        agent.settle(false, quick(), |_| {}).outcome,
         AgentOutcome::RolledBack
     );
     assert_eq!(state(&agent, pid), ProcessState::Locked);
@@ -187,7 +190,10 @@ fn a_process_found_locked_or_checkpointed_stays_so() {
         .unwrap()
         .insert(pid, ProcessState::Checkpointed);
     assert_eq!(kind(agent.perform(&lock(pid))), ErrorKind::WrongState);
-    assert_eq!(agent.settle(false, quick()).outcome, AgentOutcome::Clean);
+    assert_eq!(
+        agent.settle(false, quick(), |_| {}).outcome,
+        AgentOutcome::Clean
+    );
     assert_eq!(state(&agent, pid), ProcessState::Checkpointed);
 }
 
@@ -201,7 +207,7 @@ fn after_a_commit_the_dead_are_left_alone_and_the_living_put_back() {
         assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
     }
     dies.kill();
-    let report = agent.settle(true, quick());
+    let report = agent.settle(true, quick(), |_| {});
     assert_eq!(report.outcome, AgentOutcome::RolledBack);
     assert_eq!(
         report.processes.iter().map(|p| p.pid).collect::<Vec<_>>(),
@@ -227,7 +233,10 @@ fn a_restore_is_not_undone() {
         limit_ms: 1000,
     };
     assert_eq!(agent.perform(&restore), Outcome::Done);
-    assert_eq!(agent.settle(false, quick()).outcome, AgentOutcome::Clean);
+    assert_eq!(
+        agent.settle(false, quick(), |_| {}).outcome,
+        AgentOutcome::Clean
+    );
     assert_eq!(state(&agent, pid), ProcessState::Locked);
 }
 
@@ -238,7 +247,7 @@ fn the_race_with_cuinit_is_tried_once_more() {
     let agent = Agent::new(FakeDriver::with(&[pid]));
     agent.driver().racing.store(1, Ordering::SeqCst);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
-    agent.settle(false, quick());
+    agent.settle(false, quick(), |_| {});
     agent.driver().racing.store(2, Ordering::SeqCst);
     assert_eq!(kind(agent.perform(&lock(pid))), ErrorKind::WrongState);
 }
@@ -255,7 +264,7 @@ fn a_hanging_call_times_out_keeps_others_off_and_is_undone_when_it_returns() {
     assert_eq!(kind(agent.perform(&hanging)), ErrorKind::TimedOut);
     assert_eq!(kind(agent.perform(&checkpoint(pid))), ErrorKind::Busy);
     assert_eq!(
-        agent.settle(false, quick()).outcome,
+        agent.settle(false, quick(), |_| {}).outcome,
         AgentOutcome::RolledBack
     );
     assert_eq!(state(&agent, pid), ProcessState::Running);
@@ -270,7 +279,7 @@ fn what_cannot_be_undone_is_reported() {
     let agent = Agent::new(driver);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
     assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
-    let report = agent.settle(false, quick());
+    let report = agent.settle(false, quick(), |_| {});
     assert_eq!(report.outcome, AgentOutcome::RollbackFailed);
     assert_eq!(report.processes[0].left, ProcessState::Checkpointed);
     assert!(report.processes[0].error.is_some());

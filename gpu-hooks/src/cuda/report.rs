@@ -99,7 +99,8 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// What the agent writes when a plugin's connection has ended and nothing is left to do.
+/// What the agent writes when a plugin's connection has ended: once at the beginning if it has
+/// something to do, and when nothing is left to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentReport {
     /// [`VERSION`].
@@ -111,14 +112,17 @@ pub struct AgentReport {
     pub processes: Vec<RolledBack>,
 }
 
-/// What the agent had to do at the end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+/// What the agent had to do at the end, from good to bad.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentOutcome {
     /// Nothing: every process was as found, or committed and gone.
     Clean,
     /// Every process was put back into the state it was found in.
     RolledBack,
+    /// It is putting processes back. A driver call that hangs can make this take long: there is no
+    /// need to wait for it, the agent ends by itself.
+    RollingBack,
     /// Some process could not be put back.
     RollbackFailed,
 }

@@ -78,13 +78,7 @@ impl<D: Driver> Server<D> {
         let mut worst = AgentOutcome::Clean;
         for thread in connections {
             let outcome = thread.join().unwrap_or(AgentOutcome::RollbackFailed);
-            worst = match (worst, outcome) {
-                (AgentOutcome::RollbackFailed, _) | (_, AgentOutcome::RollbackFailed) => {
-                    AgentOutcome::RollbackFailed
-                }
-                (AgentOutcome::RolledBack, _) => AgentOutcome::RolledBack,
-                (AgentOutcome::Clean, other) => other,
-            };
+            worst = worst.max(outcome);
         }
         Ok(worst)
     }
@@ -98,7 +92,8 @@ impl<D: Driver> Server<D> {
         if !end.worked {
             return AgentOutcome::Clean;
         }
-        let report = self.agent.settle(end.committed, self.limits);
+        let begin = |report: &AgentReport| self.write_report(report);
+        let report = self.agent.settle(end.committed, self.limits, begin);
         self.write_report(&report);
         report.outcome
     }
