@@ -400,7 +400,7 @@ impl Dump {
             };
             if let Err(failed) = result {
                 criu::log(
-                    Level::Error,
+                    Level::Warn,
                     "the driver agent will try again when CRIU has ended",
                 );
                 self.session.fail(failed);

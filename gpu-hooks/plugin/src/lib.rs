@@ -160,7 +160,7 @@ fn start_dump() -> Result<Work, Failed> {
     let ready = session.check_abort("init").and_then(|()| session.connect());
     if let Err(failed) = ready {
         // CRIU does not call the exit of a plugin whose init failed.
-        session.fail(failed.clone());
+        session.note(failed.clone());
         return Err(failed);
     }
     criu::interrupt_only();
@@ -191,17 +191,17 @@ fn start_restore() -> Result<Work, Failed> {
             return Ok(Work::Idle);
         }
         Err(failed) => {
-            session.fail(failed.clone());
+            session.note(failed.clone());
             return Err(failed);
         }
     };
     criu::interrupt_only();
-    let report = session.config.clone();
+    let config = session.config.clone();
     session.image = image;
     match Restore::new(session) {
         Ok(restore) => Ok(Work::Restore(Box::new(restore))),
         Err(failed) => {
-            Session::new(report, NvidiaImage::default()).fail(failed.clone());
+            Session::new(config, NvidiaImage::default()).note(failed.clone());
             Err(failed)
         }
     }

@@ -126,6 +126,11 @@ impl Session {
     /// Logs a failure and keeps the first one.
     pub fn fail(&mut self, failure: Failed) {
         criu::log(Level::Error, &failure.to_string());
+        self.note(failure);
+    }
+
+    /// Keeps the first failure, for the report.
+    pub fn note(&mut self, failure: Failed) {
         if self.failed.is_none() {
             self.failed = Some(failure);
             self.write_report(PluginOutcome::Failing);

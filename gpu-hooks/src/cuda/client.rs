@@ -15,13 +15,13 @@ const SEND_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The connection cannot be made or broke.
-    #[error("driver agent: {0}")]
+    #[error("{0}")]
     Io(#[from] std::io::Error),
     /// The agent ended.
     #[error("the driver agent ended unexpectedly")]
     Closed,
     /// It sent something else than a reply.
-    #[error("driver agent: {0}")]
+    #[error("{0}")]
     Frame(#[from] FrameError),
     /// It did not answer.
     #[error("the driver agent did not answer within {0:.1} s")]
