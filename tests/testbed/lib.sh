@@ -4,6 +4,17 @@
 # mkimage: makes the image localhost/busybox. Each run of the bed starts without images.
 mkimage() { podman import -q /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null; }
 
+# bundle DIR COMMAND...: an OCI bundle of busybox that runs COMMAND, without a terminal.
+bundle() {
+    local dir=$1 && shift
+    mkdir -p "$dir/rootfs"
+    tar -C "$dir/rootfs" -xf /usr/local/share/testbed/busybox.tar
+    runc spec --bundle "$dir"
+    jq '.process.terminal = false | .root.readonly = false | .process.args = $ARGS.positional' \
+        "$dir/config.json" --args "$@" > "$dir/config.json.new"
+    mv "$dir/config.json.new" "$dir/config.json"
+}
+
 # pod ARG...: podman with $RUNTIME as its runtime, by default cryopod's.
 pod() { podman --runtime "${RUNTIME:-cryopod-runtime}" "$@"; }
 
