@@ -1,0 +1,67 @@
+# dump_faults.sh: whatever the driver does at a dump, the process goes on running.
+simulate
+limits='{"lock_timeout_ms": 700, "step_timeout_ms": 1500}'
+
+fault() { # SWITCH CONDITION: the dump fails with this report, and the sum goes on
+    start --mib 16
+    ctl set "$1"
+    dump_fails "$limits"
+    plugin_says ".outcome == \"failed\" and .error.pid == $client_pid and .error.comm == \"cusim-client\" and ($2)"
+    ctl clear
+    check "$1" goes_on
+    check "$1: left as found" sh -c "[ \"\$(LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step $client_pid state | tail -n 1 | cut -d' ' -f3)\" = running ]"
+    stop
+}
+fault refuse '.error.step == "checkpoint" and (.error.cause | test("NOT_SUPPORTED")) and (.error.remedy | test("managed memory"))'
+fault uvm '.error.step == "checkpoint"'
+fault ipc '.error.step == "checkpoint"'
+fault fail-checkpoint '.error.step == "checkpoint"'
+fault fail-checkpoint=CUDA_ERROR_OUT_OF_MEMORY '.error.remedy | test("memory")'
+fault fail-lock '.error.step == "lock"'
+fault mps '.error.step == "lock"'
+fault hang-lock '.error.step == "lock" and (.error.remedy | test("lock timeout"))'
+fault fail-get-state '.error.step == "query"'
+
+# A driver call that hangs is given up; when it returns at last, the agent undoes what it did.
+hanging() {
+    start --mib 16
+    ctl set "$1"
+    (sleep 6 && ctl clear) &
+    dump_fails "$limits"
+    check "$1: given up" plugin_says '.error.cause | test("did not return within")'
+    check "$1: undone when it returned" agent_says '.outcome == "rolled-back" and .processes[0].left == "running"'
+    check "$1: the sum goes on" goes_on
+    wait "$!" || true
+    stop
+}
+hanging hang-lock-forever
+hanging hang-checkpoint
+
+# What nobody can undo is said.
+start --mib 16
+ctl set break-checkpoint
+dump_fails
+check 'break-checkpoint' agent_says '.outcome == "rollback-failed" and .processes[0].left == "failed"'
+check 'and the agent says so' test "$agent_code" = 2
+ctl clear
+dump_fails
+check 'a failed process is refused' plugin_says '.error.step == "query" and (.error.cause | test("failed"))'
+stop
+
+start --mib 16
+ctl set cuinit-race
+dump
+check 'the race with cuInit is tried once more' gone
+
+# One of several processes fails: the others are put back too.
+start --mib 16 --procs 3
+victim=$(pgrep -x cusim-client | tail -n 1)
+ctl set "fail-checkpoint@$victim"
+dump_fails
+check 'one of three fails' plugin_says ".error.pid == $victim"
+check 'all three go on' goes_on
+ctl clear
+dump
+restore
+check 'and can be dumped then' goes_on
+stop
