@@ -160,6 +160,8 @@ impl Job<'_> {
         )?;
         // The agent puts back what was not committed before anything is said about the container.
         let plugin_error = ready.finish(&op);
+        // Asked while the seal's place still takes up its room.
+        let full = facts::full_disk(&images.path);
         drop(slot);
         if ended.code == 0 {
             images.keep();
@@ -169,7 +171,8 @@ impl Job<'_> {
             // No seal under a checkpoint that failed.
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
-        log::error(&self.explain(&ended, sealing.map(|e| e.to_string()).or(plugin_error)));
+        let reasons = [sealing.map(|e| e.to_string()), plugin_error, full];
+        log::error(&self.explain(&ended, reasons.into_iter().flatten().collect()));
         Ok(exit_code(ended.code))
     }
 
@@ -177,17 +180,16 @@ impl Job<'_> {
         !live::tree(self.host, self.state.init).is_empty()
     }
 
-    fn explain(&self, ended: &Ended, reason: Option<String>) -> String {
+    fn explain(&self, ended: &Ended, reasons: Vec<String>) -> String {
         let container = if self.alive() {
             "the container goes on running"
         } else {
             "the container is no longer running"
         };
-        let full = facts::full_disk(&image_path(self.inv));
         let why = facts::why(
             &self.ctx.low,
             ended,
-            [reason, full].into_iter().flatten().collect(),
+            reasons,
             &work_path(self.inv).join(names::DUMP_LOG),
         );
         format!(

@@ -1,0 +1,24 @@
+//! Checkpoints that fail: the container goes on running, nothing is left, the message names the cause.
+
+use cryopod_tests::bed::{Bed, Cgroup};
+
+fn failures(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else { return };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/failures.sh"));
+    let out = bed.sh(&script).ok();
+    assert_eq!(
+        out.lines().filter(|l| l.starts_with("ok: ")).count(),
+        18,
+        "{out}"
+    );
+}
+
+#[test]
+fn crun() {
+    failures("crun", Cgroup::V2);
+}
+
+#[test]
+fn runc() {
+    failures("runc", Cgroup::V1);
+}

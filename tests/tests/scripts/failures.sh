@@ -1,0 +1,136 @@
+# failures.sh LOW: whatever makes a checkpoint of a GPU container fail, the container goes on running, nothing is left
+# behind, and the message names the cause.
+low=$1
+mkimage
+low_level "$low"
+fake_gpu_nodes
+pod run -d --name c1 --network none --device /dev/nvidia0 localhost/busybox "${counter[@]}" > /dev/null
+wait_for 20 counted c1 3
+id=$(pod inspect -f '{{.Id}}' c1)
+
+# CRIU runs this user's script at each stage; where told so, it waits, so that a test can strike at a known moment.
+cat > /tmp/stages.sh <<'EOF'
+#!/bin/bash
+[ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /tmp/stop-at 2> /dev/null)" ] || exit 0
+touch /tmp/reached
+until [ -e /tmp/go-on ]; do sleep 0.02; done
+EOF
+chmod 755 /tmp/stages.sh
+echo 'action-script /tmp/stages.sh' >> /etc/criu/default.conf
+
+strays() { # processes, folders and mounts that only an operation has
+    pgrep -ax 'criu|cryopod-runtime|cryopod-cuda-a' || true
+    ls -A /run/cryopod 2> /dev/null || true
+    grep cryopod /proc/self/mountinfo | grep -v -e /usr/local -e ' /src ' -e /opt/build || true
+}
+alive() { # NAME: the container counts on, nothing is left
+    local now
+    now=$(count c1)
+    wait_for 20 counted c1 $((now + 2)) || { echo "$1: the container stands still"; exit 1; }
+    wait_for 20 sh -c 'cat /proc/*/stat 2> /dev/null | cut -d" " -f2-3 | grep -q . '
+    [ -z "$(strays)" ] || { echo "$1: left behind:"; strays; exit 1; }
+    echo "ok: $1"
+}
+fails() { # NAME WANT ARG...: a checkpoint that must fail and say WANT
+    local name=$1 want=$2
+    shift 2
+    if cryopod-runtime "$@" "$id" > /tmp/said 2>&1; then echo "$name: succeeded"; exit 1; fi
+    grep -qF -- "$want" /tmp/said || { echo "$name: said"; cat /tmp/said; exit 1; }
+    alive "$name"
+}
+unsealed() { [ ! -e "$1/cryopod.json" ] && [ ! -e "$1/.cryopod.json.partial" ] || { echo "$1: has a seal"; ls -A "$1"; exit 1; }; }
+
+mv /usr/sbin/criu /usr/sbin/criu.away
+fails 'criu missing' 'criu was not found on PATH; install the criu package' checkpoint --image-path /tmp/i0
+mv /usr/sbin/criu.away /usr/sbin/criu
+[ ! -e /tmp/i0 ]
+
+low_level no-such-runtime
+fails 'low-level runtime missing' 'the low-level runtime "no-such-runtime" (runtime.low_level in the configuration) was not found on PATH' checkpoint --image-path /tmp/i0
+rm -f /tmp/log.json
+fails 'the same, to a JSON log' 'no-such-runtime' --log /tmp/log.json --log-format json checkpoint --image-path /tmp/i0
+jq -e '.level == "error" and (.msg | contains("no-such-runtime")) and (.time | fromdate > 0)' /tmp/log.json > /dev/null
+low_level "$low"
+
+mkdir /tmp/ro && mount -t tmpfs -o ro ro /tmp/ro
+fails 'image folder read-only' '/tmp/ro/cryopod.json: cannot write' checkpoint --image-path /tmp/ro
+fails 'image folder cannot be made' '/tmp/ro/x: the image folder cannot be made' checkpoint --image-path /tmp/ro/x
+umount /tmp/ro
+mkdir /tmp/full && mount -t tmpfs -o size=64k full /tmp/full
+fails 'image folder full' 'No space left on device' checkpoint --image-path /tmp/full
+unsealed /tmp/full
+umount /tmp/full
+mount -t tmpfs -o size=320k full /tmp/full
+fails 'image folder full in the middle' 'the file system of /tmp/full is full' checkpoint --image-path /tmp/full --work-path /tmp
+unsealed /tmp/full
+umount /tmp/full
+
+for signal in TERM INT HUP; do
+    for stage in pre-dump network-lock; do
+        rm -f /tmp/reached /tmp/go-on
+        echo $stage > /tmp/stop-at
+        cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
+        wrapper=$!
+        wait_for 20 test -e /tmp/reached
+        kill -$signal $wrapper
+        sleep 0.1
+        touch /tmp/go-on
+        if wait $wrapper; then echo "SIG$signal at $stage: succeeded"; exit 1; fi
+        grep -q "the container goes on running: it was interrupted by SIG$signal" /tmp/said || { cat /tmp/said; exit 1; }
+        alive "SIG$signal at $stage"
+        unsealed /tmp/i1
+        rm -rf /tmp/i1
+    done
+done
+
+# Killed outright, the wrapper can clean nothing up: CRIU finds nobody at the gate and resumes the container, and the
+# next operation sweeps the folder.
+rm -f /tmp/reached /tmp/go-on
+echo network-lock > /tmp/stop-at
+cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
+wrapper=$!
+wait_for 20 test -e /tmp/reached
+kill -KILL $wrapper
+wait $wrapper || true
+touch /tmp/go-on
+wait_for 20 sh -c '! pgrep -x criu > /dev/null'
+[ ! -e /tmp/i1/cryopod.json ]
+rm -f /tmp/stop-at
+fails 'the next one after kill -9' 'cannot be made' checkpoint --image-path /nowhere/x
+
+# The user's own script says no at the last stage: the seal goes, the container stays.
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n' > /tmp/stages.sh
+fails 'the user stops it at post-dump' 'failed and the container goes on running' checkpoint --image-path /tmp/i2
+unsealed /tmp/i2
+printf '#!/bin/sh\n' > /tmp/stages.sh
+
+# A limit that is over.
+printf '[limits]\ncheckpoint_s = 1\nabort_s = 20\n' >> /etc/cryopod/config.toml
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || sleep 2\n' > /tmp/stages.sh
+fails 'the limit is over' 'it took longer than 1 s (limits in /etc/cryopod/config.toml)' checkpoint --image-path /tmp/i3
+printf '#!/bin/sh\n' > /tmp/stages.sh
+low_level "$low"
+
+# After all that a checkpoint works.
+cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 "$id"
+[ -e /tmp/i4/cryopod.json ] && [ -e /tmp/i4/inventory.img ]
+alive 'a checkpoint that works'
+
+# The container exits while the plan is made: the low-level runtime answers, then its answer is no longer true.
+real=$(type -P "$low")
+mkdir -p /tmp/late
+cat > "/tmp/late/$low" <<EOF
+#!/bin/bash
+[ "\$1" = state ] || exec "$real" "\$@"
+"$real" "\$@" > /tmp/late/answer
+pod_pid=\$(jq .pid /tmp/late/answer)
+kill -9 \$pod_pid
+while [ -e /proc/\$pod_pid/root/bin ]; do sleep 0.01; done
+cat /tmp/late/answer
+EOF
+chmod 755 "/tmp/late/$low"
+low_level "/tmp/late/$low"
+if cryopod-runtime checkpoint --image-path /tmp/i5 "$id" > /tmp/said 2>&1; then echo 'exited: succeeded'; exit 1; fi
+grep -q 'has exited; there is nothing left to checkpoint' /tmp/said || { cat /tmp/said; exit 1; }
+[ -z "$(strays)" ] && [ ! -e /tmp/i5 ]
+echo 'ok: the container exits during the plan'
