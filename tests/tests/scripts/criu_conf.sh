@@ -1,0 +1,48 @@
+# criu_conf.sh LOW: what users have told CRIU still counts when cryopod adds its own.
+low=$1
+mkimage
+low_level "$low"
+fake_gpu_nodes
+mark() { printf '#!/bin/sh\necho "$CRTOOLS_SCRIPT_ACTION" >> /tmp/%s\n' "$1" > "/tmp/$1.sh" && chmod 755 "/tmp/$1.sh" && echo "action-script /tmp/$1.sh"; }
+mark default >> /etc/criu/default.conf
+mark file > "/etc/criu/$low.conf"
+mark annotation > /tmp/annotation.conf
+mark env > /tmp/env.conf
+run() { pod run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for 20 counted c1 2; }
+# (CRIU reads the file that a runtime names twice, and then runs its scripts twice: no count.)
+ran() { grep -q post-dump "/tmp/$1" || { echo "$2: $1 did not run"; exit 1; }; }
+
+run
+id=$(pod inspect -f '{{.Id}}' c1)
+CRIU_CONFIG_FILE=/tmp/env.conf cryopod-runtime checkpoint --leave-running --image-path /tmp/i1 "$id"
+for who in default file env; do ran $who 'no annotation'; done
+rm -f /tmp/default /tmp/file /tmp/env
+
+# `libdir` cannot be kept in a file that CRIU reads after cryopod's: refused before the freeze, and said.
+mkdir -p /opt/plugins && echo 'libdir /opt/plugins' >> "/etc/criu/$low.conf"
+if cryopod-runtime checkpoint --leave-running --image-path /tmp/i2 "$id" > /tmp/said 2>&1; then
+    # The file is one that this runtime does not name to CRIU, and cryopod has copied it.
+    [ "$low" = crun ] && ran file 'libdir copied'
+else
+    grep -q "/etc/criu/$low.conf: .libdir. there overrides" /tmp/said
+    [ ! -e /tmp/i2/cryopod.json ]
+fi
+now=$(count c1)
+wait_for 20 counted c1 $((now + 2))
+pod rm -f -t 0 c1 > /dev/null
+rm -f /tmp/default /tmp/file
+
+run --annotation org.criu.config=/tmp/annotation.conf
+id=$(pod inspect -f '{{.Id}}' c1)
+cryopod-runtime checkpoint --image-path /tmp/i3 "$id"
+for who in default annotation; do ran $who 'with the annotation'; done
+[ ! -e /tmp/file ] # the annotation takes the file's place, as in the runtimes
+pod rm -f -t 0 c1 > /dev/null
+
+run --annotation org.criu.config=/no/such.conf
+id=$(pod inspect -f '{{.Id}}' c1)
+if cryopod-runtime checkpoint --image-path /tmp/i4 "$id" > /tmp/said 2>&1; then exit 1; fi
+grep -q '/no/such.conf: cannot read the CRIU configuration that the annotation org.criu.config names' /tmp/said
+now=$(count c1)
+wait_for 20 counted c1 $((now + 2))
+echo kept
