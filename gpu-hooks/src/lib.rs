@@ -7,10 +7,12 @@
 //! - [`nodes`]: what a device path is, by the vendors' naming.
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
+//! - [`gpumap`]: which GPU takes the place of which at a restore.
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
 
 pub mod amd;
 pub mod cuda;
+pub mod gpumap;
 pub mod host;
 pub mod live;
 pub mod nodes;

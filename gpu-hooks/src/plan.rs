@@ -60,6 +60,9 @@ pub enum PlanError {
     /// The checkpoint cannot work; nothing was touched.
     #[error("the checkpoint was refused and the container goes on running: {}", list(.0))]
     Refused(Vec<Refusal>),
+    /// The restore cannot work; nothing was started.
+    #[error("the restore was refused and the checkpoint is untouched: {}", list(.0))]
+    RestoreRefused(Vec<Refusal>),
 }
 
 fn list(refusals: &[Refusal]) -> String {

@@ -200,12 +200,18 @@ impl Job<'_> {
 
     fn seal(&self, setup: &crate::setup::Setup<'_>, ready: &crate::setup::Ready) -> Seal {
         let mut gpu = self.plan.gpu.clone();
-        if let Some(agent) = &ready.agent
-            && let Some(version) = &agent.ready.driver_version
-        {
-            gpu.drivers
-                .entry("nvidia".into())
-                .or_insert_with(|| version.clone());
+        if let Some(agent) = &ready.agent {
+            if let Some(version) = &agent.ready.driver_version {
+                gpu.drivers
+                    .entry("nvidia".into())
+                    .or_insert_with(|| version.clone());
+            }
+            for known in &agent.ready.gpus {
+                let id = known.uuid.to_string();
+                if let Some(gpu) = gpu.gpus.iter_mut().find(|g| g.id == id) {
+                    gpu.memory_bytes = Some(known.total_memory);
+                }
+            }
         }
         Seal {
             schema: Seal::current_schema(),

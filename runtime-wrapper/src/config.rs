@@ -39,6 +39,8 @@ pub struct Config {
     pub runtime: Runtime,
     /// `[criu]`.
     pub criu: Criu,
+    /// `[gpu]`.
+    pub gpu: GpuChoice,
     /// `[nvidia]`.
     pub nvidia: Nvidia,
     /// `[amd]`.
@@ -75,6 +77,15 @@ pub enum CriuValue {
     Text(String),
     /// Given several times.
     List(Vec<String>),
+}
+
+/// `[gpu]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GpuChoice {
+    /// Where the GPUs of a checkpoint go: `auto`, or `OLD=NEW,...`; the annotation `dev.cryopod.gpu.map` comes
+    /// before it.
+    pub map: Option<String>,
 }
 
 /// `[nvidia]`.
@@ -184,6 +195,10 @@ impl Config {
                 )));
             }
         }
+        if let Some(map) = &config.gpu.map {
+            map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
+                .map_err(|e| invalid(format!("gpu.map: {e}")))?;
+        }
         for key in config.criu.options.keys() {
             if key.is_empty()
                 || !key
@@ -228,6 +243,7 @@ mod tests {
             ("[limits]\ntool_s = 0", "limits.tool_s = 0"),
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
+            ("[gpu]\nmap = \"0\"", "gpu.map"),
             ("runtime = 1", "runtime"),
             ("[", "c.toml"),
         ] {

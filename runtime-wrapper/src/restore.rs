@@ -46,7 +46,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         tools: &tools,
         criu: &criu,
     };
-    let ready = setup.restore(&op, &plugins, nvidia)?;
+    let ready = setup.restore(&op, &plugins, nvidia.then_some(&seal))?;
     let watch = Watch {
         kind: child::Kind::Restore {
             detach: inv.flags.has("detach"),

@@ -3,10 +3,14 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::seal::Vendor;
+use cryopod_archive::seal::{Gpu, Seal, Vendor};
 use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
-use cryopod_gpu_hooks::cuda::report::PluginReport;
-use cryopod_gpu_hooks::plan::{CheckpointPlan, Plugins};
+use cryopod_gpu_hooks::cuda::gpu::GpuPair;
+use cryopod_gpu_hooks::cuda::report::{AgentReady, PluginReport};
+use cryopod_gpu_hooks::gpumap::{self, Situation, Wish};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::nvidia;
+use cryopod_gpu_hooks::plan::{CheckpointPlan, PlanError, Plugins};
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 
@@ -122,10 +126,10 @@ impl Setup<'_> {
             leave_running: self.inv.flags.has("leave-running"),
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
         });
-        self.ready(op, &plan.plugins, nvidia)
+        self.ready(op, &plan.plugins, nvidia, None)
     }
 
-    /// Sets up a restore with these plugins.
+    /// Sets up a restore with these plugins; `nvidia` is the seal if the images hold the state of NVIDIA GPUs.
     ///
     /// # Errors
     /// [`Error`]; nothing was touched.
@@ -133,11 +137,50 @@ impl Setup<'_> {
         &self,
         op: &Operation,
         plugins: &[PathBuf],
-        nvidia: bool,
+        nvidia: Option<&Seal>,
     ) -> Result<Ready, Error> {
-        let nvidia =
-            nvidia.then(|| PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET)));
-        self.ready(op, plugins, nvidia)
+        let config = nvidia
+            .is_some()
+            .then(|| PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET)));
+        self.ready(op, plugins, config, nvidia)
+    }
+
+    /// Where the checkpoint's GPUs go: what the annotation says, else the configuration, else by itself.
+    fn gpu_map(&self, seal: &Seal, agent: &AgentReady) -> Result<Vec<GpuPair>, Error> {
+        let said = self.spec.annotation(gpumap::ANNOTATION);
+        let wish: Wish = said
+            .or(self.ctx.config.gpu.map.as_deref())
+            .unwrap_or_default()
+            .parse()
+            .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))?;
+        let host = Host::system();
+        let mut here = nvidia::gpus(&host);
+        if here.is_empty() {
+            here = (0..)
+                .zip(&agent.gpus)
+                .map(|(index, gpu)| from_agent(index, gpu))
+                .collect();
+        }
+        let recorded: Vec<Gpu> = seal
+            .gpu
+            .gpus
+            .iter()
+            .filter(|g| g.vendor == Vendor::Nvidia)
+            .cloned()
+            .collect();
+        let driver = nvidia::driver_version(&host).or_else(|| agent.driver_version.clone());
+        let situation = Situation {
+            recorded: &recorded,
+            nodes: &seal.gpu.nodes,
+            recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
+            here: &here,
+            driver: driver.as_deref(),
+        };
+        let map = gpumap::decide(&situation, &wish).map_err(PlanError::RestoreRefused)?;
+        for pair in &map {
+            tracing::info!("GPU {} is restored on {}", pair.old, pair.new);
+        }
+        Ok(map)
     }
 
     fn ready(
@@ -145,6 +188,7 @@ impl Setup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<PluginConfig>,
+        seal: Option<&Seal>,
     ) -> Result<Ready, Error> {
         let config = &self.ctx.config;
         let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
@@ -159,7 +203,7 @@ impl Setup<'_> {
         write(&op.file(CRIU_CONF), text.as_bytes())?;
         let agent = match nvidia {
             None => None,
-            Some(plugin) => self.nvidia(op, plugin, plugins)?,
+            Some(plugin) => self.nvidia(op, plugin, plugins, seal)?,
         };
         Ok(Ready {
             gate: Gate::open(op)?,
@@ -178,6 +222,7 @@ impl Setup<'_> {
         op: &Operation,
         mut plugin: PluginConfig,
         plugins: &[PathBuf],
+        seal: Option<&Seal>,
     ) -> Result<Option<Agent>, Error> {
         let config = &self.ctx.config;
         plugin.abort_file = Some(op.file(ABORT_FILE));
@@ -197,6 +242,9 @@ impl Setup<'_> {
                 Some(Agent::start(program, &config.nvidia, op, limit)?)
             }
         };
+        if let (Some(seal), Some(agent)) = (seal, &agent) {
+            plugin.gpu_map = self.gpu_map(seal, &agent.ready)?;
+        }
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;
@@ -216,6 +264,21 @@ impl Setup<'_> {
             names_file: kind == Kind::Runc
                 || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
         }
+    }
+}
+
+/// A GPU as far as the driver's library describes it, where `/proc/driver/nvidia` cannot be read.
+fn from_agent(index: u32, gpu: &cryopod_gpu_hooks::cuda::protocol::AgentGpu) -> Gpu {
+    Gpu {
+        id: gpu.uuid.to_string(),
+        vendor: Vendor::Nvidia,
+        index,
+        model: gpu.name.clone(),
+        pci: String::new(),
+        minor: None,
+        render_minor: None,
+        memory_bytes: Some(gpu.total_memory),
+        properties: serde_json::Map::new(),
     }
 }
 
