@@ -6,9 +6,10 @@
 
 use std::collections::BTreeSet;
 
-use cryopod_archive::seal::{DeviceNode, Gpu, NodeRole, Vendor};
+use cryopod_archive::seal::{DeviceNode, Gpu};
 
 use crate::cuda::gpu::{GpuPair, GpuUuid};
+use crate::nodes;
 use crate::nvidia;
 use crate::plan::Refusal;
 
@@ -248,9 +249,10 @@ fn mapping(situation: &Situation<'_>, chosen: &Chosen<'_>, refusals: &mut Vec<Re
         ));
     }
     for (_, new) in chosen {
-        let there = situation.nodes.iter().any(|n| {
-            n.vendor == Vendor::Nvidia && n.role == NodeRole::Gpu && Some(n.minor) == new.minor
-        });
+        let there = situation
+            .nodes
+            .iter()
+            .any(|n| new.minor.is_some() && nodes::nvidia_minor(n) == new.minor);
         if !there {
             let node = new
                 .minor
@@ -289,7 +291,7 @@ fn names(gpus: &[Gpu]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_archive::seal::NodeSource;
+    use cryopod_archive::seal::{NodeRole, NodeSource, Vendor};
     use serde_json::Map;
 
     fn gpu(n: u32, model: &str) -> Gpu {

@@ -3,7 +3,7 @@
 //! NVIDIA's names are those of its driver's `nvidia-modprobe`; AMD's come from the amdkfd and DRM drivers.
 //! Render nodes belong to every DRM driver, so their vendor is asked of the host.
 
-use cryopod_archive::seal::{NodeRole, Vendor};
+use cryopod_archive::seal::{DeviceNode, NodeRole, Vendor};
 
 use crate::host::Host;
 
@@ -74,6 +74,19 @@ pub fn identify(host: &Host, path: &str, major: u64, minor: u64) -> Option<(Vend
             }
         }
     }
+}
+
+/// The minor of the NVIDIA GPU behind a node: the node's own under NVIDIA's major; of a node that is none of the driver's
+/// (a simulated one), the number in its name.
+pub fn nvidia_minor(node: &DeviceNode) -> Option<u64> {
+    if (node.vendor, node.role) != (Vendor::Nvidia, NodeRole::Gpu) {
+        return None;
+    }
+    if node.major == NVIDIA_MAJOR {
+        return Some(node.minor);
+    }
+    let path = node.host_path.as_ref().unwrap_or(&node.path);
+    path.strip_prefix("/dev/nvidia")?.parse().ok()
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, GpuProcess, Vendor};
 use crate::cuda::preflight;
 use crate::host::Host;
 use crate::spec::Spec;
-use crate::{amd, live, nvidia};
+use crate::{amd, live, nodes, nvidia};
 
 /// Where the CRIU plugins of this host are; `None`: not installed.
 #[derive(Debug, Clone, Default)]
@@ -223,7 +223,7 @@ fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
     use cryopod_archive::seal::NodeRole;
     node.vendor == gpu.vendor
         && match node.role {
-            NodeRole::Gpu => gpu.minor == Some(node.minor),
+            NodeRole::Gpu => gpu.minor.is_some() && gpu.minor == nodes::nvidia_minor(node),
             NodeRole::Render => gpu.render_minor == Some(node.minor),
             _ => false,
         }

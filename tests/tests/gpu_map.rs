@@ -1,0 +1,26 @@
+//! Restores on other GPUs, on the simulated driver.
+
+use std::time::Duration;
+
+use cryopod_tests::bed::{Bed, Cgroup};
+
+fn map(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else { return };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/gpu_map.sh"));
+    let out = bed.limit(Duration::from_secs(240)).sh(&script).ok();
+    assert_eq!(
+        out.lines().filter(|l| l.starts_with("ok: ")).count(),
+        8,
+        "{out}"
+    );
+}
+
+#[test]
+fn crun() {
+    map("crun", Cgroup::V2);
+}
+
+#[test]
+fn runc() {
+    map("runc", Cgroup::V1);
+}
