@@ -239,8 +239,8 @@ extern "C" fn resume_late(pid: c_int) -> c_int {
     });
     if result == FAILED {
         hook("kill", |work| {
-            if let Work::Restore(_) = work {
-                restore::kill_tree(pid)?;
+            if let Work::Restore(restore) = work {
+                restore.kill(pid)?;
             }
             Ok(0)
         });

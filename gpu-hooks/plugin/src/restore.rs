@@ -25,6 +25,7 @@ pub struct Restore {
     /// Configuration, connection, image.
     pub session: Session,
     done: bool,
+    killed: bool,
 }
 
 /// Reads the image from CRIU's image folder; `None` when there is none.
@@ -58,6 +59,7 @@ impl Restore {
         Ok(Self {
             session,
             done: false,
+            killed: false,
         })
     }
 
@@ -72,6 +74,14 @@ impl Restore {
         self.done = true;
         let tree = Tree::of(pid)?;
         self.resume_all(&tree)
+    }
+
+    /// After a failure, whatever its cause: nothing of the container may run.
+    pub fn kill(&mut self, root: i32) -> Result<(), Failed> {
+        if std::mem::replace(&mut self.killed, true) {
+            return Ok(());
+        }
+        kill_tree(root)
     }
 
     fn resume_all(&mut self, tree: &Tree) -> Result<(), Failed> {
@@ -201,22 +211,47 @@ impl Tree {
     }
 }
 
-/// Kills the restored processes and waits until they are on their way out, so that CRIU cannot let
-/// them run.
-pub fn kill_tree(root: i32) -> Result<(), Failed> {
+/// Kills the restored processes, so that CRIU cannot let them run.
+///
+/// Their threads are reaped here as well: CRIU waits for the root process alone, and where that is
+/// the init of a pid namespace it ends last, after every traced thread in it has been reaped.
+fn kill_tree(root: i32) -> Result<(), Failed> {
     let tree = Tree::of(root)?;
     criu::log(
         Level::Error,
         "killing the restored processes: their GPU state is lost",
     );
+    let pids = tree.pids.values();
+    let mut threads: Vec<i32> = pids.flat_map(|pid| procfs::threads(*pid)).collect();
+    threads.retain(|tid| *tid != root);
     for pid in tree.pids.values() {
         // SAFETY: a signal to a process that our own process traces.
         unsafe { libc::kill(*pid, libc::SIGKILL) };
     }
     let deadline = Instant::now() + KILL_LIMIT;
-    let alive = |pid: &i32| procfs::stat(*pid).is_some_and(|stat| !stat.exiting);
-    while tree.pids.values().any(alive) && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(5));
+    let alive = |pid: i32| procfs::stat(pid).is_some_and(|stat| !stat.exiting);
+    loop {
+        threads.retain(|tid| !reaped(*tid));
+        if threads.is_empty() && !alive(root) {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let what = format!("killed, but not gone: {root}, {threads:?}");
+            return Err(failure("kill", Some(root), what));
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
-    Ok(())
+}
+
+/// Reaps a traced thread, once it has ended.
+fn reaped(tid: i32) -> bool {
+    let mut status = 0;
+    // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.
+    match unsafe { libc::waitpid(tid, &mut status, libc::WNOHANG | libc::__WALL) } {
+        0 => false,
+        waited if waited < 0 => {
+            std::io::Error::last_os_error().raw_os_error() == Some(libc::ECHILD)
+        }
+        _ => libc::WIFEXITED(status) || libc::WIFSIGNALED(status),
+    }
 }

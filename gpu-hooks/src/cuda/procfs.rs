@@ -110,7 +110,16 @@ pub fn comm(pid: i32) -> String {
 
 /// Every process there is.
 pub fn pids() -> Vec<i32> {
-    let Ok(entries) = std::fs::read_dir("/proc") else {
+    numbers("/proc")
+}
+
+/// Every thread of a process, the main one included.
+pub fn threads(pid: i32) -> Vec<i32> {
+    numbers(&format!("/proc/{pid}/task"))
+}
+
+fn numbers(folder: &str) -> Vec<i32> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();
     };
     let mut pids: Vec<i32> = entries

@@ -1,0 +1,28 @@
+//! CUDA containers under podman, with crun and with runc, on the simulated driver.
+
+use std::time::Duration;
+
+use cryopod_tests::bed::{Bed, Cgroup};
+
+fn run(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else { return };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/plugin/podman.sh"));
+    let out = bed.limit(Duration::from_secs(300)).sh(&script).ok();
+    let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
+    assert_eq!(passed, 32, "{out}");
+}
+
+#[test]
+fn crun() {
+    run("crun", Cgroup::V2);
+}
+
+#[test]
+fn runc() {
+    run("runc", Cgroup::V2);
+}
+
+#[test]
+fn runc_v1() {
+    run("runc", Cgroup::V1);
+}

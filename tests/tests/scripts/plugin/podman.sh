@@ -1,0 +1,81 @@
+# podman.sh LOW: CUDA containers under podman with cryopod-runtime, on the simulated driver: run, checkpoint,
+# remove, restore from the archive; the sums go on.
+low=$1
+mkimage
+low_level "$low"
+printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
+mkdir -p /run/cusim
+sim=/run/cusim/server.sock
+/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
+/opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
+wait_for 10 test -S "$sim"
+
+run() { # cusim-client ARG...
+    pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm \
+        --device /dev/nvidia0 --device /dev/nvidia1 \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+        localhost/busybox /cusim/cusim-client "$@" > /dev/null
+    wait_for 20 ticked 3
+}
+ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticked() { [ "$(ticks)" -ge "$1" ]; }
+check() { # NAME COMMAND...
+    local name=$1 && shift
+    "$@" || { echo "FAILED: $name" && podman logs job 2>&1 | tail -n 5 && exit 1; }
+    echo "ok: $name"
+}
+goes_on() {
+    local now && now=$(ticks)
+    wait_for 20 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+}
+cycle() { # NAME cusim-client ARG...
+    local name=$1 && shift
+    run "$@"
+    local last times
+    last=$(podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2)
+    pod container checkpoint --leave-running --export /tmp/job.tar job > /dev/null
+    check "$name: left running" goes_on
+    for times in once twice; do
+        pod container checkpoint --export /tmp/job.tar job > /dev/null
+        pod rm -f -t 0 job > /dev/null
+        tar -xOf /tmp/job.tar checkpoint/cryopod-nvidia.img > /tmp/image
+        check "$name: the times of each step are in the archive" \
+            jq -e '.processes | length > 0 and all(.steps | length >= 3)' /tmp/image
+        pod container restore --import /tmp/job.tar > /dev/null
+        check "$name: restored $times" goes_on
+        check "$name: the same sum" test "$(podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2)" = "$last"
+    done
+    pod rm -f -t 0 job > /dev/null
+}
+cycle 'one process' --mib 32
+cycle 'four processes on two GPUs' --mib 16 --procs 4 --gpus 0,1
+cycle 'a forked child without CUDA, a leaked device file' --mib 16 --fork-idle 1 --leak-fd
+
+run --mib 16
+rm -f /tmp/job.tar
+for switch in refuse fail-lock; do
+    /opt/build/cusim-ctl --socket "$sim" set "$switch" > /dev/null
+    if pod container checkpoint --export /tmp/job.tar job > /tmp/said 2>&1; then
+        echo "checkpointed in spite of $switch" && exit 1
+    fi
+    check "$switch: the message names process and cause" grep -Eq 'cusim-client.*the driver refused' /tmp/said
+    check "$switch: no archive" test ! -s /tmp/job.tar
+    check "$switch: the sum goes on" goes_on
+    /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+done
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+pod rm -f -t 0 job > /dev/null
+/opt/build/cusim-ctl --socket "$sim" set fail-restore > /dev/null
+if pod container restore --import /tmp/job.tar > /tmp/said 2>&1; then
+    echo 'restored in spite of fail-restore' && exit 1
+fi
+check 'fail-restore: the message names process and cause' grep -Eq 'cusim-client.*the driver refused' /tmp/said
+check 'fail-restore: nothing is left' sh -c '! pgrep -x cusim-client'
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+pod rm -f -t 0 job > /dev/null 2>&1 || true
+pod container restore --import /tmp/job.tar > /dev/null
+check 'fail-restore: a later restore works' goes_on
+pod rm -f -t 0 job > /dev/null
+check 'no operation is left' test -z "$(ls -A /run/cryopod)"
+check 'no agent is left' sh -c '! pgrep cryopod-cuda'
