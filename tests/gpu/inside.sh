@@ -1,0 +1,248 @@
+#!/bin/bash
+# inside.sh: the cases. run.sh runs it with the packed root as /, the machine at /host, results at /out, logs at /logs.
+set -uo pipefail
+# shellcheck disable=SC2154,SC2034 # variables shared with machine.sh and cases.sh
+# shellcheck source=/dev/null
+. /opt/work/machine.sh
+# shellcheck source=/dev/null
+. /opt/work/cases.sh
+
+failed=0 started=$SECONDS
+mkdir -p /etc/cryopod
+: > /out/results.jsonl
+unit=$([ -n "$sim" ] && echo MiB || echo GiB)
+usr=$([ -n "$sim" ] && echo /usr || echo /host/usr)
+
+minor_of() { # N: the device minor of the N-th GPU in PCI order
+    awk -F: '/Device Minor/ {gsub(/[ \t]/, "", $2); print $2}' /proc/driver/nvidia/gpus/*/information | sed -n "$(($1 + 1))p"
+}
+
+if [ -n "$sim" ]; then
+    mount -t tmpfs tmpfs /proc/driver
+    mkdir -p /run/cusim
+    /opt/cusim/cusim-server --gpus 2 --dev-root /dev --proc-root /run/cusim-proc --socket /run/cusim/server.sock \
+        --log /logs/cusim.log > /logs/cusim-server.out 2>&1 &
+    wait_for 10 test -S /run/cusim/server.sock
+    /opt/cusim/cusim-ctl --socket /run/cusim/server.sock install /opt/cusim
+    cp /opt/cusim/libcuda.so.1 /opt/cusim/cusim.conf /usr/lib/x86_64-linux-gnu/
+    cp -r "$(find /run/cusim-proc -type d -name nvidia | sed -n 1p)" /proc/driver/
+fi
+gpus=$(find /proc/driver/nvidia/gpus -mindepth 1 -maxdepth 1 | wc -l)
+
+# The containers' file system: empty folders on which the machine's are mounted.
+tree=$(mktemp -d)
+mkdir -p "$tree"/{usr,dev,etc,proc,root,run,sys,tmp,work,driver}
+chmod 1777 "$tree/tmp"
+for dir in bin sbin lib lib64; do ln -s "usr/$dir" "$tree/$dir"; done
+printf 'root:x:0:0:root:/root:/bin/sh\n' > "$tree/etc/passwd"
+tar -C "$tree" -cf /tmp/machine.tar . && podman import -q /tmp/machine.tar localhost/machine > /dev/null || exit 1
+image=localhost/machine
+
+# ---- cases ----------------------------------------------------------------------------------------
+
+round_trip() { # RUNTIME SIZE LABEL: run, checkpoint --export, rm, restore --import
+    local label=$3 archive=/var/lib/containers/job.tar before
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    sleep 1
+    checkpoint job "$label" "$archive" || return
+    before=$(lines job)
+    pod rm -f -t 0 job > /dev/null || return
+    restore job "$label" "$archive" || return
+    verdict job "$label" "$before" || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson save "$saved" \
+        --argjson load "$restored" --argjson gap "$(gap "/logs/$label.out")" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
+}
+
+leave_running() { # RUNTIME SIZE LABEL
+    local label=$3 archive=/var/lib/containers/job.tar before
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    before=$(lines job)
+    checkpoint job "$label" "$archive" --leave-running || return
+    verdict job "$label" "$before" || return
+    say "$label: the container went on; now the archive"
+    before=$(lines job)
+    pod rm -f -t 0 job > /dev/null || return
+    restore job "$label-archive" "$archive" || return
+    verdict job "$label-archive" 5 || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson save "$saved" --argjson load "$restored" \
+        --argjson gap "$(gap "/logs/$label.out")" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
+}
+
+twice() { # RUNTIME SIZE LABEL: a restored container is checkpointed and restored again
+    local label=$3 archive=/var/lib/containers/job before i
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    for i in 1 2; do
+        checkpoint job "$label.$i" "$archive$i.tar" || return
+        before=$(lines job)
+        pod rm -f -t 0 job > /dev/null || return
+        restore job "$label.$i" "$archive$i.tar" || return
+        verdict job "$label.$i" "$before" || return
+    done
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson save "$saved" \
+        --argjson load "$restored" '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load}')"
+}
+
+train_command() { # STEPS: fills `train` and `gpu`
+    local dir
+    gpu_args 1
+    if [ -n "$sim" ]; then
+        train=(/cusim/cusim-client --mib 64 --ticks "$1")
+        return
+    fi
+    for dir in "${torch_mounts[@]}"; do gpu+=(-v "/host$dir:$dir:ro,bind"); done
+    gpu+=(-e CUBLAS_WORKSPACE_CONFIG=:4096:8 -e PYTHONDONTWRITEBYTECODE=1 -e HOME=/tmp)
+    train=("$python" /work/train.py "$1" "$layers")
+}
+
+losses() { awk '$3 == "ok" {print $1, $2}' "$1"; }
+
+rate() { # FILE: steps a second after the first fifth of the run
+    awk -v skip=$((steps / 5)) '$3 == "ok" {if ($1 == skip) t0 = $4; n = $1; t = $4} END {if (t > t0) printf "%.4f\n", (n - skip) / (t - t0); else print 0}' "$1"
+}
+
+uninterrupted() { # RUNTIME FILE: the whole training under the runtime
+    timeout 300 podman --runtime "$1" run --rm --name train "${gpu[@]}" "$image" "${train[@]}" > "$2" 2>&1
+}
+
+torch() { # LABEL: bit-identical losses, and the rate with and without cryopod
+    local label=$1 i rates='[]' runtime rt archive=/var/lib/containers/train.tar
+    [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
+    low_level crun
+    train_command "$steps"
+    i=0
+    for runtime in crun cryopod-runtime cryopod-runtime crun; do
+        i=$((i + 1))
+        uninterrupted "$runtime" "/logs/train.$i.$runtime.out" || { tail -n 5 "/logs/train.$i.$runtime.out" && return 1; }
+        rates=$(jq -c --arg r "$runtime" --argjson v "$(rate "/logs/train.$i.$runtime.out")" '. + [{runtime: $r, steps_per_s: $v}]' <<< "$rates")
+        cmp <(losses /logs/train.1.crun.out) <(losses "/logs/train.$i.$runtime.out") || return
+    done
+    jq -n --arg case steady-state --argjson runs "$rates" '
+        def mean(r): [$runs[] | select(.runtime == r) | .steps_per_s] | add / length;
+        {case: $case, ok: true, runs: $runs, ratio: (mean("cryopod-runtime") / mean("crun"))}' > /tmp/steady.json
+    result "$(cat /tmp/steady.json)"
+    for rt in $runtimes; do
+        say "$label: $rt"
+        low_level "$rt"
+        pod run -d --name train "${gpu[@]}" "$image" "${train[@]}" > /dev/null || return
+        wait_for 120 more_lines train $((steps / 3)) || { podman logs train | tail -n 5 && return 1; }
+        checkpoint train "$label-$rt" "$archive" || return
+        [ "$(lines train)" -lt "$steps" ] || { say "the training was over before the checkpoint" && return 1; }
+        pod rm -f -t 0 train > /dev/null || return
+        restore train "$label-$rt" "$archive" || return
+        wait_for 120 state_is train exited || return
+        podman logs train > "/logs/$label-$rt.out" 2>&1
+        cmp <(losses /logs/train.1.crun.out) <(losses "/logs/$label-$rt.out") ||
+            { say "$label: the losses differ" && return 1; }
+        result "$(jq -n --arg case "$label-$rt" --arg runtime "$rt" --argjson save "$saved" --argjson load "$restored" \
+            --arg info "$(grep '^#' "/logs/$label-$rt.out" | tr '\n' ' ')" --argjson gap "$(gap "/logs/$label-$rt.out")" \
+            --argjson n "$(losses "/logs/$label-$rt.out" | wc -l)" \
+            '{case: $case, ok: true, runtime: $runtime, size: "torch", checkpoint: $save, restore: $load, losses_identical: $n, info: $info, longest_pause_s: $gap}')"
+        pod rm -f -t 0 train > /dev/null
+        rm -f "$archive"
+    done
+}
+
+two() { # RUNTIME SIZE LABEL: one process on one GPU, then two on two
+    local label=$3 archive=/var/lib/containers/job.tar before which one
+    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    low_level "$1"
+    gpu_args 2
+    for which in 0 0,1; do
+        job_command "$2" "$which"
+        start job "${gpu[@]}" "$image" "${job[@]}" || return
+        checkpoint job "$label.$which" "$archive" || return
+        before=$(lines job)
+        pod rm -f -t 0 job > /dev/null || return
+        restore job "$label.$which" "$archive" || return
+        verdict job "$label.$which" "$before" || return
+        pod rm -f -t 0 job > /dev/null || return
+        rm -f "$archive"
+        if [ "$which" = 0 ]; then one=$(jq -n --argjson s "$saved" --argjson l "$restored" '{checkpoint: $s, restore: $l}'); fi
+    done
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "2 x $2 $unit" --argjson save "$saved" --argjson load "$restored" \
+        --argjson one "$one" '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, one_process: $one}')"
+}
+
+uuid_of() { awk '/GPU UUID/ {print $NF}' /proc/driver/nvidia/gpus/*/information | sed -n "$(($1 + 1))p"; }
+
+map() { # RUNTIME SIZE LABEL: from GPU 0 to GPU 1
+    local label=$3 archive=/var/lib/containers/job.tar before a b
+    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    grep -q dev.cryopod.gpu.map /usr/local/bin/cryopod-runtime ||
+        skip "$label" "this cryopod-runtime has no dev.cryopod.gpu.map"
+    a=$(uuid_of 0) b=$(uuid_of 1)
+    low_level "$1"
+    gpu_args 2
+    job_command "$2" 0
+    start job "${gpu[@]}" --annotation "dev.cryopod.gpu.map=$a=$b,$b=$a" "$image" "${job[@]}" || return
+    checkpoint job "$label" "$archive" || return
+    before=$(lines job)
+    pod rm -f -t 0 job > /dev/null || return
+    restore job "$label" "$archive" || return
+    verdict job "$label" "$before" || return
+    if [ -z "$sim" ]; then
+        chroot /host nvidia-smi --query-gpu=index,uuid,memory.used --format=csv,noheader | tee "/logs/$label.memory.txt"
+        [ "$(awk -F, 'NR == 2 {print int($3)}' "/logs/$label.memory.txt")" -ge $(($2 * 1000)) ] ||
+            { say "$label: the memory is not on GPU 1" && return 1; }
+    fi
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson save "$saved" \
+        --argjson load "$restored" '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load}')"
+}
+
+probe() { # LABEL: what the driver does in the corners, to compare with the simulated one
+    local dir=/tmp/probe
+    [ -x /opt/cusim/cusim-probe ] || skip "$1" "cusim-probe is not in the pack; build cryopod-simdriver in release"
+    mkdir -p $dir && cp /opt/cusim/cusim-{probe,step} $dir/
+    # Managed memory stays out of it: on some machines it can hang the GPU for others.
+    # shellcheck disable=SC2016
+    printf '#!/bin/bash\ncase "$*" in *--uvm*) echo "error: left out"; exec sleep 60 ;; esac\nexec /opt/cusim/cusim-client "$@"\n' > $dir/cusim-client
+    chmod +x $dir/cusim-client
+    (cd $dir && timeout 150 ./cusim-probe 2>&1) | grep -v '^managed' > /out/probe.txt || return
+    result "$(jq -n --arg case "$1" --argjson n "$(wc -l < /out/probe.txt)" '{case: $case, ok: true, lines: $n}')"
+}
+
+# ---- all of it ------------------------------------------------------------------------------------
+
+cryopod check > /logs/cryopod-check.txt 2>&1 || true
+for part in $parts; do
+    case $part in
+        probe) run_case probe probe ;;
+        jobs) for size in $sizes; do for rt in $runtimes; do run_case "job-$size-$rt" round_trip "$rt" "$size"; done; done ;;
+        leave-running) for rt in $runtimes; do run_case "leave-running-$rt" leave_running "$rt" 1; done ;;
+        twice) for rt in $runtimes; do run_case "twice-$rt" twice "$rt" 1; done ;;
+        torch) run_case torch torch ;;
+        two) run_case two-gpus two crun 16 ;;
+        map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
+        *) say "no such part: $part" && failed=$((failed + 1)) ;;
+    esac
+done
+
+versions=$(jq -Rn '[inputs | split(" ") | {(.[0]): .[1]}] | add' < /etc/stack-versions)
+jq -s --argjson versions "$versions" --arg commit "$(cat /etc/cryopod-commit)" --arg kernel "$(uname -r)" \
+    --arg cpus "$(nproc)" --arg gpus "$(cat /etc/gpus 2> /dev/null || echo simulated)" --arg date "$(date -u +%FT%TZ)" --arg compress "$compress" \
+    '{date: $date, cryopod: $commit, kernel: $kernel, cpus: ($cpus | tonumber), gpus: $gpus, versions: $versions, compress: $compress, cases: .}' \
+    /out/results.jsonl > /out/results.json
+jq -r '
+    def n(x): if x == null then "-" else (x * 100 | round / 100 | tostring) end;
+    def worst(a; k): [a[]? | .[k] // empty] | max;
+    ["case", "ok", "export", "dump", "frozen", "gpu-out", "import", "criu", "gpu-in", "unlock", "pause"],
+    (.cases[] | [.case, (if .skipped then "skipped" elif .ok then "yes" else "NO" end), n(.checkpoint.export_s), n(.checkpoint.dump_s),
+        n(.checkpoint.frozen_s), n(worst(.checkpoint.processes; "checkpoint")), n(.restore.import_s), n(.restore.criu_s),
+        n(worst(.restore.processes; "restore")), n(worst(.restore.processes; "unlock")), n(.longest_pause_s)]),
+    (.cases[] | select(.ratio) | ["steady state", "ratio", (.ratio * 10000 | round / 10000)] + [.runs[].steps_per_s])
+    | map(tostring) | join("\t")' /out/results.json |
+    awk -F'\t' '{printf "%-22s %-8s", $1, $2; for (i = 3; i <= NF; i++) printf " %8s", $i; print ""}' | tee /out/table.txt
+rm -f /out/results.jsonl
+say "$((SECONDS - started)) s, $failed failed"
+[ "$failed" = 0 ]

@@ -1,0 +1,71 @@
+#!/bin/bash
+# pack.sh [OUT.tar.xz]: packs the container stack of the test bed's cached root (criu, runc, crun, podman, conmon
+# and what they need) and the release binaries of this workspace into one file, by default dist/gpu-root.tar.xz.
+# tests/gpu/run.sh runs in it on a GPU machine that has none of this.
+set -euo pipefail
+
+workspace=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
+out=$(realpath -m "${1:-$workspace/dist/gpu-root.tar.xz}")
+bin=${CRYOPOD_BIN_DIR:-${CARGO_TARGET_DIR:-$workspace/target}/release}
+lib=usr/lib/x86_64-linux-gnu
+
+die() { echo "pack.sh: $*" >&2 && exit 1; }
+
+"$workspace/tests/testbed/testbed" up
+bed=$("$workspace/tests/testbed/testbed" status | sed -n 's/^[^ ]*  \(.*\)  (current)$/\1/p')
+[ -d "$bed" ] || die "the test bed has no root; build it with: tests/testbed/testbed up"
+for file in cryopod-runtime cryopod cryopod-cuda-agent libcryopod_nvidia.so; do
+    [ -e "$bin/$file" ] || die "$bin/$file is missing; build it with: make build"
+done
+
+root=$(mktemp -d)
+trap 'rm -rf "$root"' EXIT
+chmod 755 "$root"
+mkdir -p "$root"/{usr/{bin,sbin,lib64,lib/podman,share,local/bin,local/lib/cryopod},"$lib",etc/criu,tmp,proc,sys,dev,run} \
+    "$root"/{var/tmp,var/lib/containers,root,host,old,opt/{driver,cusim,work},src}
+for dir in bin sbin lib lib64; do ln -s "usr/$dir" "$root/$dir"; done
+
+libraries_of() { # PATH in the bed: copies the libraries that the program loads
+    local file
+    while read -r file; do
+        mkdir -p "$root/usr${file%/*}"
+        [ -e "$root/usr${file#/usr}" ] || cp -L "$bed$file" "$root/usr${file#/usr}"
+    done < <({ chroot "$bed" ldd "$1" 2> /dev/null || true; } | awk '/=> \//{sub("^/usr", "", $3); print $3}')
+}
+take() { # PATH in the bed, without the leading slash
+    [ -e "$bed/$1" ] || die "the test bed has no $1"
+    cp -L "$bed/$1" "$root/$1"
+    libraries_of "/$1"
+}
+for program in sbin/{criu,runc,xtables-nft-multi} bin/{crun,podman,conmon,busybox,jq,bash,tar,zstd,gzip,mount,umount} \
+    bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat}; do
+    take "usr/$program"
+done
+take "$lib/libcriu.so.2"
+take usr/lib/podman/netavark
+for file in libdl.so.2 libpthread.so.0 librt.so.1 libm.so.6 libgcc_s.so.1; do cp -L "$bed/$lib/$file" "$root/$lib/"; done
+cp -L "$bed/lib64/ld-linux-x86-64.so.2" "$root/usr/lib64/"
+cp -rL "$bed/etc/containers" "$bed/etc/passwd" "$bed/etc/group" "$root/etc/"
+cp "$bed/etc/criu/default.conf" "$root/etc/criu/"
+if [ -d "$bed/usr/share/containers" ]; then cp -rL "$bed/usr/share/containers" "$root/usr/share/"; fi
+touch "$root"/etc/{subuid,subgid}
+for name in iptables ip6tables iptables-restore ip6tables-restore iptables-save ip6tables-save; do
+    ln -sf xtables-nft-multi "$root/usr/sbin/$name"
+done
+for applet in $(chroot "$bed" busybox --list); do
+    [ -e "$root/usr/bin/$applet" ] || [ -e "$root/usr/sbin/$applet" ] || ln -s busybox "$root/usr/bin/$applet"
+done
+chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' criu crun runc podman conmon > "$root/etc/stack-versions"
+
+install -m 755 "$bin"/{cryopod-runtime,cryopod} "$root/usr/local/bin/"
+install -m 755 "$bin/cryopod-cuda-agent" "$root/usr/local/lib/cryopod/"
+install -m 644 "$bin/libcryopod_nvidia.so" "$root/usr/local/lib/cryopod/cryopod_nvidia.so"
+git -C "$workspace" describe --always --dirty > "$root/etc/cryopod-commit" 2> /dev/null || echo unknown > "$root/etc/cryopod-commit"
+for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_sim.so; do # the test driver, if built
+    if [ -e "$bin/$file" ]; then install -m 755 "$bin/$file" "$root/opt/cusim/"; fi
+done
+
+mkdir -p "${out%/*}"
+tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | xz -T0 -1 > "$out.part"
+mv "$out.part" "$out"
+echo "packed $(du -h "$out" | cut -f1) into $out"

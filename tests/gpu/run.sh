@@ -1,0 +1,184 @@
+#!/bin/bash
+# run.sh: checkpoint and restore of GPU containers with podman, crun, runc, CRIU and cryopod on a machine with NVIDIA
+# GPUs. Prints a table and leaves results.json, table.txt, probe.txt and logs.tar.gz in GPU_TEST_OUT.
+#
+# Needs: root, a kernel with cgroup v2, an NVIDIA driver (570 or later), nvcc, and for the PyTorch part a Python with
+# torch. No container stack is needed: it comes in dist/gpu-root.tar.xz (made by pack.sh, which needs Debian and the
+# release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
+#
+#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch two map (default: all that the machine can do)
+#   GPU_TEST_RUNTIMES   default "crun runc"
+#   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
+#   GPU_TEST_COMPRESS   compression of the exported archive, default zstd as podman's
+#   GPU_TEST_STORE      a folder for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
+#   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
+#   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
+#   GPU_TEST_LIMIT      seconds for everything (3000)
+#   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
+#   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
+set -euo pipefail
+
+here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
+workspace=$(cd "$here/../.." && pwd)
+pack=$workspace/dist/gpu-root.tar.xz
+sim=${GPU_TEST_SIM:-}
+out=$(realpath -m "${GPU_TEST_OUT:-${OUT:-$workspace/dist/gpu-test}}")
+
+die() { echo "gpu-test: $*" >&2 && exit 1; }
+
+# ---- what it needs --------------------------------------------------------------------------------
+
+[ "$EUID" = 0 ] || die "needs root, for namespaces, mounts and CRIU; run it as root or with sudo"
+[ "$(uname -m)" = x86_64 ] || die "the packed root is for x86_64"
+cgroup2=$(awk '$3 == "cgroup2" {print $2; exit}' /proc/mounts)
+[ -n "$cgroup2" ] || die "needs a cgroup v2 mount, and there is none in /proc/mounts"
+if [ -z "$sim" ]; then
+    [ -e /dev/nvidiactl ] && [ -e /proc/driver/nvidia/version ] ||
+        die "no NVIDIA GPU here (/dev/nvidiactl or /proc/driver/nvidia is missing); GPU_TEST_SIM=1 rehearses without one"
+    libcuda=$(ldconfig -p | awk '/libcuda\.so\.1 .*x86-64/ {print $NF; exit}')
+    for dir in /usr/local/nvidia/lib64 /usr/lib64 /usr/lib/x86_64-linux-gnu; do
+        if [ -z "$libcuda" ] && [ -e "$dir/libcuda.so.1" ]; then libcuda=$dir/libcuda.so.1; fi
+    done
+    [ -n "$libcuda" ] || die "the driver's libcuda.so.1 was not found; install NVIDIA's driver"
+    nvcc=$(type -P nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null) || die "nvcc was not found; install CUDA's compiler"
+fi
+stale() { # an old pack, and newer binaries to make another of
+    local newest
+    newest=$(find "$workspace/target/release/cryopod-runtime" "$workspace/target/release/libcryopod_nvidia.so" \
+        "$workspace/target/release/cryopod-cuda-agent" -newer "$pack" 2> /dev/null || true)
+    [ -n "$newest" ]
+}
+if [ ! -e "$pack" ] || stale; then "$here/pack.sh" "$pack"; fi
+
+# ---- what it leaves behind: nothing ---------------------------------------------------------------
+
+work=$(mktemp -d "${TMPDIR:-/var/tmp}/cryopod-gpu-test.XXXXXX")
+group=$cgroup2/cryopod-gpu-test-$$
+child=''
+end() {
+    local code=$?
+    trap - EXIT
+    trap '' INT TERM HUP
+    if [ -d "$group" ]; then
+        { echo 1 > "$group/cgroup.kill"; } 2> /dev/null || true
+        for _ in {1..100}; do
+            find "$group" -depth -type d -exec rmdir {} + 2> /dev/null || true
+            [ -d "$group" ] || break
+            sleep 0.1
+        done
+    fi
+    if [ -n "$child" ]; then wait "$child" 2> /dev/null || true; fi
+    if [ -d "$work/logs" ]; then tar -C "$work" -czf "$out/logs.tar.gz" logs || true; fi
+    rm -rf --one-file-system "$work"
+    if [ -d "$group" ]; then echo "gpu-test: processes remain in $group" >&2; fi
+    exit "$code"
+}
+trap end EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+mkdir -p "$out" "$work"/{root,logs}
+rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
+tar -C "$work/root" -xJf "$pack"
+cp "$here"/{inside.sh,cases.sh,train.py} "$work/root/opt/work/"
+
+# ---- the machine's part ---------------------------------------------------------------------------
+
+mounts=() # what PyTorch needs of the machine, beside /usr
+python=''
+if [ -z "$sim" ]; then
+    cp -L "$libcuda" "$work/root/opt/driver/libcuda.so.1"
+    for library in libnvidia-ml.so.1 libnvidia-ptxjitcompiler.so.1 libnvidia-nvvm.so.4; do
+        if [ -e "${libcuda%/*}/$library" ]; then cp -L "${libcuda%/*}/$library" "$work/root/opt/driver/"; fi
+    done
+    ln -s /opt/driver/libcuda.so.1 "$work/root/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+    echo "gpu-test: building gpujob with $nvcc"
+    timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/gpujob" \
+        "$here/gpujob.cu" || die "gpujob could not be built"
+    for candidate in "${GPU_TEST_PYTHON:-}" "$(type -P python3 || true)" /opt/torch/.venv/bin/python3; do
+        [ -n "$candidate" ] && [ -x "$candidate" ] || continue
+        # shellcheck disable=SC2016
+        found=$(timeout 120 "$candidate" -c 'import os, sys, torch
+for p in {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), os.path.dirname(os.path.realpath(sys.executable)), os.path.dirname(os.path.dirname(torch.__file__))}:
+    print(p)' 2> /dev/null) || continue
+        python=$candidate
+        while read -r dir; do
+            [[ $dir == /usr || $dir == /usr/* ]] || mounts+=("$dir")
+        done <<< "$found"
+        break
+    done
+    [ -n "$python" ] || echo "gpu-test: no Python with torch was found; set GPU_TEST_PYTHON. The PyTorch part is left out"
+    nvidia-smi --query-gpu=index,name,uuid,memory.total,driver_version --format=csv,noheader > "$work/root/etc/gpus" || true
+    cp "$work/root/etc/gpus" "$work/logs/gpus.txt"
+fi
+# Only the outermost folders: the rest lies in them.
+top=()
+while read -r dir; do
+    [ -n "$dir" ] || continue
+    [ ${#top[@]} -gt 0 ] && [[ $dir == "${top[-1]}"/* ]] || top+=("$dir")
+done < <(printf '%s\n' "${mounts[@]}" | sort -u)
+cat > "$work/root/opt/work/machine.sh" << CONF
+sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch two map}")
+runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
+compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
+steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
+CONF
+
+# ---- into the root --------------------------------------------------------------------------------
+
+mkdir "$group"
+if [ -n "${GPU_TEST_STORE:-}" ]; then
+    mkdir -p "$GPU_TEST_STORE"
+    store=$(realpath "$GPU_TEST_STORE")
+fi
+# shellcheck disable=SC2016 # for the shell inside
+enter='
+echo 0 > "$group/cgroup.procs"
+mount --bind "$root" "$root"
+cd "$root"
+mkdir -p out logs
+mount --rbind / host
+mount --make-rslave host
+mount --rbind /proc proc
+mount --make-rslave proc
+mount -t sysfs sysfs sys
+if [ -z "$sim" ]; then
+    mount --rbind /dev dev
+    mount --make-rslave dev
+else
+    mount -t tmpfs -o mode=755,size=64m dev dev
+    mkdir dev/pts dev/shm
+    mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts dev/pts
+    cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty dev/
+    ln -s pts/ptmx dev/ptmx
+    ln -s /proc/self/fd dev/fd
+fi
+mount -t tmpfs tmpfs run
+mkdir run/lock
+mount -t tmpfs -o mode=1777 tmpfs tmp
+if [ -n "$store" ]; then mount --bind "$store" var/lib/containers
+else mount -t tmpfs -o "size=$store_size" tmpfs var/lib/containers; fi
+mount --bind "$out" out
+mount --bind "$logs" logs
+exec unshare --cgroup bash -euc "$stage2"'
+# shellcheck disable=SC2016
+stage2='
+mount -t cgroup2 cgroup2 sys/fs/cgroup
+mkdir sys/fs/cgroup/init
+echo 0 > sys/fs/cgroup/init/cgroup.procs
+pivot_root . old
+cd /
+umount -l /old
+exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PODMAN_IGNORE_CGROUPSV1_WARNING=1 bash /opt/work/inside.sh'
+code=0
+env stage2="$stage2" root="$work/root" out="$out" logs="$work/logs" group="$group" sim="$sim" store="${store:-}" \
+    store_size="${GPU_TEST_STORE_SIZE:-90%}" timeout --signal TERM --kill-after 20 "${GPU_TEST_LIMIT:-3000}" \
+    unshare --mount --propagation private --ipc --uts bash -euc "$enter" &
+child=$!
+wait "$child" || code=$?
+child=''
+[ "$code" != 124 ] || echo "gpu-test: not within ${GPU_TEST_LIMIT:-3000} s; $out has what was done until then" >&2
+exit "$code"
