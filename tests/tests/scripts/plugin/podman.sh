@@ -70,7 +70,8 @@ pod rm -f -t 0 job > /dev/null
 if pod container restore --import /tmp/job.tar > /tmp/said 2>&1; then
     echo 'restored in spite of fail-restore' && exit 1
 fi
-check 'fail-restore: the message names process and cause' grep -Eq 'cusim-client.*the driver refused' /tmp/said
+check "fail-restore: CRIU's log names process and cause" \
+    grep -Eqr --include restore.log 'cryopod: Error: .*cusim-client.*the driver refused' /var/lib/containers /run/containers
 check 'fail-restore: nothing is left' sh -c '! pgrep -x cusim-client'
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 pod rm -f -t 0 job > /dev/null 2>&1 || true
