@@ -121,6 +121,13 @@ impl Agent {
     }
 }
 
+impl Agent {
+    /// Its process.
+    pub fn pid(&self) -> Option<i32> {
+        i32::try_from(self.child.id()).ok()
+    }
+}
+
 impl Drop for Agent {
     fn drop(&mut self) {
         drop(self.child.stdin.take());

@@ -118,6 +118,7 @@ struct Job<'a> {
 impl Job<'_> {
     fn run(self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
         let pre_dump = self.inv.flags.has("pre-dump");
+        let signals = child::Signals::watch()?;
         let op = Operation::new()?;
         let images = ImageDir::ready(image_path(self.inv))?;
         // A pre-dump is no checkpoint that could be restored: nothing to seal.
@@ -133,6 +134,8 @@ impl Job<'_> {
             limit: Duration::from_secs(self.ctx.config.limits.checkpoint_s),
             abort_limit: Duration::from_secs(self.ctx.config.limits.abort_s),
             abort_file: op.file(crate::setup::ABORT_FILE),
+            images: Some(images.path.clone()),
+            agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
         };
         let mut sealing = None;
         let dump_started = Instant::now();
@@ -142,6 +145,7 @@ impl Job<'_> {
             &self.ctx.args,
             &ready.env,
             &watch,
+            &signals,
             &mut |stage| {
                 if stage != "post-dump" {
                     return true;
@@ -159,21 +163,54 @@ impl Job<'_> {
             },
         )?;
         // The agent puts back what was not committed before anything is said about the container.
-        let plugin_error = ready.finish(&op);
+        let finished = ready.finish(&op);
+        if ended.killed {
+            self.thaw(setup.tools);
+        }
+        if ended.code == 0 {
+            // A runtime whose CRIU does not ask (its environment was cleared) still gets its seal.
+            if let Some(slot) = slot.take() {
+                seal.gpu.plugin_report = plugin_report(&images.path);
+                slot.commit(&seal)?;
+            }
+            images.keep();
+            return Ok(self.succeeded(finished));
+        }
         // Asked while the seal's place still takes up its room.
         let full = facts::full_disk(&images.path);
         drop(slot);
-        if ended.code == 0 {
-            images.keep();
-            return Ok(ExitCode::SUCCESS);
-        }
         if !ended.passed || self.alive() {
             // No seal under a checkpoint that failed.
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
-        let reasons = [sealing.map(|e| e.to_string()), plugin_error, full];
-        log::error(&self.explain(&ended, reasons.into_iter().flatten().collect()));
+        let reasons = sealing.map(|e| e.to_string()).into_iter();
+        let reasons = reasons.chain(finished.reasons()).chain(full).collect();
+        log::error(&self.explain(&ended, reasons));
         Ok(exit_code(ended.code))
+    }
+
+    /// The images are complete; but a container that goes on running may lack its GPU.
+    fn succeeded(&self, finished: crate::setup::Finished) -> ExitCode {
+        let reasons: Vec<String> = finished.reasons().collect();
+        if reasons.is_empty() || !self.alive() {
+            return ExitCode::SUCCESS;
+        }
+        log::error(&format!(
+            "the checkpoint of {} is complete, but the container that was to go on running could not be brought back: {}; restore it from the checkpoint",
+            self.inv.id,
+            reasons.join("; ")
+        ));
+        ExitCode::FAILURE
+    }
+
+    /// CRIU was killed in the middle of the container: what can be done from outside is to thaw its cgroup.
+    fn thaw(&self, tools: &dyn Tools) {
+        let mut args: Vec<&OsStr> = Vec::new();
+        if let Some(root) = &self.inv.globals.root {
+            args.extend([OsStr::new("--root"), root.as_os_str()]);
+        }
+        args.extend([OsStr::new("resume"), OsStr::new(&self.inv.id)]);
+        let _ = tools.output(&self.ctx.low.path, &args, self.ctx.config.limits.tool());
     }
 
     fn alive(&self) -> bool {
@@ -181,7 +218,9 @@ impl Job<'_> {
     }
 
     fn explain(&self, ended: &Ended, reasons: Vec<String>) -> String {
-        let container = if self.alive() {
+        let container = if ended.killed {
+            "CRIU had to be killed: see whether the container still answers, and restart it if not"
+        } else if self.alive() {
             "the container goes on running"
         } else {
             "the container is no longer running"
@@ -261,6 +300,7 @@ impl ImageDir {
         if made {
             let what = format!("{}: the image folder cannot be made", path.display());
             std::fs::DirBuilder::new()
+                .recursive(true)
                 .mode(0o700)
                 .create(&path)
                 .map_err(Error::io(what))?;

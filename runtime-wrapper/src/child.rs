@@ -48,11 +48,12 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// CRIU's stage after which there is no way back: the container is gone, or it runs.
+    /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU does not listen to
+    /// what it is told at `pre-resume`.)
     fn final_stage(self) -> &'static str {
         match self {
             Self::Checkpoint => "post-dump",
-            Self::Restore { .. } => "post-resume",
+            Self::Restore { .. } => "pre-resume",
         }
     }
 }
@@ -70,6 +71,10 @@ pub struct Watch<'a> {
     pub abort_limit: Duration,
     /// Made when the operation is interrupted or refused: the plugin looks for it.
     pub abort_file: PathBuf,
+    /// The folder that a checkpoint writes to: as long as it grows, CRIU is not stuck.
+    pub images: Option<PathBuf>,
+    /// The driver agent, which puts processes back when all else has failed: never killed here.
+    pub agent: Option<i32>,
 }
 
 /// How the child ended.
@@ -81,6 +86,44 @@ pub struct Ended {
     pub interrupted: Option<String>,
     /// CRIU went through its final stage.
     pub passed: bool,
+    /// CRIU did not end in time and was killed: it could not leave the container as it was.
+    pub killed: bool,
+}
+
+/// The signals that an operation watches, from its first step on; before that they end the process as ever.
+#[derive(Debug)]
+pub struct Signals {
+    fd: SignalFd,
+    before: SigSet,
+}
+
+impl Signals {
+    /// Starts to watch. They stay blocked until the process ends: what is tidied up at the end is not cut short.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn watch() -> Result<Self, Error> {
+        let mut set = SigSet::empty();
+        for signal in INTERRUPTS
+            .into_iter()
+            .chain(FORWARDED)
+            .chain([Signal::SIGCHLD])
+        {
+            set.add(signal);
+        }
+        let mut before = SigSet::empty();
+        let fd = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&set), Some(&mut before))
+            .and_then(|()| {
+                SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+            })
+            .map_err(|e| Error::io("signals cannot be watched")(e.into()))?;
+        Ok(Self { fd, before })
+    }
+
+    fn next(&self) -> Option<Signal> {
+        let info = self.fd.read_signal().ok()??;
+        Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()
+    }
 }
 
 /// Runs the low-level runtime and watches it. `decide` answers CRIU's questions by stage while the operation
@@ -93,41 +136,40 @@ pub fn run(
     args: &[OsString],
     env: &[(&str, OsString)],
     watch: &Watch<'_>,
+    signals: &Signals,
     decide: &mut dyn FnMut(&str) -> bool,
 ) -> Result<Ended, Error> {
-    let mut set = SigSet::empty();
-    for signal in INTERRUPTS
-        .into_iter()
-        .chain(FORWARDED)
-        .chain([Signal::SIGCHLD])
-    {
-        set.add(signal);
+    while let Some(signal) = signals.next() {
+        if INTERRUPTS.contains(&signal) {
+            return Err(Error::Failed(format!(
+                "interrupted by {signal}; nothing was touched"
+            )));
+        }
     }
-    let mut before = SigSet::empty();
-    let signals = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&set), Some(&mut before))
-        .and_then(|()| SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC))
-        .map_err(|e| Error::io("signals cannot be watched")(e.into()))?;
     if watch.kind == Kind::Checkpoint {
         // CRIU outlives a killed runtime: as its reaper this process can wait for it.
         // SAFETY: a plain system call that touches no memory of ours.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
     }
-    let child = spawn(low, args, env, watch.kind, before)?;
+    let child = spawn(low, args, env, watch.kind, signals.before)?;
     let mut watcher = Watcher {
         child: pid_of(&child),
         watch,
         deadline: Some(Instant::now() + watch.limit),
         interrupted: None,
+        refuse: false,
         passed: false,
+        written: 0,
         escalated: false,
+        killed: false,
         code: None,
     };
-    watcher.wait(&signals, decide);
-    let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None);
+    watcher.wait(signals, decide);
     Ok(Ended {
         code: watcher.code.unwrap_or(1),
         interrupted: watcher.interrupted,
         passed: watcher.passed,
+        killed: watcher.killed,
     })
 }
 
@@ -175,21 +217,32 @@ struct Watcher<'a> {
     /// When patience ends; `None`: the container runs in the foreground.
     deadline: Option<Instant>,
     interrupted: Option<String>,
+    /// The runtime is gone before CRIU: whatever CRIU does now, nobody waits for it.
+    refuse: bool,
     passed: bool,
+    /// How much the images held when last looked at, in bytes.
+    written: u64,
     escalated: bool,
+    killed: bool,
     code: Option<i32>,
 }
 
 impl Watcher<'_> {
-    fn wait(&mut self, signals: &SignalFd, decide: &mut dyn FnMut(&str) -> bool) {
+    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&str) -> bool) {
         let mut cut_off = false;
         while !cut_off {
             self.reap();
-            if self.code.is_some() && !self.orphans() {
-                return;
+            if self.code.is_some() {
+                if !self.orphans() {
+                    return;
+                }
+                if !self.passed && !self.refuse {
+                    self.refuse = true;
+                    abort(&self.watch.abort_file);
+                }
             }
             let mut fds = [
-                PollFd::new(signals.as_fd(), PollFlags::POLLIN),
+                PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN),
                 PollFd::new(self.watch.gate.listener().as_fd(), PollFlags::POLLIN),
             ];
             // A second at most: an orphan's end is not always signalled.
@@ -201,13 +254,8 @@ impl Watcher<'_> {
                 .min(Duration::from_secs(1));
             let pause = u16::try_from(pause.as_millis()).unwrap_or(1000).max(1);
             let _ = poll(&mut fds, PollTimeout::from(pause));
-            while let Ok(Some(info)) = signals.read_signal() {
-                if let Some(signal) = i32::try_from(info.ssi_signo)
-                    .ok()
-                    .and_then(|n| Signal::try_from(n).ok())
-                {
-                    self.signal(signal);
-                }
+            while let Some(signal) = signals.next() {
+                self.signal(signal);
             }
             self.questions(decide);
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
@@ -248,16 +296,14 @@ impl Watcher<'_> {
         if signal == Signal::SIGCHLD {
             return;
         }
-        let on_the_way = !self.passed && self.code.is_none();
-        if INTERRUPTS.contains(&signal) && on_the_way {
+        if !INTERRUPTS.contains(&signal) {
+            let _ = kill(self.child, signal);
+        } else if !self.passed {
+            // Not handed on: the runtime would die, and CRIU go on without it.
             self.interrupt(&format!("it was interrupted by {signal}"));
-            if self.watch.kind == Kind::Checkpoint {
-                return;
-            }
-        } else if INTERRUPTS.contains(&signal) && self.watch.kind == Kind::Checkpoint {
-            return;
+        } else if self.watch.kind == (Kind::Restore { detach: false }) {
+            let _ = kill(self.child, signal);
         }
-        let _ = kill(self.child, signal);
     }
 
     fn interrupt(&mut self, why: &str) {
@@ -273,16 +319,22 @@ impl Watcher<'_> {
         let Self {
             watch,
             interrupted,
+            refuse,
             passed,
             deadline,
             ..
         } = self;
+        let last = watch.kind.final_stage();
         watch.gate.answer(|stage| {
-            let yes = interrupted.is_none() && decide(stage);
+            // CRIU restores on whatever it is told from here on: then it was no interruption.
+            if stage == last && watch.kind != Kind::Checkpoint {
+                *interrupted = None;
+            }
+            let yes = interrupted.is_none() && !*refuse && decide(stage);
             tracing::debug!("CRIU at {stage}: {}", if yes { "go on" } else { "stop" });
             if !yes {
                 abort(&watch.abort_file);
-            } else if stage == watch.kind.final_stage() {
+            } else if stage == last {
                 *passed = true;
                 *deadline = match watch.kind {
                     Kind::Restore { detach: false } => None,
@@ -303,22 +355,36 @@ impl Watcher<'_> {
             ));
             return false;
         }
+        self.deadline = Some(Instant::now() + self.watch.abort_limit);
+        // CRIU writing out a large memory asks nothing for long, and is not stuck.
+        let written = self.watch.images.as_deref().map_or(0, size_of_folder);
+        if written > self.written {
+            self.written = written;
+            return false;
+        }
         let me = i32::try_from(std::process::id()).unwrap_or(0);
         let everybody = live::tree(&Host::system(), me);
-        self.deadline = Some(Instant::now() + self.watch.abort_limit);
         if !self.escalated && self.watch.kind == Kind::Checkpoint && self.code.is_none() {
             // Without the runtime CRIU's next message to it fails, and CRIU resumes the container.
             self.escalated = true;
             let _ = kill(self.child, Signal::SIGKILL);
             return false;
         }
-        for pid in everybody.into_iter().filter(|p| *p != me) {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        for pid in everybody {
+            if pid != me && Some(pid) != self.watch.agent {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
         }
+        self.killed = true;
         std::thread::sleep(Duration::from_millis(100));
         self.reap();
         true
     }
+}
+
+fn size_of_folder(dir: &std::path::Path) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
 }
 
 fn is_criu(pid: i32) -> bool {

@@ -54,9 +54,15 @@ struct UserConf {
 fn split(text: &str) -> UserConf {
     let mut conf = UserConf::default();
     for line in text.lines() {
-        let mut words = line.split_whitespace();
-        let first = words.next().map(|w| w.trim_start_matches('-'));
-        if first == Some("libdir") {
+        // CRIU takes `libdir X`, `libdir=X`, and any beginning of the name that is no other option's.
+        let mut words = line
+            .split(|c: char| c.is_whitespace() || c == '=')
+            .filter(|w| !w.is_empty());
+        let first = words
+            .next()
+            .map(|w| w.trim_start_matches('-'))
+            .unwrap_or_default();
+        if first.len() >= 3 && "libdir".starts_with(first) {
             conf.libdirs
                 .extend(words.next().map(|w| w.trim_matches('"').into()));
         } else {
@@ -74,19 +80,23 @@ pub struct Reader {
     pub kind: Kind,
     /// `true` if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
     pub names_file: bool,
+    /// `true` for a restore, whose spec and annotations come from the archive, and so perhaps from a stranger.
+    pub restore: bool,
 }
 
 /// The file that the runtime names to CRIU, or would name if it could: path, and who names it.
 fn runtime_file(
-    kind: Kind,
+    reader: Reader,
     spec: &Spec,
     exists: &dyn Fn(&Path) -> bool,
 ) -> Option<(PathBuf, String)> {
-    match spec.annotation(ANNOTATION) {
+    // Where the runtime would not follow a stranger's annotation, this does not either.
+    let trusted = reader.names_file || !reader.restore;
+    match spec.annotation(ANNOTATION).filter(|_| trusted) {
         Some("") => None,
         Some(path) => Some((path.into(), format!("the annotation {ANNOTATION}"))),
         None => {
-            let files: &[&str] = match kind {
+            let files: &[&str] = match reader.kind {
                 Kind::Crun => &["/etc/criu/crun.conf", "/etc/criu/runc.conf"],
                 Kind::Runc => &["/etc/criu/runc.conf"],
             };
@@ -127,7 +137,7 @@ pub fn merge(
     if let Some(path) = env {
         take(path, split(&read(path, "CRIU_CONFIG_FILE")?));
     }
-    if let Some((path, who)) = runtime_file(reader.kind, spec, &|p| p.exists()) {
+    if let Some((path, who)) = runtime_file(reader, spec, &|p| p.exists()) {
         let user = split(&read(&path, &who)?);
         if !reader.names_file {
             take(&path, user);
@@ -136,6 +146,8 @@ pub fn merge(
         }
     }
     text.push_str("# cryopod's own:\n");
+    // CRIU's alarm of 10 seconds for stopping the processes would cut off the driver's lock.
+    let _ = writeln!(text, "timeout {}", config.limits.checkpoint_s);
     for (key, value) in &config.criu.options {
         match value {
             CriuValue::Flag(true) => {
@@ -193,10 +205,10 @@ mod tests {
     #[test]
     fn libdir_is_taken_out_and_nothing_else() {
         let conf = split(
-            "# mine\nghost-limit 5M\n libdir /opt/criu\n--libdir \"/x\"\ntcp-close\nlibdirs no\n",
+            "# mine\nghost-limit 5M\n libdir /opt/criu\n--libdir \"/x\"\ntcp-close\nlibdirs no\nlibdir=/y\nlibd /z\n",
         );
         assert_eq!(conf.text, "# mine\nghost-limit 5M\ntcp-close\nlibdirs no\n");
-        assert_eq!(conf.libdirs, [Path::new("/opt/criu"), Path::new("/x")]);
+        assert_eq!(conf.libdirs, ["/opt/criu", "/x", "/y", "/z"].map(Path::new));
     }
 
     #[test]
@@ -204,7 +216,12 @@ mod tests {
         let none = Spec::from_json(json!({}));
         let with = |v: &str| Spec::from_json(json!({"annotations": {ANNOTATION: v}}));
         let file = |kind, spec: &Spec, there: &'static [&'static str]| {
-            runtime_file(kind, spec, &|p| there.iter().any(|t| Path::new(t) == p)).map(|(p, _)| p)
+            let reader = Reader {
+                kind,
+                names_file: true,
+                restore: true,
+            };
+            runtime_file(reader, spec, &|p| there.iter().any(|t| Path::new(t) == p)).map(|(p, _)| p)
         };
         let both: &[&str] = &["/etc/criu/crun.conf", "/etc/criu/runc.conf"];
         assert_eq!(
@@ -221,5 +238,12 @@ mod tests {
             Path::new("/my.conf")
         );
         assert_eq!(file(Kind::Runc, &with(""), both), None);
+        let old = |restore| Reader {
+            kind: Kind::Crun,
+            names_file: false,
+            restore,
+        };
+        let named = |restore| runtime_file(old(restore), &with("/my.conf"), &|_| false);
+        assert!(named(false).is_some() && named(true).is_none());
     }
 }

@@ -113,7 +113,11 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
         Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
-        _ => fail(&passthrough::exec(&ctx.low, &ctx.args)),
+        other => {
+            let e = passthrough::exec(&ctx.low, &ctx.args);
+            log::init(other.map(|i| i.globals).as_ref());
+            fail(&e)
+        }
     }
 }
 

@@ -31,13 +31,14 @@ use crate::{Context, Error, cgroup, facts, log, passthrough};
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let args = fit_arguments(ctx, inv, &host);
-    let Some(seal) = Seal::open(&image_path(inv))? else {
+    let Some(seal) = Seal::open(&images(ctx, inv))? else {
         return Err(passthrough::exec(&ctx.low, &args));
     };
     let tools = SystemTools::from_env();
     let spec = Spec::of_bundle(&bundle(inv))?;
     let (plugins, nvidia) = needed_plugins(ctx, &seal)?;
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(setup::no_criu)?;
+    let signals = child::Signals::watch()?;
     let op = Operation::new()?;
     let setup = Setup {
         ctx,
@@ -55,14 +56,24 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         limit: Duration::from_secs(ctx.config.limits.restore_s),
         abort_limit: Duration::from_secs(ctx.config.limits.abort_s),
         abort_file: op.file(setup::ABORT_FILE),
+        images: None,
+        agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
     };
-    let ended = child::run(&ctx.low, &args, &ready.env, &watch, &mut |_| true)?;
-    let plugin_error = ready.finish(&op);
+    let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
+    let reasons = ready.finish(&op).reasons().collect();
     // A container in the foreground ends with its own exit code, which is no failed restore.
     if ended.code != 0 && !ended.passed {
-        log::error(&explain(ctx, inv, &ended, plugin_error));
+        log::error(&explain(ctx, inv, &ended, reasons));
     }
     Ok(exit_code(ended.code))
+}
+
+/// Where the images are: crun takes a relative path as one below the bundle, runc as one below the working folder.
+fn images(ctx: &Context, inv: &Invocation) -> PathBuf {
+    match ctx.low.kind {
+        Kind::Crun => bundle(inv).join(image_path(inv)),
+        Kind::Runc => image_path(inv),
+    }
 }
 
 fn bundle(inv: &Invocation) -> PathBuf {
@@ -119,11 +130,11 @@ fn fit_crun(args: &[OsString], inv: &Invocation, ignore_cgroups: bool) -> Vec<Os
     line
 }
 
-fn explain(ctx: &Context, inv: &Invocation, ended: &Ended, plugin_error: Option<String>) -> String {
+fn explain(ctx: &Context, inv: &Invocation, ended: &Ended, reasons: Vec<String>) -> String {
     let why = facts::why(
         &ctx.low,
         ended,
-        plugin_error.into_iter().collect(),
+        reasons,
         &work_path(inv).join(names::RESTORE_LOG),
     );
     format!(

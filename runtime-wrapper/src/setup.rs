@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use cryopod_archive::seal::{Gpu, Seal, Vendor};
 use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
-use cryopod_gpu_hooks::cuda::report::{AgentReady, PluginReport};
+use cryopod_gpu_hooks::cuda::report::{AgentReady, AgentReport, PluginReport, RolledBack};
 use cryopod_gpu_hooks::gpumap::{self, Situation, Wish};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::nvidia;
@@ -15,7 +15,7 @@ use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 
 use crate::agent::{self, Agent, AgentError};
-use crate::argv::Invocation;
+use crate::argv::{Invocation, Verb};
 use crate::config::Config;
 use crate::criuconf::{self, Reader};
 use crate::facts::{self, Criu};
@@ -192,7 +192,7 @@ impl Setup<'_> {
     ) -> Result<Ready, Error> {
         let config = &self.ctx.config;
         let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
-        let reader = self.reader(low_version.as_deref());
+        let reader = self.reader(low_version.as_deref(), self.inv.verb == Verb::Restore);
         let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
             .filter(|v| !v.is_empty())
             .map(PathBuf::from);
@@ -253,13 +253,14 @@ impl Setup<'_> {
     }
 
     /// Does the runtime name a configuration file to CRIU? crun does from 1.26 on, where libcriu can (4.2).
-    fn reader(&self, low_version: Option<&str>) -> Reader {
+    fn reader(&self, low_version: Option<&str>, restore: bool) -> Reader {
         let at_least = |line: Option<&str>, want: [u32; 2]| {
             line.and_then(facts::numbers)
                 .is_some_and(|n| n.as_slice() >= want.as_slice())
         };
         let kind = self.ctx.low.kind;
         Reader {
+            restore,
             kind,
             names_file: kind == Kind::Runc
                 || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
@@ -283,14 +284,48 @@ fn from_agent(index: u32, gpu: &cryopod_gpu_hooks::cuda::protocol::AgentGpu) -> 
 }
 
 impl Ready {
-    /// Ends the agent, which first puts back what was not committed. Gives the plugin's first error, if it
-    /// reported one.
-    pub fn finish(self, op: &Operation) -> Option<String> {
+    /// Ends the agent, which first puts back what was not committed, and reads both reports.
+    pub fn finish(self, op: &Operation) -> Finished {
+        drop(self.gate);
         drop(self.agent);
-        let text = std::fs::read(op.file(PLUGIN_REPORT)).ok()?;
-        let report: PluginReport = serde_json::from_slice(&text).ok()?;
-        report.error.map(|e| e.to_string())
+        let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
+        let agent: Option<AgentReport> = read_report(&op.file(agent::REPORT));
+        let left = |p: &RolledBack| {
+            let error = p.error.as_deref()?;
+            Some(format!(
+                "process {} ({}) is left {} by the driver: {error}",
+                p.pid, p.comm, p.left
+            ))
+        };
+        Finished {
+            error: plugin.and_then(|r| r.error).map(|e| e.to_string()),
+            not_put_back: agent
+                .iter()
+                .flat_map(|r| &r.processes)
+                .filter_map(left)
+                .collect(),
+        }
     }
+}
+
+/// What plugin and agent reported.
+#[derive(Debug, Default)]
+pub struct Finished {
+    /// The first thing that went wrong for the plugin.
+    pub error: Option<String>,
+    /// The processes whose GPU state could not be put back.
+    pub not_put_back: Vec<String>,
+}
+
+impl Finished {
+    /// Everything, to be told.
+    pub fn reasons(self) -> impl Iterator<Item = String> {
+        self.error.into_iter().chain(self.not_put_back)
+    }
+}
+
+fn read_report<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
+    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
 }
 
 fn write(path: &Path, text: &[u8]) -> Result<(), Error> {

@@ -67,7 +67,7 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
             lines.push(Line::missing(
                 "configuration",
                 e.to_string(),
-                "correct the file; no container can be started with cryopod until then",
+                "correct the file; checkpoints and restores fail until then",
             ));
             Config::default()
         }

@@ -107,15 +107,19 @@ unsafe extern "C" fn try_pass(stack: *const usize) {
             }
             i += 1;
         }
-        let (mut search, mut named) = (core::ptr::null(), core::ptr::null());
+        let (mut search, mut named): (Text, Text) = (core::ptr::null(), core::ptr::null());
         let mut entry = environment;
         while !(*entry).is_null() {
             if strip(*entry, b"CRYOPOD_CONFIG=").is_some() {
                 return;
             } else if let Some(value) = strip(*entry, b"CRYOPOD_LOW_LEVEL_RUNTIME=") {
-                named = value;
+                if named.is_null() {
+                    named = value;
+                }
             } else if let Some(value) = strip(*entry, b"PATH=") {
-                search = value;
+                if search.is_null() {
+                    search = value;
+                }
             }
             entry = entry.add(1);
         }

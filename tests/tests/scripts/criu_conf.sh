@@ -22,7 +22,8 @@ rm -f /tmp/default /tmp/file /tmp/env
 mkdir -p /opt/plugins && echo 'libdir /opt/plugins' >> "/etc/criu/$low.conf"
 if cryopod-runtime checkpoint --leave-running --image-path /tmp/i2 "$id" > /tmp/said 2>&1; then
     # The file is one that this runtime does not name to CRIU, and cryopod has copied it.
-    [ "$low" = crun ] && ran file 'libdir copied'
+    [ "$low" = crun ] || { echo 'runc: not refused'; exit 1; }
+    ran file 'libdir copied'
 else
     grep -q "/etc/criu/$low.conf: .libdir. there overrides" /tmp/said
     [ ! -e /tmp/i2/cryopod.json ]

@@ -95,7 +95,21 @@ touch /tmp/go-on
 wait_for 20 sh -c '! pgrep -x criu > /dev/null'
 [ ! -e /tmp/i1/cryopod.json ]
 rm -f /tmp/stop-at
-fails 'the next one after kill -9' 'cannot be made' checkpoint --image-path /nowhere/x
+fails 'the next one after kill -9' 'cannot be made' checkpoint --image-path /proc/nowhere/x
+
+# The runtime dies in the middle of the dump: nobody would be told of a checkpoint, so there is none.
+rm -f /tmp/reached /tmp/go-on
+echo network-lock > /tmp/stop-at
+cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
+wrapper=$!
+wait_for 20 test -e /tmp/reached
+pkill -KILL -P $wrapper -x "$low" || pkill -KILL -P $wrapper
+touch /tmp/go-on
+if wait $wrapper; then echo 'killed runtime: succeeded'; exit 1; fi
+rm -f /tmp/stop-at
+alive 'the runtime is killed in the middle'
+unsealed /tmp/i1
+rm -rf /tmp/i1
 
 # The user's own script says no at the last stage: the seal goes, the container stays.
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n' > /tmp/stages.sh
