@@ -138,10 +138,10 @@ impl Drop for Agent {
                 _ => return,
             }
         }
+        // It is not killed: a driver call that hangs is undone by it when it returns, and then it ends by itself.
         tracing::error!(
-            "the driver agent did not end within {GOODBYE:?} and was killed; a process of the container may be left locked by the driver"
+            "the driver agent (process {}) still waits for the driver after {GOODBYE:?}; a process of the container may stay locked until the driver answers",
+            self.child.id()
         );
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
