@@ -22,3 +22,27 @@ fn crun() {
 fn runc() {
     failures("runc", Cgroup::V1);
 }
+
+fn interrupted(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else { return };
+    let script = format!(
+        "set -- {low}\n{}",
+        include_str!("scripts/restore_interrupted.sh")
+    );
+    let out = bed.sh(&script).ok();
+    assert_eq!(
+        out.lines().filter(|l| l.starts_with("ok: ")).count(),
+        6,
+        "{out}"
+    );
+}
+
+#[test]
+fn restore_crun() {
+    interrupted("crun", Cgroup::V2);
+}
+
+#[test]
+fn restore_runc() {
+    interrupted("runc", Cgroup::V1);
+}

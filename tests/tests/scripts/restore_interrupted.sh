@@ -1,0 +1,76 @@
+# restore_interrupted.sh LOW: a restore of a GPU container that is interrupted leaves nothing of the container, and the
+# checkpoint as it was; the next restore works.
+low=$1
+mkimage
+low_level "$low"
+fake_gpu_nodes
+bundle /tmp/b sleep 1000
+cd /tmp/b
+out=/tmp/b/rootfs/out # in the container: CRIU cannot restore what is open outside of it
+jq --arg run 'exec > /out 2>&1; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' '.process.args = ["sh", "-c", $run]
+    | .root.readonly = false | .linux.devices += [{path: "/dev/nvidia0", type: "c", major: 195, minor: 0, fileMode: 438}]' config.json > c && mv c config.json
+cryopod-runtime run --detach c1 < /dev/null > /dev/null 2>&1
+past() { [ "$(tail -n 1 $out)" -ge "$1" ]; }
+wait_for 20 past 3
+cryopod-runtime checkpoint --image-path /tmp/b/checkpoint --work-path /tmp c1
+[ -e /tmp/b/checkpoint/cryopod.json ]
+cp $out /tmp/out.then # CRIU wants a file to be as long as it was
+sum=$(cd checkpoint && sha256sum -- * | sha256sum)
+
+cat > /tmp/stages.sh <<'EOF'
+#!/bin/bash
+[ "$CRTOOLS_SCRIPT_ACTION" = "$(cat /tmp/stop-at 2> /dev/null)" ] || exit 0
+touch /tmp/reached
+until [ -e /tmp/go-on ]; do sleep 0.02; done
+EOF
+chmod 755 /tmp/stages.sh
+echo 'action-script /tmp/stages.sh' >> /etc/criu/default.conf
+nothing_left() {
+    ! pgrep -x 'criu|sleep|cryopod-runtime' > /dev/null && [ -z "$(ls -A /run/cryopod)" ] && ! "$low" list -q 2> /dev/null | grep -qx c1
+}
+for signal in TERM INT; do
+    for stage in setup-namespaces post-setup-namespaces; do
+        rm -f /tmp/reached /tmp/go-on
+        echo $stage > /tmp/stop-at
+        # Signals that a shell's background job would ignore are set back.
+        env --default-signal cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+        wrapper=$!
+        wait_for 20 test -e /tmp/reached
+        kill -$signal $wrapper
+        sleep 0.1
+        touch /tmp/go-on
+        if wait $wrapper; then echo "SIG$signal at $stage: restored"; exit 1; fi
+        grep -q "the checkpoint is untouched: it was interrupted by SIG$signal" /tmp/said || { echo "SIG$signal at $stage:"; cat /tmp/said; exit 1; }
+        "$low" delete --force c1 > /dev/null 2>&1 || true # as an engine does after a failed restore
+        wait_for 10 nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
+        [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+        echo "ok: SIG$signal at $stage"
+    done
+done
+
+# After CRIU's last question there is no way back: the restore is completed, as if the signal had come later.
+rm -f /tmp/reached /tmp/go-on
+echo post-restore > /tmp/stop-at
+before=$(tail -n 1 $out)
+env --default-signal cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null &
+wrapper=$!
+wait_for 20 test -e /tmp/reached
+kill -TERM $wrapper
+sleep 0.1
+touch /tmp/go-on
+wait $wrapper
+wait_for 20 past $((before + 3))
+[ "$("$low" state c1 | jq -r .status)" = running ]
+echo 'ok: too late'
+"$low" kill c1 KILL
+wait_for 10 sh -c "[ \"\$($low state c1 | jq -r .status)\" = stopped ]"
+cryopod-runtime delete c1
+
+rm -f /tmp/stop-at
+cat /tmp/out.then > $out
+before=$(tail -n 1 $out)
+cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null
+wait_for 20 past $((before + 3))
+[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+echo 'ok: the next restore'
+"$low" kill c1 KILL
