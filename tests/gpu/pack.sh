@@ -55,6 +55,7 @@ done
 for applet in $(chroot "$bed" busybox --list); do
     [ -e "$root/usr/bin/$applet" ] || [ -e "$root/usr/sbin/$applet" ] || ln -s busybox "$root/usr/bin/$applet"
 done
+# shellcheck disable=SC2016
 chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' criu crun runc podman conmon > "$root/etc/stack-versions"
 
 install -m 755 "$bin"/{cryopod-runtime,cryopod} "$root/usr/local/bin/"

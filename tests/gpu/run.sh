@@ -9,6 +9,7 @@
 #   GPU_TEST_PARTS      of: probe jobs leave-running twice torch two map (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
+#   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
 #   GPU_TEST_COMPRESS   compression of the exported archive, default zstd as podman's
 #   GPU_TEST_STORE      a folder for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
 #   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
@@ -33,6 +34,7 @@ die() { echo "gpu-test: $*" >&2 && exit 1; }
 cgroup2=$(awk '$3 == "cgroup2" {print $2; exit}' /proc/mounts)
 [ -n "$cgroup2" ] || die "needs a cgroup v2 mount, and there is none in /proc/mounts"
 if [ -z "$sim" ]; then
+    # shellcheck disable=SC2015
     [ -e /dev/nvidiactl ] && [ -e /proc/driver/nvidia/version ] ||
         die "no NVIDIA GPU here (/dev/nvidiactl or /proc/driver/nvidia is missing); GPU_TEST_SIM=1 rehearses without one"
     libcuda=$(ldconfig -p | awk '/libcuda\.so\.1 .*x86-64/ {print $NF; exit}')
@@ -55,6 +57,7 @@ if [ ! -e "$pack" ] || stale; then "$here/pack.sh" "$pack"; fi
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/cryopod-gpu-test.XXXXXX")
 group=$cgroup2/cryopod-gpu-test-$$
 child=''
+# shellcheck disable=SC2317 # a trap calls it
 end() {
     local code=$?
     trap - EXIT
@@ -97,7 +100,7 @@ if [ -z "$sim" ]; then
     timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/gpujob" \
         "$here/gpujob.cu" || die "gpujob could not be built"
     for candidate in "${GPU_TEST_PYTHON:-}" "$(type -P python3 || true)" /opt/torch/.venv/bin/python3; do
-        [ -n "$candidate" ] && [ -x "$candidate" ] || continue
+        if [ -z "$candidate" ] || [ ! -x "$candidate" ]; then continue; fi
         # shellcheck disable=SC2016
         found=$(timeout 120 "$candidate" -c 'import os, sys, torch
 for p in {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), os.path.dirname(os.path.realpath(sys.executable)), os.path.dirname(os.path.dirname(torch.__file__))}:
@@ -123,6 +126,7 @@ sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
 parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch two map}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
+smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
 
