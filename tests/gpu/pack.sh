@@ -1,11 +1,11 @@
 #!/bin/bash
-# pack.sh [OUT.tar.xz]: packs the container stack of the test bed's cached root (criu, runc, crun, podman, conmon
-# and what they need) and the release binaries of this workspace into one file, by default dist/gpu-root.tar.xz.
+# pack.sh [OUT.tar.gz]: packs the container stack of the test bed's cached root (criu, runc, crun, podman, conmon
+# and what they need) and the release binaries of this workspace into one file, by default dist/gpu-root.tar.gz.
 # tests/gpu/run.sh runs in it on a GPU machine that has none of this.
 set -euo pipefail
 
 workspace=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
-out=$(realpath -m "${1:-$workspace/dist/gpu-root.tar.xz}")
+out=$(realpath -m "${1:-$workspace/dist/gpu-root.tar.gz}")
 bin=${CRYOPOD_BIN_DIR:-${CARGO_TARGET_DIR:-$workspace/target}/release}
 lib=usr/lib/x86_64-linux-gnu
 
@@ -67,6 +67,6 @@ for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_s
 done
 
 mkdir -p "${out%/*}"
-tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | xz -T0 -1 > "$out.part"
+tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | gzip -6 > "$out.part"
 mv "$out.part" "$out"
 echo "packed $(du -h "$out" | cut -f1) into $out"

@@ -3,7 +3,7 @@
 # GPUs. Prints a table and leaves results.json, table.txt, probe.txt and logs.tar.gz in GPU_TEST_OUT.
 #
 # Needs: root, a kernel with cgroup v2, an NVIDIA driver (570 or later), nvcc, and for the PyTorch part a Python with
-# torch. No container stack is needed: it comes in dist/gpu-root.tar.xz (made by pack.sh, which needs Debian and the
+# torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running twice torch two map (default: all that the machine can do)
@@ -17,11 +17,12 @@
 #   GPU_TEST_LIMIT      seconds for everything (3000)
 #   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
 #   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
+#                       In the test bed: tests/testbed/testbed enter -- env GPU_TEST_SIM=1 GPU_TEST_OUT=/tmp/out /src/tests/gpu/run.sh
 set -euo pipefail
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 workspace=$(cd "$here/../.." && pwd)
-pack=$workspace/dist/gpu-root.tar.xz
+pack=$workspace/dist/gpu-root.tar.gz
 sim=${GPU_TEST_SIM:-}
 out=$(realpath -m "${GPU_TEST_OUT:-${OUT:-$workspace/dist/gpu-test}}")
 
@@ -83,7 +84,7 @@ trap 'exit 143' TERM
 
 mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
-tar -C "$work/root" -xJf "$pack"
+tar -C "$work/root" -xzf "$pack"
 cp "$here"/{inside.sh,cases.sh,train.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
