@@ -233,7 +233,7 @@ fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     let setup = cgroup::setup(input.host);
     let crun = LowLevel::find(config).is_ok_and(|l| l.kind == Kind::Crun);
     lines.push(match setup {
-        Setup::Hybrid if crun => Line::note("cgroups", "hybrid (v1 and v2)", "crun restores with --manage-cgroups-mode ignore here (cryopod adds it); a pure v2 host has no such limit"),
+        Setup::Hybrid if crun => Line::note("cgroups", "hybrid (v1 and v2)", "a restore under crun can fail on cpuset.cpus here (crun does not pass --manage-cgroups-mode on to CRIU); use runc, or a host with v2 alone"),
         other => Line::ok("cgroups", other.label()),
     });
 }
