@@ -54,12 +54,15 @@ cycle 'a forked child without CUDA, a leaked device file' --mib 16 --fork-idle 1
 
 run --mib 16
 rm -f /tmp/job.tar
-for switch in refuse fail-lock; do
+says() { # SWITCH: what the message must hold
+    case $1 in fail-init) echo 'the NVIDIA driver cannot be used for a checkpoint' ;; *) echo 'cusim-client.*the driver refused' ;; esac
+}
+for switch in refuse fail-lock mig fail-init; do
     /opt/build/cusim-ctl --socket "$sim" set "$switch" > /dev/null
     if pod container checkpoint --export /tmp/job.tar job > /tmp/said 2>&1; then
         echo "checkpointed in spite of $switch" && exit 1
     fi
-    check "$switch: the message names process and cause" grep -Eq 'cusim-client.*the driver refused' /tmp/said
+    check "$switch: the message names process and cause" grep -Eq "$(says $switch)" /tmp/said
     check "$switch: no archive" test ! -s /tmp/job.tar
     check "$switch: the sum goes on" goes_on
     /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
