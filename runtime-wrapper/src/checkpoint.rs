@@ -174,7 +174,7 @@ impl Job<'_> {
                 slot.commit(&seal)?;
             }
             images.keep();
-            return Ok(self.succeeded(finished));
+            return Ok(self.succeeded(&finished));
         }
         // Asked while the seal's place still takes up its room.
         let full = facts::full_disk(&images.path);
@@ -190,15 +190,18 @@ impl Job<'_> {
     }
 
     /// The images are complete; but a container that goes on running may lack its GPU.
-    fn succeeded(&self, finished: crate::setup::Finished) -> ExitCode {
-        let reasons: Vec<String> = finished.reasons().collect();
-        if reasons.is_empty() || !self.alive() {
+    fn succeeded(&self, finished: &crate::setup::Finished) -> ExitCode {
+        if let Some(error) = &finished.error {
+            tracing::warn!("the checkpoint is complete; on the way: {error}");
+        }
+        // What the plugin could not bring back, the agent has tried again: its word counts.
+        if finished.not_put_back.is_empty() || !self.alive() {
             return ExitCode::SUCCESS;
         }
         log::error(&format!(
             "the checkpoint of {} is complete, but the container that was to go on running could not be brought back: {}; restore it from the checkpoint",
             self.inv.id,
-            reasons.join("; ")
+            finished.not_put_back.join("; ")
         ));
         ExitCode::FAILURE
     }

@@ -9,7 +9,7 @@ fn run(low: &str, cgroup: Cgroup) {
     let script = format!("set -- {low}\n{}", include_str!("scripts/plugin/podman.sh"));
     let out = bed.limit(Duration::from_secs(300)).sh(&script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
-    assert_eq!(passed, 38, "{out}");
+    assert_eq!(passed, 41, "{out}");
 }
 
 #[test]

@@ -124,6 +124,14 @@ fails 'the limit is over' 'it took longer than 1 s (limits in /etc/cryopod/confi
 printf '#!/bin/sh\n' > /tmp/stages.sh
 low_level "$low"
 
+# CRIU is stuck and must be killed: said so; in this stage the container survives even that.
+printf '[limits]\ncheckpoint_s = 1\nabort_s = 1\n' >> /etc/cryopod/config.toml
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || exec sleep 300\n' > /tmp/stages.sh
+fails 'CRIU is stuck' 'CRIU had to be killed: see whether the container still answers' checkpoint --image-path /tmp/i6
+unsealed /tmp/i6
+printf '#!/bin/sh\n' > /tmp/stages.sh
+low_level "$low"
+
 # After all that a checkpoint works.
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 "$id"
 [ -e /tmp/i4/cryopod.json ] && [ -e /tmp/i4/inventory.img ]

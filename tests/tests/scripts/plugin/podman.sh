@@ -67,6 +67,22 @@ for switch in refuse fail-lock mig fail-init; do
     check "$switch: the sum goes on" goes_on
     /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 done
+# The container was to go on running, and its GPU cannot be brought back at the first try: the agent tries again.
+/opt/build/cusim-ctl --socket "$sim" set fail-restore:1 > /dev/null
+pod container checkpoint --leave-running --export /tmp/left.tar job > /dev/null
+check 'leave-running, the driver fails once: brought back all the same' goes_on
+# It cannot be brought back at all: no success is reported, and the process is named.
+/opt/build/cusim-ctl --socket "$sim" set fail-restore > /dev/null
+id=$(pod inspect -f '{{.Id}}' job)
+if cryopod-runtime checkpoint --leave-running --image-path /tmp/left --work-path /tmp "$id" > /tmp/said 2>&1; then
+    echo 'a success in spite of a lost GPU' && exit 1
+fi
+check 'leave-running, the driver fails for good: told, with the process' grep -Eq 'cusim-client.*is left checkpointed' /tmp/said
+check 'leave-running, the driver fails for good: the checkpoint is whole' test -s /tmp/left/cryopod.json
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+pod rm -f -t 0 job > /dev/null
+run --mib 16
+rm -f /tmp/job.tar
 pod container checkpoint --export /tmp/job.tar job > /dev/null
 pod rm -f -t 0 job > /dev/null
 /opt/build/cusim-ctl --socket "$sim" set fail-restore > /dev/null
