@@ -8,9 +8,11 @@
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
+//! - [`compat`]: what must hold for a restore on this host, as data.
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
 
 pub mod amd;
+pub mod compat;
 pub mod cuda;
 pub mod gpumap;
 pub mod host;
