@@ -9,9 +9,9 @@ packages=(
     # what is tested
     criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo
     # what the tests and the tools above call
-    iptables nftables iproute2 kmod procps strace jq zstd ca-certificates python3-minimal
-    # what the containers run
-    busybox-static
+    iptables nftables iproute2 kmod procps strace jq zstd ca-certificates
+    # what the containers run: busybox, and real programs that tests checkpoint
+    busybox-static python3 python3-uvicorn python3-uvloop redis-server
 )
 
 suite=$1 mirror=$2 root=$3
