@@ -9,10 +9,12 @@
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
 //! - [`compat`]: what must hold for a restore on this host, as data.
+//! - [`criu_elf`]: what a CRIU plugin demands of CRIU.
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
 
 pub mod amd;
 pub mod compat;
+pub mod criu_elf;
 pub mod cuda;
 pub mod gpumap;
 pub mod host;

@@ -20,14 +20,24 @@ pub struct Plugins {
     pub nvidia: Option<PathBuf>,
     /// CRIU's `amdgpu_plugin.so`.
     pub amd: Option<PathBuf>,
+    /// What is known to be wrong with one: it is absent, or CRIU would not load it.
+    pub faults: BTreeMap<Vendor, Refusal>,
 }
 
 impl Plugins {
-    fn of(&self, vendor: Vendor) -> Option<&PathBuf> {
-        match vendor {
+    /// The plugin of a vendor.
+    ///
+    /// # Errors
+    /// Why there is none that can be used.
+    pub fn usable(&self, vendor: Vendor) -> Result<&PathBuf, Refusal> {
+        if let Some(fault) = self.faults.get(&vendor) {
+            return Err(fault.clone());
+        }
+        let path = match vendor {
             Vendor::Nvidia => self.nvidia.as_ref(),
             Vendor::Amd => self.amd.as_ref(),
-        }
+        };
+        path.ok_or_else(|| no_plugin(vendor))
     }
 }
 
@@ -133,9 +143,13 @@ pub fn checkpoint(
         if users.is_empty() {
             continue;
         }
-        match plugins.of(vendor) {
-            Some(path) => needed.push(path.clone()),
-            None => refusals.extend(users.iter().map(|p| no_plugin(p, vendor))),
+        match plugins.usable(vendor) {
+            Ok(path) => needed.push(path.clone()),
+            Err(fault) => refusals.extend(users.iter().map(|p| Refusal {
+                process: Some((p.pid, p.comm.clone())),
+                what: format!("it uses the {vendor} driver, and {}", fault.what),
+                remedy: fault.remedy.clone(),
+            })),
         }
     }
     let cuda: Vec<i32> = processes
@@ -168,7 +182,7 @@ pub fn checkpoint(
     })
 }
 
-fn no_plugin(process: &GpuProcess, vendor: Vendor) -> Refusal {
+fn no_plugin(vendor: Vendor) -> Refusal {
     let remedy = match vendor {
         Vendor::Nvidia => {
             "install cryopod_nvidia.so (it comes with cryopod), or name it as `nvidia.plugin` in /etc/cryopod/config.toml"
@@ -178,8 +192,8 @@ fn no_plugin(process: &GpuProcess, vendor: Vendor) -> Refusal {
         }
     };
     Refusal {
-        process: Some((process.pid, process.comm.clone())),
-        what: format!("it uses the {vendor} driver and no CRIU plugin for it was found"),
+        process: None,
+        what: "no CRIU plugin for it was found".into(),
         remedy: remedy.into(),
     }
 }
@@ -303,6 +317,7 @@ mod tests {
             let plugins = Plugins {
                 nvidia: Some("/p/cryopod_nvidia.so".into()),
                 amd: Some("/p/amdgpu_plugin.so".into()),
+                ..Plugins::default()
             };
             let plan = checkpoint(&host, nodes(), 100, &plugins).unwrap();
             assert_eq!(plan.gpu.plugins, [missing]);

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::names;
-use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings};
+use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::plan::{self, CheckpointPlan};
@@ -22,7 +22,7 @@ use crate::argv::Invocation;
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
-use crate::{Context, Error, facts, log, passthrough};
+use crate::{Context, Error, facts, log, passthrough, plugins};
 
 /// What the low-level runtime says of a container.
 struct State {
@@ -50,9 +50,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if nodes.is_empty() {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
-    let plugins = crate::setup::plugins(&ctx.config);
-    let plan = plan::checkpoint(&host, nodes, state.init, &plugins)?;
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
+    let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
+    let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
+    let plan = plan::checkpoint(&host, nodes, state.init, &plugins)?;
     let job = Job {
         ctx,
         inv,

@@ -24,6 +24,7 @@ pub mod log;
 pub mod lowlevel;
 pub mod op;
 pub mod passthrough;
+pub mod plugins;
 pub mod restore;
 pub mod setup;
 

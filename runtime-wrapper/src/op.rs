@@ -78,12 +78,15 @@ impl Operation {
         self.dir.join("plugins")
     }
 
-    /// Puts a plugin into the folder, under its own file name.
+    /// Puts a plugin into the folder, under its own file name; CRIU skips what does not end in `.so`.
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn link_plugin(&self, plugin: &Path) -> Result<(), Error> {
-        let name = plugin.file_name().unwrap_or_default();
+        let mut name = plugin.file_name().unwrap_or_default().to_owned();
+        if !name.as_encoded_bytes().ends_with(b".so") {
+            name.push(".so");
+        }
         let link = self.plugins().join(name);
         symlink(plugin, &link).map_err(Error::io(format!(
             "{}: cannot link the plugin",
@@ -141,6 +144,8 @@ mod tests {
         let op = Operation::below(&base, &host).unwrap();
         assert!(!base.join("999999999-1").exists() && base.join("notes").exists());
         op.link_plugin(Path::new("/x/y.so")).unwrap();
+        op.link_plugin(Path::new("/x/z.so.2")).unwrap();
+        assert!(op.plugins().join("z.so.2.so").is_symlink());
         assert_eq!(
             fs::read_link(op.plugins().join("y.so")).unwrap(),
             Path::new("/x/y.so")

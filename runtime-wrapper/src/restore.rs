@@ -13,6 +13,7 @@ use std::time::Duration;
 use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::SystemTools;
 
@@ -22,7 +23,7 @@ use crate::child::{self, Ended, Watch};
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
-use crate::{Context, Error, cgroup, facts, log, passthrough};
+use crate::{Context, Error, cgroup, facts, log, passthrough, plugins};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -36,8 +37,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let tools = SystemTools::from_env();
     let spec = Spec::of_bundle(&bundle(inv))?;
-    let (plugins, nvidia) = needed_plugins(ctx, &seal)?;
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(setup::no_criu)?;
+    let (amd, nvidia) = (
+        plugins::uses(&seal, Vendor::Amd),
+        plugins::uses(&seal, Vendor::Nvidia),
+    );
+    let here = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
+    let plugins = plugins::needed(&here, &seal).map_err(PlanError::RestoreRefused)?;
     let signals = child::Signals::watch()?;
     let op = Operation::new()?;
     let setup = Setup {
@@ -81,31 +87,6 @@ fn bundle(inv: &Invocation) -> PathBuf {
         .value("bundle")
         .filter(|p| !p.is_empty())
         .map_or_else(|| ".".into(), PathBuf::from)
-}
-
-/// The plugins that the images need: those of the vendors whose driver a process used.
-fn needed_plugins(ctx: &Context, seal: &Seal) -> Result<(Vec<PathBuf>, bool), Error> {
-    let here = setup::plugins(&ctx.config);
-    let mut needed = Vec::new();
-    let uses = |v: Vendor| seal.gpu.processes.iter().any(|p| p.vendors.contains(&v));
-    for (vendor, plugin, name) in [
-        (
-            Vendor::Nvidia,
-            here.nvidia,
-            "cryopod_nvidia.so (it comes with cryopod)",
-        ),
-        (Vendor::Amd, here.amd, "CRIU's amdgpu_plugin.so"),
-    ] {
-        if !uses(vendor) {
-            continue;
-        }
-        needed.push(plugin.ok_or_else(|| {
-            Error::Failed(format!(
-                "the checkpoint holds the state of {vendor} GPUs and no CRIU plugin for them was found on this host; install {name}. The checkpoint is untouched"
-            ))
-        })?);
-    }
-    Ok((needed, uses(Vendor::Nvidia)))
 }
 
 /// The command line as the low-level runtime takes it.

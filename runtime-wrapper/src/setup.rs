@@ -10,56 +10,24 @@ use cryopod_gpu_hooks::cuda::report::{AgentReady, AgentReport, PluginReport, Rol
 use cryopod_gpu_hooks::gpumap::{self, Situation, Wish};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::nvidia;
-use cryopod_gpu_hooks::plan::{CheckpointPlan, PlanError, Plugins};
+use cryopod_gpu_hooks::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 
 use crate::agent::{self, Agent, AgentError};
 use crate::argv::{Invocation, Verb};
-use crate::config::Config;
 use crate::criuconf::{self, Reader};
 use crate::facts::{self, Criu};
 use crate::gate::Gate;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
+use crate::plugins::NVIDIA_PLUGIN;
 use crate::{Context, Error};
 
 /// The file that tells the plugin to give up, in the operation's folder.
 pub const ABORT_FILE: &str = "abort";
 const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "plugin-report.json";
-const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
-/// Where cryopod's own plugin is looked for.
-const OUR_FOLDERS: [&str; 3] = [
-    "/usr/local/lib/cryopod",
-    "/usr/lib/cryopod",
-    "/usr/libexec/cryopod",
-];
-/// Where CRIU's amdgpu plugin is looked for: CRIU's own folders by distribution, and ROCm's.
-const CRIU_FOLDERS: [&str; 6] = [
-    "/usr/lib/criu",
-    "/usr/lib64/criu",
-    "/usr/local/lib/criu",
-    "/usr/libexec/criu",
-    "/usr/lib/x86_64-linux-gnu/criu",
-    "/opt/rocm/lib/criu",
-];
-
-/// The CRIU plugins of this host.
-pub fn plugins(config: &Config) -> Plugins {
-    let find = |configured: &Option<PathBuf>, folders: &[&str], name: &str| match configured {
-        Some(path) => Some(path.clone()).filter(|p| p.is_file()),
-        None => folders
-            .iter()
-            .map(|d| Path::new(d).join(name))
-            .find(|p| p.is_file()),
-    };
-    Plugins {
-        nvidia: find(&config.nvidia.plugin, &OUR_FOLDERS, NVIDIA_PLUGIN),
-        amd: find(&config.amd.plugin, &CRIU_FOLDERS, "amdgpu_plugin.so"),
-    }
-}
-
 /// The refusal where CRIU is not installed.
 pub fn no_criu() -> Error {
     Error::Failed(

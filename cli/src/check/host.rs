@@ -4,13 +4,15 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
+use cryopod_archive::seal::Vendor;
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::plan::Plugins;
 use cryopod_gpu_hooks::tools::Tools;
 use cryopod_gpu_hooks::{amd, nvidia};
 use cryopod_runtime::cgroup::{self, Setup};
 use cryopod_runtime::config::{Config, Nvidia};
 use cryopod_runtime::lowlevel::{Kind, LowLevel};
-use cryopod_runtime::{agent, facts, setup};
+use cryopod_runtime::{agent, facts, plugins};
 
 use super::Line;
 
@@ -77,13 +79,13 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
     engines(input, &mut lines);
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
-    nvidia(
-        input.host,
-        &config.nvidia,
-        &setup::plugins(&config),
-        &mut lines,
-    );
-    amd(input.host, &setup::plugins(&config), &mut lines);
+    let amd_here = !amd::gpus(input.host).is_empty();
+    let plugins = match facts::criu(input.tools, LIMIT) {
+        Some(criu) => plugins::checked(&config, input.host, input.tools, &criu, amd_here),
+        None => plugins::find(&config, input.host),
+    };
+    nvidia(input.host, &config.nvidia, &plugins, &mut lines);
+    amd(input.host, &plugins, &mut lines);
     lines
 }
 
@@ -263,12 +265,7 @@ fn shmem(host: &Host, lines: &mut Vec<Line>) {
     });
 }
 
-fn nvidia(
-    host: &Host,
-    config: &Nvidia,
-    plugins: &cryopod_gpu_hooks::plan::Plugins,
-    lines: &mut Vec<Line>,
-) {
+fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>) {
     let Some(version) = nvidia::driver_version(host) else {
         lines.push(Line::note(
             "NVIDIA driver",
@@ -294,10 +291,7 @@ fn nvidia(
             "CUDA processes can be checkpointed from driver 570 on; update the driver",
         ),
     });
-    lines.push(match &plugins.nvidia {
-        Some(path) => Line::ok("NVIDIA plugin", path.display().to_string()),
-        None => Line::missing("NVIDIA plugin", "cryopod_nvidia.so was not found", "install it in /usr/local/lib/cryopod, or name it as `nvidia.plugin` in the configuration"),
-    });
+    lines.push(plugin("NVIDIA plugin", plugins, Vendor::Nvidia));
     if let Some(plugin) = &plugins.nvidia {
         lines.push(match agent::find(config, Some(plugin)) {
             Some(path) => Line::ok("NVIDIA agent", path.display().to_string()),
@@ -310,7 +304,7 @@ fn nvidia(
     }
 }
 
-fn amd(host: &Host, plugins: &cryopod_gpu_hooks::plan::Plugins, lines: &mut Vec<Line>) {
+fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
     let gpus = amd::gpus(host);
     if gpus.is_empty() {
         let found = if Path::new(&host.path("/dev/kfd")).exists() {
@@ -330,17 +324,20 @@ fn amd(host: &Host, plugins: &cryopod_gpu_hooks::plan::Plugins, lines: &mut Vec<
         "AMD driver",
         format!("{version}, {} GPU(s)", gpus.len()),
     ));
-    lines.push(match &plugins.amd {
-        Some(path) => Line::ok("AMD plugin", path.display().to_string()),
-        None => Line::missing("AMD plugin", "CRIU's amdgpu_plugin.so was not found", "install it (Fedora: criu-amdgpu-plugin; elsewhere: build CRIU with it), or name it as `amd.plugin` in the configuration"),
-    });
+    lines.push(plugin("AMD plugin", plugins, Vendor::Amd));
+}
+
+fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> Line {
+    match plugins.usable(vendor) {
+        Ok(path) => Line::ok(name, path.display().to_string()),
+        Err(fault) => Line::missing(name, fault.what, fault.remedy),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::Status;
     use super::*;
-    use cryopod_gpu_hooks::plan::Plugins;
     use cryopod_gpu_hooks::tools::{Output, ToolError};
     use std::path::PathBuf;
 
@@ -418,7 +415,7 @@ mod tests {
         let plugin = dir.path().join("cryopod_nvidia.so");
         let with = Plugins {
             nvidia: Some(plugin.clone()),
-            amd: None,
+            ..Plugins::default()
         };
         assert_eq!(
             check("580.1.2", &Plugins::default()),
