@@ -1,8 +1,24 @@
-//! Names, layout and schema of the files that make up a checkpoint.
+//! Checkpoint archives: names, layout, schema; reading, writing, checking.
 //!
-//! This crate is the leaf of the workspace: it knows how a checkpoint lies on disk and nothing about
-//! how one is made. [`names`] holds every file name in one place, [`seal`] the schema of
-//! `cryopod.json`, the record that travels inside CRIU's image folder.
+//! This crate is the leaf of the workspace: it knows how a checkpoint lies on disk and nothing about how one is
+//! made. [`names`] holds every file name in one place, [`seal`] the schema of `cryopod.json`, the record that
+//! travels inside CRIU's image folder. [`source`] reads checkpoints of every kind, [`mod@pack`] writes them,
+//! [`mod@unpack`] and [`mod@verify`] do what their names say. Memory is bounded whatever an archive's size.
 
+mod blobs;
+pub mod entry;
+pub mod error;
+pub mod limits;
 pub mod names;
+pub mod oci;
+pub mod pack;
+pub mod progress;
 pub mod seal;
+pub mod source;
+mod stream;
+mod tarread;
+pub mod unpack;
+pub mod verify;
+
+pub use error::{Bad, Error};
+pub use stream::Compression;

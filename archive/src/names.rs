@@ -11,3 +11,40 @@ pub const CRIU_INVENTORY: &str = "inventory.img";
 pub const DUMP_LOG: &str = "dump.log";
 /// CRIU's log of a restore, in the work folder.
 pub const RESTORE_LOG: &str = "restore.log";
+
+/// CRIU's images inside an archive of an engine.
+pub const CHECKPOINT_DIR: &str = "checkpoint";
+/// CRIU's images of a pre-dump, beside [`CHECKPOINT_DIR`] (podman).
+pub const PRE_CHECKPOINT_DIR: &str = "pre-checkpoint";
+/// CRIU's link from the images to those of the pre-dump.
+pub const PARENT_LINK: &str = "parent";
+/// The engine's description of the container; each engine has a schema of its own.
+pub const CONFIG_DUMP: &str = "config.dump";
+/// The container's OCI runtime spec.
+pub const SPEC_DUMP: &str = "spec.dump";
+/// The container's state for Kubernetes (containerd's CRI).
+pub const STATUS_DUMP: &str = "status.dump";
+/// The container's network, by podman.
+pub const NETWORK_STATUS: &str = "network.status";
+/// What the container's root file system has that its image has not.
+pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
+/// What the image has and the container has not: a JSON list.
+pub const DELETED_FILES: &str = "deleted.files";
+/// `/dev/shm` of the container (podman).
+pub const DEVSHM: &str = "devshm-checkpoint.tar";
+/// Volumes, a tar each (podman).
+pub const VOLUMES_DIR: &str = "volumes";
+/// CRIU's statistics of the dump.
+pub const STATS_DUMP: &str = "stats-dump";
+/// Bind mounts, by CRI-O.
+pub const BIND_MOUNTS: &str = "bind.mounts";
+/// The container's log path, by CRI-O.
+pub const CRIO_LOG_PATH: &str = "io.kubernetes.cri-o.LogPath";
+/// Marks a folder as an OCI image layout.
+pub const OCI_LAYOUT: &str = "oci-layout";
+/// The index of an OCI image layout.
+pub const OCI_INDEX: &str = "index.json";
+/// The blobs of an OCI image layout.
+pub const OCI_BLOBS: &str = "blobs";
+/// The parts of containerd's checkpoint that no other engine has, as files of this folder.
+pub const CONTAINERD_DIR: &str = "containerd";

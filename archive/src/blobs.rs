@@ -1,0 +1,148 @@
+//! Where an image's blobs lie: in a folder, or in a tar of one.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::entry::EntryKind;
+use crate::error::{Bad, Error};
+use crate::limits::{Limits, MAX_JSON_BYTES};
+use crate::names;
+use crate::oci::{Descriptor, Digest};
+use crate::stream::Section;
+use crate::tarread::TarReader;
+
+/// The blobs of an OCI image layout.
+#[derive(Debug, Clone)]
+pub(crate) enum Blobs {
+    /// In a folder.
+    Folder(PathBuf),
+    /// In a tar: name, place and length of each file.
+    Tar {
+        path: PathBuf,
+        files: BTreeMap<String, Section>,
+    },
+}
+
+impl Blobs {
+    /// The blobs in a tar, of which only the headers are read.
+    pub(crate) fn in_tar(path: &Path, whole: &Section, limits: &Limits) -> Result<Self, Error> {
+        let wrap = |e| Error::from_io(path, "read it", e);
+        let mut files = BTreeMap::new();
+        let mut tar = TarReader::new(whole.clone(), limits, None);
+        while let Some(entry) = tar.next().map_err(wrap)? {
+            if entry.kind == EntryKind::File {
+                let content = Section::new(whole.file().clone(), tar.position(), entry.size);
+                if files.insert(entry.name.clone(), content).is_some() {
+                    return Err(Error::bad(path, Bad::Duplicate(entry.name)));
+                }
+            }
+        }
+        Ok(Self::Tar {
+            path: path.into(),
+            files,
+        })
+    }
+
+    /// The folder or file, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Folder(path) | Self::Tar { path, .. } => path,
+        }
+    }
+
+    fn find(&self, name: &str) -> Result<Option<Section>, Error> {
+        match self {
+            Self::Tar { files, .. } => Ok(files.get(name).cloned()),
+            Self::Folder(dir) => {
+                let path = dir.join(name);
+                let opened = fs::OpenOptions::new()
+                    .read(true)
+                    .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
+                    .open(&path);
+                let file: File = match opened {
+                    Ok(file) => file,
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+                    Err(e) if e.raw_os_error() == Some(libc::ELOOP) => {
+                        return Err(Error::bad(dir, Bad::BlobType(name.into())));
+                    }
+                    Err(e) => return Err(Error::from_io(&path, "open it", e)),
+                };
+                if !file
+                    .metadata()
+                    .map_err(Error::io(&path, "read its type"))?
+                    .is_file()
+                {
+                    return Err(Error::bad(dir, Bad::BlobType(name.into())));
+                }
+                Section::whole(file)
+                    .map(Some)
+                    .map_err(Error::io(&path, "read its size"))
+            }
+        }
+    }
+
+    /// A JSON document of the layout, by its file name.
+    pub(crate) fn document(&self, name: &str) -> Result<Vec<u8>, Error> {
+        let section = self.find(name)?;
+        let section =
+            section.ok_or_else(|| Error::bad(self.path(), Bad::MissingFile(name.into())))?;
+        self.read(section, name)
+    }
+
+    fn read(&self, mut section: Section, name: &str) -> Result<Vec<u8>, Error> {
+        let bytes = section.left();
+        if bytes > MAX_JSON_BYTES {
+            let bad = Bad::JsonTooLarge {
+                file: name.into(),
+                bytes,
+                max: MAX_JSON_BYTES,
+            };
+            return Err(Error::bad(self.path(), bad));
+        }
+        let mut text = Vec::new();
+        section
+            .read_to_end(&mut text)
+            .map_err(|e| Error::from_io(self.path(), "read it", e))?;
+        Ok(text)
+    }
+
+    /// A blob whose size is the descriptor's; its digest is yet to be checked.
+    pub(crate) fn open(&self, descriptor: &Descriptor) -> Result<Section, Error> {
+        let digest = &descriptor.digest;
+        let section = self.find(&blob_name(digest))?;
+        let section =
+            section.ok_or_else(|| Error::bad(self.path(), Bad::MissingBlob(digest.to_string())))?;
+        if section.left() != descriptor.size {
+            let bad = Bad::BlobSize {
+                digest: digest.to_string(),
+                expected: descriptor.size,
+                found: section.left(),
+            };
+            return Err(Error::bad(self.path(), bad));
+        }
+        Ok(section)
+    }
+
+    /// A small blob, checked.
+    pub(crate) fn json(&self, descriptor: &Descriptor, what: &str) -> Result<Vec<u8>, Error> {
+        let section = self.open(descriptor)?;
+        let text = self.read(section, what)?;
+        let found = Digest::of(&text);
+        if found != descriptor.digest {
+            let bad = Bad::BlobDigest {
+                expected: descriptor.digest.to_string(),
+                found: found.to_string(),
+            };
+            return Err(Error::bad(self.path(), bad));
+        }
+        Ok(text)
+    }
+}
+
+/// The name of a blob inside a layout.
+pub(crate) fn blob_name(digest: &Digest) -> String {
+    format!("{}/sha256/{}", names::OCI_BLOBS, digest.hex())
+}

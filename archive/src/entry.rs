@@ -1,0 +1,164 @@
+//! Entries of an archive, and the rules that their names keep.
+
+use std::collections::BTreeMap;
+
+use crate::error::Bad;
+use crate::limits::Limits;
+use crate::names;
+
+/// What an entry is. Nothing else has a place in a checkpoint archive: devices, sockets and links of the
+/// container lie inside `rootfs-diff.tar`, which is a file here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EntryKind {
+    /// A regular file.
+    File,
+    /// A folder.
+    Folder,
+    /// CRIU's link `parent` to the images of a pre-dump, inside the archive.
+    ParentLink {
+        /// The target as it stands in the archive, relative.
+        target: String,
+    },
+}
+
+/// An entry of an archive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Normalised name: relative, `/` between folders, no `.` and `..`.
+    pub name: String,
+    /// What it is.
+    pub kind: EntryKind,
+    /// Bytes of content.
+    pub size: u64,
+    /// Permission bits, at most 0o777.
+    pub mode: u32,
+    /// The layer it came from, in an image.
+    pub layer: Option<usize>,
+}
+
+impl Entry {
+    /// `true` for a regular file.
+    pub fn is_file(&self) -> bool {
+        self.kind == EntryKind::File
+    }
+}
+
+/// A raw name in its normal form; empty for the root of the archive (`.`, `./`).
+pub(crate) fn clean_name(raw: &[u8], limits: &Limits) -> Result<String, Bad> {
+    if raw.len() > limits.name_bytes {
+        let start = String::from_utf8_lossy(&raw[..raw.len().min(60)]).into_owned();
+        return Err(Bad::LongName {
+            name: start,
+            bytes: raw.len() as u64,
+            max: limits.name_bytes,
+        });
+    }
+    let name = std::str::from_utf8(raw)
+        .map_err(|_| Bad::NotUtf8(String::from_utf8_lossy(raw).into_owned()))?;
+    if name.is_empty() {
+        return Err(Bad::EmptyName);
+    }
+    if name.chars().any(char::is_control) {
+        return Err(Bad::ControlName(name.into()));
+    }
+    if name.starts_with('/') {
+        return Err(Bad::AbsoluteName(name.into()));
+    }
+    let mut parts = Vec::new();
+    for part in name.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => return Err(Bad::ParentName(name.into())),
+            part if part.len() > 255 => {
+                return Err(Bad::LongName {
+                    name: part.chars().take(60).collect(),
+                    bytes: part.len() as u64,
+                    max: 255,
+                });
+            }
+            part => parts.push(part),
+        }
+    }
+    if parts.len() > limits.depth {
+        return Err(Bad::TooDeep {
+            name: name.into(),
+            max: limits.depth,
+        });
+    }
+    Ok(parts.join("/"))
+}
+
+/// Checks a symbolic link: only CRIU's `parent` beside the images, to another folder of the archive's root.
+pub(crate) fn check_link(name: &str, target: &[u8], limits: &Limits) -> Result<EntryKind, Bad> {
+    let refused = || Bad::Symlink {
+        name: name.into(),
+        target: String::from_utf8_lossy(target).into_owned(),
+    };
+    let text = std::str::from_utf8(target).map_err(|_| refused())?;
+    let (Some((folder, names::PARENT_LINK)), Some(rest)) =
+        (name.rsplit_once('/'), text.strip_prefix("../"))
+    else {
+        return Err(refused());
+    };
+    let plain = clean_name(rest.as_bytes(), limits).map_err(|_| refused())?;
+    if folder.contains('/') || plain.is_empty() || plain.contains('/') || plain == folder {
+        return Err(refused());
+    }
+    Ok(EntryKind::ParentLink {
+        target: text.into(),
+    })
+}
+
+/// What was seen of an archive so far: refuses what appears twice, lies below a file, or is too much.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    limits: Limits,
+    seen: BTreeMap<String, bool>,
+    bytes: u64,
+}
+
+impl Ledger {
+    pub(crate) fn new(limits: &Limits) -> Self {
+        Self {
+            limits: limits.clone(),
+            seen: BTreeMap::new(),
+            bytes: 0,
+        }
+    }
+
+    /// Takes an entry. A folder may come again, as each layer names its folders.
+    pub(crate) fn take(&mut self, entry: &Entry) -> Result<(), Bad> {
+        let folder = entry.kind == EntryKind::Folder;
+        match self.seen.get(&entry.name) {
+            Some(true) if folder => return Ok(()),
+            Some(_) => return Err(Bad::Duplicate(entry.name.clone())),
+            None => {}
+        }
+        for (at, _) in entry.name.match_indices('/') {
+            let parent = &entry.name[..at];
+            match self.seen.get(parent) {
+                Some(true) => {}
+                Some(false) => {
+                    return Err(Bad::BelowFile {
+                        name: entry.name.clone(),
+                        parent: parent.into(),
+                    });
+                }
+                None => self.insert(parent.to_owned(), true)?,
+            }
+        }
+        self.bytes = self.bytes.saturating_add(entry.size);
+        if self.bytes > self.limits.total_bytes {
+            return Err(Bad::TooLarge(self.limits.total_bytes));
+        }
+        self.insert(entry.name.clone(), folder)
+    }
+
+    fn insert(&mut self, name: String, folder: bool) -> Result<(), Bad> {
+        if self.seen.len() as u64 >= self.limits.entries {
+            return Err(Bad::TooManyEntries(self.limits.entries));
+        }
+        self.seen.insert(name, folder);
+        Ok(())
+    }
+}

@@ -1,0 +1,43 @@
+//! Bounds on what is read from an archive. Archives come from strangers.
+
+/// Bounds on what an archive may hold. Every value is a limit for the whole archive unless it says otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Files and folders.
+    pub entries: u64,
+    /// Bytes of one name. CRIU's and the engines' names have fewer than 100.
+    pub name_bytes: usize,
+    /// Folders inside each other.
+    pub depth: usize,
+    /// Bytes of one file that is read into memory as a whole (JSON, CRIU's small images).
+    pub small_file_bytes: u64,
+    /// Bytes of all files together that are read into memory.
+    pub small_total_bytes: u64,
+    /// Bytes of all files together, decompressed.
+    pub total_bytes: u64,
+    /// Decompressed bytes that are allowed whatever the compressed size.
+    pub ratio_slack_bytes: u64,
+    /// Decompressed bytes for each compressed byte beyond that, where the archive does not state its sizes.
+    pub ratio: u64,
+    /// Layers of an image.
+    pub layers: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            entries: 200_000,
+            name_bytes: 1024,
+            depth: 16,
+            small_file_bytes: 32 << 20,
+            small_total_bytes: 96 << 20,
+            total_bytes: 64 << 40,
+            ratio_slack_bytes: 4 << 30,
+            ratio: 1000,
+            layers: 128,
+        }
+    }
+}
+
+/// Largest JSON document of an image (index, manifest, config), in bytes.
+pub const MAX_JSON_BYTES: u64 = 4 << 20;

@@ -1,0 +1,253 @@
+//! The OCI image format, as far as a checkpoint needs it, and its annotations.
+//!
+//! Types of our own, as `oci-spec`'s keep annotations in hash maps, whose order differs from run to run, and the
+//! same input must give the same digests.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use sha2::{Digest as _, Sha256};
+
+use crate::error::Bad;
+use crate::stream::Compression;
+
+/// Media types.
+pub mod media {
+    /// An image manifest.
+    pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+    /// An image index.
+    pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+    /// An image config.
+    pub const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+    /// A layer, not compressed.
+    pub const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+    /// A layer in gzip.
+    pub const LAYER_GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
+    /// A layer in zstd.
+    pub const LAYER_ZSTD: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
+    /// containerd: CRIU's images, a tar.
+    pub const CONTAINERD_CRIU: &str =
+        "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+    /// containerd: the container's record.
+    pub const CONTAINERD_CONFIG: &str =
+        "application/vnd.containerd.container.checkpoint.config.v1+proto";
+    /// containerd: the options of the checkpoint.
+    pub const CONTAINERD_OPTIONS: &str =
+        "application/vnd.containerd.container.checkpoint.options.v1+proto";
+    /// containerd: the runtime's name.
+    pub const CONTAINERD_RUNTIME: &str =
+        "application/vnd.containerd.container.checkpoint.runtime.name";
+    /// containerd: the runtime's options.
+    pub const CONTAINERD_RUNTIME_OPTIONS: &str =
+        "application/vnd.containerd.container.checkpoint.runtime.options+proto";
+}
+
+/// Annotations of a checkpoint image's manifest.
+pub mod annotation {
+    /// podman: the runtime that must restore it.
+    pub const PODMAN_RUNTIME: &str = "io.podman.annotations.checkpoint.runtime.name";
+    /// CRI-O: the container's name; makes an image a checkpoint.
+    pub const CRIO_NAME: &str = "io.kubernetes.cri-o.annotations.checkpoint.name";
+    /// checkpointctl and containerd: the container's name; makes an image a checkpoint for containerd.
+    pub const CRIU_NAME: &str = "org.criu.checkpoint.container.name";
+    /// The name of an image in an index.
+    pub const REF_NAME: &str = "org.opencontainers.image.ref.name";
+    /// The name of an image in an index, as containerd writes it.
+    pub const CONTAINERD_REF: &str = "io.containerd.image.name";
+    /// When the checkpoint was made.
+    pub const CREATED: &str = "org.opencontainers.image.created";
+    /// On a layer: bytes of its tar.
+    pub const LAYER_BYTES: &str = "dev.cryopod.layer.bytes";
+    /// On a layer: its files, a JSON list; on the layer of the small files absent.
+    pub const LAYER_FILES: &str = "dev.cryopod.layer.files";
+    /// Version of this set of annotations.
+    pub const FORMAT: &str = "dev.cryopod.archive.version";
+    /// The value of [`FORMAT`] that this version writes.
+    pub const FORMAT_VERSION: &str = "1";
+    /// Bytes of all files, not compressed.
+    pub const CONTENT_BYTES: &str = "dev.cryopod.content.bytes";
+}
+
+/// A sha256 digest, `sha256:HEX` in text.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Digest(String);
+
+impl Digest {
+    /// The 64 hexadecimal digits.
+    pub fn hex(&self) -> &str {
+        &self.0
+    }
+
+    /// The digest of some bytes.
+    pub fn of(data: &[u8]) -> Self {
+        Self::from_hash(Sha256::new_with_prefix(data))
+    }
+
+    pub(crate) fn from_hash(hash: Sha256) -> Self {
+        use fmt::Write as _;
+        let mut hex = String::with_capacity(64);
+        for byte in hash.finalize() {
+            let _ = write!(hex, "{byte:02x}");
+        }
+        Self(hex)
+    }
+
+    /// Parses `sha256:HEX`.
+    ///
+    /// # Errors
+    /// [`Bad::Digest`] for anything else; other algorithms are not taken.
+    pub fn parse(text: &str) -> Result<Self, Bad> {
+        match text.strip_prefix("sha256:") {
+            Some(hex)
+                if hex.len() == 64
+                    && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')) =>
+            {
+                Ok(Self(hex.into()))
+            }
+            _ => Err(Bad::Digest(text.chars().take(100).collect())),
+        }
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sha256:{}", self.0)
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = Bad;
+    fn try_from(text: String) -> Result<Self, Bad> {
+        Self::parse(&text)
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+/// A reference to a blob.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Descriptor {
+    /// What the blob is.
+    pub media_type: String,
+    /// Its digest.
+    pub digest: Digest,
+    /// Its bytes.
+    pub size: u64,
+    /// Facts about it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub annotations: BTreeMap<String, String>,
+    /// Other places to fetch it from; refused for layers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub urls: Vec<String>,
+    /// `platform`, `data` and what else there is.
+    #[serde(flatten)]
+    pub extra: Map<String, Value>,
+}
+
+impl Descriptor {
+    /// A descriptor without annotations.
+    pub fn new(media_type: &str, digest: Digest, size: u64) -> Self {
+        Self {
+            media_type: media_type.into(),
+            digest,
+            size,
+            annotations: BTreeMap::new(),
+            urls: Vec::new(),
+            extra: Map::new(),
+        }
+    }
+
+    /// How a layer is compressed.
+    ///
+    /// # Errors
+    /// [`Bad::MediaType`] if it is no layer of an OCI image.
+    pub fn layer_compression(&self, layer: usize) -> Result<Compression, Bad> {
+        match self.media_type.as_str() {
+            media::LAYER => Ok(Compression::None),
+            media::LAYER_GZIP => Ok(Compression::Gzip),
+            media::LAYER_ZSTD => Ok(Compression::Zstd),
+            other => Err(Bad::MediaType {
+                what: format!("layer {layer}"),
+                found: other.chars().take(100).collect(),
+                known: "application/vnd.oci.image.layer.v1.tar, +gzip or +zstd",
+            }),
+        }
+    }
+}
+
+/// An image manifest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Manifest {
+    /// 2.
+    pub schema_version: u32,
+    /// [`media::MANIFEST`]; the OCI format lets it be absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub media_type: Option<String>,
+    /// The image config.
+    pub config: Descriptor,
+    /// The layers, lowest first.
+    pub layers: Vec<Descriptor>,
+    /// Facts about the image.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// An image index, also the `index.json` of a layout.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Index {
+    /// 2.
+    pub schema_version: u32,
+    /// [`media::INDEX`]; the OCI format lets it be absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub media_type: Option<String>,
+    /// What it lists.
+    pub manifests: Vec<Descriptor>,
+    /// Facts about the index.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// The config of an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Config {
+    /// When it was made, RFC 3339.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub created: Option<String>,
+    /// In Go's names: `amd64`, `arm64`.
+    pub architecture: String,
+    /// `linux`.
+    pub os: String,
+    /// What a container of it would run: nothing.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub config: Map<String, Value>,
+    /// The layers' content.
+    pub rootfs: RootFs,
+}
+
+/// The content of an image's layers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RootFs {
+    /// `layers`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// Digests of the layers' decompressed tars.
+    pub diff_ids: Vec<Digest>,
+}
+
+/// Parses a JSON document of an image.
+pub(crate) fn parse<T: serde::de::DeserializeOwned>(file: &str, text: &[u8]) -> Result<T, Bad> {
+    serde_json::from_slice(text).map_err(|e| Bad::Json {
+        file: file.into(),
+        reason: e.to_string(),
+    })
+}

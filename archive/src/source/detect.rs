@@ -1,0 +1,202 @@
+//! What lies at a path.
+
+use std::fs;
+use std::io::{self, Read};
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::folder::Folder;
+use super::image;
+use super::tarball::Tarball;
+use super::{Inner, Kind};
+use crate::blobs::Blobs;
+use crate::entry::EntryKind;
+use crate::error::{Bad, Error};
+use crate::limits::Limits;
+use crate::names;
+use crate::stream::{Compression, Section, open_regular};
+
+pub(super) fn detect(
+    path: &Path,
+    image: Option<&str>,
+    limits: &Limits,
+) -> Result<(Kind, Inner), Error> {
+    let meta = fs::metadata(path).map_err(Error::io(path, "open it"))?;
+    if meta.is_dir() {
+        return folder(path, image, limits);
+    }
+    let path = &fs::canonicalize(path).map_err(Error::io(path, "open it"))?;
+    let file = open_regular(path)?;
+    let section = Section::whole(file).map_err(Error::io(path, "read its size"))?;
+    let mut start = Vec::new();
+    section
+        .clone()
+        .take(512)
+        .read_to_end(&mut start)
+        .map_err(Error::io(path, "read it"))?;
+    let compression = Compression::detect(&start);
+    if start.is_empty() {
+        return Err(not(path, "it is empty"));
+    }
+    if compression == Compression::None && start.get(257..262) != Some(b"ustar") {
+        return Err(not(path, "neither a tar nor zstd nor gzip"));
+    }
+    tar(
+        path,
+        Tarball::new(path, section, compression),
+        image,
+        limits,
+    )
+}
+
+fn not(path: &Path, reason: impl Into<String>) -> Error {
+    Error::NotACheckpoint {
+        path: path.into(),
+        reason: reason.into(),
+    }
+}
+
+fn folder(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind, Inner), Error> {
+    let has = |name: &str| fs::symlink_metadata(path.join(name)).is_ok();
+    if has(names::OCI_LAYOUT) || (has(names::OCI_INDEX) && has(names::OCI_BLOBS)) {
+        return image::open(Blobs::Folder(path.into()), image, limits);
+    }
+    if has(names::CRIU_INVENTORY) {
+        return Ok((Kind::CriuFolder, Inner::Folder(Folder::new(path, true))));
+    }
+    if has(&format!(
+        "{}/{}",
+        names::CHECKPOINT_DIR,
+        names::CRIU_INVENTORY
+    )) {
+        return Ok((Kind::Folder, Inner::Folder(Folder::new(path, false))));
+    }
+    Err(not(
+        path,
+        "the folder has no inventory.img, no checkpoint/inventory.img and no oci-layout",
+    ))
+}
+
+/// What a tar's entries say, so far as they had to be read.
+#[derive(Default)]
+struct Seen {
+    layout: bool,
+    bare: bool,
+    checkpoint: bool,
+    status: bool,
+    crio: bool,
+    config: Option<Vec<u8>>,
+    entries: u64,
+}
+
+fn tar(
+    path: &Path,
+    tar: Tarball,
+    image: Option<&str>,
+    limits: &Limits,
+) -> Result<(Kind, Inner), Error> {
+    let seen = look(&tar, limits).map_err(|e| Error::from_io(path, "read it", e))?;
+    let compression = tar.compression();
+    if seen.layout {
+        if compression != Compression::None {
+            let reason =
+                format!("a tar of an OCI image layout in {compression}; decompress it first");
+            return Err(Error::Unsupported {
+                path: path.into(),
+                reason,
+            });
+        }
+        return image::open(Blobs::in_tar(path, tar.section(), limits)?, image, limits);
+    }
+    if seen.bare && !seen.checkpoint {
+        return Ok((Kind::CriuTar(compression), Inner::Tar(tar.bare())));
+    }
+    if !seen.checkpoint {
+        return Err(not(
+            path,
+            format!(
+                "a tar without checkpoint/ and without inventory.img ({} entries)",
+                seen.entries
+            ),
+        ));
+    }
+    let kind = match config_of(&seen, path)? {
+        Config::Podman => Kind::PodmanTar(compression),
+        Config::Cri if seen.status => Kind::CriContainerdTar(compression),
+        Config::Cri => Kind::CrioTar(compression),
+    };
+    Ok((kind, Inner::Tar(tar)))
+}
+
+enum Config {
+    Podman,
+    Cri,
+}
+
+/// Whose `config.dump` it is: CRI-O and containerd write checkpointctl's schema, which has the time of the
+/// checkpoint in it; podman its own.
+fn config_of(seen: &Seen, path: &Path) -> Result<Config, Error> {
+    let Some(text) = &seen.config else {
+        return Err(Error::bad(
+            path,
+            Bad::MissingFile(names::CONFIG_DUMP.into()),
+        ));
+    };
+    let config: Value = serde_json::from_slice(text).map_err(|e| {
+        Error::bad(
+            path,
+            Bad::Json {
+                file: names::CONFIG_DUMP.into(),
+                reason: e.to_string(),
+            },
+        )
+    })?;
+    let has = |key| config.get(key).is_some();
+    Ok(
+        match has("checkpointedTime") && !has("lockID") && !has("staticDir") {
+            true => Config::Cri,
+            false => Config::Podman,
+        },
+    )
+}
+
+/// Reads a plain tar's headers; a compressed tar up to the entry that decides.
+fn look(tar: &Tarball, limits: &Limits) -> io::Result<Seen> {
+    let mut seen = Seen::default();
+    let mut reader = tar.reader(limits)?;
+    while let Some(entry) = reader.next()? {
+        seen.entries += 1;
+        match entry.name.as_str() {
+            names::OCI_LAYOUT | names::OCI_INDEX => seen.layout = true,
+            names::STATUS_DUMP => seen.status = true,
+            names::BIND_MOUNTS | names::CRIO_LOG_PATH => seen.crio = true,
+            names::CRIU_INVENTORY => seen.bare = true,
+            names::CONFIG_DUMP if entry.kind == EntryKind::File => {
+                let max = limits.small_file_bytes;
+                if entry.size > max {
+                    let bad = Bad::SmallFileTooLarge {
+                        name: entry.name,
+                        bytes: entry.size,
+                        max,
+                    };
+                    return Err(bad.into());
+                }
+                let mut text = Vec::new();
+                reader.read_to_end(&mut text)?;
+                seen.config = Some(text);
+            }
+            name if name.split('/').next() == Some(names::CHECKPOINT_DIR) => seen.checkpoint = true,
+            name if name.starts_with("blobs/") => seen.layout = true,
+            _ => {}
+        }
+        // podman writes config.dump ahead of the images, and only podman compresses.
+        let decided = seen.layout
+            || (seen.config.is_some() && seen.checkpoint)
+            || (seen.bare && seen.entries > 1);
+        if decided && tar.compression() != Compression::None {
+            break;
+        }
+    }
+    Ok(seen)
+}

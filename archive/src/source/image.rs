@@ -1,0 +1,483 @@
+//! A checkpoint in an OCI image layout: as an image, or as containerd's own index.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::path::Path;
+
+use sha2::{Digest as _, Sha256};
+
+use super::tarball::visit_tar;
+use super::{Inner, Kind, Visitor};
+use crate::blobs::Blobs;
+use crate::entry::{Entry, EntryKind};
+use crate::error::{Bad, Error};
+use crate::limits::Limits;
+use crate::names;
+use crate::oci::{self, Config, Descriptor, Digest, Index, Manifest, annotation, media};
+use crate::stream::{Allowance, Compression, Decoded, Stream};
+use crate::tarread::TarReader;
+
+/// An OCI image: its documents, all of them checked against their digests.
+#[derive(Debug, Clone)]
+pub struct Image {
+    /// Digest of the manifest.
+    pub digest: Digest,
+    /// Its name in the layout's index, if it has one.
+    pub name: Option<String>,
+    /// The manifest.
+    pub manifest: Manifest,
+    /// The config.
+    pub config: Config,
+}
+
+/// A layer of an image.
+#[derive(Debug, Clone)]
+pub(crate) struct Layer {
+    pub(crate) index: usize,
+    pub(crate) descriptor: Descriptor,
+    pub(crate) diff_id: Digest,
+    pub(crate) compression: Compression,
+}
+
+impl Layer {
+    /// The names of its files, where the image states them.
+    pub(crate) fn files(&self) -> Option<Vec<String>> {
+        serde_json::from_str(self.descriptor.annotations.get(annotation::LAYER_FILES)?).ok()
+    }
+
+    /// How much may come out of it.
+    pub(crate) fn allowance(&self, limits: &Limits) -> Allowance {
+        let stated = self.descriptor.annotations.get(annotation::LAYER_BYTES);
+        match stated.and_then(|n| n.parse().ok()) {
+            Some(bytes) => Allowance::Exactly(bytes),
+            None => Allowance::of(limits),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct ImageSource {
+    pub(crate) blobs: Blobs,
+    pub(crate) image: Image,
+    layers: Vec<Layer>,
+}
+
+/// The parts of containerd's own checkpoint.
+#[derive(Debug, Clone)]
+pub struct ContainerdParts {
+    /// Its name in the layout's index, if it has one.
+    pub name: Option<String>,
+    /// The index that lists the parts.
+    pub index: Index,
+    /// CRIU's images.
+    pub criu: Descriptor,
+    /// What the root file system has beyond its image (`--rw`).
+    pub rw: Option<Descriptor>,
+    /// The container's image, if it was exported too (`--image`).
+    pub image: Option<Descriptor>,
+    /// The records: config, options, the runtime's name and options.
+    pub records: Vec<Descriptor>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct ContainerdSource {
+    pub(crate) blobs: Blobs,
+    pub(crate) parts: ContainerdParts,
+}
+
+/// Opens what a layout holds.
+pub(super) fn open(
+    blobs: Blobs,
+    wanted: Option<&str>,
+    limits: &Limits,
+) -> Result<(Kind, Inner), Error> {
+    let path = blobs.path().to_owned();
+    let bad = |bad| Error::bad(&path, bad);
+    let archive = matches!(blobs, Blobs::Tar { .. });
+    check_layout(&blobs, &path)?;
+    let text = blobs.document(names::OCI_INDEX)?;
+    let index: Index = oci::parse(names::OCI_INDEX, &text).map_err(bad)?;
+    version(names::OCI_INDEX, index.schema_version).map_err(bad)?;
+    if criu_of(&index).is_some() {
+        let parts = containerd_parts(index, None).map_err(bad)?;
+        return Ok((
+            Kind::Containerd { archive },
+            Inner::Containerd(ContainerdSource { blobs, parts }),
+        ));
+    }
+    let descriptor = choose(&index, wanted).map_err(bad)?;
+    let name = name_of(descriptor);
+    match descriptor.media_type.as_str() {
+        media::MANIFEST => {
+            let image = read_image(&blobs, descriptor, name, limits)?;
+            let kind = if archive {
+                Kind::OciArchive
+            } else {
+                Kind::OciLayout
+            };
+            Ok((kind, Inner::Image(image)))
+        }
+        media::INDEX => {
+            let text = blobs.json(descriptor, "the image index")?;
+            let index: Index = oci::parse("the image index", &text).map_err(bad)?;
+            version("the image index", index.schema_version).map_err(bad)?;
+            if criu_of(&index).is_none() {
+                return Err(bad(Bad::ManifestList));
+            }
+            let parts = containerd_parts(index, name).map_err(bad)?;
+            Ok((
+                Kind::Containerd { archive },
+                Inner::Containerd(ContainerdSource { blobs, parts }),
+            ))
+        }
+        other => Err(bad(Bad::MediaType {
+            what: "the image".into(),
+            found: other.chars().take(100).collect(),
+            known: "an OCI manifest, application/vnd.oci.image.manifest.v1+json",
+        })),
+    }
+}
+
+fn check_layout(blobs: &Blobs, path: &Path) -> Result<(), Error> {
+    #[derive(serde::Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Layout {
+        image_layout_version: String,
+    }
+    let text = blobs.document(names::OCI_LAYOUT)?;
+    let layout: Layout = oci::parse(names::OCI_LAYOUT, &text).map_err(|b| Error::bad(path, b))?;
+    if layout.image_layout_version != "1.0.0" {
+        let found = layout.image_layout_version.chars().take(40).collect();
+        return Err(Error::bad(
+            path,
+            Bad::Version {
+                file: names::OCI_LAYOUT.into(),
+                found,
+                known: "1.0.0",
+            },
+        ));
+    }
+    Ok(())
+}
+
+fn version(file: &str, version: u32) -> Result<(), Bad> {
+    match version {
+        2 => Ok(()),
+        other => Err(Bad::Version {
+            file: file.into(),
+            found: other.to_string(),
+            known: "2",
+        }),
+    }
+}
+
+fn name_of(descriptor: &Descriptor) -> Option<String> {
+    let get = |key| descriptor.annotations.get(key);
+    get(annotation::CONTAINERD_REF)
+        .or_else(|| get(annotation::REF_NAME))
+        .cloned()
+}
+
+fn choose<'i>(index: &'i Index, wanted: Option<&str>) -> Result<&'i Descriptor, Bad> {
+    let Some(wanted) = wanted else {
+        return match index.manifests.as_slice() {
+            [] => Err(Bad::NoImage),
+            [one] => Ok(one),
+            several => Err(Bad::SeveralImages(several.len())),
+        };
+    };
+    let named = |d: &&Descriptor| {
+        [annotation::CONTAINERD_REF, annotation::REF_NAME]
+            .iter()
+            .any(|key| d.annotations.get(*key).is_some_and(|name| name == wanted))
+    };
+    index
+        .manifests
+        .iter()
+        .find(named)
+        .ok_or_else(|| Bad::NoSuchImage(wanted.into()))
+}
+
+fn criu_of(index: &Index) -> Option<&Descriptor> {
+    index
+        .manifests
+        .iter()
+        .find(|d| d.media_type == media::CONTAINERD_CRIU)
+}
+
+fn containerd_parts(index: Index, name: Option<String>) -> Result<ContainerdParts, Bad> {
+    let criu = criu_of(&index).ok_or(Bad::NoImage)?.clone();
+    let mut parts = ContainerdParts {
+        name,
+        criu,
+        rw: None,
+        image: None,
+        records: Vec::new(),
+        index: index.clone(),
+    };
+    for descriptor in index.manifests {
+        match descriptor.media_type.as_str() {
+            media::CONTAINERD_CRIU => {}
+            media::MANIFEST | media::INDEX => parts.image = Some(descriptor),
+            kind if kind.starts_with("application/vnd.containerd.") => {
+                parts.records.push(descriptor)
+            }
+            kind if kind.contains(".rootfs.diff.tar") || kind.starts_with(media::LAYER) => {
+                parts.rw = Some(descriptor);
+            }
+            // Docker's names for an image.
+            kind if kind.starts_with("application/vnd.docker.distribution.manifest") => {
+                parts.image = Some(descriptor);
+            }
+            other => {
+                return Err(Bad::MediaType {
+                    what: "a part of containerd's checkpoint".into(),
+                    found: other.chars().take(100).collect(),
+                    known: "parts application/vnd.containerd.container.*, a layer and an image",
+                });
+            }
+        }
+    }
+    Ok(parts)
+}
+
+fn read_image(
+    blobs: &Blobs,
+    descriptor: &Descriptor,
+    name: Option<String>,
+    limits: &Limits,
+) -> Result<ImageSource, Error> {
+    let path = blobs.path().to_owned();
+    let bad = |bad| Error::bad(&path, bad);
+    let text = blobs.json(descriptor, "the manifest")?;
+    let manifest: Manifest = oci::parse("the manifest", &text).map_err(bad)?;
+    version("the manifest", manifest.schema_version).map_err(bad)?;
+    let config: Config = {
+        let wrong = (manifest.config.media_type != media::CONFIG).then(|| Bad::MediaType {
+            what: "the config".into(),
+            found: manifest.config.media_type.chars().take(100).collect(),
+            known: media::CONFIG,
+        });
+        if let Some(wrong) = wrong {
+            return Err(bad(wrong));
+        }
+        oci::parse("the config", &blobs.json(&manifest.config, "the config")?).map_err(bad)?
+    };
+    let layers = layers_of(&manifest, &config, limits).map_err(bad)?;
+    let image = Image {
+        digest: descriptor.digest.clone(),
+        name,
+        manifest,
+        config,
+    };
+    Ok(ImageSource {
+        blobs: blobs.clone(),
+        image,
+        layers,
+    })
+}
+
+/// The layers, if manifest and config agree on them.
+fn layers_of(manifest: &Manifest, config: &Config, limits: &Limits) -> Result<Vec<Layer>, Bad> {
+    if let Some(other) = manifest
+        .media_type
+        .as_deref()
+        .filter(|m| *m != media::MANIFEST)
+    {
+        return Err(Bad::MediaType {
+            what: "the manifest".into(),
+            found: other.chars().take(100).collect(),
+            known: media::MANIFEST,
+        });
+    }
+    let (layers, diff_ids) = (manifest.layers.len(), config.rootfs.diff_ids.len());
+    if layers == 0 {
+        return Err(Bad::NoLayers);
+    }
+    if layers > limits.layers {
+        return Err(Bad::TooManyLayers {
+            found: layers,
+            max: limits.layers,
+        });
+    }
+    if layers != diff_ids {
+        return Err(Bad::DiffIdCount { layers, diff_ids });
+    }
+    let pairs = manifest
+        .layers
+        .iter()
+        .zip(&config.rootfs.diff_ids)
+        .enumerate();
+    pairs
+        .map(|(index, (descriptor, diff_id))| {
+            let compression = descriptor.layer_compression(index)?;
+            if !descriptor.urls.is_empty() {
+                return Err(Bad::ForeignLayer(index));
+            }
+            Ok(Layer {
+                index,
+                descriptor: descriptor.clone(),
+                diff_id: diff_id.clone(),
+                compression,
+            })
+        })
+        .collect()
+}
+
+impl ImageSource {
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Layer> {
+        self.layers.iter()
+    }
+
+    pub(super) fn visit(
+        &self,
+        limits: &Limits,
+        wanted: &dyn Fn(&Layer) -> bool,
+        visitor: &mut Visitor<'_>,
+    ) -> Result<(), Error> {
+        let path = self.blobs.path();
+        let wrap = |e| Error::from_io(path, "read it", e);
+        for layer in self.layers.iter().filter(|l| wanted(l)) {
+            let mut section = self.blobs.open(&layer.descriptor)?;
+            let mut blob = Hashed::new(&mut section);
+            let decoded = Decoded::new(&mut blob, layer.compression, layer.allowance(limits))
+                .map_err(wrap)?;
+            let mut reader = TarReader::new(Hashed::new(decoded), limits, Some(layer.index));
+            visit_tar(&mut reader, None, path, visitor)?;
+            let content = reader.finish().map_err(wrap)?.digest();
+            io::copy(&mut blob, &mut io::sink()).map_err(wrap)?;
+            let found = blob.digest();
+            let expected = &layer.descriptor.digest;
+            if found != *expected {
+                let bad = Bad::BlobDigest {
+                    expected: expected.to_string(),
+                    found: found.to_string(),
+                };
+                return Err(Error::bad(path, bad));
+            }
+            if content != layer.diff_id {
+                let (expected, found) = (layer.diff_id.to_string(), content.to_string());
+                return Err(Error::bad(
+                    path,
+                    Bad::DiffId {
+                        layer: layer.index,
+                        expected,
+                        found,
+                    },
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ContainerdSource {
+    pub(crate) fn bytes(&self) -> u64 {
+        let parts = [Some(&self.parts.criu), self.parts.rw.as_ref()];
+        parts
+            .iter()
+            .flatten()
+            .chain(&self.parts.records.iter().collect::<Vec<_>>())
+            .map(|d| d.size)
+            .sum()
+    }
+
+    /// The images as `checkpoint/*`, the records as `containerd/NAME`. The root file system's difference is a
+    /// layer with whiteouts and not podman's `rootfs-diff.tar`: it is `containerd/rw.tar` as it is.
+    pub(super) fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
+        let path = self.blobs.path();
+        let wrap = |e| Error::from_io(path, "read it", e);
+        let mut section = Hashed::new(self.blobs.open(&self.parts.criu)?);
+        let mut reader = TarReader::new(&mut section, limits, None);
+        visit_tar(&mut reader, Some(names::CHECKPOINT_DIR), path, visitor)?;
+        reader.finish().map_err(wrap)?;
+        self.expect(section.digest(), &self.parts.criu)?;
+
+        let folder = Entry {
+            name: names::CONTAINERD_DIR.into(),
+            kind: EntryKind::Folder,
+            size: 0,
+            mode: 0o700,
+            layer: None,
+        };
+        visitor(&folder, &mut io::empty())?;
+        for (name, descriptor) in self.named_parts() {
+            let mut section = Hashed::new(self.blobs.open(descriptor)?);
+            let name = format!("{}/{name}", names::CONTAINERD_DIR);
+            let entry = Entry {
+                name,
+                kind: EntryKind::File,
+                size: descriptor.size,
+                mode: 0o600,
+                layer: None,
+            };
+            visitor(&entry, &mut section)?;
+            io::copy(&mut section, &mut io::sink()).map_err(wrap)?;
+            self.expect(section.digest(), descriptor)?;
+        }
+        Ok(())
+    }
+
+    fn named_parts(&self) -> BTreeMap<String, &Descriptor> {
+        let mut named = BTreeMap::new();
+        for record in &self.parts.records {
+            let name = record
+                .media_type
+                .trim_start_matches("application/vnd.containerd.container.");
+            let name: String = name
+                .chars()
+                .map(|c| if c == '/' { '_' } else { c })
+                .collect();
+            named.insert(name, record);
+        }
+        if let Some(rw) = &self.parts.rw {
+            named.insert("rw.tar".into(), rw);
+        }
+        named
+    }
+
+    fn expect(&self, found: Digest, descriptor: &Descriptor) -> Result<(), Error> {
+        if found == descriptor.digest {
+            return Ok(());
+        }
+        let bad = Bad::BlobDigest {
+            expected: descriptor.digest.to_string(),
+            found: found.to_string(),
+        };
+        Err(Error::bad(self.blobs.path(), bad))
+    }
+}
+
+/// Hashes what is read.
+pub(crate) struct Hashed<R> {
+    inner: R,
+    hash: Sha256,
+}
+
+impl<R> Hashed<R> {
+    pub(crate) fn new(inner: R) -> Self {
+        Self {
+            inner,
+            hash: Sha256::new(),
+        }
+    }
+
+    pub(crate) fn digest(self) -> Digest {
+        Digest::from_hash(self.hash)
+    }
+}
+
+impl<R: Read> Read for Hashed<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buf)?;
+        self.hash.update(&buf[..n]);
+        Ok(n)
+    }
+}
+
+impl<R: Read> Stream for Hashed<R> {}
+impl<S: Stream + ?Sized> Stream for &mut S {
+    fn skip(&mut self, n: u64) -> io::Result<()> {
+        (**self).skip(n)
+    }
+}

@@ -1,0 +1,105 @@
+//! A checkpoint in a tar, compressed or not.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::Visitor;
+use crate::entry::{Entry, EntryKind};
+use crate::error::{Bad, Error};
+use crate::limits::Limits;
+use crate::names;
+use crate::stream::{Allowance, Compression, Decoded, Section, Stream};
+use crate::tarread::TarReader;
+
+/// A tar file.
+#[derive(Debug, Clone)]
+pub(crate) struct Tarball {
+    path: PathBuf,
+    section: Section,
+    compression: Compression,
+    /// `true`: CRIU's images lie at the top.
+    bare: bool,
+}
+
+impl Tarball {
+    pub(crate) fn new(path: &Path, section: Section, compression: Compression) -> Self {
+        Self {
+            path: path.into(),
+            section,
+            compression,
+            bare: false,
+        }
+    }
+
+    pub(crate) fn bare(self) -> Self {
+        Self { bare: true, ..self }
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.section.left()
+    }
+
+    pub(crate) fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    pub(crate) fn section(&self) -> &Section {
+        &self.section
+    }
+
+    /// A reader of its entries. A plain tar is skipped through, a compressed one read through.
+    pub(crate) fn reader(&self, limits: &Limits) -> io::Result<TarReader<Box<dyn Stream + '_>>> {
+        let section = self.section.clone();
+        let stream: Box<dyn Stream> = match self.compression {
+            Compression::None => Box::new(section),
+            compression => Box::new(Decoded::new(section, compression, Allowance::of(limits))?),
+        };
+        Ok(TarReader::new(stream, limits, None))
+    }
+
+    pub(crate) fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
+        let wrap = |e| Error::from_io(&self.path, "read it", e);
+        let mut reader = self.reader(limits).map_err(wrap)?;
+        visit_tar(
+            &mut reader,
+            self.bare.then_some(names::CHECKPOINT_DIR),
+            &self.path,
+            visitor,
+        )?;
+        reader.finish().map_err(wrap)?;
+        Ok(())
+    }
+}
+
+/// Visits the entries of a tar, below a folder if one is given.
+pub(crate) fn visit_tar<S: Stream>(
+    reader: &mut TarReader<S>,
+    below: Option<&str>,
+    path: &Path,
+    visitor: &mut Visitor<'_>,
+) -> Result<(), Error> {
+    if let Some(folder) = below {
+        let entry = Entry {
+            name: folder.into(),
+            kind: EntryKind::Folder,
+            size: 0,
+            mode: 0o700,
+            layer: None,
+        };
+        visitor(&entry, &mut io::empty())?;
+    }
+    while let Some(mut entry) = reader
+        .next()
+        .map_err(|e| Error::from_io(path, "read it", e))?
+    {
+        if let Some(folder) = below {
+            entry.name = format!("{folder}/{}", entry.name);
+        }
+        let last = entry.name.rsplit('/').next().unwrap_or_default();
+        if entry.layer.is_some() && last.starts_with(".wh.") {
+            return Err(Error::bad(path, Bad::Whiteout(entry.name)));
+        }
+        visitor(&entry, reader)?;
+    }
+    Ok(())
+}
