@@ -9,7 +9,9 @@ packages=(
     # what is tested
     criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo
     # what the tests and the tools above call
-    iptables nftables iproute2 kmod procps strace jq zstd ca-certificates
+    iptables nftables iproute2 kmod procps strace jq zstd pigz ca-certificates
+    # archives: another reader, a registry, curl for calls to the CRI (Debian has no crictl)
+    checkpointctl docker-registry curl
     # what the containers run: busybox, and real programs that tests checkpoint
     busybox-static python3 python3-uvicorn python3-uvloop redis-server
 )
