@@ -8,6 +8,7 @@
 mod blobs;
 pub mod entry;
 pub mod error;
+pub mod lane;
 pub mod limits;
 pub mod names;
 pub mod oci;

@@ -48,3 +48,13 @@ pub const OCI_INDEX: &str = "index.json";
 pub const OCI_BLOBS: &str = "blobs";
 /// The parts of containerd's checkpoint that no other engine has, as files of this folder.
 pub const CONTAINERD_DIR: &str = "containerd";
+
+/// The lane's table of chunks, written last: without it the shards mean nothing.
+pub const LANE_INDEX: &str = "lane-index.img";
+/// The lane's table while it is being written.
+pub const LANE_INDEX_PARTIAL: &str = ".lane-index.img.partial";
+
+/// A file of chunks of the lane.
+pub fn lane_shard(number: usize) -> String {
+    format!("lane-{number:04}.img")
+}

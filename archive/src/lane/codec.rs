@@ -1,0 +1,124 @@
+//! Compression of one chunk, and which one is worth while.
+
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+use super::index::Kind;
+
+/// What to compress with.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Codec {
+    /// LZ4 where a sample of the data shrinks by a tenth, else nothing.
+    #[default]
+    Auto,
+    /// Nothing.
+    None,
+    /// LZ4: GiB a second and core.
+    Lz4,
+    /// zstd, with a level.
+    Zstd,
+}
+
+/// Compressed data must be this much smaller, in 64ths, to be worth its decompression.
+const WORTH: u64 = 60;
+/// The sample: so many pieces of this size.
+const SAMPLES: usize = 32;
+const SAMPLE_BYTES: usize = 64 << 10;
+
+/// Compresses chunks; one for each thread.
+pub struct Encoder {
+    codec: Codec,
+    zstd: Option<zstd::bulk::Compressor<'static>>,
+    buffer: Vec<u8>,
+}
+
+impl Encoder {
+    /// For chunks of at most `chunk_bytes`. `codec` has been decided: [`Codec::Auto`] counts as none.
+    pub fn new(codec: Codec, level: i32, chunk_bytes: usize) -> io::Result<Self> {
+        let (room, zstd) = match codec {
+            Codec::Auto | Codec::None => (0, None),
+            Codec::Lz4 => (lz4_flex::block::get_maximum_output_size(chunk_bytes), None),
+            Codec::Zstd => (
+                zstd::zstd_safe::compress_bound(chunk_bytes),
+                Some(zstd::bulk::Compressor::new(level)?),
+            ),
+        };
+        Ok(Self {
+            codec,
+            zstd,
+            buffer: vec![0; room],
+        })
+    }
+
+    /// The chunk as it is to be stored.
+    pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (Kind, &'a [u8]) {
+        let (kind, size) = match (self.codec, &mut self.zstd) {
+            (Codec::Lz4, _) => (
+                Kind::Lz4,
+                lz4_flex::block::compress_into(chunk, &mut self.buffer).ok(),
+            ),
+            (Codec::Zstd, Some(zstd)) => (
+                Kind::Zstd,
+                zstd.compress_to_buffer(chunk, &mut self.buffer[..]).ok(),
+            ),
+            _ => (Kind::Raw, None),
+        };
+        match size {
+            Some(size) if (size as u64) * 64 <= (chunk.len() as u64) * WORTH => {
+                (kind, &self.buffer[..size])
+            }
+            _ => (Kind::Raw, chunk),
+        }
+    }
+}
+
+/// Undoes [`Encoder::encode`]: the result must fill `to` exactly.
+///
+/// # Errors
+/// A text that says what is wrong with the data.
+pub fn decode(kind: Kind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
+    let size = match kind {
+        Kind::Lz4 => lz4_flex::block::decompress_into(stored, to).map_err(|e| e.to_string())?,
+        Kind::Zstd => zstd::bulk::decompress_to_buffer(stored, to).map_err(|e| e.to_string())?,
+        _ => return Err(format!("{kind:?} is not compressed")),
+    };
+    if size != to.len() {
+        return Err(format!("{size} bytes in place of {}", to.len()));
+    }
+    Ok(())
+}
+
+/// Settles [`Codec::Auto`] by compressing a sample of what is not zero.
+pub fn decide(codec: Codec, sources: &[&[u8]]) -> Codec {
+    if codec != Codec::Auto {
+        return codec;
+    }
+    let total: usize = sources.iter().map(|source| source.len()).sum();
+    let step = (total / SAMPLES).max(SAMPLE_BYTES);
+    let mut out = vec![0; lz4_flex::block::get_maximum_output_size(SAMPLE_BYTES)];
+    let (mut before, mut after) = (0u64, 0u64);
+    for source in sources {
+        for piece in source.chunks(step) {
+            let piece = &piece[..piece.len().min(SAMPLE_BYTES)];
+            if is_zero(piece) {
+                continue;
+            }
+            before += piece.len() as u64;
+            after += lz4_flex::block::compress_into(piece, &mut out).unwrap_or(piece.len()) as u64;
+        }
+    }
+    if after * 10 <= before * 9 && before > 0 {
+        Codec::Lz4
+    } else {
+        Codec::None
+    }
+}
+
+/// Whether all bytes are zero.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    bytes
+        .chunks(1024)
+        .all(|some| some.iter().fold(0, |all, byte| all | byte) == 0)
+}

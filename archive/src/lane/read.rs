@@ -1,0 +1,323 @@
+//! Shards to memory, and the verification.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use super::codec::decode;
+use super::index::{Chunk, Digest, Index, Kind};
+use super::{LaneError, LaneFacts, usual_threads};
+use crate::names;
+
+const O_NOFOLLOW: i32 = 0o400_000;
+const O_NONBLOCK: i32 = 0o4_000;
+/// Longest chain of parents.
+const MAX_DEPTH: usize = 1024;
+
+/// What a thread does: asks now and then whether to stop, and has a buffer of its own.
+type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), LaneError> + Sync + 'a;
+
+/// How to read.
+#[derive(Debug, Clone)]
+pub struct ReadOptions {
+    /// Threads.
+    pub threads: usize,
+    /// Check each chunk's digest.
+    pub check: bool,
+    /// The memory is zero already: zeros are not written.
+    pub zeroed: bool,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            threads: usual_threads(),
+            check: true,
+            zeroed: false,
+        }
+    }
+}
+
+/// A lane in a folder, with those it builds upon.
+#[derive(Debug)]
+pub struct Lane {
+    /// The table.
+    pub index: Index,
+    dir: PathBuf,
+    shards: Vec<File>,
+    lengths: Vec<u32>,
+    parent: Option<Box<Lane>>,
+}
+
+/// Opens a regular file, whatever a stranger may have put there.
+fn open_file(path: &Path) -> Result<File, LaneError> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(O_NOFOLLOW | O_NONBLOCK)
+        .open(path)
+        .map_err(LaneError::io(path, "cannot be opened"))?;
+    let is_file = file.metadata().is_ok_and(|meta| meta.is_file());
+    if !is_file {
+        return Err(LaneError::damaged(path, "not a regular file"));
+    }
+    Ok(file)
+}
+
+impl Lane {
+    /// Opens the lane of an image folder; `None` where there is none. `digest` is what the seal says of
+    /// the table.
+    ///
+    /// # Errors
+    /// [`LaneError`].
+    pub fn open(dir: &Path, digest: Option<Digest>) -> Result<Option<Self>, LaneError> {
+        Self::open_at(dir, digest, 0)
+    }
+
+    fn open_at(
+        dir: &Path,
+        digest: Option<Digest>,
+        depth: usize,
+    ) -> Result<Option<Self>, LaneError> {
+        let path = dir.join(names::LANE_INDEX);
+        let file = match open_file(&path) {
+            Err(LaneError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
+            }
+            other => other?,
+        };
+        let index = Index::read(&file, &path)?;
+        if digest.is_some_and(|digest| digest != index.digest) {
+            return Err(LaneError::damaged(
+                &path,
+                "not the one that the checkpoint was made with",
+            ));
+        }
+        let mut shards = Vec::with_capacity(index.shards.len());
+        for (number, bytes) in index.shards.iter().enumerate() {
+            let path = dir.join(names::lane_shard(number));
+            let file = open_file(&path)?;
+            let has = file
+                .metadata()
+                .map_err(LaneError::io(&path, "cannot be read"))?
+                .len();
+            if has != *bytes {
+                return Err(LaneError::damaged(
+                    &path,
+                    format!("{has} bytes in place of {bytes}"),
+                ));
+            }
+            shards.push(file);
+        }
+        let mut lane = Self {
+            lengths: index.lengths(),
+            index,
+            dir: dir.to_owned(),
+            shards,
+            parent: None,
+        };
+        if let Some(digest) = lane.index.parent {
+            lane.parent = Some(Box::new(lane.open_parent(digest, depth)?));
+            lane.check_parent()?;
+        }
+        Ok(Some(lane))
+    }
+
+    fn open_parent(&self, digest: Digest, depth: usize) -> Result<Self, LaneError> {
+        let path = self.dir.join(names::PARENT_LINK);
+        let failed = |reason: String| LaneError::Parent {
+            path: path.clone(),
+            reason,
+        };
+        if depth >= MAX_DEPTH {
+            return Err(failed("is one of an endless chain".into()));
+        }
+        match Self::open_at(&path, Some(digest), depth + 1) {
+            Ok(Some(lane)) => Ok(lane),
+            Ok(None) => Err(failed("is missing".into())),
+            Err(error @ LaneError::Parent { .. }) => Err(error),
+            Err(error) => Err(failed(format!("cannot be used: {error}"))),
+        }
+    }
+
+    fn check_parent(&self) -> Result<(), LaneError> {
+        let Some(parent) = &self.parent else {
+            return Ok(());
+        };
+        for (number, (chunk, length)) in self.index.chunks.iter().zip(&self.lengths).enumerate() {
+            if chunk.kind != Kind::Parent {
+                continue;
+            }
+            let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+            let there = parent
+                .index
+                .chunks
+                .get(place)
+                .zip(parent.lengths.get(place));
+            let fits = there.is_some_and(|(to, len)| {
+                to.kind != Kind::Zero && to.digest == chunk.digest && len == length
+            });
+            if !fits {
+                let path = self.dir.join(names::LANE_INDEX);
+                let what = format!("chunk {number} is not in the parent");
+                return Err(LaneError::damaged(&path, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// In numbers.
+    pub fn facts(&self) -> LaneFacts {
+        LaneFacts::of(&self.index)
+    }
+
+    /// The folder, for messages.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early.
+    ///
+    /// # Errors
+    /// [`LaneError`]; the memory's contents are then undefined.
+    pub fn read(
+        &self,
+        region: usize,
+        to: &mut [u8],
+        options: &ReadOptions,
+        cancel: &AtomicBool,
+    ) -> Result<(), LaneError> {
+        let range = self.index.range(region);
+        let bytes = self.index.regions.get(region).map(|region| region.bytes);
+        let (Some(range), true) = (range, bytes == Some(to.len() as u64)) else {
+            return Err(LaneError::Invalid(format!(
+                "region {region} has not {} bytes",
+                to.len()
+            )));
+        };
+        let pieces = to.chunks_mut(self.index.chunk_bytes as usize);
+        let queue = Mutex::new(range.zip(pieces));
+        let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+        self.on_threads(options.threads, cancel, &|failed, scratch| {
+            while let Some((number, piece)) = next() {
+                if failed() {
+                    return Err(LaneError::Cancelled);
+                }
+                if self.index.chunks[number].kind == Kind::Zero && options.zeroed {
+                    continue;
+                }
+                self.chunk(number, piece, options.check, scratch)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Reads every chunk and checks its digest, without keeping it.
+    ///
+    /// # Errors
+    /// [`LaneError`]: the first thing that is wrong.
+    pub fn verify(&self, threads: usize, cancel: &AtomicBool) -> Result<(), LaneError> {
+        let next = AtomicUsize::new(0);
+        self.on_threads(threads, cancel, &|failed, scratch| {
+            let mut piece = vec![0; self.index.chunk_bytes as usize];
+            loop {
+                let number = next.fetch_add(1, Relaxed);
+                let Some(length) = self.lengths.get(number) else {
+                    return Ok(());
+                };
+                if failed() {
+                    return Err(LaneError::Cancelled);
+                }
+                if !matches!(self.index.chunks[number].kind, Kind::Zero | Kind::Same) {
+                    self.chunk(number, &mut piece[..*length as usize], true, scratch)?;
+                }
+            }
+        })
+    }
+
+    /// Runs the same work on several threads; the first error ends all.
+    fn on_threads(
+        &self,
+        threads: usize,
+        cancel: &AtomicBool,
+        work: &Work<'_>,
+    ) -> Result<(), LaneError> {
+        let failed = AtomicBool::new(false);
+        let stop = || failed.load(Relaxed) || cancel.load(Relaxed);
+        let one = || {
+            let mut scratch = Vec::new();
+            let done = work(&stop, &mut scratch);
+            failed.fetch_or(done.is_err(), Relaxed);
+            done
+        };
+        std::thread::scope(|scope| {
+            let threads = threads.clamp(1, 256).min(self.lengths.len().max(1));
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
+            let mut first = Ok(());
+            for worker in workers {
+                let done = worker
+                    .join()
+                    .unwrap_or_else(|_| Err(LaneError::Invalid("a thread died".into())));
+                // What made the others stop is what there is to tell.
+                if matches!(first, Ok(()) | Err(LaneError::Cancelled)) && done.is_err() {
+                    first = done;
+                }
+            }
+            first
+        })
+    }
+
+    /// One chunk into memory of its size.
+    fn chunk(
+        &self,
+        number: usize,
+        to: &mut [u8],
+        check: bool,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), LaneError> {
+        let chunk = self.index.chunks[number];
+        let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+        match (chunk.kind, &self.parent) {
+            (Kind::Zero, _) => {
+                to.fill(0);
+                return Ok(());
+            }
+            // The digests of both have been compared when the table was read.
+            (Kind::Same, _) => return self.chunk(place, to, check, scratch),
+            (Kind::Parent, Some(parent)) => return parent.chunk(place, to, check, scratch),
+            (Kind::Parent, None) => {
+                return Err(LaneError::Invalid("a chunk of no parent".into()));
+            }
+            (Kind::Raw, _) => self.stored(&chunk, to)?,
+            (Kind::Lz4 | Kind::Zstd, _) => {
+                scratch.resize(chunk.stored as usize, 0);
+                self.stored(&chunk, scratch)?;
+                decode(chunk.kind, scratch, to).map_err(|what| {
+                    LaneError::damaged(&self.shard(&chunk), format!("chunk {number}: {what}"))
+                })?;
+            }
+        }
+        if check && Digest::of(to) != chunk.digest {
+            let what = format!("chunk {number} does not fit its digest");
+            return Err(LaneError::damaged(&self.shard(&chunk), what));
+        }
+        Ok(())
+    }
+
+    fn shard(&self, chunk: &Chunk) -> PathBuf {
+        self.dir.join(names::lane_shard(usize::from(chunk.shard)))
+    }
+
+    fn stored(&self, chunk: &Chunk, to: &mut [u8]) -> Result<(), LaneError> {
+        let file = &self.shards[usize::from(chunk.shard)];
+        file.read_exact_at(to, chunk.place)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    LaneError::damaged(&self.shard(chunk), "shorter than it was")
+                }
+                _ => LaneError::io(&self.shard(chunk), "cannot be read")(error),
+            })
+    }
+}
