@@ -197,6 +197,18 @@ pub struct GpuProcess {
     pub comm: String,
     /// Whose driver it has open or mapped.
     pub vendors: Vec<Vendor>,
+    /// How much of which GPU's memory it used shortly before the checkpoint, where the driver tells.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_memory: Vec<GpuUse>,
+}
+
+/// A process's part of a GPU's memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuUse {
+    /// [`Gpu::id`].
+    pub gpu: String,
+    /// Bytes, with what the driver needs for the process.
+    pub bytes: u64,
 }
 
 /// The container that was checkpointed.

@@ -9,6 +9,7 @@
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
 //! - [`compat`]: what must hold for a restore on this host, as data.
+//! - [`nvidia_compat`]: NVIDIA's checks; [`switches`]: what relaxes a check.
 //! - [`criu_elf`]: what a CRIU plugin demands of CRIU.
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
 
@@ -21,6 +22,8 @@ pub mod host;
 pub mod live;
 pub mod nodes;
 pub mod nvidia;
+pub mod nvidia_compat;
 pub mod plan;
 pub mod spec;
+pub mod switches;
 pub mod tools;

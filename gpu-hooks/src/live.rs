@@ -151,6 +151,7 @@ pub fn users(host: &Host, pids: &[i32], nodes: &[DeviceNode]) -> Vec<GpuProcess>
                 ns_pid: ns_pid(host, pid).unwrap_or(pid),
                 comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
                 vendors: vendors.into_iter().collect(),
+                gpu_memory: Vec::new(),
             })
         })
         .collect()

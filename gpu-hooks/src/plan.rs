@@ -145,11 +145,17 @@ pub fn checkpoint(
         }
         match plugins.usable(vendor) {
             Ok(path) => needed.push(path.clone()),
-            Err(fault) => refusals.extend(users.iter().map(|p| Refusal {
-                process: Some((p.pid, p.comm.clone())),
-                what: format!("it uses the {vendor} driver, and {}", fault.what),
-                remedy: fault.remedy.clone(),
-            })),
+            Err(fault) => {
+                let who = match users.len() {
+                    1 => "it uses".to_owned(),
+                    n => format!("it and {} more use", n - 1),
+                };
+                refusals.extend(users.first().map(|p| Refusal {
+                    process: Some((p.pid, p.comm.clone())),
+                    what: format!("{who} the {vendor} driver, and {}", fault.what),
+                    remedy: fault.remedy,
+                }));
+            }
         }
     }
     let cuda: Vec<i32> = processes

@@ -116,6 +116,14 @@ impl Spec {
         self.json.get("annotations")?.get(key)?.as_str()
     }
 
+    /// The annotations whose keys begin with `prefix`: what follows it, and the value.
+    pub fn annotations<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a str)> {
+        let all = self.json.get("annotations").and_then(Value::as_object);
+        all.into_iter()
+            .flatten()
+            .filter_map(move |(key, value)| Some((key.strip_prefix(prefix)?, value.as_str()?)))
+    }
+
     /// `true` if the device rules let the container open a character device for reading and writing. The
     /// last rule that matches decides; with no rule at all everything is allowed, as in the runtimes.
     pub fn allows(&self, major: u64, minor: u64) -> bool {

@@ -13,6 +13,7 @@ use cryopod_archive::names;
 use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
+use cryopod_gpu_hooks::nvidia_compat;
 use cryopod_gpu_hooks::plan::{self, CheckpointPlan};
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
@@ -249,12 +250,8 @@ impl Job<'_> {
                     .entry("nvidia".into())
                     .or_insert_with(|| version.clone());
             }
-            for known in &agent.ready.gpus {
-                let id = known.uuid.to_string();
-                if let Some(gpu) = gpu.gpus.iter_mut().find(|g| g.id == id) {
-                    gpu.memory_bytes = Some(known.total_memory);
-                }
-            }
+            nvidia_compat::enrich(&mut gpu.gpus, &agent.ready.gpus);
+            nvidia_compat::note_use(&mut gpu.processes, &agent.ready.users);
         }
         Seal {
             schema: Seal::current_schema(),

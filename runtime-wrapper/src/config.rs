@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
 /// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
@@ -45,6 +46,8 @@ pub struct Config {
     pub nvidia: Nvidia,
     /// `[amd]`.
     pub amd: Amd,
+    /// `[checks]`: `false` switches a check of a restore off.
+    pub checks: BTreeMap<String, bool>,
     /// `[limits]`.
     pub limits: Limits,
 }
@@ -199,6 +202,12 @@ impl Config {
             map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
+        if let Some(key) = config.checks.keys().find(|key| !switches::known(key)) {
+            return Err(invalid(format!(
+                "checks.{key}: no such check; there are {}",
+                switches::names()
+            )));
+        }
         for key in config.criu.options.keys() {
             if key.is_empty()
                 || !key
@@ -244,6 +253,8 @@ mod tests {
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
             ("[gpu]\nmap = \"0\"", "gpu.map"),
+            ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
+            ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("runtime = 1", "runtime"),
             ("[", "c.toml"),
         ] {

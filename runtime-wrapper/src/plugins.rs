@@ -74,7 +74,7 @@ pub fn checked(
 ) -> Plugins {
     let mut plugins = find(config, host);
     if needs_amd
-        && let Some(path) = plugins.amd.clone()
+        && let Ok(path) = plugins.usable(Vendor::Amd).cloned()
         && let Err(fault) = loadable(&path, criu, tools, config.limits.tool())
     {
         plugins.faults.insert(Vendor::Amd, fault);

@@ -20,6 +20,10 @@ mod code {
     pub const SYSTEM_DRIVER_MISMATCH: i32 = 803;
 }
 
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `_MINOR`.
+const CAPABILITY_MAJOR: c_int = 75;
+const CAPABILITY_MINOR: c_int = 76;
+
 /// A driver call that did not return success.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallError {
@@ -167,10 +171,10 @@ pub fn usual_libraries() -> Vec<PathBuf> {
 
 /// One loaded library; never unloaded, the driver does not support it.
 #[derive(Clone, Copy)]
-struct Handle(*mut c_void);
+pub(super) struct Handle(*mut c_void);
 
 impl Handle {
-    fn open(path: &Path) -> Result<Self, LoadError> {
+    pub(super) fn open(path: &Path) -> Result<Self, LoadError> {
         let name = CString::new(path.as_os_str().as_bytes())
             .map_err(|_| LoadError::new("a path with a zero byte", "correct the path"))?;
         // SAFETY: a NUL-terminated path; the library's constructors are the driver's own.
@@ -195,7 +199,7 @@ impl Handle {
     }
 
     /// The function `name` as `T`, which must be its C type.
-    fn optional<T: Copy>(self, name: &CStr) -> Option<T> {
+    pub(super) fn optional<T: Copy>(self, name: &CStr) -> Option<T> {
         assert_eq!(size_of::<T>(), size_of::<*mut c_void>());
         // SAFETY: a live handle and a NUL-terminated name.
         let symbol = unsafe { libc::dlsym(self.0, name.as_ptr()) };
@@ -342,6 +346,7 @@ fn gpus(lib: Handle) -> Vec<AgentGpu> {
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> Result32;
     type GetUuid = unsafe extern "C" fn(*mut Uuid, c_int) -> Result32;
     type Memory = unsafe extern "C" fn(*mut usize, c_int) -> Result32;
+    type Attribute = unsafe extern "C" fn(*mut c_int, c_int, c_int) -> Result32;
     let (Some(count), Some(get), Some(uuid)) = (
         lib.optional::<Count>(c"cuDeviceGetCount"),
         lib.optional::<Get>(c"cuDeviceGet"),
@@ -352,6 +357,7 @@ fn gpus(lib: Handle) -> Vec<AgentGpu> {
     };
     let name = lib.optional::<DeviceString>(c"cuDeviceGetName");
     let memory = lib.optional::<Memory>(c"cuDeviceTotalMem_v2");
+    let attribute = lib.optional::<Attribute>(c"cuDeviceGetAttribute");
     let mut number = 0;
     // SAFETY: writes one int.
     if unsafe { count(&mut number) } != 0 {
@@ -374,11 +380,20 @@ fn gpus(lib: Handle) -> Vec<AgentGpu> {
                 // SAFETY: writes one size.
                 unsafe { memory(&mut bytes, device) };
             }
+            let number = |which| {
+                let mut value = 0;
+                // SAFETY: writes one int.
+                let code = unsafe { attribute?(&mut value, which, device) };
+                u32::try_from(value).ok().filter(|_| code == 0)
+            };
             let name = CStr::from_bytes_until_nul(&text).unwrap_or_default();
             Some(AgentGpu {
                 uuid: GpuUuid(raw.0),
                 name: name.to_string_lossy().into_owned(),
                 total_memory: bytes as u64,
+                compute_capability: number(CAPABILITY_MAJOR).zip(number(CAPABILITY_MINOR)),
+                free_memory: None,
+                mig: None,
             })
         })
         .collect()

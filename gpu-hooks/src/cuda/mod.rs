@@ -26,6 +26,7 @@ pub mod config;
 pub mod driver;
 pub mod gpu;
 pub mod image;
+pub mod nvml;
 pub mod preflight;
 pub mod procfs;
 pub mod protocol;

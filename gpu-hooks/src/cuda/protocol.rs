@@ -206,6 +206,15 @@ pub struct AgentGpu {
     pub name: String,
     /// Its memory in bytes.
     pub total_memory: u64,
+    /// Its compute capability, (9, 0).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute_capability: Option<(u32, u32)>,
+    /// How much of its memory nobody uses, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub free_memory: Option<u64>,
+    /// Whether it is divided into MIG instances.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<bool>,
 }
 
 /// Why a step failed.

@@ -1,6 +1,7 @@
 //! What the agent and the plugin tell the runtime wrapper: the agent's ready line, and the two
 //! report files that are read when CRIU has ended.
 
+use super::gpu::GpuUuid;
 use super::image::ProcessRecord;
 use super::protocol::{AgentGpu, ProcessState};
 use serde::{Deserialize, Serialize};
@@ -26,12 +27,26 @@ pub struct AgentReady {
     /// The GPUs it sees.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<AgentGpu>,
+    /// Who uses their memory, as far as the driver tells.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub users: Vec<GpuUser>,
     /// Not ready: why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Not ready: what to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
+}
+
+/// A process's part of a GPU's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuUser {
+    /// Its host pid.
+    pub pid: i32,
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// How much, in bytes, with what the driver needs for the process.
+    pub bytes: u64,
 }
 
 /// What the plugin writes, at its first error and at its end.

@@ -34,7 +34,7 @@ pub fn built_library() -> Result<PathBuf> {
     }
 }
 
-/// Copies the library as `libcuda.so.1`, writes `cusim.conf` beside it, and copies the programs
+/// Copies the library as `libcuda.so.1` and `libnvidia-ml.so.1`, writes `cusim.conf` beside it, and copies the programs
 /// that are found. Returns what was written.
 pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     let library = built_library()?;
@@ -50,6 +50,7 @@ pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
         Ok(())
     };
     put(&library, "libcuda.so.1")?;
+    put(&library, "libnvidia-ml.so.1")?;
     let from = library.parent().unwrap_or(Path::new("."));
     for name in [
         "cusim-client",

@@ -21,7 +21,7 @@ pub const BYTES: usize = WORDS * 8;
 pub mod op {
     /// (kind: 0 fresh, 1 restored; ns pid; ns tid) → (GPUs, driver major, CUDA version, context bytes)
     pub const HELLO: u64 = 1;
-    /// (index) → (minor, uuid hi, uuid lo, total bytes, name in 8 words)
+    /// (index) → (minor, uuid hi, uuid lo, total bytes, name in 8 words, compute capability major << 8 | minor)
     pub const GPU_INFO: u64 = 2;
     /// (uuid hi, uuid lo, address, bytes, flags) → ()
     pub const ALLOC: u64 = 3;

@@ -10,9 +10,10 @@
 
 use cryopod_gpu_hooks::cuda::agent::{Agent, Limits};
 use cryopod_gpu_hooks::cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_gpu_hooks::cuda::nvml;
 use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::Hello;
-use cryopod_gpu_hooks::cuda::report::{AgentOutcome, AgentReady};
+use cryopod_gpu_hooks::cuda::protocol::{AgentGpu, Hello};
+use cryopod_gpu_hooks::cuda::report::{AgentOutcome, AgentReady, GpuUser};
 use cryopod_gpu_hooks::cuda::server::{Server, listen};
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -59,14 +60,25 @@ fn arguments() -> Result<Arguments, String> {
     Ok(parsed)
 }
 
+/// The driver, and what it says of its GPUs.
+struct Loaded {
+    cuda: LibCuda,
+    gpus: Vec<AgentGpu>,
+    users: Vec<GpuUser>,
+}
+
 /// Loads the driver on a thread, since a driver in trouble hangs.
-fn load(libraries: Vec<PathBuf>) -> Result<LibCuda, LoadError> {
+fn load(libraries: Vec<PathBuf>) -> Result<Loaded, LoadError> {
     let (sender, receiver) = mpsc::channel();
     let start = std::thread::Builder::new()
         .name("load".into())
         .spawn(move || {
             // Nobody listens any more once the limit has passed.
-            let _ = sender.send(LibCuda::load_first(&libraries));
+            let _ = sender.send(LibCuda::load_first(&libraries).map(|cuda| {
+                let mut gpus = cuda.gpus().to_vec();
+                let users = nvml::ask(cuda.path(), &mut gpus);
+                Loaded { cuda, gpus, users }
+            }));
         });
     let failed = |cause: String| LoadError {
         cause,
@@ -95,6 +107,7 @@ fn give_up(error: impl Into<String>, remedy: impl Into<String>) -> ExitCode {
         cuda_version: None,
         libcuda: None,
         gpus: Vec::new(),
+        users: Vec::new(),
         error: Some(error.into()),
         remedy: Some(remedy.into()),
     });
@@ -130,8 +143,8 @@ fn main() -> ExitCode {
             return ExitCode::from(64);
         }
     };
-    let cuda = match load(arguments.libraries) {
-        Ok(cuda) => cuda,
+    let Loaded { cuda, gpus, users } = match load(arguments.libraries) {
+        Ok(loaded) => loaded,
         Err(error) => return give_up(error.cause, error.remedy),
     };
     let listener = match listen(&arguments.socket) {
@@ -144,7 +157,7 @@ fn main() -> ExitCode {
     let hello = Hello {
         driver_version: procfs::driver_version(),
         cuda_version: cuda.version(),
-        gpus: cuda.gpus().to_vec(),
+        gpus,
     };
     announce(&AgentReady {
         ready: true,
@@ -152,6 +165,7 @@ fn main() -> ExitCode {
         cuda_version: Some(hello.cuda_version),
         libcuda: Some(cuda.path().to_owned()),
         gpus: hello.gpus.clone(),
+        users,
         error: None,
         remedy: None,
     });

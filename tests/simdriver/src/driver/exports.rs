@@ -141,6 +141,22 @@ extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, dev: CuDevice) -> CuResult 
     )
 }
 
+#[unsafe(no_mangle)]
+extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, dev: CuDevice) -> CuResult {
+    put(
+        value,
+        api(|i| {
+            let (major, minor) = i.gpus[memory::gpu_of(i, device(dev)?)?].compute;
+            let known = match attribute {
+                75 => major, // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+                76 => minor,
+                _ => return Err(CUDA_ERROR_INVALID_VALUE),
+            };
+            c_int::try_from(known).map_err(|_| CUDA_ERROR_UNKNOWN)
+        }),
+    )
+}
+
 /// Makes or finds the context of a device.
 fn retain(dev: CuDevice) -> Result<usize, CuResult> {
     api(|i| {

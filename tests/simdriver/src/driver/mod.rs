@@ -8,6 +8,7 @@ pub mod locate;
 pub mod mailbox;
 pub mod memory;
 pub mod nodes;
+pub mod nvml;
 pub mod process;
 pub mod steps;
 pub mod thread;

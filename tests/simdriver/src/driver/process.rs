@@ -23,6 +23,8 @@ pub struct Gpu {
     pub total: u64,
     /// The model, NUL-padded.
     pub name: [u8; 64],
+    /// Compute capability.
+    pub compute: (u64, u64),
 }
 
 /// A piece of device memory that the process holds.
@@ -206,6 +208,7 @@ pub fn gpu_info(server: &UnixStream, index: u64) -> Result<Gpu, CuResult> {
         minor: u32::try_from(f[1]).map_err(|_| CUDA_ERROR_UNKNOWN)?,
         total: f[4],
         name,
+        compute: (f[13] >> 8, f[13] & 0xff),
     })
 }
 
@@ -243,6 +246,7 @@ mod tests {
                 minor: 0,
                 total: 0,
                 name: [0; 64],
+                compute: (9, 0),
             })
             .collect();
         assert_eq!(visible(&gpus, None), [0, 1, 2]);

@@ -14,6 +14,7 @@ pub struct GpuEntry {
     minor: Option<u32>,
     pci: Option<String>,
     mig: bool,
+    compute: Option<(u32, u32)>,
 }
 
 /// One GPU.
@@ -31,6 +32,8 @@ pub struct Gpu {
     pub pci: String,
     /// Whether MIG is on.
     pub mig: bool,
+    /// Compute capability, major and minor.
+    pub compute: (u32, u32),
 }
 
 /// The file.
@@ -83,6 +86,7 @@ impl Config {
                     .pci
                     .unwrap_or_else(|| format!("0000:{:02x}:00.0", 0x18 + 0x10 * u16::from(i))),
                 mig: e.mig,
+                compute: e.compute.unwrap_or((9, 0)),
             })
             .collect();
         Self {

@@ -197,6 +197,7 @@ fn gpu_info(server: &Arc<Server>, f: &Frame, reply: &mut Frame) -> Result<(), Cu
             *w |= u64::from(*b) << (8 * i);
         }
     }
+    reply[13] = u64::from(g.compute.0) << 8 | u64::from(g.compute.1);
     Ok(())
 }
 

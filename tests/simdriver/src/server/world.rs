@@ -137,7 +137,7 @@ impl World {
                     }
                 }
                 json!({
-                    "uuid": g.uuid, "name": g.name, "minor": g.minor, "pci": g.pci, "mig": g.mig,
+                    "uuid": g.uuid, "name": g.name, "minor": g.minor, "pci": g.pci, "mig": g.mig, "compute": g.compute,
                     "total": g.bytes, "free": self.free_on(g),
                     "reserved": self.reserved.get(&g.uuid).copied().unwrap_or(0),
                     "pids": pids,
