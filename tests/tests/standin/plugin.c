@@ -27,6 +27,7 @@
 extern char **environ;
 extern int criu_get_image_dir(void);
 extern int add_inventory_plugin(const char *) __attribute__((weak));
+extern _Bool check_and_remove_inventory_plugin(const char *, size_t) __attribute__((weak));
 #ifdef WANTS
 extern int WANTS(void);
 #endif
@@ -55,6 +56,8 @@ static int start(int stage)
 		if (!strncmp(*one, "KFD_", 4))
 			record("env", *one);
 	restoring = stage == 2;
+	if (restoring && check_and_remove_inventory_plugin) /* CRIU wants to know that the image's plugin is there */
+		check_and_remove_inventory_plugin(NAME, sizeof(NAME) - 1);
 	looping = restoring && access(RUN "loop", F_OK) == 0;
 	return 0;
 }
