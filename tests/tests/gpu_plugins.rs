@@ -1,4 +1,8 @@
 //! CRIU loads the GPU plugins that a container needs and no others; one that it cannot load is refused beforehand.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a test's helper reports by failing the test"
+)]
 
 use std::path::Path;
 use std::process::Command;
