@@ -159,6 +159,29 @@ pub struct DeviceNode {
     pub gpu: Option<String>,
 }
 
+/// A node that an earlier restore has put into the container, or moved to another device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedNode {
+    /// Path inside the container.
+    pub path: String,
+    /// The node's other name, if this one is kept only for those who know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alias_of: Option<String>,
+    /// The node of the engine's spec in whose place it is.
+    pub engine: EngineNode,
+}
+
+/// A node as an engine's spec names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineNode {
+    /// Path inside the container.
+    pub path: String,
+    /// Device major.
+    pub major: u64,
+    /// Device minor.
+    pub minor: u64,
+}
+
 /// A GPU as the host describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gpu {
@@ -246,6 +269,9 @@ pub struct GpuFacts {
     pub vendors: Vec<Vendor>,
     /// The container's GPU device nodes.
     pub nodes: Vec<DeviceNode>,
+    /// The nodes among them that an earlier restore has moved.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub moved: Vec<MovedNode>,
     /// The GPUs that those nodes lead to, as the host described them.
     pub gpus: Vec<Gpu>,
     /// Driver versions: key `nvidia` or `amd`.

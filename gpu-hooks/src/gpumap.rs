@@ -1,17 +1,25 @@
-//! Which GPU of this host takes the place of which GPU of the checkpoint.
+//! Which GPU of this host takes the place of which GPU of the checkpoint, for both vendors.
+//!
+//! In this order: what the user's map says; the GPUs that the engine gave the new container, where it names others than
+//! the checkpoint has; the same GPU, if it is here and has room; another that matches, the closest first.
+//!
+//! Where a host describes no GPUs (no driver is loaded, or a container merely carries nodes) the nodes themselves stand
+//! for GPUs: [`of_nodes`].
 //!
 //! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes; a map needs
-//! driver 580 or newer, and the target's device node inside the container, because it is the restored process that opens
-//! it (facts of docs/compatibility.md).
+//! driver 580 or newer (facts of docs/compatibility.md).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use cryopod_archive::seal::{DeviceNode, Gpu};
+use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, NodeRole, Vendor};
+use serde_json::Map;
 
 use crate::cuda::gpu::{GpuPair, GpuUuid};
+use crate::host::Host;
 use crate::nodes;
 use crate::nvidia;
 use crate::plan::Refusal;
+use crate::{amd, spec::Spec};
 
 /// The annotation of a container that says how its GPUs are mapped.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.map";
@@ -24,8 +32,8 @@ pub enum Wish {
     /// The same GPUs where they are there, else others that match.
     #[default]
     Auto,
-    /// These: each side a UUID, an index, a PCI address or the minor of a node (`/dev/nvidia3`). Recorded GPUs that
-    /// are not named keep their place.
+    /// These: each side a UUID (AMD: unique id), an index, a PCI address, a device node or a render minor
+    /// (`renderD130`). Recorded GPUs that are not named keep their place.
     Pairs(Vec<(String, String)>),
 }
 
@@ -41,47 +49,169 @@ impl std::str::FromStr for Wish {
             let sides = pair.split_once('=').map(|(old, new)| (old.trim(), new.trim()));
             match sides {
                 Some((old, new)) if !old.is_empty() && !new.is_empty() => Ok((old.to_owned(), new.to_owned())),
-                _ => Err(format!("{pair:?} is not OLD=NEW; write `auto` or OLD=NEW[,OLD=NEW...] with GPU UUIDs, indices, PCI addresses or /dev/nvidiaN")),
+                _ => Err(format!("{pair:?} is not OLD=NEW; write `auto` or OLD=NEW[,OLD=NEW...] with GPU UUIDs, indices, PCI addresses, or nodes such as /dev/nvidia1 and /dev/dri/renderD130")),
             }
         });
         pairs.collect::<Result<_, _>>().map(Self::Pairs)
     }
 }
 
-/// What is known for the decision.
-#[derive(Debug, Clone, Copy)]
-pub struct Situation<'a> {
-    /// The checkpoint's NVIDIA GPUs.
-    pub recorded: &'a [Gpu],
-    /// The checkpoint's device nodes.
-    pub nodes: &'a [DeviceNode],
-    /// The driver that the checkpoint was made with.
-    pub recorded_driver: Option<&'a str>,
-    /// This host's NVIDIA GPUs.
-    pub here: &'a [Gpu],
-    /// This host's driver.
-    pub driver: Option<&'a str>,
+/// What is known for the decision. GPUs of both vendors stand side by side in the lists.
+#[derive(Debug, Clone, Default)]
+pub struct Situation {
+    /// The checkpoint's GPUs: [`recorded`].
+    pub recorded: Vec<Gpu>,
+    /// This host's GPUs: [`here`].
+    pub here: Vec<Gpu>,
+    /// The GPUs that the engine gave the new container, by [`Gpu::id`], where it gave others than the checkpoint
+    /// names: [`offered`].
+    pub offered: Option<BTreeSet<String>>,
+    /// Free memory of this host's GPUs in bytes, by [`Gpu::id`], where it is known.
+    pub free: BTreeMap<String, u64>,
+    /// Memory that the checkpoint needs on each of its GPUs, in bytes, by [`Gpu::id`], where it is known.
+    pub need: BTreeMap<String, u64>,
+    /// The NVIDIA driver that the checkpoint was made with.
+    pub recorded_driver: Option<String>,
+    /// This host's NVIDIA driver.
+    pub driver: Option<String>,
 }
 
-/// Decides the map; empty if every GPU keeps its place.
+/// A recorded GPU and the one that takes its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The checkpoint's.
+    pub old: Gpu,
+    /// This host's; the same one if nothing changes.
+    pub new: Gpu,
+    /// Why this one, for the log; empty if it is the same.
+    pub why: String,
+}
+
+impl Choice {
+    /// `true` if it is another GPU.
+    pub fn moved(&self) -> bool {
+        !same(&self.old, &self.new)
+    }
+}
+
+/// The checkpoint's GPUs: those that the seal describes, and the nodes that lead to none of them.
+pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {
+    let mut all = gpu.gpus.clone();
+    let alias = |n: &DeviceNode| {
+        gpu.moved
+            .iter()
+            .any(|m| m.path == n.path && m.alias_of.is_some())
+    };
+    let bare = gpu.nodes.iter().filter(|n| n.gpu.is_none() && !alias(n));
+    for gpu in of_nodes(&bare.cloned().collect::<Vec<_>>()) {
+        if !all.iter().any(|g| same(g, &gpu)) {
+            all.push(gpu);
+        }
+    }
+    all
+}
+
+/// This host's GPUs of a vendor: what its driver describes, else its device nodes.
+pub fn here(host: &Host, vendor: Vendor) -> Vec<Gpu> {
+    let described = match vendor {
+        Vendor::Nvidia => nvidia::gpus(host),
+        Vendor::Amd => amd::gpus(host),
+    };
+    if described.is_empty() {
+        of_nodes(&nodes::of_host(host, vendor))
+    } else {
+        described
+    }
+}
+
+/// GPUs of which nothing is known but their nodes; the node's path is the id. One for each device.
+pub fn of_nodes(nodes: &[DeviceNode]) -> Vec<Gpu> {
+    let mut found: Vec<Gpu> = Vec::new();
+    for node in nodes {
+        let (minor, render_minor) = match (node.vendor, node.role) {
+            (Vendor::Nvidia, NodeRole::Gpu) => (nodes::number(node), None),
+            (Vendor::Amd, NodeRole::Render) => (None, nodes::number(node)),
+            _ => continue,
+        };
+        let gpu = Gpu {
+            id: node.host_path.clone().unwrap_or_else(|| node.path.clone()),
+            vendor: node.vendor,
+            index: u32::try_from(found.iter().filter(|g| g.vendor == node.vendor).count())
+                .unwrap_or(u32::MAX),
+            model: String::new(),
+            pci: String::new(),
+            minor,
+            render_minor,
+            memory_bytes: None,
+            properties: Map::new(),
+        };
+        if !found.iter().any(|g| same(g, &gpu)) {
+            found.push(gpu);
+        }
+    }
+    found
+}
+
+/// The GPUs that the engine gave the new container, if it names others than the checkpoint has: a spec that names
+/// what the old container had, or nothing, says nothing.
+pub fn offered(host: &Host, spec: &Spec, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {
+    let leads_to_gpu = |n: &&DeviceNode| {
+        matches!(
+            (n.vendor, n.role),
+            (Vendor::Nvidia, NodeRole::Gpu) | (Vendor::Amd, NodeRole::Render)
+        )
+    };
+    let key = |n: &DeviceNode| (n.path.clone(), n.major, n.minor);
+    let now = spec.gpu_nodes(host);
+    let named: BTreeSet<_> = now.iter().filter(leads_to_gpu).map(key).collect();
+    let before: BTreeSet<_> = gpu
+        .nodes
+        .iter()
+        .filter(leads_to_gpu)
+        .map(|n| match gpu.moved.iter().find(|m| m.path == n.path) {
+            Some(m) => (m.engine.path.clone(), m.engine.major, m.engine.minor),
+            None => key(n),
+        })
+        .collect();
+    if named.is_subset(&before) {
+        return None;
+    }
+    let of_nodes = of_nodes(&now);
+    let ids = of_nodes
+        .iter()
+        .filter_map(|n| here.iter().find(|g| same_place(g, n)));
+    Some(ids.map(|g| g.id.clone()).collect())
+}
+
+/// Decides where every GPU of the checkpoint goes.
 ///
 /// # Errors
 /// Every reason why the checkpoint cannot be restored here.
-pub fn decide(situation: &Situation<'_>, wish: &Wish) -> Result<Vec<GpuPair>, Vec<Refusal>> {
+pub fn decide(situation: &Situation, wish: &Wish) -> Result<Vec<Choice>, Vec<Refusal>> {
     let mut refusals = Vec::new();
     driver(situation, &mut refusals);
     let chosen = match wish {
         Wish::Auto => auto(situation, &mut refusals),
         Wish::Pairs(pairs) => explicit(situation, pairs, &mut refusals),
     };
-    let moved = chosen.iter().any(|(old, new)| old.id != new.id);
-    if moved {
-        mapping(situation, &chosen, &mut refusals);
+    let moved = |c: &Choice| c.moved() && c.old.vendor == Vendor::Nvidia;
+    if chosen.iter().any(moved) {
+        mapping_driver(situation, &mut refusals);
     }
-    if !refusals.is_empty() {
-        return Err(refusals);
+    if refusals.is_empty() {
+        Ok(chosen)
+    } else {
+        Err(refusals)
     }
-    if !moved {
+}
+
+/// The map as NVIDIA's driver wants it: all GPUs, or none if all stay.
+///
+/// # Errors
+/// A GPU that moves has no UUID.
+pub fn driver_map(chosen: &[Choice]) -> Result<Vec<GpuPair>, Vec<Refusal>> {
+    let ours = || chosen.iter().filter(|c| c.old.vendor == Vendor::Nvidia);
+    if !ours().any(Choice::moved) {
         return Ok(Vec::new());
     }
     let uuid = |gpu: &Gpu| {
@@ -92,12 +222,11 @@ pub fn decide(situation: &Situation<'_>, wish: &Wish) -> Result<Vec<GpuPair>, Ve
             )]
         })
     };
-    chosen
-        .iter()
-        .map(|(old, new)| {
+    ours()
+        .map(|c| {
             Ok(GpuPair {
-                old: uuid(old)?,
-                new: uuid(new)?,
+                old: uuid(&c.old)?,
+                new: uuid(&c.new)?,
             })
         })
         .collect()
@@ -111,10 +240,25 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
     }
 }
 
+/// The same GPU: the same identity, or the same node where one of them is only a node.
+fn same(a: &Gpu, b: &Gpu) -> bool {
+    let only_node = |g: &Gpu| g.id.starts_with('/');
+    a.vendor == b.vendor && (a.id == b.id || (only_node(a) || only_node(b)) && same_place(a, b))
+}
+
+/// Behind the same node.
+fn same_place(a: &Gpu, b: &Gpu) -> bool {
+    a.vendor == b.vendor
+        && match a.vendor {
+            Vendor::Nvidia => a.minor.is_some() && a.minor == b.minor,
+            Vendor::Amd => a.render_minor.is_some() && a.render_minor == b.render_minor,
+        }
+}
+
 /// The driver must not be older than the one that made the checkpoint. That there is one at all is the driver agent's to
 /// find out.
-fn driver(situation: &Situation<'_>, refusals: &mut Vec<Refusal>) {
-    if let (Some(recorded), Some(here)) = (situation.recorded_driver, situation.driver)
+fn driver(situation: &Situation, refusals: &mut Vec<Refusal>) {
+    if let (Some(recorded), Some(here)) = (&situation.recorded_driver, &situation.driver)
         && numbers(here) < numbers(recorded)
     {
         refusals.push(refusal(
@@ -130,117 +274,8 @@ fn numbers(version: &str) -> Vec<u32> {
     version.split('.').map_while(|n| n.parse().ok()).collect()
 }
 
-type Chosen<'a> = Vec<(&'a Gpu, &'a Gpu)>;
-
-fn auto<'a>(situation: &Situation<'a>, refusals: &mut Vec<Refusal>) -> Chosen<'a> {
-    let mut taken: BTreeSet<&str> = BTreeSet::new();
-    let mut chosen = Vec::new();
-    let mut homeless = Vec::new();
-    for old in situation.recorded {
-        match situation.here.iter().find(|g| g.id == old.id) {
-            Some(same) => {
-                taken.insert(&same.id);
-                chosen.push((old, same));
-            }
-            None => homeless.push(old),
-        }
-    }
-    for old in homeless {
-        let mut matching: Vec<&Gpu> = situation
-            .here
-            .iter()
-            .filter(|g| g.model == old.model && !taken.contains(g.id.as_str()))
-            .collect();
-        // Closest first: the same node, the same slot, then in order.
-        matching.sort_by_key(|g| (g.minor != old.minor, g.pci != old.pci, g.index));
-        match matching.first() {
-            Some(new) => {
-                taken.insert(&new.id);
-                chosen.push((old, *new));
-            }
-            None => refusals.push(refusal(
-                format!(
-                    "no GPU of this host can take the place of {} ({}): {}",
-                    old.id,
-                    old.model,
-                    offer(situation, &taken)
-                ),
-                "restore on a host with as many GPUs of that model",
-            )),
-        }
-    }
-    chosen
-}
-
-fn offer(situation: &Situation<'_>, taken: &BTreeSet<&str>) -> String {
-    let free: Vec<String> = situation
-        .here
-        .iter()
-        .filter(|g| !taken.contains(g.id.as_str()))
-        .map(|g| format!("{} ({})", g.id, g.model))
-        .collect();
-    if free.is_empty() {
-        "none is left".into()
-    } else {
-        format!("there is {}", free.join(", "))
-    }
-}
-
-fn explicit<'a>(
-    situation: &Situation<'a>,
-    pairs: &[(String, String)],
-    refusals: &mut Vec<Refusal>,
-) -> Chosen<'a> {
-    let mut chosen: Chosen<'a> = Vec::new();
-    for (old, new) in pairs {
-        let (from, to) = (find(situation.recorded, old), find(situation.here, new));
-        if from.is_none() {
-            refusals.push(refusal(
-                format!("{ANNOTATION}: the checkpoint has no GPU {old}"),
-                format!("it has {}", names(situation.recorded)),
-            ));
-        }
-        if to.is_none() {
-            refusals.push(refusal(
-                format!("{ANNOTATION}: this host has no GPU {new}"),
-                format!("it has {}", names(situation.here)),
-            ));
-        }
-        if let (Some(from), Some(to)) = (from, to) {
-            if chosen.iter().any(|(o, n)| o.id == from.id || n.id == to.id) {
-                refusals.push(refusal(
-                    format!("{ANNOTATION}: {old}={new} names a GPU a second time"),
-                    "name each GPU once on each side",
-                ));
-            } else {
-                chosen.push((from, to));
-            }
-            if from.model != to.model {
-                refusals.push(refusal(
-                    format!(
-                        "{ANNOTATION}: {} is a {} and {} is a {}",
-                        from.id, from.model, to.id, to.model
-                    ),
-                    "map onto GPUs of the same model",
-                ));
-            }
-        }
-    }
-    for old in situation.recorded {
-        if chosen.iter().any(|(o, _)| o.id == old.id) {
-            continue;
-        }
-        match situation.here.iter().find(|g| g.id == old.id && !chosen.iter().any(|(_, n)| n.id == g.id)) {
-            Some(same) => chosen.push((old, same)),
-            None => refusals.push(refusal(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken or absent", old.id), "name a target for every GPU of the checkpoint")),
-        }
-    }
-    chosen
-}
-
-/// What a change of GPUs needs besides.
-fn mapping(situation: &Situation<'_>, chosen: &Chosen<'_>, refusals: &mut Vec<Refusal>) {
-    if let Some(driver) = situation.driver
+fn mapping_driver(situation: &Situation, refusals: &mut Vec<Refusal>) {
+    if let Some(driver) = &situation.driver
         && nvidia::branch(driver).is_some_and(|b| b < FIRST_MAPPING_DRIVER)
     {
         refusals.push(refusal(
@@ -248,34 +283,226 @@ fn mapping(situation: &Situation<'_>, chosen: &Chosen<'_>, refusals: &mut Vec<Re
             "update the driver, or restore where the checkpoint's own GPUs are",
         ));
     }
-    for (_, new) in chosen {
-        let there = situation
-            .nodes
-            .iter()
-            .any(|n| new.minor.is_some() && nodes::nvidia_minor(n) == new.minor);
-        if !there {
-            let node = new
-                .minor
-                .map_or_else(|| "its device node".into(), |m| format!("/dev/nvidia{m}"));
-            refusals.push(refusal(
-                format!("the container has no {node}, which the processes would open for {}", new.id),
-                "device nodes are not remapped yet: give the container the nodes of all GPUs that it may be restored on when it is made",
-            ));
+}
+
+impl Situation {
+    /// `false` if it is known that what was on `old` does not fit on `new`.
+    fn room(&self, old: &Gpu, new: &Gpu) -> bool {
+        match (self.need.get(&old.id), self.free.get(&new.id)) {
+            (Some(need), Some(free)) => need <= free,
+            _ => true,
         }
+    }
+
+    fn engine_allows(&self, gpu: &Gpu) -> bool {
+        self.offered.as_ref().is_none_or(|o| o.contains(&gpu.id))
     }
 }
 
-/// A GPU by UUID, index, PCI address or node.
-fn find<'a>(gpus: &'a [Gpu], name: &str) -> Option<&'a Gpu> {
-    let minor = name
-        .strip_prefix("/dev/nvidia")
-        .and_then(|n| n.parse::<u64>().ok());
-    gpus.iter().find(|g| {
-        g.id.eq_ignore_ascii_case(name)
-            || g.pci.eq_ignore_ascii_case(name)
-            || minor.is_some() && g.minor == minor
-            || name.parse() == Ok(g.index)
-    })
+fn model_fits(old: &Gpu, new: &Gpu) -> bool {
+    old.vendor == new.vendor
+        && (old.model.is_empty() || new.model.is_empty() || old.model == new.model)
+}
+
+fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
+    let mut taken: BTreeSet<&str> = BTreeSet::new();
+    let mut chosen: Vec<Option<Choice>> = Vec::new();
+    let mut crowded: BTreeSet<&str> = BTreeSet::new();
+    for old in &situation.recorded {
+        let found = situation
+            .here
+            .iter()
+            .find(|g| same(g, old) && situation.engine_allows(g));
+        let kept = found.filter(|g| situation.room(old, g));
+        if found.is_some() && kept.is_none() {
+            crowded.insert(&old.id);
+        }
+        if let Some(same) = kept {
+            taken.insert(&same.id);
+        }
+        chosen.push(kept.map(|new| choice(old, new, "")));
+    }
+    for (old, slot) in situation.recorded.iter().zip(&mut chosen) {
+        if slot.is_some() {
+            continue;
+        }
+        let mut matching: Vec<&Gpu> = situation
+            .here
+            .iter()
+            .filter(|g| model_fits(old, g) && !taken.contains(g.id.as_str()))
+            .filter(|g| situation.engine_allows(g) && situation.room(old, g))
+            .collect();
+        // Closest first: the same node, the same slot, then in order.
+        matching.sort_by_key(|g| (!same_place(g, old), g.pci != old.pci, g.index));
+        let why = match (&situation.offered, crowded.contains(old.id.as_str())) {
+            (_, true) => "it has not enough free memory",
+            (Some(_), _) => "the engine gave others",
+            _ => "it is not on this host",
+        };
+        match matching.first() {
+            Some(new) => {
+                taken.insert(&new.id);
+                *slot = Some(choice(old, new, why));
+            }
+            None => refusals.push(homeless(situation, old, &taken, why)),
+        }
+    }
+    chosen.into_iter().flatten().collect()
+}
+
+fn choice(old: &Gpu, new: &Gpu, why: &str) -> Choice {
+    Choice {
+        old: old.clone(),
+        new: new.clone(),
+        why: why.to_owned(),
+    }
+}
+
+fn homeless(situation: &Situation, old: &Gpu, taken: &BTreeSet<&str>, why: &str) -> Refusal {
+    let free: Vec<String> = situation
+        .here
+        .iter()
+        .filter(|g| g.vendor == old.vendor && !taken.contains(g.id.as_str()))
+        .filter(|g| situation.engine_allows(g))
+        .map(
+            |g| match (situation.need.get(&old.id), situation.free.get(&g.id)) {
+                (Some(need), Some(free)) if need > free => format!(
+                    "{} with {} MiB free of the {} MiB that are needed",
+                    describe(g),
+                    free >> 20,
+                    need >> 20
+                ),
+                _ => describe(g),
+            },
+        )
+        .collect();
+    let offer = if free.is_empty() {
+        "none is left".into()
+    } else {
+        format!("there is {}", free.join(", "))
+    };
+    let remedy = match &situation.offered {
+        Some(_) => "give the new container as many GPUs of that model",
+        None if why.contains("memory") => {
+            "free memory of a GPU of that model, or restore on a host that has it"
+        }
+        None => "restore on a host with as many GPUs of that model",
+    };
+    refusal(
+        format!(
+            "no GPU of this host can take the place of {}: {offer}",
+            describe(old)
+        ),
+        remedy,
+    )
+}
+
+fn explicit(
+    situation: &Situation,
+    pairs: &[(String, String)],
+    refusals: &mut Vec<Refusal>,
+) -> Vec<Choice> {
+    let mut chosen: Vec<Choice> = Vec::new();
+    for (old, new) in pairs {
+        let from = find(&situation.recorded, old, None);
+        let to = find(&situation.here, new, from.first().map(|g| g.vendor));
+        if from.is_empty() {
+            refusals.push(refusal(
+                format!("{ANNOTATION}: the checkpoint has no GPU {old}"),
+                format!("it has {}", names(&situation.recorded)),
+            ));
+        }
+        if to.is_empty() {
+            refusals.push(refusal(
+                format!("{ANNOTATION}: this host has no GPU {new}"),
+                format!("it has {}", names(&situation.here)),
+            ));
+        }
+        if from.len() > 1 || to.len() > 1 {
+            refusals.push(refusal(
+                format!("{ANNOTATION}: {old}={new} can mean several GPUs"),
+                "name them by their nodes, such as /dev/nvidia1 or /dev/dri/renderD130",
+            ));
+            continue;
+        }
+        let (Some(from), Some(to)) = (from.first(), to.first()) else {
+            continue;
+        };
+        if chosen
+            .iter()
+            .any(|c| same(&c.old, from) || same(&c.new, to))
+        {
+            refusals.push(refusal(
+                format!("{ANNOTATION}: {old}={new} names a GPU a second time"),
+                "name each GPU once on each side",
+            ));
+        } else {
+            chosen.push(choice(from, to, "the map says so"));
+        }
+        if !model_fits(from, to) {
+            refusals.push(refusal(
+                format!(
+                    "{ANNOTATION}: {} and {} do not match",
+                    describe(from),
+                    describe(to)
+                ),
+                "map onto GPUs of the same model",
+            ));
+        }
+        if !situation.room(from, to) {
+            refusals.push(homeless(situation, from, &BTreeSet::new(), "memory"));
+        }
+    }
+    for old in &situation.recorded {
+        if chosen.iter().any(|c| same(&c.old, old)) {
+            continue;
+        }
+        match situation.here.iter().find(|g| same(g, old) && !chosen.iter().any(|c| same(&c.new, g))) {
+            Some(same) => chosen.push(choice(old, same, "")),
+            None => refusals.push(refusal(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken or absent", old.id), "name a target for every GPU of the checkpoint")),
+        }
+    }
+    chosen
+}
+
+/// The GPUs that a name means: id, PCI address, node, render minor, index.
+fn find<'a>(gpus: &'a [Gpu], name: &str, vendor: Option<Vendor>) -> Vec<&'a Gpu> {
+    let number = |prefix: &str| {
+        name.strip_prefix(prefix)
+            .and_then(|n| n.parse::<u64>().ok())
+    };
+    let minor = number("/dev/nvidia");
+    let render = number("/dev/dri/renderD").or_else(|| number("renderD"));
+    let of_vendor = || gpus.iter().filter(|g| vendor.is_none_or(|v| g.vendor == v));
+    let exact: Vec<&Gpu> = of_vendor()
+        .filter(|g| {
+            g.id.eq_ignore_ascii_case(name)
+                || !g.pci.is_empty() && g.pci.eq_ignore_ascii_case(name)
+                || minor.is_some() && g.minor == minor
+                || render.is_some() && g.render_minor == render
+        })
+        .collect();
+    if !exact.is_empty() {
+        return exact;
+    }
+    let index: Option<u32> = name.parse().ok();
+    let by_index: Vec<&Gpu> = of_vendor().filter(|g| Some(g.index) == index).collect();
+    if by_index.is_empty() {
+        // A number that is no index may be a render minor.
+        let render: Option<u64> = name.parse().ok();
+        return of_vendor()
+            .filter(|g| render.is_some() && g.render_minor == render)
+            .collect();
+    }
+    by_index
+}
+
+fn describe(gpu: &Gpu) -> String {
+    if gpu.model.is_empty() {
+        gpu.id.clone()
+    } else {
+        format!("{} ({})", gpu.id, gpu.model)
+    }
 }
 
 fn names(gpus: &[Gpu]) -> String {
@@ -289,140 +516,5 @@ fn names(gpus: &[Gpu]) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use cryopod_archive::seal::{NodeRole, NodeSource, Vendor};
-    use serde_json::Map;
-
-    fn gpu(n: u32, model: &str) -> Gpu {
-        Gpu {
-            id: format!("GPU-00000000-0000-0000-0000-00000000000{n}"),
-            vendor: Vendor::Nvidia,
-            index: n,
-            model: model.into(),
-            pci: format!("0000:0{n}:00.0"),
-            minor: Some(n.into()),
-            render_minor: None,
-            memory_bytes: None,
-            properties: Map::new(),
-        }
-    }
-
-    fn node(minor: u64) -> DeviceNode {
-        DeviceNode {
-            path: format!("/dev/nvidia{minor}"),
-            vendor: Vendor::Nvidia,
-            role: NodeRole::Gpu,
-            source: NodeSource::Device,
-            major: 195,
-            minor,
-            host_path: None,
-            file_mode: None,
-            uid: None,
-            gid: None,
-            allowed: true,
-            gpu: None,
-        }
-    }
-
-    fn try_it(
-        recorded: &[Gpu],
-        here: &[Gpu],
-        driver: &str,
-        wish: &str,
-    ) -> Result<Vec<(u8, u8)>, String> {
-        let nodes: Vec<DeviceNode> = (0..4).map(node).collect();
-        let situation = Situation {
-            recorded,
-            nodes: &nodes,
-            recorded_driver: Some("580.10.1"),
-            here,
-            driver: Some(driver),
-        };
-        decide(&situation, &wish.parse().unwrap())
-            .map(|pairs| pairs.iter().map(|p| (p.old.0[15], p.new.0[15])).collect())
-            .map_err(|r| {
-                r.iter()
-                    .map(ToString::to_string)
-                    .collect::<Vec<_>>()
-                    .join("\n")
-            })
-    }
-
-    #[test]
-    fn the_same_gpus_need_no_map() {
-        let two = [gpu(0, "X"), gpu(1, "X")];
-        assert_eq!(try_it(&two, &two, "580.10.1", "auto").unwrap(), []);
-        assert_eq!(try_it(&two, &two, "580.10.1", "0=0,1=1").unwrap(), []);
-        assert_eq!(try_it(&[], &[], "580.10.1", "").unwrap(), []);
-    }
-
-    #[test]
-    fn absent_gpus_get_another_of_their_model() {
-        let here = [gpu(2, "Y"), gpu(1, "X"), gpu(3, "X")];
-        assert_eq!(
-            try_it(&[gpu(0, "X"), gpu(1, "X")], &here, "580.10.1", "auto").unwrap(),
-            [(1, 1), (0, 3)]
-        );
-        let e = try_it(
-            &[gpu(0, "X"), gpu(1, "X"), gpu(4, "X")],
-            &here,
-            "580.10.1",
-            "auto",
-        )
-        .unwrap_err();
-        assert!(
-            e.contains("can take the place of GPU-00000000-0000-0000-0000-000000000004 (X)")
-                && e.contains("(Y)"),
-            "{e}"
-        );
-    }
-
-    #[test]
-    fn an_explicit_map_by_every_kind_of_name() {
-        let two = [gpu(0, "X"), gpu(1, "X")];
-        for wish in [
-            "0=1,1=0",
-            "/dev/nvidia0=/dev/nvidia1, 1=0",
-            "0000:00:00.0=0000:01:00.0,GPU-00000000-0000-0000-0000-000000000001=0",
-        ] {
-            assert_eq!(
-                try_it(&two, &two, "580.10.1", wish).unwrap(),
-                [(0, 1), (1, 0)],
-                "{wish}"
-            );
-        }
-        assert_eq!(
-            try_it(&two[..1], &two, "580.10.1", "0=1").unwrap(),
-            [(0, 1)]
-        );
-    }
-
-    #[test]
-    fn every_reason_is_told() {
-        let two = [gpu(0, "X"), gpu(1, "Y")];
-        let e = try_it(&two, &two, "575.1.1", "0=1,7=0,1=9").unwrap_err();
-        for want in [
-            "driver 580.10.1 and this host has 575.1.1",
-            "no GPU 7",
-            "no GPU 9",
-            "is a X and",
-            "needs NVIDIA driver 580",
-            "is not mapped",
-        ] {
-            assert!(e.contains(want), "{want}: {e}");
-        }
-        assert!(
-            try_it(&two, &two, "580.10.1", "0=0,0=0")
-                .unwrap_err()
-                .contains("a second time")
-        );
-        assert!(
-            try_it(&[gpu(0, "X")], &[gpu(7, "X")], "580.10.1", "auto")
-                .unwrap_err()
-                .contains("the container has no /dev/nvidia7")
-        );
-        assert!("0".parse::<Wish>().unwrap_err().contains("OLD=NEW"));
-        assert!("0=".parse::<Wish>().is_err());
-    }
-}
+#[path = "gpumap_tests.rs"]
+mod tests;

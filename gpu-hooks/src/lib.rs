@@ -8,6 +8,7 @@
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
+//! - [`remap`]: where each device node then leads.
 //! - [`compat`]: what must hold for a restore on this host, as data.
 //! - [`nvidia_compat`]: NVIDIA's checks; [`switches`]: what relaxes a check.
 //! - [`criu_elf`]: what a CRIU plugin demands of CRIU.
@@ -24,6 +25,7 @@ pub mod nodes;
 pub mod nvidia;
 pub mod nvidia_compat;
 pub mod plan;
+pub mod remap;
 pub mod spec;
 pub mod switches;
 pub mod tools;

@@ -3,7 +3,7 @@
 //! NVIDIA's names are those of its driver's `nvidia-modprobe`; AMD's come from the amdkfd and DRM drivers.
 //! Render nodes belong to every DRM driver, so their vendor is asked of the host.
 
-use cryopod_archive::seal::{DeviceNode, NodeRole, Vendor};
+use cryopod_archive::seal::{DeviceNode, NodeRole, NodeSource, Vendor};
 
 use crate::host::Host;
 
@@ -79,14 +79,67 @@ pub fn identify(host: &Host, path: &str, major: u64, minor: u64) -> Option<(Vend
 /// The minor of the NVIDIA GPU behind a node: the node's own under NVIDIA's major; of a node that is none of the driver's
 /// (a simulated one), the number in its name.
 pub fn nvidia_minor(node: &DeviceNode) -> Option<u64> {
-    if (node.vendor, node.role) != (Vendor::Nvidia, NodeRole::Gpu) {
-        return None;
-    }
-    if node.major == NVIDIA_MAJOR {
+    ((node.vendor, node.role) == (Vendor::Nvidia, NodeRole::Gpu))
+        .then(|| number(node))
+        .flatten()
+}
+
+/// The number of the GPU behind a node of NVIDIA's `nvidiaN` or of DRM's `renderDN` and `cardN`: the minor under the
+/// driver's own major, else the number in the name. `None` for nodes of another kind.
+pub fn number(node: &DeviceNode) -> Option<u64> {
+    let (major, prefix) = match (node.vendor, node.role) {
+        (Vendor::Nvidia, NodeRole::Gpu) => (NVIDIA_MAJOR, "nvidia"),
+        (_, NodeRole::Render) => (DRM_MAJOR, "renderD"),
+        _ => return None,
+    };
+    if node.major == major {
         return Some(node.minor);
     }
     let path = node.host_path.as_ref().unwrap_or(&node.path);
-    path.strip_prefix("/dev/nvidia")?.parse().ok()
+    path.rsplit('/').next()?.strip_prefix(prefix)?.parse().ok()
+}
+
+/// The native name of a GPU's node, `/dev/nvidia1` or `/dev/dri/renderD130`.
+pub fn native(vendor: Vendor, number: u64) -> String {
+    match vendor {
+        Vendor::Nvidia => format!("/dev/nvidia{number}"),
+        Vendor::Amd => format!("/dev/dri/renderD{number}"),
+    }
+}
+
+/// The GPUs' nodes of a vendor on this host, by number: `/dev/nvidiaN`, or AMD's `/dev/dri/renderDN`.
+pub fn of_host(host: &Host, vendor: Vendor) -> Vec<DeviceNode> {
+    let (folder, role) = match vendor {
+        Vendor::Nvidia => ("/dev", NodeRole::Gpu),
+        Vendor::Amd => ("/dev/dri", NodeRole::Render),
+    };
+    let mut found: Vec<DeviceNode> = host
+        .names(folder)
+        .iter()
+        .filter_map(|name| {
+            let path = format!("{folder}/{name}");
+            // Names first: most of /dev is none of a GPU's, and what is left is looked at.
+            classify(&path)?;
+            let (major, minor) = host.char_device(&path)?;
+            let identified = identify(host, &path, major, minor)?;
+            (identified == (vendor, role)).then_some(DeviceNode {
+                path,
+                vendor,
+                role,
+                source: NodeSource::Device,
+                major,
+                minor,
+                host_path: None,
+                file_mode: None,
+                uid: None,
+                gid: None,
+                allowed: true,
+                gpu: None,
+            })
+        })
+        .collect();
+    found.sort_by_key(number);
+    found
 }
 
 #[cfg(test)]

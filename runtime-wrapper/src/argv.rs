@@ -70,6 +70,11 @@ impl Flags {
         self.0.iter().rev().find(|(n, ..)| n == name)?.1.as_ref()
     }
 
+    /// Where the flag stands among the arguments, the last time if it is there several times.
+    pub fn last_place(&self, name: &str) -> Option<usize> {
+        Some(self.0.iter().rev().find(|(n, ..)| n == name)?.2)
+    }
+
     /// Where the flag stands among the arguments.
     pub fn place(&self, name: &str) -> Option<usize> {
         Some(self.0.iter().find(|(n, ..)| n == name)?.2)

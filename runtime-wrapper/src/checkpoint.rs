@@ -15,6 +15,7 @@ use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
 use cryopod_gpu_hooks::plan::{self, CheckpointPlan};
+use cryopod_gpu_hooks::remap;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 use serde_json::Value;
@@ -244,6 +245,7 @@ impl Job<'_> {
 
     fn seal(&self, setup: &crate::setup::Setup<'_>, ready: &crate::setup::Ready) -> Seal {
         let mut gpu = self.plan.gpu.clone();
+        remap::complete(&mut gpu, setup.spec);
         if let Some(agent) = &ready.agent {
             if let Some(version) = &agent.ready.driver_version {
                 gpu.drivers

@@ -13,13 +13,16 @@
 
 pub mod agent;
 pub mod argv;
+pub mod bundle;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod child;
+pub mod choose;
 pub mod config;
 pub mod criuconf;
 pub mod facts;
 pub mod gate;
+pub mod images;
 pub mod log;
 pub mod lowlevel;
 pub mod op;
@@ -74,6 +77,12 @@ pub enum Error {
     /// The driver agent cannot work.
     #[error(transparent)]
     Agent(#[from] agent::AgentError),
+    /// The checkpoint's mounts cannot be read.
+    #[error(transparent)]
+    Mounts(#[from] images::MountsError),
+    /// The archived `/dev` cannot be changed.
+    #[error(transparent)]
+    Tar(#[from] images::TarError),
     /// Something of the operation's own could not be set up.
     #[error("{what}: {source}")]
     Io {

@@ -1,4 +1,8 @@
-//! `restore`: open the seal, plan, restore.
+//! `restore`: open the seal, choose GPUs, check, prepare images and bundle, restore.
+//!
+//! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed ([`Seal`]),
+//! which GPUs take which place ([`choose`]), the image folder of this operation ([`images`]), the edits of the new
+//! container's spec ([`bundle`]).
 //!
 //! A folder without a seal is a checkpoint of a container without GPUs, or of another tool: the low-level
 //! runtime restores it as it is. Two things are set right for every restore under crun, GPU or not: a flag of
@@ -6,7 +10,7 @@
 //! would fail on them.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -17,13 +21,15 @@ use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::SystemTools;
 
-use crate::argv::Invocation;
+use crate::argv::{self, Invocation};
+use crate::bundle::{self, Edit};
 use crate::checkpoint::{exit_code, image_path, work_path};
 use crate::child::{self, Ended, Watch};
+use crate::choose::{self, Chosen};
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
-use crate::{Context, Error, cgroup, facts, log, passthrough, plugins};
+use crate::{Context, Error, cgroup, facts, images, log, passthrough, plugins};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -32,11 +38,13 @@ use crate::{Context, Error, cgroup, facts, log, passthrough, plugins};
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let args = fit_arguments(ctx, inv, &host);
-    let Some(seal) = Seal::open(&images(ctx, inv))? else {
+    // 1. What was checkpointed.
+    let folder = image_folder(ctx, inv);
+    let Some(seal) = Seal::open(&folder)? else {
         return Err(passthrough::exec(&ctx.low, &args));
     };
     let tools = SystemTools::from_env();
-    let spec = Spec::of_bundle(&bundle(inv))?;
+    let spec = Spec::of_bundle(&bundle_folder(inv))?;
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(setup::no_criu)?;
     let (amd, nvidia) = (
         plugins::uses(&seal, Vendor::Amd),
@@ -53,7 +61,29 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         tools: &tools,
         criu: &criu,
     };
-    let ready = setup.restore(&op, &plugins, nvidia.then_some(&seal))?;
+    let agent = match nvidia {
+        true => Some(setup.agent(&op, &plugins)?),
+        false => None,
+    };
+    // 2. Which GPUs, and where every device node leads.
+    let chosen = choose::choose(
+        &host,
+        &ctx.config,
+        &seal,
+        &spec,
+        agent.as_ref().map(|a| &a.ready),
+    )?;
+    // 3. Preflight: everything that must hold for a restore on those GPUs belongs here.
+    // 4. The images, with the archived /dev as it must be here.
+    let overlay = images::overlay(&op, &folder, &chosen.remap)?;
+    let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;
+    let nvidia = match agent {
+        Some(agent) => Some((agent, chosen.driver_map()?)),
+        None => None,
+    };
+    let ready = setup.restore(&op, &plugins, nvidia)?;
+    // 5. The bundle, last of all: from here on a failure puts it back.
+    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(&chosen))?;
     let watch = Watch {
         kind: child::Kind::Restore {
             detach: inv.flags.has("detach"),
@@ -67,22 +97,59 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
     let reasons = ready.finish(&op).reasons().collect();
-    // A container in the foreground ends with its own exit code, which is no failed restore.
-    if ended.code != 0 && !ended.passed {
+    if ended.code == 0 || ended.passed {
+        edited.keep();
+    } else {
+        // A container in the foreground ends with its own exit code, which is no failed restore.
         log::error(&explain(ctx, inv, &ended, reasons));
     }
     Ok(exit_code(ended.code))
 }
 
+/// The edits of the new container's spec, in order.
+fn edits(chosen: &Chosen) -> Vec<Box<dyn Edit + '_>> {
+    vec![Box::new(bundle::Devices {
+        remap: &chosen.remap,
+    })]
+}
+
+/// The command line: the arguments that the low-level runtime takes, and the overlay if there is one.
+fn line(
+    ctx: &Context,
+    inv: &Invocation,
+    host: &Host,
+    folder: &Path,
+    overlay: Option<&Path>,
+) -> Result<Vec<OsString>, Error> {
+    let Some(overlay) = overlay else {
+        return Ok(fit_arguments(ctx, inv, host));
+    };
+    let original = std::path::absolute(folder)
+        .map_err(Error::io(format!("{}: cannot be found", folder.display())))?;
+    // Replaced first, as the places of flags are those of the line as it was given.
+    let args = images::with_image_path(&ctx.args, inv, overlay, &original);
+    let ctx = Context {
+        config: ctx.config.clone(),
+        low: ctx.low.clone(),
+        args,
+    };
+    match argv::decode(ctx.low.kind, &ctx.args) {
+        Some(inv) => Ok(fit_arguments(&ctx, &inv, host)),
+        None => Err(Error::Failed(
+            "the command line cannot be understood with another image path".into(),
+        )),
+    }
+}
+
 /// Where the images are: crun takes a relative path as one below the bundle, runc as one below the working folder.
-fn images(ctx: &Context, inv: &Invocation) -> PathBuf {
+fn image_folder(ctx: &Context, inv: &Invocation) -> PathBuf {
     match ctx.low.kind {
-        Kind::Crun => bundle(inv).join(image_path(inv)),
+        Kind::Crun => bundle_folder(inv).join(image_path(inv)),
         Kind::Runc => image_path(inv),
     }
 }
 
-fn bundle(inv: &Invocation) -> PathBuf {
+fn bundle_folder(inv: &Invocation) -> PathBuf {
     inv.flags
         .value("bundle")
         .filter(|p| !p.is_empty())

@@ -3,14 +3,11 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::seal::{Gpu, Seal, Vendor};
+use cryopod_archive::seal::Vendor;
 use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
-use cryopod_gpu_hooks::cuda::report::{AgentReady, AgentReport, PluginReport, RolledBack};
-use cryopod_gpu_hooks::gpumap::{self, Situation, Wish};
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::nvidia;
-use cryopod_gpu_hooks::plan::{CheckpointPlan, PlanError};
+use cryopod_gpu_hooks::cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_gpu_hooks::plan::CheckpointPlan;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 
@@ -94,10 +91,15 @@ impl Setup<'_> {
             leave_running: self.inv.flags.has("leave-running"),
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
         });
-        self.ready(op, &plan.plugins, nvidia, None)
+        let agent = match nvidia {
+            Some(_) if !pre_dump => Some(self.agent(op, &plan.plugins)?),
+            _ => None,
+        };
+        self.ready(op, &plan.plugins, nvidia, agent)
     }
 
-    /// Sets up a restore with these plugins; `nvidia` is the seal if the images hold the state of NVIDIA GPUs.
+    /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the images
+    /// hold the state of NVIDIA GPUs.
     ///
     /// # Errors
     /// [`Error`]; nothing was touched.
@@ -105,50 +107,29 @@ impl Setup<'_> {
         &self,
         op: &Operation,
         plugins: &[PathBuf],
-        nvidia: Option<&Seal>,
+        nvidia: Option<(Agent, Vec<GpuPair>)>,
     ) -> Result<Ready, Error> {
-        let config = nvidia
-            .is_some()
-            .then(|| PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET)));
-        self.ready(op, plugins, config, nvidia)
+        let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
+        let config = agent.is_some().then(|| PluginConfig {
+            gpu_map: map,
+            ..PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET))
+        });
+        self.ready(op, plugins, config, agent)
     }
 
-    /// Where the checkpoint's GPUs go: what the annotation says, else the configuration, else by itself.
-    fn gpu_map(&self, seal: &Seal, agent: &AgentReady) -> Result<Vec<GpuPair>, Error> {
-        let said = self.spec.annotation(gpumap::ANNOTATION);
-        let wish: Wish = said
-            .or(self.ctx.config.gpu.map.as_deref())
-            .unwrap_or_default()
-            .parse()
-            .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))?;
-        let host = Host::system();
-        let mut here = nvidia::gpus(&host);
-        if here.is_empty() {
-            here = (0..)
-                .zip(&agent.gpus)
-                .map(|(index, gpu)| from_agent(index, gpu))
-                .collect();
-        }
-        let recorded: Vec<Gpu> = seal
-            .gpu
-            .gpus
+    /// Starts the driver agent.
+    ///
+    /// # Errors
+    /// [`Error::Agent`].
+    pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
+        let config = &self.ctx.config;
+        let beside = plugins
             .iter()
-            .filter(|g| g.vendor == Vendor::Nvidia)
-            .cloned()
-            .collect();
-        let driver = nvidia::driver_version(&host).or_else(|| agent.driver_version.clone());
-        let situation = Situation {
-            recorded: &recorded,
-            nodes: &seal.gpu.nodes,
-            recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
-            here: &here,
-            driver: driver.as_deref(),
-        };
-        let map = gpumap::decide(&situation, &wish).map_err(PlanError::RestoreRefused)?;
-        for pair in &map {
-            tracing::info!("GPU {} is restored on {}", pair.old, pair.new);
-        }
-        Ok(map)
+            .find(|p| p.ends_with(NVIDIA_PLUGIN))
+            .map(PathBuf::as_path);
+        let program = agent::find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
+        let limit = std::time::Duration::from_secs(config.limits.agent_s);
+        Ok(Agent::start(program, &config.nvidia, op, limit)?)
     }
 
     fn ready(
@@ -156,7 +137,7 @@ impl Setup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<PluginConfig>,
-        seal: Option<&Seal>,
+        agent: Option<Agent>,
     ) -> Result<Ready, Error> {
         let config = &self.ctx.config;
         let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
@@ -169,10 +150,9 @@ impl Setup<'_> {
             op.link_plugin(plugin)?;
         }
         write(&op.file(CRIU_CONF), text.as_bytes())?;
-        let agent = match nvidia {
-            None => None,
-            Some(plugin) => self.nvidia(op, plugin, plugins, seal)?,
-        };
+        if let Some(plugin) = nvidia {
+            self.nvidia(op, plugin)?;
+        }
         Ok(Ready {
             gate: Gate::open(op)?,
             env: vec![
@@ -184,40 +164,17 @@ impl Setup<'_> {
         })
     }
 
-    /// The plugin's configuration, and the agent behind it.
-    fn nvidia(
-        &self,
-        op: &Operation,
-        mut plugin: PluginConfig,
-        plugins: &[PathBuf],
-        seal: Option<&Seal>,
-    ) -> Result<Option<Agent>, Error> {
-        let config = &self.ctx.config;
+    /// The plugin's configuration.
+    fn nvidia(&self, op: &Operation, mut plugin: PluginConfig) -> Result<(), Error> {
         plugin.abort_file = Some(op.file(ABORT_FILE));
         plugin.report = Some(op.file(PLUGIN_REPORT));
-        if let Some(limit) = config.nvidia.lock_timeout_ms {
+        if let Some(limit) = self.ctx.config.nvidia.lock_timeout_ms {
             plugin.lock_timeout_ms = limit;
-        }
-        let agent = match plugin.operation {
-            PluginOperation::PreDump => None,
-            _ => {
-                let beside = plugins
-                    .iter()
-                    .find(|p| p.ends_with(NVIDIA_PLUGIN))
-                    .map(PathBuf::as_path);
-                let program = agent::find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
-                let limit = std::time::Duration::from_secs(config.limits.agent_s);
-                Some(Agent::start(program, &config.nvidia, op, limit)?)
-            }
-        };
-        if let (Some(seal), Some(agent)) = (seal, &agent) {
-            plugin.gpu_map = self.gpu_map(seal, &agent.ready)?;
         }
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
             Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
         })?;
-        write(&op.plugins().join(FILE_NAME), &text)?;
-        Ok(agent)
+        write(&op.plugins().join(FILE_NAME), &text)
     }
 
     /// Does the runtime name a configuration file to CRIU? crun does from 1.26 on, where libcriu can (4.2).
@@ -233,21 +190,6 @@ impl Setup<'_> {
             names_file: kind == Kind::Runc
                 || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
         }
-    }
-}
-
-/// A GPU as far as the driver's library describes it, where `/proc/driver/nvidia` cannot be read.
-fn from_agent(index: u32, gpu: &cryopod_gpu_hooks::cuda::protocol::AgentGpu) -> Gpu {
-    Gpu {
-        id: gpu.uuid.to_string(),
-        vendor: Vendor::Nvidia,
-        index,
-        model: gpu.name.clone(),
-        pci: String::new(),
-        minor: None,
-        render_minor: None,
-        memory_bytes: Some(gpu.total_memory),
-        properties: serde_json::Map::new(),
     }
 }
 

@@ -10,7 +10,7 @@ fn map(low: &str, cgroup: Cgroup) {
     let out = bed.limit(Duration::from_secs(240)).sh(&script).ok();
     assert_eq!(
         out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        8,
+        10,
         "{out}"
     );
 }

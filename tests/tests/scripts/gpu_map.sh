@@ -67,7 +67,9 @@ pod rm -f -t 0 job > /dev/null
 configure 0=7,3=1
 refused 'a map that names what is not there' 'this host has no GPU 7' 'the checkpoint has no GPU 3'
 configure '0=2,1=3'
-refused 'GPUs whose nodes the container has not got' 'the container has no /dev/nvidia2' 'the container has no /dev/nvidia3'
+pod container restore --import /tmp/job.tar > /dev/null
+on 'two GPUs whose nodes the container had not got' 2
+pod rm -f -t 0 job > /dev/null
 configure
 mkdir /tmp/taken && mv /proc/driver/nvidia/gpus/* /tmp/taken/
 for one in /tmp/taken/*; do mv "$one" /proc/driver/nvidia/gpus/ && break; done
@@ -77,6 +79,19 @@ sed -i 's/580\.159\.04/575.1.1/' /proc/driver/nvidia/version
 configure 0=1,1=0
 refused 'a driver too old' 'made with NVIDIA driver 580.159.04 and this host has 575.1.1' 'needs NVIDIA driver 580 or newer'
 sed -i 's/575\.1\.1/580.159.04/' /proc/driver/nvidia/version
+
+# A container with the node of one GPU only.
+run 0 --mib 32 --gpus 0
+save
+configure 0=1
+pod container restore --import /tmp/job.tar > /dev/null
+on 'one GPU, on one whose node the container had not got' 1
+# What it was when it was made, the engine still says; where it is, counts.
+save
+configure
+pod container restore --import /tmp/job.tar > /dev/null
+on 'and again, where it is now' 1
+pod rm -f -t 0 job > /dev/null
 
 # Four processes on four GPUs, moved round, as the container's own annotation says.
 configure

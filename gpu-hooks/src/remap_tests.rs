@@ -1,0 +1,250 @@
+use super::*;
+use crate::gpumap::{self, Situation, Wish};
+use cryopod_archive::seal::{EngineNode, NodeSource};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+
+/// A host with these nodes: path, major, minor. `None` without root.
+fn host(nodes: &[(&str, u64, u64)]) -> Option<(tempfile::TempDir, Host)> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: mknod needs root");
+        return None;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (path, major, minor) in nodes {
+        let path = dir.path().join(path.trim_start_matches('/'));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let number = makedev(*major, *minor);
+        mknod(&path, SFlag::S_IFCHR, Mode::S_IRUSR, number).unwrap();
+    }
+    let host = Host::at(dir.path());
+    Some((dir, host))
+}
+
+fn node(path: &str, major: u64, minor: u64) -> DeviceNode {
+    let Some(nodes::Class::Known(vendor, role)) = nodes::classify(path) else {
+        return DeviceNode {
+            vendor: Vendor::Amd,
+            role: NodeRole::Render,
+            path: path.into(),
+            ..node("/dev/kfd", major, minor)
+        };
+    };
+    DeviceNode {
+        path: path.into(),
+        vendor,
+        role,
+        source: NodeSource::Device,
+        major,
+        minor,
+        host_path: None,
+        file_mode: None,
+        uid: None,
+        gid: None,
+        allowed: true,
+        gpu: None,
+    }
+}
+
+fn facts(nodes: &[(&str, u64, u64)]) -> GpuFacts {
+    let mut facts = GpuFacts {
+        nodes: nodes.iter().map(|(p, a, i)| node(p, *a, *i)).collect(),
+        ..GpuFacts::default()
+    };
+    facts.vendors = facts.nodes.iter().map(|n| n.vendor).collect();
+    facts.vendors.sort();
+    facts.vendors.dedup();
+    facts
+}
+
+fn go(host: &Host, facts: &GpuFacts, wish: &str) -> Result<Remap, String> {
+    let situation = Situation {
+        recorded: gpumap::recorded(facts),
+        here: facts
+            .vendors
+            .iter()
+            .flat_map(|v| gpumap::here(host, *v))
+            .collect(),
+        ..Situation::default()
+    };
+    let wish: Wish = wish.parse().unwrap();
+    gpumap::decide(&situation, &wish)
+        .and_then(|chosen| remap(host, facts, &chosen))
+        .map_err(|r| {
+            r.iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join("\n")
+        })
+}
+
+fn short(remap: &Remap) -> Vec<(&str, u64, u64, &str, bool)> {
+    let one = |t: &'_ Target| (t.major, t.minor, t.alias_of.is_some());
+    remap
+        .targets
+        .iter()
+        .map(|t| {
+            let (major, minor, alias) = one(t);
+            (t.path.as_str(), major, minor, t.from.as_str(), alias)
+        })
+        .collect()
+}
+
+const NVIDIA: [(&str, u64, u64); 4] = [
+    ("/dev/nvidia0", 195, 0),
+    ("/dev/nvidia1", 195, 1),
+    ("/dev/nvidiactl", 195, 255),
+    ("/dev/nvidia-uvm", 511, 0),
+];
+
+#[test]
+fn nothing_moves_where_all_is_as_it_was() {
+    let Some((_dir, host)) = host(&NVIDIA) else {
+        return;
+    };
+    let remap = go(&host, &facts(&NVIDIA), "auto").unwrap();
+    assert!(remap.changed().is_empty() && remap.targets.len() == 4);
+}
+
+#[test]
+fn another_gpu_and_another_major() {
+    let here = [
+        ("/dev/nvidia0", 195, 0),
+        ("/dev/nvidia1", 195, 1),
+        ("/dev/nvidiactl", 195, 255),
+        ("/dev/nvidia-uvm", 238, 0),
+    ];
+    let Some((_dir, host)) = host(&here) else {
+        return;
+    };
+    let before = facts(&[NVIDIA[0], NVIDIA[2], NVIDIA[3]]);
+    let remap = go(&host, &before, "0=1").unwrap();
+    assert_eq!(
+        short(&remap),
+        [
+            ("/dev/nvidia0", 195, 1, "/dev/nvidia0", true),
+            ("/dev/nvidiactl", 195, 255, "/dev/nvidiactl", false),
+            ("/dev/nvidia-uvm", 238, 0, "/dev/nvidia-uvm", false),
+            ("/dev/nvidia1", 195, 1, "/dev/nvidia0", false),
+        ]
+    );
+    assert_eq!(remap.changed().len(), 3);
+}
+
+#[test]
+fn native_names_win_over_aliases() {
+    let four: Vec<_> = [
+        "/dev/nvidia0",
+        "/dev/nvidia1",
+        "/dev/nvidia2",
+        "/dev/nvidia3",
+    ]
+    .into_iter()
+    .zip(0..)
+    .map(|(p, n)| (p, 195, n))
+    .collect();
+    let Some((_dir, host)) = host(&four) else {
+        return;
+    };
+    let remap = go(&host, &facts(&four[..2]), "0=1,1=0").unwrap();
+    assert!(remap.changed().is_empty(), "swapped: {remap:?}");
+    let remap = go(&host, &facts(&four[..2]), "0=1,1=2").unwrap();
+    assert_eq!(
+        short(&remap),
+        [
+            ("/dev/nvidia0", 195, 1, "/dev/nvidia0", true),
+            ("/dev/nvidia1", 195, 1, "/dev/nvidia0", false),
+            ("/dev/nvidia2", 195, 2, "/dev/nvidia1", false),
+        ]
+    );
+}
+
+#[test]
+fn amd_nodes_with_another_major_and_minor() {
+    let here = [("/dev/kfd", 242, 0), ("/dev/dri/renderD130", 226, 130)];
+    let Some((_dir, host)) = host(&here) else {
+        return;
+    };
+    let before = facts(&[("/dev/kfd", 510, 0), ("/dev/dri/renderD128", 226, 128)]);
+    let remap = go(&host, &before, "auto").unwrap();
+    assert_eq!(
+        short(&remap),
+        [
+            ("/dev/kfd", 242, 0, "/dev/kfd", false),
+            ("/dev/dri/renderD128", 226, 130, "/dev/dri/renderD128", true),
+            (
+                "/dev/dri/renderD130",
+                226,
+                130,
+                "/dev/dri/renderD128",
+                false
+            ),
+        ]
+    );
+}
+
+#[test]
+fn a_container_that_was_moved_before() {
+    let Some((_dir, host)) = host(&[("/dev/nvidia0", 195, 0), ("/dev/nvidia2", 195, 2)]) else {
+        return;
+    };
+    let mut before = facts(&[("/dev/nvidia0", 195, 1), ("/dev/nvidia1", 195, 1)]);
+    let engine = EngineNode {
+        path: "/dev/nvidia0".into(),
+        major: 195,
+        minor: 0,
+    };
+    let moved = |path: &str, alias_of: Option<&str>| MovedNode {
+        path: path.into(),
+        alias_of: alias_of.map(str::to_owned),
+        engine: engine.clone(),
+    };
+    let note = [
+        moved("/dev/nvidia1", None),
+        moved("/dev/nvidia0", Some("/dev/nvidia1")),
+        moved("/dev/nvidia9", None),
+    ];
+    let note = serde_json::to_string(&note).unwrap();
+    let spec = serde_json::json!({"annotations": {ANNOTATION: note}});
+    complete(&mut before, &Spec::from_json(spec));
+    assert_eq!(
+        before.moved.len(),
+        2,
+        "what is no longer there is forgotten"
+    );
+    let remap = go(&host, &before, "1=2").unwrap_err();
+    assert!(remap.contains("no GPU 1"), "one GPU, of index 0: {remap}");
+    let remap = go(&host, &before, "/dev/nvidia1=/dev/nvidia2").unwrap();
+    assert_eq!(
+        short(&remap),
+        [
+            ("/dev/nvidia0", 195, 2, "/dev/nvidia0", true),
+            ("/dev/nvidia1", 195, 2, "/dev/nvidia1", true),
+            ("/dev/nvidia2", 195, 2, "/dev/nvidia1", false),
+        ]
+    );
+    let paths: Vec<&str> = remap.engine_paths("/dev/nvidia1").collect();
+    assert_eq!(paths, ["/dev/nvidia1", "/dev/nvidia0"]);
+}
+
+#[test]
+fn what_is_absent_is_told_at_once() {
+    let Some((_dir, host)) = host(&[("/dev/nvidia0", 195, 0)]) else {
+        return;
+    };
+    let e = go(&host, &facts(&NVIDIA[..1]), "auto");
+    assert!(e.is_ok());
+    let lost = [
+        NVIDIA[0],
+        NVIDIA[2],
+        NVIDIA[3],
+        ("/dev/nvidia-modeset", 195, 254),
+    ];
+    let e = go(&host, &facts(&lost), "auto").unwrap_err();
+    for want in [
+        "/dev/nvidiactl, which this host has not got",
+        "/dev/nvidia-uvm, which",
+    ] {
+        assert!(e.contains(want), "{want}: {e}");
+    }
+    assert!(!e.contains("modeset"), "{e}");
+}

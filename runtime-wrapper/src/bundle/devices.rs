@@ -1,0 +1,237 @@
+//! Device nodes of the spec: `linux.devices`, the rules of the device cgroup, bind mounts of nodes.
+//!
+//! Nothing is allowed on the word of an archive: a node of the checkpoint gets a rule only in the place of a node that
+//! the engine's own spec names and allows.
+
+use cryopod_archive::seal::{EngineNode, MovedNode, NodeSource};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::remap::{ANNOTATION, Remap, Target};
+use cryopod_gpu_hooks::spec::Spec;
+use serde_json::{Map, Value, json};
+
+use super::Edit;
+use crate::Error;
+
+/// Puts every GPU node where it leads on this host.
+#[derive(Debug)]
+pub struct Devices<'a> {
+    /// Where that is.
+    pub remap: &'a Remap,
+}
+
+type Number = (u64, u64);
+
+/// A node of the restored container, and the node of the engine's spec in whose place it is.
+struct Granted<'a> {
+    target: &'a Target,
+    path: String,
+    number: Number,
+}
+
+impl Edit for Devices<'_> {
+    fn name(&self) -> &'static str {
+        "GPU device nodes and their cgroup rules"
+    }
+
+    fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error> {
+        let before = Spec::from_json(spec.clone());
+        let granted = self.granted(&before);
+        if granted
+            .iter()
+            .all(|g| g.path == g.target.path && g.number == number(g.target))
+            && !self.mounts(host, &mut spec.clone())
+        {
+            return Ok(());
+        }
+        devices(spec, &granted);
+        self.mounts(host, spec);
+        rules(spec, &before, &granted);
+        self.note(spec, &granted);
+        Ok(())
+    }
+}
+
+fn number(target: &Target) -> Number {
+    (target.major, target.minor)
+}
+
+impl Devices<'_> {
+    /// The nodes for which the engine's spec has one, as a device or as a mount.
+    fn granted(&self, spec: &Spec) -> Vec<Granted<'_>> {
+        let devices = spec.devices();
+        let mounts = spec.mounts();
+        let device = |path: &str| {
+            let d = devices.iter().find(|d| d.path().to_str() == Some(path))?;
+            Some((d.major().try_into().ok()?, d.minor().try_into().ok()?))
+        };
+        let mounted = |path: &str| {
+            let there = mounts
+                .iter()
+                .any(|m| m.destination().to_str() == Some(path));
+            let node = self.remap.recorded(path)?;
+            (there && node.source == NodeSource::BindMount).then_some((node.major, node.minor))
+        };
+        let find = |target: &Target| {
+            let own = device(&target.path).map(|n| (target.path.clone(), n));
+            own.or_else(|| {
+                self.remap
+                    .engine_paths(&target.from)
+                    .find_map(|p| Some((p.to_owned(), device(p).or_else(|| mounted(p))?)))
+            })
+        };
+        let targets = self.remap.targets.iter();
+        targets
+            .filter_map(|target| {
+                let (path, number) = find(target)?;
+                Some(Granted {
+                    target,
+                    path,
+                    number,
+                })
+            })
+            .collect()
+    }
+
+    /// Bind mounts of single nodes get this host's node as their source. `true` if one has changed.
+    fn mounts(&self, host: &Host, spec: &mut Value) -> bool {
+        let mut changed = false;
+        for mount in list(spec, "/mounts") {
+            let text = |key: &str| mount.get(key).and_then(Value::as_str);
+            let (Some(to), Some(from)) = (text("destination"), text("source")) else {
+                continue;
+            };
+            let known = self.remap.recorded(to).is_some_and(|n| {
+                n.source == NodeSource::BindMount && n.host_path.as_deref() == Some(from)
+            });
+            let Some(target) = self.remap.targets.iter().find(|t| t.path == to) else {
+                continue;
+            };
+            // The source that the engine resolved for this host stays, if it is the right node already.
+            let right = host.char_device(from) == Some(number(target));
+            if known && !right {
+                mount["source"] = target.host_path.clone().into();
+                changed = true;
+            }
+        }
+        changed
+    }
+
+    /// Leaves a note of what was moved, for the next checkpoint of this container.
+    fn note(&self, spec: &mut Value, granted: &[Granted<'_>]) {
+        let moved: Vec<MovedNode> = granted
+            .iter()
+            .filter(|g| g.path != g.target.path || g.number != number(g.target))
+            .map(|g| MovedNode {
+                path: g.target.path.clone(),
+                alias_of: g.target.alias_of.clone(),
+                engine: EngineNode {
+                    path: g.path.clone(),
+                    major: g.number.0,
+                    minor: g.number.1,
+                },
+            })
+            .collect();
+        if let Ok(text) = serde_json::to_string(&moved)
+            && let Some(spec) = spec.as_object_mut()
+            && let Some(annotations) = spec
+                .entry("annotations")
+                .or_insert_with(|| Map::new().into())
+                .as_object_mut()
+        {
+            annotations.insert(ANNOTATION.into(), text.into());
+        }
+    }
+}
+
+fn list<'a>(spec: &'a mut Value, pointer: &str) -> impl Iterator<Item = &'a mut Value> {
+    spec.pointer_mut(pointer)
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+}
+
+/// `linux.devices`: new numbers for the names that are there, and the new names behind the ones they stand for.
+fn devices(spec: &mut Value, granted: &[Granted<'_>]) {
+    let Some(devices) = spec
+        .pointer_mut("/linux/devices")
+        .and_then(Value::as_array_mut)
+    else {
+        return;
+    };
+    let named = |v: &Value, path: &str| v.get("path").and_then(Value::as_str) == Some(path);
+    let before = devices.clone();
+    for Granted { target, path, .. } in granted {
+        let at = match devices.iter().position(|v| named(v, &target.path)) {
+            Some(at) => at,
+            None => {
+                // A bind mount has no entry, and its further names need none: no runtime makes nodes at a restore.
+                let Some(model) = before.iter().find(|v| named(v, path)) else {
+                    continue;
+                };
+                let at = devices.iter().position(|v| named(v, path));
+                let at = at.map_or(devices.len(), |i| i + 1);
+                devices.insert(at, model.clone());
+                at
+            }
+        };
+        if let Some(entry) = devices.get_mut(at) {
+            entry["path"] = target.path.clone().into();
+            entry["major"] = target.major.into();
+            entry["minor"] = target.minor.into();
+        }
+    }
+}
+
+/// `linux.resources.devices`: the access that the engine gave to the old nodes, for the new ones.
+fn rules(spec: &mut Value, before: &Spec, granted: &[Granted<'_>]) {
+    let wanted: Vec<(Number, Number)> = granted
+        .iter()
+        .map(|g| (g.number, number(g.target)))
+        .collect();
+    let stays = |n: &Number| wanted.iter().any(|(_, new)| new == n);
+    let exact = |rule: &Value| {
+        let allow = rule.get("allow").and_then(Value::as_bool) == Some(true);
+        let char = matches!(
+            rule.get("type").and_then(Value::as_str),
+            None | Some("c" | "u" | "a")
+        );
+        let n = |key: &str| rule.get(key).and_then(Value::as_u64);
+        (allow && char).then(|| Some((n("major")?, n("minor")?)))?
+    };
+    let Some(list) = spec
+        .pointer_mut("/linux/resources/devices")
+        .and_then(Value::as_array_mut)
+    else {
+        return;
+    };
+    let old_rules = list.clone();
+    list.retain(|rule| {
+        let gone = exact(rule).filter(|n| wanted.iter().any(|(old, _)| old == n) && !stays(n));
+        gone.is_none()
+    });
+    for (old, new) in &wanted {
+        let had = old_rules.iter().rev().find(|r| exact(r) == Some(*old));
+        let access = had
+            .and_then(|r| r.get("access"))
+            .and_then(Value::as_str)
+            .unwrap_or("rwm");
+        let there = list.iter().any(|r| {
+            let same = r.get("access").and_then(Value::as_str).unwrap_or("rwm") == access;
+            exact(r) == Some(*new) && same
+        });
+        let so_far = Spec::from_json(json!({"linux": {"resources": {"devices": list}}}));
+        let lacking = match had {
+            Some(_) => !there,
+            None => before.allows(old.0, old.1) && !so_far.allows(new.0, new.1),
+        };
+        if lacking {
+            list.push(
+                json!({"allow": true, "type": "c", "major": new.0, "minor": new.1, "access": access}),
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "devices_tests.rs"]
+mod tests;

@@ -1,0 +1,66 @@
+use super::*;
+use crate::argv::decode;
+use crate::lowlevel::Kind;
+
+#[test]
+fn the_command_line_names_the_overlay() {
+    let line = |kind, text: &str| {
+        let args: Vec<OsString> = text.split(' ').map(OsString::from).collect();
+        let inv = decode(kind, &args).unwrap();
+        with_image_path(&args, &inv, Path::new("/o"), Path::new("/i"))
+            .iter()
+            .map(|a| a.to_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    for (text, want) in [
+        (
+            "--root /r restore --image-path /i --work-path /w c1",
+            "--root /r restore --image-path /o --work-path /w c1",
+        ),
+        (
+            "restore --image-path=/i c1",
+            "restore --work-path /i --image-path=/o c1",
+        ),
+        (
+            "restore --image-path /x --image-path /i --work-path /w c1",
+            "restore --image-path /x --image-path /o --work-path /w c1",
+        ),
+        ("restore c1", "restore --image-path /o --work-path /i c1"),
+    ] {
+        assert_eq!(line(Kind::Crun, text), want);
+        assert_eq!(line(Kind::Runc, text), want);
+    }
+}
+
+#[test]
+fn links_are_relative_and_go_over_no_other_link() {
+    let way = |a: &str, b: &str| relative(Path::new(a), Path::new(b));
+    assert_eq!(
+        way("/run/c/1/images", "/var/x/pages.img"),
+        Path::new("../../../../var/x/pages.img")
+    );
+    assert_eq!(way("/a/b", "/a/c/d"), Path::new("../c/d"));
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().canonicalize().unwrap();
+    for d in ["images", "earlier", "op/images"] {
+        fs::create_dir_all(dir.join(d)).unwrap();
+    }
+    fs::write(dir.join("images/pages-1.img"), "pages").unwrap();
+    fs::write(dir.join("images/tmpfs-dev-1.tar.gz.img"), "old").unwrap();
+    fs::write(dir.join("earlier/pages-1.img"), "earlier").unwrap();
+    symlink("../earlier", dir.join("images/parent")).unwrap();
+    symlink("nowhere", dir.join("images/dangling")).unwrap();
+    let overlay = dir.join("op/images");
+    fs::write(overlay.join("tmpfs-dev-1.tar.gz.img"), "new").unwrap();
+    link_rest(&dir.join("images"), &overlay).unwrap();
+    let text = |name: &str| fs::read_to_string(overlay.join(name)).unwrap();
+    assert_eq!(text("pages-1.img"), "pages");
+    assert_eq!(text("tmpfs-dev-1.tar.gz.img"), "new");
+    assert_eq!(text("parent/pages-1.img"), "earlier");
+    assert_eq!(
+        fs::read_link(overlay.join("parent")).unwrap(),
+        Path::new("../../earlier")
+    );
+    assert!(!overlay.join("dangling").exists());
+}
