@@ -71,6 +71,18 @@ impl Host {
         names
     }
 
+    /// The names in a folder, in the order in which the system lists them.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn listed(&self, path: impl AsRef<Path>) -> io::Result<Vec<String>> {
+        let entries = fs::read_dir(self.path(path))?.collect::<io::Result<Vec<_>>>()?;
+        Ok(entries
+            .into_iter()
+            .filter_map(|e| e.file_name().into_string().ok())
+            .collect())
+    }
+
     /// Major and minor of a character device; `None` if the path is not one.
     pub fn char_device(&self, path: impl AsRef<Path>) -> Option<(u64, u64)> {
         let meta = fs::metadata(self.path(path)).ok()?;

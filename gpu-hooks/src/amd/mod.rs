@@ -1,7 +1,24 @@
-//! The host's AMD GPUs, as the KFD topology and DRM describe them.
+//! The host's AMD GPUs, as the KFD topology and DRM describe them, and whether a checkpoint of CRIU's amdgpu plugin
+//! would restore on them.
+//!
+//! - [`image`]: the plugin's images.
+//! - [`topology`]: CPUs, GPUs and links, of an image or of this host.
+//! - [`checks`]: what the plugin compares, and its switches.
+//! - [`matcher`]: a mapping, whenever one exists.
+//! - [`stock`]: what the plugin itself would choose.
+//! - [`choose`]: both put together.
 //!
 //! A topology node with `gpu_id` 0 is a CPU. The kernel refuses `gpu_id` and `properties` to a reader whose
 //! device cgroup does not allow the render node; such nodes are left out (facts of CRIU's amdgpu plugin).
+
+pub mod checks;
+pub mod choose;
+mod graph;
+pub mod image;
+pub mod matcher;
+mod ring;
+pub mod stock;
+pub mod topology;
 
 use cryopod_archive::seal::{Gpu, Vendor};
 use serde_json::{Map, Value};

@@ -1,0 +1,458 @@
+//! What the amdgpu plugin of CRIU 4.1.1 and 4.2 itself would choose: it cannot be told, so this foresees it.
+//!
+//! It takes the image's nodes and the host's in the order in which it reads them, groups the nodes that are joined by
+//! XGMI both ways (CPUs count as one, by their id 0), gives each group of the checkpoint the first of the host that
+//! takes it, and then goes through the remaining GPUs with both lists reversed. When it backtracks it puts a target
+//! back at the front of the list that it is walking, so that some targets are left out and some tried for ever; when
+//! a group fails after another had succeeded, the pairs of the latter stay behind. Hence some mappings that exist are
+//! refused, and some inputs never end. This model keeps the same lists and pairs, step by step.
+
+use super::checks::{Switch, Switches, matches};
+use super::ring::{Broken, Ring};
+use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Topology};
+
+/// Comparisons of two nodes after which the model takes it that the plugin never ends.
+const BUDGET: u64 = 200_000;
+
+/// What the plugin would do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stock {
+    /// It maps: `gpu_id` of each GPU of the checkpoint, in the image's order, and of its target.
+    Picks(Vec<(u32, u32)>),
+    /// It fails.
+    Refuses(String),
+    /// It never ends.
+    Loops(String),
+}
+
+/// Foresees the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
+pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Stock {
+    if let Some(trouble) = visible.unreadable.iter().find(|u| u.stops_plugin) {
+        return Stock::Refuses(format!(
+            "node {} cannot be read: {}",
+            trouble.node, trouble.what
+        ));
+    }
+    let model = System::new(source).and_then(|source| {
+        let target = System::new(visible)?;
+        let alike = |i: usize, j: usize| {
+            matches(source.nodes[i], target.nodes[j], switches)
+                && source.valid[i] <= target.valid[j]
+        };
+        Ok(Model {
+            alike: (0..source.nodes.len())
+                .map(|i| (0..target.nodes.len()).map(|j| alike(i, j)).collect())
+                .collect(),
+            switches,
+            mapping: Ring::new(source.nodes.len() + target.nodes.len()),
+            source,
+            target,
+            gpus: Vec::new(),
+            cpus: Vec::new(),
+            steps: 0,
+        })
+    });
+    match model.and_then(|mut m| m.choose()) {
+        Ok(pairs) => Stock::Picks(pairs),
+        Err(Stop::Refuses(reason)) => Stock::Refuses(reason),
+        Err(Stop::Broken(Broken::Nowhere)) => {
+            Stock::Refuses("it would crash on a list or link that leads nowhere".into())
+        }
+        Err(Stop::Broken(Broken::Endless)) => {
+            Stock::Loops("its search comes back to where it was".into())
+        }
+        Err(Stop::Budget) => Stock::Loops(format!(
+            "its search has not ended after {BUDGET} comparisons"
+        )),
+    }
+}
+
+enum Stop {
+    Refuses(String),
+    Broken(Broken),
+    Budget,
+}
+
+impl From<Broken> for Stop {
+    fn from(broken: Broken) -> Self {
+        Self::Broken(broken)
+    }
+}
+
+/// A link as the search sees it.
+#[derive(Clone, Copy)]
+struct Way {
+    kind: u32,
+    to: u32,
+    /// Whether the other end is there, and is a GPU.
+    to_gpu: Option<bool>,
+    peered: bool,
+}
+
+impl Way {
+    /// Whether `other` can stand for this link to a CPU.
+    fn fits(self, other: Self) -> bool {
+        other.to_gpu == Some(false)
+            && (self.kind != LINK_XGMI || other.kind != LINK_PCIE)
+            && (!self.peered || other.peered)
+    }
+}
+
+/// One side's nodes and groups.
+struct System<'a> {
+    nodes: Vec<&'a Node>,
+    valid: Vec<usize>,
+    links: Vec<Vec<Way>>,
+    /// The groups' members: elements are nodes.
+    members: Ring,
+    /// The groups: elements are their numbers, then the head.
+    groups: Ring,
+    /// The head of each group's members.
+    heads: Vec<usize>,
+    list: usize,
+}
+
+impl<'a> System<'a> {
+    fn new(topology: &'a Topology) -> Result<Self, Stop> {
+        let nodes: Vec<&Node> = topology.nodes.iter().collect();
+        // More groups than nodes there cannot be.
+        let mut groups = Ring::new(nodes.len());
+        let list = groups.head();
+        let mut system = Self {
+            members: Ring::new(nodes.len()),
+            valid: vec![0; nodes.len()],
+            links: Vec::new(),
+            nodes,
+            groups,
+            heads: Vec::new(),
+            list,
+        };
+        for at in 0..system.nodes.len() {
+            let ways: Vec<Way> = system.nodes[at]
+                .links
+                .iter()
+                .map(|l| system.way(at, *l))
+                .collect();
+            for way in ways.iter().filter(|w| w.to_gpu.is_some()) {
+                system.valid[at] += 1;
+                if let Some(peer) = system.at(way.to)
+                    && way.kind == LINK_XGMI
+                    && way.peered
+                {
+                    system.join(at, peer)?;
+                }
+            }
+            system.links.push(ways);
+        }
+        Ok(system)
+    }
+
+    fn at(&self, id: u32) -> Option<usize> {
+        self.nodes.iter().position(|n| n.id == id)
+    }
+
+    fn way(&self, at: usize, link: Link) -> Way {
+        let peer = self.at(link.to).map(|peer| self.nodes[peer]);
+        let back = |n: &Node| {
+            n.links
+                .iter()
+                .any(|l| l.kind == link.kind && l.to == self.nodes[at].id)
+        };
+        Way {
+            kind: link.kind,
+            to: link.to,
+            to_gpu: peer.map(Node::is_gpu),
+            peered: peer.is_some_and(back),
+        }
+    }
+
+    fn is_member(&self, group: usize, gpu_id: u32) -> Result<bool, Stop> {
+        let same = |n: usize| self.nodes.get(n).is_some_and(|n| n.gpu_id == gpu_id);
+        Ok(self.members.find(self.heads[group], same)?.is_some())
+    }
+
+    fn join(&mut self, at: usize, peer: usize) -> Result<(), Stop> {
+        let mut group = None;
+        for g in 0..self.heads.len() {
+            if self.is_member(g, self.nodes[at].gpu_id)? {
+                group = Some(g);
+                break;
+            }
+        }
+        let group = match group {
+            Some(group) => group,
+            None => {
+                let group = self.heads.len();
+                self.heads.push(self.members.head());
+                self.groups.push_back(group, self.list)?;
+                self.members.push_back(at, self.heads[group])?;
+                group
+            }
+        };
+        if !self.is_member(group, self.nodes[peer].gpu_id)? {
+            self.members.push_back(peer, self.heads[group])?;
+        }
+        Ok(())
+    }
+
+    fn gpus(&self) -> usize {
+        self.nodes.iter().filter(|n| n.is_gpu()).count()
+    }
+
+    /// A group's members in order.
+    fn group(&self, group: usize) -> Result<Vec<usize>, Stop> {
+        let mut all = Vec::new();
+        self.members.find(self.heads[group], |n| {
+            all.push(n);
+            false
+        })?;
+        if all.iter().any(|n| *n >= self.nodes.len()) {
+            return Err(Broken::Nowhere.into());
+        }
+        Ok(all)
+    }
+}
+
+struct Model<'a> {
+    switches: &'a Switches,
+    source: System<'a>,
+    target: System<'a>,
+    /// By source and target: their properties match, and the target has enough valid links.
+    alike: Vec<Vec<bool>>,
+    /// Lists of nodes to be mapped: elements are the source's nodes, then the target's.
+    mapping: Ring,
+    gpus: Vec<(u32, u32)>,
+    cpus: Vec<(u32, u32)>,
+    steps: u64,
+}
+
+/// Everything that decides how a walk goes on; compared to tell that it never ends.
+type Moment = (
+    usize,
+    usize,
+    Ring,
+    Ring,
+    Ring,
+    Vec<(u32, u32)>,
+    Vec<(u32, u32)>,
+);
+
+/// Notices that a walk comes back to where it was: keeps the moments at powers of two.
+#[derive(Default)]
+struct Again {
+    count: u64,
+    kept: Option<Moment>,
+}
+
+impl Again {
+    fn check(&mut self, model: &Model<'_>, at: usize, next: usize) -> Result<(), Stop> {
+        self.count += 1;
+        if self.count < 8 {
+            return Ok(());
+        }
+        let same = self.kept.as_ref().is_some_and(|k| {
+            (k.0, k.1) == (at, next)
+                && k.2 == model.mapping
+                && k.3 == model.source.groups
+                && k.4 == model.target.groups
+                && k.5 == model.gpus
+                && k.6 == model.cpus
+        });
+        if same {
+            return Err(Broken::Endless.into());
+        }
+        if self.count.is_power_of_two() {
+            self.kept = Some((
+                at,
+                next,
+                model.mapping.clone(),
+                model.source.groups.clone(),
+                model.target.groups.clone(),
+                model.gpus.clone(),
+                model.cpus.clone(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn lookup(pairs: &[(u32, u32)], source: u32) -> Option<u32> {
+    pairs.iter().rev().find(|p| p.0 == source).map(|p| p.1)
+}
+
+impl Model<'_> {
+    fn choose(&mut self) -> Result<Vec<(u32, u32)>, Stop> {
+        let (recorded, here) = (self.source.gpus(), self.target.gpus());
+        if recorded != here {
+            return Err(Stop::Refuses(format!(
+                "it wants to see {recorded} GPUs and sees {here}"
+            )));
+        }
+        let (recorded, here) = (self.source.heads.len(), self.target.heads.len());
+        if recorded > here {
+            return Err(Stop::Refuses(format!(
+                "the checkpoint has {recorded} hives and it sees {here}"
+            )));
+        }
+        if recorded > 0 && !self.map_groups()? {
+            return Err(Stop::Refuses(
+                "its search finds no hive for a hive of the checkpoint".into(),
+            ));
+        }
+        let (sources, targets) = (self.mapping.head(), self.mapping.head());
+        for (at, node) in self.source.nodes.iter().enumerate() {
+            if node.is_gpu() && lookup(&self.gpus, node.gpu_id).unwrap_or(0) == 0 {
+                self.mapping.push_front(at, sources)?;
+            }
+        }
+        let first = self.source.nodes.len();
+        for (at, node) in self.target.nodes.iter().enumerate() {
+            if node.is_gpu() && !self.gpus.iter().any(|p| p.1 == node.gpu_id) {
+                self.mapping.push_front(first + at, targets)?;
+            }
+        }
+        if !self.map_nodes(sources, targets)? {
+            return Err(Stop::Refuses(
+                "its search finds no GPU for a GPU of the checkpoint".into(),
+            ));
+        }
+        let gpus = self.source.nodes.iter().filter(|n| n.is_gpu());
+        gpus.map(|n| match lookup(&self.gpus, n.gpu_id) {
+            Some(target) if target != 0 => Ok((n.gpu_id, target)),
+            _ => Err(Stop::Refuses(format!("its search leaves out {n}"))),
+        })
+        .collect()
+    }
+
+    fn map_groups(&mut self) -> Result<bool, Stop> {
+        let (sources, targets) = (self.source.list, self.target.list);
+        if self.source.groups.is_empty(sources) {
+            return Ok(true);
+        }
+        let group = self.source.groups.next(sources)?;
+        self.source.groups.remove(group)?;
+        let mut again = Again::default();
+        let mut at = self.target.groups.next(targets)?;
+        while at != targets {
+            let next = self.target.groups.next(at)?;
+            again.check(self, at, next)?;
+            let len = self.mapping.len();
+            let (from, to) = (self.mapping.head(), self.mapping.head());
+            for n in self.source.group(group)? {
+                self.mapping.push_back(n, from)?;
+            }
+            for n in self.target.group(at)? {
+                self.mapping.push_back(self.source.nodes.len() + n, to)?;
+            }
+            if self.map_nodes(from, to)? {
+                self.target.groups.remove(at)?;
+                if self.map_groups()? {
+                    return Ok(true);
+                }
+                self.target.groups.push_front(at, targets)?;
+            }
+            self.mapping.truncate(len);
+            at = next;
+        }
+        self.source.groups.push_back(group, sources)?;
+        Ok(false)
+    }
+
+    fn map_nodes(&mut self, sources: usize, targets: usize) -> Result<bool, Stop> {
+        if self.mapping.is_empty(sources) {
+            return Ok(true);
+        }
+        let source = self.mapping.next(sources)?;
+        self.mapping.remove(source)?;
+        let mut again = Again::default();
+        let mut at = self.mapping.next(targets)?;
+        while at != targets {
+            let next = self.mapping.next(at)?;
+            again.check(self, at, next)?;
+            let target = at
+                .checked_sub(self.source.nodes.len())
+                .ok_or(Broken::Nowhere)?;
+            if let Some(cpus) = self.map_node(source, target)? {
+                self.mapping.remove(at)?;
+                let pair = (
+                    self.source.nodes[source].gpu_id,
+                    self.target.nodes[target].gpu_id,
+                );
+                if !self.push(pair, &cpus) {
+                    // It gives up here without putting the two nodes back.
+                    return Ok(false);
+                }
+                let (gpus_before, cpus_before) =
+                    (self.gpus.len() - 1, self.cpus.len() - cpus.len());
+                if self.map_nodes(sources, targets)? {
+                    return Ok(true);
+                }
+                self.mapping.push_front(at, targets)?;
+                self.gpus.truncate(gpus_before);
+                self.cpus.truncate(cpus_before);
+            }
+            at = next;
+        }
+        self.mapping.push_front(source, sources)?;
+        Ok(false)
+    }
+
+    fn push(&mut self, gpu: (u32, u32), cpus: &[(u32, u32)]) -> bool {
+        let clash = |held: &[(u32, u32)], new: (u32, u32)| {
+            held.iter().any(|h| h.0 == new.0 || h.1 == new.1)
+        };
+        if cpus.iter().any(|c| clash(&self.cpus, *c)) || clash(&self.gpus, gpu) {
+            return false;
+        }
+        self.gpus.push(gpu);
+        self.cpus.extend_from_slice(cpus);
+        true
+    }
+
+    /// Whether a node can stand for another, and the CPUs that this binds to each other.
+    fn map_node(&mut self, source: usize, target: usize) -> Result<Option<Vec<(u32, u32)>>, Stop> {
+        self.steps += 1;
+        if self.steps > BUDGET {
+            return Err(Stop::Budget);
+        }
+        if !*self
+            .alike
+            .get(source)
+            .and_then(|row| row.get(target))
+            .ok_or(Broken::Nowhere)?
+        {
+            return Ok(None);
+        }
+        let mut bound: Vec<(u32, u32)> = Vec::new();
+        let others = &self.target.links[target];
+        for link in &self.source.links[source] {
+            // A recorded link to a node that was not recorded: it does not look whether there is one.
+            if link.to_gpu.ok_or(Broken::Nowhere)? {
+                continue;
+            }
+            let good = if !self.switches.is_on(Switch::Numa) {
+                others.iter().any(|o| link.fits(*o))
+            } else if let Some(place) =
+                lookup(&self.cpus, link.to).or_else(|| lookup(&bound, link.to))
+            {
+                // Only a link of the very kind counts once the CPU has its place, and only the first.
+                others
+                    .iter()
+                    .find(|o| o.to == place && o.kind == link.kind)
+                    .is_some_and(|o| link.fits(*o))
+            } else {
+                let taken = |id: u32| self.cpus.iter().chain(&bound).any(|p| p.1 == id);
+                let free = others
+                    .iter()
+                    .find(|o| link.fits(**o) && !taken(o.to))
+                    .map(|o| o.to);
+                bound.extend(free.map(|id| (link.to, id)));
+                free.is_some()
+            };
+            if !good {
+                return Ok(None);
+            }
+        }
+        Ok(Some(bound))
+    }
+}
