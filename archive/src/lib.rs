@@ -5,6 +5,7 @@
 //! travels inside CRIU's image folder. [`source`] reads checkpoints of every kind, [`mod@pack`] writes them,
 //! [`mod@unpack`] and [`mod@verify`] do what their names say. Memory is bounded whatever an archive's size.
 
+pub mod around;
 mod blobs;
 pub mod entry;
 pub mod error;

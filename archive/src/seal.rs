@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::around::{CriuFacts, ForeignMount, LsmFacts};
 use crate::names;
 
 /// The schema major that this version writes and the newest that it reads.
@@ -312,6 +313,15 @@ pub struct Seal {
     pub host: HostFacts,
     /// The GPUs.
     pub gpu: GpuFacts,
+    /// Mounts of the host that the container's spec does not name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<ForeignMount>,
+    /// How CRIU was called.
+    #[serde(default)]
+    pub criu: CriuFacts,
+    /// Security labels.
+    #[serde(default)]
+    pub lsm: LsmFacts,
     /// Where the time went.
     #[serde(default)]
     pub timings: Timings,

@@ -6,6 +6,7 @@
 //! - [`spec`]: the container's OCI spec, and the GPU device nodes that it names.
 //! - [`nodes`]: what a device path is, by the vendors' naming.
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
+//! - [`hazards`], [`mounts`]: what stands in the way of a checkpoint beside GPUs, and mounts that no spec names.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
 //! - [`remap`]: where each device node then leads.
@@ -19,8 +20,11 @@ pub mod compat;
 pub mod criu_elf;
 pub mod cuda;
 pub mod gpumap;
+pub mod hazards;
 pub mod host;
 pub mod live;
+pub mod mountinfo;
+pub mod mounts;
 pub mod nodes;
 pub mod nvidia;
 pub mod nvidia_compat;

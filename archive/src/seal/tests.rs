@@ -16,6 +16,9 @@ fn sample() -> Seal {
             vendors: vec![Vendor::Nvidia],
             ..Default::default()
         },
+        mounts: Vec::new(),
+        criu: CriuFacts::default(),
+        lsm: LsmFacts::default(),
         timings: Timings::default(),
         extra: Map::new(),
     }

@@ -1,0 +1,412 @@
+//! What CRIU cannot dump, seen before anything is frozen: in the descriptors, mappings and tracers of the
+//! container's processes, and in its spec.
+//!
+//! CRIU meets these after the GPUs have been checkpointed, when the container has stood still for long. A finding here
+//! is certain enough to refuse; what does not show is left to CRIU. The container is not trusted: its files are never
+//! opened, only looked at.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::around::ForeignMount;
+
+use crate::host::Host;
+use crate::mountinfo;
+use crate::plan::Refusal;
+use crate::spec::Spec;
+
+/// Descriptors and mapped files of one process that are kept.
+const MAX_PER_PROCESS: usize = 1 << 16;
+/// Lines of one process's maps that are looked at.
+const MAX_LINES: usize = 1 << 20;
+/// Reasons that are told in one refusal; there may be one for each of many processes.
+const MAX_TOLD: usize = 20;
+
+/// A descriptor: its number and where it leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Fd {
+    number: String,
+    target: String,
+}
+
+/// What is looked at of one process.
+#[derive(Debug, Clone, Default)]
+struct Process {
+    pid: i32,
+    comm: String,
+    fds: Vec<Fd>,
+    mapped: HashSet<String>,
+    tracer: i32,
+    mount_namespace: Option<PathBuf>,
+}
+
+/// The container's processes, looked at once.
+#[derive(Debug, Clone, Default)]
+pub struct Scan {
+    processes: Vec<Process>,
+}
+
+/// A TCP connection of the container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Connection {
+    /// The process that has it: host pid and name.
+    pub process: (i32, String),
+    /// Both ends, `10.0.0.2:8000 - 10.0.0.9:40000`.
+    pub ends: String,
+    /// Both ends are loopback addresses, which every network namespace has.
+    pub loopback: bool,
+}
+
+/// Something that CRIU cannot dump: how a descriptor's or mapping's target begins, what it is, the remedy.
+const UNDUMPABLE: [(&str, &str, &str); 14] = [
+    (
+        "anon_inode:[io_uring]",
+        "has an io_uring",
+        "start the container with UV_USE_IO_URING=0 (libuv, uvloop, Node.js), or with the annotation dev.cryopod.env.avoid=io_uring",
+    ),
+    (
+        "/dev/gdrdrv",
+        "uses GDRCopy (/dev/gdrdrv)",
+        "start the container without /dev/gdrdrv, or with the annotation dev.cryopod.env.avoid=gdrcopy",
+    ),
+    (
+        "/dev/infiniband/",
+        "uses RDMA verbs (/dev/infiniband)",
+        "start the container without /dev/infiniband, or with NCCL_IB_DISABLE=1 (the annotation dev.cryopod.env.avoid=rdma)",
+    ),
+    (
+        "anon_inode:[infinibandevent]",
+        "uses RDMA verbs",
+        "start the container with NCCL_IB_DISABLE=1 (the annotation dev.cryopod.env.avoid=rdma)",
+    ),
+    (
+        "/dev/nvidia-fs",
+        "uses GPUDirect Storage (/dev/nvidia-fs)",
+        "start the container without /dev/nvidia-fs: cuFile then uses ordinary reads",
+    ),
+    (
+        "anon_inode:seccomp notify",
+        "is a seccomp supervisor (it has a user-notify listener)",
+        "start the container without that supervisor: CRIU cannot dump the listener",
+    ),
+    (
+        "anon_inode:[perf_event]",
+        "has a performance counter open (perf_event)",
+        "stop profiling before the checkpoint",
+    ),
+    (
+        "anon_inode:bpf-prog",
+        "has a BPF program loaded",
+        "close it before the checkpoint",
+    ),
+    (
+        "anon_inode:[userfaultfd]",
+        "has a userfaultfd",
+        "close it before the checkpoint: CRIU cannot dump it",
+    ),
+    (
+        "anon_inode:kvm-",
+        "runs a virtual machine (KVM)",
+        "stop the virtual machine before the checkpoint",
+    ),
+    (
+        "/dev/kvm",
+        "runs a virtual machine (KVM)",
+        "stop the virtual machine before the checkpoint",
+    ),
+    (
+        "/dev/fuse",
+        "serves a FUSE file system",
+        "mount it on the host, and into the container from there",
+    ),
+    (
+        "/dev/vfio/",
+        "drives a device itself (VFIO)",
+        "start the container without that device",
+    ),
+    (
+        "/dev/uinput",
+        "makes an input device (/dev/uinput)",
+        "close it before the checkpoint",
+    ),
+];
+
+impl Scan {
+    /// Looks at the processes `pids`.
+    pub fn of(host: &Host, pids: &[i32]) -> Self {
+        Self {
+            processes: pids.iter().map(|pid| Process::read(host, *pid)).collect(),
+        }
+    }
+
+    /// Everything that stands in the way, a line each.
+    pub fn refusals(&self, host: &Host, spec: &Spec) -> Vec<Refusal> {
+        let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
+        let mut known_mounts: HashMap<PathBuf, HashSet<u64>> = HashMap::new();
+        for process in &self.processes {
+            let mut add = |what: String, remedy: String| {
+                refusals.push(Refusal {
+                    process: Some((process.pid, process.comm.clone())),
+                    what,
+                    remedy,
+                });
+            };
+            for (what, remedy) in process.undumpable() {
+                add(what.to_owned(), remedy.to_owned());
+            }
+            if process.tracer > 0 {
+                let name = host.line(format!("/proc/{}/comm", process.tracer));
+                add(
+                    format!(
+                        "is traced by process {} ({})",
+                        process.tracer,
+                        name.unwrap_or_default()
+                    ),
+                    "detach the debugger or tracer: a process has one tracer, and CRIU must be it"
+                        .into(),
+                );
+            }
+            for (fd, target) in process.outside(host, &mut known_mounts) {
+                add(
+                    format!("has a file outside the container open (descriptor {fd}: {target})"),
+                    "start the container with its output in a pipe or a log of the engine, not redirected to a file of the host".into(),
+                );
+            }
+        }
+        let more = refusals.len().saturating_sub(MAX_TOLD);
+        if more > 0 {
+            refusals.truncate(MAX_TOLD);
+            refusals.push(Refusal {
+                process: None,
+                what: format!("and {more} more reasons of this kind"),
+                remedy: "see to those first".into(),
+            });
+        }
+        refusals
+    }
+
+    /// Marks the mounts of which a process has a file open or mapped.
+    pub fn mark_used(&self, mounts: &mut [ForeignMount]) {
+        for mount in mounts {
+            let below = |target: &String| {
+                let target = target.strip_suffix(" (deleted)").unwrap_or(target);
+                target
+                    .strip_prefix(mount.path.as_str())
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+            };
+            mount.in_use = self
+                .processes
+                .iter()
+                .any(|p| p.mapped.iter().any(below) || p.fds.iter().any(|f| below(&f.target)));
+        }
+    }
+
+    /// The container's established TCP connections, as the network namespace of `init` shows them.
+    pub fn connections(&self, host: &Host, init: i32) -> Vec<Connection> {
+        let mut owners: HashMap<&str, &Process> = HashMap::new();
+        for process in &self.processes {
+            for fd in &process.fds {
+                if let Some(inode) = fd.target.strip_prefix("socket:[") {
+                    owners.insert(inode.trim_end_matches(']'), process);
+                }
+            }
+        }
+        if owners.is_empty() {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        for table in ["tcp", "tcp6"] {
+            let text = host.text(format!("/proc/{init}/net/{table}"));
+            for line in text.unwrap_or_default().lines().skip(1) {
+                let mut words = line.split_whitespace().skip(1);
+                let (Some(local), Some(remote), Some(state)) =
+                    (words.next(), words.next(), words.next())
+                else {
+                    continue;
+                };
+                // What CRIU calls connected: neither closed (07) nor listening (0A).
+                if matches!(state, "07" | "0A") {
+                    continue;
+                }
+                let Some(owner) = words.nth(5).and_then(|inode| owners.get(inode)) else {
+                    continue;
+                };
+                let (local, remote) = (end(local), end(remote));
+                found.push(Connection {
+                    process: (owner.pid, owner.comm.clone()),
+                    ends: format!("{} - {}", local.0, remote.0),
+                    loopback: local.1 && remote.1,
+                });
+            }
+        }
+        found
+    }
+}
+
+/// A seccomp profile whose decisions a process outside takes: after a restore nobody would.
+fn spec_hazards(spec: &Spec) -> Option<Refusal> {
+    let path = spec
+        .json()
+        .pointer("/linux/seccomp/listenerPath")?
+        .as_str()?;
+    Some(Refusal {
+        process: None,
+        what: format!("the container's seccomp profile has a listener outside of it ({path})"),
+        remedy: "start the container with a seccomp profile without listener".into(),
+    })
+}
+
+/// An address of `/proc/net/tcp`, readable, and whether it is loopback.
+fn end(text: &str) -> (String, bool) {
+    let (address, port) = text.split_once(':').unwrap_or((text, "0"));
+    let port = u16::from_str_radix(port, 16).unwrap_or(0);
+    // Words of four bytes, each in the machine's byte order.
+    let bytes: Vec<u8> = (0..address.len() / 8)
+        .filter_map(|i| u32::from_str_radix(address.get(i * 8..i * 8 + 8)?, 16).ok())
+        .flat_map(u32::to_ne_bytes)
+        .collect();
+    let ip: Option<std::net::IpAddr> = match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok().map(Into::into),
+        16 => <[u8; 16]>::try_from(bytes)
+            .ok()
+            .map(|b| std::net::Ipv6Addr::from(b).to_canonical()),
+        _ => None,
+    };
+    match ip {
+        Some(ip) => (
+            std::net::SocketAddr::new(ip, port).to_string(),
+            ip.is_loopback(),
+        ),
+        None => (text.to_owned(), false),
+    }
+}
+
+impl Process {
+    fn read(host: &Host, pid: i32) -> Self {
+        let folder = host.path(format!("/proc/{pid}/fd"));
+        let mut fds = Vec::new();
+        for entry in fs::read_dir(&folder)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .take(MAX_PER_PROCESS)
+        {
+            let (Ok(number), Ok(target)) =
+                (entry.file_name().into_string(), fs::read_link(entry.path()))
+            else {
+                continue;
+            };
+            let target = target.to_string_lossy().into_owned();
+            fds.push(Fd { number, target });
+        }
+        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
+        let tracer = status
+            .lines()
+            .find_map(|l| l.strip_prefix("TracerPid:"))
+            .and_then(|t| t.trim().parse().ok())
+            .unwrap_or(0);
+        Self {
+            pid,
+            comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
+            fds,
+            mapped: mapped(host, pid),
+            tracer,
+            mount_namespace: fs::read_link(host.path(format!("/proc/{pid}/ns/mnt"))).ok(),
+        }
+    }
+
+    /// What CRIU cannot dump, each kind once.
+    fn undumpable(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        let mut seen = HashSet::new();
+        UNDUMPABLE
+            .iter()
+            .filter(|(start, ..)| {
+                let hit = |t: &String| t.starts_with(start);
+                self.fds.iter().any(|f| hit(&f.target)) || self.mapped.iter().any(hit)
+            })
+            .map(|(_, what, remedy)| (*what, *remedy))
+            .filter(move |(what, _)| seen.insert(*what))
+    }
+
+    /// Regular files and folders whose mount is none of the process's own: number and name.
+    fn outside(
+        &self,
+        host: &Host,
+        known: &mut HashMap<PathBuf, HashSet<u64>>,
+    ) -> Vec<(String, String)> {
+        let Some(namespace) = &self.mount_namespace else {
+            return Vec::new();
+        };
+        let mut found = Vec::new();
+        for fd in self.fds.iter().filter(|f| in_a_file_system(&f.target)) {
+            let mounts = known.entry(namespace.clone()).or_insert_with(|| {
+                let mounts = mountinfo::of(host, &self.pid.to_string());
+                mounts.into_iter().map(|m| m.id).collect()
+            });
+            let info = host
+                .text(format!("/proc/{}/fdinfo/{}", self.pid, fd.number))
+                .unwrap_or_default();
+            let id = info
+                .lines()
+                .find_map(|l| l.strip_prefix("mnt_id:"))
+                .and_then(|id| id.trim().parse::<u64>().ok());
+            let Some(id) = id.filter(|id| !mounts.is_empty() && !mounts.contains(id)) else {
+                continue;
+            };
+            // A device or pipe from outside is another matter, and CRIU's.
+            let kind = fs::metadata(host.path(format!("/proc/{}/fd/{}", self.pid, fd.number)));
+            if kind.is_ok_and(|m| m.is_file() || m.is_dir()) {
+                tracing::debug!("descriptor {} of {}: mount {id}", fd.number, self.pid);
+                found.push((fd.number.clone(), fd.target.clone()));
+            }
+        }
+        found
+    }
+}
+
+/// Files without a mount of their own (memfd, System V shared memory, DMA buffers) have names like paths, too.
+fn in_a_file_system(target: &str) -> bool {
+    const NOT: [&str; 6] = [
+        "/memfd:",
+        "/dmabuf:",
+        "/SYSV",
+        "/anon_hugepage",
+        "/dev/zero (deleted)",
+        "/[",
+    ];
+    target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
+}
+
+/// The files that a process has mapped, each once.
+fn mapped(host: &Host, pid: i32) -> HashSet<String> {
+    let mut files = HashSet::new();
+    let Ok(file) = File::open(host.path(Path::new(&format!("/proc/{pid}/maps")))) else {
+        return files;
+    };
+    let mut reader = BufReader::with_capacity(64 << 10, file);
+    let mut line = Vec::new();
+    for _ in 0..MAX_LINES {
+        line.clear();
+        if !matches!(reader.read_until(b'\n', &mut line), Ok(n) if n > 0) {
+            break;
+        }
+        let Ok(text) = std::str::from_utf8(&line) else {
+            continue;
+        };
+        // "start-end perms offset dev inode   name": the name is the sixth field, and may have blanks.
+        let name = text.trim_end().splitn(6, ' ').nth(5).map(str::trim_start);
+        if let Some(name) = name.filter(|n| n.starts_with('/') || n.starts_with("anon_inode:"))
+            && !files.contains(name)
+            && files.len() < MAX_PER_PROCESS
+        {
+            files.insert(name.to_owned());
+        }
+    }
+    files
+}
+
+#[cfg(test)]
+#[path = "hazards_tests.rs"]
+mod tests;
