@@ -55,6 +55,17 @@ pub struct ForeignMount {
     pub in_use: bool,
 }
 
+/// Mounts that the container's spec does not name.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountFacts {
+    /// Those of the host.
+    #[serde(default)]
+    pub foreign: Vec<ForeignMount>,
+    /// Mount points of the container's own file systems, whose content the images hold.
+    #[serde(default)]
+    pub own: Vec<String>,
+}
+
 /// How CRIU was called, as far as a restore must do the same.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CriuFacts {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::around::{CriuFacts, ForeignMount, LsmFacts};
+use crate::around::{CriuFacts, LsmFacts, MountFacts};
 use crate::names;
 
 /// The schema major that this version writes and the newest that it reads.
@@ -313,9 +313,9 @@ pub struct Seal {
     pub host: HostFacts,
     /// The GPUs.
     pub gpu: GpuFacts,
-    /// Mounts of the host that the container's spec does not name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub mounts: Vec<ForeignMount>,
+    /// Mounts that the container's spec does not name.
+    #[serde(default)]
+    pub mounts: MountFacts,
     /// How CRIU was called.
     #[serde(default)]
     pub criu: CriuFacts,

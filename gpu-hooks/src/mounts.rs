@@ -10,7 +10,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
-use cryopod_archive::around::{ForeignMount, MountKind};
+use cryopod_archive::around::{ForeignMount, MountFacts, MountKind};
 use sha2::{Digest, Sha256};
 
 use crate::host::Host;
@@ -21,28 +21,36 @@ use crate::spec::Spec;
 /// Files up to this size are recorded with a digest, in bytes.
 const MAX_DIGEST: u64 = 64 << 10;
 /// Mounts that are recorded.
-const MAX_FOREIGN: usize = 4096;
+const MAX_UNNAMED: usize = 4096;
 
-/// The mounts of the container whose first process is `init` that come from outside it and that its spec does not
-/// name, and those among them that cannot be carried.
-pub fn foreign(host: &Host, spec: &Spec, init: i32) -> (Vec<ForeignMount>, Vec<Refusal>) {
+/// The mounts of the container whose first process is `init` that its spec does not name, and those among them that
+/// cannot be carried.
+pub fn unnamed(host: &Host, spec: &Spec, init: i32) -> (MountFacts, Vec<Refusal>) {
     let inside = visible(mountinfo::of(host, &init.to_string()));
     let outside = mountinfo::of(host, "self");
     let known = Known::of(spec);
-    let mut found = Vec::new();
+    let mut found = MountFacts::default();
     let mut refusals = Vec::new();
     for mount in &inside {
-        if known.has(mount) || carried(mount, &inside, &outside, &known) {
+        if known.has(mount) {
             continue;
         }
         let path = mount.point.display().to_string();
+        if carried(mount, &inside, &outside, &known) {
+            if mount.root == Path::new("/") && found.own.len() < MAX_UNNAMED {
+                found.own.push(path);
+            }
+            continue;
+        }
         if let Err(why) = declarable(&path) {
             refusals.push(refusal(&path, why, "mount it at another path"));
             continue;
         }
         match on_host(host, init, mount, &outside) {
-            Some(host_path) if found.len() < MAX_FOREIGN => {
-                found.extend(describe(host, mount, path, host_path));
+            Some(host_path) if found.foreign.len() < MAX_UNNAMED => {
+                found
+                    .foreign
+                    .extend(describe(host, mount, path, host_path));
             }
             _ => refusals.push(refusal(
                 &path,
@@ -199,7 +207,7 @@ fn kind(path: &Path) -> Option<(MountKind, fs::Metadata)> {
 fn describe(host: &Host, mount: &Mount, path: String, host_path: PathBuf) -> Option<ForeignMount> {
     let file = host.path(&host_path);
     let (kind, meta) = kind(&file)?;
-    let size = (kind == MountKind::File).then(|| meta.len());
+    let size = (kind == MountKind::File).then_some(meta.len());
     Some(ForeignMount {
         path,
         kind,
@@ -283,7 +291,7 @@ impl Provider<'_> {
     pub fn provide(&self, recorded: &[ForeignMount]) -> Result<Vec<Provided>, Vec<Refusal>> {
         let mut provided = Vec::new();
         let mut refusals = Vec::new();
-        for mount in recorded.iter().take(MAX_FOREIGN) {
+        for mount in recorded.iter().take(MAX_UNNAMED) {
             match self.one(mount) {
                 Ok(source) => provided.push(Provided {
                     path: mount.path.clone(),

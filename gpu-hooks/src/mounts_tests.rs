@@ -68,7 +68,14 @@ fn what_no_spec_names() {
         "/mnt/gpus/0000:65:00.0",
         "/proc/driver/nvidia/gpus/0000:65:00.0",
     );
-    let (found, refusals) = foreign(&host, &spec(), 100);
+    let (
+        MountFacts {
+            foreign: found,
+            own,
+        },
+        refusals,
+    ) = unnamed(&host, &spec(), 100);
+    assert_eq!(own, ["/proc/driver/nvidia"]);
     let short: Vec<_> = found
         .iter()
         .map(|m| (m.path.as_str(), m.host_path.as_str()))

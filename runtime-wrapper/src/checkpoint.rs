@@ -4,7 +4,7 @@
 //! seal is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
 //! cannot be written, the container runs on.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
@@ -14,13 +14,14 @@ use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
-use cryopod_gpu_hooks::plan::{self, CheckpointPlan};
+use cryopod_gpu_hooks::plan::{self, CheckpointPlan, PlanError, Refusal};
 use cryopod_gpu_hooks::remap;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 use serde_json::Value;
 
 use crate::argv::Invocation;
+use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
@@ -55,13 +56,16 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let plan = plan::checkpoint(&host, nodes, state.init, &plugins)?;
+    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init)?;
+    let plan = plan::checkpoint(&host, nodes, state.init, &plugins);
+    let plan = with_hazards(plan, hazards)?;
     let job = Job {
         ctx,
         inv,
         host: &host,
         state,
         plan,
+        around,
         started,
     };
     let setup = crate::setup::Setup {
@@ -70,8 +74,25 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         tools: &tools,
         criu: &criu,
+        extra: &job.around.extra,
     };
     job.run(&setup)
+}
+
+/// The plan, unless something else stands in the way; all reasons at once.
+fn with_hazards(
+    plan: Result<CheckpointPlan, PlanError>,
+    hazards: Vec<Refusal>,
+) -> Result<CheckpointPlan, PlanError> {
+    match plan {
+        Ok(plan) if hazards.is_empty() => Ok(plan),
+        Ok(_) => Err(PlanError::Refused(hazards)),
+        Err(PlanError::Refused(mut all)) => {
+            all.extend(hazards);
+            Err(PlanError::Refused(all))
+        }
+        Err(other) => Err(other),
+    }
 }
 
 fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -> Option<State> {
@@ -115,11 +136,12 @@ struct Job<'a> {
     host: &'a Host,
     state: State,
     plan: CheckpointPlan,
+    around: Around,
     started: Instant,
 }
 
 impl Job<'_> {
-    fn run(self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
+    fn run(&self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
         let pre_dump = self.inv.flags.has("pre-dump");
         let signals = child::Signals::watch()?;
         let op = Operation::new()?;
@@ -145,7 +167,7 @@ impl Job<'_> {
         seal.timings.plan_us = micros(dump_started - self.started);
         let ended = child::run(
             &self.ctx.low,
-            &self.ctx.args,
+            &self.line(ready.low_version.as_deref()),
             &ready.env,
             &watch,
             &signals,
@@ -209,6 +231,15 @@ impl Job<'_> {
         ExitCode::FAILURE
     }
 
+    /// The command line, with the flags that CRIU's options need.
+    fn line(&self, low_version: Option<&str>) -> Vec<OsString> {
+        let kind = self.ctx.low.kind;
+        let newer = around::newer_runc(kind, low_version);
+        let options = &self.around.extra.options;
+        let flags = options.flags(kind, newer, true, &self.inv.flags);
+        crate::setup::with_flags(&self.ctx.args, self.inv.verb_at, &flags)
+    }
+
     /// CRIU was killed in the middle of the container: what can be done from outside is to thaw its cgroup.
     fn thaw(&self, tools: &dyn Tools) {
         let mut args: Vec<&OsStr> = Vec::new();
@@ -267,6 +298,9 @@ impl Job<'_> {
             },
             host: facts::host(self.host, Some(setup.criu)),
             gpu,
+            mounts: self.around.mounts.clone(),
+            criu: self.around.criu.clone(),
+            lsm: self.around.lsm.clone(),
             timings: Timings::default(),
             extra: serde_json::Map::new(),
         }

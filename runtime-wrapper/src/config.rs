@@ -48,6 +48,10 @@ pub struct Config {
     pub amd: Amd,
     /// `[checks]`: `false` switches a check of a restore off.
     pub checks: BTreeMap<String, bool>,
+    /// `[mounts]`.
+    pub mounts: Mounts,
+    /// `[hooks]`.
+    pub hooks: Hooks,
     /// `[limits]`.
     pub limits: Limits,
 }
@@ -80,6 +84,38 @@ pub enum CriuValue {
     Text(String),
     /// Given several times.
     List(Vec<String>),
+}
+
+/// `[mounts]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mounts {
+    /// Folders and files of the host that a restore may mount into a container whose spec does not name them, beside
+    /// the places of GPU drivers.
+    pub allow: Vec<PathBuf>,
+}
+
+/// `[hooks]`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Hooks {
+    /// OCI hooks that are taken out of a bundle before it is restored: paths, or names of programs.
+    pub drop: Vec<String>,
+}
+
+impl Default for Hooks {
+    fn default() -> Self {
+        let names = [
+            "nvidia-container-runtime-hook",
+            "nvidia-container-toolkit",
+            "nvidia-ctk",
+            "nvidia-cdi-hook",
+            "oci-nvidia-hook",
+        ];
+        Self {
+            drop: names.map(str::to_owned).to_vec(),
+        }
+    }
 }
 
 /// `[gpu]`.
@@ -198,6 +234,12 @@ impl Config {
                 )));
             }
         }
+        if let Some(path) = config.mounts.allow.iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "mounts.allow: {} is no absolute path",
+                path.display()
+            )));
+        }
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
@@ -255,6 +297,7 @@ mod tests {
             ("[gpu]\nmap = \"0\"", "gpu.map"),
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
+            ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
             ("runtime = 1", "runtime"),
             ("[", "c.toml"),
         ] {

@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 
 use cryopod_gpu_hooks::spec::Spec;
 
-use crate::config::{Config, CriuValue};
+use crate::config::Config;
+use crate::criuopts::Options;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 
@@ -42,6 +43,15 @@ pub enum CriuConfError {
         /// The file.
         path: PathBuf,
     },
+}
+
+/// What this operation tells CRIU besides.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Extra {
+    /// Options by their names.
+    pub options: Options,
+    /// Further lines: mounts that are external.
+    pub lines: Vec<String>,
 }
 
 /// A user's configuration: text without `libdir`, and the folders that `libdir` named.
@@ -109,6 +119,16 @@ fn runtime_file(
     }
 }
 
+/// The files that the runtime names to CRIU, or would, of those that are there.
+pub fn runtime_files(kind: Kind, spec: &Spec) -> Option<PathBuf> {
+    let reader = Reader {
+        kind,
+        names_file: false,
+        restore: false,
+    };
+    runtime_file(reader, spec, &|p| p.exists()).map(|(path, _)| path)
+}
+
 /// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the folders of
 /// plugins that the user named.
 ///
@@ -120,6 +140,7 @@ pub fn merge(
     reader: Reader,
     spec: &Spec,
     env: Option<&Path>,
+    extra: &Extra,
 ) -> Result<(String, Vec<PathBuf>), CriuConfError> {
     let read = |path: &Path, who: &str| {
         std::fs::read_to_string(path).map_err(|source| CriuConfError::Read {
@@ -148,24 +169,8 @@ pub fn merge(
     text.push_str("# cryopod's own:\n");
     // CRIU's alarm of 10 seconds for stopping the processes would cut off the driver's lock.
     let _ = writeln!(text, "timeout {}", config.limits.checkpoint_s);
-    for (key, value) in &config.criu.options {
-        match value {
-            CriuValue::Flag(true) => {
-                let _ = writeln!(text, "{key}");
-            }
-            CriuValue::Flag(false) => {}
-            CriuValue::Number(n) => {
-                let _ = writeln!(text, "{key} {n}");
-            }
-            CriuValue::Text(word) => {
-                let _ = writeln!(text, "{key} {word}");
-            }
-            CriuValue::List(words) => {
-                for word in words {
-                    let _ = writeln!(text, "{key} {word}");
-                }
-            }
-        }
+    for line in extra.options.lines().iter().chain(&extra.lines) {
+        let _ = writeln!(text, "{line}");
     }
     let _ = writeln!(text, "libdir {}", op.plugins().display());
     let _ = writeln!(

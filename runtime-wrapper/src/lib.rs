@@ -13,6 +13,7 @@
 
 pub mod agent;
 pub mod argv;
+pub mod around;
 pub mod bundle;
 pub mod cgroup;
 pub mod checkpoint;
@@ -20,6 +21,7 @@ pub mod child;
 pub mod choose;
 pub mod config;
 pub mod criuconf;
+pub mod criuopts;
 pub mod facts;
 pub mod gate;
 pub mod images;
@@ -74,6 +76,9 @@ pub enum Error {
     /// The user's CRIU configuration stands in the way.
     #[error(transparent)]
     CriuConf(#[from] criuconf::CriuConfError),
+    /// An annotation of the container cannot be followed.
+    #[error(transparent)]
+    Option(#[from] criuopts::OptionError),
     /// The driver agent cannot work.
     #[error(transparent)]
     Agent(#[from] agent::AgentError),

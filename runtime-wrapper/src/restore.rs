@@ -60,6 +60,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         tools: &tools,
         criu: &criu,
+        extra: &crate::criuconf::Extra::default(),
     };
     let agent = match nvidia {
         true => Some(setup.agent(&op, &plugins)?),

@@ -54,6 +54,8 @@ pub struct Setup<'a> {
     pub tools: &'a dyn Tools,
     /// CRIU.
     pub criu: &'a Criu,
+    /// What CRIU is told besides.
+    pub extra: &'a criuconf::Extra,
 }
 
 /// Everything that stands ready for the low-level runtime to be started.
@@ -145,7 +147,14 @@ impl Setup<'_> {
         let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
             .filter(|v| !v.is_empty())
             .map(PathBuf::from);
-        let (text, libdirs) = criuconf::merge(op, config, reader, self.spec, env_conf.as_deref())?;
+        let (text, libdirs) = criuconf::merge(
+            op,
+            config,
+            reader,
+            self.spec,
+            env_conf.as_deref(),
+            self.extra,
+        )?;
         for plugin in plugins.iter().chain(&criuconf::user_plugins(&libdirs)) {
             op.link_plugin(plugin)?;
         }

@@ -16,7 +16,7 @@ fn sample() -> Seal {
             vendors: vec![Vendor::Nvidia],
             ..Default::default()
         },
-        mounts: Vec::new(),
+        mounts: MountFacts::default(),
         criu: CriuFacts::default(),
         lsm: LsmFacts::default(),
         timings: Timings::default(),

@@ -1,0 +1,297 @@
+//! What a container has around it beside GPUs: hazards, mounts that no spec names, CRIU's options, security labels.
+//!
+//! A checkpoint looks at them, refuses what CRIU cannot dump, and records what a restore must provide; a restore
+//! provides it, before CRIU runs.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use cryopod_archive::around::{CriuFacts, LsmFacts, MountFacts, MountKind};
+use cryopod_archive::seal::Seal;
+use cryopod_gpu_hooks::hazards::Scan;
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::mounts::{self, Provided, Provider};
+use cryopod_gpu_hooks::plan::{PlanError, Refusal};
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::{live, nvidia};
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
+use nix::sys::stat::{Mode, mkdirat};
+
+use crate::argv::Invocation;
+use crate::criuconf::Extra;
+use crate::criuopts::{self, Options};
+use crate::lowlevel::Kind;
+use crate::{Context, Error};
+
+/// What a checkpoint records and tells CRIU.
+#[derive(Debug, Clone, Default)]
+pub struct Around {
+    /// For CRIU's configuration.
+    pub extra: Extra,
+    /// For the seal.
+    pub mounts: MountFacts,
+    /// For the seal.
+    pub criu: CriuFacts,
+    /// For the seal.
+    pub lsm: LsmFacts,
+}
+
+/// CRIU's options for this container.
+///
+/// # Errors
+/// [`Error::Option`]: an annotation cannot be followed.
+fn options(ctx: &Context, spec: &Spec) -> Result<Options, Error> {
+    let mut files = criuopts::earlier_files();
+    files.extend(crate::criuconf::runtime_files(ctx.low.kind, spec));
+    Ok(Options::of(&ctx.config.criu.options, spec, &files)?)
+}
+
+/// Looks at the container whose first process is `init`. The refusals are to be told with those of the GPUs.
+///
+/// # Errors
+/// [`Error::Option`]: an annotation cannot be followed.
+pub fn checkpoint(
+    ctx: &Context,
+    inv: &Invocation,
+    host: &Host,
+    spec: &Spec,
+    init: i32,
+) -> Result<(Around, Vec<Refusal>), Error> {
+    let mut options = options(ctx, spec)?;
+    let scan = Scan::of(host, &live::tree(host, init));
+    let mut refusals = scan.refusals(host, spec);
+    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init)));
+    let (mut found, unfit) = match spec.json().is_object() {
+        true => mounts::unnamed(host, spec, init),
+        // Without a spec every mount would be unnamed.
+        false => Default::default(),
+    };
+    refusals.extend(unfit);
+    scan.mark_used(&mut found.foreign);
+    let lines = found.foreign.iter().map(|m| {
+        tracing::info!(
+            "{} is a mount of {} that no spec names",
+            m.path,
+            m.host_path
+        );
+        external(&m.path, &m.path)
+    });
+    let around = Around {
+        criu: CriuFacts {
+            options: options.for_the_restore(&inv.flags),
+        },
+        lsm: labels(spec),
+        extra: Extra {
+            lines: lines.collect(),
+            options,
+        },
+        mounts: found,
+    };
+    Ok((around, refusals))
+}
+
+/// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.
+fn external(path: &str, key: &str) -> String {
+    format!("external mnt[{path}]:{key}")
+}
+
+/// The labels that a spec asks for.
+pub fn labels(spec: &Spec) -> LsmFacts {
+    let text = |pointer: &str| {
+        let value = spec.json().pointer(pointer)?.as_str()?;
+        (!value.is_empty()).then(|| value.to_owned())
+    };
+    LsmFacts {
+        apparmor: text("/process/apparmorProfile"),
+        selinux: text("/process/selinuxLabel"),
+        mount_label: text("/linux/mountLabel"),
+    }
+}
+
+/// What a restore has to do around the container.
+#[derive(Debug, Clone, Default)]
+pub struct Provision {
+    /// For CRIU's configuration.
+    pub extra: Extra,
+    provided: Vec<Provided>,
+    own: Vec<String>,
+}
+
+/// Finds on this host what the checkpoint had around it. `renamed`: old and new PCI addresses of GPUs. Touches nothing.
+///
+/// # Errors
+/// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
+pub fn restore(
+    ctx: &Context,
+    inv: &Invocation,
+    host: &Host,
+    spec: &Spec,
+    seal: &Seal,
+    renamed: &[(String, String)],
+) -> Result<Provision, Error> {
+    let mut options = options(ctx, spec)?;
+    options.as_at_the_checkpoint(&seal.criu.options, &inv.flags);
+    let driver = nvidia::driver_version(host);
+    let provider = Provider {
+        host,
+        spec,
+        recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
+        driver: driver.as_deref(),
+        allowed: &ctx.config.mounts.allow,
+        renamed,
+    };
+    let provided = provider
+        .provide(&seal.mounts.foreign)
+        .map_err(PlanError::RestoreRefused)?;
+    let lines = provided
+        .iter()
+        .map(|p| {
+            tracing::info!("{} is provided from {}", p.path, p.source.display());
+            external(&p.path, &p.source.display().to_string())
+        })
+        .collect();
+    Ok(Provision {
+        extra: Extra { options, lines },
+        provided,
+        own: seal.mounts.own.clone(),
+    })
+}
+
+impl Provision {
+    /// Makes the mount points that a new root file system may lack.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the mount point.
+    pub fn mount_points(&self, bundle: &Path, spec: &Spec) -> Result<(), Error> {
+        let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
+        let Some(root) = root.map(|r| bundle.join(r)) else {
+            return Ok(());
+        };
+        if self.provided.is_empty() && self.own.is_empty() {
+            return Ok(());
+        }
+        let what = format!("{}: cannot open the container's root", root.display());
+        let dir = File::open(&root).map_err(Error::io(what))?;
+        // In the spec's own mounts they are CRIU's or the volume's.
+        let mounted: Vec<PathBuf> = spec
+            .mounts()
+            .iter()
+            .map(|m| m.destination().clone())
+            .collect();
+        let files = self.provided.iter().map(|p| (&p.path, p.kind));
+        let folders = self.own.iter().map(|p| (p, MountKind::Folder));
+        for (path, kind) in folders.chain(files) {
+            if mounted.iter().any(|m| Path::new(path).starts_with(m)) {
+                continue;
+            }
+            let what = format!("{}: cannot make the mount point {path}", root.display());
+            mount_point(&dir, Path::new(path), kind).map_err(|e| Error::io(what)(e.into()))?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes a mount point below `root`, out of which no link leads.
+fn mount_point(root: &File, path: &Path, kind: MountKind) -> Result<(), Errno> {
+    let mut parent = PathBuf::from(".");
+    let mut parts = path
+        .components()
+        .filter_map(|c| match c {
+            Component::Normal(name) => Some(name),
+            _ => None,
+        })
+        .peekable();
+    while let Some(name) = parts.next() {
+        let folder = in_root(root, &parent)?;
+        let made = if parts.peek().is_some() || kind == MountKind::Folder {
+            mkdirat(&folder, name, Mode::from_bits_truncate(0o755))
+        } else {
+            let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+            openat(&folder, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
+        };
+        match made {
+            Ok(()) | Err(Errno::EEXIST) => {}
+            Err(e) => return Err(e),
+        }
+        parent.push(name);
+    }
+    Ok(())
+}
+
+fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    openat2(root.as_fd(), path, how)
+}
+
+/// Does the low-level runtime know the flags of runc 1.3?
+pub fn newer_runc(kind: Kind, low_version: Option<&str>) -> bool {
+    kind == Kind::Runc
+        && low_version
+            .and_then(crate::facts::numbers)
+            .is_some_and(|n| n.as_slice() >= [1, 3].as_slice())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn mount_points_stay_in_the_root() {
+        let dir = tempfile::tempdir().unwrap();
+        let rootfs = dir.path().join("b/rootfs");
+        std::fs::create_dir_all(&rootfs).unwrap();
+        let outside = dir.path().join("outside");
+        std::fs::create_dir(&outside).unwrap();
+        std::os::unix::fs::symlink(&outside, rootfs.join("usr")).unwrap();
+        std::fs::write(rootfs.join("there"), "kept").unwrap();
+        let provided = |path: &str, kind| Provided {
+            path: path.into(),
+            source: "/x".into(),
+            kind,
+        };
+        let provision = Provision {
+            provided: vec![
+                provided("/lib/firmware/gsp.bin", MountKind::File),
+                provided("/there", MountKind::File),
+                provided("/proc/driver/x", MountKind::Folder),
+            ],
+            own: vec!["/etc/nvidia/profiles".into()],
+            ..Provision::default()
+        };
+        let spec = Spec::from_json(json!({
+            "root": {"path": "rootfs"},
+            "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}]
+        }));
+        provision
+            .mount_points(&dir.path().join("b"), &spec)
+            .unwrap();
+        assert!(rootfs.join("lib/firmware/gsp.bin").is_file());
+        assert!(rootfs.join("etc/nvidia/profiles").is_dir());
+        assert!(!rootfs.join("proc").exists());
+        assert_eq!(std::fs::read(rootfs.join("there")).unwrap(), b"kept");
+        let out = Provision {
+            provided: vec![provided("/usr/lib/x.so", MountKind::File)],
+            ..Provision::default()
+        };
+        let e = out.mount_points(&dir.path().join("b"), &spec).unwrap_err();
+        assert!(e.to_string().contains("/usr/lib/x.so"), "{e}");
+        assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn labels_of_a_spec() {
+        let spec = Spec::from_json(json!({
+            "process": {"apparmorProfile": "containers-default", "selinuxLabel": ""},
+            "linux": {"mountLabel": "system_u:object_r:x"}
+        }));
+        let found = labels(&spec);
+        assert_eq!(found.apparmor.as_deref(), Some("containers-default"));
+        assert_eq!(found.selinux, None);
+        assert_eq!(found.mount_label.as_deref(), Some("system_u:object_r:x"));
+    }
+}

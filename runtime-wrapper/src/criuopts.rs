@@ -1,0 +1,412 @@
+//! The CRIU options of one operation: cryopod's defaults, the configuration's `[criu.options]`, the container's
+//! annotations `dev.cryopod.criu.NAME`, each overriding the one before.
+//!
+//! Some of them a runtime sends to CRIU itself, switched off where its command line does not say otherwise, and what
+//! it sends counts more than a configuration: those are passed as its flags, too.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use cryopod_gpu_hooks::hazards::Connection;
+use cryopod_gpu_hooks::plan::Refusal;
+use cryopod_gpu_hooks::spec::Spec;
+
+use crate::argv::Flags;
+use crate::config::CriuValue;
+use crate::lowlevel::Kind;
+
+/// Annotations of this beginning name a CRIU option.
+pub const ANNOTATION: &str = "dev.cryopod.criu.";
+
+/// What GPU workloads need, where nothing else is said. Limits in CRIU's words.
+const DEFAULTS: [(&str, Option<&str>); 5] = [
+    // Deleted files that are still open: CRIU's own limit is 1 MiB, PyTorch's shared tensors are larger.
+    ("ghost-limit", Some("2G")),
+    // Files that were opened under a name they no longer have (POSIX semaphores).
+    ("link-remap", None),
+    ("file-locks", None),
+    ("ext-unix-sk", None),
+    // Connections that are being made: the other side tries again.
+    ("skip-in-flight", None),
+];
+
+/// Options that an annotation may set. It comes with the container, not from the administrator: none of these names a
+/// file or a program.
+const BY_ANNOTATION: [&str; 15] = [
+    "timeout",
+    "ghost-limit",
+    "ghost-fiemap",
+    "link-remap",
+    "file-locks",
+    "ext-unix-sk",
+    "skip-in-flight",
+    "tcp-established",
+    "tcp-close",
+    "network-lock",
+    "mntns-compat-mode",
+    "enable-external-masters",
+    "enable-external-sharing",
+    "force-irmap",
+    "weak-sysctls",
+];
+
+/// Options that a restore of the images needs as their checkpoint had them.
+const FOR_THE_RESTORE: [&str; 5] = [
+    "tcp-established",
+    "tcp-close",
+    "file-locks",
+    "ext-unix-sk",
+    "mntns-compat-mode",
+];
+
+/// An annotation that cannot be followed.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// Not one of those that a container may set.
+    #[error(
+        "annotation {ANNOTATION}{name}: no CRIU option that an annotation may set; those are {}, and all others are `criu.options` in /etc/cryopod/config.toml",
+        BY_ANNOTATION.join(", ")
+    )]
+    Unknown {
+        /// The option.
+        name: String,
+    },
+    /// A value that is no single word.
+    #[error("annotation {ANNOTATION}{name}: {value:?} is neither true, false, a number nor a word")]
+    Value {
+        /// The option.
+        name: String,
+        /// Its value.
+        value: String,
+    },
+}
+
+/// The options of one operation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Options(BTreeMap<String, CriuValue>);
+
+impl Options {
+    /// Puts them together. `user_files`: CRIU configurations that come before cryopod's; a default does not override
+    /// what they say.
+    ///
+    /// # Errors
+    /// [`OptionError`].
+    pub fn of(
+        config: &BTreeMap<String, CriuValue>,
+        spec: &Spec,
+        user_files: &[PathBuf],
+    ) -> Result<Self, OptionError> {
+        let texts: Vec<String> = user_files
+            .iter()
+            .filter_map(|p| std::fs::read_to_string(p).ok())
+            .collect();
+        let mut all = BTreeMap::new();
+        for (name, value) in DEFAULTS {
+            if !texts.iter().any(|t| mentions(t, name)) {
+                let value = value.map_or(CriuValue::Flag(true), |v| CriuValue::Text(v.to_owned()));
+                all.insert(name.to_owned(), value);
+            }
+        }
+        all.extend(config.iter().map(|(k, v)| (k.clone(), v.clone())));
+        let annotations = spec.json().get("annotations").and_then(|a| a.as_object());
+        for (key, value) in annotations.into_iter().flatten() {
+            let Some(name) = key.strip_prefix(ANNOTATION) else {
+                continue;
+            };
+            if !BY_ANNOTATION.contains(&name) {
+                let name = name.to_owned();
+                return Err(OptionError::Unknown { name });
+            }
+            let text = value.as_str().unwrap_or_default().trim();
+            let value = match text {
+                "true" => CriuValue::Flag(true),
+                "false" => CriuValue::Flag(false),
+                word if !word.is_empty()
+                    && word.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') =>
+                {
+                    CriuValue::Text(word.to_owned())
+                }
+                _ => {
+                    return Err(OptionError::Value {
+                        name: name.to_owned(),
+                        value: text.to_owned(),
+                    });
+                }
+            };
+            all.insert(name.to_owned(), value);
+        }
+        Ok(Self(all))
+    }
+
+    /// `true` if the option is on.
+    pub fn on(&self, name: &str) -> bool {
+        self.0
+            .get(name)
+            .is_some_and(|v| *v != CriuValue::Flag(false))
+    }
+
+    fn set(&mut self, name: &str) {
+        self.0.insert(name.to_owned(), CriuValue::Flag(true));
+    }
+
+    /// What a checkpoint does about established TCP connections. Those within the container's own loopback can be
+    /// restored anywhere; about others the user must say.
+    pub fn settle_tcp(&mut self, flags: &Flags, connections: &[Connection]) -> Vec<Refusal> {
+        if connections.is_empty()
+            || self.on("tcp-established")
+            || self.on("tcp-close")
+            || flags.has("tcp-established")
+            || flags.has("tcp-close")
+        {
+            return Vec::new();
+        }
+        let outside: Vec<&Connection> = connections.iter().filter(|c| !c.loopback).collect();
+        let Some(first) = outside.first() else {
+            self.set("tcp-established");
+            return Vec::new();
+        };
+        let more = match outside.len() {
+            1 => String::new(),
+            n => format!(" and {} more", n - 1),
+        };
+        vec![Refusal {
+            process: Some(first.process.clone()),
+            what: format!("has an established TCP connection ({}){more}", first.ends),
+            remedy: format!(
+                "set the annotation {ANNOTATION}tcp-established=true to keep it (the restored container must have the same address) or {ANNOTATION}tcp-close=true to close it, or the same under [criu.options] in /etc/cryopod/config.toml; podman has --tcp-established"
+            ),
+        }]
+    }
+
+    /// Those that a restore of the images needs again, for the seal.
+    pub fn for_the_restore(&self, flags: &Flags) -> Vec<String> {
+        FOR_THE_RESTORE
+            .iter()
+            .filter(|name| self.on(name) || flags.has(name))
+            .map(|name| (*name).to_owned())
+            .collect()
+    }
+
+    /// Takes over what the checkpoint had on; names that are not known are left out, as the seal may be anybody's.
+    pub fn as_at_the_checkpoint(&mut self, recorded: &[String], flags: &Flags) {
+        let close = flags.has("tcp-close") || self.on("tcp-close");
+        for name in recorded {
+            let known = FOR_THE_RESTORE.contains(&name.as_str());
+            if known && !(close && name.starts_with("tcp-")) {
+                self.set(name);
+            }
+        }
+    }
+
+    /// The flags for the low-level runtime's command line that are not there yet. `newer`: runc 1.3 or later.
+    pub fn flags(
+        &self,
+        kind: Kind,
+        newer: bool,
+        checkpoint: bool,
+        given: &Flags,
+    ) -> Vec<&'static str> {
+        let mut wanted = vec![
+            ("tcp-established", "--tcp-established"),
+            ("file-locks", "--file-locks"),
+            ("ext-unix-sk", "--ext-unix-sk"),
+        ];
+        if kind == Kind::Runc && newer && checkpoint {
+            wanted.push(("skip-in-flight", "--tcp-skip-in-flight"));
+            wanted.push(("link-remap", "--link-remap"));
+        }
+        wanted
+            .into_iter()
+            .filter(|(name, flag)| self.on(name) && !given.has(flag.trim_start_matches('-')))
+            .map(|(_, flag)| flag)
+            .collect()
+    }
+
+    /// As lines of a CRIU configuration.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for (name, value) in &self.0 {
+            match value {
+                CriuValue::Flag(true) => lines.push(name.clone()),
+                CriuValue::Flag(false) => {}
+                CriuValue::Number(n) => lines.push(format!("{name} {n}")),
+                CriuValue::Text(word) => lines.push(format!("{name} {word}")),
+                CriuValue::List(words) => {
+                    lines.extend(words.iter().map(|word| format!("{name} {word}")));
+                }
+            }
+        }
+        lines
+    }
+}
+
+/// Does a CRIU configuration set this option?
+fn mentions(text: &str, name: &str) -> bool {
+    text.lines().any(|line| {
+        let first = line
+            .split(|c: char| c.is_whitespace() || c == '=')
+            .find(|w| !w.is_empty());
+        first.is_some_and(|w| w.trim_start_matches('-') == name)
+    })
+}
+
+/// The CRIU configurations that CRIU reads before cryopod's, and the one that cryopod's holds a copy of.
+pub fn earlier_files() -> Vec<PathBuf> {
+    let mut files = vec![PathBuf::from("/etc/criu/default.conf")];
+    if let Some(home) = std::env::var_os("HOME").filter(|h| !h.is_empty()) {
+        files.push(Path::new(&home).join(".criu/default.conf"));
+    }
+    if let Some(file) = std::env::var_os("CRIU_CONFIG_FILE").filter(|f| !f.is_empty()) {
+        files.push(file.into());
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::argv::decode;
+    use serde_json::json;
+    use std::ffi::OsString;
+
+    fn options(config: &[(&str, CriuValue)], annotations: serde_json::Value) -> Options {
+        let config = config
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), v.clone()))
+            .collect();
+        let spec = Spec::from_json(json!({"annotations": annotations}));
+        Options::of(&config, &spec, &[]).unwrap()
+    }
+
+    fn given(line: &str) -> Flags {
+        let args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+        decode(Kind::Crun, &args).unwrap().flags
+    }
+
+    fn connection(loopback: bool) -> Connection {
+        Connection {
+            process: (7, "redis".into()),
+            ends: "a - b".into(),
+            loopback,
+        }
+    }
+
+    #[test]
+    fn each_overrides_the_one_before() {
+        let o = options(&[], json!({}));
+        assert_eq!(
+            o.lines(),
+            [
+                "ext-unix-sk",
+                "file-locks",
+                "ghost-limit 2G",
+                "link-remap",
+                "skip-in-flight"
+            ]
+        );
+        let config = [
+            ("ghost-limit", CriuValue::Number(5)),
+            ("file-locks", CriuValue::Flag(false)),
+            ("skip-mnt", CriuValue::List(vec!["/a".into(), "/b".into()])),
+        ];
+        let o = options(
+            &config,
+            json!({"dev.cryopod.criu.ghost-limit": "9M", "dev.cryopod.criu.link-remap": "false", "other": "x"}),
+        );
+        assert_eq!(
+            o.lines(),
+            [
+                "ext-unix-sk",
+                "ghost-limit 9M",
+                "skip-in-flight",
+                "skip-mnt /a",
+                "skip-mnt /b"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_default_does_not_override_the_users_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("default.conf");
+        std::fs::write(&file, "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n").unwrap();
+        let o = Options::of(&BTreeMap::new(), &Spec::from_json(json!({})), &[file]).unwrap();
+        assert_eq!(o.lines(), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
+    }
+
+    #[test]
+    fn annotations_set_no_files_and_programs() {
+        for (name, value) in [
+            ("action-script", "/x"),
+            ("libdir", "/x"),
+            ("external", "mnt[/a]:/etc"),
+            ("ghost-limit", "1 G"),
+            ("ghost-limit", ""),
+            ("timeout", "5\nlibdir /x"),
+        ] {
+            let key = format!("{ANNOTATION}{name}");
+            let spec = Spec::from_json(json!({"annotations": {key.clone(): value}}));
+            let e = Options::of(&BTreeMap::new(), &spec, &[]).unwrap_err();
+            assert!(e.to_string().contains(&key), "{e}");
+        }
+    }
+
+    #[test]
+    fn connections() {
+        let none = given("checkpoint c1");
+        let mut o = options(&[], json!({}));
+        assert!(o.settle_tcp(&none, &[]).is_empty() && !o.on("tcp-established"));
+        assert!(o.settle_tcp(&none, &[connection(true)]).is_empty());
+        assert!(o.on("tcp-established"), "loopback goes anywhere");
+        let mut o = options(&[], json!({}));
+        let both = [connection(true), connection(false)];
+        let told = o.settle_tcp(&none, &both)[0].to_string();
+        assert!(
+            told.contains("process 7 (redis)") && told.contains("dev.cryopod.criu.tcp-close=true"),
+            "{told}"
+        );
+        assert!(
+            o.settle_tcp(&given("checkpoint --tcp-established c1"), &both)
+                .is_empty()
+        );
+        let mut o = options(&[], json!({"dev.cryopod.criu.tcp-close": "true"}));
+        assert!(o.settle_tcp(&none, &both).is_empty() && !o.on("tcp-established"));
+    }
+
+    #[test]
+    fn the_restore_does_as_the_checkpoint_did() {
+        let mut o = options(&[], json!({}));
+        o.settle_tcp(&given("checkpoint c1"), &[connection(true)]);
+        let recorded = o.for_the_restore(&given("checkpoint c1"));
+        assert_eq!(recorded, ["tcp-established", "file-locks", "ext-unix-sk"]);
+        let mut r = options(&[("file-locks", CriuValue::Flag(false))], json!({}));
+        let strange = [recorded, vec!["action-script".into()]].concat();
+        r.as_at_the_checkpoint(&strange, &given("restore c1"));
+        assert!(r.on("tcp-established") && r.on("file-locks") && !r.on("action-script"));
+        let mut r = options(&[], json!({}));
+        r.as_at_the_checkpoint(&strange, &given("restore --tcp-close c1"));
+        assert!(!r.on("tcp-established"));
+    }
+
+    #[test]
+    fn as_flags_of_the_runtime() {
+        let o = options(&[], json!({}));
+        assert_eq!(
+            o.flags(Kind::Crun, true, true, &given("checkpoint --file-locks c1")),
+            ["--ext-unix-sk"]
+        );
+        assert_eq!(
+            o.flags(Kind::Runc, true, true, &given("checkpoint c1")),
+            [
+                "--file-locks",
+                "--ext-unix-sk",
+                "--tcp-skip-in-flight",
+                "--link-remap"
+            ]
+        );
+        assert_eq!(
+            o.flags(Kind::Runc, true, false, &given("restore c1")),
+            ["--file-locks", "--ext-unix-sk"]
+        );
+    }
+}
