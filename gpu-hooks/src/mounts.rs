@@ -246,6 +246,8 @@ pub struct Provider<'a> {
     pub allowed: &'a [PathBuf],
     /// Replacements of a path's parts: PCI addresses of GPUs that take others' places.
     pub renamed: &'a [(String, String)],
+    /// Device nodes that lead elsewhere now: path in the container, path on this host.
+    pub nodes: &'a [(String, String)],
 }
 
 /// Where drivers, their firmware and their sockets lie. A checkpoint may come from a stranger: what it may have
@@ -384,10 +386,14 @@ impl Provider<'_> {
     /// Where a mount's content may be, best first.
     fn candidates(&self, mount: &ForeignMount) -> Vec<PathBuf> {
         let mut moved = mount.host_path.clone();
-        for (old, new) in self.renamed {
+        // One at most: GPUs may have changed places with each other.
+        let named = |(old, _): &&(String, String)| !old.is_empty() && moved.contains(old.as_str());
+        if let Some((old, new)) = self.renamed.iter().find(named) {
             moved = moved.replace(old.as_str(), new);
         }
         let mut places: Vec<PathBuf> = Vec::new();
+        let node = self.nodes.iter().find(|(path, _)| *path == mount.path);
+        places.extend(node.map(|(_, host_path)| host_path.into()));
         let versions = (self.recorded_driver, self.driver);
         if let (Some(old), Some(new)) = versions
             && old != new

@@ -147,6 +147,7 @@ impl Target {
             driver: self.driver,
             allowed: &self.allowed,
             renamed: &renamed,
+            nodes: &[],
         };
         match provider.provide(&[mount]) {
             Ok(p) => Ok(p[0].source.display().to_string()),

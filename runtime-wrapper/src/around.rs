@@ -3,6 +3,7 @@
 //! A checkpoint looks at them, refuses what CRIU cannot dump, and records what a restore must provide; a restore
 //! provides it, before CRIU runs.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
@@ -18,8 +19,10 @@ use cryopod_gpu_hooks::{live, nvidia};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use crate::argv::Invocation;
+use crate::choose::Chosen;
 use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
 use crate::lowlevel::Kind;
@@ -119,7 +122,7 @@ pub struct Provision {
     own: Vec<String>,
 }
 
-/// Finds on this host what the checkpoint had around it. `renamed`: old and new PCI addresses of GPUs. Touches nothing.
+/// Finds on this host what the checkpoint had around it. Touches nothing.
 ///
 /// # Errors
 /// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
@@ -129,8 +132,19 @@ pub fn restore(
     host: &Host,
     spec: &Spec,
     seal: &Seal,
-    renamed: &[(String, String)],
+    chosen: &Chosen,
 ) -> Result<Provision, Error> {
+    let moved = chosen.gpus.iter().filter(|c| c.moved());
+    let renamed: Vec<(String, String)> = moved
+        .map(|c| (c.old.pci.clone(), c.new.pci.clone()))
+        .filter(|(old, new)| !old.is_empty() && !new.is_empty())
+        .collect();
+    let nodes: Vec<(String, String)> = chosen
+        .remap
+        .targets
+        .iter()
+        .map(|t| (t.path.clone(), t.host_path.clone()))
+        .collect();
     let mut options = options(ctx, spec)?;
     options.as_at_the_checkpoint(&seal.criu.options, &inv.flags);
     let driver = nvidia::driver_version(host);
@@ -140,7 +154,8 @@ pub fn restore(
         recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
         driver: driver.as_deref(),
         allowed: &ctx.config.mounts.allow,
-        renamed,
+        renamed: &renamed,
+        nodes: &nodes,
     };
     let provided = provider
         .provide(&seal.mounts.foreign)
@@ -160,64 +175,112 @@ pub fn restore(
 }
 
 impl Provision {
+    /// The command line, with the flags that CRIU's options need.
+    pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
+        let flags = self
+            .extra
+            .options
+            .flags(ctx.low.kind, false, false, &inv.flags);
+        crate::setup::with_flags(&args, inv.verb_at, &flags)
+    }
+
     /// Makes the mount points that a new root file system may lack.
     ///
     /// # Errors
     /// [`Error::Io`] naming the mount point.
-    pub fn mount_points(&self, bundle: &Path, spec: &Spec) -> Result<(), Error> {
+    pub fn mount_points(&self, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
+        let mut points = MountPoints::default();
         let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
         let Some(root) = root.map(|r| bundle.join(r)) else {
-            return Ok(());
+            return Ok(points);
         };
         if self.provided.is_empty() && self.own.is_empty() {
-            return Ok(());
+            return Ok(points);
         }
         let what = format!("{}: cannot open the container's root", root.display());
-        let dir = File::open(&root).map_err(Error::io(what))?;
+        points.root = Some(File::open(&root).map_err(Error::io(what))?);
         // In the spec's own mounts they are CRIU's or the volume's.
-        let mounted: Vec<PathBuf> = spec
-            .mounts()
-            .iter()
-            .map(|m| m.destination().clone())
-            .collect();
+        let mounts = spec.mounts();
         let files = self.provided.iter().map(|p| (&p.path, p.kind));
         let folders = self.own.iter().map(|p| (p, MountKind::Folder));
         for (path, kind) in folders.chain(files) {
-            if mounted.iter().any(|m| Path::new(path).starts_with(m)) {
+            let path = Path::new(path);
+            if mounts.iter().any(|m| path.starts_with(m.destination())) {
                 continue;
             }
-            let what = format!("{}: cannot make the mount point {path}", root.display());
-            mount_point(&dir, Path::new(path), kind).map_err(|e| Error::io(what)(e.into()))?;
+            let what = format!(
+                "{}: cannot make the mount point {}",
+                root.display(),
+                path.display()
+            );
+            points
+                .make(path, kind)
+                .map_err(|e| Error::io(what)(e.into()))?;
+        }
+        Ok(points)
+    }
+}
+
+/// The mount points that were made; dropped without [`MountPoints::keep`] they are removed again.
+#[derive(Debug, Default)]
+pub struct MountPoints {
+    root: Option<File>,
+    /// In the order in which they were made: the folder that it is in, its name, whether it is a folder.
+    made: Vec<(OwnedFd, OsString, bool)>,
+}
+
+impl MountPoints {
+    /// The restore has succeeded: they are the container's.
+    pub fn keep(mut self) {
+        self.made.clear();
+    }
+
+    /// Makes a mount point below the root, out of which no link leads.
+    fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
+        let Some(root) = &self.root else {
+            return Ok(());
+        };
+        let mut parent = PathBuf::from(".");
+        let parts = path.components().filter_map(|c| match c {
+            Component::Normal(name) => Some(name),
+            _ => None,
+        });
+        let mut parts = parts.peekable();
+        while let Some(name) = parts.next() {
+            let folder = in_root(root, &parent)?;
+            let is_folder = parts.peek().is_some() || kind == MountKind::Folder;
+            let made = if is_folder {
+                mkdirat(&folder, name, Mode::from_bits_truncate(0o755))
+            } else {
+                let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+                openat(&folder, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
+            };
+            match made {
+                Ok(()) => self.made.push((folder, name.to_owned(), is_folder)),
+                Err(Errno::EEXIST) => {}
+                Err(e) => return Err(e),
+            }
+            parent.push(name);
         }
         Ok(())
     }
 }
 
-/// Makes a mount point below `root`, out of which no link leads.
-fn mount_point(root: &File, path: &Path, kind: MountKind) -> Result<(), Errno> {
-    let mut parent = PathBuf::from(".");
-    let mut parts = path
-        .components()
-        .filter_map(|c| match c {
-            Component::Normal(name) => Some(name),
-            _ => None,
-        })
-        .peekable();
-    while let Some(name) = parts.next() {
-        let folder = in_root(root, &parent)?;
-        let made = if parts.peek().is_some() || kind == MountKind::Folder {
-            mkdirat(&folder, name, Mode::from_bits_truncate(0o755))
-        } else {
-            let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            openat(&folder, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
-        };
-        match made {
-            Ok(()) | Err(Errno::EEXIST) => {}
-            Err(e) => return Err(e),
+impl Drop for MountPoints {
+    fn drop(&mut self) {
+        for (folder, name, is_folder) in self.made.iter().rev() {
+            let flag = match is_folder {
+                true => UnlinkatFlags::RemoveDir,
+                false => UnlinkatFlags::NoRemoveDir,
+            };
+            if let Err(e) = unlinkat(folder, name.as_os_str(), flag) {
+                tracing::warn!(
+                    "the mount point {}: left behind: {e}",
+                    Path::new(name).display()
+                );
+            }
         }
-        parent.push(name);
     }
-    Ok(())
 }
 
 fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
@@ -239,6 +302,10 @@ pub fn newer_runc(kind: Kind, low_version: Option<&str>) -> bool {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    fn make(provision: &Provision, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
+        provision.mount_points(bundle, spec)
+    }
 
     #[test]
     fn mount_points_stay_in_the_root() {
@@ -267,9 +334,10 @@ mod tests {
             "root": {"path": "rootfs"},
             "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}]
         }));
-        provision
-            .mount_points(&dir.path().join("b"), &spec)
-            .unwrap();
+        let bundle = dir.path().join("b");
+        drop(make(&provision, &bundle, &spec).unwrap());
+        assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 2);
+        make(&provision, &bundle, &spec).unwrap().keep();
         assert!(rootfs.join("lib/firmware/gsp.bin").is_file());
         assert!(rootfs.join("etc/nvidia/profiles").is_dir());
         assert!(!rootfs.join("proc").exists());
@@ -278,7 +346,7 @@ mod tests {
             provided: vec![provided("/usr/lib/x.so", MountKind::File)],
             ..Provision::default()
         };
-        let e = out.mount_points(&dir.path().join("b"), &spec).unwrap_err();
+        let e = make(&out, &bundle, &spec).unwrap_err();
         assert!(e.to_string().contains("/usr/lib/x.so"), "{e}");
         assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
     }

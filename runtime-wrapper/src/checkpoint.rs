@@ -74,7 +74,6 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         tools: &tools,
         criu: &criu,
-        extra: &job.around.extra,
     };
     job.run(&setup)
 }
@@ -151,7 +150,7 @@ impl Job<'_> {
             true => None,
             false => Some(SealSlot::reserve(&images.path)?),
         };
-        let ready = setup.checkpoint(&op, &self.plan, pre_dump)?;
+        let ready = setup.checkpoint(&op, &self.plan, pre_dump, &self.around.extra)?;
         let mut seal = self.seal(setup, &ready);
         let watch = Watch {
             kind: child::Kind::Checkpoint,

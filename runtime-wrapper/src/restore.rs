@@ -29,7 +29,7 @@ use crate::choose::{self, Chosen};
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
-use crate::{Context, Error, cgroup, facts, images, log, passthrough, plugins};
+use crate::{Context, Error, around, cgroup, facts, images, log, passthrough, plugins};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -60,7 +60,6 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         tools: &tools,
         criu: &criu,
-        extra: &crate::criuconf::Extra::default(),
     };
     let agent = match nvidia {
         true => Some(setup.agent(&op, &plugins)?),
@@ -75,6 +74,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         agent.as_ref().map(|a| &a.ready),
     )?;
     // 3. Preflight: everything that must hold for a restore on those GPUs belongs here.
+    let provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
     // 4. The images, with the archived /dev as it must be here.
     let overlay = images::overlay(&op, &folder, &chosen.remap)?;
     let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;
@@ -82,9 +82,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         Some(agent) => Some((agent, chosen.driver_map()?)),
         None => None,
     };
-    let ready = setup.restore(&op, &plugins, nvidia)?;
+    let ready = setup.restore(&op, &plugins, nvidia, &provision.extra)?;
+    let args = provision.line(ctx, inv, args);
     // 5. The bundle, last of all: from here on a failure puts it back.
-    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(&chosen))?;
+    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(ctx, &chosen))?;
+    let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
         kind: child::Kind::Restore {
             detach: inv.flags.has("detach"),
@@ -100,6 +102,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let reasons = ready.finish(&op).reasons().collect();
     if ended.code == 0 || ended.passed {
         edited.keep();
+        mount_points.keep();
     } else {
         // A container in the foreground ends with its own exit code, which is no failed restore.
         log::error(&explain(ctx, inv, &ended, reasons));
@@ -108,10 +111,15 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 }
 
 /// The edits of the new container's spec, in order.
-fn edits(chosen: &Chosen) -> Vec<Box<dyn Edit + '_>> {
-    vec![Box::new(bundle::Devices {
-        remap: &chosen.remap,
-    })]
+fn edits<'a>(ctx: &'a Context, chosen: &'a Chosen) -> Vec<Box<dyn Edit + 'a>> {
+    vec![
+        Box::new(bundle::Devices {
+            remap: &chosen.remap,
+        }),
+        Box::new(bundle::Hooks {
+            drop: &ctx.config.hooks.drop,
+        }),
+    ]
 }
 
 /// The command line: the arguments that the low-level runtime takes, and the overlay if there is one.

@@ -13,7 +13,7 @@ use cryopod_gpu_hooks::tools::Tools;
 
 use crate::agent::{self, Agent, AgentError};
 use crate::argv::{Invocation, Verb};
-use crate::criuconf::{self, Reader};
+use crate::criuconf::{self, Extra, Reader};
 use crate::facts::{self, Criu};
 use crate::gate::Gate;
 use crate::lowlevel::Kind;
@@ -54,8 +54,6 @@ pub struct Setup<'a> {
     pub tools: &'a dyn Tools,
     /// CRIU.
     pub criu: &'a Criu,
-    /// What CRIU is told besides.
-    pub extra: &'a criuconf::Extra,
 }
 
 /// Everything that stands ready for the low-level runtime to be started.
@@ -81,6 +79,7 @@ impl Setup<'_> {
         op: &Operation,
         plan: &CheckpointPlan,
         pre_dump: bool,
+        extra: &Extra,
     ) -> Result<Ready, Error> {
         let users = plan.users_of(Vendor::Nvidia);
         let operation = if pre_dump {
@@ -97,7 +96,7 @@ impl Setup<'_> {
             Some(_) if !pre_dump => Some(self.agent(op, &plan.plugins)?),
             _ => None,
         };
-        self.ready(op, &plan.plugins, nvidia, agent)
+        self.ready(op, &plan.plugins, nvidia, agent, extra)
     }
 
     /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the images
@@ -110,13 +109,14 @@ impl Setup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<(Agent, Vec<GpuPair>)>,
+        extra: &Extra,
     ) -> Result<Ready, Error> {
         let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
         let config = agent.is_some().then(|| PluginConfig {
             gpu_map: map,
             ..PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET))
         });
-        self.ready(op, plugins, config, agent)
+        self.ready(op, plugins, config, agent, extra)
     }
 
     /// Starts the driver agent.
@@ -140,6 +140,7 @@ impl Setup<'_> {
         plugins: &[PathBuf],
         nvidia: Option<PluginConfig>,
         agent: Option<Agent>,
+        extra: &Extra,
     ) -> Result<Ready, Error> {
         let config = &self.ctx.config;
         let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
@@ -147,14 +148,8 @@ impl Setup<'_> {
         let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
             .filter(|v| !v.is_empty())
             .map(PathBuf::from);
-        let (text, libdirs) = criuconf::merge(
-            op,
-            config,
-            reader,
-            self.spec,
-            env_conf.as_deref(),
-            self.extra,
-        )?;
+        let (text, libdirs) =
+            criuconf::merge(op, config, reader, self.spec, env_conf.as_deref(), extra)?;
         for plugin in plugins.iter().chain(&criuconf::user_plugins(&libdirs)) {
             op.link_plugin(plugin)?;
         }

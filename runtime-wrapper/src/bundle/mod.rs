@@ -5,6 +5,7 @@
 //! file is renamed over the old one. If the restore then fails, the old text comes back.
 
 mod devices;
+mod hooks;
 
 use std::fs;
 use std::io::Write as _;
@@ -16,6 +17,7 @@ use cryopod_gpu_hooks::spec::Spec;
 use serde_json::Value;
 
 pub use devices::Devices;
+pub use hooks::Hooks;
 
 use crate::Error;
 
