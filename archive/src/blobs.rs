@@ -126,6 +126,25 @@ impl Blobs {
         Ok(section)
     }
 
+    /// A document of which only the digest is known, checked.
+    pub(crate) fn checked(&self, digest: &Digest) -> Result<Vec<u8>, Error> {
+        let section = self.find(&blob_name(digest))?;
+        let section =
+            section.ok_or_else(|| Error::bad(self.path(), Bad::MissingBlob(digest.to_string())))?;
+        let bytes = section.left();
+        let name = digest.to_string();
+        let text = self.read(section, &name)?;
+        let found = Digest::of(&text);
+        if found != *digest || text.len() as u64 != bytes {
+            let bad = Bad::BlobDigest {
+                expected: name,
+                found: found.to_string(),
+            };
+            return Err(Error::bad(self.path(), bad));
+        }
+        Ok(text)
+    }
+
     /// A small blob, checked.
     pub(crate) fn json(&self, descriptor: &Descriptor, what: &str) -> Result<Vec<u8>, Error> {
         let section = self.open(descriptor)?;

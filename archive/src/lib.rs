@@ -7,6 +7,8 @@
 
 pub mod around;
 mod blobs;
+pub mod criu;
+pub mod engine;
 pub mod entry;
 pub mod error;
 pub mod lane;

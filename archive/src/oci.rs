@@ -86,7 +86,8 @@ impl Digest {
         Self::from_hash(Sha256::new_with_prefix(data))
     }
 
-    pub(crate) fn from_hash(hash: Sha256) -> Self {
+    /// The digest of what was fed to a hash.
+    pub fn from_hash(hash: Sha256) -> Self {
         use fmt::Write as _;
         let mut hex = String::with_capacity(64);
         for byte in hash.finalize() {

@@ -11,7 +11,6 @@ pub struct Progress {
     cancelled: AtomicBool,
 }
 
-#[allow(dead_code, reason = "the writer counts")]
 impl Progress {
     /// Bytes to process: of the source as it is stored. 0 while it is not known.
     pub fn total(&self) -> u64 {
@@ -38,15 +37,23 @@ impl Progress {
         self.cancelled.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn set_total(&self, bytes: u64) {
+    /// Sets [`Progress::total`].
+    pub fn set_total(&self, bytes: u64) {
         self.total.store(bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn add_done(&self, bytes: u64) {
+    /// Adds to [`Progress::done`].
+    pub fn add_done(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn add_written(&self, bytes: u64) {
+    /// Adds to [`Progress::written`].
+    pub fn add_written(&self, bytes: u64) {
         self.written.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes bytes off [`Progress::done`], of a transfer that begins again.
+    pub fn take_back(&self, bytes: u64) {
+        self.done.fetch_sub(bytes, Ordering::Relaxed);
     }
 }

@@ -1,6 +1,18 @@
 //! `cryopod`: what a person asks of GPU container checkpoints. One subcommand a file.
 
 mod check;
+mod convert;
+mod engine;
+mod export;
+mod import;
+mod inspect;
+mod pack;
+mod place;
+mod pull;
+mod push;
+mod ui;
+mod unpack;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -18,10 +30,45 @@ struct Cli {
 enum Command {
     /// Says what this host can do, and what is missing.
     Check(check::Args),
+    /// Makes an archive of a checkpoint.
+    Pack(pack::Args),
+    /// Unpacks an archive into a folder.
+    Unpack(unpack::Args),
+    /// Makes an archive of another kind.
+    Convert(convert::Args),
+    /// Reads all of an archive and says whether it is whole.
+    Verify(verify::Args),
+    /// Says what a checkpoint holds.
+    Inspect(inspect::Args),
+    /// Checkpoints a container through its engine, and makes an archive of it.
+    Export(export::Args),
+    /// Hands an archive to an engine.
+    Import(import::Args),
+    /// Sends an image to a registry.
+    Push(push::Args),
+    /// Fetches an image from a registry.
+    Pull(pull::Args),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("CRYOPOD_LOG").unwrap_or_else(|_| {
+        tracing_subscriber::EnvFilter::new("cryopod=warn,cryopod_registry=warn")
+    });
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
     match Cli::parse().command {
         Command::Check(args) => check::run(&args),
+        Command::Pack(args) => pack::run(&args),
+        Command::Unpack(args) => unpack::run(&args),
+        Command::Convert(args) => convert::run(&args),
+        Command::Verify(args) => verify::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Export(args) => export::run(&args),
+        Command::Import(args) => import::run(&args),
+        Command::Push(args) => push::run(&args),
+        Command::Pull(args) => pull::run(&args),
     }
 }

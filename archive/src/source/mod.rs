@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use crate::entry::{Entry, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
+use crate::oci::Descriptor;
 use crate::stream::Compression;
 
 pub(crate) use image::Layer;
@@ -130,6 +131,38 @@ impl Source {
         match &self.inner {
             Inner::Containerd(source) => Some(&source.parts),
             _ => None,
+        }
+    }
+
+    /// An image's manifest as it is stored, which is what its digest is of.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is no image; [`Error::Bad`] if it has changed since it was opened.
+    pub fn manifest(&self) -> Result<Vec<u8>, Error> {
+        match &self.inner {
+            Inner::Image(image) => image.blobs.checked(&image.image.digest),
+            _ => Err(self.no_image()),
+        }
+    }
+
+    fn no_image(&self) -> Error {
+        Error::Unsupported {
+            path: self.path.clone(),
+            reason: format!(
+                "a {} is no image; make one of it first: cryopod convert",
+                self.kind
+            ),
+        }
+    }
+
+    /// The content of an image's blob, whose size is the descriptor's; its digest is yet to be checked.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it is no image; [`Error::Bad`] if there is no such blob, or one of another size.
+    pub fn blob(&self, descriptor: &Descriptor) -> Result<impl Read + Send + use<>, Error> {
+        match &self.inner {
+            Inner::Image(image) => image.blobs.open(descriptor),
+            _ => Err(self.no_image()),
         }
     }
 

@@ -1,0 +1,188 @@
+//! Running an engine's own program, with a time limit.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// How much of a program's output is kept, in bytes.
+const KEPT: u64 = 4 << 20;
+/// How long a program may take to end when it was asked to.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// An engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Engine {
+    /// podman.
+    Podman,
+    /// docker.
+    Docker,
+    /// containerd, by `ctr`.
+    Containerd,
+}
+
+/// A program to run.
+pub struct Call {
+    program: &'static str,
+    args: Vec<OsString>,
+    limit: Duration,
+}
+
+impl Call {
+    /// `program ARGS...`, ended after `limit`.
+    pub fn new(program: &'static str, limit: Duration) -> Self {
+        Self {
+            program,
+            args: Vec::new(),
+            limit,
+        }
+    }
+
+    /// More arguments.
+    #[must_use]
+    pub fn args<S: AsRef<OsStr>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
+        self.args
+            .extend(args.into_iter().map(|a| a.as_ref().to_owned()));
+        self
+    }
+
+    /// An argument if `when`.
+    #[must_use]
+    pub fn flag(mut self, when: bool, arg: &str) -> Self {
+        if when {
+            self.args.push(arg.into());
+        }
+        self
+    }
+
+    /// Runs it; its standard output.
+    ///
+    /// # Errors
+    /// It is not there, it failed (with its own words), or it took too long.
+    pub fn run(self) -> anyhow::Result<String> {
+        let line = self.line();
+        let mut child = Command::new(self.program)
+            .args(&self.args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("{}: cannot be started; is it installed?", self.program))?;
+        let (out, err) = (kept(child.stdout.take()), kept(child.stderr.take()));
+        let ended = wait(&mut child, self.limit)?;
+        let (out, err) = (said(out), said(err));
+        match ended {
+            Some(status) if status.success() => Ok(out),
+            Some(status) => bail!("{line}: {status}: {}", words(&err)),
+            None => bail!(
+                "{line}: was ended after {} s; see with the engine what state the container is in; a longer limit: --timeout",
+                self.limit.as_secs()
+            ),
+        }
+    }
+
+    fn line(&self) -> String {
+        let args = self.args.iter().map(|a| a.to_string_lossy());
+        let words: Vec<_> = std::iter::once(self.program.into()).chain(args).collect();
+        words.join(" ")
+    }
+}
+
+/// `None`: it took too long and was ended.
+fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+    if let Some(status) = wait_until(child, Instant::now() + limit)? {
+        return Ok(Some(status));
+    }
+    // Asked first: an engine puts its container in order when it is interrupted.
+    if let Ok(pid) = i32::try_from(child.id()) {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+    }
+    if wait_until(child, Instant::now() + GRACE)?.is_none() {
+        child.kill()?;
+        child.wait()?;
+    }
+    Ok(None)
+}
+
+fn wait_until(child: &mut Child, end: Instant) -> io::Result<Option<ExitStatus>> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= end {
+            return Ok(None);
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn kept<R: Read + Send + 'static>(pipe: Option<R>) -> Option<JoinHandle<String>> {
+    let mut pipe = pipe?;
+    Some(thread::spawn(move || {
+        let mut text = Vec::new();
+        let _ = pipe.by_ref().take(KEPT).read_to_end(&mut text);
+        let _ = io::copy(&mut pipe, &mut io::sink());
+        String::from_utf8_lossy(&text).into_owned()
+    }))
+}
+
+/// What a pipe gave. One that a program left behind still holds is not waited for.
+fn said(reader: Option<JoinHandle<String>>) -> String {
+    let Some(reader) = reader else {
+        return String::new();
+    };
+    let end = Instant::now() + Duration::from_secs(5);
+    while !reader.is_finished() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(5));
+    }
+    if !reader.is_finished() {
+        return String::new();
+    }
+    reader.join().unwrap_or_default()
+}
+
+/// The last lines of what a program complained of.
+fn words(text: &str) -> String {
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|l| !l.is_empty())
+        .collect();
+    if lines.is_empty() {
+        return "it gives no reason".into();
+    }
+    lines[lines.len().saturating_sub(6)..].join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sh(script: &str, limit: Duration) -> anyhow::Result<String> {
+        Call::new("sh", limit).args(["-c", script]).run()
+    }
+
+    #[test]
+    fn output_failure_and_limit() {
+        let long = Duration::from_secs(20);
+        assert_eq!(sh("echo out; echo err >&2", long).unwrap(), "out\n");
+        let error = sh("echo why >&2; exit 3", long).unwrap_err().to_string();
+        assert!(error.contains("exit status: 3: why"), "{error}");
+        let error = sh("exec sleep 100", Duration::from_millis(50))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("was ended after"), "{error}");
+        assert!(
+            Call::new("no-such-program", long)
+                .run()
+                .unwrap_err()
+                .to_string()
+                .contains("is it installed")
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! `cryopod export`: a container checkpointed by its engine, and an archive of it.
+
+mod containerd;
+mod docker;
+mod podman;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::Source;
+use cryopod_registry::parse_reference;
+use tempfile::TempDir;
+
+use crate::engine::Engine;
+use crate::pack::How;
+use crate::place;
+use crate::push::RegistryArgs;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container, as its engine names it.
+    container: String,
+    /// Its engine.
+    #[arg(short, long, value_enum)]
+    engine: Engine,
+    /// Where to: oci:DIR, oci-archive:FILE, a file for `podman container restore --import` (.tar, .tar.gz, else zstd),
+    /// or docker://REGISTRY/REPOSITORY:TAG.
+    #[arg(short, long)]
+    output: String,
+    /// The container goes on running.
+    #[arg(long)]
+    leave_running: bool,
+    /// Open TCP connections are kept (podman).
+    #[arg(long)]
+    tcp_established: bool,
+    /// File locks are kept (podman).
+    #[arg(long)]
+    file_locks: bool,
+    /// containerd's namespace.
+    #[arg(long, default_value = "default")]
+    namespace: String,
+    /// Seconds that the engine's checkpoint may take.
+    #[arg(long, default_value_t = 3600)]
+    timeout: u64,
+    /// How the image is compressed, and all else as for `pack`.
+    #[command(flatten)]
+    how: How,
+    /// The registry's options.
+    #[command(flatten)]
+    registry: ExportRegistry,
+}
+
+/// The registry's options, those of `push` but for --quiet.
+#[derive(clap::Args)]
+struct ExportRegistry {
+    /// false: any certificate, and plain HTTP where there is no TLS.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    tls_verify: bool,
+    /// Another auth file than $REGISTRY_AUTH_FILE and the usual ones.
+    #[arg(long)]
+    authfile: Option<PathBuf>,
+}
+
+/// What an engine has made.
+pub struct Taken {
+    /// What to pack.
+    source: PathBuf,
+    /// Files that complete it.
+    extra: BTreeMap<String, Vec<u8>>,
+}
+
+impl Args {
+    fn limit(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The engine's, in its words; the library's. What the engine has made is kept then, and named.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let Some(image) = args.output.strip_prefix("docker://") {
+        parse_reference(image)?;
+        let scratch = place::scratch_anywhere()?;
+        let layout = scratch.path().join("image");
+        take(args, &Destination::Layout(layout.clone()))?;
+        let registry = RegistryArgs::new(
+            args.registry.tls_verify,
+            args.registry.authfile.clone(),
+            args.how.quiet(),
+        );
+        let pushed = Source::open(&layout)
+            .map_err(anyhow::Error::from)
+            .and_then(|source| registry.push(&source, image));
+        return keep_on_error(
+            pushed,
+            scratch,
+            "image",
+            &format!("cryopod push oci:PATH {image}"),
+        );
+    }
+    let to = Destination::parse(&args.output);
+    // Known before anything is frozen.
+    if !args.how.replace() && std::fs::symlink_metadata(to.path()).is_ok() {
+        bail!(
+            "{}: exists already; choose another name, or --replace",
+            to.path().display()
+        );
+    }
+    take(args, &to)
+}
+
+fn take(args: &Args, to: &Destination) -> anyhow::Result<ExitCode> {
+    let scratch = place::scratch(to.path())?;
+    let taken = match args.engine {
+        Engine::Podman => podman::checkpoint(args, scratch.path()),
+        Engine::Docker => docker::checkpoint(args, scratch.path()),
+        Engine::Containerd => containerd::checkpoint(args, scratch.path()),
+    }?;
+    let name = taken
+        .source
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned());
+    let packed = Source::open(&taken.source)
+        .map_err(anyhow::Error::from)
+        .and_then(|source| args.how.write("export", &source, to, taken.extra));
+    let again = format!("cryopod convert PATH -o {}", args.output);
+    keep_on_error(packed, scratch, &name.unwrap_or_default(), &again)
+}
+
+/// The checkpoint may be all that there is of the container: it is removed only when it has arrived.
+fn keep_on_error<T>(
+    done: anyhow::Result<T>,
+    scratch: TempDir,
+    name: &str,
+    again: &str,
+) -> anyhow::Result<ExitCode> {
+    match done {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            let kept = scratch.keep().join(name);
+            let again = again.replace("PATH", &kept.display().to_string());
+            Err(error.context(format!(
+                "the checkpoint was made and is kept in {}; go on with: {again}",
+                kept.display()
+            )))
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! `cryopod import`: an archive handed to an engine, so that it can restore from it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use cryopod_archive::Compression;
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::{Kind, Source};
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+
+use crate::engine::{Call, Engine};
+use crate::pack::How;
+use crate::place::{Place, scratch_anywhere};
+
+/// How long an engine may take to answer a question.
+const ASK: Duration = Duration::from_secs(60);
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The archive, as for `cryopod inspect`.
+    source: String,
+    /// The engine.
+    #[arg(short, long, value_enum)]
+    engine: Engine,
+    /// The image's name with the engine; with --restore the container's; for docker the checkpoint's.
+    #[arg(long)]
+    name: Option<String>,
+    /// podman: restore the container at once.
+    #[arg(long)]
+    restore: bool,
+    /// docker: the container, made from the same image, that the checkpoint is for.
+    #[arg(long)]
+    container: Option<String>,
+    /// containerd's namespace.
+    #[arg(long, default_value = "default")]
+    namespace: String,
+    /// Seconds that the engine may take.
+    #[arg(long, default_value_t = 3600)]
+    timeout: u64,
+    /// Say nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The engine's, in its words; the library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if args.restore && args.engine != Engine::Podman {
+        bail!(
+            "--restore is for podman; the others restore by commands of their own, which import names"
+        );
+    }
+    let source = Place::parse(&args.source).open()?;
+    let next = match args.engine {
+        Engine::Podman if args.restore => restore(args, &source)?,
+        Engine::Podman => podman(args, &source)?,
+        Engine::Containerd => containerd(args, &source)?,
+        Engine::Docker => docker(args, &source)?,
+    };
+    println!("{next}");
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    fn call(&self, program: &'static str) -> Call {
+        Call::new(program, Duration::from_secs(self.timeout))
+    }
+
+    fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
+        let how = How::plain(self.quiet).named(self.name.as_deref());
+        how.write_silently("convert", source, to)
+    }
+}
+
+fn restore(args: &Args, source: &Source) -> anyhow::Result<String> {
+    let scratch = scratch_anywhere()?;
+    let file = match source.kind() {
+        Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
+        _ => {
+            let file = scratch.path().join("checkpoint.tar");
+            args.write(source, &Destination::Tar(file.clone(), Compression::None))?;
+            file
+        }
+    };
+    let name = args.name.iter().flat_map(|name| ["--name", name]);
+    let said = args
+        .call("podman")
+        .args(["container", "restore", "--import"])
+        .args([&file])
+        .args(name)
+        .run()?;
+    Ok(said.trim().to_owned())
+}
+
+fn podman(args: &Args, source: &Source) -> anyhow::Result<String> {
+    let scratch = scratch_anywhere()?;
+    let layout = layout(args, source, scratch.path())?;
+    let said = args
+        .call("podman")
+        .args(["pull", "--quiet", &format!("oci:{}", layout.display())])
+        .run()?;
+    let id = said.lines().last().unwrap_or_default().trim().to_owned();
+    if let Some(name) = &args.name {
+        args.call("podman").args(["tag", &id, name]).run()?;
+    }
+    let image = args.name.as_deref().unwrap_or(&id);
+    Ok(format!(
+        "{id}\nrestore it with: podman container restore {image}"
+    ))
+}
+
+fn layout(args: &Args, source: &Source, scratch: &Path) -> anyhow::Result<PathBuf> {
+    if source.kind() == Kind::OciLayout {
+        return Ok(fs::canonicalize(source.path())?);
+    }
+    let layout = scratch.join("image");
+    args.write(source, &Destination::Layout(layout.clone()))?;
+    Ok(layout)
+}
+
+fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
+    let scratch = scratch_anywhere()?;
+    let own = matches!(source.kind(), Kind::Containerd { archive: true });
+    let file = if own || (source.kind() == Kind::OciArchive && args.name.is_none()) {
+        fs::canonicalize(source.path())?
+    } else {
+        if args.name.is_none() {
+            bail!(
+                "containerd's images have names: give one with --name, as in --name localhost/job:1"
+            );
+        }
+        let file = scratch.path().join("image.tar");
+        args.write(source, &Destination::Archive(file.clone()))?;
+        file
+    };
+    let said = args
+        .call("ctr")
+        .args([
+            "--namespace",
+            &args.namespace,
+            "images",
+            "import",
+            "--no-unpack",
+        ])
+        .args([&file])
+        .run()?;
+    let how = if own {
+        "restore it with: ctr containers restore --rw --live NAME IMAGE"
+    } else {
+        "restore it in a pod whose container has this image (containerd 2.1 to 2.3, in the namespace k8s.io)"
+    };
+    Ok(format!("{}\n{how}", said.trim()))
+}
+
+fn docker(args: &Args, source: &Source) -> anyhow::Result<String> {
+    let container = args
+        .container
+        .as_deref()
+        .context("docker restores a checkpoint into a container that exists: name it with --container; make it with `docker create`, from the image that `cryopod inspect` names")?;
+    let name = args.name.as_deref().unwrap_or("cryopod");
+    if name.contains('/') || name.starts_with('.') {
+        bail!("--name {name}: the name of a docker checkpoint has no `/` and no dot ahead");
+    }
+    let ask = |words: &[&str]| -> anyhow::Result<String> {
+        Ok(Call::new("docker", ASK)
+            .args(words)
+            .run()?
+            .trim()
+            .to_owned())
+    };
+    let id = ask(&["container", "inspect", "--format", "{{.Id}}", container])?;
+    let root = ask(&["info", "--format", "{{.DockerRootDir}}"])?;
+    let folder = Path::new(&root)
+        .join("containers")
+        .join(&id)
+        .join("checkpoints");
+    fs::create_dir_all(&folder).with_context(|| {
+        format!(
+            "{}: cannot be made; run it as root, on the daemon's host",
+            folder.display()
+        )
+    })?;
+    let options = UnpackOptions {
+        images_only: true,
+        ..UnpackOptions::default()
+    };
+    unpack(source, &folder.join(name), &options)?;
+    Ok(format!(
+        "restore it with: docker start --checkpoint {name} {container}"
+    ))
+}

@@ -1,0 +1,336 @@
+//! The facts of a checkpoint, from all that describes it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use cryopod_archive::Error;
+use cryopod_archive::error::Bad;
+use cryopod_archive::limits::Limits;
+use cryopod_archive::oci::annotation;
+use cryopod_archive::seal::{Gpu, Seal};
+use cryopod_archive::source::Source;
+use cryopod_archive::{criu, engine, names};
+use serde::Serialize;
+use serde_json::Value;
+
+/// containerd's record of a container, as its checkpoint is read.
+const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
+
+/// What `inspect` says.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Where the checkpoint lies.
+    pub path: PathBuf,
+    /// What it is stored as.
+    pub kind: String,
+    /// The image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageFacts>,
+    /// Bytes of all files.
+    pub content_bytes: u64,
+    /// Bytes on disk.
+    pub stored_bytes: u64,
+    /// Files, where they were all looked at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub files: Option<u64>,
+    /// What the engine wrote down.
+    pub container: engine::Facts,
+    /// cryopod's record, as it is in the archive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seal: Option<SealFacts>,
+    /// What is on the GPUs, process by process.
+    pub gpu: GpuFacts,
+    /// CRIU's images; `None` if there are none (a damaged checkpoint is an error).
+    pub criu: criu::Facts,
+}
+
+/// An image, from its manifest.
+#[derive(Debug, Serialize)]
+pub struct ImageFacts {
+    /// Digest of the manifest.
+    pub digest: String,
+    /// Its name in the layout.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Layers.
+    pub layers: usize,
+    /// Annotations of the manifest.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// Of cryopod's record what is not about GPUs.
+#[derive(Debug, Serialize)]
+pub struct SealFacts {
+    /// Version of the record.
+    pub schema: String,
+    /// Version of cryopod.
+    pub cryopod: String,
+    /// When, RFC 3339, UTC.
+    pub created: String,
+    /// Container id.
+    pub id: String,
+    /// `crun` or `runc`.
+    pub low_level: String,
+    /// The container went on running.
+    pub leave_running: bool,
+    /// The kernel.
+    pub kernel: String,
+    /// The machine.
+    pub arch: String,
+    /// CRIU's version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub criu: Option<String>,
+    /// From the start of the wrapper until the low-level runtime was started, in microseconds.
+    pub plan_us: u64,
+    /// From there until the images were complete, in microseconds.
+    pub dump_us: u64,
+}
+
+/// What is on the GPUs.
+#[derive(Debug, Default, Serialize)]
+pub struct GpuFacts {
+    /// Driver versions by vendor.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub drivers: BTreeMap<String, String>,
+    /// CUDA's version by NVIDIA's driver: 13000 is 13.0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cuda_version: Option<u64>,
+    /// The GPUs behind the container's nodes.
+    pub gpus: Vec<Gpu>,
+    /// Device nodes of GPUs in the container.
+    pub nodes: Vec<String>,
+    /// Processes with a driver in use.
+    pub processes: Vec<GpuProcess>,
+    /// Bytes of GPU memory of all of them.
+    pub vram_bytes: u64,
+}
+
+/// A process with a driver in use.
+#[derive(Debug, Default, Serialize)]
+pub struct GpuProcess {
+    /// Process id inside the container.
+    pub pid: u32,
+    /// Its name.
+    pub comm: String,
+    /// Bytes of GPU memory, where the plugin could tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vram_bytes: Option<u64>,
+    /// Its GPUs, where the plugin could tell.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
+    /// The driver's steps, in microseconds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<(String, u64)>,
+}
+
+/// Gathers the facts.
+///
+/// # Errors
+/// The archive cannot be read, or one of the records in it.
+pub fn of(source: &Source) -> anyhow::Result<Report> {
+    let gathered = gather(source)?;
+    let path = source.path();
+    let named = || path.display().to_string();
+    let mut container = engine::read(&gathered.small).with_context(named)?;
+    if let Some(record) = gathered.small.get(CONTAINERD_RECORD) {
+        container = engine::read_containerd(CONTAINERD_RECORD, record).with_context(named)?;
+    }
+    let criu = criu::read(&gathered.criu, gathered.pages_bytes).with_context(named)?;
+    let seal = match gathered.small.get(names::SEAL) {
+        Some(text) => Some(Seal::parse(text, Path::new(names::SEAL)).with_context(named)?),
+        None => None,
+    };
+    Ok(Report {
+        path: path.into(),
+        kind: source.kind().to_string(),
+        image: source.image().map(|image| ImageFacts {
+            digest: image.digest.to_string(),
+            name: image.name.clone(),
+            layers: image.manifest.layers.len(),
+            annotations: image.manifest.annotations.clone(),
+        }),
+        content_bytes: gathered.content_bytes,
+        stored_bytes: source.stored_bytes()?,
+        files: gathered.files,
+        container,
+        gpu: seal.as_ref().map(gpu_facts).unwrap_or_default(),
+        seal: seal.map(seal_facts),
+        criu,
+    })
+}
+
+/// The small files, sorted by what they are for.
+#[derive(Default)]
+struct Gathered {
+    /// The engine's records and cryopod's, by name.
+    small: BTreeMap<String, Vec<u8>>,
+    /// CRIU's images, by name without folder.
+    criu: BTreeMap<String, Vec<u8>>,
+    pages_bytes: u64,
+    content_bytes: u64,
+    files: Option<u64>,
+}
+
+enum Place<'a> {
+    Small(&'a str),
+    Criu(&'a str),
+}
+
+/// What a file is for; `None`: it is not looked at.
+fn place(name: &str) -> Option<Place<'_>> {
+    if engine::FILES.contains(&name) || name == CONTAINERD_RECORD {
+        return Some(Place::Small(name));
+    }
+    let inner = name
+        .strip_prefix(names::CHECKPOINT_DIR)
+        .and_then(|rest| rest.strip_prefix('/'));
+    match inner {
+        Some(names::SEAL) => Some(Place::Small(names::SEAL)),
+        Some(image) if criu::is_wanted(image) => Some(Place::Criu(image)),
+        None if name == names::STATS_DUMP => Some(Place::Criu(name)),
+        _ => None,
+    }
+}
+
+impl Gathered {
+    fn take(&mut self, name: &str, content: Vec<u8>) {
+        match place(name) {
+            Some(Place::Small(name)) => self.small.insert(name.into(), content),
+            Some(Place::Criu(name)) => self.criu.insert(name.into(), content),
+            None => None,
+        };
+    }
+}
+
+fn gather(source: &Source) -> Result<Gathered, Error> {
+    let limits = Limits::default();
+    let mut gathered = Gathered::default();
+    // An image that states its size: only the layers with small files need to be read.
+    let stated = source.image().and_then(|image| {
+        let text = image.manifest.annotations.get(annotation::CONTENT_BYTES)?;
+        text.parse().ok()
+    });
+    if let Some(content_bytes) = stated {
+        gathered.content_bytes = content_bytes;
+        for (name, content) in source.small_files(&|name| place(name).is_some(), &limits)? {
+            gathered.take(&name, content);
+        }
+        return Ok(gathered);
+    }
+    let (mut files, mut held) = (0, 0);
+    source.visit(&limits, &mut |entry, reader| {
+        if !entry.is_file() {
+            return Ok(());
+        }
+        files += 1;
+        gathered.content_bytes = gathered.content_bytes.saturating_add(entry.size);
+        if is_pages(&entry.name) {
+            gathered.pages_bytes = gathered.pages_bytes.saturating_add(entry.size);
+        }
+        if place(&entry.name).is_none() {
+            return Ok(());
+        }
+        held += entry.size;
+        let bad = if entry.size > limits.small_file_bytes {
+            Some(Bad::SmallFileTooLarge {
+                name: entry.name.clone(),
+                bytes: entry.size,
+                max: limits.small_file_bytes,
+            })
+        } else if held > limits.small_total_bytes {
+            Some(Bad::SmallFilesTooLarge(limits.small_total_bytes))
+        } else {
+            None
+        };
+        if let Some(bad) = bad {
+            return Err(Error::bad(source.path(), bad));
+        }
+        let mut content = Vec::new();
+        reader
+            .read_to_end(&mut content)
+            .map_err(|e| Error::from_io(source.path(), "read it", e))?;
+        gathered.take(&entry.name, content);
+        Ok(())
+    })?;
+    gathered.files = Some(files);
+    Ok(gathered)
+}
+
+fn is_pages(name: &str) -> bool {
+    name.rsplit('/')
+        .next()
+        .is_some_and(|n| n.starts_with("pages-") && n.ends_with(".img"))
+}
+
+fn seal_facts(seal: Seal) -> SealFacts {
+    SealFacts {
+        schema: seal.schema,
+        cryopod: seal.cryopod,
+        created: seal.created,
+        id: seal.container.id,
+        low_level: seal.container.low_level,
+        leave_running: seal.container.leave_running,
+        kernel: seal.host.kernel,
+        arch: seal.host.arch,
+        criu: seal.host.criu,
+        plan_us: seal.timings.plan_us,
+        dump_us: seal.timings.dump_us,
+    }
+}
+
+fn gpu_facts(seal: &Seal) -> GpuFacts {
+    let report = &seal.gpu.plugin_report;
+    let told = report.get("processes").and_then(Value::as_array);
+    let told: Vec<&Value> = told.into_iter().flatten().collect();
+    let processes: Vec<GpuProcess> = seal
+        .gpu
+        .processes
+        .iter()
+        .map(|process| {
+            let pid = u32::try_from(process.ns_pid).unwrap_or(0);
+            let own = told.iter().find(|p| inner_pid(p) == Some(u64::from(pid)));
+            GpuProcess {
+                pid,
+                comm: process.comm.clone(),
+                vram_bytes: own.and_then(|p| p.get("vram_bytes")?.as_u64()),
+                gpus: own.map(|p| strings(p, "gpus")).unwrap_or_default(),
+                steps: own.map(|p| steps(p)).unwrap_or_default(),
+            }
+        })
+        .collect();
+    GpuFacts {
+        drivers: seal.gpu.drivers.clone(),
+        cuda_version: report.get("cuda_version").and_then(Value::as_u64),
+        gpus: seal.gpu.gpus.clone(),
+        nodes: seal.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
+        vram_bytes: processes
+            .iter()
+            .filter_map(|p| p.vram_bytes)
+            .fold(0, u64::saturating_add),
+        processes,
+    }
+}
+
+/// The pid in the innermost namespace.
+fn inner_pid(process: &Value) -> Option<u64> {
+    process.get("ns_pids")?.as_array()?.last()?.as_u64()
+}
+
+fn strings(process: &Value, key: &str) -> Vec<String> {
+    let list = process.get(key).and_then(Value::as_array);
+    let text = |v: &Value| match v {
+        Value::String(s) => Some(s.clone()),
+        other => other.get("uuid").and_then(Value::as_str).map(str::to_owned),
+    };
+    list.into_iter().flatten().filter_map(text).collect()
+}
+
+fn steps(process: &Value) -> Vec<(String, u64)> {
+    let list = process.get("steps").and_then(Value::as_array);
+    let step = |v: &Value| {
+        let name = v.get("step")?.as_str()?.to_owned();
+        Some((name, v.get("micros")?.as_u64()?))
+    };
+    list.into_iter().flatten().filter_map(step).collect()
+}

@@ -1,0 +1,353 @@
+//! The facts for people.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+use cryopod_archive::criu::Process;
+
+use super::report::{GpuProcess, Report};
+use crate::ui::{bytes, micros, plain};
+
+/// Deepest process tree that is drawn as one.
+const MAX_DEPTH: usize = 32;
+
+/// The whole table.
+pub fn text(report: &Report) -> String {
+    let mut out = String::new();
+    for (name, value) in facts(report) {
+        let _ = writeln!(out, "{name:<12}{value}");
+    }
+    processes(report, &mut out);
+    out
+}
+
+fn facts(report: &Report) -> Vec<(&'static str, String)> {
+    let mut rows = vec![(
+        "Checkpoint",
+        format!(
+            "{}, {}",
+            plain(&report.path.display().to_string()),
+            report.kind
+        ),
+    )];
+    if let Some(image) = &report.image {
+        rows.push(("Digest", plain(&image.digest)));
+    }
+    let container = &report.container;
+    let id = container
+        .id
+        .as_ref()
+        .or(report.seal.as_ref().map(|s| &s.id))
+        .map(|id| short(id));
+    let name = match (&container.name, id) {
+        (Some(name), Some(id)) if *name != id => Some(format!("{} ({id})", plain(name))),
+        (Some(name), _) => Some(plain(name)),
+        (None, id) => id,
+    };
+    if let Some(name) = name {
+        rows.push(("Container", name));
+    }
+    if let Some(pod) = &container.pod {
+        rows.push(("Pod", plain(pod)));
+    }
+    let mut engine: Vec<String> = container.engine.map(str::to_owned).into_iter().collect();
+    engine.extend(container.runtime.as_deref().map(plain));
+    if let Some(seal) = &report.seal {
+        engine.push(format!("over {}", plain(&seal.low_level)));
+    }
+    if !engine.is_empty() {
+        rows.push(("Engine", engine.join(", ")));
+    }
+    if let Some(image) = &container.image {
+        let id = container
+            .image_id
+            .as_deref()
+            .map(|id| format!(" ({})", short(id)));
+        rows.push((
+            "Image",
+            format!("{}{}", plain(image), id.unwrap_or_default()),
+        ));
+    }
+    if !container.command.is_empty() {
+        let command = plain(&container.command.join(" "));
+        rows.push(("Command", shortened(&command, 100)));
+    }
+    rows.push(("Made", made(report)));
+    rows.push(("Size", size(report)));
+    gpus(report, &mut rows);
+    criu(report, &mut rows);
+    rows
+}
+
+fn made(report: &Report) -> String {
+    let criu = &report.criu;
+    let mut parts = Vec::new();
+    match &report.seal {
+        Some(seal) => {
+            parts.push(format!(
+                "{} by cryopod {}",
+                plain(&seal.created),
+                plain(&seal.cryopod)
+            ));
+            if let Some(version) = &seal.criu {
+                parts.push(format!("CRIU {}", plain(version)));
+            }
+            parts.push(format!("kernel {}", plain(&seal.kernel)));
+            parts.push(plain(&seal.arch));
+            parts.push(
+                if seal.leave_running {
+                    "it went on running"
+                } else {
+                    "it was stopped"
+                }
+                .into(),
+            );
+        }
+        None => {
+            let when = report.container.checkpointed.as_deref().map(plain);
+            parts.extend(when);
+            parts.push("without cryopod".into());
+            parts.extend(criu.arch.map(str::to_owned));
+        }
+    }
+    parts.join(", ")
+}
+
+fn size(report: &Report) -> String {
+    let (content, stored) = (report.content_bytes, report.stored_bytes);
+    let mut text = bytes(content);
+    if let Some(files) = report.files {
+        let _ = write!(text, " in {files} files");
+    }
+    if stored != content {
+        let ratio = content as f64 / stored.max(1) as f64;
+        let _ = write!(text, ", stored as {} (ratio {ratio:.2})", bytes(stored));
+    }
+    if let Some(image) = &report.image {
+        let _ = write!(text, " in {} layers", image.layers);
+    }
+    text
+}
+
+fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
+    let gpu = &report.gpu;
+    if report.seal.is_none() {
+        return;
+    }
+    let mut parts: Vec<String> = gpu
+        .drivers
+        .iter()
+        .map(|(vendor, version)| format!("{} driver {}", plain(vendor), plain(version)))
+        .collect();
+    if let Some(v) = gpu.cuda_version {
+        parts.push(format!("CUDA {}.{}", v / 1000, v % 1000 / 10));
+    }
+    if gpu.vram_bytes > 0 {
+        parts.push(format!("{} in use", bytes(gpu.vram_bytes)));
+    }
+    if !gpu.nodes.is_empty() {
+        parts.push(shortened(&plain(&gpu.nodes.join(" ")), 80));
+    }
+    if parts.is_empty() {
+        parts.push("none".into());
+    }
+    rows.push(("GPUs", parts.join(", ")));
+    for gpu in &gpu.gpus {
+        let memory = gpu.memory_bytes.map(|n| format!(", {}", bytes(n)));
+        let text = format!(
+            "{}: {}, {}{}",
+            plain(&gpu.id),
+            plain(&gpu.model),
+            plain(&gpu.pci),
+            memory.unwrap_or_default()
+        );
+        rows.push(("", text));
+    }
+}
+
+fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
+    let criu = &report.criu;
+    let mut memory = bytes(criu.memory_bytes);
+    if criu.parent_bytes > 0 {
+        let _ = write!(memory, ", {} more in the parent", bytes(criu.parent_bytes));
+    }
+    let _ = write!(
+        memory,
+        " in {} processes; {} mounts, {} of them from outside",
+        criu.processes.len(),
+        criu.mounts,
+        criu.external_mounts
+    );
+    rows.push(("Memory", memory));
+    if !criu.files.is_empty() {
+        let files: Vec<String> = criu
+            .files
+            .iter()
+            .map(|(kind, n)| format!("{n} {kind}"))
+            .collect();
+        rows.push(("Open files", files.join(", ")));
+    }
+    if !criu.plugins.is_empty() {
+        rows.push(("Plugins", plain(&criu.plugins.join(", "))));
+    }
+    if let Some(dump) = &criu.dump {
+        rows.push((
+            "CRIU dump",
+            format!(
+                "frozen {}: freezing {}, taking memory {}, writing it {}; {} of {} pages written",
+                micros(dump.frozen_us),
+                micros(dump.freezing_us),
+                micros(dump.memdump_us),
+                micros(dump.memwrite_us),
+                dump.pages_written,
+                dump.pages_scanned
+            ),
+        ));
+    }
+    if let Some(restore) = &criu.restore {
+        rows.push((
+            "CRIU restore",
+            format!(
+                " {}, processes made in {}; {} pages",
+                micros(restore.restore_us),
+                micros(restore.forking_us),
+                restore.pages_restored
+            ),
+        ));
+    }
+}
+
+fn processes(report: &Report, out: &mut String) {
+    let list = &report.criu.processes;
+    if list.is_empty() {
+        return;
+    }
+    let gpu: BTreeMap<u32, &GpuProcess> = report.gpu.processes.iter().map(|p| (p.pid, p)).collect();
+    let mut rows = vec![
+        [
+            "PID", "THREADS", "STATE", "MEMORY", "VRAM", "DRIVER", "PROCESS",
+        ]
+        .map(str::to_owned),
+    ];
+    for (depth, process) in tree(list) {
+        let gpu = gpu.get(&process.pid);
+        let vram = gpu.and_then(|g| g.vram_bytes).map_or("-".into(), bytes);
+        let driver: Option<u64> =
+            gpu.map(|g| g.steps.iter().fold(0u64, |sum, s| sum.saturating_add(s.1)));
+        let branch = match depth {
+            0 => String::new(),
+            n => format!("{}└ ", "  ".repeat(n - 1)),
+        };
+        rows.push([
+            process.pid.to_string(),
+            process.threads.to_string(),
+            process.state.to_owned(),
+            bytes(process.memory_bytes),
+            vram,
+            driver.map_or("-".into(), micros),
+            format!("{branch}{}", plain(&process.comm)),
+        ]);
+    }
+    let widths: Vec<usize> = (0..7)
+        .map(|i| rows.iter().map(|r| r[i].chars().count()).max().unwrap_or(0))
+        .collect();
+    out.push('\n');
+    for row in rows {
+        let cells: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(|(i, (cell, width))| match i {
+                6 => cell.clone(),
+                2 => format!("{cell:<width$}"),
+                _ => format!("{cell:>width$}"),
+            })
+            .collect();
+        let _ = writeln!(out, "{}", cells.join("  ").trim_end());
+    }
+}
+
+/// Each process with its depth, children after their parents. The images are a stranger's: a process whose parent
+/// is missing, or comes round to itself, stands at the root.
+fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
+    let known: BTreeSet<u32> = list.iter().map(|p| p.pid).collect();
+    let mut children: BTreeMap<u32, Vec<&Process>> = BTreeMap::new();
+    let mut pending = Vec::new();
+    for process in list.iter().rev() {
+        if known.contains(&process.parent) && process.parent != process.pid {
+            children.entry(process.parent).or_default().push(process);
+        } else {
+            pending.push((0, process));
+        }
+    }
+    let mut seen = BTreeSet::new();
+    let mut drawn = Vec::new();
+    let mut rest = list.iter();
+    loop {
+        while let Some((depth, process)) = pending.pop() {
+            if seen.insert(process.pid) {
+                drawn.push((depth, process));
+                for child in children.get(&process.pid).into_iter().flatten() {
+                    pending.push(((depth + 1).min(MAX_DEPTH), child));
+                }
+            }
+        }
+        match rest.find(|p| !seen.contains(&p.pid)) {
+            Some(process) => pending.push((0, process)),
+            None => return drawn,
+        }
+    }
+}
+
+/// The first twelve digits of an id, the whole of anything else.
+fn short(id: &str) -> String {
+    let digits = id.strip_prefix("sha256:").unwrap_or(id);
+    if digits.len() == 64 && digits.bytes().all(|b| b.is_ascii_hexdigit()) {
+        digits[..12].to_owned()
+    } else {
+        shortened(&plain(id), 100)
+    }
+}
+
+fn shortened(text: &str, max: usize) -> String {
+    if text.chars().count() <= max {
+        return text.to_owned();
+    }
+    let start: String = text.chars().take(max).collect();
+    format!("{start}...")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(pid: u32, parent: u32) -> Process {
+        Process {
+            pid,
+            parent,
+            ..Process::default()
+        }
+    }
+
+    #[test]
+    fn trees_also_hostile_ones() {
+        let drawn = |pairs: &[(u32, u32)]| -> Vec<(usize, u32)> {
+            let list: Vec<Process> = pairs.iter().map(|(p, q)| process(*p, *q)).collect();
+            tree(&list).iter().map(|(d, p)| (*d, p.pid)).collect()
+        };
+        assert_eq!(
+            drawn(&[(1, 0), (2, 1), (3, 1), (4, 2)]),
+            [(0, 1), (1, 2), (2, 4), (1, 3)]
+        );
+        assert_eq!(drawn(&[(5, 9)]), [(0, 5)]);
+        assert_eq!(drawn(&[(1, 1)]), [(0, 1)]);
+        assert_eq!(drawn(&[(1, 2), (2, 1)]), [(0, 1), (1, 2)]);
+        assert_eq!(drawn(&[]), []);
+    }
+
+    #[test]
+    fn ids() {
+        assert_eq!(short(&"a".repeat(64)), "a".repeat(12));
+        assert_eq!(short("job"), "job");
+    }
+}

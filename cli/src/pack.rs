@@ -1,0 +1,204 @@
+//! `cryopod pack`: one portable thing of a checkpoint.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::bail;
+use cryopod_archive::Compression;
+use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::Source;
+
+use crate::place::Place;
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The checkpoint: a folder of CRIU images, podman's export file, an exported containerd checkpoint, a
+    /// Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
+    source: String,
+    /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// zstd).
+    #[arg(short, long)]
+    output: String,
+    #[command(flatten)]
+    how: How,
+}
+
+/// How an archive is written.
+#[derive(clap::Args, Clone)]
+pub struct How {
+    /// How the layers of an image are compressed: zstd, gzip or none.
+    #[arg(long, default_value = "zstd", value_parser = compression)]
+    compression: Compression,
+    /// zstd's level, -7 to 19, or gzip's, 1 to 9.
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    level: i32,
+    /// Threads that compress; 0: as many as there are cores. The result does not depend on it.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// All files in one layer.
+    #[arg(long)]
+    single_layer: bool,
+    /// The image's name in the layout, as in `localhost/job:1`.
+    #[arg(long)]
+    name: Option<String>,
+    /// KEY=VALUE: an annotation of the image; several times.
+    #[arg(long = "annotation", value_parser = annotation)]
+    annotations: Vec<(String, String)>,
+    /// Replace what lies under the output's name.
+    #[arg(long)]
+    replace: bool,
+    /// Say nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+fn compression(text: &str) -> Result<Compression, String> {
+    match text {
+        "zstd" => Ok(Compression::Zstd),
+        "gzip" => Ok(Compression::Gzip),
+        "none" => Ok(Compression::None),
+        _ => Err("zstd, gzip or none".into()),
+    }
+}
+
+fn annotation(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.into(), value.into())),
+        _ => Err("KEY=VALUE".into()),
+    }
+}
+
+impl How {
+    /// As a person who gives no option.
+    pub fn plain(quiet: bool) -> Self {
+        Self {
+            compression: Compression::Zstd,
+            level: 1,
+            threads: 0,
+            single_layer: false,
+            name: None,
+            annotations: Vec::new(),
+            replace: false,
+            quiet,
+        }
+    }
+
+    /// The same with a name for the image.
+    pub fn named(mut self, name: Option<&str>) -> Self {
+        self.name = name.map(str::to_owned);
+        self
+    }
+
+    /// As [`How::write`], without saying what was written.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn write_silently(
+        &self,
+        what: &str,
+        source: &Source,
+        to: &Destination,
+    ) -> anyhow::Result<()> {
+        let options = self.options(BTreeMap::new());
+        let progress = Arc::clone(&options.progress);
+        ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        Ok(())
+    }
+
+    /// Is nothing to be said while it runs?
+    pub fn quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// Replace what is there?
+    pub fn replace(&self) -> bool {
+        self.replace
+    }
+
+    /// The library's options, with files that complete the source's.
+    pub fn options(&self, extra_files: BTreeMap<String, Vec<u8>>) -> PackOptions {
+        PackOptions {
+            level: self.level,
+            compression: self.compression,
+            threads: self.threads,
+            single_layer: self.single_layer,
+            annotations: self.annotations.iter().cloned().collect(),
+            name: self.name.clone(),
+            extra_files,
+            replace: self.replace,
+            progress: Arc::new(Progress::default()),
+            ..PackOptions::default()
+        }
+    }
+
+    /// Packs, shows how far it is, and says what was written.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn write(
+        &self,
+        what: &str,
+        source: &Source,
+        to: &Destination,
+        extra_files: BTreeMap<String, Vec<u8>>,
+    ) -> anyhow::Result<Packed> {
+        let options = self.options(extra_files);
+        let progress = Arc::clone(&options.progress);
+        let packed = ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        if !self.quiet {
+            say(to, &packed);
+        }
+        Ok(packed)
+    }
+}
+
+fn say(to: &Destination, packed: &Packed) {
+    let ratio = packed.content_bytes as f64 / packed.stored_bytes.max(1) as f64;
+    let mut text = format!(
+        "{}: {} stored as {} (ratio {ratio:.2})",
+        to.path().display(),
+        ui::bytes(packed.content_bytes),
+        ui::bytes(packed.stored_bytes),
+    );
+    if !packed.layers.is_empty() {
+        text.push_str(&format!(" in {} layers", packed.layers.len()));
+    }
+    if let Some(digest) = &packed.digest {
+        text.push_str(&format!("\n{digest}"));
+    }
+    println!("{text}");
+}
+
+/// Where an archive is to be written.
+///
+/// # Errors
+/// A registry's name: pack writes to the disk.
+pub fn destination(text: &str) -> anyhow::Result<Destination> {
+    if text.starts_with("docker://") {
+        bail!("{text}: a registry; pack to oci:DIR and send that with `cryopod push DIR {text}`");
+    }
+    Ok(Destination::parse(text))
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    write("pack", &args.source, &args.output, &args.how)
+}
+
+/// Reads a place, writes an archive.
+///
+/// # Errors
+/// The library's.
+pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
+    let to = destination(to)?;
+    let source = Place::parse(from).open()?;
+    how.write(what, &source, &to, BTreeMap::new())?;
+    Ok(ExitCode::SUCCESS)
+}

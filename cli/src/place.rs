@@ -1,0 +1,108 @@
+//! Where an archive lies, as a person writes it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use cryopod_archive::limits::Limits;
+use cryopod_archive::source::Source;
+
+/// An archive to be read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    path: PathBuf,
+    image: Option<String>,
+}
+
+impl Place {
+    /// Reads what a person wrote. Never fails: what is wrong is told when it is opened.
+    pub fn parse(text: &str) -> Self {
+        let image = text
+            .strip_prefix("oci:")
+            .or_else(|| text.strip_prefix("oci-archive:"));
+        let Some(rest) = image else {
+            return Self {
+                path: text.into(),
+                image: None,
+            };
+        };
+        // A name may hold colons, as tags do, and so may a folder: what exists counts.
+        let splits = rest.match_indices(':').map(|(at, _)| at);
+        let split = splits
+            .filter(|_| !Path::new(rest).exists())
+            .find(|at| Path::new(&rest[..*at]).exists());
+        match split {
+            Some(at) => Self {
+                path: rest[..at].into(),
+                image: Some(rest[at + 1..].into()),
+            },
+            None => Self {
+                path: rest.into(),
+                image: None,
+            },
+        }
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// What lies there is no checkpoint, or damaged.
+    pub fn open(&self) -> anyhow::Result<Source> {
+        Ok(Source::open_image(
+            &self.path,
+            self.image.as_deref(),
+            &Limits::default(),
+        )?)
+    }
+}
+
+/// A folder for what is needed in between, beside the file it is for: there is room where the result is to be.
+pub fn scratch(beside: &Path) -> anyhow::Result<tempfile::TempDir> {
+    let parent = beside
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    tempfile::Builder::new()
+        .prefix(".cryopod-")
+        .tempdir_in(parent)
+        .with_context(|| {
+            format!(
+                "{}: cannot make a folder in it; choose another place",
+                parent.display()
+            )
+        })
+}
+
+/// A folder for what is needed in between where the result is no file: in $TMPDIR, else /var/tmp.
+pub fn scratch_anywhere() -> anyhow::Result<tempfile::TempDir> {
+    let dir = std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
+    scratch(&dir.join("x"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = dir.path().join("lay:out");
+        std::fs::create_dir(&layout).unwrap();
+        let place = |text: &str| {
+            let place = Place::parse(text);
+            (place.path, place.image)
+        };
+        let layout = layout.to_str().unwrap();
+        assert_eq!(place(layout), (layout.into(), None));
+        assert_eq!(place(&format!("oci:{layout}")), (layout.into(), None));
+        assert_eq!(
+            place(&format!("oci:{layout}:job:1")),
+            (layout.into(), Some("job:1".into()))
+        );
+        assert_eq!(place("oci-archive:none:x"), ("none:x".into(), None));
+    }
+}

@@ -1,0 +1,57 @@
+//! `cryopod pull`: an image from a registry.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::Source;
+use cryopod_registry::parse_reference;
+
+use crate::pack::{self, How};
+use crate::place;
+use crate::push::{RegistryArgs, said};
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// REGISTRY/REPOSITORY:TAG, or @DIGEST.
+    image: String,
+    /// Where to: oci:DIR; oci-archive:FILE or a podman export file by way of a layout beside it.
+    #[arg(short, long)]
+    output: String,
+    #[command(flatten)]
+    registry: RegistryArgs,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    match pack::destination(&args.output)? {
+        Destination::Layout(dir) => pull(args, &dir)?,
+        to => {
+            let scratch = place::scratch(to.path())?;
+            let layout = scratch.path().join("image");
+            pull(args, &layout)?;
+            let how = How::plain(args.registry.quiet());
+            how.write("convert", &Source::open(&layout)?, &to, Default::default())?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn pull(args: &Args, layout: &Path) -> anyhow::Result<()> {
+    let from = parse_reference(&args.image)?;
+    let options = args.registry.options();
+    let progress = Arc::clone(&options.progress);
+    let done = ui::with_progress("pull", args.registry.quiet(), &progress, || {
+        cryopod_registry::pull(&from, layout, &options)
+    })?;
+    if !args.registry.quiet() {
+        println!("{}", said(&layout.display().to_string(), "received", &done));
+    }
+    Ok(())
+}

@@ -1,0 +1,113 @@
+//! `cryopod push`: an image to a registry.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::Source;
+use cryopod_registry::{Credentials, Options, Transferred, parse_reference};
+
+use crate::place::Place;
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack, convert and export write it.
+    source: String,
+    /// REGISTRY/REPOSITORY:TAG.
+    image: String,
+    #[command(flatten)]
+    registry: RegistryArgs,
+}
+
+/// How to talk to a registry.
+#[derive(clap::Args, Clone)]
+pub struct RegistryArgs {
+    /// false: any certificate, and plain HTTP where there is no TLS.
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    tls_verify: bool,
+    /// USER:PASSWORD; else what podman's or docker's auth file has.
+    #[arg(long, value_parser = credentials)]
+    creds: Option<Credentials>,
+    /// Another auth file than $REGISTRY_AUTH_FILE and the usual ones.
+    #[arg(long)]
+    authfile: Option<PathBuf>,
+    /// Say nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+fn credentials(text: &str) -> Result<Credentials, String> {
+    Credentials::parse(text).ok_or_else(|| "USER:PASSWORD".into())
+}
+
+impl RegistryArgs {
+    /// Without credentials of its own.
+    pub fn new(tls_verify: bool, authfile: Option<PathBuf>, quiet: bool) -> Self {
+        Self {
+            tls_verify,
+            creds: None,
+            authfile,
+            quiet,
+        }
+    }
+
+    /// Is nothing to be said while it runs?
+    pub fn quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// The library's options.
+    pub fn options(&self) -> Options {
+        Options {
+            tls_verify: self.tls_verify,
+            credentials: self.creds.clone(),
+            auth_file: self.authfile.clone(),
+            progress: Arc::new(Progress::default()),
+            ..Options::default()
+        }
+    }
+
+    /// Sends an image, shows how far it is, says what was sent.
+    ///
+    /// # Errors
+    /// The library's.
+    pub fn push(&self, source: &Source, image: &str) -> anyhow::Result<()> {
+        let to = parse_reference(image)?;
+        let options = self.options();
+        let progress = Arc::clone(&options.progress);
+        let done = ui::with_progress("push", self.quiet, &progress, || {
+            cryopod_registry::push(source, &to, &options)
+        })?;
+        if !self.quiet {
+            println!("{}", said(&to.to_string(), "sent", &done));
+        }
+        Ok(())
+    }
+}
+
+/// What was transferred, in words.
+pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
+    let there = match done.skipped {
+        0 => String::new(),
+        n => format!(", {n} were there"),
+    };
+    format!(
+        "{place}: {} {verb} in {} blobs{there}\n{}",
+        ui::bytes(done.bytes),
+        done.blobs - done.skipped,
+        done.digest
+    )
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let source = Place::parse(&args.source).open()?;
+    args.registry.push(&source, &args.image)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,146 @@
+//! What a person sees while something runs, and numbers in a person's units.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cryopod_archive::progress::Progress;
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// How often the bar is drawn.
+const DRAW: Duration = Duration::from_millis(100);
+/// How often there is a line where there is no terminal.
+const LINE: Duration = Duration::from_secs(10);
+
+/// Runs `work` and shows on standard error how far it is: a bar on a terminal, else a line now and then.
+pub fn with_progress<T>(
+    what: &str,
+    quiet: bool,
+    progress: &Arc<Progress>,
+    work: impl FnOnce() -> T,
+) -> T {
+    if quiet {
+        return work();
+    }
+    let (done, waiting) = channel::<()>();
+    let watched = Arc::clone(progress);
+    let what = what.to_owned();
+    let watcher = thread::spawn(move || {
+        let terminal = std::io::stderr().is_terminal();
+        let wait = if terminal { DRAW } else { LINE };
+        let bar = if terminal {
+            bar(&what)
+        } else {
+            ProgressBar::hidden()
+        };
+        let start = Instant::now();
+        while waiting.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+            let (now, total) = (watched.done(), watched.total());
+            if terminal {
+                bar.set_length(total.max(now));
+                bar.set_position(now);
+            } else {
+                eprintln!("{}", line(&what, now, total, start.elapsed()));
+            }
+        }
+        bar.finish_and_clear();
+    });
+    let result = work();
+    drop(done);
+    let _ = watcher.join();
+    result
+}
+
+fn bar(what: &str) -> ProgressBar {
+    let bar = ProgressBar::new(0);
+    let style = "{prefix} {wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta} left";
+    if let Ok(style) = ProgressStyle::with_template(style) {
+        bar.set_style(style);
+    }
+    bar.set_prefix(what.to_owned());
+    bar
+}
+
+fn line(what: &str, now: u64, total: u64, elapsed: Duration) -> String {
+    let rate = (now as f64 / elapsed.as_secs_f64().max(0.001)) as u64;
+    let mut text = format!("{what}: {}", bytes(now));
+    if total > 0 {
+        text.push_str(&format!(" of {}", bytes(total)));
+    }
+    text.push_str(&format!(", {}/s", bytes(rate)));
+    if total > now && rate > 0 {
+        text.push_str(&format!(", {} s left", (total - now) / rate));
+    }
+    text
+}
+
+/// `1.5 GiB`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if n < 1024 {
+        return format!("{n} B");
+    }
+    let mut value = n as f64 / 1024.0;
+    let mut unit = 0;
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
+/// A time in microseconds: `8 ms`, `0.63 s`, `75 s`.
+pub fn micros(n: u64) -> String {
+    match n {
+        0..1_000 => format!("{n} us"),
+        1_000..100_000 => format!("{} ms", n / 1_000),
+        100_000..10_000_000 => format!("{:.2} s", n as f64 / 1e6),
+        _ => format!("{} s", n / 1_000_000),
+    }
+}
+
+/// Text of a stranger's archive, as one line that does nothing to a terminal.
+pub fn plain(text: &str) -> String {
+    let hostile = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars()
+        .map(|c| if hostile(c) { '?' } else { c })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units() {
+        assert_eq!(bytes(0), "0 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
+        assert_eq!(bytes(3 << 30), "3.0 GiB");
+        assert_eq!(bytes(u64::MAX), "16.0 EiB");
+        assert_eq!(micros(999), "999 us");
+        assert_eq!(micros(8_036), "8 ms");
+        assert_eq!(micros(628_263), "0.63 s");
+        assert_eq!(micros(75_000_000), "75 s");
+    }
+
+    #[test]
+    fn lines() {
+        let second = Duration::from_secs(1);
+        assert_eq!(
+            line("pack", 1024, 4096, second),
+            "pack: 1.0 KiB of 4.0 KiB, 1.0 KiB/s, 3 s left"
+        );
+        assert_eq!(line("pack", 0, 0, second), "pack: 0 B, 0 B/s");
+    }
+
+    #[test]
+    fn a_strangers_text_does_nothing() {
+        assert_eq!(plain("a\u{1b}[2Jb\u{202e}c\n"), "a?[2Jb?c?");
+    }
+}

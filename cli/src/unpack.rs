@@ -1,0 +1,57 @@
+//! `cryopod unpack`: from an archive to a folder.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::progress::Progress;
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+
+use crate::place::Place;
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The archive, as for `cryopod inspect`.
+    source: String,
+    /// A folder that does not exist yet, or is empty.
+    #[arg(short, long)]
+    output: PathBuf,
+    /// Only CRIU's images, directly in the folder, as a runtime's --image-path wants them.
+    #[arg(long)]
+    images_only: bool,
+    /// Threads; 0: as many as there are cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Say nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let source = Place::parse(&args.source).open()?;
+    let options = UnpackOptions {
+        images_only: args.images_only,
+        threads: args.threads,
+        progress: Arc::new(Progress::default()),
+        ..UnpackOptions::default()
+    };
+    let progress = Arc::clone(&options.progress);
+    let done = ui::with_progress("unpack", args.quiet, &progress, || {
+        unpack(&source, &args.output, &options)
+    })?;
+    if !args.quiet {
+        println!(
+            "{}: {} files, {}",
+            args.output.display(),
+            done.files,
+            ui::bytes(done.bytes)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

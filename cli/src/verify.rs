@@ -1,0 +1,60 @@
+//! `cryopod verify`: is an archive whole?
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::progress::Progress;
+use cryopod_archive::verify::{VerifyOptions, verify};
+
+use crate::place::Place;
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The archive, as for `cryopod inspect`.
+    source: String,
+    /// Threads; 0: as many as there are cores.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Say nothing but what is wrong.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The first thing that is wrong.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let place = Place::parse(&args.source);
+    let source = place.open()?;
+    let options = VerifyOptions {
+        threads: args.threads,
+        progress: Arc::new(Progress::default()),
+        ..VerifyOptions::default()
+    };
+    let progress = Arc::clone(&options.progress);
+    let done = ui::with_progress("verify", args.quiet, &progress, || {
+        verify(&source, &options)
+    })?;
+    if !args.quiet {
+        let mut parts = vec![format!("{} files", done.files), ui::bytes(done.bytes)];
+        if done.layers > 0 {
+            parts.push(format!("{} layers with their digests", done.layers));
+        }
+        if done.chunks > 0 {
+            parts.push(format!("{} chunks of GPU memory", done.chunks));
+        }
+        if let Some(seal) = &done.seal {
+            parts.push(format!("cryopod.json {}", ui::plain(&seal.schema)));
+        }
+        println!(
+            "{}: whole: {}, {}",
+            place.path().display(),
+            done.kind,
+            parts.join(", ")
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,178 @@
+//! A connection to a registry: protocol, credentials, limits.
+
+use std::future::Future;
+use std::time::Duration;
+
+use oci_client::client::{ClientConfig, ClientProtocol};
+use oci_client::errors::OciDistributionError;
+use oci_client::secrets::RegistryAuth;
+use oci_client::{Client, Reference, RegistryOperation};
+
+use crate::{Error, Options, auth};
+
+/// A registry that has answered, for one image.
+#[derive(Clone)]
+pub(crate) struct Registry {
+    pub(crate) client: Client,
+    pub(crate) image: Reference,
+    pub(crate) auth: RegistryAuth,
+    step_limit: Duration,
+}
+
+impl Registry {
+    /// Connects, and asks for access.
+    pub(crate) async fn connect(
+        image: &Reference,
+        operation: RegistryOperation,
+        options: &Options,
+    ) -> Result<Self, Error> {
+        let credentials = match &options.credentials {
+            Some(given) => Some(given.clone()),
+            None => auth::find(
+                options.auth_file.as_deref(),
+                image.registry(),
+                image.repository(),
+            )?,
+        };
+        let auth = credentials.map_or(RegistryAuth::Anonymous, |c| {
+            RegistryAuth::Basic(c.user, c.password)
+        });
+        let with = |protocol| Self {
+            client: client(protocol, options),
+            image: image.clone(),
+            auth: auth.clone(),
+            step_limit: options.step_limit,
+        };
+        let registry = with(ClientProtocol::Https);
+        match registry.ask_access(&operation).await {
+            Err(Error::Connect { .. }) if !options.tls_verify => {
+                let registry = with(ClientProtocol::Http);
+                registry.ask_access(&operation).await.map(|()| registry)
+            }
+            Err(Error::Connect {
+                registry, reason, ..
+            }) => Err(Error::Connect {
+                registry,
+                reason,
+                tls: options.tls_verify,
+            }),
+            done => done.map(|()| registry),
+        }
+    }
+
+    async fn ask_access(&self, operation: &RegistryOperation) -> Result<(), Error> {
+        let host = self.image.resolve_registry();
+        self.client.store_auth_if_needed(host, &self.auth).await;
+        let asked = self.client.auth(&self.image, &self.auth, *operation);
+        self.step("asking for access", asked).await.map(|_| ())
+    }
+
+    /// Runs one step within the limit.
+    pub(crate) async fn step<T>(
+        &self,
+        step: &str,
+        future: impl Future<Output = Result<T, OciDistributionError>>,
+    ) -> Result<T, Error> {
+        match tokio::time::timeout(self.step_limit, future).await {
+            Ok(done) => done.map_err(|e| self.error(step, e)),
+            Err(_) => Err(self.failed(
+                step,
+                format!("no answer within {} s", self.step_limit.as_secs()),
+            )),
+        }
+    }
+
+    pub(crate) fn failed(&self, step: &str, reason: impl Into<String>) -> Error {
+        Error::Step {
+            image: self.image.to_string(),
+            step: step.into(),
+            reason: reason.into(),
+        }
+    }
+
+    pub(crate) fn content(&self, reason: impl Into<String>) -> Error {
+        Error::Content {
+            image: self.image.to_string(),
+            reason: reason.into(),
+        }
+    }
+
+    /// The client's error, sorted by what a person can do about it.
+    pub(crate) fn error(&self, step: &str, error: OciDistributionError) -> Error {
+        use OciDistributionError as E;
+        let image = self.image.to_string();
+        match error {
+            E::UnauthorizedError { .. }
+            | E::ServerError {
+                code: 401 | 403, ..
+            } => Error::Access {
+                image,
+                reason: "not authorised".into(),
+            },
+            E::AuthenticationFailure(reason) => Error::Access {
+                image,
+                reason: shortened(&reason),
+            },
+            E::ImageManifestNotFoundError(_) | E::ServerError { code: 404, .. } => {
+                Error::NotFound { image }
+            }
+            E::RegistryError { envelope, .. } => {
+                use oci_client::errors::OciErrorCode as Code;
+                let has = |code: Code| envelope.errors.iter().any(|e| e.code == code);
+                if has(Code::ManifestUnknown) || has(Code::NameUnknown) || has(Code::NotFound) {
+                    Error::NotFound { image }
+                } else if has(Code::Unauthorized) || has(Code::Denied) {
+                    let reason = shortened(&envelope.to_string());
+                    Error::Access { image, reason }
+                } else {
+                    self.failed(step, shortened(&envelope.to_string()))
+                }
+            }
+            E::RequestError(e) if e.is_connect() => Error::Connect {
+                registry: self.image.resolve_registry().into(),
+                reason: causes(&e),
+                tls: false,
+            },
+            E::RequestError(e) => self.failed(step, causes(&e)),
+            E::ServerError { code, message, .. } => self.failed(
+                step,
+                format!("the registry says {code}: {}", shortened(&message)),
+            ),
+            other => self.failed(step, shortened(&other.to_string())),
+        }
+    }
+}
+
+fn client(protocol: ClientProtocol, options: &Options) -> Client {
+    // An error means that another one is installed already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    Client::new(ClientConfig {
+        protocol,
+        accept_invalid_certificates: !options.tls_verify,
+        use_monolithic_push: true,
+        platform_resolver: None,
+        read_timeout: Some(options.stall_limit),
+        connect_timeout: Some(options.step_limit),
+        user_agent: concat!("cryopod/", env!("CARGO_PKG_VERSION")),
+        ..ClientConfig::default()
+    })
+}
+
+/// The last cause says what a person can use: "Connection refused", not "error sending request".
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = cause.to_string();
+        source = cause.source();
+    }
+    shortened(&text)
+}
+
+/// What a registry says is a stranger's text: one line of it, and not too long.
+fn shortened(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .take(300)
+        .collect()
+}

@@ -1,0 +1,386 @@
+//! From a registry to an OCI image layout.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use cryopod_archive::Error as ArchiveError;
+use cryopod_archive::names;
+use cryopod_archive::oci::{Descriptor, Digest, Index, Manifest, annotation, media};
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::statvfs::statvfs;
+use oci_client::client::AsLayerDescriptor;
+use oci_client::manifest::{IMAGE_MANIFEST_LIST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA_TYPE};
+use oci_client::{Reference, RegistryOperation};
+use sha2::{Digest as _, Sha256};
+
+use crate::client::Registry;
+use crate::transfer::{Flow, run, while_flowing, with_tries};
+use crate::{Error, Options, Transferred};
+
+/// Layers that an image may have, as in an archive.
+const MAX_LAYERS: usize = 128;
+/// Largest manifest that is taken.
+const MAX_MANIFEST: usize = 4 << 20;
+
+/// Pulls an image into a layout that does not exist yet. What was pulled so far lies in a hidden folder beside it,
+/// from where the next try goes on.
+///
+/// # Errors
+/// [`Error`]; there is no layout of that name then.
+pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transferred, Error> {
+    run(pull_all(from, layout, options), &from.to_string())
+}
+
+async fn pull_all(
+    from: &Reference,
+    layout: &Path,
+    options: &Options,
+) -> Result<Transferred, Error> {
+    let work = Work::begin(layout)?;
+    let registry = Registry::connect(from, RegistryOperation::Pull, options).await?;
+    let (raw, manifest) = manifest(&registry, options).await?;
+    let digest = Digest::of(&raw);
+
+    let mut seen = BTreeSet::new();
+    let blobs: Vec<&Descriptor> = (manifest.layers.iter())
+        .chain([&manifest.config])
+        .filter(|d| seen.insert(&d.digest))
+        .collect();
+    let total = blobs.iter().fold(0u64, |sum, d| sum.saturating_add(d.size));
+    options.progress.set_total(total);
+    let missing: Vec<&Descriptor> = blobs.iter().copied().filter(|d| !work.has(d)).collect();
+    let have = blobs.len() - missing.len();
+    let needed = missing
+        .iter()
+        .fold(0u64, |sum, d| sum.saturating_add(d.size));
+    options.progress.add_done(total - needed);
+    work.room_for(needed, layout)?;
+    let (skipped, bytes) = (AtomicUsize::new(have), AtomicU64::new(0));
+    stream::iter(missing.into_iter().map(Ok))
+        .try_for_each_concurrent(options.parallel.max(1), |blob| {
+            let (registry, work, bytes) = (&registry, &work, &bytes);
+            async move {
+                with_tries(options.tries, || pull_blob(registry, work, blob, options)).await?;
+                bytes.fetch_add(blob.size, Ordering::Relaxed);
+                Ok::<_, Error>(())
+            }
+        })
+        .await?;
+    work.finish(layout, &raw, &digest, from)?;
+    Ok(Transferred {
+        digest,
+        blobs: blobs.len(),
+        skipped: skipped.into_inner(),
+        bytes: bytes.into_inner(),
+    })
+}
+
+async fn manifest(registry: &Registry, options: &Options) -> Result<(Vec<u8>, Manifest), Error> {
+    let accepted = [
+        media::MANIFEST,
+        OCI_IMAGE_INDEX_MEDIA_TYPE,
+        IMAGE_MANIFEST_LIST_MEDIA_TYPE,
+    ];
+    let (raw, _) = with_tries(options.tries, || {
+        let pulled = registry
+            .client
+            .pull_manifest_raw(&registry.image, &registry.auth, &accepted);
+        registry.step("reading the manifest", pulled)
+    })
+    .await?;
+    let wrong = |reason: &str| registry.content(reason);
+    if raw.len() > MAX_MANIFEST {
+        return Err(wrong("its manifest is larger than 4 MiB"));
+    }
+    if let Some(wanted) = registry.image.digest() {
+        let found = Digest::of(&raw).to_string();
+        if found != wanted {
+            return Err(wrong(&format!("the registry sent the manifest {found}")));
+        }
+    }
+    let value: serde_json::Value = serde_json::from_slice(&raw)
+        .map_err(|e| wrong(&format!("its manifest is no JSON: {e}")))?;
+    let kind = value.get("mediaType").and_then(|m| m.as_str());
+    if value.get("manifests").is_some() || kind.is_some_and(|k| k != media::MANIFEST) {
+        return Err(wrong(
+            "it is a list of images, or of another kind, and a checkpoint is one OCI image",
+        ));
+    }
+    let manifest: Manifest = serde_json::from_value(value)
+        .map_err(|e| wrong(&format!("its manifest is not one of an OCI image: {e}")))?;
+    if manifest.layers.len() > MAX_LAYERS {
+        return Err(wrong("it has more layers than a checkpoint has"));
+    }
+    Ok((raw.to_vec(), manifest))
+}
+
+/// A blob is only asked of the registry: `urls` of the descriptor could name any host.
+struct FromRegistry<'a>(&'a str);
+
+impl AsLayerDescriptor for FromRegistry<'_> {
+    fn as_layer_descriptor(&self) -> oci_client::client::LayerDescriptor<'_> {
+        oci_client::client::LayerDescriptor {
+            digest: self.0,
+            urls: &None,
+        }
+    }
+}
+
+async fn pull_blob(
+    registry: &Registry,
+    work: &Work,
+    blob: &Descriptor,
+    options: &Options,
+) -> Result<(), Error> {
+    let digest = blob.digest.to_string();
+    let step = format!("receiving {digest}");
+    let asked = registry
+        .client
+        .pull_blob_stream(&registry.image, FromRegistry(&digest));
+    let mut stream = registry.step(&step, asked).await?.stream;
+    let flow = Flow::default();
+    let (sender, receiver) = tokio::sync::mpsc::channel::<bytes::Bytes>(16);
+    let partial = work.partial(&blob.digest);
+    let (size, counted, progress) = (blob.size, Arc::clone(&flow), Arc::clone(&options.progress));
+    let writing = tokio::task::spawn_blocking({
+        let partial = partial.clone();
+        move || {
+            write_blob(&partial, receiver, size, &|n| {
+                counted.fetch_add(n, Ordering::Relaxed);
+                progress.add_done(n);
+            })
+        }
+    });
+    let receiving = async {
+        while let Some(chunk) = stream.next().await {
+            let chunk = chunk.map_err(|e| registry.failed(&step, e.to_string()))?;
+            if sender.send(chunk).await.is_err() {
+                break; // the writer has given up and says why
+            }
+        }
+        drop(sender);
+        Ok(())
+    };
+    let received = while_flowing(receiving, &flow, options.stall_limit).await;
+    let received: Result<(), Error> = received.unwrap_or_else(|| {
+        let reason = format!("nothing moved for {} s", options.stall_limit.as_secs());
+        Err(registry.failed(&step, reason))
+    });
+    let done = match (received, writing.await) {
+        (Err(e), _) => Err(e),
+        (_, Err(e)) => Err(registry.failed(&step, e.to_string())),
+        (_, Ok(Err(e))) => Err(ArchiveError::from_io(&partial, "write it", e).into()),
+        (_, Ok(Ok((bytes, _)))) if bytes != blob.size => Err(registry.failed(
+            &step,
+            format!("{bytes} bytes came, {} were promised", blob.size),
+        )),
+        (_, Ok(Ok((_, found)))) if found != blob.digest => {
+            Err(registry.content(format!("blob {digest} came with the digest {found}")))
+        }
+        _ => {
+            let name = work.blob(&blob.digest);
+            fs::rename(&partial, &name).map_err(ArchiveError::io(&name, "name it"))?;
+            Ok(())
+        }
+    };
+    if done.is_err() {
+        options.progress.take_back(flow.load(Ordering::Relaxed));
+        let _ = fs::remove_file(&partial);
+    }
+    done
+}
+
+/// Writes what comes, hashes it, syncs it; no more than `size` bytes and one chunk.
+fn write_blob(
+    path: &Path,
+    mut chunks: tokio::sync::mpsc::Receiver<bytes::Bytes>,
+    size: u64,
+    count: &dyn Fn(u64),
+) -> io::Result<(u64, Digest)> {
+    let _ = fs::remove_file(path);
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)?;
+    let mut hash = Sha256::new();
+    let mut bytes = 0;
+    while let Some(chunk) = chunks.blocking_recv() {
+        bytes += chunk.len() as u64;
+        if bytes > size {
+            break; // the count says what is wrong
+        }
+        hash.update(&chunk);
+        file.write_all(&chunk)?;
+        count(chunk.len() as u64);
+    }
+    file.sync_all()?;
+    Ok((bytes, Digest::from_hash(hash)))
+}
+
+/// The hidden folder that becomes the layout.
+struct Work {
+    dir: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Work {
+    fn begin(layout: &Path) -> Result<Self, Error> {
+        if fs::symlink_metadata(layout).is_ok() {
+            return Err(ArchiveError::Exists {
+                path: layout.into(),
+            }
+            .into());
+        }
+        let name = layout.file_name().unwrap_or_default().to_string_lossy();
+        let dir = parent(layout).join(format!(".{name}.cryopod-pull"));
+        let blobs = dir.join(names::OCI_BLOBS).join("sha256");
+        fs::create_dir_all(&blobs).map_err(ArchiveError::io(&dir, "make it"))?;
+        let place = dir.join(".lock");
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&place)
+            .map_err(ArchiveError::io(&place, "make it"))?;
+        let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| {
+            let e = match e {
+                nix::errno::Errno::EWOULDBLOCK => io::Error::other(
+                    "another pull to this name is running; wait for it, or choose another name",
+                ),
+                e => e.into(),
+            };
+            ArchiveError::from_io(&place, "lock it", e)
+        })?;
+        Ok(Self { dir, _lock: lock })
+    }
+
+    fn blob(&self, digest: &Digest) -> PathBuf {
+        self.dir
+            .join(names::OCI_BLOBS)
+            .join("sha256")
+            .join(digest.hex())
+    }
+
+    fn partial(&self, digest: &Digest) -> PathBuf {
+        self.blob(digest).with_extension("partial")
+    }
+
+    /// Is the blob there, whole? It is read: what an earlier run left may have been changed.
+    fn has(&self, blob: &Descriptor) -> bool {
+        let check = || -> io::Result<bool> {
+            let mut file = File::open(self.blob(&blob.digest))?;
+            if file.metadata()?.len() != blob.size {
+                return Ok(false);
+            }
+            let mut hash = Sha256::new();
+            let mut buffer = vec![0; 1 << 20];
+            loop {
+                match file.read(&mut buffer)? {
+                    0 => return Ok(Digest::from_hash(hash) == blob.digest),
+                    n => hash.update(&buffer[..n]),
+                }
+            }
+        };
+        check().unwrap_or(false)
+    }
+
+    fn room_for(&self, needed: u64, layout: &Path) -> Result<(), Error> {
+        let Ok(stat) = statvfs(&self.dir) else {
+            return Ok(()); // the write will tell
+        };
+        let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+        if free < needed {
+            return Err(ArchiveError::NoSpace {
+                path: layout.into(),
+                needed,
+                free,
+            }
+            .into());
+        }
+        Ok(())
+    }
+
+    /// Writes the layout's documents and gives it its name.
+    fn finish(
+        &self,
+        layout: &Path,
+        raw: &[u8],
+        digest: &Digest,
+        from: &Reference,
+    ) -> Result<(), Error> {
+        self.write(&self.blob(digest), raw)?;
+        let mut descriptor = Descriptor::new(media::MANIFEST, digest.clone(), raw.len() as u64);
+        if let Some(tag) = from.tag() {
+            descriptor
+                .annotations
+                .insert(annotation::REF_NAME.into(), tag.into());
+        }
+        let index = Index {
+            schema_version: 2,
+            media_type: Some(media::INDEX.into()),
+            manifests: vec![descriptor],
+            annotations: Default::default(),
+        };
+        let index = serde_json::to_vec(&index)
+            .map_err(|e| ArchiveError::from_io(layout, "write its index", io::Error::other(e)))?;
+        self.write(&self.dir.join(names::OCI_INDEX), &index)?;
+        self.write(
+            &self.dir.join(names::OCI_LAYOUT),
+            br#"{"imageLayoutVersion":"1.0.0"}"#,
+        )?;
+        self.drop_strangers(digest, raw)?;
+        let _ = fs::remove_file(self.dir.join(".lock"));
+        for dir in [
+            self.dir.join(names::OCI_BLOBS).join("sha256"),
+            self.dir.join(names::OCI_BLOBS),
+            self.dir.clone(),
+        ] {
+            sync(&dir)?;
+        }
+        fs::rename(&self.dir, layout).map_err(ArchiveError::io(layout, "name it"))?;
+        sync(parent(layout))
+    }
+
+    /// Removes blobs of another image that an earlier run pulled under the same name.
+    fn drop_strangers(&self, digest: &Digest, raw: &[u8]) -> Result<(), Error> {
+        let dir = self.dir.join(names::OCI_BLOBS).join("sha256");
+        let text = String::from_utf8_lossy(raw);
+        for item in fs::read_dir(&dir).map_err(ArchiveError::io(&dir, "list it"))? {
+            let item = item.map_err(ArchiveError::io(&dir, "list it"))?;
+            let name = item.file_name().to_string_lossy().into_owned();
+            if name != digest.hex() && !text.contains(&format!("sha256:{name}")) {
+                let _ = fs::remove_file(item.path());
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, path: &Path, content: &[u8]) -> Result<(), Error> {
+        let write = || -> io::Result<()> {
+            let mut file = File::create(path)?;
+            file.write_all(content)?;
+            file.sync_all()
+        };
+        write().map_err(|e| ArchiveError::from_io(path, "write it", e).into())
+    }
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
+}
+
+fn sync(dir: &Path) -> Result<(), Error> {
+    File::open(dir)
+        .and_then(|d| d.sync_all())
+        .map_err(|e| ArchiveError::from_io(dir, "sync it", e).into())
+}

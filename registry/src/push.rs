@@ -1,0 +1,212 @@
+//! From an OCI image layout, or a tar of one, to a registry.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use cryopod_archive::oci::{Descriptor, Digest, media};
+use cryopod_archive::source::Source;
+use futures_util::stream::{self, StreamExt, TryStreamExt};
+use oci_client::errors::OciDistributionError;
+use oci_client::{Reference, RegistryOperation};
+use sha2::{Digest as _, Sha256};
+
+use crate::client::Registry;
+use crate::transfer::{Flow, run, while_flowing, with_tries};
+use crate::{Error, Options, Transferred};
+
+/// Bytes that are read at once.
+const CHUNK: usize = 1 << 20;
+/// Chunks between the disk and the network.
+const QUEUE: usize = 4;
+
+/// Pushes an image.
+///
+/// # Errors
+/// [`Error`]; the image has no name in the registry then, or the one it had.
+pub fn push(source: &Source, to: &Reference, options: &Options) -> Result<Transferred, Error> {
+    run(push_all(source, to, options), &to.to_string())
+}
+
+async fn push_all(
+    source: &Source,
+    to: &Reference,
+    options: &Options,
+) -> Result<Transferred, Error> {
+    let raw = Bytes::from(source.manifest()?);
+    let image = source.image().ok_or_else(|| Error::NotFound {
+        image: source.path().display().to_string(),
+    })?;
+    if to.digest().is_some_and(|d| d != image.digest.to_string()) {
+        return Err(Error::Content {
+            image: to.to_string(),
+            reason: format!("the archive's digest is {}", image.digest),
+        });
+    }
+    let registry = Registry::connect(to, RegistryOperation::Push, options).await?;
+
+    let mut seen = BTreeSet::new();
+    let blobs: Vec<&Descriptor> = (image.manifest.layers.iter())
+        .chain([&image.manifest.config])
+        .filter(|d| seen.insert(&d.digest))
+        .collect();
+    options
+        .progress
+        .set_total(blobs.iter().map(|d| d.size).sum());
+    let (skipped, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
+    stream::iter(blobs.iter().map(Ok))
+        .try_for_each_concurrent(options.parallel.max(1), |blob| {
+            let (registry, skipped, bytes) = (&registry, &skipped, &bytes);
+            async move {
+                let sent = with_tries(options.tries, || push_blob(registry, source, blob, options))
+                    .await?;
+                if sent {
+                    bytes.fetch_add(blob.size, Ordering::Relaxed);
+                } else {
+                    skipped.fetch_add(1, Ordering::Relaxed);
+                }
+                Ok::<_, Error>(())
+            }
+        })
+        .await?;
+
+    // Last: until now the image has no name.
+    let step = "writing the manifest";
+    with_tries(options.tries, || async {
+        let media_type = media::MANIFEST
+            .parse()
+            .map_err(|_| registry.failed(step, "its media type"))?;
+        let pushed = registry
+            .client
+            .push_manifest_raw(to, raw.clone(), media_type);
+        registry.step(step, pushed).await.map(|_| ())
+    })
+    .await?;
+    let asked = registry.client.fetch_manifest_digest(to, &registry.auth);
+    let found = registry
+        .step("reading the manifest's digest back", asked)
+        .await?;
+    if found != image.digest.to_string() {
+        return Err(registry.content(format!(
+            "the registry has {found} under that name, not {} as was pushed",
+            image.digest
+        )));
+    }
+    Ok(Transferred {
+        digest: image.digest.clone(),
+        blobs: blobs.len(),
+        skipped: skipped.into_inner(),
+        bytes: bytes.into_inner(),
+    })
+}
+
+/// `false`: the registry has the blob.
+async fn push_blob(
+    registry: &Registry,
+    source: &Source,
+    blob: &Descriptor,
+    options: &Options,
+) -> Result<bool, Error> {
+    let digest = blob.digest.to_string();
+    let exists = registry.client.blob_exists(&registry.image, &digest);
+    if registry
+        .step(&format!("asking for {digest}"), exists)
+        .await?
+    {
+        options.progress.add_done(blob.size);
+        return Ok(false);
+    }
+    let step = format!("sending {digest}");
+    let flow = Flow::default();
+    let reader = source.blob(blob)?;
+    let (sender, receiver) = tokio::sync::mpsc::channel(QUEUE);
+    let wanted = blob.digest.clone();
+    let reading = tokio::task::spawn_blocking(move || read_blob(reader, &wanted, &sender));
+    let counted = Arc::clone(&flow);
+    let progress = Arc::clone(&options.progress);
+    let chunks = stream::unfold(receiver, |mut receiver| async {
+        receiver.recv().await.map(|chunk| (chunk, receiver))
+    })
+    .inspect(move |chunk: &Result<Bytes, OciDistributionError>| {
+        if let Ok(chunk) = chunk {
+            counted.fetch_add(chunk.len() as u64, Ordering::Relaxed);
+            progress.add_done(chunk.len() as u64);
+        }
+    });
+    let pushed =
+        registry
+            .client
+            .push_blob_stream(&registry.image, chunks.boxed(), &digest, Some(blob.size));
+    let pushed = while_flowing(pushed, &flow, options.stall_limit).await;
+    let done = match pushed {
+        None => Err(registry.failed(
+            &step,
+            format!("nothing moved for {} s", options.stall_limit.as_secs()),
+        )),
+        Some(done) => done.map(|_| true).map_err(|e| registry.error(&step, e)),
+    };
+    if done.is_err() {
+        options.progress.take_back(flow.load(Ordering::Relaxed));
+        // A damaged blob is the better reason: the registry only sees that the connection ended.
+        if let Ok(Ok(Err(reason))) = tokio::time::timeout(options.step_limit, reading).await {
+            return Err(Error::Content {
+                image: source.path().display().to_string(),
+                reason,
+            });
+        }
+    }
+    done
+}
+
+/// Reads a blob into the queue; stops before its last chunk if the digest is not the one that was promised.
+fn read_blob(
+    mut reader: impl Read,
+    wanted: &Digest,
+    queue: &tokio::sync::mpsc::Sender<Result<Bytes, OciDistributionError>>,
+) -> Result<(), String> {
+    let fail = |reason: String| {
+        let error = OciDistributionError::GenericError(Some(reason.clone()));
+        let _ = queue.blocking_send(Err(error));
+        Err(reason)
+    };
+    let mut hash = Sha256::new();
+    let mut last: Option<Bytes> = None;
+    loop {
+        let mut chunk = vec![0; CHUNK];
+        let mut have = 0;
+        while have < CHUNK {
+            match reader.read(&mut chunk[have..]) {
+                Ok(0) => break,
+                Ok(n) => have += n,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) => return fail(format!("blob {wanted} cannot be read: {e}")),
+            }
+        }
+        chunk.truncate(have);
+        hash.update(&chunk);
+        if let Some(ready) = last.take()
+            && queue.blocking_send(Ok(ready)).is_err()
+        {
+            return Ok(()); // the transfer has ended
+        }
+        if have == 0 {
+            return Ok(());
+        }
+        last = Some(chunk.into());
+        if have < CHUNK {
+            break;
+        }
+    }
+    let found = Digest::from_hash(hash);
+    if found != *wanted {
+        return fail(format!(
+            "blob {wanted} has the digest {found}: it is damaged"
+        ));
+    }
+    if let Some(ready) = last {
+        let _ = queue.blocking_send(Ok(ready));
+    }
+    Ok(())
+}
