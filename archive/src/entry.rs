@@ -126,11 +126,11 @@ impl Ledger {
         }
     }
 
-    /// Takes an entry. A folder may come again, as each layer names its folders.
-    pub(crate) fn take(&mut self, entry: &Entry) -> Result<(), Bad> {
+    /// Takes an entry. A folder may come again, as each layer names its folders; that gives `false`.
+    pub(crate) fn take(&mut self, entry: &Entry) -> Result<bool, Bad> {
         let folder = entry.kind == EntryKind::Folder;
         match self.seen.get(&entry.name) {
-            Some(true) if folder => return Ok(()),
+            Some(true) if folder => return Ok(false),
             Some(_) => return Err(Bad::Duplicate(entry.name.clone())),
             None => {}
         }
@@ -151,7 +151,8 @@ impl Ledger {
         if self.bytes > self.limits.total_bytes {
             return Err(Bad::TooLarge(self.limits.total_bytes));
         }
-        self.insert(entry.name.clone(), folder)
+        self.insert(entry.name.clone(), folder)?;
+        Ok(true)
     }
 
     fn insert(&mut self, name: String, folder: bool) -> Result<(), Bad> {

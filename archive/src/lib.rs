@@ -8,9 +8,11 @@
 pub mod around;
 mod blobs;
 pub mod criu;
+mod decode;
 pub mod engine;
 pub mod entry;
 pub mod error;
+mod frames;
 pub mod lane;
 pub mod limits;
 pub mod names;
@@ -19,10 +21,13 @@ pub mod pack;
 pub mod progress;
 pub mod seal;
 pub mod source;
+mod staging;
 mod stream;
 mod tarread;
+mod through;
 pub mod unpack;
 pub mod verify;
+mod walk;
 
 pub use error::{Bad, Error};
 pub use stream::Compression;

@@ -1,13 +1,19 @@
 //! Is an archive whole, and what it says it is?
 
+use std::io::{self, Read};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::error::Error;
+use crate::decode::with_decoder;
+use crate::entry::Entry;
+use crate::error::{Bad, Error};
 use crate::limits::Limits;
+use crate::names;
+use crate::oci::annotation;
 use crate::progress::Progress;
 use crate::seal::Seal;
 use crate::source::{Kind, Source};
+use crate::walk::{Sink, walk};
 
 /// How to verify.
 #[derive(Debug, Clone, Default)]
@@ -43,11 +49,150 @@ pub struct Verified {
 /// # Errors
 /// The first thing that is wrong, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
-    let _ = options;
-    Err(Error::Unsupported {
-        path: source.path().into(),
-        reason: "verifying is not built yet".into(),
+    let sink = Verifier {
+        source,
+        limits: &options.limits,
+        found: Mutex::default(),
+    };
+    with_decoder(options.threads, &options.progress, |decoder| {
+        walk(source, &options.limits, decoder, &sink)
+    })?;
+    let found = sink
+        .found
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner);
+    let missing = |name: &str| Err(Error::bad(source.path(), Bad::MissingFile(name.into())));
+    if !found.inventory {
+        return missing(INVENTORY);
+    }
+    if let Some(stated) = stated_bytes(source).filter(|bytes| *bytes != found.bytes) {
+        let reason = format!(
+            "the image says {stated} bytes of content and has {}",
+            found.bytes
+        );
+        return Err(Error::bad(
+            source.path(),
+            Bad::Content {
+                name: annotation::CONTENT_BYTES.into(),
+                reason,
+            },
+        ));
+    }
+    let layers = source.image().map_or(0, |i| i.manifest.layers.len());
+    let (files, bytes, seal) = (found.files, found.bytes, found.seal);
+    Ok(Verified {
+        kind: source.kind(),
+        files,
+        bytes,
+        layers,
+        chunks: 0,
+        seal,
     })
+}
+
+/// Bytes of content that an image of cryopod says it has.
+fn stated_bytes(source: &Source) -> Option<u64> {
+    source
+        .image()?
+        .manifest
+        .annotations
+        .get(annotation::CONTENT_BYTES)?
+        .parse()
+        .ok()
+}
+
+const INVENTORY: &str = "checkpoint/inventory.img";
+/// CRIU's mark of an image file, and its mark of the inventory.
+const INVENTORY_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x16, 0x31, 0x31, 0x58];
+/// Files that are JSON.
+const JSON: [&str; 5] = [
+    names::CONFIG_DUMP,
+    names::SPEC_DUMP,
+    names::STATUS_DUMP,
+    names::NETWORK_STATUS,
+    names::DELETED_FILES,
+];
+
+#[derive(Default)]
+struct Found {
+    files: u64,
+    bytes: u64,
+    inventory: bool,
+    seal: Option<Seal>,
+}
+
+struct Verifier<'v> {
+    source: &'v Source,
+    limits: &'v Limits,
+    found: Mutex<Found>,
+}
+
+impl Verifier<'_> {
+    fn found(&self) -> MutexGuard<'_, Found> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn small(&self, entry: &Entry, reader: &mut dyn Read) -> Result<Vec<u8>, Error> {
+        let max = self.limits.small_file_bytes;
+        if entry.size > max {
+            let bad = Bad::SmallFileTooLarge {
+                name: entry.name.clone(),
+                bytes: entry.size,
+                max,
+            };
+            return Err(Error::bad(self.source.path(), bad));
+        }
+        let mut text = Vec::new();
+        reader
+            .read_to_end(&mut text)
+            .map_err(|e| Error::from_io(self.source.path(), "read it", e))?;
+        Ok(text)
+    }
+}
+
+impl Sink for Verifier<'_> {
+    fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
+        let bad = |bad| Error::bad(self.source.path(), bad);
+        let content = |reason: String| {
+            bad(Bad::Content {
+                name: entry.name.clone(),
+                reason,
+            })
+        };
+        if !entry.is_file() {
+            return Ok(());
+        }
+        if entry.name == INVENTORY {
+            let text = self.small(entry, reader)?;
+            if !text.starts_with(&INVENTORY_MAGIC) {
+                return Err(content("not an image of CRIU".into()));
+            }
+            self.found().inventory = true;
+        } else if entry.name.strip_prefix("checkpoint/") == Some(names::SEAL) {
+            let text = self.small(entry, reader)?;
+            let seal =
+                Seal::parse(&text, entry.name.as_ref()).map_err(|e| content(e.to_string()))?;
+            self.found().seal = Some(seal);
+        } else if JSON.contains(&entry.name.as_str()) && entry.size > 0 {
+            let text = self.small(entry, reader)?;
+            serde_json::from_slice::<serde::de::IgnoredAny>(&text).map_err(|e| {
+                bad(Bad::Json {
+                    file: entry.name.clone(),
+                    reason: e.to_string(),
+                })
+            })?;
+        } else {
+            let read = io::copy(reader, &mut io::sink())
+                .map_err(|e| Error::from_io(self.source.path(), "read it", e))?;
+            if read != entry.size {
+                return Err(content(format!("{read} bytes instead of {}", entry.size)));
+            }
+        }
+        let mut found = self.found();
+        found.files += 1;
+        found.bytes += entry.size;
+        Ok(())
+    }
 }
 
 /// As [`verify`] of what lies at a path.

@@ -3,16 +3,29 @@
 //! [`pack`] also converts: its source is whatever [`Source`] reads. The destination appears under its name only
 //! when it is whole and on disk.
 
-use std::collections::BTreeMap;
+mod facts;
+mod image;
+mod layers;
+mod pipeline;
+mod plan;
+mod tarwrite;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
+pub(crate) use self::pipeline::threads_or_cores;
+use self::pipeline::{Input, Pool, with_pool};
+use self::plan::{Item, Known};
 use crate::error::Error;
 use crate::limits::Limits;
 use crate::oci::{Descriptor, Digest};
 use crate::progress::Progress;
 use crate::source::Source;
+use crate::staging::Staging;
 use crate::stream::Compression;
+use crate::through::Through;
 
 /// What is written, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,9 +126,205 @@ pub struct Packed {
 /// [`Error`]; then nothing lies under the destination's name, or, with [`PackOptions::replace`], what lay there
 /// before.
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
-    let _ = (to, options);
-    Err(Error::Unsupported {
-        path: source.path().into(),
-        reason: "packing is not built yet".into(),
+    check_options(source, options)?;
+    let items = plan::random_access(source, options)?;
+    if let Some(items) = &items {
+        options
+            .progress
+            .set_total(items.iter().map(|i| i.entry.size).sum());
+    }
+    let level = match (to, options.compression) {
+        (Destination::Tar(_, Compression::Gzip), _) | (_, Compression::Gzip) => {
+            options.level.clamp(1, 9)
+        }
+        _ => options.level,
+    };
+    with_pool(options.threads, level, &options.progress, |pool| match to {
+        Destination::Tar(path, compression) => {
+            let staging = Staging::file(path, options.replace)?;
+            let packed = tarball(source, items, &staging, *compression, pool, options)?;
+            staging.commit()?;
+            Ok(packed)
+        }
+        Destination::Archive(path) => {
+            let staging = Staging::file(path, options.replace)?;
+            let packed = image(
+                source,
+                items,
+                Store::tar(&staging)?,
+                &staging,
+                pool,
+                options,
+            )?;
+            staging.commit()?;
+            Ok(packed)
+        }
+        Destination::Layout(path) => {
+            let staging = Staging::folder(path, options.replace)?;
+            let packed = image(
+                source,
+                items,
+                Store::folder(&staging)?,
+                &staging,
+                pool,
+                options,
+            )?;
+            staging.commit()?;
+            Ok(packed)
+        }
     })
+}
+
+fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
+    let unsupported = |reason| Error::Unsupported {
+        path: source.path().into(),
+        reason,
+    };
+    if !(-7..=19).contains(&options.level) {
+        return Err(unsupported(format!(
+            "compression level {}; levels are -7 to 19",
+            options.level
+        )));
+    }
+    for name in options.extra_files.keys() {
+        if crate::entry::clean_name(name.as_bytes(), &options.limits).as_ref() != Ok(name) {
+            return Err(unsupported(format!(
+                "{name:?} is not a name for a file of a checkpoint"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// podman's tar: the files that say what it is first, as podman writes them, then by name.
+fn tarball(
+    source: &Source,
+    items: Option<Vec<Item>>,
+    staging: &Staging,
+    compression: Compression,
+    pool: &Pool<'_>,
+    options: &PackOptions,
+) -> Result<Packed, Error> {
+    let wrap = |e| Error::from_io(staging.path(), "write it", e);
+    let mut out = staging.handle().and_then(Through::new).map_err(wrap)?;
+    let mut known = Known::default();
+    let written = pool.write(compression, false, &mut out, |input| {
+        everything(source, items, input, &mut known, options).map_err(Carried::from)
+    });
+    let written = written.map_err(|e| e.into_error(staging.path()))?;
+    known.check(source.path())?;
+    let (content_bytes, stored_bytes) = (known.bytes, written.output);
+    Ok(Packed {
+        digest: None,
+        layers: Vec::new(),
+        content_bytes,
+        stored_bytes,
+    })
+}
+
+/// All of a source as one tar.
+fn everything(
+    source: &Source,
+    items: Option<Vec<Item>>,
+    input: &mut Input<'_>,
+    known: &mut Known,
+    options: &PackOptions,
+) -> Result<(), Error> {
+    match items {
+        Some(items) => {
+            let mut groups = plan::layers(items, false);
+            for group in &mut groups {
+                group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
+            }
+            let mut folders = BTreeSet::new();
+            for item in groups.iter().flat_map(|g| &g.items) {
+                if item.entry.is_file() || folders.insert(item.entry.name.clone()) {
+                    note(known, item, source, options)?;
+                    put(input, item, source)?;
+                }
+            }
+        }
+        None => {
+            for item in plan::extra(options) {
+                note(known, &item, source, options)?;
+                put(input, &item, source)?;
+            }
+            source.visit(&options.limits, &mut |entry, reader| {
+                if options.extra_files.contains_key(&entry.name) {
+                    return Ok(());
+                }
+                known.note(entry);
+                if known.wants(entry) {
+                    let text = plan::read_small(entry, reader, source.path(), options)?;
+                    known.keep(&entry.name, &text);
+                    return put_entry(input, entry, &mut &text[..], source.path());
+                }
+                put_entry(input, entry, reader, source.path())
+            })?;
+        }
+    }
+    put_end(input, source.path())
+}
+
+fn note(
+    known: &mut Known,
+    item: &Item,
+    source: &Source,
+    options: &PackOptions,
+) -> Result<(), Error> {
+    known.note(&item.entry);
+    if known.wants(&item.entry) {
+        let text = plan::read_small(
+            &item.entry,
+            &mut *item.open(source)?,
+            source.path(),
+            options,
+        )?;
+        known.keep(&item.entry.name, &text);
+    }
+    Ok(())
+}
+
+fn image(
+    source: &Source,
+    items: Option<Vec<Item>>,
+    store: Store,
+    staging: &Staging,
+    pool: &Pool<'_>,
+    options: &PackOptions,
+) -> Result<Packed, Error> {
+    let mut known = Known::default();
+    let mut written = Vec::new();
+    match items {
+        Some(items) => {
+            for item in &items {
+                note(&mut known, item, source, options)?;
+            }
+            known.check(source.path())?;
+            let groups = plan::layers(items, options.single_layer);
+            written = layers::parallel(source, &groups, &store, pool, options)?;
+        }
+        None if options.single_layer => {
+            let compression = options.compression;
+            let layer = store.layer(pool, compression, |input| {
+                everything(source, None, input, &mut known, options)
+            })?;
+            written.push((
+                layer.content.clone(),
+                descriptor(&layer, compression, None)?,
+            ));
+        }
+        None => written.extend(layers::streamed(
+            source, &store, staging, pool, &mut known, options,
+        )?),
+    }
+    known.check(source.path())?;
+    let (diff_ids, layers): (Vec<_>, Vec<_>) = written.into_iter().unzip();
+    store.finish(
+        layers,
+        diff_ids.into_iter().flatten().collect(),
+        &known,
+        source,
+        options,
+    )
 }

@@ -22,6 +22,7 @@ use crate::stream::Compression;
 
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
+pub(crate) use tarball::visit_tar;
 
 /// What a checkpoint is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,11 +204,10 @@ impl Source {
         visitor: &mut Visitor<'_>,
     ) -> Result<(), Error> {
         let mut ledger = Ledger::new(limits);
-        let mut visitor = |entry: &Entry, reader: &mut dyn Read| {
-            ledger
-                .take(entry)
-                .map_err(|bad| Error::bad(&self.path, bad))?;
-            visitor(entry, reader)
+        let mut visitor = |entry: &Entry, reader: &mut dyn Read| match ledger.take(entry) {
+            Ok(true) => visitor(entry, reader),
+            Ok(false) => Ok(()),
+            Err(bad) => Err(Error::bad(&self.path, bad)),
         };
         match &self.inner {
             Inner::Folder(folder) => folder.visit(limits, &mut visitor),

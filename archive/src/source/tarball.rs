@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Visitor;
-use crate::entry::{Entry, EntryKind};
+use crate::entry::{Entry, EntryKind, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
@@ -43,6 +43,11 @@ impl Tarball {
         self.compression
     }
 
+    /// The folder that its entries lie below, if it is not in their names.
+    pub(crate) fn below(&self) -> Option<&'static str> {
+        self.bare.then_some(names::CHECKPOINT_DIR)
+    }
+
     pub(crate) fn section(&self) -> &Section {
         &self.section
     }
@@ -55,6 +60,33 @@ impl Tarball {
             compression => Box::new(Decoded::new(section, compression, Allowance::of(limits))?),
         };
         Ok(TarReader::new(stream, limits, None))
+    }
+
+    /// The entries and where their content lies, if the tar is not compressed.
+    pub(crate) fn index(&self, limits: &Limits) -> Result<Option<Vec<(Entry, Section)>>, Error> {
+        if self.compression != Compression::None {
+            return Ok(None);
+        }
+        let wrap = |e| Error::from_io(&self.path, "read it", e);
+        let bad = |bad| Error::bad(&self.path, bad);
+        let mut ledger = Ledger::new(limits);
+        let mut entries = Vec::new();
+        let mut reader = TarReader::new(self.section.clone(), limits, None);
+        if self.bare {
+            let folder = checkpoint_folder();
+            ledger.take(&folder).map_err(bad)?;
+            entries.push((folder, Section::new(self.section.file().clone(), 0, 0)));
+        }
+        while let Some(mut entry) = reader.next().map_err(wrap)? {
+            if self.bare {
+                entry.name = format!("{}/{}", names::CHECKPOINT_DIR, entry.name);
+            }
+            let content = Section::new(self.section.file().clone(), reader.position(), entry.size);
+            if ledger.take(&entry).map_err(bad)? {
+                entries.push((entry, content));
+            }
+        }
+        Ok(Some(entries))
     }
 
     pub(crate) fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
@@ -78,15 +110,8 @@ pub(crate) fn visit_tar<S: Stream>(
     path: &Path,
     visitor: &mut Visitor<'_>,
 ) -> Result<(), Error> {
-    if let Some(folder) = below {
-        let entry = Entry {
-            name: folder.into(),
-            kind: EntryKind::Folder,
-            size: 0,
-            mode: 0o700,
-            layer: None,
-        };
-        visitor(&entry, &mut io::empty())?;
+    if below.is_some() {
+        visitor(&checkpoint_folder(), &mut io::empty())?;
     }
     while let Some(mut entry) = reader
         .next()
@@ -102,4 +127,15 @@ pub(crate) fn visit_tar<S: Stream>(
         visitor(&entry, reader)?;
     }
     Ok(())
+}
+
+/// The folder that a tar of bare images does not name.
+fn checkpoint_folder() -> Entry {
+    Entry {
+        name: names::CHECKPOINT_DIR.into(),
+        kind: EntryKind::Folder,
+        size: 0,
+        mode: 0o700,
+        layer: None,
+    }
 }

@@ -1,0 +1,196 @@
+//! The layers of an image.
+
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use super::PackOptions;
+use super::image::{Store, descriptor, put, put_end, put_entry, shrinks};
+use super::pipeline::Pool;
+use super::plan::{self, Content, Group, Item, Known, LARGE_BYTES, LARGE_LAYERS, Spool};
+use crate::error::Error;
+use crate::oci::{Descriptor, Digest};
+use crate::source::Source;
+use crate::staging::Staging;
+use crate::stream::Compression;
+
+/// Layers that are written at the same time: each has two threads of its own, which hash and write.
+const AT_ONCE: usize = 8;
+
+type Layer = (Option<Digest>, Descriptor);
+
+/// Writes one layer.
+fn write(
+    source: &Source,
+    group: &Group,
+    store: &Store,
+    pool: &Pool<'_>,
+    options: &PackOptions,
+) -> Result<Layer, Error> {
+    let mut compression = options.compression;
+    if compression != Compression::None && group.large.is_some() {
+        // A plain layer is hashed once, a compressed one twice.
+        let mut any = false;
+        for item in group.items.iter().filter(|i| i.entry.size >= LARGE_BYTES) {
+            any |= shrinks(item, source)?;
+        }
+        if !any {
+            compression = Compression::None;
+        }
+    }
+    let written = store.layer(pool, compression, |input| {
+        for item in &group.items {
+            put(input, item, source)?;
+        }
+        put_end(input, source.path())
+    })?;
+    Ok((
+        written.content.clone(),
+        descriptor(&written, compression, group.large.as_deref())?,
+    ))
+}
+
+/// Writes layers whose content can be read in any order, several at a time.
+pub(super) fn parallel(
+    source: &Source,
+    groups: &[Group],
+    store: &Store,
+    pool: &Pool<'_>,
+    options: &PackOptions,
+) -> Result<Vec<Layer>, Error> {
+    let at_once = if store.parallel() {
+        pool.threads().clamp(1, AT_ONCE).min(groups.len())
+    } else {
+        1
+    };
+    // The largest first, so that none is left alone at the end.
+    let mut order: Vec<usize> = (0..groups.len()).collect();
+    if at_once > 1 {
+        order.sort_by_key(|n| {
+            std::cmp::Reverse(groups[*n].items.iter().map(|i| i.entry.size).sum::<u64>())
+        });
+    }
+    let next = Mutex::new(order.into_iter());
+    let done = Mutex::new(
+        (0..groups.len())
+            .map(|_| None)
+            .collect::<Vec<Option<Layer>>>(),
+    );
+    let failed = Mutex::new(None);
+    thread::scope(|scope| {
+        for _ in 0..at_once {
+            scope.spawn(|| {
+                loop {
+                    let Some(n) = next.lock().unwrap_or_else(PoisonError::into_inner).next() else {
+                        return;
+                    };
+                    if failed
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .is_some()
+                    {
+                        return;
+                    }
+                    match write(source, &groups[n], store, pool, options) {
+                        Ok(layer) => {
+                            done.lock().unwrap_or_else(PoisonError::into_inner)[n] = Some(layer)
+                        }
+                        Err(e) => {
+                            failed
+                                .lock()
+                                .unwrap_or_else(PoisonError::into_inner)
+                                .get_or_insert(e);
+                            return;
+                        }
+                    }
+                }
+            });
+        }
+    });
+    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    Ok(done
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner)
+        .into_iter()
+        .flatten()
+        .collect())
+}
+
+/// Writes the layers of a source that can only be read from front to end: each large file as it comes, the small
+/// ones from a spool at the end.
+pub(super) fn streamed(
+    source: &Source,
+    store: &Store,
+    staging: &Staging,
+    pool: &Pool<'_>,
+    known: &mut Known,
+    options: &PackOptions,
+) -> Result<Vec<Layer>, Error> {
+    let path = source.path();
+    let dir = if store.parallel() {
+        staging.path()
+    } else {
+        staging.folder_above()
+    };
+    let mut spool = Spool::new(dir)?;
+    let mut small: Vec<Item> = Vec::new();
+    for item in plan::extra(options) {
+        super::note(known, &item, source, options)?;
+        small.push(item);
+    }
+    let mut large = Vec::new();
+    source.visit(&options.limits, &mut |entry, reader| {
+        if options.extra_files.contains_key(&entry.name) {
+            return Ok(());
+        }
+        known.note(entry);
+        let entry = entry.clone();
+        if known.wants(&entry) {
+            let text = plan::read_small(&entry, reader, path, options)?;
+            known.keep(&entry.name, &text);
+            small.push(Item {
+                entry,
+                content: Content::Bytes(text),
+            });
+        } else if !entry.is_file() {
+            small.push(Item {
+                entry,
+                content: Content::None,
+            });
+        } else if entry.size < LARGE_BYTES || large.len() >= LARGE_LAYERS {
+            let section = spool
+                .add(reader, entry.size)
+                .map_err(|e| Error::from_io(path, "keep a part of it", e))?;
+            small.push(Item {
+                entry,
+                content: Content::Section(section),
+            });
+        } else {
+            let compression = options.compression;
+            let written = store.layer(pool, compression, |input| {
+                for parent in plan::parents(&entry.name, &small) {
+                    put(input, &parent, source)?;
+                }
+                put_entry(input, &entry, reader, path)?;
+                put_end(input, path)
+            })?;
+            let descriptor = descriptor(
+                &written,
+                compression,
+                Some(std::slice::from_ref(&entry.name)),
+            )?;
+            large.push((entry.name.clone(), (written.content.clone(), descriptor)));
+        }
+        Ok(())
+    })?;
+    plan::sort(&mut small);
+    let group = Group {
+        items: small,
+        large: None,
+    };
+    let mut layers = vec![write(source, &group, store, pool, options)?];
+    large.sort_by(|a, b| a.0.cmp(&b.0));
+    layers.extend(large.into_iter().map(|(_, layer)| layer));
+    Ok(layers)
+}

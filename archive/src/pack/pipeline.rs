@@ -1,0 +1,383 @@
+//! From a stream of bytes to compressed, hashed, written bytes, on all cores and in bounded memory.
+//!
+//! A stream is cut into chunks of [`CHUNK_BYTES`]. Each becomes a zstd frame or gzip member of its own, so that
+//! workers compress them at the same time, and the result depends on nothing but content and level. A stream has two
+//! threads beside its producer: one hashes what goes in, one hashes and writes what comes out. The workers and the
+//! chunks are shared by all streams; a producer waits for a free chunk, and that bounds memory.
+
+use std::io::{self, Read, Write};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use sha2::{Digest as _, Sha256};
+
+use crate::error::Cancelled;
+use crate::oci::Digest;
+use crate::progress::Progress;
+use crate::stream::Compression;
+
+/// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
+pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+/// Levels beyond this need tens of MiB for each thread.
+const HEAVY_LEVEL: i32 = 12;
+
+/// A chunk's memory; returns to its pool when dropped.
+struct Chunk {
+    /// Always of [`CHUNK_BYTES`], so that it is cleared only once.
+    data: Vec<u8>,
+    len: usize,
+    home: Sender<Vec<u8>>,
+}
+
+impl Deref for Chunk {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.data[..self.len]
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        let _ = self.home.try_send(std::mem::take(&mut self.data));
+    }
+}
+
+/// What comes out of a chunk; keeps the chunk, so that the pool bounds both.
+struct Output {
+    data: Vec<u8>,
+    _chunk: Arc<Chunk>,
+}
+
+struct Job {
+    chunk: Arc<Chunk>,
+    compression: Compression,
+    reply: Sender<io::Result<Output>>,
+}
+
+/// Workers and memory that the streams of an operation share.
+pub(crate) struct Pool<'p> {
+    jobs: Sender<Job>,
+    free: Receiver<Vec<u8>>,
+    home: Sender<Vec<u8>>,
+    spare: &'p Mutex<Vec<Vec<u8>>>,
+    progress: &'p Progress,
+    threads: usize,
+}
+
+/// How many threads to use when 0 were asked for.
+pub(crate) fn threads_or_cores(threads: usize) -> usize {
+    match threads {
+        0 => thread::available_parallelism()
+            .map_or(2, usize::from)
+            .min(16),
+        n => n.min(32),
+    }
+}
+
+/// Runs `work` with a pool.
+pub(crate) fn with_pool<T>(
+    threads: usize,
+    level: i32,
+    progress: &Progress,
+    work: impl FnOnce(&Pool<'_>) -> T,
+) -> T {
+    let threads = threads_or_cores(threads);
+    let workers = if level > HEAVY_LEVEL {
+        threads.min(4)
+    } else {
+        threads
+    };
+    let spare = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        let (jobs, queue) = unbounded::<Job>(); // bounded by the chunks
+        let chunks = 8 + 3 * threads;
+        let (home, free) = bounded(chunks);
+        for _ in 0..chunks {
+            let _ = home.send(Vec::new());
+        }
+        for _ in 0..workers {
+            let (queue, spare) = (queue.clone(), &spare);
+            scope.spawn(move || worker(&queue, level, spare));
+        }
+        let pool = Pool {
+            jobs,
+            free,
+            home,
+            spare: &spare,
+            progress,
+            threads,
+        };
+        work(&pool)
+    })
+}
+
+fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
+    let mut zstd = None;
+    for job in queue {
+        let mut data = spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop()
+            .unwrap_or_default();
+        data.clear();
+        let done = match job.compression {
+            Compression::Zstd => zstd_frame(&mut zstd, level, &job.chunk, &mut data),
+            _ => gzip_member(level, &job.chunk, &mut data),
+        };
+        let _ = job.reply.send(done.map(|()| Output {
+            data,
+            _chunk: job.chunk,
+        }));
+    }
+}
+
+fn zstd_frame(
+    compressor: &mut Option<zstd::bulk::Compressor<'static>>,
+    level: i32,
+    input: &[u8],
+    out: &mut Vec<u8>,
+) -> io::Result<()> {
+    let compressor = match compressor {
+        Some(compressor) => compressor,
+        None => {
+            let mut new = zstd::bulk::Compressor::new(level)?;
+            new.include_checksum(true)?;
+            compressor.insert(new)
+        }
+    };
+    out.reserve(zstd::zstd_safe::compress_bound(input.len()));
+    compressor.compress_to_buffer(input, out).map(drop)
+}
+
+fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+    let level = flate2::Compression::new(u32::try_from(level).unwrap_or(1).clamp(1, 9));
+    let mut encoder = flate2::GzBuilder::new().write(std::mem::take(out), level);
+    encoder.write_all(input)?;
+    *out = encoder.finish()?;
+    Ok(())
+}
+
+/// What a stream became.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// Bytes that went in.
+    pub(crate) input: u64,
+    /// Bytes that came out.
+    pub(crate) output: u64,
+    /// Digest of what went in; all zeros if it was not asked for.
+    pub(crate) content: Option<Digest>,
+    /// Digest of what came out.
+    pub(crate) blob: Option<Digest>,
+}
+
+enum Piece {
+    Plain(Arc<Chunk>),
+    Coming(Receiver<io::Result<Output>>),
+}
+
+impl Pool<'_> {
+    /// Threads that work at the same time.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Writes what `produce` puts into its [`Input`].
+    ///
+    /// # Errors
+    /// What `produce` or `out` said.
+    pub(crate) fn write<E: From<io::Error>>(
+        &self,
+        compression: Compression,
+        hash: bool,
+        out: &mut (dyn Write + Send),
+        produce: impl FnOnce(&mut Input<'_>) -> Result<(), E>,
+    ) -> Result<Written, E> {
+        thread::scope(|scope| {
+            let (to_hash, hash_in) = unbounded::<Arc<Chunk>>();
+            let (to_write, write_in) = unbounded::<Piece>();
+            let hasher = hash.then(|| {
+                scope.spawn(move || {
+                    let mut sha = Sha256::new();
+                    for chunk in hash_in {
+                        sha.update(&chunk[..]);
+                    }
+                    Digest::from_hash(sha)
+                })
+            });
+            let twice = hash && compression != Compression::None;
+            let writer = scope.spawn(move || self.write_pieces(&write_in, twice, out));
+            let mut input = Input {
+                pool: self,
+                compression,
+                chunk: None,
+                bytes: 0,
+                to_hash: hash.then_some(to_hash),
+                to_write,
+            };
+            let produced = produce(&mut input).and_then(|()| input.flush().map_err(E::from));
+            let bytes = input.bytes;
+            drop(input);
+            let content = hasher.map(|h| h.join().map_err(|_| panicked())).transpose();
+            // The writer's error is the cause, when the producer found it gone.
+            let written = writer.join().map_err(|_| panicked())?;
+            let (output, blob) = match (written, produced) {
+                (Err(e), _) => return Err(e.into()),
+                (Ok(_), Err(e)) => return Err(e),
+                (Ok(written), Ok(())) => written,
+            };
+            let content = content?;
+            let blob = if twice { blob } else { content.clone() };
+            Ok(Written {
+                input: bytes,
+                output,
+                content,
+                blob,
+            })
+        })
+    }
+
+    fn write_pieces(
+        &self,
+        pieces: &Receiver<Piece>,
+        hash: bool,
+        out: &mut (dyn Write + Send),
+    ) -> io::Result<(u64, Option<Digest>)> {
+        let mut sha = hash.then(Sha256::new);
+        let mut bytes = 0;
+        let mut put = |data: &[u8]| {
+            if let Some(sha) = &mut sha {
+                sha.update(data);
+            }
+            out.write_all(data)?;
+            bytes += data.len() as u64;
+            self.progress.add_written(data.len() as u64);
+            Ok::<_, io::Error>(())
+        };
+        for piece in pieces {
+            match piece {
+                Piece::Plain(chunk) => put(&chunk)?,
+                Piece::Coming(reply) => {
+                    let output = reply.recv().map_err(|_| panicked())??;
+                    put(&output.data)?;
+                    self.spare
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .push(output.data);
+                }
+            }
+        }
+        out.flush()?;
+        Ok((bytes, sha.map(Digest::from_hash)))
+    }
+
+    fn chunk(&self) -> io::Result<Chunk> {
+        let mut data = self.free.recv().map_err(|_| panicked())?;
+        data.resize(CHUNK_BYTES, 0);
+        Ok(Chunk {
+            data,
+            len: 0,
+            home: self.home.clone(),
+        })
+    }
+}
+
+fn panicked() -> io::Error {
+    io::Error::other("a worker thread ended unexpectedly")
+}
+
+/// The entrance of a stream.
+pub(crate) struct Input<'p> {
+    pool: &'p Pool<'p>,
+    compression: Compression,
+    chunk: Option<Chunk>,
+    bytes: u64,
+    to_hash: Option<Sender<Arc<Chunk>>>,
+    to_write: Sender<Piece>,
+}
+
+impl Input<'_> {
+    /// Takes exactly `size` bytes from a reader, straight into the chunks.
+    ///
+    /// # Errors
+    /// What the reader said; `UnexpectedEof` if it ends too early.
+    pub(crate) fn take(&mut self, reader: &mut (impl Read + ?Sized), size: u64) -> io::Result<()> {
+        let mut left = size;
+        while left > 0 {
+            let chunk = self.current()?;
+            let have = chunk.len;
+            let want = usize::try_from(left)
+                .unwrap_or(usize::MAX)
+                .min(CHUNK_BYTES - have);
+            reader.read_exact(&mut chunk.data[have..have + want])?;
+            chunk.len += want;
+            left -= want as u64;
+            self.bytes += want as u64;
+            self.pool.progress.add_done(want as u64);
+            if have + want == CHUNK_BYTES {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeros.
+    pub(crate) fn zeros(&mut self, n: u64) -> io::Result<()> {
+        io::copy(&mut io::repeat(0).take(n), self).map(drop)
+    }
+
+    fn current(&mut self) -> io::Result<&mut Chunk> {
+        if self.pool.progress.is_cancelled() {
+            return Err(io::Error::other(Cancelled));
+        }
+        match &mut self.chunk {
+            Some(chunk) => Ok(chunk),
+            none => Ok(none.insert(self.pool.chunk()?)),
+        }
+    }
+}
+
+impl Write for Input<'_> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let chunk = self.current()?;
+        let at = chunk.len;
+        let n = data.len().min(CHUNK_BYTES - at);
+        chunk.data[at..at + n].copy_from_slice(&data[..n]);
+        chunk.len += n;
+        let full = chunk.len == CHUNK_BYTES;
+        self.bytes += n as u64;
+        if full {
+            self.flush()?;
+        }
+        Ok(n)
+    }
+
+    /// Sends the current chunk on its way, full or not.
+    fn flush(&mut self) -> io::Result<()> {
+        let Some(chunk) = self.chunk.take() else {
+            return Ok(());
+        };
+        let gone = || io::Error::from(io::ErrorKind::BrokenPipe);
+        let chunk = Arc::new(chunk);
+        if let Some(to_hash) = &self.to_hash {
+            to_hash.send(Arc::clone(&chunk)).map_err(|_| gone())?;
+        }
+        let piece = match self.compression {
+            Compression::None => Piece::Plain(chunk),
+            compression => {
+                let (reply, coming) = bounded(1);
+                self.pool
+                    .jobs
+                    .send(Job {
+                        chunk,
+                        compression,
+                        reply,
+                    })
+                    .map_err(|_| gone())?;
+                Piece::Coming(coming)
+            }
+        };
+        self.to_write.send(piece).map_err(|_| gone())
+    }
+}

@@ -1,0 +1,300 @@
+//! What is written, in which order, in which layer.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Seek, Write};
+use std::path::Path;
+
+use super::PackOptions;
+use crate::entry::{Entry, EntryKind};
+use crate::error::{Bad, Error};
+use crate::names;
+use crate::source::{Inner, Source};
+use crate::stream::Section;
+
+/// Files from this size on get a layer of their own.
+pub(super) const LARGE_BYTES: u64 = 32 << 20;
+/// Layers of one large file each; what is beyond shares the last. Container engines take 127 layers.
+pub(super) const LARGE_LAYERS: usize = 96;
+/// Files that say what the checkpoint is.
+const FACT_FILES: [&str; 3] = [
+    names::CONFIG_DUMP,
+    names::SPEC_DUMP,
+    "checkpoint/cryopod.json",
+];
+
+/// An entry and where its content comes from.
+#[derive(Debug)]
+pub(super) struct Item {
+    pub(super) entry: Entry,
+    pub(super) content: Content,
+}
+
+#[derive(Debug)]
+pub(super) enum Content {
+    None,
+    Bytes(Vec<u8>),
+    Section(Section),
+    /// Opened when it is its turn, as a folder may have more files than a process may open.
+    Lazy,
+}
+
+impl Item {
+    /// Opens the content.
+    pub(super) fn open<'i>(&'i self, source: &Source) -> Result<Box<dyn Read + Send + 'i>, Error> {
+        Ok(match &self.content {
+            Content::None => Box::new(io::empty()),
+            Content::Bytes(bytes) => Box::new(&bytes[..]),
+            Content::Section(section) => Box::new(section.clone()),
+            Content::Lazy => Box::new(self.section(source)?),
+        })
+    }
+
+    /// The content as a part of a file.
+    pub(super) fn section(&self, source: &Source) -> Result<Section, Error> {
+        match (&self.content, &source.inner) {
+            (Content::Section(section), _) => Ok(section.clone()),
+            (Content::Lazy, Inner::Folder(folder)) => folder.content(&self.entry),
+            _ => Err(Error::from_io(
+                source.path(),
+                "read it",
+                io::ErrorKind::NotFound.into(),
+            )),
+        }
+    }
+}
+
+/// What is known of a checkpoint from its small files.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// The files of [`FACT_FILES`] that there are.
+    pub(super) files: BTreeMap<String, Vec<u8>>,
+    /// Bytes of all files.
+    pub(super) bytes: u64,
+    /// Names of all files, for facts that lie in them.
+    pub(super) inventory: bool,
+}
+
+impl Known {
+    /// Takes note of an entry.
+    pub(super) fn note(&mut self, entry: &Entry) {
+        self.bytes += entry.size;
+        self.inventory |=
+            entry.name == format!("{}/{}", names::CHECKPOINT_DIR, names::CRIU_INVENTORY);
+    }
+
+    pub(super) fn wants(&self, entry: &Entry) -> bool {
+        entry.is_file() && FACT_FILES.contains(&entry.name.as_str())
+    }
+
+    pub(super) fn keep(&mut self, name: &str, content: &[u8]) {
+        self.files.insert(name.into(), content.to_vec());
+    }
+
+    /// An archive without CRIU's inventory is no checkpoint.
+    pub(super) fn check(&self, path: &Path) -> Result<(), Error> {
+        if self.inventory {
+            return Ok(());
+        }
+        let missing = format!("{}/{}", names::CHECKPOINT_DIR, names::CRIU_INVENTORY);
+        Err(Error::bad(path, Bad::MissingFile(missing)))
+    }
+}
+
+/// Reads a fact file into memory, within the limits.
+pub(super) fn read_small(
+    entry: &Entry,
+    reader: &mut dyn Read,
+    path: &Path,
+    options: &PackOptions,
+) -> Result<Vec<u8>, Error> {
+    let max = options.limits.small_file_bytes;
+    if entry.size > max {
+        let bad = Bad::SmallFileTooLarge {
+            name: entry.name.clone(),
+            bytes: entry.size,
+            max,
+        };
+        return Err(Error::bad(path, bad));
+    }
+    let mut text = Vec::new();
+    reader
+        .read_to_end(&mut text)
+        .map_err(|e| Error::from_io(path, "read it", e))?;
+    Ok(text)
+}
+
+/// The entries of a source whose content can be read in any order, or `None`.
+pub(super) fn random_access(
+    source: &Source,
+    options: &PackOptions,
+) -> Result<Option<Vec<Item>>, Error> {
+    let limits = &options.limits;
+    let entries: Vec<(Entry, Content)> = match &source.inner {
+        Inner::Folder(folder) => folder
+            .list(limits)?
+            .into_iter()
+            .map(|e| {
+                if e.is_file() {
+                    (e, Content::Lazy)
+                } else {
+                    (e, Content::None)
+                }
+            })
+            .collect(),
+        Inner::Tar(tar) => match tar.index(limits)? {
+            Some(index) => index
+                .into_iter()
+                .map(|(e, s)| {
+                    if e.is_file() {
+                        (e, Content::Section(s))
+                    } else {
+                        (e, Content::None)
+                    }
+                })
+                .collect(),
+            None => return Ok(None),
+        },
+        _ => return Ok(None),
+    };
+    let mut items: Vec<Item> = entries
+        .into_iter()
+        .filter(|(entry, _)| !options.extra_files.contains_key(&entry.name))
+        .map(|(entry, content)| Item { entry, content })
+        .collect();
+    items.extend(extra(options));
+    Ok(Some(items))
+}
+
+/// The files that the caller adds.
+pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
+    options.extra_files.iter().map(|(name, content)| Item {
+        entry: Entry {
+            name: name.clone(),
+            kind: EntryKind::File,
+            size: content.len() as u64,
+            mode: 0o600,
+            layer: None,
+        },
+        content: Content::Bytes(content.clone()),
+    })
+}
+
+/// Files that stand at a tar's start, so that whoever reads it soon knows what it is.
+pub(super) fn early(entry: &Entry) -> bool {
+    FACT_FILES.contains(&entry.name.as_str())
+}
+
+/// A part of an image: the items of one layer.
+#[derive(Debug, Default)]
+pub(super) struct Group {
+    pub(super) items: Vec<Item>,
+    /// Names of its large files; `None` for the layer of the small ones.
+    pub(super) large: Option<Vec<String>>,
+}
+
+/// Sorts items by name, folders before what lies in them.
+pub(super) fn sort(items: &mut [Item]) {
+    items.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
+}
+
+/// The layers of an image: small files in the first, each large one in its own.
+pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
+    sort(&mut items);
+    let (small, large): (Vec<_>, Vec<_>) = items
+        .into_iter()
+        .partition(|i| single || i.entry.size < LARGE_BYTES);
+    let mut groups = vec![Group {
+        items: small,
+        large: None,
+    }];
+    for (n, item) in large.into_iter().enumerate() {
+        let name = item.entry.name.clone();
+        let parents = parents(&item.entry.name, &groups[0].items);
+        if n < LARGE_LAYERS {
+            groups.push(Group::default());
+        }
+        if let Some(group) = groups.last_mut() {
+            let new = parents
+                .into_iter()
+                .filter(|p| !group.items.iter().any(|i| i.entry.name == p.entry.name));
+            let new: Vec<_> = new.collect();
+            group.items.extend(new);
+            group.items.push(item);
+            group.large.get_or_insert_default().push(name);
+        }
+    }
+    groups
+}
+
+/// The folders above a name, as every layer has to name them: engines make missing ones with modes of their own.
+pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
+    let find = |folder: &str| {
+        known
+            .iter()
+            .find(|i| i.entry.name == folder)
+            .map(|i| i.entry.clone())
+    };
+    name.match_indices('/')
+        .map(|(at, _)| &name[..at])
+        .map(|folder| {
+            find(folder).unwrap_or_else(|| Entry {
+                name: folder.into(),
+                kind: EntryKind::Folder,
+                size: 0,
+                mode: 0o700,
+                layer: None,
+            })
+        })
+        .map(|entry| Item {
+            entry,
+            content: Content::None,
+        })
+        .collect()
+}
+
+/// Small files of a source that can only be read from front to end, kept on disk until it is their turn.
+#[derive(Debug)]
+pub(super) struct Spool {
+    file: std::fs::File,
+    at: u64,
+}
+
+impl Spool {
+    /// A nameless file in a folder.
+    pub(super) fn new(dir: &Path) -> Result<Self, Error> {
+        use std::os::unix::fs::OpenOptionsExt;
+        let mut open = std::fs::OpenOptions::new();
+        open.read(true).write(true).mode(0o600);
+        let file = match open
+            .custom_flags(libc::O_TMPFILE | libc::O_CLOEXEC)
+            .open(dir)
+        {
+            Ok(file) => file,
+            // Not every file system has nameless files.
+            Err(_) => {
+                let path = dir.join(".spool");
+                let file = open
+                    .create_new(true)
+                    .custom_flags(libc::O_CLOEXEC)
+                    .open(&path);
+                let file = file.map_err(Error::io(&path, "create it"))?;
+                std::fs::remove_file(&path).map_err(Error::io(&path, "remove it"))?;
+                file
+            }
+        };
+        Ok(Self { file, at: 0 })
+    }
+
+    /// Adds a file's content and says where it is.
+    pub(super) fn add(&mut self, reader: &mut dyn Read, size: u64) -> io::Result<Section> {
+        self.file.seek(io::SeekFrom::Start(self.at))?;
+        let copied = io::copy(&mut reader.take(size), &mut self.file)?;
+        if copied != size {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.file.flush()?;
+        let section = Section::new(std::sync::Arc::new(self.file.try_clone()?), self.at, size);
+        self.at += size;
+        Ok(section)
+    }
+}

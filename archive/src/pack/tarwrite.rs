@@ -1,0 +1,106 @@
+//! Tar headers, the same for the same content: owner 0, time 0.
+
+use std::io;
+
+use tar::{EntryType, Header};
+
+use crate::entry::{Entry, EntryKind};
+
+pub(super) const BLOCK: u64 = 512;
+/// Names that fit into the header itself.
+const SHORT: usize = 100;
+
+/// The header of an entry, with a GNU long name ahead of it where the name needs one.
+pub(super) fn header(entry: &Entry) -> io::Result<Vec<u8>> {
+    let mut name = entry.name.clone();
+    let (kind, mode) = match entry.kind {
+        EntryKind::File => (EntryType::Regular, entry.mode),
+        EntryKind::Folder => {
+            name.push('/');
+            (EntryType::Directory, entry.mode | 0o700)
+        }
+        EntryKind::ParentLink { .. } => (EntryType::Symlink, 0o777),
+    };
+    let mut out = Vec::with_capacity(BLOCK as usize);
+    if name.len() > SHORT {
+        let mut long = blank(EntryType::GNULongName, 0o644, name.len() as u64 + 1);
+        set_name(&mut long, b"././@LongLink");
+        long.set_cksum();
+        out.extend_from_slice(long.as_bytes());
+        out.extend_from_slice(name.as_bytes());
+        out.resize(
+            out.len().next_multiple_of(BLOCK as usize)
+                + if name.len() % 512 == 0 { 512 } else { 0 },
+            0,
+        );
+    }
+    let mut header = blank(kind, mode, entry.size);
+    set_name(&mut header, &name.as_bytes()[..name.len().min(SHORT)]);
+    if let EntryKind::ParentLink { target } = &entry.kind {
+        header.set_link_name_literal(target)?;
+    }
+    header.set_cksum();
+    out.extend_from_slice(header.as_bytes());
+    Ok(out)
+}
+
+fn blank(kind: EntryType, mode: u32, size: u64) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(mode);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_mtime(0);
+    header.set_size(size);
+    header
+}
+
+fn set_name(header: &mut Header, name: &[u8]) {
+    header.as_old_mut().name[..name.len()].copy_from_slice(name);
+}
+
+/// Bytes after a file's content up to the next block.
+pub(super) fn padding(size: u64) -> u64 {
+    size.next_multiple_of(BLOCK) - size
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::Limits;
+    use crate::tarread::TarReader;
+
+    #[test]
+    fn names_of_every_length_come_back() {
+        for len in [1, 99, 100, 101, 254, 255, 256, 510, 511, 512, 513] {
+            let name: String = (0..len)
+                .map(|i| if i % 200 == 199 { '/' } else { 'a' })
+                .collect();
+            for kind in [EntryKind::File, EntryKind::Folder] {
+                let entry = Entry {
+                    name: name.clone(),
+                    kind,
+                    size: 0,
+                    mode: 0o700,
+                    layer: None,
+                };
+                let mut bytes = header(&entry).unwrap();
+                assert_eq!(bytes.len() % 512, 0);
+                bytes.resize(bytes.len() + 1024, 0);
+                let mut reader = TarReader::new(&bytes[..], &Limits::default(), None);
+                assert_eq!(reader.next().unwrap(), Some(entry));
+                assert_eq!(reader.next().unwrap(), None);
+            }
+        }
+        let huge = Entry {
+            name: "a".into(),
+            kind: EntryKind::File,
+            size: 20 << 30,
+            mode: 0o600,
+            layer: None,
+        };
+        let bytes = header(&huge).unwrap();
+        let mut reader = TarReader::new(&bytes[..], &Limits::default(), None);
+        assert_eq!(reader.next().unwrap(), Some(huge));
+    }
+}

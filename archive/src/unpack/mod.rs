@@ -1,0 +1,247 @@
+//! From an archive to a folder.
+
+mod tree;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use crossbeam_channel::{Sender, bounded};
+
+use self::tree::Tree;
+use crate::decode::with_decoder;
+use crate::entry::{Entry, EntryKind};
+use crate::error::{Bad, Error};
+use crate::limits::Limits;
+use crate::names;
+use crate::oci::annotation;
+use crate::progress::Progress;
+use crate::source::Source;
+use crate::staging::Staging;
+use crate::through::Through;
+use crate::walk::{Sink, walk};
+
+/// How to unpack.
+#[derive(Debug, Clone, Default)]
+pub struct UnpackOptions {
+    /// Only CRIU's images, directly in the target folder (`checkpoint/` left out), as runtimes want them.
+    pub images_only: bool,
+    /// Threads; 0: as many as there are cores.
+    pub threads: usize,
+    /// Bounds on the archive.
+    pub limits: Limits,
+    /// Counters for a progress bar, and a way to stop.
+    pub progress: Arc<Progress>,
+}
+
+/// What was unpacked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unpacked {
+    /// Files.
+    pub files: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+}
+
+/// Unpacks a checkpoint into a folder that does not exist yet, or is empty.
+///
+/// All is written below a temporary name beside the target, checked, synced and renamed: the target is whole or
+/// absent. What an interrupted run left is removed by the next. Files belong to the caller, without set-id bits;
+/// devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
+///
+/// # Errors
+/// [`Error`].
+pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
+    let staging = Staging::folder(to, false)?;
+    room(to, &staging, stated_bytes(source))?;
+    let root = staging.handle().map_err(Error::io(to, "open it"))?;
+    let (sync, to_sync) = bounded::<(File, String)>(16);
+    let sink = Unpacker {
+        tree: Tree::new(root),
+        to,
+        staging: &staging,
+        images_only: options.images_only,
+        progress: &options.progress,
+        sync,
+        later: Mutex::default(),
+        done: Mutex::new(Unpacked { files: 0, bytes: 0 }),
+    };
+    let done = thread::scope(|scope| {
+        // Files are written to disk as they become whole.
+        let syncer = scope.spawn(move || {
+            for (file, name) in to_sync {
+                file.sync_all()
+                    .map_err(Error::io(&to.join(name), "write it to disk"))?;
+            }
+            Ok::<_, Error>(())
+        });
+        let walked = with_decoder(options.threads, &options.progress, |decoder| {
+            walk(source, &options.limits, decoder, &sink)
+        });
+        let finished = walked.and_then(|()| sink.finish());
+        let synced = syncer.join().unwrap_or(Ok(()));
+        finished.and_then(|done| synced.map(|()| done))
+    })?;
+    staging.commit()?;
+    Ok(done)
+}
+
+/// Bytes that the archive says it has, where it does.
+fn stated_bytes(source: &Source) -> u64 {
+    let stated = source.image().and_then(|i| {
+        i.manifest
+            .annotations
+            .get(annotation::CONTENT_BYTES)?
+            .parse()
+            .ok()
+    });
+    stated.unwrap_or(0)
+}
+
+/// Is there room for so much?
+fn room(to: &Path, staging: &Staging, needed: u64) -> Result<(), Error> {
+    if needed < CHECK_ROOM {
+        return Ok(());
+    }
+    let stat = nix::sys::statvfs::statvfs(staging.path())
+        .map_err(|e| Error::from_io(to, "ask for the free space", e.into()))?;
+    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+    if needed > free {
+        return Err(Error::NoSpace {
+            path: to.into(),
+            needed,
+            free,
+        });
+    }
+    Ok(())
+}
+
+/// Files from this size on must have room before they are begun.
+const CHECK_ROOM: u64 = 16 << 20;
+
+struct Unpacker<'u> {
+    tree: Tree,
+    to: &'u Path,
+    staging: &'u Staging,
+    images_only: bool,
+    progress: &'u Progress,
+    sync: Sender<(File, String)>,
+    later: Mutex<Later>,
+    done: Mutex<Unpacked>,
+}
+
+/// What is done when all files are written.
+#[derive(Default)]
+struct Later {
+    modes: BTreeMap<String, u32>,
+    links: Vec<(String, String)>,
+}
+
+impl Unpacker<'_> {
+    /// Where an entry goes, if it is wanted.
+    fn place<'n>(&self, name: &'n str) -> Option<&'n str> {
+        if !self.images_only {
+            return Some(name);
+        }
+        name.strip_prefix(names::CHECKPOINT_DIR)?.strip_prefix('/')
+    }
+
+    fn finish(self) -> Result<Unpacked, Error> {
+        let later = self
+            .later
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner);
+        for (name, target) in later.links {
+            self.tree
+                .link(&name, &target)
+                .map_err(Error::io(&self.to.join(&name), "create the link"))?;
+        }
+        for (name, mode) in later.modes.iter().rev() {
+            let folder = || {
+                self.tree.folder(name).map(File::from)?.sync_all()?;
+                self.tree.set_mode(name, mode | 0o700)
+            };
+            folder().map_err(Error::io(&self.to.join(name), "finish the folder"))?;
+        }
+        Ok(self
+            .done
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn file(&self, name: &str, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
+        let path = self.to.join(name);
+        room(self.to, self.staging, entry.size)?;
+        let file = self
+            .tree
+            .file(name, entry.mode | 0o600)
+            .map_err(Error::io(&path, "create it"))?;
+        let mut out = file
+            .try_clone()
+            .and_then(Through::new)
+            .map_err(Error::io(&path, "open it"))?;
+        let mut buf = vec![
+            0;
+            usize::try_from(entry.size)
+                .unwrap_or(COPY_BYTES)
+                .clamp(1, COPY_BYTES)
+        ];
+        let mut left = entry.size;
+        while left > 0 {
+            if self.progress.is_cancelled() {
+                return Err(Error::Cancelled {
+                    path: self.to.into(),
+                });
+            }
+            let n = match reader.read(&mut buf) {
+                Ok(0) => {
+                    let bad = Bad::TruncatedFile {
+                        name: entry.name.clone(),
+                        missing: left,
+                    };
+                    return Err(Error::bad(self.to, bad));
+                }
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(Error::from_io(self.to, "read the archive", e)),
+            };
+            left = left.saturating_sub(n as u64);
+            out.write_all(&buf[..n])
+                .map_err(Error::io(&path, "write it"))?;
+            self.progress.add_written(n as u64);
+        }
+        let _ = self.sync.send((file, name.to_owned()));
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.files += 1;
+        done.bytes += entry.size;
+        Ok(())
+    }
+}
+
+const COPY_BYTES: usize = 256 << 10;
+
+impl Sink for Unpacker<'_> {
+    fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
+        let Some(name) = self.place(&entry.name) else {
+            return Ok(());
+        };
+        let later = || self.later.lock().unwrap_or_else(PoisonError::into_inner);
+        match &entry.kind {
+            EntryKind::File => self.file(name, entry, reader),
+            EntryKind::Folder => {
+                later().modes.insert(name.into(), entry.mode);
+                self.tree
+                    .folder(name)
+                    .map(drop)
+                    .map_err(Error::io(&self.to.join(name), "create it"))
+            }
+            EntryKind::ParentLink { target } => {
+                later().links.push((name.into(), target.clone()));
+                Ok(())
+            }
+        }
+    }
+}

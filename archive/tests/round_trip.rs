@@ -1,0 +1,221 @@
+//! What goes in comes out, whatever the form, and the same input gives the same output.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs;
+
+use common::{checkpoint, content, listing};
+use cryopod_archive::Compression;
+use cryopod_archive::pack::{Destination, PackOptions, pack};
+use cryopod_archive::source::{Kind, Source};
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::verify::{VerifyOptions, verify};
+
+fn options(threads: usize) -> PackOptions {
+    PackOptions {
+        threads,
+        ..PackOptions::default()
+    }
+}
+
+#[test]
+fn every_form_holds_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let source = Source::open(&checkpoint(dir.path())).unwrap();
+    let expected = content(&source);
+    assert!(expected.contains_key("checkpoint/pages-1.img"));
+
+    let forms = [
+        (Destination::Layout(at("layout")), Kind::OciLayout),
+        (Destination::Archive(at("image.tar")), Kind::OciArchive),
+        (
+            Destination::Tar(at("a.tar.zst"), Compression::Zstd),
+            Kind::PodmanTar(Compression::Zstd),
+        ),
+        (
+            Destination::Tar(at("a.tar.gz"), Compression::Gzip),
+            Kind::PodmanTar(Compression::Gzip),
+        ),
+        (
+            Destination::Tar(at("a.tar"), Compression::None),
+            Kind::PodmanTar(Compression::None),
+        ),
+    ];
+    for (to, kind) in &forms {
+        let packed = pack(&source, to, &options(2)).unwrap();
+        assert_eq!(
+            packed.content_bytes,
+            expected
+                .values()
+                .flatten()
+                .map(|c| c.len() as u64)
+                .sum::<u64>()
+        );
+        let written = Source::open(to.path()).unwrap();
+        assert_eq!(written.kind(), *kind);
+        assert!(content(&written) == expected, "{kind}");
+        let verified = verify(&written, &VerifyOptions::default()).unwrap();
+        assert_eq!(verified.bytes, packed.content_bytes);
+        let out = at("unpacked");
+        let unpacked = unpack(&written, &out, &UnpackOptions::default()).unwrap();
+        assert_eq!(
+            (unpacked.bytes, unpacked.files),
+            (packed.content_bytes, verified.files)
+        );
+        assert!(content(&Source::open(&out).unwrap()) == expected, "{kind}");
+        fs::remove_dir_all(&out).unwrap();
+        // And from each form to each other.
+        for (n, (again, kind)) in forms.iter().enumerate() {
+            let path = at(&format!("again-{n}"));
+            let again = match again {
+                Destination::Layout(_) => Destination::Layout(path.clone()),
+                Destination::Archive(_) => Destination::Archive(path.clone()),
+                Destination::Tar(_, c) => Destination::Tar(path.clone(), *c),
+            };
+            pack(
+                &written,
+                &again,
+                &PackOptions {
+                    replace: true,
+                    ..options(2)
+                },
+            )
+            .unwrap();
+            let converted = Source::open(&path).unwrap();
+            assert_eq!(converted.kind(), *kind);
+            assert!(content(&converted) == expected, "{kind}");
+        }
+        assert!(
+            listing(dir.path()).iter().all(|n| !n.starts_with('.')),
+            "{:?}",
+            listing(dir.path())
+        );
+    }
+}
+
+#[test]
+fn the_same_input_gives_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = checkpoint(dir.path());
+    let source = Source::open(&root).unwrap();
+    let mut digests = Vec::new();
+    for threads in [1, 2, 7] {
+        let to = Destination::Layout(dir.path().join(format!("layout-{threads}")));
+        digests.push(
+            pack(&source, &to, &options(threads))
+                .unwrap()
+                .digest
+                .unwrap(),
+        );
+        let to = Destination::Tar(
+            dir.path().join(format!("{threads}.tar.zst")),
+            Compression::Zstd,
+        );
+        pack(&source, &to, &options(threads)).unwrap();
+        // Times and owners of the input are not part of it.
+        fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
+    }
+    assert!(digests.windows(2).all(|d| d[0] == d[1]), "{digests:?}");
+    let tar = |n: usize| fs::read(dir.path().join(format!("{n}.tar.zst"))).unwrap();
+    assert!(tar(1) == tar(2) && tar(2) == tar(7));
+}
+
+#[test]
+fn an_image_says_what_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Source::open(&checkpoint(dir.path())).unwrap();
+    let to = Destination::Layout(dir.path().join("layout"));
+    let packed = pack(
+        &source,
+        &to,
+        &PackOptions {
+            name: Some("latest".into()),
+            ..options(0)
+        },
+    )
+    .unwrap();
+    let written = Source::open(to.path()).unwrap();
+    let image = written.image().unwrap();
+    assert_eq!(Some(&image.digest), packed.digest.as_ref());
+    assert_eq!(image.name.as_deref(), Some("latest"));
+    let get = |key: &str| image.manifest.annotations.get(key).map(String::as_str);
+    assert_eq!(
+        get("io.podman.annotations.checkpoint.runtime.name"),
+        Some("cryopod-runtime")
+    );
+    assert_eq!(
+        get("io.kubernetes.cri-o.annotations.checkpoint.name"),
+        Some("web")
+    );
+    assert_eq!(get("org.criu.checkpoint.container.name"), Some("web"));
+    assert_eq!(get("org.criu.checkpoint.engine.name"), Some("podman"));
+    assert_eq!(get("org.criu.checkpoint.pod.name"), Some("pod1"));
+    assert_eq!(
+        get("org.opencontainers.image.created"),
+        Some("2026-01-02T03:04:05Z")
+    );
+    let kinds: Vec<_> = image
+        .manifest
+        .layers
+        .iter()
+        .map(|l| l.media_type.rsplit('.').next().unwrap())
+        .collect();
+    // The small files, the page file that shrinks, the one that does not.
+    assert_eq!(kinds, ["tar+zstd", "tar+zstd", "tar"]);
+
+    let one = Destination::Layout(dir.path().join("one"));
+    let single = PackOptions {
+        single_layer: true,
+        compression: Compression::Gzip,
+        ..options(0)
+    };
+    let packed = pack(&source, &one, &single).unwrap();
+    assert_eq!(packed.layers.len(), 1);
+    assert!(content(&Source::open(one.path()).unwrap()) == content(&source));
+}
+
+#[test]
+fn small_files_are_found_without_the_large_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Source::open(&checkpoint(dir.path())).unwrap();
+    let to = Destination::Layout(dir.path().join("layout"));
+    let packed = pack(&source, &to, &options(0)).unwrap();
+    for layer in &packed.layers[1..] {
+        fs::remove_file(to.path().join("blobs/sha256").join(layer.digest.hex())).unwrap();
+    }
+    let written = Source::open(to.path()).unwrap();
+    let files = written
+        .small_files(&|n| n == "config.dump", &Default::default())
+        .unwrap();
+    assert_eq!(files["config.dump"], common::PODMAN_CONFIG.as_bytes());
+    let error = written
+        .small_files(&|n| n == "checkpoint/pages-1.img", &Default::default())
+        .unwrap_err();
+    assert!(error.to_string().contains("is missing"), "{error}");
+}
+
+#[test]
+fn nothing_is_left_of_a_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = checkpoint(dir.path());
+    let source = Source::open(&root).unwrap();
+    let to = Destination::Tar(dir.path().join("out.tar.zst"), Compression::Zstd);
+    let cancelled = options(2);
+    cancelled.progress.cancel();
+    assert!(
+        pack(&source, &to, &cancelled)
+            .unwrap_err()
+            .to_string()
+            .contains("cancelled")
+    );
+    fs::remove_file(root.join("checkpoint/inventory.img")).unwrap();
+    let error = pack(&source, &to, &options(2)).unwrap_err().to_string();
+    assert!(error.contains("no checkpoint/inventory.img"), "{error}");
+    assert_eq!(listing(dir.path()), ["checkpoint-in"]);
+    fs::write(to.path(), "precious").unwrap();
+    let error = pack(&source, &to, &options(2)).unwrap_err().to_string();
+    assert!(error.contains("exists already"), "{error}");
+    assert_eq!(fs::read(to.path()).unwrap(), b"precious");
+}
