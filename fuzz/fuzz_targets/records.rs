@@ -1,0 +1,45 @@
+//! What lies inside a checkpoint: the seal, the lane's table, CRIU's images, the engines' records. The first byte
+//! says which.
+#![no_main]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use cryopod_archive::lane::Index;
+use cryopod_archive::seal::Seal;
+use cryopod_archive::{criu, engine};
+use libfuzzer_sys::fuzz_target;
+
+const IMAGES: [&str; 6] = [
+    "inventory.img",
+    "pstree.img",
+    "core-1.img",
+    "files.img",
+    "mm-1.img",
+    "pagemap-1.img",
+];
+const RECORDS: [&str; 3] = ["config.dump", "spec.dump", "status.dump"];
+
+fuzz_target!(|data: &[u8]| {
+    let [which, rest @ ..] = data else { return };
+    match which % 5 {
+        0 => drop(Seal::parse(rest, Path::new("cryopod.json"))),
+        1 => drop(Index::parse(rest, Path::new("lane-index.img"))),
+        // The files follow each other, each with two bytes of length.
+        2 => drop(criu::read(&split(rest, &IMAGES, "checkpoint/"), 1 << 20)),
+        3 => drop(engine::read(&split(rest, &RECORDS, ""))),
+        _ => drop(engine::read_containerd("record", rest)),
+    }
+});
+
+fn split(mut data: &[u8], names: &[&str], below: &str) -> BTreeMap<String, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for name in names {
+        let [a, b, rest @ ..] = data else { break };
+        let (content, rest) =
+            rest.split_at(rest.len().min(usize::from(u16::from_le_bytes([*a, *b]))));
+        files.insert(format!("{below}{name}"), content.to_vec());
+        data = rest;
+    }
+    files
+}
