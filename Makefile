@@ -22,6 +22,10 @@ test: ## all tests: format, lints, units, the simulated driver, the real contain
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky for the newer one
 	tests/testbed/testbed up
 
+test-vm: ## the tests that need real device nodes, in an emulated machine; docs/testbed.md
+	$(MAKE) --no-print-directory build
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/vm/run $(CASES)
+
 demo: build testbed ## a container is checkpointed, removed and restored, with crun and with runc
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
 
@@ -39,4 +43,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build test testbed demo bench gpu-test deny clean
+.PHONY: help build test testbed test-vm demo bench gpu-test deny clean

@@ -10,7 +10,7 @@ qemu=(
     -machine q35 -accel tcg,thread=multi -cpu max,la57=off -smp 2 -m 3G
     -kernel /vm/vmlinuz -initrd /vm/initrd
     # What follows -- are init's arguments.
-    -append "console=ttyS0 loglevel=7 printk.time=1 panic=-1 -- $*"
+    -append "console=ttyS0 loglevel=7 printk.time=1 panic=-1 mitigations=off drm_kms_helper.fbdev_emulation=0 -- $*"
     -drive file=/vm/disk.img,format=raw,if=virtio,readonly=on
     -virtfs local,path=/src,mount_tag=src,security_model=none,readonly=on
     -virtfs local,path=/opt/build,mount_tag=build,security_model=none,readonly=on
@@ -18,7 +18,7 @@ qemu=(
     -chardev file,id=out,path=/tmp/out -device virtserialport,chardev=out,name=out
     -chardev file,id=code,path=/tmp/code -device virtserialport,chardev=code,name=code
     -serial file:/tmp/console
-    -device virtio-gpu-pci # a second render node, see cases/render_map.sh
+    -device ati-vga,model=rv100 # a second render node, and one that says it is of AMD; no command processor
 )
 mkfifo /tmp/out # not qemu's standard output: a file it would truncate, a socket it cannot open
 cat /tmp/out &

@@ -13,7 +13,7 @@ root=$1 dir=$2
 # Modules that the initrd loads, and those that are unpacked on the disk: the emulated processor takes seconds
 # for what is one here.
 boot_modules=(virtio_blk ext4 overlay 9p 9pnet_virtio)
-unpacked_modules=("${boot_modules[@]}" amdgpu vgem virtio-gpu cuse)
+unpacked_modules=("${boot_modules[@]}" amdgpu vgem radeon cuse)
 
 mkdir "$dir"/{tools,work,upper,at}
 at=$dir/at

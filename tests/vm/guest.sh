@@ -3,7 +3,7 @@
 # runtime in turn if it has a line `# runtimes: NAME...`, each in a root, a mount and a PID namespace of its own. The
 # devices and the cgroups are the machine's.
 set -uo pipefail
-case_limit=150 # seconds
+case_limit=300 # seconds
 
 make_root() { # for a case: the disk and cryopod's binaries, below a tmpfs
     local dir
@@ -67,8 +67,7 @@ boot() {
     hostname vm
     ip link set lo up
     # vgem first: it is to be renderD128.
-    cat /proc/uptime
-    modprobe -a vgem virtio-gpu amdgpu fuse tun
+    modprobe -a vgem radeon amdgpu fuse tun
 }
 
 main() {

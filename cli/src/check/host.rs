@@ -307,10 +307,11 @@ fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>
 fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
     let gpus = amd::gpus(host);
     if gpus.is_empty() {
-        let found = if Path::new(&host.path("/dev/kfd")).exists() {
-            "driver loaded, no GPU visible"
-        } else {
-            "not loaded"
+        let found = match host.char_device("/dev/kfd") {
+            Some((major, minor)) => {
+                format!("driver loaded, /dev/kfd is {major}:{minor}, no GPU visible")
+            }
+            None => "not loaded".into(),
         };
         lines.push(Line::note(
             "AMD driver",
