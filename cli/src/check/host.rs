@@ -1,7 +1,6 @@
 //! The facts behind `cryopod check`.
 
 use std::ffi::OsStr;
-use std::path::Path;
 use std::time::Duration;
 
 use cryopod_archive::seal::Vendor;
@@ -340,7 +339,7 @@ mod tests {
     use super::super::Status;
     use super::*;
     use cryopod_gpu_hooks::tools::{Output, ToolError};
-    use std::path::PathBuf;
+    use std::path::{Path, PathBuf};
 
     /// Programs by name, with what they say to any question.
     struct Says(&'static [(&'static str, &'static str)]);
