@@ -172,7 +172,7 @@ fn look(tar: &Tarball, limits: &Limits) -> io::Result<Seen> {
             names::STATUS_DUMP => seen.status = true,
             names::BIND_MOUNTS | names::CRIO_LOG_PATH => seen.crio = true,
             names::CRIU_INVENTORY => seen.bare = true,
-            names::CONFIG_DUMP if entry.kind == EntryKind::File => {
+            names::CONFIG_DUMP if entry.kind == EntryKind::File && seen.config.is_none() => {
                 let max = limits.small_file_bytes;
                 if entry.size > max {
                     let bad = Bad::SmallFileTooLarge {

@@ -61,6 +61,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
     let (sync, to_sync) = bounded::<(File, String)>(16);
     let sink = Unpacker {
         tree: Tree::new(root),
+        from: source.path(),
         to,
         staging: &staging,
         images_only: options.images_only,
@@ -124,6 +125,7 @@ const CHECK_ROOM: u64 = 16 << 20;
 
 struct Unpacker<'u> {
     tree: Tree,
+    from: &'u Path,
     to: &'u Path,
     staging: &'u Staging,
     images_only: bool,
@@ -202,11 +204,11 @@ impl Unpacker<'_> {
                         name: entry.name.clone(),
                         missing: left,
                     };
-                    return Err(Error::bad(self.to, bad));
+                    return Err(Error::bad(self.from, bad));
                 }
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(e) => return Err(Error::from_io(self.to, "read the archive", e)),
+                Err(e) => return Err(Error::from_io(self.from, "read it", e)),
             };
             left = left.saturating_sub(n as u64);
             out.write_all(&buf[..n])
