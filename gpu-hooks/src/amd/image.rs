@@ -13,6 +13,7 @@ use std::path::Path;
 use prost::Message;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
+use super::proto::{BufferEntry, DeviceEntry};
 use super::topology::{
     LINK_PCIE, LINK_XGMI, Link, Node, Properties, RENDER_FIRST, RENDER_LAST, Topology,
 };
@@ -71,96 +72,6 @@ pub struct Images {
     pub kfd: Vec<KfdImage>,
     /// One an open render node, by file name.
     pub render: Vec<RenderImage>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct IoLink {
-    #[prost(uint32, optional, tag = "1")]
-    kind: Option<u32>,
-    #[prost(uint32, optional, tag = "2")]
-    node_to_id: Option<u32>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct DeviceEntry {
-    #[prost(uint32, optional, tag = "1")]
-    node_id: Option<u32>,
-    #[prost(uint32, optional, tag = "2")]
-    gpu_id: Option<u32>,
-    #[prost(uint32, optional, tag = "3")]
-    cpu_cores_count: Option<u32>,
-    #[prost(uint32, optional, tag = "4")]
-    simd_count: Option<u32>,
-    #[prost(uint32, optional, tag = "5")]
-    mem_banks_count: Option<u32>,
-    #[prost(uint32, optional, tag = "6")]
-    caches_count: Option<u32>,
-    #[prost(uint32, optional, tag = "7")]
-    io_links_count: Option<u32>,
-    #[prost(uint32, optional, tag = "8")]
-    max_waves_per_simd: Option<u32>,
-    #[prost(uint32, optional, tag = "9")]
-    lds_size_in_kb: Option<u32>,
-    #[prost(uint32, optional, tag = "10")]
-    gds_size_in_kb: Option<u32>,
-    #[prost(uint32, optional, tag = "11")]
-    num_gws: Option<u32>,
-    #[prost(uint32, optional, tag = "12")]
-    wave_front_size: Option<u32>,
-    #[prost(uint32, optional, tag = "13")]
-    array_count: Option<u32>,
-    #[prost(uint32, optional, tag = "14")]
-    simd_arrays_per_engine: Option<u32>,
-    #[prost(uint32, optional, tag = "15")]
-    cu_per_simd_array: Option<u32>,
-    #[prost(uint32, optional, tag = "16")]
-    simd_per_cu: Option<u32>,
-    #[prost(uint32, optional, tag = "17")]
-    max_slots_scratch_cu: Option<u32>,
-    #[prost(uint32, optional, tag = "18")]
-    vendor_id: Option<u32>,
-    #[prost(uint32, optional, tag = "19")]
-    device_id: Option<u32>,
-    #[prost(uint32, optional, tag = "20")]
-    domain: Option<u32>,
-    #[prost(uint32, optional, tag = "21")]
-    drm_render_minor: Option<u32>,
-    #[prost(uint64, optional, tag = "22")]
-    hive_id: Option<u64>,
-    #[prost(uint32, optional, tag = "23")]
-    num_sdma_engines: Option<u32>,
-    #[prost(uint32, optional, tag = "24")]
-    num_sdma_xgmi_engines: Option<u32>,
-    #[prost(uint32, optional, tag = "25")]
-    num_sdma_queues_per_engine: Option<u32>,
-    #[prost(uint32, optional, tag = "26")]
-    num_cp_queues: Option<u32>,
-    #[prost(uint32, optional, tag = "27")]
-    fw_version: Option<u32>,
-    #[prost(uint32, optional, tag = "28")]
-    capability: Option<u32>,
-    #[prost(uint32, optional, tag = "29")]
-    sdma_fw_version: Option<u32>,
-    #[prost(uint32, optional, tag = "30")]
-    vram_public: Option<u32>,
-    #[prost(uint64, optional, tag = "31")]
-    vram_size: Option<u64>,
-    #[prost(message, repeated, tag = "32")]
-    iolinks: Vec<IoLink>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct BufferEntry {
-    #[prost(uint64, optional, tag = "1")]
-    addr: Option<u64>,
-    #[prost(uint64, optional, tag = "2")]
-    size: Option<u64>,
-    #[prost(uint64, optional, tag = "3")]
-    offset: Option<u64>,
-    #[prost(uint32, optional, tag = "4")]
-    alloc_flags: Option<u32>,
-    #[prost(uint32, optional, tag = "5")]
-    gpu_id: Option<u32>,
 }
 
 /// `true` for the name of an image that [`Images::add`] takes.

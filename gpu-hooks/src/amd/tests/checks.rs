@@ -1,0 +1,246 @@
+//! Each comparison and each switch, on and off.
+
+use super::super::checks::{Switch, SwitchError, Switches, compare, explain, matches};
+use super::*;
+use crate::compat::Verdict;
+
+type Change = fn(&mut Properties, i64);
+
+macro_rules! change {
+    ($($field:ident),*) => {
+        [$((stringify!($field), (|p: &mut Properties, by: i64| p.$field = (p.$field as i64 + by) as _) as Change)),*]
+    };
+}
+
+/// The names of the comparisons that fail.
+fn failing(source: &Node, target: &Node, switches: &Switches) -> Vec<(String, Verdict)> {
+    compare(source, target, switches)
+        .into_iter()
+        .filter(|c| c.verdict != Verdict::Ok)
+        .map(|c| (c.name, c.verdict))
+        .collect()
+}
+
+#[test]
+fn properties_that_must_be_equal() {
+    let changes = change!(
+        simd_count,
+        mem_banks_count,
+        io_links_count,
+        max_waves_per_simd,
+        lds_size_in_kb,
+        wave_front_size,
+        array_count,
+        simd_arrays_per_engine,
+        cu_per_simd_array,
+        simd_per_cu,
+        max_slots_scratch_cu,
+        vendor_id,
+        device_id,
+        num_sdma_engines,
+        num_sdma_xgmi_engines,
+        num_sdma_queues_per_engine,
+        num_cp_queues
+    );
+    let all_off = Switch::ALL
+        .into_iter()
+        .fold(Switches::default(), |s, switch| s.with(switch, false));
+    let source = gpu(1, 0xa000, 0);
+    assert_eq!(failing(&source, &source, &Switches::default()), []);
+    for (name, change) in changes {
+        for by in [1, -1] {
+            let mut target = source.clone();
+            change(&mut target.properties, by);
+            for switches in [Switches::default(), all_off.clone()] {
+                assert_eq!(
+                    failing(&source, &target, &switches),
+                    [(name.to_owned(), Verdict::Refused)]
+                );
+                assert!(!matches(&source, &target, &switches));
+            }
+        }
+    }
+    let mut private = source.clone();
+    private.properties.vram_public = 0;
+    let e = compare(&source, &private, &all_off)
+        .iter()
+        .find_map(|c| c.refusal())
+        .unwrap()
+        .to_string();
+    assert!(
+        e.contains("vram_public")
+            && e.contains("the checkpoint has public VRAM, this host has private VRAM"),
+        "{e}"
+    );
+    // What the plugin does not look at.
+    for (_, change) in change!(domain, hive_id) {
+        let mut target = source.clone();
+        change(&mut target.properties, 1);
+        assert!(matches(&source, &target, &Switches::default()));
+    }
+}
+
+#[test]
+fn each_switch_relaxes_its_own_comparison() {
+    let switched = [
+        (
+            Switch::Capability,
+            "capability",
+            change!(capability)[0].1,
+            true,
+        ),
+        (
+            Switch::VramSize,
+            "vram_size",
+            change!(vram_size)[0].1,
+            false,
+        ),
+        (Switch::NumGws, "num_gws", change!(num_gws)[0].1, false),
+        (
+            Switch::CachesCount,
+            "caches_count",
+            change!(caches_count)[0].1,
+            false,
+        ),
+        (
+            Switch::FwVersion,
+            "fw_version",
+            change!(fw_version)[0].1,
+            false,
+        ),
+        (
+            Switch::SdmaFwVersion,
+            "sdma_fw_version",
+            change!(sdma_fw_version)[0].1,
+            false,
+        ),
+    ];
+    let source = gpu(1, 0xa000, 0);
+    for (switch, property, change, equal) in switched {
+        let title = format!("{} ({property})", switch.name());
+        let (mut less, mut more) = (source.clone(), source.clone());
+        change(&mut less.properties, -1);
+        change(&mut more.properties, 1);
+        let on = Switches::default();
+        assert_eq!(
+            failing(&source, &less, &on),
+            [(title.clone(), Verdict::Refused)]
+        );
+        assert_eq!(matches(&source, &more, &on), !equal, "{title}");
+        let off = on.clone().with(switch, false);
+        assert_eq!(
+            failing(&source, &less, &off),
+            [(title.clone(), Verdict::Relaxed)]
+        );
+        assert!(matches(&source, &less, &off) && matches(&source, &more, &off));
+        // The other switches do nothing for it.
+        let others = Switch::ALL
+            .into_iter()
+            .filter(|s| *s != switch)
+            .fold(on.clone(), |s, o| s.with(o, false));
+        assert!(!matches(&source, &less, &others));
+        // Recorded, found, remedy and switch are in the message.
+        let check = compare(&source, &less, &on)
+            .into_iter()
+            .find(|c| c.verdict == Verdict::Refused)
+            .unwrap();
+        let e = check.refusal().unwrap().to_string();
+        for want in [
+            title.as_str(),
+            &check.recorded,
+            &check.found,
+            &check.remedy,
+            &format!("relaxed by {}=0", switch.name()),
+        ] {
+            assert!(!want.is_empty() && e.contains(want), "{want}: {e}");
+        }
+    }
+}
+
+#[test]
+fn switches_are_read_as_the_plugin_reads_them() {
+    for switch in Switch::ALL {
+        for (value, on) in [
+            ("0", false),
+            ("NO", false),
+            ("no", false),
+            ("1", true),
+            ("YES", true),
+            ("Yes", true),
+        ] {
+            let switches = Switches::parse([(switch.name(), value)]).unwrap();
+            assert_eq!(switches.is_on(switch), on);
+            assert!(
+                Switch::ALL
+                    .into_iter()
+                    .all(|s| s == switch || switches.is_on(s))
+            );
+            assert_eq!(
+                Switches::parse(switches.environment())
+                    .unwrap()
+                    .environment(),
+                switches.environment()
+            );
+        }
+        for value in ["", "false", "true", "off", "2", " 1"] {
+            let e = Switches::parse([(switch.name(), value)]).unwrap_err();
+            assert!(matches!(&e, SwitchError::Bool { key, .. } if key == switch.name()));
+            assert!(e.to_string().starts_with(switch.name()), "{e}");
+        }
+    }
+    let e = Switches::parse([("KFD_FW_CHECK", "0")])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("KFD_FW_CHECK") && e.contains("KFD_FW_VER_CHECK"),
+        "{e}"
+    );
+    for good in ["0", "4096", "64k", "64K", "10M", "2G"] {
+        let env = Switches::parse([("KFD_MAX_BUFFER_SIZE", good)])
+            .unwrap()
+            .environment();
+        assert!(env.contains(&("KFD_MAX_BUFFER_SIZE", good.to_owned())));
+    }
+    for bad in [
+        "",
+        "K",
+        "10T",
+        "-1",
+        "1.5G",
+        "99999999999999999999",
+        "99999999999G",
+    ] {
+        let e = Switches::parse([("KFD_MAX_BUFFER_SIZE", bad)])
+            .unwrap_err()
+            .to_string();
+        assert!(e.starts_with("KFD_MAX_BUFFER_SIZE: "), "{e}");
+    }
+    assert_eq!(Switches::default().environment().len(), 7);
+}
+
+#[test]
+fn every_reason_at_once_and_not_too_many() {
+    let source = gpu(1, 0xa000, 0);
+    let mut here = machine(1, 16, 0xb000);
+    for (i, node) in here.nodes.iter_mut().filter(|n| n.is_gpu()).enumerate() {
+        node.properties.device_id += 1;
+        node.properties.fw_version = 10 + i as u32;
+    }
+    let checks = explain(&source, &here, &Switches::default());
+    let [model, firmware] = &checks[..] else {
+        panic!("{checks:?}");
+    };
+    assert_eq!(
+        (model.name.as_str(), model.recorded.as_str()),
+        ("device_id", "0x740c")
+    );
+    assert_eq!(
+        model.found,
+        "0x740d on renderD128, renderD129, renderD130, renderD131, renderD132, renderD133, renderD134, renderD135 and 8 more"
+    );
+    assert_eq!(
+        firmware.found,
+        "10 on renderD128; 11 on renderD129; 12 on renderD130; 13 on renderD131; 12 more values"
+    );
+    assert_eq!(firmware.switch.as_deref(), Some("KFD_FW_VER_CHECK=0"));
+}
