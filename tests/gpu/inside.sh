@@ -182,26 +182,55 @@ memory_on() { # the GPUs that hold memory of the workload, by number
     fi
 }
 
-map() { # RUNTIME SIZE LABEL: from GPU 0 to GPU 1
-    local label=$3 archive=/var/lib/containers/job.tar before from to
+node_number() { podman exec "$1" stat -c %t:%T "$2" 2> /dev/null; } # in hex; empty if it is not there
+
+map() { # RUNTIME SIZE LABEL: a container that was given GPU 0 alone is restored on GPU 1
+    local label=$3 archive=/var/lib/containers/job.tar before from to zero one sum
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
-    grep -q dev.cryopod.gpu.map /usr/local/bin/cryopod-runtime || skip "$label" "this cryopod-runtime has no dev.cryopod.gpu.map"
     low_level "$1"
-    gpu_args 2
+    gpu_args 1
+    zero=/dev/nvidia$(minor_of 0) one=/dev/nvidia$(minor_of 1)
     job_command "$2" 0
-    start job "${gpu[@]}" --annotation dev.cryopod.gpu.map=0=1,1=0 "$image" "${job[@]}" || return
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
     from=$(memory_on)
     checkpoint job "$label" "$archive" || return
     before=$(lines job)
+    [ -z "$(node_number job "$one")" ] || { say "$label: the container has $one already" && return 1; }
     pod rm -f -t 0 job > /dev/null || return
+    sum=$(sha256sum < "$archive")
+    printf '[gpu]\nmap = "%s=%s"\n' "$zero" "$one" >> /etc/cryopod/config.toml
     restore job "$label" "$archive" || return
     verdict job "$label" "$before" || return
     to=$(memory_on)
     say "$label: memory was on GPU $from and is on GPU $to"
     [ "$from $to" = '0 1' ] || return
+    # Both names lead to GPU 1, and the cgroup no longer lets the container at GPU 0.
+    [ "$(node_number job "$one")" = "$(stat -c %t:%T "$one")" ] || { say "$label: $one is $(node_number job "$one")" && return 1; }
+    [ "$(node_number job "$zero")" = "$(stat -c %t:%T "$one")" ] || { say "$label: $zero is $(node_number job "$zero")" && return 1; }
+    [ "$(sha256sum < "$archive")" = "$sum" ] || { say "$label: the archive has changed" && return 1; }
+    if [ -z "$sim" ]; then denied job "$zero" || { say "$label: the container can still open $zero" && return 1; }; fi
+    # From there: the checkpoint's own GPU is now GPU 1, and it stays.
+    low_level "$1"
+    checkpoint job "$label-again" "$archive" || return
+    before=$(lines job)
+    pod rm -f -t 0 job > /dev/null || return
+    restore job "$label-again" "$archive" || return
+    verdict job "$label-again" "$before" || return
+    [ "$(memory_on)" = 1 ] || { say "$label: restored again, memory is on GPU $(memory_on)" && return 1; }
     result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson save "$saved" --argjson load "$restored" \
         --arg from "$from" --arg to "$to" --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: $runtime, size: $size,
             memory_from_gpu: $from, memory_to_gpu: $to, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
+}
+
+denied() { # NAME NODE: even a node made anew for the host's NODE does not open in the container
+    local number said
+    number=$(stat -c '%t %T' "$2")
+    # shellcheck disable=SC2086
+    set -- "$1" $number
+    podman exec --privileged "$1" sh -c "rm -f /tmp/other && mknod /tmp/other c $((16#$2)) $((16#$3))" || return
+    said=$(podman exec "$1" sh -c 'exec 3<> /tmp/other' 2>&1 || true)
+    podman exec "$1" rm /tmp/other
+    grep -q 'not permitted' <<< "$said"
 }
 
 probe() { # LABEL: what the driver does in the corners, to compare with the simulated one
