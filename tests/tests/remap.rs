@@ -4,15 +4,20 @@ use std::time::Duration;
 
 use cryopod_tests::bed::{Bed, Cgroup};
 
-fn nodes(low: &str, cgroup: Cgroup) {
+fn run(low: &str, cgroup: Cgroup, script: &str, cases: usize) {
     let Some(bed) = Bed::new(cgroup) else { return };
-    let script = format!("set -- {low}\n{}", include_str!("scripts/remap/nodes.sh"));
+    let script = format!("set -- {low}\n{script}");
     let out = bed.limit(Duration::from_secs(240)).sh(&script).ok();
-    assert_eq!(
-        out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        6,
-        "{out}"
-    );
+    let passed = out.lines().filter(|l| l.starts_with("ok: ")).count();
+    assert_eq!(passed, cases, "{out}");
+}
+
+fn nodes(low: &str, cgroup: Cgroup) {
+    run(low, cgroup, include_str!("scripts/remap/nodes.sh"), 6);
+}
+
+fn ways(low: &str, cgroup: Cgroup) {
+    run(low, cgroup, include_str!("scripts/remap/ways.sh"), 1);
 }
 
 #[test]
@@ -33,4 +38,14 @@ fn nodes_runc_v1() {
 #[test]
 fn nodes_runc_v2() {
     nodes("runc", Cgroup::V2);
+}
+
+#[test]
+fn ways_crun_v2() {
+    ways("crun", Cgroup::V2);
+}
+
+#[test]
+fn ways_runc_v1() {
+    ways("runc", Cgroup::V1);
 }

@@ -3,8 +3,12 @@
 //! Nothing is allowed on the word of an archive: a node of the checkpoint gets a rule only in the place of a node that
 //! the engine's own spec names and allows.
 
-use cryopod_archive::seal::{EngineNode, MovedNode, NodeSource};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use cryopod_archive::seal::{DeviceNode, EngineNode, MovedNode, NodeRole, NodeSource, Vendor};
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::nodes;
 use cryopod_gpu_hooks::remap::{ANNOTATION, Remap, Target};
 use cryopod_gpu_hooks::spec::Spec;
 use serde_json::{Map, Value, json};
@@ -21,6 +25,9 @@ pub struct Devices<'a> {
 
 type Number = (u64, u64);
 
+/// Majors of which every container is allowed some nodes (memory, terminals).
+const COMMON_MAJORS: [u64; 3] = [1, 5, 136];
+
 /// A node of the restored container, and the node of the engine's spec in whose place it is.
 struct Granted<'a> {
     target: &'a Target,
@@ -35,7 +42,8 @@ impl Edit for Devices<'_> {
 
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error> {
         let before = Spec::from_json(spec.clone());
-        let granted = self.granted(&before);
+        let granted = self.granted(host, &before);
+        self.counted(host, &before, &granted)?;
         if granted
             .iter()
             .all(|g| g.path == g.target.path && g.number == number(g.target))
@@ -57,19 +65,38 @@ fn number(target: &Target) -> Number {
 
 impl Devices<'_> {
     /// The nodes for which the engine's spec has one, as a device or as a mount.
-    fn granted(&self, spec: &Spec) -> Vec<Granted<'_>> {
+    ///
+    /// The record comes with the archive, perhaps from a stranger: only nodes that the spec itself names as a GPU's count,
+    /// with the spec's own numbers.
+    fn granted(&self, host: &Host, spec: &Spec) -> Vec<Granted<'_>> {
         let devices = spec.devices();
         let mounts = spec.mounts();
         let device = |path: &str| {
+            nodes::classify(path)?;
             let d = devices.iter().find(|d| d.path().to_str() == Some(path))?;
             Some((d.major().try_into().ok()?, d.minor().try_into().ok()?))
         };
         let mounted = |path: &str| {
-            let there = mounts
+            let mount = mounts
                 .iter()
-                .any(|m| m.destination().to_str() == Some(path));
+                .filter(|m| Path::new(path).starts_with(m.destination()))
+                .max_by_key(|m| m.destination().components().count())?;
+            let below = Path::new(path).strip_prefix(mount.destination()).ok()?;
+            let source = mount.source().as_ref()?;
+            let source = match below.as_os_str().is_empty() {
+                true => source.clone(),
+                false => source.join(below),
+            };
+            nodes::classify(source.to_str()?)?;
             let node = self.remap.recorded(path)?;
-            (there && node.source == NodeSource::BindMount).then_some((node.major, node.minor))
+            let recorded = (node.major, node.minor);
+            // A rule for a mounted node is the user's own, and names the number that the node had or has.
+            let numbers = [host.char_device(&source), Some(recorded)];
+            let mut numbers = numbers.into_iter().flatten();
+            let known = numbers
+                .clone()
+                .find(|n| !COMMON_MAJORS.contains(&n.0) && spec.allows(n.0, n.1));
+            (node.source == NodeSource::BindMount).then(|| known.or_else(|| numbers.next()))?
         };
         let find = |target: &Target| {
             let own = device(&target.path).map(|n| (target.path.clone(), n));
@@ -90,6 +117,39 @@ impl Devices<'_> {
                 })
             })
             .collect()
+    }
+
+    /// No more GPUs than the engine gave, whatever the record says.
+    fn counted(&self, host: &Host, spec: &Spec, granted: &[Granted<'_>]) -> Result<(), Error> {
+        let leads_to_gpu = |n: &DeviceNode| matches!(n.role, NodeRole::Gpu | NodeRole::Render);
+        let named = spec.gpu_nodes(host);
+        for vendor in [Vendor::Nvidia, Vendor::Amd] {
+            let ours = |n: &DeviceNode| n.vendor == vendor && leads_to_gpu(n);
+            let given: BTreeSet<Number> = named
+                .iter()
+                .filter(|n| ours(n))
+                .map(|n| (n.major, n.minor))
+                .chain(granted.iter().map(|g| g.number).filter(|n| {
+                    // A mounted node that is not on this host.
+                    granted
+                        .iter()
+                        .any(|g| g.number == *n && self.remap.recorded(&g.path).is_some_and(ours))
+                }))
+                .collect();
+            let wanted: BTreeSet<Number> = granted
+                .iter()
+                .filter(|g| self.remap.recorded(&g.target.from).is_some_and(ours))
+                .map(|g| number(g.target))
+                .collect();
+            if wanted.len() > given.len() {
+                return Err(Error::Failed(format!(
+                    "the checkpoint has {} {vendor} GPUs and the engine gave the container {}; give it as many. The checkpoint is untouched",
+                    wanted.len(),
+                    given.len()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Bind mounts of single nodes get this host's node as their source. `true` if one has changed.

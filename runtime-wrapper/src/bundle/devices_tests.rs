@@ -212,11 +212,68 @@ fn bind_mounted_nodes_get_another_source() {
     let mount = |source: &str| json!({"destination": "/dev/nvidia0", "type": "bind", "source": source, "options": ["rbind"]});
     let spec = apply(
         &remap,
-        json!({"mounts": [mount("/dev/nvidia0"), {"destination": "/proc"}], "linux": {
+        json!({"mounts": [{"destination": "/dev", "source": "tmpfs", "type": "tmpfs"}, mount("/dev/nvidia0"), {"destination": "/proc"}], "linux": {
             "resources": {"devices": [{"allow": false}, rule(195, 0, "rw")]}
         }}),
     );
-    assert_eq!(spec["mounts"][0], mount("/dev/nvidia1"));
+    assert_eq!(spec["mounts"][1], mount("/dev/nvidia1"));
     let rules = Spec::from_json(spec.clone());
     assert!(!rules.allows(195, 0) && rules.allows(195, 1));
+}
+
+#[test]
+fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
+    // The record claims that what the engine calls nvidia0 was four GPUs.
+    let engine = EngineNode {
+        path: "/dev/nvidia0".into(),
+        major: 195,
+        minor: 0,
+    };
+    let paths: Vec<String> = (0..4).map(|n| format!("/dev/nvidia{n}")).collect();
+    let remap = Remap {
+        recorded: (0..4)
+            .zip(&paths)
+            .map(|(n, p)| recorded(p, 195, n, None))
+            .collect(),
+        targets: (0..4)
+            .zip(&paths)
+            .map(|(n, p)| target(p, (195, n), p, None))
+            .collect(),
+        moved: paths
+            .iter()
+            .map(|p| MovedNode {
+                path: p.clone(),
+                alias_of: None,
+                engine: engine.clone(),
+            })
+            .collect(),
+    };
+    let mut spec = json!({"linux": {
+        "devices": [
+            {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0},
+            {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229}
+        ],
+        "resources": {"devices": [{"allow": false}, rule(195, 0, "rwm"), rule(10, 229, "rwm"), rule(1, 3, "rwm")]}
+    }});
+    let host = Host::at("/nowhere");
+    let e = Devices { remap: &remap }.apply(&host, &mut spec.clone());
+    let e = e.unwrap_err().to_string();
+    assert!(
+        e.contains("has 4 NVIDIA GPUs and the engine gave the container 1"),
+        "{e}"
+    );
+    // Nor does another device become a GPU by a record that says so.
+    let remap = Remap {
+        recorded: vec![
+            recorded("/dev/fuse", 195, 0, None),
+            recorded("/dev/null", 1, 3, Some("/dev/null")),
+        ],
+        targets: vec![
+            target("/dev/fuse", (195, 1), "/dev/fuse", None),
+            target("/dev/null", (195, 1), "/dev/null", None),
+        ],
+        moved: vec![],
+    };
+    spec["mounts"] = json!([{"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}]);
+    assert_eq!(apply(&remap, spec.clone()), spec);
 }

@@ -24,6 +24,8 @@ pub struct Node {
     pub path: PathBuf,
     /// The archived node whose mode, owner and times it takes.
     pub model: PathBuf,
+    /// Permission bits, owner and group, if the model is not in the archive (it is mounted): without it that is an error.
+    pub otherwise: Option<(u32, u32, u32)>,
     /// Device major.
     pub major: u64,
     /// Device minor.
@@ -83,7 +85,7 @@ pub fn rewrite(from: &Path, to: &Path, nodes: &[Node]) -> Result<(), TarError> {
     copy.run().map_err(io(from, unread))?;
     let models = std::mem::take(&mut copy.models);
     for (node, model) in nodes.iter().zip(models) {
-        let Some(mut header) = model else {
+        let Some(mut header) = model.or_else(|| fresh(node)) else {
             return Err(TarError::NoModel {
                 path: from.to_owned(),
                 model: node.model.clone(),
@@ -192,6 +194,17 @@ fn content(input: &mut impl Read, out: &mut dyn Write, header: &Header) -> io::R
         copied if copied == padded => Ok(()),
         _ => Err(invalid("it is cut off")),
     }
+}
+
+/// A header for a node without a model.
+fn fresh(node: &Node) -> Option<Header> {
+    let (mode, uid, gid) = node.otherwise?;
+    let mut header = Header::new_gnu();
+    header.set_mode(mode);
+    header.set_uid(uid.into());
+    header.set_gid(gid.into());
+    header.set_mtime(0);
+    Some(header)
 }
 
 fn add(out: &mut impl Write, header: &mut Header, node: &Node) -> io::Result<()> {

@@ -48,6 +48,7 @@ fn node(path: &str, model: &str, major: u64, minor: u64) -> Node {
     Node {
         path: path.into(),
         model: model.into(),
+        otherwise: None,
         major,
         minor,
     }
@@ -86,6 +87,10 @@ fn a_dev_of_gnu_tar() {
         node("nvidia0", "nvidia0", 195, 1),
         node("nvidia1", "nvidia0", 195, 1),
         node("dri/renderD130", "dri/renderD128", 226, 130),
+        Node {
+            otherwise: Some((0o620, 0, 5)),
+            ..node("nvidia2", "mounted", 195, 2)
+        },
     ];
     let before = fs::read(&from).unwrap();
     rewrite(&from, &to, &nodes).unwrap();
@@ -119,6 +124,7 @@ fn a_dev_of_gnu_tar() {
     assert_eq!(is("nvidia1"), (195, 1, 0o640, 44));
     assert_eq!(is("dri/renderD130"), (226, 130, 0o600, 44));
     assert_eq!(is("dri/renderD128"), (226, 128, 0o600, 44), "not asked for");
+    assert_eq!(is("nvidia2"), (195, 2, 0o620, 5));
     assert_eq!(is("null"), (1, 3, 0o600, 44));
     for name in [long.as_str(), "sparse", "zz-last"] {
         let same = fs::read(out.join(name)).unwrap() == fs::read(dev.join(name)).unwrap();

@@ -10,7 +10,7 @@ mod mountpoints;
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
-use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::seal::NodeSource;
@@ -46,7 +46,10 @@ pub fn overlay(op: &Operation, images: &Path, remap: &Remap) -> Result<Option<Pa
     for target in changed {
         let mount = mountpoints::covering(&mounts, &target.path);
         let Some(mount) = mount.filter(|m| m.archived) else {
-            if mount.is_some_and(|m| m.external) {
+            let bound = remap
+                .recorded(&target.from)
+                .is_some_and(|n| n.source == NodeSource::BindMount);
+            if bound || mount.is_some_and(|m| m.external) {
                 // The host's own folder: its nodes are there under their native names.
                 tracing::info!("{}: comes from the host, and is not archived", target.path);
                 continue;
@@ -66,6 +69,10 @@ pub fn overlay(op: &Operation, images: &Path, remap: &Remap) -> Result<Option<Pa
         let node = devtar::Node {
             path,
             model,
+            otherwise: remap
+                .recorded(&target.from)
+                .filter(|n| n.source == NodeSource::BindMount)
+                .and_then(|_| access(&target.host_path)),
             major: target.major,
             minor: target.minor,
         };
@@ -91,6 +98,12 @@ pub fn overlay(op: &Operation, images: &Path, remap: &Remap) -> Result<Option<Pa
     }
     link_rest(&images, &folder)?;
     Ok(Some(folder))
+}
+
+/// Permission bits, owner and group of this host's node.
+fn access(path: &str) -> Option<(u32, u32, u32)> {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.mode() & 0o7777, meta.uid(), meta.gid()))
 }
 
 /// The nodes that the archived `/dev` has not as they are to be. A bind mount's node is none of them: the mount is made

@@ -2,7 +2,7 @@
 //! files of which folder.
 //!
 //! The file is two magic numbers and then entries, each with its length in front: protobuf messages `mnt_entry` with
-//! fstype = 1, root_dev = 3, root = 6, mountpoint = 7, ext_mount = 13 (CRIU's `images/mnt.proto`). A tmpfs is archived
+//! fstype = 1, root_dev = 3, root = 6, mountpoint = 7, ext_mount = 13, ext_key = 18 (CRIU's `images/mnt.proto`). A tmpfs is archived
 //! as `tmpfs-dev-ROOT_DEV.tar.gz.img`.
 
 use std::fs::{self, File};
@@ -123,7 +123,7 @@ fn mount(mut entry: &[u8]) -> Result<Mount, String> {
                 match field {
                     1 => fstype = value,
                     3 => device = value,
-                    13 => external = value != 0,
+                    13 => external |= value != 0,
                     _ => {}
                 }
             }
@@ -135,6 +135,7 @@ fn mount(mut entry: &[u8]) -> Result<Mount, String> {
                 match field {
                     6 => root = text(),
                     7 => path = Some(text()),
+                    18 => external |= size > 0,
                     _ => {}
                 }
             }
