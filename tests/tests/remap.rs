@@ -49,3 +49,17 @@ fn ways_crun_v2() {
 fn ways_runc_v1() {
     ways("runc", Cgroup::V1);
 }
+
+fn failed(low: &str, cgroup: Cgroup) {
+    run(low, cgroup, include_str!("scripts/remap/failed.sh"), 1);
+}
+
+#[test]
+fn failed_crun_v2() {
+    failed("crun", Cgroup::V2);
+}
+
+#[test]
+fn failed_runc_v1() {
+    failed("runc", Cgroup::V1);
+}
