@@ -26,7 +26,7 @@ use crate::choose::Chosen;
 use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
 use crate::lowlevel::Kind;
-use crate::{Context, Error};
+use crate::{Context, Error, lsm};
 
 /// What a checkpoint records and tells CRIU.
 #[derive(Debug, Clone, Default)]
@@ -118,6 +118,8 @@ pub fn labels(spec: &Spec) -> LsmFacts {
 pub struct Provision {
     /// For CRIU's configuration.
     pub extra: Extra,
+    /// Flags for labels that are others now.
+    labels: Vec<String>,
     provided: Vec<Provided>,
     own: Vec<String>,
 }
@@ -169,6 +171,7 @@ pub fn restore(
         .collect();
     Ok(Provision {
         extra: Extra { options, lines },
+        labels: lsm::flags(&seal.lsm, &labels(spec), &inv.flags),
         provided,
         own: seal.mounts.own.clone(),
     })
@@ -181,6 +184,8 @@ impl Provision {
             .extra
             .options
             .flags(ctx.low.kind, false, false, &inv.flags);
+        let labels = self.labels.iter().map(String::as_str);
+        let flags: Vec<&str> = flags.into_iter().chain(labels).collect();
         crate::setup::with_flags(&args, inv.verb_at, &flags)
     }
 

@@ -25,7 +25,7 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
-use crate::{Context, Error, facts, log, passthrough, plugins};
+use crate::{Context, Error, facts, log, lsm, passthrough, plugins};
 
 /// What the low-level runtime says of a container.
 struct State {
@@ -208,7 +208,10 @@ impl Job<'_> {
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
         let reasons = sealing.map(|e| e.to_string()).into_iter();
-        let reasons = reasons.chain(finished.reasons()).chain(full).collect();
+        let log = work_path(self.inv).join(names::DUMP_LOG);
+        let denied = lsm::denial(self.host, &log, &self.around.lsm);
+        let reasons = reasons.chain(finished.reasons()).chain(full).chain(denied);
+        let reasons = reasons.collect();
         log::error(&self.explain(&ended, reasons));
         Ok(exit_code(ended.code))
     }

@@ -29,7 +29,7 @@ use crate::choose::{self, Chosen};
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
-use crate::{Context, Error, around, cgroup, facts, images, log, passthrough, plugins};
+use crate::{Context, Error, around, cgroup, facts, images, log, lsm, passthrough, plugins};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -99,7 +99,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
     };
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
-    let reasons = ready.finish(&op).reasons().collect();
+    let log = work_path(inv).join(names::RESTORE_LOG);
+    let denied = lsm::denial(&host, &log, &around::labels(&spec));
+    let reasons = ready.finish(&op).reasons().chain(denied).collect();
     if ended.code == 0 || ended.passed {
         edited.keep();
         mount_points.keep();

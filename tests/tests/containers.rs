@@ -26,3 +26,15 @@ fn mounts_crun() {
 fn mounts_runc() {
     run("runc", Cgroup::V1, MOUNTS, 7);
 }
+
+const HAZARDS: &str = include_str!("scripts/containers/hazards.sh");
+
+#[test]
+fn hazards_crun() {
+    run("crun", Cgroup::V2, HAZARDS, 9);
+}
+
+#[test]
+fn hazards_runc() {
+    run("runc", Cgroup::V1, HAZARDS, 9);
+}
