@@ -25,6 +25,7 @@ use crate::argv::Invocation;
 use crate::choose::Chosen;
 use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
+use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
 use crate::{Context, Error, lsm};
 
@@ -61,11 +62,20 @@ pub fn checkpoint(
     host: &Host,
     spec: &Spec,
     init: i32,
+    criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
     let scan = Scan::of(host, &live::tree(host, init));
     let mut refusals = scan.refusals(host, spec);
     refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init)));
+    let criu = criu.version.as_deref().and_then(facts::numbers);
+    let kernel = facts::numbers(&facts::host(host, None).kernel);
+    refusals.extend(scan.undumpable_sockets(
+        host,
+        init,
+        &criu.unwrap_or_default(),
+        &kernel.unwrap_or_default(),
+    ));
     let (mut found, unfit) = match spec.json().is_object() {
         true => mounts::unnamed(host, spec, init),
         // Without a spec every mount would be unnamed.

@@ -4,6 +4,9 @@
 //! The variables go into `process.env` of the bundle, before the low-level runtime reads it, and the annotation
 //! `dev.cryopod.env.set` there says which. Variables that the container has already stay as they are. Where the
 //! annotation is not, nothing is read but the spec's text, once, by `fastpath`.
+//!
+//! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53), so for `io_uring` the
+//! spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -60,6 +63,7 @@ pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
     };
     let edit = Avoid {
         variables: variables(words)?,
+        io_uring: words.split(',').any(|w| w.trim() == "io_uring"),
     };
     let edits: [Box<dyn Edit>; 1] = [Box::new(edit)];
     bundle::edit(&Host::system(), &bundle, &spec, &edits)?.keep();
@@ -103,6 +107,37 @@ fn variables(words: &str) -> Result<Vec<(&'static str, &'static str)>, Error> {
 
 struct Avoid {
     variables: Vec<(&'static str, &'static str)>,
+    io_uring: bool,
+}
+
+const RING_CALLS: [&str; 3] = ["io_uring_setup", "io_uring_enter", "io_uring_register"];
+const ENOSYS: u32 = 38;
+
+/// Forbids io_uring in the spec's seccomp profile; one that has none gets one that forbids nothing else.
+fn forbid_io_uring(spec: &mut Value) {
+    let Some(linux) = spec.get_mut("linux").and_then(Value::as_object_mut) else {
+        return;
+    };
+    let profile = linux
+        .entry("seccomp")
+        .or_insert_with(|| json!({"defaultAction": "SCMP_ACT_ALLOW"}));
+    let Some(profile) = profile.as_object_mut() else {
+        return;
+    };
+    let rules = profile.entry("syscalls").or_insert_with(|| json!([]));
+    let Some(rules) = rules.as_array_mut() else {
+        return;
+    };
+    for rule in rules.iter_mut() {
+        if let Some(names) = rule.get_mut("names").and_then(Value::as_array_mut) {
+            names.retain(|n| !n.as_str().is_some_and(|n| RING_CALLS.contains(&n)));
+        }
+    }
+    rules.retain(|r| {
+        let names = r.get("names").and_then(Value::as_array);
+        names.is_none_or(|n| !n.is_empty())
+    });
+    rules.push(json!({"names": RING_CALLS, "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}));
 }
 
 impl Edit for Avoid {
@@ -111,6 +146,9 @@ impl Edit for Avoid {
     }
 
     fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+        if self.io_uring {
+            forbid_io_uring(spec);
+        }
         let Some(process) = spec.get_mut("process").and_then(Value::as_object_mut) else {
             return Ok(());
         };
@@ -149,6 +187,7 @@ mod tests {
         let mut spec = json!({"process": {"env": env}, "annotations": {ANNOTATION: words}});
         let edit = Avoid {
             variables: variables(words).unwrap(),
+            io_uring: false,
         };
         edit.apply(&Host::system(), &mut spec).unwrap();
         spec
@@ -178,6 +217,28 @@ mod tests {
         let again = avoid("io_uring", json!(["UV_USE_IO_URING=1"]));
         assert_eq!(again["process"]["env"], json!(["UV_USE_IO_URING=1"]));
         assert_eq!(again["annotations"].get(SET), None);
+    }
+
+    #[test]
+    fn io_uring_is_forbidden_and_nothing_else() {
+        let mut bare = json!({"linux": {}});
+        forbid_io_uring(&mut bare);
+        let rule = json!({"names": RING_CALLS, "action": "SCMP_ACT_ERRNO", "errnoRet": 38});
+        assert_eq!(
+            bare["linux"]["seccomp"],
+            json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [rule]})
+        );
+        let mut with = json!({"linux": {"seccomp": {"defaultAction": "SCMP_ACT_ERRNO", "x": 1, "syscalls": [
+            {"names": ["read", "io_uring_setup"], "action": "SCMP_ACT_ALLOW"},
+            {"names": ["io_uring_enter"], "action": "SCMP_ACT_ALLOW"}
+        ]}}});
+        forbid_io_uring(&mut with);
+        assert_eq!(
+            with["linux"]["seccomp"],
+            json!({"defaultAction": "SCMP_ACT_ERRNO", "x": 1, "syscalls": [
+                {"names": ["read"], "action": "SCMP_ACT_ALLOW"}, rule
+            ]})
+        );
     }
 
     #[test]

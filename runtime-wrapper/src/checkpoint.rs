@@ -56,7 +56,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init)?;
+    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &criu)?;
     let plan = plan::checkpoint(&host, nodes, state.init, &plugins);
     let plan = with_hazards(plan, hazards)?;
     let job = Job {

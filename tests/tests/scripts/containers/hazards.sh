@@ -73,7 +73,7 @@ told() { # NAME CAUSE REMEDY: refused, and nothing was frozen
     [ -z "$(ls -A /run/cryopod 2> /dev/null)" ]
     echo "ok: $1"
 }
-refused io_uring io_uring 'has an io_uring' UV_USE_IO_URING=0
+refused io_uring io_uring "has an io_uring" dev.cryopod.env.avoid=io_uring
 refused GDRCopy gdrdrv '/dev/gdrdrv' dev.cryopod.env.avoid=gdrcopy --device /dev/gdrdrv
 refused RDMA rdma 'RDMA verbs' NCCL_IB_DISABLE=1 --device /dev/infiniband/uverbs0
 refused 'a seccomp supervisor' notify user-notify 'without that supervisor'
