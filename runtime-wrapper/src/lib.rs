@@ -26,6 +26,7 @@ pub mod criuopts;
 pub mod facts;
 pub mod gate;
 pub mod images;
+pub mod leftover;
 pub mod log;
 pub mod lowlevel;
 pub mod lsm;

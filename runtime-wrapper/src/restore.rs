@@ -26,6 +26,7 @@ use crate::bundle::{self, Edit};
 use crate::checkpoint::{exit_code, image_path, work_path};
 use crate::child::{self, Ended, Watch};
 use crate::choose::{self, Chosen};
+use crate::leftover::Cgroups;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
@@ -86,6 +87,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let args = provision.line(ctx, inv, args);
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(ctx, &chosen))?;
+    let cgroups = Cgroups::missing(&host, &spec, &inv.id);
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
         kind: child::Kind::Restore {
@@ -106,6 +108,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         edited.keep();
         mount_points.keep();
     } else {
+        cgroups.remove();
         // A container in the foreground ends with its own exit code, which is no failed restore.
         log::error(&explain(ctx, inv, &ended, reasons));
     }

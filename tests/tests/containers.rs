@@ -62,3 +62,15 @@ fn programs_crun() {
 fn programs_runc() {
     programs("runc");
 }
+
+const FAILED: &str = include_str!("scripts/containers/failed_restore.sh");
+
+#[test]
+fn failed_restore_crun() {
+    run("crun", Cgroup::V2, FAILED, 4);
+}
+
+#[test]
+fn failed_restore_runc() {
+    run("runc", Cgroup::V2, FAILED, 4);
+}

@@ -42,13 +42,13 @@ def work(name, lock, ready, queue, results):
     ready.release()
     while (n := queue.get()) is not None:
         with lock:
-            memory.buf[n % 1000] = (memory.buf[n % 1000] + n) % 256
+            memory.buf[n] = (memory.buf[n] + n) % 256
         results.put(n * n)
         time.sleep(0.01)
 
 if __name__ == "__main__":
     context = mp.get_context(sys.argv[1])
-    total = 400
+    total = 1500
     memory = shared_memory.SharedMemory(create=True, size=1 << 20)
     lock, ready = context.Lock(), context.Semaphore(0)
     queue, results = context.Queue(), context.Queue()
