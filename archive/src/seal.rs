@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::around::{CriuFacts, LsmFacts, MountFacts};
+use crate::lane::LaneFacts;
 use crate::names;
 
 /// The schema major that this version writes and the newest that it reads.
@@ -286,6 +287,9 @@ pub struct GpuFacts {
     /// What the plugin reported of each process: steps and their times.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub plugin_report: Value,
+    /// GPU memory that is in the lane's files; its digest vouches for all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lane: Option<LaneFacts>,
 }
 
 /// Where the time went, in microseconds.
@@ -296,6 +300,9 @@ pub struct Timings {
     /// From the start of the low-level runtime until CRIU had everything; the container is frozen for
     /// most of it.
     pub dump_us: u64,
+    /// From the start of the low-level runtime until GPU memory that went by the lane was on the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub durable_us: Option<u64>,
 }
 
 /// The seal itself.

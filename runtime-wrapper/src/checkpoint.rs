@@ -25,7 +25,7 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
-use crate::{Context, Error, facts, log, lsm, passthrough, plugins};
+use crate::{Context, Error, facts, lane, log, passthrough, plugins};
 
 /// What the low-level runtime says of a container.
 struct State {
@@ -56,7 +56,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &criu)?;
+    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init)?;
     let plan = plan::checkpoint(&host, nodes, state.init, &plugins);
     let plan = with_hazards(plan, hazards)?;
     let job = Job {
@@ -142,6 +142,7 @@ struct Job<'a> {
 impl Job<'_> {
     fn run(&self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
         let pre_dump = self.inv.flags.has("pre-dump");
+        let leave_running = self.inv.flags.has("leave-running");
         let signals = child::Signals::watch()?;
         let op = Operation::new()?;
         let images = ImageDir::ready(image_path(self.inv))?;
@@ -172,29 +173,50 @@ impl Job<'_> {
             &signals,
             &mut |stage| {
                 if stage != "post-dump" {
+                    // From the first question on the plugin knows that there will be this last one.
+                    let _ = std::fs::write(op.file(lane::GATE_FILE), "");
                     return true;
                 }
-                let Some(slot) = slot.take() else { return true };
+                let Some(this) = slot.take() else { return true };
                 seal.timings.dump_us = micros(dump_started.elapsed());
                 seal.gpu.plugin_report = plugin_report(&images.path);
-                match slot.commit(&seal) {
-                    Ok(()) => true,
-                    Err(e) => {
-                        sealing = Some(e);
-                        false
+                // A container that goes on running need not wait for the lane; the seal does.
+                let limit = if leave_running {
+                    Duration::ZERO
+                } else {
+                    watch.limit
+                };
+                let sealed = match lane::note(&op, limit, dump_started, &mut seal) {
+                    Ok(true) => this.commit(&seal).map_err(|e| e.to_string()),
+                    Ok(false) if leave_running => {
+                        slot = Some(this);
+                        Ok(())
                     }
-                }
+                    Ok(false) => Err("the GPU memory was not written in time".into()),
+                    Err(e) => Err(e),
+                };
+                sealing = sealed.err();
+                sealing.is_none()
             },
         )?;
+        if ended.code == 0 && sealing.is_none() && slot.is_some() {
+            // The lane of a container that runs again; or a runtime whose CRIU does not ask (its environment was
+            // cleared).
+            seal.gpu.plugin_report = plugin_report(&images.path);
+            let written = lane::note(&op, watch.limit, dump_started, &mut seal);
+            sealing = match written {
+                Ok(true) => None,
+                Ok(false) => Some("the GPU memory was not written in time".into()),
+                Err(e) => Some(e),
+            };
+        }
         // The agent puts back what was not committed before anything is said about the container.
         let finished = ready.finish(&op);
         if ended.killed {
             self.thaw(setup.tools);
         }
-        if ended.code == 0 {
-            // A runtime whose CRIU does not ask (its environment was cleared) still gets its seal.
+        if ended.code == 0 && sealing.is_none() {
             if let Some(slot) = slot.take() {
-                seal.gpu.plugin_report = plugin_report(&images.path);
                 slot.commit(&seal)?;
             }
             images.keep();
@@ -207,13 +229,13 @@ impl Job<'_> {
             // No seal under a checkpoint that failed.
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
-        let reasons = sealing.map(|e| e.to_string()).into_iter();
-        let log = work_path(self.inv).join(names::DUMP_LOG);
-        let denied = lsm::denial(self.host, &log, &self.around.lsm);
-        let reasons = reasons.chain(finished.reasons()).chain(full).chain(denied);
-        let reasons = reasons.collect();
+        let reasons = sealing
+            .into_iter()
+            .chain(finished.reasons())
+            .chain(full)
+            .collect();
         log::error(&self.explain(&ended, reasons));
-        Ok(exit_code(ended.code))
+        Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
 
     /// The images are complete; but a container that goes on running may lack its GPU.

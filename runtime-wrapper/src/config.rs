@@ -8,6 +8,8 @@ use std::time::Duration;
 use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
+use crate::lane;
+
 /// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
 
@@ -52,6 +54,8 @@ pub struct Config {
     pub mounts: Mounts,
     /// `[hooks]`.
     pub hooks: Hooks,
+    /// `[lane]`.
+    pub lane: lane::Options,
     /// `[limits]`.
     pub limits: Limits,
 }
@@ -140,6 +144,8 @@ pub struct Nvidia {
     /// How long a process's running GPU work may take to finish before the checkpoint gives up, in
     /// milliseconds.
     pub lock_timeout_ms: Option<u64>,
+    /// Whether GPU memory goes by the lane: `auto`, `on`, `off`; the annotation `dev.cryopod.lane` comes before it.
+    pub lane: lane::Mode,
 }
 
 /// `[amd]`.
@@ -220,6 +226,10 @@ impl Config {
         };
         let config: Self =
             toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
+        config
+            .lane
+            .config()
+            .map_err(|e| invalid(format!("lane: {e}")))?;
         let l = &config.limits;
         for (key, value) in [
             ("checkpoint_s", l.checkpoint_s),
@@ -295,6 +305,8 @@ mod tests {
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
             ("[gpu]\nmap = \"0\"", "gpu.map"),
+            ("[nvidia]\nlane = \"yes\"", "lane"),
+            ("[lane]\nchunk_kib = 100", "chunk_kib"),
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),

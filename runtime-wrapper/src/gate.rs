@@ -17,8 +17,9 @@ use crate::op::Operation;
 /// The name under which CRIU runs this program.
 pub const HOOK_NAME: &str = "cryopod-criu-hook";
 const SOCKET: &str = "gate.sock";
-/// How long the hook waits for an answer: sealing is quick, but a disk may not be.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// How long the hook waits for an answer: GPU memory may still be on its way to a slow disk. The wrapper itself has
+/// limits, and a wrapper that dies is noticed at once.
+const PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
 /// The wrapper's side.
 #[derive(Debug)]

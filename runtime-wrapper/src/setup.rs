@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use cryopod_archive::seal::Vendor;
 use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
+use cryopod_gpu_hooks::cuda::lane::LaneConfig;
 use cryopod_gpu_hooks::cuda::report::{AgentReport, PluginReport, RolledBack};
 use cryopod_gpu_hooks::plan::CheckpointPlan;
 use cryopod_gpu_hooks::spec::Spec;
@@ -16,6 +17,7 @@ use crate::argv::{Invocation, Verb};
 use crate::criuconf::{self, Extra, Reader};
 use crate::facts::{self, Criu};
 use crate::gate::Gate;
+use crate::lane;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::plugins::NVIDIA_PLUGIN;
@@ -82,6 +84,7 @@ impl Setup<'_> {
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let users = plan.users_of(Vendor::Nvidia);
+        let lane = lane::checkpoint(&self.ctx.config, self.spec)?;
         let operation = if pre_dump {
             PluginOperation::PreDump
         } else {
@@ -90,6 +93,8 @@ impl Setup<'_> {
         let nvidia = (!users.is_empty()).then(|| PluginConfig {
             pids: users,
             leave_running: self.inv.flags.has("leave-running"),
+            gate_file: Some(op.file(lane::GATE_FILE)),
+            lane,
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
         });
         let agent = match nvidia {
@@ -109,11 +114,13 @@ impl Setup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<(Agent, Vec<GpuPair>)>,
+        lane: LaneConfig,
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
         let config = agent.is_some().then(|| PluginConfig {
             gpu_map: map,
+            lane: Some(lane),
             ..PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET))
         });
         self.ready(op, plugins, config, agent, extra)

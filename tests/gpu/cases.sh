@@ -37,13 +37,14 @@ gpu_args() {
     fi
 }
 
-# job_command SIZE GPU[,GPU...]: fills `job`: the workload, SIZE in GiB (MiB with the simulated driver), on each GPU.
+# job_command SIZE GPU[,GPU...] [zero]: fills `job`: the workload, SIZE in GiB (MiB with the simulated driver), on each
+# GPU, random or zero.
 job_command() {
     if [ -n "$sim" ]; then
-        job=(/cusim/cusim-client --mib "$1" --chunk-mib "$1" --gpus "$2")
+        job=(/cusim/cusim-client --mib "$1" --chunk-mib "$1" --gpus "$2" --content "${3:-random}")
         if [[ $2 == *,* ]]; then job+=(--procs 2); fi
     else
-        job=(/work/gpujob "$1" 1024 "$2")
+        job=(/work/gpujob "$1" 1024 "$2" ${3:+"$3"})
     fi
 }
 

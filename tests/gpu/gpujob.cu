@@ -1,5 +1,5 @@
-// gpujob GIB CHUNK_MIB GPU[,GPU...]: one process a GPU, each holding GIB of device memory (plain cudaMalloc) filled
-// with random words. Prints TICK SUM ok|CORRUPT SECONDS ten times a second, and pI behind it when there are several.
+// gpujob GIB CHUNK_MIB GPU[,GPU...] [zero]: one process a GPU, each holding GIB of device memory (plain cudaMalloc)
+// filled with random words, or zero. Prints TICK SUM ok|CORRUPT SECONDS ten times a second, and pI behind it when there are several.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -37,13 +37,16 @@ __global__ void sum(const uint64_t *p, size_t n, unsigned long long *out) {
     atomicAdd(out, s);
 }
 
+static bool zero = false;
+
 static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
     CHECK(cudaSetDevice(gpu));
     std::vector<uint64_t *> chunks;
     for (size_t done = 0; done < bytes; done += chunk) {
         uint64_t *p;
         CHECK(cudaMalloc(&p, chunk));
-        fill<<<1024, 256>>>(p, chunk / 8, done + ((uint64_t)gpu << 48));
+        if (zero) CHECK(cudaMemset(p, 0, chunk));
+        else fill<<<1024, 256>>>(p, chunk / 8, done + ((uint64_t)gpu << 48));
         chunks.push_back(p);
     }
     unsigned long long *out, first = 0;
@@ -65,8 +68,9 @@ static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 4) {
-        fprintf(stderr, "usage: gpujob GIB CHUNK_MIB GPU[,GPU...]\n");
+    zero = argc == 5 && !strcmp(argv[4], "zero");
+    if (argc != 4 + zero) {
+        fprintf(stderr, "usage: gpujob GIB CHUNK_MIB GPU[,GPU...] [zero]\n");
         return 2;
     }
     size_t bytes = (size_t)(atof(argv[1]) * (1ull << 30)), chunk = (size_t)atol(argv[2]) << 20;

@@ -178,9 +178,11 @@ impl<'a> Job<'a> {
             for worker in workers {
                 match worker.join() {
                     Ok(Ok(shards)) => open.extend(shards),
-                    Ok(Err(error)) => {
-                        first.get_or_insert(error);
-                    }
+                    // What made the others stop is what there is to tell.
+                    Ok(Err(error)) => match first {
+                        None | Some(LaneError::Cancelled) => first = Some(error),
+                        Some(_) => {}
+                    },
                     Err(_) => {
                         first.get_or_insert(LaneError::Invalid("a thread died".into()));
                     }

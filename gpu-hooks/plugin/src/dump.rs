@@ -15,11 +15,13 @@ use crate::session::{
     Failed, QUERY_MS, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
 use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
-use cryopod_gpu_hooks::cuda::image::{FILE_NAME, ProcessRecord, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::image::{FILE_NAME, LANE_VERSION, ProcessRecord, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::lane::LaneBuffer;
 use cryopod_gpu_hooks::cuda::procfs;
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
 use cryopod_gpu_hooks::cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 /// A CUDA process during the dump.
 struct Task {
@@ -151,6 +153,7 @@ impl Dump {
                 .filter_map(|minor| by_minor.get(minor).copied())
                 .collect(),
             vram_bytes: None,
+            lane: Vec::new(),
             steps: Vec::new(),
         }
     }
@@ -286,10 +289,79 @@ impl Dump {
             }
         }
         result?;
+        self.lane_out()?;
         if self.session.image.processes.is_empty() {
             return Ok(());
         }
         self.write_image()
+    }
+
+    /// What the driver was given by the lane leaves the processes.
+    fn lane_out(&mut self) -> Result<(), Failed> {
+        let Some(config) = self.session.config.lane.clone() else {
+            return Ok(());
+        };
+        let start = Instant::now();
+        let mut given: Vec<(i32, u64, LaneBuffer)> = Vec::new();
+        for captured in &self.session.lane.captured {
+            let pids = self
+                .session
+                .image
+                .processes
+                .iter()
+                .find(|r| r.host_pid == captured.pid);
+            let pids: Vec<String> = pids
+                .iter()
+                .flat_map(|r| &r.ns_pids)
+                .map(ToString::to_string)
+                .collect();
+            let number = given
+                .iter()
+                .filter(|(pid, ..)| *pid == captured.pid)
+                .count();
+            let buffer = LaneBuffer {
+                address: captured.address,
+                bytes: captured.bytes,
+                region: format!("{}-{number}", pids.join(".")),
+            };
+            given.push((captured.pid, captured.micros, buffer));
+        }
+        let names: Vec<String> = given
+            .iter()
+            .map(|(.., buffer)| buffer.region.clone())
+            .collect();
+        let used = self.session.lane_out(&config, &names)?;
+        if config.required {
+            if let Some(reason) = &self.session.lane.left_out {
+                let remedy = "set `nvidia.lane` to \"auto\" to checkpoint without it";
+                let what = format!("the lane cannot be used: {reason}");
+                return Err(failure_with("lane", None, what, remedy));
+            }
+        }
+        if !used {
+            return Ok(());
+        }
+        let out = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.session.image.version = LANE_VERSION;
+        for (pid, micros, buffer) in given {
+            let bytes = buffer.bytes;
+            if let Some(record) = record_of(&mut self.session.image.processes, pid) {
+                record.lane.push(buffer);
+                record.vram_bytes = record.vram_bytes.max(Some(bytes));
+            }
+            self.time(pid, Step::Lane, micros + out);
+        }
+        let asked = self
+            .session
+            .config
+            .gate_file
+            .as_ref()
+            .is_some_and(|file| file.exists());
+        if !asked {
+            // At the end of the dump an error could not be told any more.
+            self.session.lane_done = self.session.lane_wait()?;
+        }
+        Ok(())
     }
 
     /// Writes the image, and our name into the inventory.
@@ -340,11 +412,19 @@ impl Dump {
         }
         let limit_ms = self.session.config.step_timeout_ms;
         use ProcessState::{Checkpointed, Locked, Running};
-        let restore: Vec<i32> = changed
+        let mut restore: Vec<i32> = changed
             .iter()
             .copied()
             .filter(|pid| self.state(*pid) == Checkpointed)
             .collect();
+        // Without its memory a process must not be restored.
+        restore.retain(|pid| match self.session.lane_back(*pid) {
+            Ok(()) => true,
+            Err(failed) => {
+                first.get_or_insert(failed);
+                false
+            }
+        });
         let restored = self.step(Step::Restore, &restore, Locked, |pid| Op::Restore {
             pid,
             gpu_map: Vec::new(),
@@ -390,10 +470,28 @@ impl Dump {
 
     /// The end, with CRIU's result.
     pub fn finish(&mut self, succeeded: bool) {
-        let good = succeeded && self.session.failed().is_none();
+        let mut good = succeeded && self.session.failed().is_none();
+        let leave_running = self.session.config.leave_running;
+        if good && self.session.lane.writes && !leave_running {
+            // Where the wrapper waited for it at post-dump, it has long been done.
+            match self.session.lane_wait() {
+                Ok(done) => self.session.lane_done = done,
+                Err(failed) => {
+                    self.session.fail(failed);
+                    good = false;
+                }
+            }
+        }
+        if !good {
+            // What CRIU failed of may be what the lane fails of as well, and tells better: a full disk.
+            if let Err(failed) = self.session.lane_look() {
+                self.session.fail(failed);
+            }
+            self.session.lane_cancel();
+        }
         if !self.tasks.is_empty() {
             let pids: Vec<i32> = self.tasks.keys().copied().collect();
-            let result = if good && !self.session.config.leave_running {
+            let result = if good && !leave_running {
                 self.session.commit()
             } else {
                 self.bring_back(&pids)

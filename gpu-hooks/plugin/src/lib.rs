@@ -7,12 +7,14 @@
 //! * [`session`]: configuration, connection to the driver agent, overlapping driver calls, report
 //! * [`dump`], [`restore`]: the two operations
 //! * [`files`]: leftover device files
+//! * [`lane`]: GPU memory that does not go through CRIU
 //! * [`ptrace`]: letting the driver's thread of a stopped process run
 //! * [`criu`]: what CRIU offers, looked up at run time
 
 mod criu;
 mod dump;
 mod files;
+mod lane;
 mod ptrace;
 mod restore;
 mod session;

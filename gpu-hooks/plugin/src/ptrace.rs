@@ -4,84 +4,107 @@
 //! all the others. CRIU is its tracer and ptrace takes calls from the tracing thread alone, so
 //! everything here runs on CRIU's main thread. While it runs, the thread gets no signal (its mask
 //! is saved and put back) and its seccomp filter is in force again.
+//!
+//! A thread can also be watched: it then stops at each system call, and is held where the driver asks
+//! for the memory that is to take what the GPU holds.
 
+use cryopod_gpu_hooks::cuda::inject::{
+    ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,
+    make_again, poll_event, ptrace, replace_entered, set_signal_mask, signal_mask,
+};
+use cryopod_gpu_hooks::cuda::lane::memory::HUGE;
 use cryopod_gpu_hooks::cuda::procfs;
+use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-// Not all of these are in the libc crate for every target.
-const GETSIGMASK: libc::c_uint = 0x420a;
-const SETSIGMASK: libc::c_uint = 0x420b;
-const O_TRACESYSGOOD: libc::c_ulong = 1;
-const O_SUSPEND_SECCOMP: libc::c_ulong = 1 << 21;
-const EVENT_STOP: i32 = 128;
-const MASK_SIZE: libc::c_ulong = size_of::<u64>() as libc::c_ulong;
-
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(200);
+/// How long after one system call of a watched thread the next is waited for.
+const NEXT_CALL: Duration = Duration::from_micros(100);
+const PAGE: u64 = 4096;
 
 /// A thread that runs while its process is stopped.
 #[derive(Debug)]
 pub struct Released {
+    pid: i32,
     tid: i32,
     mask: u64,
-    seccomp: bool,
     ended: bool,
+    /// Mappings of at least this size are of interest.
+    watched: Option<u64>,
+    /// Stopped at the entry of this call.
+    held: Option<Call>,
 }
 
-fn ptrace(
-    request: libc::c_uint,
-    tid: i32,
-    addr: libc::c_ulong,
-    data: libc::c_ulong,
-) -> io::Result<()> {
-    // SAFETY: every request used here takes numbers, or the address of a u64 that outlives the call.
-    match unsafe { libc::ptrace(request, tid, addr, data) } {
-        -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
-    }
-}
-
-fn set_mask(tid: i32, mask: &u64) -> io::Result<()> {
-    ptrace(
-        SETSIGMASK,
-        tid,
-        MASK_SIZE,
-        std::ptr::from_ref(mask) as libc::c_ulong,
-    )
+/// What has become of a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attention {
+    /// Nothing.
+    Quiet,
+    /// It made system calls.
+    Busy,
+    /// It is held where it asks for this much memory: to be let go by [`Released::pass`] or
+    /// [`Released::substitute`].
+    Asks(u64),
 }
 
 /// Whether the thread is stopped and this process is its tracer.
 pub fn is_ours(tid: i32) -> bool {
-    let own = std::fs::read_link("/proc/self")
-        .ok()
-        .and_then(|link| link.to_str()?.parse::<i32>().ok());
-    procfs::status(tid).is_ok_and(|status| status.tracer != 0 && Some(status.tracer) == own)
+    procfs::status(tid).is_ok_and(|status| status.tracer != 0 && Some(status.tracer) == own_pid())
         && procfs::stat(tid).is_some_and(|stat| stat.state == 't')
 }
 
+/// This process, as `/proc` numbers it.
+pub fn own_pid() -> Option<i32> {
+    let link = std::fs::read_link("/proc/self").ok()?;
+    link.to_str()?.parse().ok()
+}
+
+/// The options that CRIU has set for a thread.
+fn criu_options(tid: i32) -> io::Result<libc::c_ulong> {
+    let filtered = procfs::status(tid)?.seccomp != 0;
+    Ok(O_TRACESYSGOOD | if filtered { O_SUSPEND_SECCOMP } else { 0 })
+}
+
+/// System calls of a thread that CRIU has stopped.
+///
+/// # Errors
+/// What the system says; the thread is as it was.
+pub fn inject(pid: i32, tid: i32) -> io::Result<Injection> {
+    Injection::begin(pid, tid, criu_options(tid)?)
+}
+
+/// Whether a call is the driver's for memory: anonymous, private, and all of it at once.
+fn asked_memory(call: &Call) -> Option<u64> {
+    let [address, bytes, prot, flags, fd, _] = call.args;
+    let number = |value: i32| value as u64;
+    let wanted = number(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE);
+    let is = call.nr == libc::SYS_mmap as u64
+        && address == 0
+        && prot == number(libc::PROT_READ | libc::PROT_WRITE)
+        && flags & !number(libc::MAP_NORESERVE) == wanted
+        && fd as i32 == -1
+        && bytes < 1 << 47;
+    is.then(|| bytes.next_multiple_of(PAGE))
+}
+
 impl Released {
-    /// Lets the thread run.
-    pub fn new(tid: i32) -> io::Result<Self> {
-        let seccomp = procfs::status(tid)?.seccomp != 0;
-        let mut mask = 0u64;
-        ptrace(
-            GETSIGMASK,
-            tid,
-            MASK_SIZE,
-            std::ptr::from_mut(&mut mask) as libc::c_ulong,
-        )?;
+    /// Lets the thread run; `watched` is the least size of a mapping at which it is to be held.
+    pub fn new(pid: i32, tid: i32, watched: Option<u64>) -> io::Result<Self> {
+        let mask = signal_mask(tid)?;
         let released = Self {
+            pid,
             tid,
             mask,
-            seccomp,
             ended: false,
+            watched,
+            held: None,
         };
-        let all_but_trap = !(1u64 << (libc::SIGTRAP - 1));
         let run = || {
-            set_mask(tid, &all_but_trap)?;
-            ptrace(libc::PTRACE_SETOPTIONS, tid, 0, 0)?;
-            ptrace(libc::PTRACE_CONT, tid, 0, 0)
+            set_signal_mask(tid, ALL_BUT_TRAP)?;
+            ptrace(libc::PTRACE_SETOPTIONS, tid, 0, released.options())?;
+            released.resume(0)
         };
         if let Err(error) = run() {
             // Still stopped: as it was.
@@ -91,50 +114,158 @@ impl Released {
         Ok(released)
     }
 
-    fn put_back(&self) -> io::Result<()> {
-        let suspend = if self.seccomp { O_SUSPEND_SECCOMP } else { 0 };
-        ptrace(
-            libc::PTRACE_SETOPTIONS,
-            self.tid,
-            0,
-            O_TRACESYSGOOD | suspend,
-        )?;
-        set_mask(self.tid, &self.mask)
+    fn options(&self) -> libc::c_ulong {
+        if self.watched.is_some() {
+            O_TRACESYSGOOD
+        } else {
+            0
+        }
     }
 
-    /// Handles what the kernel has to say about the thread: any stop is continued. False when the
-    /// thread has ended.
-    pub fn attend(&mut self) -> bool {
-        while !self.ended {
-            match self.wait() {
-                Some(Event::Ended) => self.ended = true,
-                Some(Event::Stopped { signal, event }) => {
-                    let inject = if event { 0 } else { signal };
-                    if ptrace(libc::PTRACE_CONT, self.tid, 0, inject as libc::c_ulong).is_err() {
-                        self.ended = procfs::stat(self.tid).is_none_or(|stat| stat.exiting);
-                        break;
-                    }
+    fn resume(&self, signal: i32) -> io::Result<()> {
+        let how = if self.watched.is_some() {
+            libc::PTRACE_SYSCALL
+        } else {
+            libc::PTRACE_CONT
+        };
+        ptrace(how, self.tid, 0, signal as libc::c_ulong)
+    }
+
+    fn put_back(&self) -> io::Result<()> {
+        let options = criu_options(self.tid)?;
+        ptrace(libc::PTRACE_SETOPTIONS, self.tid, 0, options)?;
+        set_signal_mask(self.tid, self.mask)
+    }
+
+    /// The process and the thread.
+    pub fn ids(&self) -> (i32, i32) {
+        (self.pid, self.tid)
+    }
+
+    /// Whether it is watched.
+    pub fn is_watched(&self) -> bool {
+        self.watched.is_some()
+    }
+
+    /// Handles what the kernel has to say about the thread: any stop is continued, but for the one
+    /// that is waited for.
+    pub fn attend(&mut self) -> Attention {
+        let mut last: Option<Instant> = None;
+        while !self.ended && self.held.is_none() {
+            let signal = match poll_event(self.tid) {
+                None if last.is_some_and(|last| last.elapsed() < NEXT_CALL) => {
+                    std::thread::yield_now();
+                    continue;
                 }
                 None => break,
+                Some(Event::Ended) => {
+                    self.ended = true;
+                    break;
+                }
+                Some(Event::Syscall) => {
+                    last = Some(Instant::now());
+                    let call = self.watched.and_then(|_| entered_call(self.tid));
+                    let asked = call.as_ref().and_then(asked_memory);
+                    if let (Some(bytes), Some(least)) = (asked, self.watched) {
+                        if bytes >= least {
+                            self.held = call;
+                            return Attention::Asks(bytes);
+                        }
+                    }
+                    0
+                }
+                Some(Event::Interrupted) => 0,
+                Some(Event::Signal(signal)) => signal,
+            };
+            if self.resume(signal).is_err() {
+                self.ended = procfs::stat(self.tid).is_none_or(|stat| stat.exiting);
+                break;
             }
         }
-        !self.ended
+        match last {
+            Some(_) => Attention::Busy,
+            None => Attention::Quiet,
+        }
+    }
+
+    /// Lets the held call be made as it is, and holds no other.
+    pub fn pass(&mut self) {
+        if self.held.take().is_some() {
+            self.watched = Some(u64::MAX);
+            if self.resume(0).is_err() {
+                self.ended = procfs::stat(self.tid).is_none_or(|stat| stat.exiting);
+            }
+        }
+    }
+
+    /// Answers the held call with this file's memory, at an address aligned to hugepages, which is
+    /// returned. On an error the call is made as it was meant, and no other is held.
+    pub fn substitute(&mut self, file: &File, bytes: u64) -> io::Result<u64> {
+        let Some(call) = self.held else {
+            return Err(io::Error::other("no call is held"));
+        };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let room = bytes + HUGE;
+        let args = [0, room, libc::PROT_NONE as u64, flags as u64, u64::MAX, 0];
+        let area = replace_entered(self.tid, libc::SYS_mmap, args);
+        // From here on the thread stands at the call's exit.
+        self.held = None;
+        let mut inject = match Injection::begin(self.pid, self.tid, self.options()) {
+            Ok(inject) => inject,
+            Err(error) => {
+                self.watched = Some(u64::MAX);
+                make_again(self.tid, &call)?;
+                self.resume(0)?;
+                return Err(error);
+            }
+        };
+        let mapped = area.and_then(|area| {
+            let at = area.next_multiple_of(HUGE);
+            let mut map = || {
+                inject.unmap(area, at - area)?;
+                inject.unmap(at + bytes, area + room - at - bytes)?;
+                inject.map_file(at, bytes, file)
+            };
+            let mapped = map();
+            if mapped.is_err() {
+                inject.unmap(area, room)?;
+            }
+            mapped.map(|()| at)
+        });
+        match &mapped {
+            Ok(at) => inject.end_as(&call, *at)?,
+            Err(_) => {
+                self.watched = Some(u64::MAX);
+                inject.end_before(&call)?;
+            }
+        }
+        self.resume(0)?;
+        mapped
     }
 
     /// Stops the thread again, its options and signal mask as CRIU left them.
     pub fn stop(mut self) -> io::Result<()> {
-        if !self.attend() {
+        self.pass();
+        self.attend();
+        if self.ended {
             return Err(io::Error::other(format!("thread {} ended", self.tid)));
         }
-        ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
+        let interrupt = || ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0);
+        interrupt()?;
         let deadline = Instant::now() + STOP_LIMIT;
         loop {
-            match self.wait() {
+            match poll_event(self.tid) {
                 Some(Event::Ended) => {
                     return Err(io::Error::other(format!("thread {} ended", self.tid)));
                 }
-                Some(Event::Stopped { event: true, .. }) => return self.put_back(),
-                Some(Event::Stopped { signal, .. }) => {
+                Some(Event::Interrupted) => return self.put_back(),
+                // Any stop clears the interrupt that is under way.
+                Some(Event::Syscall) => {
+                    interrupt()?;
+                    ptrace(libc::PTRACE_CONT, self.tid, 0, 0)?;
+                }
+                Some(Event::Signal(signal)) => {
+                    interrupt()?;
                     ptrace(libc::PTRACE_CONT, self.tid, 0, signal as libc::c_ulong)?;
                 }
                 None if Instant::now() >= deadline => {
@@ -145,34 +276,38 @@ impl Released {
             }
         }
     }
-
-    fn wait(&self) -> Option<Event> {
-        let mut status = 0;
-        // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.
-        let waited = unsafe { libc::waitpid(self.tid, &mut status, libc::WNOHANG | libc::__WALL) };
-        if waited == 0 {
-            return None;
-        }
-        if waited < 0 {
-            let interrupted = io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
-            return if interrupted {
-                None
-            } else {
-                Some(Event::Ended)
-            };
-        }
-        if libc::WIFSTOPPED(status) {
-            let signal = libc::WSTOPSIG(status);
-            return Some(Event::Stopped {
-                signal,
-                event: status >> 16 == EVENT_STOP,
-            });
-        }
-        Some(Event::Ended)
-    }
 }
 
-enum Event {
-    Stopped { signal: i32, event: bool },
-    Ended,
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_drivers_mapping_is_meant() {
+        let flags = |flags: i32| Call {
+            nr: libc::SYS_mmap as u64,
+            args: [0, (128 << 20) + 16, 3, flags as u64, u64::MAX, 0],
+        };
+        let driver = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        let call = flags(driver);
+        assert_eq!(asked_memory(&call), Some((128 << 20) + 4096));
+        // A 32-bit -1.
+        let mut short = call;
+        short.args[4] = u64::from(u32::MAX);
+        assert!(asked_memory(&short).is_some());
+        for other in [
+            driver & !libc::MAP_POPULATE,
+            driver | libc::MAP_FIXED,
+            driver | libc::MAP_LOCKED,
+            libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
+        ] {
+            assert_eq!(asked_memory(&flags(other)), None, "{other:#x}");
+        }
+        for (i, value) in [(0, 4096), (1, u64::MAX), (2, 1), (4, 5)] {
+            let mut other = call;
+            other.args[i] = value;
+            assert_eq!(asked_memory(&other), None, "{other:?}");
+        }
+        assert_eq!(asked_memory(&Call { nr: 0, ..call }), None);
+    }
 }

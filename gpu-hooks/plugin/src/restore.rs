@@ -10,8 +10,9 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
 use cryopod_gpu_hooks::cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::lane::{SharedBuffer, WantedRegion};
 use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{Op, ProcessState};
+use cryopod_gpu_hooks::cuda::protocol::{Op, Outcome, ProcessState};
 use cryopod_gpu_hooks::cuda::read_bounded_from;
 use cryopod_gpu_hooks::cuda::report::PluginOutcome;
 use std::collections::HashMap;
@@ -26,6 +27,8 @@ pub struct Restore {
     pub session: Session,
     done: bool,
     killed: bool,
+    /// The agent's memory for each region of the lane.
+    lane: HashMap<String, SharedBuffer>,
 }
 
 /// Reads the image from CRIU's image folder; `None` when there is none.
@@ -53,13 +56,18 @@ impl Restore {
             record.steps.clear();
             record.host_pid = 0;
         }
+        let mut lane = HashMap::new();
         if !session.image.processes.is_empty() {
-            session.probe()?;
+            session.connect()?;
+            lane = load_lane(&mut session)?;
+            // Not kept: CRIU's children would inherit it.
+            session.disconnect();
         }
         Ok(Self {
             session,
             done: false,
             killed: false,
+            lane,
         })
     }
 
@@ -112,6 +120,7 @@ impl Restore {
             let remedy = "this host's driver must be able to restore that of the checkpoint";
             return Err(failure_with("restore", Some(*pid), what, remedy));
         }
+        self.lane_in(&threads)?;
         let limit_ms = self.session.config.step_timeout_ms;
         let gpu_map = self.session.config.gpu_map.clone();
         self.step(Step::Restore, &threads, |pid| Op::Restore {
@@ -119,6 +128,10 @@ impl Restore {
             gpu_map: gpu_map.clone(),
             limit_ms,
         })?;
+        // The driver has copied it to the GPU and let go of it.
+        for buffer in std::mem::take(&mut self.lane).into_values() {
+            self.session.lane_drop(buffer.id);
+        }
         let running: Vec<i32> = self
             .session
             .image
@@ -132,6 +145,39 @@ impl Restore {
             .filter(|thread| running.contains(&thread.pid))
             .collect();
         self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
+    }
+
+    /// The lane's memory into the processes, once all of it has been read.
+    fn lane_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
+        if self.lane.is_empty() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        if let Some(done) = self.session.lane_wait()? {
+            let text = format!(
+                "{} MiB of GPU memory read in {} ms, of which {} ms were waited for",
+                done.facts.bytes >> 20,
+                done.work_us / 1000,
+                start.elapsed().as_millis()
+            );
+            criu::log(Level::Info, &text);
+            self.session.lane_done = Some(done);
+        }
+        for Thread { pid, tid } in threads {
+            let start = Instant::now();
+            let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
+                continue;
+            };
+            for buffer in record.lane.clone() {
+                let missing = || failure("lane", Some(*pid), "its memory was not read");
+                let shared = self.lane.get(&buffer.region).ok_or_else(missing)?.clone();
+                self.session
+                    .lane_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
+                let what = format!("process {pid}: lane in {} ms", start.elapsed().as_millis());
+                criu::log(Level::Info, &what);
+            }
+        }
+        Ok(())
     }
 
     /// One step of several processes at once, their driver threads released for it.
@@ -182,6 +228,45 @@ impl Restore {
             PluginOutcome::Failed
         };
         self.session.write_report(outcome);
+    }
+}
+
+/// Has the agent begin to read the lane, while CRIU restores everything else.
+fn load_lane(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Failed> {
+    let records = session
+        .image
+        .processes
+        .iter()
+        .flat_map(|record| &record.lane);
+    let regions: Vec<WantedRegion> = records
+        .map(|buffer| WantedRegion {
+            name: buffer.region.clone(),
+            bytes: buffer.bytes,
+        })
+        .collect();
+    if regions.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let names: Vec<String> = regions.iter().map(|region| region.name.clone()).collect();
+    let config = session.config.lane.clone().unwrap_or_default();
+    let dir = config.folder.clone().or_else(crate::lane::image_folder);
+    let dir = dir.ok_or_else(|| failure("image", None, "CRIU does not tell its image folder"))?;
+    let op = Op::LaneLoad {
+        dir,
+        regions,
+        config,
+    };
+    let reply = session.batch(vec![op], &mut [])?.pop();
+    match reply.map(|reply| reply.outcome) {
+        Some(Outcome::Buffers(buffers)) if buffers.len() == names.len() => {
+            Ok(names.into_iter().zip(buffers).collect())
+        }
+        Some(Outcome::Error(error)) => Err(failure("lane", None, error.message)),
+        other => Err(failure(
+            "lane",
+            None,
+            format!("unexpected answer {other:?}"),
+        )),
     }
 }
 

@@ -2,10 +2,13 @@
 //! driver calls that overlap, and the report.
 
 use crate::criu::{self, Level};
-use crate::ptrace::{Released, is_ours};
+use crate::lane::Lane;
+use crate::ptrace::{Attention, Released, is_ours};
 use cryopod_gpu_hooks::cuda::client::{Client, ClientError};
 use cryopod_gpu_hooks::cuda::config::{self, Operation, PluginConfig};
 use cryopod_gpu_hooks::cuda::image::{NvidiaImage, ProcessRecord};
+use cryopod_gpu_hooks::cuda::inject::SUPPORTED;
+use cryopod_gpu_hooks::cuda::lane::LaneDone;
 use cryopod_gpu_hooks::cuda::procfs;
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
 use cryopod_gpu_hooks::cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
@@ -18,6 +21,8 @@ use std::time::{Duration, Instant};
 const MARGIN: Duration = Duration::from_secs(10);
 /// How often the released threads are looked after while the driver works.
 const TICK: Duration = Duration::from_millis(5);
+/// The same for threads that stop at each of their system calls.
+const WATCH_TICK: Duration = Duration::from_micros(50);
 /// Limit of a query, which does no work.
 pub const QUERY_MS: u64 = 10_000;
 
@@ -63,7 +68,11 @@ pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
             "it uses something the driver cannot checkpoint (managed memory, CUDA IPC, MPS, MIG), or the driver is too old"
         }
         ErrorKind::OutOfMemory => "free GPU memory, or host memory for a copy of it, on this host",
-        ErrorKind::Busy | ErrorKind::NoProcess | ErrorKind::Driver | ErrorKind::BadRequest => {
+        ErrorKind::Busy
+        | ErrorKind::NoProcess
+        | ErrorKind::Driver
+        | ErrorKind::Lane
+        | ErrorKind::BadRequest => {
             return None;
         }
     })
@@ -75,6 +84,10 @@ pub struct Session {
     pub config: PluginConfig,
     /// The image, being written or read.
     pub image: NvidiaImage,
+    /// GPU memory that does not go through CRIU.
+    pub lane: Lane,
+    /// What the agent wrote.
+    pub lane_done: Option<LaneDone>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -113,6 +126,8 @@ impl Session {
         Self {
             config,
             image,
+            lane: Lane::default(),
+            lane_done: None,
             client: None,
             failed: None,
         }
@@ -170,14 +185,6 @@ impl Session {
         Ok(())
     }
 
-    /// Checks that the agent is there, without keeping the connection: CRIU's children would
-    /// inherit it.
-    pub fn probe(&mut self) -> Result<(), Failed> {
-        self.connect()?;
-        self.client = None;
-        Ok(())
-    }
-
     /// Ends the connection.
     pub fn disconnect(&mut self) {
         self.client = None;
@@ -203,6 +210,9 @@ impl Session {
     /// The driver cannot be stopped half-way, so this waits for every answer even when one is an
     /// error; an answer that does not come in time is an error of the whole batch.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
+        let lane = self.config.lane.clone().unwrap_or_default();
+        let watching = released.iter().any(Released::is_watched);
+        let mut dropped = Vec::new();
         let Some(client) = self.client.as_mut() else {
             return Err(failure("driver agent", None, "not connected"));
         };
@@ -213,17 +223,47 @@ impl Session {
             ids.push(client.send(op).map_err(|e| Self::agent_failure(&e))?);
         }
         let mut replies: HashMap<u64, Reply> = HashMap::new();
-        while replies.len() < ids.len() {
-            let tick = if released.is_empty() {
-                Duration::from_millis(200)
-            } else {
-                TICK
+        // Threads that are held until the agent has memory for them.
+        let mut held: HashMap<u64, (usize, u64, Instant)> = HashMap::new();
+        while ids.iter().any(|id| !replies.contains_key(id)) {
+            let tick = match (watching, released.is_empty()) {
+                (true, _) => Duration::ZERO,
+                (_, true) => Duration::from_millis(200),
+                _ => TICK,
             };
             let reply = client.receive(tick).map_err(|e| Self::agent_failure(&e))?;
-            for thread in &mut *released {
-                thread.attend();
+            let mut busy = reply.is_some();
+            for (i, thread) in released.iter_mut().enumerate() {
+                let bytes = match thread.attend() {
+                    Attention::Quiet => continue,
+                    Attention::Busy => 0,
+                    Attention::Asks(bytes) => bytes,
+                };
+                busy = true;
+                if bytes > 0 {
+                    let op = Op::LanePrepare {
+                        pid: thread.ids().0,
+                        bytes,
+                        threads: lane.threads(),
+                        limit_ms: 0,
+                    };
+                    let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
+                    held.insert(id, (i, bytes, Instant::now()));
+                }
+            }
+            if watching && !busy {
+                std::thread::sleep(WATCH_TICK);
             }
             match reply {
+                Some(reply) if held.contains_key(&reply.id) => {
+                    if let Some((i, bytes, since)) = held.remove(&reply.id) {
+                        let thread = &mut released[i];
+                        let unused = self
+                            .lane
+                            .answer(&lane, thread, bytes, since, &reply.outcome);
+                        dropped.extend(unused);
+                    }
+                }
                 Some(reply) => {
                     replies.insert(reply.id, reply);
                 }
@@ -241,6 +281,9 @@ impl Session {
                 }
                 None => {}
             }
+        }
+        for id in dropped {
+            self.lane_drop(id);
         }
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
     }
@@ -275,7 +318,13 @@ impl Session {
         threads: &[Thread],
         op: impl Fn(i32) -> Op,
     ) -> Result<(Vec<Reply>, Option<String>), Failed> {
-        let mut released = release(step, threads)?;
+        // Only the checkpoint's memory is of interest.
+        let lane = self
+            .config
+            .lane
+            .as_ref()
+            .filter(|_| step == "checkpoint" && SUPPORTED);
+        let mut released = release(step, threads, lane.map(|lane| lane.min_bytes))?;
         let ops = threads.iter().map(|thread| op(thread.pid)).collect();
         let result = self.batch(ops, &mut released);
         let not_stopped = stop(released);
@@ -303,6 +352,8 @@ impl Session {
             error: self.failed.as_deref().cloned().or_else(theirs),
             processes: self.image.processes.clone(),
             files: self.image.files.len(),
+            lane: self.lane_done.clone(),
+            lane_left_out: self.lane.left_out.clone(),
         };
         write_json(path, &report);
     }
@@ -319,13 +370,22 @@ fn write_json(path: &Path, value: &PluginReport) {
 
 fn limit_of(op: &Op) -> Duration {
     Duration::from_millis(match op {
-        Op::Hello | Op::Commit => QUERY_MS,
+        Op::Hello
+        | Op::Commit
+        | Op::LanePlaced { .. }
+        | Op::LaneDrop { .. }
+        | Op::LaneWrite { .. }
+        | Op::LaneLoad { .. }
+        | Op::LaneCancel => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
         Op::Find { limit_ms, .. }
         | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }
         | Op::Restore { limit_ms, .. }
-        | Op::Unlock { limit_ms, .. } => *limit_ms,
+        | Op::Unlock { limit_ms, .. }
+        | Op::LanePrepare { limit_ms, .. }
+        | Op::LaneCopy { limit_ms, .. }
+        | Op::LaneWait { limit_ms } => *limit_ms,
     })
 }
 
@@ -356,13 +416,13 @@ pub fn unexpected(step: &str, pid: i32, outcome: &Outcome) -> Failed {
 
 /// Lets the drivers' threads run, each in its stopped process; a process that CRIU has not stopped
 /// needs nothing. All or none.
-fn release(step: &str, threads: &[Thread]) -> Result<Vec<Released>, Failed> {
+fn release(step: &str, threads: &[Thread], watched: Option<u64>) -> Result<Vec<Released>, Failed> {
     let mut released = Vec::new();
     for Thread { pid, tid } in threads {
         if !is_ours(*tid) {
             continue;
         }
-        match Released::new(*tid) {
+        match Released::new(*pid, *tid, watched) {
             Ok(thread) => released.push(thread),
             Err(error) => {
                 stop(released);

@@ -8,6 +8,7 @@
 
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
+use super::lane::store::Lanes;
 use super::procfs;
 use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
@@ -58,6 +59,7 @@ struct Tracked {
 /// The agent: a driver and what was done through it.
 pub struct Agent<D> {
     driver: D,
+    lanes: Arc<Lanes>,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
 }
@@ -75,6 +77,7 @@ impl<D: Driver> Agent<D> {
     pub fn new(driver: D) -> Arc<Self> {
         Arc::new(Self {
             driver,
+            lanes: Arc::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
         })
@@ -83,6 +86,11 @@ impl<D: Driver> Agent<D> {
     /// The driver.
     pub fn driver(&self) -> &D {
         &self.driver
+    }
+
+    /// The lane's memory.
+    pub fn lanes(&self) -> &Arc<Lanes> {
+        &self.lanes
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<i32, Tracked>> {
@@ -101,7 +109,7 @@ impl<D: Driver> Agent<D> {
             | Op::Checkpoint { limit_ms, .. }
             | Op::Restore { limit_ms, .. }
             | Op::Unlock { limit_ms, .. } => Duration::from_millis(*limit_ms),
-            Op::Hello | Op::Commit => {
+            _ => {
                 let what = format!("{} is not about a process", op.name());
                 return Outcome::Error(error(ErrorKind::BadRequest, what));
             }
@@ -241,7 +249,7 @@ impl<D: Driver> Agent<D> {
                 }
                 Err(cause) => Err(self.after_failure(pid, &cause, "unlock")),
             },
-            Op::Hello | Op::Commit => Err(error(ErrorKind::BadRequest, op.name())),
+            _ => Err(error(ErrorKind::BadRequest, op.name())),
         }
     }
 
@@ -425,6 +433,10 @@ impl<D: Driver> Agent<D> {
         let limit_ms = 0; // `limit` counts
         use ProcessState::{Checkpointed, Locked, Running};
         if state == Checkpointed && matches!(found, Running | Locked) {
+            self.lanes.put_back(pid).map_err(|cause| {
+                let what = format!("its GPU memory cannot be mapped back: {cause}");
+                error(ErrorKind::Lane, what)
+            })?;
             let restore = Op::Restore {
                 pid,
                 gpu_map: Vec::new(),

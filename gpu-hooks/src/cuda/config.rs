@@ -5,6 +5,7 @@
 //! dump a process whose GPU state is lost.
 
 use super::gpu::GpuPair;
+use super::lane::LaneConfig;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -62,6 +63,13 @@ pub struct PluginConfig {
     /// Where [`super::report::PluginReport`] is written.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<PathBuf>,
+    /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may
+    /// become final, and whoever answers waits for the lane. Else the plugin waits itself, earlier.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gate_file: Option<PathBuf>,
+    /// GPU memory goes by the lane where it can; absent: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lane: Option<LaneConfig>,
     /// Tests only (a plugin built with the feature `test-hooks`): the hook that panics, by name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_panic_in: Option<String>,
@@ -108,6 +116,8 @@ impl PluginConfig {
             pids: Vec::new(),
             gpu_map: Vec::new(),
             report: None,
+            gate_file: None,
+            lane: None,
             test_panic_in: None,
         }
     }
@@ -165,6 +175,9 @@ impl PluginConfig {
             {
                 return invalid(format!("gpu_map: {} or {} named twice", pair.old, pair.new));
             }
+        }
+        if let Some(lane) = &self.lane {
+            lane.validate().map_err(ConfigError::Invalid)?;
         }
         if self.operation != Operation::Restore && !self.gpu_map.is_empty() {
             return invalid("gpu_map: only a restore has one".into());

@@ -4,19 +4,23 @@
 //! paths are checked, and paths can only name NVIDIA device nodes.
 
 use super::gpu::GpuUuid;
+use super::lane::LaneBuffer;
 use super::protocol::ProcessState;
 use serde::{Deserialize, Serialize};
 
 /// Name of the file in the image folder.
 pub const FILE_NAME: &str = "cryopod-nvidia.img";
-/// The version written and the only one read.
+/// The version written where nothing is in the lane: what an older plugin can restore.
 pub const VERSION: u32 = 1;
+/// The version written where GPU memory is in the lane, and the newest read.
+pub const LANE_VERSION: u32 = 2;
 /// A larger file is refused.
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
 const MAX_FILES: usize = 1 << 16;
 const MAX_PATH: usize = 256;
+const MAX_LANE: usize = 256;
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +58,9 @@ pub struct ProcessRecord {
     /// How much the process's memory grew by the driver's checkpoint: its GPU memory, closely.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram_bytes: Option<u64>,
+    /// Its GPU memory that is in the lane.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lane: Vec<LaneBuffer>,
     /// How long each step took.
     #[serde(default)]
     pub steps: Vec<StepTiming>,
@@ -82,6 +89,8 @@ pub enum Step {
     Restore,
     /// Unlocking it.
     Unlock,
+    /// Memory for the lane, and its way out of the process.
+    Lane,
 }
 
 impl std::fmt::Display for Step {
@@ -92,6 +101,7 @@ impl std::fmt::Display for Step {
             Self::Checkpoint => "checkpoint",
             Self::Restore => "restore",
             Self::Unlock => "unlock",
+            Self::Lane => "lane",
         })
     }
 }
@@ -117,7 +127,7 @@ pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
     /// Written by a later version.
-    #[error("{FILE_NAME} has version {0}; this plugin reads {VERSION}")]
+    #[error("{FILE_NAME} has version {0}; this plugin reads {LANE_VERSION}")]
     Version(u32),
     /// A value is out of range.
     #[error("{FILE_NAME} is invalid: {0}")]
@@ -147,7 +157,7 @@ impl NvidiaImage {
             return Err(ImageError::Invalid("too large".into()));
         }
         let versioned: Versioned = serde_json::from_slice(bytes)?;
-        if versioned.version != VERSION {
+        if !(VERSION..=LANE_VERSION).contains(&versioned.version) {
             return Err(ImageError::Version(versioned.version));
         }
         let image: Self = serde_json::from_slice(bytes)?;
@@ -162,6 +172,7 @@ impl NvidiaImage {
             return invalid("too many entries".into());
         }
         let mut seen = std::collections::HashSet::new();
+        let mut regions = std::collections::HashSet::new();
         for process in &self.processes {
             let pids = &process.ns_pids;
             if pids.is_empty() || pids.len() > 32 || pids.iter().any(|pid| *pid <= 0) {
@@ -176,6 +187,15 @@ impl NvidiaImage {
                     "process {pids:?} in state {}",
                     process.initial_state
                 ));
+            }
+            validate_lane(&process.lane)
+                .map_err(|what| ImageError::Invalid(format!("process {pids:?}: {what}")))?;
+            if process
+                .lane
+                .iter()
+                .any(|buffer| !regions.insert(&buffer.region))
+            {
+                return invalid(format!("process {pids:?}: a region used twice"));
             }
             if process.comm.len() > MAX_PATH {
                 return invalid(format!("process {pids:?}: name too long"));
@@ -192,6 +212,29 @@ impl NvidiaImage {
         }
         Ok(())
     }
+}
+
+/// Memory of the lane lies in whole pages, within what a process can have, and nowhere twice.
+fn validate_lane(buffers: &[LaneBuffer]) -> Result<(), String> {
+    const PAGE: u64 = 4096;
+    const END: u64 = 1 << 56;
+    if buffers.len() > MAX_LANE {
+        return Err("too many buffers".into());
+    }
+    let mut ends: Vec<(u64, u64)> = Vec::new();
+    for buffer in buffers {
+        let (start, bytes) = (buffer.address, buffer.bytes);
+        let end = start.checked_add(bytes).filter(|end| *end <= END);
+        let whole = start % PAGE == 0 && bytes % PAGE == 0 && bytes > 0 && start > 0;
+        let Some(end) = end.filter(|_| whole && buffer.region.len() <= MAX_PATH) else {
+            return Err(format!("GPU memory of {bytes} bytes at {start:#x}"));
+        };
+        if ends.iter().any(|(from, to)| start < *to && *from < end) {
+            return Err(format!("two buffers at {start:#x}"));
+        }
+        ends.push((start, end));
+    }
+    Ok(())
 }
 
 /// Whether a path can only name one of NVIDIA's device nodes.
@@ -222,6 +265,11 @@ mod tests {
                 initial_state: ProcessState::Running,
                 gpus: vec![GpuUuid([3; 16])],
                 vram_bytes: Some(1 << 30),
+                lane: vec![LaneBuffer {
+                    address: 0x7f00_0000_0000,
+                    bytes: 1 << 30,
+                    region: "7.0".into(),
+                }],
                 steps: vec![StepTiming {
                     step: Step::Checkpoint,
                     micros: 770_000,
@@ -245,8 +293,20 @@ mod tests {
 
     #[test]
     fn bad_values_are_refused() {
-        let cases: [fn(&mut NvidiaImage); 7] = [
-            |i| i.version = 2,
+        let cases: [fn(&mut NvidiaImage); 12] = [
+            |i| i.version = 3,
+            |i| i.processes[0].lane[0].address += 1,
+            |i| i.processes[0].lane[0].bytes = 0,
+            |i| i.processes[0].lane[0].address = u64::MAX - 4095,
+            |i| {
+                let twice = i.processes[0].lane[0].clone();
+                i.processes[0].lane.push(twice);
+            },
+            |i| {
+                let mut other = i.processes[0].clone();
+                other.ns_pids = vec![8];
+                i.processes.push(other);
+            },
             |i| i.processes[0].ns_pids.clear(),
             |i| i.processes[0].ns_pids = vec![0],
             |i| i.processes[0].initial_state = ProcessState::Failed,

@@ -26,6 +26,8 @@ pub mod config;
 pub mod driver;
 pub mod gpu;
 pub mod image;
+pub mod inject;
+pub mod lane;
 pub mod nvml;
 pub mod preflight;
 pub mod procfs;

@@ -5,7 +5,9 @@
 //! a driver call running is answered [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
+use super::lane::{LaneConfig, LaneDone, NamedBuffer, SharedBuffer, WantedRegion};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 /// A longer line ends the connection.
 pub const MAX_LINE: usize = 256 * 1024;
@@ -117,14 +119,87 @@ pub enum Op {
     /// connection ends, unless a process is still alive well after that (a failed post-dump script
     /// lets the tasks go on after the plugin's end).
     Commit,
+    /// Memory for what the GPU holds of a process, all of it allocated. Answered by
+    /// [`Outcome::Buffer`].
+    LanePrepare {
+        /// The process it is for.
+        pid: i32,
+        /// How much.
+        bytes: u64,
+        /// How many threads may allocate.
+        threads: usize,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// Where a buffer belongs: when the process is put back, it must be there.
+    LanePlaced {
+        /// The buffer.
+        id: u64,
+        /// The process.
+        pid: i32,
+        /// The thread to do it with.
+        tid: i32,
+        /// The address.
+        address: u64,
+    },
+    /// Copies a buffer into private memory of the process, and frees it.
+    LaneCopy {
+        /// The buffer.
+        id: u64,
+        /// The process.
+        pid: i32,
+        /// The address, at which memory is mapped.
+        address: u64,
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// The buffer is not needed any more.
+    LaneDrop {
+        /// The buffer.
+        id: u64,
+    },
+    /// Begin to write buffers into the image folder.
+    LaneWrite {
+        /// The folder.
+        dir: PathBuf,
+        /// The buffers.
+        buffers: Vec<NamedBuffer>,
+        /// How.
+        config: LaneConfig,
+    },
+    /// Begin to read regions of the image folder. Answered by [`Outcome::Buffers`].
+    LaneLoad {
+        /// The folder.
+        dir: PathBuf,
+        /// The regions.
+        regions: Vec<WantedRegion>,
+        /// How.
+        config: LaneConfig,
+    },
+    /// Wait for the writing or reading. Answered by [`Outcome::Lane`].
+    LaneWait {
+        /// Longest wait.
+        limit_ms: u64,
+    },
+    /// End it; what was written is removed.
+    LaneCancel,
 }
 
 impl Op {
     /// The process it is about.
     pub fn pid(&self) -> Option<i32> {
         match self {
-            Self::Hello | Self::Commit => None,
-            Self::Find { pid, .. }
+            Self::Hello
+            | Self::Commit
+            | Self::LaneDrop { .. }
+            | Self::LaneWrite { .. }
+            | Self::LaneLoad { .. }
+            | Self::LaneWait { .. }
+            | Self::LaneCancel => None,
+            Self::LanePrepare { pid, .. }
+            | Self::LanePlaced { pid, .. }
+            | Self::LaneCopy { pid, .. }
+            | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
             | Self::Checkpoint { pid, .. }
@@ -144,6 +219,14 @@ impl Op {
             Self::Restore { .. } => "restore",
             Self::Unlock { .. } => "unlock",
             Self::Commit => "commit",
+            Self::LanePrepare { .. } => "lane-prepare",
+            Self::LanePlaced { .. } => "lane-placed",
+            Self::LaneCopy { .. } => "lane-copy",
+            Self::LaneDrop { .. } => "lane-drop",
+            Self::LaneWrite { .. } => "lane-write",
+            Self::LaneLoad { .. } => "lane-load",
+            Self::LaneWait { .. } => "lane-wait",
+            Self::LaneCancel => "lane-cancel",
         }
     }
 }
@@ -181,6 +264,12 @@ pub enum Outcome {
     State(ProcessState),
     /// The step is done.
     Done,
+    /// Answer to [`Op::LanePrepare`].
+    Buffer(SharedBuffer),
+    /// Answer to [`Op::LaneLoad`], in the order of the regions.
+    Buffers(Vec<SharedBuffer>),
+    /// Answer to [`Op::LaneWait`]: what was written or read; `None` when that was never begun.
+    Lane(Option<LaneDone>),
     /// The step failed.
     Error(DriverError),
 }
@@ -248,6 +337,8 @@ pub enum ErrorKind {
     OutOfMemory,
     /// The process is gone.
     NoProcess,
+    /// The lane failed, for a reason outside of the driver.
+    Lane,
     /// Any other driver error.
     Driver,
     /// The request is malformed.

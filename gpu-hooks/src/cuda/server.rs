@@ -75,6 +75,7 @@ impl<D: Driver> Server<D> {
                 break;
             }
         }
+        self.agent.lanes().settle();
         let mut worst = AgentOutcome::Clean;
         for thread in connections {
             let outcome = thread.join().unwrap_or(AgentOutcome::RollbackFailed);
@@ -160,13 +161,20 @@ impl<D: Driver> Server<D> {
                 );
             }
             op => {
-                end.worked |= !matches!(op, Op::Find { .. } | Op::Query { .. });
+                end.worked |= matches!(
+                    op,
+                    Op::Lock { .. }
+                        | Op::Checkpoint { .. }
+                        | Op::Restore { .. }
+                        | Op::Unlock { .. }
+                );
                 let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
                 std::thread::Builder::new()
                     .name("request".into())
                     .spawn(move || {
                         let start = Instant::now();
-                        let outcome = agent.perform(&op);
+                        let lane = agent.lanes().perform(&op);
+                        let outcome = lane.unwrap_or_else(|| agent.perform(&op));
                         let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
                         if let Outcome::Error(error) = &outcome {
                             tracing::info!(op = op.name(), pid = op.pid(), "{error}");

@@ -10,6 +10,7 @@
 
 use cryopod_gpu_hooks::cuda::agent::{Agent, Limits};
 use cryopod_gpu_hooks::cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_gpu_hooks::cuda::lane::worker;
 use cryopod_gpu_hooks::cuda::nvml;
 use cryopod_gpu_hooks::cuda::procfs;
 use cryopod_gpu_hooks::cuda::protocol::{AgentGpu, Hello};
@@ -128,6 +129,12 @@ fn prepare_process() {
 }
 
 fn main() -> ExitCode {
+    if std::env::args_os()
+        .nth(1)
+        .is_some_and(|word| word == worker::ARGUMENT)
+    {
+        return ExitCode::from(worker::main());
+    }
     prepare_process();
     let filter = tracing_subscriber::EnvFilter::try_from_env("CRYOPOD_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));

@@ -17,8 +17,8 @@ simulate() { # cusim-server ARG...: the driver, its nodes, its server
 ctl() { /opt/build/cusim-ctl --socket "$SIM" "$@" > /dev/null; }
 step() { LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step "$@"; }
 
-ticks() { grep -c ok /tmp/out || true; }
-ticked() { [ "$(ticks)" -ge "$1" ]; }
+ticks() { grep -cs ok /tmp/out || true; }
+ticked() { local n && n=$(ticks) && [ "${n:-0}" -ge "$1" ]; }
 goes_on() { # the sum comes again, and was never wrong
     local now && now=$(ticks)
     wait_for 10 ticked $((now + 3)) && ! grep CORRUPT /tmp/out

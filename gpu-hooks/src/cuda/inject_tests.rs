@@ -1,0 +1,85 @@
+use super::*;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+
+/// A process that answers each line with "N line", so that what was done to it shows.
+fn echo() -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child = Command::new("sh")
+        .args([
+            "-c",
+            "n=0; while read -r line; do n=$((n + 1)); echo $n $line; done",
+        ])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(child.stdout.take().unwrap());
+    (child, out)
+}
+
+fn answers(child: &mut Child, out: &mut impl BufRead, expected: &str) {
+    child.stdin.as_mut().unwrap().write_all(b"hello\n").unwrap();
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    assert_eq!(line, expected);
+}
+
+#[test]
+fn mappings_of_another_process_are_exchanged() {
+    if !SUPPORTED {
+        return;
+    }
+    let (mut child, mut out) = echo();
+    let pid = child.id() as i32;
+    answers(&mut child, &mut out, "1 hello\n");
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(8192).unwrap();
+    file.write_all_at(b"shared", 4096).unwrap();
+    let memory = File::open(format!("/proc/{pid}/mem")).unwrap();
+    let fds = || {
+        std::fs::read_dir(format!("/proc/{pid}/fd"))
+            .unwrap()
+            .count()
+    };
+    let before = fds();
+
+    // In the middle of a read, which goes on afterwards.
+    let address = 0x1234_5600_0000;
+    {
+        let _seized = Seized::new(pid).unwrap();
+        let mut inject = Injection::begin(pid, pid, 0).unwrap();
+        assert_eq!(inject.call(libc::SYS_getpid, [0; 6]).unwrap(), pid as u64);
+        let error = inject
+            .call(libc::SYS_close, [9999, 0, 0, 0, 0, 0])
+            .unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
+        inject.map_file(address, 8192, &file).unwrap();
+        inject.end().unwrap();
+    }
+    let read = || {
+        let mut bytes = [0; 6];
+        memory
+            .read_exact_at(&mut bytes, address + 4096)
+            .map(|()| bytes)
+    };
+    assert_eq!(&read().unwrap(), b"shared");
+    assert_eq!(fds(), before);
+    answers(&mut child, &mut out, "2 hello\n");
+
+    let _ = {
+        let _seized = Seized::new(pid).unwrap();
+        let mut inject = Injection::begin(pid, pid, 0).unwrap();
+        inject.map_empty(address, 8192).unwrap();
+        assert!(read().is_err() || read().unwrap() == [0; 6]);
+        inject.map_private(address, 8192).unwrap();
+        assert_eq!(&read().unwrap(), &[0; 6]);
+        inject.map_file(address, 8192, &file).unwrap();
+        assert_eq!(&read().unwrap(), b"shared");
+        inject.unmap(address, 8192).unwrap();
+        assert!(read().is_err());
+        inject.end()
+    };
+    answers(&mut child, &mut out, "3 hello\n");
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+}

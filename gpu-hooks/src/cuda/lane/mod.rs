@@ -1,0 +1,182 @@
+//! The lane: a way for GPU memory around CRIU's pipe.
+//!
+//! At a checkpoint the driver asks in the process for one large piece of memory, into which it copies
+//! all that the GPU holds. The plugin, which traces the driver's thread at that time, answers with
+//! memory of the agent's: hugepages, filled by several threads, shared between the process and the
+//! agent. When the driver is done, the plugin puts an empty mapping in its place, so that CRIU finds
+//! nothing to dump, and a worker of the agent writes the memory with several threads
+//! ([`cryopod_archive::lane`]) while CRIU dumps the rest. Whenever the process must have its memory
+//! back, the same pages are mapped where they were. docs/architecture.md tells it in one page.
+//!
+//! * [`memory`]: the memory itself
+//! * [`store`]: what the agent keeps
+//! * [`worker`]: the process that reads and writes the image folder
+
+use cryopod_archive::lane::{
+    Codec, DEFAULT_CHUNK, LaneFacts, ReadOptions, WriteOptions, usual_threads,
+};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+pub mod memory;
+pub mod store;
+pub mod worker;
+
+/// Smaller mappings of the driver stay where they are, in bytes.
+pub const MIN_BYTES: u64 = 64 << 20;
+/// Memory that must be left on the host beside a buffer, in bytes.
+pub const SPARE_BYTES: u64 = 256 << 20;
+
+/// How the lane works, in the plugin's configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LaneConfig {
+    /// A checkpoint without the lane is a failure.
+    pub required: bool,
+    /// Smaller mappings of the driver stay where they are.
+    pub min_bytes: u64,
+    /// Threads; 0: one a core, at most 16.
+    pub threads: usize,
+    /// Size of a chunk.
+    pub chunk_bytes: u32,
+    /// Size of a shard.
+    pub shard_bytes: u64,
+    /// Compression.
+    pub codec: Codec,
+    /// zstd's level.
+    pub level: i32,
+    /// Restore: check the digest of each chunk.
+    pub check: bool,
+    /// Restore: the digest that the seal names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// Restore: the checkpoint's own folder, where CRIU is given another.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folder: Option<PathBuf>,
+    /// Tests only (a plugin built with the feature `test-hooks`): the step that fails, by name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test_fail_at: Option<String>,
+}
+
+impl Default for LaneConfig {
+    fn default() -> Self {
+        let usual = WriteOptions::default();
+        Self {
+            required: false,
+            min_bytes: MIN_BYTES,
+            threads: 0,
+            chunk_bytes: DEFAULT_CHUNK,
+            shard_bytes: usual.shard_bytes,
+            codec: usual.codec,
+            level: usual.level,
+            check: true,
+            digest: None,
+            folder: None,
+            test_fail_at: None,
+        }
+    }
+}
+
+impl LaneConfig {
+    /// The number of threads.
+    pub fn threads(&self) -> usize {
+        match self.threads {
+            0 => usual_threads(),
+            threads => threads,
+        }
+    }
+
+    /// For the writer.
+    pub fn write_options(&self) -> WriteOptions {
+        WriteOptions {
+            chunk_bytes: self.chunk_bytes,
+            shard_bytes: self.shard_bytes,
+            threads: self.threads(),
+            codec: self.codec,
+            level: self.level,
+            sync: true,
+        }
+    }
+
+    /// For the reader, into fresh memory.
+    pub fn read_options(&self) -> ReadOptions {
+        ReadOptions {
+            threads: self.threads(),
+            check: self.check,
+            zeroed: true,
+        }
+    }
+
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// A text that names the key.
+    pub fn validate(&self) -> Result<(), String> {
+        use cryopod_archive::lane::{MAX_CHUNK, MIN_CHUNK};
+        if self.threads > 256 {
+            return Err(format!("lane: {} threads (at most 256)", self.threads));
+        }
+        if !self.chunk_bytes.is_power_of_two()
+            || !(MIN_CHUNK..=MAX_CHUNK).contains(&self.chunk_bytes)
+        {
+            return Err(format!("lane: chunks of {} bytes", self.chunk_bytes));
+        }
+        if self.shard_bytes < 1 << 20 {
+            return Err(format!("lane: shards of {} bytes", self.shard_bytes));
+        }
+        if !(-7..=19).contains(&self.level) {
+            return Err(format!("lane: level {} (-7 to 19)", self.level));
+        }
+        Ok(())
+    }
+}
+
+/// Memory of the agent's that another process can open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedBuffer {
+    /// The agent's number for it.
+    pub id: u64,
+    /// Where to open it, as long as the agent lives.
+    pub path: String,
+}
+
+/// A buffer and its name in the lane.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamedBuffer {
+    /// [`SharedBuffer::id`].
+    pub id: u64,
+    /// [`cryopod_archive::lane::Region::id`].
+    pub name: String,
+}
+
+/// A region to be read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WantedRegion {
+    /// Its name.
+    pub name: String,
+    /// Its size, which must be the recorded one.
+    pub bytes: u64,
+}
+
+/// What a worker did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaneDone {
+    /// The lane in numbers.
+    pub facts: LaneFacts,
+    /// Hashing, compressing and writing, or reading: microseconds.
+    pub work_us: u64,
+    /// Waiting for the disk, in microseconds.
+    #[serde(default)]
+    pub sync_us: u64,
+}
+
+/// Where in a restored process the lane's memory belongs; part of the process's record.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaneBuffer {
+    /// Address in the process.
+    pub address: u64,
+    /// Size, whole pages.
+    pub bytes: u64,
+    /// Name of the region.
+    pub region: String,
+}

@@ -1,0 +1,68 @@
+//! The lane, with real CRIU and the simulated driver: every path, and every step that can fail.
+
+use std::process::Command;
+use std::time::Duration;
+
+use cryopod_tests::bed::{Bed, Cgroup, bin_dir, workspace};
+
+fn run(bed: Bed, script: &str, checks: usize) {
+    let out = bed.limit(Duration::from_secs(400)).sh(script).ok();
+    let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
+    assert_eq!(passed, checks, "{out}");
+}
+
+fn with_lib(script: &str) -> String {
+    format!("{}\n{script}", include_str!("scripts/plugin/lib.sh"))
+}
+
+#[test]
+fn gpu_memory_goes_by_the_lane() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    run(bed, &with_lib(include_str!("scripts/lane/criu.sh")), 32);
+}
+
+#[test]
+fn whatever_fails_no_sum_is_wrong() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    // A plugin that can be told to fail is built apart: the one that is released cannot.
+    let target = bin_dir().join("test-hooks");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let built = Command::new(cargo)
+        .current_dir(workspace())
+        .args([
+            "build",
+            "--quiet",
+            "--lib",
+            "--package",
+            "cryopod-criu-plugin",
+        ])
+        .args(["--features", "test-hooks", "--target-dir"])
+        .arg(&target)
+        .status()
+        .expect("cargo starts");
+    assert!(built.success());
+    let bed = bed.bind(&target.join("debug"), "/opt/test-hooks");
+    run(bed, &with_lib(include_str!("scripts/lane/fails.sh")), 43);
+}
+
+fn podman(low: &str) {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/lane/podman.sh"));
+    run(bed, &script, 20);
+}
+
+#[test]
+fn podman_crun() {
+    podman("crun");
+}
+
+#[test]
+fn podman_runc() {
+    podman("runc");
+}

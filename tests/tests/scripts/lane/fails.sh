@@ -1,0 +1,116 @@
+# fails.sh: each step of the lane fails once. The memory then goes another way, or the dump fails and the process goes
+# on; never is a sum wrong. Needs a plugin that can be told to fail.
+simulate
+PLUGIN=/opt/test-hooks/libcryopod_nvidia.so
+lane() { jq -e "$1" /run/op/dump/plugin-report.json > /dev/null || { cat /run/op/dump/plugin-report.json && false; }; }
+
+for at in open map write empty; do
+    start --mib 100
+    dump "{\"lane\": {\"test_fail_at\": \"$at\"}}"
+    check "$at: through CRIU" lane '.lane == null and (.lane_left_out | length > 0)'
+    check "$at: no trace of the lane" test ! -e /img/lane-index.img
+    restore
+    check "$at: restored" goes_on
+    stop
+    start --mib 100
+    dump_fails "{\"lane\": {\"required\": true, \"test_fail_at\": \"$at\"}}"
+    check "$at: required, and so a failure" plugin_says '.error.cause | test("the lane cannot be used")'
+    check "$at: the process goes on" goes_on
+    stop
+done
+
+start --mib 100
+for at in back back-map; do
+    rm -rf /img/*
+    dump "{\"lane\": {\"required\": true, \"test_fail_at\": \"$at\"}, \"leave_running\": true}" --leave-running
+    check "$at: it goes on all the same" goes_on
+done
+stop
+
+start --mib 100
+dump '{"lane": {"required": true}}'
+restore '{"lane": {"test_fail_at": "in"}}'
+check 'in: restored' goes_on
+stop
+unset PLUGIN
+
+start --mib 100
+sed 's/^MemAvailable:.*/MemAvailable:     100000 kB/' /proc/meminfo > /tmp/meminfo
+mount --bind /tmp/meminfo /proc/meminfo
+dump '{"lane": {}}'
+umount /proc/meminfo
+check 'too little memory: through CRIU' lane '.lane_left_out | test("MiB are available")'
+restore '{"lane": {}}'
+check 'too little memory: restored' goes_on
+rm -rf /img/*
+dump '{"lane": {"required": true}}'
+mount --bind /tmp/meminfo /proc/meminfo
+restore_fails
+umount /proc/meminfo
+check 'too little memory at the restore: said' grep -q 'cryopod: Error: .*MiB of host memory are needed' /img/restore.log
+restore
+check 'and with enough it is restored' goes_on
+stop
+
+start --mib 100
+mount -t tmpfs -o size=40m tmpfs /img
+dump_fails '{"lane": {}}'
+check 'a full disk: said' plugin_says '.error.cause | test("lane-000..img: cannot be written: No space")'
+check 'a full disk: the process goes on' goes_on
+umount /img
+stop
+
+worker() { pgrep -f '^/proc/self/exe --lane-worker' > /dev/null; }
+kill_worker() { wait_for 20 worker && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
+start --mib 400
+kill_worker &
+dump_fails '{"lane": {}}'
+check 'the writer is killed: said' plugin_says '.error.cause | test("worker ended without an answer")'
+check 'the writer is killed: nothing that could be taken for a lane' test ! -e /img/lane-index.img
+check 'the writer is killed: the process goes on' goes_on
+stop
+
+# From here on as with a gate: CRIU asks at post-dump, and the memory is away at that time.
+gate='{"lane": {"required": true}, "gate_file": "/etc/passwd"}'
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || kill -KILL $PPID\n' > /tmp/act
+chmod +x /tmp/act
+start --mib 100
+dump_fails "$gate" --action-script /tmp/act
+check 'CRIU is killed while the memory is away: the agent puts it back' agent_says '.outcome == "rolled-back"'
+check 'and the process goes on' goes_on
+stop
+
+# shellcheck disable=SC2016
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n' > /tmp/act
+start --mib 100
+dump_fails "$gate" --action-script /tmp/act
+check 'a post-dump script fails: the agent puts the memory back' agent_says '.outcome == "rolled-back"'
+check 'and the process goes on' goes_on
+stop
+
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || { pkill -KILL -x cryopod-cuda-ag; false; }\n' > /tmp/act
+start --mib 100
+dump_fails "$gate" --action-script /tmp/act 2> /dev/null
+check 'the agent is killed while the memory is away: the plugin says so' plugin_says '.error.step == "driver agent"'
+step "$client_pid" restore > /dev/null
+step "$client_pid" unlock > /dev/null
+check 'and has put it back: the driver can restore the process' goes_on
+stop
+
+start --mib 100
+dump '{"lane": {}}'
+cp /img/lane-0000.img /tmp/shard
+printf x | dd of=/img/lane-0000.img bs=1 seek=5000000 conv=notrunc status=none
+restore_fails
+check 'a damaged shard: said' grep -Eq 'cryopod: Error: .*lane-0000.img: chunk .* does not fit its digest' /img/restore.log
+check 'a damaged shard: nothing is left' gone
+cp /tmp/shard /img/lane-0000.img
+restore_fails "{\"lane\": {\"digest\": \"$(printf '0%.0s' {1..64})\"}}"
+check 'another table than the sealed one: said' grep -q 'not the one that the checkpoint was made with' /img/restore.log
+mv /img/lane-index.img /tmp/
+restore_fails
+check 'no table: said' grep -q 'lane-index.img is missing' /img/restore.log
+mv /tmp/lane-index.img /img/
+restore
+check 'whole again: restored' goes_on
+stop

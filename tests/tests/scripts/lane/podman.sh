@@ -1,0 +1,89 @@
+# podman.sh LOW: the lane under podman with cryopod-runtime.
+low=$1
+mkimage
+low_level "$low"
+printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
+mkdir -p /run/cusim
+sim=/run/cusim/server.sock
+/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
+/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
+wait_for 10 test -S "$sim"
+mount --bind /run/simulated/driver /proc/driver
+
+run() { # MODE cusim-client ARG...
+    local mode=$1 && shift
+    pod run -d --name job --annotation "dev.cryopod.lane=$mode" --network none --device /dev/nvidiactl \
+        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+        localhost/busybox /cusim/cusim-client "$@" > /dev/null
+    wait_for 20 ticked 3
+}
+ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticked() { [ "$(ticks)" -ge "$1" ]; }
+check() { # NAME COMMAND...
+    local name=$1 && shift
+    "$@" || { echo "FAILED: $name" && podman logs job 2>&1 | tail -n 5 && cat /tmp/said && exit 1; }
+    echo "ok: $name"
+}
+goes_on() {
+    local now && now=$(ticks)
+    wait_for 20 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+}
+sum() { podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2; }
+sealed() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
+: > /tmp/said
+
+run on --mib 100
+last=$(sum)
+pod container checkpoint --leave-running --export /tmp/job.tar job > /dev/null
+check 'left running: it goes on' goes_on
+check 'left running: durable after it was frozen' sealed '.gpu.lane.raw >= 100 and .timings.durable_us > .timings.dump_us'
+for times in once twice; do
+    pod container checkpoint --export /tmp/job.tar job > /dev/null
+    pod rm -f -t 0 job > /dev/null
+    check "$times: the seal vouches for the lane" sealed '.gpu.lane.digest | length == 64'
+    pod container restore --import /tmp/job.tar > /dev/null
+    check "$times: restored" goes_on
+    check "$times: the same sum" test "$(sum)" = "$last"
+done
+
+# The image folder's disk is full in the middle of the lane.
+id=$(pod inspect -f '{{.Id}}' job)
+mkdir -p /tmp/small
+for flag in '' --leave-running; do
+    mount -t tmpfs -o size=40m tmpfs /tmp/small
+    # shellcheck disable=SC2086
+    if cryopod-runtime checkpoint $flag --image-path /tmp/small --work-path /tmp "$id" > /tmp/said 2>&1; then
+        echo 'a checkpoint on a full disk' && exit 1
+    fi
+    check "a full disk ($flag): said" grep -q 'the container goes on running: .*cannot be written: No space left' /tmp/said
+    check "a full disk ($flag): no seal" test ! -e /tmp/small/cryopod.json
+    check "a full disk ($flag): it goes on" goes_on
+    umount /tmp/small
+done
+
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+pod rm -f -t 0 job > /dev/null
+mkdir /tmp/open
+tar -C /tmp/open -xf /tmp/job.tar
+printf x | dd of=/tmp/open/checkpoint/lane-0000.img bs=1 seek=5000000 conv=notrunc status=none
+tar -C /tmp/open -cf /tmp/bad.tar .
+if pod container restore --import /tmp/bad.tar > /tmp/said 2>&1; then
+    echo 'restored from a damaged archive' && exit 1
+fi
+check 'a damaged archive: nothing is left' sh -c '! pgrep -x cusim-client'
+pod rm -f -t 0 job > /dev/null 2>&1 || true
+pod container restore --import /tmp/job.tar > /dev/null
+check 'the whole one: restored' goes_on
+pod rm -f -t 0 job > /dev/null
+
+run off --mib 100
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+pod rm -f -t 0 job > /dev/null
+check 'off: through CRIU' sealed '.gpu.lane == null'
+pod container restore --import /tmp/job.tar > /dev/null
+check 'off: restored' goes_on
+pod rm -f -t 0 job > /dev/null
+check 'no operation is left' test -z "$(ls -A /run/cryopod)"
+check 'no agent is left' sh -c '! pgrep cryopod-cuda'
