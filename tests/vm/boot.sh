@@ -18,7 +18,7 @@ qemu=(
     -chardev file,id=out,path=/tmp/out -device virtserialport,chardev=out,name=out
     -chardev file,id=code,path=/tmp/code -device virtserialport,chardev=code,name=code
     -serial file:/tmp/console
-    -device ati-vga,model=rv100 # a second render node, and one that says it is of AMD; no command processor
+    -device ati-vga,model=rv100 # a second render node, of an AMD device; it has no command processor
 )
 mkfifo /tmp/out # not qemu's standard output: a file it would truncate, a socket it cannot open
 cat /tmp/out &
