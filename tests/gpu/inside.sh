@@ -153,6 +153,39 @@ torch() { # LABEL: bit-identical losses, and the rate with and without cryopod
     done
 }
 
+program() { # RUNTIME WHICH LABEL: loader or serve, with a checkpoint in the middle, line by line as without one
+    local rt=$1 which=$2 label=$3 archive=/var/lib/containers/program.tar family=tcp command want
+    [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
+    low_level "$rt"
+    train_command "$steps"
+    gpu+=(--shm-size 2g)
+    # CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer; runc restores no network namespace of its own.
+    if [ "$rt" = runc ] || criu --version | grep -qE 'Version: 4\.[01]'; then family=unix; fi
+    case $which in
+        loader) command=("$python" /work/loader.py "$steps") ;;
+        serve) command=("$python" /work/serve.py "$steps" "$family") ;;
+    esac
+    want=/logs/$which.whole.out
+    if [ ! -e "$want" ]; then
+        timeout 300 podman --runtime crun run --rm --name program "${gpu[@]}" "$image" "${command[@]}" > "$want" 2>&1 ||
+            { tail -n 5 "$want" && rm "$want" && return 1; }
+    fi
+    pod run -d --name program "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
+    wait_for 180 more_lines program $((steps / 3)) || { podman logs program | tail -n 5 && return 1; }
+    checkpoint program "$label" "$archive" || return
+    [ "$(lines program)" -lt "$steps" ] || { say "it was over before the checkpoint" && return 1; }
+    pod rm -f -t 0 program > /dev/null || return
+    restore program "$label" "$archive" || return
+    wait_for 180 state_is program exited || return
+    podman logs program > "/logs/$label.out" 2>&1
+    if grep -q CORRUPT "/logs/$label.out"; then say "$label: another answer to the same seed" && return 1; fi
+    cmp <(losses "$want") <(losses "/logs/$label.out") || { say "$label: the lines differ" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$rt" --argjson save "$saved" --argjson load "$restored" \
+        --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson gap "$(gap "/logs/$label.out")" \
+        --argjson n "$(losses "/logs/$label.out" | wc -l)" \
+        '{case: $case, ok: true, runtime: $runtime, size: "torch", checkpoint: $save, restore: $load, lines_identical: $n, info: $info, longest_pause_s: $gap}')"
+}
+
 two() { # RUNTIME SIZE LABEL: one process on one GPU, then two on two
     local label=$3 archive=/var/lib/containers/job.tar before which one
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
@@ -317,6 +350,7 @@ for part in $parts; do
         leave-running) for rt in $runtimes; do run_case "leave-running-$rt" leave_running "$rt" 1; done ;;
         twice) for rt in $runtimes; do run_case "twice-$rt" twice "$rt" 1; done ;;
         torch) run_case torch torch ;;
+        loader | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
         lane) lanes ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;

@@ -6,7 +6,7 @@
 # torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
-#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch two map lane (default: all that the machine can do)
+#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch loader serve two map lane (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
@@ -86,7 +86,7 @@ trap 'exit 143' TERM
 mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
-cp "$here"/{inside.sh,cases.sh,train.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,train.py,loader.py,serve.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch two map lane}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch loader serve two map lane}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
