@@ -1,9 +1,13 @@
 //! Is an archive whole, and what it says it is?
 
+mod shards;
+
+use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use self::shards::Shards;
 use crate::decode::with_decoder;
 use crate::entry::Entry;
 use crate::error::{Bad, Error};
@@ -49,9 +53,17 @@ pub struct Verified {
 /// # Errors
 /// The first thing that is wrong, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
+    let table = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+    let mut tables = source.small_files(&|name| name == table, &options.limits)?;
+    let shards = tables
+        .remove(&table)
+        .map(|text| Shards::new(&text))
+        .transpose();
+    let shards = shards.map_err(|bad| Error::bad(source.path(), bad))?;
     let sink = Verifier {
         source,
         limits: &options.limits,
+        shards,
         found: Mutex::default(),
     };
     with_decoder(options.threads, &options.progress, |decoder| {
@@ -78,6 +90,11 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
             },
         ));
     }
+    let chunks = sink.shards.as_ref().map_or(0, Shards::checked);
+    let absent = |name: &&String| !found.shards.contains(*name);
+    if let Some(name) = sink.shards.iter().flat_map(Shards::names).find(absent) {
+        return missing(name);
+    }
     let layers = source.image().map_or(0, |i| i.manifest.layers.len());
     let (files, bytes, seal) = (found.files, found.bytes, found.seal);
     Ok(Verified {
@@ -85,7 +102,7 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
         files,
         bytes,
         layers,
-        chunks: 0,
+        chunks,
         seal,
     })
 }
@@ -118,18 +135,29 @@ struct Found {
     files: u64,
     bytes: u64,
     inventory: bool,
+    shards: BTreeSet<String>,
     seal: Option<Seal>,
 }
 
 struct Verifier<'v> {
     source: &'v Source,
     limits: &'v Limits,
+    shards: Option<Shards>,
     found: Mutex<Found>,
 }
 
 impl Verifier<'_> {
     fn found(&self) -> MutexGuard<'_, Found> {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checks a shard of the lane; `false` if it is none.
+    fn shard(&self, entry: &Entry, reader: &mut dyn Read) -> Result<bool, Error> {
+        let Some(shards) = &self.shards else {
+            return Ok(false);
+        };
+        let checked = shards.check(&entry.name, entry.size, reader);
+        checked.map_err(|e| Error::from_io(self.source.path(), "read it", e))
     }
 
     fn small(&self, entry: &Entry, reader: &mut dyn Read) -> Result<Vec<u8>, Error> {
@@ -181,6 +209,8 @@ impl Sink for Verifier<'_> {
                     reason: e.to_string(),
                 })
             })?;
+        } else if self.shard(entry, reader)? {
+            self.found().shards.insert(entry.name.clone());
         } else {
             let read = io::copy(reader, &mut io::sink())
                 .map_err(|e| Error::from_io(self.source.path(), "read it", e))?;

@@ -43,7 +43,7 @@ fn every_form_holds_the_same() {
             Kind::PodmanTar(Compression::None),
         ),
     ];
-    for (to, kind) in &forms {
+    for (n, (to, kind)) in forms.iter().enumerate() {
         let packed = pack(&source, to, &options(2)).unwrap();
         assert_eq!(
             packed.content_bytes,
@@ -66,27 +66,21 @@ fn every_form_holds_the_same() {
         );
         assert!(content(&Source::open(&out).unwrap()) == expected, "{kind}");
         fs::remove_dir_all(&out).unwrap();
-        // And from each form to each other.
-        for (n, (again, kind)) in forms.iter().enumerate() {
-            let path = at(&format!("again-{n}"));
-            let again = match again {
-                Destination::Layout(_) => Destination::Layout(path.clone()),
-                Destination::Archive(_) => Destination::Archive(path.clone()),
-                Destination::Tar(_, c) => Destination::Tar(path.clone(), *c),
-            };
-            pack(
-                &written,
-                &again,
-                &PackOptions {
-                    replace: true,
-                    ..options(2)
-                },
-            )
+        // And from each form to the next.
+        let (again, kind) = &forms[(n + 1) % forms.len()];
+        let path = at("again");
+        let again = match again {
+            Destination::Layout(_) => Destination::Layout(path.clone()),
+            Destination::Archive(_) => Destination::Archive(path.clone()),
+            Destination::Tar(_, c) => Destination::Tar(path.clone(), *c),
+        };
+        pack(&written, &again, &options(2)).unwrap();
+        let converted = Source::open(&path).unwrap();
+        assert_eq!(converted.kind(), *kind);
+        assert!(content(&converted) == expected, "{kind}");
+        fs::remove_file(&path)
+            .or_else(|_| fs::remove_dir_all(&path))
             .unwrap();
-            let converted = Source::open(&path).unwrap();
-            assert_eq!(converted.kind(), *kind);
-            assert!(content(&converted) == expected, "{kind}");
-        }
         assert!(
             listing(dir.path()).iter().all(|n| !n.starts_with('.')),
             "{:?}",
@@ -218,4 +212,71 @@ fn nothing_is_left_of_a_failure() {
     let error = pack(&source, &to, &options(2)).unwrap_err().to_string();
     assert!(error.contains("exists already"), "{error}");
     assert_eq!(fs::read(to.path()).unwrap(), b"precious");
+}
+
+#[test]
+fn every_chunk_of_the_lane_is_checked_in_every_form() {
+    use cryopod_archive::lane;
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("in");
+    let images = root.join("checkpoint");
+    fs::create_dir_all(&images).unwrap();
+    fs::write(root.join("config.dump"), common::PODMAN_CONFIG).unwrap();
+    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X").unwrap();
+    let memory = [
+        common::half(1, 3 << 20),
+        common::noise(2, 1 << 20),
+        vec![0; 1 << 20],
+    ]
+    .concat();
+    let region = lane::Source {
+        id: "gpu",
+        bytes: &memory,
+    };
+    let options = lane::WriteOptions {
+        chunk_bytes: 256 << 10,
+        ..Default::default()
+    };
+    let never = std::sync::atomic::AtomicBool::new(false);
+    lane::write(&images, &[region], &options, None, &never).unwrap();
+
+    let forms = ["oci:layout", "oci-archive:image.tar", "a.tar", "a.tar.zst"];
+    let to = |form: &str| match form.split_once(':') {
+        Some((kind, name)) => {
+            Destination::parse(&format!("{kind}:{}", dir.path().join(name).display()))
+        }
+        None => Destination::parse(dir.path().join(form).to_str().unwrap()),
+    };
+    let check =
+        |from: &std::path::Path| verify(&Source::open(from).unwrap(), &VerifyOptions::default());
+    assert!(check(&root).unwrap().chunks >= 12);
+    for form in forms {
+        pack(
+            &Source::open(&root).unwrap(),
+            &to(form),
+            &PackOptions::default(),
+        )
+        .unwrap();
+        assert!(check(to(form).path()).unwrap().chunks >= 12, "{form}");
+    }
+    let shard = images.join("lane-0000.img");
+    let mut bytes = fs::read(&shard).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&shard, &bytes).unwrap();
+    for form in forms {
+        let options = PackOptions {
+            replace: true,
+            ..PackOptions::default()
+        };
+        pack(&Source::open(&root).unwrap(), &to(form), &options).unwrap();
+        let error = check(to(form).path()).unwrap_err().to_string();
+        assert!(
+            error.contains("checkpoint/lane-0000.img: the chunk at"),
+            "{error}"
+        );
+    }
+    fs::remove_file(&shard).unwrap();
+    let error = check(&root).unwrap_err().to_string();
+    assert!(error.contains("no checkpoint/lane-0000.img"), "{error}");
 }

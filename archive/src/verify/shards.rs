@@ -1,0 +1,124 @@
+//! The VRAM lane of an archive, chunk by chunk, as its shards stream by.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::Bad;
+use crate::lane::{Chunk, Digest, Index, Kind, codec};
+use crate::names;
+
+/// What the lane's table says of its shards.
+#[derive(Debug)]
+pub(super) struct Shards {
+    by_name: BTreeMap<String, Shard>,
+    checked: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Shard {
+    bytes: u64,
+    /// The stored chunks by their place, and the length of each decompressed.
+    chunks: Vec<(Chunk, u32)>,
+}
+
+impl Shards {
+    /// Reads the table.
+    pub(super) fn new(table: &[u8]) -> Result<Self, Bad> {
+        let name = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+        let bad = |reason: String| Bad::Content {
+            name: name.clone(),
+            reason,
+        };
+        let index =
+            Index::parse(table, Path::new(names::LANE_INDEX)).map_err(|e| bad(e.to_string()))?;
+        let mut shards: Vec<Shard> = index
+            .shards
+            .iter()
+            .map(|bytes| Shard {
+                bytes: *bytes,
+                chunks: Vec::new(),
+            })
+            .collect();
+        for (chunk, length) in index.chunks.iter().zip(index.lengths()) {
+            if matches!(chunk.kind, Kind::Raw | Kind::Lz4 | Kind::Zstd) {
+                let shard = shards.get_mut(usize::from(chunk.shard));
+                shard
+                    .ok_or_else(|| bad("a chunk of no shard".into()))?
+                    .chunks
+                    .push((*chunk, length));
+            }
+        }
+        for shard in &mut shards {
+            shard.chunks.sort_by_key(|(chunk, _)| chunk.place);
+        }
+        let place = |number| format!("{}/{}", names::CHECKPOINT_DIR, names::lane_shard(number));
+        let by_name = shards
+            .into_iter()
+            .enumerate()
+            .map(|(n, shard)| (place(n), shard))
+            .collect();
+        Ok(Self {
+            by_name,
+            checked: AtomicU64::new(0),
+        })
+    }
+
+    /// Chunks that were checked.
+    pub(super) fn checked(&self) -> u64 {
+        self.checked.load(Ordering::Relaxed)
+    }
+
+    /// The shards that the table names.
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+        self.by_name.keys()
+    }
+
+    /// Checks a shard's chunks; `false` if it is no shard of the lane.
+    pub(super) fn check(&self, name: &str, bytes: u64, reader: &mut dyn Read) -> io::Result<bool> {
+        let Some(shard) = self.by_name.get(name) else {
+            return Ok(false);
+        };
+        let bad = |reason: String| {
+            io::Error::from(Bad::Content {
+                name: name.into(),
+                reason,
+            })
+        };
+        if shard.bytes != bytes {
+            return Err(bad(format!(
+                "{bytes} bytes, the lane's table says {}",
+                shard.bytes
+            )));
+        }
+        let (mut at, mut stored, mut content) = (0, Vec::new(), Vec::new());
+        for (chunk, length) in &shard.chunks {
+            let wrong = |what: &str| bad(format!("the chunk at {} {what}", chunk.place));
+            let gap = chunk
+                .place
+                .checked_sub(at)
+                .ok_or_else(|| wrong("lies over another"))?;
+            io::copy(&mut (&mut *reader).take(gap), &mut io::sink())?;
+            stored.resize(chunk.stored as usize, 0);
+            reader.read_exact(&mut stored).map_err(|e| match e.kind() {
+                io::ErrorKind::UnexpectedEof => wrong("lies beyond the end"),
+                _ => e,
+            })?;
+            at = chunk.place + u64::from(chunk.stored);
+            let plain = if chunk.kind == Kind::Raw {
+                &stored
+            } else {
+                content.resize(*length as usize, 0);
+                codec::decode(chunk.kind, &stored, &mut content).map_err(|what| wrong(&what))?;
+                &content
+            };
+            if Digest::of(plain) != chunk.digest {
+                return Err(wrong("has another digest than the table says"));
+            }
+            self.checked.fetch_add(1, Ordering::Relaxed);
+        }
+        io::copy(reader, &mut io::sink())?;
+        Ok(true)
+    }
+}
