@@ -155,6 +155,37 @@ pub fn read_containerd(file: &str, record: &[u8]) -> Result<Facts, RecordError> 
     Ok(facts)
 }
 
+/// The files that other engines and tools want, of containerd's record of a container: `config.dump`, in the schema
+/// of CRI-O, containerd's CRI and checkpointctl, and `spec.dump`.
+///
+/// # Errors
+/// As [`read_containerd`].
+pub fn files_of_containerd(
+    file: &str,
+    record: &[u8],
+) -> Result<BTreeMap<String, Vec<u8>>, RecordError> {
+    let facts = read_containerd(file, record)?;
+    let wrong = |reason: String| RecordError {
+        file: file.into(),
+        reason,
+    };
+    let container = Container::decode(record).map_err(|e| wrong(e.to_string()))?;
+    let mut files = BTreeMap::new();
+    let config = serde_json::json!({
+        "id": facts.id,
+        "name": facts.id,
+        "rootfsImage": facts.image,
+        "rootfsImageName": facts.image,
+        "runtime": facts.runtime,
+    });
+    let text = serde_json::to_vec(&config).map_err(|e| wrong(e.to_string()))?;
+    files.insert(names::CONFIG_DUMP.into(), text);
+    if let Some(spec) = container.spec {
+        files.insert(names::SPEC_DUMP.into(), spec.value);
+    }
+    Ok(files)
+}
+
 /// containerd's `containers.v1.Container`, as far as it is read.
 #[derive(Clone, PartialEq, Message)]
 struct Container {
@@ -286,6 +317,11 @@ mod tests {
         assert_eq!(facts.engine, Some("containerd-ctr"));
         assert_eq!(facts.id.as_deref(), Some("job"));
         assert_eq!(facts.runtime.as_deref(), Some("io.containerd.runc.v2"));
+        assert_eq!(facts.command, ["sh"]);
+        let files = files_of_containerd("containerd/config", &record.encode_to_vec()).unwrap();
+        let facts = read(&files).unwrap();
+        assert_eq!(facts.name.as_deref(), Some("job"));
+        assert_eq!(facts.image.as_deref(), Some("localhost/busybox:latest"));
         assert_eq!(facts.command, ["sh"]);
     }
 

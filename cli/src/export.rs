@@ -16,7 +16,7 @@ use cryopod_registry::parse_reference;
 use tempfile::TempDir;
 
 use crate::engine::Engine;
-use crate::pack::How;
+use crate::pack::{self, How};
 use crate::place;
 use crate::push::RegistryArgs;
 
@@ -129,7 +129,11 @@ fn take(args: &Args, to: &Destination) -> anyhow::Result<ExitCode> {
         .map(|n| n.to_string_lossy().into_owned());
     let packed = Source::open(&taken.source)
         .map_err(anyhow::Error::from)
-        .and_then(|source| args.how.write("export", &source, to, taken.extra));
+        .and_then(|source| {
+            let mut extra = pack::completed(&source)?;
+            extra.extend(taken.extra);
+            args.how.write("export", &source, to, extra)
+        });
     let again = format!("cryopod convert PATH -o {}", args.output);
     keep_on_error(packed, scratch, &name.unwrap_or_default(), &again)
 }

@@ -1,14 +1,17 @@
 //! `cryopod pack`: one portable thing of a checkpoint.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::bail;
-use cryopod_archive::Compression;
+use anyhow::{Context, bail};
+use cryopod_archive::limits::MAX_JSON_BYTES;
+use cryopod_archive::oci::media;
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
+use cryopod_archive::{Compression, engine};
 
 use crate::place::Place;
 use crate::ui;
@@ -103,7 +106,7 @@ impl How {
         source: &Source,
         to: &Destination,
     ) -> anyhow::Result<()> {
-        let options = self.options(BTreeMap::new());
+        let options = self.options(completed(source)?);
         let progress = Arc::clone(&options.progress);
         ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
         Ok(())
@@ -184,6 +187,28 @@ pub fn destination(text: &str) -> anyhow::Result<Destination> {
     Ok(Destination::parse(text))
 }
 
+/// What a source lacks that other engines want: containerd's own checkpoint has its record in another form.
+///
+/// # Errors
+/// The record is damaged.
+pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
+    let records = source.containerd().map(|parts| parts.records.as_slice());
+    let record = records
+        .into_iter()
+        .flatten()
+        .find(|d| d.media_type == media::CONTAINERD_CONFIG && d.size <= MAX_JSON_BYTES);
+    let Some(descriptor) = record else {
+        return Ok(BTreeMap::new());
+    };
+    let mut record = Vec::new();
+    source
+        .blob(descriptor)?
+        .read_to_end(&mut record)
+        .with_context(|| source.path().display().to_string())?;
+    let name = descriptor.digest.to_string();
+    engine::files_of_containerd(&name, &record).with_context(|| source.path().display().to_string())
+}
+
 /// Runs the subcommand.
 ///
 /// # Errors
@@ -199,6 +224,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
     let to = destination(to)?;
     let source = Place::parse(from).open()?;
-    how.write(what, &source, &to, BTreeMap::new())?;
+    how.write(what, &source, &to, completed(&source)?)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,0 +1,69 @@
+# podman.sh: archives of a GPU container under podman: every kind of them, restored by podman, read by others.
+mkimage
+simulate crun
+run_job --mib 16 --procs 2 --gpus 0,1
+before=$(sum job)
+
+# podman's own export, as an image
+pod container checkpoint --export /tmp/job.tar.zst job > /dev/null
+pod rm -f -t 0 job > /dev/null
+check 'podman -> layout' cryopod convert -q /tmp/job.tar.zst -o oci:/tmp/layout
+check 'podman -> archive' cryopod convert -q /tmp/job.tar.zst -o oci-archive:/tmp/job.oci.tar --name localhost/job:1
+check 'verify: the layout' cryopod verify -q oci:/tmp/layout
+check 'verify: the archive' cryopod verify -q oci-archive:/tmp/job.oci.tar
+
+id=$(podman pull -q oci:/tmp/layout | tail -n 1)
+pod container restore "$id" > /dev/null
+check 'podman pull oci: and restore: the sum goes on' goes_on job
+check 'podman pull oci: and restore: the same sum' test "$(sum job)" = "$before"
+pod rm -f -t 0 job > /dev/null
+
+podman load -q -i /tmp/job.oci.tar > /tmp/said
+check 'podman load: by its name' says /tmp/said localhost/job:1
+pod container restore localhost/job:1 > /dev/null
+check 'podman load and restore: the sum goes on' goes_on job
+pod rm -f -t 0 job > /dev/null
+podman rmi -f localhost/job:1 "$id" > /dev/null 2>&1 || true
+
+# and back: podman imports what comes of our image
+check 'layout -> podman' cryopod convert -q oci:/tmp/layout -o /tmp/back.tar.zst
+pod container restore --import /tmp/back.tar.zst > /dev/null
+check 'layout -> podman: the sum goes on' goes_on job
+check 'layout -> podman: the same sum' test "$(sum job)" = "$before"
+
+# export and import by our own command
+check 'export: to a layout' cryopod export job -e podman -o oci:/tmp/exported --leave-running -q
+check 'export --leave-running: the sum goes on' goes_on job
+check 'export: verified' cryopod verify -q oci:/tmp/exported
+check 'export: to a file' cryopod export job -e podman -o /tmp/exported.tar.zst -q
+pod rm -f -t 0 job > /dev/null
+if cryopod export job -e podman -o /tmp/never.tar.zst > /tmp/said 2>&1; then echo 'exported what is not there' && exit 1; fi
+check 'export: podman says what is wrong' says /tmp/said 'podman container checkpoint.*job'
+check 'export: nothing is left' test -z "$(find /tmp -maxdepth 1 -name 'never*' -o -maxdepth 1 -name '.cryopod-*')"
+cryopod import /tmp/exported.tar.zst -e podman --restore -q > /dev/null
+check 'import --restore: the sum goes on' goes_on job
+pod rm -f -t 0 job > /dev/null
+cryopod import oci:/tmp/exported -e podman --name localhost/imported:1 -q > /dev/null
+pod container restore localhost/imported:1 > /dev/null
+check 'import: the image is restored' goes_on job
+pod rm -f -t 0 job > /dev/null
+
+# others read it
+for source in /tmp/job.tar.zst oci:/tmp/layout oci-archive:/tmp/job.oci.tar /tmp/back.tar.zst; do
+    cryopod inspect --json "$source" > /tmp/facts
+    check "inspect $source" jq -e '.container.engine == "podman" and .container.name == "job" and .gpu.vram_bytes > 30000000
+        and (.gpu.processes | length == 2 and all(.vram_bytes > 15000000)) and (.criu.processes | length >= 3)
+        and .criu.dump.frozen_us > 0 and .criu.plugins == ["cryopod_nvidia"] and .seal.low_level == "crun"' /tmp/facts
+done
+cryopod inspect oci:/tmp/layout
+digest=$(jq -r '.manifests[0].digest' /tmp/layout/index.json)
+skopeo copy -q --preserve-digests oci:/tmp/layout dir:/tmp/folder
+skopeo copy -q --preserve-digests dir:/tmp/folder oci:/tmp/again:job
+check 'skopeo: to a folder and back, the same digest' test "$(jq -r '.manifests[0].digest' /tmp/again/index.json)" = "$digest"
+check 'skopeo: the same image' cryopod verify -q oci:/tmp/again:job
+for file in /tmp/job.tar.zst /tmp/back.tar.zst /tmp/exported.tar.zst; do
+    checkpointctl show "$file" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
+    check "checkpointctl show $file" says /tmp/said 'job .*busybox.*Podman'
+    checkpointctl inspect --all "$file" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
+    check "checkpointctl inspect $file" says /tmp/said 'cusim-client'
+done
