@@ -120,7 +120,9 @@ fn stated_bytes(source: &Source) -> Option<u64> {
 
 const INVENTORY: &str = "checkpoint/inventory.img";
 /// CRIU's mark of an image file, and its mark of the inventory.
-const INVENTORY_MAGIC: [u8; 8] = [0x19, 0x43, 0x56, 0x54, 0x16, 0x31, 0x31, 0x58];
+const INVENTORY_MAGIC: [u8; 4] = [0x16, 0x31, 0x31, 0x58];
+/// CRIU 4.1 and 4.2 write the inventory, alone of all images, without this ahead.
+const COMMON_MAGIC: [u8; 4] = [0x19, 0x43, 0x56, 0x54];
 /// Files that are JSON.
 const JSON: [&str; 5] = [
     names::CONFIG_DUMP,
@@ -192,7 +194,8 @@ impl Sink for Verifier<'_> {
         }
         if entry.name == INVENTORY {
             let text = self.small(entry, reader)?;
-            if !text.starts_with(&INVENTORY_MAGIC) {
+            let own = text.strip_prefix(&COMMON_MAGIC[..]).unwrap_or(&text);
+            if !own.starts_with(&INVENTORY_MAGIC) {
                 return Err(content("not an image of CRIU".into()));
             }
             self.found().inventory = true;

@@ -45,7 +45,7 @@ pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
         ])
         .run()?;
     let exported = ctr(args.limit())
-        .args(["images", "export"])
+        .args(["images", "export", "--skip-manifest-json"])
         .args([&file])
         .args([&image])
         .run();

@@ -44,7 +44,8 @@ done = subprocess.run(
     ],
     input=struct.pack(">BI", 0, len(body)) + body, stdout=subprocess.PIPE, check=True,
 )  # fmt: skip
-headers = dict(line.strip().split(": ", 1) for line in open("/tmp/cri.headers", encoding="utf-8") if ": " in line)
+with open("/tmp/cri.headers", encoding="utf-8") as lines:
+    headers = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 if headers.get("grpc-status") != "0":
     sys.exit(f"{method}: {headers.get('grpc-status')}: {headers.get('grpc-message')}")
 print(first_string(done.stdout[5:]))
