@@ -128,30 +128,36 @@ fn of_spec(spec: &Value, facts: &mut Facts) {
 }
 
 /// Reads containerd's record of a container, the part
-/// `application/vnd.containerd.container.checkpoint.config.v1+proto` of `ctr c checkpoint`; `file` is only named
-/// in errors.
+/// `application/vnd.containerd.container.checkpoint.config.v1+proto` of `ctr c checkpoint`: the container's spec.
+/// `annotations` are those of the checkpoint's index; `file` is only named in errors.
 ///
 /// # Errors
 /// [`RecordError`] if it is not such a record.
-pub fn read_containerd(file: &str, record: &[u8]) -> Result<Facts, RecordError> {
+pub fn read_containerd(
+    file: &str,
+    record: &[u8],
+    annotations: &BTreeMap<String, String>,
+) -> Result<Facts, RecordError> {
     let wrong = |reason: String| RecordError {
         file: file.into(),
         reason,
     };
-    let container = Container::decode(record).map_err(|e| wrong(e.to_string()))?;
-    let some = |text: &str| (!text.is_empty()).then(|| shortened(text));
+    let any = Any::decode(record).map_err(|e| wrong(e.to_string()))?;
+    let spec: Value =
+        serde_json::from_slice(&any.value).map_err(|e| wrong(format!("its spec: {e}")))?;
+    let annotation = |key: &str| annotations.get(key).map(|text| shortened(text));
+    // The record does not name the container; its cgroup is `/NAMESPACE/ID`.
+    let cgroup = text(&spec, "/linux/cgroupsPath");
+    let id = cgroup.and_then(|path| path.rsplit(['/', ':']).next().map(str::to_owned));
     let mut facts = Facts {
         engine: Some("containerd-ctr"),
-        id: some(&container.id),
-        image: some(&container.image),
-        runtime: container.runtime.and_then(|r| some(&r.name)),
+        id: id.filter(|id| !id.is_empty()),
+        image: annotation("org.opencontainers.image.ref.name"),
+        runtime: annotation("io.containerd.checkpoint.runtime"),
         ..Facts::default()
     };
-    if let Some(spec) = container.spec {
-        let spec: Value =
-            serde_json::from_slice(&spec.value).map_err(|e| wrong(format!("its spec: {e}")))?;
-        of_spec(&spec, &mut facts);
-    }
+    of_spec(&spec, &mut facts);
+    facts.engine = Some("containerd-ctr");
     Ok(facts)
 }
 
@@ -163,14 +169,13 @@ pub fn read_containerd(file: &str, record: &[u8]) -> Result<Facts, RecordError> 
 pub fn files_of_containerd(
     file: &str,
     record: &[u8],
+    annotations: &BTreeMap<String, String>,
 ) -> Result<BTreeMap<String, Vec<u8>>, RecordError> {
-    let facts = read_containerd(file, record)?;
+    let facts = read_containerd(file, record, annotations)?;
     let wrong = |reason: String| RecordError {
         file: file.into(),
         reason,
     };
-    let container = Container::decode(record).map_err(|e| wrong(e.to_string()))?;
-    let mut files = BTreeMap::new();
     let config = serde_json::json!({
         "id": facts.id,
         "name": facts.id,
@@ -178,31 +183,12 @@ pub fn files_of_containerd(
         "rootfsImageName": facts.image,
         "runtime": facts.runtime,
     });
-    let text = serde_json::to_vec(&config).map_err(|e| wrong(e.to_string()))?;
-    files.insert(names::CONFIG_DUMP.into(), text);
-    if let Some(spec) = container.spec {
-        files.insert(names::SPEC_DUMP.into(), spec.value);
-    }
-    Ok(files)
-}
-
-/// containerd's `containers.v1.Container`, as far as it is read.
-#[derive(Clone, PartialEq, Message)]
-struct Container {
-    #[prost(string, tag = "1")]
-    id: String,
-    #[prost(string, tag = "3")]
-    image: String,
-    #[prost(message, optional, tag = "4")]
-    runtime: Option<Runtime>,
-    #[prost(message, optional, tag = "5")]
-    spec: Option<Any>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Runtime {
-    #[prost(string, tag = "1")]
-    name: String,
+    let config = serde_json::to_vec(&config).map_err(|e| wrong(e.to_string()))?;
+    let any = Any::decode(record).map_err(|e| wrong(e.to_string()))?;
+    Ok(BTreeMap::from([
+        (names::CONFIG_DUMP.to_owned(), config),
+        (names::SPEC_DUMP.to_owned(), any.value),
+    ]))
 }
 
 /// `google.protobuf.Any`.
@@ -303,22 +289,28 @@ mod tests {
 
     #[test]
     fn containerd() {
-        let record = Container {
-            id: "job".into(),
-            image: "localhost/busybox:latest".into(),
-            runtime: Some(Runtime {
-                name: "io.containerd.runc.v2".into(),
-            }),
-            spec: Some(Any {
-                value: br#"{"process":{"args":["sh"]}}"#.to_vec(),
-            }),
+        let record = Any {
+            value: br#"{"process":{"args":["sh"]},"linux":{"cgroupsPath":"/default/job"}}"#
+                .to_vec(),
         };
-        let facts = read_containerd("containerd/config", &record.encode_to_vec()).unwrap();
+        let annotations = BTreeMap::from(
+            [
+                (
+                    "org.opencontainers.image.ref.name",
+                    "localhost/busybox:latest",
+                ),
+                ("io.containerd.checkpoint.runtime", "io.containerd.runc.v2"),
+            ]
+            .map(|(k, v)| (k.to_owned(), v.to_owned())),
+        );
+        let facts =
+            read_containerd("containerd/config", &record.encode_to_vec(), &annotations).unwrap();
         assert_eq!(facts.engine, Some("containerd-ctr"));
         assert_eq!(facts.id.as_deref(), Some("job"));
         assert_eq!(facts.runtime.as_deref(), Some("io.containerd.runc.v2"));
         assert_eq!(facts.command, ["sh"]);
-        let files = files_of_containerd("containerd/config", &record.encode_to_vec()).unwrap();
+        let files = files_of_containerd("containerd/config", &record.encode_to_vec(), &annotations)
+            .unwrap();
         let facts = read(&files).unwrap();
         assert_eq!(facts.name.as_deref(), Some("job"));
         assert_eq!(facts.image.as_deref(), Some("localhost/busybox:latest"));
@@ -329,7 +321,7 @@ mod tests {
     fn damaged() {
         let error = read(&files(&[(names::CONFIG_DUMP, "{")])).unwrap_err();
         assert!(error.to_string().starts_with("config.dump: not valid"));
-        assert!(read_containerd("containerd/config", b"\xff\xff").is_err());
+        assert!(read_containerd("containerd/config", b"\xff\xff", &BTreeMap::new()).is_err());
         // Of another type: left out.
         let facts = read(&files(&[
             (names::CONFIG_DUMP, r#"{"id":7}"#),

@@ -141,13 +141,9 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     };
     let said = args
         .call("ctr")
-        .args([
-            "--namespace",
-            &args.namespace,
-            "images",
-            "import",
-            "--no-unpack",
-        ])
+        .args(["--namespace", &args.namespace, "images", "import"])
+        // The CRI wants a snapshot of an image; the parts of its own checkpoint are none.
+        .flag(own, "--no-unpack")
         .args([&file])
         .run()?;
     let how = if own {

@@ -192,10 +192,12 @@ pub fn destination(text: &str) -> anyhow::Result<Destination> {
 /// # Errors
 /// The record is damaged.
 pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
-    let records = source.containerd().map(|parts| parts.records.as_slice());
-    let record = records
-        .into_iter()
-        .flatten()
+    let Some(parts) = source.containerd() else {
+        return Ok(BTreeMap::new());
+    };
+    let record = parts
+        .records
+        .iter()
         .find(|d| d.media_type == media::CONTAINERD_CONFIG && d.size <= MAX_JSON_BYTES);
     let Some(descriptor) = record else {
         return Ok(BTreeMap::new());
@@ -206,7 +208,8 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
         .read_to_end(&mut record)
         .with_context(|| source.path().display().to_string())?;
     let name = descriptor.digest.to_string();
-    engine::files_of_containerd(&name, &record).with_context(|| source.path().display().to_string())
+    engine::files_of_containerd(&name, &record, &parts.index.annotations)
+        .with_context(|| source.path().display().to_string())
 }
 
 /// Runs the subcommand.

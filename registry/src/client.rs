@@ -133,7 +133,15 @@ impl Registry {
                 reason: causes(&e),
                 tls: false,
             },
-            E::RequestError(e) => self.failed(step, causes(&e)),
+            E::RequestError(e) => match e.status().map(|s| s.as_u16()) {
+                Some(401 | 403) => Error::Access {
+                    image,
+                    reason: "not authorised".into(),
+                },
+                Some(404) => Error::NotFound { image },
+                Some(status) => self.failed(step, format!("the registry says {status}")),
+                None => self.failed(step, causes(&e)),
+            },
             E::ServerError { code, message, .. } => self.failed(
                 step,
                 format!("the registry says {code}: {}", shortened(&message)),

@@ -163,6 +163,7 @@ impl Source {
     pub fn blob(&self, descriptor: &Descriptor) -> Result<impl Read + Send + use<>, Error> {
         match &self.inner {
             Inner::Image(image) => image.blobs.open(descriptor),
+            Inner::Containerd(source) => source.blobs.open(descriptor),
             _ => Err(self.no_image()),
         }
     }

@@ -134,7 +134,12 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
     let named = || path.display().to_string();
     let mut container = engine::read(&gathered.small).with_context(named)?;
     if let Some(record) = gathered.small.get(CONTAINERD_RECORD) {
-        container = engine::read_containerd(CONTAINERD_RECORD, record).with_context(named)?;
+        let annotations = source
+            .containerd()
+            .map(|parts| parts.index.annotations.clone());
+        container =
+            engine::read_containerd(CONTAINERD_RECORD, record, &annotations.unwrap_or_default())
+                .with_context(named)?;
     }
     let criu = criu::read(&gathered.criu, gathered.pages_bytes).with_context(named)?;
     let seal = match gathered.small.get(names::SEAL) {

@@ -1,12 +1,77 @@
-# containerd.sh: `ctr c checkpoint` of a GPU container, read, converted, restored; docker's checkpoint.
+# cri.sh: containerd's CRI: a GPU container checkpointed by it, made an image by us, restored by it from that image;
+# then `ctr` and docker on the same containerd. The stock shim, with cryopod-runtime as its binary.
 simulate runc
-mkimage
-podman save -q --format oci-archive -o /tmp/busybox.tar localhost/busybox
-printf 'version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n' > /etc/containerd/config.toml
+registry
+# The CRI runs an image's own command, and pulls the image again at a restore.
+podman import -q --change 'CMD ["/bin/sleep", "100000"]' /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null
+podman push -q --tls-verify=false localhost/busybox docker://localhost:5000/busybox:1
+cat > /etc/containerd/config.toml <<'T'
+version = 3
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = 'overlayfs'
+  [plugins.'io.containerd.cri.v1.images'.pinned_images]
+    sandbox = 'localhost:5000/busybox:1'
+[plugins.'io.containerd.cri.v1.runtime']
+  enable_selinux = false
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  [plugins.'io.containerd.cri.v1.runtime'.containerd]
+    default_runtime_name = 'runc'
+    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+      runtime_type = 'io.containerd.runc.v2'
+      [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+        BinaryName = '/usr/local/bin/cryopod-runtime'
+T
 containerd > /tmp/containerd.log 2>&1 &
-wait_for 30 ctr version > /dev/null
-ctr images import --all-platforms /tmp/busybox.tar > /dev/null
-image=$(ctr images ls -q | grep busybox)
+cri() {
+    python3 /src/tests/tests/scripts/archive/cri.py /run/containerd/containerd.sock "$@" ||
+        { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
+}
+cri_quiet() { cri "$@" > /dev/null 2>&1; }
+wait_for 30 ctr version > /dev/null 2>&1
+wait_for 20 cri_quiet Version '[[1,"v1"]]'
+sandbox='[[1,[[1,"pod"],[2,"uid1"],[3,"ns"]]],[3,"/tmp/logs"],[8,[[2,[[1,[[1,2],[2,1],[3,1]]]]]]]]'
+cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
+pod=$(cri RunPodSandbox "[[1,$sandbox]]")
+container() { # IMAGE: in the pod
+    jq -nc --arg pod "$pod" --arg image "$1" --argjson sandbox "$sandbox" '[[1, $pod], [2, [
+        [1, [[1, "job"]]], [2, [[1, $image]]], [3, "/cusim/cusim-client"], [4, "--mib"], [4, "40"],
+        [6, [[1, "LD_LIBRARY_PATH"], [2, "/cusim"]]], [11, "job.log"]] + [$ARGS.positional[]
+        | if contains(":") then split(":") | [7, [[1, .[1]], [2, .[0]]]] else [8, [[1, .], [2, .], [3, "rwm"]]] end]],
+        [3, $sandbox]]' --args "${binds[@]}" "${nodes[@]}"
+}
+mkdir -p /tmp/logs
+logs() { sed 's/^[^ ]* stdout F //' /tmp/logs/job.log; }
+id=$(cri CreateContainer "$(container localhost:5000/busybox:1)")
+cri StartContainer "[[1,\"$id\"]]"
+wait_for 20 ticked job 3
+before=$(sum job)
+cri CheckpointContainer "[[1,\"$id\"],[2,\"/tmp/cri.tar\"],[3,60]]"
+check 'CRI checkpoint: the sum goes on' goes_on job
+check 'CRI checkpoint: whole' cryopod verify -q /tmp/cri.tar
+cryopod inspect --json /tmp/cri.tar > /tmp/facts
+check 'CRI checkpoint: inspect' jq -e '.container.engine == "containerd" and .container.pod == "ns/pod"
+    and .gpu.vram_bytes > 40000000 and .container.image == "localhost:5000/busybox:1"' /tmp/facts
+checkpointctl show /tmp/cri.tar > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
+check 'CRI checkpoint: checkpointctl' says /tmp/said 'busybox'
+cri StopContainer "[[1,\"$id\"],[2,0]]"
+cri RemoveContainer "[[1,\"$id\"]]"
+rm /tmp/logs/job.log
+check 'CRI checkpoint -> our image' cryopod convert -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1
+check 'our image: several layers' jq -e '.image.layers > 1' <(cryopod inspect --json oci-archive:/tmp/image.tar)
+cryopod import oci-archive:/tmp/image.tar -e containerd --namespace k8s.io -q
+id=$(cri CreateContainer "$(container localhost:5000/checkpoint:1)")
+cri StartContainer "[[1,\"$id\"]]"
+wait_for 20 ticked job 3
+check 'our image, restored by the CRI: the sum goes on' goes_on job
+check 'our image, restored by the CRI: the same sum' test "$(sum job)" = "$before"
+cri StopContainer "[[1,\"$id\"],[2,0]]"
+cri RemoveContainer "[[1,\"$id\"]]"
+cri StopPodSandbox "[[1,\"$pod\"]]"
+
+# `ctr c checkpoint`
+ctr images pull --plain-http localhost:5000/busybox:1 > /dev/null
+image=localhost:5000/busybox:1
 ctr_job() { # OUTPUT
     local mounts=() node
     for pair in "${binds[@]}"; do
@@ -23,7 +88,7 @@ check 'export: containerd' cryopod export job -e containerd --leave-running -o o
 check 'export: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/layout
 if cryopod export job -e containerd -o oci:/tmp/never -q > /tmp/said 2>&1; then exit 1; fi
-check 'export: what would not stop the container says so' says /tmp/said '--leave-running'
+check 'export: what would not stop the container says so' says /tmp/said 'say --leave-running'
 
 ctr containers checkpoint --rw --task job localhost/checkpoint:1
 ctr images export --skip-manifest-json /tmp/ctr.tar localhost/checkpoint:1

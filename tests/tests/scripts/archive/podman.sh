@@ -1,7 +1,7 @@
 # podman.sh: archives of a GPU container under podman: every kind of them, restored by podman, read by others.
 mkimage
 simulate crun
-run_job --mib 16 --procs 2 --gpus 0,1
+run_job --mib 40 --procs 2 --gpus 0,1
 before=$(sum job)
 
 # podman's own export, as an image
@@ -51,8 +51,8 @@ pod rm -f -t 0 job > /dev/null
 # others read it
 for source in /tmp/job.tar.zst oci:/tmp/layout oci-archive:/tmp/job.oci.tar /tmp/back.tar.zst; do
     cryopod inspect --json "$source" > /tmp/facts
-    check "inspect $source" jq -e '.container.engine == "podman" and .container.name == "job" and .gpu.vram_bytes > 30000000
-        and (.gpu.processes | length == 2 and all(.vram_bytes > 15000000)) and (.criu.processes | length >= 3)
+    check "inspect $source" jq -e '.container.engine == "podman" and .container.name == "job" and .gpu.vram_bytes > 80000000
+        and (.gpu.processes | length == 2 and all(.vram_bytes > 40000000)) and (.criu.processes | length >= 3)
         and .criu.dump.frozen_us > 0 and .criu.plugins == ["cryopod_nvidia"] and .seal.low_level == "crun"' /tmp/facts
 done
 cryopod inspect oci:/tmp/layout

@@ -2,7 +2,7 @@
 # ours: an image that is not compressed, so that there is something to send
 mkimage
 simulate crun
-run_job --mib 32 --procs 2 --gpus 0,1
+run_job --mib 16
 cryopod export job -e podman -o oci:/tmp/image --compression none -q
 pod rm -f -t 0 job > /dev/null
 digest=$(jq -r '.manifests[0].digest' /tmp/image/index.json)
@@ -29,9 +29,11 @@ for i in $(seq 20); do
         skopeo inspect --tls-verify=false --format '{{.Digest}}' "docker://127.0.0.1:5000/kill/$i:1" | grep -qxF "$digest" || { echo "killed push $i: a name without an image" && exit 1; }
     fi
     push "127.0.0.1:5000/kill/$i:1" || { echo "killed push $i: the second run failed" && exit 1; }
-    rm -rf "/tmp/pulled"
-    cryopod pull "127.0.0.1:5000/kill/$i:1" -o oci:/tmp/pulled --tls-verify=false -q
-    cryopod verify -q oci:/tmp/pulled || { echo "killed push $i: not whole" && exit 1; }
+    if [ $((i % 5)) = 0 ]; then
+        rm -rf /tmp/pulled
+        cryopod pull "127.0.0.1:5000/kill/$i:1" -o oci:/tmp/pulled --tls-verify=false -q
+        cryopod verify -q oci:/tmp/pulled || { echo "killed push $i: not whole" && exit 1; }
+    fi
 done
 echo "killed $((20 - finished)) of 20 pushes"
 check 'push killed at random points: some were' test "$finished" -lt 15
@@ -52,7 +54,7 @@ for i in $(seq 20); do
     if [ -e /tmp/pulled ]; then cryopod verify -q oci:/tmp/pulled || exit 1; fi
     rm -rf /tmp/pulled
     cryopod pull "$to@$digest" -o oci:/tmp/pulled --tls-verify=false -q || { echo "killed pull $i: the second run failed" && exit 1; }
-    cryopod verify -q oci:/tmp/pulled || { echo "killed pull $i: not whole" && exit 1; }
+    if [ $((i % 5)) = 0 ]; then cryopod verify -q oci:/tmp/pulled || { echo "killed pull $i: not whole" && exit 1; }; fi
 done
 check 'pull killed at random points: nothing is left' test -z "$(find /tmp -maxdepth 1 -name '.pulled*')"
 if cryopod pull "$to:1" -o oci:/tmp/pulled --tls-verify=false > /tmp/said 2>&1; then echo 'pulled over a folder' && exit 1; fi

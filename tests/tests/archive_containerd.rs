@@ -1,0 +1,27 @@
+//! Archives of GPU containers under containerd and docker, on the simulated driver: containerd's CRI restores from
+//! our image. `tests/run` runs it with `SUITE=forky`: containerd 1.7 has no CRI checkpoints, and it pauses a container
+//! ahead of its checkpoint, which CRIU 4.1 answers with a driver that hangs.
+
+use std::time::Duration;
+
+use cryopod_tests::bed::{Bed, Cgroup};
+
+#[test]
+fn containerd() {
+    if std::env::var("SUITE").as_deref() != Ok("forky") {
+        println!("only with SUITE=forky");
+        return;
+    }
+    // On v2 containerd's shim starts no container in the bed (docs/testbed.md).
+    let Some(bed) = Bed::new(Cgroup::V1) else {
+        return;
+    };
+    let script = concat!(
+        include_str!("scripts/archive/lib.sh"),
+        "\n",
+        include_str!("scripts/archive/containerd.sh")
+    );
+    let out = bed.limit(Duration::from_secs(400)).sh(script).ok();
+    let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
+    assert_eq!(passed, 25, "{out}");
+}
