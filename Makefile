@@ -32,7 +32,7 @@ demo: build testbed ## a container is checkpointed, removed and restored, with c
 bench: testbed ## what cryopod costs; docs/benchmarks.md
 	$(MAKE) --no-print-directory build BUILD=--workspace
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- \
-		bash -euc '. /src/tests/testbed/lib.sh; bundle /tmp/b sleep 1000; /opt/build/bench-runtime /tmp/b 200 crun runc'
+		bash -euc '. /src/tests/testbed/lib.sh; bundle /tmp/b sleep 1000; /opt/build/bench-runtime /tmp/b 200 crun runc; /src/tests/bench-plan.sh'
 
 gpu-test: build ## the tests that need an NVIDIA GPU
 	tests/gpu/run.sh

@@ -64,7 +64,7 @@ const UNDUMPABLE: [(&str, &str, &str); 14] = [
     (
         "anon_inode:[io_uring]",
         "has an io_uring",
-        "start the container with UV_USE_IO_URING=0 (libuv, uvloop, Node.js), or with the annotation dev.cryopod.env.avoid=io_uring",
+        "start the container with the annotation dev.cryopod.env.avoid=io_uring, or with a seccomp profile that forbids io_uring, as the engines' own do (UV_USE_IO_URING=0 alone is enough for libuv before 1.49 only)",
     ),
     (
         "/dev/gdrdrv",
@@ -201,6 +201,42 @@ impl Scan {
                 .iter()
                 .any(|p| p.mapped.iter().any(below) || p.fds.iter().any(|f| below(&f.target)));
         }
+    }
+
+    /// A process with an IPv4 or IPv6 socket, in the network namespace of `init`: CRIU before 4.2 cannot dump any on Linux 6.16
+    /// and newer, which answers its question for `SO_PASSCRED` with an error (seen with 4.1.1 on 6.18).
+    pub fn undumpable_sockets(
+        &self,
+        host: &Host,
+        init: i32,
+        criu: &[u32],
+        kernel: &[u32],
+    ) -> Option<Refusal> {
+        if criu.is_empty() || criu >= [4, 2].as_slice() || kernel < [6, 16].as_slice() {
+            return None;
+        }
+        let mut inodes = HashSet::new();
+        for table in ["tcp", "tcp6", "udp", "udp6", "udplite", "udplite6"] {
+            let text = host.text(format!("/proc/{init}/net/{table}"));
+            for line in text.unwrap_or_default().lines().skip(1) {
+                inodes.extend(line.split_whitespace().nth(9).map(str::to_owned));
+            }
+        }
+        let inside = |f: &Fd| {
+            let inode = f.target.strip_prefix("socket:[");
+            inode.is_some_and(|i| inodes.contains(i.trim_end_matches(']')))
+        };
+        let process = self.processes.iter().find(|p| p.fds.iter().any(inside))?;
+        let dotted = |n: &[u32]| n.iter().map(u32::to_string).collect::<Vec<_>>().join(".");
+        Some(Refusal {
+            process: Some((process.pid, process.comm.clone())),
+            what: format!(
+                "has a TCP or UDP socket, and CRIU {} cannot dump one on Linux {}",
+                dotted(criu),
+                dotted(kernel)
+            ),
+            remedy: "install CRIU 4.2 or newer".into(),
+        })
     }
 
     /// The container's established TCP connections, as the network namespace of `init` shows them.

@@ -59,7 +59,7 @@ fn ordinary_processes_pass() {
 #[test]
 fn each_hazard_names_process_cause_and_remedy() {
     for (target, cause, remedy) in [
-        ("anon_inode:[io_uring]", "io_uring", "UV_USE_IO_URING=0"),
+        ("anon_inode:[io_uring]", "io_uring", "env.avoid=io_uring"),
         ("/dev/gdrdrv", "GDRCopy", "env.avoid=gdrcopy"),
         ("/dev/infiniband/uverbs0", "RDMA verbs", "NCCL_IB_DISABLE=1"),
         ("/dev/nvidia-fs0", "GPUDirect Storage", "/dev/nvidia-fs"),
@@ -175,7 +175,21 @@ fn connections_of_the_container_only() {
     );
     fs::write(net.join("tcp6"), six).unwrap();
     let host = Host::at(dir.path());
-    let found = Scan::of(&host, &[7]).connections(&host, 7);
+    let scan = Scan::of(&host, &[7]);
+    let sockets = |criu: &[u32], kernel: &[u32]| scan.undumpable_sockets(&host, 7, criu, kernel);
+    let told = sockets(&[4, 1, 1], &[6, 18]).unwrap().to_string();
+    assert!(
+        told.contains("process 7 (python3): has a TCP or UDP socket, and CRIU 4.1.1"),
+        "{told}"
+    );
+    for (criu, kernel) in [
+        (&[4, 2][..], &[6, 18][..]),
+        (&[4, 1, 1], &[6, 12, 9]),
+        (&[], &[6, 18]),
+    ] {
+        assert_eq!(sockets(criu, kernel), None);
+    }
+    let found = scan.connections(&host, 7);
     let short: Vec<_> = found
         .iter()
         .map(|c| (c.ends.as_str(), c.loopback))

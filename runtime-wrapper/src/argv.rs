@@ -17,6 +17,8 @@ pub enum Verb {
     Checkpoint,
     /// `restore`.
     Restore,
+    /// `create` or `run`.
+    Create,
     /// Any other.
     Other,
 }
@@ -193,6 +195,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     let verb = match args.get(verb_at)?.to_str() {
         Some("checkpoint") => Verb::Checkpoint,
         Some("restore") => Verb::Restore,
+        Some("create" | "run") => Verb::Create,
         _ => Verb::Other,
     };
     let globals = Globals {
@@ -209,7 +212,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
         debug: flags.has("debug"),
     };
     let set = match (verb, kind) {
-        (Verb::Other, _) => {
+        (Verb::Create | Verb::Other, _) => {
             return Some(Invocation {
                 globals,
                 verb,

@@ -25,8 +25,9 @@ use crate::argv::Invocation;
 use crate::choose::Chosen;
 use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
+use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
-use crate::{Context, Error};
+use crate::{Context, Error, lsm};
 
 /// What a checkpoint records and tells CRIU.
 #[derive(Debug, Clone, Default)]
@@ -61,11 +62,22 @@ pub fn checkpoint(
     host: &Host,
     spec: &Spec,
     init: i32,
+    criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
     let scan = Scan::of(host, &live::tree(host, init));
     let mut refusals = scan.refusals(host, spec);
-    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init)));
+    // runc carries no network namespace; one with a path is the engine's, and there again at the restore.
+    let lost = ctx.low.kind == Kind::Runc && own_network(spec);
+    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init), lost));
+    let criu = criu.version.as_deref().and_then(facts::numbers);
+    let kernel = facts::numbers(&facts::host(host, None).kernel);
+    refusals.extend(scan.undumpable_sockets(
+        host,
+        init,
+        &criu.unwrap_or_default(),
+        &kernel.unwrap_or_default(),
+    ));
     let (mut found, unfit) = match spec.json().is_object() {
         true => mounts::unnamed(host, spec, init),
         // Without a spec every mount would be unnamed.
@@ -95,6 +107,16 @@ pub fn checkpoint(
     Ok((around, refusals))
 }
 
+/// Has the runtime made the container's network namespace?
+fn own_network(spec: &Spec) -> bool {
+    let namespaces = spec.json().pointer("/linux/namespaces");
+    let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
+    namespaces.any(|n| {
+        let path = n.get("path").and_then(|p| p.as_str()).unwrap_or_default();
+        n.get("type").is_some_and(|t| t == "network") && path.is_empty()
+    })
+}
+
 /// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.
 fn external(path: &str, key: &str) -> String {
     format!("external mnt[{path}]:{key}")
@@ -118,6 +140,8 @@ pub fn labels(spec: &Spec) -> LsmFacts {
 pub struct Provision {
     /// For CRIU's configuration.
     pub extra: Extra,
+    /// Flags for labels that are others now.
+    labels: Vec<String>,
     provided: Vec<Provided>,
     own: Vec<String>,
 }
@@ -169,6 +193,7 @@ pub fn restore(
         .collect();
     Ok(Provision {
         extra: Extra { options, lines },
+        labels: lsm::flags(&seal.lsm, &labels(spec), &inv.flags),
         provided,
         own: seal.mounts.own.clone(),
     })
@@ -181,6 +206,8 @@ impl Provision {
             .extra
             .options
             .flags(ctx.low.kind, false, false, &inv.flags);
+        let labels = self.labels.iter().map(String::as_str);
+        let flags: Vec<&str> = flags.into_iter().chain(labels).collect();
         crate::setup::with_flags(&args, inv.verb_at, &flags)
     }
 

@@ -25,7 +25,7 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
-use crate::{Context, Error, facts, lane, log, passthrough, plugins};
+use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins};
 
 /// What the low-level runtime says of a container.
 struct State {
@@ -56,7 +56,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init)?;
+    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &criu)?;
     let plan = plan::checkpoint(&host, nodes, state.init, &plugins);
     let plan = with_hazards(plan, hazards)?;
     let job = Job {
@@ -229,11 +229,10 @@ impl Job<'_> {
             // No seal under a checkpoint that failed.
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
-        let reasons = sealing
-            .into_iter()
-            .chain(finished.reasons())
-            .chain(full)
-            .collect();
+        let log = work_path(self.inv).join(names::DUMP_LOG);
+        let denied = lsm::denial(self.host, &log, &self.around.lsm);
+        let reasons = sealing.into_iter().chain(finished.reasons());
+        let reasons = reasons.chain(full).chain(denied).collect();
         log::error(&self.explain(&ended, reasons));
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }

@@ -14,6 +14,7 @@
 pub mod agent;
 pub mod argv;
 pub mod around;
+pub mod avoid;
 pub mod bundle;
 pub mod cgroup;
 pub mod checkpoint;
@@ -26,8 +27,10 @@ pub mod facts;
 pub mod gate;
 pub mod images;
 pub mod lane;
-mod log;
+pub mod leftover;
+pub mod log;
 pub mod lowlevel;
+pub mod lsm;
 pub mod op;
 pub mod passthrough;
 pub mod plugins;
@@ -130,6 +133,13 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
         Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
         other => {
+            // Before the container exists, where it asks for it.
+            if let Some(inv) = other.as_ref().filter(|i| i.verb == Verb::Create)
+                && let Err(e) = avoid::create(&ctx, inv.verb_at)
+            {
+                log::init(Some(&inv.globals));
+                return fail(&e);
+            }
             let e = passthrough::exec(&ctx.low, &ctx.args);
             log::init(other.map(|i| i.globals).as_ref());
             fail(&e)

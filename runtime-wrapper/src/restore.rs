@@ -26,10 +26,11 @@ use crate::bundle::{self, Edit};
 use crate::checkpoint::{exit_code, image_path, work_path};
 use crate::child::{self, Ended, Watch};
 use crate::choose::{self, Chosen};
+use crate::leftover::Cgroups;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::setup::{self, Setup};
-use crate::{Context, Error, around, cgroup, facts, images, lane, log, passthrough, plugins};
+use crate::{Context, Error, around, cgroup, facts, images, lane, log, lsm, passthrough, plugins};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -87,6 +88,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let args = provision.line(ctx, inv, args);
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(ctx, &chosen))?;
+    let cgroups = Cgroups::missing(&host, &spec, &inv.id);
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
         kind: child::Kind::Restore {
@@ -100,11 +102,14 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
     };
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
-    let reasons = ready.finish(&op).reasons().collect();
+    let log = work_path(inv).join(names::RESTORE_LOG);
+    let denied = lsm::denial(&host, &log, &around::labels(&spec));
+    let reasons = ready.finish(&op).reasons().chain(denied).collect();
     if ended.code == 0 || ended.passed {
         edited.keep();
         mount_points.keep();
     } else {
+        cgroups.remove();
         // A container in the foreground ends with its own exit code, which is no failed restore.
         log::error(&explain(ctx, inv, &ended, reasons));
     }

@@ -4,15 +4,19 @@ use std::time::Duration;
 
 use cryopod_tests::bed::{Bed, Cgroup};
 
-fn run(low: &str, cgroup: Cgroup, script: &str, oks: usize) {
-    let Some(bed) = Bed::new(cgroup) else { return };
-    let script = format!("set -- {low}\n{script}");
-    let out = bed.limit(Duration::from_secs(300)).sh(&script).ok();
-    assert_eq!(
-        out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        oks,
-        "{out}"
-    );
+fn out(low: &str, cgroup: Cgroup, script: &str) -> Option<String> {
+    let bed = Bed::new(cgroup)?.limit(Duration::from_secs(400));
+    Some(bed.sh(&format!("set -- {low}\n{script}")).ok())
+}
+
+fn oks(out: &str) -> usize {
+    out.lines().filter(|l| l.starts_with("ok: ")).count()
+}
+
+fn run(low: &str, cgroup: Cgroup, script: &str, want: usize) {
+    if let Some(out) = out(low, cgroup, script) {
+        assert_eq!(oks(&out), want, "{out}");
+    }
 }
 
 const MOUNTS: &str = include_str!("scripts/containers/mounts.sh");
@@ -25,4 +29,48 @@ fn mounts_crun() {
 #[test]
 fn mounts_runc() {
     run("runc", Cgroup::V1, MOUNTS, 7);
+}
+
+const HAZARDS: &str = include_str!("scripts/containers/hazards.sh");
+
+#[test]
+fn hazards_crun() {
+    run("crun", Cgroup::V2, HAZARDS, 9);
+}
+
+#[test]
+fn hazards_runc() {
+    run("runc", Cgroup::V1, HAZARDS, 9);
+}
+
+const PROGRAMS: &str = include_str!("scripts/containers/programs.sh");
+
+/// Three that need no sockets; then redis and uvicorn, or where CRIU cannot dump sockets its refusal.
+fn programs(low: &str) {
+    if let Some(out) = out(low, Cgroup::V2, PROGRAMS) {
+        let refused = out.contains("ok: sockets are refused");
+        assert_eq!(oks(&out), if refused { 4 } else { 6 }, "{out}");
+    }
+}
+
+#[test]
+fn programs_crun() {
+    programs("crun");
+}
+
+#[test]
+fn programs_runc() {
+    programs("runc");
+}
+
+const FAILED: &str = include_str!("scripts/containers/failed_restore.sh");
+
+#[test]
+fn failed_restore_crun() {
+    run("crun", Cgroup::V2, FAILED, 4);
+}
+
+#[test]
+fn failed_restore_runc() {
+    run("runc", Cgroup::V2, FAILED, 4);
 }

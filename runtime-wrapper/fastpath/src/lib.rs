@@ -38,6 +38,12 @@ unsafe extern "C" {
 
 const CONFIG: &[u8] = b"/etc/cryopod/config.toml\0";
 const SELF: &[u8] = b"/proc/self/exe\0";
+/// The working folder's spec, for a `create` without `--bundle`.
+const SPEC: &[u8] = b"config.json\0";
+const SPEC_NAME: &[u8] = b"/config.json\0";
+/// Annotations that the ordinary code must see at a `create` begin like this, in JSON.
+const ANNOTATION: &[u8] = b"\"dev.cryopod.env.";
+const SPEC_BUFFER: usize = 64 << 10;
 /// A larger configuration is left to the ordinary code.
 const CONFIG_MAX: usize = 4096;
 const PATH_MAX: usize = 1024;
@@ -105,6 +111,9 @@ unsafe extern "C" fn try_pass(stack: *const usize) {
             if i == 0 && ends_in_hook(arg) || is(arg, b"checkpoint") || is(arg, b"restore") {
                 return;
             }
+            if (is(arg, b"create") || is(arg, b"run")) && annotated(argv, argc) {
+                return;
+            }
             i += 1;
         }
         let (mut search, mut named): (Text, Text) = (core::ptr::null(), core::ptr::null());
@@ -141,6 +150,96 @@ unsafe extern "C" fn try_pass(stack: *const usize) {
         } else if process.become_runtime(c"crun".as_ptr().cast(), search) {
             process.become_runtime(c"runc".as_ptr().cast(), search);
         }
+    }
+}
+
+/// Does the spec of the bundle on the command line have an annotation for the ordinary code, or might it?
+///
+/// # Safety
+/// `argv` must be the process's own, of `argc` strings.
+unsafe fn annotated(argv: *const Text, argc: usize) -> bool {
+    // SAFETY: as the caller promises; the path is written within its buffer.
+    unsafe {
+        let mut folder: Text = core::ptr::null();
+        let mut i = 1;
+        while i < argc {
+            let arg = *argv.add(i);
+            if is(arg, b"--bundle") || is(arg, b"-bundle") || is(arg, b"-b") || is(arg, b"--b") {
+                i += 1;
+                if i == argc {
+                    return true;
+                }
+                folder = *argv.add(i);
+            } else if let Some(value) = strip(arg, b"--bundle=") {
+                folder = value;
+            } else if strip(arg, b"-b").is_some() || strip(arg, b"--b").is_some() {
+                // Another spelling of it, perhaps.
+                return true;
+            }
+            i += 1;
+        }
+        if folder.is_null() {
+            return file_holds(SPEC.as_ptr());
+        }
+        let mut path: MaybeUninit<[u8; PATH_MAX]> = MaybeUninit::uninit();
+        let path = path.as_mut_ptr().cast::<u8>();
+        let mut length = 0;
+        while *folder.add(length) != 0 {
+            if length + SPEC_NAME.len() >= PATH_MAX {
+                return true;
+            }
+            *path.add(length) = *folder.add(length);
+            length += 1;
+        }
+        let mut i = 0;
+        while i < SPEC_NAME.len() {
+            *path.add(length + i) = *SPEC_NAME.as_ptr().add(i);
+            i += 1;
+        }
+        file_holds(path)
+    }
+}
+
+/// Is [`ANNOTATION`] in this file? A file that cannot be opened holds nothing; one that cannot be read might.
+///
+/// # Safety
+/// `path` must end in NUL.
+unsafe fn file_holds(path: Text) -> bool {
+    let mut buffer: MaybeUninit<[u8; SPEC_BUFFER]> = MaybeUninit::uninit();
+    let buffer = buffer.as_mut_ptr().cast::<u8>();
+    // SAFETY: only as many bytes are looked at as the kernel has written.
+    unsafe {
+        let file = syscall(SYS_OPEN, path as usize, O_CLOEXEC, 0);
+        let Ok(file) = usize::try_from(file) else {
+            return false;
+        };
+        // How much of the annotation the bytes before have matched. Its first byte comes but once in it, so after a
+        // mismatch the search begins anew at that very byte.
+        let mut matched = 0;
+        let mut found = false;
+        loop {
+            let read = syscall(SYS_READ, file, buffer as usize, SPEC_BUFFER);
+            let Ok(read) = usize::try_from(read) else {
+                found = true;
+                break;
+            };
+            if read == 0 || found {
+                break;
+            }
+            let mut i = 0;
+            while i < read && !found {
+                let byte = *buffer.add(i);
+                if byte == *ANNOTATION.as_ptr().add(matched) {
+                    matched += 1;
+                    found = matched == ANNOTATION.len();
+                } else {
+                    matched = usize::from(byte == *ANNOTATION.as_ptr());
+                }
+                i += 1;
+            }
+        }
+        syscall(SYS_CLOSE, file, 0, 0);
+        found
     }
 }
 

@@ -1,0 +1,118 @@
+//! Cgroups that a failed restore leaves behind: crun and CRIU make them before they fail, and no engine knows of them.
+
+use std::fs;
+use std::io;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::mountinfo;
+use cryopod_gpu_hooks::spec::Spec;
+
+/// Folders of cgroups below one that are removed; a container can make as many as it likes.
+const MAX_BELOW: usize = 10_000;
+/// How long the processes of a failed restore may take to be gone.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The container's cgroups that were not there before the restore.
+#[derive(Debug, Default)]
+pub struct Cgroups(Vec<PathBuf>);
+
+impl Cgroups {
+    /// To be asked before the restore.
+    pub fn missing(host: &Host, spec: &Spec, id: &str) -> Self {
+        let path = spec.json().pointer("/linux/cgroupsPath");
+        let path = path.and_then(|p| p.as_str()).filter(|p| !p.is_empty());
+        // `slice:prefix:name` is systemd's, which removes it itself.
+        let path = match path {
+            Some(p) if p.contains(':') => return Self::default(),
+            Some(p) => p.trim_start_matches('/'),
+            None => id,
+        };
+        let plain = Path::new(path)
+            .components()
+            .all(|c| matches!(c, Component::Normal(_)));
+        if !plain || path.is_empty() {
+            return Self::default();
+        }
+        let mounts = mountinfo::of(host, "self").into_iter();
+        let cgroups = mounts.filter(|m| m.fs_type == "cgroup" || m.fs_type == "cgroup2");
+        let missing = cgroups
+            .map(|m| host.path(m.point.join(path)))
+            .filter(|p| !p.exists());
+        Self(missing.collect())
+    }
+
+    /// Removes those that are there now; one with processes in it stays.
+    pub fn remove(&self) {
+        for path in self.0.iter().filter(|p| p.is_dir()) {
+            let mut folders = vec![path.clone()];
+            let mut next = 0;
+            while next < folders.len().min(MAX_BELOW) {
+                let below = fs::read_dir(&folders[next]).into_iter().flatten().flatten();
+                let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+                let below: Vec<PathBuf> = below.map(|e| e.path()).collect();
+                folders.extend(below);
+                next += 1;
+            }
+            for folder in folders.iter().rev() {
+                if let Err(e) = patiently(folder) {
+                    tracing::warn!("the cgroup {}: left behind: {e}", folder.display());
+                }
+            }
+        }
+    }
+}
+
+/// The processes in it may still be on their way out.
+fn patiently(folder: &Path) -> io::Result<()> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match fs::remove_dir(folder) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => return other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn only_what_was_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let make = |p: &str| fs::create_dir_all(dir.path().join(p)).unwrap();
+        make("proc/self");
+        make("sys/fs/cgroup/there");
+        fs::write(
+            dir.path().join("proc/self/mountinfo"),
+            "30 20 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n31 20 0:50 / /mnt rw - tmpfs tmpfs rw\n",
+        )
+        .unwrap();
+        let host = Host::at(dir.path());
+        let spec = |path: &str| Spec::from_json(json!({"linux": {"cgroupsPath": path}}));
+        let there = Cgroups::missing(&host, &spec("/there"), "c1");
+        let by_id = Cgroups::missing(&host, &Spec::from_json(json!({})), "c1");
+        let named = Cgroups::missing(&host, &spec("/a/b"), "c1");
+        make("sys/fs/cgroup/c1/sub");
+        make("sys/fs/cgroup/a/b");
+        for cgroups in [&there, &by_id, &named] {
+            cgroups.remove();
+        }
+        let is = |p: &str| dir.path().join("sys/fs/cgroup").join(p).is_dir();
+        assert_eq!(
+            ["there", "c1", "a/b", "a"].map(is),
+            [true, false, false, true]
+        );
+        for odd in ["system.slice:crun:c1", "../x", "/"] {
+            assert!(
+                Cgroups::missing(&host, &spec(odd), "").0.is_empty(),
+                "{odd}"
+            );
+        }
+    }
+}
