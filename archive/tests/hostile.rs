@@ -1,5 +1,5 @@
 //! Archives from strangers: each is refused with its own error, and nothing is written anywhere.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod common;
 
