@@ -1,9 +1,13 @@
 //! `cryopod check`: can a container be checkpointed on this host? One line a fact, with the remedy where
 //! something is missing; exit code 1 if a checkpoint could not work.
+//!
+//! `cryopod check ARCHIVE`: would this checkpoint restore here? See [`archive`].
 
+mod archive;
 mod host;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use cryopod_gpu_hooks::host::Host;
@@ -13,6 +17,18 @@ use serde::Serialize;
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
+    /// A checkpoint: an engine's export file, a folder, an OCI layout. Would it restore on this host? Exit code 0: yes,
+    /// 1: no, 2: it is no checkpoint that can be read. Without it: what this host can do.
+    path: Option<PathBuf>,
+    /// Where its GPUs go: `auto`, or OLD=NEW[,OLD=NEW...].
+    #[arg(long, requires = "path")]
+    map: Option<String>,
+    /// A check that is to be told and not to refuse; may be given several times.
+    #[arg(long, requires = "path", value_name = "CHECK")]
+    off: Vec<String>,
+    /// Which image, where an OCI layout holds several.
+    #[arg(long, requires = "path")]
+    image: Option<String>,
     /// Print JSON in place of a table.
     #[arg(long)]
     json: bool,
@@ -84,6 +100,15 @@ struct Report<'a> {
 /// # Errors
 /// If standard output cannot be written.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if let Some(path) = &args.path {
+        return archive::run(&archive::Ask {
+            path,
+            image: args.image.as_deref(),
+            map: args.map.as_deref(),
+            off: &args.off,
+            json: args.json,
+        });
+    }
     let lines = host::check(&host::Input {
         host: &Host::system(),
         tools: &SystemTools::from_env(),

@@ -28,7 +28,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Says what this host can do, and what is missing.
+    /// Says what this host can do and what is missing, or whether a checkpoint would restore here.
     Check(check::Args),
     /// Makes an archive of a checkpoint.
     Pack(pack::Args),

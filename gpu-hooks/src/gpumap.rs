@@ -6,8 +6,8 @@
 //! Where a host describes no GPUs (no driver is loaded, or a container merely carries nodes) the nodes themselves stand
 //! for GPUs: [`of_nodes`].
 //!
-//! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes; a map needs
-//! driver 580 or newer (facts of docs/compatibility.md).
+//! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes. Whether the GPUs
+//! chosen can hold the checkpoint is for [`crate::nvidia_compat`] to check.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,12 +19,11 @@ use crate::host::Host;
 use crate::nodes;
 use crate::nvidia;
 use crate::plan::Refusal;
+use crate::switches::Switches;
 use crate::{amd, spec::Spec};
 
 /// The annotation of a container that says how its GPUs are mapped.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.map";
-/// The first NVIDIA driver branch that restores on other GPUs.
-const FIRST_MAPPING_DRIVER: u32 = 580;
 
 /// What the user asks for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -35,6 +34,21 @@ pub enum Wish {
     /// These: each side a UUID (AMD: unique id), an index, a PCI address, a device node or a render minor
     /// (`renderD130`). Recorded GPUs that are not named keep their place.
     Pairs(Vec<(String, String)>),
+}
+
+impl Wish {
+    /// The same without the pairs that name one of these GPUs.
+    #[must_use]
+    pub fn without(self, gpus: &[&Gpu]) -> Self {
+        let Self::Pairs(pairs) = self else {
+            return self;
+        };
+        let gpus: Vec<Gpu> = gpus.iter().map(|g| (*g).clone()).collect();
+        let others = pairs
+            .into_iter()
+            .filter(|(old, _)| find(&gpus, old, None).is_empty());
+        Self::Pairs(others.collect())
+    }
 }
 
 impl std::str::FromStr for Wish {
@@ -70,10 +84,8 @@ pub struct Situation {
     pub free: BTreeMap<String, u64>,
     /// Memory that the checkpoint needs on each of its GPUs, in bytes, by [`Gpu::id`], where it is known.
     pub need: BTreeMap<String, u64>,
-    /// The NVIDIA driver that the checkpoint was made with.
-    pub recorded_driver: Option<String>,
-    /// This host's NVIDIA driver.
-    pub driver: Option<String>,
+    /// GPUs of another model may take the place of one.
+    pub any_model: bool,
 }
 
 /// A recorded GPU and the one that takes its place.
@@ -189,15 +201,10 @@ pub fn offered(host: &Host, spec: &Spec, gpu: &GpuFacts, here: &[Gpu]) -> Option
 /// Every reason why the checkpoint cannot be restored here.
 pub fn decide(situation: &Situation, wish: &Wish) -> Result<Vec<Choice>, Vec<Refusal>> {
     let mut refusals = Vec::new();
-    driver(situation, &mut refusals);
     let chosen = match wish {
         Wish::Auto => auto(situation, &mut refusals),
         Wish::Pairs(pairs) => explicit(situation, pairs, &mut refusals),
     };
-    let moved = |c: &Choice| c.moved() && c.old.vendor == Vendor::Nvidia;
-    if chosen.iter().any(moved) {
-        mapping_driver(situation, &mut refusals);
-    }
     if refusals.is_empty() {
         Ok(chosen)
     } else {
@@ -255,36 +262,6 @@ fn same_place(a: &Gpu, b: &Gpu) -> bool {
         }
 }
 
-/// The driver must not be older than the one that made the checkpoint. That there is one at all is the driver agent's to
-/// find out.
-fn driver(situation: &Situation, refusals: &mut Vec<Refusal>) {
-    if let (Some(recorded), Some(here)) = (&situation.recorded_driver, &situation.driver)
-        && numbers(here) < numbers(recorded)
-    {
-        refusals.push(refusal(
-            format!(
-                "the checkpoint was made with NVIDIA driver {recorded} and this host has {here}"
-            ),
-            format!("update this host's driver to {recorded} or newer"),
-        ));
-    }
-}
-
-fn numbers(version: &str) -> Vec<u32> {
-    version.split('.').map_while(|n| n.parse().ok()).collect()
-}
-
-fn mapping_driver(situation: &Situation, refusals: &mut Vec<Refusal>) {
-    if let Some(driver) = &situation.driver
-        && nvidia::branch(driver).is_some_and(|b| b < FIRST_MAPPING_DRIVER)
-    {
-        refusals.push(refusal(
-            format!("a restore on other GPUs needs NVIDIA driver {FIRST_MAPPING_DRIVER} or newer and this host has {driver}"),
-            "update the driver, or restore where the checkpoint's own GPUs are",
-        ));
-    }
-}
-
 impl Situation {
     /// `false` if it is known that what was on `old` does not fit on `new`.
     fn room(&self, old: &Gpu, new: &Gpu) -> bool {
@@ -297,11 +274,11 @@ impl Situation {
     fn engine_allows(&self, gpu: &Gpu) -> bool {
         self.offered.as_ref().is_none_or(|o| o.contains(&gpu.id))
     }
-}
 
-fn model_fits(old: &Gpu, new: &Gpu) -> bool {
-    old.vendor == new.vendor
-        && (old.model.is_empty() || new.model.is_empty() || old.model == new.model)
+    fn model_fits(&self, old: &Gpu, new: &Gpu) -> bool {
+        let known = !old.model.is_empty() && !new.model.is_empty() && !self.any_model;
+        old.vendor == new.vendor && (!known || old.model == new.model)
+    }
 }
 
 fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
@@ -329,12 +306,17 @@ fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
         let mut matching: Vec<&Gpu> = situation
             .here
             .iter()
-            .filter(|g| model_fits(old, g) && !taken.contains(g.id.as_str()))
-            .filter(|g| situation.engine_allows(g) && situation.room(old, g))
+            .filter(|g| situation.model_fits(old, g) && !taken.contains(g.id.as_str()))
+            .filter(|g| situation.engine_allows(g))
             .collect();
-        // Closest first: the same node, the same slot, then in order.
-        matching.sort_by_key(|g| (!same_place(g, old), g.pci != old.pci, g.index));
+        // Those with room before those without (which the checks then tell); closest first: the same node, the same
+        // slot, then in order.
+        matching.sort_by_key(|g| {
+            let far = (!same_place(g, old), g.pci != old.pci, g.index);
+            (!situation.room(old, g), !same(g, old), far)
+        });
         let why = match (&situation.offered, crowded.contains(old.id.as_str())) {
+            (_, true) if matching.first().is_some_and(|g| same(g, old)) => "",
             (_, true) => "it has not enough free memory",
             (Some(_), _) => "the engine gave others",
             _ => "it is not on this host",
@@ -344,7 +326,7 @@ fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
                 taken.insert(&new.id);
                 *slot = Some(choice(old, new, why));
             }
-            None => refusals.push(homeless(situation, old, &taken, why)),
+            None => refusals.push(homeless(situation, old, &taken)),
         }
     }
     chosen.into_iter().flatten().collect()
@@ -358,42 +340,32 @@ fn choice(old: &Gpu, new: &Gpu, why: &str) -> Choice {
     }
 }
 
-fn homeless(situation: &Situation, old: &Gpu, taken: &BTreeSet<&str>, why: &str) -> Refusal {
+fn homeless(situation: &Situation, old: &Gpu, taken: &BTreeSet<&str>) -> Refusal {
     let free: Vec<String> = situation
         .here
         .iter()
         .filter(|g| g.vendor == old.vendor && !taken.contains(g.id.as_str()))
         .filter(|g| situation.engine_allows(g))
-        .map(
-            |g| match (situation.need.get(&old.id), situation.free.get(&g.id)) {
-                (Some(need), Some(free)) if need > free => format!(
-                    "{} with {} MiB free of the {} MiB that are needed",
-                    describe(g),
-                    free >> 20,
-                    need >> 20
-                ),
-                _ => describe(g),
-            },
-        )
+        .map(describe)
         .collect();
-    let offer = if free.is_empty() {
-        "none is left".into()
-    } else {
-        format!("there is {}", free.join(", "))
+    let offer = match free.is_empty() {
+        true => "none is left".into(),
+        false => format!("there is {}", free.join(", ")),
     };
     let remedy = match &situation.offered {
         Some(_) => "give the new container as many GPUs of that model",
-        None if why.contains("memory") => {
-            "free memory of a GPU of that model, or restore on a host that has it"
-        }
         None => "restore on a host with as many GPUs of that model",
+    };
+    let switch = match (old.vendor, free.is_empty()) {
+        (Vendor::Nvidia, false) => format!(" (relaxed by {})", Switches::how("nvidia-model")),
+        _ => String::new(),
     };
     refusal(
         format!(
             "no GPU of this host can take the place of {}: {offer}",
             describe(old)
         ),
-        remedy,
+        format!("{remedy}{switch}"),
     )
 }
 
@@ -438,19 +410,6 @@ fn explicit(
             ));
         } else {
             chosen.push(choice(from, to, "the map says so"));
-        }
-        if !model_fits(from, to) {
-            refusals.push(refusal(
-                format!(
-                    "{ANNOTATION}: {} and {} do not match",
-                    describe(from),
-                    describe(to)
-                ),
-                "map onto GPUs of the same model",
-            ));
-        }
-        if !situation.room(from, to) {
-            refusals.push(homeless(situation, from, &BTreeSet::new(), "memory"));
         }
     }
     for old in &situation.recorded {

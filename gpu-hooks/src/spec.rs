@@ -116,6 +116,19 @@ impl Spec {
         self.json.get("annotations")?.get(key)?.as_str()
     }
 
+    /// The same spec without an annotation.
+    #[must_use]
+    pub fn without_annotation(mut self, key: &str) -> Self {
+        if let Some(all) = self
+            .json
+            .get_mut("annotations")
+            .and_then(Value::as_object_mut)
+        {
+            all.remove(key);
+        }
+        self
+    }
+
     /// The annotations whose keys begin with `prefix`: what follows it, and the value.
     pub fn annotations<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a str)> {
         let all = self.json.get("annotations").and_then(Value::as_object);

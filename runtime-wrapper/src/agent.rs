@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use cryopod_gpu_hooks::cuda::report::AgentReady;
 
-use crate::config::Nvidia;
+use crate::config::{Config, Nvidia};
 use crate::op::Operation;
+use crate::plugins::NVIDIA_PLUGIN;
 
 /// The agent's socket in the operation's folder.
 pub const SOCKET: &str = "driver.sock";
@@ -70,6 +71,24 @@ pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf
 }
 
 impl Agent {
+    /// Starts the agent that stands beside one of these plugins, or the configured one.
+    ///
+    /// # Errors
+    /// [`AgentError`]; nothing is left running.
+    pub fn of_operation(
+        config: &Config,
+        plugins: &[PathBuf],
+        op: &Operation,
+    ) -> Result<Self, AgentError> {
+        let beside = plugins
+            .iter()
+            .find(|p| p.ends_with(NVIDIA_PLUGIN))
+            .map(PathBuf::as_path);
+        let program = find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
+        let limit = Duration::from_secs(config.limits.agent_s);
+        Self::start(program, &config.nvidia, op, limit)
+    }
+
     /// Starts the agent and waits until it is ready.
     ///
     /// # Errors

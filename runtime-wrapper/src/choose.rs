@@ -1,19 +1,17 @@
 //! Which GPUs a restore uses: everything that is known, put together for [`gpumap::decide`], and where every device node
 //! then leads.
 
-use std::collections::BTreeMap;
-
-use cryopod_archive::seal::{Gpu, Seal, Vendor};
+use cryopod_archive::seal::{Gpu, GpuFacts, Seal, Vendor};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
 use cryopod_gpu_hooks::cuda::protocol::AgentGpu;
 use cryopod_gpu_hooks::cuda::report::AgentReady;
 use cryopod_gpu_hooks::gpumap::{self, Choice, Situation, Wish};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::nvidia;
+use cryopod_gpu_hooks::nvidia_compat::{self, Found};
 use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::remap::{self, Remap};
 use cryopod_gpu_hooks::spec::Spec;
-use serde_json::Value;
 
 use crate::Error;
 use crate::config::Config;
@@ -37,6 +35,17 @@ impl Chosen {
     }
 }
 
+/// What is laid down for the choice.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Whether GPUs without enough free memory are passed over.
+    pub by_memory: bool,
+    /// Whether GPUs of another model may be taken.
+    pub any_model: bool,
+    /// The AMD GPUs, if CRIU's plugin has to restore on these.
+    pub amd: Option<Vec<Choice>>,
+}
+
 /// Chooses. `agent` is the driver agent's answer, if the images hold the state of NVIDIA GPUs.
 ///
 /// # Errors
@@ -47,20 +56,64 @@ pub fn choose(
     seal: &Seal,
     spec: &Spec,
     agent: Option<&AgentReady>,
+    given: Given,
 ) -> Result<Chosen, Error> {
     let wish = wish(config, spec)?;
-    let situation = situation(host, seal, spec, agent);
-    let gpus = gpumap::decide(&situation, &wish).map_err(PlanError::RestoreRefused)?;
+    let mut situation = situation(host, seal, spec, agent);
+    situation.any_model = given.any_model;
+    if !given.by_memory {
+        situation.free.clear();
+    }
+    if given.amd.is_some() {
+        situation.recorded.retain(|g| g.vendor != Vendor::Amd);
+        situation.here.retain(|g| g.vendor != Vendor::Amd);
+    }
+    let wish = match &given.amd {
+        // What the map says of AMD's GPUs has been heeded already.
+        Some(amd) => wish.without(&amd.iter().map(|c| &c.old).collect::<Vec<_>>()),
+        None => wish,
+    };
+    let mut gpus = gpumap::decide(&situation, &wish).map_err(PlanError::RestoreRefused)?;
     for choice in gpus.iter().filter(|c| c.moved()) {
         let (old, new, why) = (&choice.old.id, &choice.new.id, &choice.why);
         tracing::info!("GPU {old} is restored on {new}: {why}");
     }
+    gpus.extend(given.amd.unwrap_or_default());
     let remap = remap::remap(host, &seal.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
     Ok(Chosen { gpus, remap })
 }
 
+/// This host's NVIDIA GPUs: as `/proc` describes them, else as the driver's library does, else their nodes.
+pub fn nvidia_here(host: &Host, agent: Option<&AgentReady>) -> Vec<Gpu> {
+    let found = nvidia::gpus(host);
+    match agent {
+        _ if !found.is_empty() => found,
+        Some(agent) if !agent.gpus.is_empty() => (0..).zip(&agent.gpus).map(from_agent).collect(),
+        _ => gpumap::here(host, Vendor::Nvidia),
+    }
+}
+
+/// This host's NVIDIA driver.
+pub fn nvidia_driver(host: &Host, agent: Option<&AgentReady>) -> Option<String> {
+    nvidia::driver_version(host).or_else(|| agent.and_then(|a| a.driver_version.clone()))
+}
+
+/// The render minors that the engine gave the new container, where it gave others than the checkpoint has.
+pub fn amd_offered(host: &Host, spec: &Spec, gpu: &GpuFacts) -> Option<Vec<u32>> {
+    let here = gpumap::here(host, Vendor::Amd);
+    let ids = gpumap::offered(host, spec, gpu, &here)?;
+    let minors = here.iter().filter(|g| ids.contains(&g.id));
+    let minors: Vec<u32> = minors
+        .filter_map(|g| u32::try_from(g.render_minor?).ok())
+        .collect();
+    (!minors.is_empty()).then_some(minors)
+}
+
 /// What the annotation says, else the configuration, else `auto`.
-fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
+///
+/// # Errors
+/// It is no map.
+pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
     let said = spec.annotation(gpumap::ANNOTATION);
     said.or(config.gpu.map.as_deref())
         .unwrap_or_default()
@@ -71,51 +124,20 @@ fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
 fn situation(host: &Host, seal: &Seal, spec: &Spec, agent: Option<&AgentReady>) -> Situation {
     let mut here: Vec<Gpu> = Vec::new();
     for vendor in &seal.gpu.vendors {
-        let mut found = match vendor {
-            Vendor::Nvidia => nvidia::gpus(host),
-            Vendor::Amd => Vec::new(),
-        };
-        if found.is_empty()
-            && *vendor == Vendor::Nvidia
-            && let Some(agent) = agent
-        {
-            found = (0..).zip(&agent.gpus).map(from_agent).collect();
-        }
-        if found.is_empty() {
-            found = gpumap::here(host, *vendor);
-        }
-        here.extend(found);
+        here.extend(match vendor {
+            Vendor::Nvidia => nvidia_here(host, agent),
+            Vendor::Amd => gpumap::here(host, Vendor::Amd),
+        });
     }
-    let free = agent.map(|a| {
-        let known = |g: &AgentGpu| Some((g.uuid.to_string(), g.free_memory?));
-        a.gpus.iter().filter_map(known).collect()
-    });
+    let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
         recorded: gpumap::recorded(&seal.gpu),
         offered: gpumap::offered(host, spec, &seal.gpu, &here),
         here,
-        free: free.unwrap_or_default(),
-        need: need(&seal.gpu.plugin_report),
-        recorded_driver: seal.gpu.drivers.get("nvidia").cloned(),
-        driver: nvidia::driver_version(host)
-            .or_else(|| agent.and_then(|a| a.driver_version.clone())),
+        free: Found::free_of(said),
+        need: nvidia_compat::need(&seal.gpu).gpus,
+        any_model: false,
     }
-}
-
-/// Memory that the processes had on each GPU. What a process had on several GPUs cannot be told apart, and is left out.
-fn need(report: &Value) -> BTreeMap<String, u64> {
-    let mut need = BTreeMap::new();
-    let processes = report.get("processes").and_then(Value::as_array);
-    for process in processes.into_iter().flatten() {
-        let gpus = process.get("gpus").and_then(Value::as_array);
-        let [Value::String(gpu)] = gpus.map_or(&[][..], Vec::as_slice) else {
-            continue;
-        };
-        let bytes = process.get("vram_bytes").and_then(Value::as_u64);
-        let sum = need.entry(gpu.clone()).or_insert(0u64);
-        *sum = sum.saturating_add(bytes.unwrap_or(0));
-    }
-    need
 }
 
 /// A GPU as far as the driver's library describes it, where `/proc/driver/nvidia` cannot be read.
@@ -130,22 +152,5 @@ fn from_agent((index, gpu): (u32, &AgentGpu)) -> Gpu {
         render_minor: None,
         memory_bytes: Some(gpu.total_memory),
         properties: serde_json::Map::new(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn memory_by_gpu() {
-        let report = json!({"processes": [
-            {"gpus": ["GPU-a"], "vram_bytes": 10}, {"gpus": ["GPU-a"], "vram_bytes": 5}, {"gpus": ["GPU-b"]},
-            {"gpus": ["GPU-a", "GPU-b"], "vram_bytes": 100}, {"gpus": []}, 7
-        ]});
-        let want = [("GPU-a".to_owned(), 15), ("GPU-b".to_owned(), 0)];
-        assert_eq!(need(&report), BTreeMap::from(want));
-        assert!(need(&Value::Null).is_empty());
     }
 }

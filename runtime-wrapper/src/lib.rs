@@ -16,6 +16,7 @@ pub mod argv;
 pub mod around;
 pub mod avoid;
 pub mod bundle;
+mod bundle_render;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod child;
@@ -34,6 +35,7 @@ pub mod lsm;
 pub mod op;
 pub mod passthrough;
 pub mod plugins;
+pub mod preflight;
 pub mod restore;
 pub mod setup;
 

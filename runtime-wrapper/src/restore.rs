@@ -1,7 +1,7 @@
 //! `restore`: open the seal, choose GPUs, check, prepare images and bundle, restore.
 //!
 //! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed ([`Seal`]),
-//! which GPUs take which place ([`choose`]), the image folder of this operation ([`images`]), the edits of the new
+//! what this host has and which GPUs take which place ([`preflight`]), the image folder of this operation ([`images`]), the edits of the new
 //! container's spec ([`bundle`]).
 //!
 //! A folder without a seal is a checkpoint of a container without GPUs, or of another tool: the low-level
@@ -16,19 +16,22 @@ use std::time::Duration;
 
 use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
+use cryopod_gpu_hooks::amd::image::Images;
 use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::switches::Switches;
 use cryopod_gpu_hooks::tools::SystemTools;
 
 use crate::argv::{self, Invocation};
 use crate::bundle::{self, Edit};
+use crate::bundle_render::OnlyRender;
 use crate::checkpoint::{exit_code, image_path, work_path};
 use crate::child::{self, Ended, Watch};
-use crate::choose::{self, Chosen};
+use crate::choose::Chosen;
 use crate::leftover::Cgroups;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
+use crate::preflight::{self, Means, Question};
 use crate::setup::{self, Setup};
 use crate::{Context, Error, around, cgroup, facts, images, lane, log, lsm, passthrough, plugins};
 
@@ -46,35 +49,36 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let tools = SystemTools::from_env();
     let spec = Spec::of_bundle(&bundle_folder(inv))?;
-    let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(setup::no_criu)?;
-    let (amd, nvidia) = (
-        plugins::uses(&seal, Vendor::Amd),
-        plugins::uses(&seal, Vendor::Nvidia),
-    );
-    let here = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let plugins = plugins::needed(&here, &seal).map_err(PlanError::RestoreRefused)?;
+    let switches = Switches::gather(&spec, &ctx.config.checks, &|name| std::env::var(name).ok())
+        .map_err(Error::Failed)?;
+    let amd = match plugins::uses(&seal, Vendor::Amd) {
+        true => Images::collect(&folder).map_err(|e| Error::Failed(e.to_string()))?,
+        false => Images::default(),
+    };
+    let criu = facts::criu(&tools, ctx.config.limits.tool());
     let signals = child::Signals::watch()?;
     let op = Operation::new()?;
+    // 2. What this host has for it, which GPUs it gets, and whether all holds that must.
+    let means = Means::gather(&ctx.config, &host, &tools, criu.as_ref(), &seal, Some(&op));
+    let mut answer = preflight::answer(&Question {
+        host: &host,
+        config: &ctx.config,
+        seal: &seal,
+        spec: &spec,
+        switches: &switches,
+        means: &means,
+        amd: &amd,
+    })?;
+    let chosen = answer.settled()?;
+    // 3. Nothing stands in the way.
+    let Means { plugins, agent, .. } = means;
     let setup = Setup {
         ctx,
         inv,
         spec: &spec,
         tools: &tools,
-        criu: &criu,
+        criu: &criu.ok_or_else(setup::no_criu)?,
     };
-    let agent = match nvidia {
-        true => Some(setup.agent(&op, &plugins)?),
-        false => None,
-    };
-    // 2. Which GPUs, and where every device node leads.
-    let chosen = choose::choose(
-        &host,
-        &ctx.config,
-        &seal,
-        &spec,
-        agent.as_ref().map(|a| &a.ready),
-    )?;
-    // 3. Preflight: everything that must hold for a restore on those GPUs belongs here.
     let provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
     // 4. The images, with the archived /dev as it must be here.
     let overlay = images::overlay(&op, &folder, &chosen.remap)?;
@@ -84,10 +88,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         None => None,
     };
     let lane = lane::restore(&ctx.config, &seal, &folder)?;
-    let ready = setup.restore(&op, &plugins, nvidia, lane, &provision.extra)?;
+    let mut ready = setup.restore(&op, &plugins, nvidia, lane, &provision.extra)?;
+    ready.env.append(&mut answer.env);
     let args = provision.line(ctx, inv, args);
     // 5. The bundle, last of all: from here on a failure puts it back.
-    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits(ctx, &chosen))?;
+    let edits = edits(ctx, &chosen, answer.amd_visible);
+    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
     let cgroups = Cgroups::missing(&host, &spec, &inv.id);
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
@@ -111,21 +117,30 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     } else {
         cgroups.remove();
         // A container in the foreground ends with its own exit code, which is no failed restore.
-        log::error(&explain(ctx, inv, &ended, reasons));
+        let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
+        log::error(&explain(ctx, inv, &ended, reasons, stuck));
     }
     Ok(exit_code(ended.code))
 }
 
 /// The edits of the new container's spec, in order.
-fn edits<'a>(ctx: &'a Context, chosen: &'a Chosen) -> Vec<Box<dyn Edit + 'a>> {
-    vec![
+fn edits<'a>(
+    ctx: &'a Context,
+    chosen: &'a Chosen,
+    amd_visible: Option<Vec<u32>>,
+) -> Vec<Box<dyn Edit + 'a>> {
+    let mut edits: Vec<Box<dyn Edit + 'a>> = vec![
         Box::new(bundle::Devices {
             remap: &chosen.remap,
         }),
         Box::new(bundle::Hooks {
             drop: &ctx.config.hooks.drop,
         }),
-    ]
+    ];
+    if let Some(visible) = amd_visible {
+        edits.push(Box::new(OnlyRender { visible }));
+    }
+    edits
 }
 
 /// The command line: the arguments that the low-level runtime takes, and the overlay if there is one.
@@ -193,15 +208,29 @@ fn fit_crun(args: &[OsString], inv: &Invocation, ignore_cgroups: bool) -> Vec<Os
     line
 }
 
-fn explain(ctx: &Context, inv: &Invocation, ended: &Ended, reasons: Vec<String>) -> String {
+fn explain(
+    ctx: &Context,
+    inv: &Invocation,
+    ended: &Ended,
+    reasons: Vec<String>,
+    amd_stuck: bool,
+) -> String {
     let why = facts::why(
         &ctx.low,
         ended,
         reasons,
         &work_path(inv).join(names::RESTORE_LOG),
     );
+    let stuck = match amd_stuck {
+        true => format!(
+            ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",
+            plugins::AMD_PLUGIN,
+            crate::config::PATH
+        ),
+        false => String::new(),
+    };
     format!(
-        "restore of {} failed and the checkpoint is untouched: {why}",
+        "restore of {} failed and the checkpoint is untouched: {why}{stuck}",
         inv.id
     )
 }

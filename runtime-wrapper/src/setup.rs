@@ -12,7 +12,7 @@ use cryopod_gpu_hooks::plan::CheckpointPlan;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 
-use crate::agent::{self, Agent, AgentError};
+use crate::agent::{self, Agent};
 use crate::argv::{Invocation, Verb};
 use crate::criuconf::{self, Extra, Reader};
 use crate::facts::{self, Criu};
@@ -20,7 +20,6 @@ use crate::gate::Gate;
 use crate::lane;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
-use crate::plugins::NVIDIA_PLUGIN;
 use crate::{Context, Error};
 
 /// The file that tells the plugin to give up, in the operation's folder.
@@ -131,14 +130,7 @@ impl Setup<'_> {
     /// # Errors
     /// [`Error::Agent`].
     pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
-        let config = &self.ctx.config;
-        let beside = plugins
-            .iter()
-            .find(|p| p.ends_with(NVIDIA_PLUGIN))
-            .map(PathBuf::as_path);
-        let program = agent::find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
-        let limit = std::time::Duration::from_secs(config.limits.agent_s);
-        Ok(Agent::start(program, &config.nvidia, op, limit)?)
+        Ok(Agent::of_operation(&self.ctx.config, plugins, op)?)
     }
 
     fn ready(

@@ -1,0 +1,291 @@
+//! `cryopod check ARCHIVE`: would this checkpoint restore here? The same checks as at the start of a restore, on podman's
+//! export file, an unpacked checkpoint, an OCI layout and whatever else [`Source`] knows; nothing is unpacked or changed.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+use cryopod_archive::limits::Limits;
+use cryopod_archive::names;
+use cryopod_archive::seal::{Seal, Vendor};
+use cryopod_archive::source::Source;
+use cryopod_gpu_hooks::amd::image::{self as amd_image, Images};
+use cryopod_gpu_hooks::compat::{Check, Verdict};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::switches::{self, Switches};
+use cryopod_gpu_hooks::tools::SystemTools;
+use cryopod_runtime::config::Config;
+use cryopod_runtime::op::Operation;
+use cryopod_runtime::preflight::{self, Answer, Means, Question};
+use cryopod_runtime::{facts, plugins};
+use serde::Serialize;
+
+/// The exit code where the question makes no sense.
+const UNUSABLE: u8 = 2;
+
+/// The question.
+pub struct Ask<'a> {
+    /// The archive or folder.
+    pub path: &'a Path,
+    /// Which image, where a layout holds several.
+    pub image: Option<&'a str>,
+    /// Where the GPUs are to go, in place of what annotation and configuration say.
+    pub map: Option<&'a str>,
+    /// Checks that are switched off.
+    pub off: &'a [String],
+    /// JSON in place of a table.
+    pub json: bool,
+}
+
+/// A checkpoint as far as the checks need it.
+struct Checkpoint {
+    kind: String,
+    seal: Option<Seal>,
+    spec: Spec,
+    amd: Images,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    ok: bool,
+    path: &'a Path,
+    kind: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    created: Option<&'a str>,
+    checks: &'a [Check],
+    refusals: Vec<Reason<'a>>,
+    map: Vec<Move<'a>>,
+}
+
+#[derive(Serialize)]
+struct Reason<'a> {
+    what: &'a str,
+    remedy: &'a str,
+}
+
+#[derive(Serialize)]
+struct Move<'a> {
+    from: &'a str,
+    to: &'a str,
+    why: &'a str,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// If standard output cannot be written.
+pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
+    match answer(ask) {
+        Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),
+        Err(why) => {
+            eprintln!("cryopod: {why}");
+            Ok(ExitCode::from(UNUSABLE))
+        }
+    }
+}
+
+fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
+    if let Some(name) = ask.off.iter().find(|name| !switches::known(name)) {
+        return Err(format!(
+            "--off {name}: no such check; there are {}",
+            switches::names()
+        ));
+    }
+    let mut config = Config::load().map_err(|e| e.to_string())?;
+    let mut checkpoint = open(ask)?;
+    if let Some(map) = ask.map {
+        map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
+            .map_err(|e| format!("--map: {e}"))?;
+        config.gpu.map = Some(map.to_owned());
+        checkpoint.spec = checkpoint
+            .spec
+            .without_annotation(cryopod_gpu_hooks::gpumap::ANNOTATION);
+    }
+    let Some(seal) = &checkpoint.seal else {
+        return Ok((checkpoint, Answer::default()));
+    };
+    let host = Host::system();
+    let tools = SystemTools::from_env();
+    let switches = Switches::gather(&checkpoint.spec, &config.checks, &|name| {
+        std::env::var(name).ok()
+    })?
+    .without(ask.off);
+    let criu = facts::criu(&tools, config.limits.tool());
+    let nvidia = plugins::uses(seal, Vendor::Nvidia);
+    // The driver agent wants a folder to listen in; without one (not root) the driver is not asked.
+    let op = match nvidia.then(Operation::new) {
+        Some(Ok(op)) => Some(op),
+        Some(Err(e)) => {
+            eprintln!("cryopod: the NVIDIA driver is not asked: {e}");
+            None
+        }
+        None => None,
+    };
+    let means = Means::gather(&config, &host, &tools, criu.as_ref(), seal, op.as_ref());
+    let answer = preflight::answer(&Question {
+        host: &host,
+        config: &config,
+        seal,
+        spec: &checkpoint.spec,
+        switches: &switches,
+        means: &means,
+        amd: &checkpoint.amd,
+    })
+    .map_err(|e| e.to_string())?;
+    Ok((checkpoint, answer))
+}
+
+fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
+    let said = |e: cryopod_archive::Error| e.to_string();
+    let limits = Limits {
+        small_file_bytes: 256 << 20,
+        small_total_bytes: 1 << 30,
+        ..Limits::default()
+    };
+    let source = Source::open_image(ask.path, ask.image, &limits).map_err(said)?;
+    let in_images = |name: &str, of: &dyn Fn(&str) -> bool| {
+        name.strip_prefix(names::CHECKPOINT_DIR)
+            .and_then(|rest| rest.strip_prefix('/'))
+            .is_some_and(of)
+    };
+    let wanted = |name: &str| {
+        name == names::SPEC_DUMP || in_images(name, &|n| n == names::SEAL || amd_image::is_image(n))
+    };
+    let files = source.small_files(&wanted, &limits).map_err(said)?;
+    let mut amd = Images::default();
+    for (name, bytes) in &files {
+        let name = name.rsplit('/').next().unwrap_or(name);
+        amd.add(name, bytes)
+            .map_err(|e| format!("{}: {e}", ask.path.display()))?;
+    }
+    Ok(Checkpoint {
+        kind: source.kind().to_string(),
+        seal: seal(ask.path, &files)?,
+        spec: spec(&files),
+        amd,
+    })
+}
+
+fn seal(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Option<Seal>, String> {
+    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::SEAL);
+    let Some(text) = files.get(&name) else {
+        return Ok(None);
+    };
+    let seal = Seal::parse(text, &path.join(&name)).map_err(|e| e.to_string())?;
+    Ok(Some(seal))
+}
+
+/// The container's spec, if the archive has it; its annotations and limits are asked.
+fn spec(files: &BTreeMap<String, Vec<u8>>) -> Spec {
+    let json = files
+        .get(names::SPEC_DUMP)
+        .and_then(|text| serde_json::from_slice(text).ok());
+    Spec::from_json(json.unwrap_or(serde_json::Value::Null))
+}
+
+fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Result<ExitCode> {
+    let refusals = answer.refusals();
+    let ok = refusals.is_empty();
+    let mut out = std::io::stdout().lock();
+    if ask.json {
+        let report = Report {
+            ok,
+            path: ask.path,
+            kind: &checkpoint.kind,
+            created: checkpoint.seal.as_ref().map(|s| s.created.as_str()),
+            checks: &answer.checks,
+            refusals: refusals
+                .iter()
+                .map(|r| Reason {
+                    what: &r.what,
+                    remedy: &r.remedy,
+                })
+                .collect(),
+            map: answer
+                .choices()
+                .map(|c| Move {
+                    from: &c.old.id,
+                    to: &c.new.id,
+                    why: &c.why,
+                })
+                .collect(),
+        };
+        serde_json::to_writer_pretty(&mut out, &report)?;
+        writeln!(out)?;
+    } else {
+        out.write_all(table(checkpoint, answer).as_bytes())?;
+        for refusal in &answer.other {
+            writeln!(
+                out,
+                "refused  {}\n         -> {}",
+                refusal.what, refusal.remedy
+            )?;
+        }
+        let verdict = match (ok, &checkpoint.seal) {
+            (true, Some(_)) => "This checkpoint can be restored on this host.",
+            (true, None) => {
+                "It has no cryopod.json: a checkpoint of a container without GPUs, or of another tool. The low-level runtime restores it as it is."
+            }
+            (false, _) => {
+                "This checkpoint cannot be restored on this host: see the lines marked `refused`."
+            }
+        };
+        writeln!(out, "{verdict}")?;
+    }
+    Ok(match ok {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+fn table(checkpoint: &Checkpoint, answer: &Answer) -> String {
+    let mut text = match &checkpoint.seal {
+        Some(seal) => format!("{}, made {}\n\n", checkpoint.kind, seal.created),
+        None => format!("{}\n\n", checkpoint.kind),
+    };
+    let width = answer
+        .checks
+        .iter()
+        .map(|c| c.name.len())
+        .max()
+        .unwrap_or(0);
+    for check in &answer.checks {
+        let verdict = match check.verdict {
+            Verdict::Ok => "ok",
+            Verdict::Relaxed => "relaxed",
+            Verdict::Unknown => "unknown",
+            Verdict::Refused => "refused",
+        };
+        let about = match check.subject.as_str() {
+            "" => String::new(),
+            subject => format!("{subject}: "),
+        };
+        text.push_str(&format!(
+            "{verdict:<9}{:<width$}  {about}recorded {}, found {}\n",
+            check.name, check.recorded, check.found
+        ));
+        if check.verdict == Verdict::Refused {
+            text.push_str(&format!("{:<9}{:<width$}  -> {}\n", "", "", check.remedy));
+            if let Some(switch) = &check.switch {
+                text.push_str(&format!(
+                    "{:<9}{:<width$}  -> relaxed by {switch}\n",
+                    "", ""
+                ));
+            }
+        }
+    }
+    for choice in answer.choices() {
+        let why = match choice.why.as_str() {
+            "" => String::new(),
+            why => format!(" ({why})"),
+        };
+        text.push_str(&format!(
+            "map      {} -> {}{why}\n",
+            choice.old.id, choice.new.id
+        ));
+    }
+    text.push('\n');
+    text
+}
