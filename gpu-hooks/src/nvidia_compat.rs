@@ -231,12 +231,12 @@ impl Maker<'_> {
         let (least, what, remedy) = match moved {
             true => (
                 FIRST_MAPPING_DRIVER,
-                "a restore on other GPUs, which needs driver 580 or newer",
+                "GPUs that are to move, which needs driver 580 or newer",
                 "update the driver, or restore where the checkpoint's own GPUs are",
             ),
             false => (
                 FIRST_DRIVER,
-                "a restore, which needs driver 570 or newer",
+                "GPU state, which needs driver 570 or newer",
                 "update this host's NVIDIA driver",
             ),
         };

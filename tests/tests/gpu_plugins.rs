@@ -1,4 +1,5 @@
-//! CRIU loads the GPU plugins that a container needs and no others; one that it cannot load is refused beforehand.
+//! CRIU loads the GPU plugins that a container needs and no others; one that it cannot load is refused beforehand,
+//! as is all else for which a restore could not work.
 #![allow(
     clippy::unwrap_used,
     reason = "a test's helper reports by failing the test"
@@ -39,26 +40,38 @@ fn stand_ins(dir: &Path) {
     std::fs::remove_file(library).unwrap();
 }
 
-fn plugins(low: &str, cgroup: Cgroup) {
+fn run(low: &str, cgroup: Cgroup, script: &str, shown: usize) {
     let Some(bed) = Bed::new(cgroup) else { return };
     let dir = tempfile::tempdir().unwrap();
     stand_ins(dir.path());
-    let script = format!("set -- {low}\n{}", include_str!("scripts/gpu_plugins.sh"));
     let bed = bed.bind(dir.path(), "/standin");
-    let out = bed.limit(Duration::from_secs(240)).sh(&script).ok();
-    assert_eq!(
-        out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        14,
-        "{out}"
-    );
+    let out = bed
+        .limit(Duration::from_secs(240))
+        .sh(&format!("set -- {low}\n{script}"))
+        .ok();
+    let told = out.lines().filter(|l| l.starts_with("ok: ")).count();
+    assert_eq!(told, shown, "{out}");
 }
+
+const PLUGINS: &str = include_str!("scripts/gpu_plugins.sh");
+const CHECKS: &str = include_str!("scripts/gpu_checks.sh");
 
 #[test]
 fn crun() {
-    plugins("crun", Cgroup::V2);
+    run("crun", Cgroup::V2, PLUGINS, 14);
 }
 
 #[test]
 fn runc() {
-    plugins("runc", Cgroup::V1);
+    run("runc", Cgroup::V1, PLUGINS, 14);
+}
+
+#[test]
+fn checks_crun() {
+    run("crun", Cgroup::V2, CHECKS, 13);
+}
+
+#[test]
+fn checks_runc() {
+    run("runc", Cgroup::V1, CHECKS, 13);
 }

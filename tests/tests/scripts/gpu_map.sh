@@ -77,7 +77,7 @@ refused 'two GPUs, of which one is here' 'no GPU of this host can take the place
 mv /tmp/taken/* /proc/driver/nvidia/gpus/
 sed -i 's/580\.159\.04/575.1.1/' /proc/driver/nvidia/version
 configure 0=1,1=0
-refused 'a driver too old' 'made with NVIDIA driver 580.159.04 and this host has 575.1.1' 'needs NVIDIA driver 580 or newer'
+refused 'a driver too old' 'nvidia-driver: the checkpoint has 580.159.04, this host has 575.1.1' 'needs driver 580 or newer'
 sed -i 's/575\.1\.1/580.159.04/' /proc/driver/nvidia/version
 
 # A container with the node of one GPU only.

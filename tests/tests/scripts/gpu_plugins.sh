@@ -81,7 +81,7 @@ fresh
 round 'AMD alone' "${on_kfd[@]}" "${uses_kfd[@]}"
 is 'AMD alone' /tmp/in-folder amdgpu_plugin.so
 is 'AMD alone' /run/standin/log 'amdgpu_plugin init dump' 'amdgpu_plugin hook DUMP_EXT_FILE /dev/kfd' 'amdgpu_plugin init restore' \
-    'amdgpu_plugin hook RESUME_DEVICES_LATE' 'amdgpu_plugin exit done'
+    'amdgpu_plugin hook RESUME_DEVICES_LATE' 'amdgpu_plugin exit done' 'amdgpu_plugin env KFD_'{FW_VER,SDMA_FW_VER,CACHES_COUNT,NUM_GWS,VRAM_SIZE,NUMA,CAPABILITY}_CHECK=1
 cp /tmp/c1.tar /tmp/amd.tar
 
 fresh
