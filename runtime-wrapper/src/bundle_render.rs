@@ -3,6 +3,8 @@
 //! The plugin takes what the kernel shows it of the KFD's topology, and the kernel shows a reader the GPUs whose render
 //! nodes its device cgroup allows. It wants as many as the checkpoint has, and chooses among them by itself.
 
+use std::collections::BTreeSet;
+
 use cryopod_gpu_hooks::amd::topology::Topology;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::nodes::DRM_MAJOR;
@@ -26,9 +28,10 @@ impl Edit for OnlyRender {
 
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error> {
         let rules = Spec::from_json(spec.clone());
-        let denied: Vec<Value> = Topology::read(host)
-            .gpus()
-            .map(|gpu| gpu.render_minor())
+        let topology = Topology::read(host);
+        let minors: BTreeSet<u32> = topology.gpus().map(|gpu| gpu.render_minor()).collect();
+        let denied: Vec<Value> = minors
+            .into_iter()
             .filter(|minor| !self.visible.contains(minor))
             .filter(|minor| rules.allows(DRM_MAJOR, (*minor).into()))
             .map(|minor| json!({"allow": false, "type": "c", "major": DRM_MAJOR, "minor": minor, "access": "rwm"}))
