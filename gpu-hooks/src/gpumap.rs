@@ -84,7 +84,7 @@ pub struct Situation {
     pub free: BTreeMap<String, u64>,
     /// Memory that the checkpoint needs on each of its GPUs, in bytes, by [`Gpu::id`], where it is known.
     pub need: BTreeMap<String, u64>,
-    /// GPUs of another model may take the place of one.
+    /// GPUs of another model may take the place of one where none of its own is left.
     pub any_model: bool,
 }
 
@@ -309,11 +309,12 @@ fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
             .filter(|g| situation.model_fits(old, g) && !taken.contains(g.id.as_str()))
             .filter(|g| situation.engine_allows(g))
             .collect();
-        // Those with room before those without (which the checks then tell); closest first: the same node, the same
-        // slot, then in order.
+        // The same model before others, those with room before those without (which the checks then tell); closest
+        // first: the same node, the same slot, then in order.
         matching.sort_by_key(|g| {
             let far = (!same_place(g, old), g.pci != old.pci, g.index);
-            (!situation.room(old, g), !same(g, old), far)
+            let other_model = g.model != old.model;
+            (other_model, !situation.room(old, g), !same(g, old), far)
         });
         let why = match (&situation.offered, crowded.contains(old.id.as_str())) {
             (_, true) if matching.first().is_some_and(|g| same(g, old)) => "",

@@ -122,16 +122,21 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
 }
 
 fn situation(host: &Host, seal: &Seal, spec: &Spec, agent: Option<&AgentReady>) -> Situation {
+    let recorded = gpumap::recorded(&seal.gpu);
+    // GPUs that the checkpoint knows by their nodes alone are looked for among nodes: the driver's library tells no
+    // nodes.
+    let by_id = |g: &Gpu| g.vendor == Vendor::Nvidia && g.id.starts_with("GPU-");
+    let by_node = !recorded.iter().any(by_id);
     let mut here: Vec<Gpu> = Vec::new();
     for vendor in &seal.gpu.vendors {
         here.extend(match vendor {
-            Vendor::Nvidia => nvidia_here(host, agent),
-            Vendor::Amd => gpumap::here(host, Vendor::Amd),
+            Vendor::Nvidia if !by_node => nvidia_here(host, agent),
+            _ => gpumap::here(host, *vendor),
         });
     }
     let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
-        recorded: gpumap::recorded(&seal.gpu),
+        recorded,
         offered: gpumap::offered(host, spec, &seal.gpu, &here),
         here,
         free: Found::free_of(said),

@@ -165,10 +165,11 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
         false => None,
     };
     let agent = question.means.agent.as_ref().map(|a| &a.ready);
-    // A check that is off must not steer the choice either.
+    // A check that is off must not steer the choice either; where checks are made, a GPU of another model is for them
+    // to refuse, with everything else that does not fit.
     let given = choose::Given {
         by_memory: question.switches.on("nvidia-free-memory"),
-        any_model: !question.switches.on("nvidia-model"),
+        any_model: plugins::uses(seal, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
     };
     if has_amd && given.amd.is_none() {

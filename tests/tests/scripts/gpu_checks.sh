@@ -138,7 +138,7 @@ tree 1 fw_version=59 sdma_fw_version=17 caches_count=4 num_gws=63 vram_size=3435
 all=(KFD_FW_VER_CHECK KFD_SDMA_FW_VER_CHECK KFD_CACHES_COUNT_CHECK KFD_NUM_GWS_CHECK KFD_VRAM_SIZE_CHECK KFD_CAPABILITY_CHECK)
 refused 'AMD: every switchable check' /tmp/amd.tar "${all[@]}"
 tree 1 device_id=29711
-refused 'AMD: another device' /tmp/amd.tar device_id 29704 29711
+refused 'AMD: another device' /tmp/amd.tar device_id 0x7408 0x740f
 tree 1 fw_version=59
 rm -f /run/standin/log
 configure '[checks]' 'KFD_FW_VER_CHECK = false'
