@@ -9,7 +9,7 @@
 //! runc's that containerd passes to any runtime is dropped, and CRIU is told to leave cgroups alone where it
 //! would fail on them.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use cryopod_gpu_hooks::amd::image::Images;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches::Switches;
-use cryopod_gpu_hooks::tools::SystemTools;
+use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 
 use crate::argv::{self, Invocation};
 use crate::bundle::{self, Edit};
@@ -115,12 +115,38 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         edited.keep();
         mount_points.keep();
     } else {
+        if ended.killed {
+            remove_remains(ctx, inv, &tools);
+        }
         cgroups.remove();
         // A container in the foreground ends with its own exit code, which is no failed restore.
         let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
         log::error(&explain(ctx, inv, &ended, reasons, stuck));
     }
     Ok(exit_code(ended.code))
+}
+
+/// The runtime was killed in the middle of making the container: what it noted of it would stand in the way of the next
+/// try. Never asked after a failure of the runtime's own, which may be that a container of this name runs already.
+fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
+    let mut args: Vec<&OsStr> = Vec::new();
+    if let Some(root) = &inv.globals.root {
+        args.extend([OsStr::new("--root"), root.as_os_str()]);
+    }
+    args.extend([
+        OsStr::new("delete"),
+        OsStr::new("--force"),
+        OsStr::new(&inv.id),
+    ]);
+    // More than once, as files may still appear while the last processes end.
+    for _ in 0..3 {
+        match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
+            Ok(out) if out.code == 0 => return,
+            Ok(out) => tracing::debug!("delete --force: {}", out.stderr),
+            Err(e) => tracing::debug!("delete --force: {e}"),
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
 }
 
 /// The edits of the new container's spec, in order.
