@@ -215,7 +215,7 @@ memory_on() { # the GPUs that hold memory of the workload, by number
     fi
 }
 
-node_number() { podman exec "$1" stat -c %t:%T "$2" 2> /dev/null; } # in hex; empty if it is not there
+node_number() { stat -c %t:%T "/proc/$(podman inspect --format "{{.State.Pid}}" "$1")/root$2" 2> /dev/null; } # in hex; empty if it is not there
 
 map() { # RUNTIME SIZE LABEL: a container that was given GPU 0 alone is restored on GPU 1
     local label=$3 archive=/var/lib/containers/job.tar before from to zero one sum
