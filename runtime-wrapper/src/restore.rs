@@ -18,6 +18,7 @@ use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
 use cryopod_gpu_hooks::amd::image::Images;
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::mountinfo;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches::Switches;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
@@ -138,6 +139,15 @@ fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
         OsStr::new("--force"),
         OsStr::new(&inv.id),
     ]);
+    // runc mounts the root for CRIU in its own folder of the container, and cannot remove that while it is there.
+    let root = inv.globals.root.as_deref();
+    let folder = root.unwrap_or(Path::new("/run/runc")).join(&inv.id);
+    for mount in mountinfo::of(&Host::system(), "self").iter().rev() {
+        if mount.point.starts_with(&folder) && mount.point != folder {
+            let done = nix::mount::umount2(&mount.point, nix::mount::MntFlags::MNT_DETACH);
+            tracing::debug!("{}: unmounted: {done:?}", mount.point.display());
+        }
+    }
     // More than once, as files may still appear while the last processes end.
     for _ in 0..3 {
         match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
