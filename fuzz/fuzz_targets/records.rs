@@ -28,7 +28,7 @@ fuzz_target!(|data: &[u8]| {
         // The files follow each other, each with two bytes of length.
         2 => drop(criu::read(&split(rest, &IMAGES, "checkpoint/"), 1 << 20)),
         3 => drop(engine::read(&split(rest, &RECORDS, ""))),
-        _ => drop(engine::read_containerd("record", rest)),
+        _ => drop(engine::read_containerd("record", rest, &Default::default())),
     }
 });
 
