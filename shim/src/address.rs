@@ -1,0 +1,185 @@
+//! Addresses of sockets, as shims write them: `unix:///run/containerd/s/HASH`, a bare path, or (before containerd
+//! 1.4) the name of an abstract socket; since containerd 1.7 within a JSON object.
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// The answer to `start`: a bare address (containerd 1.7's shim) or this object (2.x's).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bootstrap {
+    /// Where the shim listens.
+    pub address: String,
+    /// The object, as it came; `None`: it was a bare address.
+    object: Option<serde_json::Map<String, serde_json::Value>>,
+}
+
+impl Bootstrap {
+    /// Reads an answer; `None` if it is neither.
+    pub fn parse(text: &str) -> Option<Self> {
+        let text = text.trim();
+        if let Ok(serde_json::Value::Object(object)) = serde_json::from_str(text) {
+            let address = object.get("address")?.as_str()?.to_owned();
+            return Some(Self {
+                address,
+                object: Some(object),
+            });
+        }
+        let plain =
+            !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || c.is_control());
+        plain.then(|| Self {
+            address: text.to_owned(),
+            object: None,
+        })
+    }
+
+    /// The same answer with another address, in the same form.
+    pub fn with_address(&self, address: &str) -> String {
+        match &self.object {
+            None => address.to_owned(),
+            Some(object) => {
+                let mut object = object.clone();
+                object.insert("address".into(), address.into());
+                serde_json::Value::Object(object).to_string()
+            }
+        }
+    }
+}
+
+/// A socket's address.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Address(pub String);
+
+impl Address {
+    /// Our socket for a stock shim's: beside it, named after it, so that all containers of one stock shim (a pod)
+    /// share one of ours.
+    pub fn for_upstream(upstream: &Self) -> Self {
+        let folder = upstream
+            .path()
+            .and_then(|p| p.parent().map(Path::to_owned))
+            .unwrap_or_else(|| "/run/containerd/s".into());
+        let mut name = String::with_capacity(64);
+        for byte in Sha256::digest(format!("cryopod {}", upstream.0)) {
+            name.push_str(&format!("{byte:02x}"));
+        }
+        Self(format!("unix://{}", folder.join(name).display()))
+    }
+
+    /// The socket's file; `None` for an abstract one.
+    pub fn path(&self) -> Option<PathBuf> {
+        match self.0.strip_prefix("unix://") {
+            Some(path) => Some(path.into()),
+            None => self.0.starts_with('/').then(|| PathBuf::from(&self.0)),
+        }
+    }
+
+    fn socket(&self) -> io::Result<SocketAddr> {
+        match self.path() {
+            Some(path) => SocketAddr::from_pathname(path),
+            None => SocketAddr::from_abstract_name(self.0.trim_start_matches('\0')),
+        }
+    }
+
+    /// Connects.
+    ///
+    /// # Errors
+    /// Nobody listens.
+    pub fn connect(&self) -> io::Result<UnixStream> {
+        UnixStream::connect_addr(&self.socket()?)
+    }
+
+    /// Listens, with the mode that containerd's shims give their sockets; takes the place of a socket that nobody
+    /// listens on any more. `None` if somebody does.
+    ///
+    /// # Errors
+    /// The socket cannot be made.
+    pub fn listen(&self) -> io::Result<Option<UnixListener>> {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.path();
+        if let Some(folder) = path.as_deref().and_then(Path::parent) {
+            fs::create_dir_all(folder)?;
+        }
+        for again in [true, false] {
+            match UnixListener::bind_addr(&self.socket()?) {
+                Ok(listener) => {
+                    if let Some(path) = &path {
+                        fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+                    }
+                    return Ok(Some(listener));
+                }
+                Err(e) if e.kind() != io::ErrorKind::AddrInUse => return Err(e),
+                Err(e) => {
+                    if self.connect().is_ok() {
+                        return Ok(None);
+                    }
+                    if !again {
+                        return Err(e);
+                    }
+                    self.remove();
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Removes the socket's file.
+    pub fn remove(&self) {
+        if let Some(path) = self.path() {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_forms_of_the_answer() {
+        let bare = Bootstrap::parse("unix:///run/containerd/s/ab\n").unwrap();
+        assert_eq!(bare.address, "unix:///run/containerd/s/ab");
+        assert_eq!(bare.with_address("unix:///x"), "unix:///x");
+        let json =
+            Bootstrap::parse(r#"{"version":3,"address":"unix:///a","protocol":"ttrpc"}"#).unwrap();
+        assert_eq!(json.address, "unix:///a");
+        assert_eq!(
+            json.with_address("unix:///b"),
+            r#"{"version":3,"address":"unix:///b","protocol":"ttrpc"}"#
+        );
+        for bad in ["", "two words", "{}", r#"{"address":1}"#] {
+            assert_eq!(Bootstrap::parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn one_of_ours_for_one_of_theirs() {
+        let of = |a: &str| Address::for_upstream(&Address(a.into()));
+        assert_eq!(
+            of("unix:///run/containerd/s/a"),
+            of("unix:///run/containerd/s/a")
+        );
+        assert_ne!(
+            of("unix:///run/containerd/s/a"),
+            of("unix:///run/containerd/s/b")
+        );
+        assert!(of("unix:///r/s/a").0.starts_with("unix:///r/s/"));
+        assert!(of("abstract").0.starts_with("unix:///run/containerd/s/"));
+    }
+
+    #[test]
+    fn a_dead_socket_is_taken_over_and_a_live_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let address = Address(format!("unix://{}/sub/s", dir.path().display()));
+        let first = address.listen().unwrap().unwrap();
+        assert!(address.listen().unwrap().is_none());
+        drop(first);
+        assert!(address.listen().unwrap().is_some());
+        address.remove();
+        assert!(address.connect().is_err());
+    }
+}

@@ -1,0 +1,256 @@
+//! The actions that containerd calls: `start`, `delete`, `-info`.
+//!
+//! Each is the stock shim's, with the same arguments, and its answer is passed on. `start` puts our own process in
+//! front of the shim it started (or found, for a further container of a pod); `delete` cleans up after both.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use containerd_shim::Flags;
+use containerd_shim::api::{ConnectRequest, DeleteRequest, ShutdownRequest};
+use containerd_shim::protos::protobuf::Message;
+use containerd_shim::protos::protobuf::well_known_types::any::Any;
+
+use crate::address::{Address, Bootstrap};
+use crate::record::Record;
+use crate::{Error, options, proxy, rpc, stock};
+
+/// The environment variable through which cryopod-runtime learns of its low-level runtime.
+const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
+/// The stock shim's low-level runtime where nothing is named.
+const DEFAULT_LOW_LEVEL: &str = "runc";
+/// For calls on the way out; containerd gives `delete` five seconds in all.
+const SHORT: Duration = Duration::from_secs(2);
+
+/// `-info`: the stock shim's answer.
+///
+/// # Errors
+/// [`Error`].
+pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
+    answer(&stock::run(args, &[], &stdin(true))?)
+}
+
+/// `start`: a stock shim, and ours in front of it.
+///
+/// # Errors
+/// [`Error`]; a stock shim that was started is ended.
+pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
+    let runtime = stock::runtime()?;
+    let given = Any::parse_from_bytes(&stdin(false)).unwrap_or_default();
+    let decoded = options::decode(Some(&given)).map_err(|e| Error::Stock(e.to_string()))?;
+    let low_level = low_level(&decoded.binary_name, &runtime);
+    let passed = options::encode(&decoded)
+        .ok()
+        .and_then(|any| any.write_to_bytes().ok())
+        .unwrap_or_default();
+    let env = [
+        (LOW_LEVEL, low_level.as_os_str()),
+        (stock::RUNTIME_ENV, runtime.as_os_str()),
+    ];
+    let said = stock::run(args, &env, &passed)?;
+    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    if said.code != 0 {
+        return Err(Error::Stock(text));
+    }
+    let bootstrap = Bootstrap::parse(&text).ok_or(Error::Address(text))?;
+    let record = Record {
+        upstream: Address(bootstrap.address.clone()),
+        address: Address::for_upstream(&Address(bootstrap.address.clone())),
+        low_level: low_level.to_string_lossy().into_owned(),
+    };
+    front(&record, flags, &runtime, &decoded.shim_cgroup).inspect_err(|_| {
+        shut_down(&record.upstream, flags);
+    })?;
+    print(bootstrap.with_address(&record.address.0).as_bytes())
+}
+
+/// Our process in front of the stock shim, unless it is there already.
+fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result<(), Error> {
+    let at = |what: &str| format!("{}: {what}", record.address.0);
+    record.write(Path::new(".")).map_err(Error::io(format!(
+        "{}: cannot be written",
+        crate::record::FILE
+    )))?;
+    let Some(listener) = record
+        .address
+        .listen()
+        .map_err(Error::io(at("cannot listen")))?
+    else {
+        return Ok(());
+    };
+    let own = std::env::current_exe().map_err(Error::io("/proc/self/exe"))?;
+    let mut command = Command::new(own);
+    command
+        .args(["-namespace", &flags.namespace, "-id", &flags.id])
+        .args([
+            "-address",
+            &flags.address,
+            "-socket",
+            &record.upstream.0,
+            "serve",
+        ])
+        .env(stock::RUNTIME_ENV, runtime)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0);
+    let fd = listener.as_raw_fd();
+    // SAFETY: between fork and exec only dup2 and fcntl are called, which are async-signal-safe; the listener
+    // lives until after spawn.
+    unsafe {
+        command.pre_exec(move || {
+            // A listener that has the number already would lose it at exec.
+            let done = match fd == proxy::LISTENER {
+                true => libc::fcntl(fd, libc::F_SETFD, 0),
+                false => libc::dup2(fd, proxy::LISTENER),
+            };
+            match done {
+                -1 => Err(std::io::Error::last_os_error()),
+                _ => Ok(()),
+            }
+        });
+    }
+    let child = command.spawn().map_err(|source| {
+        record.address.remove();
+        Error::Io {
+            what: at("no process can be started for it"),
+            source,
+        }
+    })?;
+    settle(child.id(), cgroup);
+    Ok(())
+}
+
+/// The place of a shim: its own cgroup if one is wanted, and an OOM score one above containerd's.
+fn settle(pid: u32, cgroup: &str) {
+    let parent = std::os::unix::process::parent_id();
+    let score = fs::read_to_string(format!("/proc/{parent}/oom_score_adj"))
+        .ok()
+        .and_then(|s| s.trim().parse::<i32>().ok())
+        .map_or(0, |s| (s + 1).min(1000));
+    // A machine may forbid it; the stock shim's own failure to do so is told by the stock shim.
+    let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), score.to_string());
+    if cgroup.is_empty() {
+        return;
+    }
+    let cgroup = cgroup.trim_start_matches('/');
+    let root = Path::new("/sys/fs/cgroup");
+    let unified = root.join("cgroup.controllers").exists();
+    let hierarchies = match unified {
+        true => vec![root.to_owned()],
+        false => fs::read_dir(root)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+            .collect(),
+    };
+    for hierarchy in hierarchies {
+        let _ = fs::write(hierarchy.join(cgroup).join("cgroup.procs"), pid.to_string());
+    }
+}
+
+/// `delete`: what is left of a container after its shim died, or could not start.
+///
+/// # Errors
+/// [`Error`].
+pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCode, Error> {
+    let record = Record::read(bundle);
+    let low_level = record.as_ref().map_or(DEFAULT_LOW_LEVEL, |r| &r.low_level);
+    let runtime = stock::runtime()?;
+    let env = [
+        (LOW_LEVEL, OsStr::new(low_level)),
+        (stock::RUNTIME_ENV, runtime.as_os_str()),
+    ];
+    let said = stock::run(args, &env, &[])?;
+    if let Some(record) = record {
+        // A stock shim that outlived ours: it still holds the container's exit and its stdio, and containerd,
+        // which knew it through us, will never ask it to end. It refuses while it has other containers.
+        let mut gone = DeleteRequest::new();
+        gone.id = flags.id.clone();
+        let _ = rpc::task_call(&record.upstream, &flags.namespace, "Delete", &gone, SHORT);
+        shut_down(&record.upstream, flags);
+        if record.address.connect().is_err() {
+            record.address.remove();
+        }
+    }
+    answer(&said)
+}
+
+fn shut_down(upstream: &Address, flags: &Flags) {
+    let mut request = ShutdownRequest::new();
+    request.id = flags.id.clone();
+    let _ = rpc::task_call(upstream, &flags.namespace, "Shutdown", &request, SHORT);
+}
+
+/// The pid of the stock shim behind an address.
+///
+/// # Errors
+/// It does not answer.
+pub fn stock_pid(upstream: &Address, namespace: &str, id: &str) -> std::io::Result<u32> {
+    let mut request = ConnectRequest::new();
+    request.id = id.into();
+    let response = rpc::task_call(upstream, namespace, "Connect", &request, SHORT)?;
+    let answer = containerd_shim::api::ConnectResponse::parse_from_bytes(&response.payload)
+        .map_err(std::io::Error::other)?;
+    Ok(answer.shim_pid)
+}
+
+/// The low-level runtime under cryopod-runtime: the one that the options name, unless they name cryopod-runtime
+/// itself; what containerd's environment says; runc, as with the stock shim.
+fn low_level(named: &str, runtime: &Path) -> OsString {
+    let ours = Path::new(named).file_name() == runtime.file_name();
+    if !named.is_empty() && !ours {
+        return named.into();
+    }
+    std::env::var_os(LOW_LEVEL)
+        .filter(|v| !v.is_empty())
+        .unwrap_or_else(|| DEFAULT_LOW_LEVEL.into())
+}
+
+/// Standard input, bounded; empty if it is a terminal.
+fn stdin(info: bool) -> Vec<u8> {
+    use std::io::IsTerminal;
+    let input = std::io::stdin();
+    let mut bytes = Vec::new();
+    if !(info && input.is_terminal()) {
+        let _ = input.lock().take(4 << 20).read_to_end(&mut bytes);
+    }
+    bytes
+}
+
+fn answer(said: &stock::Answer) -> Result<ExitCode, Error> {
+    print(&said.stdout)?;
+    Ok(ExitCode::from(said.code))
+}
+
+fn print(bytes: &[u8]) -> Result<ExitCode, Error> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(bytes)
+        .and_then(|()| out.flush())
+        .map_err(Error::io("standard output"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_runtime_that_the_options_name_goes_under_ours() {
+        let runtime = Path::new("/usr/bin/cryopod-runtime");
+        assert_eq!(low_level("crun", runtime), "crun");
+        assert_eq!(
+            low_level("/opt/nvidia-container-runtime", runtime),
+            "/opt/nvidia-container-runtime"
+        );
+        assert_eq!(low_level("", runtime), "runc");
+        assert_eq!(low_level("/x/cryopod-runtime", runtime), "runc");
+    }
+}

@@ -1,0 +1,92 @@
+//! The programs underneath: containerd's own shim, and cryopod-runtime.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::Error;
+
+/// Names the stock shim where it is not on PATH.
+pub const ENV: &str = "CRYOPOD_STOCK_SHIM";
+/// Names cryopod-runtime where it is not on PATH.
+pub const RUNTIME_ENV: &str = "CRYOPOD_RUNTIME";
+const NAME: &str = "containerd-shim-runc-v2";
+const RUNTIME: &str = "cryopod-runtime";
+
+/// The stock shim.
+///
+/// # Errors
+/// [`Error::NoStockShim`].
+pub fn shim() -> Result<PathBuf, Error> {
+    find(ENV, NAME).ok_or(Error::NoStockShim)
+}
+
+/// cryopod-runtime.
+///
+/// # Errors
+/// [`Error::NoRuntime`].
+pub fn runtime() -> Result<PathBuf, Error> {
+    find(RUNTIME_ENV, RUNTIME).ok_or(Error::NoRuntime)
+}
+
+/// The environment variable, else beside this program, else on PATH.
+fn find(variable: &str, name: &str) -> Option<PathBuf> {
+    if let Some(path) = std::env::var_os(variable).filter(|v| !v.is_empty()) {
+        return Some(PathBuf::from(path)).filter(|p| is_program(p));
+    }
+    let own = std::env::current_exe().ok();
+    let beside = own.as_deref().and_then(Path::parent).map(|d| d.join(name));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).map(|d| d.join(name));
+    beside.into_iter().chain(on_path).find(|p| is_program(p))
+}
+
+fn is_program(path: &Path) -> bool {
+    path.metadata()
+        .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+}
+
+/// What the stock shim printed.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its standard output.
+    pub stdout: Vec<u8>,
+    /// Its exit code; 1 for a signal.
+    pub code: u8,
+}
+
+/// Runs the stock shim with our own arguments, working folder and environment; its standard error is ours.
+///
+/// It answers at once, and containerd, whose time limit this stands under, ends us both.
+///
+/// # Errors
+/// It cannot be run.
+pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<Answer, Error> {
+    let program = shim()?;
+    let failed = || format!("{}: cannot be run", program.display());
+    let mut child = Command::new(&program)
+        .args(args)
+        .envs(env.iter().copied())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(Error::io(failed()))?;
+    // Options are far smaller than a pipe; a shim that does not read them has no need of them.
+    if let Some(mut input) = child.stdin.take() {
+        let _ = input.write_all(stdin);
+    }
+    let mut stdout = Vec::new();
+    if let Some(mut output) = child.stdout.take() {
+        output
+            .read_to_end(&mut stdout)
+            .map_err(Error::io(failed()))?;
+    }
+    let status = child.wait().map_err(Error::io(failed()))?;
+    let code = status
+        .code()
+        .and_then(|c| u8::try_from(c).ok())
+        .unwrap_or(1);
+    Ok(Answer { stdout, code })
+}
