@@ -1,0 +1,40 @@
+# lib.sh: containerd in the bed, and its runtimes side by side.
+# shellcheck shell=bash
+STOCK=io.containerd.runc.v2
+OURS=io.containerd.cryopod.v2
+image=localhost/busybox:latest
+
+containerd_up() { # [PATH-OF-LOG]
+    containerd >> "${1:-/tmp/containerd.log}" 2>&1 &
+    containerd_pid=$!
+    wait_for 30 ctr version > /dev/null 2>&1
+}
+containerd_down() { # [SIGNAL]
+    kill "${1:--TERM}" "$containerd_pid"
+    wait "$containerd_pid" 2> /dev/null || true
+}
+images() { # busybox for ctr
+    mkimage
+    podman save -q --format oci-archive -o /tmp/busybox.oci localhost/busybox
+    ctr images import /tmp/busybox.oci > /dev/null
+}
+check() { # NAME COMMAND...
+    local name=$1 && shift
+    "$@" || { echo "FAILED: $name" && tail -n 15 /tmp/containerd.log && exit 1; }
+    echo "ok: $name"
+}
+says() { # FILE PATTERN
+    grep -Eq -- "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }
+}
+status() { # CONTAINER: RUNNING, STOPPED, ...; nothing if it has no task
+    ctr tasks ls | awk -v id="$1" '$1 == id {print $3}'
+}
+is() { [ "$(status "$1")" = "$2" ]; }
+pid_of() { ctr tasks ls | awk -v id="$1" '$1 == id {print $2}'; }
+gone() { ! kill -0 "$1" 2> /dev/null; }
+# stock_shim ID, our_shim ID: the processes' pids
+stock_shim() { shims | awk -v id="$1" '/shim-runc-v2 / && $0 ~ "-id " id "( |$)" {print $1}'; }
+our_shim() { shims | awk -v id="$1" '/shim-cryopod-v2 / && $0 ~ "-id " id " .*serve" {print $1}'; }
+shims() { pgrep -ax containerd-shim || true; } # as the kernel cuts their names
+no_shims() { [ -z "$(shims)" ]; }
+no_sockets() { [ -z "$(ls -A /run/containerd/s 2> /dev/null)" ]; }

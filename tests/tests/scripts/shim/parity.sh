@@ -1,0 +1,160 @@
+# parity.sh: what users do with `ctr`, once with containerd's own shim and once with ours; what they see is the same.
+low_level runc
+containerd_up
+images
+
+cat > /tmp/logger <<'S'
+#!/bin/sh
+# A logging driver as containerd starts it: 3 and 4 are the container's output, 5 is closed when it is ready.
+exec 5>&-
+cat <&3 > "/tmp/logged.$CONTAINER_ID"
+S
+chmod 755 /tmp/logger
+
+tell() { printf '%s: %s\n' "$1" "$2"; }
+task_update() { # CONTAINER BYTES: a memory limit
+    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock \
+        containerd.services.tasks.v1.Tasks/Update "$(jq -nc --arg id "$1" --arg r "{\"memory\":{\"limit\":$2}}" \
+        '[[1, $id], [2, [[1, "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources"], [2, $r]]]]')"
+}
+memory_limit() { # of the container's cgroup, whichever version
+    cat "/sys/fs/cgroup/memory/default/$1/memory.limit_in_bytes" "/sys/fs/cgroup/default/$1/memory.max" 2> /dev/null
+}
+kept() { grep -qs "$2" "/tmp/logged.$1"; }
+holds() { [ "$(cat "$1")" = "$2" ]; }
+
+cases() { # RUNTIME TAG
+    local runtime=$1 t=$2 code=0 pid n
+
+    ctr run --rm --runtime "$runtime" $image "run$t" sh -c 'echo out; echo err >&2; exit 7' \
+        > /tmp/out 2> /tmp/err < /dev/null || code=$?
+    tell run "$code $(cat /tmp/out) $(cat /tmp/err)"
+    code=0
+    ctr run --rm --runtime "$runtime" $image "bad$t" /no/such/program > /tmp/out 2>&1 < /dev/null || code=$?
+    tell 'run of what is not there' "$code $(grep -o 'no such file or directory' /tmp/out | head -n 1)"
+    tell 'after it' "$(ctr containers ls -q | grep -c "bad$t" || true)"
+    script -qec "ctr run -t --rm --runtime $runtime $image tty$t sh -c 'test -t 0 && test -t 1 && echo terminal; exit 4'" \
+        /dev/null > /tmp/out < /dev/null || tell 'run -t' "$? $(grep -o terminal /tmp/out)"
+
+    ctr run -d --runtime "$runtime" --log-uri "binary:///tmp/logger" $image "c$t" \
+        sh -c 'trap "echo term; exit 9" TERM; i=0; while :; do echo tick $i; i=$((i + 1)); sleep 0.1; done'
+    wait_for 10 kept "c$t" 'tick 3'
+    tell 'logs by a driver' "$(sed -n 2p "/tmp/logged.c$t")"
+    code=0
+    echo hello | ctr tasks exec --exec-id e1 "c$t" sh -c 'cat; echo err >&2; exit 5' > /tmp/out 2> /tmp/err || code=$?
+    tell exec "$code $(cat /tmp/out) $(cat /tmp/err)"
+    code=0
+    ctr tasks exec --exec-id e2 "c$t" /no/such > /tmp/out 2>&1 || code=$?
+    tell 'exec of what is not there' "$code $(grep -o 'no such file or directory' /tmp/out | head -n 1)"
+    code=0
+    script -qec "ctr tasks exec -t --exec-id e3 c$t sh -c 'test -t 0 && echo terminal; exit 3'" /dev/null \
+        > /tmp/out < /dev/null || code=$?
+    tell 'exec -t' "$code $(grep -o terminal /tmp/out)"
+    ctr tasks exec -d --exec-id e4 "c$t" sleep 1000
+    tell 'ps' "$(ctr tasks ps "c$t" | tail -n +2 | wc -l | awk '{print ($1 >= 2)}')"
+    ctr tasks kill --exec-id e4 -s SIGKILL "c$t"
+
+    ctr tasks pause "c$t"
+    n=$(wc -l < "/tmp/logged.c$t")
+    tell pause "$(status "c$t") $(sleep 0.5; test "$(wc -l < "/tmp/logged.c$t")" -le $((n + 1)) && echo still)"
+    code=0
+    ctr tasks exec --exec-id e5 "c$t" true > /tmp/out 2>&1 || code=$?
+    tell 'exec while it is paused' "$code $(grep -o 'paused.*' /tmp/out | head -n 1)"
+    ctr tasks resume "c$t"
+    n=$(wc -l < "/tmp/logged.c$t")
+    wait_for 10 kept "c$t" "tick $((n + 2))"
+    tell resume "$(status "c$t")"
+    task_update "c$t" 134217728 > /dev/null
+    tell update "$(memory_limit "c$t")"
+    tell metrics "$(ctr tasks metrics "c$t" | awk 'NR > 2 {print $1}' | grep -v '^c' | sort | md5sum)"
+    ctr tasks kill -s SIGTERM "c$t"
+    wait_for 10 is "c$t" STOPPED
+    wait_for 10 kept "c$t" term
+    tell 'kill and delete' "$(ctr tasks delete "c$t" 2>&1 | grep -o 'code [0-9]*') $(tail -n 1 "/tmp/logged.c$t")"
+    code=0
+    ctr tasks delete "c$t" > /tmp/out 2>&1 || code=$?
+    tell 'delete again' "$code $(grep -o 'not found' /tmp/out | head -n 1)"
+    ctr containers rm "c$t"
+
+    # attach: the one that started it is gone
+    sleep 1000 | ctr run --fifo-dir "/tmp/fifo$t" --runtime "$runtime" $image "a$t" \
+        sh -c 'while read -r line; do echo "got $line"; done' > /dev/null 2>&1 &
+    wait_for 10 is "a$t" RUNNING
+    pkill -KILL -f "^ctr run --fifo-dir /tmp/fifo$t"
+    (echo hello && sleep 1) | timeout -s KILL 5 ctr tasks attach "a$t" > /tmp/out 2>&1 &
+    wait_for 10 holds /tmp/out 'got hello'
+    tell attach "$(cat /tmp/out)"
+    pid=$(pid_of "a$t")
+    ctr tasks kill -s SIGKILL "a$t"
+    wait_for 10 gone "$pid"
+    ctr tasks delete "a$t" > /dev/null 2>&1 || true
+    ctr containers rm "a$t"
+
+    ctr events > /tmp/events &
+    local events=$!
+    sleep 0.3
+    code=0
+    ctr run --rm --memory-limit 16777216 --runtime "$runtime" $image "oom$t" tail /dev/zero > /dev/null 2>&1 < /dev/null || code=$?
+    wait_for 10 grep -q "/tasks/delete.*oom$t" /tmp/events
+    kill $events
+    tell oom "$code $(awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\//) print $i}' /tmp/events | sort | uniq -c | tr -s ' \n' ' ')"
+
+    # many at once
+    for n in $(seq 50); do
+        ctr run -d --null-io --runtime "$runtime" $image "m$n$t" sleep 1000 > "/tmp/m$n" 2>&1 &
+        # shellcheck disable=SC2034
+        starting[n]=$!
+    done
+    wait "${starting[@]}" || true
+    tell 'fifty' "$(ctr tasks ls | grep -c RUNNING)"
+
+    # containerd restarted under them
+    containerd_down -KILL
+    containerd_up
+    tell 'fifty, containerd killed and started again' "$(ctr tasks ls | grep -c RUNNING)"
+    code=0
+    ctr tasks exec --exec-id after "m7$t" sh -c 'exit 6' || code=$?
+    tell 'exec after that' "$code"
+    ctr run -d --runtime "$runtime" --log-uri "file:///tmp/trap$t" $image "trap$t" \
+        sh -c 'trap "exit 9" TERM; echo ready; while :; do sleep 0.1; done'
+    wait_for 10 grep -q ready "/tmp/trap$t"
+    containerd_down -TERM
+    containerd_up
+    ctr tasks kill -s SIGTERM "trap$t"
+    wait_for 10 is "trap$t" STOPPED
+    tell 'exit code after a restart' "$(ctr tasks delete "trap$t" 2>&1 | grep -o 'code [0-9]*')"
+    ctr containers rm "trap$t"
+
+    # The stock shim killed
+    pid=$(pid_of "m1$t")
+    kill -KILL "$(stock_shim "m1$t")"
+    wait_for 10 gone "$pid"
+    wait_for 10 is "m1$t" "" || true
+    tell 'shim killed' "$(status "m1$t")"
+    for n in $(seq 50); do
+        ctr tasks delete -f "m$n$t" > /dev/null 2>&1 || true &
+        starting[n]=$!
+    done
+    wait "${starting[@]}" || true
+    for n in $(seq 50); do ctr containers rm "m$n$t" > /dev/null 2>&1 || echo "m$n$t cannot be removed"; done
+    tell 'after all' "$(ctr tasks ls | wc -l) $(ctr containers ls -q | wc -l) $(ls /run/containerd/io.containerd.runtime.v2.task/default | wc -l)"
+    wait_for 10 no_shims && tell 'shims' none
+    tell 'sockets' "$(find /run/containerd/s -type s -print -delete | wc -l)" # of the one that was killed
+}
+starting=()
+cases $STOCK s > /tmp/stock 2> /tmp/stock.err || { cat /tmp/stock /tmp/stock.err && echo 'the stock shim' && exit 1; }
+cases $OURS o > /tmp/ours 2> /tmp/ours.err || { cat /tmp/ours /tmp/ours.err && tail -n 20 /tmp/containerd.log && exit 1; }
+diff /tmp/stock /tmp/ours || { echo 'the shims differ (<: containerd, >: cryopod)' && cat /tmp/ours.err && exit 1; }
+sed 's/^/ok: /' /tmp/ours
+
+# Our own process killed: containerd cleans up as it does after its own shim, and nothing is left of either.
+ctr run -d --null-io --runtime $OURS $image k1 sleep 1000
+pid=$(pid_of k1) stock=$(stock_shim k1)
+kill -KILL "$(our_shim k1)"
+check 'our process killed: the container is gone' wait_for 10 gone "$pid"
+check "our process killed: so is containerd's shim" wait_for 10 gone "$stock"
+ctr tasks delete -f k1 > /dev/null 2>&1 || true
+check 'our process killed: the container can be removed' ctr containers rm k1
+check 'our process killed: no process is left' wait_for 10 no_shims
+check 'our process killed: no socket is left' wait_for 5 no_sockets
+check 'our process killed: no mount is left' sh -c '! grep -q runtime.v2.task /proc/mounts'
