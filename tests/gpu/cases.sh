@@ -87,12 +87,12 @@ checkpoint() {
     saved=$(jq -n --argjson export "$took" --argjson archive "$(stat -c %s "$archive")" --slurpfile stats "/logs/$label.checkpoint.json" \
         --slurpfile seal "$seal" '
         ($stats[0].container_statistics[0]) as $s | $seal[0] as $c
-        | [$c.gpu.plugin_report.processes[] | .steps | map({(.step): (.micros / 1e6)}) | add] as $steps
+        | [$c.gpu.plugin_report.processes[]? | .steps | map({(.step): (.micros / 1e6)}) | add] as $steps
         | {export_s: $export, plan_s: ($c.timings.plan_us / 1e6), dump_s: ($c.timings.dump_us / 1e6),
            frozen_s: (($s.criu_statistics.frozen_time // 0) / 1e6), memdump_s: (($s.criu_statistics.memdump_time // 0) / 1e6),
            memwrite_s: (($s.criu_statistics.memwrite_time // 0) / 1e6),
            runtime_s: (($s.runtime_checkpoint_duration // 0) / 1e6), podman_s: ($stats[0].podman_checkpoint_duration / 1e6),
-           archive_bytes: $archive, processes: $steps, vram_bytes: [$c.gpu.plugin_report.processes[].vram_bytes]}')
+           archive_bytes: $archive, processes: $steps, vram_bytes: [$c.gpu.plugin_report.processes[]?.vram_bytes]}')
 }
 
 # restore NAME LABEL ARCHIVE: sets `restored` to its times as JSON.

@@ -11,7 +11,7 @@ failed=0 started=$SECONDS
 mkdir -p /etc/cryopod
 : > /out/results.jsonl
 unit=$([ -n "$sim" ] && echo MiB || echo GiB)
-usr=$([ -n "$sim" ] && echo /usr || echo /host/usr)
+usr=$([ -n "$sim" ] && [ -z "$python" ] && echo /usr || echo /host/usr)
 
 minor_of() { # N: the device minor of the N-th GPU in PCI order
     awk -F: '/Device Minor/ {gsub(/[ \t]/, "", $2); print $2}' /proc/driver/nvidia/gpus/*/information | sed -n "$(($1 + 1))p"
@@ -93,10 +93,10 @@ twice() { # RUNTIME SIZE LABEL: a restored container is checkpointed and restore
         --argjson load "$restored" '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load}')"
 }
 
-train_command() { # STEPS: fills `train` and `gpu`
+train_command() { # STEPS [any]: `any` where the GPU is not needed; fills `train` and `gpu`
     local dir
     gpu_args 1
-    if [ -n "$sim" ]; then
+    if [ -n "$sim" ] && [ "${2:-}" != any ]; then
         train=(/cusim/cusim-client --mib 64 --ticks "$1")
         return
     fi
@@ -153,16 +153,19 @@ torch() { # LABEL: bit-identical losses, and the rate with and without cryopod
     done
 }
 
-program() { # RUNTIME WHICH LABEL: loader or serve, with a checkpoint in the middle, line by line as without one
-    local rt=$1 which=$2 label=$3 archive=/var/lib/containers/program.tar family=tcp command want
+program() { # RUNTIME WHICH LABEL: loader, loader-early or serve, with a checkpoint in the middle, line by line as without one
+    local rt=$1 which=$2 label=$3 archive=/var/lib/containers/program.tar family=tcp command want steps=$steps
     [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$rt"
-    train_command "$steps"
-    gpu+=(--shm-size 2g)
+    train_command "$steps" any
+    gpu+=(--shm-size 2g "${torch_env[@]}")
     # CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer; runc restores no network namespace of its own.
     if [ "$rt" = runc ] || criu --version | grep -qE 'Version: 4\.[01]'; then family=unix; fi
     case $which in
-        loader) command=("$python" /work/loader.py "$steps") ;;
+        loader*)
+            steps=$((steps * 4)) # they are short ones
+            command=("$python" /work/loader.py "$steps" "${which#loader}")
+            ;;
         serve) command=("$python" /work/serve.py "$steps" "$family") ;;
     esac
     want=/logs/$which.whole.out
@@ -171,7 +174,7 @@ program() { # RUNTIME WHICH LABEL: loader or serve, with a checkpoint in the mid
             { tail -n 5 "$want" && rm "$want" && return 1; }
     fi
     pod run -d --name program "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
-    wait_for 180 more_lines program $((steps / 3)) || { podman logs program | tail -n 5 && return 1; }
+    wait_for 180 more_lines program $((steps / 4)) || { podman logs program | tail -n 5 && return 1; }
     checkpoint program "$label" "$archive" || return
     [ "$(lines program)" -lt "$steps" ] || { say "it was over before the checkpoint" && return 1; }
     pod rm -f -t 0 program > /dev/null || return
@@ -355,7 +358,7 @@ for part in $parts; do
         leave-running) for rt in $runtimes; do run_case "leave-running-$rt" leave_running "$rt" 1; done ;;
         twice) for rt in $runtimes; do run_case "twice-$rt" twice "$rt" 1; done ;;
         torch) run_case torch torch ;;
-        loader | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
+        loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
         lane) lanes ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;

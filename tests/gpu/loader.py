@@ -1,6 +1,8 @@
 """Training fed by DataLoader workers through pinned memory: the same losses, bit for bit, with and without a checkpoint.
 
-loader.py STEPS: prints STEP LOSS_IN_HEX ok SECONDS for each step. Needs CUBLAS_WORKSPACE_CONFIG=:4096:8 and room in /dev/shm.
+loader.py STEPS [-early]: prints STEP LOSS_IN_HEX ok SECONDS for each step. The workers are forked when the model is on the GPU, as
+in most programs: they inherit the driver's descriptors. With `-early` they are forked before. On a CPU all is smaller. Needs
+CUBLAS_WORKSPACE_CONFIG=:4096:8 and room in /dev/shm.
 """
 
 import sys
@@ -8,6 +10,9 @@ import time
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+device = "cuda" if torch.cuda.device_count() else "cpu"  # which does not start CUDA
+batch, width = (1024, 2048) if device == "cuda" else (64, 256)
 
 
 class Numbers(Dataset):
@@ -18,22 +23,26 @@ class Numbers(Dataset):
 
     def __getitem__(self, n):
         source = torch.Generator().manual_seed(n)
-        return torch.randn(1024, 2048, generator=source)
+        return torch.randn(batch, width, generator=source)
 
 
 def main():
-    steps = int(sys.argv[1])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps, early = int(sys.argv[1]), "-early" in sys.argv
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(2048, 8192), torch.nn.GELU(), torch.nn.Linear(8192, 2048)
-    ).to(device)
+    # The loader's own pinning starts CUDA before the workers; so with `-early` the batches are pinned here.
+    pinned = device == "cuda" and not early
+    loader = DataLoader(
+        Numbers(), batch_size=None, num_workers=3, prefetch_factor=4, pin_memory=pinned, multiprocessing_context="fork"
+    )
+    batches = iter(loader) if early else loader
+    model = torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = DataLoader(Numbers(), batch_size=None, num_workers=3, pin_memory=device == "cuda", prefetch_factor=4)
-    print(f"# torch {torch.__version__}, {device}, 3 workers", flush=True)
-    for step, batch in zip(range(steps), loader):
-        x = batch.to(device, non_blocking=True)
+    print(f"# torch {torch.__version__}, {device}, 3 workers{', early' if early else ''}", flush=True)
+    for step, numbers in zip(range(steps), batches):
+        if early and device == "cuda":
+            numbers = numbers.pin_memory()
+        x = numbers.to(device, non_blocking=True)
         loss = torch.nn.functional.mse_loss(model(x), x)
         optimizer.zero_grad()
         loss.backward()

@@ -6,7 +6,7 @@
 # torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
-#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch loader serve two map lane (default: all that the machine can do)
+#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch loader loader-early serve two map lane (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
@@ -19,6 +19,8 @@
 #   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
 #   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
 #                       In the test bed: tests/testbed/testbed enter -- env GPU_TEST_SIM=1 GPU_TEST_OUT=/tmp/out /src/tests/gpu/run.sh
+#   GPU_TEST_TORCH      in a rehearsal: the folder of tests/torch/folder, shown in the bed under the name it has there, /opt/torch;
+#                       with it loader and serve are rehearsed on the CPU
 set -euo pipefail
 
 here=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
@@ -125,13 +127,22 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch loader serve two map lane}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch loader loader-early serve two map lane}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
-smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
+torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
 lane_size=$(printf %q "${GPU_TEST_LANE_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") lane_runs=$(printf %q "${GPU_TEST_LANE_RUNS:-3}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
+if [ -n "$sim" ] && [ -n "${GPU_TEST_TORCH:-}" ]; then
+    {
+        echo "python=/usr/bin/python3 torch_mounts=($(printf %q "$GPU_TEST_TORCH")) torch_env=()"
+        while read -r variable; do
+            variable=${variable/LD_LIBRARY_PATH=/LD_LIBRARY_PATH=/cusim:}
+            echo "torch_env+=(-e $(printf %q "$variable"))"
+        done < "$GPU_TEST_TORCH/environment"
+    } >> "$work/root/opt/work/machine.sh"
+fi
 
 # ---- into the root --------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """An inference server of about 1 B parameters with random weights behind HTTP, and a client that keeps asking it.
 
-serve.py REQUESTS tcp|unix [LAYERS]: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
+serve.py REQUESTS tcp|unix: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
 same seed must give the same answer, whenever it is asked; the runs with and without a checkpoint are compared line by line.
-`unix` serves over a Unix socket: CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer.
+`unix` serves over a Unix socket: CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer. On a CPU the model is small.
 """
 
 import hashlib
@@ -19,13 +19,15 @@ import time
 import torch
 
 requests, family = int(sys.argv[1]), sys.argv[2]
-layers = int(sys.argv[3]) if len(sys.argv) > 3 else 20
 device = "cuda" if torch.cuda.is_available() else "cpu"
-words, width = 32000, 2048
+words, width, layers = (32000, 2048, 14) if device == "cuda" else (1000, 128, 2)
 PATH = "/tmp/serve.sock"
 
 torch.manual_seed(0)
-torch.use_deterministic_algorithms(True)
+torch.use_deterministic_algorithms(True, warn_only=True)
+# Half precision, made where it is used.
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device(device)
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,16 +35,18 @@ try:
         vocab_size=words, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=16,
         attn_implementation="eager",
     )
-    model = LlamaForCausalLM(config).to(device).eval()
+    model = LlamaForCausalLM(config).eval()
     logits = lambda tokens: model(tokens, use_cache=False).logits[:, -1]
     kind = "transformers"
 except ImportError:
     block = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, dropout=0.0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(words, width), torch.nn.TransformerEncoder(block, layers), torch.nn.Linear(width, words)
-    ).to(device).eval()
+    ).eval()
     logits = lambda tokens: model(tokens)[:, -1]
     kind = "torch"
+torch.set_default_dtype(torch.float32)
+torch.set_default_device("cpu")
 
 
 @torch.inference_mode()
