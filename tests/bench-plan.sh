@@ -1,7 +1,7 @@
 #!/bin/bash
 # bench-plan.sh: how long the plan of a checkpoint takes, from the start of the wrapper until the low-level runtime is started,
-# for a container of 200 processes with 10 descriptors each. The container runs meanwhile. Runs in the test bed; `make bench`
-# starts it.
+# for a container of 200 processes with 10 descriptors each. The container runs meanwhile; beside it the dump, for most of which
+# it is frozen. Runs in the test bed; `make bench` starts it.
 set -euo pipefail
 . /src/tests/testbed/lib.sh
 low_level crun
@@ -22,13 +22,29 @@ pids() { crun ps bench-plan 2> /dev/null | grep -c '[0-9]' || true; }
 all() { [ "$(pids)" -ge 200 ]; }
 wait_for 30 all
 descriptors=$(for pid in $(crun ps bench-plan | grep '[0-9]'); do ls "/proc/$pid/fd"; done | wc -l)
-times=()
-for _ in 1 2 3 4 5; do
+median() { sort -n | sed -n 5p; }
+ms() { printf '%d.%01d ms' $(($1 / 1000)) $(($1 % 1000 / 100)); }
+micros() { # COMMAND...: how long it takes, the median of 9
+    local from _
+    for _ in {1..9}; do
+        from=${EPOCHREALTIME/./}
+        "$@" > /dev/null 2>&1
+        echo $((${EPOCHREALTIME/./} - from))
+    done | median
+}
+plans='' dumps=''
+for _ in {1..9}; do
     rm -rf /tmp/images
     cryopod-runtime checkpoint --leave-running --image-path /tmp/images bench-plan > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
-    times+=("$(jq .timings.plan_us /tmp/images/cryopod.json)")
+    plans+="$(jq .timings.plan_us /tmp/images/cryopod.json) "
+    dumps+="$(jq .timings.dump_us /tmp/images/cryopod.json) "
 done
+state=$(micros crun state bench-plan)
+version=$(micros criu --version)
 cryopod-runtime delete --force bench-plan
-median=$(printf '%s\n' "${times[@]}" | sort -n | sed -n 3p)
-printf '\nplan of a checkpoint, 200 processes, %s descriptors: %s.%03d ms (median of 5; before the freeze)\n' \
-    "$descriptors" $((median / 1000)) $((median % 1000))
+plan=$(printf '%s\n' $plans | median)
+dump=$(printf '%s\n' $dumps | median)
+printf '\na checkpoint of 200 processes with %s descriptors, medians of 9: plan %s, while the container runs; then the dump %s\n' \
+    "$descriptors" "$(ms "$plan")" "$(ms "$dump")"
+printf 'of the plan are questions to other programs: crun state %s, then criu --version %s beside the rest\n' \
+    "$(ms "$state")" "$(ms "$version")"

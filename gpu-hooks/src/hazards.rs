@@ -6,47 +6,19 @@
 //! opened, only looked at.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 
 use cryopod_archive::around::ForeignMount;
 
 use crate::host::Host;
 use crate::mountinfo;
 use crate::plan::Refusal;
+use crate::scan::{Fd, Process, Scan};
 use crate::spec::Spec;
 
-/// Descriptors and mapped files of one process that are kept.
-const MAX_PER_PROCESS: usize = 1 << 16;
-/// Lines of one process's maps that are looked at.
-const MAX_LINES: usize = 1 << 20;
 /// Reasons that are told in one refusal; there may be one for each of many processes.
 const MAX_TOLD: usize = 20;
-
-/// A descriptor: its number and where it leads.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Fd {
-    number: String,
-    target: String,
-}
-
-/// What is looked at of one process.
-#[derive(Debug, Clone, Default)]
-struct Process {
-    pid: i32,
-    comm: String,
-    fds: Vec<Fd>,
-    mapped: HashSet<String>,
-    tracer: i32,
-    mount_namespace: Option<PathBuf>,
-}
-
-/// The container's processes, looked at once.
-#[derive(Debug, Clone, Default)]
-pub struct Scan {
-    processes: Vec<Process>,
-}
 
 /// A TCP connection of the container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,13 +106,6 @@ const UNDUMPABLE: [(&str, &str, &str); 14] = [
 ];
 
 impl Scan {
-    /// Looks at the processes `pids`.
-    pub fn of(host: &Host, pids: &[i32]) -> Self {
-        Self {
-            processes: pids.iter().map(|pid| Process::read(host, *pid)).collect(),
-        }
-    }
-
     /// Everything that stands in the way, a line each.
     pub fn refusals(&self, host: &Host, spec: &Spec) -> Vec<Refusal> {
         let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
@@ -213,6 +178,10 @@ impl Scan {
         kernel: &[u32],
     ) -> Option<Refusal> {
         if criu.is_empty() || criu >= [4, 2].as_slice() || kernel < [6, 16].as_slice() {
+            return None;
+        }
+        // The kernel's tables are long to read.
+        if !self.processes.iter().any(Process::has_socket) {
             return None;
         }
         let mut inodes = HashSet::new();
@@ -320,37 +289,9 @@ fn end(text: &str) -> (String, bool) {
 }
 
 impl Process {
-    fn read(host: &Host, pid: i32) -> Self {
-        let folder = host.path(format!("/proc/{pid}/fd"));
-        let mut fds = Vec::new();
-        for entry in fs::read_dir(&folder)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .take(MAX_PER_PROCESS)
-        {
-            let (Ok(number), Ok(target)) =
-                (entry.file_name().into_string(), fs::read_link(entry.path()))
-            else {
-                continue;
-            };
-            let target = target.to_string_lossy().into_owned();
-            fds.push(Fd { number, target });
-        }
-        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
-        let tracer = status
-            .lines()
-            .find_map(|l| l.strip_prefix("TracerPid:"))
-            .and_then(|t| t.trim().parse().ok())
-            .unwrap_or(0);
-        Self {
-            pid,
-            comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
-            fds,
-            mapped: mapped(host, pid),
-            tracer,
-            mount_namespace: fs::read_link(host.path(format!("/proc/{pid}/ns/mnt"))).ok(),
-        }
+    fn has_socket(&self) -> bool {
+        let mut targets = self.fds.iter().map(|f| &f.target);
+        targets.any(|t| t.starts_with("socket:["))
     }
 
     /// What CRIU cannot dump, each kind once.
@@ -376,22 +317,15 @@ impl Process {
             return Vec::new();
         };
         let mut found = Vec::new();
-        for fd in self.fds.iter().filter(|f| in_a_file_system(&f.target)) {
+        // A device or pipe from outside is another matter, and CRIU's.
+        for (fd, id) in self.fds.iter().filter_map(|f| Some((f, f.mount?))) {
             let mounts = known.entry(namespace.clone()).or_insert_with(|| {
                 let mounts = mountinfo::of(host, &self.pid.to_string());
                 mounts.into_iter().map(|m| m.id).collect()
             });
-            let info = host
-                .text(format!("/proc/{}/fdinfo/{}", self.pid, fd.number))
-                .unwrap_or_default();
-            let id = info
-                .lines()
-                .find_map(|l| l.strip_prefix("mnt_id:"))
-                .and_then(|id| id.trim().parse::<u64>().ok());
-            let Some(id) = id.filter(|id| !mounts.is_empty() && !mounts.contains(id)) else {
+            if mounts.is_empty() || mounts.contains(&id) {
                 continue;
-            };
-            // A device or pipe from outside is another matter, and CRIU's.
+            }
             let kind = fs::metadata(host.path(format!("/proc/{}/fd/{}", self.pid, fd.number)));
             if kind.is_ok_and(|m| m.is_file() || m.is_dir()) {
                 tracing::debug!("descriptor {} of {}: mount {id}", fd.number, self.pid);
@@ -400,47 +334,6 @@ impl Process {
         }
         found
     }
-}
-
-/// Files without a mount of their own (memfd, System V shared memory, DMA buffers) have names like paths, too.
-fn in_a_file_system(target: &str) -> bool {
-    const NOT: [&str; 6] = [
-        "/memfd:",
-        "/dmabuf:",
-        "/SYSV",
-        "/anon_hugepage",
-        "/dev/zero (deleted)",
-        "/[",
-    ];
-    target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
-}
-
-/// The files that a process has mapped, each once.
-fn mapped(host: &Host, pid: i32) -> HashSet<String> {
-    let mut files = HashSet::new();
-    let Ok(file) = File::open(host.path(Path::new(&format!("/proc/{pid}/maps")))) else {
-        return files;
-    };
-    let mut reader = BufReader::with_capacity(64 << 10, file);
-    let mut line = Vec::new();
-    for _ in 0..MAX_LINES {
-        line.clear();
-        if !matches!(reader.read_until(b'\n', &mut line), Ok(n) if n > 0) {
-            break;
-        }
-        let Ok(text) = std::str::from_utf8(&line) else {
-            continue;
-        };
-        // "start-end perms offset dev inode   name": the name is the sixth field, and may have blanks.
-        let name = text.trim_end().splitn(6, ' ').nth(5).map(str::trim_start);
-        if let Some(name) = name.filter(|n| n.starts_with('/') || n.starts_with("anon_inode:"))
-            && !files.contains(name)
-            && files.len() < MAX_PER_PROCESS
-        {
-            files.insert(name.to_owned());
-        }
-    }
-    files
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 use super::*;
 use serde_json::json;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 
 const MOUNTS: &str =
     "50 49 0:48 / / rw - overlay overlay rw\n51 50 0:58 / /proc rw - proc proc rw\n";

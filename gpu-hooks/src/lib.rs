@@ -6,6 +6,7 @@
 //! - [`spec`]: the container's OCI spec, and the GPU device nodes that it names.
 //! - [`nodes`]: what a device path is, by the vendors' naming.
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
+//! - [`scan`]: its processes, looked at once.
 //! - [`hazards`], [`mounts`]: what stands in the way of a checkpoint beside GPUs, and mounts that no spec names.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
@@ -30,6 +31,7 @@ pub mod nvidia;
 pub mod nvidia_compat;
 pub mod plan;
 pub mod remap;
+pub mod scan;
 pub mod spec;
 pub mod switches;
 pub mod tools;

@@ -6,7 +6,6 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -16,6 +15,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
 use crate::host::{Host, split_rdev};
 use crate::nodes;
+use crate::scan::Scan;
 
 /// Folders of a container's `/dev` that hold GPU nodes.
 const FOLDERS: [&str; 4] = [
@@ -135,62 +135,30 @@ pub fn start_time(host: &Host, pid: i32) -> Option<u64> {
         .ok()
 }
 
-/// The processes of `pids` that have a GPU driver open or mapped. `nodes` are the container's GPU nodes: an
-/// open file counts by its device number, under whatever name.
-pub fn users(host: &Host, pids: &[i32], nodes: &[DeviceNode]) -> Vec<GpuProcess> {
-    pids.iter()
-        .filter_map(|&pid| {
-            let mut vendors = BTreeSet::new();
-            open_files(host, pid, nodes, &mut vendors);
-            mapped_files(host, pid, &mut vendors);
-            if vendors.is_empty() {
-                return None;
-            }
-            Some(GpuProcess {
-                pid,
-                ns_pid: ns_pid(host, pid).unwrap_or(pid),
-                comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
-                vendors: vendors.into_iter().collect(),
-                gpu_memory: Vec::new(),
-            })
+/// The processes that have a GPU driver open or mapped. `nodes` are the container's GPU nodes: an open file counts by its
+/// device number, under whatever name.
+pub fn users(scan: &Scan, nodes: &[DeviceNode]) -> Vec<GpuProcess> {
+    let users = scan.processes.iter().filter_map(|process| {
+        let names = process.fds.iter().map(|fd| fd.target.as_str());
+        let names = names.chain(process.mapped.iter().map(String::as_str));
+        let mut vendors: BTreeSet<Vendor> = names
+            .filter(|name| name.starts_with('/'))
+            .filter_map(|name| vendor_of_file(Path::new(name)))
+            .collect();
+        let devices = process.fds.iter().filter_map(|fd| fd.device);
+        for device in devices.filter(|(major, _)| *major != MEM_MAJOR) {
+            let same = nodes.iter().filter(|n| (n.major, n.minor) == device);
+            vendors.extend(same.map(|n| n.vendor));
+        }
+        (!vendors.is_empty()).then(|| GpuProcess {
+            pid: process.pid,
+            ns_pid: process.ns_pid,
+            comm: process.comm.clone(),
+            vendors: vendors.into_iter().collect(),
+            gpu_memory: Vec::new(),
         })
-        .collect()
-}
-
-fn open_files(host: &Host, pid: i32, nodes: &[DeviceNode], vendors: &mut BTreeSet<Vendor>) {
-    let dir = format!("/proc/{pid}/fd");
-    for fd in host.names(&dir) {
-        let path = host.path(format!("{dir}/{fd}"));
-        let by_name = fs::read_link(&path).ok().and_then(|t| vendor_of_file(&t));
-        vendors.extend(by_name);
-        // stat through the link reaches the open file itself, and opens nothing.
-        if let Ok(meta) = fs::metadata(&path)
-            && meta.file_type().is_char_device()
-        {
-            let device = split_rdev(meta.rdev());
-            vendors.extend(
-                nodes
-                    .iter()
-                    .filter(|n| n.major != MEM_MAJOR && (n.major, n.minor) == device)
-                    .map(|n| n.vendor),
-            );
-        }
-    }
-}
-
-fn mapped_files(host: &Host, pid: i32, vendors: &mut BTreeSet<Vendor>) {
-    let Ok(file) = File::open(host.path(format!("/proc/{pid}/maps"))) else {
-        return;
-    };
-    for line in BufReader::new(file).split(b'\n').map_while(Result::ok) {
-        let Ok(line) = std::str::from_utf8(&line) else {
-            continue;
-        };
-        // "start-end perms offset dev inode   path": the path is the first thing with a slash.
-        if let Some(path) = line.find(" /").and_then(|i| line.get(i + 1..)) {
-            vendors.extend(vendor_of_file(Path::new(path)));
-        }
-    }
+    });
+    users.collect()
 }
 
 /// Whose driver an open or mapped file belongs to. NVIDIA's user library counts too: a process that another
@@ -204,13 +172,6 @@ fn vendor_of_file(path: &Path) -> Option<Vendor> {
     }
     let name = text.rsplit('/').next()?;
     name.starts_with("libcuda.so").then_some(Vendor::Nvidia)
-}
-
-/// The pid of a process inside its own pid namespace.
-pub fn ns_pid(host: &Host, pid: i32) -> Option<i32> {
-    let text = host.text(format!("/proc/{pid}/status")).ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("NSpid:"))?;
-    line.split_whitespace().last()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -279,7 +240,7 @@ mod tests {
         )
         .unwrap();
         let host = Host::at(dir.path());
-        let found = users(&host, &[100, 101, 102, 103, 104, 105, 999], &[]);
+        let found = users(&Scan::of(&host, &[100, 101, 102, 103, 104, 105, 999]), &[]);
         let short: Vec<_> = found
             .iter()
             .map(|p| (p.pid, p.ns_pid, p.vendors.as_slice()))
@@ -314,11 +275,12 @@ mod tests {
             allowed: true,
             gpu: None,
         };
-        assert_eq!(users(&host, &[me], std::slice::from_ref(&node)).len(), 1);
+        let scan = Scan::of(&host, &[me]);
+        assert_eq!(users(&scan, std::slice::from_ref(&node)).len(), 1);
         (node.major, node.minor) = (1, 3);
-        assert_eq!(users(&host, &[me], std::slice::from_ref(&node)).len(), 0);
+        assert_eq!(users(&scan, std::slice::from_ref(&node)).len(), 0);
         (node.major, node.minor) = (5, 77);
-        assert_eq!(users(&host, &[me], &[node]).len(), 0);
+        assert_eq!(users(&scan, &[node]).len(), 0);
         assert!(tree(&host, me).contains(&me));
     }
 

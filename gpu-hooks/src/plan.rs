@@ -10,6 +10,7 @@ use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, GpuProcess, Vendor};
 
 use crate::cuda::preflight;
 use crate::host::Host;
+use crate::scan::Scan;
 use crate::spec::Spec;
 use crate::{amd, live, nodes, nvidia};
 
@@ -92,6 +93,8 @@ pub struct CheckpointPlan {
     pub plugins: Vec<PathBuf>,
     /// All processes of the container, host pids, the first process first.
     pub pids: Vec<i32>,
+    /// Memory of the processes' own, in bytes: about what CRIU writes.
+    pub memory_bytes: u64,
 }
 
 impl CheckpointPlan {
@@ -118,7 +121,8 @@ pub fn container_nodes(host: &Host, spec: &Spec, init: i32) -> Vec<DeviceNode> {
     nodes
 }
 
-/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`.
+/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`. `scan`: its processes; empty
+/// if `init` is gone.
 ///
 /// # Errors
 /// [`PlanError`]: the container is gone, or what it does cannot be checkpointed.
@@ -126,13 +130,14 @@ pub fn checkpoint(
     host: &Host,
     nodes: Vec<DeviceNode>,
     init: i32,
+    scan: &Scan,
     plugins: &Plugins,
 ) -> Result<CheckpointPlan, PlanError> {
-    let pids = live::tree(host, init);
+    let pids = scan.pids();
     if pids.is_empty() {
         return Err(PlanError::Gone(init));
     }
-    let processes = live::users(host, &pids, &nodes);
+    let processes = live::users(scan, &nodes);
     let mut refusals = Vec::new();
     let mut needed = Vec::new();
     for vendor in [Vendor::Nvidia, Vendor::Amd] {
@@ -185,6 +190,7 @@ pub fn checkpoint(
         gpu,
         plugins: needed,
         pids,
+        memory_bytes: scan.memory_bytes(),
     })
 }
 
@@ -290,6 +296,16 @@ mod tests {
         .unwrap();
         let host = Host::at(dir.path());
         (dir, host)
+    }
+
+    fn checkpoint(
+        host: &Host,
+        nodes: Vec<DeviceNode>,
+        init: i32,
+        plugins: &Plugins,
+    ) -> Result<CheckpointPlan, PlanError> {
+        let scan = Scan::of(host, &live::tree(host, init));
+        super::checkpoint(host, nodes, init, &scan, plugins)
     }
 
     #[test]

@@ -10,12 +10,12 @@ use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::around::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::seal::Seal;
-use cryopod_gpu_hooks::hazards::Scan;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mounts::{self, Provided, Provider};
+use cryopod_gpu_hooks::nvidia;
 use cryopod_gpu_hooks::plan::{PlanError, Refusal};
+use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
-use cryopod_gpu_hooks::{live, nvidia};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
@@ -52,7 +52,7 @@ fn options(ctx: &Context, spec: &Spec) -> Result<Options, Error> {
     Ok(Options::of(&ctx.config.criu.options, spec, &files)?)
 }
 
-/// Looks at the container whose first process is `init`. The refusals are to be told with those of the GPUs.
+/// Looks at the container whose first process is `init`, and whose processes are in `scan`. The refusals are to be told with those of the GPUs.
 ///
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
@@ -62,10 +62,10 @@ pub fn checkpoint(
     host: &Host,
     spec: &Spec,
     init: i32,
+    scan: &Scan,
     criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
-    let scan = Scan::of(host, &live::tree(host, init));
     let mut refusals = scan.refusals(host, spec);
     // runc carries no network namespace; one with a path is the engine's, and there again at the restore.
     let lost = ctx.low.kind == Kind::Runc && own_network(spec);
@@ -101,6 +101,7 @@ pub fn checkpoint(
         extra: Extra {
             lines: lines.collect(),
             options,
+            ..Extra::default()
         },
         mounts: found,
     };
@@ -192,7 +193,11 @@ pub fn restore(
         })
         .collect();
     Ok(Provision {
-        extra: Extra { options, lines },
+        extra: Extra {
+            options,
+            lines,
+            ..Extra::default()
+        },
         labels: lsm::flags(&seal.lsm, &labels(spec), &inv.flags),
         provided,
         own: seal.mounts.own.clone(),

@@ -16,6 +16,7 @@ use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
 use cryopod_gpu_hooks::plan::{self, CheckpointPlan, PlanError, Refusal};
 use cryopod_gpu_hooks::remap;
+use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 use serde_json::Value;
@@ -53,11 +54,23 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if nodes.is_empty() {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
-    let criu = facts::criu(&tools, ctx.config.limits.tool()).ok_or_else(crate::setup::no_criu)?;
+    // Programs are asked while the processes are looked at.
+    let limit = ctx.config.limits.tool();
+    let (criu, low_version, scan) = std::thread::scope(|scope| {
+        let criu = scope.spawn(|| facts::criu(&tools, limit));
+        let low = scope.spawn(|| facts::version_line(&tools, &ctx.low.path, limit));
+        let scan = Scan::of(&host, &live::tree(&host, state.init));
+        (
+            criu.join().unwrap_or_default(),
+            low.join().unwrap_or_default(),
+            scan,
+        )
+    });
+    let criu = criu.ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &criu)?;
-    let plan = plan::checkpoint(&host, nodes, state.init, &plugins);
+    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
+    let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins);
     let plan = with_hazards(plan, hazards)?;
     let job = Job {
         ctx,
@@ -74,6 +87,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         tools: &tools,
         criu: &criu,
+        low_version: low_version.as_deref(),
     };
     job.run(&setup)
 }
@@ -156,7 +170,7 @@ impl Job<'_> {
         let watch = Watch {
             kind: child::Kind::Checkpoint,
             gate: &ready.gate,
-            limit: Duration::from_secs(self.ctx.config.limits.checkpoint_s),
+            limit: ready.limit,
             abort_limit: Duration::from_secs(self.ctx.config.limits.abort_s),
             abort_file: op.file(crate::setup::ABORT_FILE),
             images: Some(images.path.clone()),

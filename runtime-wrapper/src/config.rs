@@ -170,6 +170,9 @@ pub struct Limits {
     pub agent_s: u64,
     /// How long an interrupted checkpoint may take to give up by itself.
     pub abort_s: u64,
+    /// What a disk takes or gives at the least, in MiB a second: a checkpoint or restore of much data may take longer than
+    /// `checkpoint_s` or `restore_s`, as long as the data would at this rate.
+    pub slowest_mib_s: u64,
 }
 
 impl Default for Limits {
@@ -180,6 +183,7 @@ impl Default for Limits {
             tool_s: 30,
             agent_s: 60,
             abort_s: 120,
+            slowest_mib_s: 50,
         }
     }
 }
@@ -188,6 +192,20 @@ impl Limits {
     /// One question to another program.
     pub fn tool(&self) -> Duration {
         Duration::from_secs(self.tool_s)
+    }
+
+    /// A whole checkpoint of this many bytes.
+    pub fn checkpoint(&self, bytes: u64) -> Duration {
+        self.at_least(self.checkpoint_s, bytes)
+    }
+
+    /// A whole restore of this many bytes.
+    pub fn restore(&self, bytes: u64) -> Duration {
+        self.at_least(self.restore_s, bytes)
+    }
+
+    fn at_least(&self, seconds: u64, bytes: u64) -> Duration {
+        Duration::from_secs(seconds.max((bytes >> 20) / self.slowest_mib_s.max(1)))
     }
 }
 
@@ -244,6 +262,13 @@ impl Config {
                 )));
             }
         }
+        if !(1..=1 << 20).contains(&l.slowest_mib_s) {
+            return Err(invalid(format!(
+                "limits.slowest_mib_s = {} is not within 1 and {}",
+                l.slowest_mib_s,
+                1 << 20
+            )));
+        }
         if let Some(path) = config.mounts.allow.iter().find(|p| !p.is_absolute()) {
             return Err(invalid(format!(
                 "mounts.allow: {} is no absolute path",
@@ -298,10 +323,27 @@ mod tests {
     }
 
     #[test]
+    fn limits_grow_with_the_data() {
+        let limits = parse("[limits]\ncheckpoint_s = 60\nslowest_mib_s = 100\n")
+            .unwrap()
+            .limits;
+        for (bytes, seconds) in [
+            (0, 60),
+            (6000 << 20, 60),
+            (6100 << 20, 61),
+            (1 << 40, 10485),
+        ] {
+            assert_eq!(limits.checkpoint(bytes), Duration::from_secs(seconds));
+        }
+        assert_eq!(limits.restore(1 << 30), Duration::from_secs(3600));
+    }
+
+    #[test]
     fn mistakes_name_file_and_key() {
         for (text, needle) in [
             ("[runtime]\nlow_levle = \"runc\"", "low_levle"),
             ("[limits]\ntool_s = 0", "limits.tool_s = 0"),
+            ("[limits]\nslowest_mib_s = 0", "limits.slowest_mib_s = 0"),
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
             ("[gpu]\nmap = \"0\"", "gpu.map"),

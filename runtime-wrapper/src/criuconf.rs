@@ -52,6 +52,8 @@ pub struct Extra {
     pub options: Options,
     /// Further lines: mounts that are external.
     pub lines: Vec<String>,
+    /// How long CRIU may take, in seconds; 0: as `limits.checkpoint_s`.
+    pub limit_s: u64,
 }
 
 /// A user's configuration: text without `libdir`, and the folders that `libdir` named.
@@ -168,7 +170,8 @@ pub fn merge(
     }
     text.push_str("# cryopod's own:\n");
     // CRIU's alarm of 10 seconds for stopping the processes would cut off the driver's lock.
-    let _ = writeln!(text, "timeout {}", config.limits.checkpoint_s);
+    let limit = extra.limit_s.max(config.limits.checkpoint_s);
+    let _ = writeln!(text, "timeout {limit}");
     for line in extra.options.lines().iter().chain(&extra.lines) {
         let _ = writeln!(text, "{line}");
     }

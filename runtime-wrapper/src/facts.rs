@@ -110,6 +110,20 @@ pub fn full_disk(dir: &Path) -> Option<String> {
     })
 }
 
+/// How much the files of an image folder hold, in bytes; those in folders in it count too.
+pub fn folder_bytes(dir: &Path) -> u64 {
+    let bytes_of = |dir: &Path, below: &dyn Fn(&Path) -> u64| {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let sizes = entries.filter_map(|e| match e.metadata() {
+            Ok(meta) if meta.is_dir() => Some(below(&e.path())),
+            Ok(meta) if meta.is_file() => Some(meta.len()),
+            _ => None,
+        });
+        sizes.sum()
+    };
+    bytes_of(dir, &|folder| bytes_of(folder, &|_| 0))
+}
+
 /// Why an operation failed: the interruption, or else what is known besides and CRIU's first error.
 pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, criu_log: &Path) -> String {
     if let Some(interruption) = &ended.interrupted {
@@ -152,6 +166,17 @@ mod tests {
             "Error (criu/files.c:2): Can't lookup mount=46 for fd=1"
         );
         assert_eq!(first_criu_error(&dir.path().join("none")), None);
+    }
+
+    #[test]
+    fn what_a_folder_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("pages-1.img"), [0; 100]).unwrap();
+        std::fs::create_dir(dir.path().join("lane")).unwrap();
+        std::fs::write(dir.path().join("lane/0"), [0; 11]).unwrap();
+        std::os::unix::fs::symlink("/", dir.path().join("link")).unwrap();
+        assert_eq!(folder_bytes(dir.path()), 111);
+        assert_eq!(folder_bytes(&dir.path().join("none")), 0);
     }
 
     #[test]

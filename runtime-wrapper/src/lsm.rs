@@ -46,6 +46,42 @@ fn active(host: &Host) -> Vec<&'static str> {
     found
 }
 
+/// What a checkpoint's labels need and this host does not have: CRIU restores the processes under the recorded profile, or
+/// under the new spec's where that names another.
+pub fn warnings(host: &Host, recorded: &LsmFacts, now: &LsmFacts) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let modules = active(host);
+    let mut warn = |what: String| warnings.push(what);
+    // crun and runc name it to the kernel with "unconfined" for none.
+    let confined = |name: &&String| name.as_str() != "unconfined";
+    let profile = recorded.apparmor.as_ref().and(now.apparmor.as_ref());
+    if let Some(name) = profile.or(recorded.apparmor.as_ref()).filter(confined) {
+        let loaded = host.text("/sys/kernel/security/apparmor/profiles");
+        // A line each, `NAME (enforce)`.
+        let has = |text: &String| {
+            let mut lines = text.lines();
+            lines.any(|l| l.rsplit_once(" (").is_some_and(|(n, _)| n == name))
+        };
+        if !modules.contains(&"AppArmor") {
+            warn(format!(
+                "the container ran under the AppArmor profile {name}, and this host has no AppArmor: nothing confines the restored one"
+            ));
+        } else if loaded.as_ref().is_ok_and(|text| !has(text)) {
+            warn(format!(
+                "the container's AppArmor profile {name} is not loaded on this host, and the restore will fail on it; load it (apparmor_parser -r), or start the container with another (podman: --security-opt apparmor=NAME)"
+            ));
+        }
+    }
+    if let Some(label) = &recorded.selinux
+        && !host.is_dir("/sys/fs/selinux")
+    {
+        warn(format!(
+            "the container ran under the SELinux label {label}, and this host has no SELinux: nothing confines the restored one"
+        ));
+    }
+    warnings
+}
+
 /// A sentence, if CRIU failed for want of a permission while a security module is at work: root lacks none otherwise.
 pub fn denial(host: &Host, log: &Path, labels: &LsmFacts) -> Option<String> {
     use std::io::Read;
@@ -96,6 +132,36 @@ mod tests {
             flags(&labels("a"), &labels("b"), &none),
             ["--lsm-profile", "apparmor:b"]
         );
+    }
+
+    #[test]
+    fn profiles_that_a_host_lacks() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let none = LsmFacts::default();
+        let told = |recorded: &LsmFacts, now: &LsmFacts| warnings(&host, recorded, now).join("; ");
+        assert_eq!(told(&none, &none), "");
+        assert_eq!(told(&labels("unconfined"), &none), "");
+        assert!(told(&labels("a"), &none).contains("profile a, and this host has no AppArmor"));
+        let parameters = dir.path().join("sys/module/apparmor/parameters");
+        fs::create_dir_all(&parameters).unwrap();
+        fs::write(parameters.join("enabled"), "Y\n").unwrap();
+        assert_eq!(told(&labels("a"), &none), "", "the list cannot be read");
+        let list = dir.path().join("sys/kernel/security/apparmor");
+        fs::create_dir_all(&list).unwrap();
+        fs::write(
+            list.join("profiles"),
+            "containers default (enforce)\nb (complain)\n",
+        )
+        .unwrap();
+        assert_eq!(told(&labels("containers default"), &none), "");
+        assert!(told(&labels("a"), &none).contains("profile a is not loaded on this host"));
+        assert_eq!(told(&labels("a"), &labels("b")), "", "the new one counts");
+        let selinux = LsmFacts {
+            selinux: Some("u:r:t".into()),
+            ..LsmFacts::default()
+        };
+        assert!(told(&selinux, &none).contains("label u:r:t, and this host has no SELinux"));
     }
 
     #[test]

@@ -73,14 +73,21 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let chosen = answer.settled()?;
     // 3. Nothing stands in the way.
     let Means { plugins, agent, .. } = means;
+    let low_version = facts::version_line(&tools, &ctx.low.path, ctx.config.limits.tool());
+    for warning in lsm::warnings(&host, &seal.lsm, &around::labels(&spec)) {
+        tracing::warn!("{warning}");
+    }
     let setup = Setup {
         ctx,
         inv,
         spec: &spec,
         tools: &tools,
         criu: &criu.ok_or_else(setup::no_criu)?,
+        low_version: low_version.as_deref(),
     };
-    let provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
+    let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
+    let data = facts::folder_bytes(&folder);
+    provision.extra.limit_s = ctx.config.limits.restore(data).as_secs();
     // 4. The images, with the archived /dev as it must be here.
     let overlay = images::overlay(&op, &folder, &chosen.remap)?;
     let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;
@@ -102,7 +109,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             detach: inv.flags.has("detach"),
         },
         gate: &ready.gate,
-        limit: Duration::from_secs(ctx.config.limits.restore_s),
+        limit: ready.limit,
         abort_limit: Duration::from_secs(ctx.config.limits.abort_s),
         abort_file: op.file(setup::ABORT_FILE),
         images: None,

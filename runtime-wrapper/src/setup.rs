@@ -2,12 +2,14 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use cryopod_archive::seal::Vendor;
 use cryopod_gpu_hooks::cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
 use cryopod_gpu_hooks::cuda::lane::LaneConfig;
 use cryopod_gpu_hooks::cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_gpu_hooks::nvidia_compat;
 use cryopod_gpu_hooks::plan::CheckpointPlan;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
@@ -55,6 +57,33 @@ pub struct Setup<'a> {
     pub tools: &'a dyn Tools,
     /// CRIU.
     pub criu: &'a Criu,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<&'a str>,
+}
+
+/// About how much a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver tells it,
+/// or where it does not all of the GPUs'.
+fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
+    let mut gpus = plan.gpu.gpus.clone();
+    let ready = agent.map(|a| &a.ready);
+    nvidia_compat::enrich(&mut gpus, ready.map_or(&[], |r| &r.gpus));
+    let told = ready.map_or(0, |r| {
+        let own = r.users.iter().filter(|u| plan.pids.contains(&u.pid));
+        own.map(|u| u.bytes).sum()
+    });
+    let vendors = [Vendor::Nvidia, Vendor::Amd].into_iter();
+    let gpu_memory = vendors.map(|vendor| {
+        let whole = || {
+            let of = gpus.iter().filter(|g| g.vendor == vendor);
+            of.filter_map(|g| g.memory_bytes).sum()
+        };
+        match vendor {
+            _ if plan.users_of(vendor).is_empty() => 0,
+            Vendor::Nvidia if told > 0 => told,
+            _ => whole(),
+        }
+    });
+    plan.memory_bytes.saturating_add(gpu_memory.sum())
 }
 
 /// Everything that stands ready for the low-level runtime to be started.
@@ -68,6 +97,8 @@ pub struct Ready {
     pub agent: Option<Agent>,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
+    /// How long the whole operation may take.
+    pub limit: Duration,
 }
 
 impl Setup<'_> {
@@ -100,7 +131,16 @@ impl Setup<'_> {
             Some(_) if !pre_dump => Some(self.agent(op, &plan.plugins)?),
             _ => None,
         };
-        self.ready(op, &plan.plugins, nvidia, agent, extra)
+        let limit = self
+            .ctx
+            .config
+            .limits
+            .checkpoint(data(plan, agent.as_ref()));
+        let extra = Extra {
+            limit_s: limit.as_secs(),
+            ..extra.clone()
+        };
+        self.ready(op, &plan.plugins, nvidia, agent, &extra)
     }
 
     /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the images
@@ -142,8 +182,7 @@ impl Setup<'_> {
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let config = &self.ctx.config;
-        let low_version = facts::version_line(self.tools, &self.ctx.low.path, config.limits.tool());
-        let reader = self.reader(low_version.as_deref(), self.inv.verb == Verb::Restore);
+        let reader = self.reader(self.low_version, self.inv.verb == Verb::Restore);
         let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
             .filter(|v| !v.is_empty())
             .map(PathBuf::from);
@@ -163,7 +202,8 @@ impl Setup<'_> {
                 ("CRIU_CONFIG_FILE", op.file(CRIU_CONF).into()),
             ],
             agent,
-            low_version,
+            low_version: self.low_version.map(str::to_owned),
+            limit: Duration::from_secs(extra.limit_s),
         })
     }
 

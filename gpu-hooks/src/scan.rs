@@ -1,0 +1,235 @@
+//! The container's processes, looked at once: what each has open and mapped, who traces it, how much memory it has.
+//!
+//! A checkpoint's plan reads `/proc` for every process, while it may have hundreds with thousands of descriptors: so all
+//! that the plan asks of a process is read together, by several threads. The container is not trusted: its files are
+//! never opened, only looked at.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::num::NonZero;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use crate::host::{Host, split_rdev};
+
+/// Descriptors and mapped files of one process that are kept.
+const MAX_PER_PROCESS: usize = 1 << 16;
+/// Lines of one process's maps that are looked at.
+const MAX_LINES: usize = 1 << 20;
+/// Threads that read; more would wait for the same locks of the kernel.
+const MAX_THREADS: usize = 8;
+/// Processes for which one more thread is worth its while.
+const PER_THREAD: usize = 16;
+
+/// A descriptor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Fd {
+    pub number: String,
+    /// Where it leads.
+    pub target: String,
+    /// The device number, if that is a character device in a file system.
+    pub device: Option<(u64, u64)>,
+    /// The mount, if it is something else in a file system.
+    pub mount: Option<u64>,
+}
+
+/// What is looked at of one process.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Process {
+    pub pid: i32,
+    pub ns_pid: i32,
+    pub comm: String,
+    pub fds: Vec<Fd>,
+    pub mapped: HashSet<String>,
+    pub tracer: i32,
+    /// Memory of its own: what CRIU writes.
+    pub memory_bytes: u64,
+    pub mount_namespace: Option<PathBuf>,
+}
+
+/// The container's processes.
+#[derive(Debug, Clone, Default)]
+pub struct Scan {
+    pub(crate) processes: Vec<Process>,
+}
+
+impl Scan {
+    /// Looks at the processes `pids`.
+    pub fn of(host: &Host, pids: &[i32]) -> Self {
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = pids.len().div_ceil(PER_THREAD).min(cores).min(MAX_THREADS);
+        let part = pids.len().div_ceil(threads.max(1)).max(1);
+        let look = |pids: &[i32]| -> Vec<Process> {
+            pids.iter().map(|pid| Process::read(host, *pid)).collect()
+        };
+        let mut parts = pids.chunks(part);
+        let first = parts.next().unwrap_or_default();
+        let processes = thread::scope(|scope| {
+            let others: Vec<_> = parts
+                .map(|part| (part, scope.spawn(|| look(part))))
+                .collect();
+            let mut all = look(first);
+            for (part, other) in others {
+                all.extend(other.join().unwrap_or_else(|_| look(part)));
+            }
+            all
+        });
+        Self { processes }
+    }
+
+    /// Host pids, in the order given.
+    pub fn pids(&self) -> Vec<i32> {
+        self.processes.iter().map(|p| p.pid).collect()
+    }
+
+    /// Memory of the processes' own, swapped or not, in bytes: about what CRIU writes. What several share is counted for
+    /// each.
+    pub fn memory_bytes(&self) -> u64 {
+        self.processes.iter().map(|p| p.memory_bytes).sum()
+    }
+}
+
+impl Process {
+    fn read(host: &Host, pid: i32) -> Self {
+        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+            Some(line.strip_prefix(':')?.trim())
+        };
+        let kib = |name: &str| {
+            let words = field(name).and_then(|v| v.split_whitespace().next());
+            words.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0)
+        };
+        let innermost = field("NSpid").and_then(|v| v.split_whitespace().last()?.parse().ok());
+        Self {
+            pid,
+            ns_pid: innermost.unwrap_or(pid),
+            // Without another file, as its name is there, too.
+            comm: field("Name")
+                .map(str::to_owned)
+                .or_else(|| host.line(format!("/proc/{pid}/comm")))
+                .unwrap_or_default(),
+            fds: descriptors(host, pid),
+            mapped: mapped(host, pid),
+            tracer: field("TracerPid").and_then(|t| t.parse().ok()).unwrap_or(0),
+            memory_bytes: ["RssAnon", "RssShmem", "VmSwap"]
+                .into_iter()
+                .map(kib)
+                .sum::<u64>()
+                .saturating_mul(1024),
+            mount_namespace: fs::read_link(host.path(format!("/proc/{pid}/ns/mnt"))).ok(),
+        }
+    }
+}
+
+fn descriptors(host: &Host, pid: i32) -> Vec<Fd> {
+    let entries = fs::read_dir(host.path(format!("/proc/{pid}/fd")));
+    let entries = entries.into_iter().flatten().flatten();
+    let fds = entries.take(MAX_PER_PROCESS).filter_map(|entry| {
+        let number = entry.file_name().into_string().ok()?;
+        let path = entry.path();
+        let target = fs::read_link(&path).ok()?.to_string_lossy().into_owned();
+        let mut fd = Fd {
+            number,
+            target,
+            device: None,
+            mount: None,
+        };
+        if in_a_file_system(&fd.target) {
+            fd.device = device(&path);
+            if fd.device.is_none() {
+                fd.mount = mount_of(host, pid, &fd.number);
+            }
+        }
+        Some(fd)
+    });
+    fds.collect()
+}
+
+/// Files without a mount of their own (memfd, System V shared memory, DMA buffers) have names like paths, too.
+fn in_a_file_system(target: &str) -> bool {
+    const NOT: [&str; 6] = [
+        "/memfd:",
+        "/dmabuf:",
+        "/SYSV",
+        "/anon_hugepage",
+        "/dev/zero (deleted)",
+        "/[",
+    ];
+    target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
+}
+
+/// The device number of a character device. stat through the link reaches the open file itself, and opens nothing.
+fn device(path: &Path) -> Option<(u64, u64)> {
+    let meta = fs::metadata(path).ok()?;
+    meta.file_type()
+        .is_char_device()
+        .then(|| split_rdev(meta.rdev()))
+}
+
+fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
+    let info = host.text(format!("/proc/{pid}/fdinfo/{number}")).ok()?;
+    let id = info.lines().find_map(|l| l.strip_prefix("mnt_id:"))?;
+    id.trim().parse().ok()
+}
+
+/// The files that a process has mapped, each once.
+fn mapped(host: &Host, pid: i32) -> HashSet<String> {
+    let mut files = HashSet::new();
+    let Ok(file) = File::open(host.path(format!("/proc/{pid}/maps"))) else {
+        return files;
+    };
+    let mut reader = BufReader::with_capacity(64 << 10, file);
+    let mut line = Vec::new();
+    for _ in 0..MAX_LINES {
+        line.clear();
+        if !matches!(reader.read_until(b'\n', &mut line), Ok(n) if n > 0) {
+            break;
+        }
+        let Ok(text) = std::str::from_utf8(&line) else {
+            continue;
+        };
+        // "start-end perms offset dev inode   name": the name is the sixth field, and may have blanks.
+        let name = text.trim_end().splitn(6, ' ').nth(5).map(str::trim_start);
+        if let Some(name) = name.filter(|n| n.starts_with('/') || n.starts_with("anon_inode:"))
+            && !files.contains(name)
+            && files.len() < MAX_PER_PROCESS
+        {
+            files.insert(name.to_owned());
+        }
+    }
+    files
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_processes_in_the_order_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let pids: Vec<i32> = (100..400).rev().collect();
+        for pid in &pids {
+            let of = dir.path().join(format!("proc/{pid}"));
+            fs::create_dir_all(of.join("fd")).unwrap();
+            std::os::unix::fs::symlink("/dev/null", of.join("fd/3")).unwrap();
+            let text = format!(
+                "Name:\tx\nNSpid:\t{pid}\t{}\nTracerPid:\t0\nRssAnon:\t 3 kB\nRssFile:\t 50 kB\nRssShmem:\t 1 kB\nVmSwap:\t 0 kB\n",
+                pid - 99
+            );
+            fs::write(of.join("status"), text).unwrap();
+        }
+        let scan = Scan::of(&Host::at(dir.path()), &pids);
+        assert_eq!(scan.pids(), pids);
+        assert_eq!(scan.memory_bytes(), 300 * 4096);
+        assert!(scan.processes.iter().all(|p| p.ns_pid == p.pid - 99));
+        assert!(
+            scan.processes
+                .iter()
+                .all(|p| p.fds.len() == 1 && p.fds[0].device == Some((1, 3)))
+        );
+        assert!(Scan::of(&Host::at(dir.path()), &[]).pids().is_empty());
+    }
+}
