@@ -1,8 +1,10 @@
 //! Containers as users have them: mounts made by hooks, hooks, io_uring and its like, real programs.
 
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use cryopod_tests::bed::{Bed, Cgroup};
+use cryopod_tests::bed::{self, Bed, Cgroup};
 
 fn out(low: &str, cgroup: Cgroup, script: &str) -> Option<String> {
     let bed = Bed::new(cgroup)?.limit(Duration::from_secs(400));
@@ -35,12 +37,12 @@ const HAZARDS: &str = include_str!("scripts/containers/hazards.sh");
 
 #[test]
 fn hazards_crun() {
-    run("crun", Cgroup::V2, HAZARDS, 9);
+    run("crun", Cgroup::V2, HAZARDS, 11);
 }
 
 #[test]
 fn hazards_runc() {
-    run("runc", Cgroup::V1, HAZARDS, 9);
+    run("runc", Cgroup::V1, HAZARDS, 11);
 }
 
 const PROGRAMS: &str = include_str!("scripts/containers/programs.sh");
@@ -61,6 +63,38 @@ fn programs_crun() {
 #[test]
 fn programs_runc() {
     programs("runc");
+}
+
+const TRAIN: &str = include_str!("scripts/containers/train.sh");
+
+/// PyTorch's folder, unpacked on the first call.
+fn torch() -> PathBuf {
+    let out = Command::new(bed::workspace().join("tests/torch/folder"))
+        .stderr(Stdio::inherit())
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "tests/torch/folder: {}", out.status);
+    PathBuf::from(String::from_utf8(out.stdout).unwrap().trim_end())
+}
+
+fn train(low: &str) {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let bed = bed.bind(&torch(), "/opt/torch");
+    let bed = bed.limit(Duration::from_secs(500));
+    let out = bed.sh(&format!("set -- {low}\n{TRAIN}")).ok();
+    assert_eq!(oks(&out), 1, "{out}");
+}
+
+#[test]
+fn train_crun() {
+    train("crun");
+}
+
+#[test]
+fn train_runc() {
+    train("runc");
 }
 
 const FAILED: &str = include_str!("scripts/containers/failed_restore.sh");

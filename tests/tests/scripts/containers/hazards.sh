@@ -8,9 +8,17 @@ mkdir -p /srv/app /dev/infiniband
 mknod -m 666 /dev/gdrdrv c 1 3 # in place of the real ones: the name counts
 mknod -m 666 /dev/infiniband/uverbs0 c 1 3
 cat > /srv/app/hold.py <<'PY'
-import ctypes, os, sys, threading, time
+import ctypes, mmap, os, subprocess, sys, threading, time
 kind = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
+
+def mapped(path, size, flags):
+    with open(path, "r+b", buffering=0) as file:
+        return mmap.mmap(file.fileno(), size, flags)
+
+def cuda(size):  # a process that has the driver's memory mapped; that of UVM if it is much
+    return mapped("/dev/nvidia-uvm", size, mmap.MAP_PRIVATE)
+
 if kind == "io_uring":
     params = ctypes.create_string_buffer(120)
     assert libc.syscall(425, 4, params) >= 0, os.strerror(ctypes.get_errno())
@@ -38,6 +46,28 @@ elif kind == "tcp":
     server = socket.create_server(("10.9.9.9", 7000))
     client = socket.create_connection(("10.9.9.9", 7000))
     peer = server.accept()
+elif kind == "uvm":
+    held = cuda(4 << 20)
+elif kind in ("mps", "mig"):  # which its environment tells
+    held = cuda(1 << 20)
+elif kind == "nccl":
+    held = cuda(1 << 20), mapped("/dev/shm/nccl-test", 1 << 20, mmap.MAP_SHARED)
+elif kind == "userfaultfd":
+    assert libc.syscall(323, 1) >= 0, os.strerror(ctypes.get_errno())
+elif kind in ("fuse", "vfio/vfio", "nvidia-fs0"):
+    held = open("/dev/" + kind)
+elif kind == "all":
+    os.makedirs("/tmp/mps")
+    open("/tmp/mps/control", "w").close()
+    with open("/dev/shm/nccl-test", "w") as file:
+        file.truncate(1 << 20)
+    variables = {"mps": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}, "mig": {"CUDA_VISIBLE_DEVICES": "MIG-1"}}
+    kinds = ["uvm", "mps", "mig", "nccl", "nccl", "userfaultfd", "fuse", "vfio/vfio", "nvidia-fs0"]
+    for one in kinds:
+        pipe = subprocess.Popen([sys.executable, sys.argv[0], one], env=os.environ | variables.get(one, {}), stdout=subprocess.PIPE).stdout
+        assert pipe.readline() == b"0\n", one
+        pipes = [*globals().get("pipes", []), pipe]
+    threading.Thread(target=lambda: [pipe.read(4096) for _ in iter(int, 1) for pipe in pipes], daemon=True).start()
 elif kind == "environment":
     print({k: v for k, v in os.environ.items() if k.startswith(("UV_", "NCCL_"))}, flush=True)
 n = 0
@@ -78,6 +108,32 @@ refused GDRCopy gdrdrv '/dev/gdrdrv' dev.cryopod.env.avoid=gdrcopy --device /dev
 refused RDMA rdma 'RDMA verbs' NCCL_IB_DISABLE=1 --device /dev/infiniband/uverbs0
 refused 'a seccomp supervisor' notify user-notify 'without that supervisor'
 refused 'a traced process' traced 'is traced by process' 'detach the debugger'
+
+# Many at once, with what the driver cannot checkpoint: all are told, each with its process and its remedy.
+rm /dev/nvidia-uvm && mknod -m 666 /dev/nvidia-uvm c 1 5
+mkdir -p /dev/vfio
+mknod -m 666 /dev/vfio/vfio c 1 3
+mknod -m 666 /dev/nvidia-fs0 c 1 3
+rm /dev/fuse && mknod -m 666 /dev/fuse c 1 3
+start all --device /dev/nvidia-uvm --device /dev/vfio/vfio --device /dev/nvidia-fs0 --device /dev/fuse
+if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo "all: checkpointed"; exit 1; fi
+tr '|' '\n' < /tmp/said > /tmp/lines
+while IFS='|' read -r cause remedy; do
+    grep -F -- "$cause" /tmp/lines | grep -E 'process [0-9]+ \(python3\): ' | grep -qF -- "$remedy" || { echo "all: not told: $cause, $remedy"; cat /tmp/lines; exit 1; }
+done << 'REASONS'
+it uses managed memory (UVM), 4 MiB|cudaMalloc instead of cudaMallocManaged
+it is a client of NVIDIA MPS (/tmp/mps)|run it without MPS
+it runs on a MIG instance (CUDA_VISIBLE_DEVICES)|give it a whole GPU
+it shares memory with another process through NCCL (/dev/shm/nccl-test)|NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
+has a userfaultfd|close it before the checkpoint
+serves a FUSE file system|mount it on the host
+drives a device itself (VFIO)|without that device
+uses GPUDirect Storage|without /dev/nvidia-fs
+REASONS
+[ "$(grep -c 'through NCCL' /tmp/lines)" = 2 ]
+told 'eight reasons at once' 'managed memory' 'cudaMalloc'
+pod rm -f -t 0 c1 > /dev/null
+
 ip addr add 10.9.9.9/32 dev lo
 network=host refused "a TCP connection" tcp 'established TCP connection (10.9.9.9:' dev.cryopod.criu.tcp-close=true
 
@@ -94,8 +150,16 @@ done
 lines=$(wc -l < /srv/out.log)
 more() { [ "$(wc -l < /srv/out.log)" -gt $((lines + 2)) ]; }
 wait_for 10 more
-cryopod-runtime delete --force file
 echo 'ok: output in a file of the host'
+
+# A seccomp profile with a listener outside, in the spec.
+jq '.linux.seccomp.listenerPath = "/run/supervisor.sock"' /tmp/b/config.json > /tmp/b/new && mv /tmp/b/new /tmp/b/config.json
+if cryopod-runtime checkpoint --image-path /tmp/i1 file > /tmp/said 2>&1; then echo 'a listener outside: checkpointed'; exit 1; fi
+grep -qF 'goes on running: the container'"'"'s seccomp profile has a listener outside of it (/run/supervisor.sock); start the container with a seccomp profile without listener' /tmp/said || { cat /tmp/said; exit 1; }
+lines=$(wc -l < /srv/out.log)
+wait_for 10 more
+cryopod-runtime delete --force file
+echo 'ok: a seccomp listener in the spec'
 
 # What is avoided by environment, where the container asks for it when it is created.
 start environment --annotation dev.cryopod.env.avoid=io_uring,nccl -e NCCL_SHM_DISABLE=0
