@@ -11,11 +11,14 @@
 //! the connection closes is the agent's.
 
 use crate::criu::{self, Level};
+use crate::maps;
 use crate::session::{
     Failed, QUERY_MS, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
 use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
-use cryopod_gpu_hooks::cuda::image::{FILE_NAME, LANE_VERSION, ProcessRecord, Step, StepTiming};
+use cryopod_gpu_hooks::cuda::image::{
+    FILE_NAME, LANE_VERSION, MAPS_VERSION, MapsRecord, ProcessRecord, Step, StepTiming,
+};
 use cryopod_gpu_hooks::cuda::lane::LaneBuffer;
 use cryopod_gpu_hooks::cuda::procfs;
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
@@ -290,10 +293,34 @@ impl Dump {
         }
         result?;
         self.lane_out()?;
-        if self.session.image.processes.is_empty() {
+        self.maps()?;
+        let image = &self.session.image;
+        if image.processes.is_empty() && image.maps.is_empty() {
             return Ok(());
         }
         self.write_image()
+    }
+
+    /// What is still mapped of the device nodes.
+    fn maps(&mut self) -> Result<(), Failed> {
+        for pid in &self.seen {
+            let runs = maps::of(*pid);
+            if runs.is_empty() {
+                continue;
+            }
+            if self.tasks.contains_key(pid) {
+                let what = format!("{} mappings of device nodes are left", runs.len());
+                return Err(failure("checkpoint", Some(*pid), what));
+            }
+            let status = procfs::status(*pid).unwrap_or_default();
+            let ns_pid = status.ns_pids.last().copied().unwrap_or(*pid);
+            let what =
+                format!("process {pid}: what it inherited of the driver's mappings is not kept");
+            criu::log(Level::Info, &what);
+            self.session.image.maps.push(MapsRecord { ns_pid, runs });
+            self.session.image.version = MAPS_VERSION;
+        }
+        Ok(())
     }
 
     /// What the driver was given by the lane leaves the processes.

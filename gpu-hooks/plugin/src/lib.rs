@@ -7,6 +7,7 @@
 //! * [`session`]: configuration, connection to the driver agent, overlapping driver calls, report
 //! * [`dump`], [`restore`]: the two operations
 //! * [`files`]: leftover device files
+//! * [`maps`]: leftover mappings of device files
 //! * [`lane`]: GPU memory that does not go through CRIU
 //! * [`ptrace`]: letting the driver's thread of a stopped process run
 //! * [`criu`]: what CRIU offers, looked up at run time
@@ -15,6 +16,7 @@ mod criu;
 mod dump;
 mod files;
 mod lane;
+mod maps;
 mod ptrace;
 mod restore;
 mod session;
@@ -25,7 +27,7 @@ use cryopod_gpu_hooks::cuda::image::NvidiaImage;
 use dump::Dump;
 use restore::Restore;
 use session::{Failed, Session, failure, failure_with, read_config};
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
@@ -68,6 +70,8 @@ pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
         let mut hooks = [std::ptr::null(); HOOKS];
         hooks[2] = dump_file as *const c_void;
         hooks[3] = restore_file as *const c_void;
+        hooks[7] = device_map as *const c_void;
+        hooks[8] = update_map as *const c_void;
         hooks[9] = resume_late as *const c_void;
         hooks[10] = pause as *const c_void;
         hooks[11] = checkpoint as *const c_void;
@@ -289,5 +293,45 @@ extern "C" fn restore_file(id: c_int) -> c_int {
             Some(record) => files::reopen(record).map(files::into_criu),
             None => Ok(NOT_MINE),
         }
+    })
+}
+
+/// Says that the mappings of a file are taken care of: those that [`Dump::checkpoint`] recorded.
+extern "C" fn device_map(fd: c_int, _stat: *const libc::stat) -> c_int {
+    hook("device mapping", |work| match work {
+        Work::Dump(dump) if !dump.session.image.maps.is_empty() && maps::is_ours(fd) => Ok(0),
+        _ => Ok(NOT_MINE),
+    })
+}
+
+/// Gives a restored mapping something to map. 1: it did.
+extern "C" fn update_map(
+    path: *const c_char,
+    address: u64,
+    _old_offset: u64,
+    new_offset: *mut u64,
+    new_fd: *mut c_int,
+) -> c_int {
+    hook("update mapping", |work| {
+        let Work::Restore(restore) = work else {
+            return Ok(NOT_MINE);
+        };
+        if path.is_null() || new_offset.is_null() || new_fd.is_null() {
+            return Ok(NOT_MINE);
+        }
+        // SAFETY: CRIU's string, valid during the call.
+        let path = unsafe { CStr::from_ptr(path) };
+        let pid = i32::try_from(std::process::id()).unwrap_or(0);
+        let fd = match maps::replace(&restore.session.image.maps, path, pid, address) {
+            maps::Replace::NotOurs => return Ok(NOT_MINE),
+            maps::Replace::Goes => -1,
+            maps::Replace::Zero => maps::zero()?,
+        };
+        // SAFETY: not null, and CRIU's to be written.
+        unsafe {
+            *new_offset = 0;
+            *new_fd = fd;
+        }
+        Ok(1)
     })
 }

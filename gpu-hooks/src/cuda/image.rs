@@ -12,8 +12,10 @@ use serde::{Deserialize, Serialize};
 pub const FILE_NAME: &str = "cryopod-nvidia.img";
 /// The version written where nothing is in the lane: what an older plugin can restore.
 pub const VERSION: u32 = 1;
-/// The version written where GPU memory is in the lane, and the newest read.
+/// The version written where GPU memory is in the lane.
 pub const LANE_VERSION: u32 = 2;
+/// The version written where a process has mappings of device nodes, and the newest read.
+pub const MAPS_VERSION: u32 = 3;
 /// A larger file is refused.
 pub const MAX_BYTES: u64 = 16 << 20;
 
@@ -21,6 +23,7 @@ const MAX_PROCESSES: usize = 1 << 16;
 const MAX_FILES: usize = 1 << 16;
 const MAX_PATH: usize = 256;
 const MAX_LANE: usize = 256;
+const MAX_MAPS: usize = 1 << 18;
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +41,9 @@ pub struct NvidiaImage {
     /// Open device files that the driver did not close.
     #[serde(default)]
     pub files: Vec<FileRecord>,
+    /// Mappings of device nodes in processes that do not use CUDA.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub maps: Vec<MapsRecord>,
 }
 
 /// One CUDA process.
@@ -120,6 +126,15 @@ pub struct FileRecord {
     pub pos: i64,
 }
 
+/// What a process that does not use CUDA has mapped of device nodes: a child has it from the CUDA process that forked it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MapsRecord {
+    /// Its pid in its own pid namespace.
+    pub ns_pid: i32,
+    /// Where a run of mappings of one node begins: there CRIU asks for a descriptor that serves the whole run.
+    pub runs: Vec<u64>,
+}
+
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
@@ -127,7 +142,7 @@ pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
     /// Written by a later version.
-    #[error("{FILE_NAME} has version {0}; this plugin reads {LANE_VERSION}")]
+    #[error("{FILE_NAME} has version {0}; this plugin reads {MAPS_VERSION}")]
     Version(u32),
     /// A value is out of range.
     #[error("{FILE_NAME} is invalid: {0}")]
@@ -142,6 +157,7 @@ impl Default for NvidiaImage {
             cuda_version: 0,
             processes: Vec::new(),
             files: Vec::new(),
+            maps: Vec::new(),
         }
     }
 }
@@ -157,7 +173,7 @@ impl NvidiaImage {
             return Err(ImageError::Invalid("too large".into()));
         }
         let versioned: Versioned = serde_json::from_slice(bytes)?;
-        if !(VERSION..=LANE_VERSION).contains(&versioned.version) {
+        if !(VERSION..=MAPS_VERSION).contains(&versioned.version) {
             return Err(ImageError::Version(versioned.version));
         }
         let image: Self = serde_json::from_slice(bytes)?;
@@ -170,6 +186,10 @@ impl NvidiaImage {
         let invalid = |what: String| Err(ImageError::Invalid(what));
         if self.processes.len() > MAX_PROCESSES || self.files.len() > MAX_FILES {
             return invalid("too many entries".into());
+        }
+        let runs: usize = self.maps.iter().map(|m| m.runs.len()).sum();
+        if self.maps.len() > MAX_PROCESSES || runs > MAX_MAPS {
+            return invalid("too many mappings".into());
         }
         let mut seen = std::collections::HashSet::new();
         let mut regions = std::collections::HashSet::new();
@@ -294,7 +314,7 @@ mod tests {
     #[test]
     fn bad_values_are_refused() {
         let cases: [fn(&mut NvidiaImage); 12] = [
-            |i| i.version = 3,
+            |i| i.version = 4,
             |i| i.processes[0].lane[0].address += 1,
             |i| i.processes[0].lane[0].bytes = 0,
             |i| i.processes[0].lane[0].address = u64::MAX - 4095,

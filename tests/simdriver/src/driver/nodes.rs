@@ -149,7 +149,7 @@ impl Nodes {
             if map_at(address, len, prot, flags, fd).is_none() {
                 return Err(io::Error::last_os_error());
             }
-            do_not_fork(address, len);
+            do_not_fork(node, address, len);
             self.maps[i].real = true;
         }
         Ok(())
@@ -160,7 +160,7 @@ impl Nodes {
         let fd = self.fd(node)?;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let address = map_at(0, len, prot, libc::MAP_PRIVATE | libc::MAP_NORESERVE, fd)?;
-        do_not_fork(address, len);
+        do_not_fork(node, address, len);
         self.maps.push(Mapping {
             node,
             address,
@@ -232,8 +232,11 @@ fn map_at(address: usize, len: usize, prot: i32, flags: i32, fd: i32) -> Option<
     (p != libc::MAP_FAILED).then(|| p.addr())
 }
 
-/// Keeps a device mapping out of forked children, which get the descriptors only.
-fn do_not_fork(address: usize, len: usize) {
+/// Keeps mappings of nvidia-uvm out of forked children, as the driver does; those of the other nodes are inherited.
+fn do_not_fork(node: Node, address: usize, len: usize) {
+    if node != Node::Uvm {
+        return;
+    }
     // SAFETY: the range is a mapping of this module.
     unsafe {
         libc::madvise(
