@@ -67,9 +67,7 @@ pub fn checkpoint(
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
     let mut refusals = scan.refusals(host, spec);
-    // runc carries no network namespace; one with a path is the engine's, and there again at the restore.
-    let lost = ctx.low.kind == Kind::Runc && own_network(spec);
-    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init), lost));
+    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init)));
     let criu = criu.version.as_deref().and_then(facts::numbers);
     let kernel = facts::numbers(&facts::host(host, None).kernel);
     refusals.extend(scan.undumpable_sockets(
@@ -106,16 +104,6 @@ pub fn checkpoint(
         mounts: found,
     };
     Ok((around, refusals))
-}
-
-/// Has the runtime made the container's network namespace?
-fn own_network(spec: &Spec) -> bool {
-    let namespaces = spec.json().pointer("/linux/namespaces");
-    let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
-    namespaces.any(|n| {
-        let path = n.get("path").and_then(|p| p.as_str()).unwrap_or_default();
-        n.get("type").is_some_and(|t| t == "network") && path.is_empty()
-    })
 }
 
 /// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.

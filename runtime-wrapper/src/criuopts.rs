@@ -151,31 +151,9 @@ impl Options {
 
     /// What a checkpoint does about established TCP connections. Those within the container's own loopback can be
     /// restored anywhere; about others the user must say.
-    ///
-    /// `loopback_lost`: the restored network namespace will have its loopback device down, as runc's own have.
-    pub fn settle_tcp(
-        &mut self,
-        flags: &Flags,
-        connections: &[Connection],
-        loopback_lost: bool,
-    ) -> Vec<Refusal> {
+    pub fn settle_tcp(&mut self, flags: &Flags, connections: &[Connection]) -> Vec<Refusal> {
         let keep = self.on("tcp-established") || flags.has("tcp-established");
         let close = self.on("tcp-close") || flags.has("tcp-close");
-        if let Some(first) = connections.iter().find(|c| c.loopback)
-            && loopback_lost
-            && !close
-        {
-            return vec![Refusal {
-                process: Some(first.process.clone()),
-                what: format!(
-                    "has an established TCP connection ({}), and runc does not restore the network namespace that it has made itself",
-                    first.ends
-                ),
-                remedy: format!(
-                    "use crun, or give the container a network namespace of the engine (any network but none), or set the annotation {ANNOTATION}tcp-close=true to close the connection"
-                ),
-            }];
-        }
         if connections.is_empty() || keep || close {
             return Vec::new();
         }
@@ -374,30 +352,28 @@ mod tests {
     fn connections() {
         let none = given("checkpoint c1");
         let mut o = options(&[], json!({}));
-        assert!(o.settle_tcp(&none, &[], false).is_empty() && !o.on("tcp-established"));
-        assert!(o.settle_tcp(&none, &[connection(true)], false).is_empty());
+        assert!(o.settle_tcp(&none, &[]).is_empty() && !o.on("tcp-established"));
+        assert!(o.settle_tcp(&none, &[connection(true)]).is_empty());
         assert!(o.on("tcp-established"), "loopback goes anywhere");
         let mut o = options(&[], json!({}));
-        let lost = o.settle_tcp(&none, &[connection(true)], true)[0].to_string();
-        assert!(lost.contains("use crun"), "{lost}");
         let both = [connection(true), connection(false)];
-        let told = o.settle_tcp(&none, &both, false)[0].to_string();
+        let told = o.settle_tcp(&none, &both)[0].to_string();
         assert!(
             told.contains("process 7 (redis)") && told.contains("dev.cryopod.criu.tcp-close=true"),
             "{told}"
         );
         assert!(
-            o.settle_tcp(&given("checkpoint --tcp-established c1"), &both, false)
+            o.settle_tcp(&given("checkpoint --tcp-established c1"), &both)
                 .is_empty()
         );
         let mut o = options(&[], json!({"dev.cryopod.criu.tcp-close": "true"}));
-        assert!(o.settle_tcp(&none, &both, false).is_empty() && !o.on("tcp-established"));
+        assert!(o.settle_tcp(&none, &both).is_empty() && !o.on("tcp-established"));
     }
 
     #[test]
     fn the_restore_does_as_the_checkpoint_did() {
         let mut o = options(&[], json!({}));
-        o.settle_tcp(&given("checkpoint c1"), &[connection(true)], false);
+        o.settle_tcp(&given("checkpoint c1"), &[connection(true)]);
         let recorded = o.for_the_restore(&given("checkpoint c1"));
         assert_eq!(recorded, ["tcp-established", "file-locks", "ext-unix-sk"]);
         let mut r = options(&[("file-locks", CriuValue::Flag(false))], json!({}));

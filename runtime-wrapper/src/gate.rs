@@ -11,8 +11,8 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::Error;
 use crate::op::Operation;
+use crate::{Error, loopback};
 
 /// The name under which CRIU runs this program.
 pub const HOOK_NAME: &str = "cryopod-criu-hook";
@@ -78,7 +78,12 @@ pub fn hook(called_as: &Path) -> ExitCode {
     let stage = std::env::var("CRTOOLS_SCRIPT_ACTION").unwrap_or_default();
     let dir = called_as.parent().unwrap_or(Path::new("/"));
     match ask(&dir.join(SOCKET), &stage) {
-        Ok(true) => ExitCode::SUCCESS,
+        Ok(true) => {
+            if stage == loopback::STAGE && dir.join(loopback::FILE).exists() {
+                set_loopback_up();
+            }
+            ExitCode::SUCCESS
+        }
         Ok(false) => ExitCode::FAILURE,
         Err(e) => {
             eprintln!(
@@ -86,6 +91,15 @@ pub fn hook(called_as: &Path) -> ExitCode {
             );
             ExitCode::FAILURE
         }
+    }
+}
+
+/// A container without loopback is better than none, so a failure is only told.
+fn set_loopback_up() {
+    let init = std::env::var("CRTOOLS_INIT_PID").unwrap_or_default();
+    let namespace = format!("/proc/{init}/ns/net");
+    if let Err(e) = loopback::up(Path::new(&namespace)) {
+        eprintln!("cryopod: the loopback device of {namespace} could not be set up: {e}");
     }
 }
 

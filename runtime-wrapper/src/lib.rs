@@ -30,6 +30,7 @@ pub mod images;
 pub mod lane;
 pub mod leftover;
 pub mod log;
+mod loopback;
 pub mod lowlevel;
 pub mod lsm;
 pub mod op;

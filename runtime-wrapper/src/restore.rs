@@ -34,7 +34,9 @@ use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::setup::{self, Setup};
-use crate::{Context, Error, around, cgroup, facts, images, lane, log, lsm, passthrough, plugins};
+use crate::{
+    Context, Error, around, cgroup, facts, images, lane, log, loopback, lsm, passthrough, plugins,
+};
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
 ///
@@ -88,6 +90,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
     let data = facts::folder_bytes(&folder);
     provision.extra.limit_s = ctx.config.limits.restore(data).as_secs();
+    if ctx.low.kind == Kind::Runc && loopback::own_network(&spec) {
+        let file = op.file(loopback::FILE);
+        let what = format!("{}: cannot be written", file.display());
+        std::fs::write(file, "").map_err(Error::io(what))?;
+    }
     // 4. The images, with the archived /dev as it must be here.
     let overlay = images::overlay(&op, &folder, &chosen.remap)?;
     let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;

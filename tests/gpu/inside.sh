@@ -159,8 +159,8 @@ program() { # RUNTIME WHICH LABEL: loader, loader-early or serve, with a checkpo
     low_level "$rt"
     train_command "$steps" any
     gpu+=(--shm-size 2g "${torch_env[@]}")
-    # CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer; runc restores no network namespace of its own.
-    if [ "$rt" = runc ] || criu --version | grep -qE 'Version: 4\.[01]'; then family=unix; fi
+    # CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer.
+    if criu --version | grep -qE 'Version: 4\.[01]'; then family=unix; fi
     case $which in
         loader*)
             steps=$((steps * 4)) # they are short ones

@@ -51,7 +51,7 @@ const PROGRAMS: &str = include_str!("scripts/containers/programs.sh");
 fn programs(low: &str) {
     if let Some(out) = out(low, Cgroup::V2, PROGRAMS) {
         let refused = out.contains("ok: sockets are refused");
-        assert_eq!(oks(&out), if refused { 4 } else { 6 }, "{out}");
+        assert_eq!(oks(&out), if refused { 4 } else { 7 }, "{out}");
     }
 }
 
@@ -101,10 +101,10 @@ const FAILED: &str = include_str!("scripts/containers/failed_restore.sh");
 
 #[test]
 fn failed_restore_crun() {
-    run("crun", Cgroup::V2, FAILED, 4);
+    run("crun", Cgroup::V2, FAILED, 5);
 }
 
 #[test]
 fn failed_restore_runc() {
-    run("runc", Cgroup::V2, FAILED, 4);
+    run("runc", Cgroup::V2, FAILED, 5);
 }

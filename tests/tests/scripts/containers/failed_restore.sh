@@ -51,6 +51,13 @@ for stage in setup-namespaces post-setup-namespaces post-restore; do
     diff /tmp/before /tmp/after || { echo "$stage: left behind"; cat /tmp/said; exit 1; }
     echo "ok: refused at $stage$network"
 done
+# The runtime alone cannot restore it at all: nobody provides the mount.
+cp /tmp/default.conf /etc/criu/default.conf
+mkdir /tmp/ws
+if "$low" restore --detach --image-path /tmp/i --work-path /tmp/ws --bundle /tmp/b c1 < /dev/null > /tmp/said 2>&1; then echo "stock $low: restored"; exit 1; fi
+grep -h -E 'No mapping for .* mountpoint' /tmp/ws/restore.log > /tmp/stock || { cat /tmp/said; grep Error /tmp/ws/restore.log; exit 1; }
+"$low" delete --force c1 > /dev/null 2>&1 || true
+echo "ok: stock $low: $(head -n 1 /tmp/stock | grep -o 'Error.*\|mnt:.*')"
 # And then it works.
 cp /tmp/default.conf /etc/criu/default.conf
 cryopod-runtime restore --detach --image-path /tmp/i --work-path /tmp/w --bundle /tmp/b c1 < /dev/null > /tmp/said 2>&1 || { cat /tmp/said; grep Error /tmp/w/restore.log; exit 1; }

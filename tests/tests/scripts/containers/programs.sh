@@ -165,22 +165,16 @@ print("verified", command(clients[0], b"GET", b"counter"), flush=True)
 server.terminate()
 server.wait()
 PY
-if [ "$low" = runc ]; then # which does not restore a network namespace of its own
-    start redis /usr/bin/python3 /app/load.py
-    begun '^requests' 1
-    if pod container checkpoint --export /tmp/p.tar redis > /tmp/said 2>&1; then echo 'runc, network none: checkpointed'; exit 1; fi
-    grep -q 'established TCP connection (127.0.0.1:.*), and runc does not restore the network namespace' /tmp/said || { cat /tmp/said; exit 1; }
-    pod rm -f -t 0 redis > /dev/null
-fi
+# In a network namespace of the engine's, and in one that the runtime makes (`--network none`).
 ip netns add web
 ip -n web link set lo up
-network=ns:/run/netns/web
-start redis /usr/bin/python3 /app/load.py
-begun '^requests' 3
-cycle
-[ "$(lines verified)" = 0 ] || { echo 'too late'; exit 1; }
-fine 'redis over loopback'
-
+for network in none ns:/run/netns/web; do
+    start redis /usr/bin/python3 /app/load.py
+    begun '^requests' 3
+    cycle
+    [ "$(lines verified)" = 0 ] || { echo 'too late'; exit 1; }
+    fine "redis over loopback, network $network"
+done
 # uvicorn on uvloop: refused with io_uring, and the remedy works.
 cat > /srv/app/web.py <<'PY'
 import http.client, subprocess, sys, threading, time
