@@ -17,7 +17,7 @@ use crate::session::{
 };
 use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
 use cryopod_gpu_hooks::cuda::image::{
-    FILE_NAME, LANE_VERSION, MAPS_VERSION, MapsRecord, ProcessRecord, Step, StepTiming,
+    FILE_NAME, LANE_VERSION, MAPS_VERSION, ProcessRecord, Step, StepTiming,
 };
 use cryopod_gpu_hooks::cuda::lane::LaneBuffer;
 use cryopod_gpu_hooks::cuda::procfs;
@@ -295,7 +295,7 @@ impl Dump {
         self.lane_out()?;
         self.maps()?;
         let image = &self.session.image;
-        if image.processes.is_empty() && image.maps.is_empty() {
+        if image.processes.is_empty() && image.inherited_maps == 0 {
             return Ok(());
         }
         self.write_image()
@@ -304,20 +304,18 @@ impl Dump {
     /// What is still mapped of the device nodes.
     fn maps(&mut self) -> Result<(), Failed> {
         for pid in &self.seen {
-            let runs = maps::of(*pid);
-            if runs.is_empty() {
+            let count = maps::count(*pid);
+            if count == 0 {
                 continue;
             }
             if self.tasks.contains_key(pid) {
-                let what = format!("{} mappings of device nodes are left", runs.len());
+                let what = format!("{count} mappings of device nodes are left");
                 return Err(failure("checkpoint", Some(*pid), what));
             }
-            let status = procfs::status(*pid).unwrap_or_default();
-            let ns_pid = status.ns_pids.last().copied().unwrap_or(*pid);
             let what =
-                format!("process {pid}: what it inherited of the driver's mappings is not kept");
+                format!("process {pid}: {count} mappings of the driver's, inherited, are not kept");
             criu::log(Level::Info, &what);
-            self.session.image.maps.push(MapsRecord { ns_pid, runs });
+            self.session.image.inherited_maps += count;
             self.session.image.version = MAPS_VERSION;
         }
         Ok(())

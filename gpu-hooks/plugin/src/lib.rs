@@ -299,7 +299,7 @@ extern "C" fn restore_file(id: c_int) -> c_int {
 /// Says that the mappings of a file are taken care of: those that [`Dump::checkpoint`] recorded.
 extern "C" fn device_map(fd: c_int, _stat: *const libc::stat) -> c_int {
     hook("device mapping", |work| match work {
-        Work::Dump(dump) if !dump.session.image.maps.is_empty() && maps::is_ours(fd) => Ok(0),
+        Work::Dump(dump) if dump.session.image.inherited_maps > 0 && maps::is_ours(fd) => Ok(0),
         _ => Ok(NOT_MINE),
     })
 }
@@ -307,7 +307,7 @@ extern "C" fn device_map(fd: c_int, _stat: *const libc::stat) -> c_int {
 /// Gives a restored mapping something to map. 1: it did.
 extern "C" fn update_map(
     path: *const c_char,
-    address: u64,
+    _address: u64,
     _old_offset: u64,
     new_offset: *mut u64,
     new_fd: *mut c_int,
@@ -321,12 +321,10 @@ extern "C" fn update_map(
         }
         // SAFETY: CRIU's string, valid during the call.
         let path = unsafe { CStr::from_ptr(path) };
-        let pid = i32::try_from(std::process::id()).unwrap_or(0);
-        let fd = match maps::replace(&restore.session.image.maps, path, pid, address) {
-            maps::Replace::NotOurs => return Ok(NOT_MINE),
-            maps::Replace::Goes => -1,
-            maps::Replace::Zero => maps::zero()?,
-        };
+        if restore.session.image.inherited_maps == 0 || !maps::names_ours(path) {
+            return Ok(NOT_MINE);
+        }
+        let fd = maps::empty()?;
         // SAFETY: not null, and CRIU's to be written.
         unsafe {
             *new_offset = 0;

@@ -14,7 +14,7 @@ pub const FILE_NAME: &str = "cryopod-nvidia.img";
 pub const VERSION: u32 = 1;
 /// The version written where GPU memory is in the lane.
 pub const LANE_VERSION: u32 = 2;
-/// The version written where a process has mappings of device nodes, and the newest read.
+/// The version written where a process has inherited mappings of device nodes, and the newest read.
 pub const MAPS_VERSION: u32 = 3;
 /// A larger file is refused.
 pub const MAX_BYTES: u64 = 16 << 20;
@@ -23,7 +23,6 @@ const MAX_PROCESSES: usize = 1 << 16;
 const MAX_FILES: usize = 1 << 16;
 const MAX_PATH: usize = 256;
 const MAX_LANE: usize = 256;
-const MAX_MAPS: usize = 1 << 18;
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,9 +40,10 @@ pub struct NvidiaImage {
     /// Open device files that the driver did not close.
     #[serde(default)]
     pub files: Vec<FileRecord>,
-    /// Mappings of device nodes in processes that do not use CUDA.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub maps: Vec<MapsRecord>,
+    /// How many mappings of device nodes processes have that do not use CUDA: a child has them from the CUDA process that
+    /// forked it. They are not kept.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub inherited_maps: u64,
 }
 
 /// One CUDA process.
@@ -126,13 +126,9 @@ pub struct FileRecord {
     pub pos: i64,
 }
 
-/// What a process that does not use CUDA has mapped of device nodes: a child has it from the CUDA process that forked it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MapsRecord {
-    /// Its pid in its own pid namespace.
-    pub ns_pid: i32,
-    /// Where a run of mappings of one node begins: there CRIU asks for a descriptor that serves the whole run.
-    pub runs: Vec<u64>,
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 /// Why an image cannot be used.
@@ -157,7 +153,7 @@ impl Default for NvidiaImage {
             cuda_version: 0,
             processes: Vec::new(),
             files: Vec::new(),
-            maps: Vec::new(),
+            inherited_maps: 0,
         }
     }
 }
@@ -186,10 +182,6 @@ impl NvidiaImage {
         let invalid = |what: String| Err(ImageError::Invalid(what));
         if self.processes.len() > MAX_PROCESSES || self.files.len() > MAX_FILES {
             return invalid("too many entries".into());
-        }
-        let runs: usize = self.maps.iter().map(|m| m.runs.len()).sum();
-        if self.maps.len() > MAX_PROCESSES || runs > MAX_MAPS {
-            return invalid("too many mappings".into());
         }
         let mut seen = std::collections::HashSet::new();
         let mut regions = std::collections::HashSet::new();
