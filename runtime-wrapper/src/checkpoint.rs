@@ -26,12 +26,13 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
-use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins};
+use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs};
 
 /// What the low-level runtime says of a container.
 struct State {
     init: i32,
     bundle: PathBuf,
+    paused: bool,
 }
 
 /// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
@@ -51,7 +52,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         Spec::from_json(Value::Null)
     });
     let nodes = plan::container_nodes(&host, &spec, state.init);
+    let carried =
+        !inv.flags.has("pre-dump") && rootfs::wanted(&ctx.config.rootfs, &spec, &state.bundle);
     if nodes.is_empty() {
+        // Nobody is there to ask when the container stands still; but an engine that carries no files has paused it.
+        if carried && state.paused {
+            rootfs::capture(&host, state.init, &image_path(inv))?;
+        }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     // Programs are asked while the processes are looked at.
@@ -79,6 +86,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         state,
         plan,
         around,
+        carried,
         started,
     };
     let setup = crate::setup::Setup {
@@ -124,6 +132,7 @@ fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -
             .ok()
             .filter(|p| *p > 0)?,
         bundle: json.get("bundle")?.as_str()?.into(),
+        paused: json.get("status").is_some_and(|s| s == "paused"),
     })
 }
 
@@ -150,6 +159,8 @@ struct Job<'a> {
     state: State,
     plan: CheckpointPlan,
     around: Around,
+    /// The container's changes of files go with the checkpoint.
+    carried: bool,
     started: Instant,
 }
 
@@ -158,6 +169,8 @@ impl Job<'_> {
         let pre_dump = self.inv.flags.has("pre-dump");
         let leave_running = self.inv.flags.has("leave-running");
         let signals = child::Signals::watch()?;
+        // Dropped last, when all else is settled.
+        let _thawed = Thawed::of(self, setup.tools);
         let op = Operation::new()?;
         let images = ImageDir::ready(image_path(self.inv))?;
         // A pre-dump is no checkpoint that could be restored: nothing to seal.
@@ -192,6 +205,12 @@ impl Job<'_> {
                     return true;
                 }
                 let Some(this) = slot.take() else { return true };
+                if self.carried
+                    && let Err(e) = rootfs::capture(self.host, self.state.init, &images.path)
+                {
+                    sealing = Some(e.to_string());
+                    return false;
+                }
                 seal.timings.dump_us = micros(dump_started.elapsed());
                 seal.gpu.plugin_report = plugin_report(&images.path);
                 // A container that goes on running need not wait for the lane; the seal does.
@@ -279,12 +298,21 @@ impl Job<'_> {
 
     /// CRIU was killed in the middle of the container: what can be done from outside is to thaw its cgroup.
     fn thaw(&self, tools: &dyn Tools) {
+        self.ask("resume", tools);
+    }
+
+    /// A verb of the low-level runtime on this container.
+    fn ask(&self, verb: &str, tools: &dyn Tools) {
         let mut args: Vec<&OsStr> = Vec::new();
         if let Some(root) = &self.inv.globals.root {
             args.extend([OsStr::new("--root"), root.as_os_str()]);
         }
-        args.extend([OsStr::new("resume"), OsStr::new(&self.inv.id)]);
-        let _ = tools.output(&self.ctx.low.path, &args, self.ctx.config.limits.tool());
+        args.extend([OsStr::new(verb), OsStr::new(&self.inv.id)]);
+        match tools.output(&self.ctx.low.path, &args, self.ctx.config.limits.tool()) {
+            Ok(out) if out.code == 0 => {}
+            Ok(out) => tracing::warn!("{verb}: {}", out.stderr.trim()),
+            Err(e) => tracing::warn!("{verb}: {e}"),
+        }
     }
 
     fn alive(&self) -> bool {
@@ -340,6 +368,31 @@ impl Job<'_> {
             lsm: self.around.lsm.clone(),
             timings: Timings::default(),
             extra: serde_json::Map::new(),
+        }
+    }
+}
+
+/// A container that its engine had paused (containerd and docker do, ahead of every checkpoint), thawed: the driver
+/// asks the processes' own threads to do its work. Dropped, it is paused again, for the engine to resume.
+struct Thawed<'a> {
+    job: &'a Job<'a>,
+    tools: &'a dyn Tools,
+}
+
+impl<'a> Thawed<'a> {
+    fn of(job: &'a Job<'a>, tools: &'a dyn Tools) -> Option<Self> {
+        job.state.paused.then(|| {
+            tracing::info!("{}: paused; resumed for the GPU driver", job.inv.id);
+            job.thaw(tools);
+            Self { job, tools }
+        })
+    }
+}
+
+impl Drop for Thawed<'_> {
+    fn drop(&mut self) {
+        if self.job.alive() {
+            self.job.ask("pause", self.tools);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
-use crate::lane;
+use crate::{lane, rootfs};
 
 /// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
@@ -56,6 +56,8 @@ pub struct Config {
     pub hooks: Hooks,
     /// `[lane]`.
     pub lane: lane::Options,
+    /// `[rootfs]`.
+    pub rootfs: rootfs::Options,
     /// `[limits]`.
     pub limits: Limits,
 }

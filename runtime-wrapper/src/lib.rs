@@ -38,6 +38,7 @@ pub mod passthrough;
 pub mod plugins;
 pub mod preflight;
 pub mod restore;
+pub mod rootfs;
 pub mod setup;
 
 use std::ffi::OsString;

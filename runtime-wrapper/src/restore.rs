@@ -36,6 +36,7 @@ use crate::preflight::{self, Means, Question};
 use crate::setup::{self, Setup};
 use crate::{
     Context, Error, around, cgroup, facts, images, lane, log, loopback, lsm, passthrough, plugins,
+    rootfs,
 };
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
@@ -48,6 +49,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // 1. What was checkpointed.
     let folder = image_folder(ctx, inv);
     let Some(seal) = Seal::open(&folder)? else {
+        rootfs::apply(&folder, &bundle_folder(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));
     };
     let tools = SystemTools::from_env();
@@ -110,6 +112,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let edits = edits(ctx, &chosen, answer.amd_visible);
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
     let cgroups = Cgroups::missing(&host, &spec, &inv.id);
+    rootfs::apply(&folder, &bundle_folder(inv))?;
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
         kind: child::Kind::Restore {

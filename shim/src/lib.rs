@@ -11,16 +11,20 @@
 //! - [`lifecycle`]: the actions containerd calls (`start`, `delete`, `-info`): the stock shim's, and ours around them.
 //! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
 //! - [`task`]: what is changed in `Create` and the others.
+//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
 //! - [`address`], [`record`]: where sockets are, and what is remembered in the bundle.
 
 pub mod address;
 pub mod frame;
+pub mod holder;
+pub mod images;
 pub mod lifecycle;
 pub mod options;
 pub mod proxy;
 pub mod record;
+pub mod restore;
 pub mod rpc;
 pub mod stock;
 pub mod task;
@@ -87,6 +91,9 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
 }
 
 fn run(args: &[OsString]) -> Result<ExitCode, Error> {
+    if args == ["hold"] {
+        return holder::main();
+    }
     let flags = containerd_shim::parse(args).map_err(|e| Error::Usage(e.to_string()))?;
     if flags.version {
         println!("containerd-shim-cryopod-v2 {}", env!("CARGO_PKG_VERSION"));

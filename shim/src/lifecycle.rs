@@ -19,7 +19,7 @@ use containerd_shim::protos::protobuf::well_known_types::any::Any;
 
 use crate::address::{Address, Bootstrap};
 use crate::record::Record;
-use crate::{Error, options, proxy, rpc, stock};
+use crate::{Error, options, proxy, restore, rpc, stock};
 
 /// The environment variable through which cryopod-runtime learns of its low-level runtime.
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
@@ -100,6 +100,9 @@ fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .process_group(0);
+    if stock::in_place(std::env::args_os().next().as_deref()) {
+        command.env(proxy::IN_PLACE, "1");
+    }
     let fd = listener.as_raw_fd();
     // SAFETY: between fork and exec only dup2 and fcntl are called, which are async-signal-safe; the listener
     // lives until after spawn.
@@ -180,6 +183,7 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
             record.address.remove();
         }
     }
+    restore::remove(bundle);
     answer(&said)
 }
 

@@ -1,14 +1,13 @@
 //! The process that stays, between containerd and the stock shim.
 //!
 //! For each connection of containerd's there is one to the stock shim, and a thread in each direction. Frames pass
-//! as they are: only requests are looked at, and of those only the ones that [`crate::task`] changes are decoded. A
-//! third connection to the stock shim, on which nothing is said, tells when that shim ends; then this process does.
+//! as they are: only requests are decoded, and of the answers only those that [`crate::task`] has asked for. A third connection to the stock shim, on which nothing is said, tells when that shim ends; then this process does.
 
+use std::collections::HashMap;
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{FromRawFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,15 +16,17 @@ use std::time::{Duration, Instant};
 
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
-use containerd_shim::protos::ttrpc::{Code, Request};
+use containerd_shim::protos::ttrpc::{Code, Request, Response};
 
 use crate::address::Address;
 use crate::frame::Frame;
-use crate::task::{self, Fate};
+use crate::task::{Fate, Held, Tasks, Watched};
 use crate::{Error, rpc, stock};
 
 /// The number under which `start` hands over the listening socket.
 pub const LISTENER: RawFd = 3;
+/// Set where this program is in place of the stock shim.
+pub const IN_PLACE: &str = "CRYOPOD_SHIM_IN_PLACE";
 /// Threads here read and write frames; their stacks need not be large.
 const STACK_BYTES: usize = 256 << 10;
 /// How long the last answers of a stock shim that ends may take to get to containerd.
@@ -38,7 +39,10 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 pub fn main(upstream: &str) -> Result<ExitCode, Error> {
     let upstream = Address(upstream.to_owned());
     let ours = Address::for_upstream(&upstream);
-    let runtime = stock::runtime()?;
+    let runtime = match std::env::var_os(IN_PLACE) {
+        Some(_) => None,
+        None => Some(stock::runtime()?),
+    };
     // SAFETY: `start`, the only caller of this action, put the listening socket there, and nothing else owns it.
     let listener = unsafe { UnixListener::from_raw_fd(LISTENER) };
     let watched = upstream.connect().map_err(|source| {
@@ -51,7 +55,7 @@ pub fn main(upstream: &str) -> Result<ExitCode, Error> {
     let open = Arc::new(AtomicUsize::new(0));
     let server = Server {
         upstream,
-        runtime,
+        tasks: Arc::new(Tasks::new(runtime)),
         open: Arc::clone(&open),
     };
     spawn("accept", move || server.accept(&listener)).map_err(Error::io("threads"))?;
@@ -76,7 +80,11 @@ fn wait_for_end(mut stream: UnixStream) {
     }
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+/// A thread of its own.
+///
+/// # Errors
+/// The system has no more.
+pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     thread::Builder::new()
         .name(name.into())
         .stack_size(STACK_BYTES)
@@ -86,7 +94,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
 
 struct Server {
     upstream: Address,
-    runtime: PathBuf,
+    tasks: Arc<Tasks>,
     open: Arc<AtomicUsize>,
 }
 
@@ -106,75 +114,121 @@ impl Server {
 
     fn serve(&self, client: UnixStream) -> io::Result<()> {
         let stock = self.upstream.connect()?;
-        let answers = (
-            stock.try_clone()?,
-            Arc::new(Mutex::new(client.try_clone()?)),
-        );
-        let to_client = Arc::clone(&answers.1);
-        let runtime = self.runtime.clone();
+        let link = Arc::new(Link {
+            tasks: Arc::clone(&self.tasks),
+            client: Mutex::new(client.try_clone()?),
+            stock: Mutex::new(stock.try_clone()?),
+            watched: Mutex::default(),
+        });
+        let mut answers = stock.try_clone()?;
+        let back = Arc::clone(&link);
         let open = Arc::clone(&self.open);
         open.fetch_add(1, Ordering::AcqRel);
         spawn("answers", move || {
-            let (mut from, to) = answers;
-            let _ = pump_answers(&mut from, &to);
+            let _ = back.pump_answers(&mut answers);
             // The stock shim is gone: so are we, as far as containerd is concerned.
-            let _ = lock(&to).shutdown(Shutdown::Both);
+            let _ = lock(&back.client).shutdown(Shutdown::Both);
             open.fetch_sub(1, Ordering::AcqRel);
         })
         .inspect_err(|_| {
             self.open.fetch_sub(1, Ordering::AcqRel);
         })?;
         spawn("requests", move || {
-            let (mut from, mut to) = (client, stock);
-            let _ = pump_requests(&mut from, &mut to, &to_client, &runtime);
+            let mut from = client;
+            let _ = link.pump_requests(&mut from);
             // No more requests: what is under way still gets its answer.
-            let _ = to.shutdown(Shutdown::Write);
+            let _ = stock.shutdown(Shutdown::Write);
         })
     }
 }
 
-fn lock(stream: &Mutex<UnixStream>) -> std::sync::MutexGuard<'_, UnixStream> {
-    stream.lock().unwrap_or_else(PoisonError::into_inner)
+/// A connection of containerd's and ours to the stock shim.
+struct Link {
+    tasks: Arc<Tasks>,
+    client: Mutex<UnixStream>,
+    stock: Mutex<UnixStream>,
+    /// By stream: calls whose answers are looked at.
+    watched: Mutex<HashMap<u32, Watched>>,
 }
 
-fn pump_answers(from: &mut UnixStream, to: &Mutex<UnixStream>) -> io::Result<()> {
-    while let Some(frame) = Frame::read(from)? {
-        frame.write(&mut *lock(to))?;
-    }
-    Ok(())
+fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn pump_requests(
-    from: &mut UnixStream,
-    to: &mut UnixStream,
-    answers: &Mutex<UnixStream>,
-    runtime: &Path,
-) -> io::Result<()> {
-    while let Some(mut frame) = Frame::read(from)? {
-        if frame.is_request() {
-            let fate = match Request::parse_from_bytes(&frame.body) {
-                Ok(request) => task::request(&request, runtime),
-                // Not for us to judge.
-                Err(_) => Fate::Pass,
+impl Link {
+    fn pump_answers(&self, from: &mut UnixStream) -> io::Result<()> {
+        while let Some(mut frame) = Frame::read(from)? {
+            let watched = match frame.header.type_ {
+                MESSAGE_TYPE_RESPONSE => lock(&self.watched).remove(&frame.header.stream_id),
+                _ => None,
             };
-            match fate {
-                Fate::Pass => {}
-                Fate::Changed(request) => {
-                    frame.body = request.write_to_bytes().map_err(io::Error::other)?
+            if let Some(watched) = watched
+                && let Ok(response) = Response::parse_from_bytes(&frame.body)
+            {
+                let response = self.tasks.response(watched, response);
+                frame.body = response.write_to_bytes().map_err(io::Error::other)?;
+            }
+            frame.write(&mut *lock(&self.client))?;
+        }
+        Ok(())
+    }
+
+    fn pump_requests(self: &Arc<Self>, from: &mut UnixStream) -> io::Result<()> {
+        while let Some(mut frame) = Frame::read(from)? {
+            if frame.is_request() {
+                let (fate, watched) = match Request::parse_from_bytes(&frame.body) {
+                    Ok(request) => self.tasks.request(&request),
+                    // Not for us to judge.
+                    Err(_) => (Fate::Pass, None),
+                };
+                if let Some(watched) = watched {
+                    lock(&self.watched).insert(frame.header.stream_id, watched);
                 }
-                Fate::Answered(response) => {
-                    frame.header.type_ = MESSAGE_TYPE_RESPONSE;
-                    frame.header.flags = 0;
-                    frame.body = response
-                        .write_to_bytes()
-                        .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
-                        .map_err(io::Error::other)?;
-                    frame.write(&mut *lock(answers))?;
-                    continue;
+                match fate {
+                    Fate::Pass => {}
+                    Fate::Changed(request) => {
+                        frame.body = request.write_to_bytes().map_err(io::Error::other)?;
+                    }
+                    Fate::Answered(response) => {
+                        self.answer(&frame, &response)?;
+                        continue;
+                    }
+                    Fate::Held(id) => {
+                        let link = Arc::clone(self);
+                        self.tasks.hold(&id, Box::new(HeldFrame { link, frame }));
+                        continue;
+                    }
                 }
             }
+            frame.write(&mut *lock(&self.stock))?;
         }
-        frame.write(to)?;
+        Ok(())
     }
-    Ok(())
+
+    fn answer(&self, to: &Frame, response: &Response) -> io::Result<()> {
+        let mut header = to.header;
+        header.type_ = MESSAGE_TYPE_RESPONSE;
+        header.flags = 0;
+        let body = response
+            .write_to_bytes()
+            .or_else(|e| rpc::failure(Code::INTERNAL, e.to_string()).write_to_bytes())
+            .map_err(io::Error::other)?;
+        Frame { header, body }.write(&mut *lock(&self.client))
+    }
+}
+
+/// A request that has not gone to the stock shim yet.
+struct HeldFrame {
+    link: Arc<Link>,
+    frame: Frame,
+}
+
+impl Held for HeldFrame {
+    fn pass(self: Box<Self>) {
+        let _ = self.frame.write(&mut *lock(&self.link.stock));
+    }
+
+    fn answer(self: Box<Self>, response: Response) {
+        let _ = self.link.answer(&self.frame, &response);
+    }
 }

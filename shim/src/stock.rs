@@ -40,7 +40,16 @@ fn find(variable: &str, name: &str) -> Option<PathBuf> {
     let beside = own.as_deref().and_then(Path::parent).map(|d| d.join(name));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|d| d.join(name));
-    beside.into_iter().chain(on_path).find(|p| is_program(p))
+    let found = beside.into_iter().chain(on_path);
+    // Installed in place of the stock shim this program would find itself.
+    let is_own = |p: &PathBuf| own.is_some() && p.canonicalize().ok() == own;
+    found.into_iter().find(|p| is_program(p) && !is_own(p))
+}
+
+/// Was this program started in place of the stock shim, by a link of its name? Then containers keep the OCI runtime
+/// that their engine names.
+pub fn in_place(called_as: Option<&OsStr>) -> bool {
+    called_as.map(Path::new).and_then(Path::file_name) == Some(NAME.as_ref())
 }
 
 fn is_program(path: &Path) -> bool {

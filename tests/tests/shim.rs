@@ -8,7 +8,12 @@ use cryopod_tests::bed::{Bed, Cgroup};
 fn run(script: &str) -> Option<Vec<String>> {
     // On v2 containerd's shim starts no container in the bed (docs/testbed.md).
     let bed = Bed::new(Cgroup::V1)?;
-    let script = format!("{}\n{script}", include_str!("scripts/shim/lib.sh"));
+    let libraries = concat!(
+        include_str!("scripts/archive/lib.sh"),
+        "\n",
+        include_str!("scripts/shim/lib.sh")
+    );
+    let script = format!("{libraries}\n{script}");
     let out = bed.limit(Duration::from_secs(300)).sh(&script).ok();
     let shown = out.lines().filter_map(|line| line.strip_prefix("ok: "));
     Some(shown.map(str::to_owned).collect())
@@ -40,4 +45,12 @@ fn as_containerds_own() {
         assert!(shown.iter().any(|s| s == line), "{line}: {shown:#?}");
     }
     assert_eq!(shown.len(), 32, "{shown:#?}");
+}
+
+#[test]
+fn checkpoint_and_restore() {
+    let Some(shown) = run(include_str!("scripts/shim/checkpoint.sh")) else {
+        return;
+    };
+    assert_eq!(shown.len(), 17, "{shown:#?}");
 }

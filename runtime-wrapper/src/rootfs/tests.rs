@@ -1,0 +1,195 @@
+use super::*;
+use serde_json::json;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+#[test]
+fn whose_changes_are_carried() {
+    let spec = |a: serde_json::Value| Spec::from_json(json!({ "annotations": a }));
+    let docker = Path::new("/run/containerd/io.containerd.runtime.v2.task/moby/c1");
+    let other = Path::new("/run/containerd/io.containerd.runtime.v2.task/default/moby");
+    let auto = Options::default();
+    let always = Options {
+        carry: Carry::Always,
+    };
+    let never = Options {
+        carry: Carry::Never,
+    };
+    let (none, on, off) = (
+        json!({}),
+        json!({"dev.cryopod.rootfs": "on"}),
+        json!({"dev.cryopod.rootfs": "off"}),
+    );
+    for (options, annotations, bundle, expected) in [
+        (&auto, &none, docker, true),
+        (&auto, &none, other, false),
+        (&auto, &json!({"nerdctl/name": "x"}), other, true),
+        (&auto, &off, docker, false),
+        (&auto, &on, other, true),
+        (&always, &none, other, true),
+        (&always, &off, other, false),
+        (&never, &none, docker, false),
+        (&never, &on, docker, true),
+    ] {
+        assert_eq!(
+            wanted(options, &spec(annotations.clone()), bundle),
+            expected,
+            "{options:?} {annotations} {bundle:?}"
+        );
+    }
+}
+
+#[test]
+fn the_upper_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let host = Host::at(dir.path());
+    fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+    let line = |rest: &str| {
+        let text = format!(
+            "500 400 0:50 / / rw,relatime - {rest}\n501 500 0:51 / /proc rw - proc proc rw\n"
+        );
+        fs::write(dir.path().join("proc/7/mountinfo"), text).unwrap();
+        upper(&host, 7)
+    };
+    assert_eq!(
+        line("overlay overlay rw,lowerdir=/l,upperdir=/var/u/diff,workdir=/w"),
+        Some("/var/u/diff".into())
+    );
+    assert_eq!(line("overlay overlay ro,lowerdir=/l:/m"), None);
+    assert_eq!(line("overlay overlay rw,upperdir=u"), None);
+    assert_eq!(line("ext4 /dev/x rw,upperdir=/u"), None);
+    assert_eq!(upper(&host, 8), None);
+}
+
+fn bundle(dir: &Path) -> std::path::PathBuf {
+    let bundle = dir.join("bundle");
+    fs::create_dir_all(bundle.join("rootfs")).unwrap();
+    fs::write(bundle.join("config.json"), r#"{"root":{"path":"rootfs"}}"#).unwrap();
+    bundle
+}
+
+#[test]
+fn there_and_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir_all(upper.join("a/b")).unwrap();
+    fs::create_dir(&images).unwrap();
+    fs::write(upper.join("a/b/file"), "new").unwrap();
+    fs::set_permissions(upper.join("a/b/file"), fs::Permissions::from_mode(0o4751)).unwrap();
+    fs::hard_link(upper.join("a/b/file"), upper.join("z")).unwrap();
+    symlink("/etc/passwd", upper.join("a/link")).unwrap();
+    fs::write(upper.join("folder"), "now a file").unwrap();
+    capture::pack(&upper, &images.join(FILE)).unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    fs::create_dir_all(root.join("folder/with")).unwrap();
+    fs::create_dir_all(root.join("a/b")).unwrap();
+    fs::write(root.join("a/b/file"), "old").unwrap();
+    fs::write(root.join("a/b/kept"), "kept").unwrap();
+    apply(&images, &bundle).unwrap();
+    let read = |p: &str| fs::read_to_string(root.join(p)).unwrap();
+    assert_eq!(
+        [
+            read("a/b/file"),
+            read("a/b/kept"),
+            read("z"),
+            read("folder")
+        ],
+        ["new", "kept", "new", "now a file"]
+    );
+    let meta = fs::metadata(root.join("a/b/file")).unwrap();
+    assert_eq!(meta.mode() & 0o7777, 0o4751);
+    assert_eq!(meta.ino(), fs::metadata(root.join("z")).unwrap().ino());
+    assert_eq!(
+        fs::read_link(root.join("a/link")).unwrap(),
+        Path::new("/etc/passwd")
+    );
+    assert_eq!(fs::read_dir(&root).unwrap().count(), 3);
+}
+
+/// Entries by another hand.
+fn tar(images: &Path, entries: &[(&str, tar::EntryType, &str)]) {
+    let mut tar = tar::Builder::new(fs::File::create(images.join(FILE)).unwrap());
+    for (name, kind, text) in entries {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(*kind);
+        header.set_mode(0o644);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_mtime(1);
+        let mut data: &[u8] = b"";
+        match kind {
+            tar::EntryType::Regular => data = text.as_bytes(),
+            _ => header.set_link_name(text).unwrap(),
+        }
+        header.set_size(data.len() as u64);
+        header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name.as_bytes());
+        header.set_cksum();
+        tar.append(&header, data).unwrap();
+    }
+    tar.finish().unwrap();
+}
+
+#[test]
+fn deleted_and_hidden() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    fs::create_dir_all(root.join("opaque/x")).unwrap();
+    fs::create_dir_all(root.join("gone/y")).unwrap();
+    let file = tar::EntryType::Regular;
+    tar(
+        dir.path(),
+        &[
+            (".wh.gone", file, ""),
+            (".wh.never", file, ""),
+            ("opaque/.wh..wh..opq", file, ""),
+            ("opaque/new", file, "1"),
+        ],
+    );
+    apply(dir.path(), &bundle).unwrap();
+    assert!(!root.join("gone").exists());
+    assert!(!root.join("opaque/x").exists());
+    assert!(root.join("opaque/new").exists());
+}
+
+#[test]
+fn nothing_leads_out_of_the_root() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    let outside = dir.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("secret"), "s").unwrap();
+    let file = tar::EntryType::Regular;
+    tar(dir.path(), &[("../outside/bad", file, "x")]);
+    let e = apply(dir.path(), &bundle).unwrap_err().to_string();
+    assert!(e.contains("../outside/bad"), "{e}");
+    // A link in the tar or in the image: followed within the root.
+    let to = outside.to_str().unwrap();
+    tar(
+        dir.path(),
+        &[
+            ("out", tar::EntryType::Symlink, to),
+            ("out/bad", file, "x"),
+            ("out/.wh.secret", file, ""),
+        ],
+    );
+    let _ = apply(dir.path(), &bundle);
+    let secret = format!("{to}/secret");
+    tar(dir.path(), &[("hard", tar::EntryType::Link, &secret)]);
+    assert!(apply(dir.path(), &bundle).is_err());
+    assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+    assert!(!root.join("hard").exists());
+}
+
+#[test]
+fn off_leaves_the_files_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = bundle(dir.path());
+    let spec = r#"{"root":{"path":"rootfs"},"annotations":{"dev.cryopod.rootfs":"off"}}"#;
+    fs::write(bundle.join("config.json"), spec).unwrap();
+    tar(dir.path(), &[("x", tar::EntryType::Regular, "1")]);
+    apply(dir.path(), &bundle).unwrap();
+    assert!(!bundle.join("rootfs/x").exists());
+}

@@ -1,0 +1,100 @@
+//! A network namespace for a container that is yet to be restored.
+//!
+//! docker (28 and newer) connects a container to its networks between Create and Start, through the namespace of the
+//! process that Create answers. A container that comes from a checkpoint has no process before Start. So a process of
+//! ours holds a new network namespace until then, and the restore goes into it. The namespace stays mounted in the
+//! bundle as long as the container is there: the runtime asks for it again at the next checkpoint.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+
+use crate::Error;
+
+/// What the holder says when it is there.
+const READY: &str = "ready";
+/// The mount's name in its folder.
+const NAME: &str = "netns";
+
+/// The process that holds a namespace; dropped, it ends.
+#[derive(Debug)]
+pub struct Holder {
+    child: Child,
+}
+
+impl Holder {
+    /// Starts it, and mounts its namespace in `folder`.
+    ///
+    /// # Errors
+    /// The system does not allow it.
+    pub fn start(folder: &Path) -> io::Result<Self> {
+        let mut child = Command::new("/proc/self/exe")
+            .arg("hold")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let out = child.stdout.take();
+        let holder = Self { child };
+        let mut line = String::new();
+        if let Some(out) = out {
+            BufReader::new(out.take(64)).read_line(&mut line)?;
+        }
+        if line.trim() != READY {
+            return Err(io::Error::other(
+                "a network namespace cannot be made (`unshare --net` as root shows why)",
+            ));
+        }
+        let place = place(folder);
+        std::fs::File::create(&place)?;
+        mount(
+            Some(format!("/proc/{}/ns/net", holder.pid()).as_str()),
+            &place,
+            None::<&str>,
+            MsFlags::MS_BIND,
+            None::<&str>,
+        )?;
+        Ok(holder)
+    }
+
+    /// Its pid.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Where the namespace is mounted.
+pub fn place(folder: &Path) -> PathBuf {
+    folder.join(NAME)
+}
+
+/// Unmounts it, if it is there.
+pub fn release(folder: &Path) {
+    let place = place(folder);
+    let _ = umount2(&place, MntFlags::MNT_DETACH);
+    let _ = std::fs::remove_file(&place);
+}
+
+/// The process itself: a new namespace, until whoever started it is gone.
+///
+/// # Errors
+/// The namespace cannot be made.
+pub fn main() -> Result<ExitCode, Error> {
+    unshare(CloneFlags::CLONE_NEWNET).map_err(|e| Error::io("unshare")(e.into()))?;
+    let mut out = io::stdout().lock();
+    writeln!(out, "{READY}")
+        .and_then(|()| out.flush())
+        .map_err(Error::io("standard output"))?;
+    let _ = io::stdin().lock().read(&mut [0u8]);
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,157 @@
+use super::*;
+
+fn made(method: &str, payload: Vec<u8>) -> Request {
+    let mut request = Request::new();
+    request.service = "containerd.task.v2.Task".into();
+    request.method = method.into();
+    request.payload = payload;
+    request
+}
+
+fn tasks() -> Tasks {
+    Tasks::new(Some("/r".into()))
+}
+
+fn create(bundle: &Path) -> CreateTaskRequest {
+    let mut create = CreateTaskRequest::new();
+    create.id = "c1".into();
+    create.bundle = bundle.to_str().unwrap().into();
+    create
+}
+
+#[test]
+fn create_gets_our_runtime_and_keeps_the_rest() {
+    let bundle = tempfile::tempdir().unwrap();
+    let create = create(bundle.path());
+    for (cgroup, systemd) in [
+        ("/a/b", false),
+        ("system.slice:docker:c1", true),
+        ("a:b:c", false),
+    ] {
+        std::fs::write(
+            bundle.path().join("config.json"),
+            format!(r#"{{"linux":{{"cgroupsPath":"{cgroup}"}}}}"#),
+        )
+        .unwrap();
+        let (fate, watched) = tasks().request(&made("Create", create.write_to_bytes().unwrap()));
+        let Fate::Changed(changed) = fate else {
+            panic!("{fate:?}")
+        };
+        assert!(watched.is_some());
+        let got = CreateTaskRequest::parse_from_bytes(&changed.payload).unwrap();
+        let options = options::decode(got.options.as_ref()).unwrap();
+        assert_eq!(
+            (
+                got.id.as_str(),
+                options.binary_name.as_str(),
+                options.systemd_cgroup
+            ),
+            ("c1", "/r", systemd)
+        );
+    }
+}
+
+#[test]
+fn everything_else_passes() {
+    let tasks = tasks();
+    for method in ["Start", "Wait", "Kill"] {
+        let (fate, watched) = tasks.request(&made(method, vec![0xff]));
+        assert!(matches!(fate, Fate::Pass) && watched.is_none(), "{method}");
+    }
+    let mut other = made("Create", vec![0xff]);
+    other.service = "x.y".into();
+    assert!(matches!(tasks.request(&other).0, Fate::Pass));
+    let (fate, _) = tasks.request(&made("Create", vec![0xff]));
+    assert!(matches!(fate, Fate::Answered(_)));
+}
+
+#[test]
+fn a_failed_checkpoint_says_why() {
+    let bundle = tempfile::tempdir().unwrap();
+    let log = bundle.path().join(LOG);
+    std::fs::write(
+        &log,
+        "{\"level\":\"error\",\"msg\":\"cryopod: an old one\"}\n",
+    )
+    .unwrap();
+    let tasks = tasks();
+    tasks.request(&made(
+        "Create",
+        create(bundle.path()).write_to_bytes().unwrap(),
+    ));
+    let mut checkpoint = CheckpointTaskRequest::new();
+    checkpoint.id = "c1".into();
+    let request = made("Checkpoint", checkpoint.write_to_bytes().unwrap());
+    let failure = || rpc::failure(Code::UNKNOWN, "criu failed");
+    let watched = tasks.request(&request).1.unwrap();
+    assert_eq!(tasks.response(watched, failure()), failure());
+    let watched = tasks.request(&request).1.unwrap();
+    let mut text = std::fs::read_to_string(&log).unwrap();
+    text += "{\"level\":\"info\",\"msg\":\"x\"}\nnot json\n{\"level\":\"error\",\"msg\":\"cryopod: the new one\"}\n";
+    std::fs::write(&log, text).unwrap();
+    let said = tasks.response(watched, failure());
+    assert_eq!(
+        said.status().message(),
+        "cryopod: the new one (criu failed)"
+    );
+}
+
+#[test]
+fn a_container_that_is_deleted_is_forgotten() {
+    let bundle = tempfile::tempdir().unwrap();
+    let tasks = tasks();
+    let (_, created) = tasks.request(&made(
+        "Create",
+        create(bundle.path()).write_to_bytes().unwrap(),
+    ));
+    tasks.response(created.unwrap(), Response::new());
+    let mut delete = DeleteRequest::new();
+    delete.id = "c1".into();
+    let request = made("Delete", delete.write_to_bytes().unwrap());
+    let watched = tasks.request(&request).1.unwrap();
+    tasks.response(watched, rpc::failure(Code::UNKNOWN, "still running"));
+    let watched = tasks.request(&request).1.unwrap();
+    tasks.response(watched, Response::new());
+    assert!(tasks.request(&request).1.is_none());
+}
+
+#[test]
+fn in_place_of_the_stock_shim_a_container_keeps_its_runtime() {
+    let bundle = tempfile::tempdir().unwrap();
+    let mut create = create(bundle.path());
+    let mut named = options::decode(None).unwrap();
+    named.binary_name = "/usr/bin/runc".into();
+    create.options = MessageField::some(options::encode(&named).unwrap());
+    let request = made("Create", create.write_to_bytes().unwrap());
+    let (fate, _) = Tasks::new(None).request(&request);
+    let Fate::Changed(changed) = fate else {
+        panic!("{fate:?}")
+    };
+    let got = CreateTaskRequest::parse_from_bytes(&changed.payload).unwrap();
+    assert_eq!(options::decode(got.options.as_ref()).unwrap(), named);
+}
+
+#[test]
+fn an_annotation_ends_what_no_engine_ends() {
+    let bundle = tempfile::tempdir().unwrap();
+    let tasks = tasks();
+    tasks.request(&made(
+        "Create",
+        create(bundle.path()).write_to_bytes().unwrap(),
+    ));
+    let mut checkpoint = CheckpointTaskRequest::new();
+    checkpoint.id = "c1".into();
+    let request = |c: &CheckpointTaskRequest| made("Checkpoint", c.write_to_bytes().unwrap());
+    assert!(matches!(tasks.request(&request(&checkpoint)).0, Fate::Pass));
+    let spec = r#"{"annotations":{"dev.cryopod.checkpoint.exit":"on"}}"#;
+    std::fs::write(bundle.path().join("config.json"), spec).unwrap();
+    let (fate, watched) = tasks.request(&request(&checkpoint));
+    let Fate::Changed(changed) = fate else {
+        panic!("{fate:?}")
+    };
+    assert!(watched.is_some());
+    let got = CheckpointTaskRequest::parse_from_bytes(&changed.payload).unwrap();
+    assert_eq!(got.options.value, [8, 1]);
+    checkpoint.options = MessageField::some(Any::new());
+    assert!(matches!(tasks.request(&request(&checkpoint)).0, Fate::Pass));
+}
