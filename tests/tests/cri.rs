@@ -1,0 +1,28 @@
+//! containerd's CRI with our shim as a runtime class. `tests/run` runs it with `SUITE=forky`: containerd 1.7 has no CRI
+//! checkpoints.
+
+use std::time::Duration;
+
+use cryopod_tests::bed::{Bed, Cgroup};
+
+#[test]
+fn cri() {
+    if std::env::var("SUITE").as_deref() != Ok("forky") {
+        println!("only with SUITE=forky");
+        return;
+    }
+    // On v2 containerd's shim starts no container in the bed (docs/testbed.md).
+    let Some(bed) = Bed::new(Cgroup::V1) else {
+        return;
+    };
+    let script = concat!(
+        include_str!("scripts/archive/lib.sh"),
+        "\n",
+        include_str!("scripts/shim/lib.sh"),
+        "\n",
+        include_str!("scripts/shim/cri.sh")
+    );
+    let out = bed.limit(Duration::from_secs(200)).sh(script).ok();
+    let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
+    assert_eq!(passed, 14, "{out}");
+}

@@ -1,0 +1,81 @@
+# cri.sh: containerd's CRI with our shim as a runtime class, without a kubelet: two containers in a pod, a checkpoint,
+# a restore into a new pod. CRI checkpoints exist from containerd 2.1 on.
+simulate runc
+registry
+podman import -q --change 'CMD ["/bin/sleep", "100000"]' /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null
+podman push -q --tls-verify=false localhost/busybox docker://localhost:5000/busybox:1
+cat > /etc/containerd/config.toml <<'T'
+version = 3
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = 'overlayfs'
+  [plugins.'io.containerd.cri.v1.images'.pinned_images]
+    sandbox = 'localhost:5000/busybox:1'
+[plugins.'io.containerd.cri.v1.runtime']
+  enable_selinux = false
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  [plugins.'io.containerd.cri.v1.runtime'.containerd]
+    default_runtime_name = 'cryopod'
+T
+# As a user would write it, in the folder of examples.
+sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
+containerd_up
+cri() {
+    python3 /src/tests/tests/scripts/archive/cri.py /run/containerd/containerd.sock "$@" ||
+        { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
+}
+cri_quiet() { cri "$@" > /dev/null 2>&1; }
+wait_for 20 cri_quiet Version '[[1,"v1"]]'
+cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
+mkdir -p /tmp/logs
+sandbox() { # UID
+    printf '[[1,[[1,"pod%s"],[2,"uid%s"],[3,"ns"]]],[3,"/tmp/logs"],[8,[[2,[[1,[[1,2],[2,1],[3,1]]]]]]]]' "$1" "$1"
+}
+container() { # POD UID NAME IMAGE COMMAND...: a request
+    local pod=$1 uid=$2 name=$3 image=$4 && shift 4
+    jq -nc --arg pod "$pod" --arg name "$name" --arg image "$image" --argjson sandbox "$(sandbox "$uid")" \
+        --argjson command "$(printf '%s\n' "$@" | jq -Rnc '[inputs | [3, .]]')" '[[1, $pod], [2, [
+        [1, [[1, $name]]], [2, [[1, $image]]]] + $command + [[6, [[1, "LD_LIBRARY_PATH"], [2, "/cusim"]]], [11, ($name + ".log")]]
+        + [$ARGS.positional[] | if contains(":") then split(":") | [7, [[1, .[1]], [2, .[0]]]]
+        else [8, [[1, .], [2, .], [3, "rwm"]]] end]], [3, $sandbox]]' --args "${binds[@]}" "${nodes[@]}"
+}
+logs() { sed 's/^[^ ]* stdout F //' "/tmp/logs/$1.log"; }
+lines() { wc -l < "/tmp/logs/$1.log"; }
+more() { [ "$(lines "$1")" -gt "$2" ]; }
+pod=$(cri RunPodSandbox "[[1,$(sandbox 1)]]")
+check 'a pod: of our shim' test "$(shims | grep -c shim-cryopod)" = 1
+job=$(cri CreateContainer "$(container "$pod" 1 job localhost:5000/busybox:1 /cusim/cusim-client --mib 100)")
+cri StartContainer "[[1,\"$job\"]]"
+side=$(cri CreateContainer "$(container "$pod" 1 side localhost:5000/busybox:1 sh -c 'while :; do echo side; sleep 0.1; done')")
+cri StartContainer "[[1,\"$side\"]]"
+wait_for 20 ticked job 3
+check 'two containers in a pod: one shim of each kind' test "$(shims | wc -l)" = 2
+check 'two containers in a pod: one of ours' test "$(shims | grep -c shim-cryopod)" = 1
+before=$(sum job)
+cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"echo mine > /made\"]]" > /dev/null
+cri UpdateContainerResources "[[1,\"$job\"],[2,[[4,1073741824]]]]"
+check 'an update' sh -c 'cat /sys/fs/cgroup/memory/k8s.io/*/memory.limit_in_bytes | grep -qx 1073741824'
+cri CheckpointContainer "[[1,\"$job\"],[2,\"/tmp/cri.tar\"],[3,60]]"
+check 'checkpoint: the sum goes on' goes_on job
+check 'checkpoint: the other container goes on' wait_for 10 more side "$(lines side)"
+check 'checkpoint: whole' cryopod verify -q /tmp/cri.tar
+cri StopContainer "[[1,\"$job\"],[2,0]]"
+check 'a container ends: the other goes on' wait_for 10 more side "$(lines side)"
+cri RemoveContainer "[[1,\"$job\"]]"
+cri StopPodSandbox "[[1,\"$pod\"]]"
+cri RemovePodSandbox "[[1,\"$pod\"]]"
+check 'the pod ends: no shim is left' wait_for 10 no_shims
+check 'the pod ends: no socket is left' wait_for 5 no_sockets
+rm -f /tmp/logs/job.log
+
+pod=$(cri RunPodSandbox "[[1,$(sandbox 2)]]")
+job=$(cri CreateContainer "$(container "$pod" 2 job /tmp/cri.tar /cusim/cusim-client --mib 100)")
+cri StartContainer "[[1,\"$job\"]]"
+wait_for 20 ticked job 3
+check 'a new pod, from the archive: the sum goes on' goes_on job
+check 'a new pod, from the archive: the same sum' test "$(sum job)" = "$before"
+cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"grep mine /made\"]]" > /tmp/said
+check 'a new pod, from the archive: the file is there' says /tmp/said mine
+cri StopPodSandbox "[[1,\"$pod\"]]"
+cri RemovePodSandbox "[[1,\"$pod\"]]"
+check 'no shim is left' wait_for 10 no_shims
