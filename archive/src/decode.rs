@@ -105,6 +105,17 @@ fn buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
     data
 }
 
+/// A buffer of a whole piece, cleared only where it has to grow.
+fn piece_buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
+    let mut data = spare
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .pop()
+        .unwrap_or_default();
+    data.resize(PIECE, 0);
+    data
+}
+
 fn worker(queue: &Receiver<Job>, spare: &Arc<Mutex<Vec<Vec<u8>>>>) {
     let mut decompressor = None;
     for Job {
@@ -156,6 +167,17 @@ fn decompress(
     Ok(())
 }
 
+/// Which digests are taken of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hash {
+    /// None.
+    No,
+    /// Of the bytes as they are stored. What comes out of them depends on nothing else.
+    Stored,
+    /// Of what comes out as well.
+    Both,
+}
+
 enum Next {
     Ready(Piece),
     Coming(Receiver<io::Result<Piece>>),
@@ -167,7 +189,7 @@ enum Next {
 pub(crate) struct Digests {
     /// Of the bytes as they are stored.
     pub(crate) blob: Option<Digest>,
-    /// Of the decompressed bytes.
+    /// Of the decompressed bytes; `None` if it was not asked for.
     pub(crate) content: Option<Digest>,
 }
 
@@ -182,7 +204,7 @@ impl Decoder<'_> {
         self.progress
     }
 
-    /// Decompresses a stream for a consumer, which should read it to its end; with `hash`, gives its digests.
+    /// Decompresses a stream for a consumer, which should read it to its end; gives the digests that `hash` asks for.
     ///
     /// # Errors
     /// What the consumer returned. The stream's own errors reach it through its reader.
@@ -191,24 +213,16 @@ impl Decoder<'_> {
         raw: impl Read + Send,
         compression: Compression,
         allowance: Allowance,
-        hash: bool,
+        hash: Hash,
         consume: impl FnOnce(&mut Output) -> Result<T, E>,
     ) -> Result<(T, Digests), E> {
         thread::scope(|scope| {
             let plain = compression == Compression::None;
+            let both = hash == Hash::Both || (plain && hash == Hash::Stored);
+            let stored = !plain && hash != Hash::No;
             let (to_consumer, next) = unbounded::<Next>();
-            let (raw_hash, raw_pieces) = bounded::<Vec<u8>>(4);
             let (content_hash, content_pieces) = unbounded::<Arc<Piece>>();
-            let blob = (hash && !plain).then(|| {
-                scope.spawn(move || {
-                    let mut sha = Sha256::new();
-                    for piece in raw_pieces {
-                        sha.update(&piece);
-                    }
-                    Digest::from_hash(sha)
-                })
-            });
-            let content = hash.then(|| {
+            let content = both.then(|| {
                 scope.spawn(move || {
                     let mut sha = Sha256::new();
                     for piece in content_pieces {
@@ -219,10 +233,11 @@ impl Decoder<'_> {
             });
             let raw = Tee {
                 inner: raw,
-                hash: (hash && !plain).then_some(raw_hash),
+                hash: stored.then(Sha256::new),
                 progress: self.progress,
             };
-            scope.spawn(move || {
+            let splitter = scope.spawn(move || {
+                let mut raw = raw;
                 let split = Splitter {
                     decoder: self,
                     allowance,
@@ -230,18 +245,19 @@ impl Decoder<'_> {
                     output: 0,
                     out: to_consumer,
                 };
-                split.run(raw, compression);
+                split.run(&mut raw, compression);
+                raw.hash.map(Digest::from_hash)
             });
             let mut output = Output {
                 next,
                 piece: None,
                 at: 0,
-                hash: hash.then_some(content_hash),
+                hash: both.then_some(content_hash),
             };
             let value = consume(&mut output)?;
             drop(output);
             let gone = || io::Error::other("a worker thread ended unexpectedly");
-            let blob = blob.map(|h| h.join().map_err(|_| gone())).transpose()?;
+            let blob = splitter.join().map_err(|_| gone())?;
             let content = content.map(|h| h.join().map_err(|_| gone())).transpose()?;
             let blob = if plain { content.clone() } else { blob };
             Ok((value, Digests { blob, content }))
@@ -259,10 +275,10 @@ impl Decoder<'_> {
     }
 }
 
-/// Passes on what is read, for the blob's digest.
+/// Hashes what is read, for the blob's digest.
 struct Tee<'p, R> {
     inner: R,
-    hash: Option<Sender<Vec<u8>>>,
+    hash: Option<Sha256>,
     progress: &'p Progress,
 }
 
@@ -270,8 +286,8 @@ impl<R: Read> Read for Tee<'_, R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let n = self.inner.read(buf)?;
         self.progress.add_done(n as u64);
-        if let (Some(hash), true) = (&self.hash, n > 0) {
-            let _ = hash.send(buf[..n].to_vec());
+        if let Some(hash) = &mut self.hash {
+            hash.update(&buf[..n]);
         }
         Ok(n)
     }
@@ -306,10 +322,10 @@ impl From<Gone> for Stop {
 }
 
 impl Splitter<'_> {
-    fn run(mut self, mut raw: impl Read + Send, compression: Compression) {
+    fn run(mut self, raw: &mut (impl Read + Send), compression: Compression) {
         let done = match compression {
-            Compression::Zstd => self.frames(&mut raw),
-            other => self.alone(&mut raw, other),
+            Compression::Zstd => self.frames(raw),
+            other => self.alone(raw, other),
         };
         if let Err(Stop::Failed(e)) = done {
             let _ = self.out.send(Next::Failed(e));
@@ -318,10 +334,11 @@ impl Splitter<'_> {
 
     /// Frame by frame, as long as they are small.
     fn frames(&mut self, raw: &mut (impl Read + Send)) -> Result<(), Stop> {
-        let mut buf: Vec<u8> = Vec::with_capacity(2 * PIECE);
-        let mut at = 0;
+        // Room for the largest frame and a piece of the next.
+        let mut buf = vec![0; MAX_FRAME + 2 * PIECE];
+        let (mut at, mut end) = (0, 0);
         loop {
-            match look(&buf[at..]) {
+            match look(&buf[at..end]) {
                 Frame::Whole { len, content } => {
                     self.input += len as u64;
                     self.output += content as u64;
@@ -343,30 +360,31 @@ impl Splitter<'_> {
                     self.out.send(Next::Coming(coming)).map_err(|_| Gone)?;
                     continue;
                 }
-                Frame::Skip { len } if len <= (buf.len() - at) as u64 => {
+                Frame::Skip { len } if len <= (end - at) as u64 => {
                     self.input += len;
                     at += len as usize;
                     continue;
                 }
                 Frame::Skip { len } if len <= MAX_FRAME as u64 => {}
-                Frame::Short => {}
-                Frame::Skip { .. } | Frame::Other => break,
+                Frame::Short if end - at <= MAX_FRAME => {}
+                Frame::Short | Frame::Skip { .. } | Frame::Other => break,
             }
-            buf.drain(..at);
+            buf.copy_within(at..end, 0);
+            end -= at;
             at = 0;
-            let have = buf.len();
-            buf.resize(have + PIECE, 0);
-            let n = read_some(raw, &mut buf[have..])?;
-            buf.truncate(have + n);
+            let n = read_some(raw, &mut buf[end..])?;
+            end += n;
             if n == 0 {
                 break;
             }
         }
-        if at == buf.len() && at == 0 {
+        if at == end && at == 0 {
             return Ok(());
         }
         // The rest, with its errors, is the ordinary decoder's.
+        buf.truncate(end);
         let rest = buf.split_off(at);
+        drop(buf);
         self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
     }
 
@@ -388,8 +406,7 @@ impl Splitter<'_> {
         let mut decoded = Decoded::new(raw, compression, allowance)?;
         loop {
             let token = self.decoder.token()?;
-            let mut data = buffer(&self.decoder.spare);
-            data.resize(PIECE, 0);
+            let mut data = piece_buffer(&self.decoder.spare);
             let mut have = 0;
             while have < PIECE {
                 let n = read_some(&mut decoded, &mut data[have..])?;

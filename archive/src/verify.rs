@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::shards::Shards;
-use crate::decode::with_decoder;
+use crate::decode::{Hash, with_decoder};
 use crate::entry::Entry;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
@@ -181,6 +181,10 @@ impl Verifier<'_> {
 }
 
 impl Sink for Verifier<'_> {
+    fn hash(&self) -> Hash {
+        Hash::Both
+    }
+
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
         let bad = |bad| Error::bad(self.source.path(), bad);
         let content = |reason: String| {

@@ -1,25 +1,31 @@
 //! Every entry of a checkpoint, on all cores, with every digest checked.
 
 use std::io::{self, Read};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use crate::decode::{Decoder, Digests};
+use crate::decode::{Decoder, Digests, Hash};
 use crate::entry::{Entry, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::progress::Progress;
-use crate::source::{Inner, Layer, Source, visit_tar};
+use crate::source::{Inner, Layer, Source, Visitor, visit_tar};
 use crate::stream::{Allowance, Compression, Section};
 use crate::tarread::TarReader;
 
 /// Layers that are read at the same time: each has up to three threads of its own.
-const AT_ONCE: usize = 6;
+const AT_ONCE: usize = 12;
 
 /// Takes entries, from several threads at once. What was not read of an entry is left out.
 pub(crate) trait Sink: Sync {
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error>;
+
+    /// The digests of layers that are checked.
+    fn hash(&self) -> Hash {
+        Hash::Stored
+    }
 }
 
 /// Gives every entry to the sink. A folder may come after what lies in it.
@@ -62,8 +68,15 @@ pub(crate) fn walk(
             None => {
                 let allowance = Allowance::of(limits);
                 let raw = tar.section().clone();
-                walk.tar(raw, tar.compression(), allowance, None, tar.below(), false)
-                    .map(drop)
+                walk.tar(
+                    raw,
+                    tar.compression(),
+                    allowance,
+                    None,
+                    tar.below(),
+                    Hash::No,
+                )
+                .map(drop)
             }
         },
         Inner::Image(image) => {
@@ -74,8 +87,7 @@ pub(crate) fn walk(
                 walk.layer(layer, image.blobs.open(&layer.descriptor)?)
             })
         }
-        Inner::Containerd(_) => source.visit(limits, &mut |entry, reader| {
-            decoder.progress().add_done(entry.size);
+        Inner::Containerd(_) => visit(source, limits, decoder, &mut |entry, reader| {
             sink.entry(entry, reader)
         }),
     }
@@ -169,7 +181,14 @@ impl Walk<'_> {
     fn layer(&self, layer: &Layer, section: Section) -> Result<(), Error> {
         let allowance = layer.allowance(self.limits);
         let index = Some(layer.index);
-        let digests = self.tar(section, layer.compression, allowance, index, None, true)?;
+        let digests = self.tar(
+            section,
+            layer.compression,
+            allowance,
+            index,
+            None,
+            self.sink.hash(),
+        )?;
         layer
             .check(&digests)
             .map_err(|bad| Error::bad(self.source.path(), bad))
@@ -182,20 +201,48 @@ impl Walk<'_> {
         allowance: Allowance,
         layer: Option<usize>,
         below: Option<&str>,
-        hash: bool,
+        hash: Hash,
     ) -> Result<Digests, Error> {
-        let path = self.source.path();
-        let read = self
-            .decoder
-            .read(raw, compression, allowance, hash, |output| {
-                let mut reader = TarReader::new(output, self.limits, layer);
-                let visited = visit_tar(&mut reader, below, path, &mut |entry, reader| {
-                    self.entry(entry, reader)
-                });
-                visited.map_err(Carried::Ours)?;
-                reader.finish()?;
-                Ok::<_, Carried>(())
-            });
+        let raw = Raw {
+            section: raw,
+            compression,
+            allowance,
+            layer,
+            below,
+            hash,
+        };
+        let source = self.source.path();
+        raw.entries(self.decoder, self.limits, source, &mut |entry, reader| {
+            self.entry(entry, reader)
+        })
+    }
+}
+
+/// A tar as it is stored.
+struct Raw<'r> {
+    section: Section,
+    compression: Compression,
+    allowance: Allowance,
+    layer: Option<usize>,
+    below: Option<&'r str>,
+    hash: Hash,
+}
+
+impl Raw<'_> {
+    fn entries(
+        self,
+        decoder: &Decoder<'_>,
+        limits: &Limits,
+        path: &Path,
+        visitor: &mut Visitor<'_>,
+    ) -> Result<Digests, Error> {
+        let (compression, allowance) = (self.compression, self.allowance);
+        let read = decoder.read(self.section, compression, allowance, self.hash, |output| {
+            let mut reader = TarReader::new(output, limits, self.layer);
+            visit_tar(&mut reader, self.below, path, visitor).map_err(Carried::Ours)?;
+            reader.finish()?;
+            Ok::<_, Carried>(())
+        });
         match read {
             Ok(((), digests)) => Ok(digests),
             Err(Carried::Ours(e)) => Err(e),
@@ -204,8 +251,60 @@ impl Walk<'_> {
     }
 }
 
+/// As [`Source::visit`], with what is compressed decompressed on all cores.
+///
+/// # Errors
+/// As [`Source::visit`].
+pub(crate) fn visit(
+    source: &Source,
+    limits: &Limits,
+    decoder: &Decoder<'_>,
+    visitor: &mut Visitor<'_>,
+) -> Result<(), Error> {
+    let path = source.path();
+    let mut ledger = Ledger::new(limits);
+    let mut new = |entry: &Entry, reader: &mut dyn Read| match ledger.take(entry) {
+        Ok(true) => visitor(entry, reader),
+        Ok(false) => Ok(()),
+        Err(bad) => Err(Error::bad(path, bad)),
+    };
+    match &source.inner {
+        Inner::Tar(tar) => {
+            let raw = Raw {
+                section: tar.section().clone(),
+                compression: tar.compression(),
+                allowance: Allowance::of(limits),
+                layer: None,
+                below: tar.below(),
+                hash: Hash::No,
+            };
+            raw.entries(decoder, limits, path, &mut new).map(drop)
+        }
+        Inner::Image(image) => {
+            for layer in image.layers() {
+                let raw = Raw {
+                    section: image.blobs.open(&layer.descriptor)?,
+                    compression: layer.compression,
+                    allowance: layer.allowance(limits),
+                    layer: Some(layer.index),
+                    below: None,
+                    hash: Hash::Stored,
+                };
+                let digests = raw.entries(decoder, limits, path, &mut new)?;
+                layer.check(&digests).map_err(|bad| Error::bad(path, bad))?;
+            }
+            Ok(())
+        }
+        _ => source.visit(limits, &mut |entry, reader| {
+            decoder.progress().add_done(entry.size);
+            visitor(entry, reader)
+        }),
+    }
+}
+
 impl Layer {
-    /// Are these the digests that manifest and config state?
+    /// Are these the digests that manifest and config state? The blob's must be there; where it fits, a wrong one of
+    /// the decompressed content is a mistake of the config, and only a verification looks for it.
     pub(crate) fn check(&self, digests: &Digests) -> Result<(), Bad> {
         let (blob, content) = (&digests.blob, &digests.content);
         if blob.as_ref() != Some(&self.descriptor.digest) {
@@ -217,17 +316,14 @@ impl Layer {
                 found,
             });
         }
-        if content.as_ref() != Some(&self.diff_id) {
-            let found = content
-                .as_ref()
-                .map_or_else(|| "none".into(), ToString::to_string);
-            return Err(Bad::DiffId {
+        match content {
+            Some(found) if *found != self.diff_id => Err(Bad::DiffId {
                 layer: self.index,
                 expected: self.diff_id.to_string(),
-                found,
-            });
+                found: found.to_string(),
+            }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 

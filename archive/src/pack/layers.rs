@@ -3,18 +3,18 @@
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::PackOptions;
 use super::image::{Store, descriptor, put, put_end, put_entry, shrinks};
 use super::pipeline::Pool;
 use super::plan::{self, Content, Group, Item, Known, LARGE_BYTES, LARGE_LAYERS, Spool};
+use super::{PackOptions, Run};
 use crate::error::Error;
 use crate::oci::{Descriptor, Digest};
 use crate::source::Source;
 use crate::staging::Staging;
 use crate::stream::Compression;
 
-/// Layers that are written at the same time: each has two threads of its own, which hash and write.
-const AT_ONCE: usize = 8;
+/// Layers that are written at the same time: each has three threads of its own, which read, hash and write.
+const AT_ONCE: usize = 12;
 
 type Layer = (Option<Digest>, Descriptor);
 
@@ -120,13 +120,17 @@ pub(super) fn parallel(
 /// Writes the layers of a source that can only be read from front to end: each large file as it comes, the small
 /// ones from a spool at the end.
 pub(super) fn streamed(
-    source: &Source,
+    run: &Run<'_>,
     store: &Store,
     staging: &Staging,
-    pool: &Pool<'_>,
     known: &mut Known,
-    options: &PackOptions,
 ) -> Result<Vec<Layer>, Error> {
+    let Run {
+        source,
+        pool,
+        options,
+        ..
+    } = *run;
     let path = source.path();
     let dir = if store.parallel() {
         staging.path()
@@ -140,10 +144,7 @@ pub(super) fn streamed(
         small.push(item);
     }
     let mut large = Vec::new();
-    source.visit(&options.limits, &mut |entry, reader| {
-        if options.extra_files.contains_key(&entry.name) {
-            return Ok(());
-        }
+    run.visit(&mut |entry, reader| {
         known.note(entry);
         let entry = entry.clone();
         if known.wants(&entry) {

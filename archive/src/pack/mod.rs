@@ -3,6 +3,7 @@
 //! [`pack`] also converts: its source is whatever [`Source`] reads. The destination appears under its name only
 //! when it is whole and on disk.
 
+mod entropy;
 mod facts;
 mod image;
 mod layers;
@@ -11,6 +12,7 @@ mod plan;
 mod tarwrite;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,14 +20,17 @@ use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 pub(crate) use self::pipeline::threads_or_cores;
 use self::pipeline::{Input, Pool, with_pool};
 use self::plan::{Item, Known};
+use crate::decode::{Decoder, with_decoder};
+use crate::entry::Entry;
 use crate::error::Error;
 use crate::limits::Limits;
 use crate::oci::{Descriptor, Digest};
 use crate::progress::Progress;
-use crate::source::Source;
+use crate::source::{Source, Visitor};
 use crate::staging::Staging;
 use crate::stream::Compression;
 use crate::through::Through;
+use crate::walk;
 
 /// What is written, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,50 +133,51 @@ pub struct Packed {
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
     check_options(source, options)?;
     let items = plan::random_access(source, options)?;
-    if let Some(items) = &items {
-        options
-            .progress
-            .set_total(items.iter().map(|i| i.entry.size).sum());
-    }
+    // What can only be read from front to end is counted as it is stored, by the decoder.
+    let counts = items.is_some();
+    options.progress.set_total(match &items {
+        Some(items) => items.iter().map(|i| i.entry.size).sum(),
+        None => source.stored_bytes()?,
+    });
     let level = match (to, options.compression) {
         (Destination::Tar(_, Compression::Gzip), _) | (_, Compression::Gzip) => {
             options.level.clamp(1, 9)
         }
         _ => options.level,
     };
-    with_pool(options.threads, level, &options.progress, |pool| match to {
-        Destination::Tar(path, compression) => {
-            let staging = Staging::file(path, options.replace)?;
-            let packed = tarball(source, items, &staging, *compression, pool, options)?;
-            staging.commit()?;
-            Ok(packed)
-        }
-        Destination::Archive(path) => {
-            let staging = Staging::file(path, options.replace)?;
-            let packed = image(
+    // Decompression takes a fraction of what compression takes.
+    let decoders = threads_or_cores(options.threads).div_ceil(2);
+    let unseen = Progress::default();
+    let seen = if counts { &unseen } else { &*options.progress };
+    with_decoder(decoders, seen, |decoder| {
+        with_pool(options.threads, level, &options.progress, counts, |pool| {
+            let run = Run {
                 source,
-                items,
-                Store::tar(&staging)?,
-                &staging,
                 pool,
+                decoder,
                 options,
-            )?;
-            staging.commit()?;
-            Ok(packed)
-        }
-        Destination::Layout(path) => {
-            let staging = Staging::folder(path, options.replace)?;
-            let packed = image(
-                source,
-                items,
-                Store::folder(&staging)?,
-                &staging,
-                pool,
-                options,
-            )?;
-            staging.commit()?;
-            Ok(packed)
-        }
+            };
+            match to {
+                Destination::Tar(path, compression) => {
+                    let staging = Staging::file(path, options.replace)?;
+                    let packed = run.tarball(items, &staging, *compression)?;
+                    staging.commit()?;
+                    Ok(packed)
+                }
+                Destination::Archive(path) => {
+                    let staging = Staging::file(path, options.replace)?;
+                    let packed = run.image(items, Store::tar(&staging)?, &staging)?;
+                    staging.commit()?;
+                    Ok(packed)
+                }
+                Destination::Layout(path) => {
+                    let staging = Staging::folder(path, options.replace)?;
+                    let packed = run.image(items, Store::folder(&staging)?, &staging)?;
+                    staging.commit()?;
+                    Ok(packed)
+                }
+            }
+        })
     })
 }
 
@@ -196,74 +202,133 @@ fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// podman's tar: the files that say what it is first, as podman writes them, then by name.
-fn tarball(
-    source: &Source,
-    items: Option<Vec<Item>>,
-    staging: &Staging,
-    compression: Compression,
-    pool: &Pool<'_>,
-    options: &PackOptions,
-) -> Result<Packed, Error> {
-    let wrap = |e| Error::from_io(staging.path(), "write it", e);
-    let mut out = staging.handle().and_then(Through::new).map_err(wrap)?;
-    let mut known = Known::default();
-    let written = pool.write(compression, false, &mut out, |input| {
-        everything(source, items, input, &mut known, options).map_err(Carried::from)
-    });
-    let written = written.map_err(|e| e.into_error(staging.path()))?;
-    known.check(source.path())?;
-    let (content_bytes, stored_bytes) = (known.bytes, written.output);
-    Ok(Packed {
-        digest: None,
-        layers: Vec::new(),
-        content_bytes,
-        stored_bytes,
-    })
+/// One run of [`pack`].
+struct Run<'r> {
+    source: &'r Source,
+    pool: &'r Pool<'r>,
+    decoder: &'r Decoder<'r>,
+    options: &'r PackOptions,
 }
 
-/// All of a source as one tar.
-fn everything(
-    source: &Source,
-    items: Option<Vec<Item>>,
-    input: &mut Input<'_>,
-    known: &mut Known,
-    options: &PackOptions,
-) -> Result<(), Error> {
-    match items {
-        Some(items) => {
-            let mut groups = plan::layers(items, false);
-            for group in &mut groups {
-                group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
-            }
-            let mut folders = BTreeSet::new();
-            for item in groups.iter().flat_map(|g| &g.items) {
-                if item.entry.is_file() || folders.insert(item.entry.name.clone()) {
-                    note(known, item, source, options)?;
-                    put(input, item, source)?;
-                }
-            }
-        }
-        None => {
-            for item in plan::extra(options) {
-                note(known, &item, source, options)?;
-                put(input, &item, source)?;
-            }
-            source.visit(&options.limits, &mut |entry, reader| {
-                if options.extra_files.contains_key(&entry.name) {
-                    return Ok(());
-                }
-                known.note(entry);
-                if known.wants(entry) {
-                    let text = plan::read_small(entry, reader, source.path(), options)?;
-                    known.keep(&entry.name, &text);
-                    return put_entry(input, entry, &mut &text[..], source.path());
-                }
-                put_entry(input, entry, reader, source.path())
-            })?;
-        }
+impl Run<'_> {
+    /// podman's tar: the files that say what it is first, as podman writes them, then by name.
+    fn tarball(
+        &self,
+        items: Option<Vec<Item>>,
+        staging: &Staging,
+        compression: Compression,
+    ) -> Result<Packed, Error> {
+        let wrap = |e| Error::from_io(staging.path(), "write it", e);
+        let mut out = staging.handle().and_then(Through::new).map_err(wrap)?;
+        let mut known = Known::default();
+        let written = self.pool.write(compression, false, &mut out, |input| {
+            self.everything(items, input, &mut known)
+                .map_err(Carried::from)
+        });
+        let written = written.map_err(|e| e.into_error(staging.path()))?;
+        known.check(self.source.path())?;
+        let (content_bytes, stored_bytes) = (known.bytes, written.output);
+        Ok(Packed {
+            digest: None,
+            layers: Vec::new(),
+            content_bytes,
+            stored_bytes,
+        })
     }
-    put_end(input, source.path())
+
+    /// All of a source as one tar.
+    fn everything(
+        &self,
+        items: Option<Vec<Item>>,
+        input: &mut Input<'_>,
+        known: &mut Known,
+    ) -> Result<(), Error> {
+        let (source, options) = (self.source, self.options);
+        match items {
+            Some(items) => {
+                let mut groups = plan::layers(items, false);
+                for group in &mut groups {
+                    group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
+                }
+                let mut folders = BTreeSet::new();
+                for item in groups.iter().flat_map(|g| &g.items) {
+                    if item.entry.is_file() || folders.insert(item.entry.name.clone()) {
+                        note(known, item, source, options)?;
+                        put(input, item, source)?;
+                    }
+                }
+            }
+            None => {
+                for item in plan::extra(options) {
+                    note(known, &item, source, options)?;
+                    put(input, &item, source)?;
+                }
+                self.visit(&mut |entry, reader| {
+                    known.note(entry);
+                    if known.wants(entry) {
+                        let text = plan::read_small(entry, reader, source.path(), options)?;
+                        known.keep(&entry.name, &text);
+                        return put_entry(input, entry, &mut &text[..], source.path());
+                    }
+                    put_entry(input, entry, reader, source.path())
+                })?;
+            }
+        }
+        put_end(input, source.path())
+    }
+
+    /// The entries of a source that is read from front to end, but for those that the caller replaces.
+    fn visit(&self, visitor: &mut Visitor<'_>) -> Result<(), Error> {
+        let options = self.options;
+        let mut kept = |entry: &Entry, reader: &mut dyn Read| {
+            if options.extra_files.contains_key(&entry.name) {
+                return Ok(());
+            }
+            visitor(entry, reader)
+        };
+        walk::visit(self.source, &options.limits, self.decoder, &mut kept)
+    }
+
+    fn image(
+        &self,
+        items: Option<Vec<Item>>,
+        store: Store,
+        staging: &Staging,
+    ) -> Result<Packed, Error> {
+        let (source, options) = (self.source, self.options);
+        let mut known = Known::default();
+        let mut written = Vec::new();
+        match items {
+            Some(items) => {
+                for item in &items {
+                    note(&mut known, item, source, options)?;
+                }
+                known.check(source.path())?;
+                let groups = plan::layers(items, options.single_layer);
+                written = layers::parallel(source, &groups, &store, self.pool, options)?;
+            }
+            None if options.single_layer => {
+                let compression = options.compression;
+                let layer = store.layer(self.pool, compression, |input| {
+                    self.everything(None, input, &mut known)
+                })?;
+                written.push((
+                    layer.content.clone(),
+                    descriptor(&layer, compression, None)?,
+                ));
+            }
+            None => written.extend(layers::streamed(self, &store, staging, &mut known)?),
+        }
+        known.check(source.path())?;
+        let (diff_ids, layers): (Vec<_>, Vec<_>) = written.into_iter().unzip();
+        store.finish(
+            layers,
+            diff_ids.into_iter().flatten().collect(),
+            &known,
+            source,
+            options,
+        )
+    }
 }
 
 fn note(
@@ -283,48 +348,4 @@ fn note(
         known.keep(&item.entry.name, &text);
     }
     Ok(())
-}
-
-fn image(
-    source: &Source,
-    items: Option<Vec<Item>>,
-    store: Store,
-    staging: &Staging,
-    pool: &Pool<'_>,
-    options: &PackOptions,
-) -> Result<Packed, Error> {
-    let mut known = Known::default();
-    let mut written = Vec::new();
-    match items {
-        Some(items) => {
-            for item in &items {
-                note(&mut known, item, source, options)?;
-            }
-            known.check(source.path())?;
-            let groups = plan::layers(items, options.single_layer);
-            written = layers::parallel(source, &groups, &store, pool, options)?;
-        }
-        None if options.single_layer => {
-            let compression = options.compression;
-            let layer = store.layer(pool, compression, |input| {
-                everything(source, None, input, &mut known, options)
-            })?;
-            written.push((
-                layer.content.clone(),
-                descriptor(&layer, compression, None)?,
-            ));
-        }
-        None => written.extend(layers::streamed(
-            source, &store, staging, pool, &mut known, options,
-        )?),
-    }
-    known.check(source.path())?;
-    let (diff_ids, layers): (Vec<_>, Vec<_>) = written.into_iter().unzip();
-    store.finish(
-        layers,
-        diff_ids.into_iter().flatten().collect(),
-        &known,
-        source,
-        options,
-    )
 }

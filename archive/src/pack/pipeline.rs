@@ -13,6 +13,7 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use sha2::{Digest as _, Sha256};
 
+use super::entropy;
 use crate::error::Cancelled;
 use crate::oci::Digest;
 use crate::progress::Progress;
@@ -20,6 +21,8 @@ use crate::stream::Compression;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
+/// Up to this level speed counts more than size.
+const FAST_LEVEL: i32 = 3;
 /// Levels beyond this need tens of MiB for each thread.
 const HEAVY_LEVEL: i32 = 12;
 
@@ -63,6 +66,8 @@ pub(crate) struct Pool<'p> {
     home: Sender<Vec<u8>>,
     spare: &'p Mutex<Vec<Vec<u8>>>,
     progress: &'p Progress,
+    /// What goes in counts as done.
+    counts: bool,
     threads: usize,
 }
 
@@ -81,6 +86,7 @@ pub(crate) fn with_pool<T>(
     threads: usize,
     level: i32,
     progress: &Progress,
+    counts: bool,
     work: impl FnOnce(&Pool<'_>) -> T,
 ) -> T {
     let threads = threads_or_cores(threads);
@@ -107,6 +113,7 @@ pub(crate) fn with_pool<T>(
             home,
             spare: &spare,
             progress,
+            counts,
             threads,
         };
         work(&pool)
@@ -114,7 +121,7 @@ pub(crate) fn with_pool<T>(
 }
 
 fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
-    let mut zstd = None;
+    let mut zstd = ZstdFrames::new(level);
     for job in queue {
         let mut data = spare
             .lock()
@@ -123,7 +130,7 @@ fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
             .unwrap_or_default();
         data.clear();
         let done = match job.compression {
-            Compression::Zstd => zstd_frame(&mut zstd, level, &job.chunk, &mut data),
+            Compression::Zstd => zstd.frame(&job.chunk, &mut data),
             _ => gzip_member(level, &job.chunk, &mut data),
         };
         let _ = job.reply.send(done.map(|()| Output {
@@ -133,22 +140,40 @@ fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
     }
 }
 
-fn zstd_frame(
-    compressor: &mut Option<zstd::bulk::Compressor<'static>>,
+/// A worker's compressors.
+struct ZstdFrames {
     level: i32,
-    input: &[u8],
-    out: &mut Vec<u8>,
-) -> io::Result<()> {
-    let compressor = match compressor {
-        Some(compressor) => compressor,
-        None => {
-            let mut new = zstd::bulk::Compressor::new(level)?;
-            new.include_checksum(true)?;
-            compressor.insert(new)
+    usual: Option<zstd::bulk::Compressor<'static>>,
+    /// Finds repetitions as the usual one does at its fastest, and leaves what is between them as it is.
+    plain: Option<zstd::bulk::Compressor<'static>>,
+}
+
+impl ZstdFrames {
+    fn new(level: i32) -> Self {
+        Self {
+            level,
+            usual: None,
+            plain: None,
         }
-    };
-    out.reserve(zstd::zstd_safe::compress_bound(input.len()));
-    compressor.compress_to_buffer(input, out).map(drop)
+    }
+
+    fn frame(&mut self, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
+        let in_vain = (1..=FAST_LEVEL).contains(&self.level) && entropy::even(input);
+        let (place, level) = match in_vain {
+            true => (&mut self.plain, -1),
+            false => (&mut self.usual, self.level),
+        };
+        let compressor = match place {
+            Some(compressor) => compressor,
+            none => {
+                let mut new = zstd::bulk::Compressor::new(level)?;
+                new.include_checksum(true)?;
+                none.insert(new)
+            }
+        };
+        out.reserve(zstd::zstd_safe::compress_bound(input.len()));
+        compressor.compress_to_buffer(input, out).map(drop)
+    }
 }
 
 fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
@@ -314,7 +339,9 @@ impl Input<'_> {
             chunk.len += want;
             left -= want as u64;
             self.bytes += want as u64;
-            self.pool.progress.add_done(want as u64);
+            if self.pool.counts {
+                self.pool.progress.add_done(want as u64);
+            }
             if have + want == CHUNK_BYTES {
                 self.flush()?;
             }

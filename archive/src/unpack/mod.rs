@@ -183,7 +183,7 @@ impl Unpacker<'_> {
             .map_err(Error::io(&path, "create it"))?;
         let mut out = file
             .try_clone()
-            .and_then(Through::new)
+            .and_then(Through::cached)
             .map_err(Error::io(&path, "open it"))?;
         let mut buf = vec![
             0;
@@ -215,6 +215,7 @@ impl Unpacker<'_> {
                 .map_err(Error::io(&path, "write it"))?;
             self.progress.add_written(n as u64);
         }
+        out.flush().map_err(Error::io(&path, "write it"))?;
         let _ = self.sync.send((file, name.to_owned()));
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         done.files += 1;
@@ -223,7 +224,8 @@ impl Unpacker<'_> {
     }
 }
 
-const COPY_BYTES: usize = 256 << 10;
+/// Bytes that are written at once: as much as the file system takes as one piece of memory.
+const COPY_BYTES: usize = 1 << 20;
 
 impl Sink for Unpacker<'_> {
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
