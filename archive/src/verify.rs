@@ -95,6 +95,9 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     if let Some(name) = sink.shards.iter().flat_map(Shards::names).find(absent) {
         return missing(name);
     }
+    if let Some(seal) = &found.seal {
+        Shards::sealed(sink.shards.as_ref(), seal).map_err(|bad| Error::bad(source.path(), bad))?;
+    }
     let layers = source.image().map_or(0, |i| i.manifest.layers.len());
     let (files, bytes, seal) = (found.files, found.bytes, found.seal);
     Ok(Verified {

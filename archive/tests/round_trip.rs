@@ -238,7 +238,16 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
         ..Default::default()
     };
     let never = std::sync::atomic::AtomicBool::new(false);
-    lane::write(&images, &[region], &options, None, &never).unwrap();
+    let written = lane::write(&images, &[region], &options, None, &never).unwrap();
+    let seal = |lane: &lane::LaneFacts| {
+        let seal = serde_json::json!({"schema": "1.0", "cryopod": "0.1.0", "created": "2026-01-01T00:00:00Z",
+            "container": {"id": "a", "low_level": "crun", "leave_running": false},
+            "host": {"kernel": "6", "arch": "x86_64", "cgroup": "v2"},
+            "gpu": {"vendors": ["nvidia"], "nodes": [], "gpus": [], "processes": [], "plugins": [], "lane": lane},
+            "timings": {"plan_us": 0, "dump_us": 0}});
+        fs::write(images.join("cryopod.json"), seal.to_string()).unwrap();
+    };
+    seal(&written.facts);
 
     let forms = ["oci:layout", "oci-archive:image.tar", "a.tar", "a.tar.zst"];
     let to = |form: &str| match form.split_once(':') {
@@ -259,6 +268,24 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
         .unwrap();
         assert!(check(to(form).path()).unwrap().chunks >= 12, "{form}");
     }
+    let other = lane::LaneFacts {
+        digest: "0".repeat(64),
+        ..written.facts.clone()
+    };
+    seal(&other);
+    let error = check(&root).unwrap_err().to_string();
+    assert!(
+        error.contains("checkpoint/lane-index.img: the table of another checkpoint"),
+        "{error}"
+    );
+    seal(&written.facts);
+    let table = images.join("lane-index.img");
+    let text = fs::read(&table).unwrap();
+    fs::remove_file(&table).unwrap();
+    let error = check(&root).unwrap_err().to_string();
+    assert!(error.contains("no checkpoint/lane-index.img"), "{error}");
+    fs::write(&table, text).unwrap();
+
     let shard = images.join("lane-0000.img");
     let mut bytes = fs::read(&shard).unwrap();
     let middle = bytes.len() / 2;

@@ -8,10 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::Bad;
 use crate::lane::{Chunk, Digest, Index, Kind, codec};
 use crate::names;
+use crate::seal::Seal;
 
 /// What the lane's table says of its shards.
 #[derive(Debug)]
 pub(super) struct Shards {
+    /// The table's own digest.
+    digest: String,
     by_name: BTreeMap<String, Shard>,
     checked: AtomicU64,
 }
@@ -60,9 +63,31 @@ impl Shards {
             .map(|(n, shard)| (place(n), shard))
             .collect();
         Ok(Self {
+            digest: index.digest.to_string(),
             by_name,
             checked: AtomicU64::new(0),
         })
+    }
+
+    /// Is it the table that cryopod's record vouches for?
+    pub(super) fn sealed(shards: Option<&Self>, seal: &Seal) -> Result<(), Bad> {
+        let Some(lane) = &seal.gpu.lane else {
+            return Ok(());
+        };
+        let table = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+        match shards {
+            Some(shards) if shards.digest == lane.digest => Ok(()),
+            Some(shards) => Err(Bad::Content {
+                name: table,
+                reason: format!(
+                    "the table of another checkpoint: its digest is {}, {} says {}",
+                    shards.digest,
+                    names::SEAL,
+                    lane.digest
+                ),
+            }),
+            None => Err(Bad::MissingFile(table)),
+        }
     }
 
     /// Chunks that were checked.
