@@ -4,6 +4,7 @@ TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 BIN_DIR := $(TARGET_DIR)/release
 HOST := $(shell rustc -vV | sed -n 's/^host: //p')
 export SUITE ?= trixie
+BENCH_DIR ?= /var/tmp
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -34,6 +35,11 @@ bench: testbed ## what cryopod costs; docs/benchmarks.md
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- \
 		bash -euc '. /src/tests/testbed/lib.sh; bundle /tmp/b sleep 1000; /opt/build/bench-runtime /tmp/b 200 crun runc; /src/tests/bench-plan.sh'
 
+bench-archive: testbed ## how fast archives are written and read; GIB, ROUNDS, KINDS as tests/bench/archive.sh says
+	$(MAKE) --no-print-directory build BUILD=--workspace
+	mkdir -p $(BENCH_DIR)
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter --bind $(BENCH_DIR):/bench -- env WORK=/bench /src/tests/bench/archive.sh
+
 gpu-test: build ## the tests that need an NVIDIA GPU
 	tests/gpu/run.sh
 
@@ -43,4 +49,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build test testbed test-vm demo bench gpu-test deny clean
+.PHONY: help build test testbed test-vm demo bench bench-archive gpu-test deny clean

@@ -13,6 +13,7 @@ pub mod engine;
 pub mod entry;
 pub mod error;
 mod frames;
+pub mod handover;
 pub mod lane;
 pub mod limits;
 pub mod names;

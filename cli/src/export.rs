@@ -19,6 +19,7 @@ use crate::engine::Engine;
 use crate::pack::{self, How};
 use crate::place;
 use crate::push::RegistryArgs;
+use crate::ui::Steps;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -47,6 +48,9 @@ pub struct Args {
     /// Seconds that the engine's checkpoint may take.
     #[arg(long, default_value_t = 3600)]
     timeout: u64,
+    /// Say at the end how long each step took, as JSON.
+    #[arg(long)]
+    timings: bool,
     /// How the image is compressed, and all else as for `pack`.
     #[command(flatten)]
     how: How,
@@ -72,6 +76,8 @@ pub struct Taken {
     source: PathBuf,
     /// Files that complete it.
     extra: BTreeMap<String, Vec<u8>>,
+    /// The folder that it lies in, if that is another than the one that was offered.
+    folder: Option<TempDir>,
 }
 
 impl Args {
@@ -85,11 +91,20 @@ impl Args {
 /// # Errors
 /// The engine's, in its words; the library's. What the engine has made is kept then, and named.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let mut steps = Steps::new();
+    let done = export(args, &mut steps);
+    if args.timings && done.is_ok() {
+        println!("{}", steps.json());
+    }
+    done
+}
+
+fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     if let Some(image) = args.output.strip_prefix("docker://") {
         parse_reference(image)?;
         let scratch = place::scratch_anywhere()?;
         let layout = scratch.path().join("image");
-        take(args, &Destination::Layout(layout.clone()))?;
+        take(args, &Destination::Layout(layout.clone()), steps)?;
         let registry = RegistryArgs::new(
             args.registry.tls_verify,
             args.registry.authfile.clone(),
@@ -98,6 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let pushed = Source::open(&layout)
             .map_err(anyhow::Error::from)
             .and_then(|source| registry.push(&source, image));
+        steps.done("push");
         return keep_on_error(
             pushed,
             scratch,
@@ -113,16 +129,17 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             to.path().display()
         );
     }
-    take(args, &to)
+    take(args, &to, steps)
 }
 
-fn take(args: &Args, to: &Destination) -> anyhow::Result<ExitCode> {
+fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     let scratch = place::scratch(to.path())?;
     let taken = match args.engine {
-        Engine::Podman => podman::checkpoint(args, scratch.path()),
-        Engine::Docker => docker::checkpoint(args, scratch.path()),
-        Engine::Containerd => containerd::checkpoint(args, scratch.path()),
+        Engine::Podman => podman::checkpoint(args, scratch.path(), steps),
+        Engine::Docker => docker::checkpoint(args, scratch.path(), steps),
+        Engine::Containerd => containerd::checkpoint(args, scratch.path(), steps),
     }?;
+    let scratch = taken.folder.unwrap_or(scratch);
     let name = taken
         .source
         .file_name()
@@ -134,6 +151,7 @@ fn take(args: &Args, to: &Destination) -> anyhow::Result<ExitCode> {
             extra.extend(taken.extra);
             args.how.write("export", &source, to, extra)
         });
+    steps.done("pack");
     let again = format!("cryopod convert PATH -o {}", args.output);
     keep_on_error(packed, scratch, &name.unwrap_or_default(), &again)
 }

@@ -1,12 +1,13 @@
 //! `cryopod import`: an archive handed to an engine, so that it can restore from it.
 
+mod podman;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use cryopod_archive::Compression;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
@@ -14,6 +15,7 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use crate::engine::{Call, Engine};
 use crate::pack::How;
 use crate::place::{Place, scratch_anywhere};
+use crate::ui::Steps;
 
 /// How long an engine may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
@@ -41,6 +43,9 @@ pub struct Args {
     /// Seconds that the engine may take.
     #[arg(long, default_value_t = 3600)]
     timeout: u64,
+    /// Say at the end how long each step of a restore took, as JSON.
+    #[arg(long)]
+    timings: bool,
     /// Say nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
@@ -57,13 +62,17 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     let source = Place::parse(&args.source).open()?;
+    let mut steps = Steps::new();
     let next = match args.engine {
-        Engine::Podman if args.restore => restore(args, &source)?,
-        Engine::Podman => podman(args, &source)?,
+        Engine::Podman if args.restore => podman::restore(args, &source, &mut steps)?,
+        Engine::Podman => image(args, &source)?,
         Engine::Containerd => containerd(args, &source)?,
         Engine::Docker => docker(args, &source)?,
     };
     println!("{next}");
+    if args.timings {
+        println!("{}", steps.json());
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -78,27 +87,7 @@ impl Args {
     }
 }
 
-fn restore(args: &Args, source: &Source) -> anyhow::Result<String> {
-    let scratch = scratch_anywhere()?;
-    let file = match source.kind() {
-        Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
-        _ => {
-            let file = scratch.path().join("checkpoint.tar");
-            args.write(source, &Destination::Tar(file.clone(), Compression::None))?;
-            file
-        }
-    };
-    let name = args.name.iter().flat_map(|name| ["--name", name]);
-    let said = args
-        .call("podman")
-        .args(["container", "restore", "--import"])
-        .args([&file])
-        .args(name)
-        .run()?;
-    Ok(said.trim().to_owned())
-}
-
-fn podman(args: &Args, source: &Source) -> anyhow::Result<String> {
+fn image(args: &Args, source: &Source) -> anyhow::Result<String> {
     let scratch = scratch_anywhere()?;
     let layout = layout(args, source, scratch.path())?;
     let said = args

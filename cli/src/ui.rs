@@ -53,6 +53,42 @@ pub fn with_progress<T>(
     result
 }
 
+/// The steps of an operation, one after the other, and how long each took.
+pub struct Steps {
+    start: Instant,
+    last: Instant,
+    done: Vec<(&'static str, Duration)>,
+}
+
+impl Steps {
+    /// The first begins now.
+    pub fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            start: now,
+            last: now,
+            done: Vec::new(),
+        }
+    }
+
+    /// A step has ended, and the next begins.
+    pub fn done(&mut self, what: &'static str) {
+        let now = Instant::now();
+        self.done.push((what, now - self.last));
+        self.last = now;
+    }
+
+    /// `{"steps":[{"step":...,"seconds":...},...],"seconds":...}`, up to now.
+    pub fn json(&self) -> serde_json::Value {
+        let seconds = |d: Duration| (d.as_secs_f64() * 1000.0).round() / 1000.0;
+        let steps = self.done.iter();
+        let steps: Vec<_> = steps
+            .map(|(what, took)| serde_json::json!({"step": what, "seconds": seconds(*took)}))
+            .collect();
+        serde_json::json!({"steps": steps, "seconds": seconds(self.start.elapsed())})
+    }
+}
+
 fn bar(what: &str) -> ProgressBar {
     let bar = ProgressBar::new(0);
     let style = "{prefix} {wide_bar} {bytes}/{total_bytes}  {bytes_per_sec}  {eta} left";

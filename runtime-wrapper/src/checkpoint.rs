@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
-use cryopod_archive::names;
 use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
+use cryopod_archive::{handover, names};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
@@ -251,6 +251,9 @@ impl Job<'_> {
         if ended.code == 0 && sealing.is_none() {
             if let Some(slot) = slot.take() {
                 slot.commit(&seal)?;
+            }
+            if let Err(e) = handover::after_checkpoint(&images.path) {
+                tracing::warn!("the large files stay where they are: {e}");
             }
             images.keep();
             return Ok(self.succeeded(&finished));

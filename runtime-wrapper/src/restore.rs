@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
+use cryopod_archive::{handover, names};
 use cryopod_gpu_hooks::amd::image::Images;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mountinfo;
@@ -48,6 +48,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let args = fit_arguments(ctx, inv, &host);
     // 1. What was checkpointed.
     let folder = image_folder(ctx, inv);
+    handover::before_restore(&folder).map_err(|e| Error::Failed(e.to_string()))?;
     let Some(seal) = Seal::open(&folder)? else {
         rootfs::apply(&folder, &bundle_folder(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));

@@ -1,50 +1,36 @@
 #!/bin/bash
-# archive.sh [GIB [ROUNDS]]: how fast `cryopod pack` and `unpack` are beside tar with zstd and pigz, in turns, best and
-# median of ROUNDS (3), for GIB (4) of pages that do not compress and of pages of which half does. cryopod's times have
-# digests, checksums and the sync to disk in them, the others' have none of these.
+# archive.sh: how fast `cryopod pack` and `unpack` are beside podman's own export, tar with zstd, and tar with pigz, in
+# turns, best and median of several rounds (pigz and podman once). cryopod's times have digests, checksums and the sync to disk in them; the
+# others have no digests and do not sync. podman's is the stage after CRIU, by its own statistics.
 #
-# Needs cryopod, tar and zstd, and takes pigz where it is; WORK is a folder with room for four times GIB.
+# Runs in the test bed (make bench-archive) or wherever podman, criu, tar and zstd are; takes pigz where it is.
+#
+#   GIB      of memory in the container (4); ROUNDS of each (3); PODMAN_ROUNDS (1)
+#   KINDS    noise: does not compress; half: every other 256 KiB does; mixed: half of every page does (noise half)
+#   FILES    processes that have it, each of which becomes a file (1)
+#   WORK     a folder with room for five times GIB (/var/tmp)
 set -euo pipefail
 
-gib=${1:-4} rounds=${2:-3}
-cryopod=${CRYOPOD:-cryopod}
+gib=${GIB:-4} rounds=${ROUNDS:-3} podman_rounds=${PODMAN_ROUNDS:-1} files=${FILES:-1}
+cryopod=${CRYOPOD:-cryopod} pages=${BENCH_PAGES:-/opt/build/bench-pages}
 work=$(mktemp -d "${WORK:-/var/tmp}/cryopod-bench.XXXXXX")
-trap 'rm -rf "$work"' EXIT
+pod=(podman --root "$work/storage" --runroot "$work/run" --runtime crun)
+end() {
+    "${pod[@]}" rm -f -t 0 -a > /dev/null 2>&1 || true
+    "${pod[@]}" unmount -a > /dev/null 2>&1 || true
+    umount "$work/storage/overlay" 2> /dev/null || true
+    rm -rf "$work"
+}
+trap end EXIT
 cd "$work"
 
-# Pages as CRIU writes them, with what makes a folder of images a checkpoint around them.
-images() { # NAME
-    mkdir -p "$1/checkpoint"
-    printf '{"id":"bench","name":"bench","lockID":1,"runtime":"crun"}' > "$1/config.dump"
-    printf '{}' > "$1/spec.dump"
-    printf '\x19CVT\x16\x311X\0\0\0\0' > "$1/checkpoint/inventory.img"
-}
-noise() { # MIB
-    head -c "$(($1 << 20))" /dev/urandom
-}
-words() { # MIB: numbers in text, which zstd takes to about a tenth
-    seq 1000000000 9000000000 | head -c "$(($1 << 20))"
-}
-make_noise() {
-    images noise
-    noise $((gib * 1024)) > noise/checkpoint/pages-1.img
-}
-make_half() { # 256 KiB of noise, 256 KiB of words, and so on
-    images half
-    mkfifo a b
-    noise $((gib * 512)) > a &
-    words $((gib * 512)) > b &
-    exec 3< a 4< b
-    for ((i = 0; i < gib * 2048; i++)); do
-        head -c 262144 <&3
-        head -c 262144 <&4
-    done > half/checkpoint/pages-1.img
-    exec 3<&- 4<&-
-    rm a b
-}
+# An image of empty folders, on which this machine's programs are mounted.
+mkdir -p tree/{usr,dev,proc,sys,run,tmp,etc,data}
+for dir in bin sbin lib lib64; do ln -s "usr/$dir" "tree/$dir"; done
+tar -C tree -c . | "${pod[@]}" import -q - localhost/bench > /dev/null
 
-declare -A all
-# timed KEY COMMAND...: with everything written to disk counted in by those that do that
+declare -A all note
+# timed KEY COMMAND...
 timed() {
     local key=$1 from to code=0
     shift
@@ -62,54 +48,91 @@ peak() {
     pid=$!
     while now=$(awk '/^VmHWM/{print $2}' "/proc/$pid/status" 2> /dev/null) && [ -n "$now" ]; do
         kib=$now
-        sleep 0.05
+        sleep 0.02
     done
     wait "$pid"
     echo $((kib / 1024))
 }
-report() { # KEY BYTES
-    local sorted n
-    mapfile -t sorted < <(tr ' ' '\n' <<< "${all[$1]}" | grep . | sort -n)
-    n=${#sorted[@]}
-    awk -v key="$1" -v best="${sorted[0]}" -v mid="${sorted[$((n / 2))]}" -v bytes="$2" 'BEGIN {
-        printf "| %-34s | %6.2f | %6.2f | %5.2f |\n", key, best / 1000, mid / 1000, bytes / mid / 1e6 }'
+sorted() { tr ' ' '\n' <<< "$1" | grep . | sort -n; }
+median() { sorted "$1" | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
+report() { # KEY BYTES BASE
+    awk -v key="${1#* }" -v best="$(sorted "${all[$1]}" | sed q)" -v mid="$(median "${all[$1]}")" -v bytes="$2" \
+        -v base="$(median "${all[$3]}")" -v note="${note[$1]:-}" 'BEGIN {
+        printf "| %-22s | %7.2f | %7.2f | %5.2f | %5.2f | %s |\n", key, best / 1000, mid / 1000, bytes / mid / 1e6, base / mid, note }'
+}
+warm() { find "$@" -type f -exec cat {} + > /dev/null; }
+bytes_of() { find "$1" -type f -exec stat -c %s {} + | awk '{n += $1} END {printf "%d", n}'; }
+mib() { echo $(($(bytes_of "$1") >> 20)); }
+
+# podman_stage KIND: a container with such memory, podman's export of it, and the images of that as the folder KIND.
+podman_stage() {
+    local kind=$1 n stage
+    mkdir data
+    "$pages" fill "$kind" data "$files" $((gib * 1024 / files))
+    "${pod[@]}" run -d --name bench --network none --pids-limit 0 --volume /usr:/usr:ro,bind --volume "$pages":/bench-pages:ro \
+        --volume "$work/data":/data localhost/bench /bench-pages hold /data "$files" > /dev/null
+    for ((n = 0; n < 6000; n++)); do
+        if [ -e data/ready ]; then break; fi
+        sleep 0.1
+    done
+    [ -e data/ready ] || { "${pod[@]}" logs bench >&2 && echo "archive.sh: the container is not ready" >&2 && exit 1; }
+    find data -type f ! -name ready -exec rm {} + # their content is in memory
+    for ((n = 0; n < podman_rounds; n++)); do
+        rm -f podman.tar.zst
+        sync
+        "${pod[@]}" container checkpoint --leave-running --print-stats --export podman.tar.zst bench > stats.json ||
+            { find storage -name dump.log -exec grep -h Error {} + | tail -n 5 >&2 && exit 1; }
+        stage=$(jq '(.podman_checkpoint_duration - .container_statistics[0].runtime_checkpoint_duration) / 1000 | floor' stats.json)
+        all["$kind podman's export stage"]+="$stage "
+    done
+    note["$kind podman's export stage"]="$(mib podman.tar.zst) MiB"
+    "${pod[@]}" rm -f -t 0 bench > /dev/null
+    "$cryopod" unpack --quiet podman.tar.zst -o "$kind"
+    rm -rf data podman.tar.zst
 }
 
-echo "machine: $(nproc) cores, $(awk -F: '/model name/{print $2; exit}' /proc/cpuinfo), $(awk '/MemTotal/{printf "%d GiB", $2 / 1048576}' /proc/meminfo), kernel $(uname -r), $(stat -f -c %T .)"
-echo "versions: $($cryopod --version), $(tar --version | head -1), $(zstd --version | grep -o 'v[0-9.]*'), load $(cut -d' ' -f1 /proc/loadavg)"
-make_noise
-make_half
-bytes=$((gib << 30))
-for data in noise half; do
-    cat "$data/checkpoint/pages-1.img" > /dev/null
+echo "machine: $(nproc) cores, $(awk -F: '/model name/{print $2; exit}' /proc/cpuinfo), $(awk '/MemTotal/{printf "%d GiB", $2 / 1048576}' /proc/meminfo), kernel $(uname -r), files on $(stat -f -c %T .)"
+echo "versions: $("$cryopod" --version), $(podman --version), $(criu --version | sed q), $(tar --version | sed q), zstd $(zstd --version | grep -o 'v[0-9.]*'); load $(cut -d' ' -f1 /proc/loadavg) at the start"
+for kind in ${KINDS:-noise half}; do
+    podman_stage "$kind"
+    bytes=$(bytes_of "$kind")
     for ((round = 0; round < rounds; round++)); do
+        warm "$kind"
+        timed "$kind pack to a layout" "$cryopod pack --quiet $kind -o oci:layout"
+        note["$kind pack to a layout"]="$(mib layout) MiB"
+        warm layout
+        timed "$kind unpack of a layout" "$cryopod unpack --quiet oci:layout -o out"
+        if [ "$round" = 0 ]; then diff -r "$kind" out; fi
         rm -rf out layout
-        timed "$data pack oci" "$cryopod pack --quiet $data -o oci:layout"
-        rm -rf out
-        timed "$data unpack oci" "$cryopod unpack --quiet oci:layout -o out"
-        cmp "$data/checkpoint/pages-1.img" out/checkpoint/pages-1.img
-        all["$data size"]=$(du -sm layout | cut -f1)
-        rm -rf out layout
-        timed "$data pack tar.zst" "$cryopod pack --quiet $data -o out.tar.zst"
-        timed "$data unpack tar.zst" "$cryopod unpack --quiet out.tar.zst -o out"
+        warm "$kind"
+        timed "$kind pack to .tar.zst" "$cryopod pack --quiet $kind -o out.tar.zst"
+        note["$kind pack to .tar.zst"]="$(mib out.tar.zst) MiB"
+        warm out.tar.zst
+        timed "$kind unpack of .tar.zst" "$cryopod unpack --quiet out.tar.zst -o out"
         rm -rf out out.tar.zst
-        timed "$data tar | zstd -T0 -1" "tar -C $data -c . | zstd -q -T0 -1 > out.tar.zst"
+        warm "$kind"
+        timed "$kind tar, zstd -T0 -1" "tar -C $kind -c . | zstd -q -T0 -1 > out.tar.zst"
+        note["$kind tar, zstd -T0 -1"]="$(mib out.tar.zst) MiB"
+        warm out.tar.zst
         mkdir out
-        timed "$data tar --zstd -x" "tar -C out --zstd -xf out.tar.zst"
+        timed "$kind tar --zstd -x" "tar -C out --zstd -xf out.tar.zst"
         rm -rf out out.tar.zst
-        if type -P pigz > /dev/null; then
-            timed "$data tar | pigz" "tar -C $data -c . | pigz > out.tar.gz"
+        if [ "$round" = 0 ] && type -P pigz > /dev/null; then # once, as it takes half a minute a GiB on two cores
+            warm "$kind"
+            timed "$kind tar, pigz" "tar -C $kind -c . | pigz > out.tar.gz"
+            note["$kind tar, pigz"]="$(mib out.tar.gz) MiB"
             rm -f out.tar.gz
         fi
     done
-    pack=$(peak "$cryopod" pack --quiet "$data" -o oci:layout)
-    unpack=$(peak "$cryopod" unpack --quiet oci:layout -o out)
-    rm -rf layout out
+    note["$kind pack to a layout"]+=", memory $(peak "$cryopod" pack --quiet "$kind" -o oci:layout) MiB"
+    note["$kind unpack of a layout"]="memory $(peak "$cryopod" unpack --quiet oci:layout -o out) MiB"
+    rm -rf layout out "$kind"
     echo
-    echo "$data: $gib GiB; a layout of ${all["$data size"]} MiB; peak memory: pack $pack MiB, unpack $unpack MiB"
-    echo "| | best, s | median, s | GB/s |"
-    echo "|---|---|---|---|"
-    for what in 'pack oci' 'pack tar.zst' 'tar | zstd -T0 -1' 'tar | pigz' 'unpack oci' 'unpack tar.zst' 'tar --zstd -x'; do
-        if [ -n "${all["$data $what"]:-}" ]; then report "$data $what" "$bytes"; fi
+    echo "$kind: $gib GiB in $files files; load $(cut -d' ' -f1 /proc/loadavg)"
+    echo "| | best, s | median, s | GB/s | times | |"
+    echo "|---|---|---|---|---|---|"
+    for what in "podman's export stage" 'tar, pigz' 'tar, zstd -T0 -1' 'pack to .tar.zst' 'pack to a layout'; do
+        if [ -n "${all["$kind $what"]:-}" ]; then report "$kind $what" "$bytes" "$kind tar, zstd -T0 -1"; fi
     done
+    for what in 'tar --zstd -x' 'unpack of .tar.zst' 'unpack of a layout'; do report "$kind $what" "$bytes" "$kind tar --zstd -x"; done
 done

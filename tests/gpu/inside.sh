@@ -336,6 +336,39 @@ lanes() { # every way of the lane, and each beside the way through CRIU
     run_case lane-running-off lane "$rt" "$lane_size" random off leave
 }
 
+archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, and back; the lane's shards on the way
+    local label=$3 to=/var/lib/containers/job.oci before out back verified from
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job --annotation dev.cryopod.lane=on "${gpu[@]}" "$image" "${job[@]}" || return
+    sleep 1
+    out=$(timeout 300 cryopod export job -e podman -o "oci:$to" --quiet --timings) || { keep_logs job "$label" && return 1; }
+    keep_logs job "$label"
+    before=$(lines job)
+    pod rm -f -t 0 job > /dev/null || return
+    from=$(now)
+    cryopod verify --quiet "oci:$to" || return
+    verified=$(since "$from")
+    cryopod inspect "oci:$to" > "/logs/$label.inspect.txt" || return
+    back=$(timeout 300 cryopod import "oci:$to" -e podman --restore --quiet --timings) || return
+    verdict job "$label" "$before" || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson out "$(tail -n 1 <<< "$out")" \
+        --argjson back "$(tail -n 1 <<< "$back")" --argjson verify "$verified" --argjson bytes "$(du -s "$to" | awk '{print $1 * 1024}')" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: {export_s: $out.seconds, steps: $out.steps, archive_bytes: $bytes},
+          restore: {import_s: $back.seconds, steps: $back.steps}, verify_s: $verify}')"
+    jq -c '{case, checkpoint, restore, verify_s}' <<< "$(tail -n 1 /out/results.jsonl)"
+    rm -rf "$to"
+}
+
+archive_speed() { # LABEL: tests/bench/archive.sh on this machine, in memory
+    [ -x /usr/local/bin/bench-pages ] || skip "$1" "bench-pages is not in the pack; build cryopod-tests in release"
+    WORK=/var/lib/containers GIB=$archive_gib FILES=$archive_files ROUNDS=2 BENCH_PAGES=/usr/local/bin/bench-pages \
+        timeout 900 bash /opt/work/archive.sh > /out/archive.txt 2> /logs/archive.err || { tail -n 5 /logs/archive.err && return 1; }
+    cat /out/archive.txt
+    result "$(jq -n --arg case "$1" '{case: $case, ok: true}')"
+}
+
 probe() { # LABEL: what the driver does in the corners, to compare with the simulated one
     local dir=/tmp/probe
     [ -x /opt/cusim/cusim-probe ] || skip "$1" "cusim-probe is not in the pack; build cryopod-simdriver in release"
@@ -361,6 +394,7 @@ for part in $parts; do
         loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
         lane) lanes ;;
+        archive) run_case "archive-$lane_size" archive "${runtimes%% *}" "$lane_size"; run_case archive-speed archive_speed ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
         *) say "no such part: $part" && failed=$((failed + 1)) ;;
     esac

@@ -38,7 +38,7 @@ take() { # PATH in the bed, without the leading slash
     libraries_of "/$1"
 }
 for program in sbin/{criu,runc,xtables-nft-multi} bin/{crun,podman,conmon,busybox,jq,bash,tar,zstd,gzip,mount,umount} \
-    bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat}; do
+    bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat,pigz}; do
     take "usr/$program"
 done
 take "$lib/libcriu.so.2"
@@ -62,6 +62,7 @@ install -m 755 "$bin"/{cryopod-runtime,cryopod} "$root/usr/local/bin/"
 install -m 755 "$bin/cryopod-cuda-agent" "$root/usr/local/lib/cryopod/"
 install -m 644 "$bin/libcryopod_nvidia.so" "$root/usr/local/lib/cryopod/cryopod_nvidia.so"
 git -C "$workspace" describe --always --dirty > "$root/etc/cryopod-commit" 2> /dev/null || echo unknown > "$root/etc/cryopod-commit"
+if [ -e "$bin/bench-pages" ]; then install -m 755 "$bin/bench-pages" "$root/usr/local/bin/"; fi # for the part `archive`
 for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_sim.so; do # the test driver, if built
     if [ -e "$bin/$file" ]; then install -m 755 "$bin/$file" "$root/opt/cusim/"; fi
 done

@@ -17,7 +17,12 @@ fn run(script: &str, checks: usize) {
 
 #[test]
 fn podman() {
-    run(include_str!("scripts/archive/podman.sh"), 31);
+    run(include_str!("scripts/archive/podman.sh"), 36);
+}
+
+#[test]
+fn killed() {
+    run(include_str!("scripts/archive/killed.sh"), 4);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use anyhow::bail;
 
 use super::{Args, Taken};
 use crate::engine::Call;
+use crate::ui::Steps;
 
 /// How long removing the image may take.
 const REMOVE: Duration = Duration::from_secs(60);
@@ -16,7 +17,7 @@ const REMOVE: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// containerd's.
-pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if !args.leave_running {
         bail!(
             "a containerd checkpoint leaves the container running: say --leave-running, and end it afterwards with `ctr tasks kill`"
@@ -44,6 +45,7 @@ pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
             &image,
         ])
         .run()?;
+    steps.done("ctr containers checkpoint");
     let exported = ctr(args.limit())
         .args(["images", "export", "--skip-manifest-json"])
         .args([&file])
@@ -53,8 +55,10 @@ pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
         let _ = ctr(REMOVE).args(["images", "rm", &image]).run();
     }
     exported?;
+    steps.done("ctr images export");
     Ok(Taken {
         source: file,
         extra: Default::default(),
+        folder: None,
     })
 }

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::{Args, Taken};
 use crate::engine::Call;
+use crate::ui::Steps;
 
 /// The checkpoint's name, below the folder that docker is told.
 const NAME: &str = "checkpoint";
@@ -21,7 +22,7 @@ const ASK: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// docker's.
-pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if args.tcp_established || args.file_locks {
         bail!(
             "docker has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
@@ -39,9 +40,11 @@ pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
         .args([args.container.as_str(), NAME])
         .run()
         .context("docker checkpoint (it needs a daemon with `experimental`)")?;
+    steps.done("docker checkpoint create");
     Ok(Taken {
         source: scratch.join(NAME),
         extra,
+        folder: None,
     })
 }
 

@@ -1,27 +1,128 @@
 //! podman: its own export file, not compressed, of which the archive is made. (Without `--export` podman writes
-//! neither config.dump nor the difference of the root file system.)
+//! neither config.dump nor the difference of the root file system.) Large files of a GPU container do not go through that
+//! file: they are packed from where the runtime has written them.
 
-use std::path::Path;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use cryopod_archive::source::Source;
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::{handover, names};
 
 use super::{Args, Taken};
 use crate::engine::Call;
+use crate::ui::Steps;
+
+/// How long podman may take to answer a question.
+const ASK: Duration = Duration::from_secs(60);
 
 /// Checkpoints.
 ///
 /// # Errors
 /// podman's; the container runs on then, if podman says nothing else.
-pub fn checkpoint(args: &Args, scratch: &Path) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
+    let bundle = Call::new("podman", ASK)
+        .args(["container", "inspect", "--format", "{{.StaticDir}}"])
+        .args([&args.container])
+        .run()?;
+    let away = Away::beside(Path::new(bundle.trim()));
     let file = scratch.join("checkpoint.tar");
-    Call::new("podman", args.limit())
+    let made = Call::new("podman", args.limit())
         .args(["container", "checkpoint", "--compress", "none", "--export"])
         .args([&file])
         .flag(args.leave_running, "--leave-running")
         .flag(args.tcp_established, "--tcp-established")
         .flag(args.file_locks, "--file-locks")
         .args([&args.container])
-        .run()?;
-    Ok(Taken {
-        source: file,
+        .run();
+    steps.done("podman container checkpoint");
+    let large = away.as_ref().map_or(0, Away::files);
+    made?;
+    let plain = |source| Taken {
+        source,
         extra: Default::default(),
-    })
+        folder: None,
+    };
+    match away {
+        Some(away) if large > 0 => {
+            let folder = tempfile::Builder::new()
+                .prefix("cryopod-export-")
+                .tempdir_in(&away.bundle)
+                .with_context(|| away.bundle.display().to_string())?;
+            let whole = folder.path().join("whole");
+            unpack(&Source::open(&file)?, &whole, &UnpackOptions::default())?;
+            away.link(&whole.join(names::CHECKPOINT_DIR))?;
+            away.bring_back()?;
+            fs::remove_file(&file).with_context(|| file.display().to_string())?;
+            steps.done("podman's file, without the large files");
+            Ok(Taken {
+                folder: Some(folder),
+                ..plain(whole)
+            })
+        }
+        _ => Ok(plain(file)),
+    }
+}
+
+/// The folder into which the runtime moves large files, if it is cryopod's.
+struct Away {
+    bundle: PathBuf,
+    path: PathBuf,
+}
+
+impl Away {
+    /// `None` where there can be none: then all goes through podman's file.
+    fn beside(bundle: &Path) -> Option<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let away = Self {
+            bundle: bundle.into(),
+            path: bundle.join(handover::AWAY),
+        };
+        // What an export that was killed has left.
+        away.bring_back().ok()?;
+        fs::DirBuilder::new().mode(0o700).create(&away.path).ok()?;
+        Some(away)
+    }
+
+    fn files(&self) -> usize {
+        fs::read_dir(&self.path).map_or(0, Iterator::count)
+    }
+
+    /// Gives the files a second name in another folder of the same file system.
+    fn link(&self, folder: &Path) -> anyhow::Result<()> {
+        let link = || -> io::Result<()> {
+            for item in fs::read_dir(&self.path)? {
+                let item = item?;
+                fs::hard_link(item.path(), folder.join(item.file_name()))?;
+            }
+            Ok(())
+        };
+        link().with_context(|| format!("{}: the files cannot be linked", folder.display()))
+    }
+
+    /// Puts the files where podman has its checkpoint, from which it can restore too.
+    fn bring_back(&self) -> anyhow::Result<()> {
+        if self.files() > 0 {
+            handover::join(&self.path, &self.bundle.join(names::CHECKPOINT_DIR))?;
+        }
+        match fs::remove_dir(&self.path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(e).with_context(|| self.path.display().to_string())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        if let Err(error) = self.bring_back() {
+            tracing::error!(
+                "{error:#}; the files of the checkpoint that are there belong into its folder"
+            );
+        }
+    }
 }

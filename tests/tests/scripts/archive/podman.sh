@@ -35,13 +35,22 @@ check 'layout -> podman: the same sum' test "$(sum job)" = "$before"
 check 'export: to a layout' cryopod export job -e podman -o oci:/tmp/exported --leave-running -q
 check 'export --leave-running: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/exported
-check 'export: to a file' cryopod export job -e podman -o /tmp/exported.tar.zst -q
+find "$(podman inspect -f '{{.StaticDir}}' job)" -name 'cryopod-*' > /tmp/left
+check 'export: nothing is left in the bundle' sh -c 'cat /tmp/left; ! grep -E "cryopod-(away|export)" /tmp/left'
+cryopod export job -e podman -o /tmp/exported.tar.zst -q --timings > /tmp/said
+check 'export: to a file' cryopod verify -q /tmp/exported.tar.zst
+check 'export: the large files did not go through podman' says /tmp/said "podman's file, without the large files"
+pod container restore job > /dev/null
+check "export: podman's own checkpoint is whole, too" goes_on job
+cryopod export job -e podman -o /tmp/exported.tar.zst --replace -q
 pod rm -f -t 0 job > /dev/null
 if cryopod export job -e podman -o /tmp/never.tar.zst > /tmp/said 2>&1; then echo 'exported what is not there' && exit 1; fi
-check 'export: podman says what is wrong' says /tmp/said 'podman container checkpoint.*job'
+check 'export: podman says what is wrong' says /tmp/said 'podman container inspect.*no such container job'
 check 'export: nothing is left' test -z "$(find /tmp -maxdepth 1 -name 'never*' -o -maxdepth 1 -name '.cryopod-*')"
-cryopod import /tmp/exported.tar.zst -e podman --restore -q > /dev/null
+cryopod import /tmp/exported.tar.zst -e podman --restore -q --timings > /tmp/said
 check 'import --restore: the sum goes on' goes_on job
+check 'import --restore: the large files did not go through podman' sh -c '! grep -q "file" /tmp/said'
+check 'import --restore: nothing is left' test -z "$(ls -A /run/cryopod/away)$(find /var/lib/containers/storage -maxdepth 1 -name '.cryopod-*')"
 pod rm -f -t 0 job > /dev/null
 cryopod import oci:/tmp/exported -e podman --name localhost/imported:1 -q > /dev/null
 pod container restore localhost/imported:1 > /dev/null

@@ -1,0 +1,128 @@
+//! podman's restore of an archive, at once.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use cryopod_archive::limits::Limits;
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::{Kind, Source};
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::{Compression, handover, names};
+use tempfile::TempDir;
+
+use super::Args;
+use crate::engine::Call;
+use crate::place::scratch_anywhere;
+use crate::ui::{self, Steps};
+
+/// How long podman may take to answer a question.
+const ASK: Duration = Duration::from_secs(60);
+
+/// Restores.
+///
+/// # Errors
+/// podman's; the library's.
+pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Result<String> {
+    if let Some(parts) = Parts::unpack(args, source)? {
+        steps.done("unpack");
+        let file = parts.small_file(args)?;
+        let restored = import(args, &file);
+        steps.done("podman container restore");
+        match restored {
+            // Another runtime than cryopod's does not know where the large files are.
+            Err(error) if parts.taken() == 0 => {
+                tracing::debug!("the large files were not fetched: {error:#}");
+            }
+            other => return other,
+        }
+    }
+    let scratch = scratch_anywhere()?;
+    let file = match source.kind() {
+        Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
+        _ => {
+            let file = scratch.path().join("checkpoint.tar");
+            args.write(source, &Destination::Tar(file.clone(), Compression::None))?;
+            steps.done("podman's file");
+            file
+        }
+    };
+    let restored = import(args, &file);
+    steps.done("podman container restore");
+    restored
+}
+
+fn import(args: &Args, file: &Path) -> anyhow::Result<String> {
+    let name = args.name.iter().flat_map(|name| ["--name", name]);
+    let said = args
+        .call("podman")
+        .args(["container", "restore", "--import"])
+        .args([file])
+        .args(name)
+        .run()?;
+    Ok(said.trim().to_owned())
+}
+
+/// A checkpoint of which podman gets the small files, and cryopod's runtime the large ones.
+struct Parts {
+    whole: PathBuf,
+    away: PathBuf,
+    large: usize,
+    ticket: handover::Ticket,
+    /// On podman's file system.
+    scratch: TempDir,
+}
+
+impl Parts {
+    /// `None` if podman is to get all.
+    fn unpack(args: &Args, source: &Source) -> anyhow::Result<Option<Self>> {
+        let seal = format!("{}/{}", names::CHECKPOINT_DIR, names::SEAL);
+        // Only cryopod's runtime seals; and only root's tickets are good.
+        if !nix::unistd::geteuid().is_root()
+            || source
+                .small_files(&|name| name == seal, &Limits::default())?
+                .is_empty()
+        {
+            return Ok(None);
+        }
+        let root = Call::new("podman", ASK)
+            .args(["info", "--format", "{{.Store.GraphRoot}}"])
+            .run()?;
+        let scratch = tempfile::Builder::new()
+            .prefix(".cryopod-import-")
+            .tempdir_in(root.trim())
+            .with_context(|| format!("{}: cannot make a folder in it", root.trim()))?;
+        let (whole, away) = (scratch.path().join("whole"), scratch.path().join("away"));
+        let options = UnpackOptions::default();
+        ui::with_progress("unpack", args.quiet, &options.progress, || {
+            unpack(source, &whole, &options)
+        })?;
+        fs::create_dir(&away).with_context(|| away.display().to_string())?;
+        let images = whole.join(names::CHECKPOINT_DIR);
+        let large = handover::part(&images, &away)?;
+        let ticket = handover::issue(&images, &away)?;
+        Ok(Some(Self {
+            whole,
+            away,
+            large,
+            ticket,
+            scratch,
+        }))
+    }
+
+    /// podman's file, with a ticket in place of the large files.
+    fn small_file(&self, args: &Args) -> anyhow::Result<PathBuf> {
+        let file = self.scratch.path().join("checkpoint.tar");
+        let small = Source::open(&self.whole)?;
+        args.write(&small, &Destination::Tar(file.clone(), Compression::None))?;
+        Ok(file)
+    }
+
+    /// Large files that the runtime has fetched.
+    fn taken(&self) -> usize {
+        tracing::debug!("{:?}", self.ticket);
+        let left = fs::read_dir(&self.away).map_or(0, Iterator::count);
+        self.large.saturating_sub(left)
+    }
+}

@@ -1,0 +1,45 @@
+# killed.sh: cryopod pack, convert and unpack killed at 20 random points each: nothing under the final name, a second run succeeds, and
+# what it made is whole.
+mkdir -p /tmp/in/checkpoint
+printf '{"id":"a","name":"job","lockID":1,"runtime":"crun"}' > /tmp/in/config.dump
+printf '{}' > /tmp/in/spec.dump
+printf '\x19CVT\x16\x311X\0\0\0\0' > /tmp/in/checkpoint/inventory.img
+head -c 48M /dev/urandom > /tmp/in/checkpoint/pages-1.img
+seq 10000000 14000000 > /tmp/in/checkpoint/pages-2.img
+cryopod pack -q /tmp/in -o oci:/tmp/image
+
+whole() { # PLACE
+    case $1 in
+        /tmp/out/folder) diff -r /tmp/in "$1" ;;
+        *) cryopod verify -q "$1" ;;
+    esac
+}
+killed() { # NAME PATH COMMAND...: kills it at points spread over the time that it takes
+    local name=$1 path=$2 took from i left early=0 && shift 2
+    mkdir -p /tmp/out
+    from=$(date +%s%N)
+    "$@" > /dev/null
+    took=$((($(date +%s%N) - from) / 1000000))
+    rm -rf "$path"
+    for i in $(seq 20); do
+        "$@" > /dev/null 2>&1 &
+        sleep "$(awk -v ms=$((RANDOM % (took + 1))) 'BEGIN {print ms / 1000}')"
+        kill -KILL $! 2> /dev/null || true
+        wait $! 2> /dev/null || true
+        # Past its last step it has its name, and is whole.
+        if [ -e "$path" ]; then whole "$path" || return 1; else early=$((early + 1)); fi
+        rm -rf "$path"
+        if [ $((i % 4)) = 0 ]; then
+            "$@" > /dev/null && whole "$path" || return 1
+            left=$(find /tmp/out -mindepth 1 -maxdepth 1 ! -path "$path")
+            [ -z "$left" ] || { echo "left: $left" && return 1; }
+            rm -rf "$path"
+        fi
+    done
+    echo "$name: $early of 20 before the end ($took ms)"
+    [ "$early" -ge 5 ]
+}
+check 'pack to a layout' killed 'pack to a layout' /tmp/out/layout cryopod pack -q /tmp/in -o oci:/tmp/out/layout
+check 'pack to an archive' killed 'pack to an archive' /tmp/out/a.tar cryopod pack -q /tmp/in -o oci-archive:/tmp/out/a.tar
+check 'convert' killed convert /tmp/out/a.tar.zst cryopod convert -q oci:/tmp/image -o /tmp/out/a.tar.zst
+check 'unpack' killed unpack /tmp/out/folder cryopod unpack -q oci:/tmp/image -o /tmp/out/folder
