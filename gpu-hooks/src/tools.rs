@@ -135,7 +135,7 @@ impl Tools for SystemTools {
                 });
             }
             std::thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(10));
+            pause = (pause * 2).min(Duration::from_millis(2));
         };
         use std::os::unix::process::ExitStatusExt;
         Ok(Output {
