@@ -8,7 +8,7 @@ fn failures(low: &str, cgroup: Cgroup) {
     let out = bed.sh(&script).ok();
     assert_eq!(
         out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        20,
+        21,
         "{out}"
     );
 }

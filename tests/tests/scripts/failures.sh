@@ -124,6 +124,19 @@ fails 'the limit is over' 'it took longer than 1 s (limits in /etc/cryopod/confi
 printf '#!/bin/sh\n' > /tmp/stages.sh
 low_level "$low"
 
+# The limit grows with the data, 20 MiB here, at a MiB a second: what was too long above is not, and CRIU is told the same.
+pod run -d --name big --network none --device /dev/nvidia0 localhost/busybox sh -c 'x=$(head -c 20971520 /dev/zero | tr "\0" x); i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
+wait_for 30 counted big 1
+printf '[limits]\nslowest_mib_s = 1\ncheckpoint_s = 1\nabort_s = 20\n' >> /etc/cryopod/config.toml
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || { cat /run/cryopod/*/criu.conf > /tmp/criu.conf; sleep 2; }\n' > /tmp/stages.sh
+cryopod-runtime checkpoint --leave-running --image-path /tmp/i7 "$(pod inspect -f '{{.Id}}' big)" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
+limit=$(sed -n 's/^timeout //p' /tmp/criu.conf)
+[ "$limit" -ge 20 ] && [ "$limit" -lt 120 ] || { cat /tmp/criu.conf; exit 1; }
+printf '#!/bin/sh\n' > /tmp/stages.sh
+low_level "$low"
+pod rm -f -t 0 big > /dev/null
+alive 'a limit that grows with the data'
+
 # CRIU is stuck and must be killed: said so; in this stage the container survives even that.
 printf '[limits]\ncheckpoint_s = 1\nabort_s = 1\n' >> /etc/cryopod/config.toml
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || exec sleep 300\n' > /tmp/stages.sh
