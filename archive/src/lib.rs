@@ -12,6 +12,7 @@ mod decode;
 pub mod engine;
 pub mod entry;
 pub mod error;
+pub mod flatten;
 mod frames;
 pub mod handover;
 pub mod lane;

@@ -54,6 +54,9 @@ pub const LANE_INDEX: &str = "lane-index.img";
 /// The lane's table while it is being written.
 pub const LANE_INDEX_PARTIAL: &str = ".lane-index.img.partial";
 
+/// The record of cryopod's CRIU plugin for NVIDIA; it names the buffers whose contents are in the lane.
+pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
+
 /// A file of chunks of the lane.
 pub fn lane_shard(number: usize) -> String {
     format!("lane-{number:04}.img")

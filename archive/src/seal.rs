@@ -5,8 +5,8 @@
 //! write (`extra`). A newer major is refused with [`SealError::TooNew`], because its meaning is not known.
 //! docs/cryopod-json.md describes every field.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, Write};
+use std::fs::OpenOptions;
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -17,14 +17,15 @@ use crate::around::{CriuFacts, LsmFacts, MountFacts};
 use crate::lane::LaneFacts;
 use crate::names;
 
+mod slot;
+pub use slot::SealSlot;
+
 /// The schema major that this version writes and the newest that it reads.
 pub const SCHEMA_MAJOR: u32 = 1;
 /// The schema minor that this version writes.
 pub const SCHEMA_MINOR: u32 = 0;
 /// Largest seal that is read, in bytes. Archives come from strangers; a seal is a few KiB.
 pub const MAX_SEAL_BYTES: u64 = 16 << 20;
-/// Disk space kept ready for the seal before a container is frozen, in bytes.
-const RESERVE_BYTES: u64 = 256 << 10;
 
 /// Why a seal could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -415,101 +416,6 @@ impl Seal {
 
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_NONBLOCK: i32 = 0o4_000;
-
-/// The seal's place in an image folder, reserved before the container is frozen.
-///
-/// Creating it proves that the folder can be written and keeps room for the seal, so that a full or
-/// read-only disk is met while the container still runs. Dropped without [`SealSlot::commit`], it leaves
-/// nothing behind.
-#[derive(Debug)]
-pub struct SealSlot {
-    file: File,
-    partial: PathBuf,
-    path: PathBuf,
-    done: bool,
-}
-
-impl SealSlot {
-    /// Reserves the place. A seal of an earlier checkpoint in the same folder is removed, because the
-    /// images that it describes are about to be overwritten.
-    ///
-    /// # Errors
-    /// [`SealError::Write`] if the folder cannot be written or is full.
-    pub fn reserve(image_dir: &Path) -> Result<Self, SealError> {
-        let partial = image_dir.join(names::SEAL_PARTIAL);
-        let path = image_dir.join(names::SEAL);
-        let write = |source| SealError::Write {
-            path: path.clone(),
-            source,
-        };
-        for old in [&partial, &path] {
-            match fs::remove_file(old) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
-                _ => {}
-            }
-        }
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&partial)
-            .map_err(write)?;
-        let mut slot = Self {
-            file,
-            partial,
-            path: path.clone(),
-            done: false,
-        };
-        // Real blocks, not a sparse file: zeros are written, as fallocate is missing on some file systems.
-        let zeros = [0u8; 64 << 10];
-        for _ in 0..RESERVE_BYTES / zeros.len() as u64 {
-            slot.file.write_all(&zeros).map_err(write)?;
-        }
-        slot.file.sync_all().map_err(write)?;
-        Ok(slot)
-    }
-
-    /// Where the partial file lies.
-    pub fn partial(&self) -> &Path {
-        &self.partial
-    }
-
-    /// Writes the seal under its final name, durably.
-    ///
-    /// # Errors
-    /// [`SealError::Write`]; nothing is left under the final name then.
-    pub fn commit(mut self, seal: &Seal) -> Result<(), SealError> {
-        let write = |path: &Path| {
-            let path = path.to_owned();
-            move |source| SealError::Write { path, source }
-        };
-        let mut text =
-            serde_json::to_vec_pretty(seal).map_err(|e| write(&self.path)(io::Error::other(e)))?;
-        text.push(b'\n');
-        self.file.rewind().map_err(write(&self.path))?;
-        self.file.write_all(&text).map_err(write(&self.path))?;
-        self.file
-            .set_len(text.len() as u64)
-            .and_then(|()| self.file.sync_all())
-            .map_err(write(&self.path))?;
-        fs::rename(&self.partial, &self.path).map_err(write(&self.path))?;
-        self.done = true;
-        if let Some(dir) = self.path.parent() {
-            File::open(dir)
-                .and_then(|d| d.sync_all())
-                .map_err(write(&self.path))?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for SealSlot {
-    fn drop(&mut self) {
-        if !self.done {
-            let _ = fs::remove_file(&self.partial);
-        }
-    }
-}
 
 #[cfg(test)]
 mod tests;

@@ -4,16 +4,19 @@ mod shards;
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::shards::Shards;
 use crate::decode::{Hash, with_decoder};
 use crate::entry::Entry;
 use crate::error::{Bad, Error};
+use crate::lane::{self, LaneError};
 use crate::limits::Limits;
 use crate::names;
 use crate::oci::annotation;
+use crate::pack::threads_or_cores;
 use crate::progress::Progress;
 use crate::seal::Seal;
 use crate::source::{Kind, Source};
@@ -24,6 +27,8 @@ use crate::walk::{Sink, walk};
 pub struct VerifyOptions {
     /// Threads; 0: as many as there are cores.
     pub threads: usize,
+    /// Folders in which a checkpoint is searched that this one builds upon and that is not where it was.
+    pub parents: Vec<PathBuf>,
     /// Bounds on the archive.
     pub limits: Limits,
     /// Counters for a progress bar, and a way to stop.
@@ -90,7 +95,11 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
             },
         ));
     }
-    let chunks = sink.shards.as_ref().map_or(0, Shards::checked);
+    let chunks = match &sink.shards {
+        None if !found.wants_lane => 0,
+        None => return missing(&table),
+        Some(shards) => shards.checked(),
+    };
     let absent = |name: &&String| !found.shards.contains(*name);
     if let Some(name) = sink.shards.iter().flat_map(Shards::names).find(absent) {
         return missing(name);
@@ -98,6 +107,10 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     if let Some(seal) = &found.seal {
         Shards::sealed(sink.shards.as_ref(), seal).map_err(|bad| Error::bad(source.path(), bad))?;
     }
+    let chunks = match &sink.shards {
+        Some(shards) => chunks + parent_chunks(source, shards, options)?,
+        None => chunks,
+    };
     let layers = source.image().map_or(0, |i| i.manifest.layers.len());
     let (files, bytes, seal) = (found.files, found.bytes, found.seal);
     Ok(Verified {
@@ -108,6 +121,29 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
         chunks,
         seal,
     })
+}
+
+/// Checks the chunks that are in another checkpoint; how many.
+fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> Result<u64, Error> {
+    let failed = |e: LaneError| Error::Unsupported {
+        path: source.path().into(),
+        reason: e.to_string(),
+    };
+    let dir = source.images_folder();
+    let found = lane::parent::find(shards.table(), dir.as_deref(), &options.parents);
+    let Some(parent) = found.map_err(failed)? else {
+        return Ok(0);
+    };
+    let path = dir.as_deref().unwrap_or(source.path());
+    parent
+        .holds(shards.table(), &path.join(names::LANE_INDEX))
+        .map_err(failed)?;
+    let numbers = shards.in_parent();
+    let threads = threads_or_cores(options.threads);
+    parent
+        .verify_chunks(&numbers, threads, &AtomicBool::new(false))
+        .map_err(failed)?;
+    Ok(numbers.len() as u64)
 }
 
 /// Bytes of content that an image of cryopod says it has.
@@ -141,6 +177,8 @@ struct Found {
     bytes: u64,
     inventory: bool,
     shards: BTreeSet<String>,
+    /// There are buffers whose contents must be in the lane.
+    wants_lane: bool,
     seal: Option<Seal>,
 }
 
@@ -211,6 +249,14 @@ impl Sink for Verifier<'_> {
             let seal =
                 Seal::parse(&text, entry.name.as_ref()).map_err(|e| content(e.to_string()))?;
             self.found().seal = Some(seal);
+        } else if entry.name.strip_prefix("checkpoint/") == Some(names::NVIDIA_IMAGE) {
+            let text = self.small(entry, reader)?;
+            let record: serde_json::Value =
+                serde_json::from_slice(&text).map_err(|e| content(e.to_string()))?;
+            let processes = record.get("processes").and_then(|p| p.as_array());
+            let buffers = |p: &serde_json::Value| p.get("lane")?.as_array().map(Vec::len);
+            let mut counts = processes.into_iter().flatten().filter_map(buffers);
+            self.found().wants_lane = counts.any(|count| count > 0);
         } else if JSON.contains(&entry.name.as_str()) && entry.size > 0 {
             let text = self.small(entry, reader)?;
             serde_json::from_slice::<serde::de::IgnoredAny>(&text).map_err(|e| {

@@ -1,15 +1,19 @@
 //! `cryopod`: what a person asks of GPU container checkpoints. One subcommand a file.
 
 mod check;
+mod container;
 mod convert;
 mod engine;
 mod export;
+mod flatten;
 mod import;
 mod inspect;
 mod pack;
 mod place;
 mod pull;
 mod push;
+mod resume;
+mod suspend;
 mod ui;
 mod unpack;
 mod verify;
@@ -38,10 +42,16 @@ enum Command {
     Convert(convert::Args),
     /// Reads all of an archive and says whether it is whole.
     Verify(verify::Args),
+    /// Makes a checkpoint whole whose GPU memory builds upon earlier ones.
+    Flatten(flatten::Args),
     /// Says what a checkpoint holds.
     Inspect(inspect::Args),
     /// Checkpoints a container through its engine, and makes an archive of it.
     Export(export::Args),
+    /// Moves a container's GPU memory to host memory or into files, and leaves the container there.
+    Suspend(suspend::Args),
+    /// Gives a suspended container its GPU memory back.
+    Resume(resume::Args),
     /// Hands an archive to an engine.
     Import(import::Args),
     /// Sends an image to a registry.
@@ -65,8 +75,11 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Unpack(args) => unpack::run(&args),
         Command::Convert(args) => convert::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Flatten(args) => flatten::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Export(args) => export::run(&args),
+        Command::Suspend(args) => suspend::run(&args),
+        Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
         Command::Push(args) => push::run(&args),
         Command::Pull(args) => pull::run(&args),

@@ -112,6 +112,11 @@ impl How {
         Ok(())
     }
 
+    /// Threads; 0: as many as there are cores.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
     /// Is nothing to be said while it runs?
     pub fn quiet(&self) -> bool {
         self.quiet

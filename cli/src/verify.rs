@@ -1,5 +1,6 @@
 //! `cryopod verify`: is an archive whole?
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -14,6 +15,10 @@ use crate::ui;
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
     source: String,
+    /// A folder in which checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// several times.
+    #[arg(long)]
+    parents: Vec<PathBuf>,
     /// Threads; 0: as many as there are cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -31,6 +36,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = place.open()?;
     let options = VerifyOptions {
         threads: args.threads,
+        parents: args.parents.clone(),
         progress: Arc::new(Progress::default()),
         ..VerifyOptions::default()
     };

@@ -26,6 +26,7 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
+use crate::suspended::Record;
 use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs};
 
 /// What the low-level runtime says of a container.
@@ -61,19 +62,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
-    // Programs are asked while the processes are looked at.
-    let limit = ctx.config.limits.tool();
-    let (criu, low_version, scan) = std::thread::scope(|scope| {
-        let criu = scope.spawn(|| facts::criu(&tools, limit));
-        let low = scope.spawn(|| facts::version_line(&tools, &ctx.low.path, limit));
-        let scan = Scan::of(&host, &live::tree(&host, state.init));
-        (
-            criu.join().unwrap_or_default(),
-            low.join().unwrap_or_default(),
-            scan,
-        )
-    });
-    let criu = criu.ok_or_else(crate::setup::no_criu)?;
+    use crate::suspended::Record;
+    use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs};
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
     let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
@@ -179,6 +169,16 @@ impl Job<'_> {
             false => Some(SealSlot::reserve(&images.path)?),
         };
         let ready = setup.checkpoint(&op, &self.plan, pre_dump, &self.around.extra)?;
+        let users = self.plan.users_of(Vendor::Nvidia);
+        let room = match &ready.agent {
+            Some(agent) => lane::room(setup, self.state.init, &users, &agent.ready.users),
+            None => Ok(()),
+        };
+        if let Err(error) = room {
+            // The agent is ended, and nothing was touched.
+            ready.finish(&op);
+            return Err(error);
+        }
         let mut seal = self.seal(setup, &ready);
         let watch = Watch {
             kind: child::Kind::Checkpoint,

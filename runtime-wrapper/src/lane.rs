@@ -1,25 +1,34 @@
 //! The lane, the wrapper's part: whether and how it is used, and waiting for it before a checkpoint is sealed.
 
-use std::path::Path;
+pub mod parent;
+
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use cryopod_archive::lane::{Codec, MAX_CHUNK, MIN_CHUNK};
+use cryopod_archive::lane::{Codec, Digest, Lane, MAX_CHUNK, MIN_CHUNK};
+use cryopod_archive::names;
 use cryopod_archive::seal::Seal;
 use cryopod_gpu_hooks::cuda::client::Client;
+use cryopod_gpu_hooks::cuda::lane::memory::available_to;
 use cryopod_gpu_hooks::cuda::lane::{LaneConfig, LaneDone};
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome};
+use cryopod_gpu_hooks::cuda::report::GpuUser;
 use cryopod_gpu_hooks::spec::Spec;
 use serde::Deserialize;
 
 use crate::Error;
+use crate::argv::Invocation;
 use crate::config::Config;
 use crate::op::Operation;
+use crate::setup::Setup;
 
 /// The annotation that overrides `nvidia.lane`.
 pub const ANNOTATION: &str = "dev.cryopod.lane";
 /// Exists once CRIU has asked at the gate, and so will ask before the checkpoint becomes final.
 pub const GATE_FILE: &str = "gate-asked";
+/// Host memory that must be available at a checkpoint beside a copy of the GPU memory, in bytes.
+const SPARE_BYTES: u64 = 1 << 30;
 /// How much later than its own limit the agent's answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 
@@ -65,6 +74,10 @@ pub struct Options {
     pub level: Option<i32>,
     /// `false`: a restore does not check digests.
     pub verify: Option<bool>,
+    /// What a checkpoint builds upon: `auto`, `off`, or an image folder.
+    pub parent: Option<String>,
+    /// Folders in which parents are searched that are not where they were.
+    pub parents: Vec<PathBuf>,
 }
 
 impl Options {
@@ -93,6 +106,7 @@ impl Options {
             codec: self.codec,
             level: self.level.unwrap_or(usual.level),
             check: self.verify.unwrap_or(usual.check),
+            search: self.parents.clone(),
             ..usual
         };
         config.validate()?;
@@ -104,7 +118,19 @@ impl Options {
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
-pub fn checkpoint(config: &Config, spec: &Spec) -> Result<Option<LaneConfig>, Error> {
+pub fn checkpoint(
+    config: &Config,
+    spec: &Spec,
+    inv: &Invocation,
+) -> Result<Option<LaneConfig>, Error> {
+    let Some(lane) = wanted(config, spec)? else {
+        return Ok(None);
+    };
+    let parent = parent::choose(config, spec, inv)?;
+    Ok(Some(LaneConfig { parent, ..lane }))
+}
+
+fn wanted(config: &Config, spec: &Spec) -> Result<Option<LaneConfig>, Error> {
     let wrong = |what: String| Error::Failed(format!("{ANNOTATION}: {what}. Nothing was touched"));
     let mode = match spec.annotation(ANNOTATION) {
         Some(text) => text.parse().map_err(wrong)?,
@@ -120,13 +146,58 @@ pub fn checkpoint(config: &Config, spec: &Spec) -> Result<Option<LaneConfig>, Er
     }))
 }
 
-/// For a restore of the checkpoint in this folder.
+/// Whether there is host memory for what the processes have on GPUs, as far as the driver tells how much that is. By
+/// the lane it is charged to this program's cgroup, else to the container's.
+///
+/// # Errors
+/// [`Error::Failed`] tells how much is needed and how much there is.
+pub fn room(setup: &Setup<'_>, init: i32, pids: &[i32], users: &[GpuUser]) -> Result<(), Error> {
+    let used = users.iter().filter(|user| pids.contains(&user.pid));
+    let need: u64 = used.map(|user| user.bytes).sum();
+    if need == 0 {
+        return Ok(());
+    }
+    let (process, whose) = match wanted(&setup.ctx.config, setup.spec)? {
+        Some(_) => ("self".to_owned(), "this program's"),
+        None => (init.to_string(), "the container's"),
+    };
+    enough(need, available_to(&process), whose)
+}
+
+fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    if need.saturating_add(SPARE_BYTES) <= available {
+        return Ok(());
+    }
+    Err(Error::Failed(format!(
+        "the checkpoint was refused and the container goes on running: {} MiB of host memory are needed for its GPU memory and {} MiB to spare, and {} MiB are available; free some, or raise the memory limit of {whose} cgroup",
+        mib(need),
+        mib(SPARE_BYTES),
+        mib(available)
+    )))
+}
+
+/// For a restore of the checkpoint in this folder. The tables of the lane and of all that it builds upon are read:
+/// what is missing or another one than it was is told before anything is started.
 ///
 /// # Errors
 /// [`Error`].
 pub fn restore(config: &Config, seal: &Seal, folder: &Path) -> Result<LaneConfig, Error> {
     let lane = config.lane.config().map_err(Error::Failed)?;
     let what = format!("{}: the image folder cannot be read", folder.display());
+    if let Some(facts) = &seal.gpu.lane {
+        let failed =
+            |what: String| Error::Failed(format!("restore refused, nothing was started: {what}"));
+        let digest = facts.digest.parse::<Digest>().map_err(failed)?;
+        let found = Lane::open_with(folder, Some(digest), &config.lane.parents);
+        if found.map_err(|e| failed(e.to_string()))?.is_none() {
+            let index = folder.join(names::LANE_INDEX);
+            return Err(failed(format!(
+                "{} is missing; the checkpoint is incomplete",
+                index.display()
+            )));
+        }
+    }
     Ok(LaneConfig {
         digest: seal.gpu.lane.as_ref().map(|facts| facts.digest.clone()),
         folder: Some(folder.canonicalize().map_err(Error::io(what))?),
@@ -201,14 +272,25 @@ mod tests {
         let mut config = Config::default();
         let with = |value: &str| Spec::from_json(json!({"annotations": {ANNOTATION: value}}));
         let none = Spec::from_json(json!({}));
-        assert!(!checkpoint(&config, &none).unwrap().unwrap().required);
-        assert!(checkpoint(&config, &with("on")).unwrap().unwrap().required);
-        assert!(checkpoint(&config, &with("off")).unwrap().is_none());
+        assert!(!wanted(&config, &none).unwrap().unwrap().required);
+        assert!(wanted(&config, &with("on")).unwrap().unwrap().required);
+        assert!(wanted(&config, &with("off")).unwrap().is_none());
         config.nvidia.lane = Mode::Off;
-        assert!(checkpoint(&config, &none).unwrap().is_none());
-        assert!(checkpoint(&config, &with("auto")).unwrap().is_some());
-        let error = checkpoint(&config, &with("yes")).unwrap_err().to_string();
+        assert!(wanted(&config, &none).unwrap().is_none());
+        assert!(wanted(&config, &with("auto")).unwrap().is_some());
+        let error = wanted(&config, &with("yes")).unwrap_err().to_string();
         assert!(error.starts_with("dev.cryopod.lane: \"yes\""), "{error}");
+    }
+
+    #[test]
+    fn memory_to_spare() {
+        const GIB: u64 = 1 << 30;
+        assert!(enough(GIB, 2 * GIB, "its").is_ok());
+        let error = enough(GIB + 1, 2 * GIB, "its").unwrap_err().to_string();
+        assert!(
+            error.contains("1025 MiB of host memory are needed"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -17,6 +17,11 @@ use crate::Error;
 /// Where the folders lie, unless `CRYOPOD_RUN_DIR` names another place.
 pub const BASE: &str = "/run/cryopod";
 
+/// Where the folders lie.
+pub fn base() -> PathBuf {
+    std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
+}
+
 /// The folder of one operation; removed when dropped.
 #[derive(Debug)]
 pub struct Operation {
@@ -29,8 +34,7 @@ impl Operation {
     /// # Errors
     /// [`Error::Io`] if it cannot be made.
     pub fn new() -> Result<Self, Error> {
-        let base = std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from);
-        Self::below(&base, &Host::system())
+        Self::below(&base(), &Host::system())
     }
 
     fn below(base: &Path, host: &Host) -> Result<Self, Error> {

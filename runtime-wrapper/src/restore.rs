@@ -129,8 +129,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
     let log = work_path(inv).join(names::RESTORE_LOG);
     let denied = lsm::denial(&host, &log, &around::labels(&spec));
-    let reasons = ready.finish(&op).reasons().chain(denied).collect();
-    if ended.code == 0 || ended.passed {
+    let finished = ready.finish(&op);
+    // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
+    let lost = ended.code != 0 && finished.error.is_some();
+    let reasons = finished.reasons().chain(denied).collect();
+    if ended.code == 0 || ended.passed && !lost {
         edited.keep();
         mount_points.keep();
     } else {

@@ -114,7 +114,10 @@ impl Setup<'_> {
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let users = plan.users_of(Vendor::Nvidia);
-        let lane = lane::checkpoint(&self.ctx.config, self.spec)?;
+        let lane = match pre_dump {
+            true => None,
+            false => lane::checkpoint(&self.ctx.config, self.spec, self.inv)?,
+        };
         let operation = if pre_dump {
             PluginOperation::PreDump
         } else {

@@ -6,6 +6,8 @@ set -uo pipefail
 . /opt/work/machine.sh
 # shellcheck source=/dev/null
 . /opt/work/cases.sh
+# shellcheck source=/dev/null
+. /opt/work/lanes.sh
 
 failed=0 started=$SECONDS
 mkdir -p /etc/cryopod
@@ -274,68 +276,6 @@ denied() { # NAME NODE: even a node made anew for the host's NODE does not open 
     grep -q 'not permitted' <<< "$said"
 }
 
-lane() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in place, without an archive
-    local content=$3 mode=$4 leave=$5 label=$6 from took dir seal before images save load
-    low_level "$1"
-    gpu_args 1
-    job_command "$2" 0 "${content#random}"
-    start job --annotation "dev.cryopod.lane=$mode" "${gpu[@]}" "$image" "${job[@]}" || return
-    sleep 1
-    from=$(now)
-    # shellcheck disable=SC2086
-    pod container checkpoint --print-stats --keep ${leave:+--leave-running} job > "/logs/$label.checkpoint.json" \
-        2> "/logs/$label.checkpoint.err" || { cat "/logs/$label.checkpoint.err" && keep_logs job "$label" && return 1; }
-    took=$(since "$from")
-    keep_logs job "$label"
-    dir=$(static_dir job)/checkpoint
-    seal=/logs/$label.cryopod.json
-    images=$(du -sb "$dir" | cut -f1)
-    [ "$(jq -r 'if .gpu.lane then "on" else "off" end' "$seal")" = "$mode" ] || { say "$label: lane is not $mode" && return 1; }
-    save=$(jq -n --argjson local "$took" --argjson images "$images" --slurpfile stats "/logs/$label.checkpoint.json" --slurpfile seal "$seal" '
-        ($stats[0].container_statistics[0]) as $s | $seal[0] as $c
-        | {export_s: $local, plan_s: ($c.timings.plan_us / 1e6), dump_s: ($c.timings.dump_us / 1e6),
-           durable_s: (($c.timings.durable_us // null) | if . then . / 1e6 else null end),
-           frozen_s: (($s.criu_statistics.frozen_time // 0) / 1e6), image_bytes: $images, lane: $c.gpu.lane,
-           processes: [$c.gpu.plugin_report.processes[] | .steps | map({(.step): (.micros / 1e6)}) | add]}')
-    grep -h 'cryopod: ' "/logs/$label.dump.log" | sed "s/^/gpu-test: $label: /" || true
-    if [ -n "$leave" ]; then
-        before=$(lines job)
-        verdict job "$label" "$before" || return
-        load=null
-    else
-        before=$(lines job)
-        from=$(now)
-        pod container restore --print-stats --keep job > "/logs/$label.restore.json" 2> "/logs/$label.restore.err" ||
-            { cat "/logs/$label.restore.err" && keep_logs job "$label" && return 1; }
-        took=$(since "$from")
-        keep_logs job "$label"
-        grep -h 'cryopod: ' "/logs/$label.restore.log" | sed "s/^/gpu-test: $label: /" || true
-        verdict job "$label" "$before" || return
-        load=$(jq -n --argjson local "$took" --slurpfile stats "/logs/$label.restore.json" \
-            --arg log "$(grep -o -E 'process [0-9]+: [a-z]+ in [0-9]+ ms' "/logs/$label.restore.log" || true)" '
-            ($stats[0].container_statistics[0]) as $s
-            | {import_s: $local, criu_s: (($s.criu_statistics.restore_time // 0) / 1e6),
-               processes: [$log | split("\n")[] | select(. != "") | capture("process (?<p>[0-9]+): (?<k>[a-z]+) in (?<v>[0-9]+) ms")
-                 | {p, k, v: (.v | tonumber / 1000)}] | group_by(.p) | map(map({(.k): .v}) | add)}')
-    fi
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit $content" --argjson save "$save" \
-        --argjson load "$load" --argjson gap "$(gap "/logs/$label.out")" \
-        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
-    jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
-}
-
-lanes() { # every way of the lane, and each beside the way through CRIU
-    local rt=${runtimes%% *} i
-    for i in $(seq "$lane_runs"); do
-        run_case "lane-random-off.$i" lane "$rt" "$lane_size" random off ''
-        run_case "lane-random-on.$i" lane "$rt" "$lane_size" random on ''
-        run_case "lane-running-on.$i" lane "$rt" "$lane_size" random on leave
-        run_case "lane-zero-on.$i" lane "$rt" "$lane_size" zero on ''
-    done
-    run_case lane-zero-off lane "$rt" "$lane_size" zero off ''
-    run_case lane-running-off lane "$rt" "$lane_size" random off leave
-}
-
 archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, and back; the lane's shards on the way
     local label=$3 to=/var/lib/containers/job.oci before out back verified from
     low_level "$1"
@@ -395,6 +335,9 @@ for part in $parts; do
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
         lane) lanes ;;
         archive) run_case "archive-$lane_size" archive "${runtimes%% *}" "$lane_size"; run_case archive-speed archive_speed ;;
+        lane-two) run_case lane-two two_lanes "${runtimes%% *}" "$two_size" ;;
+        suspend) run_case suspend suspend_resume "${runtimes%% *}" "$lane_size" ;;
+        chain) run_case chain chain "${runtimes%% *}" ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
         *) say "no such part: $part" && failed=$((failed + 1)) ;;
     esac

@@ -6,11 +6,15 @@
 # torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
-#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch loader loader-early serve two map lane archive (default: all that the machine can do)
+#   GPU_TEST_PARTS      of: probe jobs leave-running twice torch loader loader-early serve two map lane lane-two suspend
+#                       chain archive (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
-#   GPU_TEST_LANE_SIZE  GiB for the lane, default 24 (100 MiB in a rehearsal); GPU_TEST_LANE_RUNS: how often each (3)
+#   GPU_TEST_LANE_SIZE  GiB for the lane, default 24 (100 MiB in a rehearsal); GPU_TEST_LANE_RUNS: how often each (3),
+#                       GPU_TEST_LANE_OFF_RUNS: how often without the lane (1)
+#   GPU_TEST_CHAIN_LAYERS  layers of the transformer whose training is checkpointed every 10 s (2: 12 checkpoints take
+#                       about 50 GB)
 #   GPU_TEST_ARCHIVE_GIB  for tests/bench/archive.sh, default 16 (1 in a rehearsal), in GPU_TEST_ARCHIVE_FILES (16)
 #   GPU_TEST_COMPRESS   compression of the exported archive, default zstd as podman's
 #   GPU_TEST_STORE      a folder for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
@@ -90,7 +94,7 @@ mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
-cp "$here"/{inside.sh,cases.sh,train.py,loader.py,serve.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,lanes.sh,train.py,loader.py,serve.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -129,12 +133,13 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch loader loader-early serve two map lane archive}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running twice torch loader loader-early serve two map lane lane-two suspend chain archive}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
 lane_size=$(printf %q "${GPU_TEST_LANE_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") lane_runs=$(printf %q "${GPU_TEST_LANE_RUNS:-3}")
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
+lane_off_runs=$(printf %q "${GPU_TEST_LANE_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
 if [ -n "$sim" ] && [ -n "${GPU_TEST_TORCH:-}" ]; then

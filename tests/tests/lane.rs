@@ -20,7 +20,7 @@ fn gpu_memory_goes_by_the_lane() {
     let Some(bed) = Bed::new(Cgroup::V2) else {
         return;
     };
-    run(bed, &with_lib(include_str!("scripts/lane/criu.sh")), 32);
+    run(bed, &with_lib(include_str!("scripts/lane/criu.sh")), 38);
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn whatever_fails_no_sum_is_wrong() {
         .expect("cargo starts");
     assert!(built.success());
     let bed = bed.bind(&target.join("debug"), "/opt/test-hooks");
-    run(bed, &with_lib(include_str!("scripts/lane/fails.sh")), 43);
+    run(bed, &with_lib(include_str!("scripts/lane/fails.sh")), 45);
 }
 
 fn podman(low: &str) {
@@ -54,7 +54,7 @@ fn podman(low: &str) {
         return;
     };
     let script = format!("set -- {low}\n{}", include_str!("scripts/lane/podman.sh"));
-    run(bed, &script, 20);
+    run(bed, &script, 28);
 }
 
 #[test]
@@ -65,4 +65,31 @@ fn podman_crun() {
 #[test]
 fn podman_runc() {
     podman("runc");
+}
+
+#[test]
+fn checkpoints_that_build_upon_each_other() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let script = format!("set -- runc\n{}", include_str!("scripts/lane/parents.sh"));
+    run(bed, &script, 40);
+}
+
+fn suspended(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else {
+        return;
+    };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/lane/suspend.sh"));
+    run(bed, &script, 53);
+}
+
+#[test]
+fn suspended_and_resumed_crun() {
+    suspended("crun", Cgroup::V2);
+}
+
+#[test]
+fn suspended_and_resumed_runc() {
+    suspended("runc", Cgroup::V1);
 }

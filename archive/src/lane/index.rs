@@ -25,6 +25,9 @@ const MAX_HEADER: u32 = 16 << 20;
 const MAX_CHUNKS: u64 = 1 << 24;
 const MAX_REGIONS: usize = 1 << 16;
 const MAX_ID: usize = 256;
+/// Places of a parent that a table may name.
+const MAX_PLACES: usize = 8;
+const MAX_PLACE: usize = 4096;
 /// A shard's number is 16 bits.
 pub const MAX_SHARDS: usize = 1 << 16;
 /// Largest table, in bytes.
@@ -141,6 +144,8 @@ pub struct Index {
     pub shards: Vec<u64>,
     /// Digest of the parent's table.
     pub parent: Option<Digest>,
+    /// Where the parent was: paths, absolute or from this folder. Wherever it is found, the digest counts.
+    pub parent_at: Vec<String>,
     /// The rows.
     pub chunks: Vec<Chunk>,
     /// Digest of this table; set when it is encoded or parsed.
@@ -154,6 +159,8 @@ struct Header {
     shards: Vec<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     parent: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    parent_at: Vec<String>,
 }
 
 /// How many chunks a region has.
@@ -199,6 +206,7 @@ impl Index {
             regions: self.regions.clone(),
             shards: self.shards.clone(),
             parent: self.parent.map(|digest| digest.to_string()),
+            parent_at: self.parent_at.clone(),
         };
         let header = serde_json::to_vec(&header).map_err(|e| LaneError::Invalid(e.to_string()))?;
         let header_len = u32::try_from(header.len())
@@ -303,6 +311,7 @@ impl Index {
             regions: header.regions,
             shards: header.shards,
             parent,
+            parent_at: header.parent_at,
             chunks,
             digest,
         };
@@ -318,6 +327,11 @@ impl Index {
         }
         if self.regions.len() > MAX_REGIONS || self.shards.len() > MAX_SHARDS {
             return Err("too many regions or shards".into());
+        }
+        if self.parent_at.len() > MAX_PLACES
+            || self.parent_at.iter().any(|place| place.len() > MAX_PLACE)
+        {
+            return Err("too many places of a parent".into());
         }
         let mut seen = std::collections::HashSet::new();
         let mut count = 0u64;

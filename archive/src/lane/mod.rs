@@ -9,12 +9,17 @@
 //! * [`index`]: the table, as bytes
 //! * [`write`](mod@write): from memory to a folder, with several threads
 //! * [`read`]: from a folder to memory, and the verification
+//! * [`parent`]: where the lane before this one is found
+//! * [`flatten`](mod@flatten): one that builds upon others becomes one that does not
 //!
 //! docs/lane-format.md describes every byte.
 
 pub mod codec;
+pub mod flatten;
 pub mod index;
+pub mod parent;
 pub mod read;
+mod shards;
 pub mod write;
 
 use std::io;
@@ -25,7 +30,7 @@ use serde::{Deserialize, Serialize};
 pub use codec::Codec;
 pub use index::{Chunk, Digest, Index, Kind, Region};
 pub use read::{Lane, ReadOptions};
-pub use write::{Source, WriteOptions, Written, write};
+pub use write::{Source, WriteOptions, Written, remove, write};
 
 /// Smallest size of a chunk, in bytes.
 pub const MIN_CHUNK: u32 = 64 << 10;
@@ -68,7 +73,7 @@ pub enum LaneError {
     },
     /// The checkpoint before this one, which it builds upon, cannot be used.
     #[error(
-        "{path}: the parent checkpoint, without which this one cannot be read, {reason}; put it back, or flatten checkpoints before they are moved"
+        "{path}: the parent checkpoint, without which this one cannot be read, {reason}; put it back, name its folder in `lane.parents`, or make checkpoints whole before they are moved (cryopod flatten)"
     )]
     Parent {
         /// Where it should be.
@@ -125,6 +130,9 @@ pub struct LaneFacts {
     pub same: usize,
     /// Chunks that are the same as one of the parent checkpoint.
     pub parent: usize,
+    /// Digest of the parent's table, where there are such chunks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent_digest: Option<String>,
 }
 
 impl LaneFacts {
@@ -137,6 +145,7 @@ impl LaneFacts {
             chunk_bytes: index.chunk_bytes,
             shards: index.shards.len(),
             chunks: index.chunks.len(),
+            parent_digest: index.parent.map(|digest| digest.to_string()),
             ..Self::default()
         };
         for chunk in &index.chunks {

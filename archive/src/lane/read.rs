@@ -9,13 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
-use super::{LaneError, LaneFacts, usual_threads};
+use super::{LaneError, LaneFacts, parent, usual_threads};
 use crate::names;
 
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_NONBLOCK: i32 = 0o4_000;
-/// Longest chain of parents.
-const MAX_DEPTH: usize = 1024;
 
 /// What a thread does: asks now and then whether to stop, and has a buffer of its own.
 type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), LaneError> + Sync + 'a;
@@ -53,7 +51,7 @@ pub struct Lane {
 }
 
 /// Opens a regular file, whatever a stranger may have put there.
-fn open_file(path: &Path) -> Result<File, LaneError> {
+pub(super) fn open_file(path: &Path) -> Result<File, LaneError> {
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(O_NOFOLLOW | O_NONBLOCK)
@@ -73,12 +71,26 @@ impl Lane {
     /// # Errors
     /// [`LaneError`].
     pub fn open(dir: &Path, digest: Option<Digest>) -> Result<Option<Self>, LaneError> {
-        Self::open_at(dir, digest, 0)
+        Self::open_with(dir, digest, &[])
     }
 
-    fn open_at(
+    /// As [`Lane::open`]; parents that are not where they were are searched in these folders too, and in
+    /// the folders in them.
+    ///
+    /// # Errors
+    /// [`LaneError`].
+    pub fn open_with(
         dir: &Path,
         digest: Option<Digest>,
+        search: &[PathBuf],
+    ) -> Result<Option<Self>, LaneError> {
+        Self::open_at(dir, digest, search, 0)
+    }
+
+    pub(super) fn open_at(
+        dir: &Path,
+        digest: Option<Digest>,
+        search: &[PathBuf],
         depth: usize,
     ) -> Result<Option<Self>, LaneError> {
         let path = dir.join(names::LANE_INDEX);
@@ -118,54 +130,47 @@ impl Lane {
             shards,
             parent: None,
         };
-        if let Some(digest) = lane.index.parent {
-            lane.parent = Some(Box::new(lane.open_parent(digest, depth)?));
+        if lane.index.parent.is_some() {
+            lane.parent = parent::open(&lane.index, Some(dir), search, depth)?.map(Box::new);
             lane.check_parent()?;
         }
         Ok(Some(lane))
     }
 
-    fn open_parent(&self, digest: Digest, depth: usize) -> Result<Self, LaneError> {
-        let path = self.dir.join(names::PARENT_LINK);
-        let failed = |reason: String| LaneError::Parent {
-            path: path.clone(),
-            reason,
-        };
-        if depth >= MAX_DEPTH {
-            return Err(failed("is one of an endless chain".into()));
-        }
-        match Self::open_at(&path, Some(digest), depth + 1) {
-            Ok(Some(lane)) => Ok(lane),
-            Ok(None) => Err(failed("is missing".into())),
-            Err(error @ LaneError::Parent { .. }) => Err(error),
-            Err(error) => Err(failed(format!("cannot be used: {error}"))),
+    fn check_parent(&self) -> Result<(), LaneError> {
+        match &self.parent {
+            Some(parent) => parent.holds(&self.index, &self.dir.join(names::LANE_INDEX)),
+            None => Ok(()),
         }
     }
 
-    fn check_parent(&self) -> Result<(), LaneError> {
-        let Some(parent) = &self.parent else {
-            return Ok(());
-        };
-        for (number, (chunk, length)) in self.index.chunks.iter().zip(&self.lengths).enumerate() {
+    /// Whether the chunks that a table has in its parent are in this one. `path` is the table's, for the message.
+    pub(crate) fn holds(&self, child: &Index, path: &Path) -> Result<(), LaneError> {
+        for (number, (chunk, length)) in child.chunks.iter().zip(child.lengths()).enumerate() {
             if chunk.kind != Kind::Parent {
                 continue;
             }
             let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
-            let there = parent
-                .index
-                .chunks
-                .get(place)
-                .zip(parent.lengths.get(place));
+            let there = self.index.chunks.get(place).zip(self.lengths.get(place));
             let fits = there.is_some_and(|(to, len)| {
-                to.kind != Kind::Zero && to.digest == chunk.digest && len == length
+                to.kind != Kind::Zero && to.digest == chunk.digest && *len == length
             });
             if !fits {
-                let path = self.dir.join(names::LANE_INDEX);
                 let what = format!("chunk {number} is not in the parent");
-                return Err(LaneError::damaged(&path, what));
+                return Err(LaneError::damaged(path, what));
             }
         }
         Ok(())
+    }
+
+    /// The lane that this one builds upon.
+    pub fn parent(&self) -> Option<&Lane> {
+        self.parent.as_deref()
+    }
+
+    /// How many lanes this one builds upon, one upon another.
+    pub fn depth(&self) -> usize {
+        std::iter::successors(self.parent(), |lane| lane.parent()).count()
     }
 
     /// In numbers.
@@ -219,26 +224,39 @@ impl Lane {
     /// # Errors
     /// [`LaneError`]: the first thing that is wrong.
     pub fn verify(&self, threads: usize, cancel: &AtomicBool) -> Result<(), LaneError> {
+        let all: Vec<usize> = (0..self.lengths.len()).collect();
+        self.verify_chunks(&all, threads, cancel)
+    }
+
+    /// As [`Lane::verify`], of these chunks.
+    pub(crate) fn verify_chunks(
+        &self,
+        numbers: &[usize],
+        threads: usize,
+        cancel: &AtomicBool,
+    ) -> Result<(), LaneError> {
         let next = AtomicUsize::new(0);
         self.on_threads(threads, cancel, &|failed, scratch| {
             let mut piece = vec![0; self.index.chunk_bytes as usize];
-            loop {
-                let number = next.fetch_add(1, Relaxed);
-                let Some(length) = self.lengths.get(number) else {
-                    return Ok(());
-                };
+            while let Some(number) = numbers.get(next.fetch_add(1, Relaxed)) {
                 if failed() {
                     return Err(LaneError::Cancelled);
                 }
-                if !matches!(self.index.chunks[number].kind, Kind::Zero | Kind::Same) {
-                    self.chunk(number, &mut piece[..*length as usize], true, scratch)?;
+                let (Some(length), Some(chunk)) =
+                    (self.lengths.get(*number), self.index.chunks.get(*number))
+                else {
+                    return Err(LaneError::Invalid(format!("there is no chunk {number}")));
+                };
+                if !matches!(chunk.kind, Kind::Zero | Kind::Same) {
+                    self.chunk(*number, &mut piece[..*length as usize], true, scratch)?;
                 }
             }
+            Ok(())
         })
     }
 
     /// Runs the same work on several threads; the first error ends all.
-    fn on_threads(
+    pub(super) fn on_threads(
         &self,
         threads: usize,
         cancel: &AtomicBool,
@@ -304,6 +322,45 @@ impl Lane {
             return Err(LaneError::damaged(&self.shard(&chunk), what));
         }
         Ok(())
+    }
+
+    /// A chunk as it is stored, wherever that is, once its digest has been checked; `plain` is room.
+    pub(super) fn as_stored(
+        &self,
+        number: usize,
+        stored: &mut Vec<u8>,
+        plain: &mut Vec<u8>,
+    ) -> Result<Kind, LaneError> {
+        let mut at = (self, number);
+        let chunk = loop {
+            let (lane, number) = at;
+            let chunk = lane.index.chunks[number];
+            let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+            at = match (chunk.kind, &lane.parent) {
+                (Kind::Same, _) => (lane, place),
+                (Kind::Parent, Some(parent)) => (&**parent, place),
+                _ => break chunk,
+            };
+        };
+        let (lane, number) = at;
+        stored.resize(chunk.stored as usize, 0);
+        lane.stored(&chunk, stored)?;
+        let bad = |what: String| {
+            LaneError::damaged(&lane.shard(&chunk), format!("chunk {number}: {what}"))
+        };
+        let content = match chunk.kind {
+            Kind::Lz4 | Kind::Zstd => {
+                plain.resize(lane.lengths[number] as usize, 0);
+                decode(chunk.kind, stored, plain).map_err(&bad)?;
+                &plain[..]
+            }
+            Kind::Raw => &stored[..],
+            _ => return Err(bad("it is nowhere".into())),
+        };
+        match Digest::of(content) == chunk.digest {
+            true => Ok(chunk.kind),
+            false => Err(bad("it does not fit its digest".into())),
+        }
     }
 
     fn shard(&self, chunk: &Chunk) -> PathBuf {

@@ -176,8 +176,6 @@ fn a_chain_of_parents() {
         std::fs::create_dir(dir).unwrap();
         let parent = i.checked_sub(1).map(|j| open(&dirs[j]));
         if i > 0 {
-            std::os::unix::fs::symlink(format!("../{}", i - 1), dir.join(names::PARENT_LINK))
-                .unwrap();
             data[i << 20] ^= 1; // one chunk of 64
         }
         let source = [Source {
@@ -192,18 +190,54 @@ fn a_chain_of_parents() {
         assert_eq!(load(&open(dir), 0).unwrap(), data);
     }
     open(&dirs[2]).verify(2, &NEVER).unwrap();
+    assert_eq!(open(&dirs[2]).depth(), 2);
+    // Whole, without the others.
+    let whole = root.path().join("whole");
+    std::fs::create_dir(&whole).unwrap();
+    let facts = flatten::flatten(&open(&dirs[2]), &whole, &options(Codec::None), &NEVER)
+        .unwrap()
+        .facts;
+    assert_eq!((facts.raw, facts.parent), (64, 0));
+    assert_eq!(load(&open(&whole), 0).unwrap(), data);
+    // All of them elsewhere, and the first somewhere else again.
+    let moved = TempDir::new().unwrap();
+    for dir in &dirs[1..] {
+        std::fs::rename(dir, moved.path().join(dir.file_name().unwrap())).unwrap();
+    }
+    assert_eq!(load(&open(&moved.path().join("2")), 0).unwrap(), data);
+    let other = TempDir::new().unwrap();
+    std::fs::rename(&dirs[0], other.path().join("x")).unwrap();
+    let last = moved.path().join("2");
+    let error = Lane::open(&last, None).unwrap_err().to_string();
+    assert!(error.contains("is missing; put it back"), "{error}");
+    let found = Lane::open_with(&last, None, &[other.path().to_owned()]).unwrap();
+    assert_eq!(load(&found.unwrap(), 0).unwrap(), data);
+    std::fs::rename(other.path().join("x"), &dirs[0]).unwrap();
+    for dir in &dirs[1..] {
+        std::fs::rename(moved.path().join(dir.file_name().unwrap()), dir).unwrap();
+    }
+    // CRIU's link counts as well.
+    std::os::unix::fs::symlink("../1", dirs[2].join(names::PARENT_LINK)).unwrap();
+    open(&dirs[2]).verify(2, &NEVER).unwrap();
+    // A damaged chunk of a parent.
+    let shard = dirs[0].join(names::lane_shard(0));
+    let good = std::fs::read(&shard).unwrap();
+    let mut bad = good.clone();
+    bad[100] ^= 1;
+    std::fs::write(&shard, bad).unwrap();
+    assert!(flatten::flatten(&open(&dirs[2]), &whole, &options(Codec::None), &NEVER).is_err());
+    std::fs::write(&shard, good).unwrap();
     // Another one in the parent's place, and none.
     save(&dirs[0], &[("a", &noise(4 << 20, 8))], Codec::Auto);
     let error = Lane::open(&dirs[2], None).unwrap_err().to_string();
     assert!(
-        error.contains("2/parent/parent: the parent checkpoint"),
+        error.contains("/0: the parent checkpoint") && error.contains("is not the one that it was"),
         "{error}"
     );
     std::fs::remove_dir_all(&dirs[0]).unwrap();
     let error = Lane::open(&dirs[2], None).unwrap_err().to_string();
     assert!(error.contains("is missing; put it back"), "{error}");
-    // A folder that is its own parent ends somewhere.
-    std::fs::remove_file(dirs[1].join(names::PARENT_LINK)).unwrap();
+    // A folder that is its own parent.
     std::os::unix::fs::symlink(".", dirs[1].join(names::PARENT_LINK)).unwrap();
     assert!(Lane::open(&dirs[1], None).is_err());
 }
@@ -260,6 +294,7 @@ fn sample() -> Index {
         ],
         shards: vec![u64::from(size) + 100],
         parent: Some(Digest::of(b"p")),
+        parent_at: vec!["../p".into()],
         chunks: vec![
             Chunk::ZERO,
             chunk(Kind::Raw, size, 100),

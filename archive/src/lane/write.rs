@@ -5,18 +5,16 @@
 //! shards are synced before the table is written, and the table is renamed into place last.
 
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::Write as _;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::codec::{Codec, Encoder, decide, is_zero};
-use super::index::{Chunk, Digest, Index, Kind, MAX_SHARDS, Region};
+use super::index::{Chunk, Digest, Index, Kind, Region};
+pub use super::shards::remove;
+use super::shards::{Own, Shards};
 use super::{DEFAULT_CHUNK, Lane, LaneError, LaneFacts, usual_threads};
-use crate::names;
 
 /// Chunks that a thread takes at a time.
 const RUN: usize = 8;
@@ -92,7 +90,7 @@ pub fn write(
     let job = Job::new(dir, sources, options, parent, cancel)?;
     let result = job.run();
     if result.is_err() {
-        job.remove();
+        remove(dir);
     }
     result
 }
@@ -109,7 +107,7 @@ struct Job<'a> {
     failed: AtomicBool,
     /// The first chunk with that digest, here or in the parent.
     known: Mutex<HashMap<Digest, (Kind, u64, usize)>>,
-    shards: Mutex<Vec<u64>>,
+    shards: Shards<'a>,
 }
 
 impl<'a> Job<'a> {
@@ -147,9 +145,9 @@ impl<'a> Job<'a> {
             next: AtomicUsize::new(0),
             failed: AtomicBool::new(false),
             known: Mutex::new(known),
-            shards: Mutex::default(),
+            shards: Shards::new(dir, options.shard_bytes, options.sync),
         };
-        job.remove();
+        remove(dir);
         Ok(job)
     }
 
@@ -177,7 +175,7 @@ impl<'a> Job<'a> {
                 .collect();
             for worker in workers {
                 match worker.join() {
-                    Ok(Ok(shards)) => open.extend(shards),
+                    Ok(Ok(own)) => open.push(own),
                     // What made the others stop is what there is to tell.
                     Ok(Err(error)) => match first {
                         None | Some(LaneError::Cancelled) => first = Some(error),
@@ -194,19 +192,22 @@ impl<'a> Job<'a> {
         }
         let write_us = micros(start);
         let start = Instant::now();
-        self.sync(&open)?;
+        self.shards.sync(&open)?;
         let mut index = Index {
             chunk_bytes: self.options.chunk_bytes,
             regions: self.sources.iter().map(region).collect(),
-            shards: std::mem::take(&mut *self.shards()),
+            shards: self.shards.take_sizes(),
             parent: None,
+            parent_at: Vec::new(),
             chunks,
             digest: Digest::default(),
         };
-        if index.chunks.iter().any(|chunk| chunk.kind == Kind::Parent) {
-            index.parent = self.parent.map(|lane| lane.index.digest);
+        let builds_on_it = index.chunks.iter().any(|chunk| chunk.kind == Kind::Parent);
+        if let Some(lane) = self.parent.filter(|_| builds_on_it) {
+            index.parent = Some(lane.index.digest);
+            index.parent_at = places(self.dir, lane.dir());
         }
-        self.put(&mut index)?;
+        self.shards.put(&mut index)?;
         Ok(Written {
             facts: LaneFacts::of(&index),
             codec: self.codec,
@@ -215,12 +216,8 @@ impl<'a> Job<'a> {
         })
     }
 
-    fn shards(&self) -> std::sync::MutexGuard<'_, Vec<u64>> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// One thread.
-    fn work(&self, table: &Mutex<&mut Vec<Chunk>>) -> Result<Vec<Shard>, LaneError> {
+    fn work(&self, table: &Mutex<&mut Vec<Chunk>>) -> Result<Own, LaneError> {
         let longest = self
             .pieces
             .iter()
@@ -229,7 +226,7 @@ impl<'a> Job<'a> {
             .unwrap_or(0);
         let mut encoder = Encoder::new(self.codec, self.options.level, longest)
             .map_err(|error| LaneError::Invalid(format!("cannot compress: {error}")))?;
-        let mut shards: Vec<Shard> = Vec::new();
+        let mut own = Own::default();
         loop {
             if self.cancel.load(Relaxed) || self.failed.load(Relaxed) {
                 return Err(LaneError::Cancelled);
@@ -237,11 +234,11 @@ impl<'a> Job<'a> {
             let from = self.next.fetch_add(RUN, Relaxed);
             let to = (from + RUN).min(self.pieces.len());
             if from >= to {
-                return Ok(shards);
+                return Ok(own);
             }
             let mut rows = [Chunk::ZERO; RUN];
             for (row, number) in rows.iter_mut().zip(from..to) {
-                *row = self.chunk(number, &mut encoder, &mut shards)?;
+                *row = self.chunk(number, &mut encoder, &mut own)?;
             }
             let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
             table[from..to].copy_from_slice(&rows[..to - from]);
@@ -252,7 +249,7 @@ impl<'a> Job<'a> {
         &self,
         number: usize,
         encoder: &mut Encoder,
-        shards: &mut Vec<Shard>,
+        own: &mut Own,
     ) -> Result<Chunk, LaneError> {
         let piece = self.pieces[number];
         if is_zero(piece) {
@@ -273,119 +270,29 @@ impl<'a> Job<'a> {
         };
         drop(known);
         let (kind, stored) = encoder.encode(piece);
-        if shards
-            .last()
-            .is_none_or(|shard| shard.end >= self.options.shard_bytes)
-        {
-            shards.push(self.open()?);
-        }
-        let Some(shard) = shards.last_mut() else {
-            return Err(LaneError::Cancelled);
-        };
-        shard
-            .file
-            .write_all_at(stored, shard.end)
-            .map_err(LaneError::io(&shard.path, "cannot be written"))?;
-        let chunk = Chunk {
+        let (shard, place) = self.shards.append(own, stored)?;
+        Ok(Chunk {
             kind,
-            shard: shard.number,
+            shard,
             stored: stored.len() as u32,
-            place: shard.end,
+            place,
             digest,
-        };
-        shard.end += stored.len() as u64;
-        self.shards()[usize::from(shard.number)] = shard.end;
-        Ok(chunk)
-    }
-
-    fn open(&self) -> Result<Shard, LaneError> {
-        let mut shards = self.shards();
-        if shards.len() >= MAX_SHARDS {
-            return Err(LaneError::Invalid(
-                "too many shards: make them larger".into(),
-            ));
-        }
-        let number = shards.len();
-        let path = self.dir.join(names::lane_shard(number));
-        let file = create(&path)?;
-        shards.push(0);
-        Ok(Shard {
-            file,
-            path,
-            number: number as u16,
-            end: 0,
         })
-    }
-
-    fn sync(&self, shards: &[Shard]) -> Result<(), LaneError> {
-        if !self.options.sync {
-            return Ok(());
-        }
-        let sync = |shard: &Shard| {
-            shard
-                .file
-                .sync_data()
-                .map_err(LaneError::io(&shard.path, "cannot be written"))
-        };
-        std::thread::scope(|scope| {
-            let each: Vec<_> = shards
-                .iter()
-                .map(|s| scope.spawn(move || sync(s)))
-                .collect();
-            each.into_iter().try_for_each(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|_| Err(LaneError::Invalid("a thread died".into())))
-            })
-        })
-    }
-
-    /// The table, in one step.
-    fn put(&self, index: &mut Index) -> Result<(), LaneError> {
-        let partial = self.dir.join(names::LANE_INDEX_PARTIAL);
-        let path = self.dir.join(names::LANE_INDEX);
-        let bytes = index.encode()?;
-        let put = || {
-            let mut file = create(&partial)?;
-            let failed = LaneError::io(&partial, "cannot be written");
-            file.write_all(&bytes).map_err(failed)?;
-            if self.options.sync {
-                file.sync_all()
-                    .map_err(LaneError::io(&partial, "cannot be written"))?;
-            }
-            fs::rename(&partial, &path).map_err(LaneError::io(&path, "cannot be written"))?;
-            if self.options.sync {
-                File::open(self.dir)
-                    .and_then(|dir| dir.sync_all())
-                    .map_err(LaneError::io(self.dir, "cannot be written"))?;
-            }
-            Ok(())
-        };
-        put()
-    }
-
-    /// Removes whatever of a lane is in the folder, the table first.
-    fn remove(&self) {
-        remove(self.dir);
     }
 }
 
-/// Removes whatever of a lane is in a folder, the table first.
-pub fn remove(dir: &Path) {
-    let _ = fs::remove_file(dir.join(names::LANE_INDEX));
-    let _ = fs::remove_file(dir.join(names::LANE_INDEX_PARTIAL));
-    for number in 0..MAX_SHARDS {
-        if fs::remove_file(dir.join(names::lane_shard(number))).is_err() {
-            break;
-        }
-    }
-}
-
-struct Shard {
-    file: File,
-    path: PathBuf,
-    number: u16,
-    end: u64,
+/// How a folder is found again from another: from beside it, where it is, and by its full path.
+fn places(from: &Path, to: &Path) -> Vec<String> {
+    let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize()) else {
+        return Vec::new();
+    };
+    let beside = match (from.parent(), to.parent(), to.file_name()) {
+        (Some(a), Some(b), Some(name)) if a == b => Some(Path::new("..").join(name)),
+        _ => None,
+    };
+    let all = beside.into_iter().chain([to]);
+    all.filter_map(|path| path.into_os_string().into_string().ok())
+        .collect()
 }
 
 fn region(source: &Source<'_>) -> Region {
@@ -395,15 +302,6 @@ fn region(source: &Source<'_>) -> Region {
     }
 }
 
-fn create(path: &Path) -> Result<File, LaneError> {
-    OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(LaneError::io(path, "cannot be made"))
-}
-
-fn micros(since: Instant) -> u64 {
+pub(super) fn micros(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,6 @@
+use super::slot::RESERVE_BYTES;
 use super::*;
+use std::fs::{self, File};
 use std::os::unix::fs::symlink;
 
 fn sample() -> Seal {

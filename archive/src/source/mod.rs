@@ -119,6 +119,14 @@ impl Source {
         &self.path
     }
 
+    /// CRIU's image folder, if the checkpoint is a folder.
+    pub fn images_folder(&self) -> Option<PathBuf> {
+        match &self.inner {
+            Inner::Folder(folder) => Some(folder.place(crate::names::CHECKPOINT_DIR)),
+            _ => None,
+        }
+    }
+
     /// The image, if it is one.
     pub fn image(&self) -> Option<&Image> {
         match &self.inner {

@@ -29,6 +29,8 @@ use crate::walk::{Sink, walk};
 pub struct UnpackOptions {
     /// Only CRIU's images, directly in the target folder (`checkpoint/` left out), as runtimes want them.
     pub images_only: bool,
+    /// Leave out the shards and the table of GPU memory.
+    pub without_lane: bool,
     /// Threads; 0: as many as there are cores.
     pub threads: usize,
     /// Bounds on the archive.
@@ -65,6 +67,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
         to,
         staging: &staging,
         images_only: options.images_only,
+        without_lane: options.without_lane,
         progress: &options.progress,
         sync,
         later: Mutex::default(),
@@ -129,6 +132,7 @@ struct Unpacker<'u> {
     to: &'u Path,
     staging: &'u Staging,
     images_only: bool,
+    without_lane: bool,
     progress: &'u Progress,
     sync: Sender<(File, String)>,
     later: Mutex<Later>,
@@ -145,10 +149,14 @@ struct Later {
 impl Unpacker<'_> {
     /// Where an entry goes, if it is wanted.
     fn place<'n>(&self, name: &'n str) -> Option<&'n str> {
+        let inner = name.strip_prefix(names::CHECKPOINT_DIR);
+        if self.without_lane && inner.is_some_and(|n| n.starts_with("/lane-")) {
+            return None;
+        }
         if !self.images_only {
             return Some(name);
         }
-        name.strip_prefix(names::CHECKPOINT_DIR)?.strip_prefix('/')
+        inner?.strip_prefix('/')
     }
 
     fn finish(self) -> Result<Unpacked, Error> {

@@ -13,8 +13,7 @@ use crate::seal::Seal;
 /// What the lane's table says of its shards.
 #[derive(Debug)]
 pub(super) struct Shards {
-    /// The table's own digest.
-    digest: String,
+    table: Index,
     by_name: BTreeMap<String, Shard>,
     checked: AtomicU64,
 }
@@ -63,7 +62,7 @@ impl Shards {
             .map(|(n, shard)| (place(n), shard))
             .collect();
         Ok(Self {
-            digest: index.digest.to_string(),
+            table: index,
             by_name,
             checked: AtomicU64::new(0),
         })
@@ -76,18 +75,35 @@ impl Shards {
         };
         let table = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
         match shards {
-            Some(shards) if shards.digest == lane.digest => Ok(()),
+            Some(shards) if shards.table.digest.to_string() == lane.digest => Ok(()),
             Some(shards) => Err(Bad::Content {
                 name: table,
                 reason: format!(
                     "the table of another checkpoint: its digest is {}, {} says {}",
-                    shards.digest,
+                    shards.table.digest,
                     names::SEAL,
                     lane.digest
                 ),
             }),
             None => Err(Bad::MissingFile(table)),
         }
+    }
+
+    /// The table.
+    pub(super) fn table(&self) -> &Index {
+        &self.table
+    }
+
+    /// The chunks that are in the parent, by their numbers there.
+    pub(super) fn in_parent(&self) -> Vec<usize> {
+        let chunks = self.table.chunks.iter();
+        let mut numbers: Vec<usize> = chunks
+            .filter(|chunk| chunk.kind == Kind::Parent)
+            .map(|chunk| usize::try_from(chunk.place).unwrap_or(usize::MAX))
+            .collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers
     }
 
     /// Chunks that were checked.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use cryopod_archive::Error;
 use cryopod_archive::error::Bad;
+use cryopod_archive::lane::LaneFacts;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::oci::annotation;
 use cryopod_archive::seal::{Gpu, Seal};
@@ -104,6 +105,9 @@ pub struct GpuFacts {
     pub processes: Vec<GpuProcess>,
     /// Bytes of GPU memory of all of them.
     pub vram_bytes: u64,
+    /// GPU memory in files of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lane: Option<LaneFacts>,
 }
 
 /// A process with a driver in use.
@@ -309,6 +313,7 @@ fn gpu_facts(seal: &Seal) -> GpuFacts {
         cuda_version: report.get("cuda_version").and_then(Value::as_u64),
         gpus: seal.gpu.gpus.clone(),
         nodes: seal.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
+        lane: seal.gpu.lane.clone(),
         vram_bytes: processes
             .iter()
             .filter_map(|p| p.vram_bytes)

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use cryopod_archive::criu::Process;
+use cryopod_archive::lane::LaneFacts;
 
 use super::report::{GpuProcess, Report};
 use crate::ui::{bytes, micros, plain};
@@ -129,6 +130,31 @@ fn size(report: &Report) -> String {
     text
 }
 
+fn lane_row(lane: &LaneFacts) -> String {
+    let share = |chunks: usize| chunks as f64 * 100.0 / lane.chunks.max(1) as f64;
+    let ratio = lane.bytes as f64 / lane.stored_bytes.max(1) as f64;
+    let mut text = format!(
+        "{} of GPU memory in {} shards of {} (ratio {ratio:.2}), {:.0} % zero",
+        bytes(lane.bytes),
+        lane.shards,
+        bytes(lane.stored_bytes),
+        share(lane.zero),
+    );
+    if lane.same > 0 {
+        let _ = write!(text, ", {:.0} % repeated", share(lane.same));
+    }
+    if lane.parent > 0 {
+        let digest = lane.parent_digest.as_deref().unwrap_or("?");
+        let digest = shortened(&plain(digest), 16);
+        let _ = write!(
+            text,
+            ", {:.0} % in the checkpoint before it ({digest})",
+            share(lane.parent)
+        );
+    }
+    text
+}
+
 fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
     let gpu = &report.gpu;
     if report.seal.is_none() {
@@ -152,6 +178,9 @@ fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
         parts.push("none".into());
     }
     rows.push(("GPUs", parts.join(", ")));
+    if let Some(lane) = &gpu.lane {
+        rows.push(("Lane", lane_row(lane)));
+    }
     for gpu in &gpu.gpus {
         let memory = gpu.memory_bytes.map(|n| format!(", {}", bytes(n)));
         let text = format!(

@@ -2,10 +2,10 @@
 //! memory is at the moment.
 
 use crate::criu::{self, Level};
-use crate::ptrace::{Released, inject, own_pid};
 use crate::session::{Failed, QUERY_MS, Session, failure, reply_failure};
 use cryopod_gpu_hooks::cuda::lane::{LaneConfig, LaneDone, NamedBuffer, SharedBuffer};
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome, Reply};
+use cryopod_gpu_hooks::cuda::released::{Released, inject, own_pid};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;

@@ -17,7 +17,6 @@ mod dump;
 mod files;
 mod lane;
 mod maps;
-mod ptrace;
 mod restore;
 mod session;
 

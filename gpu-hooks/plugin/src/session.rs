@@ -3,7 +3,6 @@
 
 use crate::criu::{self, Level};
 use crate::lane::Lane;
-use crate::ptrace::{Attention, Released, is_ours};
 use cryopod_gpu_hooks::cuda::client::{Client, ClientError};
 use cryopod_gpu_hooks::cuda::config::{self, Operation, PluginConfig};
 use cryopod_gpu_hooks::cuda::image::{NvidiaImage, ProcessRecord};
@@ -11,6 +10,7 @@ use cryopod_gpu_hooks::cuda::inject::SUPPORTED;
 use cryopod_gpu_hooks::cuda::lane::LaneDone;
 use cryopod_gpu_hooks::cuda::procfs;
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
+use cryopod_gpu_hooks::cuda::released::{Attention, Released, is_ours};
 use cryopod_gpu_hooks::cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -372,6 +372,7 @@ fn limit_of(op: &Op) -> Duration {
     Duration::from_millis(match op {
         Op::Hello
         | Op::Commit
+        | Op::Keep
         | Op::LanePlaced { .. }
         | Op::LaneDrop { .. }
         | Op::LaneWrite { .. }

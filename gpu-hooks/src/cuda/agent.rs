@@ -93,6 +93,12 @@ impl<D: Driver> Agent<D> {
         &self.lanes
     }
 
+    /// Every process stays as it is now, and keeps its memory itself.
+    pub fn keep(&self) {
+        self.table().retain(|_, entry| entry.busy.is_some());
+        self.lanes.clear();
+    }
+
     fn table(&self) -> MutexGuard<'_, HashMap<i32, Tracked>> {
         // A thread that panicked cannot have left the table half-changed: each change is one write.
         self.tracked

@@ -9,7 +9,7 @@ use super::protocol::ProcessState;
 use serde::{Deserialize, Serialize};
 
 /// Name of the file in the image folder.
-pub const FILE_NAME: &str = "cryopod-nvidia.img";
+pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
 /// The version written where nothing is in the lane: what an older plugin can restore.
 pub const VERSION: u32 = 1;
 /// The version written where GPU memory is in the lane.

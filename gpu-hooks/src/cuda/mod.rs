@@ -32,11 +32,17 @@ pub mod nvml;
 pub mod preflight;
 pub mod procfs;
 pub mod protocol;
+pub mod released;
 pub mod report;
 pub mod server;
+pub mod suspend;
 
 /// Reads a regular file of at most `limit` bytes; a larger one is an error.
-fn read_bounded(path: &Path, limit: u64) -> std::io::Result<Vec<u8>> {
+/// Reads a file of at most `limit` bytes; more is an error.
+///
+/// # Errors
+/// What the system says.
+pub fn read_bounded(path: &Path, limit: u64) -> std::io::Result<Vec<u8>> {
     read_bounded_from(std::fs::File::open(path)?, limit)
 }
 

@@ -119,6 +119,8 @@ pub enum Op {
     /// connection ends, unless a process is still alive well after that (a failed post-dump script
     /// lets the tasks go on after the plugin's end).
     Commit,
+    /// What was done to the processes stays when the connection ends, and no memory of theirs is kept here.
+    Keep,
     /// Memory for what the GPU holds of a process, all of it allocated. Answered by
     /// [`Outcome::Buffer`].
     LanePrepare {
@@ -191,6 +193,7 @@ impl Op {
         match self {
             Self::Hello
             | Self::Commit
+            | Self::Keep
             | Self::LaneDrop { .. }
             | Self::LaneWrite { .. }
             | Self::LaneLoad { .. }
@@ -219,6 +222,7 @@ impl Op {
             Self::Restore { .. } => "restore",
             Self::Unlock { .. } => "unlock",
             Self::Commit => "commit",
+            Self::Keep => "keep",
             Self::LanePrepare { .. } => "lane-prepare",
             Self::LanePlaced { .. } => "lane-placed",
             Self::LaneCopy { .. } => "lane-copy",

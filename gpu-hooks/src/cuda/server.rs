@@ -149,6 +149,18 @@ impl<D: Driver> Server<D> {
                     },
                 );
             }
+            Op::Keep => {
+                end.worked = false;
+                self.agent.keep();
+                send(
+                    writer,
+                    &Reply {
+                        id,
+                        micros: 0,
+                        outcome: Outcome::Done,
+                    },
+                );
+            }
             Op::Commit => {
                 end.committed = true;
                 send(

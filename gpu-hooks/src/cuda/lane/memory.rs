@@ -192,13 +192,18 @@ impl Drop for Mapped {
 /// How much memory can be taken without anything being killed for it: what the host has, and what the
 /// limits of this program's cgroups leave.
 pub fn available() -> u64 {
+    available_to("self")
+}
+
+/// The same for a process, by its number or `self`.
+pub fn available_to(process: &str) -> u64 {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let host = read("/proc/meminfo")
         .lines()
         .find_map(|line| line.strip_prefix("MemAvailable:"))
         .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
         .map_or(u64::MAX, |kib| kib * 1024);
-    let cgroups = read("/proc/self/cgroup");
+    let cgroups = read(&format!("/proc/{process}/cgroup"));
     let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
     let mut least = host;
     let mut at = own.map(|own| format!("/sys/fs/cgroup{}", own.trim_end_matches('/')));

@@ -45,6 +45,12 @@ pub struct LaneConfig {
     pub codec: Codec,
     /// zstd's level.
     pub level: i32,
+    /// Checkpoint: the lane before, whose chunks are not stored again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<LaneParent>,
+    /// Folders in which parents are searched that are not where they were.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub search: Vec<PathBuf>,
     /// Restore: check the digest of each chunk.
     pub check: bool,
     /// Restore: the digest that the seal names.
@@ -69,6 +75,8 @@ impl Default for LaneConfig {
             shard_bytes: usual.shard_bytes,
             codec: usual.codec,
             level: usual.level,
+            parent: None,
+            search: Vec::new(),
             check: true,
             digest: None,
             folder: None,
@@ -129,6 +137,15 @@ impl LaneConfig {
         }
         Ok(())
     }
+}
+
+/// The checkpoint before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LaneParent {
+    /// Its image folder.
+    pub folder: PathBuf,
+    /// Digest of its table, in hexadecimal.
+    pub digest: String,
 }
 
 /// Memory of the agent's that another process can open.

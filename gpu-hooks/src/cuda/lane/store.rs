@@ -134,6 +134,13 @@ impl Lanes {
         Some(done.unwrap_or_else(Outcome::Error))
     }
 
+    /// Lets go of all memory.
+    pub fn clear(&self) {
+        let mut inner = self.inner();
+        inner.buffers.clear();
+        inner.places.clear();
+    }
+
     fn buffer(&self, id: u64) -> Result<Arc<Buffer>, DriverError> {
         let found = self.inner().buffers.get(&id).cloned();
         found.ok_or_else(|| refused(ErrorKind::BadRequest, format!("there is no buffer {id}")))
@@ -206,6 +213,8 @@ impl Lanes {
             codec: options.codec,
             level: options.level,
             threads: options.threads,
+            parent: config.parent.clone(),
+            search: config.search.clone(),
         };
         self.start(job, folder, Some(dir))
     }
@@ -231,6 +240,7 @@ impl Lanes {
             digest: config.digest.clone(),
             check: options.check,
             threads: options.threads,
+            search: config.search.clone(),
         };
         self.start(job, folder, None)?;
         Ok(shared)

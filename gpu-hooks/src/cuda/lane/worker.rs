@@ -3,8 +3,8 @@
 //!
 //! It gets its job as JSON on stdin, answers with one line on stdout, and dies with the agent.
 
-use super::LaneDone;
 use super::memory::Mapped;
+use super::{LaneDone, LaneParent};
 use cryopod_archive::lane::{self, Codec, Digest, Lane, ReadOptions, Source, WriteOptions};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -48,6 +48,10 @@ pub enum Job {
         level: i32,
         /// Threads.
         threads: usize,
+        /// The lane before.
+        parent: Option<LaneParent>,
+        /// Where its parents are searched.
+        search: Vec<PathBuf>,
     },
     /// The folder to memory.
     Load {
@@ -61,6 +65,8 @@ pub enum Job {
         check: bool,
         /// Threads.
         threads: usize,
+        /// Where parents are searched.
+        search: Vec<PathBuf>,
     },
 }
 
@@ -113,6 +119,7 @@ pub fn finish(mut child: Child) -> Result<LaneDone, String> {
 pub fn main() -> u8 {
     // Better this than the container, where memory runs out after all.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    raise_limit();
     let mut text = Vec::new();
     let done = std::io::stdin()
         .take(16 << 20)
@@ -123,6 +130,21 @@ pub fn main() -> u8 {
     let line = serde_json::to_string(&done).unwrap_or_default();
     let told = writeln!(std::io::stdout(), "{line}");
     u8::from(done.is_err() || told.is_err())
+}
+
+/// A chain of parents has many files.
+fn raise_limit() {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: reads and sets one structure of numbers.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
 }
 
 fn run(job: &Job) -> Result<LaneDone, String> {
@@ -136,6 +158,8 @@ fn run(job: &Job) -> Result<LaneDone, String> {
             codec,
             level,
             threads,
+            parent,
+            search,
         } => {
             let options = WriteOptions {
                 chunk_bytes: *chunk_bytes,
@@ -157,7 +181,11 @@ fn run(job: &Job) -> Result<LaneDone, String> {
                     bytes: map.bytes(),
                 })
                 .collect();
-            let written = lane::write(dir, &sources, &options, None, &never)
+            let parent = match parent {
+                Some(parent) => open(&parent.folder, Some(&parent.digest), search)?,
+                None => None,
+            };
+            let written = lane::write(dir, &sources, &options, parent.as_ref(), &never)
                 .map_err(|error| format!("the GPU memory cannot be written: {error}"))?;
             Ok(LaneDone {
                 facts: written.facts,
@@ -171,13 +199,15 @@ fn run(job: &Job) -> Result<LaneDone, String> {
             digest,
             check,
             threads,
+            search,
         } => {
             let options = ReadOptions {
                 threads: *threads,
                 check: *check,
                 zeroed: true,
             };
-            load(dir, memory, digest.as_deref(), &options)
+            open(dir, digest.as_deref(), search)
+                .and_then(|lane| load(lane, dir, memory, &options))
                 .map_err(|error| format!("the GPU memory cannot be read: {error}"))
         }
     }
@@ -192,23 +222,25 @@ fn map(memory: &Memory, writable: bool) -> Result<Mapped, String> {
         .map_err(|error| format!("{}: {error}", memory.name))
 }
 
+fn open(dir: &Path, digest: Option<&str>, search: &[PathBuf]) -> Result<Option<Lane>, String> {
+    let digest = digest.map(str::parse::<Digest>).transpose()?;
+    Lane::open_with(dir, digest, search).map_err(|error| error.to_string())
+}
+
 fn load(
+    lane: Option<Lane>,
     dir: &Path,
     memory: &[Memory],
-    digest: Option<&str>,
     options: &ReadOptions,
 ) -> Result<LaneDone, String> {
     let start = Instant::now();
-    let digest = digest.map(str::parse::<Digest>).transpose()?;
-    let lane = Lane::open(dir, digest)
-        .map_err(|error| error.to_string())?
-        .ok_or_else(|| {
-            let index = dir.join(cryopod_archive::names::LANE_INDEX);
-            format!(
-                "{} is missing; the checkpoint is incomplete",
-                index.display()
-            )
-        })?;
+    let lane = lane.ok_or_else(|| {
+        let index = dir.join(cryopod_archive::names::LANE_INDEX);
+        format!(
+            "{} is missing; the checkpoint is incomplete",
+            index.display()
+        )
+    })?;
     let never = AtomicBool::new(false);
     for memory in memory {
         let missing = || format!("the lane has no region {}", memory.name);

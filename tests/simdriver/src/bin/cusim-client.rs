@@ -59,6 +59,9 @@ struct Args {
     /// Allocate and free a MiB at every tick
     #[arg(long)]
     churn: bool,
+    /// Fill the first so many MiB anew at every tick, as a training does with its parameters: the sum then tells the tick
+    #[arg(long)]
+    train_mib: Option<usize>,
     /// Take more memory, unfilled, until less than this many MiB are free on the last GPU
     #[arg(long)]
     leave_mib: Option<usize>,
@@ -160,6 +163,13 @@ fn run(args: &Args, gpus: &[String], label: &str) -> Result<()> {
     for tick in 0.. {
         if args.ticks.is_some_and(|n| tick >= n) {
             break;
+        }
+        if let (Some(mib), Some((p, bytes))) = (args.train_mib.filter(|_| tick > 0), chunks.first())
+        {
+            let part = (mib << 20).min(*bytes);
+            let old = cuda.sum(*p, part).context("sum")?;
+            let new = fill(&cuda, *p, part, (1 << 30) + tick, Content::Random)?;
+            expected = expected.wrapping_sub(old).wrapping_add(new);
         }
         let mut total = 0u64;
         for (p, bytes) in &chunks {

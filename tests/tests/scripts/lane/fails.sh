@@ -62,12 +62,20 @@ stop
 
 worker() { pgrep -f '^/proc/self/exe --lane-worker' > /dev/null; }
 kill_worker() { wait_for 20 worker && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
-start --mib 400
+start --mib 100
 kill_worker &
-dump_fails '{"lane": {}}'
+dump_fails '{"lane": {"codec": "zstd", "level": 19}}' # slow enough to be met at work
 check 'the writer is killed: said' plugin_says '.error.cause | test("worker ended without an answer")'
 check 'the writer is killed: nothing that could be taken for a lane' test ! -e /img/lane-index.img
 check 'the writer is killed: the process goes on' goes_on
+stop
+
+# Left running, the writer is killed when the process runs again: it goes on, and there is nothing to restore from.
+start --mib 100
+kill_worker &
+dump_fails '{"lane": {"codec": "zstd", "level": 19}, "leave_running": true}' --leave-running
+check 'left running, the writer is killed: nothing that could be taken for a lane' test ! -e /img/lane-index.img
+check 'left running, the writer is killed: it goes on' goes_on
 stop
 
 # From here on as with a gate: CRIU asks at post-dump, and the memory is away at that time.

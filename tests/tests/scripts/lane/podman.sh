@@ -64,6 +64,30 @@ for flag in '' --leave-running; do
     umount /tmp/small
 done
 
+# The writer is killed: with the container stopped for it, and when it runs again.
+printf '[lane]\ncodec = "zstd"\nlevel = 19\n' >> /etc/cryopod/config.toml # slow enough to be met at work
+kill_worker() { wait_for 20 pgrep -f '^/proc/self/exe --lane-worker' > /dev/null && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
+for flag in '' --leave-running; do
+    kill_worker &
+    # shellcheck disable=SC2086
+    if cryopod-runtime checkpoint $flag --image-path /tmp/killed --work-path /tmp "$id" > /tmp/said 2>&1; then
+        echo 'a checkpoint whose writer was killed' && exit 1
+    fi
+    check "the writer is killed ($flag): said" grep -q 'goes on running: .*worker ended without an answer' /tmp/said
+    check "the writer is killed ($flag): nothing that verifies" sh -c '[ ! -e /tmp/killed/cryopod.json ] && [ ! -e /tmp/killed/lane-index.img ] && ! cryopod verify /tmp/killed 2> /dev/null'
+    check "the writer is killed ($flag): it goes on" goes_on
+    rm -rf /tmp/killed
+done
+sed -i '/^\[lane\]/,$d' /etc/cryopod/config.toml
+
+sed 's/^MemAvailable:.*/MemAvailable:    1100000 kB/' /proc/meminfo > /tmp/meminfo
+mount --bind /tmp/meminfo /proc/meminfo
+no_room() { ! cryopod-runtime checkpoint --image-path /tmp/no "$id" > /tmp/said 2>&1 && grep -Eq 'goes on running: [0-9]+ MiB of host memory are needed' /tmp/said; }
+check 'too little host memory: refused in the plan' no_room
+umount /proc/meminfo
+check 'too little host memory: nothing is left, and it goes on' sh -c '! ls /tmp/no/* 2> /dev/null'
+goes_on
+
 pod container checkpoint --export /tmp/job.tar job > /dev/null
 pod rm -f -t 0 job > /dev/null
 mkdir /tmp/open

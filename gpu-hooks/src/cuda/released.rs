@@ -1,19 +1,19 @@
-//! Letting one thread of a stopped process run, and stopping it again.
+//! Letting a stopped thread run that this thread traces, and stopping it again.
 //!
-//! The driver's work in a process is done by a thread of that process, which CRIU has stopped with
-//! all the others. CRIU is its tracer and ptrace takes calls from the tracing thread alone, so
-//! everything here runs on CRIU's main thread. While it runs, the thread gets no signal (its mask
-//! is saved and put back) and its seccomp filter is in force again.
+//! The driver's work in a process is done by a thread of that process. At a dump CRIU has stopped it with
+//! all the others, and is its tracer; as ptrace takes calls from the tracing thread alone, everything here
+//! then runs on CRIU's main thread. While it runs, the thread gets no signal (its mask is saved and put
+//! back) and its seccomp filter is in force again.
 //!
 //! A thread can also be watched: it then stops at each system call, and is held where the driver asks
 //! for the memory that is to take what the GPU holds.
 
-use cryopod_gpu_hooks::cuda::inject::{
+use super::inject::{
     ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,
     make_again, poll_event, ptrace, replace_entered, set_signal_mask, signal_mask,
 };
-use cryopod_gpu_hooks::cuda::lane::memory::HUGE;
-use cryopod_gpu_hooks::cuda::procfs;
+use super::lane::memory::HUGE;
+use super::procfs;
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};

@@ -1,0 +1,144 @@
+//! A checkpoint whose GPU memory builds upon earlier checkpoints becomes one that needs none of them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use crate::criu;
+use crate::error::{Bad, Error};
+use crate::lane::{Digest, Lane, LaneError, LaneFacts, WriteOptions, flatten::flatten, remove};
+use crate::limits::Limits;
+use crate::names;
+use crate::pack::threads_or_cores;
+use crate::progress::Progress;
+use crate::seal::{Seal, SealError, SealSlot};
+use crate::source::{Kind, Source};
+use crate::unpack::{UnpackOptions, unpack};
+
+/// How to flatten.
+#[derive(Debug, Clone, Default)]
+pub struct FlattenOptions {
+    /// Threads; 0: as many as there are cores.
+    pub threads: usize,
+    /// Folders in which checkpoints are searched that are not where they were.
+    pub parents: Vec<PathBuf>,
+    /// Bounds on the archive.
+    pub limits: Limits,
+    /// Counters for a progress bar.
+    pub progress: Arc<Progress>,
+}
+
+/// What was made whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Flattened {
+    /// The GPU memory as it was.
+    pub before: LaneFacts,
+    /// As it is now.
+    pub after: LaneFacts,
+}
+
+/// Unpacks a checkpoint into a folder that does not exist yet, its GPU memory whole. A folder of CRIU's images becomes
+/// one; anything else an unpacked checkpoint.
+///
+/// # Errors
+/// [`Error`]. What is in the folder then is not to be used.
+pub fn into_folder(
+    source: &Source,
+    to: &Path,
+    options: &FlattenOptions,
+) -> Result<Flattened, Error> {
+    let unsupported = |reason: String| Error::Unsupported {
+        path: source.path().into(),
+        reason,
+    };
+    let images_only = source.kind() == Kind::CriuFolder;
+    if images_only && builds_on_pages(source, options)? {
+        return Err(unsupported(
+            "CRIU's own images build upon earlier ones too (a pre-dump), and only GPU memory can be made whole; make a checkpoint without --parent-path, or restore this one where its parent is".into(),
+        ));
+    }
+    let here = source.images_folder();
+    unpack(
+        source,
+        to,
+        &UnpackOptions {
+            images_only,
+            without_lane: here.is_some(),
+            threads: options.threads,
+            limits: options.limits.clone(),
+            progress: Arc::clone(&options.progress),
+        },
+    )?;
+    let images = match images_only {
+        true => to.to_owned(),
+        false => to.join(names::CHECKPOINT_DIR),
+    };
+    let failed = |e: LaneError| unsupported(e.to_string());
+    let seal = Seal::open(&images).map_err(|e| unsupported(e.to_string()))?;
+    let sealed = seal.as_ref().and_then(|seal| seal.gpu.lane.as_ref());
+    let digest = sealed.map(|facts| facts.digest.parse::<Digest>());
+    let digest = digest.transpose().map_err(unsupported)?;
+    let from = here.unwrap_or_else(|| images.clone());
+    let lane = Lane::open_with(&from, digest, &options.parents).map_err(failed)?;
+    let Some(lane) = lane else {
+        return Err(unsupported(
+            "it has no GPU memory in files of its own, so there is nothing to make whole".into(),
+        ));
+    };
+    let before = lane.facts();
+    let whole = images.join(".lane-whole");
+    fs::create_dir(&whole).map_err(Error::io(&whole, "create it"))?;
+    let write = WriteOptions {
+        threads: threads_or_cores(options.threads),
+        ..WriteOptions::default()
+    };
+    let written = flatten(&lane, &whole, &write, &AtomicBool::new(false)).map_err(failed)?;
+    drop(lane);
+    remove(&images);
+    let moved = || {
+        for entry in fs::read_dir(&whole)? {
+            let entry = entry?;
+            fs::rename(entry.path(), images.join(entry.file_name()))?;
+        }
+        if images_only && images.join(names::PARENT_LINK).is_symlink() {
+            fs::remove_file(images.join(names::PARENT_LINK))?;
+        }
+        fs::remove_dir(&whole)
+    };
+    moved().map_err(Error::io(&images, "put the files in place"))?;
+    if let Some(mut seal) = seal {
+        seal.gpu.lane = Some(written.facts.clone());
+        let sealed = |e: SealError| {
+            let name = names::SEAL.into();
+            let reason = e.to_string();
+            Error::bad(source.path(), Bad::Content { name, reason })
+        };
+        SealSlot::reserve(&images)
+            .and_then(|slot| slot.commit(&seal))
+            .map_err(sealed)?;
+    }
+    Ok(Flattened {
+        before,
+        after: written.facts,
+    })
+}
+
+/// Whether CRIU's images of memory refer to earlier ones.
+fn builds_on_pages(source: &Source, options: &FlattenOptions) -> Result<bool, Error> {
+    let image = |name: &str| {
+        let inner = name.strip_prefix(names::CHECKPOINT_DIR)?;
+        Some(inner.strip_prefix('/')?.to_owned())
+    };
+    let wanted = |name: &str| image(name).is_some_and(|name| criu::is_wanted(&name));
+    let files = source.small_files(&wanted, &options.limits)?;
+    let files = files
+        .into_iter()
+        .filter_map(|(name, content)| Some((image(&name)?, content)))
+        .collect();
+    let facts = criu::read(&files, 0).map_err(|e| Error::Unsupported {
+        path: source.path().into(),
+        reason: e.to_string(),
+    })?;
+    Ok(facts.parent_bytes > 0)
+}

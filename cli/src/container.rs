@@ -1,0 +1,192 @@
+//! A running container, whichever engine it is of: found by its id in the records of the low-level runtimes, or by its
+//! name by podman or docker.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::live;
+use serde_json::Value;
+
+use crate::engine::Call;
+
+/// Where crun and runc keep records, and below it containerd and docker.
+const ROOTS: [&str; 2] = ["/run/crun", "/run/runc"];
+/// Folders that hold such a root for each namespace.
+const NAMESPACED: [&str; 2] = ["/run/containerd/runc", "/run/docker/runtime-runc"];
+/// A part of an id must be at least so long.
+const SHORTEST: usize = 4;
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// A running container.
+#[derive(Debug, Clone)]
+pub struct Container {
+    /// Its first process.
+    pub init: i32,
+    /// When that was started.
+    pub start_time: u64,
+}
+
+impl Container {
+    /// Finds it by id, by the beginning of one, by name, or as `pid:N`, its first process.
+    ///
+    /// # Errors
+    /// There is none, or there are several, or it does not run.
+    pub fn find(host: &Host, name: &str) -> anyhow::Result<Self> {
+        let init = match name.strip_prefix("pid:") {
+            Some(pid) => pid
+                .parse()
+                .with_context(|| format!("{name}: not a process id"))?,
+            None => init_of(name)?,
+        };
+        let start_time = live::start_time(host, init)
+            .filter(|_| init > 0 && !live::tree(host, init).is_empty())
+            .with_context(|| format!("{name}: it does not run"))?;
+        Ok(Self { init, start_time })
+    }
+
+    /// Its processes: the first, those that descend from it, and those in its cgroup.
+    pub fn processes(&self, host: &Host) -> Vec<i32> {
+        let mut all = live::tree(host, self.init);
+        let of = |pid: i32| host.text(format!("/proc/{pid}/cgroup")).ok();
+        let own = of(self.init).unwrap_or_default();
+        // A cgroup of its own, and not the root of everything.
+        let told = own.lines().any(|line| !line.ends_with(":/"));
+        if told && of(1).is_none_or(|root| root != own) {
+            let pids = host.names("/proc");
+            let pids = pids.iter().filter_map(|n| n.parse::<i32>().ok());
+            all.extend(pids.filter(|pid| of(*pid).is_some_and(|text| text == own)));
+        }
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// Whether its cgroup is frozen: the driver's thread would not answer.
+    pub fn is_paused(&self, host: &Host) -> bool {
+        let cgroups = host
+            .text(format!("/proc/{}/cgroup", self.init))
+            .unwrap_or_default();
+        cgroups.lines().any(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (Some(kind), Some(path)) = (parts.next(), parts.next()) else {
+                return false;
+            };
+            let says = |file: String, what: &str| {
+                host.text(file)
+                    .is_ok_and(|text| text.lines().any(|line| line == what))
+            };
+            match kind {
+                "" => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+                    .iter()
+                    .any(|root| says(format!("{root}{path}/cgroup.events"), "frozen 1")),
+                "freezer" => says(
+                    format!("/sys/fs/cgroup/freezer{path}/freezer.state"),
+                    "FROZEN",
+                ),
+                _ => false,
+            }
+        })
+    }
+}
+
+fn init_of(name: &str) -> anyhow::Result<i32> {
+    let records = records();
+    let with = |fits: &dyn Fn(&str) -> bool| -> Vec<(String, PathBuf)> {
+        records.iter().filter(|(id, _)| fits(id)).cloned().collect()
+    };
+    let mut found = with(&|id| id == name);
+    if found.is_empty() {
+        if let Some(pid) = by_engine(name) {
+            return Ok(pid);
+        }
+        if name.len() >= SHORTEST {
+            found = with(&|id| id.starts_with(name));
+        }
+    }
+    match &found[..] {
+        [] => bail!(
+            "{name}: no running container of podman, docker, containerd, crun or runc has this name or id; `pid:N` names one by its first process"
+        ),
+        [(_, record)] => pid_in(record),
+        several => {
+            let ids: Vec<_> = several.iter().map(|(id, _)| id.as_str()).collect();
+            bail!("{name}: several containers: {}", ids.join(", "))
+        }
+    }
+}
+
+/// Every container that crun and runc know: its id and its record.
+fn records() -> Vec<(String, PathBuf)> {
+    let below = |dir: &Path| -> Vec<PathBuf> {
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path()).collect()
+    };
+    let roots = ROOTS.iter().map(PathBuf::from);
+    let roots = roots.chain(NAMESPACED.iter().flat_map(|dir| below(Path::new(dir))));
+    let record = |dir: PathBuf| {
+        let id = dir.file_name()?.to_str()?.to_owned();
+        let file = ["status", "state.json"].map(|name| dir.join(name));
+        Some((id, file.into_iter().find(|file| file.is_file())?))
+    };
+    roots
+        .flat_map(|root| below(&root))
+        .filter_map(record)
+        .collect()
+}
+
+/// crun's record, or runc's.
+fn pid_in(record: &Path) -> anyhow::Result<i32> {
+    let text = fs::read(record).with_context(|| format!("{}: cannot be read", record.display()))?;
+    let json: Value = serde_json::from_slice(&text)
+        .with_context(|| format!("{}: cannot be understood", record.display()))?;
+    ["pid", "init_process_pid"]
+        .iter()
+        .find_map(|key| i32::try_from(json.get(key)?.as_i64()?).ok())
+        .with_context(|| format!("{}: names no process", record.display()))
+}
+
+/// What podman and docker say; those that are not there know nothing.
+fn by_engine(name: &str) -> Option<i32> {
+    if name.starts_with('-') {
+        return None;
+    }
+    ["podman", "docker"].iter().find_map(|engine| {
+        let args = ["container", "inspect", "--format", "{{.State.Pid}}", name];
+        let said = Call::new(engine, LIMIT).args(args).run().ok()?;
+        said.trim().parse().ok().filter(|pid| *pid > 0)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_both_runtimes() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("status", r#"{"pid": 7}"#),
+            ("state.json", r#"{"init_process_pid": 8}"#),
+        ] {
+            fs::write(dir.path().join(name), text).unwrap();
+        }
+        assert_eq!(pid_in(&dir.path().join("status")).unwrap(), 7);
+        assert_eq!(pid_in(&dir.path().join("state.json")).unwrap(), 8);
+        fs::write(dir.path().join("status"), "{}").unwrap();
+        assert!(pid_in(&dir.path().join("status")).is_err());
+    }
+
+    #[test]
+    fn a_process_that_is_gone() {
+        let host = Host::system();
+        assert!(Container::find(&host, "pid:999999999").is_err());
+        assert!(Container::find(&host, "pid:x").is_err());
+        let own = format!("pid:{}", std::process::id());
+        let own = Container::find(&host, &own).unwrap();
+        assert!(own.processes(&host).contains(&own.init));
+        assert!(!own.is_paused(&host));
+    }
+}

@@ -1,0 +1,98 @@
+//! `cryopod flatten`: a checkpoint that builds upon others becomes one that needs none of them.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use cryopod_archive::flatten::{FlattenOptions, into_folder};
+use cryopod_archive::pack::Destination;
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::{Kind, Source};
+
+use crate::pack::{How, destination};
+use crate::place::{Place, scratch};
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The checkpoint: an image folder, or an archive as for `cryopod inspect`.
+    source: String,
+    /// Where to: of a folder a new folder, else oci:DIR, oci-archive:FILE, or a file for `podman container restore
+    /// --import` (.tar, .tar.gz, .tar.zst).
+    #[arg(short, long)]
+    output: String,
+    /// A folder in which the checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// several times.
+    #[arg(long)]
+    parents: Vec<PathBuf>,
+    #[command(flatten)]
+    how: How,
+}
+
+/// Whether the output is to be a folder like the source.
+fn to_folder(source: &Source, output: &str) -> bool {
+    let archive = ["oci:", "oci-archive:"]
+        .iter()
+        .any(|p| output.starts_with(p))
+        || [".tar", ".tgz", ".gz", ".zst"]
+            .iter()
+            .any(|s| output.ends_with(s));
+    matches!(source.kind(), Kind::Folder | Kind::CriuFolder) && !archive
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// A checkpoint that this one builds upon is missing or another one than it was; the library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let source = Place::parse(&args.source).open()?;
+    let to = match to_folder(&source, &args.output) {
+        true => None,
+        false => Some(destination(&args.output)?),
+    };
+    let path = match &to {
+        Some(to) => to.path().to_owned(),
+        None => PathBuf::from(&args.output),
+    };
+    if to.is_none() && path.symlink_metadata().is_ok() {
+        bail!(
+            "{}: exists already; choose another name or remove it",
+            path.display()
+        );
+    }
+    let scratch = scratch(&path)?;
+    let whole = scratch.path().join("whole");
+    let options = FlattenOptions {
+        threads: args.how.threads(),
+        parents: args.parents.clone(),
+        progress: Arc::new(Progress::default()),
+        ..FlattenOptions::default()
+    };
+    let progress = Arc::clone(&options.progress);
+    let done = ui::with_progress("flatten", args.how.quiet(), &progress, || {
+        into_folder(&source, &whole, &options)
+    })?;
+    match &to {
+        None => std::fs::rename(&whole, &path)
+            .with_context(|| format!("{}: cannot be put in place", path.display()))?,
+        Some(to) => pack(args, &whole, to)?,
+    }
+    if !args.how.quiet() {
+        println!(
+            "{}: {} of GPU memory, stored as {} (it was {} and {} chunks of other checkpoints)",
+            path.display(),
+            ui::bytes(done.after.bytes),
+            ui::bytes(done.after.stored_bytes),
+            ui::bytes(done.before.stored_bytes),
+            done.before.parent,
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn pack(args: &Args, whole: &std::path::Path, to: &Destination) -> anyhow::Result<()> {
+    let whole = Place::parse(&whole.to_string_lossy()).open()?;
+    args.how.write_silently("pack", &whole, to)
+}

@@ -1,0 +1,192 @@
+//! `cryopod resume`: a suspended container gets its GPU memory back.
+
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::bail;
+use cryopod_archive::lane::{Digest, Lane};
+use cryopod_archive::seal::{Gpu, Vendor};
+use cryopod_gpu_hooks::cuda::gpu::GpuPair;
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::cuda::suspend::{How, Suspended, resume};
+use cryopod_gpu_hooks::gpumap::{self, Choice, Situation, Wish};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::live;
+use cryopod_runtime::config::Config;
+use cryopod_runtime::suspended::{self, Record};
+
+use crate::container::Container;
+use crate::suspend::{Work, steps};
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container, as for `cryopod suspend`.
+    container: String,
+    /// Other GPUs: OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index. The container must have
+    /// their nodes.
+    #[arg(long)]
+    map: Option<Wish>,
+    /// Say nothing but what is wrong.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// What is wrong; the container stays suspended.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let host = Host::system();
+    let config = Config::load()?;
+    let container = Container::find(&host, &args.container)?;
+    suspended::sweep(&host);
+    let record = Record::of(&host, container.init);
+    if container.is_paused(&host) {
+        bail!(
+            "{}: it is paused, and its driver cannot work; unpause it first",
+            args.container
+        );
+    }
+    if let Some(record) = &record {
+        whole(record)?;
+    }
+    let processes = match &record {
+        Some(record) => record.processes.clone(),
+        // Suspended by another tool, or the record is gone.
+        None => container
+            .processes(&host)
+            .into_iter()
+            .map(unknown)
+            .collect(),
+    };
+    let map = map(args, &host, &container, &processes)?;
+    let work = Work::begin(&config, &host)?;
+    let folder = record.as_ref().and_then(|record| record.folder.clone());
+    let mut how: How = work.how(&config, folder)?;
+    how.lane.digest = record.as_ref().and_then(|record| record.digest.clone());
+    let started = Instant::now();
+    let mut client = work.connect()?;
+    let done = resume(&mut client, &processes, &map, &how);
+    drop(client);
+    work.end();
+    let done = match (done, &record) {
+        (Ok(done), _) => done,
+        (Err(error), Some(record)) => bail!(
+            "{}: not resumed; it stays suspended, with its GPU memory {}: {error}",
+            args.container,
+            record.place()
+        ),
+        (Err(error), None) => bail!("{}: not resumed: {error}", args.container),
+    };
+    if let Some(record) = record {
+        record.remove();
+        if let Some(folder) = &record.folder {
+            cryopod_archive::lane::remove(folder);
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
+    if !args.quiet {
+        println!(
+            "{}: resumed in {:.2} s ({})",
+            args.container,
+            started.elapsed().as_secs_f64(),
+            steps(&done)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn unknown(pid: i32) -> Suspended {
+    Suspended {
+        pid,
+        start_time: procfs::stat(pid).map_or(0, |stat| stat.start_time),
+        comm: procfs::comm(pid),
+        gpus: Vec::new(),
+        buffers: Vec::new(),
+    }
+}
+
+/// Are the files there?
+fn whole(record: &Record) -> anyhow::Result<()> {
+    let Some(folder) = &record.folder else {
+        return Ok(());
+    };
+    let digest = record.digest.as_deref().map(str::parse::<Digest>);
+    let digest = digest.transpose().map_err(anyhow::Error::msg)?;
+    let why = match Lane::open(folder, digest) {
+        Ok(Some(_)) => return Ok(()),
+        Ok(None) => "the files are missing".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    bail!(
+        "{}: the GPU memory of {} is not whole there, and without it the container cannot go on: put the files back, or remove the container: {why}",
+        folder.display(),
+        record.name
+    )
+}
+
+/// What the driver is told; nothing if all GPUs stay.
+fn map(
+    args: &Args,
+    host: &Host,
+    container: &Container,
+    processes: &[Suspended],
+) -> anyhow::Result<Vec<GpuPair>> {
+    let Some(wish) = &args.map else {
+        return Ok(Vec::new());
+    };
+    let here = gpumap::here(host, Vendor::Nvidia);
+    let had: BTreeSet<String> = processes
+        .iter()
+        .flat_map(|p| &p.gpus)
+        .map(ToString::to_string)
+        .collect();
+    // Where it is not known, all: the driver takes a map that names more.
+    let recorded: Vec<Gpu> = here
+        .iter()
+        .filter(|gpu| had.is_empty() || had.contains(&gpu.id))
+        .cloned()
+        .collect();
+    let situation = Situation {
+        recorded,
+        here,
+        ..Situation::default()
+    };
+    let told = |refusals: Vec<cryopod_gpu_hooks::plan::Refusal>| {
+        let words: Vec<_> = refusals
+            .iter()
+            .map(|r| format!("{}; {}", r.what, r.remedy))
+            .collect();
+        anyhow::anyhow!("{}: {}", args.container, words.join(" | "))
+    };
+    // A GPU whose place is taken, and that is not named, changes places.
+    let chosen = gpumap::decide(&situation, wish)
+        .or_else(|refusals| gpumap::decide(&situation, &swapped(wish)).map_err(|_| refusals))
+        .map_err(told)?;
+    let nodes = live::nodes(host, container.init);
+    for Choice { new, .. } in chosen.iter().filter(|choice| choice.moved()) {
+        let path = format!("/dev/nvidia{}", new.minor.unwrap_or(u64::from(new.index)));
+        if !nodes.iter().any(|node| node.path == path) {
+            bail!(
+                "{}: the container has no {path}, the node of {}; give it that GPU when it is started, or checkpoint and restore it, which adds nodes",
+                args.container,
+                new.id
+            );
+        }
+    }
+    gpumap::driver_map(&chosen).map_err(told)
+}
+
+/// The same with the way back of each pair.
+fn swapped(wish: &Wish) -> Wish {
+    let Wish::Pairs(pairs) = wish else {
+        return wish.clone();
+    };
+    let back = pairs
+        .iter()
+        .filter(|(_, new)| !pairs.iter().any(|(old, _)| old == new))
+        .map(|(old, new)| (new.clone(), old.clone()));
+    Wish::Pairs(pairs.iter().cloned().chain(back).collect())
+}

@@ -1,0 +1,245 @@
+//! `cryopod suspend`: a container's GPU memory moves to host memory, or into files; the container stays.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, bail};
+use cryopod_gpu_hooks::cuda::client::Client;
+use cryopod_gpu_hooks::cuda::lane::memory;
+use cryopod_gpu_hooks::cuda::suspend::{Done, How, suspend};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_runtime::agent::{Agent, SOCKET};
+use cryopod_runtime::config::Config;
+use cryopod_runtime::op::Operation;
+use cryopod_runtime::suspended::{self, Record};
+use cryopod_runtime::{facts, plugins};
+
+use crate::container::Container;
+use crate::ui;
+
+/// Host memory that must be left beside the container's GPU memory, in bytes.
+const SPARE: u64 = 1 << 30;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container: its name or id with podman or docker, its id with containerd, crun or runc, or pid:N, its first
+    /// process.
+    container: String,
+    /// Write the GPU memory to files, in a new folder of this name, instead of keeping it in host memory.
+    #[arg(long, value_name = "PATH")]
+    to: Option<PathBuf>,
+    /// Say nothing but what is wrong.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// What is wrong; the container runs on.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let host = Host::system();
+    let config = Config::load()?;
+    let container = Container::find(&host, &args.container)?;
+    suspended::sweep(&host);
+    if let Some(record) = Record::of(&host, container.init) {
+        bail!(
+            "{0}: it is suspended already, since {1}; its GPU memory is {2}; `cryopod resume {0}` brings it back",
+            args.container,
+            record.since,
+            record.place()
+        );
+    }
+    if container.is_paused(&host) {
+        bail!(
+            "{}: it is paused, and its driver cannot work; unpause it first",
+            args.container
+        );
+    }
+    let pids = container.processes(&host);
+    let work = Work::begin(&config, &host)?;
+    let folder = args.to.as_deref().map(Folder::make).transpose()?;
+    let how = work.how(&config, folder.as_ref().map(|folder| folder.path.clone()))?;
+    room(&work.agent, &pids)?;
+    let started = Instant::now();
+    let record = |done: &Done| Record {
+        version: 1,
+        name: args.container.clone(),
+        init: container.init,
+        start_time: container.start_time,
+        since: facts::rfc3339(SystemTime::now()),
+        folder: how.folder.clone(),
+        digest: done.lane.as_ref().map(|lane| lane.digest.clone()),
+        processes: done.processes.clone(),
+    };
+    let mut note = |done: &Done| {
+        record(done)
+            .write()
+            .map_err(|e| format!("the record of it cannot be written: {e}"))
+    };
+    let mut client = work.connect()?;
+    let done = suspend(&mut client, &pids, &how, &mut note);
+    drop(client);
+    let done = match done {
+        Ok(done) => done,
+        Err(error) => {
+            if let Some(record) = Record::of(&host, container.init) {
+                record.remove();
+            }
+            // The agent brings the processes back before it ends.
+            work.end();
+            bail!("{}: not suspended, and it runs on: {error}", args.container);
+        }
+    };
+    if let Some(folder) = folder {
+        folder.keep();
+    }
+    work.end();
+    if !args.quiet {
+        say(args, &done, started.elapsed());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say(args: &Args, done: &Done, took: Duration) {
+    let bytes: u64 = done
+        .processes
+        .iter()
+        .flat_map(|p| &p.buffers)
+        .map(|b| b.bytes)
+        .sum();
+    let place = match &args.to {
+        Some(to) => format!("in {}", to.display()),
+        None => "in host memory".into(),
+    };
+    println!(
+        "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}",
+        args.container,
+        took.as_secs_f64(),
+        steps(done),
+        ui::bytes(bytes),
+        done.processes.len(),
+    );
+    if let Some(reason) = &done.left_out {
+        println!("not by the lane: {reason}");
+    }
+}
+
+/// The steps and their times, in words.
+pub fn steps(done: &Done) -> String {
+    let steps = done.steps.iter();
+    let words: Vec<_> = steps
+        .map(|(name, micros)| format!("{name} {}", ui::micros(*micros)))
+        .collect();
+    words.join(", ")
+}
+
+/// What suspend and resume need alike: an operation's folder and the driver agent.
+pub struct Work {
+    op: Operation,
+    /// The agent.
+    pub agent: Agent,
+}
+
+impl Work {
+    /// Starts the agent. From here on only the time limits end this program: in the middle the container would be left
+    /// to the agent, which brings it back.
+    ///
+    /// # Errors
+    /// There is no agent, or its driver does not work.
+    pub fn begin(config: &Config, host: &Host) -> anyhow::Result<Self> {
+        use nix::sys::signal::{SigHandler, Signal, signal};
+        for name in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            // SAFETY: to ignore a signal runs no code of ours.
+            unsafe { signal(name, SigHandler::SigIgn) }?;
+        }
+        let op = Operation::new()?;
+        let found = plugins::find(config, host);
+        let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
+        let agent = Agent::of_operation(config, &found, &op)?;
+        Ok(Self { op, agent })
+    }
+
+    /// A connection to the agent.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn connect(&self) -> anyhow::Result<Client> {
+        Client::connect(&self.op.file(SOCKET)).context("the driver agent")
+    }
+
+    /// How it is done.
+    ///
+    /// # Errors
+    /// A wrong value in the configuration.
+    pub fn how(&self, config: &Config, folder: Option<PathBuf>) -> anyhow::Result<How> {
+        let lane = config.lane.config().map_err(anyhow::Error::msg)?;
+        Ok(How {
+            lane,
+            folder,
+            lock_timeout_ms: config.nvidia.lock_timeout_ms.unwrap_or(10_000),
+            step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
+        })
+    }
+
+    /// Waits for the agent, which puts things in order.
+    pub fn end(self) {
+        drop(self.agent);
+        drop(self.op);
+    }
+}
+
+/// Is there host memory for what the processes have on GPUs?
+fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
+    let users = agent.ready.users.iter().filter(|u| pids.contains(&u.pid));
+    let need: u64 = users.map(|user| user.bytes).sum();
+    let available = memory::available();
+    if need > 0 && need.saturating_add(SPARE) > available {
+        bail!(
+            "{} of host memory are needed for the GPU memory, and {} to spare; {} are available: free some, or raise the memory limit of this cgroup",
+            ui::bytes(need),
+            ui::bytes(SPARE),
+            ui::bytes(available)
+        );
+    }
+    Ok(())
+}
+
+/// The folder for the files, removed unless it is kept.
+struct Folder {
+    path: PathBuf,
+    kept: bool,
+}
+
+impl Folder {
+    fn make(path: &Path) -> anyhow::Result<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = std::path::absolute(path)?;
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&path)
+            .with_context(|| {
+                format!(
+                    "{}: cannot be made: it must be a new name in a folder that can be written",
+                    path.display()
+                )
+            })?;
+        Ok(Self { path, kept: false })
+    }
+
+    fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if !self.kept {
+            cryopod_archive::lane::remove(&self.path);
+            let _ = fs::remove_dir(&self.path);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Giving a process a descriptor of ours.
+
+use super::{Injection, arch};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+
+/// Below the stack pointer: what the ABI lets a function use without saying so.
+const RED_ZONE: u64 = 128;
+/// Room on the stack for a message with one descriptor.
+const SCRATCH: usize = 256;
+
+impl Injection {
+    /// Gives the process a descriptor of ours: over a socket of its own, of which we take one end.
+    pub(super) fn give(&mut self, file: &File) -> io::Result<RawFd> {
+        let at = (arch::stack(&self.regs) - RED_ZONE - SCRATCH as u64) & !63;
+        let mut saved = [0u8; SCRATCH];
+        self.memory.read_exact_at(&mut saved, at)?;
+        let given = self.give_at(file, at);
+        let back = self.memory.write_all_at(&saved, at);
+        given.and_then(|fd| back.map(|()| fd))
+    }
+
+    fn give_at(&mut self, file: &File, at: u64) -> io::Result<RawFd> {
+        let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as u64;
+        self.call(
+            libc::SYS_socketpair,
+            [libc::AF_UNIX as u64, kind, 0, at, 0, 0],
+        )?;
+        let mut pair = [0u8; 8];
+        self.memory.read_exact_at(&mut pair, at)?;
+        let ours = RawFd::from_ne_bytes([pair[0], pair[1], pair[2], pair[3]]);
+        let theirs = RawFd::from_ne_bytes([pair[4], pair[5], pair[6], pair[7]]);
+        let received = self.receive(file, at, ours, theirs);
+        let closed = self.close(ours).and(self.close(theirs));
+        received.and_then(|fd| closed.map(|()| fd))
+    }
+
+    fn receive(&mut self, file: &File, at: u64, ours: RawFd, theirs: RawFd) -> io::Result<RawFd> {
+        send_descriptor(&take_descriptor(self.pid, ours)?, file)?;
+        // A msghdr, an iovec, one byte, and room for one descriptor's control message.
+        let (vector, byte, control) = (at + 64, at + 80, at + 96);
+        let words: [u64; 10] = [0, 0, vector, 1, control, 24, 0, 0, byte, 1];
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.memory.write_all_at(&bytes, at)?;
+        self.memory.write_all_at(&[0; 24], control)?;
+        let flags = (libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC) as u64;
+        self.call(libc::SYS_recvmsg, [theirs as u64, at, flags, 0, 0, 0])?;
+        let mut message = [0u8; 24];
+        self.memory.read_exact_at(&mut message, control)?;
+        let word = |i: usize| {
+            i32::from_ne_bytes([message[i], message[i + 1], message[i + 2], message[i + 3]])
+        };
+        if word(8) != libc::SOL_SOCKET || word(12) != libc::SCM_RIGHTS || word(16) < 0 {
+            return Err(io::Error::other("the process did not get the descriptor"));
+        }
+        Ok(word(16))
+    }
+}
+
+/// A descriptor of another process, as one of ours.
+fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
+    let new = |fd: libc::c_long| match RawFd::try_from(fd) {
+        // SAFETY: a descriptor that was just made and belongs to nobody else.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: takes numbers, returns a new descriptor or -1.
+    let process = new(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    // SAFETY: as above.
+    new(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
+}
+
+/// Sends one byte and a descriptor.
+fn send_descriptor(socket: &OwnedFd, file: &File) -> io::Result<()> {
+    let mut byte = [0u8; 1];
+    let mut vector = libc::iovec {
+        iov_base: byte.as_mut_ptr().cast(),
+        iov_len: 1,
+    };
+    // Aligned as a control message must be.
+    let mut control = [0u64; 3];
+    // SAFETY: all bits zero are a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &mut vector;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&control);
+    // SAFETY: the control buffer is large enough for one header and one descriptor, and aligned; all
+    // pointers in the message live during the call.
+    let sent = unsafe {
+        let header = libc::CMSG_FIRSTHDR(&message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
+        std::ptr::write_unaligned(libc::CMSG_DATA(header).cast::<RawFd>(), file.as_raw_fd());
+        libc::sendmsg(
+            socket.as_raw_fd(),
+            &message,
+            libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+        )
+    };
+    if sent == 1 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}

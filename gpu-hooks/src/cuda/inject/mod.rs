@@ -1,0 +1,309 @@
+//! System calls made by a stopped thread of another process, for its tracer.
+//!
+//! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO), runs from
+//! one syscall stop to the next, and gets its registers and signal mask back; it never runs anything
+//! else. The last stop is an interrupt's, in which a system call that the stop had cut short is
+//! restarted by the kernel as if nothing had been.
+//!
+//! Everything here must be called on the thread that traces.
+
+#[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
+#[cfg_attr(not(target_arch = "x86_64"), path = "other.rs")]
+mod arch;
+mod give;
+mod trace;
+
+pub use trace::{
+    ALL_BUT_TRAP, Call, EVENT_STOP, Event, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, SYSCALL_STOP, Seized,
+    entered_call, poll_event, ptrace, set_signal_mask, signal_mask,
+};
+
+use std::fs::File;
+use std::io;
+use std::os::fd::RawFd;
+use std::os::unix::fs::FileExt;
+use trace::wait_event;
+
+/// Whether this program can make other processes' threads do system calls: on x86-64.
+pub const SUPPORTED: bool = cfg!(target_arch = "x86_64");
+
+/// At a syscall's entry: lets another call be made in its place and returns at its exit, with what it
+/// returned.
+///
+/// # Errors
+/// What the system says; the thread is stopped.
+pub fn replace_entered(tid: i32, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
+    let mut regs = arch::get(tid)?;
+    arch::replace_call(&mut regs, nr as u64, args);
+    arch::set(tid, &regs)?;
+    ptrace(libc::PTRACE_SYSCALL, tid, 0, 0)?;
+    match wait_event(tid)? {
+        Event::Syscall => check(arch::result(&arch::get(tid)?)),
+        event => Err(io::Error::other(format!(
+            "thread {tid}: unexpected {event:?}"
+        ))),
+    }
+}
+
+/// At a syscall's exit: the thread makes this call next, by itself.
+///
+/// # Errors
+/// What the system says.
+pub fn make_again(tid: i32, call: &Call) -> io::Result<()> {
+    let mut regs = arch::get(tid)?;
+    arch::again(&mut regs, call);
+    arch::set(tid, &regs)
+}
+
+/// A result of a system call, in which small negative numbers are errors.
+fn check(result: u64) -> io::Result<u64> {
+    match i32::try_from(result as i64) {
+        Ok(error) if (-4095..0).contains(&error) => Err(io::Error::from_raw_os_error(-error)),
+        _ => Ok(result),
+    }
+}
+
+/// A stopped thread that makes system calls for its tracer.
+pub struct Injection {
+    pid: i32,
+    tid: i32,
+    site: u64,
+    regs: arch::Registers,
+    mask: u64,
+    options: libc::c_ulong,
+    memory: File,
+}
+
+impl Injection {
+    /// Begins with a thread that is stopped, and not at a syscall's entry. `options` are the tracer's
+    /// own, set again at the end.
+    ///
+    /// # Errors
+    /// What the system says; the thread is as it was.
+    pub fn begin(pid: i32, tid: i32, options: libc::c_ulong) -> io::Result<Self> {
+        if !SUPPORTED {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{pid}/mem"))?;
+        let site = find_site(pid, &memory)?;
+        let regs = arch::get(tid)?;
+        let mask = signal_mask(tid)?;
+        let injection = Self {
+            pid,
+            tid,
+            site,
+            regs,
+            mask,
+            options,
+            memory,
+        };
+        set_signal_mask(tid, ALL_BUT_TRAP)?;
+        let free = O_TRACESYSGOOD | O_SUSPEND_SECCOMP;
+        // Without the privilege to suspend it, the filter may still let the calls pass.
+        let set = |options| ptrace(libc::PTRACE_SETOPTIONS, tid, 0, options);
+        if let Err(error) = set(free).or_else(|_| set(O_TRACESYSGOOD)) {
+            let _ = set_signal_mask(tid, mask);
+            return Err(error);
+        }
+        Ok(injection)
+    }
+
+    /// One system call.
+    ///
+    /// # Errors
+    /// The call's own, or what keeps it from being made.
+    pub fn call(&mut self, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
+        let mut regs = self.regs;
+        arch::prepare_call(&mut regs, self.site, nr as u64, args);
+        arch::set(self.tid, &regs)?;
+        for _ in 0..2 {
+            ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+            // An interrupt or a group stop may come in between, nothing else.
+            let mut event = wait_event(self.tid)?;
+            for _ in 0..8 {
+                if event != Event::Interrupted {
+                    break;
+                }
+                ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+                event = wait_event(self.tid)?;
+            }
+            if event != Event::Syscall {
+                let what = format!("thread {}: unexpected {event:?}", self.tid);
+                return Err(io::Error::other(what));
+            }
+        }
+        check(arch::result(&arch::get(self.tid)?))
+    }
+
+    /// The thread as it was at the beginning.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn end(self) -> io::Result<()> {
+        let regs = self.regs;
+        self.end_with(&regs)
+    }
+
+    /// Begun at a syscall's exit: the thread as if it had made that call, with that result.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn end_as(self, call: &Call, result: u64) -> io::Result<()> {
+        let mut regs = self.regs;
+        arch::pretend(&mut regs, call, result);
+        self.end_with(&regs)
+    }
+
+    /// Begun at a syscall's exit: the thread makes that call next, by itself.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn end_before(self, call: &Call) -> io::Result<()> {
+        let mut regs = self.regs;
+        arch::again(&mut regs, call);
+        self.end_with(&regs)
+    }
+
+    fn end_with(self, regs: &arch::Registers) -> io::Result<()> {
+        let tid = self.tid;
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+        ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+        loop {
+            match wait_event(tid)? {
+                Event::Interrupted => break,
+                // Any stop clears the interrupt that is under way.
+                Event::Syscall => {
+                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                    ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+                }
+                Event::Signal(signal) => {
+                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                    ptrace(libc::PTRACE_CONT, tid, 0, signal as libc::c_ulong)?;
+                }
+                Event::Ended => return Err(io::Error::other(format!("thread {tid} ended"))),
+            }
+        }
+        arch::set(tid, regs)?;
+        set_signal_mask(tid, self.mask)?;
+        ptrace(libc::PTRACE_SETOPTIONS, tid, 0, self.options)
+    }
+
+    /// `munmap`.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn unmap(&mut self, address: u64, bytes: u64) -> io::Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.call(libc::SYS_munmap, [address, bytes, 0, 0, 0, 0])
+            .map(drop)
+    }
+
+    /// An empty mapping in place of whatever is there: CRIU has nothing to dump for it.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn map_empty(&mut self, address: u64, bytes: u64) -> io::Result<()> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        self.map_at(address, bytes, libc::PROT_NONE, flags, -1)
+    }
+
+    /// Private memory in place of whatever is there.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub fn map_private(&mut self, address: u64, bytes: u64) -> io::Result<()> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        self.map_at(
+            address,
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            -1,
+        )
+    }
+
+    fn map_at(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        prot: i32,
+        flags: i32,
+        fd: i64,
+    ) -> io::Result<()> {
+        let flags = (flags | libc::MAP_FIXED) as u64;
+        let args = [address, bytes, prot as u64, flags, fd as u64, 0];
+        match self.call(libc::SYS_mmap, args)? {
+            at if at == address => Ok(()),
+            at => Err(io::Error::other(format!(
+                "mapped at {at:#x} in place of {address:#x}"
+            ))),
+        }
+    }
+
+    /// A file of ours, shared, in place of whatever is there.
+    ///
+    /// # Errors
+    /// As [`Self::call`]; what was there may be gone.
+    pub fn map_file(&mut self, address: u64, bytes: u64, file: &File) -> io::Result<()> {
+        let fd = self.give(file)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let mapped = self.map_at(address, bytes, prot, libc::MAP_SHARED, i64::from(fd));
+        let closed = self.close(fd);
+        mapped.and(closed)
+    }
+
+    fn close(&mut self, fd: RawFd) -> io::Result<()> {
+        self.call(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])
+            .map(drop)
+    }
+}
+
+/// Where in the process a `syscall` instruction is: in the vDSO, else in any other code.
+fn find_site(pid: i32, memory: &File) -> io::Result<u64> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let executable = |line: &&str| {
+        line.split_whitespace()
+            .nth(1)
+            .is_some_and(|p| p.contains('x'))
+    };
+    let (vdso, rest): (Vec<&str>, Vec<&str>) = maps
+        .lines()
+        .filter(executable)
+        .filter(|line| !line.ends_with("[vsyscall]"))
+        .partition(|line| line.ends_with("[vdso]"));
+    let mut bytes = vec![0; 4 << 20];
+    for line in vdso.iter().chain(&rest) {
+        let range = line
+            .split(' ')
+            .next()
+            .and_then(|range| range.split_once('-'));
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        let Some((Some(start), Some(end))) = range.map(|(a, b)| (number(a), number(b))) else {
+            continue;
+        };
+        let len = usize::try_from(end - start)
+            .unwrap_or(usize::MAX)
+            .min(bytes.len());
+        let Ok(read) = memory.read_at(&mut bytes[..len], start) else {
+            continue;
+        };
+        if let Some(at) = bytes[..read]
+            .windows(2)
+            .position(|two| two == arch::SYSCALL)
+        {
+            return Ok(start + at as u64);
+        }
+    }
+    Err(io::Error::other(
+        "the process has no code that makes a system call",
+    ))
+}
+
+#[cfg(test)]
+#[path = "../inject_tests.rs"]
+mod tests;

@@ -1,0 +1,200 @@
+//! What a tracer asks of the kernel: stops, events, signal masks, and which system call a thread is about to make.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+const GETSIGMASK: libc::c_uint = 0x420a;
+const SETSIGMASK: libc::c_uint = 0x420b;
+const GET_SYSCALL_INFO: libc::c_uint = 0x420e;
+/// A syscall stop's signal has this bit.
+pub const O_TRACESYSGOOD: libc::c_ulong = 1;
+/// No seccomp filter while the option is set.
+pub const O_SUSPEND_SECCOMP: libc::c_ulong = 1 << 21;
+/// The event of a stop that `PTRACE_INTERRUPT` asked for.
+pub const EVENT_STOP: i32 = 128;
+/// The signal of a syscall stop.
+pub const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
+const MASK_SIZE: libc::c_ulong = size_of::<u64>() as libc::c_ulong;
+/// Every signal but SIGTRAP.
+pub const ALL_BUT_TRAP: u64 = !(1 << (libc::SIGTRAP - 1));
+const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+
+/// How long a thread may take from one stop to the next.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+const TICK: Duration = Duration::from_micros(20);
+/// One ptrace request.
+///
+/// # Errors
+/// What the system says.
+pub fn ptrace(
+    request: libc::c_uint,
+    tid: i32,
+    addr: libc::c_ulong,
+    data: libc::c_ulong,
+) -> io::Result<()> {
+    // SAFETY: every request used here takes numbers, or the address of a value that outlives the call.
+    match unsafe { libc::ptrace(request, tid, addr, data) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// The thread's signal mask.
+///
+/// # Errors
+/// What the system says.
+pub fn signal_mask(tid: i32) -> io::Result<u64> {
+    let mut mask = 0u64;
+    ptrace(GETSIGMASK, tid, MASK_SIZE, (&raw mut mask) as libc::c_ulong)?;
+    Ok(mask)
+}
+
+/// Sets the thread's signal mask.
+///
+/// # Errors
+/// What the system says.
+pub fn set_signal_mask(tid: i32, mask: u64) -> io::Result<()> {
+    ptrace(
+        SETSIGMASK,
+        tid,
+        MASK_SIZE,
+        (&raw const mask) as libc::c_ulong,
+    )
+}
+
+/// What the kernel has to say of a traced thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// It is gone.
+    Ended,
+    /// It stands at the entry or the exit of a system call.
+    Syscall,
+    /// It has stopped as it was asked to, or with its group.
+    Interrupted,
+    /// A signal, or another event (0).
+    Signal(i32),
+}
+
+/// The next event, if there is one. Never waits.
+pub fn poll_event(tid: i32) -> Option<Event> {
+    let mut status = 0;
+    // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.
+    let waited = unsafe { libc::waitpid(tid, &mut status, libc::WNOHANG | libc::__WALL) };
+    if waited == 0 {
+        return None;
+    }
+    if waited < 0 {
+        let interrupted = io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
+        return (!interrupted).then_some(Event::Ended);
+    }
+    if !libc::WIFSTOPPED(status) {
+        return Some(Event::Ended);
+    }
+    Some(match (libc::WSTOPSIG(status), status >> 16) {
+        (SYSCALL_STOP, _) => Event::Syscall,
+        (_, EVENT_STOP) => Event::Interrupted,
+        (signal, 0) => Event::Signal(signal),
+        _ => Event::Signal(0),
+    })
+}
+
+/// Waits for the next event.
+pub(super) fn wait_event(tid: i32) -> io::Result<Event> {
+    let deadline = Instant::now() + STOP_LIMIT;
+    let mut spins = 0u32;
+    loop {
+        match poll_event(tid) {
+            Some(Event::Ended) => return Err(io::Error::other(format!("thread {tid} ended"))),
+            Some(event) => return Ok(event),
+            None if Instant::now() >= deadline => {
+                let what = format!("thread {tid} does not stop");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+            }
+            None if spins < 200 => {
+                spins += 1;
+                std::thread::yield_now();
+            }
+            None => std::thread::sleep(TICK),
+        }
+    }
+}
+
+/// A system call that a thread is about to make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Call {
+    /// Its number.
+    pub nr: u64,
+    /// Its arguments.
+    pub args: [u64; 6],
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct SyscallInfo {
+    op: u8,
+    pad: [u8; 3],
+    arch: u32,
+    ip: u64,
+    sp: u64,
+    words: [u64; 8],
+}
+
+/// At a syscall stop: the call, if it is the entry of a native one.
+pub fn entered_call(tid: i32) -> Option<Call> {
+    const ENTRY: u8 = 1;
+    let mut info = SyscallInfo::default();
+    let size = size_of::<SyscallInfo>() as libc::c_ulong;
+    ptrace(
+        GET_SYSCALL_INFO,
+        tid,
+        size,
+        (&raw mut info) as libc::c_ulong,
+    )
+    .ok()?;
+    if info.op != ENTRY || info.arch != AUDIT_ARCH_X86_64 {
+        return None;
+    }
+    let mut args = [0; 6];
+    args.copy_from_slice(&info.words[1..7]);
+    Some(Call {
+        nr: info.words[0],
+        args,
+    })
+}
+
+/// Stops a thread that nobody traces, for as long as this lives. Used when CRIU is gone.
+pub struct Seized {
+    tid: i32,
+}
+
+impl Seized {
+    /// Seizes and stops it.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new(tid: i32) -> io::Result<Self> {
+        ptrace(libc::PTRACE_SEIZE, tid, 0, O_TRACESYSGOOD)?;
+        let seized = Self { tid };
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+        loop {
+            match wait_event(tid)? {
+                Event::Interrupted => return Ok(seized),
+                Event::Signal(signal) => {
+                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                    ptrace(libc::PTRACE_CONT, tid, 0, signal as libc::c_ulong)?;
+                }
+                Event::Syscall => {
+                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                    ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+                }
+                Event::Ended => return Err(io::Error::other(format!("thread {tid} ended"))),
+            }
+        }
+    }
+}
+
+impl Drop for Seized {
+    fn drop(&mut self) {
+        let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, 0);
+    }
+}

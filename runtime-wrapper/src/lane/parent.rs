@@ -1,0 +1,158 @@
+//! Which checkpoint a new one builds upon: chunks of GPU memory that are in that one are not stored again.
+//!
+//! The annotation `dev.cryopod.parent`, else `lane.parent`, names it, or says `auto`: the newest of this container
+//! beside the image folder. Without either it is the one that the engine names with `--parent-path`, or what that
+//! one builds upon in turn: a pre-dump has no GPU memory.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use cryopod_archive::lane::{Digest, Lane};
+use cryopod_archive::names;
+use cryopod_archive::seal::Seal;
+use cryopod_gpu_hooks::cuda::lane::LaneParent;
+use cryopod_gpu_hooks::spec::Spec;
+
+use crate::Error;
+use crate::argv::Invocation;
+use crate::checkpoint::image_path;
+use crate::config::Config;
+
+/// The annotation that overrides `lane.parent`.
+pub const ANNOTATION: &str = "dev.cryopod.parent";
+/// A checkpoint that would build upon so many others is made whole instead: a restore needs all of them.
+const LONGEST: usize = 64;
+/// Folders beside the image folder that are looked at.
+const MAX_SIBLINGS: usize = 100_000;
+
+/// The checkpoint before this one; `None`: this one is whole.
+///
+/// # Errors
+/// [`Error::Failed`]: it is there and cannot be used. Nothing was touched.
+pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<LaneParent>, Error> {
+    let images = std::path::absolute(image_path(inv)).map_err(Error::io("the image folder"))?;
+    let wish = spec.annotation(ANNOTATION);
+    let wish = wish.or(config.lane.parent.as_deref()).map(str::trim);
+    let folder = match wish {
+        Some("off") => None,
+        Some("auto") => newest_beside(&images, &inv.id),
+        Some(path) if Path::new(path).is_absolute() => present(Path::new(path)),
+        Some(other) => {
+            return Err(Error::Failed(format!(
+                "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path. Nothing was touched"
+            )));
+        }
+        None => {
+            let path = inv.flags.value("parent-path").filter(|p| !p.is_empty());
+            path.and_then(|path| upwards(&images.join(path)))
+        }
+    };
+    let Some(folder) = folder else {
+        return Ok(None);
+    };
+    let unusable = |what: String| {
+        Error::Failed(format!(
+            "{}: this checkpoint cannot build upon that one: {what}. Nothing was touched; {ANNOTATION}=off makes a whole one",
+            folder.display()
+        ))
+    };
+    if images
+        .canonicalize()
+        .is_ok_and(|images| images == folder || folder.starts_with(&images))
+    {
+        return Err(unusable("it is the folder that would be written".into()));
+    }
+    let seal = Seal::open(&folder).map_err(|e| unusable(e.to_string()))?;
+    let Some(facts) = seal.and_then(|seal| seal.gpu.lane) else {
+        tracing::info!(
+            "{}: no GPU memory to build upon: this checkpoint is whole",
+            folder.display()
+        );
+        return Ok(None);
+    };
+    let digest = facts.digest.parse::<Digest>().map_err(unusable)?;
+    let lane = Lane::open_with(&folder, Some(digest), &config.lane.parents);
+    let lane = lane.map_err(|e| unusable(e.to_string()))?;
+    let lane = lane.ok_or_else(|| unusable(format!("{} is missing", names::LANE_INDEX)))?;
+    if lane.depth() + 1 >= LONGEST {
+        tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
+        return Ok(None);
+    }
+    Ok(Some(LaneParent {
+        folder,
+        digest: facts.digest,
+    }))
+}
+
+/// A folder that is not there yet is none: the first checkpoint has no parent.
+fn present(path: &Path) -> Option<PathBuf> {
+    let found = path.canonicalize().ok();
+    if found.is_none() {
+        tracing::warn!("{}: is not there: this checkpoint is whole", path.display());
+    }
+    found
+}
+
+/// The newest complete checkpoint of the container in the folders beside its image folder.
+fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(images.parent()?).ok()?;
+    let mut found: Vec<(SystemTime, PathBuf)> = entries
+        .flatten()
+        .take(MAX_SIBLINGS)
+        .filter(|entry| entry.path() != images)
+        .filter_map(|entry| {
+            let seal = entry.path().join(names::SEAL);
+            let made = std::fs::symlink_metadata(seal).ok()?.modified().ok()?;
+            Some((made, entry.path()))
+        })
+        .collect();
+    found.sort();
+    let of_this = |path: &PathBuf| {
+        Seal::open(path)
+            .ok()
+            .flatten()
+            .is_some_and(|seal| seal.container.id == id && seal.gpu.lane.is_some())
+    };
+    found
+        .into_iter()
+        .rev()
+        .map(|(_, path)| path)
+        .find(of_this)
+        .and_then(|path| path.canonicalize().ok())
+}
+
+/// The folder, or the first one that CRIU's links lead to from it, that has GPU memory.
+fn upwards(from: &Path) -> Option<PathBuf> {
+    let mut at = from.canonicalize().ok()?;
+    for _ in 0..LONGEST {
+        if at.join(names::LANE_INDEX).exists() {
+            return Some(at);
+        }
+        at = at.join(names::PARENT_LINK).canonicalize().ok()?;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn a_pre_dump_leads_to_what_it_builds_upon() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["0", "1", "2"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        assert_eq!(upwards(&at("2")), None);
+        symlink("../1", at("2/parent")).unwrap();
+        symlink("../0", at("1/parent")).unwrap();
+        std::fs::write(at("0").join(names::LANE_INDEX), "").unwrap();
+        assert_eq!(upwards(&at("2")), Some(at("0").canonicalize().unwrap()));
+        symlink(".", at("0/parent")).unwrap();
+        std::fs::remove_file(at("0").join(names::LANE_INDEX)).unwrap();
+        assert_eq!(upwards(&at("2")), None, "and ends");
+        assert_eq!(upwards(&at("missing")), None);
+    }
+}
