@@ -68,7 +68,7 @@ medians() { # of the cases named CASE.1, CASE.2, ...
     local all
     all=$(jq -cs '
         def mid: map(select(. != null)) | sort | if length == 0 then null else .[(length - 1) / 2 | floor] end;
-        [.[] | select(.ok and (.case | test("^lane-.*[.][0-9]+$")))] | group_by(.case | sub("[.][0-9]+$"; ""))
+        [.[] | select(.ok and (.case | test("^lane-[a-z]+-o[nf]+[.][0-9]+$")))] | group_by(.case | sub("[.][0-9]+$"; ""))
         | map({case: (.[0].case | sub("[.][0-9]+$"; "")), runs: length, size: .[0].size,
             frozen_s: (map(.checkpoint.frozen_s) | mid), checkpoint_s: (map(.checkpoint.export_s) | mid),
             dump_s: (map(.checkpoint.dump_s) | mid), durable_s: (map(.checkpoint.durable_s) | mid),

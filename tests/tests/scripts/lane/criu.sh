@@ -23,10 +23,12 @@ cycle random '.lane.facts | .raw >= 100 and .stored_bytes > 100 * 1048576' --mib
 cycle zero '.lane.facts | .raw <= 1 and .stored_bytes <= 1048576' --mib 100 --content zero
 cycle half '.lane.facts | .stored_bytes > 45 * 1048576 and .stored_bytes < 60 * 1048576' --mib 100 --content half
 cycle '3 GiB' '.lane.facts | .bytes > 3 * 1073741824 and .stored_bytes < 104857600' --mib 3072 --chunk-mib 512 --content zero
-# Filled once and summed once a second: 3 GiB of noise, of which nothing shrinks.
+# As large as there is room for: noise, of which nothing shrinks. To fill and to sum it takes its time.
+tick_limit=120
 free_mib=$(awk '/^MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)
 gib=$((free_mib > 14000 ? 3 : 1))
-cycle "$gib GiB random" ".lane.facts | .stored_bytes > $gib * 1063004405" --mib $((gib * 1024)) --chunk-mib 512 --interval-ms 1000
+cycle "$gib GiB random" ".lane.facts | .stored_bytes > $gib * 1063004405" --mib $((gib * 1024)) --chunk-mib 512
+tick_limit=30
 cycle 'two processes on two GPUs' '.processes | length == 2 and all(.lane | length == 1)' --mib 80 --procs 2 --gpus 0,1
 
 start --mib 0

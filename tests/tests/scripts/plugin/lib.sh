@@ -21,7 +21,7 @@ ticks() { grep -cs ok /tmp/out || true; }
 ticked() { local n && n=$(ticks) && [ "${n:-0}" -ge "$1" ]; }
 goes_on() { # the sum comes again, and was never wrong
     local now && now=$(ticks)
-    wait_for 10 ticked $((now + 3)) && ! grep CORRUPT /tmp/out
+    wait_for "${tick_limit:-10}" ticked $((now + 3)) && ! grep CORRUPT /tmp/out
 }
 gone() { ! pgrep -x cusim-client > /dev/null; }
 
@@ -32,7 +32,7 @@ start() { # cusim-client ARG...
         3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 10>&- 11>&- 12>&- 13>&- 14>&- 15>&- &
     client_pid=$!
     disown
-    wait_for 10 ticked 3
+    wait_for "${tick_limit:-10}" ticked 3
 }
 stop() {
     pkill -KILL -x cusim-client || true
