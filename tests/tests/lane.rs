@@ -20,7 +20,7 @@ fn gpu_memory_goes_by_the_lane() {
     let Some(bed) = Bed::new(Cgroup::V2) else {
         return;
     };
-    run(bed, &with_lib(include_str!("scripts/lane/criu.sh")), 38);
+    run(bed, &with_lib(include_str!("scripts/lane/criu.sh")), 39);
 }
 
 #[test]

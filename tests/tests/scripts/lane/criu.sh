@@ -22,9 +22,9 @@ cycle() { # NAME JQ-CONDITION cusim-client ARG...
 cycle random '.lane.facts | .raw >= 100 and .stored_bytes > 100 * 1048576' --mib 100
 cycle zero '.lane.facts | .raw <= 1 and .stored_bytes <= 1048576' --mib 100 --content zero
 cycle half '.lane.facts | .stored_bytes > 45 * 1048576 and .stored_bytes < 60 * 1048576' --mib 100 --content half
-cycle '3 GiB' '.lane.facts | .bytes > 3 * 1073741824 and .stored_bytes < 104857600' --mib 3072 --chunk-mib 512 --content zero
-# As large as there is room for: noise, of which nothing shrinks. To fill and to sum it takes its time.
 tick_limit=120
+cycle '3 GiB' '.lane.facts | .bytes > 3 * 1073741824 and .stored_bytes < 104857600' --mib 3072 --chunk-mib 512 --content zero
+# As large as there is room for: noise, of which nothing shrinks.
 free_mib=$(awk '/^MemAvailable/ {print int($2 / 1024)}' /proc/meminfo)
 gib=$((free_mib > 14000 ? 3 : 1))
 cycle "$gib GiB random" ".lane.facts | .stored_bytes > $gib * 1063004405" --mib $((gib * 1024)) --chunk-mib 512
