@@ -62,8 +62,27 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
-    use crate::suspended::Record;
-    use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs};
+    if let Some(record) = Record::of(&host, state.init) {
+        return Err(Error::Failed(format!(
+            "checkpoint of {0} refused: it is suspended since {1}, its GPU memory is {2}; resume it first: cryopod resume {0}. Nothing was touched",
+            inv.id,
+            record.since,
+            record.place()
+        )));
+    }
+    // Programs are asked while the processes are looked at.
+    let limit = ctx.config.limits.tool();
+    let (criu, low_version, scan) = std::thread::scope(|scope| {
+        let criu = scope.spawn(|| facts::criu(&tools, limit));
+        let low = scope.spawn(|| facts::version_line(&tools, &ctx.low.path, limit));
+        let scan = Scan::of(&host, &live::tree(&host, state.init));
+        (
+            criu.join().unwrap_or_default(),
+            low.join().unwrap_or_default(),
+            scan,
+        )
+    });
+    let criu = criu.ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
     let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
