@@ -32,18 +32,18 @@ micros() { # COMMAND...: how long it takes, the median of 9
         echo $((${EPOCHREALTIME/./} - from))
     done | median
 }
-plans='' dumps=''
+plans=() dumps=()
 for _ in {1..9}; do
     rm -rf /tmp/images
     cryopod-runtime checkpoint --leave-running --image-path /tmp/images bench-plan > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
-    plans+="$(jq .timings.plan_us /tmp/images/cryopod.json) "
-    dumps+="$(jq .timings.dump_us /tmp/images/cryopod.json) "
+    plans+=("$(jq .timings.plan_us /tmp/images/cryopod.json)")
+    dumps+=("$(jq .timings.dump_us /tmp/images/cryopod.json)")
 done
 state=$(micros crun state bench-plan)
 version=$(micros criu --version)
 cryopod-runtime delete --force bench-plan
-plan=$(printf '%s\n' $plans | median)
-dump=$(printf '%s\n' $dumps | median)
+plan=$(printf '%s\n' "${plans[@]}" | median)
+dump=$(printf '%s\n' "${dumps[@]}" | median)
 printf '\na checkpoint of 200 processes with %s descriptors, medians of 9: plan %s, while the container runs; then the dump %s\n' \
     "$descriptors" "$(ms "$plan")" "$(ms "$dump")"
 printf 'of the plan are questions to other programs: crun state %s, then criu --version %s beside the rest\n' \
