@@ -16,6 +16,8 @@ use containerd_shim::Flags;
 use containerd_shim::api::{ConnectRequest, DeleteRequest, ShutdownRequest};
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
 use crate::record::Record;
@@ -25,8 +27,10 @@ use crate::{Error, options, proxy, restore, rpc, stock};
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 /// The stock shim's low-level runtime where nothing is named.
 const DEFAULT_LOW_LEVEL: &str = "runc";
+/// Where the stock shim has runc keep its containers, where nothing else is named.
+pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 /// For calls on the way out; containerd gives `delete` five seconds in all.
-const SHORT: Duration = Duration::from_secs(2);
+const SHORT: Duration = Duration::from_secs(1);
 
 /// `-info`: the stock shim's answer.
 ///
@@ -63,6 +67,7 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
         upstream: Address(bootstrap.address.clone()),
         address: Address::for_upstream(&Address(bootstrap.address.clone())),
         low_level: low_level.to_string_lossy().into_owned(),
+        root: Some(decoded.root.clone()).filter(|r| !r.is_empty()),
     };
     front(&record, flags, &runtime, &decoded.shim_cgroup).inspect_err(|_| {
         shut_down(&record.upstream, flags);
@@ -96,6 +101,7 @@ fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result
             "serve",
         ])
         .env(stock::RUNTIME_ENV, runtime)
+        .env(LOW_LEVEL, &record.low_level)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -171,10 +177,13 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         (LOW_LEVEL, OsStr::new(low_level)),
         (stock::RUNTIME_ENV, runtime.as_os_str()),
     ];
+    if let Some(record) = &record {
+        end_abandoned(record, flags);
+    }
     let said = stock::run(args, &env, &[])?;
+    sweep(record.as_ref(), flags);
     if let Some(record) = record {
-        // A stock shim that outlived ours: it still holds the container's exit and its stdio, and containerd,
-        // which knew it through us, will never ask it to end. It refuses while it has other containers.
+        // A container of a shim that goes on with others.
         let mut gone = DeleteRequest::new();
         gone.id = flags.id.clone();
         let _ = rpc::task_call(&record.upstream, &flags.namespace, "Delete", &gone, SHORT);
@@ -185,6 +194,49 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
     }
     restore::remove(bundle);
     answer(&said)
+}
+
+/// runc's folder of a container whose restore was killed: the root that it mounts there for CRIU keeps `runc delete`
+/// from removing it, and the id from being used again.
+fn sweep(record: Option<&Record>, flags: &Flags) {
+    let root = record.and_then(|r| r.root.as_deref());
+    let folder = Path::new(root.unwrap_or(DEFAULT_ROOT))
+        .join(&flags.namespace)
+        .join(&flags.id);
+    // With a state it is a container still, and runc's.
+    if flags.id.is_empty() || !folder.is_dir() || folder.join("state.json").exists() {
+        return;
+    }
+    restore::unmount_below(&folder);
+    let _ = fs::remove_dir_all(&folder);
+}
+
+/// Ends a stock shim whose front, our process, has died. containerd has lost all of its containers, and has each
+/// deleted, as after the death of a shim of its own; a stock shim that outlives them would be asked nothing any more,
+/// and in the middle of a checkpoint or a restore it would go on with what is being deleted.
+fn end_abandoned(record: &Record, flags: &Flags) {
+    if record.address.connect().is_ok() {
+        return;
+    }
+    let pid = stock_pid(&record.upstream, &flags.namespace, &flags.id);
+    let Some(pid) = pid
+        .ok()
+        .and_then(|p| i32::try_from(p).ok())
+        .filter(|p| *p > 1)
+    else {
+        return;
+    };
+    let pid = Pid::from_raw(pid);
+    let _ = kill(pid, Signal::SIGKILL);
+    for _ in 0..50 {
+        if kill(pid, None).is_err() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // The runtimes that it ran end with it, one after the other.
+    std::thread::sleep(Duration::from_millis(200));
+    record.upstream.remove();
 }
 
 fn shut_down(upstream: &Address, flags: &Flags) {

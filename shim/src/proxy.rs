@@ -54,8 +54,8 @@ pub fn main(upstream: &str) -> Result<ExitCode, Error> {
     })?;
     let open = Arc::new(AtomicUsize::new(0));
     let server = Server {
+        tasks: Arc::new(Tasks::new(runtime, upstream.clone())),
         upstream,
-        tasks: Arc::new(Tasks::new(runtime)),
         open: Arc::clone(&open),
     };
     spawn("accept", move || server.accept(&listener)).map_err(Error::io("threads"))?;

@@ -19,6 +19,9 @@ pub struct Record {
     pub address: Address,
     /// The low-level runtime, as cryopod-runtime takes it from its environment.
     pub low_level: String,
+    /// Where that keeps its containers, if the options say.
+    #[serde(default)]
+    pub root: Option<String>,
 }
 
 impl Record {

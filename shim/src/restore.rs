@@ -1,9 +1,11 @@
 //! A container that is created from a checkpoint, between Create and Start.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use nix::mount::{MntFlags, umount2};
 use serde_json::Value;
 
 use crate::holder::{self, Holder};
@@ -11,6 +13,8 @@ use crate::images;
 
 /// Our folder in a bundle, for the network namespace.
 const FOLDER: &str = "cryopod";
+/// What CRIU names the folder in which it mounts cgroups.
+const CGROUP_YARD: &str = ".criu.cgyard";
 /// What containerd names the folders into which it unpacks a checkpoint. It never removes them.
 const UNPACKED: &str = "ctrd-checkpoint";
 
@@ -130,6 +134,25 @@ pub fn remove(bundle: &Path) {
     if folder.exists() {
         holder::release(&folder);
         let _ = fs::remove_dir_all(folder);
+    }
+    // A CRIU that was killed leaves the cgroups that it mounts in its work folder, which then cannot be removed.
+    let Ok(work) = bundle.join("work").canonicalize() else {
+        return;
+    };
+    let yard = |name: &OsStr| name.to_string_lossy().starts_with(CGROUP_YARD);
+    let entries = fs::read_dir(&work).into_iter().flatten().flatten();
+    for entry in entries.filter(|e| yard(&e.file_name())) {
+        unmount_below(&entry.path());
+        let _ = fs::remove_dir(entry.path());
+    }
+}
+
+/// Unmounts a folder and all that is mounted in it, the last first.
+pub fn unmount_below(folder: &Path) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = mounts.lines().rev().filter_map(|l| l.split(' ').nth(4));
+    for mount in mounts.map(Path::new).filter(|m| m.starts_with(folder)) {
+        let _ = umount2(mount, MntFlags::MNT_DETACH);
     }
 }
 

@@ -13,6 +13,9 @@ use crate::frame::Frame;
 /// Containerd's task service, as both versions name it.
 pub const TASK_SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
 
+/// Under which name requests carry containerd's namespace.
+const NAMESPACE: &str = "containerd-namespace-ttrpc";
+
 /// Makes a call and waits for the answer, at most for `limit`.
 ///
 /// # Errors
@@ -51,9 +54,7 @@ pub fn task_call(
         request.method = method.into();
         request.payload = payload.clone();
         request.timeout_nano = i64::try_from(limit.as_nanos()).unwrap_or(i64::MAX);
-        request
-            .metadata
-            .push(pair("containerd-namespace-ttrpc", namespace));
+        request.metadata.push(pair(NAMESPACE, namespace));
         let response = call(to, &request, Some(limit))?;
         if response.status().code() != Code::UNIMPLEMENTED {
             return Ok(response);
@@ -61,6 +62,12 @@ pub fn task_call(
         last = Some(response);
     }
     last.ok_or_else(|| io::Error::other("no version of the task service"))
+}
+
+/// containerd's namespace of a request.
+pub fn namespace(request: &Request) -> Option<&str> {
+    let named = request.metadata.iter().find(|p| p.key == NAMESPACE);
+    named.map(|p| p.value.as_str())
 }
 
 fn pair(key: &str, value: &str) -> containerd_shim::protos::ttrpc::proto::KeyValue {

@@ -4,18 +4,22 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
-    DeleteRequest, KillRequest, StartRequest, StateRequest, StateResponse, WaitRequest,
-    WaitResponse,
+    DeleteRequest, KillRequest, ResumeRequest, StartRequest, StateRequest, StateResponse,
+    WaitRequest, WaitResponse,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
+use crate::address::Address;
+use crate::lifecycle::DEFAULT_ROOT;
 use crate::restore::{self, Restoring};
 use crate::{options, proxy, rpc};
 
@@ -33,6 +37,8 @@ const EXIT_ANNOTATION: &str = "dev.cryopod.checkpoint.exit";
 const EXIT_TYPE: &str = "containerd.runc.v1.CheckpointOptions";
 const EXIT: [u8; 2] = [1 << 3, 1];
 
+/// How long the stock shim may take to resume a container.
+const RESUME: Duration = Duration::from_secs(30);
 /// Exit code after SIGKILL.
 const KILLED: u32 = 137;
 
@@ -74,11 +80,15 @@ enum Call {
     Connect,
     Checkpoint(PathBuf),
     Delete,
+    /// The request, for a second try; containerd's namespace.
+    Resume(Vec<u8>, String),
 }
 
 /// A container of this shim.
 struct Container {
     bundle: PathBuf,
+    /// Where the runtime keeps it, but for containerd's namespace.
+    root: PathBuf,
     /// The engine has mounted its root file system, as docker does.
     mounted: bool,
     /// It comes from a checkpoint, and does not run yet.
@@ -119,14 +129,16 @@ fn ended() -> Response {
 pub struct Tasks {
     /// cryopod-runtime; `None`: containers keep the one that their engine names.
     runtime: Option<PathBuf>,
+    upstream: Address,
     containers: Mutex<HashMap<String, Container>>,
 }
 
 impl Tasks {
     /// `runtime`: cryopod-runtime; `None`: containers keep the one that their engine names.
-    pub fn new(runtime: Option<PathBuf>) -> Self {
+    pub fn new(runtime: Option<PathBuf>, upstream: Address) -> Self {
         Self {
             runtime,
+            upstream,
             containers: Mutex::default(),
         }
     }
@@ -177,6 +189,11 @@ impl Tasks {
             }
             (Call::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
+            }
+            (Call::Resume(request, namespace), true) => {
+                if let Some(second) = self.resume(&watched.id, request, namespace) {
+                    return second;
+                }
             }
             (Call::Checkpoint(images), false) => self.make_another(&watched.id, images),
             _ => {}
@@ -246,6 +263,27 @@ impl Tasks {
         }
     }
 
+    /// A checkpoint that was killed, as containerd's death does, may leave a container running that the stock shim had
+    /// paused and believes paused: it could neither be resumed nor get an exec. It is paused once more, for the stock
+    /// shim to resume.
+    fn resume(&self, id: &str, request: &[u8], namespace: &str) -> Option<Response> {
+        let root = self.lock().get(id)?.root.join(namespace);
+        let runtime = self.runtime.clone()?;
+        let paused = Command::new(runtime)
+            .arg("--root")
+            .arg(root)
+            .args(["pause", id])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        if !paused.is_ok_and(|status| status.success()) {
+            return None;
+        }
+        let request = ResumeRequest::parse_from_bytes(request).ok()?;
+        rpc::task_call(&self.upstream, namespace, "Resume", &request, RESUME).ok()
+    }
+
     /// docker's checkpoints only.
     fn make_another(&self, id: &str, images: &Path) {
         if self.lock().get(id).is_some_and(|c| c.mounted) {
@@ -269,6 +307,10 @@ impl Tasks {
             options.binary_name = runtime.to_string_lossy().into_owned();
             options.systemd_cgroup |= names_a_slice(&bundle);
         }
+        let root = match options.root.as_str() {
+            "" => DEFAULT_ROOT.into(),
+            root => PathBuf::from(root),
+        };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         // Other engines connect networks by hooks, or have a namespace ready.
         let mounted = create.rootfs.is_empty();
@@ -282,6 +324,7 @@ impl Tasks {
         changed.payload = create.write_to_bytes().map_err(|e| e.to_string())?;
         let container = Container {
             bundle,
+            root,
             mounted,
             restoring,
             given_up: false,
@@ -334,6 +377,15 @@ impl Tasks {
             "Delete" => {
                 let r = DeleteRequest::parse_from_bytes(payload).ok()?;
                 (Call::Delete, r.id, r.exec_id)
+            }
+            "Resume" => {
+                let r = ResumeRequest::parse_from_bytes(payload).ok()?;
+                let namespace = rpc::namespace(request).unwrap_or_default().to_owned();
+                (
+                    Call::Resume(payload.clone(), namespace),
+                    r.id,
+                    String::new(),
+                )
             }
             _ => return None,
         };

@@ -9,7 +9,7 @@ fn made(method: &str, payload: Vec<u8>) -> Request {
 }
 
 fn tasks() -> Tasks {
-    Tasks::new(Some("/r".into()))
+    Tasks::new(Some("/r".into()), Address("/none".into()))
 }
 
 fn create(bundle: &Path) -> CreateTaskRequest {
@@ -123,7 +123,7 @@ fn in_place_of_the_stock_shim_a_container_keeps_its_runtime() {
     named.binary_name = "/usr/bin/runc".into();
     create.options = MessageField::some(options::encode(&named).unwrap());
     let request = made("Create", create.write_to_bytes().unwrap());
-    let (fate, _) = Tasks::new(None).request(&request);
+    let (fate, _) = Tasks::new(None, Address("/none".into())).request(&request);
     let Fate::Changed(changed) = fate else {
         panic!("{fate:?}")
     };

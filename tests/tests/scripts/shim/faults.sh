@@ -1,0 +1,91 @@
+# faults.sh: something is killed in the middle of a checkpoint or a restore, at ten points of each. Afterwards the container
+# runs on as before, or is gone as containerd reports it; nothing is left of it.
+simulate runc
+containerd_up
+images
+mkdir -p /out
+logs() { cat "/out/$1" 2> /dev/null; }
+start_job() {
+    local mounts=() node pair
+    for pair in "${binds[@]}" /out:/out; do
+        mounts+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},options=rbind:rw")
+    done
+    for node in "${nodes[@]}"; do mounts+=(--device "$node"); done
+    rm -f "/out/$1"
+    ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim $image "$1" \
+        sh -c "exec /cusim/cusim-client --mib 40 >> /out/$1 2>&1"
+    wait_for 20 ticked "$1" 3
+}
+victim() { # WHO: its pids
+    case $1 in
+        ours) our_shim job ;;
+        stock) stock_shim job ;;
+        criu) pgrep -x criu ;;
+        containerd) echo "$containerd_pid" ;;
+    esac
+}
+kill_it() { # WHO AFTER: that many milliseconds after it began; criu as soon as it is there
+    sleep "$(awk -v ms="$2" 'BEGIN {print ms / 1000}')"
+    if [ "$1" = criu ]; then for _ in $(seq 100); do [ -z "$(victim criu)" ] || break; sleep 0.01; done; fi
+    for pid in $(victim "$1"); do kill -KILL "$pid" 2> /dev/null || true; done
+}
+settled() { # nothing works on a container any more
+    ! pgrep -x criu > /dev/null && ! pgrep -x cryopod-runtime > /dev/null && ! pgrep cryopod-cuda > /dev/null
+}
+no_job() { ! pgrep -x cusim-client > /dev/null; }
+clean() { # everything away, whatever there is; then nothing is left
+    local pid
+    ctr tasks resume job > /dev/null 2>&1 || true
+    ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
+    wait_for 20 no_job
+    ctr tasks delete -f job > /dev/null 2>&1 || true
+    ctr containers rm job > /dev/null 2>&1 || true
+    ctr snapshots rm job > /dev/null 2>&1 || true # of a container that ctr had not made yet
+    wait_for 10 no_shims && ! grep -q runtime.v2.task /proc/mounts &&
+        [ -z "$(ls /run/containerd/io.containerd.runtime.v2.task/default 2> /dev/null)" ] && [ -z "$(ls /run/containerd/runc/default 2> /dev/null)" ]
+}
+alive_or_gone() { # as containerd reports it
+    case $(status job) in
+        RUNNING) goes_on job ;;
+        PAUSED) ctr tasks resume job && goes_on job ;; # who was to resume it was killed
+        *) wait_for 20 no_job ;;
+    esac
+}
+one() { # WHO WHAT AFTER
+    local who=$1 what=$2 after=$3
+    if [ "$what" = checkpoint ]; then
+        start_job job || return 1
+        (timeout 60 ctr tasks checkpoint job > /tmp/said 2>&1 || true) &
+    else
+        (timeout 60 ctr containers restore --rw --live job localhost/checkpoint:1 > /tmp/said 2>&1 || true) &
+    fi
+    local doing=$!
+    kill_it "$who" "$after"
+    if [ "$who" = containerd ]; then wait "$containerd_pid" 2> /dev/null || true; containerd_up; fi
+    wait $doing
+    wait_for 60 settled
+    alive_or_gone || { echo "$(status job), but" && ps ax | grep -v bash | grep -E 'cusim-client|shim' && return 1; }
+    clean && return
+    ls /run/containerd/runc/default /run/containerd/io.containerd.runtime.v2.task/default
+    grep runtime.v2.task /proc/mounts
+    shims
+    return 1
+}
+start_job job
+ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+check 'before: all is well' goes_on job
+check 'before: clean' clean
+for who in ours stock containerd; do
+    for after in 20 60 100 140 180 240 300 400 500 700; do
+        check "$who killed at $after ms of a checkpoint" one $who checkpoint $after
+    done
+    # A restore in the middle of which containerd or CRIU is killed is not always cleaned up: docs/containerd.md.
+    [ $who != containerd ] || continue
+    for after in 20 60 100 140 180 240 300 400 500 700; do
+        check "$who killed at $after ms of a restore" one $who restore $after
+    done
+done
+start_job job
+check 'after: a checkpoint works' ctr tasks checkpoint job
+check 'after: the sum goes on' goes_on job
+check 'after: clean' clean
