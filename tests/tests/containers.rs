@@ -72,9 +72,9 @@ fn torch() -> PathBuf {
     let out = Command::new(bed::workspace().join("tests/torch/folder"))
         .stderr(Stdio::inherit())
         .output()
-        .unwrap();
+        .expect("tests/torch/folder starts");
     assert!(out.status.success(), "tests/torch/folder: {}", out.status);
-    PathBuf::from(String::from_utf8(out.stdout).unwrap().trim_end())
+    PathBuf::from(String::from_utf8(out.stdout).expect("a path").trim_end())
 }
 
 fn train(low: &str) {
