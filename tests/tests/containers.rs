@@ -68,6 +68,7 @@ fn programs_runc() {
 const TRAIN: &str = include_str!("scripts/containers/train.sh");
 
 /// PyTorch's folder, unpacked on the first call.
+#[allow(clippy::expect_used)] // part of a test
 fn torch() -> PathBuf {
     let out = Command::new(bed::workspace().join("tests/torch/folder"))
         .stderr(Stdio::inherit())
