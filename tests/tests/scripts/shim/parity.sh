@@ -95,9 +95,10 @@ cases() { # RUNTIME TAG
     sleep 0.3
     code=0
     ctr run --rm --memory-limit 16777216 --runtime "$runtime" $image "oom$t" tail /dev/zero > /dev/null 2>&1 < /dev/null || code=$?
-    wait_for 10 grep -q "/tasks/delete.*oom$t" /tmp/events
+    wait_for 30 grep -q "/tasks/exit" /tmp/events
+    wait_for 30 grep -q "/tasks/oom" /tmp/events
     kill $events
-    tell oom "$code $(awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\//) print $i}' /tmp/events | sort | uniq -c | tr -s ' \n' ' ')"
+    tell oom "$code $(awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\/(create|start|oom|exit)/) print $i}' /tmp/events | sort | uniq -c | tr -s ' \n' ' ')"
 
     # many at once
     for n in $(seq 50); do
