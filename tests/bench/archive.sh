@@ -62,7 +62,7 @@ report() { # KEY BYTES BASE
         printf "| %-22s | %7.2f | %7.2f | %5.2f | %5.2f | %s |\n", key, best / 1000, mid / 1000, bytes / mid / 1e6, base / mid, note }'
 }
 warm() { find "$@" -type f -exec cat {} + > /dev/null; }
-bytes_of() { find "$1" -type f -exec stat -c %s {} + | awk '{n += $1} END {printf "%d", n}'; }
+bytes_of() { find "$1" -type f -exec stat -c %s {} + | awk '{n += $1} END {printf "%.0f", n}'; }
 mib() { echo $(($(bytes_of "$1") >> 20)); }
 
 # podman_stage KIND: a container with such memory, podman's export of it, and the images of that as the folder KIND.
