@@ -8,7 +8,7 @@ mkdir -p /srv/app /dev/infiniband
 mknod -m 666 /dev/gdrdrv c 1 3 # in place of the real ones: the name counts
 mknod -m 666 /dev/infiniband/uverbs0 c 1 3
 cat > /srv/app/hold.py <<'PY'
-import ctypes, mmap, os, subprocess, sys, threading, time
+import ctypes, mmap, os, struct, subprocess, sys, threading, time
 kind = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,15 +54,26 @@ elif kind == "nccl":
     held = cuda(1 << 20), mapped("/dev/shm/nccl-test", 1 << 20, mmap.MAP_SHARED)
 elif kind == "userfaultfd":
     assert libc.syscall(323, 1) >= 0, os.strerror(ctypes.get_errno())
-elif kind in ("fuse", "vfio/vfio", "nvidia-fs0"):
+elif kind in ("fuse", "vfio/vfio", "nvidia-fs0", "kvm", "uinput"):
     held = open("/dev/" + kind)
+elif kind == "perf":  # a clock of this process, its time in the kernel left out
+    attr = ctypes.create_string_buffer(128)
+    struct.pack_into("IIQ", attr, 0, 1, 128, 0)
+    struct.pack_into("Q", attr, 40, 1 << 5 | 1 << 6)
+    assert libc.syscall(298, attr, 0, -1, -1, 0) >= 0, os.strerror(ctypes.get_errno())
+elif kind == "bpf":  # a socket filter: return 0
+    code = ctypes.create_string_buffer(struct.pack("<BBhiBBhi", 0xB7, 0, 0, 0, 0x95, 0, 0, 0))
+    licence = ctypes.create_string_buffer(b"GPL")
+    attr = ctypes.create_string_buffer(128)
+    struct.pack_into("<IIQQ", attr, 0, 1, 2, ctypes.addressof(code), ctypes.addressof(licence))
+    assert libc.syscall(321, 5, attr, 128) >= 0, os.strerror(ctypes.get_errno())
 elif kind == "all":
     os.makedirs("/tmp/mps")
     open("/tmp/mps/control", "w").close()
     with open("/dev/shm/nccl-test", "w") as file:
         file.truncate(1 << 20)
     variables = {"mps": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}, "mig": {"CUDA_VISIBLE_DEVICES": "MIG-1"}}
-    kinds = ["uvm", "mps", "mig", "nccl", "nccl", "userfaultfd", "fuse", "vfio/vfio", "nvidia-fs0"]
+    kinds = ["uvm", "mps", "mig", "nccl", "nccl", "userfaultfd", "fuse", "vfio/vfio", "nvidia-fs0", "kvm", "uinput", "perf", "bpf"]
     for one in kinds:
         pipe = subprocess.Popen([sys.executable, sys.argv[0], one], env=os.environ | variables.get(one, {}), stdout=subprocess.PIPE).stdout
         assert pipe.readline() == b"0\n", one
@@ -114,8 +125,12 @@ rm /dev/nvidia-uvm && mknod -m 666 /dev/nvidia-uvm c 1 5
 mkdir -p /dev/vfio
 mknod -m 666 /dev/vfio/vfio c 1 3
 mknod -m 666 /dev/nvidia-fs0 c 1 3
+rm -f /dev/kvm /dev/uinput
+mknod -m 666 /dev/kvm c 1 3
+mknod -m 666 /dev/uinput c 1 3
 rm /dev/fuse && mknod -m 666 /dev/fuse c 1 3
-start all --device /dev/nvidia-uvm --device /dev/vfio/vfio --device /dev/nvidia-fs0 --device /dev/fuse
+start all --device /dev/nvidia-uvm --device /dev/vfio/vfio --device /dev/nvidia-fs0 --device /dev/fuse --device /dev/kvm --device /dev/uinput \
+    --cap-add BPF --cap-add PERFMON --cap-add NET_ADMIN
 if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo "all: checkpointed"; exit 1; fi
 tr '|' '\n' < /tmp/said > /tmp/lines
 while IFS='|' read -r cause remedy; do
@@ -129,9 +144,13 @@ has a userfaultfd|close it before the checkpoint
 serves a FUSE file system|mount it on the host
 drives a device itself (VFIO)|without that device
 uses GPUDirect Storage|without /dev/nvidia-fs
+runs a virtual machine (KVM)|stop the virtual machine
+makes an input device (/dev/uinput)|close it before the checkpoint
+has a performance counter open (perf_event)|stop profiling
+has a BPF program loaded|close it before the checkpoint
 REASONS
 [ "$(grep -c 'through NCCL' /tmp/lines)" = 2 ]
-told 'eight reasons at once' 'managed memory' 'cudaMalloc'
+told 'twelve reasons at once' 'managed memory' 'cudaMalloc'
 pod rm -f -t 0 c1 > /dev/null
 
 ip addr add 10.9.9.9/32 dev lo
