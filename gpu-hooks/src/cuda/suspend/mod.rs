@@ -8,19 +8,19 @@
 //! Everything here must be called on one thread. Whatever fails, and if this program dies: the agent brings
 //! the processes back unless it has been told to [`Op::Keep`] them.
 
+mod capture;
+mod files;
+
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid};
-use super::inject::{Injection, Seized};
-use super::lane::{LaneBuffer, LaneConfig, LaneDone, NamedBuffer, SharedBuffer, WantedRegion};
+use super::lane::{LaneBuffer, LaneConfig};
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
-use super::released::{Attention, Released};
 use cryopod_archive::lane::LaneFacts;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Limit of a query, which does no work, in milliseconds.
@@ -192,7 +192,7 @@ pub fn suspend(
         timeout_ms,
     })?;
     done.steps.push(("lock", micros));
-    let (captured, micros) = checkpoint(client, &threads, how, &mut done.left_out)?;
+    let (captured, micros) = capture::checkpoint(client, &threads, how, &mut done.left_out)?;
     done.steps.push(("checkpoint", micros));
     for captured in &captured {
         let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
@@ -206,7 +206,7 @@ pub fn suspend(
         }
     }
     if let Some(folder) = &how.folder {
-        let (written, micros) = to_files(client, folder, &captured, &done, how)?;
+        let (written, micros) = files::to_files(client, folder, &captured, &done, how)?;
         done.steps.push(("write", micros));
         done.lane = Some(written.facts);
     }
@@ -254,7 +254,7 @@ pub fn resume(
             .filter_map(|p| Some((p, restore.iter().find(|(pid, _)| *pid == p.pid)?)))
             .flat_map(|(p, (pid, tid))| p.buffers.iter().map(|b| (*pid, *tid, b.clone())))
             .collect();
-        let (read, buffers) = from_files(client, folder, &wanted, how)?;
+        let (read, buffers) = files::from_files(client, folder, &wanted, how)?;
         done.lane = read.map(|read| read.facts);
         loaded = wanted;
         for ((pid, tid, buffer), shared) in loaded.iter().zip(&buffers) {
@@ -263,12 +263,12 @@ pub fn resume(
                 .write(true)
                 .open(&shared.path)
                 .and_then(|file| {
-                    injected(*pid, *tid, |inject| {
+                    files::injected(*pid, *tid, |inject| {
                         inject.map_file(buffer.address, buffer.bytes, &file)
                     })
                 });
             if let Err(error) = mapped {
-                away(&loaded);
+                files::away(&loaded);
                 return Err(step("mapping the memory", *pid, error));
             }
         }
@@ -283,7 +283,7 @@ pub fn resume(
     match restored {
         Ok(micros) => done.steps.push(("restore", micros)),
         Err(error) => {
-            away(&loaded);
+            files::away(&loaded);
             return Err(error);
         }
     }
@@ -380,257 +380,6 @@ fn all(
         }
     }
     failed.map_or(Ok(slowest), Err)
-}
-
-/// The driver's checkpoint of all processes at once, into the lane's memory.
-fn checkpoint(
-    client: &mut Client,
-    threads: &Threads,
-    how: &How,
-    left_out: &mut Option<String>,
-) -> Result<(Vec<Captured>, u64), SuspendError> {
-    let start = Instant::now();
-    let mut seized = Vec::new();
-    let mut released = Vec::new();
-    let begin = || -> Result<(), SuspendError> {
-        for (pid, tid) in threads {
-            let failed = |error: io::Error| step("tracing the driver's thread", *pid, error);
-            seized.push(Seized::new(*tid).map_err(failed)?);
-            let least = Some(how.lane.min_bytes);
-            released.push(Released::new(*pid, *tid, least).map_err(failed)?);
-        }
-        Ok(())
-    };
-    let begun = { begin }();
-    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out));
-    let mut stopped = Ok(());
-    for thread in released {
-        let (pid, _) = thread.ids();
-        if let Err(error) = thread.stop() {
-            stopped = Err(step("letting the driver's thread go", pid, error));
-        }
-    }
-    drop(seized);
-    let captured = result?;
-    stopped?;
-    Ok((captured, micros(start)))
-}
-
-/// Looks after the driver's threads until all checkpoints have been answered.
-fn watch(
-    client: &mut Client,
-    threads: &Threads,
-    how: &How,
-    released: &mut [Released],
-    left_out: &mut Option<String>,
-) -> Result<Vec<Captured>, SuspendError> {
-    let limit_ms = how.step_timeout_ms;
-    let mut waiting = HashMap::new();
-    for (pid, _) in threads {
-        let op = Op::Checkpoint {
-            pid: *pid,
-            limit_ms,
-        };
-        waiting.insert(client.send(op)?, *pid);
-    }
-    let deadline = Instant::now() + Duration::from_millis(limit_ms) + MARGIN;
-    let mut held: HashMap<u64, (usize, u64)> = HashMap::new();
-    let mut ignored: HashSet<u64> = HashSet::new();
-    let mut captured = Vec::new();
-    let mut failed = None;
-    while !waiting.is_empty() {
-        let reply = client.receive(Duration::ZERO)?;
-        let mut busy = reply.is_some();
-        for (i, thread) in released.iter_mut().enumerate() {
-            match thread.attend() {
-                Attention::Quiet => {}
-                Attention::Busy => busy = true,
-                Attention::Asks(bytes) => {
-                    busy = true;
-                    let op = Op::LanePrepare {
-                        pid: thread.ids().0,
-                        bytes,
-                        threads: how.lane.threads(),
-                        limit_ms: 0,
-                    };
-                    held.insert(client.send(op)?, (i, bytes));
-                }
-            }
-        }
-        if !busy {
-            std::thread::sleep(TICK);
-        }
-        if Instant::now() >= deadline {
-            return Err(ClientError::Silent(limit_ms as f64 / 1000.0).into());
-        }
-        let Some(reply) = reply else { continue };
-        if let Some((i, bytes)) = held.remove(&reply.id) {
-            let thread = &mut released[i];
-            match answer(thread, bytes, &reply.outcome) {
-                Ok(one) => {
-                    let Captured {
-                        pid,
-                        tid,
-                        id,
-                        address,
-                        ..
-                    } = one;
-                    let op = Op::LanePlaced {
-                        id,
-                        pid,
-                        tid,
-                        address,
-                    };
-                    ignored.insert(client.send(op)?);
-                    captured.push(one);
-                }
-                Err(reason) => {
-                    thread.pass();
-                    left_out.get_or_insert(reason);
-                    if let Outcome::Buffer(buffer) = &reply.outcome {
-                        ignored.insert(client.send(Op::LaneDrop { id: buffer.id })?);
-                    }
-                }
-            }
-        } else if let Some(pid) = waiting.remove(&reply.id) {
-            if let Outcome::Error(error) = reply.outcome {
-                failed.get_or_insert(step("checkpoint", pid, error));
-            }
-        } else {
-            ignored.remove(&reply.id);
-        }
-    }
-    match (failed, left_out, &how.folder) {
-        (Some(failed), ..) => Err(failed),
-        (None, Some(reason), Some(_)) => Err(SuspendError::Files(format!(
-            "the GPU memory cannot go into files: {reason}"
-        ))),
-        _ => Ok(captured),
-    }
-}
-
-/// Gives the driver the memory that it asks for.
-fn answer(thread: &mut Released, bytes: u64, outcome: &Outcome) -> Result<Captured, String> {
-    let (pid, tid) = thread.ids();
-    let buffer = match outcome {
-        Outcome::Buffer(buffer) => buffer,
-        Outcome::Error(error) => return Err(error.message.clone()),
-        other => return Err(format!("unexpected answer {other:?}")),
-    };
-    let file = File::options().read(true).write(true).open(&buffer.path);
-    let address = file
-        .and_then(|file| thread.substitute(&file, bytes))
-        .map_err(|error| error.to_string())?;
-    Ok(Captured {
-        pid,
-        tid,
-        id: buffer.id,
-        address,
-        bytes,
-    })
-}
-
-/// Writes the memory to files, and takes it out of the processes when it is on the disk.
-fn to_files(
-    client: &mut Client,
-    folder: &Path,
-    captured: &[Captured],
-    done: &Done,
-    how: &How,
-) -> Result<(LaneDone, u64), SuspendError> {
-    let start = Instant::now();
-    let region = |one: &Captured| {
-        let buffers = done.processes.iter().flat_map(|p| &p.buffers);
-        let is = |b: &&LaneBuffer| {
-            b.address == one.address && b.region.starts_with(&format!("{}-", one.pid))
-        };
-        buffers
-            .filter(is)
-            .map(|b| b.region.clone())
-            .next()
-            .unwrap_or_default()
-    };
-    let buffers = captured.iter().map(|one| NamedBuffer {
-        id: one.id,
-        name: region(one),
-    });
-    let op = Op::LaneWrite {
-        dir: folder.to_owned(),
-        buffers: buffers.collect(),
-        config: how.lane.clone(),
-    };
-    if let Outcome::Error(error) = call(client, op)?.outcome {
-        return Err(SuspendError::Files(error.message));
-    }
-    let written = wait(client, how)?.unwrap_or_default();
-    for one in captured {
-        injected(one.pid, one.tid, |inject| {
-            inject.map_empty(one.address, one.bytes)
-        })
-        .map_err(|error| step("taking the memory away", one.pid, error))?;
-    }
-    Ok((written, micros(start)))
-}
-
-/// Reads the memory from files.
-fn from_files(
-    client: &mut Client,
-    folder: &Path,
-    wanted: &[(i32, i32, LaneBuffer)],
-    how: &How,
-) -> Result<(Option<LaneDone>, Vec<SharedBuffer>), SuspendError> {
-    if wanted.is_empty() {
-        return Ok((None, Vec::new()));
-    }
-    let regions = wanted.iter().map(|(_, _, buffer)| WantedRegion {
-        name: buffer.region.clone(),
-        bytes: buffer.bytes,
-    });
-    let op = Op::LaneLoad {
-        dir: folder.to_owned(),
-        regions: regions.collect(),
-        config: how.lane.clone(),
-    };
-    let buffers = match call(client, op)?.outcome {
-        Outcome::Buffers(buffers) if buffers.len() == wanted.len() => buffers,
-        Outcome::Error(error) => return Err(SuspendError::Files(error.message)),
-        other => return Err(SuspendError::Files(format!("unexpected answer {other:?}"))),
-    };
-    Ok((wait(client, how)?, buffers))
-}
-
-fn wait(client: &mut Client, how: &How) -> Result<Option<LaneDone>, SuspendError> {
-    let limit_ms = how.step_timeout_ms;
-    match call(client, Op::LaneWait { limit_ms })?.outcome {
-        Outcome::Lane(done) => Ok(done),
-        Outcome::Error(error) => Err(SuspendError::Files(error.message)),
-        other => Err(SuspendError::Files(format!("unexpected answer {other:?}"))),
-    }
-}
-
-/// System calls in a process that nobody traces.
-fn injected(
-    pid: i32,
-    tid: i32,
-    work: impl FnOnce(&mut Injection) -> io::Result<()>,
-) -> io::Result<()> {
-    let _seized = Seized::new(tid)?;
-    let mut inject = Injection::begin(pid, tid, 0)?;
-    let worked = work(&mut inject);
-    let ended = inject.end();
-    worked.and(ended)
-}
-
-/// Takes memory out of the processes that stay suspended: it is in the files.
-fn away(loaded: &[(i32, i32, LaneBuffer)]) {
-    for (pid, tid, buffer) in loaded {
-        let done = injected(*pid, *tid, |inject| {
-            inject.map_empty(buffer.address, buffer.bytes)
-        });
-        if let Err(error) = done {
-            tracing::warn!(pid, "its memory stays in host memory: {error}");
-        }
-    }
 }
 
 fn micros(since: Instant) -> u64 {

@@ -1,0 +1,113 @@
+//! The memory into files, and back.
+
+use super::super::client::Client;
+use super::super::inject::{Injection, Seized};
+use super::super::lane::{LaneBuffer, LaneDone, NamedBuffer, SharedBuffer, WantedRegion};
+use super::super::protocol::{Op, Outcome};
+use super::{Captured, Done, How, SuspendError, call, micros, step};
+use std::io;
+use std::path::Path;
+use std::time::Instant;
+
+/// Writes the memory to files, and takes it out of the processes when it is on the disk.
+pub(super) fn to_files(
+    client: &mut Client,
+    folder: &Path,
+    captured: &[Captured],
+    done: &Done,
+    how: &How,
+) -> Result<(LaneDone, u64), SuspendError> {
+    let start = Instant::now();
+    let region = |one: &Captured| {
+        let buffers = done.processes.iter().flat_map(|p| &p.buffers);
+        let is = |b: &&LaneBuffer| {
+            b.address == one.address && b.region.starts_with(&format!("{}-", one.pid))
+        };
+        buffers
+            .filter(is)
+            .map(|b| b.region.clone())
+            .next()
+            .unwrap_or_default()
+    };
+    let buffers = captured.iter().map(|one| NamedBuffer {
+        id: one.id,
+        name: region(one),
+    });
+    let op = Op::LaneWrite {
+        dir: folder.to_owned(),
+        buffers: buffers.collect(),
+        config: how.lane.clone(),
+    };
+    if let Outcome::Error(error) = call(client, op)?.outcome {
+        return Err(SuspendError::Files(error.message));
+    }
+    let written = wait(client, how)?.unwrap_or_default();
+    for one in captured {
+        injected(one.pid, one.tid, |inject| {
+            inject.map_empty(one.address, one.bytes)
+        })
+        .map_err(|error| step("taking the memory away", one.pid, error))?;
+    }
+    Ok((written, micros(start)))
+}
+
+/// Reads the memory from files.
+pub(super) fn from_files(
+    client: &mut Client,
+    folder: &Path,
+    wanted: &[(i32, i32, LaneBuffer)],
+    how: &How,
+) -> Result<(Option<LaneDone>, Vec<SharedBuffer>), SuspendError> {
+    if wanted.is_empty() {
+        return Ok((None, Vec::new()));
+    }
+    let regions = wanted.iter().map(|(_, _, buffer)| WantedRegion {
+        name: buffer.region.clone(),
+        bytes: buffer.bytes,
+    });
+    let op = Op::LaneLoad {
+        dir: folder.to_owned(),
+        regions: regions.collect(),
+        config: how.lane.clone(),
+    };
+    let buffers = match call(client, op)?.outcome {
+        Outcome::Buffers(buffers) if buffers.len() == wanted.len() => buffers,
+        Outcome::Error(error) => return Err(SuspendError::Files(error.message)),
+        other => return Err(SuspendError::Files(format!("unexpected answer {other:?}"))),
+    };
+    Ok((wait(client, how)?, buffers))
+}
+
+fn wait(client: &mut Client, how: &How) -> Result<Option<LaneDone>, SuspendError> {
+    let limit_ms = how.step_timeout_ms;
+    match call(client, Op::LaneWait { limit_ms })?.outcome {
+        Outcome::Lane(done) => Ok(done),
+        Outcome::Error(error) => Err(SuspendError::Files(error.message)),
+        other => Err(SuspendError::Files(format!("unexpected answer {other:?}"))),
+    }
+}
+
+/// System calls in a process that nobody traces.
+pub(super) fn injected(
+    pid: i32,
+    tid: i32,
+    work: impl FnOnce(&mut Injection) -> io::Result<()>,
+) -> io::Result<()> {
+    let _seized = Seized::new(tid)?;
+    let mut inject = Injection::begin(pid, tid, 0)?;
+    let worked = work(&mut inject);
+    let ended = inject.end();
+    worked.and(ended)
+}
+
+/// Takes memory out of the processes that stay suspended: it is in the files.
+pub(super) fn away(loaded: &[(i32, i32, LaneBuffer)]) {
+    for (pid, tid, buffer) in loaded {
+        let done = injected(*pid, *tid, |inject| {
+            inject.map_empty(buffer.address, buffer.bytes)
+        });
+        if let Err(error) = done {
+            tracing::warn!(pid, "its memory stays in host memory: {error}");
+        }
+    }
+}
