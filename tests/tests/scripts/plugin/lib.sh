@@ -23,6 +23,7 @@ goes_on() { # the sum comes again, and was never wrong
     local now && now=$(ticks)
     wait_for "${tick_limit:-10}" ticked $((now + 3)) && ! grep CORRUPT /tmp/out
 }
+freed() { /opt/build/cusim-ctl --socket "$SIM" status | jq -e '[.gpus[].pids[]] == []' > /dev/null; }
 gone() { ! pgrep -x cusim-client > /dev/null; }
 
 start() { # cusim-client ARG...
@@ -32,12 +33,13 @@ start() { # cusim-client ARG...
         3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 10>&- 11>&- 12>&- 13>&- 14>&- 15>&- &
     client_pid=$!
     disown
-    wait_for "${tick_limit:-10}" ticked 3
+    wait_for "${tick_limit:-10}" ticked 3 || { tail -n 3 /tmp/out >&2 && return 1; }
 }
 stop() {
     pkill -KILL -x cusim-client || true
     wait_for 5 gone
     ctl clear
+    wait_for 30 freed
 }
 
 operation() { # FOLDER KIND JSON: the folder of one operation, and its agent
