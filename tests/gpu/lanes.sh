@@ -78,7 +78,7 @@ medians() { # of the cases named CASE.1, CASE.2, ...
     result "$(jq -n --argjson all "$all" '{case: "lane-medians", ok: true, medians: $all}')"
 }
 
-two_lanes() { # RUNTIME SIZE LABEL: one process on one GPU, then two on two, in place; bytes a second of frozen time
+two_lanes() { # RUNTIME SIZE LABEL: one process on one GPU, then two on two, in place; GiB a second of CRIU's dump
     local label=$3 n rates=()
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
     for n in 1 2; do
