@@ -133,7 +133,7 @@ fn the_restore_thread_is_named_and_counted() {
 }
 
 #[test]
-fn forked_children_keep_descriptors_and_nothing_else() {
+fn forked_children_keep_descriptors_and_mappings_but_those_of_uvm() {
     let mut m = Machine::new(&[]);
     let c = m.client(&["--fork-idle", "2"]);
     let idle = children(c.pid);
@@ -143,7 +143,8 @@ fn forked_children_keep_descriptors_and_nothing_else() {
         assert_eq!(nodes(&fds), NODES, "{fds:?}");
         assert!(fds.iter().all(|f| !f.starts_with("socket")), "{fds:?}");
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-        assert!(!maps.contains("/dev/"), "{maps}");
+        assert!(maps.contains("/dev/nvidia0"), "{maps}");
+        assert!(!maps.contains("nvidia-uvm"), "{maps}");
         // It has the page of its parent, but is no CUDA process.
         m.fails(*pid, &["tid"], "CUDA_ERROR_INVALID_VALUE");
         m.fails(*pid, &["state"], "CUDA_ERROR_INVALID_VALUE");
