@@ -64,8 +64,19 @@ impl Container {
         all
     }
 
-    /// Whether its cgroup is frozen: the driver's thread would not answer.
-    pub fn is_paused(&self, host: &Host) -> bool {
+    /// The driver's thread of a paused container would not answer.
+    ///
+    /// # Errors
+    /// It is paused.
+    pub fn is_unpaused(&self, host: &Host, name: &str) -> anyhow::Result<()> {
+        if self.is_paused(host) {
+            bail!("{name}: it is paused, and its driver cannot work; unpause it first");
+        }
+        Ok(())
+    }
+
+    /// Whether its cgroup is frozen.
+    fn is_paused(&self, host: &Host) -> bool {
         let cgroups = host
             .text(format!("/proc/{}/cgroup", self.init))
             .unwrap_or_default();

@@ -9,15 +9,15 @@ use cryopod_archive::lane::{Digest, Lane};
 use cryopod_archive::seal::{Gpu, Vendor};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
 use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::suspend::{How, Suspended, resume};
+use cryopod_gpu_hooks::cuda::suspend::{How, SuspendError, Suspended, resume};
 use cryopod_gpu_hooks::gpumap::{self, Choice, Situation, Wish};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_runtime::config::Config;
-use cryopod_runtime::suspended::{self, Record};
+use cryopod_runtime::suspended::Record;
 
 use crate::container::Container;
-use crate::suspend::{Work, steps};
+use crate::suspend::{Work, find, steps};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -40,15 +40,8 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let container = Container::find(&host, &args.container)?;
-    suspended::sweep(&host);
-    let record = Record::of(&host, container.init);
-    if container.is_paused(&host) {
-        bail!(
-            "{}: it is paused, and its driver cannot work; unpause it first",
-            args.container
-        );
-    }
+    let (container, record) = find(&host, &args.container)?;
+    container.is_unpaused(&host, &args.container)?;
     if let Some(record) = &record {
         whole(record)?;
     }
@@ -73,6 +66,11 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     work.end();
     let done = match (done, &record) {
         (Ok(done), _) => done,
+        // Another tool has resumed it, or a suspend did not come to its end.
+        (Err(error @ SuspendError::Running), Some(record)) => {
+            forget(record);
+            bail!("{}: not resumed: {error}", args.container);
+        }
         (Err(error), Some(record)) => bail!(
             "{}: not resumed; it stays suspended, with its GPU memory {}: {error}",
             args.container,
@@ -81,11 +79,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         (Err(error), None) => bail!("{}: not resumed: {error}", args.container),
     };
     if let Some(record) = record {
-        record.remove();
-        if let Some(folder) = &record.folder {
-            cryopod_archive::lane::remove(folder);
-            let _ = std::fs::remove_dir(folder);
-        }
+        forget(&record);
     }
     if !args.quiet {
         println!(
@@ -96,6 +90,15 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Removes a record and the files.
+fn forget(record: &Record) {
+    record.remove();
+    if let Some(folder) = &record.folder {
+        cryopod_archive::lane::remove(folder);
+        let _ = std::fs::remove_dir(folder);
+    }
 }
 
 fn unknown(pid: i32) -> Suspended {

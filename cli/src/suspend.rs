@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, bail};
 use cryopod_gpu_hooks::cuda::client::Client;
 use cryopod_gpu_hooks::cuda::lane::memory;
-use cryopod_gpu_hooks::cuda::suspend::{Done, How, suspend};
+use cryopod_gpu_hooks::cuda::suspend::{Done, How, SuspendError, suspend};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_runtime::agent::{Agent, SOCKET};
 use cryopod_runtime::config::Config;
@@ -43,9 +43,8 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
-    let container = Container::find(&host, &args.container)?;
-    suspended::sweep(&host);
-    if let Some(record) = Record::of(&host, container.init) {
+    let (container, record) = find(&host, &args.container)?;
+    if let Some(record) = record {
         bail!(
             "{0}: it is suspended already, since {1}; its GPU memory is {2}; `cryopod resume {0}` brings it back",
             args.container,
@@ -53,12 +52,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             record.place()
         );
     }
-    if container.is_paused(&host) {
-        bail!(
-            "{}: it is paused, and its driver cannot work; unpause it first",
-            args.container
-        );
-    }
+    container.is_unpaused(&host, &args.container)?;
     let pids = container.processes(&host);
     let work = Work::begin(&config, &host)?;
     let folder = args.to.as_deref().map(Folder::make).transpose()?;
@@ -85,6 +79,17 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     drop(client);
     let done = match done {
         Ok(done) => done,
+        Err(error @ SuspendError::Unsettled(_)) => {
+            // Its memory may be in the files alone.
+            if let Some(folder) = folder {
+                folder.keep();
+            }
+            work.end();
+            bail!(
+                "{0}: {error}; `cryopod resume {0}` brings it back, or says that it runs",
+                args.container
+            );
+        }
         Err(error) => {
             if let Some(record) = Record::of(&host, container.init) {
                 record.remove();
@@ -126,6 +131,17 @@ fn say(args: &Args, done: &Done, took: Duration) {
     if let Some(reason) = &done.left_out {
         println!("not by the lane: {reason}");
     }
+}
+
+/// The container of this name, and its record if it is suspended.
+///
+/// # Errors
+/// There is none.
+pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<Record>)> {
+    let container = Container::find(host, name)?;
+    suspended::sweep(host);
+    let record = Record::of(host, container.init);
+    Ok((container, record))
 }
 
 /// The steps and their times, in words.

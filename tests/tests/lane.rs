@@ -81,7 +81,7 @@ fn suspended(low: &str, cgroup: Cgroup) {
         return;
     };
     let script = format!("set -- {low}\n{}", include_str!("scripts/lane/suspend.sh"));
-    run(bed, &script, 53);
+    run(bed, &script, 57);
 }
 
 #[test]

@@ -160,3 +160,44 @@ fn nonsense_ends_the_connection_and_a_silent_agent_is_noticed() {
     let gone = Client::connect(Path::new("/nonexistent/driver.sock"));
     assert!(matches!(gone, Err(ClientError::Io(_))));
 }
+
+#[test]
+fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
+    use super::super::lane::LaneConfig;
+    use super::super::suspend::{How, SuspendError, resume, suspend};
+    let victim = Victim::new();
+    let server = start(FakeDriver::with(&[victim.pid()]));
+    let mut client = server.connect();
+    let socket = client.fd().try_clone_to_owned().unwrap();
+    let how = How {
+        lane: LaneConfig::default(),
+        folder: None,
+        lock_timeout_ms: 1000,
+        step_timeout_ms: 3000,
+    };
+    let mut noted = None;
+    let suspended = suspend(&mut client, &[victim.pid()], &how, &mut |done| {
+        noted = Some(done.processes.clone());
+        UnixStream::from(socket.try_clone().unwrap())
+            .shutdown(std::net::Shutdown::Both)
+            .map_err(|error| error.to_string())
+    });
+    assert!(
+        matches!(suspended, Err(SuspendError::Unsettled(_))),
+        "{suspended:?}"
+    );
+    drop(client);
+    // Here the agent has not been told, and brings it back: a resume says so.
+    let processes = noted.unwrap();
+    let mut client = server.connect();
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match resume(&mut client, &processes, &[], &how) {
+            Err(SuspendError::Running) => break,
+            other => assert!(Instant::now() < deadline, "{other:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    drop(client);
+    assert_eq!(server.end().0, AgentOutcome::RolledBack);
+}

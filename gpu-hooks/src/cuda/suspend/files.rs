@@ -100,8 +100,8 @@ pub(super) fn injected(
     worked.and(ended)
 }
 
-/// Takes memory out of the processes that stay suspended: it is in the files.
-pub(super) fn away(loaded: &[(i32, i32, LaneBuffer)]) {
+/// Takes memory out of processes: it is in the files.
+pub(super) fn away<'a>(loaded: impl Iterator<Item = &'a (i32, i32, LaneBuffer)>) {
     for (pid, tid, buffer) in loaded {
         let done = injected(*pid, *tid, |inject| {
             inject.map_empty(buffer.address, buffer.bytes)

@@ -89,9 +89,15 @@ pub enum SuspendError {
         /// Its name.
         comm: String,
     },
-    /// It is not suspended.
+    /// It is not suspended: there is no process of it, or none uses the driver.
     #[error("none of its processes is suspended")]
     NotSuspended,
+    /// The driver says of all of them that they run.
+    #[error("none of its processes is suspended: they run")]
+    Running,
+    /// All was done but the end, of which nothing is known: they are suspended, or run again.
+    #[error("whether its processes stay suspended is not known: {0}")]
+    Unsettled(ClientError),
     /// A process is in a state in which nothing can be done.
     #[error("process {pid} ({comm}) is {state} for the driver; {remedy}")]
     State {
@@ -211,7 +217,9 @@ pub fn suspend(
         done.lane = Some(written.facts);
     }
     note(&done).map_err(SuspendError::Files)?;
-    call(client, Op::Keep)?;
+    // The agent may have taken it before it died: what is written must stay until that is known.
+    let kept = client.call(Op::Keep, limit_of(&Op::Keep));
+    kept.map_err(SuspendError::Unsettled)?;
     Ok(done)
 }
 
@@ -239,7 +247,13 @@ pub fn resume(
     let restore = are(ProcessState::Checkpointed);
     let mut unlock = are(ProcessState::Locked);
     if restore.is_empty() && unlock.is_empty() {
-        return Err(SuspendError::NotSuspended);
+        let run = !threads.is_empty() && threads.len() == alive.len();
+        return Err(
+            match run && are(ProcessState::Running).len() == alive.len() {
+                true => SuspendError::Running,
+                false => SuspendError::NotSuspended,
+            },
+        );
     }
     let mut done = Done {
         processes: alive,
@@ -268,7 +282,7 @@ pub fn resume(
                     })
                 });
             if let Err(error) = mapped {
-                files::away(&loaded);
+                take_away(client, &threads, &loaded);
                 return Err(step("mapping the memory", *pid, error));
             }
         }
@@ -283,7 +297,7 @@ pub fn resume(
     match restored {
         Ok(micros) => done.steps.push(("restore", micros)),
         Err(error) => {
-            files::away(&loaded);
+            take_away(client, &threads, &loaded);
             return Err(error);
         }
     }
@@ -295,6 +309,18 @@ pub fn resume(
     done.steps.push(("unlock", micros));
     call(client, Op::Keep)?;
     Ok(done)
+}
+
+/// Takes the memory out of the processes that stay suspended, for it is in the files. Of the others the driver has
+/// let go of it, or is at work on it: where it was may be anything now.
+fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, LaneBuffer)]) {
+    match states(client, threads) {
+        Ok(states) => {
+            let stays = |pid: i32| states.contains(&(pid, ProcessState::Checkpointed));
+            files::away(loaded.iter().filter(|(pid, ..)| stays(*pid)));
+        }
+        Err(error) => tracing::warn!("the memory that was read stays mapped: {error}"),
+    }
 }
 
 /// The CUDA processes among these.

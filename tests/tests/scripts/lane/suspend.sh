@@ -61,6 +61,11 @@ check 'on both GPUs' used 'all(. > 100000000)'
 check 'the same sums' test "$(podman logs job 2>&1 | awk '{print $2, $5}' | sort -u)" = "$last"
 check 'resume, and it is not suspended: refused' refused 'none of its processes is suspended' cryopod resume job
 check 'and it goes on' goes_on
+check 'suspended again' does cryopod suspend job
+for pid in $(pgrep -x cusim-client); do LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step "$pid" restore unlock > /tmp/said 2>&1 || true; done
+check 'resumed by another tool: it goes on' goes_on
+check 'which resume then says' refused 'not resumed: none of its processes is suspended: they run' cryopod resume job
+check 'and the record of it is gone' test ! -e /run/cryopod/suspended
 
 check 'into files' does cryopod suspend --to /tmp/files job
 check 'into files: they are there' test -s /tmp/files/lane-index.img
