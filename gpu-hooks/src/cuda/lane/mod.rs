@@ -16,6 +16,7 @@ use cryopod_archive::lane::{
     Codec, DEFAULT_CHUNK, LaneFacts, ReadOptions, WriteOptions, usual_threads,
 };
 use serde::{Deserialize, Serialize};
+use std::num::NonZero;
 use std::path::PathBuf;
 
 pub mod memory;
@@ -27,6 +28,9 @@ pub const MIN_BYTES: u64 = 64 << 20;
 /// Memory that must be left on the host beside a buffer, in bytes.
 pub const SPARE_BYTES: u64 = 256 << 20;
 
+/// More threads are refused.
+const MAX_THREADS: usize = 256;
+
 /// How the lane works, in the plugin's configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -35,7 +39,7 @@ pub struct LaneConfig {
     pub required: bool,
     /// Smaller mappings of the driver stay where they are.
     pub min_bytes: u64,
-    /// Threads; 0: one a core, at most 16.
+    /// Threads; 0: one a core, at most 16 for each process.
     pub threads: usize,
     /// Size of a chunk.
     pub chunk_bytes: u32,
@@ -86,30 +90,40 @@ impl Default for LaneConfig {
 }
 
 impl LaneConfig {
-    /// The number of threads.
+    /// The number of threads for one process's memory.
     pub fn threads(&self) -> usize {
+        self.threads_for(1)
+    }
+
+    /// The number of threads for the memory of several processes, each on a GPU of its own, say: where none is
+    /// configured, as many for each as for one, while there are cores.
+    pub fn threads_for(&self, buffers: usize) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(2, NonZero::get);
         match self.threads {
-            0 => usual_threads(),
+            0 => usual_threads()
+                .saturating_mul(buffers.max(1))
+                .min(cores())
+                .min(MAX_THREADS),
             threads => threads,
         }
     }
 
-    /// For the writer.
-    pub fn write_options(&self) -> WriteOptions {
+    /// For the writer of so many buffers.
+    pub fn write_options(&self, buffers: usize) -> WriteOptions {
         WriteOptions {
             chunk_bytes: self.chunk_bytes,
             shard_bytes: self.shard_bytes,
-            threads: self.threads(),
+            threads: self.threads_for(buffers),
             codec: self.codec,
             level: self.level,
             sync: true,
         }
     }
 
-    /// For the reader, into fresh memory.
-    pub fn read_options(&self) -> ReadOptions {
+    /// For the reader of so many buffers, into fresh memory.
+    pub fn read_options(&self, buffers: usize) -> ReadOptions {
         ReadOptions {
-            threads: self.threads(),
+            threads: self.threads_for(buffers),
             check: self.check,
             zeroed: true,
         }
@@ -121,8 +135,11 @@ impl LaneConfig {
     /// A text that names the key.
     pub fn validate(&self) -> Result<(), String> {
         use cryopod_archive::lane::{MAX_CHUNK, MIN_CHUNK};
-        if self.threads > 256 {
-            return Err(format!("lane: {} threads (at most 256)", self.threads));
+        if self.threads > MAX_THREADS {
+            return Err(format!(
+                "lane: {} threads (at most {MAX_THREADS})",
+                self.threads
+            ));
         }
         if !self.chunk_bytes.is_power_of_two()
             || !(MIN_CHUNK..=MAX_CHUNK).contains(&self.chunk_bytes)
@@ -196,4 +213,27 @@ pub struct LaneBuffer {
     pub bytes: u64,
     /// Name of the region.
     pub region: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_buffers_have_more_threads_while_there_are_cores() {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let config = LaneConfig::default();
+        assert_eq!(config.threads(), cores.min(16));
+        assert_eq!(config.threads_for(0), config.threads());
+        assert_eq!(config.write_options(2).threads, cores.min(32));
+        assert_eq!(
+            config.read_options(1 << 40).threads,
+            cores.min(MAX_THREADS).max(1)
+        );
+        let three = LaneConfig {
+            threads: 3,
+            ..config
+        };
+        assert_eq!(three.write_options(8).threads, 3);
+    }
 }

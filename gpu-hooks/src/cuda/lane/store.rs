@@ -204,7 +204,7 @@ impl Lanes {
             .iter()
             .map(|b| self.memory(b.id, &b.name))
             .collect::<Result<Vec<_>, _>>()?;
-        let options = config.write_options();
+        let options = config.write_options(buffers.len());
         let job = Job::Write {
             dir: dir.clone(),
             memory,
@@ -233,7 +233,7 @@ impl Lanes {
             memory.push(self.memory(buffer.id, &region.name)?);
             shared.push(buffer);
         }
-        let options = config.read_options();
+        let options = config.read_options(regions.len());
         let job = Job::Load {
             dir,
             memory,
