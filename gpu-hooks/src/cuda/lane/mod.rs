@@ -226,10 +226,7 @@ mod tests {
         assert_eq!(config.threads(), cores.min(16));
         assert_eq!(config.threads_for(0), config.threads());
         assert_eq!(config.write_options(2).threads, cores.min(32));
-        assert_eq!(
-            config.read_options(1 << 40).threads,
-            cores.min(MAX_THREADS).max(1)
-        );
+        assert_eq!(config.read_options(1 << 40).threads, cores.min(MAX_THREADS));
         let three = LaneConfig {
             threads: 3,
             ..config
