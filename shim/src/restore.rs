@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, umount2};
@@ -15,15 +16,33 @@ use crate::images;
 const FOLDER: &str = "cryopod";
 /// What CRIU names the folder in which it mounts cgroups.
 const CGROUP_YARD: &str = ".criu.cgyard";
-/// What containerd names the folders into which it unpacks a checkpoint. It never removes them.
+/// How the name of a folder begins into which containerd unpacks a checkpoint; it never removes them. A random number
+/// follows: `os.MkdirTemp(os.Getenv("XDG_RUNTIME_DIR"), "ctrd-checkpoint")` in its task service (1.7.24, 2.1.9).
 const UNPACKED: &str = "ctrd-checkpoint";
+/// The random number is of 32 bits.
+const MAX_DIGITS: usize = 10;
+/// The mode of a folder that `os.MkdirTemp` makes.
+const PRIVATE: u32 = 0o700;
+
+/// What containerd's Create says of a restore.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// The container's bundle.
+    pub bundle: &'a Path,
+    /// The checkpoint.
+    pub images: &'a Path,
+    /// The options name a folder: the checkpoint is the user's own.
+    pub named: bool,
+    /// The engine connects networks before Start: the container's own namespace, if it is to have one, is made now.
+    pub network: bool,
+}
 
 /// What there is of it before it runs.
 #[derive(Debug)]
 pub struct Restoring {
-    /// As containerd named them.
-    images: PathBuf,
     bundle: PathBuf,
+    /// The checkpoint, if it is containerd's copy for this one restore.
+    copy: Option<PathBuf>,
     holder: Option<Holder>,
     done: bool,
 }
@@ -50,38 +69,42 @@ pub enum RestoreError {
 }
 
 impl Restoring {
-    /// Prepares a restore. With `network`, the engine connects networks before Start: the container's own namespace,
-    /// if it is to have one, is made now.
+    /// Prepares a restore.
     ///
     /// # Errors
     /// [`RestoreError`]; nothing is left of it.
-    pub fn new(bundle: &Path, images: &Path, network: bool) -> Result<Self, RestoreError> {
+    pub fn new(wanted: Wanted) -> Result<Self, RestoreError> {
+        Self::prepare(wanted, &temporary())
+    }
+
+    fn prepare(wanted: Wanted, temporary: &Path) -> Result<Self, RestoreError> {
+        let copy = !wanted.named && unpacked(wanted.images, temporary);
         let mut restoring = Self {
-            images: images.to_owned(),
-            bundle: bundle.to_owned(),
+            bundle: wanted.bundle.to_owned(),
+            copy: copy.then(|| wanted.images.to_owned()),
             holder: None,
             done: false,
         };
-        if network
-            && unpacked(images)
-            && let Some(spec) = own_network(bundle)?
+        if wanted.network
+            && copy
+            && let Some(spec) = own_network(wanted.bundle)?
         {
-            restoring.join(spec)?;
+            restoring.join(wanted.images, spec)?;
         }
         Ok(restoring)
     }
 
-    fn join(&mut self, mut spec: Value) -> Result<(), RestoreError> {
-        let failed = |images: &Path| {
-            let images = images.to_owned();
-            move |source| RestoreError::Prepare { images, source }
+    fn join(&mut self, images: &Path, mut spec: Value) -> Result<(), RestoreError> {
+        let failed = |source| RestoreError::Prepare {
+            images: images.to_owned(),
+            source,
         };
         let folder = self.folder();
-        if !images::set_outer_network(&self.images).map_err(failed(&self.images))? {
+        if !images::set_outer_network(images).map_err(failed)? {
             return Ok(());
         }
-        fs::create_dir_all(&folder).map_err(failed(&self.images))?;
-        self.holder = Some(Holder::start(&folder).map_err(failed(&self.images))?);
+        fs::create_dir_all(&folder).map_err(failed)?;
+        self.holder = Some(Holder::start(&folder).map_err(failed)?);
         let place = holder::place(&folder);
         for namespace in network_namespaces(&mut spec) {
             namespace["path"] = place.to_string_lossy().into();
@@ -91,7 +114,7 @@ impl Restoring {
         fs::write(&partial, spec.to_string())
             .and_then(|()| fs::set_permissions(&partial, fs::metadata(&path)?.permissions()))
             .and_then(|()| fs::rename(&partial, &path))
-            .map_err(failed(&self.images))
+            .map_err(failed)
     }
 
     fn folder(&self) -> PathBuf {
@@ -116,16 +139,32 @@ impl Drop for Restoring {
         if !self.done {
             remove(&self.bundle);
         }
-        if unpacked(&self.images) {
-            let _ = fs::remove_dir_all(&self.images);
+        if let Some(copy) = &self.copy {
+            let _ = fs::remove_dir_all(copy);
         }
     }
 }
 
-/// Is this containerd's own copy, made for one restore?
-fn unpacked(images: &Path) -> bool {
-    let name = images.file_name().unwrap_or_default();
-    name.to_string_lossy().starts_with(UNPACKED)
+/// Where containerd makes its temporary folders, if its environment is still the one that this process came from.
+fn temporary() -> PathBuf {
+    let named = |name| std::env::var_os(name).filter(|v| !v.is_empty());
+    named("XDG_RUNTIME_DIR")
+        .or_else(|| named("TMPDIR"))
+        .map_or_else(|| "/tmp".into(), PathBuf::from)
+}
+
+/// Is this surely containerd's own copy, made for one restore? Only such a one is changed and removed.
+fn unpacked(images: &Path, temporary: &Path) -> bool {
+    let name = images.file_name().unwrap_or_default().to_string_lossy();
+    let numbered = name.strip_prefix(UNPACKED).is_some_and(|n| {
+        (1..=MAX_DIGITS).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit())
+    });
+    let private = |m: fs::Metadata| {
+        m.is_dir() && m.mode() & 0o777 == PRIVATE && m.uid() == nix::unistd::geteuid().as_raw()
+    };
+    numbered
+        && images.parent() == Some(temporary)
+        && fs::symlink_metadata(images).is_ok_and(private)
 }
 
 /// Removes what a restore has left in a bundle: when the container is deleted, or after our process died.
@@ -182,6 +221,8 @@ fn network_namespaces(spec: &mut Value) -> impl Iterator<Item = &mut Value> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+
     use super::*;
     use serde_json::json;
 
@@ -202,21 +243,82 @@ mod tests {
         assert!(e.contains("config.json"), "{e}");
     }
 
+    fn private(dir: &Path) {
+        fs::DirBuilder::new().mode(0o700).create(dir).unwrap();
+    }
+
     #[test]
-    fn without_networks_nothing_is_prepared() {
+    fn without_networks_nothing_is_prepared_and_a_copy_is_removed() {
         let dir = tempfile::tempdir().unwrap();
-        let unpacked = dir.path().join("ctrd-checkpoint1");
-        fs::create_dir(&unpacked).unwrap();
-        let restoring = Restoring::new(dir.path(), &unpacked, false).unwrap();
-        assert_eq!(restoring.pid(), None);
-        restoring.succeeded();
-        assert!(!unpacked.exists());
+        let restored = |images: &Path, named| {
+            let wanted = Wanted {
+                bundle: dir.path(),
+                images,
+                named,
+                network: false,
+            };
+            let restoring = Restoring::prepare(wanted, dir.path()).unwrap();
+            assert_eq!(restoring.pid(), None);
+            restoring.succeeded();
+            drop(Restoring::prepare(wanted, dir.path()).unwrap());
+            images.exists()
+        };
+        let copy = dir.path().join("ctrd-checkpoint1234567890");
+        private(&copy);
+        fs::write(copy.join("pages-1.img"), "pages").unwrap();
+        assert!(restored(&copy, true));
+        assert!(!restored(&copy, false));
         let kept = dir.path().join("images");
-        fs::create_dir(&kept).unwrap();
-        Restoring::new(dir.path(), &kept, false)
-            .unwrap()
-            .succeeded();
-        drop(Restoring::new(dir.path(), &kept, false).unwrap());
-        assert!(kept.exists());
+        private(&kept);
+        assert!(restored(&kept, false));
+    }
+
+    /// Whatever a user may have of a like name stays as it is.
+    #[test]
+    fn only_containerds_copy_is_taken_for_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let there = |name: &str| {
+            let path = dir.path().join(name);
+            private(&path);
+            path
+        };
+        let copy = there("ctrd-checkpoint42");
+        assert!(unpacked(&copy, dir.path()));
+        assert!(unpacked(&copy, &dir.path().join("")));
+        for name in [
+            "ctrd-checkpoint",
+            "ctrd-checkpoint-mine",
+            "ctrd-checkpoint42-mine",
+            "ctrd-checkpoint42.bak",
+            "ctrd-checkpoint12345678901",
+            "ctrd-checkpoint\u{664}\u{662}",
+            "my-ctrd-checkpoint42",
+        ] {
+            assert!(!unpacked(&there(name), dir.path()), "{name}");
+        }
+        let elsewhere = there("mine");
+        let below = there("mine/ctrd-checkpoint42");
+        assert!(!unpacked(&below, dir.path()));
+        assert!(!unpacked(&copy, &elsewhere));
+        assert!(!unpacked(
+            &elsewhere.join("../ctrd-checkpoint42"),
+            dir.path()
+        ));
+        assert!(!unpacked(Path::new("ctrd-checkpoint42"), dir.path()));
+        assert!(!unpacked(&dir.path().join("ctrd-checkpoint43"), dir.path()));
+        let link = dir.path().join("ctrd-checkpoint44");
+        std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
+        assert!(!unpacked(&link, dir.path()));
+        let file = dir.path().join("ctrd-checkpoint45");
+        fs::write(&file, "mine").unwrap();
+        assert!(!unpacked(&file, dir.path()));
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(!unpacked(&copy, dir.path()));
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o700)).unwrap();
+        assert!(unpacked(&copy, dir.path()));
+        // Only root can have a folder that is another's.
+        if std::os::unix::fs::chown(&copy, Some(4711), None).is_ok() {
+            assert!(!unpacked(&copy, dir.path()));
+        }
     }
 }

@@ -20,7 +20,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
 use crate::address::Address;
 use crate::lifecycle::DEFAULT_ROOT;
-use crate::restore::{self, Restoring};
+use crate::restore::{self, Restoring, Wanted};
 use crate::{options, proxy, rpc};
 
 /// The log that the stock shim has the runtime write, in the bundle.
@@ -312,13 +312,18 @@ impl Tasks {
             root => PathBuf::from(root),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
+        let named = !options.criu_image_path.is_empty();
         // Other engines connect networks by hooks, or have a namespace ready.
         let mounted = create.rootfs.is_empty();
         let mut restoring = None;
         if !create.checkpoint.is_empty() {
-            let prepared = Restoring::new(&bundle, Path::new(&create.checkpoint), mounted)
-                .map_err(|e| e.to_string())?;
-            restoring = Some(prepared);
+            let wanted = Wanted {
+                bundle: &bundle,
+                images: Path::new(&create.checkpoint),
+                named,
+                network: mounted,
+            };
+            restoring = Some(Restoring::new(wanted).map_err(|e| e.to_string())?);
         }
         let mut changed = request.clone();
         changed.payload = create.write_to_bytes().map_err(|e| e.to_string())?;
