@@ -58,7 +58,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if nodes.is_empty() {
         // Nobody is there to ask when the container stands still; but an engine that carries no files has paused it.
         if carried && state.paused {
-            rootfs::capture(&host, state.init, &image_path(inv))?;
+            rootfs::capture(&ctx.config.rootfs, &host, state.init, &image_path(inv))?;
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
@@ -224,8 +224,10 @@ impl Job<'_> {
                     return true;
                 }
                 let Some(this) = slot.take() else { return true };
+                let options = &self.ctx.config.rootfs;
                 if self.carried
-                    && let Err(e) = rootfs::capture(self.host, self.state.init, &images.path)
+                    && let Err(e) =
+                        rootfs::capture(options, self.host, self.state.init, &images.path)
                 {
                     sealing = Some(e.to_string());
                     return false;

@@ -50,7 +50,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let folder = image_folder(ctx, inv);
     handover::before_restore(&folder).map_err(|e| Error::Failed(e.to_string()))?;
     let Some(seal) = Seal::open(&folder)? else {
-        rootfs::apply(&folder, &bundle_folder(inv))?;
+        rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));
     };
     let tools = SystemTools::from_env();
@@ -113,7 +113,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let edits = edits(ctx, &chosen, answer.amd_visible);
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
     let cgroups = Cgroups::missing(&host, &spec, &inv.id);
-    rootfs::apply(&folder, &bundle_folder(inv))?;
+    rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
     let watch = Watch {
         kind: child::Kind::Restore {

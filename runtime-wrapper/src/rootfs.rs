@@ -9,6 +9,7 @@
 
 mod apply;
 mod capture;
+mod records;
 
 use std::path::{Path, PathBuf};
 
@@ -35,11 +36,31 @@ const OPAQUE: &str = ".wh..wh..opq";
 const CAPABILITY: &str = "security.capability";
 
 /// `[rootfs]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
     /// Whose changes are carried.
     pub carry: Carry,
+    /// What a restore unpacks at most, in GiB: checkpoints may be strangers'.
+    pub max_gib: u64,
+    /// Likewise, files and folders.
+    pub max_files: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            carry: Carry::default(),
+            max_gib: 64,
+            max_files: 1_000_000,
+        }
+    }
+}
+
+impl Options {
+    fn max_bytes(&self) -> u64 {
+        self.max_gib.saturating_mul(1 << 30)
+    }
 }
 
 /// `rootfs.carry`.
@@ -78,7 +99,7 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
 ///
 /// # Errors
 /// [`Error::Io`]: the layer cannot be read, or the disk is full; no file is left.
-pub fn capture(host: &Host, init: i32, images: &Path) -> Result<(), Error> {
+pub fn capture(options: &Options, host: &Host, init: i32, images: &Path) -> Result<(), Error> {
     let Some(upper) = upper(host, init) else {
         tracing::warn!(
             "the container's root is no overlay of its own: its changes of files are not in the checkpoint"
@@ -87,8 +108,16 @@ pub fn capture(host: &Host, init: i32, images: &Path) -> Result<(), Error> {
     };
     let upper = host.path(&upper);
     let partial = images.join(format!(".{FILE}.partial"));
-    let done =
-        capture::pack(&upper, &partial).and_then(|()| std::fs::rename(&partial, images.join(FILE)));
+    let done = capture::pack(&upper, &partial).and_then(|()| {
+        let bytes = std::fs::metadata(&partial)?.len();
+        if bytes > options.max_bytes() {
+            tracing::warn!(
+                "the container's changes of files have {} GiB: a restore needs rootfs.max_gib above that in its configuration",
+                bytes.div_ceil(1 << 30)
+            );
+        }
+        std::fs::rename(&partial, images.join(FILE))
+    });
     done.map_err(|source| {
         let _ = std::fs::remove_file(&partial);
         Error::Io {
@@ -117,8 +146,8 @@ fn upper(host: &Host, init: i32) -> Option<PathBuf> {
 /// Unpacks what a checkpoint carries over the root of a container that is about to be restored.
 ///
 /// # Errors
-/// [`Error::Io`] naming the entry.
-pub fn apply(images: &Path, bundle: &Path) -> Result<(), Error> {
+/// [`Error::Io`] naming the entry. Nothing was written if the tar breaks its bounds, or names what is out of the root.
+pub fn apply(options: &Options, images: &Path, bundle: &Path) -> Result<(), Error> {
     let path = images.join(FILE);
     // A stranger's link would have other files of the host unpacked.
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
@@ -133,7 +162,7 @@ pub fn apply(images: &Path, bundle: &Path) -> Result<(), Error> {
     let Some(root) = root.map(|r| bundle.join(r)) else {
         return Ok(());
     };
-    apply::unpack(&path, &root).map_err(Error::io(format!(
+    apply::unpack(&path, &root, options).map_err(Error::io(format!(
         "the files of the checkpoint ({}) cannot be put into {}",
         path.display(),
         root.display()

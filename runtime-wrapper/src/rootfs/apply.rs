@@ -3,7 +3,7 @@
 
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufReader};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
@@ -12,29 +12,25 @@ use std::time::{Duration, SystemTime};
 
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
-use tar::{Archive, Entry, EntryType};
+use tar::EntryType;
 
-use super::{CAPABILITY, OPAQUE, WHITEOUT};
+use super::records::{Record, each};
+use super::{CAPABILITY, OPAQUE, Options, WHITEOUT};
 
 /// A file's name while it is written.
 const PARTIAL: &str = ".cryopod-unpacked";
 
-/// Unpacks it.
-pub fn unpack(tar: &Path, root: &Path) -> io::Result<()> {
+/// Unpacks it, if it keeps to the bounds.
+pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
     let root = File::open(root)?;
     let mut options = OpenOptions::new();
     let tar = options
         .read(true)
         .custom_flags(libc::O_NOFOLLOW)
         .open(tar)?;
-    let mut archive = Archive::new(BufReader::with_capacity(1 << 20, tar));
-    for entry in archive.entries()? {
-        let mut entry = entry?;
-        let path = entry.path()?.into_owned();
-        one(&mut entry, &path, &root)
-            .map_err(|e| io::Error::new(e.kind(), format!("/{}: {e}", path.display())))?;
-    }
-    Ok(())
+    // All of it is looked at before anything of the container is changed.
+    each(&tar, bounds, &mut |record| record.place().map(drop))?;
+    each(&tar, bounds, &mut |record| one(record, &root))
 }
 
 /// A folder of the root.
@@ -88,6 +84,37 @@ impl Folder {
     }
 }
 
+impl Record<'_> {
+    /// What the entry is about: a folder within the root, and a name in it; `None` for the root itself.
+    fn place(&self) -> io::Result<Option<(PathBuf, Name)>> {
+        let Some((parent, name)) = parts(&self.path)? else {
+            return Ok(None);
+        };
+        let name = if name == OPAQUE {
+            Name::Opaque
+        } else if let Some(gone) = name.as_bytes().strip_prefix(WHITEOUT.as_bytes()) {
+            // `.wh...` would be the folder above, and `.wh..` the folder itself.
+            if matches!(gone, b"" | b"." | b"..") {
+                return Err(io::Error::other("a whiteout of no name"));
+            }
+            Name::Gone(OsStr::from_bytes(gone).to_owned())
+        } else {
+            Name::There(name)
+        };
+        Ok(Some((parent, name)))
+    }
+}
+
+/// What becomes of a name.
+enum Name {
+    /// It is made, or replaced.
+    There(OsString),
+    /// It is removed.
+    Gone(OsString),
+    /// All others in its folder are removed.
+    Opaque,
+}
+
 /// A path's folder and name; `None` for the root itself.
 fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
     let mut clean = PathBuf::new();
@@ -102,43 +129,41 @@ fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
     Ok(name.map(|n| (clean.parent().map(Path::to_owned).unwrap_or_default(), n)))
 }
 
-fn one(entry: &mut Entry<'_, impl io::Read>, path: &Path, root: &File) -> io::Result<()> {
-    let Some((parent, name)) = parts(path)? else {
+fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
+    let Some((parent, name)) = entry.place()? else {
         return Ok(());
     };
     let folder = Folder::make(root, &parent)?;
-    if name == OPAQUE {
-        for child in fs::read_dir(folder.at(OsStr::new(".")))? {
-            folder.remove(&child?.file_name())?;
+    let name = match name {
+        Name::There(name) => name,
+        Name::Gone(name) => return folder.remove(&name),
+        Name::Opaque => {
+            for child in fs::read_dir(folder.at(OsStr::new(".")))? {
+                folder.remove(&child?.file_name())?;
+            }
+            return Ok(());
         }
-        return Ok(());
-    }
-    if let Some(gone) = name.as_bytes().strip_prefix(WHITEOUT.as_bytes()) {
-        return folder.remove(OsStr::from_bytes(gone));
-    }
+    };
     let target = folder.at(&name);
     let is_dir = fs::symlink_metadata(&target).map(|m| m.is_dir());
-    match entry.header().entry_type() {
+    match entry.header.entry_type() {
         EntryType::Directory => {
             if !matches!(is_dir, Ok(true)) {
                 folder.remove(&name)?;
                 fs::DirBuilder::new().mode(0o700).create(&target)?;
             }
-            return settle(entry, &target, true);
+            settle(entry, &target, true)
         }
-        EntryType::Regular => return file(entry, &folder, &name, matches!(is_dir, Ok(true))),
-        _ => {}
-    }
-    match entry.header().entry_type() {
+        EntryType::Regular => file(entry, &folder, &name, matches!(is_dir, Ok(true))),
         EntryType::Symlink => {
-            let link = entry.link_name()?.ok_or_else(cut_off)?.into_owned();
+            let link = entry.link.as_ref().ok_or_else(cut_off)?;
             folder.remove(&name)?;
             symlink(link, &target)?;
             settle(entry, &target, false)
         }
         EntryType::Link => {
-            let link = entry.link_name()?.ok_or_else(cut_off)?.into_owned();
-            let Some((parent, first)) = parts(&link)? else {
+            let link = entry.link.as_ref().ok_or_else(cut_off)?;
+            let Some((parent, first)) = parts(link)? else {
                 return Err(cut_off());
             };
             let beside = Folder::open(root, &parent)?;
@@ -155,7 +180,10 @@ fn one(entry: &mut Entry<'_, impl io::Read>, path: &Path, root: &File) -> io::Re
             settle(entry, &target, true)
         }
         other => {
-            tracing::warn!("/{}: an entry of kind {other:?}, left out", path.display());
+            tracing::warn!(
+                "/{}: an entry of kind {other:?}, left out",
+                entry.path.display()
+            );
             Ok(())
         }
     }
@@ -166,13 +194,7 @@ fn cut_off() -> io::Error {
 }
 
 /// Writes a file beside its place and renames it: what is there is whole, the old or the new.
-fn file(
-    entry: &mut Entry<'_, impl io::Read>,
-    folder: &Folder,
-    name: &OsStr,
-    in_the_way: bool,
-) -> io::Result<()> {
-    let capability = capability(entry)?;
+fn file(entry: &mut Record<'_>, folder: &Folder, name: &OsStr, in_the_way: bool) -> io::Result<()> {
     let partial = folder.at(OsStr::new(PARTIAL));
     folder.remove(OsStr::new(PARTIAL))?;
     let mut out = OpenOptions::new()
@@ -181,12 +203,15 @@ fn file(
         .mode(0o600)
         .open(&partial)?;
     let written = (|| {
-        io::copy(entry, &mut out)?;
-        settle(entry, &partial, true)?;
-        if let Some(value) = capability {
-            set(&out, &value)?;
+        let written = io::copy(entry.content, &mut out)?;
+        if written != entry.header.entry_size()? {
+            return Err(io::Error::other("the archive ends within it"));
         }
-        let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header().mtime()?);
+        settle(entry, &partial, true)?;
+        if let Some(value) = &entry.capability {
+            set(&out, value)?;
+        }
+        let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header.mtime()?);
         out.set_modified(stamp)?;
         if in_the_way {
             folder.remove(name)?;
@@ -200,9 +225,9 @@ fn file(
 }
 
 /// Owner and, but for links, mode.
-fn settle(entry: &Entry<'_, impl io::Read>, target: &Path, mode: bool) -> io::Result<()> {
+fn settle(entry: &Record<'_>, target: &Path, mode: bool) -> io::Result<()> {
     let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
-    let header = entry.header();
+    let header = &entry.header;
     lchown(
         target,
         Some(number(header.uid()?)?),
@@ -212,20 +237,6 @@ fn settle(entry: &Entry<'_, impl io::Read>, target: &Path, mode: bool) -> io::Re
         fs::set_permissions(target, fs::Permissions::from_mode(header.mode()? & 0o7777))?;
     }
     Ok(())
-}
-
-fn capability(entry: &mut Entry<'_, impl io::Read>) -> io::Result<Option<Vec<u8>>> {
-    let key = format!("SCHILY.xattr.{CAPABILITY}");
-    let Some(extensions) = entry.pax_extensions()? else {
-        return Ok(None);
-    };
-    for extension in extensions {
-        let extension = extension?;
-        if extension.key_bytes() == key.as_bytes() {
-            return Ok(Some(extension.value_bytes().to_vec()));
-        }
-    }
-    Ok(None)
 }
 
 fn set(file: &File, value: &[u8]) -> io::Result<()> {

@@ -9,12 +9,11 @@ fn whose_changes_are_carried() {
     let docker = Path::new("/run/containerd/io.containerd.runtime.v2.task/moby/c1");
     let other = Path::new("/run/containerd/io.containerd.runtime.v2.task/default/moby");
     let auto = Options::default();
-    let always = Options {
-        carry: Carry::Always,
+    let with = |carry| Options {
+        carry,
+        ..Options::default()
     };
-    let never = Options {
-        carry: Carry::Never,
-    };
+    let (always, never) = (with(Carry::Always), with(Carry::Never));
     let (none, on, off) = (
         json!({}),
         json!({"dev.cryopod.rootfs": "on"}),
@@ -68,6 +67,10 @@ fn bundle(dir: &Path) -> std::path::PathBuf {
     bundle
 }
 
+fn restore(images: &Path, bundle: &Path) -> Result<(), Error> {
+    apply(&Options::default(), images, bundle)
+}
+
 #[test]
 fn there_and_back() {
     let dir = tempfile::tempdir().unwrap();
@@ -86,7 +89,7 @@ fn there_and_back() {
     fs::create_dir_all(root.join("a/b")).unwrap();
     fs::write(root.join("a/b/file"), "old").unwrap();
     fs::write(root.join("a/b/kept"), "kept").unwrap();
-    apply(&images, &bundle).unwrap();
+    restore(&images, &bundle).unwrap();
     let read = |p: &str| fs::read_to_string(root.join(p)).unwrap();
     assert_eq!(
         [
@@ -147,7 +150,7 @@ fn deleted_and_hidden() {
             ("opaque/new", file, "1"),
         ],
     );
-    apply(dir.path(), &bundle).unwrap();
+    restore(dir.path(), &bundle).unwrap();
     assert!(!root.join("gone").exists());
     assert!(!root.join("opaque/x").exists());
     assert!(root.join("opaque/new").exists());
@@ -163,7 +166,7 @@ fn nothing_leads_out_of_the_root() {
     fs::write(outside.join("secret"), "s").unwrap();
     let file = tar::EntryType::Regular;
     tar(dir.path(), &[("../outside/bad", file, "x")]);
-    let e = apply(dir.path(), &bundle).unwrap_err().to_string();
+    let e = restore(dir.path(), &bundle).unwrap_err().to_string();
     assert!(e.contains("../outside/bad"), "{e}");
     // A link in the tar or in the image: followed within the root.
     let to = outside.to_str().unwrap();
@@ -175,12 +178,117 @@ fn nothing_leads_out_of_the_root() {
             ("out/.wh.secret", file, ""),
         ],
     );
-    let _ = apply(dir.path(), &bundle);
+    let _ = restore(dir.path(), &bundle);
     let secret = format!("{to}/secret");
     tar(dir.path(), &[("hard", tar::EntryType::Link, &secret)]);
-    assert!(apply(dir.path(), &bundle).is_err());
+    assert!(restore(dir.path(), &bundle).is_err());
     assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
     assert!(!root.join("hard").exists());
+}
+
+#[test]
+fn whiteouts_of_dots_are_no_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    fs::create_dir(root.join("kept")).unwrap();
+    let file = tar::EntryType::Regular;
+    for name in [".wh.", ".wh..", ".wh...", "kept/.wh...", "kept/.wh.."] {
+        // What is ahead of it is not unpacked either.
+        tar(dir.path(), &[("new", file, "x"), (name, file, "")]);
+        let e = restore(dir.path(), &bundle).unwrap_err().to_string();
+        assert!(e.contains(name) && e.contains("no name"), "{e}");
+        assert!(bundle.join("config.json").exists(), "{name}");
+        let names: Vec<_> = fs::read_dir(&root)
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
+        assert_eq!(names, ["kept"], "{name}");
+    }
+}
+
+#[test]
+fn bounds() {
+    let dir = tempfile::tempdir().unwrap();
+    let bundle = bundle(dir.path());
+    let refused = |options: &Options| {
+        let e = apply(options, dir.path(), &bundle).unwrap_err().to_string();
+        assert_eq!(fs::read_dir(bundle.join("rootfs")).unwrap().count(), 0);
+        e
+    };
+    let file = tar::EntryType::Regular;
+    tar(
+        dir.path(),
+        &[("a", file, ""), ("b", file, ""), ("c", file, "")],
+    );
+    let e = refused(&Options {
+        max_files: 2,
+        ..Options::default()
+    });
+    assert!(e.contains("rootfs.max_files"), "{e}");
+    // A file of 2 TiB, which is not there.
+    let mut header = tar::Header::new_gnu();
+    header.set_path("big").unwrap();
+    header.set_mode(0o600);
+    header.set_size(2 << 40);
+    header.set_cksum();
+    fs::write(dir.path().join(FILE), header.as_bytes()).unwrap();
+    let e = refused(&Options::default());
+    assert!(e.contains("more than 64 GiB (rootfs.max_gib"), "{e}");
+    // Records that would be read into memory, and such as nobody writes who means well.
+    let write = |kind, size: u64, text: &[u8]| {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(0o600);
+        header.set_size(size);
+        header.set_cksum();
+        fs::write(dir.path().join(FILE), [header.as_bytes(), text].concat()).unwrap();
+        refused(&Options::default())
+    };
+    for kind in [
+        tar::EntryType::GNULongName,
+        tar::EntryType::GNULongLink,
+        tar::EntryType::XHeader,
+    ] {
+        let e = write(kind, 1 << 30, b"");
+        assert!(e.contains("a name or record of 1073741824 bytes"), "{e}");
+    }
+    let e = write(tar::EntryType::XHeader, 15, b"15 size=999999\n");
+    assert!(e.contains("\"size\""), "{e}");
+    let e = write(tar::EntryType::XGlobalHeader, 0, b"");
+    assert!(e.contains("for all files"), "{e}");
+}
+
+#[test]
+fn long_names_and_what_is_cut_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    let long = "n".repeat(200);
+    fs::create_dir_all(upper.join(&long)).unwrap();
+    fs::create_dir(&images).unwrap();
+    fs::write(upper.join(&long).join("file"), "text").unwrap();
+    symlink(format!("/{long}/file"), upper.join("link")).unwrap();
+    capture::pack(&upper, &images.join(FILE)).unwrap();
+    let bundle = bundle(dir.path());
+    restore(&images, &bundle).unwrap();
+    let root = bundle.join("rootfs");
+    assert_eq!(fs::read(root.join(&long).join("file")).unwrap(), b"text");
+    let link = fs::read_link(root.join("link")).unwrap();
+    assert_eq!(link.to_str(), Some(&format!("/{long}/file")[..]));
+    // The end is missing, within a file.
+    let mut header = tar::Header::new_gnu();
+    header.set_path("cut").unwrap();
+    header.set_mode(0o600);
+    header.set_mtime(1);
+    header.set_uid(0);
+    header.set_gid(0);
+    header.set_size(100);
+    header.set_cksum();
+    let text = [header.as_bytes(), &b"short"[..]].concat();
+    fs::write(images.join(FILE), text).unwrap();
+    let e = restore(&images, &bundle).unwrap_err().to_string();
+    assert!(e.contains("/cut"), "{e}");
+    assert!(!root.join("cut").exists());
 }
 
 #[test]
@@ -190,6 +298,6 @@ fn off_leaves_the_files_alone() {
     let spec = r#"{"root":{"path":"rootfs"},"annotations":{"dev.cryopod.rootfs":"off"}}"#;
     fs::write(bundle.join("config.json"), spec).unwrap();
     tar(dir.path(), &[("x", tar::EntryType::Regular, "1")]);
-    apply(dir.path(), &bundle).unwrap();
+    restore(dir.path(), &bundle).unwrap();
     assert!(!bundle.join("rootfs/x").exists());
 }
