@@ -4,17 +4,21 @@
 //! go that way for nothing: `cryopod export` and `import` run beside podman on the same host, and the runtime that
 //! podman calls is cryopod's. So the runtime moves the large files aside, on the same file system, and back:
 //!
-//! - **Export.** `cryopod export` makes the folder [`AWAY`] beside the image folder. The runtime finds it after a
-//!   checkpoint, and moves the large files into it. podman's file holds the rest. `export` then moves them back, and
-//!   packs what lies there. A restore finds what a killed export left, and moves it back first.
+//! - **Export.** `cryopod export` makes the folder [`AWAY`] beside the image folder, and locks it. The runtime finds it
+//!   after a checkpoint, and moves the large files into it; not if nobody holds the lock, as then nobody would fetch
+//!   them. podman's file holds the rest. `export` then moves them back, and packs what lies there. The next checkpoint,
+//!   export or restore finds what a killed export left, and moves it back first.
 //! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large ones, and a
 //!   [`TICKET`]: a random name, below [`DESK`], of a link to the folder that has them. Archives come from strangers: a
 //!   ticket alone leads nowhere, as only root writes links there, and nobody knows a name in advance.
 
-use std::fs;
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 
 /// The folder beside the image folder that large files are moved into.
 pub const AWAY: &str = "cryopod-away";
@@ -48,8 +52,10 @@ fn is_large(name: &str, bytes: u64) -> bool {
 pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     let mut moved = 0;
     for item in fs::read_dir(images).map_err(fail(images, "cannot list it"))? {
-        let item = item?;
-        let meta = item.metadata()?;
+        let item = item.map_err(fail(images, "cannot list it"))?;
+        let meta = item
+            .metadata()
+            .map_err(fail(&item.path(), "cannot read its type"))?;
         let name = item.file_name();
         if meta.is_file() && name.to_str().is_some_and(|n| is_large(n, meta.len())) {
             let to = away.join(&name);
@@ -63,21 +69,80 @@ pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
 /// Moves all files of a folder into another; says how many they are.
 ///
 /// # Errors
-/// What the system said; what was moved until then stays there.
+/// What the system said of the first that could not be moved. It stays where it is, the others are moved; no file is
+/// lost or cut off.
 pub fn join(away: &Path, images: &Path) -> io::Result<usize> {
-    let mut moved = 0;
+    let (mut moved, mut first) = (0, None);
     for item in fs::read_dir(away).map_err(fail(away, "cannot list it"))? {
-        let item = item?;
+        let item = item.map_err(fail(away, "cannot list it"))?;
         let to = images.join(item.file_name());
-        match fs::rename(item.path(), &to) {
-            Err(e) if e.raw_os_error() == Some(libc::EXDEV) => fs::copy(item.path(), &to)
-                .and_then(|_| fs::remove_file(item.path()))
-                .map_err(fail(&to, "cannot copy a file there"))?,
-            other => other.map_err(fail(&to, "cannot move a file there"))?,
+        let done = match fs::rename(item.path(), &to) {
+            Err(e) if e.raw_os_error() == Some(libc::EXDEV) => {
+                over(&item.path(), &to, &mut |from, to| io::copy(from, to))
+            }
+            other => other.map_err(fail(&to, "cannot move a file there")),
+        };
+        match done {
+            Ok(()) => moved += 1,
+            Err(e) => drop(first.get_or_insert(e)),
         }
-        moved += 1;
     }
-    Ok(moved)
+    first.map_or(Ok(moved), Err)
+}
+
+/// Moves a file to another file system. It has its name there only when it is whole and on disk, and is removed here
+/// only then.
+fn over(
+    from: &Path,
+    to: &Path,
+    copy: &mut dyn FnMut(&mut File, &mut File) -> io::Result<u64>,
+) -> io::Result<()> {
+    let (Some(folder), Some(name)) = (to.parent(), to.file_name()) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let mut open = OpenOptions::new();
+    open.read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC);
+    let mut source = open.open(from).map_err(fail(from, "cannot open it"))?;
+    let meta = source.metadata().map_err(fail(from, "cannot open it"))?;
+    if !meta.is_file() {
+        return Err(fail(from, "cannot copy it")(io::Error::other(
+            "no regular file",
+        )));
+    }
+    let mut partial = std::ffi::OsString::from(".");
+    partial.push(name);
+    partial.push(".cryopod-partial");
+    let partial = folder.join(partial);
+    // What a killed one has left.
+    match fs::remove_file(&partial) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            return Err(fail(&partial, "cannot remove it")(e));
+        }
+        _ => {}
+    }
+    let mut copied = || -> io::Result<()> {
+        let mut target = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(meta.mode() & 0o777)
+            .open(&partial)?;
+        let bytes = copy(&mut source, &mut target)?;
+        if bytes != meta.len() {
+            return Err(io::Error::other(format!(
+                "{bytes} bytes instead of {}",
+                meta.len()
+            )));
+        }
+        target.sync_all()?;
+        fs::rename(&partial, to)?;
+        File::open(folder)?.sync_all()
+    };
+    copied().map_err(|e| {
+        let _ = fs::remove_file(&partial);
+        fail(to, "cannot copy a file there")(e)
+    })?;
+    fs::remove_file(from).map_err(fail(from, "cannot remove it after it was copied"))
 }
 
 /// The folder beside an image folder.
@@ -86,16 +151,114 @@ fn beside(images: &Path) -> Option<PathBuf> {
     Some(images.parent()?.join(AWAY))
 }
 
+/// A wish that large files be moved aside, good until it is dropped or its process is gone.
+#[derive(Debug)]
+pub struct Request {
+    away: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Request {
+    /// The folder that they will be in.
+    pub fn away(&self) -> &Path {
+        &self.away
+    }
+}
+
+/// Asks the runtime to move the large files of the next checkpoint aside. What a killed process left there goes back
+/// into the image folder first.
+///
+/// # Errors
+/// `WouldBlock` if another process has asked for the same; what the system said.
+pub fn ask(images: &Path) -> io::Result<Request> {
+    let away = beside(images).ok_or(io::ErrorKind::InvalidInput)?;
+    for _ in 0..100 {
+        match DirBuilder::new().mode(0o700).create(&away) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(fail(&away, "cannot make it")(e));
+            }
+            _ => {}
+        }
+        if !own_folder(&away) {
+            let what = io::Error::other("it is not a folder of this user's alone");
+            return Err(fail(&away, "cannot be used")(what));
+        }
+        // A runtime may come between, and remove a folder that nobody has locked.
+        let Some(lock) = lock(&away)? else {
+            let what = io::Error::from(io::ErrorKind::WouldBlock);
+            return Err(fail(&away, "another export of this container is running")(
+                what,
+            ));
+        };
+        let (Ok(ours), Ok(there)) = (lock.metadata(), fs::symlink_metadata(&away)) else {
+            continue;
+        };
+        if (ours.dev(), ours.ino()) == (there.dev(), there.ino()) {
+            join(&away, images)?;
+            return Ok(Request { away, _lock: lock });
+        }
+    }
+    Err(fail(&away, "cannot be locked")(
+        io::ErrorKind::WouldBlock.into(),
+    ))
+}
+
+/// Locks a folder; `None` if another process has it.
+fn lock(folder: &Path) -> io::Result<Option<Flock<File>>> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC)
+        .open(folder);
+    let file = match opened {
+        Ok(file) => file,
+        Err(e) => return Err(fail(folder, "cannot open it")(e)),
+    };
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, e)) => Err(fail(folder, "cannot lock it")(e.into())),
+    }
+}
+
+/// Before a checkpoint: what a killed export left belongs to the checkpoint that this one may replace.
+///
+/// # Errors
+/// What the system said.
+pub fn before_checkpoint(images: &Path) -> io::Result<()> {
+    let Some(away) = beside(images).filter(|p| own_folder(p)) else {
+        return Ok(());
+    };
+    match lock(&away)? {
+        Some(_nobody) => back(&away, images),
+        None => Ok(()),
+    }
+}
+
 /// After a checkpoint: moves the large files aside, if `cryopod export` has asked for it. Says how many they are.
 ///
 /// # Errors
-/// What the system said; then all are where they were.
+/// What the system said; then all are where they were, or the message says which could not be moved back.
 pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     let Some(away) = beside(images).filter(|p| own_folder(p)) else {
         return Ok(0);
     };
-    part(images, &away).inspect_err(|_| {
-        let _ = join(&away, images);
+    if lock(&away)?.is_some() {
+        tracing::warn!(
+            "{}: who wanted the large files there is gone",
+            away.display()
+        );
+        return Ok(0);
+    }
+    part(images, &away).map_err(|e| match join(&away, images) {
+        Ok(_) => e,
+        Err(again) => io::Error::new(
+            e.kind(),
+            format!(
+                "{e}; and those that were moved could not be moved back: {again}; they are in {}, and belong into {}",
+                away.display(),
+                images.display()
+            ),
+        ),
     })
 }
 
@@ -105,18 +268,29 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
 /// A ticket that leads nowhere, and what the system said.
 pub fn before_restore(images: &Path) -> io::Result<()> {
     if let Some(away) = beside(images).filter(|p| own_folder(p)) {
-        join(&away, images)?;
-        let _ = fs::remove_dir(&away);
+        back(&away, images)?;
     }
     redeem(images, Path::new(DESK))
+}
+
+/// Moves all back, and removes the folder.
+fn back(away: &Path, images: &Path) -> io::Result<()> {
+    join(away, images)?;
+    match fs::remove_dir(away) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(fail(away, "cannot remove it")(e)),
+        _ => Ok(()),
+    }
 }
 
 fn redeem(images: &Path, desk: &Path) -> io::Result<()> {
     let file = images.join(TICKET);
     let ticket = match fs::symlink_metadata(&file) {
-        Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => fs::read_to_string(&file)?,
+        Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => {
+            fs::read_to_string(&file).map_err(fail(&file, "cannot read it"))?
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        _ => return Err(worthless(&file)),
+        Err(e) => return Err(fail(&file, "cannot read it")(e)),
+        Ok(_) => return Err(worthless(&file)),
     };
     let valid = ticket
         .bytes()
@@ -125,6 +299,9 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<()> {
         return Err(worthless(&file));
     }
     let away = fs::read_link(desk.join(&ticket)).map_err(|_| worthless(&file))?;
+    if !own_folder(&away) {
+        return Err(worthless(&file));
+    }
     join(&away, images)?;
     fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))
 }
@@ -145,8 +322,7 @@ pub fn issue(images: &Path, away: &Path) -> io::Result<Ticket> {
 }
 
 fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
-    use std::os::unix::fs::DirBuilderExt;
-    fs::DirBuilder::new()
+    DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(desk)
@@ -160,7 +336,7 @@ fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
     let mut random = [0; DIGITS / 2];
     let source = Path::new("/dev/urandom");
     io::Read::read_exact(
-        &mut fs::File::open(source).map_err(fail(source, "cannot open it"))?,
+        &mut File::open(source).map_err(fail(source, "cannot open it"))?,
         &mut random,
     )?;
     let ticket: String = random.iter().map(|b| format!("{b:02x}")).collect();
@@ -171,6 +347,19 @@ fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
     let file = images.join(TICKET);
     fs::write(&file, ticket).map_err(fail(&file, "cannot write it"))?;
     Ok(issued)
+}
+
+/// Removes the tickets that lead below a folder that is given up, as their owner was killed.
+pub fn revoke(folder: &Path) {
+    revoke_at(Path::new(DESK), folder);
+}
+
+fn revoke_at(desk: &Path, folder: &Path) {
+    for item in fs::read_dir(desk).into_iter().flatten().flatten() {
+        if fs::read_link(item.path()).is_ok_and(|to| to.starts_with(folder)) {
+            let _ = fs::remove_file(item.path());
+        }
+    }
 }
 
 /// A ticket that is good until it is dropped.
@@ -193,76 +382,4 @@ fn own_folder(path: &Path) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A bundle with images, large and small, below a folder.
-    fn images() -> (tempfile::TempDir, PathBuf) {
-        let dir = tempfile::tempdir().unwrap();
-        let images = dir.path().join("checkpoint");
-        fs::create_dir(&images).unwrap();
-        for (name, bytes) in [
-            ("pages-1.img", 2 << 20),
-            ("lane-0000.img", 1 << 20),
-            ("lane-index.img", 2 << 20),
-            ("pages-2.img", 10),
-            ("inventory.img", 10),
-        ] {
-            fs::write(images.join(name), vec![1; bytes]).unwrap();
-        }
-        (dir, images)
-    }
-
-    fn names(dir: &Path) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(dir)
-            .unwrap()
-            .map(|e| e.unwrap().file_name().into_string().unwrap())
-            .collect();
-        names.sort();
-        names
-    }
-
-    #[test]
-    fn aside_only_where_it_was_asked_for_and_back() {
-        let (dir, images) = images();
-        let all = names(&images);
-        assert_eq!(after_checkpoint(&images).unwrap(), 0);
-        let away = dir.path().join(AWAY);
-        std::os::unix::fs::symlink("/tmp", &away).unwrap();
-        assert_eq!(
-            after_checkpoint(&images).unwrap(),
-            0,
-            "a link is no request"
-        );
-        fs::remove_file(&away).unwrap();
-        fs::create_dir(&away).unwrap();
-        assert_eq!(after_checkpoint(&images).unwrap(), 2);
-        assert_eq!(names(&away), ["lane-0000.img", "pages-1.img"]);
-        before_restore(&images).unwrap();
-        assert_eq!(names(&images), all);
-        assert!(!away.exists());
-    }
-
-    #[test]
-    fn a_ticket_is_good_once_and_a_strangers_never() {
-        let (dir, images) = images();
-        let all = names(&images);
-        let (desk, away) = (dir.path().join("desk"), dir.path().join("elsewhere"));
-        fs::create_dir(&away).unwrap();
-        assert_eq!(part(&images, &away).unwrap(), 2);
-        let ticket = issue_at(&desk, &images, &away).unwrap();
-        let text = fs::read_to_string(images.join(TICKET)).unwrap();
-        redeem(&images, &desk).unwrap();
-        assert_eq!(names(&images), all);
-        drop(ticket);
-        assert!(names(&desk).is_empty());
-        for text in [&text[..], "../../../../../../../../etc/pass", "short"] {
-            fs::write(images.join(TICKET), text).unwrap();
-            let error = redeem(&images, &desk).unwrap_err().to_string();
-            assert!(error.contains("import the archive itself"), "{error}");
-        }
-        fs::remove_file(images.join(TICKET)).unwrap();
-        std::os::unix::fs::symlink("/etc/hostname", images.join(TICKET)).unwrap();
-        redeem(&images, &desk).unwrap_err();
-    }
-}
+mod tests;

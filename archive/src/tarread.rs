@@ -116,7 +116,6 @@ impl<S: Stream> TarReader<S> {
     fn leave(&mut self) -> io::Result<()> {
         let rest = self.left + self.padding;
         let content = self.left;
-        let at_left = self.left;
         self.left = 0;
         self.padding = 0;
         if rest > 0 {
@@ -130,7 +129,6 @@ impl<S: Stream> TarReader<S> {
             })?;
             self.at += rest;
         }
-        let _ = at_left;
         Ok(())
     }
 

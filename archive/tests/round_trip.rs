@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::fs;
 
 use common::{checkpoint, content, listing};
@@ -306,4 +307,71 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
     fs::remove_file(&shard).unwrap();
     let error = check(&root).unwrap_err().to_string();
     assert!(error.contains("no checkpoint/lane-0000.img"), "{error}");
+}
+
+#[test]
+fn images_alone_are_carried_and_no_export_file_is_made_of_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let images = dir.path().join("images");
+    fs::create_dir(&images).unwrap();
+    fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X\0\0\0\0").unwrap();
+    fs::write(images.join("pages-1.img"), common::noise(1, 1 << 20)).unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let options = PackOptions::default();
+    let tar = |name: &str| Destination::parse(at(name).to_str().unwrap());
+    let source = Source::open(&images).unwrap();
+    verify(&source, &VerifyOptions::default()).unwrap();
+    let layout = Destination::Layout(at("layout"));
+    pack(&source, &layout, &options).unwrap();
+    let image = Source::open(layout.path()).unwrap();
+    verify(&image, &VerifyOptions::default()).unwrap();
+    // Whether it is known from the start, or only at the end.
+    for (source, name) in [(&source, "a.tar"), (&image, "b.tar.zst")] {
+        let error = pack(source, &tar(name), &options).unwrap_err().to_string();
+        assert!(error.contains("has no config.dump"), "{error}");
+        assert!(error.contains("unpack --images-only"), "{error}");
+        assert!(!at(name).exists());
+    }
+    // With what an engine says of the container there is one.
+    let known = PackOptions {
+        extra_files: BTreeMap::from([("config.dump".into(), b"{\"lockID\":1}".to_vec())]),
+        ..PackOptions::default()
+    };
+    pack(&source, &tar("c.tar"), &known).unwrap();
+    let whole = Source::open(&at("c.tar")).unwrap();
+    verify(&whole, &VerifyOptions::default()).unwrap();
+    let unpacked = UnpackOptions {
+        images_only: true,
+        ..UnpackOptions::default()
+    };
+    unpack(&image, &at("back"), &unpacked).unwrap();
+    assert_eq!(common::listing(&at("back")), common::listing(&images));
+}
+
+#[test]
+fn only_archives_are_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = common::checkpoint(dir.path());
+    let source = Source::open(&root).unwrap();
+    let home = dir.path().join("home");
+    fs::create_dir(&home).unwrap();
+    fs::write(home.join("thesis"), "years").unwrap();
+    let replace = PackOptions {
+        replace: true,
+        ..PackOptions::default()
+    };
+    for to in [
+        Destination::Layout(home.clone()),
+        Destination::Layout(home.join("thesis")),
+        Destination::parse(home.to_str().unwrap()),
+    ] {
+        let error = pack(&source, &to, &replace).unwrap_err().to_string();
+        assert!(error.contains("is not replaced"), "{error}");
+    }
+    assert_eq!(fs::read(home.join("thesis")).unwrap(), b"years");
+    assert_eq!(common::listing(dir.path()).len(), 2);
+    let to = Destination::Layout(dir.path().join("layout"));
+    pack(&source, &to, &PackOptions::default()).unwrap();
+    pack(&source, &to, &replace).unwrap();
+    verify(&Source::open(to.path()).unwrap(), &VerifyOptions::default()).unwrap();
 }

@@ -9,16 +9,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::bail;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
-use tempfile::TempDir;
 
 use crate::engine::Engine;
 use crate::pack::{self, How};
-use crate::place;
 use crate::push::RegistryArgs;
+use crate::scratch::{Holds, Scratch};
 use crate::ui::Steps;
 
 /// Arguments.
@@ -77,7 +75,7 @@ pub struct Taken {
     /// Files that complete it.
     extra: BTreeMap<String, Vec<u8>>,
     /// The folder that it lies in, if that is another than the one that was offered.
-    folder: Option<TempDir>,
+    folder: Option<Scratch>,
 }
 
 impl Args {
@@ -102,7 +100,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     if let Some(image) = args.output.strip_prefix("docker://") {
         parse_reference(image)?;
-        let scratch = place::scratch_anywhere()?;
+        let scratch = Scratch::anywhere(Holds::Checkpoint)?;
         let layout = scratch.path().join("image");
         take(args, &Destination::Layout(layout.clone()), steps)?;
         let registry = RegistryArgs::new(
@@ -123,17 +121,12 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     }
     let to = Destination::parse(&args.output);
     // Known before anything is frozen.
-    if !args.how.replace() && std::fs::symlink_metadata(to.path()).is_ok() {
-        bail!(
-            "{}: exists already; choose another name, or --replace",
-            to.path().display()
-        );
-    }
+    to.check(args.how.replace())?;
     take(args, &to, steps)
 }
 
 fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<ExitCode> {
-    let scratch = place::scratch(to.path())?;
+    let scratch = Scratch::beside(to.path(), Holds::Checkpoint)?;
     let taken = match args.engine {
         Engine::Podman => podman::checkpoint(args, scratch.path(), steps),
         Engine::Docker => docker::checkpoint(args, scratch.path(), steps),
@@ -159,7 +152,7 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
 /// The checkpoint may be all that there is of the container: it is removed only when it has arrived.
 fn keep_on_error<T>(
     done: anyhow::Result<T>,
-    scratch: TempDir,
+    scratch: Scratch,
     name: &str,
     again: &str,
 ) -> anyhow::Result<ExitCode> {

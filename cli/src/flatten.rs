@@ -11,7 +11,8 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
 
 use crate::pack::{How, destination};
-use crate::place::{Place, scratch};
+use crate::place::Place;
+use crate::scratch::{Holds, Scratch};
 use crate::ui;
 
 /// Arguments.
@@ -62,7 +63,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             path.display()
         );
     }
-    let scratch = scratch(&path)?;
+    let scratch = Scratch::beside(&path, Holds::Copy)?;
     let whole = scratch.path().join("whole");
     let options = FlattenOptions {
         threads: args.how.threads(),

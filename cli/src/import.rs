@@ -8,13 +8,16 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use cryopod_archive::limits::Limits;
+use cryopod_archive::names;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 
 use crate::engine::{Call, Engine};
 use crate::pack::How;
-use crate::place::{Place, scratch_anywhere};
+use crate::place::Place;
+use crate::scratch::{Holds, Scratch};
 use crate::ui::Steps;
 
 /// How long an engine may take to answer a question.
@@ -62,6 +65,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         );
     }
     let source = Place::parse(&args.source).open()?;
+    if args.engine == Engine::Podman {
+        for_podman(&source)?;
+    }
     let mut steps = Steps::new();
     let next = match args.engine {
         Engine::Podman if args.restore => podman::restore(args, &source, &mut steps)?,
@@ -76,6 +82,20 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// podman needs to know of which image a container is.
+fn for_podman(source: &Source) -> anyhow::Result<()> {
+    let config = |name: &str| name == names::CONFIG_DUMP;
+    if source.small_files(&config, &Limits::default())?.is_empty() {
+        bail!(
+            "{}: a {} without {}: podman restores only what says which image and settings its container had; `cryopod unpack --images-only` gives the images alone",
+            source.path().display(),
+            source.kind(),
+            names::CONFIG_DUMP
+        );
+    }
+    Ok(())
+}
+
 impl Args {
     fn call(&self, program: &'static str) -> Call {
         Call::new(program, Duration::from_secs(self.timeout))
@@ -88,7 +108,7 @@ impl Args {
 }
 
 fn image(args: &Args, source: &Source) -> anyhow::Result<String> {
-    let scratch = scratch_anywhere()?;
+    let scratch = Scratch::anywhere(Holds::Copy)?;
     let layout = layout(args, source, scratch.path())?;
     let said = args
         .call("podman")
@@ -114,7 +134,7 @@ fn layout(args: &Args, source: &Source, scratch: &Path) -> anyhow::Result<PathBu
 }
 
 fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
-    let scratch = scratch_anywhere()?;
+    let scratch = Scratch::anywhere(Holds::Copy)?;
     let own = matches!(source.kind(), Kind::Containerd { archive: true });
     let file = if own || (source.kind() == Kind::OciArchive && args.name.is_none()) {
         fs::canonicalize(source.path())?

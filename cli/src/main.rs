@@ -13,6 +13,7 @@ mod place;
 mod pull;
 mod push;
 mod resume;
+mod scratch;
 mod suspend;
 mod ui;
 mod unpack;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use cryopod_archive::limits::MAX_JSON_BYTES;
-use cryopod_archive::oci::media;
+use cryopod_archive::oci::{Digest, media};
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
@@ -213,6 +213,13 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
         .read_to_end(&mut record)
         .with_context(|| source.path().display().to_string())?;
     let name = descriptor.digest.to_string();
+    let found = Digest::of(&record);
+    if found != descriptor.digest {
+        bail!(
+            "{}: blob {name}: its content has the digest {found}",
+            source.path().display()
+        );
+    }
     engine::files_of_containerd(&name, &record, &parts.index.annotations)
         .with_context(|| source.path().display().to_string())
 }

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::source::Source;
 
@@ -58,29 +57,6 @@ impl Place {
             &Limits::default(),
         )?)
     }
-}
-
-/// A folder for what is needed in between, beside the file it is for: there is room where the result is to be.
-pub fn scratch(beside: &Path) -> anyhow::Result<tempfile::TempDir> {
-    let parent = beside
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    tempfile::Builder::new()
-        .prefix(".cryopod-")
-        .tempdir_in(parent)
-        .with_context(|| {
-            format!(
-                "{}: cannot make a folder in it; choose another place",
-                parent.display()
-            )
-        })
-}
-
-/// A folder for what is needed in between where the result is no file: in $TMPDIR, else /var/tmp.
-pub fn scratch_anywhere() -> anyhow::Result<tempfile::TempDir> {
-    let dir = std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-    scratch(&dir.join("x"))
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
 use crate::pack::{self, How};
-use crate::place;
 use crate::push::{RegistryArgs, said};
+use crate::scratch::{Holds, Scratch};
 use crate::ui;
 
 /// Arguments.
@@ -33,7 +33,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match pack::destination(&args.output)? {
         Destination::Layout(dir) => pull(args, &dir)?,
         to => {
-            let scratch = place::scratch(to.path())?;
+            to.check(false)?;
+            let scratch = Scratch::beside(to.path(), Holds::Copy)?;
             let layout = scratch.path().join("image");
             pull(args, &layout)?;
             let how = How::plain(args.registry.quiet());

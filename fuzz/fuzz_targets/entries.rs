@@ -11,10 +11,7 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use libfuzzer_sys::fuzz_target;
 
 static DIR: LazyLock<PathBuf> = LazyLock::new(|| {
-    let dir = PathBuf::from(format!(
-        "/dev/shm/cryopod-fuzz-entries-{}",
-        std::process::id()
-    ));
+    let dir = cryopod_fuzz::scratch("entries");
     let _ = fs::create_dir(&dir);
     dir
 });

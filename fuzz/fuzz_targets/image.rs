@@ -11,7 +11,7 @@ use cryopod_archive::source::Source;
 use libfuzzer_sys::fuzz_target;
 
 static FILE: LazyLock<PathBuf> =
-    LazyLock::new(|| format!("/dev/shm/cryopod-fuzz-image-{}", std::process::id()).into());
+    LazyLock::new(|| cryopod_fuzz::scratch("image"));
 
 fuzz_target!(|data: &[u8]| {
     let mut parts = data

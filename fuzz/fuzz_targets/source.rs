@@ -11,7 +11,7 @@ use cryopod_archive::verify::{VerifyOptions, verify};
 use libfuzzer_sys::fuzz_target;
 
 static FILE: LazyLock<PathBuf> =
-    LazyLock::new(|| format!("/dev/shm/cryopod-fuzz-source-{}", std::process::id()).into());
+    LazyLock::new(|| cryopod_fuzz::scratch("source"));
 
 fuzz_target!(|data: &[u8]| {
     if fs::write(&*FILE, data).is_err() {

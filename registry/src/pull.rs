@@ -1,9 +1,9 @@
 //! From a registry to an OCI image layout.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -241,6 +241,22 @@ impl Work {
         let name = layout.file_name().unwrap_or_default().to_string_lossy();
         let dir = parent(layout).join(format!(".{name}.cryopod-pull"));
         let blobs = dir.join(names::OCI_BLOBS).join("sha256");
+        let made = DirBuilder::new().mode(0o700).create(&dir);
+        if let Err(e) = made
+            && e.kind() != io::ErrorKind::AlreadyExists
+        {
+            return Err(ArchiveError::io(&dir, "make it")(e).into());
+        }
+        // In a folder like /tmp another user could have left one with links in it.
+        let own = |m: &fs::Metadata| {
+            m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
+        };
+        if !fs::symlink_metadata(&dir).is_ok_and(|m| own(&m)) {
+            let e = io::Error::other(
+                "it is another user's, or others can write there; remove it, or choose another name",
+            );
+            return Err(ArchiveError::from_io(&dir, "use it", e).into());
+        }
         fs::create_dir_all(&blobs).map_err(ArchiveError::io(&dir, "make it"))?;
         let place = dir.join(".lock");
         let file = OpenOptions::new()
@@ -383,4 +399,37 @@ fn sync(dir: &Path) -> Result<(), Error> {
     File::open(dir)
         .and_then(|d| d.sync_all())
         .map_err(|e| ArchiveError::from_io(dir, "sync it", e).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn only_a_folder_of_this_user_alone_is_gone_on_with() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = dir.path().join("job");
+        let hidden = dir.path().join(".job.cryopod-pull");
+        let refused = || match Work::begin(&layout) {
+            Ok(_) => panic!("taken"),
+            Err(e) => e.to_string(),
+        };
+        std::os::unix::fs::symlink(dir.path(), &hidden).unwrap();
+        assert!(refused().contains("another user's"));
+        fs::remove_file(&hidden).unwrap();
+        fs::create_dir(&hidden).unwrap();
+        fs::set_permissions(&hidden, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(refused().contains("others can write there"));
+        fs::remove_dir(&hidden).unwrap();
+        let work = Work::begin(&layout).unwrap();
+        assert!(refused().contains("another pull to this name"));
+        drop(work);
+        // What was pulled so far is used again.
+        fs::write(hidden.join("blobs/sha256/aa"), "x").unwrap();
+        Work::begin(&layout).unwrap();
+        assert!(hidden.join("blobs/sha256/aa").exists());
+        fs::create_dir(&layout).unwrap();
+        assert!(refused().contains("exists already"));
+    }
 }

@@ -62,6 +62,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
+    if !inv.flags.has("pre-dump") {
+        handover::before_checkpoint(&image_path(inv)).map_err(|e| Error::Failed(e.to_string()))?;
+    }
     if let Some(record) = Record::of(&host, state.init) {
         return Err(Error::Failed(format!(
             "checkpoint of {0} refused: it is suspended since {1}, its GPU memory is {2}; resume it first: cryopod resume {0}. Nothing was touched",
@@ -274,7 +277,7 @@ impl Job<'_> {
                 slot.commit(&seal)?;
             }
             if let Err(e) = handover::after_checkpoint(&images.path) {
-                tracing::warn!("the large files stay where they are: {e}");
+                tracing::warn!("the large files are not moved aside: {e}");
             }
             images.keep();
             return Ok(self.succeeded(&finished));

@@ -24,6 +24,7 @@ use crate::decode::{Decoder, with_decoder};
 use crate::entry::Entry;
 use crate::error::Error;
 use crate::limits::Limits;
+use crate::names;
 use crate::oci::{Descriptor, Digest};
 use crate::progress::Progress;
 use crate::source::{Source, Visitor};
@@ -60,6 +61,34 @@ impl Destination {
             _ => Compression::Zstd,
         };
         Self::Tar(text.into(), compression)
+    }
+
+    /// May it be written? What lies there already is replaced only where that is wanted, and a folder only if it is an
+    /// image layout: whoever mistypes a name is not to lose a folder.
+    ///
+    /// # Errors
+    /// [`Error::Exists`], [`Error::Unsupported`].
+    pub fn check(&self, replace: bool) -> Result<(), Error> {
+        let path = self.path();
+        let Ok(meta) = std::fs::symlink_metadata(path) else {
+            return Ok(());
+        };
+        let layout = matches!(self, Self::Layout(_));
+        let empty = || std::fs::read_dir(path).is_ok_and(|mut d| d.next().is_none());
+        if layout && meta.is_dir() && empty() {
+            return Ok(());
+        }
+        if !replace {
+            return Err(Error::Exists { path: path.into() });
+        }
+        let other = layout && !path.join(names::OCI_LAYOUT).is_file();
+        if other || layout != meta.is_dir() {
+            return Err(Error::Unsupported {
+                path: path.into(),
+                reason: "what lies there is no archive of that kind, and is not replaced; choose another name".into(),
+            });
+        }
+        Ok(())
     }
 
     /// Where it will lie.
@@ -131,8 +160,14 @@ pub struct Packed {
 /// [`Error`]; then nothing lies under the destination's name, or, with [`PackOptions::replace`], what lay there
 /// before.
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
+    to.check(options.replace)?;
     check_options(source, options)?;
     let items = plan::random_access(source, options)?;
+    if let (Destination::Tar(..), Some(items)) = (to, &items)
+        && !items.iter().any(|i| i.entry.name == names::CONFIG_DUMP)
+    {
+        return Err(no_engine(source));
+    }
     // What can only be read from front to end is counted as it is stored, by the decoder.
     let counts = items.is_some();
     options.progress.set_total(match &items {
@@ -181,6 +216,18 @@ pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<
     })
 }
 
+/// An export file says which container it is of, and CRIU's images do not.
+fn no_engine(source: &Source) -> Error {
+    Error::Unsupported {
+        path: source.path().into(),
+        reason: format!(
+            "a {} has no {}: which image, mounts and settings the container had is not in it, and no engine could restore an export file of it; oci:DIR and oci-archive:FILE carry it as it is, for `cryopod unpack --images-only`",
+            source.kind(),
+            names::CONFIG_DUMP
+        ),
+    }
+}
+
 fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
     let unsupported = |reason| Error::Unsupported {
         path: source.path().into(),
@@ -227,6 +274,9 @@ impl Run<'_> {
         });
         let written = written.map_err(|e| e.into_error(staging.path()))?;
         known.check(self.source.path())?;
+        if !known.files.contains_key(names::CONFIG_DUMP) {
+            return Err(no_engine(self.source));
+        }
         let (content_bytes, stored_bytes) = (known.bytes, written.output);
         Ok(Packed {
             digest: None,

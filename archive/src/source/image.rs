@@ -9,7 +9,7 @@ use sha2::{Digest as _, Sha256};
 use super::tarball::visit_tar;
 use super::{Inner, Kind, Visitor};
 use crate::blobs::Blobs;
-use crate::entry::{Entry, EntryKind};
+use crate::entry::{Entry, EntryKind, clean_name};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
@@ -215,19 +215,28 @@ fn containerd_parts(index: Index, name: Option<String>) -> Result<ContainerdPart
         records: Vec::new(),
         index: index.clone(),
     };
+    let twice = |d: &Descriptor| Bad::Duplicate(d.media_type.chars().take(100).collect());
+    let put = |part: &mut Option<Descriptor>, new: Descriptor| match part {
+        Some(_) => Err(twice(&new)),
+        None => {
+            *part = Some(new);
+            Ok(())
+        }
+    };
     for descriptor in index.manifests {
         match descriptor.media_type.as_str() {
-            media::CONTAINERD_CRIU => {}
-            media::MANIFEST | media::INDEX => parts.image = Some(descriptor),
+            media::CONTAINERD_CRIU if descriptor == parts.criu => {}
+            media::CONTAINERD_CRIU => return Err(twice(&descriptor)),
+            media::MANIFEST | media::INDEX => put(&mut parts.image, descriptor)?,
             kind if kind.starts_with("application/vnd.containerd.") => {
                 parts.records.push(descriptor)
             }
             kind if kind.contains(".rootfs.diff.tar") || kind.starts_with(media::LAYER) => {
-                parts.rw = Some(descriptor);
+                put(&mut parts.rw, descriptor)?;
             }
             // Docker's names for an image.
             kind if kind.starts_with("application/vnd.docker.distribution.manifest") => {
-                parts.image = Some(descriptor);
+                put(&mut parts.image, descriptor)?;
             }
             other => {
                 return Err(Bad::MediaType {
@@ -401,9 +410,9 @@ impl ContainerdSource {
             layer: None,
         };
         visitor(&folder, &mut io::empty())?;
-        for (name, descriptor) in self.named_parts() {
+        let named = self.named_parts(limits).map_err(|b| Error::bad(path, b))?;
+        for (name, descriptor) in named {
             let mut section = Hashed::new(self.blobs.open(descriptor)?);
-            let name = format!("{}/{name}", names::CONTAINERD_DIR);
             let entry = Entry {
                 name,
                 kind: EntryKind::File,
@@ -418,8 +427,17 @@ impl ContainerdSource {
         Ok(())
     }
 
-    fn named_parts(&self) -> BTreeMap<String, &Descriptor> {
+    /// The names come from a stranger's media types.
+    fn named_parts(&self, limits: &Limits) -> Result<BTreeMap<String, &Descriptor>, Bad> {
         let mut named = BTreeMap::new();
+        let mut put = |name: &str, part| {
+            let name = format!("{}/{name}", names::CONTAINERD_DIR);
+            let name = clean_name(name.as_bytes(), limits)?;
+            match named.insert(name.clone(), part) {
+                Some(_) => Err(Bad::Duplicate(name)),
+                None => Ok(()),
+            }
+        };
         for record in &self.parts.records {
             let name = record
                 .media_type
@@ -428,12 +446,12 @@ impl ContainerdSource {
                 .chars()
                 .map(|c| if c == '/' { '_' } else { c })
                 .collect();
-            named.insert(name, record);
+            put(&name, record)?;
         }
         if let Some(rw) = &self.parts.rw {
-            named.insert("rw.tar".into(), rw);
+            put("rw.tar", rw)?;
         }
-        named
+        Ok(named)
     }
 
     fn expect(&self, found: Digest, descriptor: &Descriptor) -> Result<(), Error> {

@@ -86,7 +86,10 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
             walk(source, &options.limits, decoder, &sink)
         });
         let finished = walked.and_then(|()| sink.finish());
-        let synced = syncer.join().unwrap_or(Ok(()));
+        let gone = || io::Error::other("a worker thread ended unexpectedly");
+        let synced = syncer
+            .join()
+            .unwrap_or_else(|_| Err(Error::from_io(to, "write it to disk", gone())));
         finished.and_then(|done| synced.map(|()| done))
     })?;
     staging.commit()?;
@@ -224,6 +227,12 @@ impl Unpacker<'_> {
             self.progress.add_written(n as u64);
         }
         out.flush().map_err(Error::io(&path, "write it"))?;
+        // Folders that the archive does not name are written to disk like those that it names.
+        let mut later = self.later.lock().unwrap_or_else(PoisonError::into_inner);
+        for (at, _) in name.match_indices('/') {
+            later.modes.entry(name[..at].into()).or_insert(0o700);
+        }
+        drop(later);
         let _ = self.sync.send((file, name.to_owned()));
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         done.files += 1;

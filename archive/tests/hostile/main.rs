@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod containerd;
 mod folders;
 mod images;
 mod make;

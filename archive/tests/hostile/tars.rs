@@ -7,6 +7,8 @@ use crate::make::*;
 fn names_and_links_that_lead_out() {
     let mut count = Count::default();
     let file = |name: &str| write(Tar::good().file(name, b"evil").end());
+    let pax = |name: &str| write(Tar::good().pax(&[("path", name)]).file("x", b"evil").end());
+    let raw = |name: &[u8], kind: u8| write(Tar::good().raw(name, kind, b"", b"").end());
     for name in [
         "../evil",
         "a/../../evil",
@@ -23,40 +25,20 @@ fn names_and_links_that_lead_out() {
         ("../evil", "a path with `..`"),
         ("/etc/evil", "an absolute path"),
     ] {
-        count.refused(
-            expect,
-            write(Tar::good().pax(&[("path", path)]).file("x", b"evil").end()),
-        );
+        count.refused(expect, pax(path));
         let long = Tar::good().raw(b"././@LongLink", b'L', b"", format!("{path}\0").as_bytes());
         count.refused(expect, write(long.file("x", b"evil").end()));
     }
     count.refused("control characters", file("a\nb"));
     count.refused("control characters", file("a\u{1b}[31m"));
-    count.refused(
-        "not UTF-8",
-        write(Tar::good().raw(b"a\xffb", b'0', b"", b"").end()),
-    );
-    count.refused(
-        "without a name",
-        write(Tar::good().raw(b"", b'0', b"", b"x").end()),
-    );
-    let long = "a/".repeat(3000);
-    count.refused(
-        "bytes, at most 1024",
-        write(Tar::good().pax(&[("path", &long)]).file("x", b"").end()),
-    );
-    let part = "a".repeat(300);
-    count.refused(
-        "bytes, at most 255",
-        write(Tar::good().pax(&[("path", &part)]).file("x", b"").end()),
-    );
+    count.refused("not UTF-8", raw(b"a\xffb", b'0'));
+    count.refused("without a name", raw(b"", b'0'));
+    count.refused("bytes, at most 1024", pax(&"a/".repeat(3000)));
+    count.refused("bytes, at most 255", pax(&"a".repeat(300)));
     count.refused("folders inside each other", file(&"a/".repeat(40)));
     count.refused("config.dump: appears twice", file("config.dump"));
     count.refused("appears twice", file("./checkpoint/./inventory.img"));
-    count.refused(
-        "appears twice",
-        write(Tar::good().raw(b"config.dump", b'5', b"", b"").end()),
-    );
+    count.refused("appears twice", raw(b"config.dump", b'5'));
     count.refused(
         "lies below config.dump, which is not a folder",
         file("config.dump/evil"),

@@ -2,6 +2,7 @@
 //! neither config.dump nor the difference of the root file system.) Large files of a GPU container do not go through that
 //! file: they are packed from where the runtime has written them.
 
+use std::cell::Cell;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use cryopod_archive::{handover, names};
 
 use super::{Args, Taken};
 use crate::engine::Call;
+use crate::scratch::{Holds, Scratch};
 use crate::ui::Steps;
 
 /// How long podman may take to answer a question.
@@ -28,7 +30,7 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
         .args(["container", "inspect", "--format", "{{.StaticDir}}"])
         .args([&args.container])
         .run()?;
-    let away = Away::beside(Path::new(bundle.trim()));
+    let away = Away::beside(Path::new(bundle.trim()))?;
     let file = scratch.join("checkpoint.tar");
     let made = Call::new("podman", args.limit())
         .args(["container", "checkpoint", "--compress", "none", "--export"])
@@ -48,10 +50,7 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
     };
     match away {
         Some(away) if large > 0 => {
-            let folder = tempfile::Builder::new()
-                .prefix("cryopod-export-")
-                .tempdir_in(&away.bundle)
-                .with_context(|| away.bundle.display().to_string())?;
+            let folder = Scratch::within(&away.bundle, Holds::Checkpoint)?;
             let whole = folder.path().join("whole");
             unpack(&Source::open(&file)?, &whole, &UnpackOptions::default())?;
             away.link(&whole.join(names::CHECKPOINT_DIR))?;
@@ -70,31 +69,36 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
 /// The folder into which the runtime moves large files, if it is cryopod's.
 struct Away {
     bundle: PathBuf,
-    path: PathBuf,
+    request: handover::Request,
+    is_back: Cell<bool>,
 }
 
 impl Away {
     /// `None` where there can be none: then all goes through podman's file.
-    fn beside(bundle: &Path) -> Option<Self> {
-        use std::os::unix::fs::DirBuilderExt;
-        let away = Self {
-            bundle: bundle.into(),
-            path: bundle.join(handover::AWAY),
-        };
-        // What an export that was killed has left.
-        away.bring_back().ok()?;
-        fs::DirBuilder::new().mode(0o700).create(&away.path).ok()?;
-        Some(away)
+    fn beside(bundle: &Path) -> anyhow::Result<Option<Self>> {
+        match handover::ask(&bundle.join(names::CHECKPOINT_DIR)) {
+            Ok(request) => Ok(Some(Self {
+                bundle: bundle.into(),
+                request,
+                is_back: Cell::new(false),
+            })),
+            // The other one would get the large files of this one's checkpoint.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(e.into()),
+            Err(e) => {
+                tracing::debug!("all goes through podman's file: {e}");
+                Ok(None)
+            }
+        }
     }
 
     fn files(&self) -> usize {
-        fs::read_dir(&self.path).map_or(0, Iterator::count)
+        fs::read_dir(self.request.away()).map_or(0, Iterator::count)
     }
 
     /// Gives the files a second name in another folder of the same file system.
     fn link(&self, folder: &Path) -> anyhow::Result<()> {
         let link = || -> io::Result<()> {
-            for item in fs::read_dir(&self.path)? {
+            for item in fs::read_dir(self.request.away())? {
                 let item = item?;
                 fs::hard_link(item.path(), folder.join(item.file_name()))?;
             }
@@ -105,15 +109,20 @@ impl Away {
 
     /// Puts the files where podman has its checkpoint, from which it can restore too.
     fn bring_back(&self) -> anyhow::Result<()> {
+        if self.is_back.get() {
+            return Ok(());
+        }
+        let away = self.request.away();
         if self.files() > 0 {
-            handover::join(&self.path, &self.bundle.join(names::CHECKPOINT_DIR))?;
+            handover::join(away, &self.bundle.join(names::CHECKPOINT_DIR))?;
         }
-        match fs::remove_dir(&self.path) {
+        match fs::remove_dir(away) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                Err(e).with_context(|| self.path.display().to_string())
+                return Err(e).with_context(|| away.display().to_string());
             }
-            _ => Ok(()),
+            _ => self.is_back.set(true),
         }
+        Ok(())
     }
 }
 

@@ -10,11 +10,10 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::{Compression, handover, names};
-use tempfile::TempDir;
 
 use super::Args;
 use crate::engine::Call;
-use crate::place::scratch_anywhere;
+use crate::scratch::{Holds, Scratch};
 use crate::ui::{self, Steps};
 
 /// How long podman may take to answer a question.
@@ -38,7 +37,7 @@ pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Resul
             other => return other,
         }
     }
-    let scratch = scratch_anywhere()?;
+    let scratch = Scratch::anywhere(Holds::Copy)?;
     let file = match source.kind() {
         Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
         _ => {
@@ -71,7 +70,7 @@ struct Parts {
     large: usize,
     ticket: handover::Ticket,
     /// On podman's file system.
-    scratch: TempDir,
+    scratch: Scratch,
 }
 
 impl Parts {
@@ -89,10 +88,7 @@ impl Parts {
         let root = Call::new("podman", ASK)
             .args(["info", "--format", "{{.Store.GraphRoot}}"])
             .run()?;
-        let scratch = tempfile::Builder::new()
-            .prefix(".cryopod-import-")
-            .tempdir_in(root.trim())
-            .with_context(|| format!("{}: cannot make a folder in it", root.trim()))?;
+        let scratch = Scratch::within(Path::new(root.trim()), Holds::Copy)?;
         let (whole, away) = (scratch.path().join("whole"), scratch.path().join("away"));
         let options = UnpackOptions::default();
         ui::with_progress("unpack", args.quiet, &options.progress, || {

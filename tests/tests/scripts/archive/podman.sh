@@ -35,8 +35,8 @@ check 'layout -> podman: the same sum' test "$(sum job)" = "$before"
 check 'export: to a layout' cryopod export job -e podman -o oci:/tmp/exported --leave-running -q
 check 'export --leave-running: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/exported
-find "$(podman inspect -f '{{.StaticDir}}' job)" -name 'cryopod-*' > /tmp/left
-check 'export: nothing is left in the bundle' sh -c 'cat /tmp/left; ! grep -E "cryopod-(away|export)" /tmp/left'
+find "$(podman inspect -f '{{.StaticDir}}' job)" -name '*cryopod-*' > /tmp/left
+check 'export: nothing is left in the bundle' sh -c 'cat /tmp/left; test ! -s /tmp/left'
 cryopod export job -e podman -o /tmp/exported.tar.zst -q --timings > /tmp/said
 check 'export: to a file' cryopod verify -q /tmp/exported.tar.zst
 check 'export: the large files did not go through podman' says /tmp/said "podman's file, without the large files"

@@ -1,0 +1,176 @@
+use super::*;
+
+/// A bundle with images, large and small, below a folder.
+fn images() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let images = dir.path().join("checkpoint");
+    fs::create_dir(&images).unwrap();
+    for (name, bytes) in [
+        ("pages-1.img", 2 << 20),
+        ("lane-0000.img", 1 << 20),
+        ("lane-index.img", 2 << 20),
+        ("pages-2.img", 10),
+        ("inventory.img", 10),
+    ] {
+        fs::write(images.join(name), vec![1u8; bytes]).unwrap();
+    }
+    (dir, images)
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn aside_only_where_it_was_asked_for_and_back() {
+    let (dir, images) = images();
+    let all = names(&images);
+    assert_eq!(after_checkpoint(&images).unwrap(), 0);
+    let away = dir.path().join(AWAY);
+    std::os::unix::fs::symlink("/tmp", &away).unwrap();
+    assert_eq!(
+        after_checkpoint(&images).unwrap(),
+        0,
+        "a link is no request"
+    );
+    ask(&images).unwrap_err();
+    fs::remove_file(&away).unwrap();
+    let request = ask(&images).unwrap();
+    assert_eq!(request.away(), away);
+    before_checkpoint(&images).unwrap();
+    assert_eq!(after_checkpoint(&images).unwrap(), 2);
+    assert_eq!(names(&away), ["lane-0000.img", "pages-1.img"]);
+    let error = ask(&images).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    before_restore(&images).unwrap();
+    assert_eq!(names(&images), all);
+    assert!(!away.exists());
+}
+
+#[test]
+fn a_ticket_is_good_once_and_a_strangers_never() {
+    let (dir, images) = images();
+    let all = names(&images);
+    let (desk, away) = (dir.path().join("desk"), dir.path().join("elsewhere"));
+    fs::create_dir(&away).unwrap();
+    assert_eq!(part(&images, &away).unwrap(), 2);
+    let ticket = issue_at(&desk, &images, &away).unwrap();
+    let text = fs::read_to_string(images.join(TICKET)).unwrap();
+    redeem(&images, &desk).unwrap();
+    assert_eq!(names(&images), all);
+    drop(ticket);
+    assert!(names(&desk).is_empty());
+    for text in [&text[..], "../../../../../../../../etc/pass", "short"] {
+        fs::write(images.join(TICKET), text).unwrap();
+        let error = redeem(&images, &desk).unwrap_err().to_string();
+        assert!(error.contains("import the archive itself"), "{error}");
+    }
+    fs::remove_file(images.join(TICKET)).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", images.join(TICKET)).unwrap();
+    redeem(&images, &desk).unwrap_err();
+}
+
+#[test]
+fn nobody_asks_any_more() {
+    let (dir, images) = images();
+    let all = names(&images);
+    let away = dir.path().join(AWAY);
+    // Killed ahead of the checkpoint: nothing is moved.
+    drop(ask(&images).unwrap());
+    assert_eq!(after_checkpoint(&images).unwrap(), 0);
+    assert_eq!(names(&images), all);
+    // Killed after it: the next checkpoint, and the next export, find all in its place.
+    for next in [
+        before_checkpoint as fn(&Path) -> io::Result<()>,
+        |images| ask(images).map(drop),
+        before_restore,
+    ] {
+        let request = ask(&images).unwrap();
+        assert_eq!(after_checkpoint(&images).unwrap(), 2);
+        drop(request);
+        next(&images).unwrap();
+        assert_eq!(names(&images), all);
+        assert!(!away.exists() || names(&away).is_empty());
+    }
+}
+
+#[test]
+fn what_cannot_be_moved_is_where_it_was() {
+    let (dir, images) = images();
+    let all = names(&images);
+    let _request = ask(&images).unwrap();
+    let away = dir.path().join(AWAY);
+    // One of two cannot go: a folder has its name.
+    fs::create_dir_all(away.join("pages-1.img/x")).unwrap();
+    let error = after_checkpoint(&images).unwrap_err().to_string();
+    assert!(error.contains("pages-1.img"), "{error}");
+    // The folder was moved back in place of no file: all files are still there.
+    assert_eq!(names(&images), all);
+    assert!(error.contains("could not be moved back"), "{error}");
+    assert!(error.contains(&images.display().to_string()), "{error}");
+}
+
+#[test]
+fn to_another_file_system() {
+    let away = tempfile::tempdir_in("/dev/shm").unwrap();
+    let images = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (from, to) = (away.path().join("a.img"), images.path().join("a.img"));
+    let differ =
+        |a: &Path, b: &Path| fs::metadata(a).unwrap().dev() != fs::metadata(b).unwrap().dev();
+    assert!(differ(away.path(), images.path()));
+    let whole = vec![7u8; 3 << 20];
+    fs::write(&from, &whole).unwrap();
+    // Whatever goes wrong, the file stays whole here, and there is none or the old one there.
+    fs::write(&to, "old").unwrap();
+    let mut full = |_: &mut File, to: &mut File| {
+        io::Write::write_all(to, &[1; 1000])?;
+        Err(io::ErrorKind::StorageFull.into())
+    };
+    let error = over(&from, &to, &mut full).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    assert!(error.to_string().contains("a.img"), "{error}");
+    let error = over(&from, &to, &mut |_, _| Ok(5)).unwrap_err().to_string();
+    assert!(error.contains("5 bytes instead of 3145728"), "{error}");
+    assert_eq!(fs::read(&from).unwrap(), whole);
+    assert_eq!(fs::read(&to).unwrap(), b"old");
+    assert_eq!(names(images.path()), ["a.img"]);
+    // A link there is replaced and not followed, and what a killed one left is no obstacle.
+    let other = images.path().join("other");
+    fs::write(&other, "kept").unwrap();
+    fs::remove_file(&to).unwrap();
+    std::os::unix::fs::symlink(&other, &to).unwrap();
+    std::os::unix::fs::symlink(&other, images.path().join(".a.img.cryopod-partial")).unwrap();
+    assert_eq!(join(away.path(), images.path()).unwrap(), 1);
+    assert!(fs::symlink_metadata(&to).unwrap().is_file());
+    assert_eq!(fs::read(&to).unwrap(), whole);
+    assert_eq!(fs::read(&other).unwrap(), b"kept");
+    assert_eq!(names(images.path()), ["a.img", "other"]);
+    assert!(names(away.path()).is_empty());
+    // No file.
+    fs::create_dir(away.path().join("folder")).unwrap();
+    join(away.path(), images.path()).unwrap_err();
+    assert!(away.path().join("folder").exists());
+}
+
+#[test]
+fn tickets_of_the_dead() {
+    let (dir, images) = images();
+    let (desk, away) = (dir.path().join("desk"), dir.path().join("scratch/away"));
+    fs::create_dir_all(&away).unwrap();
+    let killed = issue_at(&desk, &images, &away).unwrap();
+    let other = issue_at(&desk, &images, dir.path()).unwrap();
+    std::mem::forget(killed);
+    revoke_at(&desk, &dir.path().join("scratch"));
+    assert_eq!(names(&desk).len(), 1);
+    assert!(fs::symlink_metadata(&other.link).is_ok());
+    // A ticket to a folder that is gone says so.
+    let gone = issue_at(&desk, &images, &dir.path().join("gone")).unwrap();
+    let error = redeem(&images, &desk).unwrap_err().to_string();
+    assert!(error.contains("import the archive itself"), "{error}");
+    drop(gone);
+}
