@@ -17,12 +17,12 @@ fn run(script: &str, checks: usize) {
 
 #[test]
 fn podman() {
-    run(include_str!("scripts/archive/podman.sh"), 36);
+    run(include_str!("scripts/archive/podman.sh"), 46);
 }
 
 #[test]
 fn killed() {
-    run(include_str!("scripts/archive/killed.sh"), 4);
+    run(include_str!("scripts/archive/killed.sh"), 6);
 }
 
 #[test]

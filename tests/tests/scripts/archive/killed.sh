@@ -43,3 +43,9 @@ check 'pack to a layout' killed 'pack to a layout' /tmp/out/layout cryopod pack 
 check 'pack to an archive' killed 'pack to an archive' /tmp/out/a.tar cryopod pack -q /tmp/in -o oci-archive:/tmp/out/a.tar
 check 'convert' killed convert /tmp/out/a.tar.zst cryopod convert -q oci:/tmp/image -o /tmp/out/a.tar.zst
 check 'unpack' killed unpack /tmp/out/folder cryopod unpack -q oci:/tmp/image -o /tmp/out/folder
+
+# how far it is: a bar on a terminal, nothing of it elsewhere
+script -qec 'cryopod pack /tmp/in -o oci:/tmp/bar --level 15' /tmp/said > /dev/null
+check 'progress: bytes, rate, time left' says /tmp/said 'pack .*iB/[0-9.]+ MiB .*/s .* left'
+cryopod pack /tmp/in -o oci:/tmp/bar --replace --level 15 > /dev/null 2> /tmp/said
+check 'progress: no bar without a terminal' sh -c '! grep -q "iB/[0-9]" /tmp/said'

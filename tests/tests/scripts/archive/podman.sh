@@ -35,7 +35,7 @@ check 'layout -> podman: the same sum' test "$(sum job)" = "$before"
 check 'export: to a layout' cryopod export job -e podman -o oci:/tmp/exported --leave-running -q
 check 'export --leave-running: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/exported
-find "$(podman inspect -f '{{.StaticDir}}' job)" -name '*cryopod-*' > /tmp/left
+find "$(podman inspect -f '{{.StaticDir}}' job)" -name '.cryopod-*' -o -name cryopod-away > /tmp/left
 check 'export: nothing is left in the bundle' sh -c 'cat /tmp/left; test ! -s /tmp/left'
 cryopod export job -e podman -o /tmp/exported.tar.zst -q --timings > /tmp/said
 check 'export: to a file' cryopod verify -q /tmp/exported.tar.zst
@@ -47,6 +47,18 @@ pod rm -f -t 0 job > /dev/null
 if cryopod export job -e podman -o /tmp/never.tar.zst > /tmp/said 2>&1; then echo 'exported what is not there' && exit 1; fi
 check 'export: podman says what is wrong' says /tmp/said 'podman container inspect.*no such container job'
 check 'export: nothing is left' test -z "$(find /tmp -maxdepth 1 -name 'never*' -o -maxdepth 1 -name '.cryopod-*')"
+
+# an import that is killed, and the next one, which finds what it left
+left() { find /var/lib/containers/storage -maxdepth 1 -name '.cryopod-*'; }
+began() { [ -n "$(left)" ]; }
+cryopod import /tmp/exported.tar.zst -e podman --restore -q > /dev/null 2>&1 &
+pid=$!
+wait_for 20 began
+kill -KILL $pid && wait $pid 2> /dev/null || true
+nobody() { ! grep -aqs 'cryopod-scratc[h]' /proc/[0-9]*/cmdline; }
+wait_for 20 nobody
+check 'import: what a killed one has left' test -n "$(left)"
+pod rm -f -t 0 job > /dev/null 2>&1 || true
 cryopod import /tmp/exported.tar.zst -e podman --restore -q --timings > /tmp/said
 check 'import --restore: the sum goes on' goes_on job
 check 'import --restore: the large files did not go through podman' sh -c '! grep -q "file" /tmp/said'
@@ -56,6 +68,20 @@ cryopod import oci:/tmp/exported -e podman --name localhost/imported:1 -q > /dev
 pod container restore localhost/imported:1 > /dev/null
 check 'import: the image is restored' goes_on job
 pod rm -f -t 0 job > /dev/null
+
+# CRIU's images alone
+cryopod unpack --images-only -q oci:/tmp/layout -o /tmp/images
+check 'images alone: verified' cryopod verify -q /tmp/images
+check 'images alone: inspect' sh -c 'cryopod inspect --json /tmp/images | jq -e ".gpu.vram_bytes > 80000000"'
+check 'images alone -> layout' cryopod pack -q /tmp/images -o oci:/tmp/bare
+check 'images alone: the layout is whole' cryopod verify -q oci:/tmp/bare
+for source in /tmp/images oci:/tmp/bare; do
+    if cryopod convert -q "$source" -o /tmp/never.tar > /tmp/said 2>&1; then echo "made podman's file of images alone" && exit 1; fi
+    check "$source -> podman's file: refused, and why" says /tmp/said 'has no config.dump.*unpack --images-only'
+    if cryopod import -q "$source" -e podman > /tmp/said 2>&1; then echo "imported images alone" && exit 1; fi
+    check "$source -> podman: refused, and why" says /tmp/said 'without config.dump'
+done
+check 'images alone: nothing is left' test ! -e /tmp/never.tar
 
 # others read it
 for source in /tmp/job.tar.zst oci:/tmp/layout oci-archive:/tmp/job.oci.tar /tmp/back.tar.zst; do
