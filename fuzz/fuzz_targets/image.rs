@@ -1,4 +1,5 @@
-//! The documents of an OCI image: index, manifest and config, separated by NUL, around one good layer.
+//! The documents of an OCI image, or the parts of containerd's checkpoint: config, manifest and index, separated by NUL,
+//! around one good layer.
 #![no_main]
 
 use std::fs;
@@ -26,7 +27,10 @@ fuzz_target!(|data: &[u8]| {
     let manifest = manifest
         .replace("@L", &digest(&layer))
         .replace("@C", &digest(config.as_bytes()));
-    let index = index.replace("@M", &digest(manifest.as_bytes()));
+    let index = index
+        .replace("@M", &digest(manifest.as_bytes()))
+        .replace("@C", &digest(config.as_bytes()))
+        .replace("@L", &digest(&layer));
     let mut tar = tar::Builder::new(Vec::new());
     let mut add = |name: String, content: &[u8]| {
         let mut header = tar::Header::new_gnu();
@@ -47,5 +51,10 @@ fuzz_target!(|data: &[u8]| {
     let Ok(source) = Source::open(&FILE) else {
         return;
     };
-    let _ = source.visit(&Limits::default(), &mut |_, _| Ok(()));
+    let _ = source.visit(&Limits::default(), &mut |entry, _| {
+        let parts = entry.name.split('/');
+        assert!(parts.clone().all(|p| !matches!(p, "" | "." | "..")));
+        assert!(!entry.name.chars().any(char::is_control));
+        Ok(())
+    });
 });

@@ -4,7 +4,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
+use cryopod_archive::source::Source;
 
 use super::{Args, Taken};
 use crate::engine::Call;
@@ -46,15 +47,24 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
         ])
         .run()?;
     steps.done("ctr containers checkpoint");
-    let exported = ctr(args.limit())
-        .args(["images", "export", "--skip-manifest-json"])
-        .args([&file])
-        .args([&image])
-        .run();
-    if exported.is_ok() {
-        let _ = ctr(REMOVE).args(["images", "rm", &image]).run();
-    }
-    exported?;
+    let export = |local: bool| {
+        ctr(args.limit())
+            .args(["images", "export", "--skip-manifest-json"])
+            .flag(local, "--local")
+            .args([&file])
+            .args([&image])
+            .run()
+    };
+    // Otherwise ctr 2.0 and 2.1 end when containerd has sent all, which may be ahead of having written it: the file is
+    // cut off and nothing is said. Older ones have no such option, and write it themselves.
+    export(true).or_else(|e| match e.to_string().contains("not defined: -local") {
+        true => export(false),
+        false => Err(e),
+    })?;
+    Source::open(&file).with_context(|| {
+        format!("the checkpoint is in containerd as {image}; what ctr has made of it is damaged")
+    })?;
+    let _ = ctr(REMOVE).args(["images", "rm", &image]).run();
     steps.done("ctr images export");
     Ok(Taken {
         source: file,

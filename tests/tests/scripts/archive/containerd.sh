@@ -91,7 +91,7 @@ if cryopod export job -e containerd -o oci:/tmp/never -q > /tmp/said 2>&1; then 
 check 'export: what would not stop the container says so' says /tmp/said 'say --leave-running'
 
 ctr containers checkpoint --rw --task job localhost/checkpoint:1
-ctr images export --skip-manifest-json /tmp/ctr.tar localhost/checkpoint:1
+ctr images export --local --skip-manifest-json /tmp/ctr.tar localhost/checkpoint:1
 for source in /tmp/ctr.tar oci:/tmp/layout; do
     cryopod inspect --json "$source" > /tmp/facts
     check "inspect $source" jq -e '.gpu.vram_bytes > 15000000 and (.criu.processes | map(.comm) | index("cusim-client"))' /tmp/facts
