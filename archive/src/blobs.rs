@@ -126,6 +126,36 @@ impl Blobs {
         Ok(section)
     }
 
+    /// The digests of all blobs, from their names.
+    pub(crate) fn digests(&self) -> Result<Vec<Digest>, Error> {
+        let folder = format!("{}/sha256", names::OCI_BLOBS);
+        let mut hex: Vec<String> = match self {
+            Self::Tar { files, .. } => {
+                let inner = files.keys().filter_map(|name| name.strip_prefix(&folder));
+                let inner = inner.filter_map(|name| name.strip_prefix('/'));
+                inner.map(str::to_owned).collect()
+            }
+            Self::Folder(dir) => {
+                let dir = dir.join(folder);
+                let items = fs::read_dir(&dir).map_err(Error::io(&dir, "list it"))?;
+                let names = items.flatten().map(|item| item.file_name());
+                names.filter_map(|name| name.into_string().ok()).collect()
+            }
+        };
+        hex.sort();
+        let digests = hex
+            .iter()
+            .map(|hex| Digest::parse(&format!("sha256:{hex}")));
+        // Other files are no blobs.
+        Ok(digests.filter_map(Result::ok).collect())
+    }
+
+    /// A blob of which only the digest is known, which is yet to be checked.
+    pub(crate) fn raw(&self, digest: &Digest) -> Result<Section, Error> {
+        let section = self.find(&blob_name(digest))?;
+        section.ok_or_else(|| Error::bad(self.path(), Bad::MissingBlob(digest.to_string())))
+    }
+
     /// A document of which only the digest is known, checked.
     pub(crate) fn checked(&self, digest: &Digest) -> Result<Vec<u8>, Error> {
         let section = self.find(&blob_name(digest))?;

@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
+use crate::names;
+
 /// The folder beside the image folder that large files are moved into.
 pub const AWAY: &str = "cryopod-away";
 /// The file in the image folder that says where the large files are.
@@ -36,13 +38,22 @@ fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
 }
 
-/// Is it a file of pages, or a shard of the lane?
-fn is_large(name: &str, bytes: u64) -> bool {
-    let number = name
-        .strip_prefix("lane-")
-        .or_else(|| name.strip_prefix("pages-"))
-        .and_then(|rest| rest.strip_suffix(".img"));
-    bytes >= LARGE && number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+/// Is it a file of pages, or a shard of the lane, large enough to be worth it?
+pub(crate) fn is_large(name: &str, bytes: u64) -> bool {
+    bytes >= LARGE && (is_numbered(name, names::LANE_SHARD) || is_numbered(name, names::PAGES))
+}
+
+/// Is it `PREFIX-NUMBER.img`?
+pub(crate) fn is_numbered(name: &str, prefix: &str) -> bool {
+    let number = name.strip_prefix(prefix);
+    let number = number.and_then(|rest| rest.strip_suffix(".img"));
+    number.is_some_and(|n| (1..=10).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// Has `cryopod export` asked for the large files of this image folder?
+pub fn asked(images: &Path) -> bool {
+    let away = beside(images).filter(|p| own_folder(p));
+    away.is_some_and(|away| matches!(lock(&away), Ok(None)))
 }
 
 /// Moves the large files of an image folder into another, which exists. Says how many they are.
@@ -375,7 +386,7 @@ impl Drop for Ticket {
 }
 
 /// A folder, no link, of this user, in which nobody else can write.
-fn own_folder(path: &Path) -> bool {
+pub(crate) fn own_folder(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| {
         m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
     })

@@ -24,6 +24,7 @@ pub mod progress;
 pub mod seal;
 pub mod source;
 mod staging;
+pub mod store;
 mod stream;
 mod tarread;
 mod through;

@@ -49,6 +49,11 @@ pub const OCI_BLOBS: &str = "blobs";
 /// The parts of containerd's checkpoint that no other engine has, as files of this folder.
 pub const CONTAINERD_DIR: &str = "containerd";
 
+/// The reference to a store, which has a checkpoint's large files; in CRIU's image folder, and in the store's entry.
+pub const STORE_REFERENCE: &str = "cryopod-store.json";
+/// The reference while it is being written.
+pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";
+
 /// The lane's table of chunks, written last: without it the shards mean nothing.
 pub const LANE_INDEX: &str = "lane-index.img";
 /// The lane's table while it is being written.
@@ -57,7 +62,12 @@ pub const LANE_INDEX_PARTIAL: &str = ".lane-index.img.partial";
 /// The record of cryopod's CRIU plugin for NVIDIA; it names the buffers whose contents are in the lane.
 pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
 
+/// What the names of CRIU's files of memory begin with; a number and `.img` follow.
+pub const PAGES: &str = "pages-";
+/// What the names of the lane's files of chunks begin with; likewise.
+pub const LANE_SHARD: &str = "lane-";
+
 /// A file of chunks of the lane.
 pub fn lane_shard(number: usize) -> String {
-    format!("lane-{number:04}.img")
+    format!("{LANE_SHARD}{number:04}.img")
 }

@@ -14,7 +14,7 @@ use nix::fcntl::{AT_FDCWD, Flock, FlockArg, RenameFlags, renameat2};
 
 use crate::error::Error;
 
-const MARK: &str = ".cryopod-partial-";
+pub(crate) const MARK: &str = ".cryopod-partial-";
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// A file or folder in the making. Dropped without [`Staging::commit`], it is removed.

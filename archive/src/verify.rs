@@ -20,6 +20,7 @@ use crate::pack::threads_or_cores;
 use crate::progress::Progress;
 use crate::seal::Seal;
 use crate::source::{Kind, Source};
+use crate::store::{self, Found, Reference, StoreError};
 use crate::walk::{Sink, walk};
 
 /// How to verify.
@@ -29,6 +30,8 @@ pub struct VerifyOptions {
     pub threads: usize,
     /// Folders in which a checkpoint is searched that this one builds upon and that is not where it was.
     pub parents: Vec<PathBuf>,
+    /// Stores in which the large files are searched of a checkpoint that has them there.
+    pub stores: Vec<PathBuf>,
     /// Bounds on the archive.
     pub limits: Limits,
     /// Counters for a progress bar, and a way to stop.
@@ -50,6 +53,8 @@ pub struct Verified {
     pub chunks: u64,
     /// cryopod's record, if there is one.
     pub seal: Option<Seal>,
+    /// The large files that are in a store, which are not among the files above.
+    pub stored: Option<Found>,
 }
 
 /// Reads all of a checkpoint and checks what can be checked: every digest, every name, the compression's own sums,
@@ -95,6 +100,9 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
             },
         ));
     }
+    let mut found = found;
+    let stored = stored(source, sink.shards.as_ref(), &mut found, options)?;
+    let found = found;
     let chunks = match &sink.shards {
         None if !found.wants_lane => 0,
         None => return missing(&table),
@@ -120,7 +128,44 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
         layers,
         chunks,
         seal,
+        stored,
     })
+}
+
+/// Checks the files that are in a store. One that the checkpoint has itself is not looked at, as in a restore.
+fn stored(
+    source: &Source,
+    shards: Option<&Shards>,
+    found: &mut Seen,
+    options: &VerifyOptions,
+) -> Result<Option<Found>, Error> {
+    let Some(text) = &found.reference else {
+        return Ok(None);
+    };
+    let path = source.path().join(names::STORE_REFERENCE);
+    let failed = |e: StoreError| Error::Unsupported {
+        path: source.path().into(),
+        reason: e.to_string(),
+    };
+    let reference = Reference::parse(text, &path).map_err(failed)?;
+    let stored = store::find_in(reference, &path, &options.stores).map_err(failed)?;
+    stored
+        .verify(threads_or_cores(options.threads), None)
+        .map_err(failed)?;
+    for file in &stored.reference.files {
+        let name = format!("{}/{}", names::CHECKPOINT_DIR, file.name);
+        if found.shards.contains(&name) {
+            continue;
+        }
+        if let Some(shards) = shards {
+            let mut reader = io::BufReader::new(stored.open(file).map_err(failed)?);
+            let checked = shards.check(&name, file.bytes, &mut reader);
+            if checked.map_err(|e| Error::from_io(&stored.path(file), "read it", e))? {
+                found.shards.insert(name);
+            }
+        }
+    }
+    Ok(Some(stored))
 }
 
 /// Checks the chunks that are in another checkpoint; how many.
@@ -130,7 +175,13 @@ fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> R
         reason: e.to_string(),
     };
     let dir = source.images_folder();
-    let found = lane::parent::find(shards.table(), dir.as_deref(), &options.parents);
+    let search: Vec<PathBuf> = options
+        .parents
+        .iter()
+        .chain(&options.stores)
+        .cloned()
+        .collect();
+    let found = lane::parent::find(shards.table(), dir.as_deref(), &search);
     let Some(parent) = found.map_err(failed)? else {
         return Ok(0);
     };
@@ -172,7 +223,7 @@ const JSON: [&str; 5] = [
 ];
 
 #[derive(Default)]
-struct Found {
+struct Seen {
     files: u64,
     bytes: u64,
     inventory: bool,
@@ -180,17 +231,19 @@ struct Found {
     /// There are buffers whose contents must be in the lane.
     wants_lane: bool,
     seal: Option<Seal>,
+    /// What says that files are in a store.
+    reference: Option<Vec<u8>>,
 }
 
 struct Verifier<'v> {
     source: &'v Source,
     limits: &'v Limits,
     shards: Option<Shards>,
-    found: Mutex<Found>,
+    found: Mutex<Seen>,
 }
 
 impl Verifier<'_> {
-    fn found(&self) -> MutexGuard<'_, Found> {
+    fn found(&self) -> MutexGuard<'_, Seen> {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -249,6 +302,9 @@ impl Sink for Verifier<'_> {
             let seal =
                 Seal::parse(&text, entry.name.as_ref()).map_err(|e| content(e.to_string()))?;
             self.found().seal = Some(seal);
+        } else if entry.name.strip_prefix("checkpoint/") == Some(names::STORE_REFERENCE) {
+            let text = self.small(entry, reader)?;
+            self.found().reference = Some(text);
         } else if entry.name.strip_prefix("checkpoint/") == Some(names::NVIDIA_IMAGE) {
             let text = self.small(entry, reader)?;
             let record: serde_json::Value =

@@ -13,8 +13,10 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
+use crate::bundle;
 use crate::engine::Engine;
 use crate::pack::{self, How};
+use crate::place::stores;
 use crate::push::RegistryArgs;
 use crate::scratch::{Holds, Scratch};
 use crate::ui::Steps;
@@ -142,7 +144,22 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
         .and_then(|source| {
             let mut extra = pack::completed(&source)?;
             extra.extend(taken.extra);
-            args.how.write("export", &source, to, extra)
+            let stores = stores(&[])?;
+            let stored = match stores.is_empty() {
+                true => None,
+                false => bundle::found(&source, &stores)?,
+            };
+            let Some(stored) = stored else {
+                return args.how.write("export", &source, to, extra);
+            };
+            let threads = args.how.threads();
+            let whole = bundle::whole(&source, stored.clone(), scratch.path(), threads)?;
+            let packed = args.how.write("export", &whole, to, extra)?;
+            // Nobody else knows of it.
+            if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
+                tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());
+            }
+            Ok(packed)
         });
     steps.done("pack");
     let again = format!("cryopod convert PATH -o {}", args.output);

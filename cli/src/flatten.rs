@@ -10,8 +10,9 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
 
+use crate::bundle::found;
 use crate::pack::{How, destination};
-use crate::place::Place;
+use crate::place::{Place, stores};
 use crate::scratch::{Holds, Scratch};
 use crate::ui;
 
@@ -48,7 +49,17 @@ fn to_folder(source: &Source, output: &str) -> bool {
 /// # Errors
 /// A checkpoint that this one builds upon is missing or another one than it was; the library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = Place::parse(&args.source).open()?;
+    let mut source = Place::parse(&args.source).open()?;
+    let stores = stores(&[])?;
+    if !stores.is_empty()
+        && let Some(stored) = found(&source, &stores)?
+        && !source.join(stored)
+    {
+        bail!(
+            "{}: has large files in a store; make an archive first that has them: cryopod bundle",
+            source.path().display()
+        );
+    }
     let to = match to_folder(&source, &args.output) {
         true => None,
         false => Some(destination(&args.output)?),
@@ -67,7 +78,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let whole = scratch.path().join("whole");
     let options = FlattenOptions {
         threads: args.how.threads(),
-        parents: args.parents.clone(),
+        parents: args.parents.iter().chain(&stores).cloned().collect(),
         progress: Arc::new(Progress::default()),
         ..FlattenOptions::default()
     };

@@ -1,5 +1,6 @@
 //! `cryopod`: what a person asks of GPU container checkpoints. One subcommand a file.
 
+mod bundle;
 mod check;
 mod container;
 mod convert;
@@ -43,6 +44,8 @@ enum Command {
     Convert(convert::Args),
     /// Reads all of an archive and says whether it is whole.
     Verify(verify::Args),
+    /// Makes a self-contained archive of a checkpoint whose large files are in a store.
+    Bundle(bundle::Args),
     /// Makes a checkpoint whole whose GPU memory builds upon earlier ones.
     Flatten(flatten::Args),
     /// Says what a checkpoint holds.
@@ -76,6 +79,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Unpack(args) => unpack::run(&args),
         Command::Convert(args) => convert::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
         Command::Flatten(args) => flatten::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Export(args) => export::run(&args),

@@ -11,6 +11,7 @@ use cryopod_archive::oci::{Digest, media};
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
+use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, engine};
 
 use crate::place::Place;
@@ -157,10 +158,15 @@ impl How {
         let options = self.options(extra_files);
         let progress = Arc::clone(&options.progress);
         let packed = ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
-        if !self.quiet {
-            say(to, &packed);
-        }
+        self.say(to, &packed);
         Ok(packed)
+    }
+
+    /// Says what was written, unless nothing is to be said.
+    pub fn say(&self, to: &Destination, packed: &Packed) {
+        if !self.quiet {
+            say(to, packed);
+        }
     }
 }
 
@@ -239,6 +245,13 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
     let to = destination(to)?;
     let source = Place::parse(from).open()?;
+    let images = source.images_folder();
+    if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
+        eprintln!(
+            "cryopod: {} are in entry {} of a store, and the archive will only refer to them; `cryopod bundle` makes one that has them",
+            reference, reference.id
+        );
+    }
     how.write(what, &source, &to, completed(&source)?)?;
     Ok(ExitCode::SUCCESS)
 }

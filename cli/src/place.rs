@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_archive::limits::Limits;
 use cryopod_archive::source::Source;
+use cryopod_runtime::config::Config;
 
 /// An archive to be read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,6 +58,15 @@ impl Place {
             &Limits::default(),
         )?)
     }
+}
+
+/// The stores of this host's configuration, after those that a person names.
+///
+/// # Errors
+/// The configuration cannot be used.
+pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
+    let configured = Config::load()?.store.folders();
+    Ok(named.iter().cloned().chain(configured).collect())
 }
 
 #[cfg(test)]

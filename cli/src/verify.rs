@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::verify::{VerifyOptions, verify};
 
-use crate::place::Place;
+use crate::place::{Place, stores};
 use crate::ui;
 
 /// Arguments.
@@ -19,6 +19,9 @@ pub struct Args {
     /// several times.
     #[arg(long)]
     parents: Vec<PathBuf>,
+    /// A store in which its large files are searched, ahead of the configured ones; several times.
+    #[arg(long)]
+    store: Vec<PathBuf>,
     /// Threads; 0: as many as there are cores.
     #[arg(long, default_value_t = 0)]
     threads: usize,
@@ -37,6 +40,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = VerifyOptions {
         threads: args.threads,
         parents: args.parents.clone(),
+        stores: stores(&args.store)?,
         progress: Arc::new(Progress::default()),
         ..VerifyOptions::default()
     };
@@ -48,6 +52,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let mut parts = vec![format!("{} files", done.files), ui::bytes(done.bytes)];
         if done.layers > 0 {
             parts.push(format!("{} layers with their digests", done.layers));
+        }
+        if let Some(stored) = &done.stored {
+            let entry = stored.entry.display();
+            parts.push(format!("{} in the store's {entry}", stored.reference));
         }
         if done.chunks > 0 {
             parts.push(format!("{} chunks of GPU memory", done.chunks));

@@ -27,7 +27,7 @@ use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
 use crate::suspended::Record;
-use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs};
+use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs, store};
 
 /// What the low-level runtime says of a container.
 struct State {
@@ -91,6 +91,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
     let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins);
     let plan = with_hazards(plan, hazards)?;
+    let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);
+    store::parent_is_here(inv, &image_path(inv))?;
     let job = Job {
         ctx,
         inv,
@@ -99,6 +101,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         plan,
         around,
         carried,
+        store,
         started,
     };
     let setup = crate::setup::Setup {
@@ -173,6 +176,8 @@ struct Job<'a> {
     around: Around,
     /// The container's changes of files go with the checkpoint.
     carried: bool,
+    /// The store that the large files go to.
+    store: Option<PathBuf>,
     started: Instant,
 }
 
@@ -211,6 +216,7 @@ impl Job<'_> {
             images: Some(images.path.clone()),
             agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
         };
+        let whole_limit = watch.limit;
         let mut sealing = None;
         let dump_started = Instant::now();
         seal.timings.plan_us = micros(dump_started - self.started);
@@ -275,6 +281,12 @@ impl Job<'_> {
         if ended.code == 0 && sealing.is_none() {
             if let Some(slot) = slot.take() {
                 slot.commit(&seal)?;
+            }
+            // `cryopod export` makes an archive of all.
+            if let (false, false, Some(folder)) =
+                (pre_dump, handover::asked(&images.path), &self.store)
+            {
+                store::put(folder, &images.path, &seal, whole_limit);
             }
             if let Err(e) = handover::after_checkpoint(&images.path) {
                 tracing::warn!("the large files are not moved aside: {e}");

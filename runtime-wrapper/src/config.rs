@@ -8,7 +8,7 @@ use std::time::Duration;
 use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
-use crate::{lane, rootfs};
+use crate::{lane, rootfs, store};
 
 /// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
@@ -58,6 +58,8 @@ pub struct Config {
     pub lane: lane::Options,
     /// `[rootfs]`.
     pub rootfs: rootfs::Options,
+    /// `[store]`.
+    pub store: store::Options,
     /// `[limits]`.
     pub limits: Limits,
 }
@@ -223,6 +225,12 @@ impl Config {
         }
     }
 
+    /// Folders in which checkpoints are searched that others build upon, and the large files of checkpoints.
+    pub fn search(&self) -> Vec<PathBuf> {
+        let parents = self.lane.parents.iter().cloned();
+        parents.chain(self.store.folders()).collect()
+    }
+
     fn read(path: &Path, required: bool) -> Result<Self, ConfigError> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -274,6 +282,12 @@ impl Config {
         if let Some(path) = config.mounts.allow.iter().find(|p| !p.is_absolute()) {
             return Err(invalid(format!(
                 "mounts.allow: {} is no absolute path",
+                path.display()
+            )));
+        }
+        if let Some(path) = config.store.folders().iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "store: {} is no absolute path",
                 path.display()
             )));
         }
@@ -354,6 +368,9 @@ mod tests {
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
+            ("[store]\npath = \"opt\"", "store: opt"),
+            ("[store]\nsearch = [\"/a\", \"b\"]", "store: b"),
+            ("[store]\nuse = \"yes\"", "use"),
             ("runtime = 1", "runtime"),
             ("[", "c.toml"),
         ] {

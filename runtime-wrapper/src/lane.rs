@@ -106,7 +106,6 @@ impl Options {
             codec: self.codec,
             level: self.level.unwrap_or(usual.level),
             check: self.verify.unwrap_or(usual.check),
-            search: self.parents.clone(),
             ..usual
         };
         config.validate()?;
@@ -142,6 +141,7 @@ fn wanted(config: &Config, spec: &Spec) -> Result<Option<LaneConfig>, Error> {
     let lane = config.lane.config().map_err(wrong)?;
     Ok(Some(LaneConfig {
         required: mode == Mode::On,
+        search: config.search(),
         ..lane
     }))
 }
@@ -189,7 +189,7 @@ pub fn restore(config: &Config, seal: &Seal, folder: &Path) -> Result<LaneConfig
         let failed =
             |what: String| Error::Failed(format!("restore refused, nothing was started: {what}"));
         let digest = facts.digest.parse::<Digest>().map_err(failed)?;
-        let found = Lane::open_with(folder, Some(digest), &config.lane.parents);
+        let found = Lane::open_with(folder, Some(digest), &config.search());
         if found.map_err(|e| failed(e.to_string()))?.is_none() {
             let index = folder.join(names::LANE_INDEX);
             return Err(failed(format!(
@@ -201,6 +201,7 @@ pub fn restore(config: &Config, seal: &Seal, folder: &Path) -> Result<LaneConfig
     Ok(LaneConfig {
         digest: seal.gpu.lane.as_ref().map(|facts| facts.digest.clone()),
         folder: Some(folder.canonicalize().map_err(Error::io(what))?),
+        search: config.search(),
         ..lane
     })
 }

@@ -40,6 +40,7 @@ pub mod preflight;
 pub mod restore;
 pub mod rootfs;
 pub mod setup;
+pub mod store;
 pub mod suspended;
 
 use std::ffi::OsString;

@@ -36,7 +36,7 @@ use crate::preflight::{self, Means, Question};
 use crate::setup::{self, Setup};
 use crate::{
     Context, Error, around, cgroup, facts, images, lane, log, loopback, lsm, passthrough, plugins,
-    rootfs,
+    rootfs, store,
 };
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
@@ -49,7 +49,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // 1. What was checkpointed.
     let folder = image_folder(ctx, inv);
     handover::before_restore(&folder).map_err(|e| Error::Failed(e.to_string()))?;
+    let stored = store::find(&ctx.config, inv, &folder)?;
     let Some(seal) = Seal::open(&folder)? else {
+        if let Some(stored) = &stored {
+            return Err(store::unsealed(stored, &folder));
+        }
         rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));
     };
@@ -91,15 +95,24 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         low_version: low_version.as_deref(),
     };
     let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
-    let data = facts::folder_bytes(&folder);
+    let away = stored.as_ref().map_or(0, |found| found.reference.bytes());
+    let data = facts::folder_bytes(&folder).saturating_add(away);
     provision.extra.limit_s = ctx.config.limits.restore(data).as_secs();
     if ctx.low.kind == Kind::Runc && loopback::own_network(&spec) {
         let file = op.file(loopback::FILE);
         let what = format!("{}: cannot be written", file.display());
         std::fs::write(file, "").map_err(Error::io(what))?;
     }
-    // 4. The images, with the archived /dev as it must be here.
-    let overlay = images::overlay(&op, &folder, &chosen.remap)?;
+    // 4. The images, with the archived /dev as it must be here, and what is in a store.
+    if let Some(stored) = &stored {
+        store::verify(
+            &ctx.config,
+            &inv.id,
+            stored,
+            ctx.config.limits.restore(data),
+        )?;
+    }
+    let overlay = images::overlay(&op, &folder, &chosen.remap, stored.as_ref())?;
     let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),

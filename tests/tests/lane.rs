@@ -73,7 +73,7 @@ fn checkpoints_that_build_upon_each_other() {
         return;
     };
     let script = format!("set -- runc\n{}", include_str!("scripts/lane/parents.sh"));
-    run(bed, &script, 40);
+    run(bed, &script, 52);
 }
 
 fn suspended(low: &str, cgroup: Cgroup) {

@@ -81,6 +81,9 @@ pub enum LaneError {
         /// What is wrong with it.
         reason: String,
     },
+    /// The shards are in a store that cannot be used.
+    #[error(transparent)]
+    Store(#[from] crate::store::StoreError),
     /// The work was called off.
     #[error("called off")]
     Cancelled,

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
 use super::{LaneError, LaneFacts, parent, usual_threads};
-use crate::names;
+use crate::{names, store};
 
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_NONBLOCK: i32 = 0o4_000;
@@ -46,6 +46,7 @@ pub struct Lane {
     pub index: Index,
     dir: PathBuf,
     shards: Vec<File>,
+    paths: Vec<PathBuf>,
     lengths: Vec<u32>,
     parent: Option<Box<Lane>>,
 }
@@ -75,7 +76,7 @@ impl Lane {
     }
 
     /// As [`Lane::open`]; parents that are not where they were are searched in these folders too, and in
-    /// the folders in them.
+    /// the folders in them. Shards that are in a store are found in the one of these folders that has them.
     ///
     /// # Errors
     /// [`LaneError`].
@@ -108,8 +109,18 @@ impl Lane {
             ));
         }
         let mut shards = Vec::with_capacity(index.shards.len());
+        let mut paths = Vec::with_capacity(index.shards.len());
+        let mut stored = None;
         for (number, bytes) in index.shards.iter().enumerate() {
-            let path = dir.join(names::lane_shard(number));
+            let mut path = dir.join(names::lane_shard(number));
+            if path.symlink_metadata().is_err() {
+                // A store is one of the folders that are searched.
+                if stored.is_none() {
+                    stored = store::find(dir, search)?;
+                }
+                let entry = stored.as_ref().map(|found| &found.entry);
+                path = entry.map_or(path, |entry| entry.join(names::lane_shard(number)));
+            }
             let file = open_file(&path)?;
             let has = file
                 .metadata()
@@ -122,12 +133,14 @@ impl Lane {
                 ));
             }
             shards.push(file);
+            paths.push(path);
         }
         let mut lane = Self {
             lengths: index.lengths(),
             index,
             dir: dir.to_owned(),
             shards,
+            paths,
             parent: None,
         };
         if lane.index.parent.is_some() {
@@ -364,7 +377,7 @@ impl Lane {
     }
 
     fn shard(&self, chunk: &Chunk) -> PathBuf {
-        self.dir.join(names::lane_shard(usize::from(chunk.shard)))
+        self.paths[usize::from(chunk.shard)].clone()
     }
 
     fn stored(&self, chunk: &Chunk, to: &mut [u8]) -> Result<(), LaneError> {

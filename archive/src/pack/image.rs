@@ -168,6 +168,30 @@ impl Store {
         }
     }
 
+    /// Writes a blob that is a document.
+    pub(super) fn blob(&mut self, content: &[u8]) -> Result<(), Error> {
+        self.document(&blob_name(&Digest::of(content)), content)
+    }
+
+    /// Writes what makes a layout of the blobs: the last that is written.
+    pub(super) fn close(&mut self, index: &[u8]) -> Result<(), Error> {
+        self.document(names::OCI_INDEX, index)?;
+        self.document(names::OCI_LAYOUT, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
+        match self {
+            Self::Folder { dir, .. } => {
+                for dir in dir.ancestors().take(2) {
+                    File::open(dir)
+                        .and_then(|d| d.sync_all())
+                        .map_err(Error::io(dir, "write it to disk"))?;
+                }
+                Ok(())
+            }
+            Self::Tar { file, path } => file
+                .write_all(&[0; 1024])
+                .map_err(Error::io(path, "write it")),
+        }
+    }
+
     /// Writes all that stands around the layers.
     pub(super) fn finish(
         mut self,
@@ -205,20 +229,7 @@ impl Store {
             manifests: vec![descriptor],
             annotations: BTreeMap::new(),
         })?;
-        self.document(names::OCI_INDEX, &index)?;
-        self.document(names::OCI_LAYOUT, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
-        match &mut self {
-            Self::Folder { dir, .. } => {
-                for dir in dir.ancestors().take(2) {
-                    File::open(dir)
-                        .and_then(|d| d.sync_all())
-                        .map_err(Error::io(dir, "write it to disk"))?;
-                }
-            }
-            Self::Tar { file, path } => file
-                .write_all(&[0; 1024])
-                .map_err(Error::io(path, "write it"))?,
-        }
+        self.close(&index)?;
         let stored = layers.iter().map(|l| l.size).sum::<u64>()
             + (config.len() + manifest.len() + index.len()) as u64;
         Ok(Packed {
@@ -240,7 +251,7 @@ fn blob_entry(name: String, size: u64) -> Entry {
     }
 }
 
-fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Error> {
+pub(super) fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Error> {
     serde_json::to_vec(value).map_err(|e| Error::Unsupported {
         path: PathBuf::new(),
         reason: format!("cannot describe the image: {e}"),

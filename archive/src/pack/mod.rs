@@ -3,6 +3,7 @@
 //! [`pack`] also converts: its source is whatever [`Source`] reads. The destination appears under its name only
 //! when it is whole and on disk.
 
+mod containerd;
 mod entropy;
 mod facts;
 mod image;
@@ -16,6 +17,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 pub(crate) use self::pipeline::threads_or_cores;
 use self::pipeline::{Input, Pool, with_pool};

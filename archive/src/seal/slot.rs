@@ -25,8 +25,8 @@ pub struct SealSlot {
 }
 
 impl SealSlot {
-    /// Reserves the place. A seal of an earlier checkpoint in the same folder is removed, because the
-    /// images that it describes are about to be overwritten.
+    /// Reserves the place. A seal of an earlier checkpoint in the same folder is removed, and its reference to a store,
+    /// because the images that they describe are about to be overwritten.
     ///
     /// # Errors
     /// [`SealError::Write`] if the folder cannot be written or is full.
@@ -37,7 +37,8 @@ impl SealSlot {
             path: path.clone(),
             source,
         };
-        for old in [&partial, &path] {
+        let reference = image_dir.join(names::STORE_REFERENCE);
+        for old in [&partial, &path, &reference] {
             match fs::remove_file(old) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
                 _ => {}

@@ -11,6 +11,7 @@ use crate::entry::{Entry, EntryKind, check_link, clean_name};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
+use crate::store::{Found, Stored};
 use crate::stream::{Section, open_regular};
 
 /// A folder: CRIU's images alone, or with the engine's files around them.
@@ -19,6 +20,8 @@ pub(crate) struct Folder {
     root: PathBuf,
     /// `true`: the folder is what `checkpoint/` is elsewhere.
     bare: bool,
+    /// The entry of a store that has what the folder has not.
+    stored: Option<Found>,
 }
 
 impl Folder {
@@ -26,7 +29,23 @@ impl Folder {
         Self {
             root: root.into(),
             bare,
+            stored: None,
         }
+    }
+
+    /// From now on the files of a store's entry are as if they were here, and the reference to them is not.
+    pub(crate) fn join(&mut self, stored: Found) {
+        self.stored = Some(stored);
+    }
+
+    /// The file of the store that an entry is.
+    fn stored(&self, name: &str) -> Option<(&Found, &Stored)> {
+        let found = self.stored.as_ref()?;
+        let name = name
+            .strip_prefix(names::CHECKPOINT_DIR)?
+            .strip_prefix('/')?;
+        let file = found.reference.files.iter().find(|f| f.name == name)?;
+        Some((found, file))
     }
 
     /// Where an entry lies.
@@ -103,6 +122,22 @@ impl Folder {
                 });
             }
         }
+        if let Some(stored) = &self.stored {
+            let reference = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
+            entries.retain(|entry| entry.name != reference);
+            for file in &stored.reference.files {
+                let name = format!("{}/{}", names::CHECKPOINT_DIR, file.name);
+                if self.place(&name).symlink_metadata().is_err() {
+                    entries.push(Entry {
+                        name,
+                        kind: EntryKind::File,
+                        size: file.bytes,
+                        mode: 0o600,
+                        layer: None,
+                    });
+                }
+            }
+        }
         entries.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(entries)
     }
@@ -110,8 +145,16 @@ impl Folder {
     /// The content of an entry.
     pub(crate) fn content(&self, entry: &Entry) -> Result<Section, Error> {
         let path = self.place(&entry.name);
-        let section =
-            Section::whole(open_regular(&path)?).map_err(Error::io(&path, "read its size"))?;
+        let file = match self.stored(&entry.name) {
+            Some((found, file)) if path.symlink_metadata().is_err() => {
+                found.open(file).map_err(|e| Error::Unsupported {
+                    path: self.root.clone(),
+                    reason: e.to_string(),
+                })?
+            }
+            _ => open_regular(&path)?,
+        };
+        let section = Section::whole(file).map_err(Error::io(&path, "read its size"))?;
         if section.left() != entry.size {
             let reason = format!(
                 "changed its size from {} to {} bytes while it was read",

@@ -18,6 +18,7 @@ use crate::entry::{Entry, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::oci::Descriptor;
+use crate::store::Found;
 use crate::stream::Compression;
 
 pub(crate) use image::Layer;
@@ -124,6 +125,18 @@ impl Source {
         match &self.inner {
             Inner::Folder(folder) => Some(folder.place(crate::names::CHECKPOINT_DIR)),
             _ => None,
+        }
+    }
+
+    /// Takes the files of a store's entry as if they were in the folder that the checkpoint is, without the reference
+    /// to them: what is made of it needs no store. `false`: it is no folder, unpack it first.
+    pub fn join(&mut self, stored: Found) -> bool {
+        match &mut self.inner {
+            Inner::Folder(folder) => {
+                folder.join(stored);
+                true
+            }
+            _ => false,
         }
     }
 

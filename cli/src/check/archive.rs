@@ -10,9 +10,11 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
 use cryopod_archive::source::Source;
+use cryopod_archive::store::{self, Reference};
 use cryopod_gpu_hooks::amd::image::{self as amd_image, Images};
 use cryopod_gpu_hooks::compat::{Check, Verdict};
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::plan::Refusal;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches::{self, Switches};
 use cryopod_gpu_hooks::tools::SystemTools;
@@ -45,6 +47,8 @@ struct Checkpoint {
     seal: Option<Seal>,
     spec: Spec,
     amd: Images,
+    /// What it has in a store.
+    reference: Option<Reference>,
 }
 
 #[derive(Serialize)]
@@ -124,7 +128,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         None => None,
     };
     let means = Means::gather(&config, &host, &tools, criu.as_ref(), seal, op.as_ref());
-    let answer = preflight::answer(&Question {
+    let mut answer = preflight::answer(&Question {
         host: &host,
         config: &config,
         seal,
@@ -134,7 +138,20 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         amd: &checkpoint.amd,
     })
     .map_err(|e| e.to_string())?;
+    answer.other.extend(away(ask, &config, &checkpoint));
     Ok((checkpoint, answer))
+}
+
+/// Large files that are in a store which is not here.
+fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refusal> {
+    let reference = checkpoint.reference.clone()?;
+    let path = ask.path.join(names::STORE_REFERENCE);
+    let error = store::find_in(reference, &path, &config.store.folders()).err()?;
+    Some(Refusal {
+        process: None,
+        what: error.to_string(),
+        remedy: "the checkpoint itself is untouched".into(),
+    })
 }
 
 fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
@@ -150,8 +167,9 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             .and_then(|rest| rest.strip_prefix('/'))
             .is_some_and(of)
     };
+    let own = [names::SEAL, names::STORE_REFERENCE];
     let wanted = |name: &str| {
-        name == names::SPEC_DUMP || in_images(name, &|n| n == names::SEAL || amd_image::is_image(n))
+        name == names::SPEC_DUMP || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
     };
     let files = source.small_files(&wanted, &limits).map_err(said)?;
     let mut amd = Images::default();
@@ -160,8 +178,12 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         amd.add(name, bytes)
             .map_err(|e| format!("{}: {e}", ask.path.display()))?;
     }
+    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
+    let reference = files.get(&name);
+    let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
     Ok(Checkpoint {
         kind: source.kind().to_string(),
+        reference: reference.transpose().map_err(|e| e.to_string())?,
         seal: seal(ask.path, &files)?,
         spec: spec(&files),
         amd,

@@ -11,6 +11,7 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::oci::annotation;
 use cryopod_archive::seal::{Gpu, Seal};
 use cryopod_archive::source::Source;
+use cryopod_archive::store::Reference;
 use cryopod_archive::{criu, engine, names};
 use serde::Serialize;
 use serde_json::Value;
@@ -40,6 +41,9 @@ pub struct Report {
     /// cryopod's record, as it is in the archive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seal: Option<SealFacts>,
+    /// Large files that are in a store and not in the checkpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub store: Option<Reference>,
     /// What is on the GPUs, process by process.
     pub gpu: GpuFacts,
     /// CRIU's images; `None` if there are none (a damaged checkpoint is an error).
@@ -145,7 +149,13 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
             engine::read_containerd(CONTAINERD_RECORD, record, &annotations.unwrap_or_default())
                 .with_context(named)?;
     }
-    let criu = criu::read(&gathered.criu, gathered.pages_bytes).with_context(named)?;
+    let store = match gathered.small.get(names::STORE_REFERENCE) {
+        Some(text) => Some(Reference::parse(text, &path.join(names::STORE_REFERENCE))?),
+        None => None,
+    };
+    let away = store.as_ref().map_or(0, Reference::pages_bytes);
+    let pages_bytes = gathered.pages_bytes.saturating_add(away);
+    let criu = criu::read(&gathered.criu, pages_bytes).with_context(named)?;
     let seal = match gathered.small.get(names::SEAL) {
         Some(text) => Some(Seal::parse(text, Path::new(names::SEAL)).with_context(named)?),
         None => None,
@@ -163,6 +173,7 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
         stored_bytes: source.stored_bytes()?,
         files: gathered.files,
         container,
+        store,
         gpu: seal.as_ref().map(gpu_facts).unwrap_or_default(),
         seal: seal.map(seal_facts),
         criu,
@@ -196,6 +207,7 @@ fn place(name: &str) -> Option<Place<'_>> {
         .and_then(|rest| rest.strip_prefix('/'));
     match inner {
         Some(names::SEAL) => Some(Place::Small(names::SEAL)),
+        Some(names::STORE_REFERENCE) => Some(Place::Small(names::STORE_REFERENCE)),
         Some(image) if criu::is_wanted(image) => Some(Place::Criu(image)),
         None if name == names::STATS_DUMP => Some(Place::Criu(name)),
         _ => None,

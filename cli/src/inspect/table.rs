@@ -75,6 +75,11 @@ fn facts(report: &Report) -> Vec<(&'static str, String)> {
     }
     rows.push(("Made", made(report)));
     rows.push(("Size", size(report)));
+    if let Some(store) = &report.store {
+        let (id, was) = (plain(&store.id), plain(&store.store));
+        let what = format!("{store} are not in it but in entry {id} of the store {was}");
+        rows.push(("Store", what));
+    }
     gpus(report, &mut rows);
     criu(report, &mut rows);
     rows

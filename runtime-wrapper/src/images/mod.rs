@@ -14,6 +14,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::seal::NodeSource;
+use cryopod_archive::store::Found;
 use cryopod_gpu_hooks::remap::{Remap, Target};
 
 use crate::Error;
@@ -28,20 +29,73 @@ const FOLDER: &str = "images";
 /// Entries of an image folder that are linked; CRIU makes a few for each process.
 const MAX_ENTRIES: usize = 1 << 20;
 
-/// Makes the overlay if the archived `/dev` has to change; `None`: the images can be used as they are.
+/// Makes the overlay if the archived `/dev` has to change, or files are in a store; `None`: the images can be used as
+/// they are.
 ///
 /// # Errors
 /// [`Error`]: nothing was started.
-pub fn overlay(op: &Operation, images: &Path, remap: &Remap) -> Result<Option<PathBuf>, Error> {
+pub fn overlay(
+    op: &Operation,
+    images: &Path,
+    remap: &Remap,
+    stored: Option<&Found>,
+) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
-    if changed.is_empty() {
+    if changed.is_empty() && stored.is_none() {
         return Ok(None);
     }
     let images = images.canonicalize().map_err(Error::io(format!(
         "{}: the image folder cannot be read",
         images.display()
     )))?;
-    let mounts = mountpoints::read(&images)?;
+    let rewritten = match changed.is_empty() {
+        true => Vec::new(),
+        false => rewritten(&images, remap, changed)?,
+    };
+    if rewritten.is_empty() && stored.is_none() {
+        return Ok(None);
+    }
+    let folder = op.file(FOLDER);
+    DirBuilder::new()
+        .mode(0o700)
+        .create(&folder)
+        .map_err(Error::io(format!("{}: cannot be made", folder.display())))?;
+    let folder = folder
+        .canonicalize()
+        .map_err(Error::io(format!("{}: cannot be read", folder.display())))?;
+    for (file, nodes) in &rewritten {
+        devtar::rewrite(&images.join(file), &folder.join(file), nodes)?;
+    }
+    link_rest(&images, &folder)?;
+    if let Some(stored) = stored {
+        link_stored(stored, &folder)?;
+    }
+    Ok(Some(folder))
+}
+
+/// Links the files of a store's entry that the overlay does not have yet.
+fn link_stored(stored: &Found, folder: &Path) -> Result<(), Error> {
+    let entry = stored.entry.canonicalize().map_err(Error::io(format!(
+        "{}: the store's entry cannot be read",
+        stored.entry.display()
+    )))?;
+    for file in &stored.reference.files {
+        let link = folder.join(&file.name);
+        if link.symlink_metadata().is_err() {
+            symlink(relative(folder, &entry.join(&file.name)), &link)
+                .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
+        }
+    }
+    Ok(())
+}
+
+/// The archives of `/dev` that have to change, and their new nodes.
+fn rewritten(
+    images: &Path,
+    remap: &Remap,
+    changed: Vec<&Target>,
+) -> Result<Vec<(String, Vec<devtar::Node>)>, Error> {
+    let mounts = mountpoints::read(images)?;
     let mut rewritten: Vec<(String, Vec<devtar::Node>)> = Vec::new();
     for target in changed {
         let mount = mountpoints::covering(&mounts, &target.path);
@@ -82,22 +136,7 @@ pub fn overlay(op: &Operation, images: &Path, remap: &Remap) -> Result<Option<Pa
             None => rewritten.push((file, vec![node])),
         }
     }
-    if rewritten.is_empty() {
-        return Ok(None);
-    }
-    let folder = op.file(FOLDER);
-    DirBuilder::new()
-        .mode(0o700)
-        .create(&folder)
-        .map_err(Error::io(format!("{}: cannot be made", folder.display())))?;
-    let folder = folder
-        .canonicalize()
-        .map_err(Error::io(format!("{}: cannot be read", folder.display())))?;
-    for (file, nodes) in &rewritten {
-        devtar::rewrite(&images.join(file), &folder.join(file), nodes)?;
-    }
-    link_rest(&images, &folder)?;
-    Ok(Some(folder))
+    Ok(rewritten)
 }
 
 /// Permission bits, owner and group of this host's node.

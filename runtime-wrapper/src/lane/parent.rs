@@ -71,7 +71,7 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<L
         return Ok(None);
     };
     let digest = facts.digest.parse::<Digest>().map_err(unusable)?;
-    let lane = Lane::open_with(&folder, Some(digest), &config.lane.parents);
+    let lane = Lane::open_with(&folder, Some(digest), &config.search());
     let lane = lane.map_err(|e| unusable(e.to_string()))?;
     let lane = lane.ok_or_else(|| unusable(format!("{} is missing", names::LANE_INDEX)))?;
     if lane.depth() + 1 >= LONGEST {

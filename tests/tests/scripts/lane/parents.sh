@@ -126,4 +126,28 @@ fails() { ! save by /srv/d3 --leave-running && grep -q 'cannot build upon that o
 check 'by path: a damaged one is refused' fails
 check 'by path: and it goes on' goes_on by
 end by
+
+# With a store: the second builds upon what the first has there.
+mkdir -m 700 /srv/store
+printf '[store]\npath = "/srv/store"\n' >> /etc/cryopod/config.toml
+made /srv/kept auto --mib 100 --train-mib 20
+start kept
+check 'a store: checkpoint 1' save kept /srv/k/1 --leave-running
+criu_upon() { ! save kept /srv/k/none --leave-running --parent-path ../1 && grep -q 'leave --parent-path away' /tmp/said; }
+check 'a store: CRIU cannot build upon it' criu_upon
+check 'a store: it goes on' goes_on kept
+check 'a store: checkpoint 2' save kept /srv/k/2
+end kept
+check 'a store: the second has what changed' lane /srv/k/2 '.parent > 70 and .raw > 0 and .raw < 30'
+large() { find "$1" -name 'lane-0*.img' -size +1023k | wc -l; }
+check 'a store: it has the shards' test "$(large /srv/k)" = 0 -a "$(large /srv/store)" -ge 2
+check 'a store: verify' cryopod verify -q /srv/k/2
+check 'a store: restored' load kept /srv/k/2
+end kept
+check 'a store: made whole' cryopod flatten -q /srv/k/2 -o /srv/k-whole
+mv /srv/store /srv/store.away
+check 'a store: it is missing' refused 'large files of this checkpoint .*/srv/store is not there' load kept /srv/k/2
+check 'a store: made whole, verified without it' cryopod verify -q /srv/k-whole
+check 'a store: made whole, restored without it' load kept /srv/k-whole
+end kept
 check 'no operation is left' test -z "$(ls -A /run/cryopod)"

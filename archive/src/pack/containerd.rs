@@ -1,0 +1,235 @@
+//! containerd's own checkpoint, whose large files are in a store, as one that has them.
+
+use super::PackOptions;
+use super::image::{Store, json, put_end, put_entry};
+use super::pipeline::{Pool, with_pool};
+use super::{Destination, Packed};
+use crate::blobs::Blobs;
+use crate::entry::{Entry, EntryKind};
+use crate::error::{Bad, Error};
+use crate::limits::Limits;
+use crate::names;
+use crate::oci::{self, Descriptor, Digest, Index, media};
+use crate::source::{Inner, Source};
+use crate::staging::Staging;
+use crate::store::{Found, StoreError};
+use crate::stream::{Compression, Section};
+use crate::tarread::TarReader;
+
+/// Writes containerd's checkpoint again, in containerd's form, with the files of a store's entry among CRIU's images and
+/// without the reference to them. Level, compression, names and annotations of the options mean nothing here.
+///
+/// # Errors
+/// [`Error::Unsupported`] if it is none, or the destination no layout; [`Error`].
+pub fn complete(
+    source: &Source,
+    stored: &Found,
+    to: &Destination,
+    options: &PackOptions,
+) -> Result<Packed, Error> {
+    let Inner::Containerd(containerd) = &source.inner else {
+        return Err(Error::Unsupported {
+            path: source.path().into(),
+            reason: format!("a {} is no checkpoint of containerd's own", source.kind()),
+        });
+    };
+    let bytes = source
+        .stored_bytes()?
+        .saturating_add(stored.reference.bytes());
+    options.progress.set_total(bytes);
+    with_pool(options.threads, 1, &options.progress, true, |pool| {
+        let run = Complete {
+            source,
+            blobs: &containerd.blobs,
+            criu: &containerd.parts.criu,
+            stored,
+            pool,
+            limits: &options.limits,
+        };
+        let (staging, out) = match to {
+            Destination::Archive(path) => {
+                let staging = Staging::file(path, options.replace)?;
+                let out = Store::tar(&staging)?;
+                (staging, out)
+            }
+            Destination::Layout(path) => {
+                let staging = Staging::folder(path, options.replace)?;
+                let out = Store::folder(&staging)?;
+                (staging, out)
+            }
+            Destination::Tar(path, _) => {
+                return Err(Error::Unsupported {
+                    path: path.clone(),
+                    reason: "containerd's checkpoint is a layout: oci:DIR or oci-archive:FILE"
+                        .into(),
+                });
+            }
+        };
+        let packed = run.write(out)?;
+        staging.commit()?;
+        Ok(packed)
+    })
+}
+
+struct Complete<'c> {
+    source: &'c Source,
+    blobs: &'c Blobs,
+    criu: &'c Descriptor,
+    stored: &'c Found,
+    pool: &'c Pool<'c>,
+    limits: &'c Limits,
+}
+
+/// The layout's index as it is now, and, where that of the checkpoint is a blob, the digest that this had and it as it is
+/// now.
+struct Indexes {
+    old: Option<Digest>,
+    nested: Option<Vec<u8>>,
+    index: Vec<u8>,
+}
+
+impl Complete<'_> {
+    fn write(&self, mut out: Store) -> Result<Packed, Error> {
+        let mut content_bytes = 0;
+        let written = out.layer(self.pool, Compression::None, |input| {
+            let section = self.blobs.open(self.criu)?;
+            let mut reader = TarReader::new(section, self.limits, None);
+            let read = |e| Error::from_io(self.source.path(), "read it", e);
+            let mut own = Vec::new();
+            while let Some(entry) = reader.next().map_err(read)? {
+                if entry.name == names::STORE_REFERENCE {
+                    continue;
+                }
+                content_bytes += entry.size;
+                put_entry(input, &entry, &mut reader, self.source.path())?;
+                own.push(entry.name);
+            }
+            for file in &self.stored.reference.files {
+                if own.contains(&file.name) {
+                    continue;
+                }
+                let failed = |e: StoreError| Error::Unsupported {
+                    path: self.source.path().into(),
+                    reason: e.to_string(),
+                };
+                let entry = Entry {
+                    name: file.name.clone(),
+                    kind: EntryKind::File,
+                    size: file.bytes,
+                    mode: 0o600,
+                    layer: None,
+                };
+                content_bytes += entry.size;
+                let path = self.stored.path(file);
+                let section = Section::whole(self.stored.open(file).map_err(failed)?);
+                let mut section = section.map_err(Error::io(&path, "read its size"))?;
+                put_entry(input, &entry, &mut section, &path)?;
+            }
+            put_end(input, self.source.path())
+        })?;
+        let digest = written.blob.clone().ok_or_else(|| self.without_digest())?;
+        let criu = Descriptor {
+            digest,
+            size: written.output,
+            ..self.criu.clone()
+        };
+        let Indexes { old, nested, index } = self.indexes(&criu)?;
+        let mut stored_bytes = written.output;
+        for digest in self.blobs.digests()? {
+            if digest == self.criu.digest || Some(&digest) == old.as_ref() {
+                continue;
+            }
+            stored_bytes += self.copy(&out, &digest)?;
+        }
+        if let Some(nested) = &nested {
+            out.blob(nested)?;
+        }
+        out.close(&index)?;
+        Ok(Packed {
+            digest: Some(Digest::of(nested.as_deref().unwrap_or(&index))),
+            layers: Vec::new(),
+            content_bytes,
+            stored_bytes: stored_bytes + index.len() as u64,
+        })
+    }
+
+    /// The indexes with another descriptor of CRIU's images.
+    fn indexes(&self, criu: &Descriptor) -> Result<Indexes, Error> {
+        let bad = |bad| Error::bad(self.blobs.path(), bad);
+        let text = self.blobs.document(names::OCI_INDEX)?;
+        let mut index: Index = oci::parse(names::OCI_INDEX, &text).map_err(bad)?;
+        if replace(&mut index, self.criu, criu) {
+            return Ok(Indexes {
+                old: None,
+                nested: None,
+                index: json(&index)?,
+            });
+        }
+        for descriptor in &mut index.manifests {
+            if descriptor.media_type != media::INDEX {
+                continue;
+            }
+            let text = self.blobs.json(descriptor, "the image index")?;
+            let mut inner: Index = oci::parse("the image index", &text).map_err(bad)?;
+            if !replace(&mut inner, self.criu, criu) {
+                continue;
+            }
+            let inner = json(&inner)?;
+            let old = std::mem::replace(&mut descriptor.digest, Digest::of(&inner));
+            descriptor.size = inner.len() as u64;
+            return Ok(Indexes {
+                old: Some(old),
+                nested: Some(inner),
+                index: json(&index)?,
+            });
+        }
+        Err(bad(Bad::NoImage))
+    }
+
+    /// Copies a blob; how many bytes it has.
+    fn copy(&self, out: &Store, digest: &Digest) -> Result<u64, Error> {
+        let mut section = self.blobs.raw(digest)?;
+        let bytes = section.left();
+        let path = self.source.path();
+        let written = out.layer(self.pool, Compression::None, |input| {
+            let taken = input.take(&mut section, bytes);
+            taken.map_err(|e| Error::from_io(path, "read it", e))
+        })?;
+        match &written.blob {
+            Some(found) if found == digest => Ok(bytes),
+            found => Err(Error::bad(
+                path,
+                Bad::BlobDigest {
+                    expected: digest.to_string(),
+                    found: found.as_ref().map_or_else(String::new, Digest::to_string),
+                },
+            )),
+        }
+    }
+
+    fn without_digest(&self) -> Error {
+        Error::Unsupported {
+            path: self.source.path().into(),
+            reason: "a blob was written without its digest".into(),
+        }
+    }
+}
+
+/// Puts a descriptor in the place of another.
+fn replace(index: &mut Index, old: &Descriptor, new: &Descriptor) -> bool {
+    let mut places = index
+        .manifests
+        .iter_mut()
+        .filter(|d| d.media_type == old.media_type && d.digest == old.digest);
+    match places.next() {
+        Some(place) => {
+            *place = Descriptor {
+                digest: new.digest.clone(),
+                size: new.size,
+                ..place.clone()
+            };
+            true
+        }
+        None => false,
+    }
+}

@@ -1,0 +1,288 @@
+//! A store: a folder, local or shared, that has the large files of checkpoints.
+//!
+//! containerd packs an image folder into one tar with one thread, and unpacks it for every restore. So the memory of
+//! processes and GPUs can lie elsewhere: each checkpoint has an entry in a store, a folder with a random name, and its
+//! image folder a [`Reference`] to it. A restore resolves the reference, in the stores that this host's configuration
+//! names and nowhere else; what the reference says of places is only told.
+//!
+//! References come from strangers: entries have names that nobody can guess, files the names of CRIU's pages and of the
+//! lane's shards. Pages have their digest in the reference, shards in the lane's table.
+//!
+//! * [`put`](fn@put): from an image folder to a store
+//! * [`find`](fn@find): from a reference to the files
+//!
+//! docs/archive-format.md describes the reference.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::handover::is_numbered;
+use crate::names;
+
+mod find;
+mod put;
+
+pub use find::{Found, find, find_in};
+pub use put::{About, put};
+
+/// The version that is written, and the newest that is read.
+pub const VERSION: u32 = 1;
+/// Hexadecimal digits of an entry's name.
+const DIGITS: usize = 32;
+/// Largest reference, in bytes.
+pub const MAX_BYTES: u64 = 16 << 20;
+/// Most files of one entry.
+const MAX_FILES: usize = 100_000;
+/// Longest text of no meaning to a restore.
+const MAX_TEXT: usize = 4096;
+
+/// Why a store cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The system refused something.
+    #[error("{path}: cannot {action}: {source}")]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The reference is none.
+    #[error(
+        "{path}: not a reference to a store ({reason}); the checkpoint is damaged or was written by another tool"
+    )]
+    Reference {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The reference was written by a newer cryopod.
+    #[error(
+        "{path}: version {found} of the reference to a store; this cryopod reads {VERSION}: update it"
+    )]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// The version that it names.
+        found: u64,
+    },
+    /// No store has the entry.
+    #[error(
+        "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its folder in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
+    )]
+    Missing {
+        /// The reference.
+        path: PathBuf,
+        /// How many files and bytes.
+        what: String,
+        /// The entry.
+        id: String,
+        /// Where it was written.
+        was: String,
+        /// What was looked at, and what was found.
+        looked: String,
+    },
+    /// A file of the entry is not what it was.
+    #[error(
+        "{path}: {reason}; the store's entry of this checkpoint is damaged: restore it from a copy of the store, or use another checkpoint"
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The store's folder cannot take a checkpoint.
+    #[error("{path}: {reason}")]
+    Unusable {
+        /// The folder.
+        path: PathBuf,
+        /// Why, and what to do.
+        reason: String,
+    },
+}
+
+impl StoreError {
+    fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::Io {
+            path,
+            action,
+            source,
+        }
+    }
+
+    fn damaged(path: &Path, reason: impl Into<String>) -> Self {
+        Self::Damaged {
+            path: path.to_owned(),
+            reason: reason.into(),
+        }
+    }
+}
+
+/// A file of an entry.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stored {
+    /// `pages-N.img` or `lane-NNNN.img`.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// BLAKE3 of its contents, in hexadecimal. The lane's shards have none: the lane's table has the digest of each of
+    /// their chunks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<String>,
+}
+
+/// `cryopod-store.json`: where the large files of a checkpoint are, and what they are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reference {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The entry's name.
+    pub id: String,
+    /// The store's folder when it was written: told, and never looked at.
+    #[serde(default)]
+    pub store: String,
+    /// The container: told.
+    #[serde(default)]
+    pub container: String,
+    /// When, RFC 3339: told.
+    #[serde(default)]
+    pub created: String,
+    /// The files, sorted by name.
+    pub files: Vec<Stored>,
+}
+
+impl Reference {
+    /// Reads the reference of an image folder; `None` if it has none.
+    ///
+    /// # Errors
+    /// [`StoreError`] if there is one but it cannot be used.
+    pub fn open(images: &Path) -> Result<Option<Self>, StoreError> {
+        use std::io::Read;
+        use std::os::unix::fs::OpenOptionsExt;
+        let path = images.join(names::STORE_REFERENCE);
+        let opened = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
+            .open(&path);
+        let file = match opened {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(StoreError::io(&path, "open it")(e)),
+        };
+        let meta = file
+            .metadata()
+            .map_err(StoreError::io(&path, "read its type"))?;
+        if !meta.is_file() {
+            let reason = "not a regular file".into();
+            return Err(StoreError::Reference { path, reason });
+        }
+        let mut text = Vec::new();
+        file.take(MAX_BYTES + 1)
+            .read_to_end(&mut text)
+            .map_err(StoreError::io(&path, "read it"))?;
+        Self::parse(&text, &path).map(Some)
+    }
+
+    /// Parses a reference; `path` is only named in errors.
+    ///
+    /// # Errors
+    /// [`StoreError::Reference`] or [`StoreError::Version`].
+    pub fn parse(text: &[u8], path: &Path) -> Result<Self, StoreError> {
+        let invalid = |reason: String| StoreError::Reference {
+            path: path.to_owned(),
+            reason,
+        };
+        if text.len() as u64 > MAX_BYTES {
+            return Err(invalid(format!("larger than {MAX_BYTES} bytes")));
+        }
+        // The version first: a newer one may have changed any other field.
+        let value: serde_json::Value =
+            serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
+        match value.get("version").and_then(serde_json::Value::as_u64) {
+            Some(version) if version == u64::from(VERSION) => {}
+            Some(found) if found > u64::from(VERSION) => {
+                let path = path.to_owned();
+                return Err(StoreError::Version { path, found });
+            }
+            _ => return Err(invalid("no `version`".into())),
+        }
+        let reference: Self = serde_json::from_value(value).map_err(|e| invalid(e.to_string()))?;
+        reference.check().map_err(invalid)?;
+        Ok(reference)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if !is_id(&self.id) {
+            return Err(format!("`id` is not {DIGITS} hexadecimal digits"));
+        }
+        let told = [&self.store, &self.container, &self.created];
+        let plain = |text: &&String| text.len() <= MAX_TEXT && !text.contains(char::is_control);
+        if !told.iter().all(plain) {
+            return Err("`store`, `container` or `created` is no plain text".into());
+        }
+        if self.files.is_empty() || self.files.len() > MAX_FILES {
+            return Err(format!("{} files", self.files.len()));
+        }
+        let mut seen = BTreeSet::new();
+        for file in &self.files {
+            let pages = is_numbered(&file.name, names::PAGES);
+            if !pages && !is_numbered(&file.name, names::LANE_SHARD) {
+                let name: String = file.name.chars().take(100).collect();
+                return Err(format!("{name:?} is no large file of a checkpoint"));
+            }
+            let digest = file.blake3.as_deref().map(blake3::Hash::from_hex);
+            if !matches!((pages, digest), (_, Some(Ok(_))) | (false, None)) {
+                return Err(format!("{}: no BLAKE3 digest", file.name));
+            }
+            if !seen.insert(&file.name) {
+                return Err(format!("{} twice", file.name));
+            }
+        }
+        let sum = self
+            .files
+            .iter()
+            .try_fold(0u64, |n, f| n.checked_add(f.bytes));
+        sum.map(drop)
+            .ok_or_else(|| "sizes beyond all bounds".into())
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files
+            .iter()
+            .map(|f| f.bytes)
+            .fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of CRIU's files of memory.
+    pub fn pages_bytes(&self) -> u64 {
+        let pages = self
+            .files
+            .iter()
+            .filter(|f| is_numbered(&f.name, names::PAGES));
+        pages.map(|f| f.bytes).fold(0, u64::saturating_add)
+    }
+}
+
+impl fmt::Display for Reference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = self.bytes().div_ceil(1 << 20);
+        write!(f, "{} files, {mib} MiB", self.files.len())
+    }
+}
+
+fn is_id(text: &str) -> bool {
+    text.len() == DIGITS && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+#[cfg(test)]
+mod tests;

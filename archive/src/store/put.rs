@@ -1,0 +1,309 @@
+//! From an image folder to a store.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::fcntl::{Flock, FlockArg};
+
+use super::find::{each, hash};
+use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION};
+use crate::handover::{is_large, is_numbered, own_folder};
+use crate::names;
+use crate::staging::{self, Staging};
+use crate::stream::open_regular;
+use crate::through::Through;
+
+/// What a killed checkpoint left in a store is removed after so long. Another host may be writing, whose locks a
+/// network's file system need not show.
+const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
+
+/// What a reference says for people.
+#[derive(Debug, Clone, Copy)]
+pub struct About<'a> {
+    /// The container.
+    pub container: &'a str,
+    /// When, RFC 3339.
+    pub created: &'a str,
+    /// Threads.
+    pub threads: usize,
+    /// When to give up.
+    pub until: Option<Instant>,
+}
+
+/// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. `None`: it has
+/// none.
+///
+/// Whatever happens, and whenever the process is killed, the image folder has either all of its files, or the reference
+/// to an entry that has them. On one file system nothing is copied.
+///
+/// # Errors
+/// [`StoreError`]: the image folder is as it was.
+pub fn put(
+    images: &Path,
+    store: &Path,
+    about: &About<'_>,
+) -> Result<Option<Reference>, StoreError> {
+    let mut files = large(images)?;
+    if files.is_empty() {
+        return Ok(None);
+    }
+    let real = store.canonicalize().map_err(|e| StoreError::Unusable {
+        path: store.to_owned(),
+        reason: format!("the store cannot be used: {e}; mount it, or make it: mkdir -m 0700"),
+    })?;
+    if !own_folder(&real) {
+        return Err(StoreError::Unusable {
+            path: store.to_owned(),
+            reason: "a store must be a folder of this user (root) in which nobody else can write: chown root, chmod 0700".into(),
+        });
+    }
+    sweep(&real);
+    let id = random()?;
+    let entry = real.join(&id);
+    let staging = Staging::folder(&entry, false).map_err(staged(&entry))?;
+    let linked = link(images, staging.path(), &files)?;
+    if !linked {
+        room(store, staging.path(), &files)?;
+    }
+    let done: Mutex<Vec<Stored>> = Mutex::default();
+    each(about.threads, files.iter(), |file| {
+        let mut file = file.clone();
+        one(images, staging.path(), &mut file, linked, about.until)?;
+        done.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(file);
+        Ok(())
+    })?;
+    files = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    files.sort_by(|a, b| a.name.cmp(&b.name));
+    let reference = Reference {
+        version: VERSION,
+        id,
+        store: real.to_string_lossy().into_owned(),
+        container: about.container.to_owned(),
+        created: about.created.to_owned(),
+        files,
+    };
+    let text = reference
+        .check()
+        .and_then(|()| serde_json::to_vec_pretty(&reference).map_err(|e| e.to_string()));
+    let text = text.map_err(|reason| StoreError::Unusable {
+        path: store.to_owned(),
+        reason,
+    })?;
+    write(&staging.path().join(names::STORE_REFERENCE), &text)?;
+    staging.commit().map_err(staged(&entry))?;
+    // The entry is whole. From the next step on the folder refers to it, and its own files are not needed.
+    let noted = note(images, &text);
+    if noted.is_err() {
+        let _ = fs::remove_file(images.join(names::STORE_REFERENCE_PARTIAL));
+        let _ = fs::remove_file(images.join(names::STORE_REFERENCE));
+        let _ = fs::remove_dir_all(&entry);
+    }
+    noted?;
+    for file in &reference.files {
+        let path = images.join(&file.name);
+        if let Err(e) = fs::remove_file(&path) {
+            tracing::warn!(
+                "{}: is in the store, and cannot be removed: {e}",
+                path.display()
+            );
+        }
+    }
+    Ok(Some(reference))
+}
+
+/// The large files, yet without digests.
+fn large(images: &Path) -> Result<Vec<Stored>, StoreError> {
+    let list = StoreError::io;
+    let mut files = Vec::new();
+    for item in fs::read_dir(images).map_err(list(images, "list it"))? {
+        let item = item.map_err(list(images, "list it"))?;
+        let meta = item.metadata().map_err(list(images, "list it"))?;
+        let name = item.file_name();
+        let name = name
+            .to_str()
+            .filter(|n| meta.is_file() && is_large(n, meta.len()));
+        if let Some(name) = name.filter(|_| files.len() < MAX_FILES) {
+            files.push(Stored {
+                name: name.to_owned(),
+                bytes: meta.len(),
+                blake3: None,
+            });
+        }
+    }
+    Ok(files)
+}
+
+/// Gives the files second names. `false`: that does not go from this file system to that one.
+fn link(images: &Path, to: &Path, files: &[Stored]) -> Result<bool, StoreError> {
+    for (n, file) in files.iter().enumerate() {
+        let place = to.join(&file.name);
+        match fs::hard_link(images.join(&file.name), &place) {
+            Ok(()) => {}
+            Err(e) if n == 0 && cannot_link(&e) => return Ok(false),
+            Err(e) => return Err(StoreError::io(&place, "give a file its name there")(e)),
+        }
+    }
+    Ok(true)
+}
+
+fn cannot_link(e: &io::Error) -> bool {
+    let codes = [
+        libc::EXDEV,
+        libc::EPERM,
+        libc::EOPNOTSUPP,
+        libc::ENOSYS,
+        libc::EMLINK,
+    ];
+    e.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+/// Is there room for copies?
+fn room(store: &Path, at: &Path, files: &[Stored]) -> Result<(), StoreError> {
+    let stat = nix::sys::statvfs::statvfs(at)
+        .map_err(|e| StoreError::io(at, "ask for the free space")(e.into()))?;
+    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+    let needed: u64 = files.iter().map(|f| f.bytes).sum();
+    if needed > free {
+        return Err(StoreError::Unusable {
+            path: store.to_owned(),
+            reason: format!(
+                "{needed} bytes are needed in the store and {free} are free; remove entries that no checkpoint needs"
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// Copies a file unless it has its name there already, and hashes it unless it is the lane's.
+fn one(
+    images: &Path,
+    to: &Path,
+    file: &mut Stored,
+    linked: bool,
+    until: Option<Instant>,
+) -> Result<(), StoreError> {
+    let hashed = is_numbered(&file.name, names::PAGES);
+    if linked && !hashed {
+        return Ok(());
+    }
+    let (from, place) = (images.join(&file.name), to.join(&file.name));
+    let source = open_regular(&from).map_err(staged(&from))?;
+    let wrap = |action| StoreError::io(&place, action);
+    let mut copy = match linked {
+        true => None,
+        false => {
+            let mut new = OpenOptions::new();
+            let new = new.write(true).create_new(true).mode(0o600).open(&place);
+            let new = new.map_err(wrap("create it"))?;
+            let other = new.try_clone().map_err(wrap("open it"))?;
+            Some((new, Through::new(other).map_err(wrap("write it"))?))
+        }
+    };
+    let mut read = 0;
+    let mut limited = source.take(file.bytes.saturating_add(1));
+    let digest = hash(&mut limited, &from, until, &mut |piece| {
+        read += piece.len() as u64;
+        match &mut copy {
+            Some((_, out)) => out.write_all(piece).map_err(wrap("write it")),
+            None => Ok(()),
+        }
+    })?;
+    if read != file.bytes {
+        let reason = format!("{read} bytes in place of {}", file.bytes);
+        return Err(StoreError::damaged(&from, reason));
+    }
+    if let Some((new, mut out)) = copy {
+        out.flush()
+            .and_then(|()| new.sync_all())
+            .map_err(wrap("write it to disk"))?;
+    }
+    file.blake3 = hashed.then_some(digest);
+    Ok(())
+}
+
+fn random() -> Result<String, StoreError> {
+    let source = Path::new("/dev/urandom");
+    let mut random = [0; DIGITS / 2];
+    File::open(source)
+        .and_then(|mut f| f.read_exact(&mut random))
+        .map_err(StoreError::io(source, "read it"))?;
+    Ok(random.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+fn staged(path: &Path) -> impl FnOnce(crate::Error) -> StoreError + use<> {
+    let path = path.to_owned();
+    move |e| match e {
+        crate::Error::Io {
+            path,
+            action,
+            source,
+        } => StoreError::Io {
+            path,
+            action,
+            source,
+        },
+        other => StoreError::Unusable {
+            path,
+            reason: other.to_string(),
+        },
+    }
+}
+
+fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path);
+    file.and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
+        .map_err(StoreError::io(path, "write it"))
+}
+
+/// Puts the reference into the image folder, in one step, on disk.
+fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
+    let partial = images.join(names::STORE_REFERENCE_PARTIAL);
+    let path = images.join(names::STORE_REFERENCE);
+    let _ = fs::remove_file(&partial);
+    write(&partial, text)?;
+    fs::rename(&partial, &path).map_err(StoreError::io(&path, "give it its name"))?;
+    File::open(images)
+        .and_then(|dir| dir.sync_all())
+        .map_err(StoreError::io(images, "write it to disk"))
+}
+
+/// Removes what killed checkpoints left, long ago.
+fn sweep(store: &Path) {
+    let entries = fs::read_dir(store).into_iter().flatten().flatten();
+    for path in entries.map(|e| e.path()) {
+        let name = path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .unwrap_or_default();
+        let old = || -> Option<bool> {
+            let changed = path.symlink_metadata().ok()?.modified().ok()?;
+            Some(SystemTime::now().duration_since(changed).ok()? > LEFTOVER)
+        };
+        if !name.starts_with('.') || !name.contains(staging::MARK) || old() != Some(true) {
+            continue;
+        }
+        let opened = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
+            .open(&path);
+        let Ok(file) = opened else { continue };
+        if Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok() {
+            let removed: io::Result<()> = fs::remove_dir_all(PathBuf::from(&path));
+            tracing::info!(
+                "{}: left by a killed checkpoint: {removed:?}",
+                path.display()
+            );
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! `cryopod bundle`: a checkpoint whose large files are in a store becomes an archive that has all of them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use cryopod_archive::limits::Limits;
+use cryopod_archive::names;
+use cryopod_archive::pack::{Destination, complete};
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::Source;
+use cryopod_archive::store::{Found, Reference, find, find_in};
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::verify::{VerifyOptions, verify};
+
+use crate::pack::{How, completed, destination};
+use crate::place::{Place, stores};
+use crate::scratch::{Holds, Scratch};
+use crate::ui;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The checkpoint: an image folder, or an archive as for `cryopod inspect`.
+    source: String,
+    /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// zstd). containerd's own checkpoint stays one in the first two, for `ctr images import`.
+    #[arg(short, long)]
+    output: String,
+    /// A store in which the large files are searched, ahead of the configured ones; several times.
+    #[arg(long)]
+    store: Vec<PathBuf>,
+    /// A folder in which checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// several times. (It still builds upon them afterwards: cryopod flatten.)
+    #[arg(long)]
+    parents: Vec<PathBuf>,
+    #[command(flatten)]
+    how: How,
+}
+
+/// Runs the subcommand.
+///
+/// # Errors
+/// The store is not here, or its entry not what it was; the library's.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let to = destination(&args.output)?;
+    to.check(args.how.replace())?;
+    let source = Place::parse(&args.source).open()?;
+    let stores = stores(&args.store)?;
+    let found = found(&source, &stores)?.with_context(|| {
+        format!(
+            "{}: has no files in a store; `cryopod pack` or `convert` make an archive of it",
+            source.path().display()
+        )
+    })?;
+    // All digests, before a byte of it is written.
+    let options = VerifyOptions {
+        threads: args.how.threads(),
+        parents: args.parents.clone(),
+        stores,
+        ..VerifyOptions::default()
+    };
+    let progress = Arc::clone(&options.progress);
+    ui::with_progress("verify", args.how.quiet(), &progress, || {
+        verify(&source, &options)
+    })?;
+    if source.containerd().is_some() && !matches!(to, Destination::Tar(..)) {
+        // containerd restores nothing but its own form.
+        let options = args.how.options(BTreeMap::new());
+        let progress = Arc::clone(&options.progress);
+        let packed = ui::with_progress("bundle", args.how.quiet(), &progress, || {
+            complete(&source, &found, &to, &options)
+        })?;
+        args.how.say(&to, &packed);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let extra = completed(&source)?;
+    let scratch = Scratch::beside(to.path(), Holds::Copy)?;
+    let whole = whole(&source, found, scratch.path(), args.how.threads())?;
+    args.how.write("bundle", &whole, &to, extra)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The checkpoint as it is with the files of a store's entry; what has to be unpacked for that goes into a folder.
+///
+/// # Errors
+/// The library's.
+pub fn whole(
+    source: &Source,
+    stored: Found,
+    scratch: &Path,
+    threads: usize,
+) -> anyhow::Result<Source> {
+    let mut whole = source.clone();
+    if whole.join(stored.clone()) {
+        return Ok(whole);
+    }
+    let folder = scratch.join("small");
+    let options = UnpackOptions {
+        threads,
+        progress: Arc::new(Progress::default()),
+        ..UnpackOptions::default()
+    };
+    unpack(source, &folder, &options)?;
+    whole = Source::open(&folder)?;
+    whole.join(stored);
+    Ok(whole)
+}
+
+/// The entry of the store that a checkpoint refers to; `None`: it refers to none.
+///
+/// # Errors
+/// It is nowhere, or not whole.
+pub fn found(source: &Source, stores: &[PathBuf]) -> anyhow::Result<Option<Found>> {
+    if let Some(images) = source.images_folder() {
+        return Ok(find(&images, stores)?);
+    }
+    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
+    let mut files = source.small_files(&|n| n == name, &Limits::default())?;
+    let Some(text) = files.remove(&name) else {
+        return Ok(None);
+    };
+    let path = source.path().join(name);
+    let reference = Reference::parse(&text, &path)?;
+    Ok(Some(find_in(reference, &path, stores)?))
+}
