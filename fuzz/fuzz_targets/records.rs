@@ -1,5 +1,5 @@
-//! What lies inside a checkpoint: the seal, the lane's table, CRIU's images, the engines' records. The first byte
-//! says which.
+//! What lies inside a checkpoint: the seal, the lane's table, CRIU's images, the engines' records, a reference to
+//! a store. The first byte says which.
 #![no_main]
 
 use std::collections::BTreeMap;
@@ -7,6 +7,7 @@ use std::path::Path;
 
 use cryopod_archive::lane::Index;
 use cryopod_archive::seal::Seal;
+use cryopod_archive::store::Reference;
 use cryopod_archive::{criu, engine};
 use libfuzzer_sys::fuzz_target;
 
@@ -22,13 +23,14 @@ const RECORDS: [&str; 3] = ["config.dump", "spec.dump", "status.dump"];
 
 fuzz_target!(|data: &[u8]| {
     let [which, rest @ ..] = data else { return };
-    match which % 5 {
+    match which % 6 {
         0 => drop(Seal::parse(rest, Path::new("cryopod.json"))),
         1 => drop(Index::parse(rest, Path::new("lane-index.img"))),
         // The files follow each other, each with two bytes of length.
         2 => drop(criu::read(&split(rest, &IMAGES, "checkpoint/"), 1 << 20)),
         3 => drop(engine::read(&split(rest, &RECORDS, ""))),
-        _ => drop(engine::read_containerd("record", rest, &Default::default())),
+        4 => drop(engine::read_containerd("record", rest, &Default::default())),
+        _ => drop(Reference::parse(rest, Path::new("cryopod-store.json"))),
     }
 });
 
