@@ -104,7 +104,9 @@ pub fn into_folder(
         if images_only && images.join(names::PARENT_LINK).is_symlink() {
             fs::remove_file(images.join(names::PARENT_LINK))?;
         }
-        fs::remove_dir(&whole)
+        fs::remove_dir(&whole)?;
+        // Whoever has this one may remove those that it was built upon.
+        fs::File::open(&images)?.sync_all()
     };
     moved().map_err(Error::io(&images, "put the files in place"))?;
     if let Some(mut seal) = seal {

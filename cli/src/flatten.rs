@@ -1,6 +1,8 @@
 //! `cryopod flatten`: a checkpoint that builds upon others becomes one that needs none of them.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -65,7 +67,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         false => Some(destination(&args.output)?),
     };
     let path = match &to {
-        Some(to) => to.path().to_owned(),
+        Some(to) => {
+            to.check(args.how.replace())?;
+            to.path().to_owned()
+        }
         None => PathBuf::from(&args.output),
     };
     if to.is_none() && path.symlink_metadata().is_ok() {
@@ -87,7 +92,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         into_folder(&source, &whole, &options)
     })?;
     match &to {
-        None => std::fs::rename(&whole, &path)
+        None => put(&whole, &path)
             .with_context(|| format!("{}: cannot be put in place", path.display()))?,
         Some(to) => pack(args, &whole, to)?,
     }
@@ -104,7 +109,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn pack(args: &Args, whole: &std::path::Path, to: &Destination) -> anyhow::Result<()> {
+/// Gives a folder its name, on disk.
+fn put(whole: &Path, path: &Path) -> io::Result<()> {
+    std::fs::rename(whole, path)?;
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+    File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+fn pack(args: &Args, whole: &Path, to: &Destination) -> anyhow::Result<()> {
     let whole = Place::parse(&whole.to_string_lossy()).open()?;
     args.how.write_silently("pack", &whole, to)
 }
