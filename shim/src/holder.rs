@@ -8,14 +8,17 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
-use crate::Error;
+use crate::{Error, limited};
 
 /// What the holder says when it is there.
 const READY: &str = "ready";
+/// How long it may take to get there; a new network namespace takes milliseconds, many at once seconds.
+const START: Duration = Duration::from_secs(60);
 /// The mount's name in its folder.
 const NAME: &str = "netns";
 
@@ -38,11 +41,23 @@ impl Holder {
             .stderr(Stdio::null())
             .spawn()?;
         let out = child.stdout.take();
-        let holder = Self { child };
-        let mut line = String::new();
-        if let Some(out) = out {
-            BufReader::new(out.take(64)).read_line(&mut line)?;
-        }
+        let mut holder = Self { child };
+        let line = limited::within(
+            &mut holder.child,
+            Instant::now() + START,
+            START,
+            move || {
+                let mut line = String::new();
+                if let Some(out) = out {
+                    BufReader::new(out.take(64)).read_line(&mut line)?;
+                }
+                Ok(line)
+            },
+        );
+        let line = line.map_err(|e| {
+            let what = format!("a network namespace: {e}; is `unshare --net true` as slow?");
+            io::Error::new(e.kind(), what)
+        })?;
         if line.trim() != READY {
             return Err(io::Error::other(
                 "a network namespace cannot be made (`unshare --net` as root shows why)",

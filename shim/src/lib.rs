@@ -10,22 +10,27 @@
 //!
 //! - [`lifecycle`]: the actions containerd calls (`start`, `delete`, `-info`): the stock shim's, and ours around them.
 //! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
-//! - [`task`]: what is changed in `Create` and the others.
-//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs.
+//! - [`task`]: what is changed in `Create` and the others; [`answers`].
+//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`remains`]: if it never does.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
+//! - [`limited`]: programs, each with a time limit; [`spec`]: what is looked up in a bundle's spec.
 //! - [`address`], [`record`]: where sockets are, and what is remembered in the bundle.
 
 pub mod address;
+pub mod answers;
 pub mod frame;
 pub mod holder;
 pub mod images;
 pub mod lifecycle;
+pub mod limited;
 pub mod options;
 pub mod proxy;
 pub mod record;
+pub mod remains;
 pub mod restore;
 pub mod rpc;
+pub mod spec;
 pub mod stock;
 pub mod task;
 

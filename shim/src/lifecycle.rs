@@ -21,12 +21,12 @@ use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
 use crate::record::Record;
-use crate::{Error, options, proxy, restore, rpc, stock};
+use crate::{Error, options, proxy, remains, restore, rpc, stock};
 
 /// The environment variable through which cryopod-runtime learns of its low-level runtime.
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 /// The stock shim's low-level runtime where nothing is named.
-const DEFAULT_LOW_LEVEL: &str = "runc";
+pub const DEFAULT_LOW_LEVEL: &str = "runc";
 /// Where the stock shim has runc keep its containers, where nothing else is named.
 pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 /// For calls on the way out; containerd gives `delete` five seconds in all.
@@ -181,7 +181,11 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         end_abandoned(record, flags);
     }
     let said = stock::run(args, &env, &[])?;
-    sweep(record.as_ref(), flags);
+    if !flags.id.is_empty() {
+        let root = record.as_ref().and_then(|r| r.root.as_deref());
+        let root = Path::new(root.unwrap_or(DEFAULT_ROOT)).join(&flags.namespace);
+        remains::sweep(&root.join(&flags.id));
+    }
     if let Some(record) = record {
         // A container of a shim that goes on with others.
         let mut gone = DeleteRequest::new();
@@ -194,21 +198,6 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
     }
     restore::remove(bundle);
     answer(&said)
-}
-
-/// runc's folder of a container whose restore was killed: the root that it mounts there for CRIU keeps `runc delete`
-/// from removing it, and the id from being used again.
-fn sweep(record: Option<&Record>, flags: &Flags) {
-    let root = record.and_then(|r| r.root.as_deref());
-    let folder = Path::new(root.unwrap_or(DEFAULT_ROOT))
-        .join(&flags.namespace)
-        .join(&flags.id);
-    // With a state it is a container still, and runc's.
-    if flags.id.is_empty() || !folder.is_dir() || folder.join("state.json").exists() {
-        return;
-    }
-    restore::unmount_below(&folder);
-    let _ = fs::remove_dir_all(&folder);
 }
 
 /// Ends a stock shim whose front, our process, has died. containerd has lost all of its containers, and has each

@@ -129,6 +129,10 @@ impl Server {
             // The stock shim is gone: so are we, as far as containerd is concerned.
             let _ = lock(&back.client).shutdown(Shutdown::Both);
             open.fetch_sub(1, Ordering::AcqRel);
+            let unanswered: Vec<_> = lock(&back.watched).drain().collect();
+            for (_, watched) in unanswered {
+                back.tasks.lost(&watched);
+            }
         })
         .inspect_err(|_| {
             self.open.fetch_sub(1, Ordering::AcqRel);
@@ -136,7 +140,7 @@ impl Server {
         spawn("requests", move || {
             let mut from = client;
             let _ = link.pump_requests(&mut from);
-            // No more requests: what is under way still gets its answer.
+            // No more requests: the stock shim gives up what is under way, and answers nothing any more.
             let _ = stock.shutdown(Shutdown::Write);
         })
     }

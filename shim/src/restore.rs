@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::holder::{self, Holder};
 use crate::images;
+use crate::spec::{self, SpecError};
 
 /// Our folder in a bundle, for the network namespace.
 const FOLDER: &str = "cryopod";
@@ -51,13 +52,8 @@ pub struct Restoring {
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     /// The bundle's spec.
-    #[error("{path}: {reason}")]
-    Spec {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    #[error(transparent)]
+    Spec(#[from] SpecError),
     /// The images, or the namespace.
     #[error("the checkpoint {images} cannot be prepared for a restore into a network: {source}")]
     Prepare {
@@ -109,7 +105,7 @@ impl Restoring {
         for namespace in network_namespaces(&mut spec) {
             namespace["path"] = place.to_string_lossy().into();
         }
-        let path = self.bundle.join("config.json");
+        let path = spec::path(&self.bundle);
         let partial = self.bundle.join(".config.json.cryopod");
         fs::write(&partial, spec.to_string())
             .and_then(|()| fs::set_permissions(&partial, fs::metadata(&path)?.permissions()))
@@ -196,14 +192,8 @@ pub fn unmount_below(folder: &Path) {
 }
 
 /// The bundle's spec, if the container is to have a network namespace of its own that the runtime would make.
-fn own_network(bundle: &Path) -> Result<Option<Value>, RestoreError> {
-    let path = bundle.join("config.json");
-    let wrong = |reason: String| RestoreError::Spec {
-        path: path.clone(),
-        reason,
-    };
-    let bytes = fs::read(&path).map_err(|e| wrong(e.to_string()))?;
-    let mut spec: Value = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
+fn own_network(bundle: &Path) -> Result<Option<Value>, SpecError> {
+    let mut spec = spec::whole(bundle)?;
     let own = network_namespaces(&mut spec)
         .next()
         .is_some_and(|n| n.get("path").is_none_or(|p| p.as_str() == Some("")));

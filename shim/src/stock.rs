@@ -1,12 +1,13 @@
 //! The programs underneath: containerd's own shim, and cryopod-runtime.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{Read, Write};
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::time::Duration;
 
-use crate::Error;
+use crate::{Error, limited};
 
 /// Names the stock shim where it is not on PATH.
 pub const ENV: &str = "CRYOPOD_STOCK_SHIM";
@@ -66,33 +67,27 @@ pub struct Answer {
     pub code: u8,
 }
 
+/// How long the stock shim may take for `start`, `delete` or `-info`: it answers at once, and containerd itself gives
+/// `delete` five seconds.
+const ANSWER: Duration = Duration::from_secs(60);
+
 /// Runs the stock shim with our own arguments, working folder and environment; its standard error is ours.
 ///
-/// It answers at once, and containerd, whose time limit this stands under, ends us both.
-///
 /// # Errors
-/// It cannot be run.
+/// It cannot be run, or does not answer.
 pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<Answer, Error> {
     let program = shim()?;
-    let failed = || format!("{}: cannot be run", program.display());
-    let mut child = Command::new(&program)
-        .args(args)
-        .envs(env.iter().copied())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(Error::io(failed()))?;
-    // Options are far smaller than a pipe; a shim that does not read them has no need of them.
-    if let Some(mut input) = child.stdin.take() {
-        let _ = input.write_all(stdin);
-    }
-    let mut stdout = Vec::new();
-    if let Some(mut output) = child.stdout.take() {
-        output
-            .read_to_end(&mut stdout)
-            .map_err(Error::io(failed()))?;
-    }
-    let status = child.wait().map_err(Error::io(failed()))?;
+    let mut command = Command::new(&program);
+    command.args(args).envs(env.iter().copied());
+    let (status, stdout) = limited::run(&mut command, stdin, ANSWER).map_err(|e| {
+        let what = match e.kind() {
+            io::ErrorKind::TimedOut => {
+                "try again, or see what hangs in `containerd-shim-runc-v2 -info`"
+            }
+            _ => "is it containerd's own shim, for this machine?",
+        };
+        Error::io(format!("{} cannot be run ({what})", program.display()))(e)
+    })?;
     let code = status
         .code()
         .and_then(|c| u8::try_from(c).ok())

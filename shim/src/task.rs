@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,7 +10,7 @@ use std::time::Duration;
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
     DeleteRequest, KillRequest, ResumeRequest, StartRequest, StateRequest, StateResponse,
-    WaitRequest, WaitResponse,
+    WaitRequest,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
@@ -19,14 +18,15 @@ use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
 use crate::address::Address;
-use crate::lifecycle::DEFAULT_ROOT;
+use crate::answers::{KILLED, Pid, ended, reason};
+use crate::lifecycle::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
+use crate::remains::Place;
 use crate::restore::{self, Restoring, Wanted};
-use crate::{options, proxy, rpc};
+use crate::spec::Spec;
+use crate::{limited, options, proxy, rpc};
 
 /// The log that the stock shim has the runtime write, in the bundle.
 const LOG: &str = "log.json";
-/// The most of it that one call writes.
-const MAX_LOG_BYTES: u64 = 256 << 10;
 /// A file that no unpacked tar has: for containerd the name says that `cryopod` is to be removed. It makes a checkpoint's
 /// tar another than the one that docker packs of the same checkpoint at a restore. docker 26 refuses the same.
 const NOT_THE_SAME: &str = ".wh.cryopod";
@@ -37,11 +37,10 @@ const EXIT_ANNOTATION: &str = "dev.cryopod.checkpoint.exit";
 const EXIT_TYPE: &str = "containerd.runc.v1.CheckpointOptions";
 const EXIT: [u8; 2] = [1 << 3, 1];
 
-/// How long the stock shim may take to resume a container.
+/// How long the stock shim may take to resume a container, and cryopod-runtime to pause one.
 const RESUME: Duration = Duration::from_secs(30);
-/// Exit code after SIGKILL.
-const KILLED: u32 = 137;
-
+/// How long the stock shim may take to say how a container is, one whose restore it is giving up.
+const STATE: Duration = Duration::from_secs(30);
 /// What becomes of a request.
 #[derive(Debug)]
 pub enum Fate {
@@ -75,7 +74,8 @@ pub struct Watched {
 #[derive(Debug)]
 enum Call {
     Create,
-    Start,
+    /// containerd's namespace.
+    Start(String),
     State,
     Connect,
     Checkpoint(PathBuf),
@@ -87,8 +87,8 @@ enum Call {
 /// A container of this shim.
 struct Container {
     bundle: PathBuf,
-    /// Where the runtime keeps it, but for containerd's namespace.
-    root: PathBuf,
+    /// Where the runtime keeps it.
+    place: Place,
     /// The engine has mounted its root file system, as docker does.
     mounted: bool,
     /// It comes from a checkpoint, and does not run yet.
@@ -112,17 +112,6 @@ impl Container {
             held.answer(ended());
         }
     }
-}
-
-/// The answer to Wait for a container that never ran.
-fn ended() -> Response {
-    let mut wait = WaitResponse::new();
-    wait.exit_status = KILLED;
-    wait.exited_at = MessageField::some(Timestamp::now());
-    let mut response = Response::new();
-    response.set_status(Status::new());
-    response.payload = wait.write_to_bytes().unwrap_or_default();
-    response
 }
 
 /// The containers of this shim, as far as they matter here.
@@ -173,7 +162,7 @@ impl Tasks {
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
-            (Call::Start | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
+            (Call::Start(_) | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
             (Call::Create | Call::Delete, failed) => {
                 let removed = matches!(watched.call, Call::Delete) != failed;
                 if removed && let Some(mut gone) = self.lock().remove(&watched.id) {
@@ -198,10 +187,31 @@ impl Tasks {
             (Call::Checkpoint(images), false) => self.make_another(&watched.id, images),
             _ => {}
         }
-        if matches!(watched.call, Call::Start) {
+        if matches!(watched.call, Call::Start(_)) {
             self.restored(&watched.id, failed);
         }
         response
+    }
+
+    /// The connection of a call has ended without an answer: containerd is gone, and with its connection the stock shim
+    /// has ended the restore that it was in the middle of.
+    pub fn lost(&self, watched: &Watched) {
+        let Call::Start(namespace) = &watched.call else {
+            return;
+        };
+        let restoring = |c: &Container| c.restoring.is_some();
+        if !self.lock().get(&watched.id).is_some_and(restoring) {
+            return;
+        }
+        let mut state = StateRequest::new();
+        state.id.clone_from(&watched.id);
+        // It answers when the restore has ended, this way or that.
+        let answer = rpc::task_call(&self.upstream, namespace, "State", &state, STATE);
+        let state = answer.and_then(|a| Ok(StateResponse::parse_from_bytes(&a.payload)?));
+        if let Ok(state) = state {
+            let running = containerd_shim::api::Status::RUNNING.into();
+            self.restored(&watched.id, state.status != running);
+        }
     }
 
     /// Wait and Kill of a container that has a pid for the engine, and no process for the stock shim.
@@ -245,6 +255,11 @@ impl Tasks {
 
     /// The restore has ended; the engine may ask once more for the one that failed.
     fn restored(&self, id: &str, failed: bool) {
+        let remains = |c: &Container| (c.restoring.is_some() && failed).then(|| c.place.clone());
+        let place = self.lock().get(id).and_then(remains);
+        if let Some(place) = place {
+            place.end();
+        }
         let mut containers = self.lock();
         let Some(container) = containers.get_mut(id) else {
             return;
@@ -267,18 +282,20 @@ impl Tasks {
     /// paused and believes paused: it could neither be resumed nor get an exec. It is paused once more, for the stock
     /// shim to resume.
     fn resume(&self, id: &str, request: &[u8], namespace: &str) -> Option<Response> {
-        let root = self.lock().get(id)?.root.join(namespace);
-        let runtime = self.runtime.clone()?;
-        let paused = Command::new(runtime)
-            .arg("--root")
-            .arg(root)
-            .args(["pause", id])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
-        if !paused.is_ok_and(|status| status.success()) {
-            return None;
+        let root = self.lock().get(id)?.place.root.clone();
+        let mut pause = Command::new(self.runtime.clone()?);
+        pause.arg("--root").arg(root);
+        pause.args(["pause", id]).stderr(Stdio::null());
+        match limited::run(&mut pause, &[], RESUME) {
+            Ok((status, _)) if status.success() => {}
+            Ok(_) => return None,
+            Err(e) => {
+                let says = format!(
+                    "cryopod: {id} cannot be resumed: {}: {e}; try again, or end it with SIGKILL",
+                    pause.get_program().to_string_lossy()
+                );
+                return Some(rpc::failure(Code::UNAVAILABLE, says));
+            }
         }
         let request = ResumeRequest::parse_from_bytes(request).ok()?;
         rpc::task_call(&self.upstream, namespace, "Resume", &request, RESUME).ok()
@@ -305,11 +322,16 @@ impl Tasks {
         let bundle = PathBuf::from(&create.bundle);
         if let Some(runtime) = &self.runtime {
             options.binary_name = runtime.to_string_lossy().into_owned();
-            options.systemd_cgroup |= names_a_slice(&bundle);
+            options.systemd_cgroup |= Spec::read(&bundle).is_ok_and(|s| s.names_a_slice());
         }
-        let root = match options.root.as_str() {
-            "" => DEFAULT_ROOT.into(),
-            root => PathBuf::from(root),
+        let or = |named: &str, default: &str| match named {
+            "" => PathBuf::from(default),
+            named => named.into(),
+        };
+        let place = Place {
+            runtime: or(&options.binary_name, DEFAULT_LOW_LEVEL),
+            root: or(&options.root, DEFAULT_ROOT).join(rpc::namespace(request).unwrap_or_default()),
+            id: create.id.clone(),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         let named = !options.criu_image_path.is_empty();
@@ -317,6 +339,12 @@ impl Tasks {
         let mounted = create.rootfs.is_empty();
         let mut restoring = None;
         if !create.checkpoint.is_empty() {
+            if place.folder().exists() {
+                return Err(format!(
+                    "{} is there: the runtime has a container of this name already; delete that first",
+                    place.folder().display()
+                ));
+            }
             let wanted = Wanted {
                 bundle: &bundle,
                 images: Path::new(&create.checkpoint),
@@ -329,7 +357,7 @@ impl Tasks {
         changed.payload = create.write_to_bytes().map_err(|e| e.to_string())?;
         let container = Container {
             bundle,
-            root,
+            place,
             mounted,
             restoring,
             given_up: false,
@@ -345,7 +373,8 @@ impl Tasks {
         let changed = || {
             let mut checkpoint = CheckpointTaskRequest::parse_from_bytes(&request.payload).ok()?;
             let bundle = self.lock().get(&watched.id)?.bundle.clone();
-            if checkpoint.options.is_some() || !exits(&bundle) {
+            let exits = || Spec::read(&bundle).is_ok_and(|s| s.is_on(EXIT_ANNOTATION));
+            if checkpoint.options.is_some() || !exits() {
                 return None;
             }
             let mut any = Any::new();
@@ -362,10 +391,11 @@ impl Tasks {
     /// Is the answer to this one to be looked at?
     fn watch(&self, request: &Request) -> Option<Watched> {
         let payload = &request.payload;
+        let namespace = || rpc::namespace(request).unwrap_or_default().to_owned();
         let (call, id, exec) = match request.method.as_str() {
             "Start" => {
                 let r = StartRequest::parse_from_bytes(payload).ok()?;
-                (Call::Start, r.id, r.exec_id)
+                (Call::Start(namespace()), r.id, r.exec_id)
             }
             "State" => {
                 let r = StateRequest::parse_from_bytes(payload).ok()?;
@@ -385,12 +415,8 @@ impl Tasks {
             }
             "Resume" => {
                 let r = ResumeRequest::parse_from_bytes(payload).ok()?;
-                let namespace = rpc::namespace(request).unwrap_or_default().to_owned();
-                (
-                    Call::Resume(payload.clone(), namespace),
-                    r.id,
-                    String::new(),
-                )
+                let call = Call::Resume(payload.clone(), namespace());
+                (call, r.id, String::new())
             }
             _ => return None,
         };
@@ -458,83 +484,6 @@ impl Tasks {
             status.set_message(format!("{reason} ({})", status.message()));
         }
     }
-}
-
-/// The last error of cryopod's in a runtime's log, from an offset on.
-fn reason(log: &Path, from: u64) -> Option<String> {
-    #[derive(serde::Deserialize)]
-    struct Line {
-        level: String,
-        msg: String,
-    }
-    let mut file = File::open(log).ok()?;
-    file.seek(SeekFrom::Start(from)).ok()?;
-    let mut text = Vec::new();
-    file.take(MAX_LOG_BYTES).read_to_end(&mut text).ok()?;
-    let lines = text.split(|b| *b == b'\n').rev();
-    let mut lines = lines.filter_map(|l| serde_json::from_slice::<Line>(l).ok());
-    lines
-        .find(|l| l.level == "error" && l.msg.starts_with("cryopod: "))
-        .map(|l| l.msg)
-}
-
-/// An answer with a pid.
-trait Pid: Message {
-    fn pid(&mut self) -> &mut u32;
-}
-impl Pid for CreateTaskResponse {
-    fn pid(&mut self) -> &mut u32 {
-        &mut self.pid
-    }
-}
-impl Pid for StateResponse {
-    fn pid(&mut self) -> &mut u32 {
-        &mut self.pid
-    }
-}
-impl Pid for ConnectResponse {
-    fn pid(&mut self) -> &mut u32 {
-        &mut self.task_pid
-    }
-}
-
-/// Is the container to end with a checkpoint whose engine does not say?
-fn exits(bundle: &Path) -> bool {
-    #[derive(serde::Deserialize)]
-    struct Spec {
-        #[serde(default)]
-        annotations: HashMap<String, String>,
-    }
-    std::fs::read(bundle.join("config.json"))
-        .ok()
-        .and_then(|bytes| serde_json::from_slice::<Spec>(&bytes).ok())
-        .is_some_and(|spec| {
-            spec.annotations
-                .get(EXIT_ANNOTATION)
-                .is_some_and(|v| v == "on")
-        })
-}
-
-/// Is the container's cgroup written as systemd's (`SLICE:PREFIX:NAME`)? docker tells its cgroup driver only to
-/// runtimes that it knows by name.
-fn names_a_slice(bundle: &Path) -> bool {
-    #[derive(serde::Deserialize)]
-    struct Spec {
-        linux: Option<Linux>,
-    }
-    #[derive(serde::Deserialize)]
-    struct Linux {
-        #[serde(rename = "cgroupsPath")]
-        cgroups_path: Option<String>,
-    }
-    let path = std::fs::read(bundle.join("config.json"))
-        .ok()
-        .and_then(|bytes| serde_json::from_slice::<Spec>(&bytes).ok())
-        .and_then(|spec| spec.linux?.cgroups_path);
-    path.is_some_and(|path| {
-        let mut parts = path.split(':');
-        parts.next().is_some_and(|slice| slice.ends_with(".slice")) && parts.count() == 2
-    })
 }
 
 #[cfg(test)]

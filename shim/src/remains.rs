@@ -1,0 +1,98 @@
+//! What a restore that failed has left of a container: processes that CRIU had restored, and the runtime's folder.
+//!
+//! A runtime or a CRIU that is killed, as containerd's death has the stock shim kill the runtime, cleans nothing up: the
+//! restored processes run on in a container that was never started, and the root that runc mounts for CRIU in its
+//! folder of the container keeps `runc delete` from removing it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use crate::{limited, restore};
+
+/// How long one `delete --force` may take.
+const DELETE: Duration = Duration::from_secs(10);
+/// How often it is tried: the last processes of a killed runtime end one after the other.
+const TRIES: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The low-level runtime's place of a container.
+#[derive(Debug, Clone)]
+pub struct Place {
+    /// The runtime.
+    pub runtime: PathBuf,
+    /// Where it keeps the containers of this namespace of containerd's.
+    pub root: PathBuf,
+    /// The container's name there.
+    pub id: String,
+}
+
+impl Place {
+    /// The runtime's folder of the container.
+    pub fn folder(&self) -> PathBuf {
+        self.root.join(&self.id)
+    }
+
+    /// Ends whatever is there.
+    pub fn end(&self) {
+        if self.id.is_empty() {
+            return;
+        }
+        let folder = self.folder();
+        for _ in 0..TRIES {
+            if !folder.is_dir() {
+                return;
+            }
+            restore::unmount_below(&folder);
+            let mut command = Command::new(&self.runtime);
+            command.arg("--root").arg(&self.root);
+            command
+                .args(["delete", "--force", &self.id])
+                .stderr(Stdio::null());
+            let _ = limited::run(&mut command, &[], DELETE);
+            thread::sleep(PAUSE);
+        }
+        sweep(&folder);
+    }
+}
+
+/// Removes a runtime's folder of a container that is none any more.
+pub fn sweep(folder: &Path) {
+    // With a state it is a container still, and the runtime's.
+    if !folder.is_dir() || folder.join("state.json").exists() {
+        return;
+    }
+    restore::unmount_below(folder);
+    let _ = fs::remove_dir_all(folder);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_with_a_state_is_left_to_its_runtime() {
+        let root = tempfile::tempdir().unwrap();
+        let place = Place {
+            runtime: "/bin/false".into(),
+            root: root.path().into(),
+            id: "c1".into(),
+        };
+        place.end();
+        fs::create_dir_all(place.folder().join("criu-root")).unwrap();
+        fs::write(place.folder().join("state.json"), "{}").unwrap();
+        sweep(&place.folder());
+        assert!(place.folder().exists());
+        fs::remove_file(place.folder().join("state.json")).unwrap();
+        place.end();
+        assert!(!place.folder().exists());
+        let none = Place {
+            id: String::new(),
+            ..place
+        };
+        none.end();
+        assert!(root.path().exists());
+    }
+}
