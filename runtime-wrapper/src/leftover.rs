@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mountinfo;
 use cryopod_gpu_hooks::spec::Spec;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 /// Folders of cgroups below one that are removed; a container can make as many as it likes.
 const MAX_BELOW: usize = 10_000;
@@ -43,20 +45,28 @@ impl Cgroups {
         Self(missing.collect())
     }
 
-    /// Removes those that are there now; one with processes in it stays.
-    pub fn remove(&self) {
-        for path in self.0.iter().filter(|p| p.is_dir()) {
-            let mut folders = vec![path.clone()];
-            let mut next = 0;
-            while next < folders.len().min(MAX_BELOW) {
-                let below = fs::read_dir(&folders[next]).into_iter().flatten().flatten();
-                let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
-                let below: Vec<PathBuf> = below.map(|e| e.path()).collect();
-                folders.extend(below);
-                next += 1;
+    /// Kills the processes in them: those of the failed restore, as there was no such cgroup before. CRIU, killed late,
+    /// leaves a whole container running. `true` if there were any.
+    pub fn kill(&self) -> bool {
+        let mut any = false;
+        for folder in self.0.iter().flat_map(|p| below(p)) {
+            let pids = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+            for pid in pids.lines().filter_map(|l| l.parse().ok()) {
+                // 0 is a process of another namespace of pids; it would be our own group.
+                if pid > 1 {
+                    any |= kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok();
+                }
             }
-            for folder in folders.iter().rev() {
-                if let Err(e) = patiently(folder) {
+        }
+        any
+    }
+
+    /// Removes those that are there now.
+    pub fn remove(&self) {
+        let end = Instant::now() + PATIENCE;
+        for path in self.0.iter().filter(|p| p.is_dir()) {
+            for folder in below(path).iter().rev() {
+                if let Err(e) = patiently(folder, end) {
                     tracing::warn!("the cgroup {}: left behind: {e}", folder.display());
                 }
             }
@@ -64,9 +74,22 @@ impl Cgroups {
     }
 }
 
+/// A cgroup and those in it, parents first.
+fn below(path: &Path) -> Vec<PathBuf> {
+    let mut folders = vec![path.to_owned()];
+    let mut next = 0;
+    while next < folders.len().min(MAX_BELOW) {
+        let below = fs::read_dir(&folders[next]).into_iter().flatten().flatten();
+        let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+        let below: Vec<PathBuf> = below.map(|e| e.path()).collect();
+        folders.extend(below);
+        next += 1;
+    }
+    folders
+}
+
 /// The processes in it may still be on their way out.
-fn patiently(folder: &Path) -> io::Result<()> {
-    let end = Instant::now() + PATIENCE;
+fn patiently(folder: &Path, end: Instant) -> io::Result<()> {
     loop {
         match fs::remove_dir(folder) {
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => {
@@ -100,6 +123,25 @@ mod tests {
         let named = Cgroups::missing(&host, &spec("/a/b"), "c1");
         make("sys/fs/cgroup/c1/sub");
         make("sys/fs/cgroup/a/b");
+        let mut victim = std::process::Command::new("sleep")
+            .arg("1000")
+            .spawn()
+            .unwrap();
+        let procs = |p: &str| {
+            dir.path()
+                .join("sys/fs/cgroup")
+                .join(p)
+                .join("cgroup.procs")
+        };
+        let text = format!("0\n{}\n", victim.id());
+        fs::write(procs("there"), &text).unwrap();
+        fs::write(procs("c1/sub"), text).unwrap();
+        assert!(!there.kill());
+        assert_eq!(victim.try_wait().unwrap(), None);
+        assert!(by_id.kill());
+        assert!(!victim.wait().unwrap().success());
+        assert!(!by_id.kill());
+        fs::remove_file(procs("c1/sub")).unwrap();
         for cgroups in [&there, &by_id, &named] {
             cgroups.remove();
         }

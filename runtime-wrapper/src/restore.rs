@@ -150,7 +150,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         edited.keep();
         mount_points.keep();
     } else {
-        if ended.killed {
+        let left = cgroups.kill();
+        if ended.killed || left {
             remove_remains(ctx, inv, &tools);
         }
         cgroups.remove();
@@ -161,8 +162,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     Ok(exit_code(ended.code))
 }
 
-/// The runtime was killed in the middle of making the container: what it noted of it would stand in the way of the next
-/// try. Never asked after a failure of the runtime's own, which may be that a container of this name runs already.
+/// The runtime, or CRIU late in its work, was killed in the middle of making the container: what it noted of it would
+/// stand in the way of the next try. Never asked after a failure of the runtime's own, which may be that a container of this name runs already.
 fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
     let mut args: Vec<&OsStr> = Vec::new();
     if let Some(root) = &inv.globals.root {

@@ -21,5 +21,5 @@ fn docker() {
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     // docker 26 may restore with containerd's own shim, when containerd was quick to throw a tar away.
     let own = usize::from(!out.contains("containerd's own shim: restored"));
-    assert_eq!(passed, 56 + own, "{out}");
+    assert_eq!(passed, 64 + own, "{out}");
 }

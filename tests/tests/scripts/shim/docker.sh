@@ -1,5 +1,5 @@
 # docker.sh: docker's checkpoints, with our shim in place of containerd's own and as a runtime of its own name, on the
-# networks none, host and bridge; what containerd's own shim makes of the same.
+# networks none, host, bridge and one of the user's; what containerd's own shim makes of the same.
 simulate runc
 containerd_up
 dockerd_up() {
@@ -29,8 +29,9 @@ running() { [ "$(docker inspect -f '{{.State.Running}}' "$1")" = "$2" ]; }
 address() { docker exec "$1" ip -4 -o addr show | awk '{print $2, $4}' | grep -v docker0 | sort | tr '\n' ' '; }
 has_network() { # NAME NETWORK: its address, on the bridge as docker gave it, and the way to the host
     case $2 in
-        bridge) [ "$(address "$1")" = "eth0 $(docker inspect -f '{{.NetworkSettings.Networks.bridge.IPAddress}}' "$1")/24 lo 127.0.0.1/8 " ] &&
-            docker exec "$1" ping -c 1 -W 5 172.30.0.1 > /dev/null ;;
+        bridge | mine) [ "$(address "$1")" = "eth0 $(docker inspect -f "{{.NetworkSettings.Networks.$2.IPAddress}}" "$1")/24 lo 127.0.0.1/8 " ] &&
+            docker exec "$1" ping -c 1 -W 5 "$(docker inspect -f "{{.NetworkSettings.Networks.$2.Gateway}}" "$1")" > /dev/null &&
+            { [ "$2" = bridge ] || docker exec "$1" nslookup "$1" > /dev/null; } ;; # docker's own name service
         *) docker exec "$1" ip -4 -o addr show lo | grep -q 127.0.0.1 ;;
     esac
 }
@@ -87,7 +88,8 @@ cycle io.containerd.cryopod.v2 bridge killed
 mkdir -p /place
 ln -s /usr/local/bin/containerd-shim-cryopod-v2 /place/containerd-shim-runc-v2
 restart "/place:$PATH"
-for network in none host bridge; do cycle cryopod $network itself; done
+docker network create --subnet 172.31.0.0/24 mine > /dev/null
+for network in none host bridge mine; do cycle cryopod $network itself; done
 check 'in place: a container of runc keeps runc' sh -c '
     docker run -d --name c2 --runtime runc busybox sleep 1000 > /dev/null
     id=$(docker inspect -f "{{.Id}}" c2)

@@ -20,13 +20,18 @@ victim() { # WHO: its pids
     case $1 in
         ours) our_shim job ;;
         stock) stock_shim job ;;
-        criu) pgrep -x criu ;;
+        criu | late) pgrep -x criu ;;
         containerd) echo "$containerd_pid" ;;
     esac
 }
-kill_it() { # WHO AFTER: that many milliseconds after it began; criu as soon as it is there
+kill_it() { # WHO AFTER: that many milliseconds after it began; criu after it came, or "late", when the job is there again
+    local begun=true
+    case $1 in
+        criu) begun='pgrep -x criu' ;;
+        late) begun='pgrep -x cusim-client' ;;
+    esac
+    for _ in $(seq 300); do if $begun > /dev/null; then break; fi; sleep 0.01; done
     sleep "$(awk -v ms="$2" 'BEGIN {print ms / 1000}')"
-    if [ "$1" = criu ]; then for _ in $(seq 100); do [ -z "$(victim criu)" ] || break; sleep 0.01; done; fi
     for pid in $(victim "$1"); do kill -KILL "$pid" 2> /dev/null || true; done
 }
 settled() { # nothing works on a container any more
@@ -76,14 +81,20 @@ ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'before: all is well' goes_on job
 check 'before: clean' clean
 for who in ours stock containerd; do
-    for after in 20 60 100 140 180 240 300 400 500 700; do
-        check "$who killed at $after ms of a checkpoint" one $who checkpoint $after
+    for what in checkpoint restore; do
+        for after in 20 60 100 140 180 240 300 400 500 700; do
+            check "$who killed at $after ms of a $what" one $who $what $after
+        done
     done
-    # A restore in the middle of which containerd or CRIU is killed is not always cleaned up: docs/containerd.md.
-    [ $who != containerd ] || continue
-    for after in 20 60 100 140 180 240 300 400 500 700; do
-        check "$who killed at $after ms of a restore" one $who restore $after
-    done
+done
+for after in 0 10 20 40 60 80 100 120 150 200; do
+    check "criu killed after $after ms, in a checkpoint" one criu checkpoint $after
+done
+for after in 0 10 20 40 60 80 120; do
+    check "criu killed after $after ms, in a restore" one criu restore $after
+done
+for after in 0 15 30; do
+    check "criu killed $after ms after the processes are there, in a restore" one late restore $after
 done
 start_job job
 check 'after: a checkpoint works' ctr tasks checkpoint job

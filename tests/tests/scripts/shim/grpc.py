@@ -30,7 +30,7 @@ def message(fields):
 def first_string(data):
     if not data or data[0] != 0x0A:
         return ""
-    return data[2 : 2 + data[1]].decode()
+    return data[2 : 2 + data[1]].decode(errors="replace")
 
 
 socket, method, fields = sys.argv[1:4]
