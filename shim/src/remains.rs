@@ -10,6 +10,9 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
 use crate::{limited, restore};
 
 /// How long one `delete --force` may take.
@@ -27,6 +30,8 @@ pub struct Place {
     pub root: PathBuf,
     /// The container's name there.
     pub id: String,
+    /// Its cgroups, of those that were not there before: whatever is in them is the container's.
+    pub cgroups: Vec<PathBuf>,
 }
 
 impl Place {
@@ -42,7 +47,7 @@ impl Place {
         }
         let folder = self.folder();
         for _ in 0..TRIES {
-            if !folder.is_dir() {
+            if !kill_all(&self.cgroups) && !folder.is_dir() {
                 return;
             }
             restore::unmount_below(&folder);
@@ -56,6 +61,37 @@ impl Place {
         }
         sweep(&folder);
     }
+}
+
+/// The cgroups of this name, in each hierarchy, that are not there yet.
+pub fn missing(cgroup: &Path) -> Vec<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let cgroups = mounts.lines().filter_map(|line| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let kind = kind.split(' ').next()?;
+        let point = Path::new(mount.split(' ').nth(4)?);
+        // Those that CRIU mounts in its work folder are the same ones.
+        let real = point.starts_with("/sys/fs/cgroup") && (kind == "cgroup" || kind == "cgroup2");
+        real.then(|| point.join(cgroup))
+    });
+    cgroups.filter(|folder| !folder.exists()).collect()
+}
+
+/// Kills the processes in cgroups: CRIU, killed before the runtime knew of them, leaves them to nobody. `true` if there
+/// were any.
+fn kill_all(cgroups: &[PathBuf]) -> bool {
+    let mut any = false;
+    for folder in cgroups {
+        let pids = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+        for pid in pids
+            .lines()
+            .filter_map(|l| l.parse().ok())
+            .filter(|p| *p > 1)
+        {
+            any |= kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok();
+        }
+    }
+    any
 }
 
 /// Removes a runtime's folder of a container that is none any more.
@@ -79,7 +115,15 @@ mod tests {
             runtime: "/bin/false".into(),
             root: root.path().into(),
             id: "c1".into(),
+            cgroups: vec![root.path().join("cgroup")],
         };
+        let mut victim = Command::new("sleep").arg("1000").spawn().unwrap();
+        fs::create_dir(root.path().join("cgroup")).unwrap();
+        let procs = root.path().join("cgroup/cgroup.procs");
+        fs::write(&procs, format!("0\n{}\n", victim.id())).unwrap();
+        assert!(kill_all(&place.cgroups));
+        assert!(!victim.wait().unwrap().success());
+        fs::remove_file(procs).unwrap();
         place.end();
         fs::create_dir_all(place.folder().join("criu-root")).unwrap();
         fs::write(place.folder().join("state.json"), "{}").unwrap();

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde_json::Value;
 
@@ -46,6 +46,14 @@ impl Spec {
     /// Is the annotation set to `on`?
     pub fn is_on(&self, annotation: &str) -> bool {
         self.annotations.get(annotation).is_some_and(|v| v == "on")
+    }
+
+    /// The container's cgroup below each hierarchy; `None` if it is named as systemd's, or oddly.
+    pub fn cgroup(&self) -> Option<&Path> {
+        let path = self.linux.as_ref()?.cgroups_path.as_deref()?;
+        let path = Path::new(path.trim_start_matches('/'));
+        let plain = |c| matches!(c, Component::Normal(n) if !n.to_string_lossy().contains(':'));
+        (!path.as_os_str().is_empty() && path.components().all(plain)).then_some(path)
     }
 
     /// Is the container's cgroup written as systemd's (`SLICE:PREFIX:NAME`)? docker tells its cgroup driver only to
@@ -106,6 +114,17 @@ mod tests {
             assert!(!spec.unwrap().names_a_slice(), "{other}");
         }
         assert!(!read("{}").unwrap().names_a_slice());
+        for (path, want) in [
+            ("/a/b", Some("a/b")),
+            ("c", Some("c")),
+            ("/", None),
+            ("", None),
+            ("/a/../../b", None),
+            ("a.slice:b:c", None),
+        ] {
+            let spec = read(&format!(r#"{{"linux":{{"cgroupsPath":"{path}"}}}}"#)).unwrap();
+            assert_eq!(spec.cgroup(), want.map(Path::new), "{path}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 use crate::address::Address;
 use crate::answers::{KILLED, Pid, ended, reason};
 use crate::lifecycle::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
-use crate::remains::Place;
+use crate::remains::{self, Place};
 use crate::restore::{self, Restoring, Wanted};
 use crate::spec::Spec;
 use crate::{limited, options, proxy, rpc};
@@ -320,18 +320,21 @@ impl Tasks {
             .map_err(|e| format!("containerd's Create request: {e}"))?;
         let mut options = options::decode(create.options.as_ref()).map_err(|e| e.to_string())?;
         let bundle = PathBuf::from(&create.bundle);
+        // What is wrong with a spec, the runtime says.
+        let spec = Spec::read(&bundle).unwrap_or_default();
         if let Some(runtime) = &self.runtime {
             options.binary_name = runtime.to_string_lossy().into_owned();
-            options.systemd_cgroup |= Spec::read(&bundle).is_ok_and(|s| s.names_a_slice());
+            options.systemd_cgroup |= spec.names_a_slice();
         }
         let or = |named: &str, default: &str| match named {
             "" => PathBuf::from(default),
             named => named.into(),
         };
-        let place = Place {
+        let mut place = Place {
             runtime: or(&options.binary_name, DEFAULT_LOW_LEVEL),
             root: or(&options.root, DEFAULT_ROOT).join(rpc::namespace(request).unwrap_or_default()),
             id: create.id.clone(),
+            cgroups: Vec::new(),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         let named = !options.criu_image_path.is_empty();
@@ -351,6 +354,7 @@ impl Tasks {
                 named,
                 network: mounted,
             };
+            place.cgroups = spec.cgroup().map(remains::missing).unwrap_or_default();
             restoring = Some(Restoring::new(wanted).map_err(|e| e.to_string())?);
         }
         let mut changed = request.clone();
