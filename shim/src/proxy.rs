@@ -19,8 +19,9 @@ use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 
 use crate::address::Address;
+use crate::container::Held;
 use crate::frame::Frame;
-use crate::task::{Fate, Held, Tasks, Watched};
+use crate::task::{Fate, Tasks, Watched};
 use crate::{Error, rpc, stock};
 
 /// The number under which `start` hands over the listening socket.

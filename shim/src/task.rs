@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use containerd_shim::api::{
     CheckpointTaskRequest, ConnectRequest, ConnectResponse, CreateTaskRequest, CreateTaskResponse,
-    DeleteRequest, KillRequest, ResumeRequest, StartRequest, StateRequest, StateResponse,
-    WaitRequest,
+    DeleteRequest, KillRequest, ResumeRequest, ShutdownRequest, StartRequest, StateRequest,
+    StateResponse, WaitRequest,
 };
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
@@ -19,6 +19,7 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
 use crate::address::Address;
 use crate::answers::{KILLED, Pid, ended, reason};
+use crate::container::{Container, Held};
 use crate::lifecycle::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::remains::{self, Place};
 use crate::restore::{self, Restoring, Wanted};
@@ -54,14 +55,6 @@ pub enum Fate {
     Held(String),
 }
 
-/// A call that is held; dropped, nobody answers it.
-pub trait Held: Send {
-    /// It goes on as it came.
-    fn pass(self: Box<Self>);
-    /// It does not go on; this is the answer.
-    fn answer(self: Box<Self>, response: Response);
-}
-
 /// A call whose answer is looked at.
 #[derive(Debug)]
 pub struct Watched {
@@ -82,36 +75,6 @@ enum Call {
     Delete,
     /// The request, for a second try; containerd's namespace.
     Resume(Vec<u8>, String),
-}
-
-/// A container of this shim.
-struct Container {
-    bundle: PathBuf,
-    /// Where the runtime keeps it.
-    place: Place,
-    /// The engine has mounted its root file system, as docker does.
-    mounted: bool,
-    /// It comes from a checkpoint, and does not run yet.
-    restoring: Option<Restoring>,
-    /// The engine has given it up before it ran.
-    given_up: bool,
-    /// Who waits for its end.
-    waiting: Vec<Box<dyn Held>>,
-}
-
-impl Container {
-    /// Has the engine been told of a process that the stock shim does not know?
-    fn pretended(&self) -> bool {
-        self.restoring.as_ref().is_some_and(|r| r.pid().is_some())
-    }
-
-    /// It ends before it ran. containerd waits for the end of whatever has a pid, and here nothing ends.
-    fn give_up(&mut self) {
-        self.given_up = true;
-        for held in self.waiting.drain(..) {
-            held.answer(ended());
-        }
-    }
 }
 
 /// The containers of this shim, as far as they matter here.
@@ -165,9 +128,8 @@ impl Tasks {
             (Call::Start(_) | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
             (Call::Create | Call::Delete, failed) => {
                 let removed = matches!(watched.call, Call::Delete) != failed;
-                if removed && let Some(mut gone) = self.lock().remove(&watched.id) {
-                    gone.give_up();
-                    restore::remove(&gone.bundle);
+                if removed {
+                    self.forget(&watched.id);
                 } else if !failed {
                     self.answer_pid::<CreateTaskResponse>(&watched.id, &mut response);
                 }
@@ -208,9 +170,28 @@ impl Tasks {
         // It answers when the restore has ended, this way or that.
         let answer = rpc::task_call(&self.upstream, namespace, "State", &state, STATE);
         let state = answer.and_then(|a| Ok(StateResponse::parse_from_bytes(&a.payload)?));
-        if let Ok(state) = state {
-            let running = containerd_shim::api::Status::RUNNING.into();
-            self.restored(&watched.id, state.status != running);
+        let Ok(state) = state else { return };
+        let runs = state.status == containerd_shim::api::Status::RUNNING.into();
+        self.restored(&watched.id, !runs);
+        if runs {
+            return;
+        }
+        // Nobody was told of it. A shim that has no other container ends; containerd finds it gone when it is back.
+        let mut gone = DeleteRequest::new();
+        gone.id.clone_from(&watched.id);
+        let deleted = rpc::task_call(&self.upstream, namespace, "Delete", &gone, STATE);
+        if deleted.is_ok_and(|answer| rpc::succeeded(&answer)) {
+            self.forget(&watched.id);
+        }
+        let mut end = ShutdownRequest::new();
+        end.id.clone_from(&watched.id);
+        let _ = rpc::task_call(&self.upstream, namespace, "Shutdown", &end, STATE);
+    }
+
+    fn forget(&self, id: &str) {
+        if let Some(mut gone) = self.lock().remove(id) {
+            gone.give_up();
+            restore::remove(&gone.bundle);
         }
     }
 
