@@ -24,5 +24,5 @@ fn cri() {
     );
     let out = bed.limit(Duration::from_secs(200)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
-    assert_eq!(passed, 14, "{out}");
+    assert_eq!(passed, 15, "{out}");
 }

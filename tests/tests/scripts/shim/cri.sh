@@ -14,8 +14,6 @@ version = 3
   enable_selinux = false
   disable_apparmor = true
   restrict_oom_score_adj = true
-  [plugins.'io.containerd.cri.v1.runtime'.containerd]
-    default_runtime_name = 'cryopod'
 T
 # As a user would write it, in the folder of examples.
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
@@ -42,7 +40,11 @@ container() { # POD UID NAME IMAGE COMMAND...: a request
 logs() { sed 's/^[^ ]* stdout F //' "/tmp/logs/$1.log"; }
 lines() { wc -l < "/tmp/logs/$1.log"; }
 more() { [ "$(lines "$1")" -gt "$2" ]; }
-pod=$(cri RunPodSandbox "[[1,$(sandbox 1)]]")
+# What the kubelet makes of a pod's runtimeClassName.
+handler=$(awk '/^handler:/ {print $2}' /src/examples/kubernetes/runtimeclass.yaml)
+if cri RunPodSandbox "[[1,$(sandbox 0)],[2,\"no-$handler\"]]" > /tmp/said 2>&1; then exit 1; fi
+check 'a runtime class that containerd has not' says /tmp/said "no runtime for \"no-$handler\""
+pod=$(cri RunPodSandbox "[[1,$(sandbox 1)],[2,\"$handler\"]]")
 check 'a pod: of our shim' test "$(shims | grep -c shim-cryopod)" = 1
 job=$(cri CreateContainer "$(container "$pod" 1 job localhost:5000/busybox:1 /cusim/cusim-client --mib 100)")
 cri StartContainer "[[1,\"$job\"]]"
@@ -68,7 +70,7 @@ check 'the pod ends: no shim is left' wait_for 10 no_shims
 check 'the pod ends: no socket is left' wait_for 5 no_sockets
 rm -f /tmp/logs/job.log
 
-pod=$(cri RunPodSandbox "[[1,$(sandbox 2)]]")
+pod=$(cri RunPodSandbox "[[1,$(sandbox 2)],[2,\"$handler\"]]")
 job=$(cri CreateContainer "$(container "$pod" 2 job /tmp/cri.tar /cusim/cusim-client --mib 100)")
 cri StartContainer "[[1,\"$job\"]]"
 wait_for 20 ticked job 3
