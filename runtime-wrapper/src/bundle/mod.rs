@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
 
 pub use devices::Devices;
@@ -38,6 +40,29 @@ pub trait Edit {
 pub struct Edited {
     /// The file and its old text; `None`: nothing was changed.
     before: Option<(PathBuf, Vec<u8>)>,
+}
+
+/// A bundle that no other restore works on until this is dropped: what a failed one puts back and ends is its own.
+/// `None`: its file system has no locks.
+///
+/// # Errors
+/// [`Error::Failed`]: another restore does.
+pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
+    let Ok(folder) = fs::File::open(bundle) else {
+        // The reader of the spec says so better.
+        return Ok(None);
+    };
+    match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
+        Ok(held) => Ok(Some(held)),
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
+            "restore of {id} refused: another restore into {} is under way. Nothing was touched",
+            bundle.display()
+        ))),
+        Err((_, error)) => {
+            tracing::debug!("{}: not locked: {error}", bundle.display());
+            Ok(None)
+        }
+    }
 }
 
 /// Applies the edits in order and writes the spec, if it has changed.
@@ -132,6 +157,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn one_restore_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = hold(dir.path(), "c1").unwrap();
+        assert!(held.is_some());
+        let error = hold(dir.path(), "c1").unwrap_err().to_string();
+        assert!(error.contains("another restore into"), "{error}");
+        drop(held);
+        assert!(hold(dir.path(), "c1").unwrap().is_some());
+        assert!(hold(&dir.path().join("none"), "c1").unwrap().is_none());
     }
 
     #[test]
