@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use cryopod_gpu_hooks::host::Host;
@@ -19,6 +19,8 @@ const NAMESPACED: [&str; 2] = ["/run/containerd/runc", "/run/docker/runtime-runc
 /// A part of an id must be at least so long.
 const SHORTEST: usize = 4;
 const LIMIT: Duration = Duration::from_secs(30);
+/// How long the kernel may take to tell of the last process that goes on again.
+const THAW: Duration = Duration::from_secs(1);
 
 /// A running container.
 #[derive(Debug, Clone)]
@@ -69,13 +71,17 @@ impl Container {
     /// # Errors
     /// It is paused.
     pub fn is_unpaused(&self, host: &Host, name: &str) -> anyhow::Result<()> {
-        if self.is_paused(host) {
-            bail!("{name}: it is paused, and its driver cannot work; unpause it first");
+        let until = Instant::now() + THAW;
+        while self.is_paused(host) {
+            if Instant::now() >= until {
+                bail!("{name}: it is paused, and its driver cannot work; unpause it first");
+            }
+            std::thread::sleep(THAW / 20);
         }
         Ok(())
     }
 
-    /// Whether its cgroup is frozen.
+    /// Whether its cgroup is frozen, or is being frozen: a process that is busy in the kernel is the last to stop.
     fn is_paused(&self, host: &Host) -> bool {
         let cgroups = host
             .text(format!("/proc/{}/cgroup", self.init))
@@ -85,17 +91,21 @@ impl Container {
             let (Some(kind), Some(path)) = (parts.next(), parts.next()) else {
                 return false;
             };
-            let says = |file: String, what: &str| {
+            let says = |file: String, what: &[&str]| {
                 host.text(file)
-                    .is_ok_and(|text| text.lines().any(|line| line == what))
+                    .is_ok_and(|text| text.lines().any(|line| what.contains(&line)))
             };
             match kind {
                 "" => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
                     .iter()
-                    .any(|root| says(format!("{root}{path}/cgroup.events"), "frozen 1")),
+                    .any(|root| {
+                        // The first is true of one below a frozen one as well, the second at once.
+                        says(format!("{root}{path}/cgroup.events"), &["frozen 1"])
+                            || says(format!("{root}{path}/cgroup.freeze"), &["1"])
+                    }),
                 "freezer" => says(
                     format!("/sys/fs/cgroup/freezer{path}/freezer.state"),
-                    "FROZEN",
+                    &["FROZEN", "FREEZING"],
                 ),
                 _ => false,
             }
@@ -199,5 +209,41 @@ mod tests {
         let own = Container::find(&host, &own).unwrap();
         assert!(own.processes(&host).contains(&own.init));
         assert!(!own.is_paused(&host));
+    }
+
+    #[test]
+    fn paused_as_soon_as_it_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let host = Host::at(dir.path());
+        let paused = || {
+            let container = Container {
+                init: 7,
+                start_time: 0,
+            };
+            container.is_paused(&host)
+        };
+        write("proc/7/cgroup", "0::/a\n");
+        write("sys/fs/cgroup/a/cgroup.events", "populated 1\nfrozen 0\n");
+        write("sys/fs/cgroup/a/cgroup.freeze", "0\n");
+        assert!(!paused());
+        write("sys/fs/cgroup/a/cgroup.freeze", "1\n");
+        assert!(paused());
+        write("sys/fs/cgroup/a/cgroup.freeze", "0\n");
+        write("sys/fs/cgroup/a/cgroup.events", "populated 1\nfrozen 1\n");
+        assert!(paused());
+        write("proc/7/cgroup", "5:freezer:/b\n4:memory:/b\n");
+        for (state, want) in [
+            ("THAWED\n", false),
+            ("FREEZING\n", true),
+            ("FROZEN\n", true),
+        ] {
+            write("sys/fs/cgroup/freezer/b/freezer.state", state);
+            assert_eq!(paused(), want, "{state}");
+        }
     }
 }
