@@ -197,6 +197,12 @@ mod tests {
             .arg("1000")
             .spawn()
             .unwrap();
+        // The kernel lets go of the parent a moment before it shows the new program's arguments.
+        let name = dead.file_name().unwrap().as_bytes();
+        while !named_by_a_process(name) {
+            assert!(engine.try_wait().unwrap().is_none());
+            std::thread::yield_now();
+        }
         drop(Scratch::within(dir.path(), Holds::Copy).unwrap());
         assert!(dead.exists());
         engine.kill().unwrap();
