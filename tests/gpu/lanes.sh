@@ -78,20 +78,30 @@ medians() { # of the cases named CASE.1, CASE.2, ...
     result "$(jq -n --argjson all "$all" '{case: "lane-medians", ok: true, medians: $all}')"
 }
 
-two_lanes() { # RUNTIME SIZE LABEL: one process on one GPU, then two on two, in place; GiB a second of CRIU's dump
-    local label=$3 n rates=()
+two_lanes() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in turn, in place; GiB a second of CRIU's dump
+    local label=$3 n i
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
-    # A virtual machine gets its memory when it is first used: both cases are to find it there.
-    head -c "$((4 * $2))${unit%iB}" /dev/zero > /var/lib/containers/touched && rm /var/lib/containers/touched
-    for n in 1 2; do
-        on_gpus=$n
-        lane "$1" "$2" random on '' "$label.$n" || return
-        podman rm -f -t 0 job > /dev/null
-        rates+=("$(jq -s --argjson n "$n" --argjson size "$2" '.[-1].checkpoint.dump_s | $n * $size / .' /out/results.jsonl)")
+    # A virtual machine gets its memory when it is first used: all cases are to find it there.
+    for n in 1 2 3 4; do head -c "$((2 * $2))${unit%iB}" /dev/zero > "/var/lib/containers/touched.$n" & done
+    wait
+    rm /var/lib/containers/touched.*
+    for i in $(seq "$lane_runs"); do
+        for n in 1 2; do
+            on_gpus=$n
+            lane "$1" "$2" random on '' "$label-$n.$i" || return
+            podman rm -f -t 0 job > /dev/null
+        done
     done
-    result "$(jq -n --arg case "$label" --arg size "2 x $2 $unit" --argjson one "${rates[0]}" --argjson two "${rates[1]}" \
-        '{case: $case, ok: true, size: $size, rate_one: $one, rate_two: $two, ratio_of_rates: ($two / $one)}')"
-    say "$label: $unit a second: ${rates[*]}"
+    # shellcheck disable=SC2016
+    result "$(jq -s --arg case "$label" --arg unit "$unit" --argjson size "$2" '
+        def mid: sort | .[(length - 1) / 2 | floor];
+        def of(n): [.[] | select(.case | startswith("\($case)-\(n).")) | .checkpoint];
+        def rate(n; seconds): [of(n)[] | n * $size / seconds] | mid;
+        def both(seconds): {one: rate(1; seconds), two: rate(2; seconds)} | .ratio = .two / .one;
+        {case: $case, ok: true, size: "2 x \($size) \($unit)", unit: "\($unit) a second",
+         driver: both([.processes[].checkpoint] | max), dump: both(.dump_s), durable: both(.durable_s), podman: both(.export_s)}' \
+        /out/results.jsonl)"
+    say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
 }
 
 suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls

@@ -187,17 +187,23 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         "{suspended:?}"
     );
     drop(client);
-    // Here the agent has not been told, and brings it back: a resume says so.
+    // Here the agent has not been told, and brings it back, if no resume comes before: one that comes after says so.
     let processes = noted.unwrap();
     let mut client = server.connect();
     let deadline = Instant::now() + LIMIT;
+    let query = || Op::Query {
+        pid: victim.pid(),
+        limit_ms: 1000,
+    };
     loop {
-        match resume(&mut client, &processes, &[], &how) {
-            Err(SuspendError::Running) => break,
+        match client.call(query(), LIMIT).unwrap().outcome {
+            Outcome::State(ProcessState::Running) => break,
             other => assert!(Instant::now() < deadline, "{other:?}"),
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+    let resumed = resume(&mut client, &processes, &[], &how);
+    assert!(matches!(resumed, Err(SuspendError::Running)), "{resumed:?}");
     drop(client);
     assert_eq!(server.end().0, AgentOutcome::RolledBack);
 }
