@@ -206,6 +206,9 @@ impl Job<'_> {
             ready.finish(&op);
             return Err(error);
         }
+        if let (Some(agent), false) = (&ready.agent, pre_dump) {
+            lane::reserve(setup, &op, &users, &agent.ready.users, ready.limit);
+        }
         let mut seal = self.seal(setup, &ready);
         let watch = Watch {
             kind: child::Kind::Checkpoint,

@@ -11,7 +11,7 @@ use cryopod_archive::names;
 use cryopod_archive::seal::Seal;
 use cryopod_gpu_hooks::cuda::client::Client;
 use cryopod_gpu_hooks::cuda::lane::memory::available_to;
-use cryopod_gpu_hooks::cuda::lane::{LaneConfig, LaneDone};
+use cryopod_gpu_hooks::cuda::lane::{LaneConfig, LaneDone, Wanted};
 use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome};
 use cryopod_gpu_hooks::cuda::report::GpuUser;
 use cryopod_gpu_hooks::spec::Spec;
@@ -177,6 +177,45 @@ fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
     )))
 }
 
+/// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. Where
+/// that fails it is allocated when the driver asks, and what is in the way is told then.
+pub fn reserve(
+    setup: &Setup<'_>,
+    op: &Operation,
+    pids: &[i32],
+    users: &[GpuUser],
+    limit: Duration,
+) {
+    let Ok(Some(config)) = wanted(&setup.ctx.config, setup.spec) else {
+        return;
+    };
+    let mut wanted = by_process(pids, users);
+    wanted.retain(|of| of.bytes >= config.min_bytes);
+    if wanted.is_empty() {
+        return;
+    }
+    let threads = config.threads_for(wanted.len());
+    let reserved = Client::connect(&op.file(crate::agent::SOCKET))
+        .and_then(|mut client| client.call(Op::LaneReserve { wanted, threads }, limit));
+    match reserved.map(|reply| reply.outcome) {
+        Ok(Outcome::Done) => {}
+        Ok(other) => tracing::warn!("memory is not allocated before the freeze: {other:?}"),
+        Err(error) => tracing::warn!("memory is not allocated before the freeze: {error}"),
+    }
+}
+
+fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {
+    let bytes = |pid: &i32| {
+        let of = users.iter().filter(|user| user.pid == *pid);
+        of.fold(0u64, |sum, user| sum.saturating_add(user.bytes))
+    };
+    let of = |pid: &i32| Wanted {
+        pid: *pid,
+        bytes: bytes(pid),
+    };
+    pids.iter().map(of).collect()
+}
+
 /// For a restore of the checkpoint in this folder. The tables of the lane and of all that it builds upon are read:
 /// what is missing or another one than it was is told before anything is started.
 ///
@@ -266,6 +305,7 @@ pub fn note(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
     use serde_json::json;
 
     #[test]
@@ -292,6 +332,22 @@ mod tests {
             error.contains("1025 MiB of host memory are needed"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn memory_of_all_gpus_by_process() {
+        let gpu = |n: u8| GpuUuid([n; 16]);
+        let user = |pid, n, bytes| GpuUser {
+            pid,
+            gpu: gpu(n),
+            bytes,
+        };
+        let users = [user(1, 1, 5), user(2, 1, 7), user(1, 2, 8), user(9, 1, 1)];
+        let bytes: Vec<_> = by_process(&[1, 2, 3], &users)
+            .iter()
+            .map(|w| (w.pid, w.bytes))
+            .collect();
+        assert_eq!(bytes, [(1, 13), (2, 7), (3, 0)]);
     }
 
     #[test]

@@ -373,6 +373,7 @@ fn limit_of(op: &Op) -> Duration {
         Op::Hello
         | Op::Commit
         | Op::Keep
+        | Op::LaneReserve { .. }
         | Op::LanePlaced { .. }
         | Op::LaneDrop { .. }
         | Op::LaneWrite { .. }

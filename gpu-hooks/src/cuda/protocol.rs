@@ -5,7 +5,7 @@
 //! a driver call running is answered [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
-use super::lane::{LaneConfig, LaneDone, NamedBuffer, SharedBuffer, WantedRegion};
+use super::lane::{LaneConfig, LaneDone, NamedBuffer, SharedBuffer, Wanted, WantedRegion};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -121,6 +121,13 @@ pub enum Op {
     Commit,
     /// What was done to the processes stays when the connection ends, and no memory of theirs is kept here.
     Keep,
+    /// Allocate, ahead of the freeze, what processes are about to need.
+    LaneReserve {
+        /// The processes.
+        wanted: Vec<Wanted>,
+        /// How many threads may allocate.
+        threads: usize,
+    },
     /// Memory for what the GPU holds of a process, all of it allocated. Answered by
     /// [`Outcome::Buffer`].
     LanePrepare {
@@ -194,6 +201,7 @@ impl Op {
             Self::Hello
             | Self::Commit
             | Self::Keep
+            | Self::LaneReserve { .. }
             | Self::LaneDrop { .. }
             | Self::LaneWrite { .. }
             | Self::LaneLoad { .. }
@@ -223,6 +231,7 @@ impl Op {
             Self::Unlock { .. } => "unlock",
             Self::Commit => "commit",
             Self::Keep => "keep",
+            Self::LaneReserve { .. } => "lane-reserve",
             Self::LanePrepare { .. } => "lane-prepare",
             Self::LanePlaced { .. } => "lane-placed",
             Self::LaneCopy { .. } => "lane-copy",

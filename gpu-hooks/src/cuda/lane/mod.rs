@@ -9,6 +9,7 @@
 //! back, the same pages are mapped where they were. docs/architecture.md tells it in one page.
 //!
 //! * [`memory`]: the memory itself
+//! * [`reserve`]: memory allocated before the freeze
 //! * [`store`]: what the agent keeps
 //! * [`worker`]: the process that reads and writes the image folder
 
@@ -20,6 +21,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 
 pub mod memory;
+pub mod reserve;
 pub mod store;
 pub mod worker;
 
@@ -96,9 +98,13 @@ impl LaneConfig {
     }
 
     /// The number of threads for the memory of several processes, each on a GPU of its own, say: where none is
-    /// configured, as many for each as for one, while there are cores.
+    /// configured, as many for each as for one, while there are cores. With several one in eight is left to CRIU, which
+    /// then has several processes to dump.
     pub fn threads_for(&self, buffers: usize) -> usize {
-        let cores = || std::thread::available_parallelism().map_or(2, NonZero::get);
+        let cores = || {
+            let all = std::thread::available_parallelism().map_or(2, NonZero::get);
+            if buffers > 1 { all - all / 8 } else { all }
+        };
         match self.threads {
             0 => usual_threads()
                 .saturating_mul(buffers.max(1))
@@ -174,6 +180,15 @@ pub struct SharedBuffer {
     pub path: String,
 }
 
+/// Memory that a process will need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// The process.
+    pub pid: i32,
+    /// How much, about.
+    pub bytes: u64,
+}
+
 /// A buffer and its name in the lane.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamedBuffer {
@@ -225,8 +240,9 @@ mod tests {
         let config = LaneConfig::default();
         assert_eq!(config.threads(), cores.min(16));
         assert_eq!(config.threads_for(0), config.threads());
-        assert_eq!(config.write_options(2).threads, cores.min(32));
-        assert_eq!(config.read_options(1 << 40).threads, cores.min(MAX_THREADS));
+        let some = cores - cores / 8;
+        assert_eq!(config.write_options(2).threads, some.min(32));
+        assert_eq!(config.read_options(1 << 40).threads, some.min(MAX_THREADS));
         let three = LaneConfig {
             threads: 3,
             ..config

@@ -1,8 +1,9 @@
 //! What the agent keeps of the lane: the buffers, where they belong, and the worker.
 
 use super::memory::{self, Mapped};
+use super::reserve::Reserve;
 use super::worker::{self, Job, Memory};
-use super::{LaneConfig, LaneDone, NamedBuffer, SPARE_BYTES, SharedBuffer, WantedRegion};
+use super::{LaneConfig, LaneDone, NamedBuffer, SPARE_BYTES, SharedBuffer, Wanted, WantedRegion};
 use crate::cuda::inject::{Injection, Seized};
 use crate::cuda::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
@@ -22,6 +23,7 @@ const COPY: usize = 16 << 20;
 pub struct Lanes {
     inner: Mutex<Inner>,
     changed: Condvar,
+    reserve: Reserve,
 }
 
 #[derive(Default)]
@@ -85,9 +87,15 @@ impl Lanes {
     /// Carries out a request; `None` when it is not about the lane.
     pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
         let done = match op {
-            Op::LanePrepare { bytes, threads, .. } => {
-                self.prepare(*bytes, *threads).map(Outcome::Buffer)
+            Op::LaneReserve { wanted, threads } => {
+                self.reserve(wanted, *threads).map(|()| Outcome::Done)
             }
+            Op::LanePrepare {
+                pid,
+                bytes,
+                threads,
+                ..
+            } => self.prepare(*pid, *bytes, *threads).map(Outcome::Buffer),
             Op::LanePlaced {
                 id,
                 pid,
@@ -139,6 +147,8 @@ impl Lanes {
         let mut inner = self.inner();
         inner.buffers.clear();
         inner.places.clear();
+        drop(inner);
+        self.reserve.clear();
     }
 
     fn buffer(&self, id: u64) -> Result<Arc<Buffer>, DriverError> {
@@ -146,9 +156,22 @@ impl Lanes {
         found.ok_or_else(|| refused(ErrorKind::BadRequest, format!("there is no buffer {id}")))
     }
 
+    fn reserve(&self, wanted: &[Wanted], threads: usize) -> Result<(), DriverError> {
+        let all = wanted.iter().map(|w| w.bytes);
+        there_is(all.fold(0, u64::saturating_add))?;
+        let filled = self.reserve.fill(wanted, threads);
+        filled.map_err(failed("host memory for the GPU's"))
+    }
+
     /// Memory for a checkpoint, all of it allocated.
-    fn prepare(&self, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
-        let (buffer, shared) = self.allocate(bytes)?;
+    fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
+        let (buffer, shared) = match self.reserve.take(pid, bytes) {
+            Some((file, missing)) => {
+                there_is(missing)?;
+                self.keep(file, bytes)
+            }
+            None => self.allocate(bytes)?,
+        };
         let populated =
             Mapped::new(&buffer.file, bytes, true).and_then(|map| map.populate(threads));
         if let Err(error) = populated {
@@ -159,24 +182,19 @@ impl Lanes {
     }
 
     fn allocate(&self, bytes: u64) -> Result<(Arc<Buffer>, SharedBuffer), DriverError> {
-        let available = memory::available();
-        if bytes.saturating_add(SPARE_BYTES) > available {
-            let mib = |bytes: u64| bytes >> 20;
-            let what = format!(
-                "{} MiB of host memory are needed for the GPU's, and {} MiB are available",
-                mib(bytes),
-                mib(available)
-            );
-            return Err(refused(ErrorKind::OutOfMemory, what));
-        }
+        there_is(bytes)?;
         let file = memory::new_file(bytes).map_err(failed("host memory for the GPU's"))?;
+        Ok(self.keep(file, bytes))
+    }
+
+    fn keep(&self, file: File, bytes: u64) -> (Arc<Buffer>, SharedBuffer) {
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
         let buffer = Arc::new(Buffer { file, bytes });
         let mut inner = self.inner();
         inner.last += 1;
         let id = inner.last;
         inner.buffers.insert(id, Arc::clone(&buffer));
-        Ok((buffer, SharedBuffer { id, path }))
+        (buffer, SharedBuffer { id, path })
     }
 
     fn memory(&self, id: u64, name: &str) -> Result<Memory, DriverError> {
@@ -199,6 +217,8 @@ impl Lanes {
         buffers: &[NamedBuffer],
         config: &LaneConfig,
     ) -> Result<(), DriverError> {
+        // The driver has asked for all that it needs.
+        self.reserve.clear();
         let (folder, dir) = folder(dir)?;
         let memory = buffers
             .iter()
@@ -392,6 +412,21 @@ impl Lanes {
         }
         Ok(())
     }
+}
+
+/// Whether this host has so much memory to give.
+fn there_is(bytes: u64) -> Result<(), DriverError> {
+    let available = memory::available();
+    if bytes.saturating_add(SPARE_BYTES) <= available {
+        return Ok(());
+    }
+    let mib = |bytes: u64| bytes >> 20;
+    let what = format!(
+        "{} MiB of host memory are needed for the GPU's, and {} MiB are available",
+        mib(bytes),
+        mib(available)
+    );
+    Err(refused(ErrorKind::OutOfMemory, what))
 }
 
 /// The child, whatever becomes of its number.

@@ -1,0 +1,94 @@
+//! Memory that is allocated before a container is frozen, so that this takes no frozen time: for each process as much
+//! as the driver says that it has on GPUs. What the driver then asks for in the process differs a little.
+
+use super::Wanted;
+use super::memory::{self, HUGE, Mapped};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Allocated memory by process. Whoever asks while memory is being allocated waits for it: it would have to allocate
+/// the same.
+#[derive(Default)]
+pub struct Reserve {
+    files: Mutex<BTreeMap<i32, File>>,
+}
+
+impl Reserve {
+    fn files(&self) -> MutexGuard<'_, BTreeMap<i32, File>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Allocates memory with so many threads.
+    ///
+    /// # Errors
+    /// What the system says; nothing is kept then.
+    pub fn fill(&self, wanted: &[Wanted], threads: usize) -> io::Result<()> {
+        let mut files = self.files();
+        files.clear();
+        let mut made = BTreeMap::new();
+        for Wanted { pid, bytes } in wanted {
+            let file = memory::new_file(*bytes)?;
+            Mapped::new(&file, *bytes, true)?.populate(threads)?;
+            made.insert(*pid, file);
+        }
+        *files = made;
+        Ok(())
+    }
+
+    /// The memory for a process, cut to size, and how much of it, in bytes, has not been allocated.
+    pub fn take(&self, pid: i32, bytes: u64) -> Option<(File, u64)> {
+        let file = self.files().remove(&pid)?;
+        let had = file.metadata().ok()?.len();
+        file.set_len(bytes.next_multiple_of(HUGE)).ok()?;
+        Some((file, bytes.saturating_sub(had)))
+    }
+
+    /// Frees what nobody has taken.
+    pub fn clear(&self) {
+        let unused = std::mem::take(&mut *self.files());
+        drop(unused);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    fn allocated(file: &File) -> u64 {
+        file.metadata().unwrap().blocks() * 512
+    }
+
+    #[test]
+    fn more_or_less_than_was_expected() {
+        let reserve = Reserve::default();
+        let wanted = [7, 8, 9].map(|pid| Wanted {
+            pid,
+            bytes: 5 << 20,
+        });
+        reserve.fill(&wanted, 2).unwrap();
+        assert!(reserve.take(6, 1).is_none());
+        let (less, missing) = reserve.take(7, 2 << 20).unwrap();
+        assert_eq!((less.metadata().unwrap().len(), missing), (2 << 20, 0));
+        assert!(allocated(&less) <= 2 << 20);
+        let (more, missing) = reserve.take(8, 11 << 20).unwrap();
+        assert_eq!(
+            (more.metadata().unwrap().len(), missing),
+            (12 << 20, 5 << 20)
+        );
+        assert!(allocated(&more) >= 5 << 20);
+        assert!(reserve.take(8, 1).is_none());
+        reserve.clear();
+        assert!(reserve.take(9, 1).is_none());
+    }
+
+    #[test]
+    fn nothing_is_kept_of_what_failed() {
+        let reserve = Reserve::default();
+        let too_much = [(1, 1 << 20), (2, u64::MAX >> 1)].map(|(pid, bytes)| Wanted { pid, bytes });
+        assert!(reserve.fill(&too_much, 1).is_err());
+        assert!(reserve.take(1, 1).is_none());
+    }
+}
