@@ -83,6 +83,7 @@ impl Lane {
     ) -> Option<u64> {
         let (pid, tid) = thread.ids();
         let mut dropped = None;
+        let mut ahead = "";
         let mut answer = || -> Result<Captured, String> {
             let buffer = match outcome {
                 Outcome::Buffer(buffer) => buffer,
@@ -90,6 +91,9 @@ impl Lane {
                 other => return Err(format!("unexpected answer {other:?}")),
             };
             dropped = Some(buffer.id);
+            if buffer.reserved {
+                ahead = ", allocated before the freeze";
+            }
             let told = |error: io::Error| error.to_string();
             test_fails(config, "open").map_err(told)?;
             let file = open(buffer).map_err(told)?;
@@ -113,7 +117,7 @@ impl Lane {
         match answer() {
             Ok(captured) => {
                 let text = format!(
-                    "process {pid}: {} MiB for the driver at {:#x} in {} ms",
+                    "process {pid}: {} MiB for the driver at {:#x} in {} ms{ahead}",
                     bytes >> 20,
                     captured.address,
                     captured.micros / 1000

@@ -178,6 +178,9 @@ pub struct SharedBuffer {
     pub id: u64,
     /// Where to open it, as long as the agent lives.
     pub path: String,
+    /// Whether it was there before it was asked for.
+    #[serde(default)]
+    pub reserved: bool,
 }
 
 /// Memory that a process will need.

@@ -168,7 +168,9 @@ impl Lanes {
         let (buffer, shared) = match self.reserve.take(pid, bytes) {
             Some((file, missing)) => {
                 there_is(missing)?;
-                self.keep(file, bytes)
+                let (buffer, shared) = self.keep(file, bytes);
+                let reserved = true;
+                (buffer, SharedBuffer { reserved, ..shared })
             }
             None => self.allocate(bytes)?,
         };
@@ -194,7 +196,12 @@ impl Lanes {
         inner.last += 1;
         let id = inner.last;
         inner.buffers.insert(id, Arc::clone(&buffer));
-        (buffer, SharedBuffer { id, path })
+        let shared = SharedBuffer {
+            id,
+            path,
+            reserved: false,
+        };
+        (buffer, shared)
     }
 
     fn memory(&self, id: u64, name: &str) -> Result<Memory, DriverError> {

@@ -48,8 +48,13 @@ for times in once twice; do
     check "$times: the same sum" test "$(sum)" = "$last"
 done
 
-# The image folder's disk is full in the middle of the lane.
 id=$(pod inspect -f '{{.Id}}' job)
+cryopod-runtime checkpoint --leave-running --image-path /tmp/ahead --work-path /tmp/ahead "$id" > /tmp/said 2>&1
+check 'its memory was allocated before the freeze' grep -Eq 'for the driver at .*, allocated before the freeze' /tmp/ahead/dump.log
+check 'allocated before the freeze: it goes on' goes_on
+rm -rf /tmp/ahead
+
+# The image folder's disk is full in the middle of the lane.
 mkdir -p /tmp/small
 for flag in '' --leave-running; do
     mount -t tmpfs -o size=40m tmpfs /tmp/small
