@@ -54,7 +54,7 @@ fn podman(low: &str) {
         return;
     };
     let script = format!("set -- {low}\n{}", include_str!("scripts/lane/podman.sh"));
-    run(bed, &script, 28);
+    run(bed, &script, 30);
 }
 
 #[test]
