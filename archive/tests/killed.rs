@@ -57,11 +57,16 @@ fn start(job: &str, from: &Path, to: &Path) -> Child {
 
 /// Kills `job` at points spread over the time that it takes, then lets it run once.
 fn killed(job: &str, from: &Path, to: &Path, whole: &dyn Fn(&Path)) {
-    let began = Instant::now();
-    assert!(start(job, from, to).wait().unwrap().success());
-    let takes = began.elapsed();
-    whole(to);
-    remove(to);
+    let once = |_| {
+        let began = Instant::now();
+        assert!(start(job, from, to).wait().unwrap().success());
+        let takes = began.elapsed();
+        whole(to);
+        remove(to);
+        takes
+    };
+    // The first finds nothing in the caches.
+    let takes = (0..3).map(once).min().unwrap();
     let before = listing(to.parent().unwrap());
     let (mut early, mut seed) = (0, 0x2545_f491_4f6c_dd1d_u64);
     for _ in 0..KILLS {

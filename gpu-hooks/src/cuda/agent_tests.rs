@@ -13,7 +13,7 @@ pub(in crate::cuda) struct FakeDriver {
     pub checkpoint_takes: Duration,
     pub refuse_restore: bool,
     pub running: AtomicUsize,
-    pub most_running: AtomicUsize,
+    pub most_running: Arc<AtomicUsize>,
 }
 
 fn refusal(code: i32) -> CallError {

@@ -2,6 +2,7 @@ use super::super::agent::tests::{FakeDriver, Victim, quick};
 use super::super::client::{Client, ClientError};
 use super::super::protocol::ProcessState;
 use super::*;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 struct Running {
@@ -72,6 +73,7 @@ fn calls_of_several_processes_overlap() {
     let pids: Vec<i32> = victims.iter().map(Victim::pid).collect();
     let mut driver = FakeDriver::with(&pids);
     driver.checkpoint_takes = Duration::from_millis(300);
+    let most = Arc::clone(&driver.most_running);
     let server = start(driver);
     let mut client = server.connect();
     for pid in &pids {
@@ -80,7 +82,6 @@ fn calls_of_several_processes_overlap() {
             Outcome::Done
         );
     }
-    let begin = Instant::now();
     let mut waiting: Vec<u64> = pids
         .iter()
         .map(|pid| client.send(checkpoint(*pid)).unwrap())
@@ -91,11 +92,8 @@ fn calls_of_several_processes_overlap() {
             waiting.retain(|id| *id != reply.id);
         }
     }
-    assert!(
-        begin.elapsed() < Duration::from_millis(900),
-        "{:?}",
-        begin.elapsed()
-    );
+    // Each takes a while, so that the others come meanwhile.
+    assert!(most.load(Ordering::SeqCst) > 1);
     client.call(Op::Commit, LIMIT).unwrap();
     drop(victims);
     drop(client);
