@@ -11,10 +11,11 @@ use super::gpu::effective_map;
 use super::lane::store::Lanes;
 use super::procfs;
 use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
-use super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+mod settle;
 
 /// How much longer than its own timeout a lock may take before it counts as hanging.
 const LOCK_GRACE: Duration = Duration::from_secs(3);
@@ -64,6 +65,37 @@ pub struct Agent<D> {
     idle: Condvar,
 }
 
+/// A driver call that runs.
+#[derive(Debug)]
+pub struct Begun {
+    name: &'static str,
+    limit: Duration,
+    receiver: mpsc::Receiver<Result<Outcome, DriverError>>,
+}
+
+impl Begun {
+    /// What came of it; [`ErrorKind::TimedOut`] if it goes on beyond the limit.
+    pub fn wait(self) -> Outcome {
+        self.result().unwrap_or_else(Outcome::Error)
+    }
+
+    fn result(self) -> Result<Outcome, DriverError> {
+        let name = self.name;
+        match self.receiver.recv_timeout(self.limit) {
+            Ok(outcome) => outcome,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let limit = self.limit.as_secs_f64();
+                let what = format!("the driver's {name} did not return within {limit:.1} s");
+                Err(error(ErrorKind::TimedOut, what))
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                let what = format!("the agent's {name} thread died");
+                Err(error(ErrorKind::Driver, what))
+            }
+        }
+    }
+}
+
 fn error(kind: ErrorKind, message: impl Into<String>) -> DriverError {
     DriverError {
         kind,
@@ -108,6 +140,14 @@ impl<D: Driver> Agent<D> {
 
     /// Carries out a request about a process, waiting at most as long as the request says.
     pub fn perform(self: &Arc<Self>, op: &Op) -> Outcome {
+        self.begin(op).map_or_else(Outcome::Error, Begun::wait)
+    }
+
+    /// Begins to carry out a request about a process: from here on the process is known to have a call running.
+    ///
+    /// # Errors
+    /// The request makes no sense, or a call for the process runs already.
+    pub fn begin(self: &Arc<Self>, op: &Op) -> Result<Begun, DriverError> {
         let limit = match op {
             Op::Lock { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + LOCK_GRACE,
             Op::Find { limit_ms, .. }
@@ -117,16 +157,13 @@ impl<D: Driver> Agent<D> {
             | Op::Unlock { limit_ms, .. } => Duration::from_millis(*limit_ms),
             _ => {
                 let what = format!("{} is not about a process", op.name());
-                return Outcome::Error(error(ErrorKind::BadRequest, what));
+                return Err(error(ErrorKind::BadRequest, what));
             }
         };
-        match self.perform_within(op.clone(), limit) {
-            Ok(outcome) => outcome,
-            Err(error) => Outcome::Error(error),
-        }
+        self.begin_within(op.clone(), limit)
     }
 
-    fn perform_within(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {
+    fn begin_within(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Begun, DriverError> {
         let name = op.name();
         let pid = op.pid().unwrap_or_default();
         if pid <= 0 {
@@ -148,20 +185,11 @@ impl<D: Driver> Agent<D> {
             let what = format!("cannot start a thread for {name}: {cause}");
             return Err(error(ErrorKind::Driver, what));
         }
-        match receiver.recv_timeout(limit) {
-            Ok(outcome) => outcome,
-            Err(mpsc::RecvTimeoutError::Timeout) => Err(error(
-                ErrorKind::TimedOut,
-                format!(
-                    "the driver's {name} did not return within {:.1} s",
-                    limit.as_secs_f64()
-                ),
-            )),
-            Err(mpsc::RecvTimeoutError::Disconnected) => Err(error(
-                ErrorKind::Driver,
-                format!("the agent's {name} thread died"),
-            )),
-        }
+        Ok(Begun {
+            name,
+            limit,
+            receiver,
+        })
     }
 
     fn enter(&self, pid: i32, name: &'static str) -> Result<(), DriverError> {
@@ -311,184 +339,6 @@ impl<D: Driver> Agent<D> {
             Err(_) => self.record(pid, |entry| entry.now = ProcessState::Unknown),
         }
         described
-    }
-
-    /// Puts every process back into the state it was found in. With `committed`, processes that
-    /// are dead or die soon are as they should be.
-    ///
-    /// Ends within a few times the limits, whatever the driver does. `begin` gets a first report if
-    /// there is something to do.
-    pub fn settle(
-        self: &Arc<Self>,
-        committed: bool,
-        limits: Limits,
-        begin: impl FnOnce(&AgentReport),
-    ) -> AgentReport {
-        let changed: Vec<(i32, Tracked)> = self
-            .table()
-            .iter()
-            .filter(|(_, entry)| entry.busy.is_some() || needs_undoing(entry))
-            .map(|(pid, entry)| (*pid, entry.clone()))
-            .collect();
-        let listed = |(pid, entry): &(i32, Tracked)| RolledBack {
-            pid: *pid,
-            comm: entry.comm.clone(),
-            found: entry.found,
-            left: entry.now,
-            error: None,
-        };
-        if !changed.is_empty() {
-            begin(&AgentReport {
-                version: VERSION,
-                outcome: AgentOutcome::RollingBack,
-                processes: changed.iter().map(listed).collect(),
-            });
-        }
-        let mut processes: Vec<RolledBack> = std::thread::scope(|scope| {
-            let handles: Vec<_> = changed
-                .iter()
-                .map(|(pid, entry)| scope.spawn(|| self.settle_one(*pid, entry, committed, limits)))
-                .collect();
-            handles
-                .into_iter()
-                .filter_map(|handle| handle.join().ok().flatten())
-                .collect()
-        });
-        processes.sort_by_key(|process| process.pid);
-        let outcome = if processes.is_empty() {
-            AgentOutcome::Clean
-        } else if processes.iter().all(|process| process.error.is_none()) {
-            AgentOutcome::RolledBack
-        } else {
-            AgentOutcome::RollbackFailed
-        };
-        self.table().retain(|_, entry| entry.busy.is_some());
-        AgentReport {
-            version: VERSION,
-            outcome,
-            processes,
-        }
-    }
-
-    fn settle_one(
-        self: &Arc<Self>,
-        pid: i32,
-        entry: &Tracked,
-        committed: bool,
-        limits: Limits,
-    ) -> Option<RolledBack> {
-        let deadline = Instant::now() + limits.settle;
-        let mut let_go: Option<Instant> = None;
-        let alive =
-            || procfs::stat(pid).is_some_and(|s| !s.exiting && s.start_time == entry.start_time);
-        // CRIU lets go of its tasks after the plugin's end, and after a commit kills them.
-        let grace = if committed {
-            limits.killed
-        } else {
-            Duration::ZERO
-        };
-        loop {
-            if !alive() {
-                return None;
-            }
-            let traced = procfs::status(pid).is_ok_and(|status| status.tracer != 0);
-            let_go = if traced {
-                None
-            } else {
-                let_go.or_else(|| Some(Instant::now()))
-            };
-            let over = let_go.is_some_and(|since| since.elapsed() >= grace);
-            if over || Instant::now() >= deadline {
-                break;
-            }
-            std::thread::sleep(TICK);
-        }
-        let result = self.undo(pid, limits.step);
-        if result.is_err() && !alive() {
-            return None;
-        }
-        let (found, left) = match self.table().get(&pid) {
-            Some(entry) => (entry.found, entry.now),
-            None => (entry.found, ProcessState::Unknown),
-        };
-        let error = result.err().map(|cause| cause.to_string());
-        match &error {
-            None => tracing::info!(pid, %found, "process put back"),
-            Some(error) => tracing::error!(pid, %found, %left, error, "process not put back"),
-        }
-        Some(RolledBack {
-            pid,
-            comm: entry.comm.clone(),
-            found,
-            left,
-            error,
-        })
-    }
-
-    fn undo(self: &Arc<Self>, pid: i32, limit: Duration) -> Result<(), DriverError> {
-        self.wait_idle(pid, limit)?;
-        let outcome = self.perform_within(Op::Query { pid, limit_ms: 0 }, limit)?;
-        let Outcome::State(state) = outcome else {
-            return Err(error(
-                ErrorKind::Driver,
-                "the driver does not tell the state",
-            ));
-        };
-        self.record(pid, |entry| entry.now = state);
-        let found = self.found(pid);
-        let limit_ms = 0; // `limit` counts
-        use ProcessState::{Checkpointed, Locked, Running};
-        if state == Checkpointed && matches!(found, Running | Locked) {
-            self.lanes.put_back(pid).map_err(|cause| {
-                let what = format!("its GPU memory cannot be mapped back: {cause}");
-                error(ErrorKind::Lane, what)
-            })?;
-            let restore = Op::Restore {
-                pid,
-                gpu_map: Vec::new(),
-                limit_ms,
-            };
-            self.perform_within(restore, limit)?;
-        }
-        if found == Running && matches!(state, Checkpointed | Locked) {
-            self.perform_within(Op::Unlock { pid, limit_ms }, limit)?;
-        }
-        match self.table().get(&pid) {
-            Some(entry) if needs_undoing(entry) => {
-                let what = format!("the process is {} and was found {found}", entry.now);
-                Err(error(ErrorKind::WrongState, what))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn wait_idle(&self, pid: i32, limit: Duration) -> Result<(), DriverError> {
-        let deadline = Instant::now() + limit;
-        let mut table = self.table();
-        while let Some(name) = table.get(&pid).and_then(|entry| entry.busy) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let what = format!("the driver's {name} of process {pid} never returned");
-                return Err(error(ErrorKind::TimedOut, what));
-            }
-            table = match self.idle.wait_timeout(table, left) {
-                Ok((table, _)) => table,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
-        }
-        Ok(())
-    }
-}
-
-/// Whether our steps left the process worse than found. A restore is never undone: a process found
-/// checkpointed and now further on is what a restore is for.
-fn needs_undoing(entry: &Tracked) -> bool {
-    use ProcessState::{Checkpointed, Locked, Running};
-    match entry.found {
-        Running => entry.now != Running,
-        Locked => !matches!(entry.now, Locked | Running),
-        Checkpointed | ProcessState::Failed | ProcessState::Unknown => false,
-        ProcessState::Checkpointing | ProcessState::Restoring => false,
     }
 }
 

@@ -1,5 +1,6 @@
 use super::*;
 use crate::cuda::gpu::GpuPair;
+use crate::cuda::report::AgentOutcome;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

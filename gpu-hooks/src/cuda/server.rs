@@ -8,7 +8,7 @@
 //! but those that are open are served to their end: CRIU may well outlive the wrapper, and a
 //! process must not be put back in the middle of its dump.
 
-use super::agent::{Agent, Limits};
+use super::agent::{Agent, Begun, Limits};
 use super::driver::Driver;
 use super::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, encode};
 use super::report::{AgentOutcome, AgentReport};
@@ -173,20 +173,27 @@ impl<D: Driver> Server<D> {
                 );
             }
             op => {
-                end.worked |= matches!(
+                let changes = matches!(
                     op,
                     Op::Lock { .. }
                         | Op::Checkpoint { .. }
                         | Op::Restore { .. }
                         | Op::Unlock { .. }
                 );
+                end.worked |= changes;
+                let start = Instant::now();
                 let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
+                // Begun here, so that the end of the connection, read next, finds the process busy.
+                let begun = changes.then(|| agent.begin(&op));
                 std::thread::Builder::new()
                     .name("request".into())
                     .spawn(move || {
-                        let start = Instant::now();
-                        let lane = agent.lanes().perform(&op);
-                        let outcome = lane.unwrap_or_else(|| agent.perform(&op));
+                        let outcome = match begun {
+                            Some(begun) => begun.map_or_else(Outcome::Error, Begun::wait),
+                            None => {
+                                (agent.lanes().perform(&op)).unwrap_or_else(|| agent.perform(&op))
+                            }
+                        };
                         let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
                         if let Outcome::Error(error) = &outcome {
                             tracing::info!(op = op.name(), pid = op.pid(), "{error}");

@@ -1,0 +1,201 @@
+//! The undoing at the end: every process back into the state in which it was found.
+
+use super::super::driver::Driver;
+use super::super::procfs;
+use super::super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
+use super::super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
+use super::{Agent, Begun, Limits, TICK, Tracked, error};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+impl<D: Driver> Agent<D> {
+    /// Puts every process back into the state it was found in. With `committed`, processes that
+    /// are dead or die soon are as they should be.
+    ///
+    /// Ends within a few times the limits, whatever the driver does. `begin` gets a first report if
+    /// there is something to do.
+    pub fn settle(
+        self: &Arc<Self>,
+        committed: bool,
+        limits: Limits,
+        begin: impl FnOnce(&AgentReport),
+    ) -> AgentReport {
+        let changed: Vec<(i32, Tracked)> = self
+            .table()
+            .iter()
+            .filter(|(_, entry)| entry.busy.is_some() || needs_undoing(entry))
+            .map(|(pid, entry)| (*pid, entry.clone()))
+            .collect();
+        let listed = |(pid, entry): &(i32, Tracked)| RolledBack {
+            pid: *pid,
+            comm: entry.comm.clone(),
+            found: entry.found,
+            left: entry.now,
+            error: None,
+        };
+        if !changed.is_empty() {
+            begin(&AgentReport {
+                version: VERSION,
+                outcome: AgentOutcome::RollingBack,
+                processes: changed.iter().map(listed).collect(),
+            });
+        }
+        let mut processes: Vec<RolledBack> = std::thread::scope(|scope| {
+            let handles: Vec<_> = changed
+                .iter()
+                .map(|(pid, entry)| scope.spawn(|| self.settle_one(*pid, entry, committed, limits)))
+                .collect();
+            handles
+                .into_iter()
+                .filter_map(|handle| handle.join().ok().flatten())
+                .collect()
+        });
+        processes.sort_by_key(|process| process.pid);
+        let outcome = if processes.is_empty() {
+            AgentOutcome::Clean
+        } else if processes.iter().all(|process| process.error.is_none()) {
+            AgentOutcome::RolledBack
+        } else {
+            AgentOutcome::RollbackFailed
+        };
+        self.table().retain(|_, entry| entry.busy.is_some());
+        AgentReport {
+            version: VERSION,
+            outcome,
+            processes,
+        }
+    }
+
+    fn settle_one(
+        self: &Arc<Self>,
+        pid: i32,
+        entry: &Tracked,
+        committed: bool,
+        limits: Limits,
+    ) -> Option<RolledBack> {
+        let deadline = Instant::now() + limits.settle;
+        let mut let_go: Option<Instant> = None;
+        let alive =
+            || procfs::stat(pid).is_some_and(|s| !s.exiting && s.start_time == entry.start_time);
+        // CRIU lets go of its tasks after the plugin's end, and after a commit kills them.
+        let grace = if committed {
+            limits.killed
+        } else {
+            Duration::ZERO
+        };
+        loop {
+            if !alive() {
+                return None;
+            }
+            let traced = procfs::status(pid).is_ok_and(|status| status.tracer != 0);
+            let_go = if traced {
+                None
+            } else {
+                let_go.or_else(|| Some(Instant::now()))
+            };
+            let over = let_go.is_some_and(|since| since.elapsed() >= grace);
+            if over || Instant::now() >= deadline {
+                break;
+            }
+            std::thread::sleep(TICK);
+        }
+        let result = self.undo(pid, limits.step);
+        if result.is_err() && !alive() {
+            return None;
+        }
+        let (found, left) = match self.table().get(&pid) {
+            Some(entry) => (entry.found, entry.now),
+            None => (entry.found, ProcessState::Unknown),
+        };
+        let error = result.err().map(|cause| cause.to_string());
+        match &error {
+            None => tracing::info!(pid, %found, "process put back"),
+            Some(error) => tracing::error!(pid, %found, %left, error, "process not put back"),
+        }
+        Some(RolledBack {
+            pid,
+            comm: entry.comm.clone(),
+            found,
+            left,
+            error,
+        })
+    }
+
+    fn undo(self: &Arc<Self>, pid: i32, limit: Duration) -> Result<(), DriverError> {
+        let outcome = self.perform_in_turn(Op::Query { pid, limit_ms: 0 }, limit)?;
+        let Outcome::State(state) = outcome else {
+            return Err(error(
+                ErrorKind::Driver,
+                "the driver does not tell the state",
+            ));
+        };
+        self.record(pid, |entry| entry.now = state);
+        let found = self.found(pid);
+        let limit_ms = 0; // `limit` counts
+        use ProcessState::{Checkpointed, Locked, Running};
+        if state == Checkpointed && matches!(found, Running | Locked) {
+            self.lanes.put_back(pid).map_err(|cause| {
+                let what = format!("its GPU memory cannot be mapped back: {cause}");
+                error(ErrorKind::Lane, what)
+            })?;
+            let restore = Op::Restore {
+                pid,
+                gpu_map: Vec::new(),
+                limit_ms,
+            };
+            self.perform_in_turn(restore, limit)?;
+        }
+        if found == Running && matches!(state, Checkpointed | Locked) {
+            self.perform_in_turn(Op::Unlock { pid, limit_ms }, limit)?;
+        }
+        match self.table().get(&pid) {
+            Some(entry) if needs_undoing(entry) => {
+                let what = format!("the process is {} and was found {found}", entry.now);
+                Err(error(ErrorKind::WrongState, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the calls that others make for the process, however many there are.
+    fn perform_in_turn(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.wait_idle(op.pid().unwrap_or_default(), left)?;
+            match self.begin_within(op.clone(), limit).and_then(Begun::result) {
+                Err(error) if error.kind == ErrorKind::Busy => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn wait_idle(&self, pid: i32, limit: Duration) -> Result<(), DriverError> {
+        let deadline = Instant::now() + limit;
+        let mut table = self.table();
+        while let Some(name) = table.get(&pid).and_then(|entry| entry.busy) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let what = format!("the driver's {name} of process {pid} never returned");
+                return Err(error(ErrorKind::TimedOut, what));
+            }
+            table = match self.idle.wait_timeout(table, left) {
+                Ok((table, _)) => table,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+        Ok(())
+    }
+}
+
+/// Whether our steps left the process worse than found. A restore is never undone: a process found
+/// checkpointed and now further on is what a restore is for.
+fn needs_undoing(entry: &Tracked) -> bool {
+    use ProcessState::{Checkpointed, Locked, Running};
+    match entry.found {
+        Running => entry.now != Running,
+        Locked => !matches!(entry.now, Locked | Running),
+        Checkpointed | ProcessState::Failed | ProcessState::Unknown => false,
+        ProcessState::Checkpointing | ProcessState::Restoring => false,
+    }
+}
