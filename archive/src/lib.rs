@@ -15,6 +15,7 @@ pub mod error;
 pub mod flatten;
 mod frames;
 pub mod handover;
+mod hash;
 pub mod lane;
 pub mod limits;
 pub mod names;

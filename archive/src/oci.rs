@@ -88,9 +88,14 @@ impl Digest {
 
     /// The digest of what was fed to a hash.
     pub fn from_hash(hash: Sha256) -> Self {
+        Self::from_bytes(hash.finalize().into())
+    }
+
+    /// The digest that these bytes are.
+    pub fn from_bytes(hash: [u8; 32]) -> Self {
         use fmt::Write as _;
         let mut hex = String::with_capacity(64);
-        for byte in hash.finalize() {
+        for byte in hash {
             let _ = write!(hex, "{byte:02x}");
         }
         Self(hex)

@@ -7,8 +7,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use sha2::{Digest as _, Sha256};
+
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
+use crate::oci::Digest;
 
 /// Bytes read from a file at once.
 const READ_BYTES: usize = 256 << 10;
@@ -117,6 +120,35 @@ impl Stream for Section {
         Ok(())
     }
 }
+
+/// Hashes what is read.
+pub(crate) struct Hashed<R> {
+    inner: R,
+    hash: Sha256,
+}
+
+impl<R> Hashed<R> {
+    pub(crate) fn new(inner: R) -> Self {
+        Self {
+            inner,
+            hash: Sha256::new(),
+        }
+    }
+
+    pub(crate) fn digest(self) -> Digest {
+        Digest::from_hash(self.hash)
+    }
+}
+
+impl<R: Read> Read for Hashed<R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buf)?;
+        self.hash.update(&buf[..n]);
+        Ok(n)
+    }
+}
+
+impl<R: Read> Stream for Hashed<R> {}
 
 /// How a stream is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -4,17 +4,54 @@
 //! the workloads, and each of its pages would be found, cleared and copied for nothing. Elsewhere the system is
 //! asked early to start writing.
 
+mod behind;
+
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
+use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+
+use self::behind::{Behind, Refused};
 
 /// Dirty bytes after which the system is asked to start writing them to disk.
 const WRITE_BACK_BYTES: u64 = 32 << 20;
 /// Bytes that go past the page cache at once.
 const DIRECT_BYTES: usize = 2 << 20;
+/// Less than that is copied together with what follows.
+const UNCOPIED_BYTES: usize = 1 << 20;
 /// Place, length and memory of a direct write are multiples of this. No disk wants more.
 const ALIGN: usize = 4096;
+
+/// Memory that goes past the page cache as it is.
+#[derive(Debug, Default)]
+pub(crate) struct Aligned {
+    memory: Vec<u8>,
+    skip: usize,
+    len: usize,
+}
+
+impl Aligned {
+    /// So many zeros.
+    pub(crate) fn new(len: usize) -> Self {
+        let memory = vec![0; len + ALIGN];
+        let skip = memory.as_ptr().align_offset(ALIGN).min(ALIGN);
+        Self { memory, skip, len }
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.memory[self.skip..self.skip + self.len]
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.skip..self.skip + self.len]
+    }
+}
 
 /// A file that is written through, so that the last sync has little left to do. [`Write::flush`] ends it.
 pub(crate) struct Through {
@@ -24,16 +61,17 @@ pub(crate) struct Through {
     /// Up to here the system was asked to write.
     started: u64,
     direct: Option<Direct>,
+    /// Is the disk to be kept busy by threads?
+    busy: bool,
 }
 
 /// What is to go past the page cache.
 struct Direct {
-    /// Holds [`DIRECT_BYTES`] from `skip` on, which is aligned.
-    memory: Vec<u8>,
-    skip: usize,
+    memory: Aligned,
     have: usize,
-    /// The file has been told.
+    /// The file has been told, and has taken some.
     on: bool,
+    behind: Option<Behind>,
 }
 
 impl Through {
@@ -45,25 +83,27 @@ impl Through {
             at,
             started: at,
             direct: None,
+            busy: false,
         })
     }
 
     /// A file that is not.
     pub(crate) fn new(file: File) -> io::Result<Self> {
-        let direct = has_direct(&file).then(|| {
-            let memory = vec![0; DIRECT_BYTES + ALIGN];
-            let skip = memory.as_ptr().align_offset(ALIGN).min(ALIGN);
-            Direct {
-                memory,
-                skip,
-                have: 0,
-                on: false,
-            }
+        let direct = has_direct(&file).then(|| Direct {
+            memory: Aligned::default(),
+            have: 0,
+            on: false,
+            behind: None,
         });
         Ok(Self {
             direct,
             ..Self::cached(file)?
         })
+    }
+
+    /// Keeps the disk busy by threads, as the only file that is written.
+    pub(crate) fn alone(self) -> Self {
+        Self { busy: true, ..self }
     }
 
     fn buffered(&mut self, data: &[u8]) -> io::Result<()> {
@@ -86,15 +126,50 @@ impl Through {
         Ok(())
     }
 
-    /// Writes the memory, which is full, past the cache; by way of the cache where that is refused.
-    fn write_direct(&mut self) -> io::Result<()> {
-        let Some(mut direct) = self.direct.take() else {
+    /// Writes the memory, which is full, past the cache.
+    fn write_full(&mut self) -> io::Result<()> {
+        let Some(direct) = &mut self.direct else {
             return Ok(());
+        };
+        direct.have = 0;
+        let memory = std::mem::take(&mut direct.memory);
+        if self.busy && direct.on && direct.behind.is_none() {
+            // Without threads it goes on as it began.
+            direct.behind = Behind::new(&self.file).ok();
+            self.busy = direct.behind.is_some();
+        }
+        if let Some(behind) = &mut direct.behind {
+            let written = behind.write(memory, self.at)?;
+            self.at += DIRECT_BYTES as u64;
+            self.started = self.at;
+            match written {
+                Ok(other) => direct.memory = other,
+                Err(refused) => self.give_up(&refused)?,
+            }
+            return Ok(());
+        }
+        self.write_direct(&memory)?;
+        if let Some(direct) = &mut self.direct {
+            direct.memory = memory;
+        }
+        Ok(())
+    }
+
+    /// From now on as a file that cannot be written past the cache.
+    fn give_up(&mut self, refused: &Refused) -> io::Result<()> {
+        self.direct = None;
+        set_direct(&self.file, false)?;
+        refused.write(&self.file)
+    }
+
+    /// Writes aligned data past the cache; by way of the cache where that is refused.
+    fn write_direct(&mut self, data: &[u8]) -> io::Result<()> {
+        let Some(direct) = &mut self.direct else {
+            return self.buffered(data);
         };
         if !direct.on && set_direct(&self.file, true).is_ok() {
             direct.on = true;
         }
-        let data = &direct.memory[direct.skip..direct.skip + direct.have];
         let written = match direct.on {
             true => self.file.write_all_at(data, self.at),
             false => Err(io::ErrorKind::InvalidInput.into()),
@@ -103,8 +178,6 @@ impl Through {
             Ok(()) => {
                 self.at += data.len() as u64;
                 self.started = self.at;
-                direct.have = 0;
-                self.direct = Some(direct);
                 Ok(())
             }
             // From now on as a file without: this one cannot do it.
@@ -112,6 +185,7 @@ impl Through {
                 if direct.on {
                     set_direct(&self.file, false)?;
                 }
+                self.direct = None;
                 self.buffered(data)
             }
             Err(e) => Err(e),
@@ -123,38 +197,43 @@ impl Write for Through {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
         // What lies ahead of the first aligned place goes by way of the cache.
         let ahead = (self.at.next_multiple_of(ALIGN as u64) - self.at) as usize;
-        let full = match &mut self.direct {
-            Some(direct) if ahead == 0 => {
-                let from = direct.skip + direct.have;
-                let n = data.len().min(DIRECT_BYTES - direct.have);
-                direct.memory[from..from + n].copy_from_slice(&data[..n]);
-                direct.have += n;
-                if direct.have < DIRECT_BYTES {
-                    return Ok(n);
-                }
-                n
-            }
-            Some(_) => {
-                let n = data.len().min(ahead);
-                self.buffered(&data[..n])?;
-                return Ok(n);
-            }
-            None => {
-                self.buffered(data)?;
-                return Ok(data.len());
-            }
+        let Some(direct) = &mut self.direct else {
+            self.buffered(data)?;
+            return Ok(data.len());
         };
-        self.write_direct()?;
-        Ok(full)
+        if ahead > 0 {
+            let n = data.len().min(ahead);
+            self.buffered(&data[..n])?;
+            return Ok(n);
+        }
+        // What can go as it is, does, without being copied.
+        let uncopied = !self.busy && direct.have == 0;
+        if uncopied && data.len() >= UNCOPIED_BYTES && data.as_ptr().addr() % ALIGN == 0 {
+            let n = data.len().min(DIRECT_BYTES) / ALIGN * ALIGN;
+            self.write_direct(&data[..n])?;
+            return Ok(n);
+        }
+        if direct.memory.is_empty() {
+            direct.memory = Aligned::new(DIRECT_BYTES);
+        }
+        let n = data.len().min(DIRECT_BYTES - direct.have);
+        direct.memory[direct.have..direct.have + n].copy_from_slice(&data[..n]);
+        direct.have += n;
+        if direct.have == DIRECT_BYTES {
+            self.write_full()?;
+        }
+        Ok(n)
     }
 
     /// Writes what is left, and leaves the file at its end and as it was.
     fn flush(&mut self) -> io::Result<()> {
-        if let Some(direct) = self.direct.take() {
+        if let Some(mut direct) = self.direct.take() {
+            let refused = direct.behind.as_mut().map(Behind::rest).transpose()?;
             if direct.on {
                 set_direct(&self.file, false)?;
             }
-            self.buffered(&direct.memory[direct.skip..direct.skip + direct.have])?;
+            refused.map_or(Ok(()), |r| r.write(&self.file))?;
+            self.buffered(&direct.memory[..direct.have])?;
         }
         self.file.seek(SeekFrom::Start(self.at)).map(drop)
     }
@@ -188,21 +267,27 @@ mod tests {
     fn every_start_and_length() {
         for dir in ["/var/tmp", "/dev/shm"] {
             for start in [0, 512, 4096, 5000] {
-                for len in [0, 1, 4096, 100_000, DIRECT_BYTES, 3 * DIRECT_BYTES + 777] {
-                    let mut file = tempfile::tempfile_in(dir).unwrap();
-                    file.write_all(&content(start)).unwrap();
-                    let data = content(len);
-                    let mut out = Through::new(file.try_clone().unwrap()).unwrap();
-                    for piece in data.chunks(70_001) {
-                        out.write_all(piece).unwrap();
+                for len in [0, 1, 4096, 100_000, DIRECT_BYTES, 9 * DIRECT_BYTES + 777] {
+                    for (piece, busy) in [(70_001, false), (70_001, true), (len.max(1), false)] {
+                        let mut file = tempfile::tempfile_in(dir).unwrap();
+                        file.write_all(&content(start)).unwrap();
+                        let mut data = Aligned::new(len);
+                        data.copy_from_slice(&content(len));
+                        let mut out = Through::new(file.try_clone().unwrap()).unwrap();
+                        if busy {
+                            out = out.alone();
+                        }
+                        for piece in data.chunks(piece) {
+                            out.write_all(piece).unwrap();
+                        }
+                        out.flush().unwrap();
+                        // The file is an ordinary one again, at its end.
+                        file.write_all(b"end").unwrap();
+                        let mut back = Vec::new();
+                        file.seek(SeekFrom::Start(0)).unwrap();
+                        file.read_to_end(&mut back).unwrap();
+                        assert!(back == [content(start), data.to_vec(), b"end".to_vec()].concat());
                     }
-                    out.flush().unwrap();
-                    // The file is an ordinary one again, at its end.
-                    file.write_all(b"end").unwrap();
-                    let mut back = Vec::new();
-                    file.seek(SeekFrom::Start(0)).unwrap();
-                    file.read_to_end(&mut back).unwrap();
-                    assert!(back == [content(start), data, b"end".to_vec()].concat());
                 }
             }
         }

@@ -15,8 +15,8 @@ use crate::source::{Inner, Layer, Source, Visitor, visit_tar};
 use crate::stream::{Allowance, Compression, Section};
 use crate::tarread::TarReader;
 
-/// Layers that are read at the same time: each has up to three threads of its own.
-const AT_ONCE: usize = 12;
+/// Layers that are read at the same time: each has two threads of its own.
+const AT_ONCE: usize = 16;
 
 /// Takes entries, from several threads at once. What was not read of an entry is left out.
 pub(crate) trait Sink: Sync {

@@ -66,7 +66,7 @@ fn killed(job: &str, from: &Path, to: &Path, whole: &dyn Fn(&Path)) {
         takes
     };
     // The first finds nothing in the caches.
-    let takes = (0..3).map(once).min().unwrap();
+    let mut takes = (0..3).map(once).min().unwrap();
     let before = listing(to.parent().unwrap());
     let (mut early, mut seed) = (0, 0x2545_f491_4f6c_dd1d_u64);
     for _ in 0..KILLS {
@@ -77,10 +77,11 @@ fn killed(job: &str, from: &Path, to: &Path, whole: &dyn Fn(&Path)) {
         thread::sleep(takes.mul_f64((seed % 1000) as f64 / 1000.0));
         child.kill().unwrap();
         let status = child.wait().unwrap();
-        // The rename and the exit lie close together: what has the name is whole.
+        // The rename and the exit lie close together: what has the name is whole. Then it takes less time by now.
         if to.exists() {
             whole(to);
             remove(to);
+            takes = takes.mul_f64(0.9);
         } else {
             assert!(!status.success());
             early += 1;

@@ -197,11 +197,13 @@ pub fn reserve(
     let threads = config.threads_for(wanted.len());
     let reserved = Client::connect(&op.file(crate::agent::SOCKET))
         .and_then(|mut client| client.call(Op::LaneReserve { wanted, threads }, limit));
-    match reserved.map(|reply| reply.outcome) {
-        Ok(Outcome::Done) => {}
-        Ok(other) => tracing::warn!("memory is not allocated before the freeze: {other:?}"),
-        Err(error) => tracing::warn!("memory is not allocated before the freeze: {error}"),
-    }
+    let why = match reserved.map(|reply| reply.outcome) {
+        Ok(Outcome::Done) => return,
+        Ok(Outcome::Error(error)) => error.message,
+        Ok(other) => format!("the agent answered {other:?}"),
+        Err(error) => error.to_string(),
+    };
+    tracing::warn!("memory for the GPU's is not allocated before the freeze: {why}");
 }
 
 fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {

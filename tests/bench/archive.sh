@@ -12,7 +12,8 @@
 #   WORK     a folder with room for five times GIB (/var/tmp)
 set -euo pipefail
 
-gib=${GIB:-4} rounds=${ROUNDS:-3} podman_rounds=${PODMAN_ROUNDS:-1} files=${FILES:-1}
+gib=${GIB:-4} rounds=${ROUNDS:-3} podman_rounds=${PODMAN_ROUNDS:-1} files=${FILES:-1} pigz=${PIGZ:-1}
+unset PIGZ # pigz would take options from it
 cryopod=${CRYOPOD:-cryopod} pages=${BENCH_PAGES:-/opt/build/bench-pages}
 work=$(mktemp -d "${WORK:-/var/tmp}/cryopod-bench.XXXXXX")
 pod=(podman --root "$work/storage" --runroot "$work/run" --runtime crun)
@@ -118,7 +119,7 @@ for kind in ${KINDS:-noise half}; do
         mkdir out
         timed "$kind tar --zstd -x" "tar -C out --zstd -xf out.tar.zst"
         rm -rf out out.tar.zst
-        if [ "$round" = 0 ] && [ "${PIGZ:-1}" = 1 ] && type -P pigz > /dev/null; then # once, as it takes half a minute a GiB on two cores
+        if [ "$round" = 0 ] && [ "$pigz" = 1 ] && type -P pigz > /dev/null; then # once, as it takes half a minute a GiB on two cores
             warm "$kind"
             timed "$kind tar, pigz" "tar -C $kind -c . | pigz > out.tar.gz"
             note["$kind tar, pigz"]="$(mib out.tar.gz) MiB"

@@ -10,7 +10,7 @@ fn run(script: &str, checks: usize) {
         return;
     };
     let script = format!("{}\n{script}", include_str!("scripts/archive/lib.sh"));
-    let out = bed.limit(Duration::from_secs(600)).sh(&script).ok();
+    let out = bed.limit(Duration::from_secs(1500)).sh(&script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, checks, "{out}");
 }

@@ -21,7 +21,7 @@ fn containerd() {
         "\n",
         include_str!("scripts/archive/containerd.sh")
     );
-    let out = bed.limit(Duration::from_secs(400)).sh(script).ok();
+    let out = bed.limit(Duration::from_secs(1200)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, 25, "{out}");
 }

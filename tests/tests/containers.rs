@@ -7,7 +7,7 @@ use std::time::Duration;
 use cryopod_tests::bed::{self, Bed, Cgroup};
 
 fn out(low: &str, cgroup: Cgroup, script: &str) -> Option<String> {
-    let bed = Bed::new(cgroup)?.limit(Duration::from_secs(400));
+    let bed = Bed::new(cgroup)?.limit(Duration::from_secs(1200));
     Some(bed.sh(&format!("set -- {low}\n{script}")).ok())
 }
 
@@ -83,7 +83,7 @@ fn train(low: &str) {
         return;
     };
     let bed = bed.bind(&torch(), "/opt/torch");
-    let bed = bed.limit(Duration::from_secs(500));
+    let bed = bed.limit(Duration::from_secs(1200));
     let out = bed.sh(&format!("set -- {low}\n{TRAIN}")).ok();
     assert_eq!(oks(&out), 1, "{out}");
 }

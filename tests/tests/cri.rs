@@ -22,7 +22,7 @@ fn cri() {
         "\n",
         include_str!("scripts/shim/cri.sh")
     );
-    let out = bed.limit(Duration::from_secs(200)).sh(script).ok();
+    let out = bed.limit(Duration::from_secs(900)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, 15, "{out}");
 }

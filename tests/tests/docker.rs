@@ -17,7 +17,7 @@ fn docker() {
         "\n",
         include_str!("scripts/shim/docker.sh")
     );
-    let out = bed.limit(Duration::from_secs(400)).sh(script).ok();
+    let out = bed.limit(Duration::from_secs(1200)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     // docker 26 may restore with containerd's own shim, when containerd was quick to throw a tar away.
     let own = usize::from(!out.contains("containerd's own shim: restored"));

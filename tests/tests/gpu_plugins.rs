@@ -46,7 +46,7 @@ fn run(low: &str, cgroup: Cgroup, script: &str, shown: usize) {
     stand_ins(dir.path());
     let bed = bed.bind(dir.path(), "/standin");
     let out = bed
-        .limit(Duration::from_secs(240))
+        .limit(Duration::from_secs(900))
         .sh(&format!("set -- {low}\n{script}"))
         .ok();
     let told = out.lines().filter(|l| l.starts_with("ok: ")).count();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cryopod_tests::bed::{Bed, Cgroup, bin_dir, workspace};
 
 fn run(bed: Bed, script: &str, checks: usize) {
-    let out = bed.limit(Duration::from_secs(600)).sh(script).ok();
+    let out = bed.limit(Duration::from_secs(1500)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, checks, "{out}");
 }

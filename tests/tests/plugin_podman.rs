@@ -7,7 +7,7 @@ use cryopod_tests::bed::{Bed, Cgroup};
 fn run(low: &str, cgroup: Cgroup) {
     let Some(bed) = Bed::new(cgroup) else { return };
     let script = format!("set -- {low}\n{}", include_str!("scripts/plugin/podman.sh"));
-    let out = bed.limit(Duration::from_secs(300)).sh(&script).ok();
+    let out = bed.limit(Duration::from_secs(900)).sh(&script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, 41, "{out}");
 }

@@ -14,7 +14,7 @@ fn run(script: &str) -> Option<Vec<String>> {
         include_str!("scripts/shim/lib.sh")
     );
     let script = format!("{libraries}\n{script}");
-    let out = bed.limit(Duration::from_secs(500)).sh(&script).ok();
+    let out = bed.limit(Duration::from_secs(1500)).sh(&script).ok();
     let shown = out.lines().filter_map(|line| line.strip_prefix("ok: "));
     Some(shown.map(str::to_owned).collect())
 }

@@ -17,7 +17,7 @@ fn under_containerd_and_podman() {
         "\n",
         include_str!("scripts/shim/store.sh")
     );
-    let out = bed.limit(Duration::from_secs(500)).sh(script).ok();
+    let out = bed.limit(Duration::from_secs(1200)).sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, 42, "{out}");
 }

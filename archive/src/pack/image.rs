@@ -115,7 +115,8 @@ impl Store {
                 at.write_all(&[0; tarwrite::BLOCK as usize])
                     .map_err(wrap("write it"))?;
                 let mut out = Through::new(file.try_clone().map_err(wrap("open it"))?)
-                    .map_err(wrap("write it"))?;
+                    .map_err(wrap("write it"))?
+                    .alone();
                 let written = run(pool, compression, &mut out, path, produce)?;
                 let padding = vec![0; tarwrite::padding(written.output) as usize];
                 at.seek(SeekFrom::End(0))

@@ -13,8 +13,8 @@ use crate::source::Source;
 use crate::staging::Staging;
 use crate::stream::Compression;
 
-/// Layers that are written at the same time: each has three threads of its own, which read, hash and write.
-const AT_ONCE: usize = 12;
+/// Layers that are written at the same time: each has two threads of its own, one reads and one writes.
+const AT_ONCE: usize = 16;
 
 type Layer = (Option<Digest>, Descriptor);
 

@@ -268,7 +268,11 @@ impl Run<'_> {
         compression: Compression,
     ) -> Result<Packed, Error> {
         let wrap = |e| Error::from_io(staging.path(), "write it", e);
-        let mut out = staging.handle().and_then(Through::new).map_err(wrap)?;
+        let mut out = staging
+            .handle()
+            .and_then(Through::new)
+            .map_err(wrap)?
+            .alone();
         let mut known = Known::default();
         let written = self.pool.write(compression, false, &mut out, |input| {
             self.everything(items, input, &mut known)

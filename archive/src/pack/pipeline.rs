@@ -1,9 +1,9 @@
 //! From a stream of bytes to compressed, hashed, written bytes, on all cores and in bounded memory.
 //!
 //! A stream is cut into chunks of [`CHUNK_BYTES`]. Each becomes a zstd frame or gzip member of its own, so that
-//! workers compress them at the same time, and the result depends on nothing but content and level. A stream has two
-//! threads beside its producer: one hashes what goes in, one hashes and writes what comes out. The workers and the
-//! chunks are shared by all streams; a producer waits for a free chunk, and that bounds memory.
+//! workers compress them at the same time, and the result depends on nothing but content and level. A stream has one
+//! thread beside its producer, which writes what comes out. The workers, the threads that hash and the chunks are
+//! shared by all streams; a producer waits for a free chunk, and that bounds memory.
 
 use std::io::{self, Read, Write};
 use std::ops::Deref;
@@ -11,13 +11,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-use sha2::{Digest as _, Sha256};
 
 use super::entropy;
 use crate::error::Cancelled;
+use crate::hash::{self, Hashers};
 use crate::oci::Digest;
 use crate::progress::Progress;
 use crate::stream::Compression;
+use crate::through::Aligned;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
@@ -29,15 +30,21 @@ const HEAVY_LEVEL: i32 = 12;
 /// A chunk's memory; returns to its pool when dropped.
 struct Chunk {
     /// Always of [`CHUNK_BYTES`], so that it is cleared only once.
-    data: Vec<u8>,
+    data: Aligned,
     len: usize,
-    home: Sender<Vec<u8>>,
+    home: Sender<Aligned>,
 }
 
 impl Deref for Chunk {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         &self.data[..self.len]
+    }
+}
+
+impl AsRef<[u8]> for Chunk {
+    fn as_ref(&self) -> &[u8] {
+        self
     }
 }
 
@@ -50,8 +57,25 @@ impl Drop for Chunk {
 /// What comes out of a chunk; keeps the chunk, so that the pool bounds both.
 struct Output {
     data: Vec<u8>,
+    spare: Spare,
     _chunk: Arc<Chunk>,
 }
+
+impl AsRef<[u8]> for Output {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        spare.push(std::mem::take(&mut self.data));
+    }
+}
+
+/// Memory for outputs, used again; there is no more than for each chunk.
+type Spare = Arc<Mutex<Vec<Vec<u8>>>>;
 
 struct Job {
     chunk: Arc<Chunk>,
@@ -62,9 +86,9 @@ struct Job {
 /// Workers and memory that the streams of an operation share.
 pub(crate) struct Pool<'p> {
     jobs: Sender<Job>,
-    free: Receiver<Vec<u8>>,
-    home: Sender<Vec<u8>>,
-    spare: &'p Mutex<Vec<Vec<u8>>>,
+    free: Receiver<Aligned>,
+    home: Sender<Aligned>,
+    hashers: Hashers,
     progress: &'p Progress,
     /// What goes in counts as done.
     counts: bool,
@@ -95,23 +119,23 @@ pub(crate) fn with_pool<T>(
     } else {
         threads
     };
-    let spare = Mutex::new(Vec::new());
+    let spare = Spare::default();
     thread::scope(|scope| {
         let (jobs, queue) = unbounded::<Job>(); // bounded by the chunks
         let chunks = 8 + 3 * threads;
         let (home, free) = bounded(chunks);
         for _ in 0..chunks {
-            let _ = home.send(Vec::new());
+            let _ = home.send(Aligned::default());
         }
         for _ in 0..workers {
-            let (queue, spare) = (queue.clone(), &spare);
-            scope.spawn(move || worker(&queue, level, spare));
+            let (queue, spare) = (queue.clone(), Arc::clone(&spare));
+            scope.spawn(move || worker(&queue, level, &spare));
         }
         let pool = Pool {
             jobs,
             free,
             home,
-            spare: &spare,
+            hashers: Hashers::new(scope, threads),
             progress,
             counts,
             threads,
@@ -120,7 +144,7 @@ pub(crate) fn with_pool<T>(
     })
 }
 
-fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
+fn worker(queue: &Receiver<Job>, level: i32, spare: &Spare) {
     let mut zstd = ZstdFrames::new(level);
     for job in queue {
         let mut data = spare
@@ -135,6 +159,7 @@ fn worker(queue: &Receiver<Job>, level: i32, spare: &Mutex<Vec<Vec<u8>>>) {
         };
         let _ = job.reply.send(done.map(|()| Output {
             data,
+            spare: Arc::clone(spare),
             _chunk: job.chunk,
         }));
     }
@@ -220,17 +245,8 @@ impl Pool<'_> {
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), E>,
     ) -> Result<Written, E> {
         thread::scope(|scope| {
-            let (to_hash, hash_in) = unbounded::<Arc<Chunk>>();
             let (to_write, write_in) = unbounded::<Piece>();
-            let hasher = hash.then(|| {
-                scope.spawn(move || {
-                    let mut sha = Sha256::new();
-                    for chunk in hash_in {
-                        sha.update(&chunk[..]);
-                    }
-                    Digest::from_hash(sha)
-                })
-            });
+            let content = hash.then(|| self.hashers.stream());
             let twice = hash && compression != Compression::None;
             let writer = scope.spawn(move || self.write_pieces(&write_in, twice, out));
             let mut input = Input {
@@ -238,13 +254,12 @@ impl Pool<'_> {
                 compression,
                 chunk: None,
                 bytes: 0,
-                to_hash: hash.then_some(to_hash),
+                to_hash: content.as_ref(),
                 to_write,
             };
             let produced = produce(&mut input).and_then(|()| input.flush().map_err(E::from));
             let bytes = input.bytes;
             drop(input);
-            let content = hasher.map(|h| h.join().map_err(|_| panicked())).transpose();
             // The writer's error is the cause, when the producer found it gone.
             let written = writer.join().map_err(|_| panicked())?;
             let (output, blob) = match (written, produced) {
@@ -252,7 +267,7 @@ impl Pool<'_> {
                 (Ok(_), Err(e)) => return Err(e),
                 (Ok(written), Ok(())) => written,
             };
-            let content = content?;
+            let content = content.map(hash::Stream::finish);
             let blob = if twice { blob } else { content.clone() };
             Ok(Written {
                 input: bytes,
@@ -269,12 +284,9 @@ impl Pool<'_> {
         hash: bool,
         out: &mut (dyn Write + Send),
     ) -> io::Result<(u64, Option<Digest>)> {
-        let mut sha = hash.then(Sha256::new);
+        let digest = hash.then(|| self.hashers.stream());
         let mut bytes = 0;
         let mut put = |data: &[u8]| {
-            if let Some(sha) = &mut sha {
-                sha.update(data);
-            }
             out.write_all(data)?;
             bytes += data.len() as u64;
             self.progress.add_written(data.len() as u64);
@@ -284,22 +296,23 @@ impl Pool<'_> {
             match piece {
                 Piece::Plain(chunk) => put(&chunk)?,
                 Piece::Coming(reply) => {
-                    let output = reply.recv().map_err(|_| panicked())??;
+                    let output = Arc::new(reply.recv().map_err(|_| panicked())??);
+                    if let Some(digest) = &digest {
+                        digest.feed(output.clone());
+                    }
                     put(&output.data)?;
-                    self.spare
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .push(output.data);
                 }
             }
         }
         out.flush()?;
-        Ok((bytes, sha.map(Digest::from_hash)))
+        Ok((bytes, digest.map(hash::Stream::finish)))
     }
 
     fn chunk(&self) -> io::Result<Chunk> {
         let mut data = self.free.recv().map_err(|_| panicked())?;
-        data.resize(CHUNK_BYTES, 0);
+        if data.is_empty() {
+            data = Aligned::new(CHUNK_BYTES);
+        }
         Ok(Chunk {
             data,
             len: 0,
@@ -318,7 +331,7 @@ pub(crate) struct Input<'p> {
     compression: Compression,
     chunk: Option<Chunk>,
     bytes: u64,
-    to_hash: Option<Sender<Arc<Chunk>>>,
+    to_hash: Option<&'p hash::Stream>,
     to_write: Sender<Piece>,
 }
 
@@ -387,8 +400,8 @@ impl Write for Input<'_> {
         };
         let gone = || io::Error::from(io::ErrorKind::BrokenPipe);
         let chunk = Arc::new(chunk);
-        if let Some(to_hash) = &self.to_hash {
-            to_hash.send(Arc::clone(&chunk)).map_err(|_| gone())?;
+        if let Some(to_hash) = self.to_hash {
+            to_hash.feed(chunk.clone());
         }
         let piece = match self.compression {
             Compression::None => Piece::Plain(chunk),

@@ -1,10 +1,8 @@
 //! A checkpoint in an OCI image layout: as an image, or as containerd's own index.
 
 use std::collections::BTreeMap;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
-
-use sha2::{Digest as _, Sha256};
 
 use super::tarball::visit_tar;
 use super::{Inner, Kind, Visitor};
@@ -14,7 +12,7 @@ use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
 use crate::oci::{self, Config, Descriptor, Digest, Index, Manifest, annotation, media};
-use crate::stream::{Allowance, Compression, Decoded, Stream};
+use crate::stream::{Allowance, Compression, Decoded, Hashed, Stream};
 use crate::tarread::TarReader;
 
 /// An OCI image: its documents, all of them checked against their digests.
@@ -466,34 +464,6 @@ impl ContainerdSource {
     }
 }
 
-/// Hashes what is read.
-pub(crate) struct Hashed<R> {
-    inner: R,
-    hash: Sha256,
-}
-
-impl<R> Hashed<R> {
-    pub(crate) fn new(inner: R) -> Self {
-        Self {
-            inner,
-            hash: Sha256::new(),
-        }
-    }
-
-    pub(crate) fn digest(self) -> Digest {
-        Digest::from_hash(self.hash)
-    }
-}
-
-impl<R: Read> Read for Hashed<R> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buf)?;
-        self.hash.update(&buf[..n]);
-        Ok(n)
-    }
-}
-
-impl<R: Read> Stream for Hashed<R> {}
 impl<S: Stream + ?Sized> Stream for &mut S {
     fn skip(&mut self, n: u64) -> io::Result<()> {
         (**self).skip(n)

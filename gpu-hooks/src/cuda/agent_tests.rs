@@ -231,7 +231,7 @@ fn a_restore_is_not_undone() {
     let restore = Op::Restore {
         pid,
         gpu_map: Vec::new(),
-        limit_ms: 1000,
+        limit_ms: 10_000,
     };
     assert_eq!(agent.perform(&restore), Outcome::Done);
     assert_eq!(
@@ -258,14 +258,19 @@ fn a_hanging_call_times_out_keeps_others_off_and_is_undone_when_it_returns() {
     let victim = Victim::new();
     let pid = victim.pid();
     let mut driver = FakeDriver::with(&[pid]);
-    driver.checkpoint_takes = Duration::from_millis(700);
+    driver.checkpoint_takes = Duration::from_secs(3);
     let agent = Agent::new(driver);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
     let hanging = Op::Checkpoint { pid, limit_ms: 50 };
     assert_eq!(kind(agent.perform(&hanging)), ErrorKind::TimedOut);
     assert_eq!(kind(agent.perform(&checkpoint(pid))), ErrorKind::Busy);
+    let patient = Limits {
+        settle: Duration::from_secs(30),
+        step: Duration::from_secs(30),
+        ..quick()
+    };
     assert_eq!(
-        agent.settle(false, quick(), |_| {}).outcome,
+        agent.settle(false, patient, |_| {}).outcome,
         AgentOutcome::RolledBack
     );
     assert_eq!(state(&agent, pid), ProcessState::Running);
@@ -298,7 +303,7 @@ fn errors_have_kinds() {
     let other = std::process::id() as i32;
     let find = Op::Find {
         pid: other,
-        limit_ms: 500,
+        limit_ms: 10_000,
     };
     assert_eq!(agent.perform(&find), Outcome::Thread(None));
 }

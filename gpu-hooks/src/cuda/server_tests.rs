@@ -72,7 +72,7 @@ fn calls_of_several_processes_overlap() {
     let victims: Vec<Victim> = (0..4).map(|_| Victim::new()).collect();
     let pids: Vec<i32> = victims.iter().map(Victim::pid).collect();
     let mut driver = FakeDriver::with(&pids);
-    driver.checkpoint_takes = Duration::from_millis(300);
+    driver.checkpoint_takes = Duration::from_secs(1);
     let most = Arc::clone(&driver.most_running);
     let server = start(driver);
     let mut client = server.connect();
@@ -134,7 +134,7 @@ fn asking_alone_leaves_no_report() {
         .call(
             Op::Find {
                 pid,
-                limit_ms: 1000,
+                limit_ms: 10_000,
             },
             LIMIT,
         )
@@ -191,7 +191,7 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
     let deadline = Instant::now() + LIMIT;
     let query = || Op::Query {
         pid: victim.pid(),
-        limit_ms: 1000,
+        limit_ms: 10_000,
     };
     loop {
         match client.call(query(), LIMIT).unwrap().outcome {

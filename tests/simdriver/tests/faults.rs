@@ -79,7 +79,7 @@ fn a_hanging_lock_ends_at_its_timeout() {
             "CUDA_ERROR_NOT_READY",
         )
     });
-    assert!((300..3000).contains(&took.as_millis()), "{took:?}");
+    assert!((300..30_000).contains(&took.as_millis()), "{took:?}");
     assert_eq!(m.state(c.pid), "running");
     c.goes_on();
     m.control("clear");
@@ -94,6 +94,7 @@ fn a_lock_can_hang_for_ever() {
         .step_command(c.pid, &["lock", "--timeout-ms", "100"])
         .spawn()
         .unwrap();
+    wait_for("the lock", || !m.events("fault").is_empty());
     thread::sleep(Duration::from_millis(700));
     assert!(caller.try_wait().unwrap().is_none());
     c.stands_still();
@@ -167,10 +168,8 @@ fn too_little_memory_at_restore_is_for_good() {
     let taken = (8u64 << 30) - (11 << 20);
     m.control(&format!("reserve {} {taken}", gpu(0)));
     m.fails(c.pid, &["restore"], "CUDA_ERROR_OUT_OF_MEMORY");
-    assert_eq!(
-        (m.state(c.pid).as_str(), m.held(c.pid)),
-        ("checkpointed", vec![0])
-    );
+    assert_eq!(m.state(c.pid), "checkpointed");
+    wait_for("the server to notice", || m.held(c.pid) == [0]);
     // As seen on real drivers: more memory does not help any more.
     m.control(&format!("reserve {} 0", gpu(0)));
     m.fails(c.pid, &["restore"], "CUDA_ERROR_OPERATING_SYSTEM");

@@ -39,12 +39,12 @@ fn memory_moves_out_and_back() {
     m.ok(c.pid, &["checkpoint"]);
     assert_eq!(m.state(c.pid), "checkpointed");
     assert_eq!(m.held(c.pid), [0]);
-    assert!(
+    wait_for("the server to notice", || {
         m.control("status")["clients"]
             .as_array()
             .unwrap()
             .is_empty()
-    );
+    });
     // Nothing is left that is not plain memory or a plain file.
     let fds = c.fds();
     assert!(
@@ -161,7 +161,7 @@ fn two_processes_overlap() {
     for c in &clients {
         m.ok(c.pid, &["lock"]);
     }
-    m.set("slow-checkpoint=700");
+    m.set("slow-checkpoint=3000");
     thread::scope(|s| {
         for c in &clients {
             let m = &m;

@@ -54,8 +54,11 @@ impl Reserve {
 
 #[cfg(test)]
 mod tests {
+    use super::super::store::Lanes;
     use super::*;
+    use crate::cuda::protocol::{ErrorKind, Op, Outcome};
     use std::os::unix::fs::MetadataExt;
+    use std::sync::Arc;
 
     fn allocated(file: &File) -> u64 {
         file.metadata().unwrap().blocks() * 512
@@ -90,5 +93,34 @@ mod tests {
         let too_much = [(1, 1 << 20), (2, u64::MAX >> 1)].map(|(pid, bytes)| Wanted { pid, bytes });
         assert!(reserve.fill(&too_much, 1).is_err());
         assert!(reserve.take(1, 1).is_none());
+    }
+
+    /// More than the machine has is refused with what is missing, and the checkpoint allocates what it needs later.
+    #[test]
+    fn a_reservation_that_fails_is_no_loss() {
+        let lanes = Arc::new(Lanes::default());
+        let wanted = vec![Wanted {
+            pid: 7,
+            bytes: u64::MAX >> 1,
+        }];
+        let asked = lanes.perform(&Op::LaneReserve { wanted, threads: 1 });
+        let Some(Outcome::Error(error)) = asked else {
+            panic!("{asked:?}");
+        };
+        assert_eq!(error.kind, ErrorKind::OutOfMemory);
+        assert!(
+            error.message.contains("MiB of host memory are needed"),
+            "{error}"
+        );
+        let prepared = lanes.perform(&Op::LanePrepare {
+            pid: 7,
+            bytes: 1 << 20,
+            threads: 1,
+            limit_ms: 10_000,
+        });
+        let Some(Outcome::Buffer(buffer)) = prepared else {
+            panic!("{prepared:?}");
+        };
+        assert!(!buffer.reserved);
     }
 }

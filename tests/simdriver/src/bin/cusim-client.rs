@@ -2,7 +2,8 @@
 //! does on a real GPU: `TICK SUM ok|CORRUPT SECONDS`. Runs on the real driver too.
 
 use std::fs::File;
-use std::io::stdout;
+use std::io::{Read, stdout};
+use std::os::fd::OwnedFd;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,7 +12,7 @@ use clap::{Parser, ValueEnum};
 use cuda_sim::abi::CuDevicePtr;
 use cuda_sim::cuda::Cuda;
 use nix::sys::wait::wait;
-use nix::unistd::{ForkResult, fork, pause, write};
+use nix::unistd::{ForkResult, fork, pause, pipe, write};
 
 /// What fills device memory.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -76,8 +77,9 @@ struct Args {
 fn main() -> Result<()> {
     let args = Args::parse();
     if args.procs <= 1 {
-        return run(&args, &args.gpus, "");
+        return run(&args, &args.gpus, "", None);
     }
+    let (ready, filled) = pipe()?;
     for i in 0..args.procs {
         // SAFETY: this process has one thread.
         if let ForkResult::Child = unsafe { fork() }? {
@@ -86,9 +88,11 @@ fn main() -> Result<()> {
                 .gpus
                 .get(i % args.gpus.len().max(1))
                 .context("no GPU given")?;
-            return run(&args, std::slice::from_ref(gpu), &format!(" p{i}"));
+            let others = Some((ready, filled));
+            return run(&args, std::slice::from_ref(gpu), &format!(" p{i}"), others);
         }
     }
+    drop((ready, filled));
     for _ in 0..args.procs {
         let status = wait()?;
         if !matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)) {
@@ -104,8 +108,13 @@ fn die_with_parent() {
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// One process's work.
-fn run(args: &Args, gpus: &[String], label: &str) -> Result<()> {
+/// One process's work. It ticks when the `others` are ready, too: when nobody has the pipe open for writing.
+fn run(
+    args: &Args,
+    gpus: &[String],
+    label: &str,
+    others: Option<(OwnedFd, OwnedFd)>,
+) -> Result<()> {
     let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
     cuda.init().context("cuInit")?;
     let leaked = if args.leak_fd { Some(leak()?) } else { None };
@@ -140,6 +149,10 @@ fn run(args: &Args, gpus: &[String], label: &str) -> Result<()> {
     if args.ipc {
         let (p, _) = chunks.first().context("nothing to export")?;
         cuda.ipc_handle(*p).context("IPC handle")?;
+    }
+    if let Some((ready, filled)) = others {
+        drop(filled);
+        File::from(ready).read_to_end(&mut Vec::new())?;
     }
     for _ in 0..args.fork_idle {
         // SAFETY: the child only makes system calls until it is killed.

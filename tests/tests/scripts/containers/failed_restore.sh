@@ -34,7 +34,7 @@ state() { # all that a restore could leave
     cat /tmp/b/config.json
     { iptables-save; ip6tables-save; nft list ruleset; } 2> /dev/null | grep -v '^#' || true
     ls -A /run/cryopod "/run/$low" 2> /dev/null || true
-    ps -eo comm | grep -vE '^(ps|sort|bash|grep|cat|find|cut|ls)$' | sort
+    ps -eo stat=,comm= | awk '$1 !~ /^Z/ && $2 !~ /^(ps|sort|bash|grep|cat|find|cut|ls|awk)$/ {print $2}' | sort
 }
 rm -f /tmp/i/restore.log
 mkdir -p /tmp/w
@@ -42,13 +42,13 @@ state > /tmp/before
 # Late: CRIU has made the processes and mounts, then its last script says no.
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != %s ]\n' post-restore > /tmp/no.sh && chmod 755 /tmp/no.sh
 cp /etc/criu/default.conf /tmp/default.conf
+same() { state > /tmp/after && cmp -s /tmp/before /tmp/after; }
 for stage in setup-namespaces post-setup-namespaces post-restore; do
     { cat /tmp/default.conf; echo "action-script /tmp/no.sh"; } > /etc/criu/default.conf
     printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != %s ]\n' "$stage" > /tmp/no.sh
     if cryopod-runtime restore --detach --image-path /tmp/i --work-path /tmp/w --bundle /tmp/b c1 < /dev/null > /tmp/said 2>&1; then echo "$stage: restored"; exit 1; fi
     cryopod-runtime delete --force c1 > /dev/null 2>&1 || true # as every engine does
-    state > /tmp/after
-    diff /tmp/before /tmp/after || { echo "$stage: left behind"; cat /tmp/said; exit 1; }
+    wait_for 120 same > /dev/null || { diff /tmp/before /tmp/after; echo "$stage: left behind"; cat /tmp/said; exit 1; }
     echo "ok: refused at $stage$network"
 done
 # The runtime alone cannot restore it at all: nobody provides the mount.

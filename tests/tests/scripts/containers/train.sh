@@ -44,7 +44,7 @@ train --rm > /tmp/whole 2>&1 || { tail /tmp/whole; exit 1; }
 
 train -d --name train > /dev/null
 begun() { [ "$(podman logs train 2> /dev/null | grep -c '^loss')" -ge 50 ]; }
-wait_for 90 begun || { podman logs train | tail; exit 1; }
+wait_for 300 begun || { podman logs train | tail; exit 1; }
 [ "$(podman top train pid | grep -c '[0-9]')" -ge 4 ] || { podman top train; exit 1; }
 if ! pod container checkpoint --export /tmp/p.tar train > /tmp/said 2>&1; then
     cat /tmp/said; grep -h Error "$(podman inspect -f '{{.StaticDir}}' train)/dump.log"; exit 1

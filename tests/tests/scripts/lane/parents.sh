@@ -6,7 +6,7 @@ mkdir -p /run/cusim /srv/c
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for 10 test -S "$sim"
+wait_for 120 test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
 made() { # BUNDLE PARENT cusim-client ARG...: a bundle whose checkpoints build upon PARENT
@@ -34,23 +34,24 @@ check() { # NAME COMMAND...
 }
 goes_on() { # NAME: sums come again, and were never wrong
     local now && now=$(ticks "$1")
-    wait_for 20 ticked "$1" $((now + 3)) && ! grep CORRUPT "/tmp/$1.out"
+    wait_for 120 ticked "$1" $((now + 3)) && ! grep CORRUPT "/tmp/$1.out"
 }
 # The output goes through a pipe: a file of the host would have to be known to CRIU.
-start() { cryopod-runtime run --detach --bundle "/srv/$1" "$1" > >(exec cat > "/tmp/$1.out") 2>&1 < /dev/null && wait_for 20 ticked "$1" 3; }
+start() { cryopod-runtime run --detach --bundle "/srv/$1" "$1" > >(exec cat > "/tmp/$1.out") 2>&1 < /dev/null && wait_for 120 ticked "$1" 3; }
 save() { # NAME IMAGES [ARG...]
     local name=$1 images=$2 && shift 2
     cryopod-runtime checkpoint --image-path "$images" --work-path /tmp "$@" "$name" > /tmp/said 2>&1
 }
 load() { # NAME IMAGES: restored, it goes on
-    rm -f "/tmp/$1.out"
+    rm -f "/tmp/$1.out" && : > "/tmp/$1.out" # there before cat starts: what is said may be looked for sooner
     cryopod-runtime restore --detach --bundle "/srv/$1" --image-path "$2" --work-path /tmp "$1" > >(exec cat > "/tmp/$1.out") 2>&1 < /dev/null &&
         goes_on "$1"
 }
 end() { cryopod-runtime delete --force "$1" > /dev/null 2>&1; }
+quiet() { ! pgrep -x cusim-client; }
 refused() { # PATTERN COMMAND...: fails, says so, and leaves no process
     local pattern=$1 && shift
-    ! "$@" > /tmp/said 2>&1 && wait_for 5 grep -Eqs "$pattern" /tmp/said /tmp/*.out && ! pgrep -x cusim-client
+    ! "$@" > /tmp/said 2>&1 && wait_for 120 grep -Eqs "$pattern" /tmp/said /tmp/*.out && wait_for 120 quiet
 }
 lane() { jq -e ".gpu.lane | $2" "$1/cryopod.json" > /dev/null || { jq .gpu.lane "$1/cryopod.json" && false; }; }
 : > /tmp/said

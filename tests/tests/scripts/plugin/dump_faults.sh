@@ -26,12 +26,14 @@ fault fail-get-state '.error.step == "query"'
 hanging() {
     start --mib 16
     ctl set "$1"
-    (sleep 6 && ctl clear) &
+    rm -f /run/op/dump/plugin-report.json
+    (wait_for 120 test -s /run/op/dump/plugin-report.json && sleep 0.5 && ctl clear) &
+    clearer=$!
     dump_fails "$limits"
     check "$1: given up" plugin_says '.error.cause | test("did not return within")'
     check "$1: undone when it returned" agent_says '.outcome == "rolled-back" and .processes[0].left == "running"'
     check "$1: the sum goes on" goes_on
-    wait "$!" || true
+    wait "$clearer"
     stop
 }
 hanging hang-lock-forever
@@ -51,7 +53,7 @@ stop
 start --mib 16
 ctl set cuinit-race
 dump
-check 'the race with cuInit is tried once more' gone
+check 'the race with cuInit is tried once more' wait_for 120 gone
 
 # One of several processes fails: the others are put back too.
 start --mib 16 --procs 3

@@ -6,7 +6,7 @@ dump
 check 'the image names the process and its steps' says /img/cryopod-nvidia.img '.version == 1 and .cuda_version == 13000
     and (.processes | length == 1 and .[0].comm == "cusim-client" and .[0].initial_state == "running"
         and ([.[0].steps[].step] == ["query", "lock", "checkpoint"]) and .[0].vram_bytes > 32 * 1048576)'
-check 'the dumped process is gone' gone
+check 'the dumped process is gone' wait_for 120 gone
 check 'nothing is left to the agent' agent_says '.outcome == "clean"'
 restore
 check 'one process: the sum goes on' goes_on
@@ -18,18 +18,18 @@ check 'a restored process is dumped and restored again' goes_on
 stop
 
 start --mib 16 --procs 4 --gpus 0,1
-ctl set slow-checkpoint=600 slow-restore=600
+ctl set slow-checkpoint=2000 slow-restore=2000
 dump "{\"pids\": [$(pgrep -x -d, cusim-client)]}"
 restore
 check 'four processes on two GPUs: the sums go on' goes_on
-each() { # STEP FILE: the spread of the four processes' times, all over 600 ms if one after the other
-    jq -e "[.processes[].steps[] | select(.step == \"$1\") | .micros] | length == 4 and add < 4 * 1500000" "$2" > /dev/null
+each() { # STEP FILE: the spread of the four processes' times, some far over 2 s if one after the other
+    jq -e "[.processes[].steps[] | select(.step == \"$1\") | .micros] | length == 4 and add < 4 * 5000000" "$2" > /dev/null
 }
 check 'their checkpoints were timed' each checkpoint /img/cryopod-nvidia.img
 check 'their restores were timed' each restore /run/op/restore/plugin-report.json
 between() { # LOG FROM TO: milliseconds between two lines of CRIU's log
     awk -v from="$2" -v to="$3" 'function ms(s) {gsub(/[()]/, "", s); return s * 1000}
-        index($0, from) {a = ms($1)} index($0, to) {b = ms($1)} END {exit !(b - a < 1500)}' "$1"
+        index($0, from) {a = ms($1)} index($0, to) {b = ms($1)} END {exit !(b - a < 6000)}' "$1"
 }
 check 'their checkpoints overlapped' between /img/dump.log ': lock in' ': checkpoint in'
 stop

@@ -14,7 +14,7 @@ start_job() {
     rm -f "/out/$1"
     ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim $image "$1" \
         sh -c "exec /cusim/cusim-client --mib 40 >> /out/$1 2>&1"
-    wait_for 20 ticked "$1" 3
+    wait_for 120 ticked "$1" 3
 }
 victim() { # WHO: its pids
     case $1 in
@@ -42,18 +42,21 @@ clean() { # everything away, whatever there is; then nothing is left
     local pid
     ctr tasks resume job > /dev/null 2>&1 || true
     ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
-    wait_for 20 no_job
+    wait_for 120 no_job
     ctr tasks delete -f job > /dev/null 2>&1 || true
     ctr containers rm job > /dev/null 2>&1 || true
     ctr snapshots rm job > /dev/null 2>&1 || true # of a container that ctr had not made yet
-    wait_for 10 no_shims && ! grep -q runtime.v2.task /proc/mounts &&
+    wait_for 300 nothing
+}
+nothing() { # is left
+    no_shims && ! grep -q runtime.v2.task /proc/mounts &&
         [ -z "$(ls /run/containerd/io.containerd.runtime.v2.task/default 2> /dev/null)" ] && [ -z "$(ls /run/containerd/runc/default 2> /dev/null)" ]
 }
 alive_or_gone() { # as containerd reports it
     case $(status job) in
         RUNNING) goes_on job ;;
         PAUSED) ctr tasks resume job && goes_on job ;; # who was to resume it was killed
-        *) wait_for 20 no_job ;;
+        *) wait_for 120 no_job ;;
     esac
 }
 one() { # WHO WHAT AFTER
@@ -68,7 +71,7 @@ one() { # WHO WHAT AFTER
     kill_it "$who" "$after"
     if [ "$who" = containerd ]; then wait "$containerd_pid" 2> /dev/null || true; containerd_up; fi
     wait $doing
-    wait_for 60 settled
+    wait_for 120 settled
     alive_or_gone || { echo "$(status job), but" && ps ax | grep -v bash | grep -E 'cusim-client|shim' && return 1; }
     clean && return
     ls /run/containerd/runc/default /run/containerd/io.containerd.runtime.v2.task/default

@@ -1,0 +1,201 @@
+//! From a stream as it is stored to pieces and to frames for the workers.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+
+use crossbeam_channel::{Sender, bounded};
+
+use super::{Decoder, Job, Next, PIECE, Piece, Stored, Token, buffer, piece_buffer};
+use crate::frames::{Frame, MAX_FRAME, look};
+use crate::hash;
+use crate::oci::Digest;
+use crate::stream::{Allowance, Compression, Decoded};
+
+/// Hashes what is read, for the blob's digest.
+struct Tee<'h, R> {
+    inner: R,
+    hash: Option<&'h hash::Stream>,
+}
+
+impl<R: Read> Read for Tee<'_, R> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buf)?;
+        if let Some(hash) = self.hash {
+            hash.update(&buf[..n]);
+        }
+        Ok(n)
+    }
+}
+
+/// Reads a stream.
+pub(super) struct Splitter<'d> {
+    pub(super) decoder: &'d Decoder<'d>,
+    pub(super) allowance: Allowance,
+    /// Bytes that were read.
+    pub(super) input: u64,
+    /// Bytes that come out of them.
+    pub(super) output: u64,
+    pub(super) out: Sender<Next>,
+    /// Of what is stored.
+    pub(super) hash: Option<hash::Stream>,
+}
+
+/// The consumer is gone.
+struct Gone;
+
+enum Stop {
+    Gone,
+    Failed(io::Error),
+}
+
+impl From<io::Error> for Stop {
+    fn from(e: io::Error) -> Self {
+        Self::Failed(e)
+    }
+}
+
+impl From<Gone> for Stop {
+    fn from(_: Gone) -> Self {
+        Self::Gone
+    }
+}
+
+impl Splitter<'_> {
+    /// Reads to the end. Gives the digest of what is stored, if it was asked for.
+    pub(super) fn run(
+        mut self,
+        raw: &mut (impl Read + Send),
+        compression: Compression,
+    ) -> Option<Digest> {
+        let done = match compression {
+            Compression::Zstd => self.frames(raw),
+            other => self.alone(raw, other),
+        };
+        if let Err(Stop::Failed(e)) = done {
+            let _ = self.out.send(Next::Failed(e));
+        }
+        self.hash.map(hash::Stream::finish)
+    }
+
+    /// Frame by frame, as long as they are small.
+    fn frames(&mut self, raw: &mut (impl Read + Send)) -> Result<(), Stop> {
+        // Room for the largest frame and a piece of the next.
+        let mut buf = vec![0; MAX_FRAME + 2 * PIECE];
+        let (mut at, mut end) = (0, 0);
+        loop {
+            match look(&buf[at..end]) {
+                Frame::Whole { len, content } => {
+                    self.input += len as u64;
+                    self.output += content as u64;
+                    self.allowance
+                        .check(self.input, self.output)
+                        .map_err(io::Error::from)?;
+                    let token = self.decoder.token()?;
+                    let frame = self.stored(&buf[at..at + len], token);
+                    at += len;
+                    let (reply, coming) = bounded(1);
+                    let job = Job {
+                        frame,
+                        content,
+                        reply,
+                    };
+                    self.decoder.jobs.send(job).map_err(|_| Gone)?;
+                    self.out.send(Next::Coming(coming)).map_err(|_| Gone)?;
+                    continue;
+                }
+                Frame::Skip { len } if len <= (end - at) as u64 => {
+                    self.input += len;
+                    if let Some(hash) = &self.hash {
+                        hash.update(&buf[at..at + len as usize]);
+                    }
+                    at += len as usize;
+                    continue;
+                }
+                Frame::Skip { len } if len <= MAX_FRAME as u64 => {}
+                Frame::Short if end - at <= MAX_FRAME => {}
+                Frame::Short | Frame::Skip { .. } | Frame::Other => break,
+            }
+            buf.copy_within(at..end, 0);
+            end -= at;
+            at = 0;
+            let n = read_some(raw, &mut buf[end..])?;
+            end += n;
+            if n == 0 {
+                break;
+            }
+        }
+        if at == end && at == 0 {
+            return Ok(());
+        }
+        // The rest, with its errors, is the ordinary decoder's.
+        buf.truncate(end);
+        let rest = buf.split_off(at);
+        drop(buf);
+        self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
+    }
+
+    /// Keeps a frame, and hashes it.
+    fn stored(&self, part: &[u8], token: Token) -> Arc<Stored> {
+        let mut data = buffer(&self.decoder.spare);
+        data.extend_from_slice(part);
+        let stored = Arc::new(Stored {
+            data,
+            spare: Arc::clone(&self.decoder.spare),
+            token: Arc::new(token),
+        });
+        if let Some(hash) = &self.hash {
+            hash.feed(stored.clone());
+        }
+        stored
+    }
+
+    /// One thread for all.
+    fn alone(
+        &mut self,
+        raw: &mut (impl Read + Send),
+        compression: Compression,
+    ) -> Result<(), Stop> {
+        let allowance = match self.allowance {
+            Allowance::Exactly(bytes) => Allowance::Exactly(bytes.saturating_sub(self.output)),
+            Allowance::Ratio { slack, ratio } => Allowance::Ratio {
+                slack: slack
+                    .saturating_add(self.input.saturating_mul(ratio))
+                    .saturating_sub(self.output),
+                ratio,
+            },
+        };
+        let hash = self.hash.as_ref();
+        let mut decoded = Decoded::new(Tee { inner: raw, hash }, compression, allowance)?;
+        loop {
+            let token = self.decoder.token()?;
+            let mut data = piece_buffer(&self.decoder.spare);
+            let mut have = 0;
+            while have < PIECE {
+                let n = read_some(&mut decoded, &mut data[have..])?;
+                if n == 0 {
+                    break;
+                }
+                have += n;
+            }
+            if have == 0 {
+                return Ok(());
+            }
+            data.truncate(have);
+            let piece = Piece {
+                data,
+                spare: Arc::clone(&self.decoder.spare),
+                _token: Arc::new(token),
+            };
+            self.out.send(Next::Ready(piece)).map_err(|_| Gone)?;
+        }
+    }
+}
+
+fn read_some(reader: &mut impl Read, buf: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match reader.read(buf) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
