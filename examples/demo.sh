@@ -35,7 +35,7 @@ demo() {
     say "" "${bold}== $runtime below cryopod-runtime ==${plain}"
     low_level "$runtime"
     step podman --runtime cryopod-runtime run --detach --name counter localhost/busybox "${counter[@]}"
-    wait_for 10 counted counter 20
+    wait_for counted counter 20
 
     step podman --runtime cryopod-runtime container checkpoint --export "$archive" counter
     checkpoint=$took
@@ -45,7 +45,7 @@ demo() {
 
     step podman --runtime cryopod-runtime rm counter
     step podman --runtime cryopod-runtime container restore --import "$archive"
-    wait_for 10 counted counter $((last + 5))
+    wait_for counted counter $((last + 5))
     say "  after $last it went on with ${bold}$(numbers $((last + 2)))${plain}"
     if [ "$(podman logs counter | sed -n "$((last + 2))p")" != $((last + 1)) ]; then
         say "  that is not the number after $last: the counter did not go on where it was" >&2

@@ -20,7 +20,7 @@ jq '.linux.devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
 (cd /tmp/plan && cryopod-runtime run -d bench-plan < /dev/null > /dev/null 2>&1)
 pids() { crun ps bench-plan 2> /dev/null | grep -c '[0-9]' || true; }
 all() { [ "$(pids)" -ge 200 ]; }
-wait_for 30 all
+wait_for all
 descriptors=$(for pid in $(crun ps bench-plan | grep '[0-9]'); do ls "/proc/$pid/fd"; done | wc -l)
 median() { sort -n | sed -n 5p; }
 ms() { printf '%d.%01d ms' $(($1 / 1000)) $(($1 % 1000 / 100)); }

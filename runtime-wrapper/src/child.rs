@@ -24,6 +24,7 @@ use nix::unistd::Pid;
 use crate::Error;
 use crate::gate::Gate;
 use crate::lowlevel::LowLevel;
+use crate::widowed::{Criu, is_criu};
 
 /// Signals that interrupt an operation.
 const INTERRUPTS: [Signal; 4] = [
@@ -163,6 +164,7 @@ pub fn run(
         escalated: false,
         killed: false,
         code: None,
+        criu: Criu::default(),
     };
     watcher.wait(signals, decide);
     Ok(Ended {
@@ -171,6 +173,10 @@ pub fn run(
         passed: watcher.passed,
         killed: watcher.killed,
     })
+}
+
+fn this_process() -> i32 {
+    i32::try_from(std::process::id()).unwrap_or(0)
 }
 
 fn pid_of(child: &Child) -> Pid {
@@ -225,6 +231,8 @@ struct Watcher<'a> {
     escalated: bool,
     killed: bool,
     code: Option<i32>,
+    /// Of a restore.
+    criu: Criu,
 }
 
 impl Watcher<'_> {
@@ -258,6 +266,7 @@ impl Watcher<'_> {
                 self.signal(signal);
             }
             self.questions(decide);
+            self.widowed();
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 cut_off = self.patience_ends();
             }
@@ -285,7 +294,7 @@ impl Watcher<'_> {
 
     /// After the runtime's end: is CRIU still at work? Only for a checkpoint, where this process is the reaper.
     fn orphans(&self) -> bool {
-        let me = i32::try_from(std::process::id()).unwrap_or(0);
+        let me = this_process();
         self.watch.kind == Kind::Checkpoint
             && live::tree(&Host::system(), me)
                 .into_iter()
@@ -322,10 +331,14 @@ impl Watcher<'_> {
             refuse,
             passed,
             deadline,
+            criu,
             ..
         } = self;
         let last = watch.kind.final_stage();
         watch.gate.answer(|stage| {
+            if watch.kind != Kind::Checkpoint {
+                criu.find(this_process());
+            }
             // CRIU restores on whatever it is told from here on: then it was no interruption.
             if stage == last && watch.kind != Kind::Checkpoint {
                 *interrupted = None;
@@ -345,6 +358,14 @@ impl Watcher<'_> {
         });
     }
 
+    /// What waits for a CRIU that was killed would keep the runtime waiting.
+    fn widowed(&mut self) {
+        let waits = self.code.is_none() && !self.passed;
+        if waits && self.criu.end_widowed(this_process()) && self.interrupted.is_none() {
+            self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
+        }
+    }
+
     /// The deadline is over. `true`: nothing more can be waited for.
     fn patience_ends(&mut self) -> bool {
         if self.code.is_none() && self.interrupted.is_none() && !self.passed {
@@ -362,7 +383,7 @@ impl Watcher<'_> {
             self.written = written;
             return false;
         }
-        let me = i32::try_from(std::process::id()).unwrap_or(0);
+        let me = this_process();
         let everybody = live::tree(&Host::system(), me);
         if !self.escalated && self.watch.kind == Kind::Checkpoint && self.code.is_none() {
             // Without the runtime CRIU's next message to it fails, and CRIU resumes the container.
@@ -385,12 +406,6 @@ impl Watcher<'_> {
 fn size_of_folder(dir: &std::path::Path) -> u64 {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
-}
-
-fn is_criu(pid: i32) -> bool {
-    Host::system()
-        .line(format!("/proc/{pid}/comm"))
-        .is_some_and(|c| c.starts_with("criu"))
 }
 
 /// Makes the file that tells the plugin to give up.

@@ -42,6 +42,7 @@ pub mod rootfs;
 pub mod setup;
 pub mod store;
 pub mod suspended;
+mod widowed;
 
 use std::ffi::OsString;
 use std::path::Path;

@@ -4,8 +4,8 @@
 say() { echo "gpu-test: $*"; }
 now() { echo "$EPOCHREALTIME"; }
 since() { jq -n "$(now) - $1 | . * 1000 | round / 1000"; }
-wait_for() { # SECONDS COMMAND...
-    local end=$((SECONDS + $1)) && shift
+wait_for() { # COMMAND...
+    local end=$((SECONDS + 180))
     until "$@"; do
         if [ "$SECONDS" -gt "$end" ]; then say "waited in vain for: $*" && return 1; fi
         sleep 0.05
@@ -57,7 +57,7 @@ state_is() { [ "$(podman inspect -f '{{.State.Status}}' "$1")" = "$2" ]; }
 start() {
     local name=$1 && shift
     pod run -d --name "$name" "$@" > /dev/null || return
-    wait_for 120 more_lines "$name" 3 || { podman logs "$name" | tail -n 5 && return 1; }
+    wait_for more_lines "$name" 3 || { podman logs "$name" | tail -n 5 && return 1; }
 }
 
 # keep_logs NAME LABEL: CRIU's logs and the seal, before the container is removed.
@@ -119,7 +119,7 @@ restore() {
 # verdict NAME LABEL LINES: the container has printed at least LINES and 5 more lines, nothing is corrupt, and the sums
 # are what they were.
 verdict() {
-    wait_for 60 more_lines "$1" $(($3 + 5)) || return
+    wait_for more_lines "$1" $(($3 + 5)) || return
     podman logs "$1" > "/logs/$2.out" 2>&1
     if grep -q -E 'CORRUPT|rror' "/logs/$2.out"; then say "$2: the memory has changed, or CUDA failed" && return 1; fi
     # One sum for each process, from the first line to the last.

@@ -24,7 +24,7 @@ if [ -n "$sim" ]; then
     mkdir -p /run/cusim
     /opt/cusim/cusim-server --gpus 2 --dev-root /dev --proc-root /run/cusim-proc --socket /run/cusim/server.sock \
         --log /logs/cusim.log > /logs/cusim-server.out 2>&1 &
-    wait_for 10 test -S /run/cusim/server.sock
+    wait_for test -S /run/cusim/server.sock
     /opt/cusim/cusim-ctl --socket /run/cusim/server.sock install /opt/cusim
     cp /opt/cusim/libcuda.so.1 /opt/cusim/cusim.conf /usr/lib/x86_64-linux-gnu/
     cp -r "$(find /run/cusim-proc -type d -name nvidia | sed -n 1p)" /proc/driver/
@@ -137,12 +137,12 @@ torch() { # LABEL: bit-identical losses, and the rate with and without cryopod
         say "$label: $rt"
         low_level "$rt"
         pod run -d --name train "${gpu[@]}" "$image" "${train[@]}" > /dev/null || return
-        wait_for 120 more_lines train $((steps / 3)) || { podman logs train | tail -n 5 && return 1; }
+        wait_for more_lines train $((steps / 3)) || { podman logs train | tail -n 5 && return 1; }
         checkpoint train "$label-$rt" "$archive" || return
         [ "$(lines train)" -lt "$steps" ] || { say "the training was over before the checkpoint" && return 1; }
         pod rm -f -t 0 train > /dev/null || return
         restore train "$label-$rt" "$archive" || return
-        wait_for 120 state_is train exited || return
+        wait_for state_is train exited || return
         podman logs train > "/logs/$label-$rt.out" 2>&1
         cmp <(losses /logs/train.1.crun.out) <(losses "/logs/$label-$rt.out") ||
             { say "$label: the losses differ" && return 1; }
@@ -176,12 +176,12 @@ program() { # RUNTIME WHICH LABEL: loader, loader-early or serve, with a checkpo
             { tail -n 5 "$want" && rm "$want" && return 1; }
     fi
     pod run -d --name program "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
-    wait_for 180 more_lines program $((steps / 4)) || { podman logs program | tail -n 5 && return 1; }
+    wait_for more_lines program $((steps / 4)) || { podman logs program | tail -n 5 && return 1; }
     checkpoint program "$label" "$archive" || return
     [ "$(lines program)" -lt "$steps" ] || { say "it was over before the checkpoint" && return 1; }
     pod rm -f -t 0 program > /dev/null || return
     restore program "$label" "$archive" || return
-    wait_for 180 state_is program exited || return
+    wait_for state_is program exited || return
     podman logs program > "/logs/$label.out" 2>&1
     if grep -q CORRUPT "/logs/$label.out"; then say "$label: another answer to the same seed" && return 1; fi
     cmp <(losses "$want") <(losses "/logs/$label.out") || { say "$label: the lines differ" && return 1; }

@@ -178,9 +178,9 @@ chain() { # RUNTIME LABEL: a training with a checkpoint every few seconds, each 
         sleep "$(jq -n "[0, $every - $(since "$started")] | max")"
     done
     before=$(lines job)
-    wait_for 60 more_lines job $((before + 5)) || return
+    wait_for more_lines job $((before + 5)) || return
     # What the training had come to is in the logs; from here on it goes on from each checkpoint in turn.
-    podman kill job > /dev/null && wait_for 20 state_is job exited || return
+    podman kill job > /dev/null && wait_for state_is job exited || return
     podman logs job > "/logs/$label.job.out" 2>&1
     podman logs whole > "/logs/$label.whole.out" 2>&1
     podman rm -f -t 0 whole > /dev/null
@@ -191,8 +191,8 @@ chain() { # RUNTIME LABEL: a training with a checkpoint every few seconds, each 
         ln -s "$dir/$n" "$static/checkpoint"
         before=$(lines job)
         pod container restore --keep job > "/logs/$label.restore.$n" 2>&1 || { cat "/logs/$label.restore.$n" && keep_logs job "$label.$n" && return 1; }
-        wait_for 60 more_lines job $((before + 3)) || return
-        podman kill job > /dev/null && wait_for 20 state_is job exited || return
+        wait_for more_lines job $((before + 3)) || return
+        podman kill job > /dev/null && wait_for state_is job exited || return
     done
     rm -f "$static/checkpoint"
     podman logs job > "/logs/$label.job.out" 2>&1

@@ -33,7 +33,7 @@ use nix::unistd::Pid;
 /// The test bed's exit code for "cannot run on this machine".
 const CANNOT: i32 = 77;
 /// How long a run may take unless the test says otherwise.
-const LIMIT: Duration = Duration::from_secs(480);
+const LIMIT: Duration = Duration::from_secs(1500);
 /// How long the bed may take to clean up after it was told to end.
 const GRACE: Duration = Duration::from_secs(15);
 
@@ -87,7 +87,7 @@ impl Bed {
         self
     }
 
-    /// Another limit than eight minutes.
+    /// Another limit than twenty-five minutes.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;

@@ -3,14 +3,12 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
 
 use cryopod_tests::bed::{Bed, Cgroup, bin_dir, workspace};
 
 const LIB: &str = include_str!("scripts/plugin/lib.sh");
 
 fn run(bed: &Bed, script: &str, checks: usize) {
-    let bed = bed.clone().limit(Duration::from_secs(900));
     let out = bed.sh(&format!("{LIB}\n{script}")).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     assert_eq!(passed, checks, "{out}");

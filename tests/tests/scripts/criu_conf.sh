@@ -8,7 +8,7 @@ mark default >> /etc/criu/default.conf
 mark file > "/etc/criu/$low.conf"
 mark annotation > /tmp/annotation.conf
 mark env > /tmp/env.conf
-run() { pod run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for 120 counted c1 2; }
+run() { pod run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for counted c1 2; }
 # (CRIU reads the file that a runtime names twice, and then runs its scripts twice: no count.)
 ran() { grep -q post-dump "/tmp/$1" || { echo "$2: $1 did not run"; exit 1; }; }
 
@@ -29,7 +29,7 @@ else
     [ ! -e /tmp/i2/cryopod.json ]
 fi
 now=$(count c1)
-wait_for 120 counted c1 $((now + 2))
+wait_for counted c1 $((now + 2))
 pod rm -f -t 0 c1 > /dev/null
 rm -f /tmp/default /tmp/file
 
@@ -45,5 +45,5 @@ id=$(pod inspect -f '{{.Id}}' c1)
 if cryopod-runtime checkpoint --image-path /tmp/i4 "$id" > /tmp/said 2>&1; then exit 1; fi
 grep -q '/no/such.conf: cannot read the CRIU configuration that the annotation org.criu.config names' /tmp/said
 now=$(count c1)
-wait_for 120 counted c1 $((now + 2))
+wait_for counted c1 $((now + 2))
 echo kept

@@ -5,7 +5,7 @@ mkimage
 low_level "$low"
 fake_gpu_nodes
 pod run -d --name c1 --network none --device /dev/nvidia0 localhost/busybox "${counter[@]}" > /dev/null
-wait_for 120 counted c1 3
+wait_for counted c1 3
 id=$(pod inspect -f '{{.Id}}' c1)
 
 # CRIU runs this user's script at each stage; where told so, it waits, so that a test can strike at a known moment.
@@ -27,8 +27,8 @@ clean() { [ -z "$(strays)" ]; }
 alive() { # NAME: the container counts on, nothing is left
     local now
     now=$(count c1)
-    wait_for 120 counted c1 $((now + 2)) || { echo "$1: the container stands still"; exit 1; }
-    wait_for 120 clean || { echo "$1: left behind:"; strays; exit 1; }
+    wait_for counted c1 $((now + 2)) || { echo "$1: the container stands still"; exit 1; }
+    wait_for clean || { echo "$1: left behind:"; strays; exit 1; }
     echo "ok: $1"
 }
 fails() { # NAME WANT ARG...: a checkpoint that must fail and say WANT
@@ -71,7 +71,7 @@ for signal in TERM INT HUP; do
         echo $stage > /tmp/stop-at
         cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
         wrapper=$!
-        wait_for 120 test -e /tmp/reached
+        wait_for test -e /tmp/reached
         kill -$signal $wrapper
         sleep 0.1
         touch /tmp/go-on
@@ -89,11 +89,11 @@ rm -f /tmp/reached /tmp/go-on
 echo network-lock > /tmp/stop-at
 cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
 wrapper=$!
-wait_for 120 test -e /tmp/reached
+wait_for test -e /tmp/reached
 kill -KILL $wrapper
 wait $wrapper || true
 touch /tmp/go-on
-wait_for 120 sh -c '! pgrep -x criu > /dev/null'
+wait_for sh -c '! pgrep -x criu > /dev/null'
 [ ! -e /tmp/i1/cryopod.json ]
 rm -f /tmp/stop-at
 fails 'the next one after kill -9' 'cannot be made' checkpoint --image-path /proc/nowhere/x
@@ -103,7 +103,7 @@ rm -f /tmp/reached /tmp/go-on
 echo network-lock > /tmp/stop-at
 cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
 wrapper=$!
-wait_for 120 test -e /tmp/reached
+wait_for test -e /tmp/reached
 pkill -KILL -P $wrapper -x "$low" || pkill -KILL -P $wrapper
 touch /tmp/go-on
 if wait $wrapper; then echo 'killed runtime: succeeded'; exit 1; fi
@@ -127,7 +127,7 @@ low_level "$low"
 
 # The limit grows with the data, 20 MiB here, at a MiB a second: what was too long above is not, and CRIU is told the same.
 pod run -d --name big --network none --device /dev/nvidia0 localhost/busybox sh -c 'x=$(head -c 20971520 /dev/zero | tr "\0" x); i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
-wait_for 300 counted big 1
+wait_for counted big 1
 printf '[limits]\nslowest_mib_s = 1\ncheckpoint_s = 1\nabort_s = 20\n' >> /etc/cryopod/config.toml
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || { cat /run/cryopod/*/criu.conf > /tmp/criu.conf; sleep 2; }\n' > /tmp/stages.sh
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i7 "$(pod inspect -f '{{.Id}}' big)" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
@@ -167,5 +167,5 @@ chmod 755 "/tmp/late/$low"
 low_level "/tmp/late/$low"
 if cryopod-runtime checkpoint --image-path /tmp/i5 "$id" > /tmp/said 2>&1; then echo 'exited: succeeded'; exit 1; fi
 grep -q 'has exited; there is nothing left to checkpoint' /tmp/said || { cat /tmp/said; exit 1; }
-wait_for 120 clean && [ ! -e /tmp/i5 ]
+wait_for clean && [ ! -e /tmp/i5 ]
 echo 'ok: the container exits during the plan'

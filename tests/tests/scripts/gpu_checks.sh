@@ -23,7 +23,7 @@ serve() { # DRIVER MODEL MIB COMPUTE MIG...: the machine's two GPUs, or as many 
     done
     /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --config /tmp/machine.toml > /tmp/server.log 2>&1 &
     server=$!
-    wait_for 120 test -S "$sim"
+    wait_for test -S "$sim"
 }
 h200=('NVIDIA H200' 512 '[9, 0]' false)
 l4=('NVIDIA L4' 256 '[8, 9]' true)
@@ -36,7 +36,7 @@ pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidi
     localhost/busybox /cusim/cusim-client --mib 100 --gpus 0 > /dev/null
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-wait_for 120 ticked 3
+wait_for ticked 3
 pod container checkpoint --leave-running --export /tmp/job.tar --compress none job > /dev/null
 pod container checkpoint --leave-running --export /tmp/job.tar.gz --compress gzip job > /dev/null
 pod container checkpoint --leave-running --create-image localhost/saved job > /dev/null
@@ -60,7 +60,7 @@ refused() { # NAME ARCHIVE WANT...: the restore, and `cryopod check` with it; no
     sum=$(sha256sum < "$archive")
     if pod container restore --import "$archive" > /tmp/said 2>&1; then echo "$name: restored"; exit 1; fi
     told "$name" 'the restore was refused and the checkpoint is untouched' "$@"
-    wait_for 120 quiet 'cusim-client|criu' && [ -z "$(ls -A /run/cryopod)" ]
+    wait_for quiet 'cusim-client|criu' && [ -z "$(ls -A /run/cryopod)" ]
     podman ps -aq | xargs -r podman rm -f -t 0 > /dev/null
     cryopod check --json "$archive" > /tmp/check.json || code=$?
     [ "$code" = 1 ] && jq -r '.refusals[] | "\(.what); \(.remedy)"' /tmp/check.json > /tmp/said && told "$name, checked" "$@"
@@ -129,7 +129,7 @@ amd() { # ARCHIVE ARG...
     shift
     pod run -d --name amd --network none --device /dev/kfd --device /dev/dri/renderD128 "$@" localhost/busybox \
         sh -c 'exec 3<>/dev/kfd; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
-    wait_for 120 counted amd 2
+    wait_for counted amd 2
     pod container checkpoint --export "$archive" amd > /dev/null
     pod rm -f -t 0 amd > /dev/null
 }
@@ -161,7 +161,7 @@ sum=$(sha256sum < /tmp/amd.tar)
 if pod container restore --import /tmp/amd.tar > /tmp/said 2>&1; then echo 'the plugin loops: restored'; exit 1; fi
 told 'the plugin loops' 'it took longer than 10 s' 'amdgpu_plugin.so was at work, whose search for GPUs does not end' 'KFD_NUMA_CHECK=off' 'limits.restore_s'
 podman ps -aq | xargs -r podman rm -f -t 0 > /dev/null 2>&1
-wait_for 120 quiet "criu|sleep|$low|cryopod-runtime" && [ -z "$(ls -A /run/cryopod)" ] && [ "$(sha256sum < /tmp/amd.tar)" = "$sum" ]
+wait_for quiet "criu|sleep|$low|cryopod-runtime" && [ -z "$(ls -A /run/cryopod)" ] && [ "$(sha256sum < /tmp/amd.tar)" = "$sum" ]
 echo 'ok: the plugin loops'
 rm /run/standin/loop
 configure

@@ -13,7 +13,7 @@ sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 serve() { /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 4 --memory-mib 1024 "$@" > /tmp/server.log 2>&1 & }
 serve
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
 run() { # NODES cusim-client ARG...
@@ -24,13 +24,13 @@ run() { # NODES cusim-client ARG...
         -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
         -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for 120 ticked 3
+    wait_for ticked 3
 }
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
 goes_on() {
     local now && now=$(ticks)
-    wait_for 120 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
 }
 used() { # the minors of the GPUs that hold memory
     /opt/build/cusim-ctl --socket "$sim" status | jq -r '[.gpus[] | select(.pids != {}) | .minor] | join(" ")'
@@ -47,7 +47,7 @@ refused() { # NAME WANT...
     shift
     if pod container restore --import /tmp/job.tar > /tmp/said 2>&1; then echo "$name: restored"; exit 1; fi
     for want in "$@"; do grep -qF -- "$want" /tmp/said || { echo "$name: not told: $want"; cat /tmp/said; exit 1; }; done
-    [ "$(sha256sum < /tmp/job.tar)" = "$sum" ] && wait_for 120 quiet && [ -z "$(ls -A /run/cryopod)" ]
+    [ "$(sha256sum < /tmp/job.tar)" = "$sum" ] && wait_for quiet && [ -z "$(ls -A /run/cryopod)" ]
     pod rm -f -t 0 job > /dev/null 2>&1 || true
     echo "ok: $name"
 }

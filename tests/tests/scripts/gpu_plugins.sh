@@ -18,7 +18,7 @@ python3 /src/tests/tests/standin/kfd.py image /sys/class/kfd/kfd/topology /run/s
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 1 --memory-mib 256 > /tmp/server.log 2>&1 &
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
 # What an operation's plugin folder holds while CRIU is at work.
@@ -35,13 +35,13 @@ round() { # NAME ARG...: run, checkpoint, export, remove, restore
     local name=$1
     shift
     pod run -d --name c1 --network none "$@" > /dev/null
-    wait_for 120 counted c1 3
-    [ -z "${uses:-}" ] || wait_for 120 "$uses"
+    wait_for counted c1 3
+    [ -z "${uses:-}" ] || wait_for "$uses"
     pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
     local before && before=$(count c1)
     pod rm -f -t 0 c1 > /dev/null
     pod container restore --import /tmp/c1.tar > /dev/null
-    wait_for 120 counted c1 $((before + 3))
+    wait_for counted c1 $((before + 3))
     pod rm -f -t 0 c1 > /dev/null
     [ -z "$(ls -A /run/cryopod 2> /dev/null)" ]
     echo "ok: $name"
@@ -58,12 +58,12 @@ refused() { # NAME WANT...: the checkpoint of a running container with an open /
         grep -qF -- "$want" /tmp/said || { echo "$name: not told: $want"; cat /tmp/said; exit 1; }
     done
     [ ! -s /tmp/in-folder ] && [ ! -s /run/standin/log ] && [ ! -e /tmp/none ] # CRIU was not started
-    now=$(count c1) && wait_for 120 counted c1 $((now + 2))
+    now=$(count c1) && wait_for counted c1 $((now + 2))
     [ -z "$(ls -A /run/cryopod 2> /dev/null)" ]
     echo "ok: $name"
 }
 pod run -d --name c1 --network none "${on_kfd[@]}" "${uses_kfd[@]}" > /dev/null
-wait_for 120 counted c1 3
+wait_for counted c1 3
 id=$(pod inspect -f '{{.Id}}' c1)
 refused 'absent' 'amdgpu_plugin.so, is in none of /usr/lib/criu, /usr/lib64/criu, /usr/libexec/criu' 'Debian and Ubuntu have no package of it: build it from CRIU'
 place() { rm -f /usr/lib64/criu/amdgpu_plugin.so && cp "/standin/$1.so" /usr/lib64/criu/amdgpu_plugin.so; }

@@ -73,7 +73,7 @@ table() {
     call /dev/null kill c1 NOSUCHSIGNAL
     call /dev/null delete c1
     call /dev/null kill c1 KILL
-    wait_for 120 sh -c "$r state c1 | grep -q stopped"
+    wait_for sh -c "$r state c1 | grep -q stopped"
     call /dev/null state c1
     call /dev/null delete c1
     call /dev/null delete c1
@@ -115,7 +115,7 @@ fi
 cd /tmp/echo
 jq '.process.args = ["sleep", "1000"]' config.json > c && mv c config.json
 cryopod-runtime run c3 < /dev/null &
-wait_for 120 sh -c "$low state c3 2> /dev/null | grep -q running"
+wait_for sh -c "$low state c3 2> /dev/null | grep -q running"
 # (crun runs from a sealed copy of itself, so that its /proc/PID/exe says nothing.)
 [ "$(tr '\0' ' ' < /proc/$!/cmdline)" = "$low run c3 " ] || { echo "not an exec: $(tr '\0' ' ' < /proc/$!/cmdline)"; exit 1; }
 "$low" kill c3 KILL

@@ -11,7 +11,7 @@ jq --arg run 'exec > /out 2>&1; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.
     | .root.readonly = false | .linux.devices += [{path: "/dev/nvidia0", type: "c", major: 195, minor: 0, fileMode: 438}]' config.json > c && mv c config.json
 cryopod-runtime run --detach c1 < /dev/null > /dev/null 2>&1
 past() { [ "$(tail -n 1 $out)" -ge "$1" ]; }
-wait_for 120 past 3
+wait_for past 3
 cryopod-runtime checkpoint --image-path /tmp/b/checkpoint --work-path /tmp c1
 [ -e /tmp/b/checkpoint/cryopod.json ]
 cp $out /tmp/out.then # CRIU wants a file to be as long as it was
@@ -35,14 +35,14 @@ for signal in TERM INT; do
         # Signals that a shell's background job would ignore are set back.
         env --default-signal cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
         wrapper=$!
-        wait_for 120 test -e /tmp/reached
+        wait_for test -e /tmp/reached
         kill -$signal $wrapper
         sleep 0.1
         touch /tmp/go-on
         if wait $wrapper; then echo "SIG$signal at $stage: restored"; exit 1; fi
         grep -q "the checkpoint is untouched: it was interrupted by SIG$signal" /tmp/said || { echo "SIG$signal at $stage:"; cat /tmp/said; exit 1; }
         "$low" delete --force c1 > /dev/null 2>&1 || true # as an engine does after a failed restore
-        wait_for 120 nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
+        wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
         [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
         echo "ok: SIG$signal at $stage"
     done
@@ -54,23 +54,23 @@ echo post-restore > /tmp/stop-at
 before=$(tail -n 1 $out)
 env --default-signal cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null &
 wrapper=$!
-wait_for 120 test -e /tmp/reached
+wait_for test -e /tmp/reached
 kill -TERM $wrapper
 sleep 0.1
 touch /tmp/go-on
 wait $wrapper
-wait_for 120 past $((before + 3))
+wait_for past $((before + 3))
 [ "$("$low" state c1 | jq -r .status)" = running ]
 echo 'ok: too late'
 "$low" kill c1 KILL
-wait_for 120 sh -c "[ \"\$($low state c1 | jq -r .status)\" = stopped ]"
+wait_for sh -c "[ \"\$($low state c1 | jq -r .status)\" = stopped ]"
 cryopod-runtime delete c1
 
 rm -f /tmp/stop-at
 cat /tmp/out.then > $out
 before=$(tail -n 1 $out)
 cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null
-wait_for 120 past $((before + 3))
+wait_for past $((before + 3))
 [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
 echo 'ok: the next restore'
 "$low" kill c1 KILL

@@ -23,7 +23,7 @@ rules() { # what comes of opening each
     done'
 }
 rules > /tmp/before
-wait_for 120 counted c1 5
+wait_for counted c1 5
 pod container checkpoint --export /tmp/c1.tar.zst c1 > /dev/null
 before=$(count c1)
 pod rm -f -t 0 c1 > /dev/null
@@ -37,7 +37,7 @@ jq -e --arg low "$low" --argjson kfd "$kfd" '
     { cat /tmp/seal.json; exit 1; }
 
 pod container restore --import /tmp/c1.tar.zst > /dev/null
-wait_for 120 counted c1 $((before + 5))
+wait_for counted c1 $((before + 5))
 pod logs c1 > /tmp/numbers
 seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
 [ "$(pod exec c1 stat -c %t:%T /dev/kfd /dev/dri/renderD128)" = "$(printf '%x:0\ne2:80' "$kfd")" ]

@@ -7,7 +7,7 @@ low_level "$low"
 [ -c /dev/dri/renderD129 ]
 mkimage
 pod run -d --name c1 --network none --device /dev/kfd --device /dev/dri/renderD128 localhost/busybox "${counter[@]}" > /dev/null
-wait_for 120 counted c1 5
+wait_for counted c1 5
 pod container checkpoint --export /tmp/c1.tar.zst c1 > /dev/null
 before=$(count c1)
 pod rm -f -t 0 c1 > /dev/null
@@ -15,7 +15,7 @@ sum=$(sha256sum < /tmp/c1.tar.zst)
 
 printf '[gpu]\nmap = "/dev/dri/renderD128=/dev/dri/renderD129"\n' >> /etc/cryopod/config.toml
 pod container restore --import /tmp/c1.tar.zst > /dev/null
-wait_for 120 counted c1 $((before + 5))
+wait_for counted c1 $((before + 5))
 pod logs c1 > /tmp/numbers
 seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
 [ "$(sha256sum < /tmp/c1.tar.zst)" = "$sum" ]

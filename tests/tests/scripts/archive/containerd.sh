@@ -28,8 +28,8 @@ cri() {
         { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
 }
 cri_quiet() { cri "$@" > /dev/null 2>&1; }
-wait_for 300 ctr version > /dev/null 2>&1
-wait_for 120 cri_quiet Version '[[1,"v1"]]'
+wait_for ctr version > /dev/null 2>&1
+wait_for cri_quiet Version '[[1,"v1"]]'
 sandbox='[[1,[[1,"pod"],[2,"uid1"],[3,"ns"]]],[3,"/tmp/logs"],[8,[[2,[[1,[[1,2],[2,1],[3,1]]]]]]]]'
 cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
 pod=$(cri RunPodSandbox "[[1,$sandbox]]")
@@ -44,7 +44,7 @@ mkdir -p /tmp/logs
 logs() { sed 's/^[^ ]* stdout F //' /tmp/logs/job.log; }
 id=$(cri CreateContainer "$(container localhost:5000/busybox:1)")
 cri StartContainer "[[1,\"$id\"]]"
-wait_for 120 ticked job 3
+wait_for ticked job 3
 before=$(sum job)
 cri CheckpointContainer "[[1,\"$id\"],[2,\"/tmp/cri.tar\"],[3,60]]"
 check 'CRI checkpoint: the sum goes on' goes_on job
@@ -62,7 +62,7 @@ check 'our image: several layers' jq -e '.image.layers > 1' <(cryopod inspect --
 cryopod import oci-archive:/tmp/image.tar -e containerd --namespace k8s.io -q
 id=$(cri CreateContainer "$(container localhost:5000/checkpoint:1)")
 cri StartContainer "[[1,\"$id\"]]"
-wait_for 120 ticked job 3
+wait_for ticked job 3
 check 'our image, restored by the CRI: the sum goes on' goes_on job
 check 'our image, restored by the CRI: the same sum' test "$(sum job)" = "$before"
 cri StopContainer "[[1,\"$id\"],[2,0]]"
@@ -83,7 +83,7 @@ ctr_job() { # OUTPUT
 }
 logs() { cat /tmp/job.log; }
 ctr_job /tmp/job.log
-wait_for 120 ticked job 3
+wait_for ticked job 3
 check 'export: containerd' cryopod export job -e containerd --leave-running -o oci:/tmp/layout -q
 check 'export: the sum goes on' goes_on job
 check 'export: verified' cryopod verify -q oci:/tmp/layout
@@ -105,7 +105,7 @@ checkpointctl inspect --ps-tree /tmp/ctr-as.tar.zst > /tmp/said 2>&1 || true
 echo "checkpointctl of what came of ctr's: $(tail -n 3 /tmp/said)"
 check 'ctr -> archive' cryopod convert -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/job:1
 
-ctr tasks kill -s SIGKILL job && wait_for 120 sh -c 'ctr tasks ls | grep -q STOPPED'
+ctr tasks kill -s SIGKILL job && wait_for sh -c 'ctr tasks ls | grep -q STOPPED'
 ctr tasks rm job > /dev/null && ctr containers rm job
 ctr images rm localhost/checkpoint:1 > /dev/null
 check 'import: containerd' cryopod import /tmp/ctr.tar -e containerd -q
@@ -116,12 +116,12 @@ ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
 # docker: CRIU's images alone, completed with what docker says of the container
 dockerd --containerd /run/containerd/containerd.sock --experimental --iptables=false --ip6tables=false --bridge=none \
     --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /tmp/dockerd.log 2>&1 &
-wait_for 300 docker version > /dev/null 2>&1
+wait_for docker version > /dev/null 2>&1
 docker import /usr/local/share/testbed/busybox.tar busybox > /dev/null
 logs() { docker logs "$1" 2>&1; }
 docker run -d --name docked --runtime cryopod --network host --security-opt seccomp=unconfined \
     "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim busybox /cusim/cusim-client --mib 16 > /dev/null
-wait_for 120 ticked docked 3
+wait_for ticked docked 3
 check 'export: docker' cryopod export docked -e docker --leave-running -o oci-archive:/tmp/docked.tar -q
 check 'export: docker: the sum goes on' goes_on docked
 check 'inspect: docker' sh -c 'cryopod inspect --json oci-archive:/tmp/docked.tar |

@@ -11,12 +11,12 @@ simulate() { # LOW: the driver, and cryopod-runtime over LOW
     mkdir -p /run/cusim
     /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
     /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-    wait_for 120 test -S "$sim"
+    wait_for test -S "$sim"
 }
 run_job() { # cusim-client ARG...: under podman
     pod run -d --name job --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" \
         -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for 120 ticked job 3
+    wait_for ticked job 3
 }
 logs() { podman logs "$1" 2>&1; }
 ticks() { logs "$1" | grep -c ok || true; }
@@ -24,7 +24,7 @@ ticked() { [ "$(ticks "$1")" -ge "$2" ]; }
 sum() { logs "$1" | tail -n 1 | cut -d' ' -f2; }
 goes_on() { # CONTAINER: the sum comes again, and was never wrong
     local now && now=$(ticks "$1")
-    wait_for 120 ticked "$1" $((now + 3)) && ! logs "$1" | grep CORRUPT
+    wait_for ticked "$1" $((now + 3)) && ! logs "$1" | grep CORRUPT
 }
 check() { # NAME COMMAND...
     local name=$1 && shift
@@ -38,5 +38,5 @@ registry() { # the registry 127.0.0.1:5000, its blobs below /tmp/registry
     printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}, delete: {enabled: true}}\nhttp: {addr: "127.0.0.1:5000"}\n' \
         > /tmp/registry.yml
     docker-registry serve /tmp/registry.yml > /tmp/registry.log 2>&1 &
-    wait_for 120 curl -sf http://127.0.0.1:5000/v2/ -o /dev/null
+    wait_for curl -sf http://127.0.0.1:5000/v2/ -o /dev/null
 }

@@ -58,7 +58,7 @@ for _ in 1 2 3 4 5; do
     until began || ! kill -0 $pid 2> /dev/null; do sleep 0.01; done
     kill -KILL $pid 2> /dev/null || true
     wait $pid 2> /dev/null || true
-    wait_for 120 nobody
+    wait_for nobody
     pod rm -f -t 0 job > /dev/null 2>&1 || true
     if began; then break; fi # else it was at its end already
 done

@@ -76,7 +76,7 @@ echo 'user:$2b$04$8wJxGL5.oTmr3CNSb21YTOxnVLFTrsj8StllytmgFf.VK7BhtlBWe' > /tmp/
 printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry2}}\nhttp: {addr: "127.0.0.1:5001"}\nauth: {htpasswd: {realm: bed, path: /tmp/htpasswd}}\n' \
     > /tmp/registry2.yml
 docker-registry serve /tmp/registry2.yml > /tmp/registry2.log 2>&1 &
-wait_for 120 curl -s http://127.0.0.1:5001/v2/ -o /dev/null
+wait_for curl -s http://127.0.0.1:5001/v2/ -o /dev/null
 there=127.0.0.1:5001/team/job:1
 login() { printf '{"auths":{"127.0.0.1:5001":{"auth":"%s"}}}' "$(printf '%s' "$1" | base64)" > /tmp/auth.json; }
 if push $there > /tmp/said 2>&1; then echo 'pushed without a password' && exit 1; fi

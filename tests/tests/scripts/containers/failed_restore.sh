@@ -48,7 +48,7 @@ for stage in setup-namespaces post-setup-namespaces post-restore; do
     printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != %s ]\n' "$stage" > /tmp/no.sh
     if cryopod-runtime restore --detach --image-path /tmp/i --work-path /tmp/w --bundle /tmp/b c1 < /dev/null > /tmp/said 2>&1; then echo "$stage: restored"; exit 1; fi
     cryopod-runtime delete --force c1 > /dev/null 2>&1 || true # as every engine does
-    wait_for 120 same > /dev/null || { diff /tmp/before /tmp/after; echo "$stage: left behind"; cat /tmp/said; exit 1; }
+    wait_for same > /dev/null || { diff /tmp/before /tmp/after; echo "$stage: left behind"; cat /tmp/said; exit 1; }
     echo "ok: refused at $stage$network"
 done
 # The runtime alone cannot restore it at all: nobody provides the mount.

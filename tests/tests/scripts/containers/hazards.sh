@@ -92,7 +92,7 @@ start() { # KIND ARG...
     local kind=$1 && shift
     pod run -d --name c1 --network "${network:-none}" --security-opt seccomp=unconfined --device /dev/nvidia0 "${python[@]}" "$@" localhost/busybox \
         /usr/bin/python3 /app/hold.py "$kind" > /dev/null
-    wait_for 120 counted c1 2 || { podman logs c1; exit 1; }
+    wait_for counted c1 2 || { podman logs c1; exit 1; }
 }
 refused() { # NAME KIND CAUSE REMEDY ARG...
     local name=$1 kind=$2 cause=$3 remedy=$4 now
@@ -109,7 +109,7 @@ told() { # NAME CAUSE REMEDY: refused, and nothing was frozen
     done
     [ ! -s "$(podman inspect -f "{{.StaticDir}}" c1)/dump.log" ] || { echo "$1: CRIU has run"; exit 1; }
     now=$(count c1)
-    wait_for 120 counted c1 $((now + 3)) || { echo "$1: stands still"; exit 1; }
+    wait_for counted c1 $((now + 3)) || { echo "$1: stands still"; exit 1; }
     [ "$(pod exec c1 echo responsive)" = responsive ]
     [ -z "$(ls -A /run/cryopod 2> /dev/null)" ]
     echo "ok: $1"
@@ -161,14 +161,14 @@ bundle /tmp/b /bin/sh /job
 echo 'i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /tmp/b/rootfs/job
 jq '.linux.devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]' /tmp/b/config.json > /tmp/b/new && mv /tmp/b/new /tmp/b/config.json
 (cd /tmp/b && cryopod-runtime run -d file < /dev/null > /srv/out.log 2>&1)
-wait_for 120 test -s /srv/out.log
+wait_for test -s /srv/out.log
 if cryopod-runtime checkpoint --image-path /tmp/i1 file > /tmp/said 2>&1; then echo 'a file outside: checkpointed'; exit 1; fi
 for want in 'goes on running: process ' '(sh)' 'descriptor 1: /srv/out.log' 'in a pipe or a log of the engine'; do
     grep -qF -- "$want" /tmp/said || { echo "not told: $want"; cat /tmp/said; exit 1; }
 done
 lines=$(wc -l < /srv/out.log)
 more() { [ "$(wc -l < /srv/out.log)" -gt $((lines + 2)) ]; }
-wait_for 120 more
+wait_for more
 echo 'ok: output in a file of the host'
 
 # A seccomp profile with a listener outside, in the spec.
@@ -176,7 +176,7 @@ jq '.linux.seccomp.listenerPath = "/run/supervisor.sock"' /tmp/b/config.json > /
 if cryopod-runtime checkpoint --image-path /tmp/i1 file > /tmp/said 2>&1; then echo 'a listener outside: checkpointed'; exit 1; fi
 grep -qF 'goes on running: the container'"'"'s seccomp profile has a listener outside of it (/run/supervisor.sock); start the container with a seccomp profile without listener' /tmp/said || { cat /tmp/said; exit 1; }
 lines=$(wc -l < /srv/out.log)
-wait_for 120 more
+wait_for more
 cryopod-runtime delete --force file
 echo 'ok: a seccomp listener in the spec'
 
@@ -190,7 +190,7 @@ pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
 pod rm -f -t 0 c1 > /dev/null
 pod container restore --import /tmp/c1.tar > /dev/null
 now=$(count c1)
-wait_for 120 counted c1 $((now + 3))
+wait_for counted c1 $((now + 3))
 pod rm -f -t 0 c1 > /dev/null
 echo 'ok: environment that avoids them'
 if pod run -d --name c1 --annotation dev.cryopod.env.avoid=iouring localhost/busybox true > /tmp/said 2>&1; then exit 1; fi

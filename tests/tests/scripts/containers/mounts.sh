@@ -67,13 +67,13 @@ chmod 755 /srv/once.sh
 
 start() { # ARG...
     pod --hooks-dir /etc/containers/oci/hooks.d run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null
-    wait_for 120 counted c1 3
+    wait_for counted c1 3
 }
 inside() { pod exec c1 sh -c 'cd /usr/lib/x86_64-linux-gnu; cat libcuda.so.1 libcuda.so.560.35.03 libnvidia-ml.so.1 /usr/share/nvidia/profiles /lib/firmware/nvidia/*/gsp_tu10x.bin /proc/driver/nvidia/params /proc/driver/nvidia/gpus/*/information /etc/nvidia/profiles.d/*'; }
 wanted() { printf '%s\n' "cuda $1" "cuda $1" "ml $1" "share $1" "gsp $1" 'ModifyDeviceFiles: 0' 'Model: test' profile; }
 goes_on() { # NAME
     local now && now=$(count c1)
-    wait_for 120 counted c1 $((now + 3)) || { echo "$1: stands still"; exit 1; }
+    wait_for counted c1 $((now + 3)) || { echo "$1: stands still"; exit 1; }
     echo "ok: $1"
 }
 restore() { pod --hooks-dir /etc/containers/oci/hooks.d container restore --import "$1"; }

@@ -44,7 +44,7 @@ train --rm > /tmp/whole 2>&1 || { tail /tmp/whole; exit 1; }
 
 train -d --name train > /dev/null
 begun() { [ "$(podman logs train 2> /dev/null | grep -c '^loss')" -ge 50 ]; }
-wait_for 300 begun || { podman logs train | tail; exit 1; }
+wait_for begun || { podman logs train | tail; exit 1; }
 [ "$(podman top train pid | grep -c '[0-9]')" -ge 4 ] || { podman top train; exit 1; }
 if ! pod container checkpoint --export /tmp/p.tar train > /tmp/said 2>&1; then
     cat /tmp/said; grep -h Error "$(podman inspect -f '{{.StaticDir}}' train)/dump.log"; exit 1
@@ -55,7 +55,7 @@ if ! pod container restore --import /tmp/p.tar --keep > /tmp/said 2>&1; then
     cat /tmp/said; find /var/lib/containers -name restore.log -exec grep -h Error {} +; exit 1
 fi
 ended() { [ "$(podman inspect -f '{{.State.Status}}' train)" = exited ]; }
-wait_for 120 ended || { podman logs train | tail; exit 1; }
+wait_for ended || { podman logs train | tail; exit 1; }
 [ "$(podman inspect -f '{{.State.ExitCode}}' train)" = 0 ] || { podman logs train | tail -n 20; exit 1; }
 podman logs train > /tmp/restored 2>&1
 cmp /tmp/whole /tmp/restored || { diff /tmp/whole /tmp/restored | head; exit 1; }

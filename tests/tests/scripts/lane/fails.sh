@@ -61,7 +61,7 @@ umount /img
 stop
 
 worker() { pgrep -f '^/proc/self/exe --lane-worker' > /dev/null; }
-kill_worker() { wait_for 120 worker && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
+kill_worker() { wait_for worker && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
 start --mib 100
 kill_worker &
 dump_fails '{"lane": {"codec": "zstd", "level": 19}}' # slow enough to be met at work
@@ -111,14 +111,14 @@ cp /img/lane-0000.img /tmp/shard
 printf x | dd of=/img/lane-0000.img bs=1 seek=5000000 conv=notrunc status=none
 restore_fails
 check 'a damaged shard: said' grep -Eq 'cryopod: Error: .*lane-0000.img: chunk .* does not fit its digest' /img/restore.log
-check 'a damaged shard: nothing is left' wait_for 120 gone
+check 'a damaged shard: nothing is left' wait_for gone
 cp /tmp/shard /img/lane-0000.img
 restore_fails "{\"lane\": {\"digest\": \"$(printf '0%.0s' {1..64})\"}}"
-wait_for 120 gone
+wait_for gone
 check 'another table than the sealed one: said' grep -q 'not the one that the checkpoint was made with' /img/restore.log
 mv /img/lane-index.img /tmp/
 restore_fails
-wait_for 120 gone
+wait_for gone
 check 'no table: said' grep -q 'lane-index.img is missing' /img/restore.log
 mv /tmp/lane-index.img /img/
 restore

@@ -6,7 +6,7 @@ mkdir -p /run/cusim /srv/c
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
 made() { # BUNDLE PARENT cusim-client ARG...: a bundle whose checkpoints build upon PARENT
@@ -34,10 +34,10 @@ check() { # NAME COMMAND...
 }
 goes_on() { # NAME: sums come again, and were never wrong
     local now && now=$(ticks "$1")
-    wait_for 120 ticked "$1" $((now + 3)) && ! grep CORRUPT "/tmp/$1.out"
+    wait_for ticked "$1" $((now + 3)) && ! grep CORRUPT "/tmp/$1.out"
 }
 # The output goes through a pipe: a file of the host would have to be known to CRIU.
-start() { cryopod-runtime run --detach --bundle "/srv/$1" "$1" > >(exec cat > "/tmp/$1.out") 2>&1 < /dev/null && wait_for 120 ticked "$1" 3; }
+start() { cryopod-runtime run --detach --bundle "/srv/$1" "$1" > >(exec cat > "/tmp/$1.out") 2>&1 < /dev/null && wait_for ticked "$1" 3; }
 save() { # NAME IMAGES [ARG...]
     local name=$1 images=$2 && shift 2
     cryopod-runtime checkpoint --image-path "$images" --work-path /tmp "$@" "$name" > /tmp/said 2>&1
@@ -51,7 +51,7 @@ end() { cryopod-runtime delete --force "$1" > /dev/null 2>&1; }
 quiet() { ! pgrep -x cusim-client; }
 refused() { # PATTERN COMMAND...: fails, says so, and leaves no process
     local pattern=$1 && shift
-    ! "$@" > /tmp/said 2>&1 && wait_for 120 grep -Eqs "$pattern" /tmp/said /tmp/*.out && wait_for 120 quiet
+    ! "$@" > /tmp/said 2>&1 && wait_for grep -Eqs "$pattern" /tmp/said /tmp/*.out && wait_for quiet
 }
 lane() { jq -e ".gpu.lane | $2" "$1/cryopod.json" > /dev/null || { jq .gpu.lane "$1/cryopod.json" && false; }; }
 : > /tmp/said

@@ -7,7 +7,7 @@ mkdir -p /run/cusim
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
 run() { # MODE cusim-client ARG...
@@ -17,7 +17,7 @@ run() { # MODE cusim-client ARG...
         -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
         -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for 120 ticked 3
+    wait_for ticked 3
 }
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
@@ -28,7 +28,7 @@ check() { # NAME COMMAND...
 }
 goes_on() {
     local now && now=$(ticks)
-    wait_for 120 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
 }
 sum() { podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2; }
 sealed() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
@@ -71,7 +71,7 @@ done
 
 # The writer is killed: with the container stopped for it, and when it runs again.
 printf '[lane]\ncodec = "zstd"\nlevel = 19\n' >> /etc/cryopod/config.toml # slow enough to be met at work
-kill_worker() { wait_for 120 pgrep -f '^/proc/self/exe --lane-worker' > /dev/null && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
+kill_worker() { wait_for pgrep -f '^/proc/self/exe --lane-worker' > /dev/null && pkill -KILL -f '^/proc/self/exe --lane-worker'; }
 for flag in '' --leave-running; do
     kill_worker &
     # shellcheck disable=SC2086
@@ -102,7 +102,7 @@ tar -C /tmp/open -cf /tmp/bad.tar .
 if pod container restore --import /tmp/bad.tar > /tmp/said 2>&1; then
     echo 'restored from a damaged archive' && exit 1
 fi
-check 'a damaged archive: nothing is left' wait_for 120 sh -c '! pgrep -x cusim-client'
+check 'a damaged archive: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
 pod rm -f -t 0 job > /dev/null 2>&1 || true
 pod container restore --import /tmp/job.tar > /dev/null
 check 'the whole one: restored' goes_on
@@ -116,4 +116,4 @@ pod container restore --import /tmp/job.tar > /dev/null
 check 'off: restored' goes_on
 pod rm -f -t 0 job > /dev/null
 check 'no operation is left' test -z "$(ls -A /run/cryopod)"
-check 'no agent is left' wait_for 120 sh -c '! pgrep cryopod-cuda'
+check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'

@@ -7,7 +7,7 @@ mkdir -p /run/cusim
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 GPU0=GPU-c0da0000-5130-4d00-8000-000000000000
 GPU1=GPU-c0da0000-5130-4d00-8000-000000000001
@@ -20,7 +20,7 @@ run() { # NODES cusim-client ARG...
         -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
         -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for 120 ticked 3
+    wait_for ticked 3
 }
 end() { pod rm -f -t 0 job > /dev/null; }
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
@@ -32,7 +32,7 @@ check() { # NAME COMMAND...
 }
 goes_on() { # the sums come again, are right, and what they were
     local now && now=$(ticks)
-    wait_for 120 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
 }
 does() { "$@" > /tmp/said 2>&1; }
 refused() { # PATTERN COMMAND...
@@ -50,7 +50,7 @@ none() { used 'all(. == 0)' && here && ! holders; }
 run '0 1' --mib 100 --procs 2 --gpus 0,1
 id=$(pod inspect -f '{{.Id}}' job)
 both() { [ "$(podman logs job 2>&1 | awk '{print $5}' | sort -u | grep -c '^p[01]$')" = 2 ]; }
-wait_for 120 both
+wait_for both
 last=$(podman logs job 2>&1 | awk '{print $2, $5}' | sort -u)
 check 'before: both GPUs are in use' used 'all(. > 100000000)'
 check 'suspend, by name' does cryopod suspend job
@@ -121,7 +121,7 @@ umount /proc/meminfo
 /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=2000:1 > /dev/null
 cryopod suspend job > /tmp/said 2>&1 &
 suspending=$!
-wait_for 120 sh -c 'grep -qs "\"event\":\"lock\"\|lock" /tmp/server.log || pgrep -x cryopod-cuda-ag > /dev/null'
+wait_for sh -c 'grep -qs "\"event\":\"lock\"\|lock" /tmp/server.log || pgrep -x cryopod-cuda-ag > /dev/null'
 sleep 1
 kill -KILL "$suspending"
 check 'killed in the middle: it goes on' goes_on
@@ -143,5 +143,5 @@ pod run -d --name job localhost/busybox "${counter[@]}" > /dev/null
 check 'no GPU in use: refused' refused 'none of its processes uses CUDA' cryopod suspend job
 check 'no such container' refused 'no running container of podman' cryopod suspend nothing
 end
-wait_for 120 sh -c '! pgrep -x cryopod-cuda-ag' || true
+wait_for sh -c '! pgrep -x cryopod-cuda-ag' || true
 check 'no operation is left' test -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)"

@@ -26,7 +26,7 @@ stop
 
 start --mib 16
 ctl set slow-checkpoint=3000
-(wait_for 300 grep -qs ': lock in' /img/dump.log && sleep 0.3 && pkill -KILL -x criu) &
+(wait_for grep -qs ': lock in' /img/dump.log && sleep 0.3 && pkill -KILL -x criu) &
 dump_fails
 check 'CRIU is killed in the checkpoint: the agent puts back' agent_says '.outcome == "rolled-back"'
 check 'and the sum goes on' goes_on

@@ -27,7 +27,7 @@ hanging() {
     start --mib 16
     ctl set "$1"
     rm -f /run/op/dump/plugin-report.json
-    (wait_for 120 test -s /run/op/dump/plugin-report.json && sleep 0.5 && ctl clear) &
+    (wait_for test -s /run/op/dump/plugin-report.json && sleep 0.5 && ctl clear) &
     clearer=$!
     dump_fails "$limits"
     check "$1: given up" plugin_says '.error.cause | test("did not return within")'
@@ -53,7 +53,7 @@ stop
 start --mib 16
 ctl set cuinit-race
 dump
-check 'the race with cuInit is tried once more' wait_for 120 gone
+check 'the race with cuInit is tried once more' wait_for gone
 
 # One of several processes fails: the others are put back too.
 start --mib 16 --procs 3

@@ -12,7 +12,7 @@ simulate() { # cusim-server ARG...: the driver, its nodes, its server
     mkdir -p /run/cusim /img
     /opt/build/cusim-ctl --socket "$SIM" install /opt/cusim > /dev/null
     /opt/build/cusim-server --socket "$SIM" --dev-root /dev --gpus 2 --memory-mib 4096 "$@" > /tmp/server.log 2>&1 &
-    wait_for 120 test -S "$SIM"
+    wait_for test -S "$SIM"
 }
 ctl() { /opt/build/cusim-ctl --socket "$SIM" "$@" > /dev/null; }
 step() { LD_LIBRARY_PATH=/opt/cusim /opt/build/cusim-step "$@"; }
@@ -21,7 +21,7 @@ ticks() { grep -cs ok /tmp/out || true; }
 ticked() { local n && n=$(ticks) && [ "${n:-0}" -ge "$1" ]; }
 goes_on() { # the sum comes again, and was never wrong
     local now && now=$(ticks)
-    wait_for "${tick_limit:-60}" ticked $((now + 3)) && ! grep CORRUPT /tmp/out
+    wait_for ticked $((now + 3)) && ! grep CORRUPT /tmp/out
 }
 freed() { /opt/build/cusim-ctl --socket "$SIM" status | jq -e '[.gpus[].pids[]] == []' > /dev/null; }
 gone() { ! pgrep -x cusim-client > /dev/null; }
@@ -33,13 +33,13 @@ start() { # cusim-client ARG...
         3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 10>&- 11>&- 12>&- 13>&- 14>&- 15>&- &
     client_pid=$!
     disown
-    wait_for "${tick_limit:-60}" ticked 3 || { tail -n 3 /tmp/out >&2 && return 1; }
+    wait_for ticked 3 || { tail -n 3 /tmp/out >&2 && return 1; }
 }
 stop() {
     pkill -KILL -x cusim-client || true
-    wait_for 120 gone
+    wait_for gone
     ctl clear
-    wait_for 300 freed
+    wait_for freed
 }
 
 operation() { # FOLDER KIND JSON: the folder of one operation, and its agent
@@ -53,7 +53,7 @@ operation() { # FOLDER KIND JSON: the folder of one operation, and its agent
         --report "$1/agent-report.json" < "$1/stdin" > "$1/ready" 2> "$1/agent.log" &
     agent_pid=$!
     exec 7> "$1/stdin"
-    wait_for 120 test -s "$1/ready"
+    wait_for test -s "$1/ready"
     jq -e .ready "$1/ready" > /dev/null
 }
 end_operation() { # as the wrapper does; the agent's exit status

@@ -6,7 +6,7 @@ dump
 check 'the image names the process and its steps' says /img/cryopod-nvidia.img '.version == 1 and .cuda_version == 13000
     and (.processes | length == 1 and .[0].comm == "cusim-client" and .[0].initial_state == "running"
         and ([.[0].steps[].step] == ["query", "lock", "checkpoint"]) and .[0].vram_bytes > 32 * 1048576)'
-check 'the dumped process is gone' wait_for 120 gone
+check 'the dumped process is gone' wait_for gone
 check 'nothing is left to the agent' agent_says '.outcome == "clean"'
 restore
 check 'one process: the sum goes on' goes_on

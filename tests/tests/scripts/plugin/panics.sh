@@ -10,7 +10,7 @@ for hook in pause checkpoint; do
 done
 start --mib 16
 try_dump '{"test_panic_in": "exit"}' || true
-check 'panic at the exit: CRIU ends as it would' wait_for 120 gone
+check 'panic at the exit: CRIU ends as it would' wait_for gone
 restore
 check 'and its images are good' goes_on
 stop
@@ -21,7 +21,7 @@ stop
 start --mib 16
 dump
 restore_fails '{"test_panic_in": "resume"}'
-check 'panic at the restore: nothing is left' wait_for 120 gone
+check 'panic at the restore: nothing is left' wait_for gone
 restore
 check 'and the images are good' goes_on
 stop

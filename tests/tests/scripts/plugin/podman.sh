@@ -8,7 +8,7 @@ mkdir -p /run/cusim
 sim=/run/cusim/server.sock
 /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
 /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for 120 test -S "$sim"
+wait_for test -S "$sim"
 
 run() { # cusim-client ARG...
     pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm \
@@ -16,7 +16,7 @@ run() { # cusim-client ARG...
         -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
         -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for 120 ticked 3
+    wait_for ticked 3
 }
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
@@ -27,7 +27,7 @@ check() { # NAME COMMAND...
 }
 goes_on() {
     local now && now=$(ticks)
-    wait_for 120 ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
 }
 cycle() { # NAME cusim-client ARG...
     local name=$1 && shift
@@ -91,11 +91,11 @@ if pod container restore --import /tmp/job.tar > /tmp/said 2>&1; then
 fi
 check "fail-restore: CRIU's log names process and cause" \
     grep -Eqr --include restore.log 'cryopod: Error: .*cusim-client.*the driver refused' /var/lib/containers /run/containers
-check 'fail-restore: nothing is left' wait_for 120 sh -c '! pgrep -x cusim-client'
+check 'fail-restore: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 pod rm -f -t 0 job > /dev/null 2>&1 || true
 pod container restore --import /tmp/job.tar > /dev/null
 check 'fail-restore: a later restore works' goes_on
 pod rm -f -t 0 job > /dev/null
 check 'no operation is left' test -z "$(ls -A /run/cryopod)"
-check 'no agent is left' wait_for 120 sh -c '! pgrep cryopod-cuda'
+check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'

@@ -6,11 +6,11 @@ for switch in fail-restore oom-restore break-restore hang-restore fail-unlock; d
     ctl set "$switch"
     if [ "$switch" = hang-restore ]; then
         rm -f /run/op/restore/plugin-report.json
-        (wait_for 120 test -s /run/op/restore/plugin-report.json && ctl clear) &
+        (wait_for test -s /run/op/restore/plugin-report.json && ctl clear) &
         clearer=$!
     fi
     restore_fails '{"step_timeout_ms": 1500}'
-    check "$switch: nothing is left" wait_for 120 gone
+    check "$switch: nothing is left" wait_for gone
     check "$switch: said" says /run/op/restore/plugin-report.json '.outcome == "failed" and .error.comm == "cusim-client"'
     check "$switch: CRIU says so too" grep -q 'Restoring FAILED' /img/restore.log
     if [ "$switch" = hang-restore ]; then wait "$clearer"; fi
@@ -29,7 +29,7 @@ cp /img/cryopod-nvidia.img /tmp/image
 damaged() { # NAME MESSAGE
     restore_fails
     check "$1" says /run/op/restore/plugin-report.json ".error.cause | test(\"$2\")"
-    check "$1: nothing is left" wait_for 120 gone
+    check "$1: nothing is left" wait_for gone
     cp /tmp/image /img/cryopod-nvidia.img
 }
 rm /img/cryopod-nvidia.img && damaged 'an image is missing' 'is missing'

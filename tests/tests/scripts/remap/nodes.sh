@@ -12,7 +12,7 @@ configure() { # [MAP]
 node() { rm -f "$1" && mkdir -p "${1%/*}" && mknod -m 666 "$1" c "$2" "$3"; }
 run() { # ARG...
     pod run -d --name c1 --network none --cap-add SYSLOG "$@" localhost/busybox "${counter[@]}" > /dev/null
-    wait_for 120 counted c1 3
+    wait_for counted c1 3
 }
 save() {
     pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
@@ -22,7 +22,7 @@ save() {
 }
 restore() {
     pod container restore --import /tmp/c1.tar > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
-    wait_for 120 counted c1 $((before + 3))
+    wait_for counted c1 $((before + 3))
     [ "$(sha256sum < /tmp/c1.tar)" = "$sum" ]
     [ -z "$(ls -A /run/cryopod)" ]
 }

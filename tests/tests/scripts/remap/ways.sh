@@ -11,14 +11,14 @@ is() { # PATH MAJOR:MINOR in hex, inside
     [ "$got" = "$2" ] || { echo "$1 is $got, not $2"; exit 1; }
 }
 moved() { # MAP [COMMAND...]: the container c1 once round, with this map, and the command between
-    wait_for 120 counted c1 3
+    wait_for counted c1 3
     pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
     before=$(count c1)
     pod rm -f -t 0 c1 > /dev/null
     configure "$1"
     "${@:2}"
     pod container restore --import /tmp/c1.tar > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
-    wait_for 120 counted c1 $((before + 3))
+    wait_for counted c1 $((before + 3))
     configure
     [ -z "$(ls -A /run/cryopod)" ]
 }

@@ -14,12 +14,12 @@ start_job() { # NAME RUNTIME
     rm -f "/out/$1"
     ctr run -d --null-io --runtime "$2" "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim $image "$1" \
         sh -c "exec /cusim/cusim-client --mib 100 >> /out/$1 2>&1"
-    wait_for 120 ticked "$1" 3
+    wait_for ticked "$1" 3
 }
 in_it() { ctr tasks exec --exec-id "e$RANDOM" "$@"; }
 away() { # NAME: the container and its snapshot are no more
     ctr tasks kill -s SIGKILL "$1"
-    wait_for 120 is "$1" STOPPED
+    wait_for is "$1" STOPPED
     ctr tasks delete "$1" > /dev/null 2>&1 || true
     ctr containers rm "$1"
 }
@@ -54,14 +54,14 @@ check 'a refusal: the sum goes on' goes_on job
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 if [ "$TESTBED_SUITE" = forky ]; then
     ctr tasks checkpoint --exit job > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
-    check 'checkpoint --exit: it ends' wait_for 120 is job STOPPED
+    check 'checkpoint --exit: it ends' wait_for is job STOPPED
     ctr tasks delete job > /dev/null 2>&1 || true
     ctr containers rm job
 else
     # ctr 1.7 sends that option to runtimes of containerd's own name alone; containerd 1.7 takes it for all.
     python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock containerd.services.tasks.v1.Tasks/Checkpoint \
         '[[1, "job"], [3, [[1, "containerd.runc.v1.CheckpointOptions"], [2, [[1, 1]]]]]]' > /tmp/said
-    check 'checkpoint --exit: it ends' wait_for 120 is job STOPPED
+    check 'checkpoint --exit: it ends' wait_for is job STOPPED
     ctr tasks delete job > /dev/null 2>&1 || true
     ctr containers rm job
 fi
@@ -78,7 +78,7 @@ for runtime in $OURS $STOCK; do
     # shellcheck disable=SC2016
     ctr run -d --null-io --runtime "$runtime" $image plain sh -c \
         'i=0; while :; do i=$((i + 1)); echo $i > /tmp/n; sleep 0.1; done'
-    wait_for 300 beyond 20
+    wait_for beyond 20
     ctr containers checkpoint --task --image --rw plain localhost/plain:1
     away plain
     containerd_down
@@ -90,11 +90,11 @@ for runtime in $OURS $STOCK; do
     else
         check "containerd's, restored by ours: our shim" test -n "$(our_shim plain)"
     fi
-    check "$runtime, restored by the other: it goes on" wait_for 300 beyond 20
+    check "$runtime, restored by the other: it goes on" wait_for beyond 20
     away plain
     ctr images rm localhost/plain:1 > /dev/null
     containerd_down
     PATH=$path containerd_up
 done
-check 'no shim is left' wait_for 300 no_shims
-check 'no agent is left' wait_for 120 sh -c '! pgrep cryopod-cuda'
+check 'no shim is left' wait_for no_shims
+check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'

@@ -23,7 +23,7 @@ cri() {
         { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
 }
 cri_quiet() { cri "$@" > /dev/null 2>&1; }
-wait_for 120 cri_quiet Version '[[1,"v1"]]'
+wait_for cri_quiet Version '[[1,"v1"]]'
 cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
 mkdir -p /tmp/logs
 sandbox() { # UID
@@ -50,7 +50,7 @@ job=$(cri CreateContainer "$(container "$pod" 1 job localhost:5000/busybox:1 /cu
 cri StartContainer "[[1,\"$job\"]]"
 side=$(cri CreateContainer "$(container "$pod" 1 side localhost:5000/busybox:1 sh -c 'while :; do echo side; sleep 0.1; done')")
 cri StartContainer "[[1,\"$side\"]]"
-wait_for 120 ticked job 3
+wait_for ticked job 3
 check 'two containers in a pod: one shim of each kind' test "$(shims | wc -l)" = 2
 check 'two containers in a pod: one of ours' test "$(shims | grep -c shim-cryopod)" = 1
 before=$(sum job)
@@ -59,25 +59,25 @@ cri UpdateContainerResources "[[1,\"$job\"],[2,[[4,1073741824]]]]"
 check 'an update' sh -c 'cat /sys/fs/cgroup/memory/k8s.io/*/memory.limit_in_bytes | grep -qx 1073741824'
 cri CheckpointContainer "[[1,\"$job\"],[2,\"/tmp/cri.tar\"],[3,60]]"
 check 'checkpoint: the sum goes on' goes_on job
-check 'checkpoint: the other container goes on' wait_for 120 more side "$(lines side)"
+check 'checkpoint: the other container goes on' wait_for more side "$(lines side)"
 check 'checkpoint: whole' cryopod verify -q /tmp/cri.tar
 cri StopContainer "[[1,\"$job\"],[2,0]]"
-check 'a container ends: the other goes on' wait_for 120 more side "$(lines side)"
+check 'a container ends: the other goes on' wait_for more side "$(lines side)"
 cri RemoveContainer "[[1,\"$job\"]]"
 cri StopPodSandbox "[[1,\"$pod\"]]"
 cri RemovePodSandbox "[[1,\"$pod\"]]"
-check 'the pod ends: no shim is left' wait_for 120 no_shims
-check 'the pod ends: no socket is left' wait_for 120 no_sockets
+check 'the pod ends: no shim is left' wait_for no_shims
+check 'the pod ends: no socket is left' wait_for no_sockets
 rm -f /tmp/logs/job.log
 
 pod=$(cri RunPodSandbox "[[1,$(sandbox 2)],[2,\"$handler\"]]")
 job=$(cri CreateContainer "$(container "$pod" 2 job /tmp/cri.tar /cusim/cusim-client --mib 100)")
 cri StartContainer "[[1,\"$job\"]]"
-wait_for 120 ticked job 3
+wait_for ticked job 3
 check 'a new pod, from the archive: the sum goes on' goes_on job
 check 'a new pod, from the archive: the same sum' test "$(sum job)" = "$before"
 cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"grep mine /made\"]]" > /tmp/said
 check 'a new pod, from the archive: the file is there' says /tmp/said mine
 cri StopPodSandbox "[[1,\"$pod\"]]"
 cri RemovePodSandbox "[[1,\"$pod\"]]"
-check 'no shim is left' wait_for 120 no_shims
+check 'no shim is left' wait_for no_shims

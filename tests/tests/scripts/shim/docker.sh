@@ -6,7 +6,7 @@ dockerd_up() {
     dockerd --containerd /run/containerd/containerd.sock --experimental --iptables=false --ip6tables=false \
         --bip 172.30.0.1/24 --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /tmp/dockerd.log 2>&1 &
     dockerd_pid=$!
-    wait_for 300 docker version > /dev/null 2>&1
+    wait_for docker version > /dev/null 2>&1
 }
 restart() { # with another PATH for containerd
     kill $dockerd_pid && wait $dockerd_pid || true
@@ -21,7 +21,7 @@ logs() { docker logs "$1" 2>&1; }
 counts=(busybox sh -c 'echo $$ > /made; i=0; while :; do i=$((i + 1)); echo $i; sleep 0.1; done')
 plain() { # NAME RUNTIME NETWORK [OPTION]...
     docker run -d --name "$1" --runtime "$2" --network "$3" --security-opt seccomp=unconfined "${@:4}" "${counts[@]}" > /dev/null
-    wait_for 120 beyond "$1" 5
+    wait_for beyond "$1" 5
 }
 last() { docker logs --tail 1 "$1" 2> /dev/null; }
 beyond() { local n && n=$(last "$1") && [ "${n:-0}" -gt "$2" ]; }
@@ -39,32 +39,32 @@ no_holder() { ! pgrep -fx '/proc/self/exe hold' > /dev/null; }
 # docker 26 fails as long as containerd has not thrown away what it kept of the checkpoint before: a container's spec is the
 # same each time.
 forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ]; }
-checkpoint() { wait_for 300 forgotten && docker checkpoint create "$@" > /dev/null; }
+checkpoint() { wait_for forgotten && docker checkpoint create "$@" > /dev/null; }
 cycle() { # RUNTIME NETWORK HOW-IT-ENDS
     local title="$1 on $2" at pid
     plain c1 "$1" "$2"
     checkpoint --leave-running c1 first
     at=$(last c1)
-    check "$title: left running" wait_for 120 beyond c1 "$at"
+    check "$title: left running" wait_for beyond c1 "$at"
     checkpoint c1 second
     case $3 in
-        itself) check "$title: it ends" wait_for 120 running c1 false ;;
+        itself) check "$title: it ends" wait_for running c1 false ;;
         # docker sends the options of a checkpoint to runtimes of containerd's own name alone.
         killed) docker kill c1 > /dev/null ;;
     esac
     at=$(last c1)
     docker start --checkpoint second c1
-    check "$title: restored, it goes on" wait_for 120 beyond c1 "$at"
+    check "$title: restored, it goes on" wait_for beyond c1 "$at"
     check "$title: exec and the file" test "$(docker exec c1 cat /made)" = 1
     check "$title: the network" has_network c1 "$2"
-    check "$title: nobody holds its network" wait_for 120 no_holder
+    check "$title: nobody holds its network" wait_for no_holder
     # once more, from what was restored
     checkpoint c1 third
     if [ "$3" = killed ]; then docker kill c1 > /dev/null; fi
-    wait_for 120 running c1 false
+    wait_for running c1 false
     at=$(last c1)
     docker start --checkpoint third c1
-    check "$title: restored a second time" wait_for 120 beyond c1 "$at"
+    check "$title: restored a second time" wait_for beyond c1 "$at"
     check "$title: the network again" has_network c1 "$2"
     docker rm -f c1 > /dev/null
 }
@@ -72,7 +72,7 @@ cycle() { # RUNTIME NETWORK HOW-IT-ENDS
 # thrown away the checkpoint's tar.
 plain c1 runc bridge
 docker checkpoint create c1 cp > /dev/null
-wait_for 120 running c1 false
+wait_for running c1 false
 if docker start --checkpoint cp c1 > /tmp/said 2>&1; then
     echo "containerd's own shim: restored"
 else
@@ -110,7 +110,7 @@ docker exec f1 sh -c 'echo mine > /root/file; mkdir /d; ln -s x /d/link; chmod 4
 checkpoint f1 cp
 fresh f1 "${counts[@]}"
 docker start --checkpoint cp f12
-check 'a fresh container: it goes on' wait_for 120 beyond f12 3
+check 'a fresh container: it goes on' wait_for beyond f12 3
 check 'a fresh container: the files are there' docker exec f12 sh -c '
     test "$(cat /root/file)" = mine && test -u /root/file && test "$(readlink /d/link)" = x && test -f /tmp/new'
 check 'a fresh container: what was deleted is not' docker exec f12 test ! -e /etc/group
@@ -119,12 +119,12 @@ docker rm -f f1 f12 > /dev/null
 # A checkpoint that cannot be restored
 plain b1 cryopod bridge
 checkpoint b1 cp
-wait_for 120 running b1 false
+wait_for running b1 false
 rm "/var/lib/docker/containers/$(docker inspect -f '{{.Id}}' b1)/checkpoints/cp/pages-1.img"
 if timeout 60 docker start --checkpoint cp b1 > /tmp/said 2>&1; then exit 1; fi
 check 'a damaged checkpoint: docker says so' says /tmp/said 'restore failed'
 check 'a damaged checkpoint: nothing runs' running b1 false
-check 'a damaged checkpoint: nobody holds its network' wait_for 120 no_holder
+check 'a damaged checkpoint: nobody holds its network' wait_for no_holder
 docker start b1 > /dev/null
 check 'a damaged checkpoint: the container starts anew' running b1 true
 docker rm -f b1 > /dev/null
@@ -132,7 +132,7 @@ docker rm -f b1 > /dev/null
 # GPUs
 gpu=(--security-opt seccomp=unconfined "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
 docker run -d --name g1 --runtime cryopod "${gpu[@]}" busybox /cusim/cusim-client --mib 100 > /dev/null
-wait_for 120 ticked g1 3
+wait_for ticked g1 3
 before=$(sum g1)
 docker exec g1 sh -c 'echo mine > /root/file'
 checkpoint --leave-running g1 one
@@ -151,6 +151,6 @@ check 'GPU: and the sum goes on' goes_on g12
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 docker rm -f g1 g12 > /dev/null
 
-check 'no shim is left' wait_for 120 no_shims
+check 'no shim is left' wait_for no_shims
 check 'no mount is left' sh -c '! grep runtime.v2.task /proc/mounts'
-check 'no unpacked checkpoint is left' wait_for 120 sh -c '! ls -d /tmp/ctrd-checkpoint*'
+check 'no unpacked checkpoint is left' wait_for sh -c '! ls -d /tmp/ctrd-checkpoint*'

@@ -14,20 +14,23 @@ start_job() {
     rm -f "/out/$1"
     ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim $image "$1" \
         sh -c "exec /cusim/cusim-client --mib 40 >> /out/$1 2>&1"
-    wait_for 120 ticked "$1" 3
+    wait_for ticked "$1" 3
 }
 victim() { # WHO: its pids
     case $1 in
         ours) our_shim job ;;
         stock) stock_shim job ;;
         criu | late) pgrep -x criu ;;
+        alone) pgrep -o -x criu ;; # what it has forked for the container waits for it
         containerd) echo "$containerd_pid" ;;
     esac
 }
+criu_forked() { [ "$(pgrep -c -x criu)" -gt 1 ]; }
 kill_it() { # WHO AFTER: that many milliseconds after it began; criu after it came, or "late", when the job is there again
     local begun=true
     case $1 in
         criu) begun='pgrep -x criu' ;;
+        alone) begun=criu_forked ;;
         late) begun='pgrep -x cusim-client' ;;
     esac
     for _ in $(seq 300); do if $begun > /dev/null; then break; fi; sleep 0.01; done
@@ -42,11 +45,11 @@ clean() { # everything away, whatever there is; then nothing is left
     local pid
     ctr tasks resume job > /dev/null 2>&1 || true
     ctr tasks kill -s SIGKILL job > /dev/null 2>&1 || true
-    wait_for 120 no_job
+    wait_for no_job
     ctr tasks delete -f job > /dev/null 2>&1 || true
     ctr containers rm job > /dev/null 2>&1 || true
     ctr snapshots rm job > /dev/null 2>&1 || true # of a container that ctr had not made yet
-    wait_for 300 nothing
+    wait_for nothing
 }
 nothing() { # is left
     no_shims && ! grep -q runtime.v2.task /proc/mounts &&
@@ -56,7 +59,7 @@ alive_or_gone() { # as containerd reports it
     case $(status job) in
         RUNNING) goes_on job ;;
         PAUSED) ctr tasks resume job && goes_on job ;; # who was to resume it was killed
-        *) wait_for 120 no_job ;;
+        *) wait_for no_job ;;
     esac
 }
 one() { # WHO WHAT AFTER
@@ -71,7 +74,7 @@ one() { # WHO WHAT AFTER
     kill_it "$who" "$after"
     if [ "$who" = containerd ]; then wait "$containerd_pid" 2> /dev/null || true; containerd_up; fi
     wait $doing
-    wait_for 120 settled
+    wait_for settled || { ps ax | grep -v bash && return 1; }
     alive_or_gone || { echo "$(status job), but" && ps ax | grep -v bash | grep -E 'cusim-client|shim' && return 1; }
     clean && return
     ls /run/containerd/runc/default /run/containerd/io.containerd.runtime.v2.task/default
@@ -95,6 +98,9 @@ for after in 0 10 20 40 60 80 100 120 150 200; do
 done
 for after in 0 10 20 40 60 80 120; do
     check "criu killed after $after ms, in a restore" one criu restore $after
+done
+for after in 0 2 5 10 20 40; do
+    check "criu alone killed $after ms after it has forked, in a restore" one alone restore $after
 done
 for after in 0 15 30; do
     check "criu killed $after ms after the processes are there, in a restore" one late restore $after

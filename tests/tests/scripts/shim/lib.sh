@@ -7,7 +7,7 @@ image=localhost/busybox:latest
 containerd_up() { # [PATH-OF-LOG]
     containerd >> "${1:-/tmp/containerd.log}" 2>&1 &
     containerd_pid=$!
-    wait_for 300 ctr version > /dev/null 2>&1
+    wait_for ctr version > /dev/null 2>&1
 }
 containerd_down() { # [SIGNAL]
     kill "${1:--TERM}" "$containerd_pid"

@@ -25,7 +25,7 @@ holds() { [ "$(cat "$1")" = "$2" ]; }
 over() { case $(status "$1") in '' | STOPPED) ;; *) false ;; esac; } # ctr's attach deletes it, if it comes to that
 heard() { ctr namespaces label default heard=$RANDOM > /dev/null && sleep 0.1 && [ -s /tmp/events ]; } # ctr is listening
 
-cases() { # RUNTIME TAG
+cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at one by itself
     local runtime=$1 t=$2 code=0 pid n
 
     ctr run --rm --runtime "$runtime" $image "run$t" sh -c 'echo out; echo err >&2; exit 7' \
@@ -40,7 +40,7 @@ cases() { # RUNTIME TAG
 
     ctr run -d --runtime "$runtime" --log-uri "binary:///tmp/logger" $image "c$t" \
         sh -c 'trap "echo term; exit 9" TERM; i=0; while :; do echo tick $i; i=$((i + 1)); sleep 0.1; done'
-    wait_for 120 kept "c$t" 'tick 3'
+    wait_for kept "c$t" 'tick 3' || return
     tell 'logs by a driver' "$(sed -n 2p "/tmp/logged.c$t")"
     code=0
     echo hello | ctr tasks exec --exec-id e1 "c$t" sh -c 'cat; echo err >&2; exit 5' > /tmp/out 2> /tmp/err || code=$?
@@ -65,14 +65,14 @@ cases() { # RUNTIME TAG
     tell 'exec while it is paused' "$code $(grep -o 'paused.*' /tmp/out | head -n 1)"
     ctr tasks resume "c$t"
     n=$(wc -l < "/tmp/logged.c$t")
-    wait_for 120 kept "c$t" "tick $((n + 2))"
+    wait_for kept "c$t" "tick $((n + 2))" || return
     tell resume "$(status "c$t")"
     task_update "c$t" 134217728 > /dev/null
     tell update "$(memory_limit "c$t")"
     tell metrics "$(ctr tasks metrics "c$t" | awk 'NR > 2 {print $1}' | grep -v '^c' | sort | md5sum)"
     ctr tasks kill -s SIGTERM "c$t"
-    wait_for 120 is "c$t" STOPPED
-    wait_for 120 kept "c$t" term
+    wait_for is "c$t" STOPPED || return
+    wait_for kept "c$t" term || return
     tell 'kill and delete' "$(ctr tasks delete "c$t" 2>&1 | grep -o 'code [0-9]*') $(tail -n 1 "/tmp/logged.c$t")"
     code=0
     ctr tasks delete "c$t" > /tmp/out 2>&1 || code=$?
@@ -82,23 +82,23 @@ cases() { # RUNTIME TAG
     # attach: the one that started it is gone
     sleep 1000 | ctr run --fifo-dir "/tmp/fifo$t" --runtime "$runtime" $image "a$t" \
         sh -c 'while read -r line; do echo "got $line"; done' > /dev/null 2>&1 &
-    wait_for 120 is "a$t" RUNNING
+    wait_for is "a$t" RUNNING || return
     pkill -KILL -f "^ctr run --fifo-dir /tmp/fifo$t"
     (echo hello && sleep 5) | timeout -s KILL 30 ctr tasks attach "a$t" > /tmp/out 2>&1 &
-    wait_for 300 holds /tmp/out 'got hello'
+    wait_for holds /tmp/out 'got hello' || return
     tell attach "$(cat /tmp/out)"
     ctr tasks kill -s SIGKILL "a$t"
-    wait_for 120 over "a$t"
+    wait_for over "a$t" || return
     ctr tasks delete "a$t" > /dev/null 2>&1 || true
     ctr containers rm "a$t"
 
     ctr events > /tmp/events &
     local events=$!
-    wait_for 300 heard
+    wait_for heard || return
     code=0
     ctr run --rm --memory-limit 16777216 --runtime "$runtime" $image "oom$t" tail /dev/zero > /dev/null 2>&1 < /dev/null || code=$?
-    wait_for 300 grep -q "/tasks/exit.*oom$t" /tmp/events
-    wait_for 300 grep -q "/tasks/oom.*oom$t" /tmp/events
+    wait_for grep -q "/tasks/exit.*oom$t" /tmp/events || return
+    wait_for grep -q "/tasks/oom.*oom$t" /tmp/events || return
     kill $events
     tell oom "$code $(grep "oom$t" /tmp/events | awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\/(create|start|oom|exit)/) print $i}' | sort | uniq -c | tr -s ' \n' ' ')"
 
@@ -120,19 +120,19 @@ cases() { # RUNTIME TAG
     tell 'exec after that' "$code"
     ctr run -d --runtime "$runtime" --log-uri "file:///tmp/trap$t" $image "trap$t" \
         sh -c 'trap "exit 9" TERM; echo ready; while :; do sleep 0.1; done'
-    wait_for 120 grep -q ready "/tmp/trap$t"
+    wait_for grep -q ready "/tmp/trap$t" || return
     containerd_down -TERM
     containerd_up
     ctr tasks kill -s SIGTERM "trap$t"
-    wait_for 120 is "trap$t" STOPPED
+    wait_for is "trap$t" STOPPED || return
     tell 'exit code after a restart' "$(ctr tasks delete "trap$t" 2>&1 | grep -o 'code [0-9]*')"
     ctr containers rm "trap$t"
 
     # The stock shim killed
     pid=$(pid_of "m1$t")
     kill -KILL "$(stock_shim "m1$t")"
-    wait_for 120 gone "$pid"
-    wait_for 10 is "m1$t" "" || true
+    wait_for gone "$pid" || return
+    within 10 is "m1$t" "" || true
     tell 'shim killed' "$(status "m1$t")"
     for n in $(seq 50); do
         ctr tasks delete -f "m$n$t" > /dev/null 2>&1 || true &
@@ -141,7 +141,7 @@ cases() { # RUNTIME TAG
     wait "${starting[@]}" || true
     for n in $(seq 50); do ctr containers rm "m$n$t" > /dev/null 2>&1 || echo "m$n$t cannot be removed"; done
     tell 'after all' "$(ctr tasks ls | wc -l) $(ctr containers ls -q | wc -l) $(ls /run/containerd/io.containerd.runtime.v2.task/default | wc -l)"
-    wait_for 120 no_shims && tell 'shims' none
+    wait_for no_shims && tell 'shims' none
     tell 'sockets' "$(find /run/containerd/s -type s -print -delete | wc -l)" # of the one that was killed
 }
 starting=()
@@ -154,10 +154,10 @@ sed 's/^/ok: /' /tmp/ours
 ctr run -d --null-io --runtime $OURS $image k1 sleep 1000
 pid=$(pid_of k1) stock=$(stock_shim k1)
 kill -KILL "$(our_shim k1)"
-check 'our process killed: the container is gone' wait_for 120 gone "$pid"
-check "our process killed: so is containerd's shim" wait_for 120 gone "$stock"
+check 'our process killed: the container is gone' wait_for gone "$pid"
+check "our process killed: so is containerd's shim" wait_for gone "$stock"
 ctr tasks delete -f k1 > /dev/null 2>&1 || true
 check 'our process killed: the container can be removed' ctr containers rm k1
-check 'our process killed: no process is left' wait_for 120 no_shims
-check 'our process killed: no socket is left' wait_for 120 no_sockets
-check 'our process killed: no mount is left' wait_for 120 sh -c '! grep -q runtime.v2.task /proc/mounts'
+check 'our process killed: no process is left' wait_for no_shims
+check 'our process killed: no socket is left' wait_for no_sockets
+check 'our process killed: no mount is left' wait_for sh -c '! grep -q runtime.v2.task /proc/mounts'

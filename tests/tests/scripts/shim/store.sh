@@ -20,11 +20,11 @@ start_job() { # NAME [OPTION]...
     for node in "${nodes[@]}"; do mounts+=(--device "$node"); done
     ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim "$@" $image "$name" \
         sh -c "$host_memory; /cusim/cusim-client --mib 60 >> /out/$name 2>&1; echo \$x"
-    wait_for 120 ticked "$name" 3
+    wait_for ticked "$name" 3
 }
 away() { # NAME: the container and its snapshot are no more
     ctr tasks kill -s SIGKILL "$1"
-    wait_for 120 is "$1" STOPPED
+    wait_for is "$1" STOPPED
     ctr tasks delete "$1" > /dev/null 2>&1 || true
     ctr containers rm "$1"
 }
