@@ -29,10 +29,13 @@ impl Criu {
     /// the container's first process, which has CRIU's name, is not there yet, and what else has it is CRIU's child.
     pub fn find(&mut self, parent: i32) {
         if self.process.is_none() {
-            let criu = live::tree(&Host::system(), parent)
+            // Not the one that the runtime asked for CRIU's version, on its way out.
+            self.process = live::tree(&Host::system(), parent)
                 .into_iter()
-                .find(|pid| *pid != parent && is_criu(*pid));
-            self.process = criu.and_then(|pid| Some((pid, procfs::stat(pid)?.start_time)));
+                .filter(|pid| *pid != parent && is_criu(*pid))
+                .filter_map(|pid| Some((pid, procfs::stat(pid)?)))
+                .find(|(_, stat)| !stat.exiting)
+                .map(|(pid, stat)| (pid, stat.start_time));
         }
     }
 
@@ -50,7 +53,8 @@ impl Criu {
         }
         let mut any = false;
         for pid in live::tree(&Host::system(), parent) {
-            if pid != parent && is_criu(pid) {
+            let lives = |pid| procfs::stat(pid).is_some_and(|s| !s.exiting);
+            if pid != parent && is_criu(pid) && lives(pid) {
                 any |= kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok();
             }
         }
