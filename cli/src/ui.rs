@@ -28,13 +28,13 @@ pub fn with_progress<T>(
     let watched = Arc::clone(progress);
     let what = what.to_owned();
     let watcher = thread::spawn(move || {
-        let terminal = std::io::stderr().is_terminal();
-        let wait = if terminal { DRAW } else { LINE };
-        let bar = if terminal {
-            bar(&what)
-        } else {
-            ProgressBar::hidden()
+        let bar = match std::io::stderr().is_terminal() {
+            true => bar(&what),
+            false => ProgressBar::hidden(),
         };
+        // It is hidden on a terminal, too, that cannot move its cursor: TERM is unset, or `dumb`.
+        let terminal = !bar.is_hidden();
+        let wait = if terminal { DRAW } else { LINE };
         let start = Instant::now();
         while waiting.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
             let (now, total) = (watched.done(), watched.total());

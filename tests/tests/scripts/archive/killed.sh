@@ -54,7 +54,7 @@ check 'convert' killed convert /tmp/out/a.tar.zst cryopod convert -q oci:/tmp/im
 check 'unpack' killed unpack /tmp/out/folder cryopod unpack -q oci:/tmp/image -o /tmp/out/folder
 
 # how far it is: a bar on a terminal, nothing of it elsewhere
-script -qec 'cryopod pack /tmp/in -o oci:/tmp/bar --level 15' /tmp/said > /dev/null
+script -qec 'TERM=xterm cryopod pack /tmp/in -o oci:/tmp/bar --level 18' /tmp/said > /dev/null
 check 'progress: bytes, rate, time left' says /tmp/said 'pack .*iB/[0-9.]+ MiB .*/s .* left'
-cryopod pack /tmp/in -o oci:/tmp/bar --replace --level 15 > /dev/null 2> /tmp/said
+cryopod pack /tmp/in -o oci:/tmp/bar --replace --level 18 > /dev/null 2> /tmp/said
 check 'progress: no bar without a terminal' sh -c '! grep -q "iB/[0-9]" /tmp/said'
