@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -204,7 +204,7 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
 /// deleted, as after the death of a shim of its own; a stock shim that outlives them would be asked nothing any more,
 /// and in the middle of a checkpoint or a restore it would go on with what is being deleted.
 fn end_abandoned(record: &Record, flags: &Flags) {
-    if record.address.connect().is_ok() {
+    if answers(&record.address, flags) {
         return;
     }
     let pid = stock_pid(&record.upstream, &flags.namespace, &flags.id);
@@ -226,6 +226,18 @@ fn end_abandoned(record: &Record, flags: &Flags) {
     // The runtimes that it ran end with it, one after the other.
     std::thread::sleep(Duration::from_millis(200));
     record.upstream.remove();
+}
+
+/// Is there a process of ours behind an address? That it takes connections does not tell: a killed process closes its
+/// sockets one after the other, and containerd, which has lost one, may have called us before the last.
+fn answers(address: &Address, flags: &Flags) -> bool {
+    let mut request = ConnectRequest::new();
+    request.id = flags.id.clone();
+    match rpc::task_call(address, &flags.namespace, "Connect", &request, SHORT) {
+        Ok(_) => true,
+        // One that is slow is there, with all the containers that it has.
+        Err(e) => matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+    }
 }
 
 fn shut_down(upstream: &Address, flags: &Flags) {
@@ -285,7 +297,33 @@ fn print(bytes: &[u8]) -> Result<ExitCode, Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::thread;
+
     use super::*;
+
+    #[test]
+    fn a_socket_that_a_dying_process_has_yet_to_close_is_no_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let address = Address(format!("unix://{}", path.display()));
+        let flags = Flags {
+            id: "c1".into(),
+            namespace: "default".into(),
+            ..Flags::default()
+        };
+        assert!(!answers(&address, &flags), "nobody");
+        let listener = UnixListener::bind(&path).unwrap();
+        let dying = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(50));
+            drop(listener);
+        });
+        assert!(!answers(&address, &flags), "it ends");
+        dying.join().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let _slow = UnixListener::bind(&path).unwrap();
+        assert!(answers(&address, &flags), "it is slow, but there");
+    }
 
     #[test]
     fn the_runtime_that_the_options_name_goes_under_ours() {

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use crate::address::Address;
 use crate::container::Held;
@@ -46,6 +47,9 @@ pub fn main(upstream: &str) -> Result<ExitCode, Error> {
     };
     // SAFETY: `start`, the only caller of this action, put the listening socket there, and nothing else owns it.
     let listener = unsafe { UnixListener::from_raw_fd(LISTENER) };
+    // What this process starts must not hold it: connections would be taken after our end.
+    fcntl(&listener, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
+        .map_err(|e| Error::io("the listening socket")(e.into()))?;
     let watched = upstream.connect().map_err(|source| {
         ours.remove();
         Error::Io {
