@@ -1,5 +1,5 @@
-# restore_interrupted.sh LOW: a restore of a GPU container that is interrupted leaves nothing of the container, and the
-# checkpoint as it was; the next restore works.
+# restore_interrupted.sh LOW: a restore of a GPU container that is interrupted, or whose CRIU is killed, leaves nothing
+# of the container, and the checkpoint as it was; the next restore works.
 low=$1
 mkimage
 low_level "$low"
@@ -47,6 +47,21 @@ for signal in TERM INT; do
         echo "ok: SIG$signal at $stage"
     done
 done
+
+# CRIU is killed when the container's first process waits for it: without a limit, and the runtime with it.
+rm -f /tmp/reached /tmp/go-on
+echo setup-namespaces > /tmp/stop-at
+cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+wrapper=$!
+wait_for test -e /tmp/reached
+kill -KILL "$(pgrep -o -x criu)"
+touch /tmp/go-on
+if wait $wrapper; then echo 'CRIU killed: restored'; exit 1; fi
+grep -q 'the checkpoint is untouched: CRIU was killed' /tmp/said || { cat /tmp/said; exit 1; }
+"$low" delete --force c1 > /dev/null 2>&1 || true
+wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
+[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+echo 'ok: CRIU killed'
 
 # After CRIU's last question there is no way back: the restore is completed, as if the signal had come later.
 rm -f /tmp/reached /tmp/go-on
