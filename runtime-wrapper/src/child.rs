@@ -89,6 +89,8 @@ pub struct Ended {
     pub passed: bool,
     /// CRIU did not end in time and was killed: it could not leave the container as it was.
     pub killed: bool,
+    /// The processes that CRIU restored were killed under its hands, and it was then itself.
+    pub bereft: bool,
 }
 
 /// The signals that an operation watches, from its first step on; before that they end the process as ever.
@@ -163,6 +165,7 @@ pub fn run(
         written: 0,
         escalated: false,
         killed: false,
+        bereft: false,
         code: None,
         criu: Criu::default(),
     };
@@ -172,6 +175,7 @@ pub fn run(
         interrupted: watcher.interrupted,
         passed: watcher.passed,
         killed: watcher.killed,
+        bereft: watcher.bereft,
     })
 }
 
@@ -230,6 +234,7 @@ struct Watcher<'a> {
     written: u64,
     escalated: bool,
     killed: bool,
+    bereft: bool,
     code: Option<i32>,
     /// Of a restore.
     criu: Criu,
@@ -358,10 +363,18 @@ impl Watcher<'_> {
         });
     }
 
-    /// What waits for a CRIU that was killed would keep the runtime waiting.
+    /// What waits for a CRIU that was killed would keep the runtime waiting, as would a CRIU for what was killed.
     fn widowed(&mut self) {
-        let waits = self.code.is_none() && !self.passed;
-        if waits && self.criu.end_widowed(this_process()) && self.interrupted.is_none() {
+        if self.code.is_some() {
+            return;
+        }
+        if self.criu.end_waiting(this_process()) {
+            // Whatever CRIU was told before: there is no container.
+            self.passed = false;
+            self.bereft = true;
+            self.interrupt("the container's processes were killed in the middle of it, and CRIU waited for their end in vain; see the kernel's log for why, memory that ran out for one");
+        }
+        if !self.passed && self.criu.end_widowed(this_process()) && self.interrupted.is_none() {
             self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
         }
     }

@@ -152,7 +152,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         mount_points.keep();
     } else {
         let left = cgroups.kill();
-        if ended.killed || left {
+        if ended.killed || ended.bereft || left {
             remove_remains(ctx, inv, &tools);
         }
         cgroups.remove();

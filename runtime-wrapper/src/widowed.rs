@@ -1,9 +1,13 @@
-//! Processes of a restore whose CRIU is dead.
+//! Waits of a restore that have no end: for a CRIU that is dead, and CRIU's for processes that were killed.
 //!
 //! CRIU forks the container's first process, which waits without a limit for CRIU's word to go on and, until its
 //! own files are restored, holds CRIU's connection to the runtime open (`__restore_task_with_children` in CRIU's
 //! cr-restore.c). If CRIU is killed at that time, by a kernel short of memory say, nobody tells that process; the
 //! runtime never sees the connection's end and waits as long.
+//!
+//! If the container's processes are killed, by the same kernel, when CRIU has its hands on them to let them go, CRIU waits
+//! for the first of them (`out_kill` of `restore_root_task`, there). The init of a namespace of pids ends last, after every
+//! other thread in it has been reaped (`zap_pid_ns_processes` in the kernel), and those that CRIU traces only CRIU can reap.
 
 use std::time::{Duration, Instant};
 
@@ -13,8 +17,10 @@ use cryopod_gpu_hooks::live;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// How long the runtime may take to notice CRIU's end by itself.
+/// How long the runtime may take to notice CRIU's end by itself, and CRIU that of a process.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// Between two looks at every process.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// The CRIU of a restore.
 #[derive(Debug, Default)]
@@ -22,6 +28,10 @@ pub struct Criu {
     /// Its pid and start time.
     process: Option<(i32, u64)>,
     gone: Option<Instant>,
+    /// When every process was looked at.
+    looked: Option<Instant>,
+    /// One that cannot end, since when.
+    unreaped: Option<(i32, Instant)>,
 }
 
 impl Criu {
@@ -42,10 +52,7 @@ impl Criu {
     /// To be asked now and then while the runtime, a child of `parent`, has not ended: if CRIU has been gone for a while,
     /// ends the processes that still wait for it. `true` if there were any.
     pub fn end_widowed(&mut self, parent: i32) -> bool {
-        let Some((criu, start_time)) = self.process else {
-            return false;
-        };
-        if procfs::stat(criu).is_some_and(|s| !s.exiting && s.start_time == start_time) {
+        if self.process.is_none() || self.alive().is_some() {
             return false;
         }
         if self.gone.get_or_insert_with(Instant::now).elapsed() < PATIENCE {
@@ -60,6 +67,44 @@ impl Criu {
         }
         any
     }
+
+    /// To be asked now and then while the runtime, a child of `parent`, has not ended: if CRIU has been waiting for a while
+    /// for a process that cannot end before CRIU does, ends CRIU. `true` if it has.
+    pub fn end_waiting(&mut self, parent: i32) -> bool {
+        let Some(criu) = self.alive() else {
+            return false;
+        };
+        if self.looked.is_some_and(|at| at.elapsed() < PAUSE) {
+            return false;
+        }
+        self.looked = Some(Instant::now());
+        let pids = live::tree(&Host::system(), parent).into_iter();
+        let Some(pid) = pids.filter(|pid| *pid != criu).find(|p| unreaped(*p, criu)) else {
+            self.unreaped = None;
+            return false;
+        };
+        match self.unreaped {
+            Some((before, since)) if before == pid => {
+                since.elapsed() >= PATIENCE && kill(Pid::from_raw(criu), Signal::SIGKILL).is_ok()
+            }
+            _ => {
+                self.unreaped = Some((pid, Instant::now()));
+                false
+            }
+        }
+    }
+
+    fn alive(&self) -> Option<i32> {
+        let (criu, start_time) = self.process?;
+        let stat = procfs::stat(criu)?;
+        (!stat.exiting && stat.start_time == start_time).then_some(criu)
+    }
+}
+
+/// Is a process that this CRIU traces on its way out, and asleep on it? One that gives a large memory back is not asleep.
+fn unreaped(pid: i32, criu: i32) -> bool {
+    procfs::stat(pid).is_some_and(|s| s.exiting && s.state == 'S')
+        && procfs::status(pid).is_ok_and(|s| s.tracer == criu)
 }
 
 /// Does a process have CRIU's name, as what CRIU forks has it at first?

@@ -11,7 +11,7 @@
 //! - [`lifecycle`]: the actions containerd calls (`start`, `delete`, `-info`): the stock shim's, and ours around them.
 //! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
 //! - [`task`]: what is changed in `Create` and the others; [`answers`], [`container`].
-//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`remains`]: if it never does.
+//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`remains`], [`criu`]: if it never does.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
 //! - [`limited`]: programs, each with a time limit; [`spec`]: what is looked up in a bundle's spec.
@@ -20,6 +20,7 @@
 pub mod address;
 pub mod answers;
 pub mod container;
+pub mod criu;
 pub mod frame;
 pub mod holder;
 pub mod images;

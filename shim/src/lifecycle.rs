@@ -21,7 +21,7 @@ use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
 use crate::record::Record;
-use crate::{Error, options, proxy, remains, restore, rpc, stock};
+use crate::{Error, criu, options, proxy, remains, restore, rpc, stock};
 
 /// The environment variable through which cryopod-runtime learns of its low-level runtime.
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
@@ -177,8 +177,10 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         (LOW_LEVEL, OsStr::new(low_level)),
         (stock::RUNTIME_ENV, runtime.as_os_str()),
     ];
-    if let Some(record) = &record {
-        end_abandoned(record, flags);
+    if let Some(record) = &record
+        && end_abandoned(record, flags)
+    {
+        criu::end(&criu::folders(bundle, ""));
     }
     let said = stock::run(args, &env, &[])?;
     if !flags.id.is_empty() {
@@ -203,9 +205,10 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
 /// Ends a stock shim whose front, our process, has died. containerd has lost all of its containers, and has each
 /// deleted, as after the death of a shim of its own; a stock shim that outlives them would be asked nothing any more,
 /// and in the middle of a checkpoint or a restore it would go on with what is being deleted.
-fn end_abandoned(record: &Record, flags: &Flags) {
+/// `true` if its front has died.
+fn end_abandoned(record: &Record, flags: &Flags) -> bool {
     if answers(&record.address, flags) {
-        return;
+        return false;
     }
     let pid = stock_pid(&record.upstream, &flags.namespace, &flags.id);
     let Some(pid) = pid
@@ -213,7 +216,7 @@ fn end_abandoned(record: &Record, flags: &Flags) {
         .and_then(|p| i32::try_from(p).ok())
         .filter(|p| *p > 1)
     else {
-        return;
+        return true;
     };
     let pid = Pid::from_raw(pid);
     let _ = kill(pid, Signal::SIGKILL);
@@ -226,6 +229,7 @@ fn end_abandoned(record: &Record, flags: &Flags) {
     // The runtimes that it ran end with it, one after the other.
     std::thread::sleep(Duration::from_millis(200));
     record.upstream.remove();
+    true
 }
 
 /// Is there a process of ours behind an address? That it takes connections does not tell: a killed process closes its

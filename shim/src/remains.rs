@@ -13,7 +13,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::{limited, restore};
+use crate::{criu, limited, restore};
 
 /// How long one `delete --force` may take.
 const DELETE: Duration = Duration::from_secs(10);
@@ -32,6 +32,8 @@ pub struct Place {
     pub id: String,
     /// Its cgroups, of those that were not there before: whatever is in them is the container's.
     pub cgroups: Vec<PathBuf>,
+    /// Where CRIU works on it: [`criu::folders`].
+    pub criu: Vec<PathBuf>,
 }
 
 impl Place {
@@ -47,7 +49,10 @@ impl Place {
         }
         let folder = self.folder();
         for _ in 0..TRIES {
-            if !kill_all(&self.cgroups) && !folder.is_dir() {
+            let killed = kill_all(&self.cgroups);
+            // It would keep what was killed, and that the runtime.
+            let ended = criu::end(&self.criu);
+            if !killed && !ended && !folder.is_dir() {
                 return;
             }
             restore::unmount_below(&folder);
@@ -116,6 +121,7 @@ mod tests {
             root: root.path().into(),
             id: "c1".into(),
             cgroups: vec![root.path().join("cgroup")],
+            criu: Vec::new(),
         };
         let mut victim = Command::new("sleep").arg("1000").spawn().unwrap();
         fs::create_dir(root.path().join("cgroup")).unwrap();

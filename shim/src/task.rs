@@ -24,7 +24,7 @@ use crate::lifecycle::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::remains::{self, Place};
 use crate::restore::{self, Restoring, Wanted};
 use crate::spec::Spec;
-use crate::{limited, options, proxy, rpc};
+use crate::{criu, limited, options, proxy, rpc};
 
 /// The log that the stock shim has the runtime write, in the bundle.
 const LOG: &str = "log.json";
@@ -316,6 +316,7 @@ impl Tasks {
             root: or(&options.root, DEFAULT_ROOT).join(rpc::namespace(request).unwrap_or_default()),
             id: create.id.clone(),
             cgroups: Vec::new(),
+            criu: criu::folders(&bundle, &options.criu_work_path),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         let named = !options.criu_image_path.is_empty();

@@ -63,6 +63,22 @@ wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryop
 [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
 echo 'ok: CRIU killed'
 
+# The container's processes are killed when CRIU is about to let them go. It waits for the first of them, which waits for
+# the others, which only CRIU can reap.
+rm -f /tmp/reached /tmp/go-on
+echo pre-resume > /tmp/stop-at
+cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+wrapper=$!
+wait_for test -e /tmp/reached
+kill -KILL "$(pgrep -o -x sh -P "$(pgrep -x "$low" -P $wrapper)")"
+touch /tmp/go-on
+if wait $wrapper; then echo 'its processes killed: restored'; exit 1; fi
+grep -q "the checkpoint is untouched: the container's processes were killed" /tmp/said || { cat /tmp/said; exit 1; }
+"$low" delete --force c1 > /dev/null 2>&1 || true
+wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
+[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+echo 'ok: its processes killed'
+
 # After CRIU's last question there is no way back: the restore is completed, as if the signal had come later.
 rm -f /tmp/reached /tmp/go-on
 echo post-restore > /tmp/stop-at

@@ -1,0 +1,112 @@
+//! CRIU at work on a container that is given up.
+//!
+//! A runtime that is killed leaves its CRIU behind. Most end by themselves, at the next question that nobody answers.
+//! One that restores and has its hands on the processes when these are killed waits for the first of them, the init of a
+//! namespace of pids, which ends last: after every thread that CRIU traces has been reaped, by CRIU (`out_kill` of
+//! `restore_root_task` in CRIU's cr-restore.c, `zap_pid_ns_processes` in the kernel). That wait has no end.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// How long it may take to end by itself.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the kernel may take to end what was killed.
+const END: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(20);
+/// The stock shim's link to the folder that CRIU works in, in the bundle.
+const WORK: &str = "work";
+
+/// Where CRIU may work on the container of a bundle. `named`: what the engine's options say of it, or empty.
+pub fn folders(bundle: &Path, named: &str) -> Vec<PathBuf> {
+    let named = (!named.is_empty()).then(|| PathBuf::from(named));
+    let all = [bundle.to_owned(), bundle.join(WORK)].into_iter();
+    all.chain(named)
+        .filter_map(|f| fs::canonicalize(f).ok())
+        .collect()
+}
+
+/// Waits for the end of every CRIU that works in one of these folders; those that are still there after a second are
+/// killed. `true` if there was any.
+pub fn end(folders: &[PathBuf]) -> bool {
+    let start = Instant::now();
+    let mut any = false;
+    loop {
+        let pids = at_work(folders);
+        if pids.is_empty() || start.elapsed() >= PATIENCE + END {
+            return any;
+        }
+        any = true;
+        if start.elapsed() >= PATIENCE {
+            for pid in pids {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+/// The processes with CRIU's name, as what CRIU forks has it at first, that have a file of one of these folders open: its
+/// log is, as long as it works.
+fn at_work(folders: &[PathBuf]) -> Vec<i32> {
+    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| *pid > 1 && is_criu(*pid) && has_open(*pid, folders))
+        .collect()
+}
+
+fn is_criu(pid: i32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.starts_with("criu"))
+}
+
+fn has_open(pid: i32, folders: &[PathBuf]) -> bool {
+    let open = fs::read_dir(format!("/proc/{pid}/fd"));
+    open.into_iter().flatten().flatten().any(|fd| {
+        fs::read_link(fd.path()).is_ok_and(|file| folders.iter().any(|f| file.starts_with(f)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    #[test]
+    fn only_the_one_that_works_on_this_container() {
+        let dir = tempfile::tempdir().unwrap();
+        let criu = dir.path().join("criu");
+        fs::copy("/bin/sleep", &criu).unwrap();
+        let (bundle, work) = (dir.path().join("bundle"), dir.path().join("w"));
+        let other = dir.path().join("bundle2");
+        for folder in [&bundle, &work, &other] {
+            fs::create_dir(folder).unwrap();
+        }
+        std::os::unix::fs::symlink(&work, bundle.join(WORK)).unwrap();
+        let start = |program: &Path, log: PathBuf| -> Child {
+            Command::new(program)
+                .arg("1000")
+                .stdout(fs::File::create(log).unwrap())
+                .spawn()
+                .unwrap()
+        };
+        let named = folders(&bundle, other.to_str().unwrap());
+        assert_eq!(named.len(), 3);
+        let folders = folders(&bundle, "");
+        assert!(!end(&folders));
+        let mut ours = start(&criu, work.join("restore.log"));
+        let mut elsewhere = start(&criu, other.join("restore.log"));
+        let mut no_criu = start(Path::new("/bin/sleep"), work.join("x"));
+        assert!(end(&folders));
+        assert!(!ours.wait().unwrap().success());
+        for lives in [&mut elsewhere, &mut no_criu] {
+            assert_eq!(lives.try_wait().unwrap(), None);
+            lives.kill().unwrap();
+            lives.wait().unwrap();
+        }
+    }
+}
