@@ -16,13 +16,14 @@ const MAX_BELOW: usize = 10_000;
 /// How long the processes of a failed restore may take to be gone.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The container's cgroups that were not there before the restore.
+/// The container's cgroups that had no process before the restore. Most were not there; a runtime that was killed leaves its
+/// own behind, empty.
 #[derive(Debug, Default)]
 pub struct Cgroups(Vec<PathBuf>);
 
 impl Cgroups {
     /// To be asked before the restore.
-    pub fn missing(host: &Host, spec: &Spec, id: &str) -> Self {
+    pub fn vacant(host: &Host, spec: &Spec, id: &str) -> Self {
         let path = spec.json().pointer("/linux/cgroupsPath");
         let path = path.and_then(|p| p.as_str()).filter(|p| !p.is_empty());
         // `slice:prefix:name` is systemd's, which removes it itself.
@@ -39,13 +40,13 @@ impl Cgroups {
         }
         let mounts = mountinfo::of(host, "self").into_iter();
         let cgroups = mounts.filter(|m| m.fs_type == "cgroup" || m.fs_type == "cgroup2");
-        let missing = cgroups
+        let vacant = cgroups
             .map(|m| host.path(m.point.join(path)))
-            .filter(|p| !p.exists());
-        Self(missing.collect())
+            .filter(|p| !p.exists() || below(p).iter().all(|f| no_process(f)));
+        Self(vacant.collect())
     }
 
-    /// Kills the processes in them: those of the failed restore, as there was no such cgroup before. CRIU, killed late,
+    /// Kills the processes in them: those of the failed restore, as nobody was in them before. CRIU, killed late,
     /// leaves a whole container running. `true` if there were any.
     pub fn kill(&self) -> bool {
         let mut any = false;
@@ -72,6 +73,11 @@ impl Cgroups {
             }
         }
     }
+}
+
+/// One that cannot be read, as a cgroup of threads cannot, may have some.
+fn no_process(cgroup: &Path) -> bool {
+    fs::read_to_string(cgroup.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty())
 }
 
 /// A cgroup and those in it, parents first.
@@ -118,9 +124,22 @@ mod tests {
         .unwrap();
         let host = Host::at(dir.path());
         let spec = |path: &str| Spec::from_json(json!({"linux": {"cgroupsPath": path}}));
-        let there = Cgroups::missing(&host, &spec("/there"), "c1");
-        let by_id = Cgroups::missing(&host, &Spec::from_json(json!({})), "c1");
-        let named = Cgroups::missing(&host, &spec("/a/b"), "c1");
+        make("sys/fs/cgroup/left/sub");
+        make("sys/fs/cgroup/taken/sub");
+        for (cgroup, pids) in [
+            ("left", ""),
+            ("left/sub", ""),
+            ("taken", ""),
+            ("taken/sub", "1\n"),
+        ] {
+            let file = dir.path().join("sys/fs/cgroup").join(cgroup);
+            fs::write(file.join("cgroup.procs"), pids).unwrap();
+        }
+        let vacant = |path: &str| !Cgroups::vacant(&host, &spec(path), "c1").0.is_empty();
+        assert!(vacant("/left") && !vacant("/taken"));
+        let there = Cgroups::vacant(&host, &spec("/there"), "c1");
+        let by_id = Cgroups::vacant(&host, &Spec::from_json(json!({})), "c1");
+        let named = Cgroups::vacant(&host, &spec("/a/b"), "c1");
         make("sys/fs/cgroup/c1/sub");
         make("sys/fs/cgroup/a/b");
         let mut victim = std::process::Command::new("sleep")
@@ -151,10 +170,7 @@ mod tests {
             [true, false, false, true]
         );
         for odd in ["system.slice:crun:c1", "../x", "/"] {
-            assert!(
-                Cgroups::missing(&host, &spec(odd), "").0.is_empty(),
-                "{odd}"
-            );
+            assert!(Cgroups::vacant(&host, &spec(odd), "").0.is_empty(), "{odd}");
         }
     }
 }

@@ -126,13 +126,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edits = edits(ctx, &chosen, answer.amd_visible);
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
-    let cgroups = Cgroups::missing(&host, &spec, &inv.id);
+    let cgroups = Cgroups::vacant(&host, &spec, &inv.id);
     rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
     let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
+    let detach = inv.flags.has("detach");
     let watch = Watch {
-        kind: child::Kind::Restore {
-            detach: inv.flags.has("detach"),
-        },
+        kind: child::Kind::Restore { detach },
         gate: &ready.gate,
         limit: ready.limit,
         abort_limit: Duration::from_secs(ctx.config.limits.abort_s),
@@ -147,16 +146,17 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
     let lost = ended.code != 0 && finished.error.is_some();
     let reasons = finished.reasons().chain(denied).collect();
-    if ended.code == 0 || ended.passed && !lost {
+    // One in the foreground ends with the container's own exit code, and leaves nobody behind.
+    let ran = ended.code == 0 || !detach && ended.passed && !lost;
+    let left = ended.code != 0 && cgroups.kill();
+    if ran && !left {
         edited.keep();
         mount_points.keep();
     } else {
-        let left = cgroups.kill();
         if ended.killed || ended.bereft || left {
             remove_remains(ctx, inv, &tools);
         }
         cgroups.remove();
-        // A container in the foreground ends with its own exit code, which is no failed restore.
         let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
         log::error(&explain(ctx, inv, &ended, reasons, stuck));
     }

@@ -21,6 +21,7 @@ use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
 use crate::record::Record;
+use crate::spec::Spec;
 use crate::{Error, criu, options, proxy, remains, restore, rpc, stock};
 
 /// The environment variable through which cryopod-runtime learns of its low-level runtime.
@@ -187,6 +188,10 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         let root = record.as_ref().and_then(|r| r.root.as_deref());
         let root = Path::new(root.unwrap_or(DEFAULT_ROOT)).join(&flags.namespace);
         remains::sweep(&root.join(&flags.id));
+        let cgroup = Spec::read(bundle)
+            .ok()
+            .and_then(|s| s.cgroup().map(remains::vacant));
+        remains::remove(&cgroup.unwrap_or_default());
     }
     if let Some(record) = record {
         // A container of a shim that goes on with others.

@@ -336,7 +336,7 @@ impl Tasks {
                 named,
                 network: mounted,
             };
-            place.cgroups = spec.cgroup().map(remains::missing).unwrap_or_default();
+            place.cgroups = spec.cgroup().map(remains::vacant).unwrap_or_default();
             restoring = Some(Restoring::new(wanted).map_err(|e| e.to_string())?);
         }
         let mut changed = request.clone();

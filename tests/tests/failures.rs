@@ -32,7 +32,7 @@ fn interrupted(low: &str, cgroup: Cgroup) {
     let out = bed.sh(&script).ok();
     assert_eq!(
         out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        8,
+        9,
         "{out}"
     );
 }

@@ -25,8 +25,10 @@ until [ -e /tmp/go-on ]; do sleep 0.02; done
 EOF
 chmod 755 /tmp/stages.sh
 echo 'action-script /tmp/stages.sh' >> /etc/criu/default.conf
+cgroup=$(jq -r '.linux.cgroupsPath // "c1"' config.json)
+in_cgroup() { cat /sys/fs/cgroup{,/*}/"$cgroup"/cgroup.procs 2> /dev/null; }
 nothing_left() {
-    ! pgrep -x 'criu|sleep|cryopod-runtime' > /dev/null && [ -z "$(ls -A /run/cryopod)" ] && ! "$low" list -q 2> /dev/null | grep -qx c1
+    [ -z "$(in_cgroup)" ] && ! pgrep -x 'criu|sleep|cryopod-runtime' > /dev/null && [ -z "$(ls -A /run/cryopod)" ] && ! "$low" list -q 2> /dev/null | grep -qx c1
 }
 for signal in TERM INT; do
     for stage in setup-namespaces post-setup-namespaces; do
@@ -78,6 +80,23 @@ grep -q "the checkpoint is untouched: the container's processes were killed" /tm
 wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
 [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
 echo 'ok: its processes killed'
+
+# CRIU is killed at the same stage: what it had restored would run on. The cgroup is there, of a runtime that was killed.
+rm -f /tmp/reached /tmp/go-on
+for hierarchy in $(awk '$3 ~ /^cgroup2?$/ {print $2}' /proc/mounts); do mkdir -p "$hierarchy/$cgroup" 2> /dev/null || true; done
+cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+wrapper=$!
+wait_for test -e /tmp/reached
+[ -n "$(in_cgroup)" ]
+kill -KILL "$(pgrep -o -x criu)"
+touch /tmp/go-on
+if wait $wrapper; then echo 'CRIU killed late: restored'; exit 1; fi
+grep -q 'the checkpoint is untouched' /tmp/said || { cat /tmp/said; exit 1; }
+"$low" delete --force c1 > /dev/null 2>&1 || true
+wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; in_cgroup; exit 1; }
+[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+echo 'ok: CRIU killed late'
+cat /tmp/out.then > $out
 
 # After CRIU's last question there is no way back: the restore is completed, as if the signal had come later.
 rm -f /tmp/reached /tmp/go-on

@@ -22,16 +22,17 @@ victim() { # WHO: its pids
         stock) stock_shim job ;;
         criu | late) pgrep -x criu ;;
         alone) pgrep -o -x criu ;; # what it has forked for the container waits for it
-        containerd) echo "$containerd_pid" ;;
+        containerd | restored) echo "$containerd_pid" ;;
     esac
 }
 criu_forked() { [ "$(pgrep -c -x criu)" -gt 1 ]; }
-kill_it() { # WHO AFTER: that many milliseconds after it began; criu after it came, or "late", when the job is there again
+kill_it() { # WHO AFTER: that many milliseconds after it began; criu after it came, or "late", when the job is there again;
+    # "restored": containerd, then
     local begun=true
     case $1 in
         criu) begun='pgrep -x criu' ;;
         alone) begun=criu_forked ;;
-        late) begun='pgrep -x cusim-client' ;;
+        late | restored) begun='pgrep -x cusim-client' ;;
     esac
     for _ in $(seq 300); do if $begun > /dev/null; then break; fi; sleep 0.01; done
     sleep "$(awk -v ms="$2" 'BEGIN {print ms / 1000}')"
@@ -72,7 +73,7 @@ one() { # WHO WHAT AFTER
     fi
     local doing=$!
     kill_it "$who" "$after"
-    if [ "$who" = containerd ]; then wait "$containerd_pid" 2> /dev/null || true; containerd_up; fi
+    if [ "$who" = containerd ] || [ "$who" = restored ]; then wait "$containerd_pid" 2> /dev/null || true; containerd_up; fi
     wait $doing
     wait_for settled || { ps ax | grep -v bash && return 1; }
     alive_or_gone || { echo "$(status job), but" && ps ax | grep -v bash | grep -E 'cusim-client|shim' && return 1; }
@@ -104,6 +105,9 @@ for after in 0 2 5 10 20 40; do
 done
 for after in 0 15 30; do
     check "criu killed $after ms after the processes are there, in a restore" one late restore $after
+done
+for after in 0 5 10 15 20 30; do
+    check "containerd killed $after ms after the processes are there, in a restore" one restored restore $after
 done
 start_job job
 check 'after: a checkpoint works' ctr tasks checkpoint job
