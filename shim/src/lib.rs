@@ -110,7 +110,7 @@ fn run(args: &[OsString]) -> Result<ExitCode, Error> {
         _ if flags.info => lifecycle::info(args),
         "start" => lifecycle::start(args, &flags),
         "delete" => lifecycle::delete(args, &flags, &bundle(&flags.bundle)),
-        "serve" => proxy::main(&flags.socket),
+        "serve" => proxy::main(&flags.socket, &flags.namespace),
         other => Err(Error::Usage(format!("unknown action {other:?}"))),
     }
 }

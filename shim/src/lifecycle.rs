@@ -13,7 +13,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use containerd_shim::Flags;
-use containerd_shim::api::{ConnectRequest, DeleteRequest, ShutdownRequest};
+use containerd_shim::api::{ConnectRequest, ConnectResponse, DeleteRequest, ShutdownRequest};
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use nix::sys::signal::{Signal, kill};
@@ -30,6 +30,10 @@ const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 pub const DEFAULT_LOW_LEVEL: &str = "runc";
 /// Where the stock shim has runc keep its containers, where nothing else is named.
 pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
+/// The stock shim's address in a bundle, as containerd 1.7's writes it.
+const ADDRESS: &str = "address";
+/// How long a stock shim may take to get up; many at once take seconds.
+const START: Duration = Duration::from_secs(10);
 /// For calls on the way out; containerd gives `delete` five seconds in all.
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -73,7 +77,21 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     front(&record, flags, &runtime, &decoded.shim_cgroup).inspect_err(|_| {
         shut_down(&record.upstream, flags);
     })?;
+    lead_back(Path::new(ADDRESS), &record, flags);
     print(bootstrap.with_address(&record.address.0).as_bytes())
+}
+
+/// containerd 1.7, started again, looks for its shims at the address that the stock shim has written into the bundle.
+fn lead_back(file: &Path, record: &Record, flags: &Flags) {
+    if !fs::read_to_string(file).is_ok_and(|a| a.trim() == record.upstream.0) {
+        return;
+    }
+    // It reads that itself on its way up, to know which socket to remove in the end, and answers when it is up.
+    if connect(&record.upstream, flags, START).is_err() {
+        return;
+    }
+    let new = file.with_extension("new");
+    let _ = fs::write(&new, &record.address.0).and_then(|()| fs::rename(&new, file));
 }
 
 /// Our process in front of the stock shim, unless it is there already.
@@ -215,7 +233,7 @@ fn end_abandoned(record: &Record, flags: &Flags) -> bool {
     if answers(&record.address, flags) {
         return false;
     }
-    let pid = stock_pid(&record.upstream, &flags.namespace, &flags.id);
+    let pid = connect(&record.upstream, flags, SHORT).map(|answer| answer.shim_pid);
     let Some(pid) = pid
         .ok()
         .and_then(|p| i32::try_from(p).ok())
@@ -240,32 +258,24 @@ fn end_abandoned(record: &Record, flags: &Flags) -> bool {
 /// Is there a process of ours behind an address? That it takes connections does not tell: a killed process closes its
 /// sockets one after the other, and containerd, which has lost one, may have called us before the last.
 fn answers(address: &Address, flags: &Flags) -> bool {
-    let mut request = ConnectRequest::new();
-    request.id = flags.id.clone();
-    match rpc::task_call(address, &flags.namespace, "Connect", &request, SHORT) {
+    match connect(address, flags, SHORT) {
         Ok(_) => true,
         // One that is slow is there, with all the containers that it has.
         Err(e) => matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
     }
 }
 
+fn connect(address: &Address, flags: &Flags, limit: Duration) -> std::io::Result<ConnectResponse> {
+    let mut request = ConnectRequest::new();
+    request.id = flags.id.clone();
+    let response = rpc::task_call(address, &flags.namespace, "Connect", &request, limit)?;
+    ConnectResponse::parse_from_bytes(&response.payload).map_err(std::io::Error::other)
+}
+
 fn shut_down(upstream: &Address, flags: &Flags) {
     let mut request = ShutdownRequest::new();
     request.id = flags.id.clone();
     let _ = rpc::task_call(upstream, &flags.namespace, "Shutdown", &request, SHORT);
-}
-
-/// The pid of the stock shim behind an address.
-///
-/// # Errors
-/// It does not answer.
-pub fn stock_pid(upstream: &Address, namespace: &str, id: &str) -> std::io::Result<u32> {
-    let mut request = ConnectRequest::new();
-    request.id = id.into();
-    let response = rpc::task_call(upstream, namespace, "Connect", &request, SHORT)?;
-    let answer = containerd_shim::api::ConnectResponse::parse_from_bytes(&response.payload)
-        .map_err(std::io::Error::other)?;
-    Ok(answer.shim_pid)
 }
 
 /// The low-level runtime under cryopod-runtime: the one that the options name, unless they name cryopod-runtime

@@ -34,11 +34,11 @@ const STACK_BYTES: usize = 256 << 10;
 /// How long the last answers of a stock shim that ends may take to get to containerd.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Serves until the stock shim ends.
+/// Serves until the stock shim ends. `namespace`: containerd's.
 ///
 /// # Errors
 /// [`Error`]: the stock shim is not there.
-pub fn main(upstream: &str) -> Result<ExitCode, Error> {
+pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     let upstream = Address(upstream.to_owned());
     let ours = Address::for_upstream(&upstream);
     let runtime = match std::env::var_os(IN_PLACE) {
@@ -59,7 +59,7 @@ pub fn main(upstream: &str) -> Result<ExitCode, Error> {
     })?;
     let open = Arc::new(AtomicUsize::new(0));
     let server = Server {
-        tasks: Arc::new(Tasks::new(runtime, upstream.clone())),
+        tasks: Arc::new(Tasks::new(runtime, upstream.clone(), namespace)),
         upstream,
         open: Arc::clone(&open),
     };

@@ -64,12 +64,6 @@ pub fn task_call(
     last.ok_or_else(|| io::Error::other("no version of the task service"))
 }
 
-/// containerd's namespace of a request.
-pub fn namespace(request: &Request) -> Option<&str> {
-    let named = request.metadata.iter().find(|p| p.key == NAMESPACE);
-    named.map(|p| p.value.as_str())
-}
-
 fn pair(key: &str, value: &str) -> containerd_shim::protos::ttrpc::proto::KeyValue {
     let mut pair = containerd_shim::protos::ttrpc::proto::KeyValue::new();
     pair.key = key.into();

@@ -67,14 +67,13 @@ pub struct Watched {
 #[derive(Debug)]
 enum Call {
     Create,
-    /// containerd's namespace.
-    Start(String),
+    Start,
     State,
     Connect,
     Checkpoint(PathBuf),
     Delete,
-    /// The request, for a second try; containerd's namespace.
-    Resume(Vec<u8>, String),
+    /// The request, for a second try.
+    Resume(Vec<u8>),
 }
 
 /// The containers of this shim, as far as they matter here.
@@ -82,15 +81,19 @@ pub struct Tasks {
     /// cryopod-runtime; `None`: containers keep the one that their engine names.
     runtime: Option<PathBuf>,
     upstream: Address,
+    /// containerd's: the only one that a shim has containers of. containerd 1.7 does not say it in its calls.
+    namespace: String,
     containers: Mutex<HashMap<String, Container>>,
 }
 
 impl Tasks {
     /// `runtime`: cryopod-runtime; `None`: containers keep the one that their engine names.
-    pub fn new(runtime: Option<PathBuf>, upstream: Address) -> Self {
+    /// `namespace`: containerd's.
+    pub fn new(runtime: Option<PathBuf>, upstream: Address, namespace: &str) -> Self {
         Self {
             runtime,
             upstream,
+            namespace: namespace.into(),
             containers: Mutex::default(),
         }
     }
@@ -125,7 +128,7 @@ impl Tasks {
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
-            (Call::Start(_) | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
+            (Call::Start | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
             (Call::Create | Call::Delete, failed) => {
                 let removed = matches!(watched.call, Call::Delete) != failed;
                 if removed {
@@ -141,15 +144,15 @@ impl Tasks {
             (Call::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
             }
-            (Call::Resume(request, namespace), true) => {
-                if let Some(second) = self.resume(&watched.id, request, namespace) {
+            (Call::Resume(request), true) => {
+                if let Some(second) = self.resume(&watched.id, request) {
                     return second;
                 }
             }
             (Call::Checkpoint(images), false) => self.make_another(&watched.id, images),
             _ => {}
         }
-        if matches!(watched.call, Call::Start(_)) {
+        if matches!(watched.call, Call::Start) {
             self.restored(&watched.id, failed);
         }
         response
@@ -158,19 +161,17 @@ impl Tasks {
     /// The connection of a call has ended without an answer: containerd is gone, and with its connection the stock shim
     /// has ended the restore that it was in the middle of.
     pub fn lost(&self, watched: &Watched) {
-        let Call::Start(namespace) = &watched.call else {
+        if !matches!(watched.call, Call::Start) {
             return;
-        };
+        }
         let restoring = |c: &Container| c.restoring.is_some();
         if !self.lock().get(&watched.id).is_some_and(restoring) {
             return;
         }
-        let mut state = StateRequest::new();
-        state.id.clone_from(&watched.id);
         // It answers when the restore has ended, this way or that.
-        let answer = rpc::task_call(&self.upstream, namespace, "State", &state, STATE);
-        let state = answer.and_then(|a| Ok(StateResponse::parse_from_bytes(&a.payload)?));
-        let Ok(state) = state else { return };
+        let Some(state) = self.state(&watched.id) else {
+            return;
+        };
         let runs = state.status == containerd_shim::api::Status::RUNNING.into();
         self.restored(&watched.id, !runs);
         if runs {
@@ -179,13 +180,21 @@ impl Tasks {
         // Nobody was told of it. A shim that has no other container ends; containerd finds it gone when it is back.
         let mut gone = DeleteRequest::new();
         gone.id.clone_from(&watched.id);
-        let deleted = rpc::task_call(&self.upstream, namespace, "Delete", &gone, STATE);
+        let deleted = rpc::task_call(&self.upstream, &self.namespace, "Delete", &gone, STATE);
         if deleted.is_ok_and(|answer| rpc::succeeded(&answer)) {
             self.forget(&watched.id);
         }
         let mut end = ShutdownRequest::new();
         end.id.clone_from(&watched.id);
-        let _ = rpc::task_call(&self.upstream, namespace, "Shutdown", &end, STATE);
+        let _ = rpc::task_call(&self.upstream, &self.namespace, "Shutdown", &end, STATE);
+    }
+
+    /// What the stock shim says of a container.
+    fn state(&self, id: &str) -> Option<StateResponse> {
+        let mut request = StateRequest::new();
+        request.id = id.into();
+        let answer = rpc::task_call(&self.upstream, &self.namespace, "State", &request, STATE);
+        StateResponse::parse_from_bytes(&answer.ok()?.payload).ok()
     }
 
     fn forget(&self, id: &str) {
@@ -262,24 +271,35 @@ impl Tasks {
     /// A checkpoint that was killed, as containerd's death does, may leave a container running that the stock shim had
     /// paused and believes paused: it could neither be resumed nor get an exec. It is paused once more, for the stock
     /// shim to resume.
-    fn resume(&self, id: &str, request: &[u8], namespace: &str) -> Option<Response> {
+    fn resume(&self, id: &str, request: &[u8]) -> Option<Response> {
+        if self.state(id)?.status != containerd_shim::api::Status::PAUSED.into() {
+            return None;
+        }
         let root = self.lock().get(id)?.place.root.clone();
-        let mut pause = Command::new(self.runtime.clone()?);
-        pause.arg("--root").arg(root);
-        pause.args(["pause", id]).stderr(Stdio::null());
-        match limited::run(&mut pause, &[], RESUME) {
+        let runtime = self.runtime.clone()?;
+        let ask = |verb: &str| {
+            let mut command = Command::new(&runtime);
+            command.arg("--root").arg(&root);
+            command.args([verb, id]).stderr(Stdio::null());
+            limited::run(&mut command, &[], RESUME)
+        };
+        match ask("pause") {
             Ok((status, _)) if status.success() => {}
             Ok(_) => return None,
             Err(e) => {
                 let says = format!(
                     "cryopod: {id} cannot be resumed: {}: {e}; try again, or end it with SIGKILL",
-                    pause.get_program().to_string_lossy()
+                    runtime.display()
                 );
                 return Some(rpc::failure(Code::UNAVAILABLE, says));
             }
         }
         let request = ResumeRequest::parse_from_bytes(request).ok()?;
-        rpc::task_call(&self.upstream, namespace, "Resume", &request, RESUME).ok()
+        let answer = rpc::task_call(&self.upstream, &self.namespace, "Resume", &request, RESUME);
+        if !answer.as_ref().is_ok_and(rpc::succeeded) {
+            let _ = ask("resume");
+        }
+        answer.ok()
     }
 
     /// docker's checkpoints only.
@@ -313,7 +333,7 @@ impl Tasks {
         };
         let mut place = Place {
             runtime: or(&options.binary_name, DEFAULT_LOW_LEVEL),
-            root: or(&options.root, DEFAULT_ROOT).join(rpc::namespace(request).unwrap_or_default()),
+            root: or(&options.root, DEFAULT_ROOT).join(&self.namespace),
             id: create.id.clone(),
             cgroups: Vec::new(),
             criu: criu::folders(&bundle, &options.criu_work_path),
@@ -377,11 +397,10 @@ impl Tasks {
     /// Is the answer to this one to be looked at?
     fn watch(&self, request: &Request) -> Option<Watched> {
         let payload = &request.payload;
-        let namespace = || rpc::namespace(request).unwrap_or_default().to_owned();
         let (call, id, exec) = match request.method.as_str() {
             "Start" => {
                 let r = StartRequest::parse_from_bytes(payload).ok()?;
-                (Call::Start(namespace()), r.id, r.exec_id)
+                (Call::Start, r.id, r.exec_id)
             }
             "State" => {
                 let r = StateRequest::parse_from_bytes(payload).ok()?;
@@ -401,8 +420,7 @@ impl Tasks {
             }
             "Resume" => {
                 let r = ResumeRequest::parse_from_bytes(payload).ok()?;
-                let call = Call::Resume(payload.clone(), namespace());
-                (call, r.id, String::new())
+                (Call::Resume(payload.clone()), r.id, String::new())
             }
             _ => return None,
         };

@@ -9,7 +9,7 @@ fn made(method: &str, payload: Vec<u8>) -> Request {
 }
 
 fn tasks() -> Tasks {
-    Tasks::new(Some("/r".into()), Address("/none".into()))
+    Tasks::new(Some("/r".into()), Address("/none".into()), "default")
 }
 
 fn create(bundle: &Path) -> CreateTaskRequest {
@@ -33,11 +33,16 @@ fn create_gets_our_runtime_and_keeps_the_rest() {
             format!(r#"{{"linux":{{"cgroupsPath":"{cgroup}"}}}}"#),
         )
         .unwrap();
-        let (fate, watched) = tasks().request(&made("Create", create.write_to_bytes().unwrap()));
+        let tasks = tasks();
+        let (fate, watched) = tasks.request(&made("Create", create.write_to_bytes().unwrap()));
         let Fate::Changed(changed) = fate else {
             panic!("{fate:?}")
         };
         assert!(watched.is_some());
+        assert_eq!(
+            tasks.lock()["c1"].place.folder(),
+            Path::new("/run/containerd/runc/default/c1")
+        );
         let got = CreateTaskRequest::parse_from_bytes(&changed.payload).unwrap();
         let options = options::decode(got.options.as_ref()).unwrap();
         assert_eq!(
@@ -123,7 +128,7 @@ fn in_place_of_the_stock_shim_a_container_keeps_its_runtime() {
     named.binary_name = "/usr/bin/runc".into();
     create.options = MessageField::some(options::encode(&named).unwrap());
     let request = made("Create", create.write_to_bytes().unwrap());
-    let (fate, _) = Tasks::new(None, Address("/none".into())).request(&request);
+    let (fate, _) = Tasks::new(None, Address("/none".into()), "default").request(&request);
     let Fate::Changed(changed) = fate else {
         panic!("{fate:?}")
     };

@@ -67,6 +67,11 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     n=$(wc -l < "/tmp/logged.c$t")
     wait_for kept "c$t" "tick $((n + 2))" || return
     tell resume "$(status "c$t")"
+    code=0
+    ctr tasks resume "c$t" > /tmp/out 2>&1 || code=$?
+    n=$(wc -l < "/tmp/logged.c$t")
+    wait_for kept "c$t" "tick $((n + 2))" || return
+    tell 'resume of what runs' "$code $(grep -o 'cannot resume.*process' /tmp/out) $(status "c$t")"
     task_update "c$t" 134217728 > /dev/null
     tell update "$(memory_limit "c$t")"
     tell metrics "$(ctr tasks metrics "c$t" | awk 'NR > 2 {print $1}' | grep -v '^c' | sort | md5sum)"
@@ -149,6 +154,18 @@ cases $STOCK s > /tmp/stock 2> /tmp/stock.err || { cat /tmp/stock /tmp/stock.err
 cases $OURS o > /tmp/ours 2> /tmp/ours.err || { cat /tmp/ours /tmp/ours.err && tail -n 20 /tmp/containerd.log && exit 1; }
 diff /tmp/stock /tmp/ours || { echo 'the shims differ (<: containerd, >: cryopod)' && cat /tmp/ours.err && exit 1; }
 sed 's/^/ok: /' /tmp/ours
+
+# containerd, started again, talks to ours: it looks where these files say.
+ctr run -d --null-io --runtime $OURS $image k0 sleep 1000
+leads_back() {
+    local bundle=/run/containerd/io.containerd.runtime.v2.task/default/k0
+    grep -qF "$(jq -r .address $bundle/cryopod-shim.json)" $bundle/address || grep -qF "$(jq -r .address $bundle/cryopod-shim.json)" $bundle/bootstrap.json
+} 2> /dev/null
+check 'a bundle leads to our process' leads_back
+ctr tasks kill -s SIGKILL k0
+wait_for is k0 STOPPED
+ctr tasks delete k0 > /dev/null 2>&1 || true
+ctr containers rm k0
 
 # Our own process killed: containerd cleans up as it does after its own shim, and nothing is left of either.
 ctr run -d --null-io --runtime $OURS $image k1 sleep 1000
