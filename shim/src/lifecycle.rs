@@ -74,10 +74,16 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
         low_level: low_level.to_string_lossy().into_owned(),
         root: Some(decoded.root.clone()).filter(|r| !r.is_empty()),
     };
-    front(&record, flags, &runtime, &decoded.shim_cgroup).inspect_err(|_| {
+    lead_back(Path::new(ADDRESS), &record, flags);
+    // containerd, which cannot reach what it is told, forgets it; one that is killed before would leave the stock shim.
+    let up = || {
+        front(&record, flags, &runtime, &decoded.shim_cgroup)?;
+        let what = format!("{}: no answer from our process", record.address.0);
+        connect(&record.address, flags, START).map_err(Error::io(what))
+    };
+    up().or_else(|_| up()).inspect_err(|_| {
         shut_down(&record.upstream, flags);
     })?;
-    lead_back(Path::new(ADDRESS), &record, flags);
     print(bootstrap.with_address(&record.address.0).as_bytes())
 }
 
