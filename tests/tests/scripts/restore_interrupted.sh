@@ -50,52 +50,35 @@ for signal in TERM INT; do
     done
 done
 
-# CRIU is killed when the container's first process waits for it: without a limit, and the runtime with it.
-rm -f /tmp/reached /tmp/go-on
-echo setup-namespaces > /tmp/stop-at
-cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
-wrapper=$!
-wait_for test -e /tmp/reached
-kill -KILL "$(pgrep -o -x criu)"
-touch /tmp/go-on
-if wait $wrapper; then echo 'CRIU killed: restored'; exit 1; fi
-grep -q 'the checkpoint is untouched: CRIU was killed' /tmp/said || { cat /tmp/said; exit 1; }
-"$low" delete --force c1 > /dev/null 2>&1 || true
-wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
-[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
-echo 'ok: CRIU killed'
-
-# The container's processes are killed when CRIU is about to let them go. It waits for the first of them, which waits for
-# the others, which only CRIU can reap.
-rm -f /tmp/reached /tmp/go-on
-echo pre-resume > /tmp/stop-at
-cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
-wrapper=$!
-wait_for test -e /tmp/reached
-kill -KILL "$(pgrep -o -x sh -P "$(pgrep -x "$low" -P $wrapper)")"
-touch /tmp/go-on
-if wait $wrapper; then echo 'its processes killed: restored'; exit 1; fi
-grep -q "the checkpoint is untouched: the container's processes were killed" /tmp/said || { cat /tmp/said; exit 1; }
-"$low" delete --force c1 > /dev/null 2>&1 || true
-wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
-[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
-echo 'ok: its processes killed'
-
-# CRIU is killed at the same stage: what it had restored would run on. The cgroup is there, of a runtime that was killed.
-rm -f /tmp/reached /tmp/go-on
+victim() { # WHO: its pid
+    case $1 in
+        criu) pgrep -o -x criu ;;
+        processes) pgrep -o -x sh -P "$(pgrep -x "$low" -P $wrapper)" ;; # the first, and so all
+    esac
+}
+killed() { # WHO STAGE SAYS: the restore fails and says so; nothing is left
+    rm -f /tmp/reached /tmp/go-on
+    echo "$2" > /tmp/stop-at
+    cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+    wrapper=$!
+    wait_for test -e /tmp/reached
+    [ "$2" != pre-resume ] || [ -n "$(in_cgroup)" ]
+    kill -KILL "$(victim "$1")"
+    touch /tmp/go-on
+    if wait $wrapper; then echo "$1 killed at $2: restored"; exit 1; fi
+    grep -q "the checkpoint is untouched: $3" /tmp/said || { cat /tmp/said; exit 1; }
+    "$low" delete --force c1 > /dev/null 2>&1 || true
+    wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; in_cgroup; exit 1; }
+    [ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
+    echo "ok: $1 killed at $2"
+}
+# The container's first process waits for CRIU without a limit, and the runtime with it.
+killed criu setup-namespaces 'CRIU was killed'
+# CRIU is about to let the processes go. It waits for the first of them, which waits for the others, which only CRIU can reap.
+killed processes pre-resume "the container's processes were killed"
+# What CRIU had restored would run on. The cgroup is there, of a runtime that was killed.
 for hierarchy in $(awk '$3 ~ /^cgroup2?$/ {print $2}' /proc/mounts); do mkdir -p "$hierarchy/$cgroup" 2> /dev/null || true; done
-cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
-wrapper=$!
-wait_for test -e /tmp/reached
-[ -n "$(in_cgroup)" ]
-kill -KILL "$(pgrep -o -x criu)"
-touch /tmp/go-on
-if wait $wrapper; then echo 'CRIU killed late: restored'; exit 1; fi
-grep -q 'the checkpoint is untouched' /tmp/said || { cat /tmp/said; exit 1; }
-"$low" delete --force c1 > /dev/null 2>&1 || true
-wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; in_cgroup; exit 1; }
-[ "$(cd checkpoint && sha256sum -- * | sha256sum)" = "$sum" ]
-echo 'ok: CRIU killed late'
+killed criu pre-resume ''
 cat /tmp/out.then > $out
 
 # After CRIU's last question there is no way back: the restore is completed, as if the signal had come later.
