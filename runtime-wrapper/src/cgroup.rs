@@ -49,6 +49,17 @@ pub fn crun_restore_must_ignore(host: &Host) -> bool {
     setup(host) == Setup::Hybrid
 }
 
+/// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there are
+/// none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
+/// cgroupv2" (`libcrun_cgroup_enter`, which reads the same file).
+pub fn beside_v1(host: &Host) -> Option<String> {
+    if setup(host) != Setup::Hybrid {
+        return None;
+    }
+    let controllers = host.line("/sys/fs/cgroup/unified/cgroup.controllers");
+    controllers.filter(|c| !c.is_empty())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -66,5 +77,23 @@ mod tests {
         assert_eq!(with("4:memory:/\n1:name=systemd:/\n"), Setup::V1);
         assert_eq!(with("4:memory:/\n0::/\n"), Setup::Hybrid);
         assert_eq!(with(""), Setup::V2);
+    }
+
+    #[test]
+    fn a_controller_of_v2_beside_v1() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let unified = dir.path().join("sys/fs/cgroup/unified");
+        std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+        std::fs::create_dir_all(&unified).unwrap();
+        let own = dir.path().join("proc/self/cgroup");
+        std::fs::write(&own, "4:memory:/\n0::/\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
+        std::fs::write(unified.join("cgroup.controllers"), "\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
+        std::fs::write(unified.join("cgroup.controllers"), "hugetlb\n").unwrap();
+        assert_eq!(beside_v1(&host).as_deref(), Some("hugetlb"));
+        std::fs::write(&own, "0::/\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
     }
 }

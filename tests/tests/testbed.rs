@@ -43,6 +43,18 @@ fn the_workspace_is_read_only_and_the_root_is_new_each_time() {
     bed.sh("[ ! -e /usr/bin/left ]").ok();
 }
 
+/// crun refuses to start containers where v2 has a controller beside v1's; what the machine hands on must not matter.
+#[test]
+fn beside_v1_no_controller_is_left_to_v2() {
+    let Some(bed) = Bed::new(Cgroup::V1) else {
+        return;
+    };
+    bed.sh("[ -z \"$(cat /sys/fs/cgroup/unified/cgroup.controllers)\" ]
+         mkimage
+         RUNTIME=crun pod run --rm localhost/busybox true")
+        .ok();
+}
+
 #[test]
 fn a_finished_run_leaves_nothing() {
     for cgroup in [Cgroup::V1, Cgroup::V2] {

@@ -233,9 +233,14 @@ fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
 fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     let setup = cgroup::setup(input.host);
     let crun = LowLevel::find(config).is_ok_and(|l| l.kind == Kind::Crun);
-    lines.push(match setup {
-        Setup::Hybrid if crun => Line::note("cgroups", "hybrid (v1 and v2)", "a restore under crun can fail on cpuset.cpus here (crun does not pass --manage-cgroups-mode on to CRIU); use runc, or a host with v2 alone"),
-        other => Line::ok("cgroups", other.label()),
+    lines.push(match (setup, cgroup::beside_v1(input.host)) {
+        (_, Some(controllers)) if crun => Line::note(
+            "cgroups",
+            format!("hybrid (v1 and v2), v2 has {controllers}"),
+            "crun starts no container here (\"cgroups in hybrid mode not supported, drop all controllers from cgroupv2\"); use runc, or a host with v2 alone",
+        ),
+        (Setup::Hybrid, _) if crun => Line::note("cgroups", "hybrid (v1 and v2)", "a restore under crun can fail on cpuset.cpus here (crun does not pass --manage-cgroups-mode on to CRIU); use runc, or a host with v2 alone"),
+        (other, _) => Line::ok("cgroups", other.label()),
     });
 }
 
