@@ -9,8 +9,8 @@ BENCH_DIR ?= /var/tmp
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-# cryopod-runtime is called several times for each container: linked statically it starts in a fraction of the
-# time (runtime-wrapper/fastpath). The others load libraries at run time and cannot be static.
+# An engine calls cryopod-runtime several times for each container: linked statically it starts in less time. The
+# others load libraries at run time and cannot be static.
 build: ## release binaries, in target/release
 	cargo build --quiet --release $(BUILD)
 	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" cargo build --quiet --release \

@@ -3,7 +3,7 @@
 //!
 //! The variables go into `process.env` of the bundle, before the low-level runtime reads it, and the annotation
 //! `dev.cryopod.env.set` there says which. Variables that the container has already stay as they are. Where the
-//! annotation is not, nothing is read but the spec's text, once, by `fastpath`.
+//! annotation is not, nothing is read but the spec's text, once.
 //!
 //! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53), so for `io_uring` the
 //! spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.

@@ -2,9 +2,6 @@
 
 use std::process::ExitCode;
 
-// Linked for its entry point, which the static build starts at.
-use cryopod_fastpath as _;
-
 fn main() -> ExitCode {
     cryopod_runtime::main(std::env::args_os().collect())
 }
