@@ -20,7 +20,7 @@ build: ## release binaries, in target/release
 test: ## all tests: format, lints, units, the simulated driver, the real container stack
 	tests/run
 
-testbed: ## the Debian root that the real-stack tests run in; SUITE=forky for the newer one
+testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up
 
 test-vm: ## the tests that need real device nodes, in an emulated machine; docs/testbed.md

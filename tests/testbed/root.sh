@@ -5,9 +5,10 @@
 # and no process. The root's name in the cache has a hash of this file: edit it, and a new one is built.
 set -euo pipefail
 
+# what is tested
+stack=(criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo)
 packages=(
-    # what is tested
-    criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo
+    "${stack[@]}"
     # what the tests and the tools above call
     iptables nftables iproute2 kmod procps strace jq zstd pigz ca-certificates
     # archives: another reader, a registry, curl for calls to the CRI (Debian has no crictl)
@@ -18,10 +19,21 @@ packages=(
 
 suite=$1 mirror=$2 root=$3
 
-script=/usr/share/debootstrap/scripts/$suite # an older debootstrap does not know newer suites
+# Debian's experimental has single packages, for use over a whole suite.
+base=$suite
+if [ "$suite" = experimental ]; then base=forky; fi
+script=/usr/share/debootstrap/scripts/$base # an older debootstrap does not know newer suites
 [ -e "$script" ] || script=/usr/share/debootstrap/scripts/sid
 debootstrap --variant=minbase --keyring=/usr/share/keyrings/debian-archive-keyring.gpg \
-    --include="$(IFS=, && echo "${packages[*]}")" "$suite" "$root" "$mirror" "$script"
+    --include="$(IFS=, && echo "${packages[*]}")" "$base" "$root" "$mirror" "$script"
+
+if [ "$suite" != "$base" ]; then
+    echo "deb $mirror $suite main" > "$root/etc/apt/sources.list.d/$suite.list"
+    # The mirror may be a snapshot, whose lists have expired; debootstrap takes them too.
+    chroot "$root" apt-get -o Acquire::Check-Valid-Until=false update
+    DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -y --no-install-recommends \
+        --target-release "$suite" "${stack[@]}"
+fi
 
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
     "$root"/usr/share/{doc,man,locale,info}/*
