@@ -1,50 +1,85 @@
 //! Addresses of sockets, as shims write them: `unix:///run/containerd/s/HASH`, a bare path, or (before containerd
-//! 1.4) the name of an abstract socket; since containerd 1.7 within a JSON object.
+//! 1.4) the name of an abstract socket; since containerd 2.0 within a JSON object, since 2.3 within a protobuf message.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use containerd_shim::protos::protobuf::UnknownFields;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The answer to `start`: a bare address (containerd 1.7's shim) or this object (2.x's).
-#[derive(Debug, Clone, PartialEq, Eq)]
+use crate::bootstrap::{fields, last_bytes};
+
+/// The answer to `start`.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Bootstrap {
     /// Where the shim listens.
     pub address: String,
-    /// The object, as it came; `None`: it was a bare address.
-    object: Option<serde_json::Map<String, serde_json::Value>>,
+    /// The rest of the answer, as it came.
+    form: Form,
 }
 
+/// The forms of an answer.
+#[derive(Debug, Clone, PartialEq)]
+enum Form {
+    /// containerd 1.7's shim: a bare address.
+    Text,
+    /// 2.0's to 2.2's: a JSON object.
+    Object(serde_json::Map<String, serde_json::Value>),
+    /// 2.3's and newer: a `BootstrapResult`.
+    Message(UnknownFields),
+}
+
+/// `BootstrapResult.address`.
+const RESULT_ADDRESS: u32 = 2;
+
 impl Bootstrap {
-    /// Reads an answer; `None` if it is neither.
-    pub fn parse(text: &str) -> Option<Self> {
+    /// Reads an answer; `None` if it has none of the forms.
+    pub fn read(answer: &[u8]) -> Option<Self> {
+        // The tags of a `BootstrapResult` are control characters, so it is neither a JSON object nor an address.
+        let text = std::str::from_utf8(answer).ok();
+        text.and_then(Self::from_text)
+            .or_else(|| Self::from_message(answer))
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
         let text = text.trim();
         if let Ok(serde_json::Value::Object(object)) = serde_json::from_str(text) {
             let address = object.get("address")?.as_str()?.to_owned();
-            return Some(Self {
-                address,
-                object: Some(object),
-            });
+            let form = Form::Object(object);
+            return Some(Self { address, form });
         }
         let plain =
             !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || c.is_control());
         plain.then(|| Self {
             address: text.to_owned(),
-            object: None,
+            form: Form::Text,
         })
     }
 
+    fn from_message(bytes: &[u8]) -> Option<Self> {
+        let message = fields(bytes)?;
+        let address = String::from_utf8(last_bytes(&message, RESULT_ADDRESS)?.to_vec()).ok()?;
+        let form = Form::Message(message);
+        (!address.is_empty()).then_some(Self { address, form })
+    }
+
     /// The same answer with another address, in the same form.
-    pub fn with_address(&self, address: &str) -> String {
-        match &self.object {
-            None => address.to_owned(),
-            Some(object) => {
+    pub fn with_address(&self, address: &str) -> Vec<u8> {
+        match &self.form {
+            Form::Text => address.into(),
+            Form::Object(object) => {
                 let mut object = object.clone();
                 object.insert("address".into(), address.into());
-                serde_json::Value::Object(object).to_string()
+                serde_json::Value::Object(object).to_string().into_bytes()
+            }
+            Form::Message(message) => {
+                let mut message = message.clone();
+                message.remove(RESULT_ADDRESS);
+                message.add_length_delimited(RESULT_ADDRESS, address.into());
+                message.write_to_bytes()
             }
         }
     }
@@ -140,19 +175,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_forms_of_the_answer() {
-        let bare = Bootstrap::parse("unix:///run/containerd/s/ab\n").unwrap();
+    fn forms_of_the_answer() {
+        let read = |text: &str| Bootstrap::read(text.as_bytes());
+        let bare = read("unix:///run/containerd/s/ab\n").unwrap();
         assert_eq!(bare.address, "unix:///run/containerd/s/ab");
-        assert_eq!(bare.with_address("unix:///x"), "unix:///x");
-        let json =
-            Bootstrap::parse(r#"{"version":3,"address":"unix:///a","protocol":"ttrpc"}"#).unwrap();
+        assert_eq!(bare.with_address("unix:///x"), b"unix:///x");
+        let json = read(r#"{"version":3,"address":"unix:///a","protocol":"ttrpc"}"#).unwrap();
         assert_eq!(json.address, "unix:///a");
         assert_eq!(
             json.with_address("unix:///b"),
-            r#"{"version":3,"address":"unix:///b","protocol":"ttrpc"}"#
+            br#"{"version":3,"address":"unix:///b","protocol":"ttrpc"}"#
         );
-        for bad in ["", "two words", "{}", r#"{"address":1}"#] {
-            assert_eq!(Bootstrap::parse(bad), None, "{bad}");
+        // version 3, address "unix:///a", protocol "ttrpc", and field 6, which this version does not know.
+        let message = "\x08\x03\x12\x09unix:///a\x1a\x05ttrpc\x32\x02ab";
+        let message = read(message).unwrap();
+        assert_eq!(message.address, "unix:///a");
+        let changed = Bootstrap::read(&message.with_address("unix:///b")).unwrap();
+        assert_eq!(changed.address, "unix:///b");
+        assert_eq!(
+            Bootstrap::read(&changed.with_address("unix:///a")),
+            Some(message)
+        );
+        for bad in [
+            "",
+            "two words",
+            "{}",
+            r#"{"address":1}"#,
+            "\x08\x03",
+            "\x08\x03\x12\x00",
+            "\x12\x09x",
+        ] {
+            assert_eq!(read(bad), None, "{bad}");
         }
     }
 

@@ -12,6 +12,7 @@
 //! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
 //! - [`task`]: what is changed in `Create` and the others; [`answers`], [`container`].
 //! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`remains`], [`criu`]: if it never does.
+//! - [`bootstrap`]: what containerd sends to `start`, before and since its version 2.3.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
 //! - [`limited`]: programs, each with a time limit; [`spec`]: what is looked up in a bundle's spec.
@@ -19,6 +20,7 @@
 
 pub mod address;
 pub mod answers;
+pub mod bootstrap;
 pub mod container;
 pub mod criu;
 pub mod frame;

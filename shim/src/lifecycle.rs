@@ -15,11 +15,11 @@ use std::time::Duration;
 use containerd_shim::Flags;
 use containerd_shim::api::{ConnectRequest, ConnectResponse, DeleteRequest, ShutdownRequest};
 use containerd_shim::protos::protobuf::Message;
-use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
+use crate::bootstrap::Request;
 use crate::record::Record;
 use crate::spec::Spec;
 use crate::{Error, criu, options, proxy, remains, restore, rpc, stock};
@@ -32,6 +32,8 @@ pub const DEFAULT_LOW_LEVEL: &str = "runc";
 pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 /// The stock shim's address in a bundle, as containerd 1.7's writes it.
 const ADDRESS: &str = "address";
+/// The most that is read of standard input, as in the stock shim.
+const MAX_INPUT_BYTES: u64 = 10 << 20;
 /// How long a stock shim may take to get up; many at once take seconds.
 const START: Duration = Duration::from_secs(10);
 /// For calls on the way out; containerd gives `delete` five seconds in all.
@@ -51,23 +53,21 @@ pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
 /// [`Error`]; a stock shim that was started is ended.
 pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     let runtime = stock::runtime()?;
-    let given = Any::parse_from_bytes(&stdin(false)).unwrap_or_default();
-    let decoded = options::decode(Some(&given)).map_err(|e| Error::Stock(e.to_string()))?;
+    let request = Request::read(&stdin(false), &flags.id, &flags.namespace);
+    let wrong = |e: options::OptionsError| Error::Stock(e.to_string());
+    let decoded = options::decode(request.options().as_ref()).map_err(wrong)?;
     let low_level = low_level(&decoded.binary_name, &runtime);
-    let passed = options::encode(&decoded)
-        .ok()
-        .and_then(|any| any.write_to_bytes().ok())
-        .unwrap_or_default();
+    let passed = request.with_options(&options::encode(&decoded).map_err(wrong)?);
     let env = [
         (LOW_LEVEL, low_level.as_os_str()),
         (stock::RUNTIME_ENV, runtime.as_os_str()),
     ];
     let said = stock::run(args, &env, &passed)?;
-    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let text = || String::from_utf8_lossy(&said.stdout).into_owned();
     if said.code != 0 {
-        return Err(Error::Stock(text));
+        return Err(Error::Stock(text()));
     }
-    let bootstrap = Bootstrap::parse(&text).ok_or(Error::Address(text))?;
+    let bootstrap = Bootstrap::read(&said.stdout).ok_or_else(|| Error::Address(text()))?;
     let record = Record {
         upstream: Address(bootstrap.address.clone()),
         address: Address::for_upstream(&Address(bootstrap.address.clone())),
@@ -84,7 +84,7 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     up().or_else(|_| up()).inspect_err(|_| {
         shut_down(&record.upstream, flags);
     })?;
-    print(bootstrap.with_address(&record.address.0).as_bytes())
+    print(&bootstrap.with_address(&record.address.0))
 }
 
 /// containerd 1.7, started again, looks for its shims at the address that the stock shim has written into the bundle.
@@ -302,7 +302,7 @@ fn stdin(info: bool) -> Vec<u8> {
     let input = std::io::stdin();
     let mut bytes = Vec::new();
     if !(info && input.is_terminal()) {
-        let _ = input.lock().take(4 << 20).read_to_end(&mut bytes);
+        let _ = input.lock().take(MAX_INPUT_BYTES).read_to_end(&mut bytes);
     }
     bytes
 }

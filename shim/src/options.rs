@@ -37,6 +37,16 @@ pub enum OptionsError {
     },
 }
 
+/// Returns true if this is a message of a type that [`decode`] takes.
+pub fn is_options(any: &Any) -> bool {
+    matches!(type_name(any), RUNC | GENERIC)
+}
+
+/// The type's name, with or without `type.googleapis.com/` before it.
+fn type_name(any: &Any) -> &str {
+    any.type_url.rsplit('/').next().unwrap_or_default()
+}
+
 /// Options of any kind, as the stock shim takes them.
 ///
 /// # Errors
@@ -45,8 +55,7 @@ pub fn decode(any: Option<&Any>) -> Result<Options, OptionsError> {
     let Some(any) = any.filter(|a| !a.type_url.is_empty() || !a.value.is_empty()) else {
         return Ok(Options::new());
     };
-    // With or without `type.googleapis.com/`.
-    match any.type_url.rsplit('/').next().unwrap_or_default() {
+    match type_name(any) {
         RUNC => Options::parse_from_bytes(&any.value).map_err(|e| invalid(RUNC, e)),
         GENERIC => generic(&any.value),
         _ => Err(OptionsError::Type(any.type_url.clone())),

@@ -1,0 +1,94 @@
+//! What `start` reads from standard input.
+//!
+//! containerd before 2.3 writes the runtime's options, an `Any`. containerd 2.3 and newer write a `BootstrapParams`
+//! (`containerd.runtime.bootstrap.v1`) with the options among its extensions, and read a `BootstrapResult`
+//! ([`crate::address::Bootstrap`]). Both messages are changed field by field, so that fields of newer versions stay.
+
+use containerd_shim::protos::protobuf::well_known_types::any::Any;
+use containerd_shim::protos::protobuf::well_known_types::empty::Empty;
+use containerd_shim::protos::protobuf::{Message, UnknownFields, UnknownValueRef};
+
+use crate::options;
+
+/// `BootstrapParams.instance_id`.
+const ID: u32 = 1;
+/// `BootstrapParams.namespace`.
+const NAMESPACE: u32 = 2;
+/// `BootstrapParams.extensions`.
+const EXTENSIONS: u32 = 8;
+/// `Extension.value`, an `Any`.
+const VALUE: u32 = 1;
+
+/// A request in either form.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Request {
+    /// containerd before 2.3: the options, empty if there are none.
+    Options(Any),
+    /// containerd 2.3 and newer.
+    Params(UnknownFields),
+}
+
+impl Request {
+    /// Reads a request. Options can parse as a `BootstrapParams` too, so `id` and `namespace` must be those of the
+    /// command line, as the stock shim demands.
+    pub fn read(input: &[u8], id: &str, namespace: &str) -> Self {
+        let is = |fields: &UnknownFields, number, text: &str| {
+            last_bytes(fields, number).unwrap_or_default() == text.as_bytes()
+        };
+        match fields(input).filter(|f| is(f, ID, id) && is(f, NAMESPACE, namespace)) {
+            Some(params) => Self::Params(params),
+            None => Self::Options(Any::parse_from_bytes(input).unwrap_or_default()),
+        }
+    }
+
+    /// The runtime's options.
+    pub fn options(&self) -> Option<Any> {
+        match self {
+            Self::Options(any) => Some(any.clone()),
+            Self::Params(params) => all_bytes(params, EXTENSIONS).find_map(options_of),
+        }
+    }
+
+    /// The same request with these options in place of its own.
+    pub fn with_options(&self, options: &Any) -> Vec<u8> {
+        let any = options.write_to_bytes().unwrap_or_default();
+        let Self::Params(params) = self else {
+            return any;
+        };
+        let mut extension = UnknownFields::new();
+        extension.add_length_delimited(VALUE, any);
+        let others = all_bytes(params, EXTENSIONS).filter(|e| options_of(e).is_none());
+        let others: Vec<_> = others.map(<[u8]>::to_vec).collect();
+        let mut changed = params.clone();
+        changed.remove(EXTENSIONS);
+        for extension in others.into_iter().chain([extension.write_to_bytes()]) {
+            changed.add_length_delimited(EXTENSIONS, extension);
+        }
+        changed.write_to_bytes()
+    }
+}
+
+/// The options in an `Extension`; `None` if it holds something else.
+fn options_of(extension: &[u8]) -> Option<Any> {
+    let any = Any::parse_from_bytes(last_bytes(&fields(extension)?, VALUE)?).ok()?;
+    options::is_options(&any).then_some(any)
+}
+
+/// The fields of a message of any type; `None` if it is none.
+pub fn fields(message: &[u8]) -> Option<UnknownFields> {
+    let message = Empty::parse_from_bytes(message).ok()?;
+    Some(message.special_fields.unknown_fields().clone())
+}
+
+/// The values of a length-delimited field.
+fn all_bytes(fields: &UnknownFields, number: u32) -> impl Iterator<Item = &[u8]> {
+    fields.iter().filter_map(move |(n, value)| match value {
+        UnknownValueRef::LengthDelimited(bytes) if n == number => Some(bytes),
+        _ => None,
+    })
+}
+
+/// The value of a length-delimited field that is not repeated: the last one counts.
+pub fn last_bytes(fields: &UnknownFields, number: u32) -> Option<&[u8]> {
+    all_bytes(fields, number).last()
+}

@@ -1,0 +1,251 @@
+//! `start` in every form that a containerd sends and a stock shim answers, with a stand-in for both: no Debian suite
+//! has containerd 2.3 yet. The stand-in's `start` is a script that keeps its input and prints a prepared answer; a
+//! thread of the test answers calls on its socket.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::fs;
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use containerd_shim::api::Options;
+use containerd_shim::protos::protobuf::well_known_types::any::Any;
+use containerd_shim::protos::protobuf::{Message, UnknownFields};
+use containerd_shim::protos::ttrpc::Response;
+use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
+use cryopod_shim::address::{Address, Bootstrap};
+use cryopod_shim::bootstrap::{Request, fields};
+use cryopod_shim::frame::Frame;
+use cryopod_shim::options;
+
+const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-cryopod-v2");
+const ID: &str = "c1";
+const NAMESPACE: &str = "default";
+
+/// A stock shim's socket, on which every call succeeds with an empty answer.
+struct StockShim(Arc<Mutex<Vec<UnixStream>>>);
+
+impl StockShim {
+    fn serve(socket: &Path) -> Self {
+        let listener = UnixListener::bind(socket).unwrap();
+        let streams = Arc::new(Mutex::new(Vec::new()));
+        let all = Arc::clone(&streams);
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                all.lock().unwrap().push(stream.try_clone().unwrap());
+                thread::spawn(move || {
+                    while let Ok(Some(mut frame)) = Frame::read(&mut stream) {
+                        frame.header.type_ = MESSAGE_TYPE_RESPONSE;
+                        frame.body = Response::new().write_to_bytes().unwrap();
+                        frame.write(&mut stream).unwrap();
+                    }
+                });
+            }
+        });
+        Self(streams)
+    }
+
+    /// Ends, so that our process in front of it does.
+    fn end(&self, front: &Address) {
+        for stream in &*self.0.lock().unwrap() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        for _ in 0..1000 {
+            if front.connect().is_err() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        panic!("{}: our process is still there", front.0);
+    }
+}
+
+fn program(path: &Path, text: &str) {
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// What the stock shim got, and what containerd got, with the stock shim's address in `answer` as `ADDRESS`.
+struct Said {
+    to_stock: Vec<u8>,
+    to_containerd: Vec<u8>,
+    stock: Address,
+}
+
+/// Starting a program while another thread writes one gives ETXTBSY.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Calls `start`; `in_place`: by the stock shim's own name.
+fn start(input: &[u8], answer: impl Fn(&str) -> Vec<u8>, in_place: bool) -> Said {
+    let _one = ONE_AT_A_TIME.lock();
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let stock = Address(format!("unix://{}", at("s").display()));
+    let stock_shim = StockShim::serve(&at("s"));
+    fs::create_dir(at("bundle")).unwrap();
+    fs::write(at("answer"), answer(&stock.0)).unwrap();
+    program(&at("stock"), "#!/bin/sh\ncat > ../input; cat ../answer\n");
+    program(&at("cryopod-runtime"), "#!/bin/sh\n");
+    let ours = at(match in_place {
+        true => "containerd-shim-runc-v2",
+        false => "containerd-shim-cryopod-v2",
+    });
+    symlink(SHIM, &ours).unwrap();
+    let mut child = Command::new(&ours)
+        .args(["-namespace", NAMESPACE, "-id", ID])
+        .args(["-address", "/a", "start"])
+        .env("CRYOPOD_STOCK_SHIM", at("stock"))
+        .env("CRYOPOD_RUNTIME", at("cryopod-runtime"))
+        .current_dir(at("bundle"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = Said {
+        to_stock: fs::read(at("input")).unwrap(),
+        to_containerd: output.stdout,
+        stock,
+    };
+    let told = Bootstrap::read(&said.to_containerd).unwrap();
+    let address = Address(told.address.clone());
+    assert_eq!(address, Address::for_upstream(&said.stock));
+    stock_shim.end(&address);
+    said
+}
+
+fn any(kind: &str, value: Vec<u8>) -> Any {
+    let mut any = Any::new();
+    any.type_url = kind.into();
+    any.value = value;
+    any
+}
+
+fn runc_options(cgroup: &str) -> Any {
+    let mut options = Options::new();
+    options.shim_cgroup = cgroup.into();
+    options.binary_name = "crun".into();
+    options::encode(&options).unwrap()
+}
+
+/// Options of a runtime that containerd does not know: a TOML text in field 3.
+fn generic_options() -> Any {
+    let mut message = UnknownFields::new();
+    message.add_length_delimited(3, b"BinaryName = \"crun\"\n".to_vec());
+    any("runtimeoptions.v1.Options", message.write_to_bytes())
+}
+
+fn extension(of: &Any) -> Vec<u8> {
+    let mut extension = UnknownFields::new();
+    extension.add_length_delimited(1, of.write_to_bytes().unwrap());
+    extension.write_to_bytes()
+}
+
+/// A `BootstrapParams` with a log level, an address, and a field that no version has yet.
+fn params(id: &str, namespace: &str, extensions: &[Any]) -> Vec<u8> {
+    let mut params = UnknownFields::new();
+    params.add_length_delimited(1, id.into());
+    params.add_length_delimited(2, namespace.into());
+    params.add_varint(3, 4);
+    params.add_length_delimited(5, b"/run/containerd/containerd.sock.ttrpc".to_vec());
+    for of in extensions {
+        params.add_length_delimited(8, extension(of));
+    }
+    params.add_length_delimited(99, b"from a newer version".to_vec());
+    params.write_to_bytes()
+}
+
+/// A `BootstrapResult` with an extension (field 6) and a field that no version has yet.
+fn result(address: &str) -> Vec<u8> {
+    let mut result = UnknownFields::new();
+    result.add_varint(1, 3);
+    result.add_length_delimited(2, address.into());
+    result.add_length_delimited(3, b"ttrpc".to_vec());
+    result.add_length_delimited(6, b"an extension".to_vec());
+    result.add_fixed64(77, 7);
+    result.write_to_bytes()
+}
+
+/// All fields but one.
+fn without(message: &[u8], number: u32) -> UnknownFields {
+    let mut fields = fields(message).unwrap();
+    fields.remove(number);
+    fields
+}
+
+#[test]
+fn containerd_2_3_and_newer() {
+    let other = any("containerd.io/cri.v1.PodSandboxConfig", vec![8, 1]);
+    for in_place in [false, true] {
+        for given in [runc_options("pods"), generic_options()] {
+            let sent = params(ID, NAMESPACE, &[other.clone(), given.clone()]);
+            let said = start(&sent, result, in_place);
+            // The stock shim gets the options in the form that it takes, and all else as it came.
+            let got = Request::read(&said.to_stock, ID, NAMESPACE);
+            let options = got.options().unwrap();
+            assert!(options.type_url.ends_with("containerd.runc.v1.Options"));
+            assert_eq!(
+                options::decode(Some(&options)).unwrap(),
+                options::decode(Some(&given)).unwrap()
+            );
+            let expected = params(ID, NAMESPACE, &[other.clone(), options]);
+            assert_eq!(fields(&said.to_stock), fields(&expected));
+            // containerd gets our address, and all else as it came.
+            let theirs = result(&said.stock.0);
+            assert_ne!(fields(&said.to_containerd), fields(&theirs));
+            assert_eq!(without(&said.to_containerd, 2), without(&theirs, 2));
+        }
+        let said = start(&params(ID, NAMESPACE, &[]), result, in_place);
+        assert_eq!(
+            without(&said.to_stock, 8),
+            without(&params(ID, NAMESPACE, &[]), 8)
+        );
+    }
+}
+
+#[test]
+fn before_2_3() {
+    let json = |address: &str| {
+        let text = format!(r#"{{"version":3,"address":"{address}","protocol":"ttrpc","x":1}}"#);
+        text.into_bytes()
+    };
+    let bare = |address: &str| address.as_bytes().to_vec();
+    for in_place in [false, true] {
+        for given in [Any::new(), runc_options("pods"), generic_options()] {
+            let input = given.write_to_bytes().unwrap();
+            let decoded = options::decode(Some(&given)).unwrap();
+            let wanted = options::encode(&decoded).unwrap().write_to_bytes().unwrap();
+
+            let said = start(&input, bare, in_place);
+            assert_eq!(said.to_stock, wanted);
+            let address = Address::for_upstream(&said.stock).0;
+            assert_eq!(said.to_containerd, address.as_bytes());
+
+            let said = start(&input, json, in_place);
+            assert_eq!(said.to_stock, wanted);
+            let address = Address::for_upstream(&said.stock).0;
+            let object: serde_json::Value = serde_json::from_slice(&said.to_containerd).unwrap();
+            let expected: serde_json::Value = serde_json::from_slice(&json(&address)).unwrap();
+            assert_eq!(object, expected);
+        }
+    }
+}
+
+/// As the stock shim tells the two forms apart.
+#[test]
+fn a_request_for_another_container_is_none() {
+    for (id, namespace) in [("c2", NAMESPACE), (ID, "other"), ("", "")] {
+        let sent = params(id, namespace, &[runc_options("pods")]);
+        let read = Request::read(&sent, ID, NAMESPACE);
+        assert!(matches!(read, Request::Options(_)), "{read:?}");
+    }
+}
