@@ -66,6 +66,13 @@ impl Container {
         all
     }
 
+    /// Its bundle, if a low-level runtime has a record of it.
+    pub fn bundle(&self) -> Option<PathBuf> {
+        let records = records().into_iter().map(|(_, record)| record);
+        let mut own = records.filter(|record| pid_in(record).is_ok_and(|pid| pid == self.init));
+        bundle_in(&own.next()?)
+    }
+
     /// The driver's thread of a paused container would not answer.
     ///
     /// # Errors
@@ -169,6 +176,17 @@ fn pid_in(record: &Path) -> anyhow::Result<i32> {
         .with_context(|| format!("{}: names no process", record.display()))
 }
 
+/// The bundle that a record names: crun's as such, runc's among the labels.
+fn bundle_in(record: &Path) -> Option<PathBuf> {
+    let json: Value = serde_json::from_slice(&fs::read(record).ok()?).ok()?;
+    if let Some(bundle) = json.get("bundle").and_then(Value::as_str) {
+        return Some(bundle.into());
+    }
+    let labels = json.pointer("/config/labels")?.as_array()?;
+    let mut labels = labels.iter().filter_map(Value::as_str);
+    labels.find_map(|label| label.strip_prefix("bundle=").map(PathBuf::from))
+}
+
 /// What podman and docker say; those that are not there know nothing.
 fn by_engine(name: &str) -> Option<i32> {
     if name.starts_with('-') {
@@ -189,13 +207,19 @@ mod tests {
     fn records_of_both_runtimes() {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in [
-            ("status", r#"{"pid": 7}"#),
-            ("state.json", r#"{"init_process_pid": 8}"#),
+            ("status", r#"{"pid": 7, "bundle": "/b"}"#),
+            (
+                "state.json",
+                r#"{"init_process_pid": 8, "config": {"labels": ["a=b", "bundle=/b"]}}"#,
+            ),
         ] {
             fs::write(dir.path().join(name), text).unwrap();
         }
         assert_eq!(pid_in(&dir.path().join("status")).unwrap(), 7);
         assert_eq!(pid_in(&dir.path().join("state.json")).unwrap(), 8);
+        for name in ["status", "state.json"] {
+            assert_eq!(bundle_in(&dir.path().join(name)), Some("/b".into()));
+        }
         fs::write(dir.path().join("status"), "{}").unwrap();
         assert!(pid_in(&dir.path().join("status")).is_err());
     }

@@ -8,8 +8,12 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, bail};
 use cryopod_gpu_hooks::cuda::client::Client;
 use cryopod_gpu_hooks::cuda::lane::memory;
+use cryopod_gpu_hooks::cuda::sharing::Policy;
 use cryopod_gpu_hooks::cuda::suspend::{Done, How, SuspendError, suspend};
 use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::scan::Scan;
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::{live, plan};
 use cryopod_runtime::agent::{Agent, SOCKET};
 use cryopod_runtime::config::Config;
 use cryopod_runtime::op::Operation;
@@ -54,6 +58,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     container.is_unpaused(&host, &args.container)?;
     let pids = container.processes(&host);
+    shares_nothing(&host, &config, &container, &args.container, &pids)?;
     let work = Work::begin(&config, &host)?;
     let folder = args.to.as_deref().map(Folder::make).transpose()?;
     let how = work.how(&config, folder.as_ref().map(|folder| folder.path.clone()))?;
@@ -219,6 +224,32 @@ fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
             ui::bytes(need),
             ui::bytes(SPARE),
             ui::bytes(available)
+        );
+    }
+    Ok(())
+}
+
+/// What the driver could not bring back is refused, as by a checkpoint.
+fn shares_nothing(
+    host: &Host,
+    config: &Config,
+    container: &Container,
+    name: &str,
+    pids: &[i32],
+) -> anyhow::Result<()> {
+    let bundle = container.bundle();
+    let spec = bundle.and_then(|bundle| Spec::of_bundle(&bundle).ok());
+    let spec = spec.unwrap_or_else(|| Spec::from_json(serde_json::Value::Null));
+    let policy = Policy::of(&spec, config.nvidia.sharing)
+        .map_err(|e| anyhow::anyhow!("{name}: {e}. Nothing was touched"))?;
+    let scan = Scan::of(host, pids);
+    let cuda = plan::cuda_users(&live::users(&scan, &[]));
+    let refusals = plan::shared_memory(host, &scan, &cuda, policy);
+    if !refusals.is_empty() {
+        let reasons: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+        bail!(
+            "{name}: not suspended, and it runs on: {}",
+            reasons.join(" | ")
         );
     }
     Ok(())

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, GpuProcess, Vendor};
 
-use crate::cuda::preflight;
+use crate::cuda::{preflight, sharing};
 use crate::host::Host;
 use crate::scan::Scan;
 use crate::spec::Spec;
@@ -59,6 +59,16 @@ impl fmt::Display for Refusal {
             write!(f, "process {pid} ({comm}): ")?;
         }
         write!(f, "{}; {}", self.what, self.remedy)
+    }
+}
+
+impl From<preflight::Refusal> for Refusal {
+    fn from(found: preflight::Refusal) -> Self {
+        Self {
+            process: (found.pid > 0).then_some((found.pid, found.comm)),
+            what: found.what,
+            remedy: found.remedy,
+        }
     }
 }
 
@@ -122,7 +132,7 @@ pub fn container_nodes(host: &Host, spec: &Spec, init: i32) -> Vec<DeviceNode> {
 }
 
 /// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`. `scan`: its processes; empty
-/// if `init` is gone.
+/// if `init` is gone. `sharing`: what becomes of processes that share GPU memory.
 ///
 /// # Errors
 /// [`PlanError`]: the container is gone, or what it does cannot be checkpointed.
@@ -132,6 +142,7 @@ pub fn checkpoint(
     init: i32,
     scan: &Scan,
     plugins: &Plugins,
+    sharing: sharing::Policy,
 ) -> Result<CheckpointPlan, PlanError> {
     let pids = scan.pids();
     if pids.is_empty() {
@@ -163,20 +174,10 @@ pub fn checkpoint(
             }
         }
     }
-    let cuda: Vec<i32> = processes
-        .iter()
-        .filter(|p| p.vendors.contains(&Vendor::Nvidia))
-        .map(|p| p.pid)
-        .collect();
-    refusals.extend(
-        preflight::preflight(host, &cuda)
-            .into_iter()
-            .map(|r| Refusal {
-                process: (r.pid > 0).then_some((r.pid, r.comm)),
-                what: r.what,
-                remedy: r.remedy,
-            }),
-    );
+    let cuda = cuda_users(&processes);
+    let found = preflight::preflight(host, &cuda);
+    refusals.extend(found.into_iter().map(Refusal::from));
+    refusals.extend(shared_memory(host, scan, &cuda, sharing));
     if !refusals.is_empty() {
         return Err(PlanError::Refused(refusals));
     }
@@ -192,6 +193,25 @@ pub fn checkpoint(
         pids,
         memory_bytes: scan.memory_bytes(),
     })
+}
+
+/// Host pids of the processes that use NVIDIA's driver.
+pub fn cuda_users(processes: &[GpuProcess]) -> Vec<i32> {
+    let users = processes
+        .iter()
+        .filter(|p| p.vendors.contains(&Vendor::Nvidia));
+    users.map(|p| p.pid).collect()
+}
+
+/// Why the CUDA processes `cuda` cannot be checkpointed: GPU memory that they share.
+pub fn shared_memory(
+    host: &Host,
+    scan: &Scan,
+    cuda: &[i32],
+    policy: sharing::Policy,
+) -> Vec<Refusal> {
+    let found = policy.settle(sharing::preflight(host, scan, cuda));
+    found.into_iter().map(Refusal::from).collect()
 }
 
 fn no_plugin(vendor: Vendor) -> Refusal {
@@ -305,7 +325,7 @@ mod tests {
         plugins: &Plugins,
     ) -> Result<CheckpointPlan, PlanError> {
         let scan = Scan::of(host, &live::tree(host, init));
-        super::checkpoint(host, nodes, init, &scan, plugins)
+        super::checkpoint(host, nodes, init, &scan, plugins, sharing::Policy::Refuse)
     }
 
     #[test]

@@ -242,6 +242,13 @@ mod tests {
     }
 
     #[test]
+    fn nccl_is_kept_to_what_comes_back() {
+        use cryopod_gpu_hooks::cuda::sharing::SAFE;
+        let set = variables("nccl").unwrap();
+        assert!(SAFE.iter().any(|safe| safe[..] == set[..]), "{set:?}");
+    }
+
+    #[test]
     fn a_word_that_is_not_known() {
         let e = variables("io_uring,iouring").unwrap_err().to_string();
         assert!(

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
 use cryopod_archive::{handover, names};
+use cryopod_gpu_hooks::cuda::sharing;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
@@ -73,6 +74,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             record.place()
         )));
     }
+    let sharing = sharing::Policy::of(&spec, ctx.config.nvidia.sharing)
+        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
     // Programs are asked while the processes are looked at.
     let limit = ctx.config.limits.tool();
     let (criu, low_version, scan) = std::thread::scope(|scope| {
@@ -89,7 +92,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
     let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
-    let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins);
+    let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing);
     let plan = with_hazards(plan, hazards)?;
     let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);
     store::parent_is_here(inv, &image_path(inv))?;

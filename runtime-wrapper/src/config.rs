@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_gpu_hooks::cuda::sharing;
 use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
@@ -150,6 +151,9 @@ pub struct Nvidia {
     pub lock_timeout_ms: Option<u64>,
     /// Whether GPU memory goes by the lane: `auto`, `on`, `off`; the annotation `dev.cryopod.lane` comes before it.
     pub lane: lane::Mode,
+    /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`; the annotation
+    /// `dev.cryopod.gpu.sharing` comes before it.
+    pub sharing: sharing::Policy,
 }
 
 /// `[amd]`.
@@ -364,6 +368,7 @@ mod tests {
             ("[criu.options]\n\"a b\" = true", "a b"),
             ("[gpu]\nmap = \"0\"", "gpu.map"),
             ("[nvidia]\nlane = \"yes\"", "lane"),
+            ("[nvidia]\nsharing = \"yes\"", "sharing = \"yes\""),
             ("[lane]\nchunk_kib = 100", "chunk_kib"),
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),

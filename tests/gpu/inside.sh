@@ -8,6 +8,8 @@ set -uo pipefail
 . /opt/work/cases.sh
 # shellcheck source=/dev/null
 . /opt/work/lanes.sh
+# shellcheck source=/dev/null
+. /opt/work/sharing.sh
 
 failed=0 started=$SECONDS
 mkdir -p /etc/cryopod
@@ -338,6 +340,8 @@ for part in $parts; do
         lane-two) run_case lane-two two_lanes "${runtimes%% *}" "$two_size" ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$lane_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
+        nccl) nccl_all "${runtimes%% *}" ;;
+        ipc) run_case "ipc-${runtimes%% *}" ipc "${runtimes%% *}" ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
         *) say "no such part: $part" && failed=$((failed + 1)) ;;
     esac

@@ -35,6 +35,7 @@ pub mod protocol;
 pub mod released;
 pub mod report;
 pub mod server;
+pub mod sharing;
 pub mod suspend;
 
 /// Reads a regular file of at most `limit` bytes; a larger one is an error.

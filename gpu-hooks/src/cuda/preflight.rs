@@ -5,18 +5,15 @@
 //! show is left to the driver, whose refusal leaves the process locked and is undone by the plugin.
 //!
 //! Seen on driver 580.159.04 (H200): a plain CUDA process has one mapping of `/dev/nvidia-uvm`, of
-//! 2 MiB; `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. CUDA IPC
-//! shows nowhere: the exporting process can be checkpointed and restored, the importing one is
-//! checkpointed but cannot be restored. Only NCCL's shared memory gives such a group away.
+//! 2 MiB; `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. Memory that
+//! processes share is [`super::sharing`]'s.
 
 use crate::host::Host;
 use crate::nvidia;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// The first driver that can checkpoint through the API.
 const FIRST_DRIVER: u32 = 570;
-/// The first driver that checkpoints processes sharing memory by CUDA IPC.
-const FIRST_IPC_DRIVER: u32 = 610;
 /// Mappings of a process that are looked at.
 const MAX_LINES: usize = 1 << 20;
 
@@ -44,16 +41,11 @@ pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
     let mut refusals: Vec<Refusal> = branch.into_iter().filter_map(too_old).collect();
     let instances = mig_minors(host);
     let processes: Vec<Process> = pids.iter().map(|pid| Process::read(host, *pid)).collect();
-    let groups = match branch {
-        Some(branch) if branch >= FIRST_IPC_DRIVER => BTreeSet::new(),
-        _ => nccl_groups(&processes),
-    };
     for process in &processes {
         let findings = [
             process.managed_memory(),
             process.mps(host),
             process.mig(&instances),
-            process.nccl(&groups),
         ];
         for (what, remedy) in findings.into_iter().flatten() {
             refusals.push(Refusal {
@@ -65,19 +57,6 @@ pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
         }
     }
     refusals
-}
-
-/// NCCL's shared memory that more than one of the processes has mapped.
-fn nccl_groups(processes: &[Process]) -> BTreeSet<String> {
-    let mut users: BTreeMap<&str, usize> = BTreeMap::new();
-    for process in processes {
-        let own: BTreeSet<&str> = process.maps.iter().filter_map(Mapping::nccl).collect();
-        for name in own {
-            *users.entry(name).or_default() += 1;
-        }
-    }
-    let shared = users.into_iter().filter(|(_, count)| *count > 1);
-    shared.map(|(name, _)| name.to_owned()).collect()
 }
 
 fn too_old(branch: u32) -> Option<Refusal> {
@@ -187,17 +166,6 @@ impl Process {
             "the driver cannot checkpoint MIG instances: give it a whole GPU".to_owned(),
         ))
     }
-
-    fn nccl(&self, groups: &BTreeSet<String>) -> Finding {
-        let mut shared = self.maps.iter().filter_map(Mapping::nccl);
-        let name = shared.find(|name| groups.contains(*name))?;
-        Some((
-            format!("it shares memory with another process through NCCL ({name})"),
-            format!(
-                "install driver {FIRST_IPC_DRIVER} or later, or start it with NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0"
-            ),
-        ))
-    }
 }
 
 /// A mapped file.
@@ -218,13 +186,6 @@ impl Mapping {
             path: path.strip_suffix(" (deleted)").unwrap_or(path).to_owned(),
             bytes: number(end)?.checked_sub(number(start)?)?,
         })
-    }
-
-    /// Its path, if it is NCCL's shared memory.
-    fn nccl(&self) -> Option<&str> {
-        self.path
-            .starts_with("/dev/shm/nccl-")
-            .then_some(self.path.as_str())
     }
 }
 
@@ -396,26 +357,6 @@ mod tests {
             told(dir.path(), &[8]),
             ["8 it runs on a MIG instance (NVIDIA_VISIBLE_DEVICES)"]
         );
-    }
-
-    #[test]
-    fn nccl_between_processes() {
-        let map = "7f00000-7f10000 rw-s 0 00:1a 44 /dev/shm/nccl-Ab3 (deleted)\n";
-        let what = |pid| {
-            format!("{pid} it shares memory with another process through NCCL (/dev/shm/nccl-Ab3)")
-        };
-        for (driver, refused) in [("580.159.04", true), ("610.1", false)] {
-            let dir = machine(driver);
-            process(dir.path(), 7, map, "");
-            process(dir.path(), 8, map, "");
-            assert_eq!(told(dir.path(), &[7]), [""; 0], "one process alone");
-            let expected = if refused {
-                vec![what(7), what(8)]
-            } else {
-                Vec::new()
-            };
-            assert_eq!(told(dir.path(), &[7, 8]), expected);
-        }
     }
 
     proptest! {
