@@ -72,6 +72,10 @@ pub struct CriuFacts {
     /// Options that the images need at a restore too: `tcp-established`, `file-locks`, `ext-unix-sk`.
     #[serde(default)]
     pub options: Vec<String>,
+    /// Programs that CRIU runs for these images at a restore: `tar`, `ip`, and the lock of the network, `iptables` or
+    /// `nftables`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub helpers: Vec<String>,
 }
 
 /// Security labels of the container.

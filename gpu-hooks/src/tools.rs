@@ -45,7 +45,7 @@ pub enum ToolError {
 }
 
 /// Finds and runs programs.
-pub trait Tools {
+pub trait Tools: Sync {
     /// The path of a program; a name with `/` is a path already.
     fn find(&self, name: &str) -> Option<PathBuf>;
 

@@ -16,6 +16,7 @@ use cryopod_gpu_hooks::nvidia;
 use cryopod_gpu_hooks::plan::{PlanError, Refusal};
 use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::tools::Tools;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
@@ -27,7 +28,7 @@ use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
 use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
-use crate::{Context, Error, lsm};
+use crate::{Context, Error, criu_helpers, lsm};
 
 /// What a checkpoint records and tells CRIU.
 #[derive(Debug, Clone, Default)]
@@ -47,19 +48,30 @@ pub struct Around {
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
 fn options(ctx: &Context, spec: &Spec) -> Result<Options, Error> {
+    Ok(Options::of(
+        &ctx.config.criu.options,
+        spec,
+        &files(ctx, spec),
+    )?)
+}
+
+/// The CRIU configurations beside cryopod's own.
+fn files(ctx: &Context, spec: &Spec) -> Vec<PathBuf> {
     let mut files = criuopts::earlier_files();
     files.extend(crate::criuconf::runtime_files(ctx.low.kind, spec));
-    Ok(Options::of(&ctx.config.criu.options, spec, &files)?)
+    files
 }
 
 /// Looks at the container whose first process is `init`, and whose processes are in `scan`. The refusals are to be told with those of the GPUs.
 ///
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
+#[allow(clippy::too_many_arguments)]
 pub fn checkpoint(
     ctx: &Context,
     inv: &Invocation,
     host: &Host,
+    tools: &dyn Tools,
     spec: &Spec,
     init: i32,
     scan: &Scan,
@@ -67,7 +79,25 @@ pub fn checkpoint(
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
     let mut refusals = scan.refusals(host, spec);
-    refusals.extend(options.settle_tcp(&inv.flags, &scan.connections(host, init)));
+    let connections = scan.connections(host, init);
+    refusals.extend(options.settle_tcp(&inv.flags, &connections));
+    let helpers = criu_helpers::checkpoint(
+        criu_helpers::Probe {
+            tools,
+            limit: ctx.config.limits.tool(),
+        },
+        &criu_helpers::Subject {
+            host,
+            kind: ctx.low.kind,
+            spec,
+            init,
+            scan,
+            connections: &connections,
+            lock: options.network_lock(&inv.flags, &files(ctx, spec)),
+        },
+    );
+    refusals.extend(helpers.refusals);
+    options.use_lock(helpers.lock);
     let criu = criu.version.as_deref().and_then(facts::numbers);
     let kernel = facts::numbers(&facts::host(host, None).kernel);
     refusals.extend(scan.undumpable_sockets(
@@ -94,6 +124,7 @@ pub fn checkpoint(
     let around = Around {
         criu: CriuFacts {
             options: options.for_the_restore(&inv.flags),
+            helpers: helpers.recorded,
         },
         lsm: labels(spec),
         extra: Extra {

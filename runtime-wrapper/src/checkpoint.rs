@@ -91,7 +91,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = criu.ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) = around::checkpoint(ctx, inv, &host, &spec, state.init, &scan, &criu)?;
+    let (around, hazards) =
+        around::checkpoint(ctx, inv, &host, &tools, &spec, state.init, &scan, &criu)?;
     let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing);
     let plan = with_hazards(plan, hazards)?;
     let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);

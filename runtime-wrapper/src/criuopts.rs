@@ -13,6 +13,7 @@ use cryopod_gpu_hooks::spec::Spec;
 
 use crate::argv::Flags;
 use crate::config::CriuValue;
+use crate::criu_helpers::Lock;
 use crate::lowlevel::Kind;
 
 /// Annotations of this beginning name a CRIU option.
@@ -49,6 +50,9 @@ const BY_ANNOTATION: [&str; 15] = [
     "force-irmap",
     "weak-sysctls",
 ];
+
+/// The option that says how CRIU locks a network.
+const NETWORK_LOCK: &str = "network-lock";
 
 /// Options that a restore of the images needs as their checkpoint had them.
 const FOR_THE_RESTORE: [&str; 5] = [
@@ -175,6 +179,35 @@ impl Options {
         }]
     }
 
+    /// The lock of the network that CRIU is told to use: by the command line, by these options, or else by the last of
+    /// the user's `files` that names one.
+    pub fn network_lock(&self, flags: &Flags, files: &[PathBuf]) -> Option<Lock> {
+        let flag = flags.value(NETWORK_LOCK).and_then(|v| v.to_str());
+        flag.and_then(Lock::of)
+            .or_else(|| Self::in_files(files, &self.0))
+    }
+
+    /// The same where no container is asked about. `options`: the configuration's.
+    pub fn in_files(files: &[PathBuf], options: &BTreeMap<String, CriuValue>) -> Option<Lock> {
+        if let Some(CriuValue::Text(word)) = options.get(NETWORK_LOCK) {
+            return Lock::of(word);
+        }
+        let texts = files.iter().filter_map(|p| std::fs::read_to_string(p).ok());
+        let of = |text: &str| {
+            let lines = text.lines().filter_map(|l| value_of(l, NETWORK_LOCK));
+            lines.filter_map(Lock::of).last()
+        };
+        texts.filter_map(|text| of(&text)).last()
+    }
+
+    /// Has CRIU use this lock.
+    pub fn use_lock(&mut self, lock: Option<Lock>) {
+        if let Some(lock) = lock {
+            let value = CriuValue::Text(lock.word().to_owned());
+            self.0.insert(NETWORK_LOCK.to_owned(), value);
+        }
+    }
+
     /// Those that a restore of the images needs again, for the seal.
     pub fn for_the_restore(&self, flags: &Flags) -> Vec<String> {
         FOR_THE_RESTORE
@@ -239,12 +272,15 @@ impl Options {
 
 /// Does a CRIU configuration set this option?
 fn mentions(text: &str, name: &str) -> bool {
-    text.lines().any(|line| {
-        let first = line
-            .split(|c: char| c.is_whitespace() || c == '=')
-            .find(|w| !w.is_empty());
-        first.is_some_and(|w| w.trim_start_matches('-') == name)
-    })
+    text.lines().any(|line| value_of(line, name).is_some())
+}
+
+/// What a line of a CRIU configuration gives this option, `""` for one without a value; `None` if it is of another.
+fn value_of<'a>(line: &'a str, name: &str) -> Option<&'a str> {
+    let words = line.split(|c: char| c.is_whitespace() || c == '=');
+    let mut words = words.filter(|w| !w.is_empty());
+    (words.next()?.trim_start_matches('-') == name)
+        .then(|| words.next().unwrap_or_default().trim_matches('"'))
 }
 
 /// The CRIU configurations that CRIU reads before cryopod's, and the one that cryopod's holds a copy of.
@@ -329,6 +365,25 @@ mod tests {
         std::fs::write(&file, "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n").unwrap();
         let o = Options::of(&BTreeMap::new(), &Spec::from_json(json!({})), &[file]).unwrap();
         assert_eq!(o.lines(), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
+    }
+
+    #[test]
+    fn how_the_network_is_locked() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = ["default.conf", "runc.conf"].map(|n| dir.path().join(n));
+        let none = given("checkpoint c1");
+        let mut o = options(&[], json!({}));
+        assert_eq!(o.network_lock(&none, &files), None);
+        std::fs::write(&files[0], "network-lock skip\n# network-lock nftables\n").unwrap();
+        assert_eq!(o.network_lock(&none, &files), Some(Lock::Skip));
+        std::fs::write(&files[1], "--network-lock=\"nftables\"\n").unwrap();
+        assert_eq!(o.network_lock(&none, &files), Some(Lock::Nftables));
+        let asked = options(&[], json!({"dev.cryopod.criu.network-lock": "iptables"}));
+        assert_eq!(asked.network_lock(&none, &files), Some(Lock::Iptables));
+        let flag = given("checkpoint --network-lock skip c1");
+        assert_eq!(asked.network_lock(&flag, &files), Some(Lock::Skip));
+        o.use_lock(Some(Lock::Nftables));
+        assert!(o.lines().contains(&"network-lock nftables".to_owned()));
     }
 
     #[test]

@@ -22,6 +22,7 @@ pub mod checkpoint;
 pub mod child;
 pub mod choose;
 pub mod config;
+pub mod criu_helpers;
 pub mod criuconf;
 pub mod criuopts;
 pub mod facts;

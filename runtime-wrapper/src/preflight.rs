@@ -25,7 +25,7 @@ use crate::config::Config;
 use crate::facts::Criu;
 use crate::op::Operation;
 use crate::plugins;
-use crate::{Error, setup};
+use crate::{Error, criu_helpers, setup};
 
 /// What this host has for a restore.
 #[derive(Debug, Default)]
@@ -77,6 +77,9 @@ impl Means {
                     .push(refusal(e.to_string(), "see `cryopod check`")),
             }
         }
+        means
+            .faults
+            .extend(criu_helpers::restore(config, tools, &seal.criu.helpers));
         means
     }
 }

@@ -107,3 +107,20 @@ fn failed_restore_crun() {
 fn failed_restore_runc() {
     run("runc", Cgroup::V2, FAILED, 5);
 }
+
+/// On the simulated driver.
+fn helpers(low: &str, cgroup: Cgroup, want: usize) {
+    let lib = include_str!("scripts/archive/lib.sh");
+    let script = include_str!("scripts/containers/helpers.sh");
+    run(low, cgroup, &format!("{lib}\n{script}"), want);
+}
+
+#[test]
+fn helpers_crun() {
+    helpers("crun", Cgroup::V2, 30);
+}
+
+#[test]
+fn helpers_runc() {
+    helpers("runc", Cgroup::V2, 25);
+}

@@ -10,6 +10,8 @@ use cryopod_gpu_hooks::tools::Tools;
 use cryopod_gpu_hooks::{amd, nvidia};
 use cryopod_runtime::cgroup::{self, Setup};
 use cryopod_runtime::config::{Config, Nvidia};
+use cryopod_runtime::criu_helpers::{Fault, Probe};
+use cryopod_runtime::criuopts::{self, Options};
 use cryopod_runtime::lowlevel::{Kind, LowLevel};
 use cryopod_runtime::{agent, facts, plugins};
 
@@ -75,6 +77,7 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
     };
     criu(input, &mut lines);
     runtimes(input, &config, &mut lines);
+    helpers(input, &config, &mut lines);
     engines(input, &mut lines);
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
@@ -199,6 +202,30 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             "engines need its full path, or install it in /usr/local/bin",
         ),
     });
+}
+
+/// The programs that CRIU runs.
+fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+    let probe = Probe {
+        tools: input.tools,
+        limit: LIMIT,
+    };
+    let line = |name, found: Result<String, Fault>| match found {
+        Ok(found) => Line::ok(name, found),
+        Err(fault) => Line::missing(name, fault.what, fault.remedy),
+    };
+    lines.push(line("tar", probe.tar()));
+    let runc = LowLevel::find(config).is_ok_and(|low| low.kind == Kind::Runc);
+    lines.push(match probe.ip() {
+        // runc has CRIU save no network.
+        Err(fault) if runc => Line::note("ip", fault.what, fault.remedy),
+        found => line("ip", found),
+    });
+    let lock = match Options::in_files(&criuopts::earlier_files(), &config.criu.options) {
+        Some(lock) => probe.lock(lock, false),
+        None => probe.any_lock(false).map(|(_, found)| found),
+    };
+    lines.push(line("network lock", lock));
 }
 
 fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
