@@ -71,3 +71,9 @@ pub const LANE_SHARD: &str = "lane-";
 pub fn lane_shard(number: usize) -> String {
     format!("{LANE_SHARD}{number:04}.img")
 }
+
+/// The volume whose content the file of this name in an archive has (podman).
+pub fn volume(file: &str) -> Option<&str> {
+    let name = file.strip_prefix(VOLUMES_DIR)?.strip_prefix('/')?;
+    name.strip_suffix(".tar").filter(|n| !n.contains('/'))
+}

@@ -4,6 +4,7 @@
 //! `cryopod check ARCHIVE`: would this checkpoint restore here? See [`archive`].
 
 mod archive;
+mod engine;
 mod host;
 
 use std::io::Write;
@@ -29,6 +30,12 @@ pub struct Args {
     /// Which image, where an OCI layout holds several.
     #[arg(long, requires = "path")]
     image: Option<String>,
+    /// The engine that is to restore it, where another one than that which made it.
+    #[arg(short, long, requires = "path", value_enum)]
+    engine: Option<crate::engine::Engine>,
+    /// podman will restore it with --ignore-volumes: with the volumes as they are here.
+    #[arg(long, requires = "path")]
+    ignore_volumes: bool,
     /// Print JSON in place of a table.
     #[arg(long)]
     json: bool,
@@ -106,6 +113,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             image: args.image.as_deref(),
             map: args.map.as_deref(),
             off: &args.off,
+            engine: args.engine,
+            ignore_volumes: args.ignore_volumes,
             json: args.json,
         });
     }

@@ -27,3 +27,8 @@ fn killed() {
 fn registry() {
     run(include_str!("scripts/archive/registry.sh"), 23);
 }
+
+#[test]
+fn elsewhere() {
+    run(include_str!("scripts/archive/elsewhere.sh"), 38);
+}

@@ -1,11 +1,13 @@
 //! `cryopod check ARCHIVE`: would this checkpoint restore here? The same checks as at the start of a restore, on podman's
 //! export file, an unpacked checkpoint, an OCI layout and whatever else [`Source`] knows; nothing is unpacked or changed.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use cryopod_archive::engine as engine_records;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
@@ -23,7 +25,13 @@ use cryopod_runtime::op::Operation;
 use cryopod_runtime::preflight::{self, Answer, Means, Question};
 use cryopod_runtime::{facts, plugins};
 use serde::Serialize;
+use serde_json::Value;
 
+use super::engine;
+use crate::engine::Engine;
+
+/// containerd's record of a container, as its checkpoint is read.
+const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
 /// The exit code where the question makes no sense.
 const UNUSABLE: u8 = 2;
 
@@ -37,6 +45,10 @@ pub struct Ask<'a> {
     pub map: Option<&'a str>,
     /// Checks that are switched off.
     pub off: &'a [String],
+    /// The engine that is to restore it, in place of that which made it.
+    pub engine: Option<Engine>,
+    /// podman's `--ignore-volumes` will be given.
+    pub ignore_volumes: bool,
     /// JSON in place of a table.
     pub json: bool,
 }
@@ -49,6 +61,8 @@ struct Checkpoint {
     amd: Images,
     /// What it has in a store.
     reference: Option<Reference>,
+    /// What its engine wrote down.
+    records: engine::Records,
 }
 
 #[derive(Serialize)]
@@ -107,11 +121,24 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
             .spec
             .without_annotation(cryopod_gpu_hooks::gpumap::ANNOTATION);
     }
-    let Some(seal) = &checkpoint.seal else {
-        return Ok((checkpoint, Answer::default()));
-    };
     let host = Host::system();
     let tools = SystemTools::from_env();
+    let missing = engine::missing(&engine::Question {
+        host: &host,
+        tools: &tools,
+        engine: ask.engine,
+        ignore_volumes: ask.ignore_volumes,
+        records: &checkpoint.records,
+        spec: &checkpoint.spec,
+        seal: checkpoint.seal.as_ref(),
+    });
+    let Some(seal) = &checkpoint.seal else {
+        let answer = Answer {
+            other: missing,
+            ..Answer::default()
+        };
+        return Ok((checkpoint, answer));
+    };
     let switches = Switches::gather(&checkpoint.spec, &config.checks, &|name| {
         std::env::var(name).ok()
     })?
@@ -139,6 +166,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     })
     .map_err(|e| e.to_string())?;
     answer.other.extend(away(ask, &config, &checkpoint));
+    answer.other.extend(missing);
     Ok((checkpoint, answer))
 }
 
@@ -168,10 +196,17 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             .is_some_and(of)
     };
     let own = [names::SEAL, names::STORE_REFERENCE];
+    let volumes = RefCell::new(BTreeSet::new());
     let wanted = |name: &str| {
-        name == names::SPEC_DUMP || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
+        if let Some(volume) = names::volume(name) {
+            volumes.borrow_mut().insert(volume.to_owned());
+        }
+        engine_records::FILES.contains(&name)
+            || [names::NETWORK_STATUS, CONTAINERD_RECORD].contains(&name)
+            || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
     };
     let files = source.small_files(&wanted, &limits).map_err(said)?;
+    let records = records(&source, &files, volumes.into_inner())?;
     let mut amd = Images::default();
     for (name, bytes) in &files {
         let name = name.rsplit('/').next().unwrap_or(name);
@@ -187,6 +222,39 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         seal: seal(ask.path, &files)?,
         spec: spec(&files),
         amd,
+        records,
+    })
+}
+
+/// What the engine wrote down of the container.
+fn records(
+    source: &Source,
+    files: &BTreeMap<String, Vec<u8>>,
+    volumes: BTreeSet<String>,
+) -> Result<engine::Records, String> {
+    let json = |name: &str| -> Value {
+        let text = files.get(name);
+        text.and_then(|text| serde_json::from_slice(text).ok())
+            .unwrap_or_default()
+    };
+    let facts = match files.get(CONTAINERD_RECORD) {
+        Some(record) => {
+            let annotations = source
+                .containerd()
+                .map(|parts| parts.index.annotations.clone());
+            engine_records::read_containerd(
+                CONTAINERD_RECORD,
+                record,
+                &annotations.unwrap_or_default(),
+            )
+        }
+        None => engine_records::read(files),
+    };
+    Ok(engine::Records {
+        facts: facts.map_err(|e| format!("{}: {e}", source.path().display()))?,
+        config: json(names::CONFIG_DUMP),
+        network_status: json(names::NETWORK_STATUS),
+        volumes,
     })
 }
 

@@ -1,0 +1,564 @@
+//! What an engine must have here before it can restore an archive: the container's image, volumes, networks, bind mounts,
+//! runtime. An engine looks at these before it calls its runtime, so the runtime's own checks come too late for them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cryopod_archive::engine::Facts;
+use cryopod_archive::seal::Seal;
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::plan::Refusal;
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::tools::Tools;
+use serde_json::Value;
+
+use crate::engine::Engine;
+
+/// How long an engine may take to answer a question.
+const ASK: Duration = Duration::from_secs(60);
+/// Volumes, networks and bind mounts that are asked for; an archive may come from a stranger.
+const MAX_ASKED: usize = 256;
+/// Bind mounts that podman makes anew.
+const MADE_BY_PODMAN: [&str; 8] = [
+    "/dev/shm",
+    "/etc/resolv.conf",
+    "/etc/hostname",
+    "/etc/hosts",
+    "/run/.containerenv",
+    "/run/secrets",
+    "/var/run/.containerenv",
+    "/var/run/secrets",
+];
+
+/// What an archive says of its container.
+#[derive(Default)]
+pub struct Records {
+    /// Read for people.
+    pub facts: Facts,
+    /// podman's `config.dump`.
+    pub config: Value,
+    /// podman's `network.status`.
+    pub network_status: Value,
+    /// The named volumes whose content is in the archive.
+    pub volumes: BTreeSet<String>,
+}
+
+/// The question.
+pub struct Question<'a> {
+    /// This host.
+    pub host: &'a Host,
+    /// The engines.
+    pub tools: &'a dyn Tools,
+    /// The engine that is to restore; `None`: the one that made the archive.
+    pub engine: Option<Engine>,
+    /// podman's `--ignore-volumes` will be given.
+    pub ignore_volumes: bool,
+    /// What the archive says.
+    pub records: &'a Records,
+    /// The container's spec.
+    pub spec: &'a Spec,
+    /// cryopod's record.
+    pub seal: Option<&'a Seal>,
+}
+
+/// Everything that the engine would miss.
+pub fn missing(question: &Question<'_>) -> Vec<Refusal> {
+    let engine = question.engine.or(match question.records.facts.engine {
+        Some("podman") => Some(Engine::Podman),
+        Some("docker") => Some(Engine::Docker),
+        Some("containerd" | "containerd-ctr") => Some(Engine::Containerd),
+        _ => None,
+    });
+    let Some(engine) = engine else {
+        return Vec::new();
+    };
+    let name = match engine {
+        Engine::Podman => "podman",
+        Engine::Docker => "docker",
+        Engine::Containerd => "ctr",
+    };
+    let Some(program) = question.tools.find(name) else {
+        return vec![refusal(
+            format!("{name}, which is to restore it, is not on PATH"),
+            "install it, or name another engine with --engine",
+        )];
+    };
+    let asked = Asked {
+        question,
+        name,
+        program,
+    };
+    let mut all = match engine {
+        Engine::Podman => asked.podman(),
+        Engine::Docker => asked.docker(),
+        Engine::Containerd => asked.containerd(),
+    };
+    all.extend(asked.bind_mounts(engine));
+    all
+}
+
+fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
+    Refusal {
+        process: None,
+        what: what.into(),
+        remedy: remedy.into(),
+    }
+}
+
+/// A name as the engines have them: nothing that a shell or a terminal would take for something else.
+fn plain(name: &str) -> Result<&str, Refusal> {
+    let usual = |c: char| c.is_ascii_alphanumeric() || "._-/:@+".contains(c);
+    match !name.is_empty() && !name.starts_with('-') && name.chars().all(usual) {
+        true => Ok(name),
+        false => Err(refusal(
+            format!("the archive names {name:?}, which no engine takes for a name"),
+            "the archive is damaged, or made to mislead: do not use it",
+        )),
+    }
+}
+
+struct Asked<'a> {
+    question: &'a Question<'a>,
+    name: &'static str,
+    program: PathBuf,
+}
+
+impl Asked<'_> {
+    /// What the engine writes if it says yes; `None` if it says no, by the exit code 1 that the engines have for it.
+    fn ask(&self, args: &[&str]) -> Result<Option<String>, Refusal> {
+        let words: Vec<&OsStr> = args.iter().map(OsStr::new).collect();
+        let remedy = || format!("see whether {} works", self.name);
+        match self.question.tools.output(&self.program, &words, ASK) {
+            Ok(out) if out.code == 0 => Ok(Some(out.stdout)),
+            Ok(out) if out.code == 1 => Ok(None),
+            Ok(out) => {
+                let said = out.stderr.lines().last().unwrap_or("it gives no reason");
+                let what = format!("{} {}: {said}", self.name, args.join(" "));
+                Err(refusal(what, remedy()))
+            }
+            Err(e) => Err(refusal(e.to_string(), remedy())),
+        }
+    }
+
+    fn has(&self, args: &[&str]) -> Result<bool, Refusal> {
+        Ok(self.ask(args)?.is_some())
+    }
+
+    fn podman(&self) -> Vec<Refusal> {
+        let mut all = Vec::new();
+        let facts = &self.question.records.facts;
+        let config = &self.question.records.config;
+        let rootfs = config.get("rootfs").and_then(Value::as_str);
+        match (&facts.image, &facts.image_id, rootfs) {
+            (_, _, Some(folder)) if !folder.is_empty() => {
+                if !self.question.host.is_dir(folder) {
+                    all.push(refusal(
+                        format!("podman's container has the root folder {folder:?}, and it is not here"),
+                        "put the container's root file system there",
+                    ));
+                }
+            }
+            (Some(image), Some(id), _) if facts.engine == Some("podman") => {
+                all.extend(self.podman_image(image, id).err());
+            }
+            _ => all.push(refusal(
+                "its config.dump is not podman's, which restores only what says which image and settings its container had",
+                "name the engine that is to restore it with --engine",
+            )),
+        }
+        all.extend(self.podman_runtime().err());
+        all.extend(self.podman_pid_files().unwrap_or_else(|e| vec![e]));
+        let volumes = config.get("namedVolumes").and_then(Value::as_array);
+        for volume in volumes.into_iter().flatten().take(MAX_ASKED) {
+            let name = volume.get("volumeName").and_then(Value::as_str);
+            all.extend(name.and_then(|name| self.podman_volume(name).err()));
+        }
+        for name in networks(config).into_iter().take(MAX_ASKED) {
+            all.extend(self.podman_network(name).err());
+        }
+        all
+    }
+
+    /// podman makes the container's storage from the image with this id, and before that pulls what is not there by
+    /// its name.
+    fn podman_image(&self, image: &str, id: &str) -> Result<(), Refusal> {
+        let (image, id) = (plain(image)?, plain(id)?);
+        let short = id.get(..12).unwrap_or(id);
+        let named = self.has(&["image", "exists", "--", image])?;
+        if self.has(&["image", "exists", "--", id])? {
+            return match named {
+                true => Ok(()),
+                false => Err(refusal(
+                    format!(
+                        "podman has the container's image {short} not by its name {image}, and would pull that"
+                    ),
+                    format!("podman tag {id} {image}"),
+                )),
+            };
+        }
+        let carry = format!(
+            "where it is: podman save -o image.tar {image}; here: podman load -i image.tar"
+        );
+        let what = match named {
+            true => {
+                format!("podman's image {image} is not the container's, which has the id {short}")
+            }
+            false => format!("podman does not have the container's image {image} (id {short})"),
+        };
+        let remote = !image.starts_with("localhost/") && !named;
+        Err(refusal(
+            what,
+            match remote {
+                true => format!("podman pull {image}; or, if that gives another id, {carry}"),
+                false => carry,
+            },
+        ))
+    }
+
+    /// podman calls the runtime of the name that the archive has.
+    fn podman_runtime(&self) -> Result<(), Refusal> {
+        let Some(name) = &self.question.records.facts.runtime else {
+            return Ok(());
+        };
+        let name = plain(name)?;
+        // podman has no better question, and fails with the exit code of any error.
+        let path = [
+            "--runtime",
+            name,
+            "info",
+            "--format",
+            "{{.Host.OCIRuntime.Path}}",
+        ];
+        let words: Vec<&OsStr> = path.iter().map(OsStr::new).collect();
+        let said = self.question.tools.output(&self.program, &words, ASK);
+        if said.is_ok_and(|out| out.code == 0) {
+            return Ok(());
+        }
+        if name.starts_with('/') {
+            return Err(refusal(
+                format!("podman's container has the runtime {name}, and it is not here"),
+                "install the runtime there",
+            ));
+        }
+        let place = match self.question.tools.find(name) {
+            Some(path) => path.display().to_string(),
+            None => format!("/usr/local/bin/{name}"),
+        };
+        Err(refusal(
+            format!("podman knows no runtime {name}, with which the checkpoint was made"),
+            format!(
+                "in /etc/containers/containers.conf, below [engine.runtimes]: {name} = [\"{place}\"]"
+            ),
+        ))
+    }
+
+    /// podman writes the pid files of a restored container where those of the old one were, unless that is below the
+    /// folder for its running state here, where it makes a new one.
+    fn podman_pid_files(&self) -> Result<Vec<Refusal>, Refusal> {
+        let said = self.ask(&["info", "--format", "{{.Store.RunRoot}}"])?;
+        let made = said.unwrap_or_default();
+        let files = ["conmonPidFile", "pidFile"].into_iter();
+        let folders: BTreeSet<&Path> = files
+            .filter_map(|name| self.question.records.config.get(name)?.as_str())
+            .filter(|file| !file.starts_with(made.trim()))
+            .filter_map(|file| Path::new(file).parent())
+            .collect();
+        let gone = folders
+            .into_iter()
+            .filter(|f| !f.as_os_str().is_empty() && !self.is_here(f));
+        Ok(gone
+            .map(|folder| {
+                refusal(
+                    format!("podman writes the container's pid files into {folder:?}, and that is not here (it was below the other podman's runroot)"),
+                    format!("mkdir -p {folder:?}"),
+                )
+            })
+            .collect())
+    }
+
+    /// podman makes the container's volumes and fills them from the archive; it refuses those that are there already.
+    fn podman_volume(&self, name: &str) -> Result<(), Refusal> {
+        let name = plain(name)?;
+        let here = self.has(&["volume", "exists", "--", name])?;
+        let carried = self.question.records.volumes.contains(name);
+        match (here, carried, self.question.ignore_volumes) {
+            (_, true, true) | (true, _, true) | (false, true, false) => Ok(()),
+            (true, true, false) => Err(refusal(
+                format!("podman has a volume {name} already, and the archive has its content too"),
+                format!(
+                    "to use it as it is here, restore with --ignore-volumes (and say --ignore-volumes to this check); or podman volume rm {name}"
+                ),
+            )),
+            (true, false, false) => Err(refusal(
+                format!(
+                    "the archive does not have the content of the volume {name}, and podman looks for it there"
+                ),
+                "to use the volume as it is here, restore with --ignore-volumes (and say --ignore-volumes to this check)",
+            )),
+            (false, false, _) => Err(refusal(
+                format!(
+                    "podman does not have the volume {name}, and its content is not in the archive"
+                ),
+                format!(
+                    "podman volume create {name}; fill it as it was (podman volume export, podman volume import), and restore with --ignore-volumes (and say --ignore-volumes to this check)"
+                ),
+            )),
+        }
+    }
+
+    /// podman connects the container to the networks of these names, with the addresses that it had.
+    fn podman_network(&self, name: &str) -> Result<(), Refusal> {
+        let name = plain(name)?;
+        let interfaces = self.question.records.network_status.get(name);
+        let interfaces = interfaces.and_then(|n| n.get("interfaces")?.as_object());
+        let subnets: Vec<Subnet> = interfaces
+            .into_iter()
+            .flat_map(|all| all.values())
+            .filter_map(|i| i.get("subnets")?.as_array())
+            .flatten()
+            .filter_map(|s| Subnet::parse(s.get("ipnet")?.as_str()?))
+            .take(MAX_ASKED)
+            .collect();
+        let create: String = subnets
+            .iter()
+            .map(|s| format!(" --subnet {}/{}", s.base(), s.bits))
+            .collect();
+        if !self.has(&["network", "exists", "--", name])? {
+            return Err(refusal(
+                format!("podman does not have the network {name}"),
+                format!("podman network create{create} {name}"),
+            ));
+        }
+        let said = self.ask(&["network", "inspect", "--", name])?;
+        let said: Value = serde_json::from_str(&said.unwrap_or_default()).unwrap_or_default();
+        let has = said.pointer("/0/subnets").and_then(Value::as_array);
+        let has: Vec<Subnet> = has
+            .into_iter()
+            .flatten()
+            .filter_map(|s| Subnet::parse(s.get("subnet")?.as_str()?))
+            .collect();
+        match subnets
+            .iter()
+            .find(|s| !has.iter().any(|h| h.holds(s.address)))
+        {
+            None => Ok(()),
+            Some(lost) => Err(refusal(
+                format!(
+                    "podman's network {name} has no place for the container's address {}",
+                    lost.address
+                ),
+                format!("podman network rm {name}, and podman network create{create} {name}"),
+            )),
+        }
+    }
+
+    /// docker restores into a container that is made of the image beforehand.
+    fn docker(&self) -> Vec<Refusal> {
+        let facts = &self.question.records.facts;
+        let runtimes = match self.ask(&["info", "--format", "{{json .Runtimes}}"]) {
+            Ok(Some(said)) => said,
+            Ok(None) => {
+                let remedy = "start it: systemctl start docker";
+                return vec![refusal("docker's daemon does not answer", remedy)];
+            }
+            Err(refusal) => return vec![refusal],
+        };
+        let image = facts.image.as_deref().or(facts.image_id.as_deref());
+        let image = image.and_then(|image| self.docker_image(image).err());
+        let runtime = facts.runtime.as_deref();
+        let runtime = runtime.filter(|_| facts.engine == Some("docker"));
+        let runtime = runtime.and_then(|name| docker_runtime(name, &runtimes).err());
+        image.into_iter().chain(runtime).collect()
+    }
+
+    fn docker_image(&self, image: &str) -> Result<(), Refusal> {
+        let image = plain(image)?;
+        match self.has(&["image", "inspect", "--", image])? {
+            true => Ok(()),
+            false => Err(refusal(
+                format!("docker does not have the container's image {image}"),
+                format!(
+                    "docker pull {image}; or, where it is: docker save -o image.tar {image}; here: docker load -i image.tar"
+                ),
+            )),
+        }
+    }
+
+    fn containerd(&self) -> Vec<Refusal> {
+        let facts = &self.question.records.facts;
+        // The CRI's containers are in a namespace of their own.
+        let namespace = match facts.engine {
+            Some("containerd") => "k8s.io",
+            _ => "default",
+        };
+        let image = facts.image.as_deref().map(|image| {
+            let image = plain(image)?;
+            let filter = format!("name=={image}");
+            let words = ["--namespace", namespace, "images", "ls", "--quiet", &filter];
+            match self.ask(&words)? {
+                Some(said) if !said.trim().is_empty() => Ok(()),
+                Some(_) => Err(refusal(
+                    format!("containerd does not have the container's image {image} in its namespace {namespace}"),
+                    format!("ctr --namespace {namespace} images pull {image}; or, where it is: ctr images export image.tar {image}; here: ctr --namespace {namespace} images import image.tar"),
+                )),
+                None => Err(refusal("containerd does not answer", "start it: systemctl start containerd")),
+            }
+        });
+        image.and_then(Result::err).into_iter().collect()
+    }
+
+    /// What is bound into the container must be where it was.
+    fn bind_mounts(&self, engine: Engine) -> Vec<Refusal> {
+        let records = self.question.records;
+        // The engines that make a container anew take these from its new description.
+        if engine != Engine::Podman || records.facts.engine != Some("podman") {
+            return Vec::new();
+        }
+        let volumes = records.config.get("namedVolumes").and_then(Value::as_array);
+        let volumes: Vec<&str> = volumes
+            .into_iter()
+            .flatten()
+            .filter_map(|v| v.get("dest")?.as_str())
+            .collect();
+        // Those of GPUs lead elsewhere after a restore, as the map says.
+        let nodes = self.question.seal.map_or(&[][..], |s| &s.gpu.nodes);
+        let elsewhere = |at: &str| {
+            MADE_BY_PODMAN.contains(&at)
+                || volumes.contains(&at)
+                || nodes.iter().any(|n| n.path == at)
+        };
+        let mounts = self.question.spec.mounts();
+        let binds = mounts.iter().filter(|m| {
+            let options = m.options().iter().flatten();
+            let bind = options.into_iter().any(|o| o == "bind" || o == "rbind");
+            (bind || m.typ().as_deref() == Some("bind"))
+                && !m.destination().to_str().is_some_and(elsewhere)
+        });
+        let sources = binds.filter_map(|m| Some((m.destination(), m.source().as_deref()?)));
+        sources
+            .filter(|(_, source)| source.is_absolute() && !self.is_here(source))
+            .take(MAX_ASKED)
+            .map(|(at, source)| {
+                refusal(
+                    format!("the container has {source:?} of its host at {at:?}, and it is not here"),
+                    format!("put it there, with the content that it had; for an empty folder: mkdir -p {source:?}"),
+                )
+            })
+            .collect()
+    }
+
+    fn is_here(&self, path: &Path) -> bool {
+        self.question.host.path(path).exists()
+    }
+}
+
+/// Is the runtime among those that docker's daemon lists?
+fn docker_runtime(name: &str, listed: &str) -> Result<(), Refusal> {
+    let name = plain(name)?;
+    let known: BTreeMap<String, Value> = serde_json::from_str(listed).unwrap_or_default();
+    match known.contains_key(name) {
+        true => Ok(()),
+        false => Err(refusal(
+            format!("docker knows no runtime {name}, with which the checkpoint was made"),
+            format!("add {name} to \"runtimes\" in /etc/docker/daemon.json, and reload docker"),
+        )),
+    }
+}
+
+/// The networks that podman's container is connected to: a list since podman 6, before that a map.
+fn networks(config: &Value) -> BTreeSet<&str> {
+    let listed = config.get("orderedNetworks").and_then(Value::as_array);
+    let listed = listed.into_iter().flatten();
+    let mapped = config.get("newNetworks").and_then(Value::as_object);
+    let mapped = mapped.into_iter().flat_map(|all| all.keys());
+    listed
+        .filter_map(|n| n.get("name")?.as_str())
+        .chain(mapped.map(String::as_str))
+        .collect()
+}
+
+/// An address and its network: `10.89.0.2/24`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Subnet {
+    address: IpAddr,
+    bits: u8,
+}
+
+impl Subnet {
+    fn parse(text: &str) -> Option<Self> {
+        let (address, bits) = text.split_once('/')?;
+        let address: IpAddr = address.parse().ok()?;
+        let bits = bits.parse().ok()?;
+        let most = if address.is_ipv4() { 32 } else { 128 };
+        (bits <= most).then_some(Self { address, bits })
+    }
+
+    /// The network's own address.
+    fn base(&self) -> IpAddr {
+        match self.address {
+            IpAddr::V4(a) => {
+                let mask = u32::MAX.checked_shl(32 - u32::from(self.bits)).unwrap_or(0);
+                IpAddr::V4((a.to_bits() & mask).into())
+            }
+            IpAddr::V6(a) => {
+                let mask = u128::MAX
+                    .checked_shl(128 - u32::from(self.bits))
+                    .unwrap_or(0);
+                IpAddr::V6((a.to_bits() & mask).into())
+            }
+        }
+    }
+
+    fn holds(&self, address: IpAddr) -> bool {
+        let other = Self {
+            address,
+            bits: self.bits,
+        };
+        address.is_ipv4() == self.address.is_ipv4() && other.base() == self.base()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subnets() {
+        let of = |text| Subnet::parse(text).unwrap();
+        let all = of("10.89.0.0/24");
+        assert_eq!(of("10.89.0.2/24").base(), all.address);
+        assert!(all.holds(of("10.89.0.77/32").address));
+        assert!(!all.holds(of("10.89.1.2/24").address));
+        assert!(!all.holds(of("::1/128").address));
+        assert!(of("0.0.0.0/0").holds(of("9.9.9.9/8").address));
+        assert_eq!(of("fd00::7/64").base(), of("fd00::/64").address);
+        for odd in ["10.0.0.1", "10.0.0.1/33", "x/8", "::1/129"] {
+            assert_eq!(Subnet::parse(odd), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn names() {
+        for name in ["localhost/busybox:latest", "r.io:5000/a@sha256:ab", "net_1"] {
+            assert!(plain(name).is_ok(), "{name}");
+        }
+        for name in ["", "-v", "a b", "a;rm", "a\u{1b}[0m", "$(x)"] {
+            assert!(plain(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn networks_of_both_kinds() {
+        let config =
+            serde_json::json!({"newNetworks": {"b": {}, "a": {}}, "orderedNetworks": null});
+        assert_eq!(
+            networks(&config).into_iter().collect::<Vec<_>>(),
+            ["a", "b"]
+        );
+        let config = serde_json::json!({"orderedNetworks": [{"name": "c"}]});
+        assert_eq!(networks(&config).into_iter().collect::<Vec<_>>(), ["c"]);
+    }
+}
