@@ -30,5 +30,5 @@ fn registry() {
 
 #[test]
 fn elsewhere() {
-    run(include_str!("scripts/archive/elsewhere.sh"), 38);
+    run(include_str!("scripts/archive/elsewhere.sh"), 35);
 }

@@ -117,10 +117,10 @@ fn helpers(low: &str, cgroup: Cgroup, want: usize) {
 
 #[test]
 fn helpers_crun() {
-    helpers("crun", Cgroup::V2, 30);
+    helpers("crun", Cgroup::V2, 26);
 }
 
 #[test]
 fn helpers_runc() {
-    helpers("runc", Cgroup::V2, 25);
+    helpers("runc", Cgroup::V2, 21);
 }

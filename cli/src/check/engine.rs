@@ -358,12 +358,15 @@ impl Asked<'_> {
     /// docker restores into a container that is made of the image beforehand.
     fn docker(&self) -> Vec<Refusal> {
         let facts = &self.question.records.facts;
-        let runtimes = match self.ask(&["info", "--format", "{{json .Runtimes}}"]) {
-            Ok(Some(said)) => said,
-            Ok(None) => {
-                let remedy = "start it: systemctl start docker";
-                return vec![refusal("docker's daemon does not answer", remedy)];
-            }
+        // Without a daemon docker says null, and may call that a success.
+        let runtimes: Runtimes = match self.ask(&["info", "--format", "{{json .Runtimes}}"]) {
+            Ok(said) => match serde_json::from_str(&said.unwrap_or_default()) {
+                Ok(runtimes) => runtimes,
+                Err(_) => {
+                    let remedy = "start it: systemctl start docker";
+                    return vec![refusal("docker's daemon does not answer", remedy)];
+                }
+            },
             Err(refusal) => return vec![refusal],
         };
         let image = facts.image.as_deref().or(facts.image_id.as_deref());
@@ -455,10 +458,12 @@ impl Asked<'_> {
     }
 }
 
+/// docker's runtimes by their names.
+type Runtimes = BTreeMap<String, Value>;
+
 /// Is the runtime among those that docker's daemon lists?
-fn docker_runtime(name: &str, listed: &str) -> Result<(), Refusal> {
+fn docker_runtime(name: &str, known: &Runtimes) -> Result<(), Refusal> {
     let name = plain(name)?;
-    let known: BTreeMap<String, Value> = serde_json::from_str(listed).unwrap_or_default();
     match known.contains_key(name) {
         true => Ok(()),
         false => Err(refusal(

@@ -12,6 +12,7 @@ wait_for ticked job 3
 pod exec job sh -c 'echo read > /books/page'
 before=$(sum job)
 id=$(podman inspect -f '{{.Image}}' job)
+container=$(podman inspect -f '{{.Id}}' job)
 podman save -q -o /tmp/image.tar localhost/busybox > /dev/null
 pod container checkpoint --leave-running --ignore-volumes --export /tmp/bare.tar.zst job > /dev/null
 pod container checkpoint --export /tmp/job.tar.zst job > /dev/null
@@ -35,6 +36,7 @@ says_no() { # NAME WANT...: exit code 1, and each
     for want in "$@"; do grep -qF -- "$want" /tmp/said || { echo "$name: not told: $want" && cat /tmp/said && exit 1; }; done
     echo "ok: $name"
 }
+says_yes() { cryopod check "$@" > /tmp/said || { cat /tmp/said && return 1; }; } # ARG...
 podman_fails() { # NAME PATTERN: podman itself, for the reason that the check tells
     if podman container restore --import /tmp/job.tar.zst > /tmp/said 2>&1; then echo "$1: podman restores it" && exit 1; fi
     check "$1: podman says no, too" says /tmp/said "$2"
@@ -81,15 +83,16 @@ podman_fails 'other addresses' '10\.77\.0\.'
 podman network rm -f backend > /dev/null
 podman network create --subnet 10.77.0.0/24 backend > /dev/null
 podman_fails 'the folder of the pid files' 'pidfile'
+cryopod-runtime delete --force "$container" # which podman has left behind
 eval "$(cryopod check /tmp/job.tar.zst | grep -o 'mkdir -p "/run/.*"')"
 podman_fails 'the bind mount' '/srv/data'
 mv /srv/away /srv/data
-check 'all is there: it can be restored' cryopod check /tmp/job.tar.zst
+check 'all is there: it can be restored' says_yes /tmp/job.tar.zst
 podman volume create books > /dev/null
 says_no 'a volume of that name' 'podman has a volume books already' --ignore-volumes 'podman volume rm books'
 if podman container restore --import /tmp/job.tar.zst > /tmp/said 2>&1; then exit 1; fi
 check 'a volume of that name: podman says no, too' says /tmp/said 'volume with name books already exists'
-check 'a volume of that name, to be used as it is' cryopod check --ignore-volumes /tmp/job.tar.zst
+check 'a volume of that name, to be used as it is' says_yes --ignore-volumes /tmp/job.tar.zst
 podman volume rm books > /dev/null
 
 podman container restore --import /tmp/job.tar.zst > /dev/null
@@ -106,7 +109,7 @@ podman volume create books > /dev/null
 echo read > /var/lib/second/volumes/books/_data/page
 if cryopod check /tmp/bare.tar.zst > /tmp/said; then echo 'a volume without content: checked' && exit 1; fi
 check 'a volume whose content podman looks for in the archive' says /tmp/said 'does not have the content of the volume books'
-check 'the volume as it is here' cryopod check --ignore-volumes /tmp/bare.tar.zst
+check 'the volume as it is here' says_yes --ignore-volumes /tmp/bare.tar.zst
 podman container restore --ignore-volumes --import /tmp/bare.tar.zst > /dev/null
 check 'the volume as it is here: the sum goes on' goes_on job
 podman rm -f -t 0 job > /dev/null
@@ -120,11 +123,11 @@ wait_for docker info > /dev/null 2>&1
 if cryopod check -e docker /tmp/job.tar.zst > /tmp/said 2>&1; then echo 'docker: checked' && exit 1; fi
 check "docker: the image" says /tmp/said "docker does not have the container's image localhost/busybox:latest"
 docker load -q -i /tmp/image.tar > /dev/null
-check 'docker: with its image' cryopod check -e docker /tmp/job.tar.zst
+check 'docker: with its image' says_yes -e docker /tmp/job.tar.zst
 containerd > /tmp/containerd.log 2>&1 &
-wait_for ctr version
+wait_for ctr version > /dev/null
 if cryopod check -e containerd /tmp/job.tar.zst > /tmp/said 2>&1; then echo 'containerd: checked' && exit 1; fi
 check "containerd: the image" says /tmp/said "containerd does not have the container's image localhost/busybox:latest in its namespace default"
 podman volume rm -f books > /dev/null
 ctr images import /tmp/image.tar > /dev/null
-check 'containerd: with its image' cryopod check -e containerd /tmp/job.tar.zst
+check 'containerd: with its image' says_yes -e containerd /tmp/job.tar.zst
