@@ -195,9 +195,9 @@ impl Options {
         let texts = files.iter().filter_map(|p| std::fs::read_to_string(p).ok());
         let of = |text: &str| {
             let lines = text.lines().filter_map(|l| value_of(l, NETWORK_LOCK));
-            lines.filter_map(Lock::of).last()
+            lines.filter_map(Lock::of).next_back()
         };
-        texts.filter_map(|text| of(&text)).last()
+        texts.filter_map(|text| of(&text)).next_back()
     }
 
     /// Has CRIU use this lock.
