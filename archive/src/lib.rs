@@ -28,6 +28,7 @@ mod staging;
 pub mod store;
 mod stream;
 mod tarread;
+pub mod text;
 mod through;
 pub mod unpack;
 pub mod verify;

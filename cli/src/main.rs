@@ -23,6 +23,7 @@ mod verify;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use cryopod_archive::text::printable;
 
 /// Checkpoint and restore of GPU containers.
 #[derive(Parser)]
@@ -64,7 +65,18 @@ enum Command {
     Pull(pull::Args),
 }
 
-fn main() -> anyhow::Result<ExitCode> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(code) => code,
+        Err(error) => {
+            // What is in it are names from archives and containers.
+            eprintln!("Error: {}", printable(&format!("{error:?}")));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<ExitCode> {
     let filter = tracing_subscriber::EnvFilter::try_from_env("CRYOPOD_LOG").unwrap_or_else(|_| {
         tracing_subscriber::EnvFilter::new("cryopod=warn,cryopod_registry=warn")
     });

@@ -134,7 +134,7 @@ fn say(args: &Args, done: &Done, took: Duration) {
         done.processes.len(),
     );
     if let Some(reason) = &done.left_out {
-        println!("not by the lane: {reason}");
+        println!("not by the lane: {}", ui::plain(reason));
     }
 }
 

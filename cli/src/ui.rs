@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cryopod_archive::progress::Progress;
+use cryopod_archive::text::hostile;
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// How often the bar is drawn.
@@ -139,10 +140,6 @@ pub fn micros(n: u64) -> String {
 
 /// Text of a stranger's archive, as one line that does nothing to a terminal.
 pub fn plain(text: &str) -> String {
-    let hostile = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
     text.chars()
         .map(|c| if hostile(c) { '?' } else { c })
         .collect()

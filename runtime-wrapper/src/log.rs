@@ -11,6 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use cryopod_archive::text::printable;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -52,7 +53,9 @@ impl<S: Subscriber> Layer<S> for Lines {
         }
         let mut text = Text::default();
         event.record(&mut text);
+        // Names of processes and files are what somebody chose; podman shows what is in the log on a terminal.
         let message = format!("cryopod: {}{}", text.message, text.fields);
+        let message = printable(&message);
         let written = self.file.as_ref().is_some_and(|path| {
             append(path, &line(&message, level, self.json, SystemTime::now())).is_ok()
         });
@@ -143,10 +146,19 @@ mod tests {
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             tracing::warn!(target: "cryopod_runtime", pid = 7, "careful");
             tracing::info!(target: "cryopod_runtime", "not shown");
+            error("process 7 (\u{1b}]0;owned\u{7}sh) fails");
             tracing::warn!(target: "another_crate", "not ours");
         });
         let text = std::fs::read_to_string(file).unwrap();
-        assert_eq!(text.lines().count(), 1, "{text}");
+        assert_eq!(text.lines().count(), 2, "{text}");
+        // Escaped once as text and once as JSON: nothing that decodes it gets the character back.
+        let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        let shown = last["msg"].as_str().unwrap();
+        assert!(!shown.contains(char::is_control), "{shown:?}");
+        assert!(
+            shown.contains(r"process 7 (\u{1b}]0;owned\u{7}sh)"),
+            "{shown}"
+        );
         assert!(text.contains(r#""msg":"cryopod: careful pid=7""#), "{text}");
     }
 }

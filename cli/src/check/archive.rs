@@ -13,6 +13,7 @@ use cryopod_archive::names;
 use cryopod_archive::seal::{Seal, Vendor};
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
+use cryopod_archive::text::printable;
 use cryopod_gpu_hooks::amd::image::{self as amd_image, Images};
 use cryopod_gpu_hooks::compat::{Check, Verdict};
 use cryopod_gpu_hooks::host::Host;
@@ -98,7 +99,7 @@ pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
     match answer(ask) {
         Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),
         Err(why) => {
-            eprintln!("cryopod: {why}");
+            eprintln!("cryopod: {}", printable(&why));
             Ok(ExitCode::from(UNUSABLE))
         }
     }
@@ -305,12 +306,13 @@ fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Re
         serde_json::to_writer_pretty(&mut out, &report)?;
         writeln!(out)?;
     } else {
-        out.write_all(table(checkpoint, answer).as_bytes())?;
+        out.write_all(printable(&table(checkpoint, answer)).as_bytes())?;
         for refusal in &answer.other {
             writeln!(
                 out,
                 "refused  {}\n         -> {}",
-                refusal.what, refusal.remedy
+                printable(&refusal.what),
+                printable(&refusal.remedy)
             )?;
         }
         let verdict = match (ok, &checkpoint.seal) {

@@ -3,6 +3,7 @@
 //! Every symbol is looked up at run time and may be absent: which ones exist differs between CRIU's
 //! versions, and a plugin with an unresolved symbol does not load at all.
 
+use cryopod_archive::text::printable;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::path::PathBuf;
@@ -44,7 +45,8 @@ pub fn log(level: Level, message: &str) {
         Level::Warn => "cryopod: Warning: ",
         Level::Info | Level::Debug => "cryopod: ",
     };
-    let text = format!("{prefix}{}\n", message.replace(['\0', '\n'], " "));
+    let message = message.replace(['\0', '\n'], " ");
+    let text = format!("{prefix}{}\n", printable(&message));
     match (symbol::<Print>(c"print_on_level"), CString::new(text)) {
         // SAFETY: CRIU's printf-like function; the format takes one string, which lives on.
         (Some(print), Ok(text)) => unsafe { print(level as c_uint, c"%s".as_ptr(), text.as_ptr()) },

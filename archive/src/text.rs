@@ -1,0 +1,40 @@
+//! Text that strangers chose (names of processes, of files, of an archive's entries), made fit to be shown.
+
+use std::borrow::Cow;
+
+/// Does this character do something to a terminal, or to the order of what is beside it?
+pub fn hostile(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// A message as it may be shown: each hostile character but a line's end as its escape, `\u{1b}`.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let odd = |c: char| c != '\n' && hostile(c);
+    if !text.contains(odd) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match c {
+            '\t' => out.push(' '),
+            c if odd(c) => out.extend(c.escape_unicode()),
+            c => out.push(c),
+        }
+    }
+    out.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_terminals_obey_is_escaped() {
+        assert_eq!(
+            printable("a\u{1b}[2J\rb\u{9b}\u{202e}c\td\n"),
+            "a\\u{1b}[2J\\u{d}b\\u{9b}\\u{202e}c d\n"
+        );
+        assert!(matches!(printable("plain ü\n"), Cow::Borrowed(_)));
+    }
+}
