@@ -37,6 +37,16 @@ struct State {
     paused: bool,
 }
 
+impl State {
+    fn container<'a>(&'a self, spec: &'a Spec) -> rootfs::Container<'a> {
+        rootfs::Container {
+            init: self.init,
+            bundle: &self.bundle,
+            spec,
+        }
+    }
+}
+
 /// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
 ///
 /// # Errors
@@ -59,7 +69,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if nodes.is_empty() {
         // Nobody is there to ask when the container stands still; but an engine that carries no files has paused it.
         if carried && state.paused {
-            rootfs::capture(&ctx.config.rootfs, &host, state.init, &image_path(inv))?;
+            rootfs::capture(
+                &ctx.config.rootfs,
+                &host,
+                &state.container(&spec),
+                &image_path(inv),
+            )?;
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
@@ -242,8 +257,12 @@ impl Job<'_> {
                 let Some(this) = slot.take() else { return true };
                 let options = &self.ctx.config.rootfs;
                 if self.carried
-                    && let Err(e) =
-                        rootfs::capture(options, self.host, self.state.init, &images.path)
+                    && let Err(e) = rootfs::capture(
+                        options,
+                        self.host,
+                        &self.state.container(setup.spec),
+                        &images.path,
+                    )
                 {
                     sealing = Some(e.to_string());
                     return false;

@@ -26,6 +26,7 @@ pub mod criu_helpers;
 pub mod criuconf;
 pub mod criuopts;
 pub mod facts;
+mod frozen;
 pub mod gate;
 pub mod images;
 pub mod lane;

@@ -9,6 +9,7 @@
 
 mod apply;
 mod capture;
+mod layer;
 mod records;
 
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use cryopod_gpu_hooks::spec::Spec;
 use serde::Deserialize;
 
 use crate::Error;
+use crate::frozen::Frozen;
 
 /// The file, in CRIU's image folder.
 pub const FILE: &str = "cryopod-rootfs.tar";
@@ -94,36 +96,45 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
     }
 }
 
-/// Packs the changes of the container whose first process is `init` into the image folder. Nothing but a warning where
-/// the root is no overlay, as then nobody knows what has changed.
+/// Packs the changes of the container whose first process is `init` into the image folder, with its cgroup frozen.
+/// Nothing but a warning where the root is no overlay, as then nobody knows what has changed.
 ///
 /// # Errors
-/// [`Error::Io`]: the layer cannot be read, or the disk is full; no file is left.
-pub fn capture(options: &Options, host: &Host, init: i32, images: &Path) -> Result<(), Error> {
-    let Some(upper) = upper(host, init) else {
+/// [`Error::Failed`]: something in the container cannot be stopped, or has been mounted over the engine's root.
+/// [`Error::Io`]: the layer cannot be read, or the disk is full. No file is left.
+pub fn capture(
+    options: &Options,
+    host: &Host,
+    container: &Container<'_>,
+    images: &Path,
+) -> Result<(), Error> {
+    let failed = |what: String| {
+        Error::Failed(format!(
+            "the container's changes of files cannot be packed: {what} (dev.cryopod.rootfs=off leaves them out)"
+        ))
+    };
+    let upper = match container.root() {
+        Some(root) => layer::upper(host, &root).map_err(failed)?,
+        None => None,
+    };
+    let Some(upper) = upper else {
         tracing::warn!(
             "the container's root is no overlay of its own: its changes of files are not in the checkpoint"
         );
         return Ok(());
     };
-    let upper = host.path(&upper);
+    let _frozen = Frozen::of(host, container.init).map_err(failed)?;
     let partial = images.join(format!(".{FILE}.partial"));
-    let done = capture::pack(&upper, &partial).and_then(|()| {
-        let bytes = std::fs::metadata(&partial)?.len();
-        if bytes > options.max_bytes() {
-            tracing::warn!(
-                "the container's changes of files have {} GiB: a restore needs rootfs.max_gib above that in its configuration",
-                bytes.div_ceil(1 << 30)
-            );
-        }
-        std::fs::rename(&partial, images.join(FILE))
-    });
+    let done = upper
+        .open()
+        .and_then(|folder| capture::pack(&folder, &partial, options))
+        .and_then(|()| std::fs::rename(&partial, images.join(FILE)));
     done.map_err(|source| {
         let _ = std::fs::remove_file(&partial);
         Error::Io {
             what: format!(
                 "the container's changes of files cannot be packed from {} into {} (dev.cryopod.rootfs=off leaves them out)",
-                upper.display(),
+                upper.path().display(),
                 images.display()
             ),
             source,
@@ -131,16 +142,22 @@ pub fn capture(options: &Options, host: &Host, init: i32, images: &Path) -> Resu
     })
 }
 
-/// The upper folder of the overlay that is a process's root.
-fn upper(host: &Host, init: i32) -> Option<PathBuf> {
-    let text = host.text(format!("/proc/{init}/mountinfo")).ok()?;
-    let root = text.lines().rfind(|l| l.split(' ').nth(4) == Some("/"))?;
-    let mut back = root.split_once(" - ")?.1.split(' ');
-    let overlay = back.next()? == "overlay";
-    let mut options = back.nth(1)?.split(',');
-    let upper = options.find_map(|o| o.strip_prefix("upperdir="))?;
-    // The kernel writes odd characters as octal numbers: no engine's folders have any.
-    (overlay && upper.starts_with('/') && !upper.contains('\\')).then(|| upper.into())
+/// The container whose files are captured.
+pub struct Container<'a> {
+    /// Its first process.
+    pub init: i32,
+    /// Its bundle.
+    pub bundle: &'a Path,
+    /// The bundle's spec.
+    pub spec: &'a Spec,
+}
+
+impl Container<'_> {
+    /// Where the engine has its root.
+    fn root(&self) -> Option<PathBuf> {
+        let root = self.spec.json().pointer("/root/path")?.as_str()?;
+        Some(self.bundle.join(root))
+    }
 }
 
 /// Unpacks what a checkpoint carries over the root of a container that is about to be restored.

@@ -38,26 +38,8 @@ fn whose_changes_are_carried() {
     }
 }
 
-#[test]
-fn the_upper_folder() {
-    let dir = tempfile::tempdir().unwrap();
-    let host = Host::at(dir.path());
-    fs::create_dir_all(dir.path().join("proc/7")).unwrap();
-    let line = |rest: &str| {
-        let text = format!(
-            "500 400 0:50 / / rw,relatime - {rest}\n501 500 0:51 / /proc rw - proc proc rw\n"
-        );
-        fs::write(dir.path().join("proc/7/mountinfo"), text).unwrap();
-        upper(&host, 7)
-    };
-    assert_eq!(
-        line("overlay overlay rw,lowerdir=/l,upperdir=/var/u/diff,workdir=/w"),
-        Some("/var/u/diff".into())
-    );
-    assert_eq!(line("overlay overlay ro,lowerdir=/l:/m"), None);
-    assert_eq!(line("overlay overlay rw,upperdir=u"), None);
-    assert_eq!(line("ext4 /dev/x rw,upperdir=/u"), None);
-    assert_eq!(upper(&host, 8), None);
+fn pack(upper: &Path, images: &Path, bounds: &Options) -> std::io::Result<()> {
+    capture::pack(&fs::File::open(upper)?, &images.join(FILE), bounds)
 }
 
 fn bundle(dir: &Path) -> std::path::PathBuf {
@@ -82,7 +64,7 @@ fn there_and_back() {
     fs::hard_link(upper.join("a/b/file"), upper.join("z")).unwrap();
     symlink("/etc/passwd", upper.join("a/link")).unwrap();
     fs::write(upper.join("folder"), "now a file").unwrap();
-    capture::pack(&upper, &images.join(FILE)).unwrap();
+    pack(&upper, &images, &Options::default()).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
     fs::create_dir_all(root.join("folder/with")).unwrap();
@@ -268,7 +250,7 @@ fn long_names_and_what_is_cut_off() {
     fs::create_dir(&images).unwrap();
     fs::write(upper.join(&long).join("file"), "text").unwrap();
     symlink(format!("/{long}/file"), upper.join("link")).unwrap();
-    capture::pack(&upper, &images.join(FILE)).unwrap();
+    pack(&upper, &images, &Options::default()).unwrap();
     let bundle = bundle(dir.path());
     restore(&images, &bundle).unwrap();
     let root = bundle.join("rootfs");
@@ -300,4 +282,85 @@ fn off_leaves_the_files_alone() {
     tar(dir.path(), &[("x", tar::EntryType::Regular, "1")]);
     restore(dir.path(), &bundle).unwrap();
     assert!(!bundle.join("rootfs/x").exists());
+}
+
+/// A name that is a link to a secret, a FIFO, a socket and a file in turn, while it is packed.
+#[test]
+fn what_changes_while_it_is_packed_leads_nowhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let (upper, images) = (dir.path().join("upper"), dir.path().join("images"));
+    fs::create_dir_all(&upper).unwrap();
+    fs::create_dir(&images).unwrap();
+    fs::create_dir(dir.path().join("host")).unwrap();
+    let secret = dir.path().join("host/secret");
+    fs::write(&secret, "the host's own").unwrap();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let swap = || {
+        let (new, name) = (dir.path().join("new"), upper.join("name"));
+        let mut n = 0;
+        while !done.load(std::sync::atomic::Ordering::Relaxed) {
+            match n % 4 {
+                0 => symlink(&secret, &new).unwrap(),
+                1 => nix::unistd::mkfifo(&new, nix::sys::stat::Mode::S_IRWXU).unwrap(),
+                2 => drop(std::os::unix::net::UnixListener::bind(&new).unwrap()),
+                _ => fs::write(&new, "the container's").unwrap(),
+            }
+            fs::rename(&new, &name).unwrap();
+            // A folder that becomes a link to the host's.
+            let (folder, link) = (upper.join("folder"), upper.join("link"));
+            let _ = match n % 2 {
+                0 => fs::create_dir(&folder),
+                _ => fs::remove_dir(&folder)
+                    .and_then(|()| symlink(dir.path().join("host"), &link))
+                    .and_then(|()| fs::rename(&link, &folder))
+                    .and_then(|()| fs::remove_file(&folder)),
+            };
+            n += 1;
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(swap);
+        for _ in 0..400 {
+            // In the way of another that was ended.
+            fs::write(images.join(FILE), "").unwrap();
+            pack(&upper, &images, &Options::default()).unwrap();
+            let tar = fs::read(images.join(FILE)).unwrap();
+            let found = tar.windows(14).any(|bytes| bytes == b"the host's own");
+            if found {
+                done.store(true, std::sync::atomic::Ordering::Relaxed);
+            }
+            assert!(!found);
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn only_root_may_read_the_packed_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let upper = dir.path().join("upper");
+    fs::create_dir(&upper).unwrap();
+    pack(&upper, dir.path(), &Options::default()).unwrap();
+    let mode = fs::metadata(dir.path().join(FILE)).unwrap().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+}
+
+/// A restore would refuse it; and a sparse file of an exabyte would fill the disk.
+#[test]
+fn what_is_packed_is_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let upper = dir.path().join("upper");
+    fs::create_dir(&upper).unwrap();
+    let sparse = fs::File::create(upper.join("sparse")).unwrap();
+    sparse.set_len(65 << 30).unwrap();
+    let error = pack(&upper, dir.path(), &Options::default()).unwrap_err();
+    assert!(error.to_string().contains("rootfs.max_gib"), "{error}");
+    let few = Options {
+        max_files: 0,
+        ..Options::default()
+    };
+    fs::remove_file(upper.join("sparse")).unwrap();
+    fs::create_dir(upper.join("folder")).unwrap();
+    let error = pack(&upper, dir.path(), &few).map(drop);
+    assert!(error.is_err());
 }

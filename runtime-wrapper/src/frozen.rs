@@ -1,0 +1,245 @@
+//! Freezes a container's cgroup while its files are read.
+//!
+//! For a container with a GPU, CRIU stops the processes of its tree by ptrace and leaves the cgroup alone. Processes that
+//! an engine's `exec` started are in the cgroup, and no part of that tree: they would go on writing.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cryopod_archive::text::printable;
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::live;
+
+/// How long the kernel may take to freeze a cgroup.
+const LIMIT: Duration = Duration::from_secs(5);
+const TICK: Duration = Duration::from_millis(1);
+
+/// The cgroup of a container's first process, frozen. Dropped, it is as it was.
+#[derive(Debug)]
+pub struct Frozen {
+    /// The file to write to, and what thaws; `None` if the cgroup was frozen already, or nobody has to be.
+    thaw: Option<(PathBuf, &'static str)>,
+}
+
+/// A freezer of either version.
+struct Freezer {
+    dir: PathBuf,
+    v2: bool,
+}
+
+impl Freezer {
+    fn of(host: &Host, init: i32) -> Option<Self> {
+        let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
+        let found = cgroups.lines().filter_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (kind, path) = (parts.next()?, Path::new(parts.next()?));
+            // Never the root; `..` leads out of this program's cgroup namespace.
+            let path = path.strip_prefix("/").ok()?;
+            let mut names = path.components();
+            if path == Path::new("") || !names.all(|c| matches!(c, Component::Normal(_))) {
+                return None;
+            }
+            let (roots, file, v2) = match kind {
+                "" => (
+                    &["/sys/fs/cgroup", "/sys/fs/cgroup/unified"][..],
+                    "cgroup.freeze",
+                    true,
+                ),
+                kind if kind.split(',').any(|k| k == "freezer") => (
+                    &["/sys/fs/cgroup/freezer", "/sys/fs/cgroup"][..],
+                    "freezer.state",
+                    false,
+                ),
+                _ => return None,
+            };
+            let dirs = roots.iter().map(|root| host.path(root).join(path));
+            let dir = dirs.into_iter().find(|dir| dir.join(file).exists())?;
+            Some(Self { dir, v2 })
+        });
+        // On a hybrid host the container's limits, and so its members, are in version 1.
+        found.min_by_key(|freezer| freezer.v2)
+    }
+
+    fn file(&self) -> PathBuf {
+        let name = if self.v2 {
+            "cgroup.freeze"
+        } else {
+            "freezer.state"
+        };
+        self.dir.join(name)
+    }
+
+    fn reads(&self, name: &str, line: &str) -> bool {
+        std::fs::read_to_string(self.dir.join(name))
+            .is_ok_and(|text| text.lines().any(|found| found == line))
+    }
+
+    fn is_frozen(&self) -> bool {
+        if self.v2 {
+            self.reads("cgroup.events", "frozen 1")
+        } else {
+            self.reads("freezer.state", "FROZEN")
+        }
+    }
+
+    /// Freezes it.
+    fn freeze(&self) -> io::Result<Frozen> {
+        if self.is_frozen() {
+            return Ok(Frozen { thaw: None });
+        }
+        let (freeze, thaw) = if self.v2 {
+            ("1", "0")
+        } else {
+            ("FROZEN", "THAWED")
+        };
+        write(&self.file(), freeze)?;
+        // From here on it is thawed again, whatever happens.
+        let frozen = Frozen {
+            thaw: Some((self.file(), thaw)),
+        };
+        let end = Instant::now() + LIMIT;
+        while !self.is_frozen() {
+            if Instant::now() >= end {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(TICK);
+        }
+        Ok(frozen)
+    }
+
+    /// Members of the cgroup, and of those below it.
+    fn members(&self) -> Vec<i32> {
+        let mut found = Vec::new();
+        let mut dirs = vec![self.dir.clone()];
+        while let Some(dir) = dirs.pop() {
+            let pids = std::fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
+            found.extend(pids.lines().filter_map(|l| l.parse::<i32>().ok()));
+            let below = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+            dirs.extend(below.map(|e| e.path()));
+        }
+        found
+    }
+}
+
+fn write(file: &Path, text: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).open(file)?;
+    file.write_all(text.as_bytes())
+}
+
+impl Frozen {
+    /// Freezes the cgroup of the container whose first process is `init`, and whose process tree is stopped. Where no
+    /// cgroup can be frozen, the tree must be all that the cgroup has.
+    ///
+    /// # Errors
+    /// A text that names a process which would go on running.
+    pub fn of(host: &Host, init: i32) -> Result<Self, String> {
+        let nothing = Self { thaw: None };
+        let Some(freezer) = Freezer::of(host, init) else {
+            return Ok(nothing);
+        };
+        let why = match freezer.freeze() {
+            Ok(frozen) => return Ok(frozen),
+            Err(e) => e,
+        };
+        let tree = live::tree(host, init);
+        let members = freezer.members();
+        let Some(other) = members.iter().find(|pid| !tree.contains(pid)) else {
+            return Ok(nothing);
+        };
+        let comm = host.line(format!("/proc/{other}/comm")).unwrap_or_default();
+        Err(format!(
+            "process {other} ({}) is in the container's cgroup {} and not among the descendants of its first process, so it would go on changing files, and the cgroup cannot be frozen ({why}); end it (it may be an exec), then checkpoint again",
+            printable(&comm),
+            freezer.dir.display()
+        ))
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if let Some((file, thaw)) = &self.thaw
+            && let Err(e) = write(file, thaw)
+        {
+            tracing::error!(
+                "{}: the container's cgroup cannot be thawed: {e}; write {thaw} to that file",
+                file.display()
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn host(cgroups: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+        fs::write(dir.path().join("proc/7/cgroup"), cgroups).unwrap();
+        fs::write(dir.path().join("proc/7/stat"), "7 (init) t 1 7 7").unwrap();
+        for (name, text) in files {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        (dir, host)
+    }
+
+    #[test]
+    fn what_is_frozen_stays_frozen() {
+        for (cgroups, file, frozen) in [
+            ("0::/c\n", "sys/fs/cgroup/c/cgroup.freeze", "1"),
+            (
+                "3:cpu,freezer:/c\n0::/\n",
+                "sys/fs/cgroup/freezer/c/freezer.state",
+                "FROZEN",
+            ),
+        ] {
+            let events = ("sys/fs/cgroup/c/cgroup.events", "populated 1\nfrozen 1\n");
+            let (dir, host) = host(cgroups, &[(file, frozen), events]);
+            drop(Frozen::of(&host, 7).unwrap());
+            assert_eq!(fs::read_to_string(dir.path().join(file)).unwrap(), frozen);
+        }
+    }
+
+    #[test]
+    fn the_root_and_other_namespaces_cgroups_are_left_alone() {
+        for cgroups in ["0::/\n", "0::/../x\n", "0::/a/../../x\n"] {
+            let (_dir, host) = host(
+                cgroups,
+                &[
+                    ("sys/fs/cgroup/cgroup.freeze", "0"),
+                    ("sys/fs/x/cgroup.freeze", "0"),
+                    ("sys/fs/cgroup/x/cgroup.freeze", "0"),
+                ],
+            );
+            assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
+        }
+    }
+
+    /// A cgroup that does not freeze: nobody else may be in it.
+    #[test]
+    fn members_outside_of_the_tree_are_refused_where_nothing_freezes() {
+        let (dir, host) = host(
+            "0::/c\n",
+            &[
+                ("sys/fs/cgroup/c/cgroup.procs", "7\n"),
+                ("sys/fs/cgroup/c/below/cgroup.procs", ""),
+                ("proc/8/comm", "ba\x1b[2Jd\n"),
+            ],
+        );
+        // Opening it for writing fails, also for root.
+        fs::create_dir(dir.path().join("sys/fs/cgroup/c/cgroup.freeze")).unwrap();
+        Frozen::of(&host, 7).unwrap();
+        let below = dir.path().join("sys/fs/cgroup/c/below/cgroup.procs");
+        fs::write(below, "8\n").unwrap();
+        let error = Frozen::of(&host, 7).unwrap_err();
+        assert!(error.contains("process 8"), "{error}");
+        assert!(!error.contains('\x1b'), "{error:?}");
+    }
+}
