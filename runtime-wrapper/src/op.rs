@@ -6,7 +6,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
 use cryopod_gpu_hooks::host::Host;
@@ -44,6 +44,7 @@ impl Operation {
             .mode(0o700)
             .create(base)
             .map_err(Error::io(made(base)))?;
+        ours(base)?;
         sweep(base, host);
         let pid = i32::try_from(std::process::id()).unwrap_or(0);
         let start = live::start_time(host, pid).unwrap_or(0);
@@ -97,6 +98,26 @@ impl Operation {
             link.display()
         )))
     }
+}
+
+/// CRIU loads plugins from below this folder: nobody else may write there.
+fn ours(base: &Path) -> Result<(), Error> {
+    let meta = fs::symlink_metadata(base)
+        .map_err(Error::io(format!("{}: cannot be read", base.display())))?;
+    let user = nix::unistd::geteuid().as_raw();
+    let why = if !meta.is_dir() {
+        "it is no folder".to_owned()
+    } else if meta.uid() != user {
+        format!("it belongs to user {}, and this is user {user}", meta.uid())
+    } else if meta.mode() & 0o022 != 0 {
+        format!("others may write to it (mode {:o})", meta.mode() & 0o7777)
+    } else {
+        return Ok(());
+    };
+    Err(Error::Failed(format!(
+        "{}: not used for CRIU's plugins: {why}; remove it, it is made anew. Nothing was touched",
+        base.display()
+    )))
 }
 
 impl Drop for Operation {
@@ -158,5 +179,27 @@ mod tests {
         assert!(op.dir().exists(), "its owner lives");
         drop(op);
         assert_eq!(fs::read_dir(&base).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_folder_that_others_can_write_to_is_not_used() {
+        use std::os::unix::fs::{PermissionsExt, chown};
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("run");
+        let refused = |what: &str| {
+            let error = Operation::below(&base, &Host::system()).unwrap_err();
+            assert!(error.to_string().contains(what), "{error}");
+        };
+        fs::create_dir(&base).unwrap();
+        fs::set_permissions(&base, fs::Permissions::from_mode(0o1777)).unwrap();
+        refused("mode 1777");
+        fs::set_permissions(&base, fs::Permissions::from_mode(0o755)).unwrap();
+        if nix::unistd::geteuid().is_root() {
+            chown(&base, Some(4711), None).unwrap();
+            refused("user 4711");
+        }
+        fs::remove_dir(&base).unwrap();
+        symlink(dir.path(), &base).unwrap();
+        refused("no folder");
     }
 }

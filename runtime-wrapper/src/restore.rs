@@ -57,6 +57,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));
     };
+    images::no_links(&folder)?;
     let _held = bundle::hold(&bundle_folder(inv), &inv.id)?;
     let tools = SystemTools::from_env();
     let spec = Spec::of_bundle(&bundle_folder(inv))?;

@@ -5,14 +5,15 @@
 //! within the container as well, where an absolute path would lead elsewhere, while a relative one is followed from
 //! the folder on, through the mounts of the host.
 
-mod devtar;
-mod mountpoints;
+pub mod devtar;
+pub mod mountpoints;
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 
+use cryopod_archive::names;
 use cryopod_archive::seal::NodeSource;
 use cryopod_archive::store::Found;
 use cryopod_gpu_hooks::remap::{Remap, Target};
@@ -28,6 +29,28 @@ pub use mountpoints::MountsError;
 const FOLDER: &str = "images";
 /// Entries of an image folder that are linked; CRIU makes a few for each process.
 const MAX_ENTRIES: usize = 1 << 20;
+
+/// Refuses an image folder that has links. Nothing that writes checkpoints makes any but CRIU's `parent`, and CRIU would
+/// read any file of the host in place of memory, and rewrite it as the container's.
+///
+/// # Errors
+/// [`Error::Failed`] names the link.
+pub fn no_links(images: &Path) -> Result<(), Error> {
+    let unread = || format!("{}: the image folder cannot be read", images.display());
+    let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
+    for entry in entries.take(MAX_ENTRIES) {
+        let entry = entry.map_err(Error::io(unread()))?;
+        let link = entry.file_type().is_ok_and(|t| t.is_symlink());
+        let parent = entry.file_name() == names::PARENT_LINK;
+        if link && !(parent && entry.path().is_dir()) {
+            return Err(Error::Failed(format!(
+                "restore refused, nothing was started: {}: a link, and a checkpoint has none; put the file itself there if you trust it",
+                entry.path().display()
+            )));
+        }
+    }
+    Ok(())
+}
 
 /// Makes the overlay if the archived `/dev` has to change, or files are in a store; `None`: the images can be used as
 /// they are.
@@ -174,7 +197,13 @@ fn link_rest(images: &Path, folder: &Path) -> Result<(), Error> {
         if link.symlink_metadata().is_ok() {
             continue;
         }
-        // A link in the image folder (CRIU's `parent`) is followed here, as later on nothing may depend on it.
+        // CRIU's `parent`, the only link (`no_links`), is followed here, as later on nothing may depend on it.
+        if entry.file_type().is_ok_and(|t| t.is_symlink())
+            && entry.file_name() != names::PARENT_LINK
+        {
+            tracing::warn!("{}: a link, left out", entry.path().display());
+            continue;
+        }
         let Ok(target) = entry.path().canonicalize() else {
             tracing::warn!("{}: leads nowhere", entry.path().display());
             continue;

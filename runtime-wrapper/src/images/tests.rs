@@ -64,3 +64,29 @@ fn links_are_relative_and_go_over_no_other_link() {
     );
     assert!(!overlay.join("dangling").exists());
 }
+
+/// A stranger's link in place of an image: CRIU would read that file into the container's memory.
+#[test]
+fn links_of_an_archive_lead_nowhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let (images, overlay) = (dir.path().join("images"), dir.path().join("overlay"));
+    fs::create_dir(&images).unwrap();
+    fs::create_dir(&overlay).unwrap();
+    fs::create_dir(dir.path().join("earlier")).unwrap();
+    fs::write(dir.path().join("secret"), "").unwrap();
+    fs::write(images.join("inventory.img"), "").unwrap();
+    symlink("../earlier", images.join("parent")).unwrap();
+    no_links(&images).unwrap();
+    symlink(dir.path().join("secret"), images.join("pages-1.img")).unwrap();
+    let error = no_links(&images).unwrap_err().to_string();
+    assert!(error.contains("pages-1.img"), "{error}");
+    link_rest(&images, &overlay).unwrap();
+    assert!(overlay.join("parent").is_symlink());
+    assert!(overlay.join("inventory.img").is_symlink());
+    assert!(overlay.join("pages-1.img").symlink_metadata().is_err());
+    // A parent that is a file is no checkpoint either.
+    fs::remove_file(images.join("pages-1.img")).unwrap();
+    fs::remove_file(images.join("parent")).unwrap();
+    symlink("../secret", images.join("parent")).unwrap();
+    assert!(no_links(&images).is_err());
+}

@@ -36,7 +36,18 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<L
     let folder = match wish {
         Some("off") => None,
         Some("auto") => newest_beside(&images, &inv.id),
-        Some(path) if Path::new(path).is_absolute() => present(Path::new(path)),
+        Some(path) if Path::new(path).is_absolute() => {
+            let found = present(Path::new(path));
+            if let (Some(_), Some(folder)) = (spec.annotation(ANNOTATION), &found) {
+                let allowed = within(config, &images, folder);
+                allowed.map_err(|what| {
+                    Error::Failed(format!(
+                        "{ANNOTATION}: {path:?} {what}. Nothing was touched"
+                    ))
+                })?;
+            }
+            found
+        }
         Some(other) => {
             return Err(Error::Failed(format!(
                 "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path. Nothing was touched"
@@ -82,6 +93,18 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<L
         folder,
         digest: facts.digest,
     }))
+}
+
+/// An annotation is the word of whoever made the container: it may name a checkpoint beside the new one, or where the
+/// administrator keeps them, and no other folder of the host.
+fn within(config: &Config, images: &Path, folder: &Path) -> Result<(), String> {
+    let beside = images.parent().and_then(|p| p.canonicalize().ok());
+    let listed = config.search();
+    let mut allowed = listed.iter().filter_map(|p| p.canonicalize().ok());
+    if folder.parent() == beside.as_deref() || allowed.any(|root| folder.starts_with(root)) {
+        return Ok(());
+    }
+    Err("is neither beside the image folder nor below one of lane.parents of the configuration; name such a folder, or let the administrator list its parent there".into())
 }
 
 /// A folder that is not there yet is none: the first checkpoint has no parent.
@@ -137,6 +160,26 @@ fn upwards(from: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
+
+    #[test]
+    fn an_annotation_names_no_other_folder_of_the_host() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["ckpt/1", "other/1", "listed/deep/1"] {
+            std::fs::create_dir_all(at(name)).unwrap();
+        }
+        let mut config = Config::default();
+        let images = at("ckpt/2");
+        let of = |config: &Config, folder: &str| {
+            within(config, &images, &at(folder).canonicalize().unwrap())
+        };
+        assert!(of(&config, "ckpt/1").is_ok());
+        assert!(of(&config, "other/1").is_err());
+        assert!(of(&config, "listed/deep/1").is_err());
+        config.lane.parents = vec![at("listed")];
+        assert!(of(&config, "listed/deep/1").is_ok());
+        assert!(of(&config, "other/1").is_err());
+    }
 
     #[test]
     fn a_pre_dump_leads_to_what_it_builds_upon() {
