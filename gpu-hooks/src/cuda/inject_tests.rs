@@ -83,3 +83,56 @@ fn mappings_of_another_process_are_exchanged() {
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
 }
+
+/// What another thread of the process can do while the call is under way: other code where the call is made from.
+#[test]
+fn a_process_that_changes_its_code_makes_no_other_call() {
+    if !SUPPORTED {
+        return;
+    }
+    let (mut child, mut out) = echo();
+    let pid = child.id() as i32;
+    answers(&mut child, &mut out, "1 hello\n");
+    {
+        let _seized = Seized::new(pid).unwrap();
+        let mut inject = Injection::begin(pid, pid, 0).unwrap();
+        let mut code = [0; 16];
+        inject.memory.read_exact_at(&mut code, inject.site).unwrap();
+        let changed: &[&[u8]] = &[
+            // Another call: mov eax, close; mov edi, 0; syscall.
+            &[
+                0xb8,
+                libc::SYS_close as u8,
+                0,
+                0,
+                0,
+                0xbf,
+                0,
+                0,
+                0,
+                0,
+                0x0f,
+                0x05,
+            ],
+            // Another argument: mov edi, 0; syscall.
+            &[0xbf, 0, 0, 0, 0, 0x0f, 0x05],
+            // The same call from elsewhere: nop; syscall.
+            &[0x90, 0x0f, 0x05],
+        ];
+        for bytes in changed {
+            inject.memory.write_all_at(bytes, inject.site).unwrap();
+            let error = inject
+                .call(libc::SYS_getpgid, [1, 0, 0, 0, 0, 0])
+                .unwrap_err();
+            assert!(error.to_string().contains("another system call"), "{error}");
+            inject.memory.write_all_at(&code, inject.site).unwrap();
+        }
+        // Its own code again: as ever.
+        assert_eq!(inject.call(libc::SYS_getpid, [0; 6]).unwrap(), pid as u64);
+        inject.end().unwrap();
+    }
+    // Its standard input was not closed.
+    answers(&mut child, &mut out, "2 hello\n");
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+}

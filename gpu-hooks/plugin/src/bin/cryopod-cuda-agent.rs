@@ -10,6 +10,7 @@
 
 use cryopod_gpu_hooks::cuda::agent::{Agent, Limits};
 use cryopod_gpu_hooks::cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_gpu_hooks::cuda::lane::ceiling::Ceiling;
 use cryopod_gpu_hooks::cuda::lane::worker;
 use cryopod_gpu_hooks::cuda::nvml;
 use cryopod_gpu_hooks::cuda::procfs;
@@ -161,6 +162,7 @@ fn main() -> ExitCode {
             return give_up(what, "check the folder's permissions and space");
         }
     };
+    let ceiling = Ceiling::new(&gpus, &users);
     let hello = Hello {
         driver_version: procfs::driver_version(),
         cuda_version: cuda.version(),
@@ -176,8 +178,10 @@ fn main() -> ExitCode {
         error: None,
         remedy: None,
     });
+    let agent = Agent::new(cuda);
+    agent.lanes().bound(ceiling);
     let server = Arc::new(Server {
-        agent: Agent::new(cuda),
+        agent,
         hello,
         report: arguments.report,
         limits: Limits::default(),

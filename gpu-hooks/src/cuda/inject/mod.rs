@@ -22,7 +22,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::RawFd;
 use std::os::unix::fs::FileExt;
-use trace::wait_event;
+use trace::{entered_call_at, wait_event};
 
 /// Whether this program can make other processes' threads do system calls: on x86-64.
 pub const SUPPORTED: bool = cfg!(target_arch = "x86_64");
@@ -101,10 +101,7 @@ impl Injection {
             memory,
         };
         set_signal_mask(tid, ALL_BUT_TRAP)?;
-        let free = O_TRACESYSGOOD | O_SUSPEND_SECCOMP;
-        // Without the privilege to suspend it, the filter may still let the calls pass.
-        let set = |options| ptrace(libc::PTRACE_SETOPTIONS, tid, 0, options);
-        if let Err(error) = set(free).or_else(|_| set(O_TRACESYSGOOD)) {
+        if let Err(error) = injection.set_options(O_TRACESYSGOOD) {
             let _ = set_signal_mask(tid, mask);
             return Err(error);
         }
@@ -113,29 +110,64 @@ impl Injection {
 
     /// One system call.
     ///
+    /// Other threads of the process may run and change its code. So the thread is looked at where it enters the kernel:
+    /// it must make this call, with these arguments, from where it was set to. Only from there to the call's exit is its
+    /// seccomp filter off.
+    ///
     /// # Errors
-    /// The call's own, or what keeps it from being made.
+    /// The call's own, or what keeps it from being made: no other call is made in its place.
     pub fn call(&mut self, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
         let mut regs = self.regs;
         arch::prepare_call(&mut regs, self.site, nr as u64, args);
         arch::set(self.tid, &regs)?;
-        for _ in 0..2 {
-            ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-            // An interrupt or a group stop may come in between, nothing else.
-            let mut event = wait_event(self.tid)?;
-            for _ in 0..8 {
-                if event != Event::Interrupted {
-                    break;
-                }
-                ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
-                event = wait_event(self.tid)?;
-            }
-            if event != Event::Syscall {
-                let what = format!("thread {}: unexpected {event:?}", self.tid);
-                return Err(io::Error::other(what));
-            }
+        self.next_stop()?;
+        let entered = entered_call_at(self.tid);
+        let wanted = Call {
+            nr: nr as u64,
+            args,
+        };
+        if entered != Some((wanted, arch::after(self.site))) {
+            // No call at all, with the filter in force.
+            let mut regs = arch::get(self.tid)?;
+            arch::skip_call(&mut regs);
+            arch::set(self.tid, &regs)?;
+            self.next_stop()?;
+            return Err(io::Error::other(format!(
+                "thread {}: makes another system call than it was set to; something in its process changes its code",
+                self.tid
+            )));
         }
+        // Without the privilege to suspend the filter, it may still let the call pass.
+        let suspended = self.set_options(O_TRACESYSGOOD | O_SUSPEND_SECCOMP).is_ok();
+        let stopped = self.next_stop();
+        if suspended && stopped.is_ok() {
+            self.set_options(O_TRACESYSGOOD)?;
+        }
+        stopped?;
         check(arch::result(&arch::get(self.tid)?))
+    }
+
+    fn set_options(&self, options: libc::c_ulong) -> io::Result<()> {
+        ptrace(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
+    }
+
+    /// Lets the thread run to its next stop at a system call.
+    fn next_stop(&self) -> io::Result<()> {
+        ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+        // An interrupt or a group stop may come in between, nothing else.
+        let mut event = wait_event(self.tid)?;
+        for _ in 0..8 {
+            if event != Event::Interrupted {
+                break;
+            }
+            ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+            event = wait_event(self.tid)?;
+        }
+        if event != Event::Syscall {
+            let what = format!("thread {}: unexpected {event:?}", self.tid);
+            return Err(io::Error::other(what));
+        }
+        Ok(())
     }
 
     /// The thread as it was at the beginning.

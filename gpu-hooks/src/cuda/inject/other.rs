@@ -17,6 +17,10 @@ pub fn set(_tid: i32, _regs: &Registers) -> io::Result<()> {
 }
 pub fn replace_call(_regs: &mut Registers, _nr: u64, _args: [u64; 6]) {}
 pub fn prepare_call(_regs: &mut Registers, _site: u64, _nr: u64, _args: [u64; 6]) {}
+pub fn after(site: u64) -> u64 {
+    site
+}
+pub fn skip_call(_regs: &mut Registers) {}
 pub fn result(_regs: &Registers) -> u64 {
     0
 }

@@ -141,6 +141,11 @@ struct SyscallInfo {
 
 /// At a syscall stop: the call, if it is the entry of a native one.
 pub fn entered_call(tid: i32) -> Option<Call> {
+    entered_call_at(tid).map(|(call, _)| call)
+}
+
+/// The same, and where the thread goes on after it.
+pub(super) fn entered_call_at(tid: i32) -> Option<(Call, u64)> {
     const ENTRY: u8 = 1;
     let mut info = SyscallInfo::default();
     let size = size_of::<SyscallInfo>() as libc::c_ulong;
@@ -156,10 +161,8 @@ pub fn entered_call(tid: i32) -> Option<Call> {
     }
     let mut args = [0; 6];
     args.copy_from_slice(&info.words[1..7]);
-    Some(Call {
-        nr: info.words[0],
-        args,
-    })
+    let nr = info.words[0];
+    Some((Call { nr, args }, info.ip))
 }
 
 /// Stops a thread that nobody traces, for as long as this lives. Used when CRIU is gone.

@@ -43,6 +43,16 @@ pub fn prepare_call(regs: &mut Registers, site: u64, nr: u64, args: [u64; 6]) {
     regs.orig_rax = u64::MAX;
 }
 
+/// Where a thread goes on that made a call there.
+pub fn after(site: u64) -> u64 {
+    site.wrapping_add(SYSCALL.len() as u64)
+}
+
+/// At a syscall's entry: no call is made.
+pub fn skip_call(regs: &mut Registers) {
+    regs.orig_rax = u64::MAX;
+}
+
 pub fn result(regs: &Registers) -> u64 {
     regs.rax
 }

@@ -25,9 +25,32 @@ fn new_fd(fd: libc::c_long) -> io::Result<OwnedFd> {
 /// # Errors
 /// What the system says.
 pub fn new_file(bytes: u64) -> io::Result<File> {
-    let file = File::from(in_hugepages().or_else(|_| plain())?);
+    let sealable = memfd_has_hugepages().then(plain);
+    let fd = match sealable {
+        Some(Ok(fd)) => fd,
+        _ => in_hugepages().or_else(|_| plain())?,
+    };
+    let file = File::from(fd);
     file.set_len(bytes.next_multiple_of(HUGE))?;
     Ok(file)
+}
+
+/// Keeps the size of a file as it is, whoever gets a descriptor of it: who cuts it off ends every program that reads a
+/// mapping of it. `false` where the kernel cannot, as on a tmpfs of one's own; there the worker, a process of its own, is
+/// what ends, and with it the checkpoint.
+pub fn seal(file: &File) -> bool {
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: numbers; changes what may be done with the file.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) == 0 }
+}
+
+/// Whether the kernel gives hugepages to files that can be sealed: by its settings, which are usually against it.
+fn memfd_has_hugepages() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").is_ok_and(|text| {
+        ["[always]", "[within_size]", "[advise]", "[force]"]
+            .iter()
+            .any(|setting| text.contains(setting))
+    })
 }
 
 /// On a tmpfs that no one else sees: there hugepages do not depend on the system's settings.
@@ -70,8 +93,9 @@ fn in_hugepages() -> io::Result<OwnedFd> {
 }
 
 fn plain() -> io::Result<OwnedFd> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: a NUL-terminated name; a new descriptor or -1.
-    let fd = unsafe { libc::memfd_create(c"cryopod-lane".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe { libc::memfd_create(c"cryopod-lane".as_ptr(), flags) };
     new_fd(libc::c_long::from(fd))
 }
 
@@ -229,6 +253,17 @@ pub fn available_to(process: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A process that has the file mapped, and so had a descriptor of it, cannot cut it off.
+    #[test]
+    fn sealed_memory_keeps_its_size() {
+        let file = File::from(plain().unwrap());
+        file.set_len(2 * HUGE).unwrap();
+        assert!(seal(&file));
+        assert!(file.set_len(HUGE).is_err());
+        assert!(file.set_len(3 * HUGE).is_err());
+        Mapped::new(&file, HUGE, true).unwrap().bytes_mut().unwrap()[0] = 1;
+    }
 
     #[test]
     fn memory_is_shared_and_zero() {

@@ -9,6 +9,7 @@
 //! back, the same pages are mapped where they were. docs/architecture.md tells it in one page.
 //!
 //! * [`memory`]: the memory itself
+//! * [`ceiling`]: how much of it a process may have
 //! * [`reserve`]: memory allocated before the freeze
 //! * [`store`]: what the agent keeps
 //! * [`worker`]: the process that reads and writes the image folder
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::num::NonZero;
 use std::path::PathBuf;
 
+pub mod ceiling;
 pub mod memory;
 pub mod reserve;
 pub mod store;

@@ -123,4 +123,62 @@ mod tests {
         };
         assert!(!buffer.reserved);
     }
+
+    /// A process in the driver's place asks again and again; a restore names more regions than GPUs have memory.
+    #[test]
+    fn what_is_asked_is_bounded_in_all() {
+        use super::super::WantedRegion;
+        use super::super::ceiling::Ceiling;
+        use crate::cuda::gpu::GpuUuid;
+        use crate::cuda::protocol::AgentGpu;
+        use crate::cuda::report::GpuUser;
+        let lanes = Arc::new(Lanes::default());
+        let gpu = AgentGpu {
+            uuid: GpuUuid([1; 16]),
+            name: String::new(),
+            total_memory: 8 << 20,
+            compute_capability: None,
+            free_memory: None,
+            mig: None,
+        };
+        let user = GpuUser {
+            pid: 7,
+            gpu: gpu.uuid,
+            bytes: 1 << 20,
+        };
+        lanes.bound(Ceiling::new(&[gpu], &[user]));
+        let prepare = |pid, bytes| {
+            lanes.perform(&Op::LanePrepare {
+                pid,
+                bytes,
+                threads: 1,
+                limit_ms: 10_000,
+            })
+        };
+        let Some(Outcome::Buffer(first)) = prepare(7, 2 << 20) else {
+            panic!("what it has");
+        };
+        let refused = |outcome: Option<Outcome>| match outcome {
+            Some(Outcome::Error(error)) => error.message,
+            other => panic!("{other:?}"),
+        };
+        // Within the bound alone, and beyond it with the first.
+        let error = refused(prepare(7, 1 << 30));
+        assert!(error.contains("process 7"), "{error}");
+        let error = refused(prepare(8, (1 << 30) + (9 << 20)));
+        assert!(error.contains("this host's GPUs have 8 MiB"), "{error}");
+        // What is given back counts no more.
+        lanes.perform(&Op::LaneDrop { id: first.id });
+        assert!(matches!(prepare(7, 3 << 20), Some(Outcome::Buffer(_))));
+        let region = |name: &str| WantedRegion {
+            name: name.into(),
+            bytes: 600 << 20,
+        };
+        let error = refused(lanes.perform(&Op::LaneLoad {
+            dir: "/".into(),
+            regions: vec![region("a"), region("b")],
+            config: crate::cuda::lane::LaneConfig::default(),
+        }));
+        assert!(error.contains("1200 MiB of host memory"), "{error}");
+    }
 }

@@ -1,5 +1,6 @@
 //! What the agent keeps of the lane: the buffers, where they belong, and the worker.
 
+use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
 use super::worker::{self, Job, Memory};
@@ -32,11 +33,14 @@ struct Inner {
     buffers: BTreeMap<u64, Arc<Buffer>>,
     places: BTreeMap<u64, Place>,
     work: Work,
+    ceiling: Ceiling,
 }
 
 struct Buffer {
     file: File,
     bytes: u64,
+    /// Whose it is; `None` at a restore.
+    pid: Option<i32>,
 }
 
 /// Where a buffer belongs.
@@ -82,6 +86,23 @@ fn failed(what: &str) -> impl FnOnce(io::Error) -> DriverError {
 impl Lanes {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bounds what processes get from here on.
+    pub fn bound(&self, ceiling: Ceiling) {
+        self.inner().ceiling = ceiling;
+    }
+
+    /// Whether a process may have so much more.
+    fn may_have(&self, more: &Wanted) -> Result<(), DriverError> {
+        let inner = self.inner();
+        let sum = |of: Option<i32>| {
+            let buffers = inner.buffers.values();
+            let of = buffers.filter(|b| of.is_none() || b.pid == of);
+            of.fold(0u64, |sum, b| sum.saturating_add(b.bytes))
+        };
+        let allowed = inner.ceiling.allows(sum(Some(more.pid)), sum(None), more);
+        allowed.map_err(|what| refused(ErrorKind::Lane, what))
     }
 
     /// Carries out a request; `None` when it is not about the lane.
@@ -165,14 +186,15 @@ impl Lanes {
 
     /// Memory for a checkpoint, all of it allocated.
     fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
+        self.may_have(&Wanted { pid, bytes })?;
         let (buffer, shared) = match self.reserve.take(pid, bytes) {
             Some((file, missing)) => {
                 there_is(missing)?;
-                let (buffer, shared) = self.keep(file, bytes);
+                let (buffer, shared) = self.keep(file, bytes, Some(pid));
                 let reserved = true;
                 (buffer, SharedBuffer { reserved, ..shared })
             }
-            None => self.allocate(bytes)?,
+            None => self.allocate(bytes, Some(pid))?,
         };
         let populated =
             Mapped::new(&buffer.file, bytes, true).and_then(|map| map.populate(threads));
@@ -183,15 +205,22 @@ impl Lanes {
         Ok(shared)
     }
 
-    fn allocate(&self, bytes: u64) -> Result<(Arc<Buffer>, SharedBuffer), DriverError> {
+    fn allocate(
+        &self,
+        bytes: u64,
+        pid: Option<i32>,
+    ) -> Result<(Arc<Buffer>, SharedBuffer), DriverError> {
         there_is(bytes)?;
         let file = memory::new_file(bytes).map_err(failed("host memory for the GPU's"))?;
-        Ok(self.keep(file, bytes))
+        Ok(self.keep(file, bytes, pid))
     }
 
-    fn keep(&self, file: File, bytes: u64) -> (Arc<Buffer>, SharedBuffer) {
+    fn keep(&self, file: File, bytes: u64, pid: Option<i32>) -> (Arc<Buffer>, SharedBuffer) {
         let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-        let buffer = Arc::new(Buffer { file, bytes });
+        if !memory::seal(&file) {
+            tracing::debug!("memory for the GPU's is on a tmpfs, which has no seals");
+        }
+        let buffer = Arc::new(Buffer { file, bytes, pid });
         let mut inner = self.inner();
         inner.last += 1;
         let id = inner.last;
@@ -252,11 +281,16 @@ impl Lanes {
         regions: &[WantedRegion],
         config: &LaneConfig,
     ) -> Result<Vec<SharedBuffer>, DriverError> {
+        let all = regions.iter().map(|region| region.bytes);
+        let all = all.fold(0u64, u64::saturating_add);
+        let allowed = self.inner().ceiling.allows_all(all);
+        allowed.map_err(|what| refused(ErrorKind::Lane, what))?;
+        there_is(all)?;
         let (folder, dir) = folder(dir)?;
         let mut shared = Vec::new();
         let mut memory = Vec::new();
         for region in regions {
-            let (_, buffer) = self.allocate(region.bytes)?;
+            let (_, buffer) = self.allocate(region.bytes, None)?;
             memory.push(self.memory(buffer.id, &region.name)?);
             shared.push(buffer);
         }
