@@ -1,0 +1,65 @@
+//! What a container's processes show of themselves below `/proc`: mounts, mapped files, status, descriptors, and what a
+//! plan makes of them. The parts of the input are separated by NUL.
+#![no_main]
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::LazyLock;
+
+use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::scan::Scan;
+use cryopod_gpu_hooks::spec::Spec;
+use cryopod_gpu_hooks::{live, mountinfo, mounts};
+use libfuzzer_sys::fuzz_target;
+
+static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
+    let root = cryopod_fuzz::scratch("proc");
+    let folders = ["proc/7/fd", "proc/7/fdinfo", "proc/7/ns", "proc/self"];
+    for folder in folders {
+        let _ = fs::create_dir_all(root.join(folder));
+    }
+    // A descriptor of a file, so that its mount is asked for.
+    let _ = std::os::unix::fs::symlink("/etc/hostname", root.join("proc/7/fd/3"));
+    let host = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:50 / /run/c/rootfs rw - overlay o rw\n";
+    let _ = fs::write(root.join("proc/self/mountinfo"), host);
+    root
+});
+
+fuzz_target!(|data: &[u8]| {
+    let files = [
+        "proc/7/mountinfo",
+        "proc/7/maps",
+        "proc/7/status",
+        "proc/7/fdinfo/3",
+        "proc/7/stat",
+        "proc/7/cgroup",
+    ];
+    let mut parts = data.split(|b| *b == 0);
+    for file in files {
+        let part = parts.next().unwrap_or_default();
+        if fs::write(ROOT.join(file), part).is_err() {
+            return;
+        }
+        let text = String::from_utf8_lossy(part);
+        procfs::parse_status(&text);
+        procfs::parse_stat(&text);
+    }
+    let host = Host::at(&*ROOT);
+    let spec = Spec::from_json(serde_json::json!({
+        "root": {"path": "/run/c/rootfs"},
+        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+    }));
+    for mount in mountinfo::of(&host, "7") {
+        assert!(!mount.fs_type.contains(' '));
+    }
+    let (found, _) = mounts::unnamed(&host, &spec, 7);
+    assert!(found.foreign.len() <= 4096 && found.own.len() <= 4096);
+    let scan = Scan::of(&host, &[7]);
+    scan.memory_bytes();
+    for refusal in scan.refusals(&host, &spec) {
+        let _ = refusal.to_string();
+    }
+    live::tree(&host, 7);
+    live::start_time(&host, 7);
+});
