@@ -1,0 +1,48 @@
+# podman.sh LOW ROUNDS MODE: under podman, with the simulated driver. MODE: `admin`, a container with CAP_SYS_ADMIN, or
+# `user`, one in a user namespace of its own.
+low=$1 count=$2 mode=$3
+. /src/tests/tests/scripts/hostile/lib.sh
+mkimage
+low_level "$low"
+printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n[rootfs]\ncarry = "always"\n' >> /etc/cryopod/config.toml
+mkdir -p /run/cusim
+sim=/run/cusim/server.sock
+/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
+/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
+wait_for test -S "$sim"
+mount --bind /run/simulated/driver /proc/driver
+
+alive() { [ "$(pod inspect -f '{{.State.Status}}' job 2> /dev/null)" = running ]; }
+ticked() { [ "$(podman logs job 2>&1 | grep -c ok)" -ge 3 ]; }
+mounts=no
+begin() {
+    local how=(--cap-add SYS_ADMIN --security-opt apparmor=unconfined -e MOUNTS="$mounts")
+    if [ "$mode" = user ]; then how=(--uidmap 0:100000:65536 --gidmap 0:100000:65536 -e MOUNTS=no); fi
+    pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm \
+        --device /dev/nvidia0 --device /dev/nvidia1 "${how[@]}" --security-opt seccomp=unconfined \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+        localhost/busybox sh -c "($attack) & exec /cusim/cusim-client --mib 70" > /dev/null
+    within 60 ticked || true
+}
+again() {
+    does pod rm -f -t 0 job || true
+    # Every other one mounts, which CRIU can hardly ever dump.
+    if [ "$mounts" = no ]; then mounts=yes; else mounts=no; fi
+    begin
+}
+round() {
+    rm -f /tmp/job.tar
+    case $(($1 % 4)) in
+        0) does pod container checkpoint --leave-running --export /tmp/job.tar job ;;
+        1) does cryopod suspend job && does cryopod resume job ;;
+        2)
+            does pod container checkpoint --export /tmp/job.tar job || return
+            untouched && does pod rm -f -t 0 job && does pod container restore --import /tmp/job.tar
+            ;;
+        3) pod exec job sh -c "$attack" > /dev/null 2>&1 &
+            does pod container checkpoint --leave-running --export /tmp/job.tar job ;;
+    esac
+}
+rounds "$count"
+does pod rm -f -t 0 job
