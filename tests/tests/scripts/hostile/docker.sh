@@ -19,7 +19,7 @@ begin() {
 }
 again() {
     does docker rm -f job || true
-    if [ "$mounts" = no ]; then mounts=yes; else mounts=no; fi
+    next
     begin
 }
 round() {

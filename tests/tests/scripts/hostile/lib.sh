@@ -22,13 +22,17 @@ over() {
     mount -t tmpfs t /t && mkdir -p /t/etc /t/l /t/w /t/m && cp /bin/busybox /t/l/ &&
         cp /bin/busybox /t/ && chroot /t /busybox mount -t overlay o -o lowerdir=/l,upperdir=/etc,workdir=/w /m &&
         mount --move /t/m /
-    mount --bind /w / || true
+    [ "$MOUNTS" = stay ] && sleep 1000
+    mount --bind /w /
     mount -t tmpfs t /srv && umount /srv
     umount -l / ; umount -l /t
 } 2> /dev/null
 mkdir -p /t
-while :; do turn; [ "$MOUNTS" = yes ] && over; done
+while :; do turn; [ "$MOUNTS" = no ] || over; done
 '
+
+# What the next container does with mounts: nothing, or some all the time, or an overlay that stays.
+next() { case $mounts in no) mounts=yes ;; yes) mounts=stay ;; *) mounts=no ;; esac; }
 
 state() { find /etc /usr/local/bin /root -xdev \( -type f -o -type l \) -printf '%p %m %U %G %s %l ' -exec sh -c '[ -L "$1" ] || sha256sum < "$1"; echo' _ {} \; 2> /dev/null | sort | sha256sum; }
 untouched() { # the host's files are what they were, and nothing of them is in what was written
@@ -52,7 +56,11 @@ rounds() { # N: `begin` makes the container, `round` does one thing to it
     before=$(state)
     begin
     for ((n = 0; n < $1; n++)); do
-        if round "$n"; then worked=$((worked + 1)); fi
+        if round "$n"; then
+            worked=$((worked + 1))
+        else
+            echo "round $n: $(tail -n 1 /tmp/said | cut -c 1-300)"
+        fi
         untouched || { echo "in round $n" && exit 1; }
         if ! alive; then again; fi
     done

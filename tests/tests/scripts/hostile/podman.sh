@@ -26,23 +26,23 @@ begin() {
     within 60 ticked || true
 }
 again() {
-    does pod rm -f -t 0 job || true
-    # Every other one mounts, which CRIU can hardly ever dump.
-    if [ "$mounts" = no ]; then mounts=yes; else mounts=no; fi
+    does podman --runtime cryopod-runtime rm -f -t 0 job || true
+    # CRIU can hardly ever dump one that mounts.
+    next
     begin
 }
 round() {
     rm -f /tmp/job.tar
     case $(($1 % 4)) in
-        0) does pod container checkpoint --leave-running --export /tmp/job.tar job ;;
+        0) does podman --runtime cryopod-runtime container checkpoint --leave-running --export /tmp/job.tar job ;;
         1) does cryopod suspend job && does cryopod resume job ;;
         2)
-            does pod container checkpoint --export /tmp/job.tar job || return
-            untouched && does pod rm -f -t 0 job && does pod container restore --import /tmp/job.tar
+            does podman --runtime cryopod-runtime container checkpoint --export /tmp/job.tar job || return
+            untouched && does podman --runtime cryopod-runtime rm -f -t 0 job && does podman --runtime cryopod-runtime container restore --import /tmp/job.tar
             ;;
         3) pod exec job sh -c "$attack" > /dev/null 2>&1 &
-            does pod container checkpoint --leave-running --export /tmp/job.tar job ;;
+            does podman --runtime cryopod-runtime container checkpoint --leave-running --export /tmp/job.tar job ;;
     esac
 }
 rounds "$count"
-does pod rm -f -t 0 job
+does podman --runtime cryopod-runtime rm -f -t 0 job
