@@ -32,9 +32,14 @@ struct Freezer {
 impl Freezer {
     fn of(host: &Host, init: i32) -> Option<Self> {
         let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
+        let own = host.text("/proc/self/cgroup").unwrap_or_default();
         let found = cgroups.lines().filter_map(|line| {
-            let mut parts = line.splitn(3, ':').skip(1);
-            let (kind, path) = (parts.next()?, Path::new(parts.next()?));
+            let (kind, path) = parsed(line)?;
+            // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze itself.
+            let mut ours = own.lines().filter_map(parsed);
+            if ours.any(|(of, own)| of == kind && own.starts_with(path)) {
+                return None;
+            }
             // Never the root; `..` leads out of this program's cgroup namespace.
             let path = path.strip_prefix("/").ok()?;
             let mut names = path.components();
@@ -122,6 +127,12 @@ impl Freezer {
         }
         found
     }
+}
+
+/// Controllers and path of a line of `/proc/PID/cgroup`.
+fn parsed(line: &str) -> Option<(&str, &Path)> {
+    let mut parts = line.splitn(3, ':').skip(1);
+    Some((parts.next()?, Path::new(parts.next()?)))
 }
 
 fn write(file: &Path, text: &str) -> io::Result<()> {
@@ -219,6 +230,18 @@ mod tests {
                 ],
             );
             assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
+        }
+    }
+
+    #[test]
+    fn this_program_does_not_freeze_itself() {
+        for (own, frozen) in [("0::/c\n", false), ("0::/c/x\n", false), ("0::/d\n", true)] {
+            let files = [
+                ("proc/self/cgroup", own),
+                ("sys/fs/cgroup/c/cgroup.freeze", "0"),
+            ];
+            let (_dir, host) = host("0::/c\n", &files);
+            assert_eq!(Freezer::of(&host, 7).is_some(), frozen, "{own}");
         }
     }
 
