@@ -152,6 +152,15 @@ pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts
     Ok(facts)
 }
 
+/// Returns true if memory pages of these images may be compressed with LZ4 (CRIU 4.3). `inventory`: `inventory.img`.
+///
+/// # Errors
+/// [`ImageError`] if the image is damaged.
+pub fn has_compressed_pages(inventory: &[u8]) -> Result<bool, ImageError> {
+    let entry = inventory_entry(inventory, &mut Bounds::default())?;
+    Ok(entry.compress.is_some_and(|mode| mode != 0))
+}
+
 fn inventory(
     files: &BTreeMap<String, Vec<u8>>,
     bounds: &mut Bounds,
@@ -161,15 +170,21 @@ fn inventory(
     let content = files
         .get(NAME)
         .ok_or(ImageError::Missing { file: NAME.into() })?;
-    let entries: Vec<proto::InventoryEntry> =
-        messages(NAME, content, proto::INVENTORY_MAGIC, bounds)?;
-    let entry = entries
-        .into_iter()
-        .next()
-        .ok_or(ImageError::Empty { file: NAME.into() })?;
+    let entry = inventory_entry(content, bounds)?;
     facts.image_version = entry.img_version;
     facts.plugins = entry.plugins.map(|p| p.plugins).unwrap_or_default();
     Ok(())
+}
+
+fn inventory_entry(
+    content: &[u8],
+    bounds: &mut Bounds,
+) -> Result<proto::InventoryEntry, ImageError> {
+    const NAME: &str = crate::names::CRIU_INVENTORY;
+    let entries: Vec<proto::InventoryEntry> =
+        messages(NAME, content, proto::INVENTORY_MAGIC, bounds)?;
+    let first = entries.into_iter().next();
+    first.ok_or(ImageError::Empty { file: NAME.into() })
 }
 
 fn processes(
@@ -216,6 +231,8 @@ fn memory(
 ) -> Result<(), ImageError> {
     let mut pages = BTreeMap::new();
     let (mut all, mut parent) = (0_u64, 0_u64);
+    // Pages in LZ4 blocks, and the blocks' bytes in `pages-*.img`.
+    let (mut compressed, mut compressed_bytes) = (0_u64, 0_u64);
     for (name, content) in with_prefix(files, "pagemap-") {
         let mut own = 0_u64;
         let (_, entries): (PagemapHead, Vec<PagemapEntry>) =
@@ -226,6 +243,10 @@ fn memory(
                 parent = parent.saturating_add(count);
             } else if entry.is_present() {
                 own = own.saturating_add(count);
+                if let Some(blocks) = entry.blocks {
+                    compressed = compressed.saturating_add(count);
+                    compressed_bytes = compressed_bytes.saturating_add(blocks.total_payload_size);
+                }
             }
         }
         all = all.saturating_add(own);
@@ -237,9 +258,11 @@ fn memory(
             pages.insert(pid, own);
         }
     }
-    // The images do not name the size of a page; that of the pages does, where it is known.
-    let page = match pages_bytes.checked_div(all) {
-        Some(n @ (4096 | 16384 | 65536)) if n.checked_mul(all) == Some(pages_bytes) => n,
+    // The images do not name the size of a page; that of the plain pages does, where it is known.
+    let plain = all.saturating_sub(compressed);
+    let plain_bytes = pages_bytes.saturating_sub(compressed_bytes);
+    let page = match plain_bytes.checked_div(plain) {
+        Some(n @ (4096 | 16384 | 65536)) if n.checked_mul(plain) == Some(plain_bytes) => n,
         _ => PAGE,
     };
     facts.memory_bytes = all.saturating_mul(page);

@@ -6,6 +6,7 @@
 mod archive;
 mod engine;
 mod host;
+mod tested;
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -61,6 +61,8 @@ pub struct CriuElf {
     pub loader: Option<PathBuf>,
     /// What it offers to its plugins.
     pub symbols: BTreeSet<String>,
+    /// It was built with LZ4, for compressed memory pages (CRIU 4.3).
+    pub lz4: bool,
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, ElfError> {
@@ -132,8 +134,13 @@ pub fn criu(path: &Path) -> Result<CriuElf, ElfError> {
     let bytes = read(path)?;
     let file = parse(&bytes)?;
     let mut found = CriuElf::default();
-    for symbol in file.dynamic_symbols().filter(ObjectSymbol::is_definition) {
+    for symbol in file.dynamic_symbols() {
         let Ok(name) = symbol.name() else { continue };
+        // Of a library, or of its own: CRIU exports all that it has.
+        found.lz4 |= name.starts_with("LZ4_");
+        if !symbol.is_definition() {
+            continue;
+        }
         if name == CONTROL {
             found.hooks = symbol
                 .size()

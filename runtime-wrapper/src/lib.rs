@@ -21,6 +21,7 @@ pub mod cgroup;
 pub mod checkpoint;
 pub mod child;
 pub mod choose;
+pub mod compressed;
 pub mod config;
 pub mod criu_helpers;
 pub mod criuconf;

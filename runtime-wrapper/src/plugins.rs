@@ -37,10 +37,12 @@ const CRIU_FOLDERS: [&str; 7] = [
     "/usr/lib/x86_64-linux-gnu/criu",
     "/opt/rocm/lib/criu",
 ];
-/// The plugin ABI of CRIU 4.0 to 4.2.
-const ABI: u32 = 0x200;
-/// The newest CRIU of which that is known.
-const ABI_KNOWN_UP_TO: [u32; 2] = [4, 2];
+/// Plugin interfaces of CRIU: the first version that no longer has it, its ABI, its number of hooks.
+const INTERFACES: [([u32; 2], u32, u32); 3] = [
+    ([4, 2], 0x200, 12),
+    ([4, 3], 0x200, 13),
+    ([4, 4], 0x300, 17),
+];
 
 /// The plugins of this host, as far as their files are there.
 pub fn find(config: &Config, host: &Host) -> Plugins {
@@ -214,27 +216,19 @@ fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Res
     let descriptor = criu_elf::descriptor(path).map_err(|e| fault(e.to_string(), rebuilt))?;
     let version = criu.version.as_deref().unwrap_or("of an unknown version");
     let numbers = criu.version.as_deref().and_then(facts::numbers);
-    let older = |than: [u32; 2]| {
-        numbers
-            .as_ref()
-            .is_some_and(|n| n.iter().take(2).lt(than.iter()))
-    };
-    let abi_known = older([ABI_KNOWN_UP_TO[0], ABI_KNOWN_UP_TO[1] + 1]);
-    if descriptor.version > ABI && abi_known {
+    let interface = numbers.as_deref().and_then(interface);
+    if let Some((abi, _)) = interface
+        && descriptor.version > abi
+    {
         return Err(fault(
             format!(
-                "is built for plugin ABI {:#x}, and CRIU {version} takes up to {ABI:#x}",
+                "is built for plugin ABI {:#x}, and CRIU {version} takes up to {abi:#x}",
                 descriptor.version
             ),
             rebuilt,
         ));
     }
-    let hooks = known.hooks.or(match (older([4, 2]), abi_known) {
-        (true, _) => Some(12),
-        (_, true) => Some(13),
-        _ => None,
-    });
-    if let Some(hooks) = hooks
+    if let Some(hooks) = known.hooks.or(interface.map(|(_, hooks)| hooks))
         && descriptor.max_hooks > hooks
     {
         return Err(fault(
@@ -252,6 +246,13 @@ fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Res
         )),
         None => Ok(()),
     }
+}
+
+/// The plugin ABI of a CRIU and its number of hooks; `None` if it is newer than what is known here.
+fn interface(version: &[u32]) -> Option<(u32, u32)> {
+    let mut known = INTERFACES.iter();
+    let of = known.find(|(before, ..)| version.iter().take(2).lt(before.iter()));
+    of.map(|&(_, abi, hooks)| (abi, hooks))
 }
 
 /// What the loader does not find for the plugin: libraries, and symbols that are not CRIU's either. Asked of the loader as
@@ -305,6 +306,20 @@ mod tests {
         fs::write(dir.path().join("etc/os-release"), os).unwrap();
         let host = Host::at(dir.path());
         (dir, host)
+    }
+
+    #[test]
+    fn interfaces_of_criu() {
+        for (version, want) in [
+            (&[4, 1, 1][..], Some((0x200, 12))),
+            (&[4, 2, 1], Some((0x200, 13))),
+            (&[4, 3], Some((0x300, 17))),
+            (&[4, 3, 1], Some((0x300, 17))),
+            (&[4, 4], None),
+            (&[5, 0], None),
+        ] {
+            assert_eq!(interface(version), want, "{version:?}");
+        }
     }
 
     #[test]

@@ -35,8 +35,8 @@ use crate::op::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::setup::{self, Setup};
 use crate::{
-    Context, Error, around, cgroup, facts, images, lane, log, loopback, lsm, passthrough, plugins,
-    rootfs, store,
+    Context, Error, around, cgroup, compressed, facts, images, lane, log, loopback, lsm,
+    passthrough, plugins, rootfs, store,
 };
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
@@ -71,7 +71,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let signals = child::Signals::watch()?;
     let op = Operation::new()?;
     // 2. What this host has for it, which GPUs it gets, and whether all holds that must.
-    let means = Means::gather(&ctx.config, &host, &tools, criu.as_ref(), &seal, Some(&op));
+    let mut means = Means::gather(&ctx.config, &host, &tools, criu.as_ref(), &seal, Some(&op));
+    means
+        .faults
+        .extend(compressed::refusal(&folder, criu.as_ref()));
     let mut answer = preflight::answer(&Question {
         host: &host,
         config: &ctx.config,

@@ -25,7 +25,7 @@ fn stand_ins(dir: &Path) {
     };
     built("amdgpu_plugin.so", &[]);
     built("cuda_plugin.so", &["-DNAME=\"cuda_plugin\""]);
-    built("newer-abi.so", &["-DVERSION=0x300"]);
+    built("newer-abi.so", &["-DVERSION=0x400"]);
     built("more-hooks.so", &["-DHOOKS=99"]);
     built("other-symbols.so", &["-DWANTS=criu_of_another_time"]);
     // A library that is there when the plugin is linked, and not in the bed.

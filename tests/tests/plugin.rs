@@ -73,6 +73,23 @@ fn a_panic_does_not_cross_the_boundary() {
 }
 
 #[test]
+fn a_file_is_not_to_be_asked_for_again() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let dir = tempfile::tempdir().expect("a folder");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+        .arg(dir.path().join("retry.so"))
+        .arg(workspace().join("tests/tests/standin/retry.c"))
+        .status()
+        .expect("cc starts");
+    assert!(built.success());
+    let bed = bed.bind(dir.path(), "/standin");
+    run(&bed, include_str!("scripts/plugin/retry.sh"), 3);
+}
+
+#[test]
 fn the_plugin_shows_its_descriptor_and_nothing_else() {
     let plugin: PathBuf = bin_dir().join("libcryopod_nvidia.so");
     let listed = Command::new("nm")

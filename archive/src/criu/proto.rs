@@ -25,6 +25,9 @@ pub struct InventoryEntry {
     pub img_version: u32,
     #[prost(message, optional, tag = "12")]
     pub plugins: Option<PluginsEntry>,
+    /// How memory pages are compressed; 0: not.
+    #[prost(uint32, optional, tag = "15")]
+    pub compress: Option<u32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -75,6 +78,15 @@ pub struct PagemapEntry {
     pub flags: Option<u32>,
     #[prost(uint64, optional, tag = "5")]
     pub nr_pages: Option<u64>,
+    /// Where the pages are compressed (CRIU 4.3).
+    #[prost(message, optional, tag = "6")]
+    pub blocks: Option<PagemapBlocks>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub struct PagemapBlocks {
+    #[prost(uint64, tag = "2")]
+    pub total_payload_size: u64,
 }
 
 impl PagemapEntry {

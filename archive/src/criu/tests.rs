@@ -131,6 +131,48 @@ fn larger_pages() {
 }
 
 #[test]
+fn compressed_pages() {
+    let mut files = sample();
+    let entry = |blocks| {
+        let entry = PagemapEntry {
+            flags: Some(4),
+            nr_pages: Some(20),
+            blocks,
+            ..PagemapEntry::default()
+        };
+        entry.encode_to_vec()
+    };
+    let blocks = proto::PagemapBlocks {
+        total_payload_size: 12_345,
+    };
+    let head = PagemapHead { pages_id: 1 }.encode_to_vec();
+    let content = image(
+        proto::PAGEMAP_MAGIC,
+        &[head, entry(Some(blocks)), entry(None)],
+    );
+    files.insert("pagemap-2.img".into(), content);
+    // 13 pages of the sample and 20 of this one are plain.
+    let facts = read(&files, 33 * 16384 + 12_345).unwrap();
+    assert_eq!(facts.memory_bytes, 53 * 16384);
+
+    let mut inventory = proto::InventoryEntry {
+        img_version: 3,
+        ..proto::InventoryEntry::default()
+    };
+    for (compress, want) in [
+        (None, false),
+        (Some(0), false),
+        (Some(1), true),
+        (Some(2), true),
+    ] {
+        inventory.compress = compress;
+        let content = image(proto::INVENTORY_MAGIC, &[inventory.encode_to_vec()]);
+        assert_eq!(has_compressed_pages(&content), Ok(want));
+    }
+    assert_eq!(has_compressed_pages(&hex(INVENTORY)), Ok(false));
+}
+
+#[test]
 fn damaged() {
     let say = |name: &str, content: &[u8]| {
         let mut files = sample();

@@ -24,7 +24,7 @@ use cryopod_gpu_hooks::tools::SystemTools;
 use cryopod_runtime::config::Config;
 use cryopod_runtime::op::Operation;
 use cryopod_runtime::preflight::{self, Answer, Means, Question};
-use cryopod_runtime::{facts, plugins};
+use cryopod_runtime::{compressed, facts, plugins};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -60,6 +60,8 @@ struct Checkpoint {
     seal: Option<Seal>,
     spec: Spec,
     amd: Images,
+    /// `inventory.img`; empty if there is none.
+    inventory: Vec<u8>,
     /// What it has in a store.
     reference: Option<Reference>,
     /// What its engine wrote down.
@@ -166,6 +168,8 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         amd: &checkpoint.amd,
     })
     .map_err(|e| e.to_string())?;
+    let compressed = compressed::of_inventory(&checkpoint.inventory, criu.as_ref());
+    answer.other.extend(compressed);
     answer.other.extend(away(ask, &config, &checkpoint));
     answer.other.extend(missing);
     Ok((checkpoint, answer))
@@ -196,7 +200,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             .and_then(|rest| rest.strip_prefix('/'))
             .is_some_and(of)
     };
-    let own = [names::SEAL, names::STORE_REFERENCE];
+    let own = [names::SEAL, names::STORE_REFERENCE, names::CRIU_INVENTORY];
     let volumes = RefCell::new(BTreeSet::new());
     let wanted = |name: &str| {
         if let Some(volume) = names::volume(name) {
@@ -224,6 +228,14 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         spec: spec(&files),
         amd,
         records,
+        inventory: files
+            .get(&format!(
+                "{}/{}",
+                names::CHECKPOINT_DIR,
+                names::CRIU_INVENTORY
+            ))
+            .cloned()
+            .unwrap_or_default(),
     })
 }
 

@@ -15,7 +15,7 @@ use cryopod_runtime::criuopts::{self, Options};
 use cryopod_runtime::lowlevel::{Kind, LowLevel};
 use cryopod_runtime::{agent, facts, plugins};
 
-use super::Line;
+use super::{Line, tested};
 
 const LIMIT: Duration = Duration::from_secs(30);
 /// The oldest CRIU that the plugin works with.
@@ -79,6 +79,7 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
     runtimes(input, &config, &mut lines);
     helpers(input, &config, &mut lines);
     engines(input, &mut lines);
+    lines.push(tested::line(input.tools, LIMIT));
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
     let amd_here = !amd::gpus(input.host).is_empty();
@@ -393,6 +394,26 @@ mod tests {
                 stdout: said.into(),
                 stderr: String::new(),
             })
+        }
+    }
+
+    #[test]
+    fn versions_newer_than_tested() {
+        for (tools, want, says) in [
+            (&[][..], Status::Ok, "criu 4.1 to "),
+            (&[("criu", "Version: 4.3\n")], Status::Ok, "runc 1.1 to "),
+            (
+                &[
+                    ("criu", "Version: 99.1.2\n"),
+                    ("runc", "runc version 1.1.15+ds1\n"),
+                ],
+                Status::Note,
+                "criu 99.1 is newer",
+            ),
+        ] {
+            let line = tested::line(&Says(tools), LIMIT);
+            assert_eq!(line.status, want, "{tools:?}");
+            assert!(line.found.contains(says), "{}", line.found);
         }
     }
 

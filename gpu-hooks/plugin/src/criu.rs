@@ -98,6 +98,12 @@ pub fn interrupt_only() {
     }
 }
 
+/// Whether this CRIU hands `bool *retry` to RESTORE_EXT_FILE, as from 4.3 on. It reads the value without having set it.
+pub fn wants_retry() -> bool {
+    // New in the same version of the plugin interface.
+    symbol::<*const c_void>(c"criu_plugin_get_options").is_some()
+}
+
 /// Whether CRIU's timeout for stopping the processes has passed. CRIU aborts itself 5 s later.
 pub fn alarm_passed() -> bool {
     symbol::<unsafe extern "C" fn() -> bool>(c"alarm_timeouted")

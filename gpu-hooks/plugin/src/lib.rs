@@ -31,7 +31,7 @@ use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
-/// The version of the plugin interface in CRIU 4.0 to 4.2, and as many hooks as the oldest knows.
+/// The version of the plugin interface in CRIU 4.0 to 4.2, which 4.3 takes too, and as many hooks as the oldest knows.
 const INTERFACE_VERSION: u32 = 0x200;
 const HOOKS: usize = 12;
 
@@ -277,8 +277,13 @@ extern "C" fn dump_file(fd: c_int, id: c_int) -> c_int {
     })
 }
 
-extern "C" fn restore_file(id: c_int) -> c_int {
+/// `retry`: whether CRIU is to ask again later. Before CRIU 4.3 there is no such argument, and it holds anything.
+extern "C" fn restore_file(id: c_int, retry: *mut bool) -> c_int {
     hook("restore file", |work| {
+        if criu::wants_retry() && !retry.is_null() {
+            // SAFETY: CRIU's variable, alive during the call.
+            unsafe { retry.write(false) };
+        }
         let Work::Restore(restore) = work else {
             return Ok(NOT_MINE);
         };

@@ -67,7 +67,7 @@ wait_for counted c1 3
 id=$(pod inspect -f '{{.Id}}' c1)
 refused 'absent' 'amdgpu_plugin.so, is in none of /usr/lib/criu, /usr/lib64/criu, /usr/libexec/criu' 'Debian and Ubuntu have no package of it: build it from CRIU'
 place() { rm -f /usr/lib64/criu/amdgpu_plugin.so && cp "/standin/$1.so" /usr/lib64/criu/amdgpu_plugin.so; }
-place newer-abi && refused 'built for a newer ABI' 'is built for plugin ABI 0x300, and CRIU 4.' 'takes up to 0x200' 'install the plugin that belongs to the installed CRIU'
+place newer-abi && refused 'built for a newer ABI' 'is built for plugin ABI 0x400, and CRIU 4.' 'takes up to 0x' 'install the plugin that belongs to the installed CRIU'
 place more-hooks && refused 'built for a newer CRIU' 'is built for 99 hooks, and CRIU 4.' 'it was built for a newer CRIU'
 place no-library && refused 'not loadable: a library' 'cannot be loaded: the library libnowhere.so is not on this host' 'libdrm'
 place other-symbols && refused 'not loadable: a symbol' 'cannot be loaded: it wants criu_of_another_time, which this CRIU has not'
@@ -105,7 +105,7 @@ is 'neither' /run/standin/log
 
 # The same refusals at a restore: nothing is started, the archive stays.
 sum=$(sha256sum < /tmp/amd.tar)
-for case in 'newer-abi:plugin ABI 0x300' 'no-library:libnowhere.so is not on this host'; do
+for case in 'newer-abi:plugin ABI 0x400' 'no-library:libnowhere.so is not on this host'; do
     place "${case%%:*}"
     fresh
     if pod container restore --import /tmp/amd.tar > /tmp/said 2>&1; then echo "restored with ${case%%:*}"; exit 1; fi

@@ -24,6 +24,10 @@ goes_on() { # the sum comes again, and was never wrong
     wait_for ticked $((now + 3)) && ! grep CORRUPT /tmp/out
 }
 freed() { /opt/build/cusim-ctl --socket "$SIM" status | jq -e '[.gpus[].pids[]] == []' > /dev/null; }
+# criu_is_from VERSION: CRIU is of that version or newer.
+criu_is_from() { printf '%s\n' "$1" "$(criu --version | sed -n 's/^Version: //p')" | sort -CV; }
+# From 4.3 on CRIU tells a plugin that a post-dump script failed; before, the plugin has ended, and the agent is left.
+after_post_dump() { if criu_is_from 4.3; then echo clean; else echo rolled-back; fi; }
 gone() { ! pgrep -x cusim-client > /dev/null; }
 
 start() { # cusim-client ARG...
