@@ -27,6 +27,20 @@ pub const SCHEMA_MINOR: u32 = 0;
 /// Largest seal that is read, in bytes. Archives come from strangers; a seal is a few KiB.
 pub const MAX_SEAL_BYTES: u64 = 16 << 20;
 
+/// What to do about a record that cannot be written.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotADirectory => "the image path is not a folder: name another one",
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            "choose an image folder that can be written"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free some space or choose another image folder"
+        }
+        _ => "choose another image folder",
+    }
+}
+
 /// Why a seal could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum SealError {
@@ -39,9 +53,7 @@ pub enum SealError {
         source: io::Error,
     },
     /// The file cannot be written.
-    #[error(
-        "{path}: cannot write the checkpoint's record: {source}; free some space or choose another image folder"
-    )]
+    #[error("{path}: cannot write the checkpoint's record: {source}; {}", remedy(.source))]
     Write {
         /// The file.
         path: PathBuf,

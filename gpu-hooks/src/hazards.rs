@@ -3,10 +3,17 @@
 //!
 //! CRIU meets these after the GPUs have been checkpointed, when the container has stood still for long. A finding here
 //! is certain enough to refuse; what does not show is left to CRIU. The container is not trusted: its files are never
-//! opened, only looked at.
+//! opened, only looked at. docs/criu-errors.md lists CRIU's errors, and which of them are foreseen where.
+
+mod descriptors;
+mod file_systems;
+mod files;
+mod namespaces;
+mod sockets;
+mod tasks;
+mod watches;
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
 use std::path::PathBuf;
 
 use cryopod_archive::around::ForeignMount;
@@ -16,6 +23,9 @@ use crate::mountinfo;
 use crate::plan::Refusal;
 use crate::scan::{Fd, Process, Scan};
 use crate::spec::Spec;
+
+/// Majors of terminals: consoles, `/dev/tty`, the slaves of pseudo terminals.
+const TERMINALS: [u64; 10] = [4, 5, 136, 137, 138, 139, 140, 141, 142, 143];
 
 /// Reasons that are told in one refusal; there may be one for each of many processes.
 const MAX_TOLD: usize = 20;
@@ -32,7 +42,7 @@ pub struct Connection {
 }
 
 /// Something that CRIU cannot dump: how a descriptor's or mapping's target begins, what it is, the remedy.
-const UNDUMPABLE: [(&str, &str, &str); 14] = [
+const UNDUMPABLE: [(&str, &str, &str); 15] = [
     (
         "anon_inode:[io_uring]",
         "has an io_uring",
@@ -99,15 +109,47 @@ const UNDUMPABLE: [(&str, &str, &str); 14] = [
         "start the container without that device",
     ),
     (
+        "/secretmem (deleted)",
+        "has secret memory (memfd_secret)",
+        "start it without: nobody else can read that memory, CRIU neither",
+    ),
+    (
         "/dev/uinput",
         "makes an input device (/dev/uinput)",
         "close it before the checkpoint",
     ),
 ];
 
+/// What of CRIU's options decides whether it can dump something.
+#[derive(Debug, Clone)]
+pub struct CriuLimits {
+    /// `ghost-limit`, in bytes.
+    pub ghost_limit: u64,
+    /// What `irmap-scan-path` names.
+    pub searched: Vec<String>,
+    /// The runtime has CRIU leave out the container's network namespace (`--empty-ns`).
+    pub own_network: bool,
+}
+
+impl Default for CriuLimits {
+    /// CRIU's own.
+    fn default() -> Self {
+        Self {
+            ghost_limit: 1 << 20,
+            searched: Vec::new(),
+            own_network: false,
+        }
+    }
+}
+
+/// Mounts of the container whose first process is `init` that CRIU cannot make anew. `foreign`: those that it leaves out.
+pub fn file_systems(host: &Host, spec: &Spec, init: i32, foreign: &[ForeignMount]) -> Vec<Refusal> {
+    file_systems::refusals(&mountinfo::of(host, &init.to_string()), spec, foreign)
+}
+
 impl Scan {
     /// Everything that stands in the way, a line each.
-    pub fn refusals(&self, host: &Host, spec: &Spec) -> Vec<Refusal> {
+    pub fn refusals(&self, host: &Host, spec: &Spec, limits: &CriuLimits) -> Vec<Refusal> {
         let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
         let mut known_mounts: HashMap<PathBuf, HashSet<u64>> = HashMap::new();
         for process in &self.processes {
@@ -136,10 +178,18 @@ impl Scan {
             for (fd, target) in process.outside(host, &mut known_mounts) {
                 add(
                     format!("has a file outside the container open (descriptor {fd}: {target})"),
-                    "start the container with its output in a pipe or a log of the engine, not redirected to a file of the host".into(),
+                    "start the container with its input and output in pipes or a log of the engine, not a file or terminal of the host".into(),
                 );
             }
         }
+        refusals.extend(self.namespaces(limits.own_network));
+        refusals.extend(self.tasks(host));
+        refusals.extend(self.protocols());
+        refusals.extend(self.descriptors(host));
+        refusals.extend(self.outside_connections(host));
+        refusals.extend(self.watches(host, &limits.searched));
+        refusals.extend(self.deleted_files(host, limits.ghost_limit));
+        refusals.extend(self.covered_files(host));
         let more = refusals.len().saturating_sub(MAX_TOLD);
         if more > 0 {
             refusals.truncate(MAX_TOLD);
@@ -192,6 +242,12 @@ impl Scan {
             }
         }
         let inside = |f: &Fd| {
+            if f.protocol
+                .as_deref()
+                .is_some_and(|p| sockets::RAW.contains(&p))
+            {
+                return true;
+            }
             let inode = f.target.strip_prefix("socket:[");
             inode.is_some_and(|i| inodes.contains(i.trim_end_matches(']')))
         };
@@ -200,7 +256,7 @@ impl Scan {
         Some(Refusal {
             process: Some((process.pid, process.comm.clone())),
             what: format!(
-                "has a TCP or UDP socket, and CRIU {} cannot dump one on Linux {}",
+                "has a network socket, and CRIU {} cannot dump one on Linux {}",
                 dotted(criu),
                 dotted(kernel)
             ),
@@ -307,7 +363,7 @@ impl Process {
             .filter(move |(what, _)| seen.insert(*what))
     }
 
-    /// Regular files and folders whose mount is none of the process's own: number and name.
+    /// Files, folders, named pipes and terminals whose mount is none of the process's own: number and name.
     fn outside(
         &self,
         host: &Host,
@@ -317,7 +373,7 @@ impl Process {
             return Vec::new();
         };
         let mut found = Vec::new();
-        // A device or pipe from outside is another matter, and CRIU's.
+        // Other devices from outside are another matter, and a plugin's.
         for (fd, id) in self.fds.iter().filter_map(|f| Some((f, f.mount?))) {
             let mounts = known.entry(namespace.clone()).or_insert_with(|| {
                 let mounts = mountinfo::of(host, &self.pid.to_string());
@@ -326,8 +382,12 @@ impl Process {
             if mounts.is_empty() || mounts.contains(&id) {
                 continue;
             }
-            let kind = fs::metadata(host.path(format!("/proc/{}/fd/{}", self.pid, fd.number)));
-            if kind.is_ok_and(|m| m.is_file() || m.is_dir()) {
+            let kind = fd.file.map(|f| f.kind);
+            let terminal = fd
+                .device
+                .is_some_and(|(major, _)| TERMINALS.contains(&major));
+            let file = matches!(kind, Some(libc::S_IFREG | libc::S_IFDIR | libc::S_IFIFO));
+            if file || terminal {
                 tracing::debug!("descriptor {} of {}: mount {id}", fd.number, self.pid);
                 found.push((fd.number.clone(), fd.target.clone()));
             }

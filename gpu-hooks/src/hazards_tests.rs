@@ -1,5 +1,6 @@
 use super::*;
 use serde_json::json;
+use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
@@ -33,7 +34,7 @@ fn process(root: &Path, pid: i32, fds: &[(&str, u64)], maps: &str, tracer: i32) 
 fn told(root: &Path, pids: &[i32], spec: serde_json::Value) -> Vec<String> {
     let host = Host::at(root);
     Scan::of(&host, pids)
-        .refusals(&host, &Spec::from_json(spec))
+        .refusals(&host, &Spec::from_json(spec), &CriuLimits::default())
         .iter()
         .map(ToString::to_string)
         .collect()
@@ -128,6 +129,27 @@ fn a_file_outside_the_container() {
 }
 
 #[test]
+fn a_named_pipe_outside_the_container() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("in");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRUSR).unwrap();
+    process(dir.path(), 7, &[(pipe.to_str().unwrap(), 118)], "", 0);
+    let said = told(dir.path(), &[7], json!({}));
+    assert!(
+        said[0].contains("descriptor 0: ") && said[0].contains("/in"),
+        "{said:?}"
+    );
+}
+
+#[test]
+fn secret_memory_shows_in_the_maps() {
+    let dir = tempfile::tempdir().unwrap();
+    let maps = "7f00-7f01 rw-s 00000000 00:10 1043                       /secretmem (deleted)\n";
+    process(dir.path(), 7, &[], maps, 0);
+    assert!(told(dir.path(), &[7], json!({}))[0].contains("memfd_secret"));
+}
+
+#[test]
 fn many_reasons_are_cut() {
     let dir = tempfile::tempdir().unwrap();
     let pids: Vec<i32> = (10..60).collect();
@@ -180,7 +202,7 @@ fn connections_of_the_container_only() {
     let sockets = |criu: &[u32], kernel: &[u32]| scan.undumpable_sockets(&host, 7, criu, kernel);
     let told = sockets(&[4, 1, 1], &[6, 18]).unwrap().to_string();
     assert!(
-        told.contains("process 7 (python3): has a TCP or UDP socket, and CRIU 4.1.1"),
+        told.contains("process 7 (python3): has a network socket, and CRIU 4.1.1"),
         "{told}"
     );
     for (criu, kernel) in [

@@ -32,6 +32,7 @@ pub mod nvidia_compat;
 pub mod plan;
 pub mod remap;
 pub mod scan;
+mod sock_diag;
 pub mod spec;
 pub mod switches;
 pub mod tools;

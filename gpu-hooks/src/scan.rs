@@ -4,13 +4,13 @@
 //! that the plan asks of a process is read together, by several threads. The container is not trusted: its files are
 //! never opened, only looked at.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::num::NonZero;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -25,16 +25,44 @@ const MAX_THREADS: usize = 8;
 /// Processes for which one more thread is worth its while.
 const PER_THREAD: usize = 16;
 
+/// Namespaces of a process, as `/proc/PID/ns` names them. CRIU looks at the time namespace that children get.
+const NAMESPACES: [&str; 8] = [
+    "pid",
+    "user",
+    "ipc",
+    "uts",
+    "net",
+    "mnt",
+    "cgroup",
+    "time_for_children",
+];
+
 /// A descriptor.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Fd {
     pub number: String,
     /// Where it leads.
     pub target: String,
     /// The device number, if that is a character device in a file system.
     pub device: Option<(u64, u64)>,
-    /// The mount, if it is something else in a file system.
+    /// The mount, if it is in a file system.
     pub mount: Option<u64>,
+    /// What the file is, if it is in a file system.
+    pub file: Option<FileFacts>,
+    /// The protocol's name, if it is a socket: `TCP`, `UNIX-STREAM`, `MPTCP`.
+    pub protocol: Option<String>,
+}
+
+/// An open file, as `stat` tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileFacts {
+    /// `S_IFREG` and its like.
+    pub kind: u32,
+    pub links: u64,
+    /// What it takes up, in bytes.
+    pub bytes: u64,
+    pub device: (u64, u64),
+    pub inode: u64,
 }
 
 /// What is looked at of one process.
@@ -49,6 +77,13 @@ pub(crate) struct Process {
     /// Memory of its own: what CRIU writes.
     pub memory_bytes: u64,
     pub mount_namespace: Option<PathBuf>,
+    /// Where the links in `/proc/PID/ns` lead: `pid:[4026531836]`.
+    pub namespaces: BTreeMap<&'static str, String>,
+    /// `R`, `S`, `Z` ...
+    pub state: char,
+    pub threads: usize,
+    /// Mappings of files that have been deleted: the range, the file's name.
+    pub deleted_maps: Vec<(String, String)>,
 }
 
 /// The container's processes.
@@ -104,6 +139,11 @@ impl Process {
             let words = field(name).and_then(|v| v.split_whitespace().next());
             words.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0)
         };
+        let namespaces = NAMESPACES.iter().filter_map(|name| {
+            let link = fs::read_link(host.path(format!("/proc/{pid}/ns/{name}"))).ok()?;
+            Some((*name, link.to_string_lossy().into_owned()))
+        });
+        let (mapped, deleted_maps) = mapped(host, pid);
         let innermost = field("NSpid").and_then(|v| v.split_whitespace().last()?.parse().ok());
         Self {
             pid,
@@ -114,7 +154,11 @@ impl Process {
                 .or_else(|| host.line(format!("/proc/{pid}/comm")))
                 .unwrap_or_default(),
             fds: descriptors(host, pid),
-            mapped: mapped(host, pid),
+            mapped,
+            deleted_maps,
+            namespaces: namespaces.collect(),
+            state: field("State").and_then(|s| s.chars().next()).unwrap_or('?'),
+            threads: field("Threads").and_then(|t| t.parse().ok()).unwrap_or(1),
             tracer: field("TracerPid").and_then(|t| t.parse().ok()).unwrap_or(0),
             memory_bytes: ["RssAnon", "RssShmem", "VmSwap"]
                 .into_iter()
@@ -136,23 +180,23 @@ fn descriptors(host: &Host, pid: i32) -> Vec<Fd> {
         let mut fd = Fd {
             number,
             target,
-            device: None,
-            mount: None,
+            ..Fd::default()
         };
+        let system = host.root() == Path::new("/");
         if in_a_file_system(&fd.target) {
-            let told = (host.root() == Path::new("/"))
-                .then(|| statx(&path))
-                .flatten();
-            match told {
-                Some(Looked::Device(device)) => fd.device = Some(device),
-                Some(Looked::Mount(mount)) => fd.mount = Some(mount),
+            match system.then(|| statx(&path)).flatten() {
+                Some(looked) => {
+                    fd.device = looked.device;
+                    fd.mount = Some(looked.mount);
+                    fd.file = Some(looked.file);
+                }
                 None => {
-                    fd.device = device(&path);
-                    if fd.device.is_none() {
-                        fd.mount = mount_of(host, pid, &fd.number);
-                    }
+                    (fd.device, fd.file) = stat(&path);
+                    fd.mount = mount_of(host, pid, &fd.number);
                 }
             }
+        } else if system && fd.target.starts_with("socket:") {
+            fd.protocol = protocol(&path);
         }
         Some(fd)
     });
@@ -173,16 +217,17 @@ fn in_a_file_system(target: &str) -> bool {
 }
 
 /// What one call tells of an open file.
-enum Looked {
-    Device((u64, u64)),
-    Mount(u64),
+struct Looked {
+    device: Option<(u64, u64)>,
+    mount: u64,
+    file: FileFacts,
 }
 
-/// Both in one call: a third of what asking twice takes. `None` where the kernel does not tell the mount (before 5.8).
+/// All in one call: a third of what asking twice takes. `None` where the kernel does not tell the mount (before 5.8).
 fn statx(path: &Path) -> Option<Looked> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
-    let mask = libc::STATX_TYPE | libc::STATX_MNT_ID;
+    let mask = libc::STATX_BASIC_STATS | libc::STATX_MNT_ID;
     // What the kernel knows already: a network file system is not asked.
     let flags = libc::AT_STATX_DONT_SYNC;
     // SAFETY: a NUL-terminated path, and a structure that the call fills in.
@@ -200,19 +245,54 @@ fn statx(path: &Path) -> Option<Looked> {
     }
     // SAFETY: zeros are a value of it, and the call has filled it in.
     let stat = unsafe { stat.assume_init() };
-    if u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFCHR {
-        let number = (stat.stx_rdev_major.into(), stat.stx_rdev_minor.into());
-        return Some(Looked::Device(number));
-    }
-    (stat.stx_mask & libc::STATX_MNT_ID != 0).then_some(Looked::Mount(stat.stx_mnt_id))
+    let kind = u32::from(stat.stx_mode) & libc::S_IFMT;
+    let device = (stat.stx_rdev_major.into(), stat.stx_rdev_minor.into());
+    (stat.stx_mask & libc::STATX_MNT_ID != 0).then_some(Looked {
+        device: (kind == libc::S_IFCHR).then_some(device),
+        mount: stat.stx_mnt_id,
+        file: FileFacts {
+            kind,
+            links: stat.stx_nlink.into(),
+            bytes: stat.stx_blocks.saturating_mul(512),
+            device: (stat.stx_dev_major.into(), stat.stx_dev_minor.into()),
+            inode: stat.stx_ino,
+        },
+    })
 }
 
-/// The device number of a character device. stat through the link reaches the open file itself, and opens nothing.
-fn device(path: &Path) -> Option<(u64, u64)> {
-    let meta = fs::metadata(path).ok()?;
-    meta.file_type()
-        .is_char_device()
-        .then(|| split_rdev(meta.rdev()))
+/// The same without the mount. stat through the link reaches the open file itself, and opens nothing.
+fn stat(path: &Path) -> (Option<(u64, u64)>, Option<FileFacts>) {
+    let Ok(meta) = fs::metadata(path) else {
+        return (None, None);
+    };
+    let kind = meta.mode() & libc::S_IFMT;
+    let device = (kind == libc::S_IFCHR).then(|| split_rdev(meta.rdev()));
+    let file = FileFacts {
+        kind,
+        links: meta.nlink(),
+        bytes: meta.blocks().saturating_mul(512),
+        device: split_rdev(meta.dev()),
+        inode: meta.ino(),
+    };
+    (device, Some(file))
+}
+
+/// The name of a socket's protocol. Nothing else tells from outside what family a socket is of.
+fn protocol(path: &Path) -> Option<String> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let mut name = [0u8; 32];
+    // SAFETY: two NUL-terminated strings, and a buffer with its length.
+    let length = unsafe {
+        libc::getxattr(
+            path.as_ptr(),
+            c"system.sockprotoname".as_ptr(),
+            name.as_mut_ptr().cast(),
+            name.len(),
+        )
+    };
+    let name = name.get(..usize::try_from(length).ok()?)?;
+    let name = name.split(|b| *b == 0).next().unwrap_or(name);
+    Some(String::from_utf8_lossy(name).into_owned())
 }
 
 fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
@@ -221,11 +301,12 @@ fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
     id.trim().parse().ok()
 }
 
-/// The files that a process has mapped, each once.
-fn mapped(host: &Host, pid: i32) -> HashSet<String> {
+/// The files that a process has mapped, each once; and the mappings of those that have been deleted.
+fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
     let mut files = HashSet::new();
+    let mut deleted = Vec::new();
     let Ok(file) = File::open(host.path(format!("/proc/{pid}/maps"))) else {
-        return files;
+        return (files, deleted);
     };
     let mut reader = BufReader::with_capacity(64 << 10, file);
     let mut line = Vec::new();
@@ -244,9 +325,15 @@ fn mapped(host: &Host, pid: i32) -> HashSet<String> {
             && files.len() < MAX_PER_PROCESS
         {
             files.insert(name.to_owned());
+            if name.ends_with(" (deleted)")
+                && in_a_file_system(name)
+                && let Some((range, _)) = text.split_once(' ')
+            {
+                deleted.push((range.to_owned(), name.to_owned()));
+            }
         }
     }
-    files
+    (files, deleted)
 }
 
 #[cfg(test)]
@@ -268,6 +355,7 @@ mod tests {
         for fd in all.filter(|fd| own.contains(&fd.number)) {
             if fd.target == "/dev/null" {
                 assert_eq!(fd.device, Some((1, 3)));
+                assert_eq!(fd.mount, mount_of(&host, me, &fd.number));
                 seen.0 += 1;
             } else if Path::new(&fd.target) == folder.path().join("x") {
                 assert_eq!(fd.mount, mount_of(&host, me, &fd.number));

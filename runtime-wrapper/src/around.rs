@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::around::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::seal::Seal;
+use cryopod_gpu_hooks::hazards::{self, CriuLimits};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mounts::{self, Provided, Provider};
 use cryopod_gpu_hooks::nvidia;
@@ -78,7 +79,12 @@ pub fn checkpoint(
     criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
     let mut options = options(ctx, spec)?;
-    let mut refusals = scan.refusals(host, spec);
+    let limits = CriuLimits {
+        own_network: ctx.low.kind == Kind::Runc && crate::loopback::own_network(spec),
+        ghost_limit: options.ghost_limit(),
+        searched: options.texts("irmap-scan-path"),
+    };
+    let mut refusals = scan.refusals(host, spec, &limits);
     let connections = scan.connections(host, init);
     refusals.extend(options.settle_tcp(&inv.flags, &connections));
     let helpers = criu_helpers::checkpoint(
@@ -112,6 +118,9 @@ pub fn checkpoint(
         false => Default::default(),
     };
     refusals.extend(unfit);
+    if spec.json().is_object() && !options.on("enable-fs") {
+        refusals.extend(hazards::file_systems(host, spec, init, &found.foreign));
+    }
     scan.mark_used(&mut found.foreign);
     let lines = found.foreign.iter().map(|m| {
         tracing::info!(

@@ -27,6 +27,7 @@ use crate::around::{self, Around};
 use crate::child::{self, Ended, Watch};
 use crate::lowlevel::LowLevel;
 use crate::op::Operation;
+use crate::reasons::Before;
 use crate::suspended::Record;
 use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs, store};
 
@@ -35,6 +36,8 @@ struct State {
     init: i32,
     bundle: PathBuf,
     paused: bool,
+    /// It is made and waits for its start.
+    created: bool,
 }
 
 impl State {
@@ -77,6 +80,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             )?;
         }
         return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    if state.created {
+        // What runs in it is the runtime's own, with files of the host: crun has CRIU try it all the same.
+        return Err(Error::Failed(format!(
+            "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first. Nothing was touched",
+            inv.id
+        )));
     }
     if !inv.flags.has("pre-dump") {
         handover::before_checkpoint(&image_path(inv)).map_err(|e| Error::Failed(e.to_string()))?;
@@ -167,6 +177,7 @@ fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -
             .filter(|p| *p > 0)?,
         bundle: json.get("bundle")?.as_str()?.into(),
         paused: json.get("status").is_some_and(|s| s == "paused"),
+        created: json.get("status").is_some_and(|s| s == "created"),
     })
 }
 
@@ -240,6 +251,7 @@ impl Job<'_> {
         };
         let whole_limit = watch.limit;
         let mut sealing = None;
+        let before = Before::note(work_path(self.inv).join(names::DUMP_LOG), &self.inv.globals);
         let dump_started = Instant::now();
         seal.timings.plan_us = micros(dump_started - self.started);
         let ended = child::run(
@@ -327,11 +339,12 @@ impl Job<'_> {
             // No seal under a checkpoint that failed.
             let _ = std::fs::remove_file(images.path.join(names::SEAL));
         }
-        let log = work_path(self.inv).join(names::DUMP_LOG);
-        let denied = lsm::denial(self.host, &log, &self.around.lsm);
+        let denied = before
+            .criu_log()
+            .and_then(|log| lsm::denial(self.host, log, &self.around.lsm));
         let reasons = sealing.into_iter().chain(finished.reasons());
         let reasons = reasons.chain(full).chain(denied).collect();
-        log::error(&self.explain(&ended, reasons));
+        log::error(&self.explain(&ended, reasons, &before));
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
 
@@ -384,7 +397,7 @@ impl Job<'_> {
         !live::tree(self.host, self.state.init).is_empty()
     }
 
-    fn explain(&self, ended: &Ended, reasons: Vec<String>) -> String {
+    fn explain(&self, ended: &Ended, reasons: Vec<String>, before: &Before) -> String {
         let container = if ended.killed {
             "CRIU had to be killed: see whether the container still answers, and restart it if not"
         } else if self.alive() {
@@ -392,12 +405,7 @@ impl Job<'_> {
         } else {
             "the container is no longer running"
         };
-        let why = facts::why(
-            &self.ctx.low,
-            ended,
-            reasons,
-            &work_path(self.inv).join(names::DUMP_LOG),
-        );
+        let why = facts::why(&self.ctx.low, ended, reasons, before);
         format!(
             "checkpoint of {} failed and {container}: {why}",
             self.inv.id
@@ -488,6 +496,12 @@ struct ImageDir {
 impl ImageDir {
     fn ready(path: PathBuf) -> Result<Self, Error> {
         use std::os::unix::fs::DirBuilderExt;
+        if path.exists() && !path.is_dir() {
+            return Err(Error::Failed(format!(
+                "{}: the image path is not a folder; name another one. Nothing was touched",
+                path.display()
+            )));
+        }
         let made = !path.exists();
         if made {
             let what = format!("{}: the image folder cannot be made", path.display());

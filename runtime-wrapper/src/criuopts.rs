@@ -149,6 +149,36 @@ impl Options {
             .is_some_and(|v| *v != CriuValue::Flag(false))
     }
 
+    /// The words of an option that may be given several times.
+    pub fn texts(&self, name: &str) -> Vec<String> {
+        match self.0.get(name) {
+            Some(CriuValue::Text(word)) => vec![word.clone()],
+            Some(CriuValue::List(words)) => words.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// How large a deleted file CRIU carries, in bytes. No limit is known where a CRIU configuration of the user's sets it.
+    pub fn ghost_limit(&self) -> u64 {
+        let text = match self.0.get("ghost-limit") {
+            Some(CriuValue::Number(n)) => return u64::try_from(*n).unwrap_or(u64::MAX),
+            Some(CriuValue::Text(text)) => text,
+            _ => return u64::MAX,
+        };
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let shift = match text.get(digits.len()..).unwrap_or_default() {
+            "" => 0,
+            unit if unit.starts_with('K') => 10,
+            unit if unit.starts_with('M') => 20,
+            unit if unit.starts_with('G') => 30,
+            _ => return u64::MAX,
+        };
+        let number: Option<u64> = digits.parse().ok();
+        number
+            .and_then(|n| n.checked_mul(1 << shift))
+            .unwrap_or(u64::MAX)
+    }
+
     fn set(&mut self, name: &str) {
         self.0.insert(name.to_owned(), CriuValue::Flag(true));
     }
@@ -356,6 +386,25 @@ mod tests {
                 "skip-mnt /b"
             ]
         );
+    }
+
+    #[test]
+    fn limits_that_criu_has() {
+        let limit = |value: CriuValue| options(&[("ghost-limit", value)], json!({})).ghost_limit();
+        assert_eq!(limit(CriuValue::Number(5)), 5);
+        assert_eq!(limit(CriuValue::Text("9M".into())), 9 << 20);
+        assert_eq!(limit(CriuValue::Text("64K".into())), 64 << 10);
+        assert_eq!(limit(CriuValue::Text("much".into())), u64::MAX);
+        assert_eq!(options(&[], json!({})).ghost_limit(), 2 << 30);
+        let o = options(
+            &[(
+                "irmap-scan-path",
+                CriuValue::List(vec!["/a".into(), "/b".into()]),
+            )],
+            json!({}),
+        );
+        assert_eq!(o.texts("irmap-scan-path"), ["/a", "/b"]);
+        assert!(o.texts("file-locks").is_empty());
     }
 
     #[test]

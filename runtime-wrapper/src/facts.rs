@@ -11,6 +11,7 @@ use cryopod_gpu_hooks::tools::Tools;
 use crate::cgroup;
 use crate::child::Ended;
 use crate::lowlevel::LowLevel;
+use crate::reasons::Before;
 
 /// A time as the seal and the logs write it: RFC 3339, UTC, whole seconds.
 pub fn rfc3339(time: SystemTime) -> String {
@@ -124,13 +125,21 @@ pub fn folder_bytes(dir: &Path) -> u64 {
     bytes_of(dir, &|folder| bytes_of(folder, &|_| 0))
 }
 
-/// Why an operation failed: the interruption, or else what is known besides and CRIU's first error.
-pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, criu_log: &Path) -> String {
+/// Why an operation failed: the interruption, or else what is known besides and CRIU's first error, or else the low-level
+/// runtime's own: engines that read the last error of a log alone read this one.
+pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, before: &Before) -> String {
     if let Some(interruption) = &ended.interrupted {
         return interruption.clone();
     }
-    if let Some(error) = first_criu_error(criu_log) {
-        reasons.push(format!("CRIU: {error} (log: {})", criu_log.display()));
+    if let Some(log) = before.criu_log()
+        && let Some(error) = first_criu_error(log)
+    {
+        reasons.push(format!("CRIU: {error} (log: {})", log.display()));
+    }
+    if reasons.is_empty()
+        && let Some(error) = before.runtime_error()
+    {
+        reasons.push(format!("{}: {error}", low.label()));
     }
     if reasons.is_empty() {
         reasons.push(format!("{} ended with code {}", low.label(), ended.code));

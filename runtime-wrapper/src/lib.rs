@@ -40,6 +40,7 @@ pub mod op;
 pub mod passthrough;
 pub mod plugins;
 pub mod preflight;
+pub mod reasons;
 pub mod restore;
 pub mod rootfs;
 pub mod setup;

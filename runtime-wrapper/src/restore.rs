@@ -33,6 +33,7 @@ use crate::leftover::Cgroups;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::preflight::{self, Means, Question};
+use crate::reasons::Before;
 use crate::setup::{self, Setup};
 use crate::{
     Context, Error, around, cgroup, compressed, facts, images, lane, log, loopback, lsm,
@@ -143,9 +144,12 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         images: None,
         agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
     };
-    let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
     let log = work_path(inv).join(names::RESTORE_LOG);
-    let denied = lsm::denial(&host, &log, &around::labels(&spec));
+    let before = Before::note(log, &inv.globals);
+    let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
+    let denied = before
+        .criu_log()
+        .and_then(|log| lsm::denial(&host, log, &around::labels(&spec)));
     let finished = ready.finish(&op);
     // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
     let lost = ended.code != 0 && finished.error.is_some();
@@ -162,7 +166,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         }
         cgroups.remove();
         let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
-        log::error(&explain(ctx, inv, &ended, reasons, stuck));
+        log::error(&explain(ctx, inv, &ended, reasons, &before, stuck));
     }
     Ok(exit_code(ended.code))
 }
@@ -289,14 +293,10 @@ fn explain(
     inv: &Invocation,
     ended: &Ended,
     reasons: Vec<String>,
+    before: &Before,
     amd_stuck: bool,
 ) -> String {
-    let why = facts::why(
-        &ctx.low,
-        ended,
-        reasons,
-        &work_path(inv).join(names::RESTORE_LOG),
-    );
+    let why = facts::why(&ctx.low, ended, reasons, before);
     let stuck = match amd_stuck {
         true => format!(
             ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",

@@ -44,6 +44,19 @@ fn hazards_runc() {
     run("runc", Cgroup::V1, HAZARDS, 11);
 }
 
+const CRIU_ERRORS: &str = include_str!("scripts/containers/criu_errors.sh");
+
+#[test]
+fn criu_errors_crun() {
+    run("crun", Cgroup::V2, CRIU_ERRORS, 23);
+}
+
+/// And one more, as runc has CRIU leave out network namespaces.
+#[test]
+fn criu_errors_runc() {
+    run("runc", Cgroup::V1, CRIU_ERRORS, 24);
+}
+
 const PROGRAMS: &str = include_str!("scripts/containers/programs.sh");
 
 /// Three that need no sockets; then redis and uvicorn, or where CRIU cannot dump sockets its refusal.

@@ -46,3 +46,24 @@ fn restore_crun() {
 fn restore_runc() {
     interrupted("runc", Cgroup::V1);
 }
+
+fn messages(low: &str, cgroup: Cgroup) {
+    let Some(bed) = Bed::new(cgroup) else { return };
+    let script = format!("set -- {low}\n{}", include_str!("scripts/messages.sh"));
+    let out = bed.sh(&script).ok();
+    assert_eq!(
+        out.lines().filter(|l| l.starts_with("ok: ")).count(),
+        5,
+        "{out}"
+    );
+}
+
+#[test]
+fn messages_crun() {
+    messages("crun", Cgroup::V2);
+}
+
+#[test]
+fn messages_runc() {
+    messages("runc", Cgroup::V1);
+}

@@ -1,0 +1,187 @@
+//! What CRIU and the low-level runtime say of a failure, as far as it belongs to this operation.
+//!
+//! An engine reuses work directories and logs, so both hold the words of earlier operations. What is there is noted
+//! before the low-level runtime starts; only what was written since is quoted.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::argv::Globals;
+
+/// How much of the engine's log is read, in bytes.
+const MAX_READ: u64 = 1 << 20;
+/// How our own lines begin in that log.
+const OURS: &str = "cryopod: ";
+
+/// The logs as they were before the low-level runtime started.
+#[derive(Debug)]
+pub struct Before {
+    criu_log: PathBuf,
+    stamp: Option<Stamp>,
+    /// The file of `--log`, and how much it held.
+    runtime_log: Option<(PathBuf, u64)>,
+}
+
+/// What changes when a file is written or replaced: inode, length, time of the last change.
+type Stamp = (u64, u64, i64, i64);
+
+fn stamp(path: &Path) -> Option<Stamp> {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.ino(), meta.len(), meta.ctime(), meta.ctime_nsec()))
+}
+
+impl Before {
+    /// Notes CRIU's log and the log that the command line names.
+    pub fn note(criu_log: PathBuf, globals: &Globals) -> Self {
+        let length = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
+        Self {
+            stamp: stamp(&criu_log),
+            criu_log,
+            runtime_log: globals.log.as_ref().map(|p| (p.clone(), length(p))),
+        }
+    }
+
+    /// CRIU's log, if CRIU has written to it since.
+    pub fn criu_log(&self) -> Option<&Path> {
+        let now = stamp(&self.criu_log)?;
+        (Some(now) != self.stamp).then_some(&*self.criu_log)
+    }
+
+    /// The last error that the low-level runtime has written since to the log that its engine reads. `None` without such
+    /// a log: then it has gone to standard error, where the engine sees it beside ours.
+    pub fn runtime_error(&self) -> Option<String> {
+        let (path, offset) = self.runtime_log.as_ref()?;
+        let mut file = File::open(path).ok()?;
+        // Shorter than before: the runtime began a new one.
+        let from = if file.metadata().ok()?.len() < *offset {
+            0
+        } else {
+            *offset
+        };
+        file.seek(SeekFrom::Start(from)).ok()?;
+        let mut bytes = Vec::new();
+        file.take(MAX_READ).read_to_end(&mut bytes).ok()?;
+        let text = String::from_utf8_lossy(&bytes);
+        let mut errors = text.lines().rev().filter_map(error_of);
+        errors.find(|message| !message.starts_with(OURS))
+    }
+}
+
+/// The message of a log line, if it is an error: JSON, logrus's text, or crun's text, a time and the message.
+fn error_of(line: &str) -> Option<String> {
+    let line = line.trim();
+    let message = if line.starts_with('{') {
+        let json: serde_json::Value = serde_json::from_str(line).ok()?;
+        // crun before 1.9 wrote no level, and errors only.
+        let level = json.get("level").and_then(|l| l.as_str());
+        level
+            .is_none_or(|l| matches!(l, "error" | "fatal" | "panic"))
+            .then(|| json.get("msg")?.as_str().map(str::to_owned))?
+    } else if line.starts_with("time=") {
+        let error = ["level=error ", "level=fatal "];
+        error
+            .iter()
+            .any(|level| line.contains(level))
+            .then(|| logrus_message(line))?
+    } else {
+        let message = line.split_once("Z: ").map_or(line, |(_, rest)| rest);
+        let noise = ["[warning]", "warning", "[debug]", "debug"];
+        (!noise.iter().any(|n| message.starts_with(n))).then(|| message.to_owned())
+    };
+    message
+        .map(|m| m.trim().to_owned())
+        .filter(|m| !m.is_empty())
+}
+
+/// The value of `msg=`, which is quoted as Go quotes where it has more than a word.
+fn logrus_message(line: &str) -> Option<String> {
+    let rest = line.split_once(" msg=")?.1;
+    let Some(quoted) = rest.strip_prefix('"') else {
+        return rest.split(' ').next().map(str::to_owned);
+    };
+    let mut out = String::new();
+    let mut chars = quoted.chars();
+    while let Some(c) = chars.next() {
+        match c {
+            '"' => break,
+            '\\' => match chars.next()? {
+                'n' | 't' => out.push(' '),
+                other => out.push(other),
+            },
+            c => out.push(c),
+        }
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn globals(log: &Path) -> Globals {
+        Globals {
+            log: Some(log.to_owned()),
+            ..Globals::default()
+        }
+    }
+
+    #[test]
+    fn an_old_log_is_not_this_operations() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("dump.log");
+        let before = Before::note(log.clone(), &Globals::default());
+        assert_eq!(before.criu_log(), None, "there is none");
+        fs::write(&log, "(00.1) Error (criu/old.c:1): of last week\n").unwrap();
+        assert_eq!(before.criu_log(), Some(&*log), "written since");
+        let before = Before::note(log.clone(), &Globals::default());
+        assert_eq!(before.criu_log(), None, "as it was");
+        // CRIU truncates it; the same length again would still differ in its time, or here in its inode.
+        fs::remove_file(&log).unwrap();
+        fs::write(&log, "(00.1) Error (criu/new.c:1): of this minute").unwrap();
+        assert_eq!(before.criu_log(), Some(&*log));
+    }
+
+    #[test]
+    fn the_runtimes_last_error_and_not_ours_or_an_older_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log.json");
+        fs::write(&log, "{\"level\":\"error\",\"msg\":\"an old one\"}\n").unwrap();
+        let before = Before::note("x".into(), &globals(&log));
+        assert_eq!(before.runtime_error(), None);
+        let mut file = fs::OpenOptions::new().append(true).open(&log).unwrap();
+        file.write_all(b"{\"level\":\"error\",\"msg\":\"criu is missing features: [MemTrack]\"}\n{\"level\":\"warning\",\"msg\":\"careful\"}\n{\"level\":\"error\",\"msg\":\"cryopod: checkpoint failed\"}\n").unwrap();
+        assert_eq!(
+            before.runtime_error().unwrap(),
+            "criu is missing features: [MemTrack]"
+        );
+        fs::write(&log, "{\"msg\":\"begun anew\"}\n").unwrap();
+        assert_eq!(before.runtime_error().unwrap(), "begun anew");
+        let none = Before::note("x".into(), &Globals::default());
+        assert_eq!(none.runtime_error(), None);
+    }
+
+    #[test]
+    fn lines_of_each_runtime() {
+        for (line, want) in [
+            (
+                r#"time="2026-01-01T00:00:00Z" level=error msg="a \"b\" c""#,
+                Some(r#"a "b" c"#),
+            ),
+            ("time=\"x\" level=error msg=short", Some("short")),
+            ("time=\"x\" level=warning msg=careful", None),
+            (
+                "2026-01-01T00:00:00.123456Z: CRIU checkpointing failed",
+                Some("CRIU checkpointing failed"),
+            ),
+            (r#"{"level":"fatal","msg":"x"}"#, Some("x")),
+            (r#"{"level":"info","msg":"x"}"#, None),
+            ("{broken", None),
+            ("", None),
+        ] {
+            assert_eq!(error_of(line).as_deref(), want, "{line}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+# messages.sh LOW: what an engine shows for a failed checkpoint is its cause, and nothing of an earlier one.
+low=$1
+low_level "$low"
+fake_gpu_nodes
+bundle /tmp/b sh -c 'while :; do sleep 1; done' # one sleep alone would end when CRIU interrupts it
+jq '.linux.devices = [{path: "/dev/nvidia0", type: "c", major: 195, minor: 0}]' /tmp/b/config.json > /tmp/b/new && mv /tmp/b/new /tmp/b/config.json
+cd /tmp/b
+
+cryopod-runtime create c1 < /dev/null > /dev/null 2>&1
+if cryopod-runtime checkpoint --image-path /tmp/i1 c1 > /tmp/said 2>&1; then echo 'created: checkpointed'; exit 1; fi
+[ "$(wc -l < /tmp/said)" = 1 ] && grep -qF 'a container cannot be checkpointed in created state; start it first' /tmp/said || { cat /tmp/said; exit 1; }
+[ ! -e /tmp/i1 ]
+cryopod-runtime start c1
+[ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+echo 'ok: a container that is only created'
+
+echo data > /tmp/file
+if cryopod-runtime checkpoint --image-path /tmp/file c1 > /tmp/said 2>&1; then echo 'a file: checkpointed'; exit 1; fi
+grep -qF '/tmp/file: the image path is not a folder; name another one' /tmp/said || { cat /tmp/said; exit 1; }
+if grep -q 'free some space' /tmp/said; then cat /tmp/said; exit 1; fi
+[ "$(cat /tmp/file)" = data ]
+echo 'ok: an image path that is a file'
+
+# The runtime gives up before CRIU starts, in a work folder where CRIU once failed.
+mkdir /tmp/w
+echo '(00.1) Error (criu/old.c:1): of last week' > /tmp/w/dump.log
+if cryopod-runtime checkpoint --image-path /tmp/i2 --work-path /tmp/w --manage-cgroups-mode bogus c1 > /tmp/said 2>&1; then exit 1; fi
+if grep -q 'last week' /tmp/said; then echo 'an old log is quoted'; cat /tmp/said; exit 1; fi
+grep -qF 'the container goes on running: ' /tmp/said || { cat /tmp/said; exit 1; }
+echo 'ok: an old dump.log'
+
+# Engines that read the last error of a JSON log alone find the runtime's reason in ours.
+case $low in
+runc) args=(--manage-cgroups-mode bogus) reason='Invalid manage cgroups mode' ;;
+crun) args=(--work-path /tmp/file/x) reason=/tmp/file/x ;;
+esac
+echo '{"level":"error","msg":"of an earlier operation"}' > /tmp/log.json
+if cryopod-runtime --log /tmp/log.json --log-format json checkpoint --image-path /tmp/i3 "${args[@]}" c1 > /tmp/said 2>&1; then exit 1; fi
+tail -n 1 /tmp/log.json | jq -e --arg reason "$reason" '.level == "error" and (.msg | startswith("cryopod: checkpoint of c1 failed") and (ascii_downcase | contains($reason | ascii_downcase)))' > /dev/null || { cat /tmp/log.json; exit 1; }
+if tail -n 1 /tmp/log.json | grep -q earlier; then cat /tmp/log.json; exit 1; fi
+echo "ok: the runtime's reason"
+
+# The same at a restore: a container of that name runs already.
+cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 c1
+echo '(00.1) Error (criu/old.c:1): of last week' > /tmp/w/restore.log
+if cryopod-runtime --log /tmp/log.json --log-format json restore -d --image-path /tmp/i4 --work-path /tmp/w c1 < /dev/null > /tmp/said 2>&1; then exit 1; fi
+if grep -q 'last week' /tmp/said; then echo 'an old log is quoted'; cat /tmp/said; exit 1; fi
+tail -n 1 /tmp/log.json | jq -e '.msg | startswith("cryopod: restore of c1 failed") and test("exist")' > /dev/null || { cat /tmp/log.json; exit 1; }
+[ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+cryopod-runtime delete --force c1
+cryopod-runtime restore -d --image-path /tmp/i4 --work-path /tmp/w c1 < /dev/null > /dev/null 2>&1
+[ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+cryopod-runtime delete --force c1
+echo 'ok: a restore'
