@@ -2,7 +2,8 @@
 low=$1
 low_level "$low"
 fake_gpu_nodes
-bundle /tmp/b sh -c 'while :; do sleep 1; done' # one sleep alone would end when CRIU interrupts it
+bundle /tmp/b /bin/sh /job
+echo 'while :; do sleep 1; done' > /tmp/b/rootfs/job # one sleep alone would end when CRIU interrupts it
 jq '.linux.devices = [{path: "/dev/nvidia0", type: "c", major: 195, minor: 0}]' /tmp/b/config.json > /tmp/b/new && mv /tmp/b/new /tmp/b/config.json
 cd /tmp/b
 
