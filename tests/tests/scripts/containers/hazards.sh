@@ -163,7 +163,7 @@ jq '.linux.devices = [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor
 (cd /tmp/b && cryopod-runtime run -d file < /dev/null > /srv/out.log 2>&1)
 wait_for test -s /srv/out.log
 if cryopod-runtime checkpoint --image-path /tmp/i1 file > /tmp/said 2>&1; then echo 'a file outside: checkpointed'; exit 1; fi
-for want in 'goes on running: process ' '(sh)' 'descriptor 1: /srv/out.log' 'in a pipe or a log of the engine'; do
+for want in 'goes on running: process ' '(sh)' 'descriptor 1: /srv/out.log' 'in pipes or a log of the engine'; do
     grep -qF -- "$want" /tmp/said || { echo "not told: $want"; cat /tmp/said; exit 1; }
 done
 lines=$(wc -l < /srv/out.log)
