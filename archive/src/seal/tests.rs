@@ -127,4 +127,8 @@ fn a_folder_that_cannot_be_written_is_named() {
         .unwrap_err()
         .to_string();
     assert!(e.contains("/proc/self/cryopod.json"), "{e}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let e = SealSlot::reserve(file.path()).unwrap_err().to_string();
+    assert!(e.contains("the image path is not a folder"), "{e}");
+    assert!(!e.contains("space"), "{e}");
 }
