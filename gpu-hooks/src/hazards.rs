@@ -14,7 +14,6 @@ mod tasks;
 mod watches;
 
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
 
 use cryopod_archive::around::ForeignMount;
 
@@ -151,7 +150,7 @@ impl Scan {
     /// Everything that stands in the way, a line each.
     pub fn refusals(&self, host: &Host, spec: &Spec, limits: &CriuLimits) -> Vec<Refusal> {
         let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
-        let mut known_mounts: HashMap<PathBuf, HashSet<u64>> = HashMap::new();
+        let mounts = self.mounts(host);
         for process in &self.processes {
             let mut add = |what: String, remedy: String| {
                 refusals.push(Refusal {
@@ -175,7 +174,7 @@ impl Scan {
                         .into(),
                 );
             }
-            for (fd, target) in process.outside(host, &mut known_mounts) {
+            for (fd, target) in process.outside(&mounts) {
                 add(
                     format!("has a file outside the container open (descriptor {fd}: {target})"),
                     "start the container with its input and output in pipes or a log of the engine, not a file or terminal of the host".into(),
@@ -200,6 +199,24 @@ impl Scan {
             });
         }
         refusals
+    }
+
+    /// The mounts of all the processes' mount namespaces: a process that has made itself one keeps the files that it has open
+    /// in the container's.
+    fn mounts(&self, host: &Host) -> HashSet<u64> {
+        let mut seen = HashSet::new();
+        let mut mounts = HashSet::new();
+        for process in &self.processes {
+            if process
+                .mount_namespace
+                .as_ref()
+                .is_some_and(|n| seen.insert(n))
+            {
+                let its = mountinfo::of(host, &process.pid.to_string());
+                mounts.extend(its.into_iter().map(|m| m.id));
+            }
+        }
+        mounts
     }
 
     /// Marks the mounts of which a process has a file open or mapped.
@@ -363,22 +380,11 @@ impl Process {
             .filter(move |(what, _)| seen.insert(*what))
     }
 
-    /// Files, folders, named pipes and terminals whose mount is none of the process's own: number and name.
-    fn outside(
-        &self,
-        host: &Host,
-        known: &mut HashMap<PathBuf, HashSet<u64>>,
-    ) -> Vec<(String, String)> {
-        let Some(namespace) = &self.mount_namespace else {
-            return Vec::new();
-        };
+    /// Files, folders, named pipes and terminals whose mount is none of `mounts`, the container's: number and name.
+    fn outside(&self, mounts: &HashSet<u64>) -> Vec<(String, String)> {
         let mut found = Vec::new();
         // Other devices from outside are another matter, and a plugin's.
         for (fd, id) in self.fds.iter().filter_map(|f| Some((f, f.mount?))) {
-            let mounts = known.entry(namespace.clone()).or_insert_with(|| {
-                let mounts = mountinfo::of(host, &self.pid.to_string());
-                mounts.into_iter().map(|m| m.id).collect()
-            });
             if mounts.is_empty() || mounts.contains(&id) {
                 continue;
             }

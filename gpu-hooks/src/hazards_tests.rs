@@ -129,6 +129,25 @@ fn a_file_outside_the_container() {
 }
 
 #[test]
+fn a_file_that_a_process_keeps_in_its_own_mount_namespace() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("lib.so");
+    fs::write(&file, "").unwrap();
+    process(dir.path(), 7, &[], "", 0);
+    process(dir.path(), 8, &[(file.to_str().unwrap(), 50)], "", 0);
+    let other = dir.path().join("proc/8");
+    fs::remove_file(other.join("ns/mnt")).unwrap();
+    symlink("mnt:[4026999]", other.join("ns/mnt")).unwrap();
+    fs::write(
+        other.join("mountinfo"),
+        "90 89 0:48 / / rw - overlay overlay rw\n",
+    )
+    .unwrap();
+    assert_eq!(told(dir.path(), &[7, 8], json!({})), [""; 0]);
+    assert_eq!(told(dir.path(), &[8], json!({})).len(), 1);
+}
+
+#[test]
 fn a_named_pipe_outside_the_container() {
     let dir = tempfile::tempdir().unwrap();
     let pipe = dir.path().join("in");
