@@ -7,6 +7,7 @@
 //! looked at.
 
 mod image;
+pub mod privileges;
 mod proto;
 #[cfg(test)]
 mod tests;

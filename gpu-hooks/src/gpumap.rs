@@ -14,13 +14,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, NodeRole, Vendor};
 use serde_json::Map;
 
+use crate::amd;
+use crate::ceiling::Ceiling;
 use crate::cuda::gpu::{GpuPair, GpuUuid};
 use crate::host::Host;
 use crate::nodes;
 use crate::nvidia;
 use crate::plan::Refusal;
 use crate::switches::Switches;
-use crate::{amd, spec::Spec};
 
 /// The annotation of a container that says how its GPUs are mapped.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.map";
@@ -77,9 +78,10 @@ pub struct Situation {
     pub recorded: Vec<Gpu>,
     /// This host's GPUs: [`here`].
     pub here: Vec<Gpu>,
-    /// The GPUs that the engine gave the new container, by [`Gpu::id`], where it gave others than the checkpoint
-    /// names: [`offered`].
+    /// The GPUs among which a choice is made, by [`Gpu::id`]: [`offered`]. `None`: any.
     pub offered: Option<BTreeSet<String>>,
+    /// Why a map that an annotation gives may not name a GPU, by [`Gpu::id`]: what [`Ceiling::admit`] says.
+    pub refused: BTreeMap<String, Refusal>,
     /// Free memory of this host's GPUs in bytes, by [`Gpu::id`], where it is known.
     pub free: BTreeMap<String, u64>,
     /// Memory that the checkpoint needs on each of its GPUs, in bytes, by [`Gpu::id`], where it is known.
@@ -164,9 +166,26 @@ pub fn of_nodes(nodes: &[DeviceNode]) -> Vec<Gpu> {
     found
 }
 
-/// The GPUs that the engine gave the new container, if it names others than the checkpoint has: a spec that names
-/// what the old container had, or nothing, says nothing.
-pub fn offered(host: &Host, spec: &Spec, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {
+/// The GPUs among which a choice is made: those that the engine's spec names or, where it names none, lets the
+/// container open. Where the ceiling allows others (podman repeats the archive's own spec) a spec that names what the old
+/// container had, or nothing, says nothing.
+pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {
+    let now = ceiling.spec.gpu_nodes(ceiling.host);
+    let nodes = of_nodes(&now);
+    let named: BTreeSet<String> = here
+        .iter()
+        .filter(|g| !has_place(g) || nodes.iter().any(|n| same_place(g, n)))
+        .map(|g| g.id.clone())
+        .collect();
+    match ceiling.gpus(here) {
+        Some(_) if !nodes.is_empty() => Some(named),
+        Some(given) => Some(given),
+        None => (!repeats(&now, gpu)).then_some(named),
+    }
+}
+
+/// Does a spec name nothing but what the checkpoint has?
+fn repeats(now: &[DeviceNode], gpu: &GpuFacts) -> bool {
     let leads_to_gpu = |n: &&DeviceNode| {
         matches!(
             (n.vendor, n.role),
@@ -174,7 +193,6 @@ pub fn offered(host: &Host, spec: &Spec, gpu: &GpuFacts, here: &[Gpu]) -> Option
         )
     };
     let key = |n: &DeviceNode| (n.path.clone(), n.major, n.minor);
-    let now = spec.gpu_nodes(host);
     let named: BTreeSet<_> = now.iter().filter(leads_to_gpu).map(key).collect();
     let before: BTreeSet<_> = gpu
         .nodes
@@ -185,14 +203,7 @@ pub fn offered(host: &Host, spec: &Spec, gpu: &GpuFacts, here: &[Gpu]) -> Option
             None => key(n),
         })
         .collect();
-    if named.is_subset(&before) {
-        return None;
-    }
-    let of_nodes = of_nodes(&now);
-    let ids = of_nodes
-        .iter()
-        .filter_map(|n| here.iter().find(|g| same_place(g, n)));
-    Some(ids.map(|g| g.id.clone()).collect())
+    named.is_subset(&before)
 }
 
 /// Decides where every GPU of the checkpoint goes.
@@ -253,8 +264,13 @@ fn same(a: &Gpu, b: &Gpu) -> bool {
     a.vendor == b.vendor && (a.id == b.id || (only_node(a) || only_node(b)) && same_place(a, b))
 }
 
+/// Is the node of this GPU known? The driver's library alone does not tell it.
+pub(crate) fn has_place(gpu: &Gpu) -> bool {
+    gpu.minor.is_some() || gpu.render_minor.is_some()
+}
+
 /// Behind the same node.
-fn same_place(a: &Gpu, b: &Gpu) -> bool {
+pub(crate) fn same_place(a: &Gpu, b: &Gpu) -> bool {
     a.vendor == b.vendor
         && match a.vendor {
             Vendor::Nvidia => a.minor.is_some() && a.minor == b.minor,
@@ -401,6 +417,13 @@ fn explicit(
         let (Some(from), Some(to)) = (from.first(), to.first()) else {
             continue;
         };
+        if let Some(refused) = situation.refused.get(&to.id) {
+            refusals.push(refusal(
+                format!("{ANNOTATION}: {old}={new}: {}", refused.what),
+                refused.remedy.clone(),
+            ));
+            continue;
+        }
         if chosen
             .iter()
             .any(|c| same(&c.old, from) || same(&c.new, to))
@@ -417,9 +440,9 @@ fn explicit(
         if chosen.iter().any(|c| same(&c.old, old)) {
             continue;
         }
-        match situation.here.iter().find(|g| same(g, old) && !chosen.iter().any(|c| same(&c.new, g))) {
+        match situation.here.iter().find(|g| same(g, old) && !situation.refused.contains_key(&g.id) && !chosen.iter().any(|c| same(&c.new, g))) {
             Some(same) => chosen.push(choice(old, same, "")),
-            None => refusals.push(refusal(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken or absent", old.id), "name a target for every GPU of the checkpoint")),
+            None => refusals.push(refusal(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken, absent or not given by the engine", old.id), "name a target for every GPU of the checkpoint")),
         }
     }
     chosen

@@ -1,4 +1,6 @@
 use super::*;
+use crate::ceiling::{Lifts, OtherGpus};
+use crate::spec::Spec;
 use cryopod_archive::seal::{EngineNode, GpuFacts, MovedNode, NodeRole, NodeSource, Vendor};
 use serde_json::Map;
 
@@ -239,26 +241,66 @@ fn nodes_stand_for_gpus_that_nobody_describes() {
 }
 
 #[test]
+fn a_map_of_an_annotation_stays_among_what_the_engine_gave() {
+    let here: Vec<Gpu> = (0..4).map(|n| gpu(n, "X")).collect();
+    let mut situation = Situation {
+        recorded: vec![gpu(0, "X"), gpu(1, "X")],
+        here: here.clone(),
+        ..Situation::default()
+    };
+    let no = |what: &str| refusal(what, "give it");
+    situation.refused = [2, 3].map(|n| (gpu(n, "").id, no("not given"))).into();
+    let to = |wish: &str| {
+        let chosen = decide(&situation, &wish.parse().unwrap()).map_err(text)?;
+        Ok::<_, String>(chosen.iter().map(|c| c.new.index).collect::<Vec<_>>())
+    };
+    assert_eq!(to("0=1,1=0").unwrap(), [1, 0]);
+    let e = to("0=2").unwrap_err();
+    assert!(e.contains("dev.cryopod.gpu.map: 0=2: not given"), "{e}");
+    situation.recorded = vec![gpu(0, "X"), gpu(3, "X")];
+    let e = decide(&situation, &"0=1".parse().unwrap()).map_err(text);
+    assert!(
+        e.unwrap_err().contains("not given by the engine"),
+        "by itself"
+    );
+}
+
+#[test]
 fn what_an_engine_says_by_its_devices() {
     let device = |n: u64| serde_json::json!({"path": format!("/dev/nvidia{n}"), "type": "c", "major": 195, "minor": n});
     let spec = |list: &[u64]| {
         let list: Vec<_> = list.iter().map(|n| device(*n)).collect();
-        Spec::from_json(serde_json::json!({"linux": {"devices": list}}))
+        Spec::from_json(serde_json::json!({
+            "annotations": {"io.container.manager": "libpod"},
+            "linux": {"devices": list, "resources": {"devices": [{"allow": false}]}}
+        }))
     };
     let here: Vec<Gpu> = (0..4).map(|n| gpu(n, "X")).collect();
     let mut facts = GpuFacts {
         nodes: vec![node(0), node(1)],
         ..GpuFacts::default()
     };
-    let said = |facts: &GpuFacts, list: &[u64]| {
-        let host = Host::at("/nowhere");
-        let ids = offered(&host, &spec(list), facts, &here)?;
+    let said_if = |others: OtherGpus, facts: &GpuFacts, list: &[u64]| {
+        let ceiling = Ceiling {
+            host: &Host::at("/nowhere"),
+            spec: &spec(list),
+            lifts: Lifts {
+                other_gpus: others,
+                ..Lifts::default()
+            },
+        };
+        let ids = offered(&ceiling, facts, &here)?;
         Some(
             ids.iter()
                 .map(|i| i.as_bytes()[i.len() - 1] - b'0')
                 .collect::<Vec<_>>(),
         )
     };
+    let said = |facts: &GpuFacts, list: &[u64]| said_if(OtherGpus::Auto, facts, list);
+    let strict = |facts: &GpuFacts, list: &[u64]| said_if(OtherGpus::Never, facts, list);
+    assert_eq!(strict(&facts, &[]), None, "no GPU can be opened");
+    assert_eq!(strict(&facts, &[0, 1]), Some(vec![0, 1]));
+    assert_eq!(strict(&facts, &[2]), Some(vec![2]));
     assert_eq!(said(&facts, &[]), None);
     assert_eq!(said(&facts, &[0, 1]), None);
     assert_eq!(said(&facts, &[2, 3]), Some(vec![2, 3]));

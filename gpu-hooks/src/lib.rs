@@ -17,6 +17,7 @@
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused.
 
 pub mod amd;
+pub mod ceiling;
 pub mod compat;
 pub mod criu_elf;
 pub mod cuda;

@@ -7,12 +7,16 @@
 //! are CRIU's: it carries their content.
 
 use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::around::{ForeignMount, MountFacts, MountKind};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 
+use crate::ceiling::{Asked, Ceiling};
 use crate::host::Host;
 use crate::mountinfo::{self, Mount, below};
 use crate::plan::Refusal;
@@ -234,35 +238,23 @@ fn digest(path: &Path) -> Option<String> {
 
 /// What a restore knows when it provides the mounts of a checkpoint.
 pub struct Provider<'a> {
-    /// This host.
-    pub host: &'a Host,
-    /// The spec of the bundle that is restored.
-    pub spec: &'a Spec,
+    /// This host, the spec of the bundle that is restored, and the configuration's `mounts.allow`.
+    pub ceiling: Ceiling<'a>,
     /// Driver version at the checkpoint.
     pub recorded_driver: Option<&'a str>,
     /// This host's driver version.
     pub driver: Option<&'a str>,
-    /// Folders and files of the host that may be mounted beside [`DRIVER_PLACES`], with all below them.
-    pub allowed: &'a [PathBuf],
     /// Replacements of a path's parts: PCI addresses of GPUs that take others' places.
     pub renamed: &'a [(String, String)],
     /// Device nodes that lead elsewhere now: path in the container, path on this host.
     pub nodes: &'a [(String, String)],
 }
 
-/// Where drivers, their firmware and their sockets lie. A checkpoint may come from a stranger: what it may have
-/// mounted without the administrator's word is this.
-pub const DRIVER_PLACES: [&str; 19] = [
+/// Where drivers and their sockets lie: files, and folders with all below them. A checkpoint may come from a stranger:
+/// what it may have mounted without the administrator's word is this.
+const DRIVER_PLACES: [&str; 11] = [
     "/proc/driver/nvidia",
-    "/dev/nvidia*",
     "/dev/dri",
-    "/dev/kfd",
-    "/usr/lib",
-    "/usr/lib64",
-    "/usr/lib32",
-    "/lib",
-    "/lib64",
-    "/usr/bin/nvidia-*",
     "/usr/share/nvidia",
     "/usr/share/vulkan",
     "/usr/share/glvnd",
@@ -271,11 +263,39 @@ pub const DRIVER_PLACES: [&str; 19] = [
     "/etc/OpenCL",
     "/opt/nvidia",
     "/usr/local/nvidia",
-    "/run/nvidia*",
+    "/dev/kfd",
 ];
+/// Folders of libraries and firmware: files in them, and folders below one whose name begins with `nvidia`.
+const LIBRARY_PLACES: [&str; 5] = ["/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64"];
+/// Where NVIDIA's driver container shows its root, a whole tree of a system: only the places above within it.
+const DRIVER_ROOT: &str = "/run/nvidia/driver";
+/// Beginnings of names: of files, or of folders with all below them.
+const DRIVER_NAMES: [&str; 3] = ["/dev/nvidia", "/usr/bin/nvidia-", "/run/nvidia-"];
+
+/// Is this a file or folder of a GPU driver? `path` is one of the host without symbolic links.
+pub fn is_driver_place(path: &Path, folder: bool) -> bool {
+    if let Some(within) = below(path, Path::new(DRIVER_ROOT)) {
+        let within = Path::new("/").join(within);
+        return within != Path::new("/") && is_driver_place(&within, folder);
+    }
+    let text = path.to_string_lossy();
+    let library = LIBRARY_PLACES
+        .iter()
+        .find_map(|place| below(path, Path::new(place)));
+    let of_nvidia = |rest: &Path| {
+        rest.components()
+            .any(|c| c.as_os_str().to_string_lossy().starts_with("nvidia"))
+    };
+    DRIVER_PLACES
+        .iter()
+        .any(|place| below(path, Path::new(place)).is_some())
+        || DRIVER_NAMES.iter().any(|start| text.starts_with(start))
+        || text.starts_with("/run/nvidia/") && !folder
+        || library.is_some_and(|rest| !folder || of_nvidia(rest))
+}
 
 /// A mount as CRIU is told of it at a restore.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Provided {
     /// Mount point in the container.
     pub path: String,
@@ -283,6 +303,10 @@ pub struct Provided {
     pub source: PathBuf,
     /// What it is.
     pub kind: MountKind,
+    /// The content itself, as it was compared: an O_PATH descriptor.
+    pub opened: OwnedFd,
+    /// It is a driver's file or folder, which neither the spec nor the configuration names: never writable.
+    pub read_only: bool,
 }
 
 impl Provider<'_> {
@@ -295,11 +319,7 @@ impl Provider<'_> {
         let mut refusals = Vec::new();
         for mount in recorded.iter().take(MAX_UNNAMED) {
             match self.one(mount) {
-                Ok(source) => provided.push(Provided {
-                    path: mount.path.clone(),
-                    source,
-                    kind: mount.kind,
-                }),
+                Ok(found) => provided.push(found),
                 Err((what, remedy)) => refusals.push(Refusal {
                     process: None,
                     what: format!("the mount {} cannot be provided: {what}", mount.path),
@@ -314,7 +334,7 @@ impl Provider<'_> {
         }
     }
 
-    fn one(&self, mount: &ForeignMount) -> Result<PathBuf, (String, String)> {
+    fn one(&self, mount: &ForeignMount) -> Result<Provided, (String, String)> {
         let fail = |what: String, remedy: &str| Err((what, remedy.to_owned()));
         for path in [&mount.path, &mount.host_path] {
             if let Err(why) = declarable(path) {
@@ -327,34 +347,65 @@ impl Provider<'_> {
                 );
             }
         }
+        let host = self.ceiling.host;
         let places = self.candidates(mount);
-        let Some(source) = places.iter().find(|p| self.host.path(p).exists()) else {
+        let Some(source) = places.iter().find(|p| host.path(p).exists()) else {
             let tried: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
             return fail(
                 format!("this host has no {}", tried.join(", nor ")),
                 "install the same driver files on this host, or restore on a host that has them",
             );
         };
-        // The file itself counts, not a link to it from an allowed place.
-        let real = fs::canonicalize(self.host.path(source)).ok();
-        let real = real.and_then(|p| {
-            let root = fs::canonicalize(self.host.root()).ok()?;
-            Some(Path::new("/").join(p.strip_prefix(root).ok()?))
-        });
-        let allowed = self.of_spec(mount).as_ref() == Some(source)
-            || real.as_deref().is_some_and(|p| self.may_mount(p));
-        if !allowed {
-            return fail(
-                format!("{} is none of the driver's places", source.display()),
-                "if the checkpoint is trusted, add the folder to `mounts.allow` in /etc/cryopod/config.toml",
-            );
-        }
-        let Some((kind, meta)) = kind(&self.host.path(source)) else {
+        let of_spec = self
+            .of_spec(mount)
+            .filter(|(root, rest)| root.join(rest) == *source);
+        let opened = match &of_spec {
+            // The container writes there: no link of its own leads out of what the engine gave.
+            Some((root, rest)) => open_beneath(&host.path(root), rest),
+            // The file itself counts, not a link to it from an allowed place.
+            None => fs::canonicalize(host.path(source)).and_then(|real| {
+                open_beneath(Path::new("/"), real.strip_prefix("/").unwrap_or(&real))
+            }),
+        };
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(e) => {
+                return fail(
+                    format!(
+                        "{} cannot be opened without following links: {e}",
+                        source.display()
+                    ),
+                    "put the file itself there, not a link to it",
+                );
+            }
+        };
+        let file = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+        let Some((kind, meta)) = kind(&file) else {
             return fail(
                 format!("{} cannot be looked at", source.display()),
                 "see why on this host",
             );
         };
+        let mut read_only = matches!(kind, MountKind::File | MountKind::Folder);
+        if of_spec.is_some() {
+            read_only = false;
+        } else {
+            let real = fs::read_link(&file).ok();
+            let real = real.and_then(|p| {
+                let root = fs::canonicalize(host.root()).ok()?;
+                Some(Path::new("/").join(p.strip_prefix(root).ok()?))
+            });
+            let real = real.unwrap_or_else(|| source.clone());
+            let asked = Asked::Mount {
+                source: &real,
+                kind,
+            };
+            if let Err(refused) = self.ceiling.admit(asked) {
+                return Err((refused.what, refused.remedy));
+            }
+            let allowed = self.ceiling.lifts.mounts;
+            read_only &= !allowed.iter().any(|p| real.starts_with(p));
+        }
         if kind != mount.kind {
             return fail(
                 format!(
@@ -367,7 +418,7 @@ impl Provider<'_> {
             );
         }
         let other_size = mount.size.is_some_and(|s| s != meta.len());
-        let other_content = || match (&mount.sha256, digest(&self.host.path(source))) {
+        let other_content = || match (&mount.sha256, digest(&file)) {
             (Some(was), Some(is)) => *was != is,
             _ => false,
         };
@@ -380,7 +431,13 @@ impl Provider<'_> {
                 "restore on a host with the same driver version",
             );
         }
-        Ok(source.clone())
+        Ok(Provided {
+            path: mount.path.clone(),
+            source: source.clone(),
+            kind,
+            opened,
+            read_only,
+        })
     }
 
     /// Where a mount's content may be, best first.
@@ -401,17 +458,17 @@ impl Provider<'_> {
         {
             places.push(moved.replace(old, new).into());
         }
-        places.extend(self.of_spec(mount));
+        places.extend(self.of_spec(mount).map(|(root, rest)| root.join(rest)));
         places.push(moved.clone().into());
         places.extend(self.other_version(&moved));
         places.dedup();
         places
     }
 
-    /// A mount below a bind mount of the spec: at the same place below that one's source now.
-    fn of_spec(&self, mount: &ForeignMount) -> Option<PathBuf> {
+    /// A mount below a bind mount of the spec: at the same place below that one's source now. The source, and the place.
+    fn of_spec(&self, mount: &ForeignMount) -> Option<(PathBuf, PathBuf)> {
         let path = Path::new(&mount.path);
-        let mounts = self.spec.mounts();
+        let mounts = self.ceiling.spec.mounts();
         let (rest, source) = mounts
             .iter()
             .filter_map(|m| {
@@ -419,9 +476,8 @@ impl Provider<'_> {
                 Some((rest, m.source().clone()?))
             })
             .min_by_key(|(rest, _)| rest.components().count())?;
-        let full = source.join(&rest);
-        (source.is_absolute() && self.host.path(&source).is_dir() && !rest.as_os_str().is_empty())
-            .then_some(full)
+        let folder = source.is_absolute() && self.ceiling.host.path(&source).is_dir();
+        (folder && !rest.as_os_str().is_empty()).then_some((source, rest))
     }
 
     /// The one path that differs from a missing one in its version only: `lib/560.35.03/libcuda.so.560.35.03` now
@@ -436,6 +492,7 @@ impl Provider<'_> {
         let end = path[at..].find('/').map_or(path.len(), |i| at + i);
         let (front, back) = path[start..end].split_once(old)?;
         let mut found: Vec<PathBuf> = self
+            .ceiling
             .host
             .names(&path[..start])
             .iter()
@@ -443,21 +500,23 @@ impl Provider<'_> {
                 let new = name.strip_prefix(front)?.strip_suffix(back)?;
                 (version_in(new) == Some(new)).then(|| path.replace(old, new).into())
             })
-            .filter(|p: &PathBuf| self.host.path(p).exists())
+            .filter(|p: &PathBuf| self.ceiling.host.path(p).exists())
             .collect();
         found.pop().filter(|_| found.is_empty())
     }
+}
 
-    fn may_mount(&self, path: &Path) -> bool {
-        let text = path.to_string_lossy();
-        DRIVER_PLACES
-            .iter()
-            .any(|place| match place.strip_suffix('*') {
-                Some(start) => text.starts_with(start),
-                None => below(path, Path::new(place)).is_some(),
-            })
-            || self.allowed.iter().any(|p| below(path, p).is_some())
-    }
+/// Opens what lies at `rest` below a folder, through no link. The folder itself is the caller's word.
+fn open_beneath(folder: &Path, rest: &Path) -> io::Result<OwnedFd> {
+    let folder = fs::File::open(folder)?;
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+        .resolve(
+            ResolveFlag::RESOLVE_BENEATH
+                | ResolveFlag::RESOLVE_NO_SYMLINKS
+                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
+        );
+    Ok(openat2(folder.as_fd(), rest, how)?)
 }
 
 /// A driver's version within a word: numbers with dots, the first of three digits: `560.35.03`.

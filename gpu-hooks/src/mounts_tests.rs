@@ -1,4 +1,5 @@
 use super::*;
+use crate::ceiling::Lifts;
 use serde_json::json;
 
 /// A host whose own mounts are `/` (0:43) and `/mnt` (0:50), and a container with these mounts.
@@ -120,6 +121,7 @@ struct Target {
     dir: tempfile::TempDir,
     driver: Option<&'static str>,
     allowed: Vec<PathBuf>,
+    volume: Option<String>,
 }
 
 impl Target {
@@ -134,18 +136,29 @@ impl Target {
             dir,
             driver: None,
             allowed: vec!["/opt/nv".into()],
+            volume: None,
         }
     }
 
     fn provide(&self, mount: ForeignMount) -> Result<String, String> {
         let host = Host::at(self.dir.path());
         let renamed = [("0000:65:00.0".to_owned(), "0000:ca:00.0".to_owned())];
+        let mut json = spec().json().clone();
+        if let Some(source) = &self.volume {
+            json["mounts"][2]["source"] = source.as_str().into();
+        }
+        let spec = Spec::from_json(json);
         let provider = Provider {
-            host: &host,
-            spec: &spec(),
+            ceiling: Ceiling {
+                host: &host,
+                spec: &spec,
+                lifts: Lifts {
+                    mounts: &self.allowed,
+                    ..Lifts::default()
+                },
+            },
             recorded_driver: Some("560.35.03"),
             driver: self.driver,
-            allowed: &self.allowed,
             renamed: &renamed,
             nodes: &[],
         };
@@ -229,6 +242,48 @@ fn refused_by_name() {
     assert!(t.provide(mount("/x", "/opt/nv/lib.so")).is_err());
     for odd in ["/a b", "/a]:/etc", "relative"] {
         assert!(t.provide(mount(odd, "/opt/nv/lib.so")).is_err(), "{odd}");
+    }
+}
+
+#[test]
+fn a_link_in_the_containers_own_volume_leads_nowhere() {
+    let t = Target::with(&["/mnt/sub/x", "/etc/shadow"]);
+    let shadow = t.dir.path().join("etc/shadow");
+    std::os::unix::fs::symlink(&shadow, t.dir.path().join("mnt/sub/link")).unwrap();
+    std::os::unix::fs::symlink("../../etc", t.dir.path().join("mnt/sub/folder")).unwrap();
+    for inside in ["/data/sub/link", "/data/sub/folder/shadow"] {
+        let e = t.provide(mount(inside, "/old/x")).unwrap_err();
+        assert!(
+            e.contains("cannot be opened without following links"),
+            "{inside}: {e}"
+        );
+    }
+    assert!(t.provide(mount("/data/sub/x", "/old/x")).is_ok());
+}
+
+#[test]
+fn files_of_drivers_and_no_trees() {
+    for (path, folder, is) in [
+        (
+            "/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03",
+            false,
+            true,
+        ),
+        ("/usr/lib", true, false),
+        ("/usr/lib/x86_64-linux-gnu", true, false),
+        ("/lib/firmware/nvidia/560.35.03", true, true),
+        ("/lib/firmware/nvidia/560.35.03/gsp.bin", false, true),
+        ("/run/nvidia-persistenced/socket", false, true),
+        ("/run/nvidia", true, false),
+        ("/run/nvidia/driver", true, false),
+        ("/run/nvidia/driver/etc/shadow", false, false),
+        ("/run/nvidia/driver/usr/lib/libcuda.so.1", false, true),
+        ("/proc/driver/nvidia/gpus/0000:65:00.0", true, true),
+        ("/etc", true, false),
+        ("/etc/shadow", false, false),
+        ("/usr/libexec/x", false, false),
+    ] {
+        assert_eq!(is_driver_place(Path::new(path), folder), is, "{path}");
     }
 }
 

@@ -32,16 +32,21 @@ pub fn classify(path: &str) -> Option<Class> {
             "ctl" => NodeRole::Control,
             "-uvm" | "-uvm-tools" => NodeRole::Uvm,
             "-modeset" => NodeRole::Other,
-            r if r.starts_with("-caps/") || r.starts_with("-caps-imex-channels/") => {
-                NodeRole::Capability
+            r => {
+                let plain = |s: &str| s.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+                let below = |folder: &str| {
+                    r.strip_prefix(folder)
+                        .is_some_and(|n| plain(n) && !n.is_empty())
+                };
+                let named = |start: &str| r.starts_with(start) && plain(r);
+                if below("-caps/") || below("-caps-imex-channels/") {
+                    NodeRole::Capability
+                } else if named("-nvswitch") || named("-nvlink") || named("-vgpu") {
+                    NodeRole::Other
+                } else {
+                    return None;
+                }
             }
-            r if r.starts_with("-nvswitch")
-                || r.starts_with("-nvlink")
-                || r.starts_with("-vgpu") =>
-            {
-                NodeRole::Other
-            }
-            _ => return None,
         };
         return Some(Known(Vendor::Nvidia, role));
     }
@@ -55,6 +60,90 @@ pub fn classify(path: &str) -> Option<Class> {
     dri.strip_prefix("card")
         .is_some_and(digits)
         .then_some(Drm(NodeRole::Other))
+}
+
+/// `true` if both names are of one kind of node: the same name, or two GPUs' nodes of one vendor that differ in their
+/// number. `/dev/nvidia-modeset` and `/dev/nvidia-nvswitchctl` have a role in common and are two kinds.
+pub fn same_kind(a: &str, b: &str) -> bool {
+    let (Some(of_a), Some(of_b)) = (classify(a), classify(b)) else {
+        return false;
+    };
+    let numbered = matches!(
+        of_a,
+        Class::Known(_, NodeRole::Gpu) | Class::Drm(NodeRole::Render)
+    );
+    of_a == of_b && (numbered || a == b)
+}
+
+/// The names under which the kernel lists the driver of the node at `path` in `/proc/devices`, and the major that is
+/// the driver's on every host, if there is one.
+fn drivers(path: &str) -> (&'static [&'static str], Option<u64>) {
+    let Some(name) = path.strip_prefix("/dev/") else {
+        return (&[], None);
+    };
+    if name == "kfd" {
+        (&["kfd"], None)
+    } else if name.starts_with("dri/") {
+        (&["drm"], Some(DRM_MAJOR))
+    } else if name.starts_with("nvidia-uvm") {
+        (&["nvidia-uvm"], None)
+    } else if name.starts_with("nvidia-caps-imex") {
+        (&["nvidia-caps-imex-channels"], None)
+    } else if name.starts_with("nvidia-caps") {
+        (&["nvidia-caps"], None)
+    } else if name.starts_with("nvidia-nvswitch") {
+        (&["nvidia-nvswitch"], None)
+    } else if name.starts_with("nvidia-nvlink") {
+        (&["nvidia-nvlink"], None)
+    } else if name.starts_with("nvidia-vgpu") {
+        (&["nvidia-vgpu", "nvidia-vgpu-vfio"], None)
+    } else {
+        let names = &["nvidia", "nvidiactl", "nvidia-frontend", "nvidia-modeset"];
+        (names, Some(NVIDIA_MAJOR))
+    }
+}
+
+/// Whether `major` belongs to the driver whose node `path` is, as `/proc/devices` of this host says.
+///
+/// # Errors
+/// What the major is instead, and what to do, in a sentence each.
+pub fn registered(host: &Host, path: &str, major: u64) -> Result<(), (String, String)> {
+    let (names, fixed) = drivers(path);
+    let text = host.text("/proc/devices").unwrap_or_default();
+    let listed: Vec<(u64, &str)> = text
+        .lines()
+        .take_while(|line| !line.starts_with("Block"))
+        .filter_map(|line| {
+            let (number, name) = line.trim().split_once(' ')?;
+            Some((number.parse().ok()?, name.trim()))
+        })
+        .collect();
+    if fixed == Some(major)
+        || listed
+            .iter()
+            .any(|(n, name)| *n == major && names.contains(name))
+    {
+        return Ok(());
+    }
+    let known = listed.iter().any(|(_, name)| names.contains(name));
+    let whose = listed.iter().find(|(n, _)| *n == major);
+    let driver = names.first().unwrap_or(&"GPU");
+    Err(match (known || fixed.is_some(), whose) {
+        (true, Some((_, other))) => (
+            format!("its device major {major} is that of the driver {other}, not of {driver}"),
+            format!("make the node anew; /proc/devices lists the majors of {driver}"),
+        ),
+        (true, None) => (
+            format!("its device major {major} is not that of the driver {driver}"),
+            format!("make the node anew; /proc/devices lists the majors of {driver}"),
+        ),
+        (false, _) => (
+            format!(
+                "the driver {driver} is not loaded: /proc/devices of this host does not list it"
+            ),
+            format!("load the driver {driver}, which registers the major of its nodes"),
+        ),
+    })
 }
 
 /// Vendor and role of the node at `path` with this device number.
@@ -169,10 +258,70 @@ mod tests {
             ("/dev/nvidia0x", None),
             ("/dev/null", None),
             ("/home/nvidia0", None),
+            ("/dev/nvidia-caps/../sg0", None),
+            ("/dev/nvidia-caps/", None),
+            ("/dev/nvidia-vgpu/../mem", None),
+            (
+                "/dev/nvidia-nvswitchctl",
+                Some(Known(Vendor::Nvidia, Other)),
+            ),
             ("/dev/kfd2", None),
         ] {
             assert_eq!(classify(path), want, "{path}");
         }
+    }
+
+    #[test]
+    fn kinds_of_nodes() {
+        for (a, b, same) in [
+            ("/dev/nvidia0", "/dev/nvidia7", true),
+            ("/dev/dri/renderD128", "/dev/dri/renderD130", true),
+            ("/dev/nvidiactl", "/dev/nvidiactl", true),
+            ("/dev/nvidiactl", "/dev/nvidia0", false),
+            ("/dev/nvidia-modeset", "/dev/nvidia-nvswitchctl", false),
+            (
+                "/dev/nvidia-caps/nvidia-cap1",
+                "/dev/nvidia-caps/nvidia-cap2",
+                false,
+            ),
+            ("/dev/dri/card0", "/dev/dri/card1", false),
+            ("/dev/sg0", "/dev/sg0", false),
+        ] {
+            assert_eq!(same_kind(a, b), same, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn majors_are_those_that_the_kernel_lists() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let told = |path: &str, major| registered(&host, path, major).map_err(|(what, _)| what);
+        assert!(told("/dev/nvidia0", 195).is_ok() && told("/dev/dri/renderD128", 226).is_ok());
+        assert!(
+            told("/dev/nvidia-uvm", 511)
+                .unwrap_err()
+                .contains("nvidia-uvm is not loaded")
+        );
+        std::fs::create_dir_all(dir.path().join("proc")).unwrap();
+        let list = "Character devices:\n  1 mem\n 21 sg\n195 nvidiactl\n511 nvidia-uvm\n\nBlock devices:\n  7 nvidia-uvm\n";
+        std::fs::write(dir.path().join("proc/devices"), list).unwrap();
+        assert!(told("/dev/nvidia-uvm", 511).is_ok());
+        assert!(told("/dev/nvidia-uvm", 7).is_err(), "a block device's");
+        assert!(
+            told("/dev/nvidia-uvm", 21)
+                .unwrap_err()
+                .contains("21 is that of the driver sg")
+        );
+        assert!(
+            told("/dev/nvidiactl", 1)
+                .unwrap_err()
+                .contains("that of the driver mem")
+        );
+        assert!(
+            told("/dev/kfd", 510)
+                .unwrap_err()
+                .contains("kfd is not loaded")
+        );
     }
 
     #[test]

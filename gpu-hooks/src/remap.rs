@@ -8,8 +8,8 @@
 
 use cryopod_archive::seal::{DeviceNode, Gpu, GpuFacts, MovedNode, NodeRole, Vendor};
 
+use crate::ceiling::{Asked, Ceiling};
 use crate::gpumap::Choice;
-use crate::host::Host;
 use crate::nodes;
 use crate::plan::Refusal;
 use crate::spec::Spec;
@@ -74,13 +74,17 @@ impl Remap {
 /// Finds the place of every node.
 ///
 /// # Errors
-/// Every node that has none on this host.
-pub fn remap(host: &Host, gpu: &GpuFacts, chosen: &[Choice]) -> Result<Remap, Vec<Refusal>> {
+/// Every node that has none on this host, or whose place is no GPU node of the same kind.
+pub fn remap(
+    ceiling: &Ceiling<'_>,
+    gpu: &GpuFacts,
+    chosen: &[Choice],
+) -> Result<Remap, Vec<Refusal>> {
     let mut refusals = Vec::new();
     let mut natives: Vec<Target> = Vec::new();
     let mut aliases: Vec<Target> = Vec::new();
     for node in &gpu.nodes {
-        let Some((target, native)) = place(host, gpu, node, chosen, &mut refusals) else {
+        let Some((target, native)) = place(ceiling, gpu, node, chosen, &mut refusals) else {
             continue;
         };
         if target.path != node.path {
@@ -119,12 +123,13 @@ pub fn remap(host: &Host, gpu: &GpuFacts, chosen: &[Choice]) -> Result<Remap, Ve
 
 /// The node's new place, and whether that is more than an alias.
 fn place(
-    host: &Host,
+    ceiling: &Ceiling<'_>,
     gpu: &GpuFacts,
     node: &DeviceNode,
     chosen: &[Choice],
     refusals: &mut Vec<Refusal>,
 ) -> Option<(Target, bool)> {
+    let host = ceiling.host;
     let own = node.host_path.as_ref().unwrap_or(&node.path);
     let behind = behind(gpu, node);
     let old = nodes::number(behind);
@@ -145,7 +150,35 @@ fn place(
         }
         _ => (node.path.clone(), own.clone(), None),
     };
-    let Some((major, minor)) = host.char_device(&host_path) else {
+    let asked = Asked::Node {
+        given: own,
+        host_path: &host_path,
+    };
+    let role = |class| match class {
+        nodes::Class::Known(vendor, role) => (vendor, role) == (node.vendor, node.role),
+        nodes::Class::Drm(role) => role == node.role,
+    };
+    let refused = match ceiling.admit(asked) {
+        Ok(()) if nodes::classify(&host_path).is_some_and(role) => None,
+        Ok(()) => Some(Refusal {
+            process: None,
+            what: format!(
+                "{host_path}, which the record names for {}, has another role than it says",
+                node.path
+            ),
+            remedy: "the checkpoint cannot be used as it is: its record was changed".into(),
+        }),
+        Err(refused) => Some(refused),
+    };
+    if let Some(refused) = refused {
+        refusals.push(refused);
+        return None;
+    }
+    // A render node may be another vendor's here.
+    let ours = |n: &(u64, u64)| {
+        nodes::identify(host, &host_path, n.0, n.1) == Some((node.vendor, node.role))
+    };
+    let Some((major, minor)) = host.char_device(&host_path).filter(ours) else {
         let needed = matches!(node.role, NodeRole::Gpu | NodeRole::Control | NodeRole::Uvm)
             || (node.vendor, node.role) == (Vendor::Amd, NodeRole::Render);
         if needed {

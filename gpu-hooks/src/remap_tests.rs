@@ -1,7 +1,10 @@
 use super::*;
+use crate::ceiling::Lifts;
 use crate::gpumap::{self, Situation, Wish};
+use crate::host::Host;
 use cryopod_archive::seal::{EngineNode, NodeSource};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use serde_json::json;
 
 /// A host with these nodes: path, major, minor. `None` without root.
 fn host(nodes: &[(&str, u64, u64)]) -> Option<(tempfile::TempDir, Host)> {
@@ -16,8 +19,19 @@ fn host(nodes: &[(&str, u64, u64)]) -> Option<(tempfile::TempDir, Host)> {
         let number = makedev(*major, *minor);
         mknod(&path, SFlag::S_IFCHR, Mode::S_IRUSR, number).unwrap();
     }
+    std::fs::create_dir_all(dir.path().join("proc")).unwrap();
+    let list = "Character devices:\n  1 mem\n 21 sg\n195 nvidia\n195 nvidiactl\n238 nvidia-uvm\n241 nvidia-caps\n242 kfd\n510 kfd\n511 nvidia-uvm\n";
+    std::fs::write(dir.path().join("proc/devices"), list).unwrap();
     let host = Host::at(dir.path());
     Some((dir, host))
+}
+
+fn ceiling<'a>(host: &'a Host, spec: &'a Spec) -> Ceiling<'a> {
+    Ceiling {
+        host,
+        spec,
+        lifts: Lifts::default(),
+    }
 }
 
 fn node(path: &str, major: u64, minor: u64) -> DeviceNode {
@@ -68,7 +82,7 @@ fn go(host: &Host, facts: &GpuFacts, wish: &str) -> Result<Remap, String> {
     };
     let wish: Wish = wish.parse().unwrap();
     gpumap::decide(&situation, &wish)
-        .and_then(|chosen| remap(host, facts, &chosen))
+        .and_then(|chosen| remap(&ceiling(host, &Spec::from_json(json!({}))), facts, &chosen))
         .map_err(|r| {
             r.iter()
                 .map(ToString::to_string)
@@ -247,4 +261,48 @@ fn what_is_absent_is_told_at_once() {
         assert!(e.contains(want), "{want}: {e}");
     }
     assert!(!e.contains("modeset"), "{e}");
+}
+
+#[test]
+fn a_record_names_no_other_device_than_a_gpus() {
+    let here = [
+        ("/dev/nvidia0", 195, 0),
+        ("/dev/nvidiactl", 195, 255),
+        ("/dev/nvidia-uvm", 21, 0),
+        ("/dev/nvidia-caps/nvidia-cap1", 241, 1),
+        ("/dev/sg0", 21, 0),
+        ("/dev/mem", 1, 1),
+    ];
+    let Some((_dir, host)) = host(&here) else {
+        return;
+    };
+    let try_it = |path: &str, host_path: &str| {
+        let mut before = facts(&[here[0], (path, 195, 255)]);
+        before.nodes[1].host_path = Some(host_path.into());
+        go(&host, &before, "auto")
+    };
+    assert!(try_it("/dev/nvidiactl", "/dev/nvidiactl").is_ok());
+    for (path, host_path, told) in [
+        ("/dev/nvidiactl", "/dev/sg0", "is no GPU node"),
+        ("/dev/nvidiactl", "/dev/mem", "is no GPU node"),
+        (
+            "/dev/nvidiactl",
+            "/dev/nvidia-caps/../mem",
+            "is no GPU node",
+        ),
+        ("/dev/nvidiactl", "/dev/nvidia0", "another role"),
+        (
+            "/dev/nvidiactl",
+            "/dev/nvidia-caps/nvidia-cap1",
+            "another role",
+        ),
+        (
+            "/dev/nvidia-uvm",
+            "/dev/nvidia-uvm",
+            "21 is that of the driver sg",
+        ),
+    ] {
+        let e = try_it(path, host_path).unwrap_err();
+        assert!(e.contains(told), "{path} {host_path}: {e}");
+    }
 }

@@ -10,9 +10,10 @@ use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::around::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::seal::Seal;
+use cryopod_gpu_hooks::ceiling::Ceiling;
 use cryopod_gpu_hooks::hazards::{self, CriuLimits};
 use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::mounts::{self, Provided, Provider};
+use cryopod_gpu_hooks::mounts::{self, Provider};
 use cryopod_gpu_hooks::nvidia;
 use cryopod_gpu_hooks::plan::{PlanError, Refusal};
 use cryopod_gpu_hooks::scan::Scan;
@@ -29,6 +30,7 @@ use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
 use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
+use crate::op::Operation;
 use crate::{Context, Error, criu_helpers, lsm};
 
 /// What a checkpoint records and tells CRIU.
@@ -48,19 +50,21 @@ pub struct Around {
 ///
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
-fn options(ctx: &Context, spec: &Spec) -> Result<Options, Error> {
-    Ok(Options::of(
-        &ctx.config.criu.options,
-        spec,
-        &files(ctx, spec),
-    )?)
+fn options(ctx: &Context, host: &Host, spec: &Spec) -> Result<Options, Error> {
+    let ceiling = ctx.config.ceiling(host, spec);
+    let texts = texts(ctx, &ceiling);
+    Ok(Options::of(&ctx.config.criu.options, &ceiling, &texts)?)
 }
 
 /// The CRIU configurations beside cryopod's own.
-fn files(ctx: &Context, spec: &Spec) -> Vec<PathBuf> {
-    let mut files = criuopts::earlier_files();
-    files.extend(crate::criuconf::runtime_files(ctx.low.kind, spec));
-    files
+fn texts(ctx: &Context, ceiling: &Ceiling<'_>) -> Vec<String> {
+    let files = criuopts::earlier_files();
+    let mut texts: Vec<String> = files
+        .iter()
+        .filter_map(|path| crate::criufile::read(path).ok())
+        .collect();
+    texts.extend(crate::criuconf::runtime_text(ctx.low.kind, ceiling));
+    texts
 }
 
 /// Looks at the container whose first process is `init`, and whose processes are in `scan`. The refusals are to be told with those of the GPUs.
@@ -78,7 +82,7 @@ pub fn checkpoint(
     scan: &Scan,
     criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
-    let mut options = options(ctx, spec)?;
+    let mut options = options(ctx, host, spec)?;
     let limits = CriuLimits {
         own_network: ctx.low.kind == Kind::Runc && crate::loopback::own_network(spec),
         ghost_limit: options.ghost_limit(),
@@ -99,7 +103,7 @@ pub fn checkpoint(
             init,
             scan,
             connections: &connections,
-            lock: options.network_lock(&inv.flags, &files(ctx, spec)),
+            lock: options.network_lock(&inv.flags, &texts(ctx, &ctx.config.ceiling(host, spec))),
         },
     );
     refusals.extend(helpers.refusals);
@@ -171,11 +175,13 @@ pub struct Provision {
     pub extra: Extra,
     /// Flags for labels that are others now.
     labels: Vec<String>,
-    provided: Vec<Provided>,
+    provided: Vec<(String, MountKind)>,
     own: Vec<String>,
+    /// Mount points of the host's own files.
+    pub read_only: Vec<String>,
 }
 
-/// Finds on this host what the checkpoint had around it. Touches nothing.
+/// Finds on this host what the checkpoint had around it, and shows it in the operation's folder.
 ///
 /// # Errors
 /// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
@@ -186,6 +192,7 @@ pub fn restore(
     spec: &Spec,
     seal: &Seal,
     chosen: &Chosen,
+    op: &Operation,
 ) -> Result<Provision, Error> {
     let moved = chosen.gpus.iter().filter(|c| c.moved());
     let renamed: Vec<(String, String)> = moved
@@ -198,41 +205,49 @@ pub fn restore(
         .iter()
         .map(|t| (t.path.clone(), t.host_path.clone()))
         .collect();
-    let mut options = options(ctx, spec)?;
+    let mut options = options(ctx, host, spec)?;
     options.as_at_the_checkpoint(&seal.criu.options, &inv.flags);
     let driver = nvidia::driver_version(host);
     let provider = Provider {
-        host,
-        spec,
+        ceiling: ctx.config.ceiling(host, spec),
         recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
         driver: driver.as_deref(),
-        allowed: &ctx.config.mounts.allow,
         renamed: &renamed,
         nodes: &nodes,
     };
     let provided = provider
         .provide(&seal.mounts.foreign)
         .map_err(PlanError::RestoreRefused)?;
-    let lines = provided
-        .iter()
-        .map(|p| {
-            tracing::info!("{} is provided from {}", p.path, p.source.display());
-            external(&p.path, &p.source.display().to_string())
-        })
-        .collect();
+    let mut lines = Vec::new();
+    for p in &provided {
+        tracing::info!("{} is provided from {}", p.path, p.source.display());
+        // Nothing that is exchanged from here on is mounted in the place of what was compared.
+        let shown = op.show(p)?;
+        lines.push(external(&p.path, &shown.display().to_string()));
+    }
     Ok(Provision {
         extra: Extra {
             options,
             lines,
             ..Extra::default()
         },
+        read_only: provided
+            .iter()
+            .filter(|p| p.read_only)
+            .map(|p| p.path.clone())
+            .collect(),
         labels: lsm::flags(&seal.lsm, &labels(spec), &inv.flags),
-        provided,
+        provided: provided.into_iter().map(|p| (p.path, p.kind)).collect(),
         own: seal.mounts.own.clone(),
     })
 }
 
 impl Provision {
+    /// Do the processes get the label of the new spec, whatever the images say?
+    pub fn relabels(&self, inv: &Invocation) -> bool {
+        inv.flags.has("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
+    }
+
     /// The command line, with the flags that CRIU's options need.
     pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
         let flags = self
@@ -261,7 +276,7 @@ impl Provision {
         points.root = Some(File::open(&root).map_err(Error::io(what))?);
         // In the spec's own mounts they are CRIU's or the volume's.
         let mounts = spec.mounts();
-        let files = self.provided.iter().map(|p| (&p.path, p.kind));
+        let files = self.provided.iter().map(|(path, kind)| (path, *kind));
         let folders = self.own.iter().map(|p| (p, MountKind::Folder));
         for (path, kind) in folders.chain(files) {
             let path = Path::new(path);
@@ -376,11 +391,7 @@ mod tests {
         std::fs::create_dir(&outside).unwrap();
         std::os::unix::fs::symlink(&outside, rootfs.join("usr")).unwrap();
         std::fs::write(rootfs.join("there"), "kept").unwrap();
-        let provided = |path: &str, kind| Provided {
-            path: path.into(),
-            source: "/x".into(),
-            kind,
-        };
+        let provided = |path: &str, kind| (path.to_owned(), kind);
         let provision = Provision {
             provided: vec![
                 provided("/lib/firmware/gsp.bin", MountKind::File),

@@ -2,6 +2,7 @@
 //! then leads.
 
 use cryopod_archive::seal::{Gpu, GpuFacts, Seal, Vendor};
+use cryopod_gpu_hooks::ceiling::{Asked, Ceiling};
 use cryopod_gpu_hooks::cuda::gpu::GpuPair;
 use cryopod_gpu_hooks::cuda::protocol::AgentGpu;
 use cryopod_gpu_hooks::cuda::report::AgentReady;
@@ -59,7 +60,19 @@ pub fn choose(
     given: Given,
 ) -> Result<Chosen, Error> {
     let wish = wish(config, spec)?;
-    let mut situation = situation(host, seal, spec, agent);
+    let ceiling = config.ceiling(host, spec);
+    let mut situation = situation(&ceiling, seal, agent);
+    // The configuration's own map is the administrator's word.
+    if spec.annotation(gpumap::ANNOTATION).is_some() {
+        let here = &situation.here;
+        situation.refused = here
+            .iter()
+            .filter_map(|gpu| {
+                let refused = ceiling.admit(Asked::Gpu { gpu, here }).err()?;
+                Some((gpu.id.clone(), refused))
+            })
+            .collect();
+    }
     situation.any_model = given.any_model;
     if !given.by_memory {
         situation.free.clear();
@@ -79,7 +92,7 @@ pub fn choose(
         tracing::info!("GPU {old} is restored on {new}: {why}");
     }
     gpus.extend(given.amd.unwrap_or_default());
-    let remap = remap::remap(host, &seal.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
+    let remap = remap::remap(&ceiling, &seal.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
     Ok(Chosen { gpus, remap })
 }
 
@@ -98,15 +111,16 @@ pub fn nvidia_driver(host: &Host, agent: Option<&AgentReady>) -> Option<String> 
     nvidia::driver_version(host).or_else(|| agent.and_then(|a| a.driver_version.clone()))
 }
 
-/// The render minors that the engine gave the new container, where it gave others than the checkpoint has.
-pub fn amd_offered(host: &Host, spec: &Spec, gpu: &GpuFacts) -> Option<Vec<u32>> {
+/// The render minors among which AMD's GPUs are chosen; `None`: any, or the configuration's own map names them.
+pub fn amd_offered(host: &Host, config: &Config, spec: &Spec, gpu: &GpuFacts) -> Option<Vec<u32>> {
+    if spec.annotation(gpumap::ANNOTATION).is_none() && config.gpu.map.is_some() {
+        return None;
+    }
     let here = gpumap::here(host, Vendor::Amd);
-    let ids = gpumap::offered(host, spec, gpu, &here)?;
-    let minors = here.iter().filter(|g| ids.contains(&g.id));
-    let minors: Vec<u32> = minors
-        .filter_map(|g| u32::try_from(g.render_minor?).ok())
-        .collect();
-    (!minors.is_empty()).then_some(minors)
+    let ids = gpumap::offered(&config.ceiling(host, spec), gpu, &here)?;
+    let given = here.iter().filter(|g| ids.contains(&g.id));
+    let minors = given.filter_map(|g| u32::try_from(g.render_minor?).ok());
+    Some(minors.collect())
 }
 
 /// What the annotation says, else the configuration, else `auto`.
@@ -121,7 +135,8 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
         .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))
 }
 
-fn situation(host: &Host, seal: &Seal, spec: &Spec, agent: Option<&AgentReady>) -> Situation {
+fn situation(ceiling: &Ceiling<'_>, seal: &Seal, agent: Option<&AgentReady>) -> Situation {
+    let host = ceiling.host;
     let recorded = gpumap::recorded(&seal.gpu);
     // GPUs that the checkpoint knows by their nodes alone are looked for among nodes: the driver's library tells no
     // nodes.
@@ -137,8 +152,9 @@ fn situation(host: &Host, seal: &Seal, spec: &Spec, agent: Option<&AgentReady>) 
     let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
         recorded,
-        offered: gpumap::offered(host, spec, &seal.gpu, &here),
+        offered: gpumap::offered(ceiling, &seal.gpu, &here),
         here,
+        refused: std::collections::BTreeMap::new(),
         free: Found::free_of(said),
         need: nvidia_compat::need(&seal.gpu).gpus,
         any_model: false,

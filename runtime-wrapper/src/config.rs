@@ -5,11 +5,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_gpu_hooks::ceiling::{Ceiling, Lifts, OtherGpus};
 use cryopod_gpu_hooks::cuda::sharing;
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches;
 use serde::Deserialize;
 
-use crate::{lane, rootfs, store};
+use crate::{lane, privileges, rootfs, store};
 
 /// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
@@ -74,11 +77,22 @@ pub struct Runtime {
 }
 
 /// `[criu]`.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Criu {
     /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
     pub options: BTreeMap<String, CriuValue>,
+    /// Folders in which the annotation `org.criu.config` may name a file.
+    pub config_folders: Vec<PathBuf>,
+}
+
+impl Default for Criu {
+    fn default() -> Self {
+        Self {
+            options: BTreeMap::new(),
+            config_folders: vec!["/etc/criu".into()],
+        }
+    }
 }
 
 /// The value of a CRIU option.
@@ -134,6 +148,8 @@ pub struct GpuChoice {
     /// Where the GPUs of a checkpoint go: `auto`, or `OLD=NEW,...`; the annotation `dev.cryopod.gpu.map` comes
     /// before it.
     pub map: Option<String>,
+    /// Whether a restore may use GPUs that the engine did not give: `auto` (under podman), `always`, `never`.
+    pub allow_others: OtherGpus,
 }
 
 /// `[nvidia]`.
@@ -235,6 +251,19 @@ impl Config {
         parents.chain(self.store.folders()).collect()
     }
 
+    /// How far archives and annotations may reach.
+    pub fn ceiling<'a>(&'a self, host: &'a Host, spec: &'a Spec) -> Ceiling<'a> {
+        Ceiling {
+            host,
+            spec,
+            lifts: Lifts {
+                other_gpus: self.gpu.allow_others,
+                mounts: &self.mounts.allow,
+                criu_folders: &self.criu.config_folders,
+            },
+        }
+    }
+
     fn read(path: &Path, required: bool) -> Result<Self, ConfigError> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -289,6 +318,13 @@ impl Config {
                 path.display()
             )));
         }
+        let folders = &config.criu.config_folders;
+        if let Some(path) = folders.iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "criu.config_folders: {} is no absolute path",
+                path.display()
+            )));
+        }
         if let Some(path) = config.store.folders().iter().find(|p| !p.is_absolute()) {
             return Err(invalid(format!(
                 "store: {} is no absolute path",
@@ -299,9 +335,12 @@ impl Config {
             map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
-        if let Some(key) = config.checks.keys().find(|key| !switches::known(key)) {
+        // Of privileges only this file decides, and no annotation.
+        let known = |key: &&String| switches::known(key) || *key == privileges::CHECK;
+        if let Some(key) = config.checks.keys().find(|key| !known(key)) {
             return Err(invalid(format!(
-                "checks.{key}: no such check; there are {}",
+                "checks.{key}: no such check; there are {}, {}",
+                privileges::CHECK,
                 switches::names()
             )));
         }
@@ -373,6 +412,11 @@ mod tests {
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
+            (
+                "[criu]\nconfig_folders = [\"etc\"]",
+                "criu.config_folders: etc",
+            ),
+            ("[gpu]\nallow_others = \"yes\"", "allow_others"),
             ("[store]\npath = \"opt\"", "store: opt"),
             ("[store]\nsearch = [\"/a\", \"b\"]", "store: b"),
             ("[store]\nuse = \"yes\"", "use"),

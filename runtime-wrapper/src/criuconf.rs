@@ -12,9 +12,13 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cryopod_gpu_hooks::ceiling::{Asked, Ceiling};
+use cryopod_gpu_hooks::host::Host;
+use cryopod_gpu_hooks::plan::Refusal;
 use cryopod_gpu_hooks::spec::Spec;
 
 use crate::config::Config;
+use crate::criufile;
 use crate::criuopts::Options;
 use crate::lowlevel::Kind;
 use crate::op::Operation;
@@ -35,6 +39,9 @@ pub enum CriuConfError {
         /// What the system said.
         source: io::Error,
     },
+    /// A file that a container may not name.
+    #[error("the annotation {ANNOTATION} cannot be followed: {0}")]
+    Refused(String),
     /// `libdir` in a file that CRIU reads after ours.
     #[error(
         "{path}: `libdir` there overrides cryopod's private plugin folder, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
@@ -96,39 +103,68 @@ pub struct Reader {
     pub restore: bool,
 }
 
-/// The file that the runtime names to CRIU, or would name if it could: path, and who names it.
-fn runtime_file(
-    reader: Reader,
-    spec: &Spec,
-    exists: &dyn Fn(&Path) -> bool,
-) -> Option<(PathBuf, String)> {
+/// A file that the runtime names to CRIU, or would name if it could.
+#[derive(Debug, PartialEq, Eq)]
+enum Named {
+    /// By the container's annotation, which may be a stranger's.
+    Annotation(PathBuf),
+    /// The runtime's own.
+    Runtime(PathBuf),
+}
+
+impl Named {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Annotation(path) | Self::Runtime(path) => path,
+        }
+    }
+
+    /// Its text. A file that an annotation names counts only where the configuration allows it.
+    fn read(&self, ceiling: &Ceiling<'_>) -> Result<String, CriuConfError> {
+        let (path, who, text) = match self {
+            Self::Annotation(path) => {
+                let asked = Asked::CriuFile(path);
+                let refused = |r: Refusal| CriuConfError::Refused(r.to_string());
+                ceiling.admit(asked).map_err(refused)?;
+                let who = format!("the annotation {ANNOTATION}");
+                (path, who, criufile::read_roots(path))
+            }
+            Self::Runtime(path) => (path, "the runtime".to_owned(), criufile::read(path)),
+        };
+        text.map_err(|source| CriuConfError::Read {
+            path: path.clone(),
+            who,
+            source,
+        })
+    }
+}
+
+fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> Option<Named> {
     // Where the runtime would not follow a stranger's annotation, this does not either.
     let trusted = reader.names_file || !reader.restore;
     match spec.annotation(ANNOTATION).filter(|_| trusted) {
         Some("") => None,
-        Some(path) => Some((path.into(), format!("the annotation {ANNOTATION}"))),
+        Some(path) => Some(Named::Annotation(path.into())),
         None => {
             let files: &[&str] = match reader.kind {
                 Kind::Crun => &["/etc/criu/crun.conf", "/etc/criu/runc.conf"],
                 Kind::Runc => &["/etc/criu/runc.conf"],
             };
-            files
-                .iter()
-                .map(Path::new)
-                .find(|p| exists(p))
-                .map(|p| (p.to_owned(), "the runtime".to_owned()))
+            let found = files.iter().map(Path::new).find(|p| exists(p));
+            found.map(|p| Named::Runtime(p.to_owned()))
         }
     }
 }
 
-/// The files that the runtime names to CRIU, or would, of those that are there.
-pub fn runtime_files(kind: Kind, spec: &Spec) -> Option<PathBuf> {
+/// The text of the file that the runtime names to CRIU, or would; `None`: there is none, or it does not count.
+pub fn runtime_text(kind: Kind, ceiling: &Ceiling<'_>) -> Option<String> {
     let reader = Reader {
         kind,
         names_file: false,
         restore: false,
     };
-    runtime_file(reader, spec, &|p| p.exists()).map(|(path, _)| path)
+    let named = runtime_file(reader, ceiling.spec, &|p| p.exists())?;
+    named.read(ceiling).ok()
 }
 
 /// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the folders of
@@ -144,13 +180,8 @@ pub fn merge(
     env: Option<&Path>,
     extra: &Extra,
 ) -> Result<(String, Vec<PathBuf>), CriuConfError> {
-    let read = |path: &Path, who: &str| {
-        std::fs::read_to_string(path).map_err(|source| CriuConfError::Read {
-            path: path.to_owned(),
-            who: who.to_owned(),
-            source,
-        })
-    };
+    let host = Host::system();
+    let ceiling = config.ceiling(&host, spec);
     let mut text = String::from("# Made by cryopod for one operation.\n");
     let mut libdirs = Vec::new();
     let mut take = |path: &Path, user: UserConf| {
@@ -158,10 +189,16 @@ pub fn merge(
         libdirs.extend(user.libdirs);
     };
     if let Some(path) = env {
-        take(path, split(&read(path, "CRIU_CONFIG_FILE")?));
+        let text = criufile::read(path).map_err(|source| CriuConfError::Read {
+            path: path.to_owned(),
+            who: "CRIU_CONFIG_FILE".to_owned(),
+            source,
+        })?;
+        take(path, split(&text));
     }
-    if let Some((path, who)) = runtime_file(reader, spec, &|p| p.exists()) {
-        let user = split(&read(&path, &who)?);
+    if let Some(named) = runtime_file(reader, spec, &|p| p.exists()) {
+        let user = split(&named.read(&ceiling)?);
+        let path = named.path().to_owned();
         if !reader.names_file {
             take(&path, user);
         } else if !user.libdirs.is_empty() {
@@ -229,7 +266,8 @@ mod tests {
                 names_file: true,
                 restore: true,
             };
-            runtime_file(reader, spec, &|p| there.iter().any(|t| Path::new(t) == p)).map(|(p, _)| p)
+            runtime_file(reader, spec, &|p| there.iter().any(|t| Path::new(t) == p))
+                .map(|named| named.path().to_owned())
         };
         let both: &[&str] = &["/etc/criu/crun.conf", "/etc/criu/runc.conf"];
         assert_eq!(
@@ -253,5 +291,41 @@ mod tests {
         };
         let named = |restore| runtime_file(old(restore), &with("/my.conf"), &|_| false);
         assert!(named(false).is_some() && named(true).is_none());
+    }
+
+    #[test]
+    fn an_annotation_names_only_files_of_the_folders_that_are_configured() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("mine.conf");
+        std::fs::write(&file, "tcp-close\n").unwrap();
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
+        let spec = |path: &Path| Spec::from_json(json!({"annotations": {ANNOTATION: path}}));
+        let host = Host::at("/nowhere");
+        let mut config = Config::default();
+        let read = |config: &Config, path: &Path| {
+            Named::Annotation(path.to_owned()).read(&config.ceiling(&host, &spec(path)))
+        };
+        for path in [&file, Path::new("/dev/zero")] {
+            let e = read(&config, path).unwrap_err().to_string();
+            assert!(
+                e.contains("none of the folders for CRIU's configuration"),
+                "{e}"
+            );
+            assert_eq!(
+                runtime_text(Kind::Runc, &config.ceiling(&host, &spec(path))),
+                None
+            );
+        }
+        config.criu.config_folders.push(dir.path().into());
+        assert_eq!(read(&config, &file).unwrap(), "tcp-close\n");
+        config.criu.config_folders.push("/dev".into());
+        let e = read(&config, Path::new("/dev/zero"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("/dev/zero: cannot read") && e.contains("/dev/zero"),
+            "{e}"
+        );
     }
 }

@@ -7,13 +7,14 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use cryopod_gpu_hooks::ceiling::{Asked, Ceiling};
 use cryopod_gpu_hooks::hazards::Connection;
 use cryopod_gpu_hooks::plan::Refusal;
-use cryopod_gpu_hooks::spec::Spec;
 
 use crate::argv::Flags;
 use crate::config::CriuValue;
 use crate::criu_helpers::Lock;
+use crate::criufile;
 use crate::lowlevel::Kind;
 
 /// Annotations of this beginning name a CRIU option.
@@ -29,26 +30,6 @@ const DEFAULTS: [(&str, Option<&str>); 5] = [
     ("ext-unix-sk", None),
     // Connections that are being made: the other side tries again.
     ("skip-in-flight", None),
-];
-
-/// Options that an annotation may set. It comes with the container, not from the administrator: none of these names a
-/// file or a program.
-const BY_ANNOTATION: [&str; 15] = [
-    "timeout",
-    "ghost-limit",
-    "ghost-fiemap",
-    "link-remap",
-    "file-locks",
-    "ext-unix-sk",
-    "skip-in-flight",
-    "tcp-established",
-    "tcp-close",
-    "network-lock",
-    "mntns-compat-mode",
-    "enable-external-masters",
-    "enable-external-sharing",
-    "force-irmap",
-    "weak-sysctls",
 ];
 
 /// The option that says how CRIU locks a network.
@@ -67,13 +48,12 @@ const FOR_THE_RESTORE: [&str; 5] = [
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
     /// Not one of those that a container may set.
-    #[error(
-        "annotation {ANNOTATION}{name}: no CRIU option that an annotation may set; those are {}, and all others are `criu.options` in /etc/cryopod/config.toml",
-        BY_ANNOTATION.join(", ")
-    )]
+    #[error("annotation {ANNOTATION}{name}: {refused}")]
     Unknown {
         /// The option.
         name: String,
+        /// Why, and what can be done.
+        refused: String,
     },
     /// A value that is no single word.
     #[error("annotation {ANNOTATION}{name}: {value:?} is neither true, false, a number nor a word")]
@@ -90,36 +70,38 @@ pub enum OptionError {
 pub struct Options(BTreeMap<String, CriuValue>);
 
 impl Options {
-    /// Puts them together. `user_files`: CRIU configurations that come before cryopod's; a default does not override
+    /// Puts them together. `user_texts`: CRIU configurations that come before cryopod's; a default does not override
     /// what they say.
     ///
     /// # Errors
     /// [`OptionError`].
     pub fn of(
         config: &BTreeMap<String, CriuValue>,
-        spec: &Spec,
-        user_files: &[PathBuf],
+        ceiling: &Ceiling<'_>,
+        user_texts: &[String],
     ) -> Result<Self, OptionError> {
-        let texts: Vec<String> = user_files
-            .iter()
-            .filter_map(|p| std::fs::read_to_string(p).ok())
-            .collect();
         let mut all = BTreeMap::new();
         for (name, value) in DEFAULTS {
-            if !texts.iter().any(|t| mentions(t, name)) {
+            if !user_texts.iter().any(|t| mentions(t, name)) {
                 let value = value.map_or(CriuValue::Flag(true), |v| CriuValue::Text(v.to_owned()));
                 all.insert(name.to_owned(), value);
             }
         }
         all.extend(config.iter().map(|(k, v)| (k.clone(), v.clone())));
-        let annotations = spec.json().get("annotations").and_then(|a| a.as_object());
+        let annotations = ceiling
+            .spec
+            .json()
+            .get("annotations")
+            .and_then(|a| a.as_object());
         for (key, value) in annotations.into_iter().flatten() {
             let Some(name) = key.strip_prefix(ANNOTATION) else {
                 continue;
             };
-            if !BY_ANNOTATION.contains(&name) {
-                let name = name.to_owned();
-                return Err(OptionError::Unknown { name });
+            if let Err(refused) = ceiling.admit(Asked::CriuOption(name)) {
+                return Err(OptionError::Unknown {
+                    name: name.to_owned(),
+                    refused: refused.to_string(),
+                });
             }
             let text = value.as_str().unwrap_or_default().trim();
             let value = match text {
@@ -210,19 +192,23 @@ impl Options {
     }
 
     /// The lock of the network that CRIU is told to use: by the command line, by these options, or else by the last of
-    /// the user's `files` that names one.
-    pub fn network_lock(&self, flags: &Flags, files: &[PathBuf]) -> Option<Lock> {
+    /// the user's configurations `texts` that names one.
+    pub fn network_lock(&self, flags: &Flags, texts: &[String]) -> Option<Lock> {
         let flag = flags.value(NETWORK_LOCK).and_then(|v| v.to_str());
         flag.and_then(Lock::of)
-            .or_else(|| Self::in_files(files, &self.0))
+            .or_else(|| Self::in_texts(texts, &self.0))
     }
 
     /// The same where no container is asked about. `options`: the configuration's.
     pub fn in_files(files: &[PathBuf], options: &BTreeMap<String, CriuValue>) -> Option<Lock> {
+        let texts = files.iter().filter_map(|p| criufile::read(p).ok());
+        Self::in_texts(&texts.collect::<Vec<_>>(), options)
+    }
+
+    fn in_texts(texts: &[String], options: &BTreeMap<String, CriuValue>) -> Option<Lock> {
         if let Some(CriuValue::Text(word)) = options.get(NETWORK_LOCK) {
             return Lock::of(word);
         }
-        let texts = files.iter().filter_map(|p| std::fs::read_to_string(p).ok());
         let of = |text: &str| {
             let lines = text.lines().filter_map(|l| value_of(l, NETWORK_LOCK));
             lines.filter_map(Lock::of).next_back()
@@ -329,6 +315,9 @@ pub fn earlier_files() -> Vec<PathBuf> {
 mod tests {
     use super::*;
     use crate::argv::decode;
+    use cryopod_gpu_hooks::ceiling::Lifts;
+    use cryopod_gpu_hooks::host::Host;
+    use cryopod_gpu_hooks::spec::Spec;
     use serde_json::json;
     use std::ffi::OsString;
 
@@ -337,8 +326,20 @@ mod tests {
             .iter()
             .map(|(k, v)| ((*k).to_owned(), v.clone()))
             .collect();
-        let spec = Spec::from_json(json!({"annotations": annotations}));
-        Options::of(&config, &spec, &[]).unwrap()
+        of(&config, json!({"annotations": annotations}), &[]).unwrap()
+    }
+
+    fn of(
+        config: &BTreeMap<String, CriuValue>,
+        spec: serde_json::Value,
+        texts: &[String],
+    ) -> Result<Options, OptionError> {
+        let ceiling = Ceiling {
+            host: &Host::at("/nowhere"),
+            spec: &Spec::from_json(spec),
+            lifts: Lifts::default(),
+        };
+        Options::of(config, &ceiling, texts)
     }
 
     fn given(line: &str) -> Flags {
@@ -409,23 +410,20 @@ mod tests {
 
     #[test]
     fn a_default_does_not_override_the_users_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("default.conf");
-        std::fs::write(&file, "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n").unwrap();
-        let o = Options::of(&BTreeMap::new(), &Spec::from_json(json!({})), &[file]).unwrap();
+        let text = "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n".to_owned();
+        let o = of(&BTreeMap::new(), json!({}), &[text]).unwrap();
         assert_eq!(o.lines(), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
     }
 
     #[test]
     fn how_the_network_is_locked() {
-        let dir = tempfile::tempdir().unwrap();
-        let files = ["default.conf", "runc.conf"].map(|n| dir.path().join(n));
+        let mut files = Vec::new();
         let none = given("checkpoint c1");
         let mut o = options(&[], json!({}));
         assert_eq!(o.network_lock(&none, &files), None);
-        std::fs::write(&files[0], "network-lock skip\n# network-lock nftables\n").unwrap();
+        files.push("network-lock skip\n# network-lock nftables\n".to_owned());
         assert_eq!(o.network_lock(&none, &files), Some(Lock::Skip));
-        std::fs::write(&files[1], "--network-lock=\"nftables\"\n").unwrap();
+        files.push("--network-lock=\"nftables\"\n".to_owned());
         assert_eq!(o.network_lock(&none, &files), Some(Lock::Nftables));
         let asked = options(&[], json!({"dev.cryopod.criu.network-lock": "iptables"}));
         assert_eq!(asked.network_lock(&none, &files), Some(Lock::Iptables));
@@ -446,8 +444,8 @@ mod tests {
             ("timeout", "5\nlibdir /x"),
         ] {
             let key = format!("{ANNOTATION}{name}");
-            let spec = Spec::from_json(json!({"annotations": {key.clone(): value}}));
-            let e = Options::of(&BTreeMap::new(), &spec, &[]).unwrap_err();
+            let spec = json!({"annotations": {key.clone(): value}});
+            let e = of(&BTreeMap::new(), spec, &[]).unwrap_err();
             assert!(e.to_string().contains(&key), "{e}");
         }
     }

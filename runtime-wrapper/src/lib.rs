@@ -25,6 +25,7 @@ pub mod compressed;
 pub mod config;
 pub mod criu_helpers;
 pub mod criuconf;
+pub mod criufile;
 pub mod criuopts;
 pub mod facts;
 mod frozen;
@@ -40,6 +41,9 @@ pub mod op;
 pub mod passthrough;
 pub mod plugins;
 pub mod preflight;
+pub mod privileges;
+#[cfg(test)]
+mod reach_tests;
 pub mod reasons;
 pub mod restore;
 pub mod rootfs;
@@ -100,6 +104,9 @@ pub enum Error {
     /// The checkpoint's mounts cannot be read.
     #[error(transparent)]
     Mounts(#[from] images::MountsError),
+    /// What the images give cannot be compared with the spec.
+    #[error("the restore was refused and the checkpoint is untouched: {0}")]
+    Privileges(#[from] privileges::PrivilegesError),
     /// The archived `/dev` cannot be changed.
     #[error(transparent)]
     Tar(#[from] images::TarError),

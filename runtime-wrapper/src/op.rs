@@ -6,16 +6,25 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
+use cryopod_archive::around::MountKind;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
+use cryopod_gpu_hooks::mounts::Provided;
+use nix::errno::Errno;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::statvfs::FsFlags;
 
 use crate::Error;
 
 /// Where the folders lie, unless `CRYOPOD_RUN_DIR` names another place.
 pub const BASE: &str = "/run/cryopod";
+
+/// Where an operation's folder shows what is mounted into the container.
+const SHOWN: &str = "mounts";
 
 /// Where the folders lie.
 pub fn base() -> PathBuf {
@@ -37,7 +46,7 @@ impl Operation {
         Self::below(&base(), &Host::system())
     }
 
-    fn below(base: &Path, host: &Host) -> Result<Self, Error> {
+    pub(crate) fn below(base: &Path, host: &Host) -> Result<Self, Error> {
         let made = |p: &Path| format!("{}: cannot make the operation's folder", p.display());
         DirBuilder::new()
             .recursive(true)
@@ -83,6 +92,36 @@ impl Operation {
         self.dir.join("plugins")
     }
 
+    /// Shows what an O_PATH descriptor leads to at a path of its own in the folder, until the folder is removed.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn show(&self, provided: &Provided) -> Result<PathBuf, Error> {
+        let (opened, kind) = (provided.opened.as_fd(), provided.kind);
+        let folder = self.dir.join(SHOWN);
+        let what = format!("{}: a mount cannot be made below it", folder.display());
+        let shown = || -> io::Result<PathBuf> {
+            match DirBuilder::new().mode(0o700).create(&folder) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+                _ => {}
+            }
+            let path = folder.join(fs::read_dir(&folder)?.count().to_string());
+            match kind {
+                MountKind::Folder => DirBuilder::new().mode(0o700).create(&path)?,
+                _ => drop(fs::File::create_new(&path)?),
+            }
+            let from = format!("/proc/self/fd/{}", opened.as_raw_fd());
+            let none = None::<&str>;
+            mount(Some(from.as_str()), &path, none, MsFlags::MS_BIND, none)?;
+            if provided.read_only {
+                let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+                mount(none, &path, none, flags | kept(opened), none)?;
+            }
+            Ok(path)
+        };
+        shown().map_err(Error::io(what))
+    }
+
     /// Puts a plugin into the folder, under its own file name; CRIU skips what does not end in `.so`.
     ///
     /// # Errors
@@ -120,9 +159,55 @@ fn ours(base: &Path) -> Result<(), Error> {
     )))
 }
 
+/// The flags of a mount that a bind mount of it is not to lose.
+fn kept(opened: BorrowedFd<'_>) -> MsFlags {
+    let flags = nix::sys::statvfs::fstatvfs(opened).map(|s| s.flags());
+    let flags = flags.unwrap_or(FsFlags::empty());
+    let mut kept = MsFlags::empty();
+    for (has, set) in [
+        (FsFlags::ST_NOSUID, MsFlags::MS_NOSUID),
+        (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
+        (FsFlags::ST_NOEXEC, MsFlags::MS_NOEXEC),
+        (FsFlags::ST_NOATIME, MsFlags::MS_NOATIME),
+        (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
+        (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
+    ] {
+        if flags.contains(has) {
+            kept |= set;
+        }
+    }
+    kept
+}
+
+/// Removes an operation's folder, and nothing that is mounted in it.
+fn remove(dir: &Path) -> io::Result<()> {
+    let shown = dir.join(SHOWN);
+    if let Ok(entries) = fs::read_dir(&shown) {
+        for entry in entries {
+            match umount2(
+                &entry?.path(),
+                MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW,
+            ) {
+                Ok(()) | Err(Errno::EINVAL) => {} // EINVAL: nothing is mounted there
+                Err(e) => return Err(e.into()),
+            }
+        }
+        // Not recursive: should anything still be mounted, nothing in it is touched.
+        for entry in fs::read_dir(&shown)? {
+            let path = entry?.path();
+            match path.symlink_metadata()?.is_dir() {
+                true => fs::remove_dir(&path)?,
+                false => fs::remove_file(&path)?,
+            }
+        }
+        fs::remove_dir(&shown)?;
+    }
+    fs::remove_dir_all(dir)
+}
+
 impl Drop for Operation {
     fn drop(&mut self) {
-        if let Err(e) = fs::remove_dir_all(&self.dir) {
+        if let Err(e) = remove(&self.dir) {
             tracing::warn!("{}: left behind: {e}", self.dir.display());
         }
     }
@@ -141,7 +226,7 @@ fn sweep(base: &Path, host: &Host) {
         if live::start_time(host, pid) == Some(start) {
             continue;
         }
-        match fs::remove_dir_all(entry.path()) {
+        match remove(&entry.path()) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 tracing::warn!("{}: cannot be removed: {e}", entry.path().display());
             }
@@ -201,5 +286,41 @@ mod tests {
         fs::remove_dir(&base).unwrap();
         symlink(dir.path(), &base).unwrap();
         refused("no folder");
+    }
+
+    /// Needs root and a mount namespace that can be changed, as the test bed and CI have.
+    #[test]
+    fn what_is_shown_is_read_only_and_survives_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("driver");
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("file"), "kept").unwrap();
+        let op = Operation::below(&dir.path().join("run"), &Host::system()).unwrap();
+        let provided = |path: &Path, kind| {
+            use nix::fcntl::{OFlag, open};
+            Provided {
+                path: "/x".into(),
+                source: path.into(),
+                kind,
+                opened: open(path, OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap(),
+                read_only: true,
+            }
+        };
+        let shown = match op.show(&provided(&folder, MountKind::Folder)) {
+            Ok(shown) => shown,
+            Err(e) => {
+                eprintln!("skipped: no mounts can be made here: {e}");
+                return;
+            }
+        };
+        let file = op
+            .show(&provided(&folder.join("file"), MountKind::File))
+            .unwrap();
+        assert_eq!(fs::read(shown.join("file")).unwrap(), b"kept");
+        assert!(fs::write(shown.join("new"), "").is_err() && fs::write(&file, "").is_err());
+        let left = op.dir().to_owned();
+        drop(op);
+        assert!(!left.exists());
+        assert_eq!(fs::read(folder.join("file")).unwrap(), b"kept");
     }
 }

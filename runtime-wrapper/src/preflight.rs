@@ -246,7 +246,8 @@ fn amd(question: &Question<'_>, answer: &mut Answer) -> Result<Option<Vec<Choice
         source.label(recorded);
     }
     let target = Topology::read(question.host);
-    let permitted = choose::amd_offered(question.host, question.spec, &question.seal.gpu);
+    let (host, config, spec) = (question.host, question.config, question.spec);
+    let permitted = choose::amd_offered(host, config, spec, &question.seal.gpu);
     let request = Request {
         sources: &sources,
         target: &target,

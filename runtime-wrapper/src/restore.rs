@@ -19,6 +19,7 @@ use cryopod_archive::{handover, names};
 use cryopod_gpu_hooks::amd::image::Images;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mountinfo;
+use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches::Switches;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
@@ -37,7 +38,7 @@ use crate::reasons::Before;
 use crate::setup::{self, Setup};
 use crate::{
     Context, Error, around, cgroup, compressed, facts, images, lane, log, loopback, lsm,
-    passthrough, plugins, rootfs, store,
+    passthrough, plugins, privileges, rootfs, store,
 };
 
 /// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
@@ -100,7 +101,17 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         criu: &criu.ok_or_else(setup::no_criu)?,
         low_version: low_version.as_deref(),
     };
-    let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen)?;
+    let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen, &op)?;
+    let given = privileges::Given {
+        host: &host,
+        spec: &spec,
+        read_only: &provision.read_only,
+        relabelled: provision.relabels(inv),
+    };
+    let beyond = privileges::settle(&ctx.config, &folder, given)?;
+    if !beyond.is_empty() {
+        return Err(PlanError::RestoreRefused(beyond).into());
+    }
     let away = stored.as_ref().map_or(0, |found| found.reference.bytes());
     let data = facts::folder_bytes(&folder).saturating_add(away);
     provision.extra.limit_s = ctx.config.limits.restore(data).as_secs();

@@ -50,6 +50,21 @@ mount_devices() {
     ln -s /proc/self/fd/2 dev/stderr
 }
 
+show_drivers() { # /proc/devices with the drivers of the nodes that tests make: any of these majors is a GPU's here
+    local major
+    {
+        sed '/^$/,$d' proc/devices
+        for major in 1 5 10 511; do printf '%3d nvidia\n%3d nvidia-uvm\n' "$major" "$major"; done
+        for major in 1 5 10 510; do printf '%3d kfd\n%3d drm\n' "$major" "$major"; done
+        printf '\n'
+        sed '1,/^$/d' proc/devices
+    } > run/proc-devices
+    mount --bind run/proc-devices proc/devices
+    # The kernel lets a user namespace mount /proc only where one without mounts over it can be seen.
+    mkdir run/proc-whole
+    mount -t proc proc run/proc-whole
+}
+
 mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows the run's folder as its root
     if [ "$TESTBED_CGROUP" = v2 ]; then
         mount -t cgroup2 cgroup2 sys/fs/cgroup
@@ -98,6 +113,7 @@ make_mounts() {
     chmod 1777 tmp
     mkdir -p run/lock
     mount -t proc proc proc
+    show_drivers
     mount -t sysfs sysfs sys
     mount_devices
     mount_cgroups

@@ -1,14 +1,16 @@
 //! Device nodes of the spec: `linux.devices`, the rules of the device cgroup, bind mounts of nodes.
 //!
-//! Nothing is allowed on the word of an archive: a node of the checkpoint gets a rule only in the place of a node that
-//! the engine's own spec names and allows.
+//! Nothing is allowed on the word of an archive: a node of the checkpoint gets a rule only in the place of a node of the
+//! same kind that the engine's own spec names and allows.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
 use cryopod_archive::seal::{DeviceNode, EngineNode, MovedNode, NodeRole, NodeSource, Vendor};
+use cryopod_gpu_hooks::ceiling::{Asked, Ceiling, Lifts};
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::nodes;
+use cryopod_gpu_hooks::plan::PlanError;
 use cryopod_gpu_hooks::remap::{ANNOTATION, Remap, Target};
 use cryopod_gpu_hooks::spec::Spec;
 use serde_json::{Map, Value, json};
@@ -42,21 +44,36 @@ impl Edit for Devices<'_> {
 
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error> {
         let before = Spec::from_json(spec.clone());
-        let granted = self.granted(host, &before);
+        let granted = self.granted(host, &before)?;
         self.counted(host, &before, &granted)?;
         if granted
             .iter()
             .all(|g| g.path == g.target.path && g.number == number(g.target))
-            && !self.mounts(host, &mut spec.clone())
+            && !self.mounts(host, &before, &mut spec.clone())?
         {
             return Ok(());
         }
         devices(spec, &granted);
-        self.mounts(host, spec);
+        self.mounts(host, &before, spec)?;
         rules(spec, &before, &granted);
         self.note(spec, &granted);
         Ok(())
     }
+}
+
+/// May the node that the engine gives become the host's node that the record chose?
+fn admit(host: &Host, spec: &Spec, given: &str, target: &Target) -> Result<(), Error> {
+    let ceiling = Ceiling {
+        host,
+        spec,
+        lifts: Lifts::default(),
+    };
+    let asked = Asked::Node {
+        given,
+        host_path: &target.host_path,
+    };
+    let refused = |refusal| PlanError::RestoreRefused(vec![refusal]).into();
+    ceiling.admit(asked).map_err(refused)
 }
 
 fn number(target: &Target) -> Number {
@@ -67,14 +84,15 @@ impl Devices<'_> {
     /// The nodes for which the engine's spec has one, as a device or as a mount.
     ///
     /// The record comes with the archive, perhaps from a stranger: only nodes that the spec itself names as a GPU's count,
-    /// with the spec's own numbers.
-    fn granted(&self, host: &Host, spec: &Spec) -> Vec<Granted<'_>> {
+    /// with the spec's own numbers, and each becomes a node of its own kind.
+    fn granted(&self, host: &Host, spec: &Spec) -> Result<Vec<Granted<'_>>, Error> {
         let devices = spec.devices();
         let mounts = spec.mounts();
         let device = |path: &str| {
             nodes::classify(path)?;
             let d = devices.iter().find(|d| d.path().to_str() == Some(path))?;
-            Some((d.major().try_into().ok()?, d.minor().try_into().ok()?))
+            let number = (d.major().try_into().ok()?, d.minor().try_into().ok()?);
+            Some((path.to_owned(), number))
         };
         let mounted = |path: &str| {
             let mount = mounts
@@ -87,7 +105,8 @@ impl Devices<'_> {
                 true => source.clone(),
                 false => source.join(below),
             };
-            nodes::classify(source.to_str()?)?;
+            let given = source.to_str()?.to_owned();
+            nodes::classify(&given)?;
             let node = self.remap.recorded(path)?;
             let recorded = (node.major, node.minor);
             // A rule for a mounted node is the user's own, and names the number that the node had or has.
@@ -96,27 +115,30 @@ impl Devices<'_> {
             let known = numbers
                 .clone()
                 .find(|n| !COMMON_MAJORS.contains(&n.0) && spec.allows(n.0, n.1));
-            (node.source == NodeSource::BindMount).then(|| known.or_else(|| numbers.next()))?
+            let number = known.or_else(|| numbers.next())?;
+            (node.source == NodeSource::BindMount).then_some((given, number))
         };
         let find = |target: &Target| {
-            let own = device(&target.path).map(|n| (target.path.clone(), n));
+            let own = device(&target.path).map(|found| (target.path.clone(), found));
             own.or_else(|| {
                 self.remap
                     .engine_paths(&target.from)
                     .find_map(|p| Some((p.to_owned(), device(p).or_else(|| mounted(p))?)))
             })
         };
-        let targets = self.remap.targets.iter();
-        targets
-            .filter_map(|target| {
-                let (path, number) = find(target)?;
-                Some(Granted {
-                    target,
-                    path,
-                    number,
-                })
-            })
-            .collect()
+        let mut granted = Vec::new();
+        for target in &self.remap.targets {
+            let Some((path, (given, number))) = find(target) else {
+                continue;
+            };
+            admit(host, spec, &given, target)?;
+            granted.push(Granted {
+                target,
+                path,
+                number,
+            });
+        }
+        Ok(granted)
     }
 
     /// No more GPUs than the engine gave, whatever the record says.
@@ -153,7 +175,7 @@ impl Devices<'_> {
     }
 
     /// Bind mounts of single nodes get this host's node as their source. `true` if one has changed.
-    fn mounts(&self, host: &Host, spec: &mut Value) -> bool {
+    fn mounts(&self, host: &Host, before: &Spec, spec: &mut Value) -> Result<bool, Error> {
         let mut changed = false;
         for mount in list(spec, "/mounts") {
             let text = |key: &str| mount.get(key).and_then(Value::as_str);
@@ -169,11 +191,12 @@ impl Devices<'_> {
             // The source that the engine resolved for this host stays, if it is the right node already.
             let right = host.char_device(from) == Some(number(target));
             if known && !right {
+                admit(host, before, from, target)?;
                 mount["source"] = target.host_path.clone().into();
                 changed = true;
             }
         }
-        changed
+        Ok(changed)
     }
 
     /// Leaves a note of what was moved, for the next checkpoint of this container.

@@ -277,3 +277,30 @@ fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
     spec["mounts"] = json!([{"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}]);
     assert_eq!(apply(&remap, spec.clone()), spec);
 }
+
+#[test]
+fn no_node_takes_the_place_of_another_kind() {
+    let spec = json!({
+        "mounts": [{"destination": "/dev/nvidiactl", "type": "bind", "source": "/dev/nvidiactl"}],
+        "linux": {"devices": [], "resources": {"devices": [{"allow": false}, rule(195, 255, "rwm")]}}
+    });
+    for other in ["/dev/sg0", "/dev/mem", "/dev/nvidia-uvm", "/dev/nvidia0"] {
+        let mut ctl = recorded("/dev/nvidiactl", 195, 255, Some("/dev/nvidiactl"));
+        ctl.role = NodeRole::Control;
+        let target = Target {
+            host_path: other.into(),
+            ..target("/dev/nvidiactl", (21, 0), "/dev/nvidiactl", None)
+        };
+        let remap = Remap {
+            recorded: vec![ctl],
+            targets: vec![target],
+            moved: vec![],
+        };
+        let e = Devices { remap: &remap }.apply(&Host::at("/nowhere"), &mut spec.clone());
+        let e = e.unwrap_err().to_string();
+        assert!(
+            e.contains("which the record names for /dev/nvidiactl"),
+            "{other}: {e}"
+        );
+    }
+}

@@ -6,7 +6,8 @@ fake_gpu_nodes
 mark() { printf '#!/bin/sh\necho "$CRTOOLS_SCRIPT_ACTION" >> /tmp/%s\n' "$1" > "/tmp/$1.sh" && chmod 755 "/tmp/$1.sh" && echo "action-script /tmp/$1.sh"; }
 mark default >> /etc/criu/default.conf
 mark file > "/etc/criu/$low.conf"
-mark annotation > /tmp/annotation.conf
+mark annotation > /etc/criu/annotation.conf
+chmod 644 /etc/criu/*.conf
 mark env > /tmp/env.conf
 run() { pod run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for counted c1 2; }
 # (CRIU reads the file that a runtime names twice, and then runs its scripts twice: no count.)
@@ -33,17 +34,29 @@ wait_for counted c1 $((now + 2))
 pod rm -f -t 0 c1 > /dev/null
 rm -f /tmp/default /tmp/file
 
-run --annotation org.criu.config=/tmp/annotation.conf
+run --annotation org.criu.config=/etc/criu/annotation.conf
 id=$(pod inspect -f '{{.Id}}' c1)
 cryopod-runtime checkpoint --image-path /tmp/i3 "$id"
 for who in default annotation; do ran $who 'with the annotation'; done
 [ ! -e /tmp/file ] # the annotation takes the file's place, as in the runtimes
 pod rm -f -t 0 c1 > /dev/null
 
-run --annotation org.criu.config=/no/such.conf
-id=$(pod inspect -f '{{.Id}}' c1)
-if cryopod-runtime checkpoint --image-path /tmp/i4 "$id" > /tmp/said 2>&1; then exit 1; fi
-grep -q '/no/such.conf: cannot read the CRIU configuration that the annotation org.criu.config names' /tmp/said
-now=$(count c1)
-wait_for counted c1 $((now + 2))
+# A file that is not there, and files that no container may name: refused before the freeze, and said.
+mkdir -p /opt/theirs && echo 'libdir /opt/plugins' > /opt/theirs/criu.conf
+cp /etc/criu/annotation.conf /etc/criu/open.conf && chmod 666 /etc/criu/open.conf
+ln -s /opt/theirs/criu.conf /etc/criu/link.conf
+refused() { # FILE WANT
+    run --annotation "org.criu.config=$1"
+    id=$(pod inspect -f '{{.Id}}' c1)
+    if cryopod-runtime checkpoint --image-path /tmp/i4 "$id" > /tmp/said 2>&1; then echo "$1: not refused"; exit 1; fi
+    grep -q "$2" /tmp/said || { echo "$1: said"; cat /tmp/said; exit 1; }
+    now=$(count c1)
+    wait_for counted c1 $((now + 2))
+    pod rm -f -t 0 c1 > /dev/null
+}
+refused /etc/criu/no-such.conf '/etc/criu/no-such.conf: cannot read the CRIU configuration that the annotation org.criu.config names'
+refused /opt/theirs/criu.conf 'lies in none of the folders for CRIU.s configuration; move the file into /etc/criu'
+refused /dev/zero 'lies in none of the folders'
+refused /etc/criu/open.conf 'open.conf: cannot read .*not root.s alone'
+refused /etc/criu/link.conf 'link.conf: cannot read'
 echo kept
