@@ -301,6 +301,14 @@ impl<'a> Bounds<'a> {
             let Some(at) = mount.get("destination").and_then(Value::as_str) else {
                 continue;
             };
+            // runc leaves the tmpfs over cgroup v1's hierarchies writable, whatever the spec says.
+            if mount
+                .get("type")
+                .and_then(Value::as_str)
+                .is_some_and(|t| t.starts_with("cgroup"))
+            {
+                continue;
+            }
             let options = mount.get("options").and_then(Value::as_array);
             let options: Vec<&str> = options
                 .into_iter()
