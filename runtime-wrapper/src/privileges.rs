@@ -351,35 +351,25 @@ impl<'a> Bounds<'a> {
                 }
             }
         }
-        told.extend(mounts.iter().filter_map(|m| self.file_system(m)));
+        let root = mounts.iter().find(|m| m.path == "/").map(|m| m.device);
+        told.extend(mounts.iter().filter_map(|m| self.file_system(m, root)));
         told
     }
 
-    /// A new instance of a file system that the spec does not mount there.
-    fn file_system(&self, mount: &Mount) -> Option<String> {
+    /// A new instance of a file system that the spec does not mount there. `root`: the device of the container's own.
+    fn file_system(&self, mount: &Mount, root: Option<u32>) -> Option<String> {
         let name = privileges::fs_type(mount.fs_type)?;
-        let top = mount.path == "/";
-        if mount.external || top || ORDINARY.contains(&name) {
+        let own = mount.path == "/" || name == "overlay" && root == Some(mount.device);
+        if mount.external || own || ORDINARY.contains(&name) {
             return None;
         }
-        let list = self
-            .given
-            .spec
-            .json()
-            .get("mounts")
-            .and_then(Value::as_array);
+        let spec = self.given.spec.json();
+        let list = spec.get("mounts").and_then(Value::as_array);
         let named = list.into_iter().flatten().any(|m| {
             let text = |key: &str| m.get(key).and_then(Value::as_str).unwrap_or_default();
-            let below = Path::new(&mount.path).starts_with(text("destination"));
-            let of_type = text("type") == name
-                || name.starts_with("cgroup") && text("type").starts_with("cgroup");
-            let options = m.get("options").and_then(Value::as_array);
-            let bind = text("type") == "bind"
-                || options
-                    .into_iter()
-                    .flatten()
-                    .any(|o| matches!(o.as_str(), Some("bind" | "rbind")));
-            below && (of_type || bind)
+            let cgroup = |t: &str| t.starts_with("cgroup");
+            let of_type = text("type") == name || cgroup(name) && cgroup(text("type"));
+            of_type && Path::new(&mount.path).starts_with(text("destination"))
         });
         (!named).then(|| {
             format!(

@@ -28,6 +28,7 @@ fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
     Mount {
         path: path.into(),
         fs_type,
+        device: fs_type,
         flags,
         external: false,
     }
@@ -96,6 +97,7 @@ fn told(spec: Value, change: impl FnOnce(&mut Privileges)) -> String {
 fn what_a_spec_gives_is_not_refused() {
     assert_eq!(told(spec(), |_| ()), "");
     let fewer = |p: &mut Privileges| {
+        p.mounts.push(mount("/usr/own", 17, 0)); // a part of the root
         p.threads[0].capabilities = 0;
         p.mounts.push(mount("/tmp/own", 5, 0));
     };

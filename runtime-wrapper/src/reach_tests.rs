@@ -365,6 +365,7 @@ fn any_images() -> impl Strategy<Value = Privileges> {
                 mounts: vec![Mount {
                     path: path.into(),
                     fs_type,
+                    device: fs_type,
                     flags: 0,
                     external: false,
                 }],

@@ -13,6 +13,7 @@ use super::proto::{CORE_MAGIC, INVENTORY_MAGIC, MOUNTS_MAGIC, PSTREE_MAGIC, Pstr
 use crate::names::CRIU_INVENTORY;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
+const SECCOMP_MAGIC: u32 = 0x6441_3049;
 /// Processes and threads of one checkpoint.
 const MAX_THREADS: usize = 1 << 20;
 
@@ -69,6 +70,8 @@ pub struct Mount {
     pub path: String,
     /// CRIU's number of the file system's type: [`fs_type`].
     pub fs_type: u32,
+    /// CRIU's number of the file system's device.
+    pub device: u32,
     /// The `MS_*` flags of the mount and of its file system.
     pub flags: u32,
     /// Its content comes from outside: CRIU is told where it is.
@@ -132,6 +135,13 @@ pub fn read<E: From<ImageError>>(
 
     let content = open("pstree.img")?.ok_or_else(|| missing("pstree.img"))?;
     let tree: Vec<PstreeEntry> = messages("pstree.img", &content, PSTREE_MAGIC, &mut bounds)?;
+    let filters = match open("seccomp.img")? {
+        Some(content) => {
+            let all: Vec<Seccomp> = messages("seccomp.img", &content, SECCOMP_MAGIC, &mut bounds)?;
+            all.into_iter().next().unwrap_or_default().filters
+        }
+        None => Vec::new(),
+    };
     let mut mount_namespaces: BTreeSet<u32> = BTreeSet::new();
     let mut threads = 0usize;
     for process in &tree {
@@ -152,6 +162,8 @@ pub fn read<E: From<ImageError>>(
             .into());
         }
         let mut comm = String::new();
+        // Where all threads have the leader's filters CRIU records the leader's alone, for all of them at once.
+        let mut for_all = 0;
         let others = process.threads.iter().filter(|tid| **tid != process.pid);
         for tid in std::iter::once(&process.pid).chain(others) {
             let file = format!("core-{tid}.img");
@@ -177,13 +189,17 @@ pub fn read<E: From<ImageError>>(
             let capabilities = creds
                 .capabilities()
                 .ok_or_else(|| damaged(&file, "a set of capabilities has not two words"))?;
+            let own = thread.seccomp_mode.or(task.old_seccomp_mode).unwrap_or(0);
+            if *tid == process.pid && own == FILTER && synced(&filters, thread.seccomp_filter) {
+                for_all = FILTER;
+            }
             found.threads.push(Thread {
                 pid: process.pid,
                 tid: *tid,
                 comm: comm.clone(),
                 capabilities,
                 no_new_privs: creds.no_new_privs.unwrap_or(0) != 0,
-                seccomp: thread.seccomp_mode.or(task.old_seccomp_mode).unwrap_or(0),
+                seccomp: own.max(for_all),
                 label: creds.lsm_profile.filter(|l| !l.is_empty()),
             });
         }
@@ -201,6 +217,38 @@ pub fn read<E: From<ImageError>>(
 
 const DEAD: u32 = 2;
 const ZOMBIE: u32 = 6;
+/// `SECCOMP_MODE_FILTER`, and the flag with which a filter is installed in all threads.
+const FILTER: u32 = 2;
+const TSYNC: u32 = 1;
+
+/// Does every filter of the chain that begins at `first` go to all threads of its process?
+fn synced(filters: &[Filter], first: Option<u32>) -> bool {
+    let mut next = first;
+    for _ in 0..=filters.len() {
+        let Some(at) = next else {
+            return first.is_some();
+        };
+        match filters.get(at as usize) {
+            Some(filter) if filter.flags & TSYNC != 0 => next = filter.prev,
+            _ => return false,
+        }
+    }
+    false // it leads in a circle
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Seccomp {
+    #[prost(message, repeated, tag = "1")]
+    filters: Vec<Filter>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Filter {
+    #[prost(uint32, optional, tag = "2")]
+    prev: Option<u32>,
+    #[prost(uint32, tag = "3")]
+    flags: u32,
+}
 
 #[derive(Clone, PartialEq, Message)]
 struct Inventory {
@@ -271,6 +319,8 @@ struct ThreadCore {
     creds: Option<Creds>,
     #[prost(uint32, optional, tag = "11")]
     seccomp_mode: Option<u32>,
+    #[prost(uint32, optional, tag = "12")]
+    seccomp_filter: Option<u32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -312,6 +362,8 @@ impl Creds {
 struct MntEntry {
     #[prost(uint32, tag = "1")]
     fstype: u32,
+    #[prost(uint32, tag = "3")]
+    root_dev: u32,
     #[prost(uint32, tag = "5")]
     flags: u32,
     #[prost(string, tag = "7")]
@@ -336,6 +388,7 @@ impl MntEntry {
                 self.mountpoint.trim_start_matches('.').trim_matches('/')
             ),
             fs_type: self.fstype,
+            device: self.root_dev,
             flags: self.flags | of_file_system,
             external,
         }

@@ -48,6 +48,7 @@ fn core(capabilities: [u32; 2]) -> Core {
                 cap_amb: vec![],
             }),
             seccomp_mode: Some(2),
+            seccomp_filter: Some(0),
         }),
     }
 }
@@ -63,6 +64,7 @@ fn files() -> Files {
     };
     let mount = MntEntry {
         fstype: 5,
+        root_dev: 60,
         flags: 1,
         mountpoint: "./dev/shm".into(),
         ext_mount: None,
@@ -133,6 +135,31 @@ fn what_would_give_a_process_crius_own_credentials_is_an_error() {
         }
         let e = read_of(&files).unwrap_err().to_string();
         assert!(e.contains(told), "{e}");
+    }
+}
+
+#[test]
+fn a_thread_has_the_leaders_filters_where_these_go_to_all() {
+    let filter = |prev, flags| Filter { prev, flags };
+    for (filters, mode) in [
+        (vec![filter(Some(1), 1), filter(None, 1)], 2),
+        (vec![filter(Some(1), 1), filter(None, 0)], 0),
+        (vec![filter(Some(0), 1)], 0),
+        (vec![], 0),
+    ] {
+        let mut files = files();
+        let mut thread = core([0, 0]);
+        thread.thread_core.as_mut().unwrap().seccomp_mode = None;
+        files.insert(
+            "core-7.img".into(),
+            image(&[COMMON_MAGIC, CORE_MAGIC], &[thread]),
+        );
+        let seccomp = Seccomp { filters };
+        files.insert(
+            "seccomp.img".into(),
+            image(&[COMMON_MAGIC, SECCOMP_MAGIC], &[seccomp]),
+        );
+        assert_eq!(read_of(&files).unwrap().threads[1].seccomp, mode);
     }
 }
 

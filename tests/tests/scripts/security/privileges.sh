@@ -63,7 +63,7 @@ refused() { # NAME WANT
 }
 start
 pod exec -d --privileged c1 sleep 1000
-wait_for pod exec c1 pgrep sleep > /dev/null
+wait_for pod exec c1 pidof sleep > /dev/null
 save
 refused 'a process of exec --privileged' 'has capabilities in the images that the spec does not give: CAP_DAC_READ_SEARCH'
 printf '[checks]\nprivileges = false\n' >> /etc/cryopod/config.toml
