@@ -213,7 +213,7 @@ impl Options {
             let lines = text.lines().filter_map(|l| value_of(l, NETWORK_LOCK));
             lines.filter_map(Lock::of).next_back()
         };
-        texts.filter_map(|text| of(&text)).next_back()
+        texts.iter().filter_map(|text| of(text)).next_back()
     }
 
     /// Has CRIU use this lock.
