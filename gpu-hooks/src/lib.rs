@@ -7,6 +7,7 @@
 //! - [`nodes`]: what a device path is, by the vendors' naming.
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
 //! - [`scan`]: its processes, looked at once.
+//! - [`destinations`], [`own_nodes`]: where the spec's mounts are, and device nodes that the runtimes bind.
 //! - [`hazards`], [`mounts`]: what stands in the way of a checkpoint beside GPUs, and mounts that no spec names.
 //! - [`nvidia`], [`amd`]: the host's GPUs.
 //! - [`gpumap`]: which GPU takes the place of which at a restore.
@@ -21,6 +22,7 @@ pub mod ceiling;
 pub mod compat;
 pub mod criu_elf;
 pub mod cuda;
+pub mod destinations;
 pub mod gpumap;
 pub mod hazards;
 pub mod host;
@@ -30,6 +32,7 @@ pub mod mounts;
 pub mod nodes;
 pub mod nvidia;
 pub mod nvidia_compat;
+pub mod own_nodes;
 pub mod plan;
 pub mod remap;
 pub mod scan;

@@ -10,15 +10,17 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use cryopod_archive::around::{ForeignMount, MountFacts, MountKind};
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 
 use crate::ceiling::{Asked, Ceiling};
+use crate::destinations::{Destinations, clean};
 use crate::host::Host;
 use crate::mountinfo::{self, Mount, below};
+use crate::own_nodes;
 use crate::plan::Refusal;
 use crate::spec::Spec;
 
@@ -29,14 +31,20 @@ const MAX_UNNAMED: usize = 4096;
 
 /// The mounts of the container whose first process is `init` that its spec does not name, and those among them that
 /// cannot be carried.
-pub fn unnamed(host: &Host, spec: &Spec, init: i32) -> (MountFacts, Vec<Refusal>) {
+pub fn unnamed(
+    host: &Host,
+    spec: &Spec,
+    mounts: &Destinations,
+    init: i32,
+) -> (MountFacts, Vec<Refusal>) {
     let inside = visible(mountinfo::of(host, &init.to_string()));
     let outside = mountinfo::of(host, "self");
-    let known = Known::of(spec);
+    let known = Known::of(spec, mounts);
+    let own_nodes = own_nodes::paths(host, spec);
     let mut found = MountFacts::default();
     let mut refusals = Vec::new();
     for mount in &inside {
-        if known.has(mount) {
+        if known.has(mount) || own_nodes::bound(host, init, &own_nodes, &mount.point) {
             continue;
         }
         let path = mount.point.display().to_string();
@@ -77,23 +85,16 @@ fn refusal(path: &str, what: &str, remedy: &str) -> Refusal {
     }
 }
 
-/// What the spec says about mounts.
-struct Known {
-    /// Destinations of the spec's mounts, and whether they are bind mounts.
-    mounts: Vec<(PathBuf, bool)>,
+/// What the spec says about mounts, and what the runtimes add.
+struct Known<'a> {
+    /// The spec's mounts.
+    mounts: &'a Destinations,
     /// Masked and read-only paths: mounts of the runtime's own.
     made: Vec<PathBuf>,
 }
 
-impl Known {
-    fn of(spec: &Spec) -> Self {
-        let mounts = spec.mounts();
-        let mounts = mounts.iter().map(|m| {
-            let options = m.options().iter().flatten();
-            let bind = m.typ().as_deref() == Some("bind")
-                || options.into_iter().any(|o| o == "bind" || o == "rbind");
-            (clean(m.destination()), bind)
-        });
+impl<'a> Known<'a> {
+    fn of(spec: &Spec, mounts: &'a Destinations) -> Self {
         let list = |pointer: &str| {
             let list = spec.json().pointer(pointer).and_then(|v| v.as_array());
             list.into_iter()
@@ -105,39 +106,20 @@ impl Known {
         made.extend(list("/linux/readonlyPaths"));
         // The runtimes' own: the terminal.
         made.push("/dev/console".into());
-        Self {
-            mounts: mounts.collect(),
-            made,
-        }
+        Self { mounts, made }
     }
 
     fn has(&self, mount: &Mount) -> bool {
         mount.point == Path::new("/")
             || mount.fs_type.starts_with("cgroup")
             || self.made.contains(&mount.point)
-            || self.mounts.iter().any(|(at, _)| *at == mount.point)
+            || self.mounts.0.iter().any(|d| d.path == mount.point)
     }
 
     fn makes(&self, mount: &Mount) -> bool {
-        self.mounts
-            .iter()
-            .any(|(at, bind)| !bind && *at == mount.point)
+        let mut all = self.mounts.0.iter();
+        all.any(|d| !d.bind && d.path == mount.point)
     }
-}
-
-/// A destination as the kernel will name it, as far as that shows in the text.
-fn clean(path: &Path) -> PathBuf {
-    let mut out = PathBuf::from("/");
-    for part in path.components() {
-        match part {
-            Component::Normal(name) => out.push(name),
-            Component::ParentDir => {
-                out.pop();
-            }
-            _ => {}
-        }
-    }
-    out
 }
 
 /// Only the last mount at a mount point can be seen.
@@ -154,7 +136,7 @@ fn visible(all: Vec<Mount>) -> Vec<Mount> {
 }
 
 /// Can CRIU make this mount again from what it carries: a file system of the container's own, or part of one?
-fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known) -> bool {
+fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known<'_>) -> bool {
     inside
         .iter()
         .filter(|m| m.device == mount.device && below(&mount.root, &m.root).is_some())
@@ -165,8 +147,11 @@ fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known) ->
         })
 }
 
-/// Words that CRIU's configuration and its `external mnt[PATH]:KEY` can hold.
-fn declarable(path: &str) -> Result<(), &'static str> {
+/// Can CRIU's configuration and its `external mnt[PATH]:KEY` hold this path?
+///
+/// # Errors
+/// Why not.
+pub fn declarable(path: &str) -> Result<(), &'static str> {
     let odd = |c: char| c.is_whitespace() || c.is_control() || "[]\"'\\#".contains(c);
     if path.chars().any(odd) || path.contains(char::REPLACEMENT_CHARACTER) {
         return Err("has a name that cannot be told to CRIU");
@@ -240,6 +225,8 @@ fn digest(path: &Path) -> Option<String> {
 pub struct Provider<'a> {
     /// This host, the spec of the bundle that is restored, and the configuration's `mounts.allow`.
     pub ceiling: Ceiling<'a>,
+    /// The mounts of the bundle that is restored.
+    pub mounts: &'a Destinations,
     /// Driver version at the checkpoint.
     pub recorded_driver: Option<&'a str>,
     /// This host's driver version.
@@ -468,13 +455,9 @@ impl Provider<'_> {
     /// A mount below a bind mount of the spec: at the same place below that one's source now. The source, and the place.
     fn of_spec(&self, mount: &ForeignMount) -> Option<(PathBuf, PathBuf)> {
         let path = Path::new(&mount.path);
-        let mounts = self.ceiling.spec.mounts();
+        let mounts = self.mounts.0.iter();
         let (rest, source) = mounts
-            .iter()
-            .filter_map(|m| {
-                let rest = below(path, &clean(m.destination()))?.to_owned();
-                Some((rest, m.source().clone()?))
-            })
+            .filter_map(|m| Some((below(path, &m.path)?.to_owned(), m.source.clone()?)))
             .min_by_key(|(rest, _)| rest.components().count())?;
         let folder = source.is_absolute() && self.ceiling.host.path(&source).is_dir();
         (folder && !rest.as_os_str().is_empty()).then_some((source, rest))

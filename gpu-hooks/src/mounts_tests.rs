@@ -31,6 +31,10 @@ fn bound(dir: &Path, on_host: &str, inside: &str) {
     fs::hard_link(&from, &to).unwrap();
 }
 
+fn destinations(host: &Host) -> Destinations {
+    Destinations::of(host, &spec(), Path::new("/bundle"))
+}
+
 fn spec() -> Spec {
     Spec::from_json(json!({
         "mounts": [
@@ -75,7 +79,7 @@ fn what_no_spec_names() {
             own,
         },
         refusals,
-    ) = unnamed(&host, &spec(), 100);
+    ) = unnamed(&host, &spec(), &destinations(&host), 100);
     assert_eq!(own, ["/proc/driver/nvidia"]);
     let short: Vec<_> = found
         .iter()
@@ -157,6 +161,7 @@ impl Target {
                     ..Lifts::default()
                 },
             },
+            mounts: &Destinations::of(&host, &spec, Path::new("/bundle")),
             recorded_driver: Some("560.35.03"),
             driver: self.driver,
             renamed: &renamed,

@@ -131,11 +131,12 @@ pub fn container_nodes(host: &Host, spec: &Spec, init: i32) -> Vec<DeviceNode> {
     nodes
 }
 
-/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`. `scan`: its processes; empty
-/// if `init` is gone. `sharing`: what becomes of processes that share GPU memory.
+/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`, and finds what it does that
+/// cannot be checkpointed. `scan`: its processes; empty if `init` is gone.
+/// `sharing`: what becomes of processes that share GPU memory.
 ///
 /// # Errors
-/// [`PlanError`]: the container is gone, or what it does cannot be checkpointed.
+/// [`PlanError::Gone`].
 pub fn checkpoint(
     host: &Host,
     nodes: Vec<DeviceNode>,
@@ -143,7 +144,7 @@ pub fn checkpoint(
     scan: &Scan,
     plugins: &Plugins,
     sharing: sharing::Policy,
-) -> Result<CheckpointPlan, PlanError> {
+) -> Result<(CheckpointPlan, Vec<Refusal>), PlanError> {
     let pids = scan.pids();
     if pids.is_empty() {
         return Err(PlanError::Gone(init));
@@ -178,21 +179,19 @@ pub fn checkpoint(
     let found = preflight::preflight(host, &cuda);
     refusals.extend(found.into_iter().map(Refusal::from));
     refusals.extend(shared_memory(host, scan, &cuda, sharing));
-    if !refusals.is_empty() {
-        return Err(PlanError::Refused(refusals));
-    }
     let mut gpu = describe(host, nodes);
     gpu.processes = processes;
     gpu.plugins = needed
         .iter()
         .filter_map(|p| Some(p.file_name()?.to_string_lossy().into_owned()))
         .collect();
-    Ok(CheckpointPlan {
+    let plan = CheckpointPlan {
         gpu,
         plugins: needed,
         pids,
         memory_bytes: scan.memory_bytes(),
-    })
+    };
+    Ok((plan, refusals))
 }
 
 /// Host pids of the processes that use NVIDIA's driver.
@@ -325,7 +324,10 @@ mod tests {
         plugins: &Plugins,
     ) -> Result<CheckpointPlan, PlanError> {
         let scan = Scan::of(host, &live::tree(host, init));
-        super::checkpoint(host, nodes, init, &scan, plugins, sharing::Policy::Refuse)
+        match super::checkpoint(host, nodes, init, &scan, plugins, sharing::Policy::Refuse)? {
+            (plan, refusals) if refusals.is_empty() => Ok(plan),
+            (_, refusals) => Err(PlanError::Refused(refusals)),
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The switches of the checks: a check that is switched off is still made and told, and does not refuse.
 //!
 //! One scheme for both vendors. Each check has a name: NVIDIA's begin with `nvidia-`, AMD's are the environment variables
-//! of CRIU's amdgpu plugin, `KFD_FW_VER_CHECK` and its like. In order of rank: the container's annotation
+//! of CRIU's amdgpu plugin, `KFD_FW_VER_CHECK` and its like; [`RESTORE_HERE`] is neither's. In order of rank: the container's annotation
 //! `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]` (`NAME = false` or `true`), and for
 //! AMD's the environment variable of that name.
 
@@ -34,6 +34,10 @@ pub const AMD: [&str; 7] = [
     "KFD_CAPABILITY_CHECK",
 ];
 
+/// What a checkpoint's plan says of its own restore on this host. Off: it is said and does not refuse, for containers
+/// that are to go on elsewhere.
+pub const RESTORE_HERE: &str = "restore-here";
+
 /// Which checks are on. Those that nobody has named are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Switches {
@@ -42,12 +46,16 @@ pub struct Switches {
 
 /// Is there a check of this name?
 pub fn known(name: &str) -> bool {
-    NVIDIA.contains(&name) || AMD.contains(&name)
+    NVIDIA.contains(&name) || AMD.contains(&name) || name == RESTORE_HERE
 }
 
 /// The names of all checks, for messages.
 pub fn names() -> String {
-    let all: Vec<&str> = NVIDIA.into_iter().chain(AMD).collect();
+    let all: Vec<&str> = NVIDIA
+        .into_iter()
+        .chain(AMD)
+        .chain([RESTORE_HERE])
+        .collect();
     all.join(", ")
 }
 

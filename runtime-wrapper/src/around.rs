@@ -11,14 +11,15 @@ use std::path::{Component, Path, PathBuf};
 use cryopod_archive::around::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::seal::Seal;
 use cryopod_gpu_hooks::ceiling::Ceiling;
+use cryopod_gpu_hooks::destinations::Destinations;
 use cryopod_gpu_hooks::hazards::{self, CriuLimits};
 use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::mounts::{self, Provider};
-use cryopod_gpu_hooks::nvidia;
+use cryopod_gpu_hooks::mounts::{self, Provided, Provider, declarable};
 use cryopod_gpu_hooks::plan::{PlanError, Refusal};
 use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
+use cryopod_gpu_hooks::{nvidia, own_nodes};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
@@ -77,11 +78,12 @@ pub fn checkpoint(
     inv: &Invocation,
     host: &Host,
     tools: &dyn Tools,
-    spec: &Spec,
+    bundle: Bundle<'_>,
     init: i32,
     scan: &Scan,
     criu: &Criu,
 ) -> Result<(Around, Vec<Refusal>), Error> {
+    let Bundle { spec, mounts } = bundle;
     let mut options = options(ctx, host, spec)?;
     let limits = CriuLimits {
         own_network: ctx.low.kind == Kind::Runc && crate::loopback::own_network(spec),
@@ -117,7 +119,7 @@ pub fn checkpoint(
         &kernel.unwrap_or_default(),
     ));
     let (mut found, unfit) = match spec.json().is_object() {
-        true => mounts::unnamed(host, spec, init),
+        true => mounts::unnamed(host, spec, mounts, init),
         // Without a spec every mount would be unnamed.
         false => Default::default(),
     };
@@ -126,7 +128,7 @@ pub fn checkpoint(
         refusals.extend(hazards::file_systems(host, spec, init, &found.foreign));
     }
     scan.mark_used(&mut found.foreign);
-    let lines = found.foreign.iter().map(|m| {
+    let foreign = found.foreign.iter().map(|m| {
         tracing::info!(
             "{} is a mount of {} that no spec names",
             m.path,
@@ -134,6 +136,13 @@ pub fn checkpoint(
         );
         external(&m.path, &m.path)
     });
+    let nodes = own_nodes::found(host, spec, init).into_iter();
+    // crun 1.21 does not resolve destinations itself.
+    let lines = foreign
+        .chain(known(nodes.map(|path| (path.clone(), path))))
+        .chain(known(
+            mounts.linked().map(|d| (d.path.clone(), d.path.clone())),
+        ));
     let around = Around {
         criu: CriuFacts {
             options: options.for_the_restore(&inv.flags),
@@ -153,6 +162,14 @@ pub fn checkpoint(
 /// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.
 fn external(path: &str, key: &str) -> String {
     format!("external mnt[{path}]:{key}")
+}
+
+/// Lines for mounts that the runtime knows, too, under another name or not at all.
+fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
+    let text = mounts.map(|(at, key)| (at.display().to_string(), key.display().to_string()));
+    text.filter(|(at, key)| declarable(at).is_ok() && declarable(key).is_ok())
+        .map(|(at, key)| external(&at, &key))
+        .collect()
 }
 
 /// The labels that a spec asks for.
@@ -181,6 +198,61 @@ pub struct Provision {
     pub read_only: Vec<String>,
 }
 
+/// What a bundle says.
+#[derive(Debug, Clone, Copy)]
+pub struct Bundle<'a> {
+    /// Its spec.
+    pub spec: &'a Spec,
+    /// Where the spec's mounts are.
+    pub mounts: &'a Destinations,
+}
+
+/// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as they could be. Touches
+/// nothing.
+///
+/// # Errors
+/// Every mount that cannot be provided.
+pub fn provided(
+    ctx: &Context,
+    host: &Host,
+    bundle: Bundle<'_>,
+    seal: &Seal,
+    chosen: Option<&Chosen>,
+) -> Result<Vec<Provided>, Vec<Refusal>> {
+    let moved = chosen.iter().flat_map(|c| &c.gpus).filter(|c| c.moved());
+    let renamed: Vec<(String, String)> = moved
+        .map(|c| (c.old.pci.clone(), c.new.pci.clone()))
+        .filter(|(old, new)| !old.is_empty() && !new.is_empty())
+        .collect();
+    let nodes: Vec<(String, String)> = chosen
+        .iter()
+        .flat_map(|c| &c.remap.targets)
+        .map(|t| (t.path.clone(), t.host_path.clone()))
+        .collect();
+    let driver = nvidia::driver_version(host);
+    let provider = Provider {
+        ceiling: ctx.config.ceiling(host, bundle.spec),
+        mounts: bundle.mounts,
+        recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
+        driver: driver.as_deref(),
+        renamed: &renamed,
+        nodes: &nodes,
+    };
+    let provided = provider.provide(&seal.mounts.foreign);
+    match (own_nodes::paths(host, bundle.spec).is_empty(), chosen) {
+        (false, Some(chosen)) if !chosen.remap.changed().is_empty() => {
+            let mut refusals = provided.err().unwrap_or_default();
+            refusals.push(Refusal {
+                process: None,
+                what: "device nodes of a container in a user namespace are the host's, bound under their own names: they cannot lead to other GPUs".into(),
+                remedy: "restore it on the GPUs that it had (without dev.cryopod.gpu.map)".into(),
+            });
+            Err(refusals)
+        }
+        _ => provided,
+    }
+}
+
 /// Finds on this host what the checkpoint had around it, and shows it in the operation's folder.
 ///
 /// # Errors
@@ -189,42 +261,33 @@ pub fn restore(
     ctx: &Context,
     inv: &Invocation,
     host: &Host,
-    spec: &Spec,
+    bundle: Bundle<'_>,
     seal: &Seal,
     chosen: &Chosen,
     op: &Operation,
 ) -> Result<Provision, Error> {
-    let moved = chosen.gpus.iter().filter(|c| c.moved());
-    let renamed: Vec<(String, String)> = moved
-        .map(|c| (c.old.pci.clone(), c.new.pci.clone()))
-        .filter(|(old, new)| !old.is_empty() && !new.is_empty())
-        .collect();
-    let nodes: Vec<(String, String)> = chosen
-        .remap
-        .targets
-        .iter()
-        .map(|t| (t.path.clone(), t.host_path.clone()))
-        .collect();
+    let spec = bundle.spec;
     let mut options = options(ctx, host, spec)?;
     options.as_at_the_checkpoint(&seal.criu.options, &inv.flags);
-    let driver = nvidia::driver_version(host);
-    let provider = Provider {
-        ceiling: ctx.config.ceiling(host, spec),
-        recorded_driver: seal.gpu.drivers.get("nvidia").map(String::as_str),
-        driver: driver.as_deref(),
-        renamed: &renamed,
-        nodes: &nodes,
-    };
-    let provided = provider
-        .provide(&seal.mounts.foreign)
-        .map_err(PlanError::RestoreRefused)?;
-    let mut lines = Vec::new();
+    let provided =
+        provided(ctx, host, bundle, seal, Some(chosen)).map_err(PlanError::RestoreRefused)?;
+    let own_nodes = own_nodes::paths(host, spec).into_iter();
+    let own_nodes = own_nodes.filter(|p| host.char_device(p).is_some());
+    let linked = bundle.mounts.linked();
+    let linked = linked.filter_map(|d| Some((d.path.clone(), d.source.clone()?)));
+    let mut foreign = Vec::new();
     for p in &provided {
         tracing::info!("{} is provided from {}", p.path, p.source.display());
         // Nothing that is exchanged from here on is mounted in the place of what was compared.
         let shown = op.show(p)?;
-        lines.push(external(&p.path, &shown.display().to_string()));
+        foreign.push(external(&p.path, &shown.display().to_string()));
     }
+    // The last one of a path counts for CRIU, and the runtime's come after these.
+    let lines = known(own_nodes.map(|path| (path.clone(), path)))
+        .into_iter()
+        .chain(known(linked.filter(|(_, source)| source.is_absolute())))
+        .chain(foreign)
+        .collect();
     Ok(Provision {
         extra: Extra {
             options,
@@ -263,10 +326,10 @@ impl Provision {
     ///
     /// # Errors
     /// [`Error::Io`] naming the mount point.
-    pub fn mount_points(&self, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
+    pub fn mount_points(&self, folder: &Path, bundle: Bundle<'_>) -> Result<MountPoints, Error> {
         let mut points = MountPoints::default();
-        let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
-        let Some(root) = root.map(|r| bundle.join(r)) else {
+        let root = bundle.spec.json().pointer("/root/path");
+        let Some(root) = root.and_then(|p| p.as_str()).map(|r| folder.join(r)) else {
             return Ok(points);
         };
         if self.provided.is_empty() && self.own.is_empty() {
@@ -275,12 +338,11 @@ impl Provision {
         let what = format!("{}: cannot open the container's root", root.display());
         points.root = Some(File::open(&root).map_err(Error::io(what))?);
         // In the spec's own mounts they are CRIU's or the volume's.
-        let mounts = spec.mounts();
         let files = self.provided.iter().map(|(path, kind)| (path, *kind));
         let folders = self.own.iter().map(|p| (p, MountKind::Folder));
         for (path, kind) in folders.chain(files) {
             let path = Path::new(path);
-            if mounts.iter().any(|m| path.starts_with(m.destination())) {
+            if bundle.mounts.hold(path) {
                 continue;
             }
             let what = format!(
@@ -379,7 +441,14 @@ mod tests {
     use serde_json::json;
 
     fn make(provision: &Provision, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
-        provision.mount_points(bundle, spec)
+        let mounts = Destinations::of(&Host::system(), spec, bundle);
+        provision.mount_points(
+            bundle,
+            Bundle {
+                spec,
+                mounts: &mounts,
+            },
+        )
     }
 
     #[test]

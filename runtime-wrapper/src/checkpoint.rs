@@ -11,11 +11,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings, Vendor};
 use cryopod_archive::{handover, names};
+use cryopod_gpu_hooks::cuda::report::AgentReady;
 use cryopod_gpu_hooks::cuda::sharing;
+use cryopod_gpu_hooks::destinations::Destinations;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::live;
 use cryopod_gpu_hooks::nvidia_compat;
-use cryopod_gpu_hooks::plan::{self, CheckpointPlan, PlanError, Refusal};
+use cryopod_gpu_hooks::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_hooks::remap;
 use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
@@ -23,11 +25,13 @@ use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 use serde_json::Value;
 
 use crate::argv::Invocation;
-use crate::around::{self, Around};
+use crate::around::{self, Around, Bundle};
 use crate::child::{self, Ended, Watch};
-use crate::lowlevel::LowLevel;
+use crate::foresee::Prospect;
+use crate::lowlevel::{Kind, LowLevel};
 use crate::op::Operation;
 use crate::reasons::Before;
+use crate::runtime_log::RuntimeLog;
 use crate::suspended::Record;
 use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs, store};
 
@@ -62,7 +66,14 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let Some(state) = state(&ctx.low, inv, &tools, ctx.config.limits.tool()) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
-    let spec = Spec::of_bundle(&state.bundle).unwrap_or_else(|e| {
+    let spec = Spec::of_bundle(&state.bundle);
+    // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
+    let copy = inv.globals.root.clone().unwrap_or("/run/crun".into());
+    let spec = spec.or_else(|e| match ctx.low.kind {
+        Kind::Crun => Spec::of_bundle(&copy.join(&inv.id)).map_err(|_| e),
+        Kind::Runc => Err(e),
+    });
+    let spec = spec.unwrap_or_else(|e| {
         tracing::warn!("only the running container can be looked at: {e}");
         Spec::from_json(Value::Null)
     });
@@ -116,23 +127,16 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = criu.ok_or_else(crate::setup::no_criu)?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
-    let (around, hazards) =
-        around::checkpoint(ctx, inv, &host, &tools, &spec, state.init, &scan, &criu)?;
-    let plan = plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing);
-    let plan = with_hazards(plan, hazards)?;
-    let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);
-    store::parent_is_here(inv, &image_path(inv))?;
-    let job = Job {
-        ctx,
-        inv,
-        host: &host,
-        state,
-        plan,
-        around,
-        carried,
-        store,
-        started,
+    let mounts = Destinations::of(&host, &spec, &state.bundle);
+    let bundle = Bundle {
+        spec: &spec,
+        mounts: &mounts,
     };
+    let (around, hazards) =
+        around::checkpoint(ctx, inv, &host, &tools, bundle, state.init, &scan, &criu)?;
+    let (plan, mut refusals) =
+        plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing)?;
+    refusals.extend(hazards);
     let setup = crate::setup::Setup {
         ctx,
         inv,
@@ -141,23 +145,34 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         criu: &criu,
         low_version: low_version.as_deref(),
     };
-    job.run(&setup)
-}
-
-/// The plan, unless something else stands in the way; all reasons at once.
-fn with_hazards(
-    plan: Result<CheckpointPlan, PlanError>,
-    hazards: Vec<Refusal>,
-) -> Result<CheckpointPlan, PlanError> {
-    match plan {
-        Ok(plan) if hazards.is_empty() => Ok(plan),
-        Ok(_) => Err(PlanError::Refused(hazards)),
-        Err(PlanError::Refused(mut all)) => {
-            all.extend(hazards);
-            Err(PlanError::Refused(all))
+    let prospect = Prospect {
+        ctx,
+        host: &host,
+        bundle,
+        plan: &plan,
+    };
+    if !refusals.is_empty() {
+        // The driver is not asked any more; what can be told without it is told with the rest.
+        if !inv.flags.has("pre-dump") {
+            let seal = sealed(&setup, &host, &plan, &around, None, low_version.clone());
+            refusals.extend(prospect.refusals(&seal, None)?);
         }
-        Err(other) => Err(other),
+        return Err(PlanError::Refused(refusals).into());
     }
+    let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);
+    store::parent_is_here(inv, &image_path(inv))?;
+    let job = Job {
+        ctx,
+        inv,
+        host: &host,
+        state,
+        plan: &plan,
+        around,
+        carried,
+        store,
+        started,
+    };
+    job.run(&setup, &prospect)
 }
 
 fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -> Option<State> {
@@ -202,7 +217,7 @@ struct Job<'a> {
     inv: &'a Invocation,
     host: &'a Host,
     state: State,
-    plan: CheckpointPlan,
+    plan: &'a CheckpointPlan,
     around: Around,
     /// The container's changes of files go with the checkpoint.
     carried: bool,
@@ -212,7 +227,11 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn run(&self, setup: &crate::setup::Setup<'_>) -> Result<ExitCode, Error> {
+    fn run(
+        &self,
+        setup: &crate::setup::Setup<'_>,
+        prospect: &Prospect<'_>,
+    ) -> Result<ExitCode, Error> {
         let pre_dump = self.inv.flags.has("pre-dump");
         let leave_running = self.inv.flags.has("leave-running");
         let signals = child::Signals::watch()?;
@@ -225,13 +244,20 @@ impl Job<'_> {
             true => None,
             false => Some(SealSlot::reserve(&images.path)?),
         };
-        let ready = setup.checkpoint(&op, &self.plan, pre_dump, &self.around.extra)?;
+        let ready = setup.checkpoint(&op, self.plan, pre_dump, &self.around.extra)?;
         let users = self.plan.users_of(Vendor::Nvidia);
-        let room = match &ready.agent {
-            Some(agent) => lane::room(setup, self.state.init, &users, &agent.ready.users),
+        let said = ready.agent.as_ref().map(|a| &a.ready);
+        let low_version = ready.low_version.clone();
+        let mut seal = sealed(setup, self.host, self.plan, &self.around, said, low_version);
+        let fits = match said {
+            Some(said) => lane::room(setup, self.state.init, &users, &said.users),
             None => Ok(()),
         };
-        if let Err(error) = room {
+        let fits = fits.and_then(|()| match pre_dump {
+            true => Ok(()),
+            false => prospect.settled(&seal, said),
+        });
+        if let Err(error) = fits {
             // The agent is ended, and nothing was touched.
             ready.finish(&op);
             return Err(error);
@@ -239,7 +265,6 @@ impl Job<'_> {
         if let (Some(agent), false) = (&ready.agent, pre_dump) {
             lane::reserve(setup, &op, &users, &agent.ready.users, ready.limit);
         }
-        let mut seal = self.seal(setup, &ready);
         let watch = Watch {
             kind: child::Kind::Checkpoint,
             gate: &ready.gate,
@@ -254,9 +279,11 @@ impl Job<'_> {
         let before = Before::note(work_path(self.inv).join(names::DUMP_LOG), &self.inv.globals);
         let dump_started = Instant::now();
         seal.timings.plan_us = micros(dump_started - self.started);
+        let mut args = self.line(ready.low_version.as_deref());
+        let runtime_log = RuntimeLog::apart(&op, &self.ctx.low, self.inv, &mut args);
         let ended = child::run(
             &self.ctx.low,
-            &self.line(ready.low_version.as_deref()),
+            &args,
             &ready.env,
             &watch,
             &signals,
@@ -300,6 +327,7 @@ impl Job<'_> {
                 sealing.is_none()
             },
         )?;
+        let said = runtime_log.and_then(|log| log.hand_on(ended.code != 0));
         if ended.code == 0 && sealing.is_none() && slot.is_some() {
             // The lane of a container that runs again; or a runtime whose CRIU does not ask (its environment was
             // cleared).
@@ -343,7 +371,7 @@ impl Job<'_> {
             .criu_log()
             .and_then(|log| lsm::denial(self.host, log, &self.around.lsm));
         let reasons = sealing.into_iter().chain(finished.reasons());
-        let reasons = reasons.chain(full).chain(denied).collect();
+        let reasons = reasons.chain(full).chain(denied).chain(said).collect();
         log::error(&self.explain(&ended, reasons, &before));
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
@@ -411,37 +439,45 @@ impl Job<'_> {
             self.inv.id
         )
     }
+}
 
-    fn seal(&self, setup: &crate::setup::Setup<'_>, ready: &crate::setup::Ready) -> Seal {
-        let mut gpu = self.plan.gpu.clone();
-        remap::complete(&mut gpu, setup.spec);
-        if let Some(agent) = &ready.agent {
-            if let Some(version) = &agent.ready.driver_version {
-                gpu.drivers
-                    .entry("nvidia".into())
-                    .or_insert_with(|| version.clone());
-            }
-            nvidia_compat::enrich(&mut gpu.gpus, &agent.ready.gpus);
-            nvidia_compat::note_use(&mut gpu.processes, &agent.ready.users);
+/// What is sealed, but for what the dump itself adds.
+fn sealed(
+    setup: &crate::setup::Setup<'_>,
+    host: &Host,
+    plan: &CheckpointPlan,
+    around: &Around,
+    agent: Option<&AgentReady>,
+    low_version: Option<String>,
+) -> Seal {
+    let mut gpu = plan.gpu.clone();
+    remap::complete(&mut gpu, setup.spec);
+    if let Some(agent) = agent {
+        if let Some(version) = &agent.driver_version {
+            gpu.drivers
+                .entry("nvidia".into())
+                .or_insert_with(|| version.clone());
         }
-        Seal {
-            schema: Seal::current_schema(),
-            cryopod: env!("CARGO_PKG_VERSION").into(),
-            created: facts::rfc3339(SystemTime::now()),
-            container: ContainerFacts {
-                id: self.inv.id.clone(),
-                low_level: self.ctx.low.label(),
-                low_level_version: ready.low_version.clone(),
-                leave_running: self.inv.flags.has("leave-running"),
-            },
-            host: facts::host(self.host, Some(setup.criu)),
-            gpu,
-            mounts: self.around.mounts.clone(),
-            criu: self.around.criu.clone(),
-            lsm: self.around.lsm.clone(),
-            timings: Timings::default(),
-            extra: serde_json::Map::new(),
-        }
+        nvidia_compat::enrich(&mut gpu.gpus, &agent.gpus);
+        nvidia_compat::note_use(&mut gpu.processes, &agent.users);
+    }
+    Seal {
+        schema: Seal::current_schema(),
+        cryopod: env!("CARGO_PKG_VERSION").into(),
+        created: facts::rfc3339(SystemTime::now()),
+        container: ContainerFacts {
+            id: setup.inv.id.clone(),
+            low_level: setup.ctx.low.label(),
+            low_level_version: low_version,
+            leave_running: setup.inv.flags.has("leave-running"),
+        },
+        host: facts::host(host, Some(setup.criu)),
+        gpu,
+        mounts: around.mounts.clone(),
+        criu: around.criu.clone(),
+        lsm: around.lsm.clone(),
+        timings: Timings::default(),
+        extra: serde_json::Map::new(),
     }
 }
 

@@ -23,9 +23,10 @@ use crate::agent::{Agent, AgentError};
 use crate::choose::{self, Chosen};
 use crate::config::Config;
 use crate::facts::Criu;
+use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::plugins;
-use crate::{Error, criu_helpers, setup};
+use crate::{Error, cpuset, criu_helpers, setup};
 
 /// What this host has for a restore.
 #[derive(Debug, Default)]
@@ -104,10 +105,16 @@ pub struct Question<'a> {
     pub spec: &'a Spec,
     /// Which checks are on.
     pub switches: &'a Switches,
-    /// What this host has.
-    pub means: &'a Means,
-    /// The images of CRIU's amdgpu plugin.
-    pub amd: &'a Images,
+    /// The runtime underneath.
+    pub low: Kind,
+    /// What this host lacks.
+    pub faults: &'a [Refusal],
+    /// The driver agent's answer, if the images hold the state of NVIDIA GPUs.
+    pub agent: Option<&'a AgentReady>,
+    /// The images of CRIU's amdgpu plugin; `None`: they are not written yet, and the plugin restores on this very host.
+    pub amd: Option<&'a Images>,
+    /// Host memory that will be free by then, in bytes.
+    pub freed: u64,
 }
 
 /// What came out.
@@ -159,15 +166,19 @@ impl Answer {
 pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     let seal = question.seal;
     let mut answer = Answer {
-        other: question.means.faults.clone(),
+        other: question.faults.to_vec(),
         ..Answer::default()
     };
-    let has_amd = plugins::uses(seal, Vendor::Amd);
-    let decided = match has_amd {
-        true => amd(question, &mut answer)?,
-        false => None,
+    if question.low == Kind::Crun {
+        let obstacle = cpuset::obstacle(question.host, question.spec);
+        answer.other.extend(obstacle);
+    }
+    let images = question.amd.filter(|_| plugins::uses(seal, Vendor::Amd));
+    let decided = match images {
+        Some(images) => amd(question, images, &mut answer)?,
+        None => None,
     };
-    let agent = question.means.agent.as_ref().map(|a| &a.ready);
+    let agent = question.agent;
     // A check that is off must not steer the choice either; where checks are made, a GPU of another model is for them
     // to refuse, with everything else that does not fit.
     let given = choose::Given {
@@ -175,7 +186,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
         any_model: plugins::uses(seal, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
     };
-    if has_amd && given.amd.is_none() {
+    if images.is_some() && given.amd.is_none() {
         // There is no choice to go on from.
     } else {
         let (host, config, spec) = (question.host, question.config, question.spec);
@@ -198,7 +209,8 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
     let found = Found {
         driver: choose::nvidia_driver(question.host, agent),
         free: Found::free_of(said),
-        available: nvidia_compat::available_memory(question.host),
+        available: nvidia_compat::available_memory(question.host)
+            .map(|bytes| bytes.saturating_add(question.freed)),
         container_limit: nvidia_compat::memory_limit(question.spec),
         gpus,
     };
@@ -228,7 +240,11 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
 }
 
 /// The GPUs that CRIU's amdgpu plugin is to restore on; `None` if the images do not say what they need.
-fn amd(question: &Question<'_>, answer: &mut Answer) -> Result<Option<Vec<Choice>>, Error> {
+fn amd(
+    question: &Question<'_>,
+    images: &Images,
+    answer: &mut Answer,
+) -> Result<Option<Vec<Choice>>, Error> {
     let switches = amd_switches(question.switches);
     answer.env = switches
         .environment()
@@ -236,12 +252,8 @@ fn amd(question: &Question<'_>, answer: &mut Answer) -> Result<Option<Vec<Choice
         .map(|(name, value)| (name, value.into()))
         .collect();
     let recorded = &question.seal.gpu.gpus;
-    let mut sources: Vec<Topology> = question
-        .amd
-        .kfd
-        .iter()
-        .map(|i| i.topology.clone())
-        .collect();
+    let kfd = images.kfd.iter();
+    let mut sources: Vec<Topology> = kfd.map(|i| i.topology.clone()).collect();
     for source in &mut sources {
         source.label(recorded);
     }

@@ -17,6 +17,7 @@ use std::time::Duration;
 use cryopod_archive::seal::{Seal, Vendor};
 use cryopod_archive::{handover, names};
 use cryopod_gpu_hooks::amd::image::Images;
+use cryopod_gpu_hooks::destinations::Destinations;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::mountinfo;
 use cryopod_gpu_hooks::plan::PlanError;
@@ -35,9 +36,11 @@ use crate::lowlevel::Kind;
 use crate::op::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::reasons::Before;
+use crate::runtime_log::RuntimeLog;
+use crate::searchable::Searchable;
 use crate::setup::{self, Setup};
 use crate::{
-    Context, Error, around, cgroup, compressed, facts, images, lane, log, loopback, lsm,
+    Context, Error, around, cgroup, compressed, cpuset, facts, images, lane, log, loopback, lsm,
     passthrough, plugins, privileges, rootfs, store,
 };
 
@@ -83,8 +86,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         seal: &seal,
         spec: &spec,
         switches: &switches,
-        means: &means,
-        amd: &amd,
+        low: ctx.low.kind,
+        faults: &means.faults,
+        agent: means.agent.as_ref().map(|a| &a.ready),
+        amd: Some(&amd),
+        freed: 0,
     })?;
     let chosen = answer.settled()?;
     // 3. Nothing stands in the way.
@@ -101,7 +107,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         criu: &criu.ok_or_else(setup::no_criu)?,
         low_version: low_version.as_deref(),
     };
-    let mut provision = around::restore(ctx, inv, &host, &spec, &seal, &chosen, &op)?;
+    let around = around::Bundle {
+        spec: &spec,
+        mounts: &Destinations::of(&host, &spec, &bundle_folder(inv)),
+    };
+    let mut provision = around::restore(ctx, inv, &host, around, &seal, &chosen, &op)?;
     let given = privileges::Given {
         host: &host,
         spec: &spec,
@@ -138,13 +148,18 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let lane = lane::restore(&ctx.config, &seal, &folder)?;
     let mut ready = setup.restore(&op, &plugins, nvidia, lane, &provision.extra)?;
     ready.env.append(&mut answer.env);
-    let args = provision.line(ctx, inv, args);
+    let mut args = provision.line(ctx, inv, args);
+    let runtime_log = RuntimeLog::apart(&op, &ctx.low, inv, &mut args);
+    let _searchable = Searchable::for_restore(&host, &spec, &folder)?;
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edits = edits(ctx, &chosen, answer.amd_visible);
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
     let cgroups = Cgroups::vacant(&host, &spec, &inv.id);
     rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
-    let mount_points = provision.mount_points(&bundle_folder(inv), &spec)?;
+    let mount_points = provision.mount_points(&bundle_folder(inv), around)?;
+    if ctx.low.kind == Kind::Crun {
+        cpuset::prepare(&host, &spec)?;
+    }
     let detach = inv.flags.has("detach");
     let watch = Watch {
         kind: child::Kind::Restore { detach },
@@ -158,13 +173,14 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let log = work_path(inv).join(names::RESTORE_LOG);
     let before = Before::note(log, &inv.globals);
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
+    let said = runtime_log.and_then(|log| log.hand_on(ended.code != 0));
     let denied = before
         .criu_log()
         .and_then(|log| lsm::denial(&host, log, &around::labels(&spec)));
     let finished = ready.finish(&op);
     // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
     let lost = ended.code != 0 && finished.error.is_some();
-    let reasons = finished.reasons().chain(denied).collect();
+    let reasons = finished.reasons().chain(denied).chain(said).collect();
     // One in the foreground ends with the container's own exit code, and leaves nobody behind.
     let ran = ended.code == 0 || !detach && ended.passed && !lost;
     let left = ended.code != 0 && cgroups.kill();

@@ -9,8 +9,10 @@ enter_cgroups() {
     while read -r dir; do
         echo $$ > "$dir/cgroup.procs"
     done <<< "$TESTBED_CGROUPS"
+    local cgroup=--cgroup
+    case $TESTBED_CGROUP in host*) cgroup= ;; esac
     TESTBED_STAGE=mounts exec unshare --mount --propagation private --pid --fork --kill-child \
-        --net --ipc --uts --cgroup bash "$0" "$@"
+        --net --ipc --uts $cgroup bash "$0" "$@"
 }
 
 show() { # SRC DST: a bind mount of a file or folder, its mount point made if need be
@@ -71,6 +73,7 @@ mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows th
         leave_cgroup2_root sys/fs/cgroup
         return
     fi
+    case $TESTBED_CGROUP in host*) show_cgroups && return ;; esac
     mount -t tmpfs -o mode=755 cgroup sys/fs/cgroup
     local at type options option kept
     while read -r at type options; do
@@ -90,6 +93,27 @@ mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows th
     for link in /sys/fs/cgroup/*; do # cpu -> cpu,cpuacct and the like
         if [ -L "$link" ]; then cp -P "$link" "sys/fs/cgroup/"; fi
     done
+}
+
+show_cgroups() { # the machine's own, in which a run can change its own folders alone
+    local at type
+    if [ "$TESTBED_CGROUP" = host ]; then mount --bind /sys/fs/cgroup sys/fs/cgroup; fi
+    while read -r at type _; do
+        case $TESTBED_CGROUP-$type in
+            host-cgroup*) show_hierarchy "$at" ".$at" ;;
+            host-v2-cgroup2) show_hierarchy "$at" sys/fs/cgroup ;;
+        esac
+    done <<< "$TESTBED_HIERARCHIES"
+}
+
+show_hierarchy() { # SRC DST
+    mount --bind "$1" "$2"
+    case $TESTBED_CGROUP in # crun starts no container where v2 has a controller beside v1, else hands it on from the root
+        host) if [ -e "$2/cgroup.controllers" ]; then mount --bind /dev/null "$2/cgroup.controllers"; fi ;;
+        host-v2) mount --bind /dev/null "$2/cgroup.subtree_control" ;;
+    esac
+    mount --bind "$1$TESTBED_CGROUP_PARENT" "$2$TESTBED_CGROUP_PARENT"
+    mount -o remount,bind,ro "$2"
 }
 
 leave_cgroup2_root() { # a cgroup with processes of its own could give its children no controllers
@@ -133,7 +157,7 @@ make_mounts() {
     ip link set lo up
     exec env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         LANG=C.UTF-8 TERM="${TERM:-dumb}" PODMAN_IGNORE_CGROUPSV1_WARNING=1 TESTBED_STAGE=init \
-        TESTBED_CGROUP="$TESTBED_CGROUP" TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
+        TESTBED_CGROUP="$TESTBED_CGROUP" TESTBED_CGROUP_PARENT="$TESTBED_CGROUP_PARENT" TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
 }
 
 case ${TESTBED_STAGE:-} in

@@ -22,6 +22,7 @@ use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::switches::{self, Switches};
 use cryopod_gpu_hooks::tools::SystemTools;
 use cryopod_runtime::config::Config;
+use cryopod_runtime::lowlevel::{Kind, LowLevel};
 use cryopod_runtime::op::Operation;
 use cryopod_runtime::preflight::{self, Answer, Means, Question};
 use cryopod_runtime::{compressed, facts, plugins};
@@ -164,8 +165,11 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         seal,
         spec: &checkpoint.spec,
         switches: &switches,
-        means: &means,
-        amd: &checkpoint.amd,
+        low: LowLevel::find(&config).map_or(Kind::Runc, |low| low.kind),
+        faults: &means.faults,
+        agent: means.agent.as_ref().map(|a| &a.ready),
+        amd: Some(&checkpoint.amd),
+        freed: 0,
     })
     .map_err(|e| e.to_string())?;
     let compressed = compressed::of_inventory(&checkpoint.inventory, criu.as_ref());

@@ -6,6 +6,7 @@ use std::time::Duration;
 use cryopod_archive::seal::Vendor;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::plan::Plugins;
+use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::Tools;
 use cryopod_gpu_hooks::{amd, nvidia};
 use cryopod_runtime::cgroup::{self, Setup};
@@ -13,7 +14,7 @@ use cryopod_runtime::config::{Config, Nvidia};
 use cryopod_runtime::criu_helpers::{Fault, Probe};
 use cryopod_runtime::criuopts::{self, Options};
 use cryopod_runtime::lowlevel::{Kind, LowLevel};
-use cryopod_runtime::{agent, facts, plugins};
+use cryopod_runtime::{agent, cpuset, facts, plugins};
 
 use super::{Line, tested};
 
@@ -267,7 +268,10 @@ fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             format!("hybrid (v1 and v2), v2 has {controllers}"),
             "crun starts no container here (\"cgroups in hybrid mode not supported, drop all controllers from cgroupv2\"); use runc, or a host with v2 alone",
         ),
-        (Setup::Hybrid, _) if crun => Line::note("cgroups", "hybrid (v1 and v2)", "a restore under crun can fail on cpuset.cpus here (crun does not pass --manage-cgroups-mode on to CRIU); use runc, or a host with v2 alone"),
+(Setup::Hybrid, _) if crun => match cpuset::obstacle(input.host, &Spec::from_json(serde_json::Value::Null)) {
+            Some(obstacle) => Line::note("cgroups", "hybrid (v1 and v2)", obstacle.to_string()),
+            None => Line::ok("cgroups", "hybrid"),
+        },
         (other, _) => Line::ok("cgroups", other.label()),
     });
 }

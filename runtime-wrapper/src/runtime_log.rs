@@ -1,0 +1,175 @@
+//! crun's log of an operation, kept apart until it is known how that ended.
+//!
+//! crun from 1.23 on copies every line of CRIU's log with the word "Error" to its own, the harmless first one included
+//! (`Can't setup RLIMIT_NOFILE`), and podman shows the first error of that log as the reason. So crun logs to a file of
+//! the operation. Its lines reach the engine's log when it has ended; after a failure as warnings, so that the one error
+//! there, the first and the last, is this program's, with the cause.
+
+use std::ffi::OsString;
+use std::fs::OpenOptions;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::argv::Invocation;
+use crate::lowlevel::{Kind, LowLevel};
+use crate::op::Operation;
+
+/// The file in the operation's folder.
+const FILE: &str = "runtime.log";
+/// Most that is handed on, in bytes.
+const MAX: u64 = 4 << 20;
+
+/// Where crun's lines are, and where they belong.
+#[derive(Debug)]
+pub struct RuntimeLog {
+    apart: PathBuf,
+    engine: PathBuf,
+}
+
+impl RuntimeLog {
+    /// Changes the command line; `None` where the runtime writes where the engine says.
+    pub fn apart(
+        op: &Operation,
+        low: &LowLevel,
+        inv: &Invocation,
+        args: &mut [OsString],
+    ) -> Option<Self> {
+        let engine = inv.globals.log.clone().filter(|_| low.kind == Kind::Crun)?;
+        let apart = op.file(FILE);
+        replace(args, inv.verb_at, &engine, &apart).then_some(Self { apart, engine })
+    }
+
+    /// Hands the lines on. Gives what crun itself said last of a failure, if it is more than that CRIU failed.
+    pub fn hand_on(&self, failed: bool) -> Option<String> {
+        let text = self.read().ok()?;
+        if let Err(e) = self.append(&text, failed) {
+            tracing::debug!("{}: {e}", self.engine.display());
+        }
+        let said = text.lines().rev().filter_map(said);
+        said.filter(|_| failed).find(|s| own(s))
+    }
+
+    fn read(&self) -> io::Result<String> {
+        let mut text = Vec::new();
+        let file = std::fs::File::open(&self.apart)?;
+        file.take(MAX).read_to_end(&mut text)?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+
+    fn append(&self, text: &str, failed: bool) -> io::Result<()> {
+        let lines: String = text.lines().map(|l| handed_on(l, failed)).collect();
+        let mut engine = OpenOptions::new();
+        let mut engine = engine.append(true).create(true).open(&self.engine)?;
+        engine.write_all(lines.as_bytes())
+    }
+}
+
+/// The message of an error.
+fn said(line: &str) -> Option<String> {
+    match serde_json::from_str::<Value>(line) {
+        Ok(json) if json.get("level")? == "error" => Some(json.get("msg")?.as_str()?.to_owned()),
+        Ok(_) => None,
+        Err(_) => Some(line.split_once("level=error")?.1.trim().to_owned()),
+    }
+}
+
+/// Lines of CRIU's log, and that CRIU failed, are told otherwise.
+fn own(said: &str) -> bool {
+    !["(", "--- ", "CRIU "]
+        .iter()
+        .any(|start| said.starts_with(start))
+}
+
+fn handed_on(line: &str, failed: bool) -> String {
+    let mut line = line.to_owned();
+    if failed {
+        match serde_json::from_str::<Value>(&line) {
+            Ok(mut json) => {
+                if json.get("level").is_some_and(|l| l == "error") {
+                    json["level"] = "warning".into();
+                    line = json.to_string();
+                }
+            }
+            Err(_) => line = line.replacen("level=error", "level=warning", 1),
+        }
+    }
+    line.push('\n');
+    line
+}
+
+/// Replaces the value of `--log` among the global flags.
+fn replace(args: &mut [OsString], verb_at: usize, old: &Path, new: &Path) -> bool {
+    let mut found = false;
+    let mut flag = false;
+    for arg in args.iter_mut().take(verb_at) {
+        if flag && Path::new(arg) == old {
+            *arg = new.into();
+            found = true;
+        }
+        flag = arg == "--log";
+        let joined = arg.to_str().and_then(|a| a.strip_prefix("--log="));
+        if joined.is_some_and(|value| Path::new(value) == old) {
+            let mut with = OsString::from("--log=");
+            with.push(new);
+            *arg = with;
+            found = true;
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_value_of_the_global_flag() {
+        let replaced = |line: &str, verb_at| {
+            let mut args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            let found = replace(&mut args, verb_at, Path::new("/e/log"), Path::new("/o"));
+            let args: Vec<_> = args
+                .iter()
+                .map(|a| a.to_str().unwrap().to_owned())
+                .collect();
+            found.then(|| args.join(" "))
+        };
+        assert_eq!(
+            replaced("--log-format json --log /e/log restore c1", 4).unwrap(),
+            "--log-format json --log /o restore c1"
+        );
+        assert_eq!(
+            replaced("--log=/e/log restore c1", 1).unwrap(),
+            "--log=/o restore c1"
+        );
+        assert_eq!(replaced("restore --log /e/log", 0), None);
+    }
+
+    #[test]
+    fn what_crun_says_itself() {
+        let line = |msg: &str| said(&serde_json::json!({"msg": msg, "level": "error"}).to_string());
+        assert!(own(&line("error opening `/x`").unwrap()));
+        for others in [
+            "(00.1) Error (x.c:1): y",
+            "--- end of excerpt",
+            "CRIU restoring failed: -52",
+        ] {
+            assert!(!own(&line(others).unwrap()));
+        }
+        assert_eq!(said(r#"{"msg":"x","level":"warning"}"#), None);
+    }
+
+    #[test]
+    fn errors_of_a_failed_operation_become_warnings() {
+        let json = r#"{"msg":"x","level":"error","time":"t"}"#;
+        assert_eq!(handed_on(json, false), format!("{json}\n"));
+        assert!(handed_on(json, true).contains(r#""level":"warning""#));
+        let other = r#"{"msg":"level=error","level":"debug"}"#;
+        assert_eq!(handed_on(other, true), format!("{other}\n"));
+        assert_eq!(
+            handed_on("level=error msg=x", true),
+            "level=warning msg=x\n"
+        );
+    }
+}
