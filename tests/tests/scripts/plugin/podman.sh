@@ -55,7 +55,11 @@ cycle 'a forked child without CUDA, a leaked device file' --mib 16 --fork-idle 1
 run --mib 16
 rm -f /tmp/job.tar
 says() { # SWITCH: what the message must hold
-    case $1 in fail-init) echo 'the NVIDIA driver cannot be used for a checkpoint' ;; *) echo 'cusim-client.*the driver refused' ;; esac
+    case $1 in
+        fail-init) echo 'the NVIDIA driver cannot be used for a checkpoint' ;;
+        mig) echo 'cusim-client.*the driver refused|could not be restored on this host: nvidia-mig' ;; # whichever sees it first
+        *) echo 'cusim-client.*the driver refused' ;;
+    esac
 }
 for switch in refuse fail-lock mig fail-init; do
     /opt/build/cusim-ctl --socket "$sim" set "$switch" > /dev/null
