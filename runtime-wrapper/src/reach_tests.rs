@@ -518,6 +518,7 @@ proptest! {
         // Mounts.
         let provider = Provider {
             ceiling: config.ceiling(host, &engine),
+            mounts: &cryopod_gpu_hooks::destinations::Destinations::default(),
             recorded_driver: None,
             driver: None,
             renamed: &[],
