@@ -518,7 +518,7 @@ proptest! {
         // Mounts.
         let provider = Provider {
             ceiling: config.ceiling(host, &engine),
-            mounts: &cryopod_gpu_hooks::destinations::Destinations::default(),
+            mounts: &cryopod_gpu_hooks::destinations::Destinations::of(host, &engine, Path::new("/none")),
             recorded_driver: None,
             driver: None,
             renamed: &[],
