@@ -6,14 +6,16 @@
 torch_args() {
     local dir
     gpu_args "$1"
-    gpu+=(--shm-size 1g -e NCCL_DEBUG=INFO -e NCCL_NVLS_ENABLE=0 -e NCCL_SOCKET_IFNAME=lo -e NCCL_IB_DISABLE=1)
+    gpu+=(--shm-size 1g -e NCCL_DEBUG=INFO -e NCCL_DEBUG_FILE=/tmp/nccl.%p -e NCCL_NVLS_ENABLE=0 -e NCCL_SOCKET_IFNAME=lo -e NCCL_IB_DISABLE=1)
     gpu+=(-e TORCH_SYMM_MEM_DISABLE_MULTICAST=1 -e UV_USE_IO_URING=0 -e USE_LIBUV=0)
     [ -z "$sim" ] || return 0
     for dir in "${torch_mounts[@]}"; do gpu+=(-v "/host$dir:$dir:ro,bind"); done
     gpu+=(-e PYTHONDONTWRITEBYTECODE=1 -e HOME=/tmp "${torch_env[@]}")
 }
 
-ways() { podman logs "$1" 2>&1 | grep -o ' via [A-Z0-9/]*' | sort | uniq -c | awk '{printf "%s%s x%s", n++ ? ", " : "", $3, $1}'; }
+# What NCCL says, line by line: into its own file, as it leaves its standard output in the C library's buffer.
+nccl_said() { if [ -n "$sim" ]; then podman logs "$1" 2>&1; else podman exec "$1" sh -c 'cat /tmp/nccl.*'; fi; }
+ways() { nccl_said "$1" | grep -o ' via [A-Z0-9/]*' | sort | uniq -c | awk '{printf "%s%s x%s", n++ ? ", " : "", $3, $1}'; }
 
 # sums NAME LABEL LINES: the container prints 6 lines more than LINES, each process has had one sum all the time.
 sums() {
@@ -86,7 +88,7 @@ nccl_restored() { # RUNTIME VARIABLES LABEL: a transport that comes back
 
 told() { podman logs "$1" 2>&1 | grep -c "^# $2 " || true; }
 told_by_both() { [ "$(told "$1" "$2")" = 2 ]; }
-p2p_times() { podman logs "$1" 2>&1 | grep -c ' via P2P' || true; }
+p2p_times() { nccl_said "$1" | grep -c ' via P2P' || true; }
 
 nccl_destroyed() { # RUNTIME LABEL: torch's defaults: refused; the process groups destroyed: checkpoint, rm, restore, made again
     local label=$2 archive=/var/lib/containers/job.tar before way times
