@@ -156,3 +156,8 @@ mod tests {
         assert!(describe(12345).is_none());
     }
 }
+
+/// `CUipcMemHandle`: 64 bytes, passed by value.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct Handle(pub [u64; 8]);

@@ -191,16 +191,55 @@ impl Cuda {
     }
 
     /// `cuIpcGetMemHandle`.
-    pub fn ipc_handle(&self, p: CuDevicePtr) -> CuOutcome<[u64; 8]> {
-        let mut h = [0u64; 8];
+    pub fn ipc_handle(&self, p: CuDevicePtr) -> CuOutcome<Handle> {
+        let mut h = Handle::default();
         call!(
             self,
             c"cuIpcGetMemHandle",
-            (*mut [u64; 8], CuDevicePtr),
+            (*mut Handle, CuDevicePtr),
             &mut h,
             p
         )
         .map(|()| h)
+    }
+
+    /// `cuIpcOpenMemHandle_v2`, for all peers.
+    pub fn ipc_open(&self, handle: Handle) -> CuOutcome<CuDevicePtr> {
+        let mut p: CuDevicePtr = 0;
+        call!(
+            self,
+            c"cuIpcOpenMemHandle_v2",
+            (*mut CuDevicePtr, Handle, c_uint),
+            &mut p,
+            handle,
+            1
+        )
+        .map(|()| p)
+    }
+
+    /// `cuIpcCloseMemHandle`.
+    pub fn ipc_close(&self, p: CuDevicePtr) -> CuOutcome<()> {
+        call!(self, c"cuIpcCloseMemHandle", (CuDevicePtr), p)
+    }
+
+    /// The simulation's own: a handle that another process can import as cuMem does.
+    pub fn share(&self, p: CuDevicePtr) -> CuOutcome<Handle> {
+        let mut h = Handle::default();
+        call!(self, c"cusim_export", (*mut Handle, CuDevicePtr), &mut h, p).map(|()| h)
+    }
+
+    /// The simulation's own: imports it, as cuMem does or as NCCL's P2P/IPC (`legacy`).
+    pub fn import(&self, handle: Handle, legacy: bool) -> CuOutcome<CuDevicePtr> {
+        let mut p: CuDevicePtr = 0;
+        call!(
+            self,
+            c"cusim_import",
+            (*mut CuDevicePtr, Handle, c_uint),
+            &mut p,
+            handle,
+            c_uint::from(legacy)
+        )
+        .map(|()| p)
     }
 
     /// `cuMemFree_v2`.

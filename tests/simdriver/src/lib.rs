@@ -13,6 +13,7 @@ pub mod abi;
 pub mod cuda;
 mod driver;
 pub mod install;
+pub mod ranks;
 pub mod server;
 pub mod uuid;
 pub mod wire;

@@ -27,9 +27,9 @@ pub mod op {
     pub const ALLOC: u64 = 3;
     /// (address) → ()
     pub const FREE: u64 = 4;
-    /// (address) → (bytes) and a file descriptor of the memory
+    /// (address, session or 0 for the own one) → (bytes) and a file descriptor of the memory
     pub const GET_FD: u64 = 5;
-    /// (address, offset, bytes) → (sum)
+    /// (address, offset, bytes, session or 0 for the own one) → (sum)
     pub const SUM: u64 = 6;
     /// (address, offset, bytes, value) → ()
     pub const MEMSET: u64 = 7;
@@ -39,7 +39,7 @@ pub mod op {
     pub const STEP_END: u64 = 9;
     /// () → (): frees everything that the process holds
     pub const RELEASE_ALL: u64 = 10;
-    /// (what: 1 managed memory, 2 IPC) → ()
+    /// (what: 1 managed memory, 2 memory that others may import) → (session)
     pub const MARK: u64 = 11;
     /// (uuid hi, uuid lo) → (free bytes, total bytes)
     pub const MEM_INFO: u64 = 12;

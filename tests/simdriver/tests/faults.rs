@@ -41,18 +41,19 @@ fn refused_checkpoints_leave_the_process_locked() {
 }
 
 #[test]
-fn real_managed_memory_and_ipc_are_refused() {
-    for flag in ["--uvm", "--ipc"] {
-        let mut m = Machine::new(&[]);
-        let c = m.client(&[flag]);
-        m.ok(c.pid, &["lock"]);
-        m.fails(c.pid, &["checkpoint"], "CUDA_ERROR_NOT_SUPPORTED");
-        m.ok(c.pid, &["unlock"]);
-        c.goes_on();
-    }
-    // A driver that can checkpoint exported memory.
-    let mut m = Machine::new(&["--driver", "610.43.03"]);
-    let c = m.client(&["--ipc"]);
+fn real_managed_memory_is_refused() {
+    let mut m = Machine::new(&[]);
+    let c = m.client(&["--uvm"]);
+    m.ok(c.pid, &["lock"]);
+    m.fails(c.pid, &["checkpoint"], "CUDA_ERROR_NOT_SUPPORTED");
+    m.ok(c.pid, &["unlock"]);
+    c.goes_on();
+}
+
+#[test]
+fn memory_that_nobody_imports_comes_back() {
+    let mut m = Machine::new(&[]);
+    let c = m.client(&["--mib", "2", "--ipc"]);
     m.ok(c.pid, &["lock", "checkpoint", "restore", "unlock"]);
     c.goes_on();
 }

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Parser, ValueEnum};
 use cuda_sim::abi::CuDevicePtr;
 use cuda_sim::cuda::Cuda;
+use cuda_sim::ranks::{Rank, Team, Way};
 use nix::sys::wait::wait;
 use nix::unistd::{ForkResult, fork, pause, pipe, write};
 
@@ -48,9 +49,12 @@ struct Args {
     /// Allocate managed memory as well
     #[arg(long)]
     uvm: bool,
-    /// Export an allocation to other processes
+    /// Export an allocation to other processes; with several, the others import that of the first and sum it up
     #[arg(long)]
     ipc: bool,
+    /// The processes are ranks that add up their sums as over NCCL; its variables choose the transport
+    #[arg(long)]
+    nccl: bool,
     /// Keep nvidiactl open outside of the driver, as NVML users do
     #[arg(long)]
     leak_fd: bool,
@@ -76,8 +80,14 @@ struct Args {
 
 fn main() -> Result<()> {
     let args = Args::parse();
+    let way = match (args.nccl, args.ipc) {
+        (true, _) => Some(Way::of_nccl()),
+        (false, true) => Some(Way::Plain),
+        (false, false) => None,
+    };
+    let mut team = way.map(|way| Team::new(way, args.procs)).transpose()?;
     if args.procs <= 1 {
-        return run(&args, &args.gpus, "", None);
+        return run(&args, &args.gpus, "", None, team.map(|team| (team, 0)));
     }
     let (ready, filled) = pipe()?;
     for i in 0..args.procs {
@@ -89,10 +99,17 @@ fn main() -> Result<()> {
                 .get(i % args.gpus.len().max(1))
                 .context("no GPU given")?;
             let others = Some((ready, filled));
-            return run(&args, std::slice::from_ref(gpu), &format!(" p{i}"), others);
+            let team = team.take().map(|team| (team, i));
+            return run(
+                &args,
+                std::slice::from_ref(gpu),
+                &format!(" p{i}"),
+                others,
+                team,
+            );
         }
     }
-    drop((ready, filled));
+    drop((ready, filled, team));
     for _ in 0..args.procs {
         let status = wait()?;
         if !matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)) {
@@ -114,6 +131,7 @@ fn run(
     gpus: &[String],
     label: &str,
     others: Option<(OwnedFd, OwnedFd)>,
+    team: Option<(Team, usize)>,
 ) -> Result<()> {
     let cuda = Cuda::load(None).map_err(|e| anyhow!("{e}"))?;
     cuda.init().context("cuInit")?;
@@ -146,13 +164,16 @@ fn run(
     if args.uvm {
         cuda.alloc_managed(1 << 20).context("managed memory")?;
     }
-    if args.ipc {
-        let (p, _) = chunks.first().context("nothing to export")?;
-        cuda.ipc_handle(*p).context("IPC handle")?;
-    }
     if let Some((ready, filled)) = others {
         drop(filled);
         File::from(ready).read_to_end(&mut Vec::new())?;
+    }
+    let mut rank = None;
+    if let Some((team, number)) = team {
+        let [own] = chunks[..] else {
+            bail!("a rank has one allocation: --mib must not be more than --chunk-mib");
+        };
+        rank = Some(Rank::new(team, number, label, cuda, own, expected)?);
     }
     for _ in 0..args.fork_idle {
         // SAFETY: the child only makes system calls until it is killed.
@@ -191,6 +212,10 @@ fn run(
         if args.churn {
             cuda.free(cuda.alloc(1 << 20).context("alloc")?)
                 .context("free")?;
+        }
+        let mut expected = expected;
+        if let Some(rank) = &mut rank {
+            (total, expected) = (rank.step()?, rank.expected);
         }
         let verdict = if total == expected { "ok" } else { "CORRUPT" };
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();

@@ -4,6 +4,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use super::memory::{self, Way};
 use super::process::{api, init, process};
+use super::shared::{self, Kind};
 use crate::abi::*;
 
 /// The code of an outcome.
@@ -274,10 +275,40 @@ extern "C" fn cuMemsetD8_v2(ptr: CuDevicePtr, value: u8, bytes: usize) -> CuResu
     code(api(|i| memory::fill(i, ptr, value, bytes as u64)))
 }
 
-/// `CUipcMemHandle`: 64 bytes, filled with the address.
 #[unsafe(no_mangle)]
-extern "C" fn cuIpcGetMemHandle(handle: *mut [u64; 8], ptr: CuDevicePtr) -> CuResult {
-    put(handle, api(|i| memory::export(i, ptr).map(|()| [ptr; 8])))
+extern "C" fn cuIpcGetMemHandle(handle: *mut Handle, ptr: CuDevicePtr) -> CuResult {
+    put(handle, api(|i| shared::export(i, ptr, true)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcOpenMemHandle_v2(
+    ptr: *mut CuDevicePtr,
+    handle: Handle,
+    _flags: c_uint,
+) -> CuResult {
+    put(ptr, api(|i| shared::import(i, &handle, Kind::Ipc)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuIpcCloseMemHandle(ptr: CuDevicePtr) -> CuResult {
+    code(api(|i| shared::close(i, ptr)))
+}
+
+/// Not NVIDIA's: a handle of memory, in place of exporting a cuMem allocation as a descriptor.
+#[unsafe(no_mangle)]
+extern "C" fn cusim_export(handle: *mut Handle, ptr: CuDevicePtr) -> CuResult {
+    put(handle, api(|i| shared::export(i, ptr, false)))
+}
+
+/// Not NVIDIA's: maps such memory, as cuMem does or, with `legacy` not 0, as NCCL's P2P/IPC. `cuIpcCloseMemHandle` unmaps
+/// it.
+#[unsafe(no_mangle)]
+extern "C" fn cusim_import(ptr: *mut CuDevicePtr, handle: Handle, legacy: c_uint) -> CuResult {
+    let kind = match legacy {
+        0 => Kind::Cumem,
+        _ => Kind::NcclIpc,
+    };
+    put(ptr, api(|i| shared::import(i, &handle, kind)))
 }
 
 /// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64.

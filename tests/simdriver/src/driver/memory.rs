@@ -5,6 +5,7 @@ use std::os::fd::AsRawFd;
 
 use super::nodes::Node;
 use super::process::{Block, Inner};
+use super::shared;
 use super::steps::device_memory;
 use crate::abi::*;
 use crate::wire::{ALLOC_CONTEXT, op};
@@ -110,12 +111,6 @@ pub fn alloc_managed(inner: &mut Inner, bytes: u64) -> Result<CuDevicePtr, CuRes
     Ok(address)
 }
 
-/// `cuIpcGetMemHandle`: marks the process as sharing memory.
-pub fn export(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
-    find(inner, address, 0)?;
-    inner.ask(op::MARK, &[2]).map(|_| ())
-}
-
 /// `cuMemFree`.
 pub fn free(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
     if address == 0 {
@@ -132,7 +127,7 @@ pub fn free(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
 }
 
 /// The block that holds a range, and the range's offset in it.
-fn find(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(Block, u64), CuResult> {
+pub fn find(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(Block, u64), CuResult> {
     inner
         .blocks
         .iter()
@@ -162,8 +157,13 @@ pub fn copy(
     if len == 0 {
         return Ok(());
     }
-    let (block, offset) = find(inner, device, len as u64)?;
-    let file = device_memory(inner, block.address)?;
+    let (file, offset) = match shared::find(inner, device, len as u64) {
+        Some((import, offset)) => (import.memory(inner)?, offset),
+        None => {
+            let (block, offset) = find(inner, device, len as u64)?;
+            (device_memory(inner, block.address)?, offset)
+        }
+    };
     let mut at = 0;
     while at < len {
         let n = (len - at).min(MOST);
@@ -188,6 +188,9 @@ pub fn copy(
 
 /// The checksum kernel of gpujob.cu.
 pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResult> {
+    if let Some((import, offset)) = shared::find(inner, address, len) {
+        return import.sum(inner, offset, len);
+    }
     let (block, offset) = find(inner, address, len)?;
     Ok(inner.ask(op::SUM, &[block.address, offset, len])?[1])
 }

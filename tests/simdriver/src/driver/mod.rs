@@ -10,5 +10,6 @@ pub mod memory;
 pub mod nodes;
 pub mod nvml;
 pub mod process;
+pub mod shared;
 pub mod steps;
 pub mod thread;

@@ -11,6 +11,7 @@ use super::gate::Gate;
 use super::locate;
 use super::mailbox::Mailbox;
 use super::nodes::Nodes;
+use super::shared::{Import, ShmFile};
 use super::thread;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
@@ -59,6 +60,10 @@ pub struct Inner {
     pub next_address: u64,
     pub context_bytes: u64,
     pub image: Option<Image>,
+    /// Memory of other processes.
+    pub imports: Vec<Import>,
+    /// What shows that others may import this process's memory by CUDA IPC.
+    pub exported: Option<ShmFile>,
     /// Set when a restore ran out of memory: the real driver never recovers from that.
     pub poisoned: bool,
 }
@@ -165,6 +170,8 @@ pub fn init() -> Result<(), CuResult> {
         next_address: 0x1000_0000_0000,
         context_bytes: hello[4],
         image: None,
+        imports: Vec::new(),
+        exported: None,
         poisoned: false,
     };
     inner.set_server(Some(server));

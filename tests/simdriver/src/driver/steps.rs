@@ -195,6 +195,10 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
     if inner.poisoned {
         return Err(CUDA_ERROR_OPERATING_SYSTEM);
     }
+    // As the real driver: the checkpoint has succeeded, and the process stays checkpointed.
+    if let Some(import) = inner.imports.first() {
+        return Err(import.refusal);
+    }
     let image = inner.image.ok_or(CUDA_ERROR_UNKNOWN)?;
     let server = UnixStream::connect(&p.socket).map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
     let hello = checked(wire::ask(

@@ -210,9 +210,11 @@ fn client(
     reply: &mut Frame,
     file: &mut Option<Arc<File>>,
 ) -> Result<(), CuResult> {
-    let memory = |address: u64| {
+    // Session 0 is the own one.
+    let memory = |address: u64, of: u64| {
         let world = server.world();
-        let alloc = world.sessions.get(&id).and_then(|s| s.allocs.get(&address));
+        let session = world.sessions.get(if of == 0 { &id } else { &of });
+        let alloc = session.and_then(|s| s.allocs.get(&address));
         alloc
             .map(|a| (Arc::clone(&a.memory), a.bytes))
             .ok_or(CUDA_ERROR_INVALID_VALUE)
@@ -269,18 +271,18 @@ fn client(
             Ok(())
         }
         op::GET_FD => {
-            let (m, bytes) = memory(f[1])?;
+            let (m, bytes) = memory(f[1], f[2])?;
             reply[1] = bytes;
             *file = Some(m);
             Ok(())
         }
         op::SUM => {
-            let (m, bytes) = memory(f[1])?;
+            let (m, bytes) = memory(f[1], f[4])?;
             reply[1] = sum(&m, f[2], within(f[2], f[3], bytes)?).map_err(|_| CUDA_ERROR_UNKNOWN)?;
             Ok(())
         }
         op::MEMSET => {
-            let (m, bytes) = memory(f[1])?;
+            let (m, bytes) = memory(f[1], 0)?;
             let len = within(f[2], f[3], bytes)?;
             fill(&m, f[2], len, f[4].to_le_bytes()[0]).map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)
         }
@@ -301,6 +303,7 @@ fn client(
                 .ok_or(CUDA_ERROR_INVALID_VALUE)?;
             session.managed |= f[1] == 1;
             session.ipc |= f[1] == 2;
+            reply[1] = id;
             Ok(())
         }
         op::STEP_BEGIN => step_begin(server, c, id, f, reply),
@@ -339,11 +342,9 @@ fn step_begin(
     let step = Step::from_word(f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
     let mut world = server.world();
     let (mut verdict, acted) = world.faults.decide(step, c.pid);
-    let old_driver = world.config.driver_major() < 610;
     if let Some(s) = world.sessions.get(&id) {
         c.before = json!(s.by_gpu());
-        let unsupported = s.managed || (s.ipc && old_driver);
-        if step == Step::Checkpoint && unsupported && verdict.directive == directive::PROCEED {
+        if step == Step::Checkpoint && s.managed && verdict.directive == directive::PROCEED {
             verdict.directive = directive::FAIL;
             verdict.code = CUDA_ERROR_NOT_SUPPORTED;
         }
