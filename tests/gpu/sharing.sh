@@ -15,7 +15,7 @@ torch_args() {
 
 # What NCCL says, line by line: into its own file, as it leaves its standard output in the C library's buffer.
 nccl_said() { if [ -n "$sim" ]; then podman logs "$1" 2>&1; else podman exec "$1" sh -c 'cat /tmp/nccl.*'; fi; }
-ways() { nccl_said "$1" | grep -o ' via [A-Z0-9/]*' | sort | uniq -c | awk '{printf "%s%s x%s", n++ ? ", " : "", $3, $1}'; }
+ways() { nccl_said "$1" | grep -o ' via [A-Za-z0-9/]*' | sort | uniq -c | awk '{printf "%s%s x%s", n++ ? ", " : "", $3, $1}'; }
 
 # sums NAME LABEL LINES: the container prints 6 lines more than LINES, each process has had one sum all the time.
 sums() {
