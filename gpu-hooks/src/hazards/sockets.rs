@@ -13,6 +13,9 @@ use crate::sock_diag::{self, UnixSocket};
 const MAX_NAMESPACES: usize = 16;
 /// `TCP_ESTABLISHED` of the kernel, for Unix sockets as well.
 const ESTABLISHED: u8 = 1;
+/// How CUDA's library names sockets of its own (`@cuda-uvmfd-NAMESPACE-PID`, seen with driver 580). The driver closes
+/// them at its checkpoint, before CRIU looks at any descriptor.
+const OF_CUDA: &str = "@cuda-";
 /// Both directions are shut down.
 const SHUT: u8 = 3;
 
@@ -118,7 +121,8 @@ impl Scan {
                     0 => socket.shutdown != SHUT && !waiting.contains(&socket.inode),
                     peer => !own.contains(&peer),
                 };
-                if !connected || !outside || !told.insert(socket.inode) {
+                let of_cuda = socket.name.starts_with(OF_CUDA);
+                if !connected || !outside || of_cuda || !told.insert(socket.inode) {
                     continue;
                 }
                 let name = match sockets.get(&socket.peer).map(|s| s.name.as_str()) {
@@ -267,6 +271,10 @@ mod tests {
         let mut closed = unix(1, 0, stream, "");
         closed.shutdown = SHUT;
         assert_eq!(halves(&[1], vec![closed]), [""; 0]);
+        // The driver's own.
+        let mut of_cuda = unix(1, 9, stream, "");
+        of_cuda.name = "@cuda-uvmfd-1-2".into();
+        assert_eq!(halves(&[1], vec![of_cuda]), [""; 0]);
         // Datagrams are sent again, to a socket of that name.
         assert_eq!(
             halves(&[1], vec![unix(1, 9, libc::SOCK_DGRAM, "")]),

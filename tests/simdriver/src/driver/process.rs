@@ -1,11 +1,14 @@
 //! The state of the driver in this process, and `cuInit`.
 
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 
 use super::gate::Gate;
 use super::locate;
@@ -131,6 +134,28 @@ pub fn api<T>(f: impl FnOnce(&mut Inner) -> Result<T, CuResult>) -> Result<T, Cu
     f(&mut p.inner())
 }
 
+/// Connects to the device server. The socket has a name as those of CUDA's library have, from which anyone can tell that it
+/// is the driver's own.
+pub fn connect(server: &Path) -> io::Result<UnixStream> {
+    let unix = socket::socket(
+        AddressFamily::Unix,
+        SockType::Stream,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )?;
+    // A restore comes here, too, and must not use the heap.
+    let mut name = [0; 64];
+    let mut rest = &mut name[..];
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = now.map_or(0, |now| now.as_nanos());
+    write!(rest, "cuda-simdriver-{}-{now}", std::process::id())?;
+    let unused = rest.len();
+    let name = UnixAddr::new_abstract(&name[..name.len() - unused])?;
+    socket::bind(unix.as_raw_fd(), &name)?;
+    socket::connect(unix.as_raw_fd(), &UnixAddr::new(server)?)?;
+    Ok(unix.into())
+}
+
 /// `cuInit`.
 pub fn init() -> Result<(), CuResult> {
     let _one = INIT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,7 +166,7 @@ pub fn init() -> Result<(), CuResult> {
     if !Nodes::has_ctl(&places.dev) {
         return Err(CUDA_ERROR_NO_DEVICE);
     }
-    let server = UnixStream::connect(&places.socket).map_err(|_| CUDA_ERROR_NO_DEVICE)?;
+    let server = connect(&places.socket).map_err(|_| CUDA_ERROR_NO_DEVICE)?;
     let hello = checked(wire::ask(
         &server,
         op::HELLO,

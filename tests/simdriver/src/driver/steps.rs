@@ -5,12 +5,11 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::mailbox::Word;
-use super::process::{Gpu, Image, Inner, Process, checked, gpu_info};
+use super::process::{self, Gpu, Image, Inner, Process, checked, gpu_info};
 use super::thread::Request;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
@@ -200,7 +199,7 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
         return Err(import.refusal);
     }
     let image = inner.image.ok_or(CUDA_ERROR_UNKNOWN)?;
-    let server = UnixStream::connect(&p.socket).map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
+    let server = process::connect(&p.socket).map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
     let hello = checked(wire::ask(
         &server,
         op::HELLO,
