@@ -294,6 +294,8 @@ pub struct Provided {
     pub opened: OwnedFd,
     /// It is a driver's file or folder, which neither the spec nor the configuration names: never writable.
     pub read_only: bool,
+    /// It lies in a volume of the spec, where the container can exchange it.
+    pub in_volume: bool,
 }
 
 impl Provider<'_> {
@@ -373,6 +375,7 @@ impl Provider<'_> {
                 "see why on this host",
             );
         };
+        let mut place = source.clone();
         let mut read_only = matches!(kind, MountKind::File | MountKind::Folder);
         if of_spec.is_some() {
             read_only = false;
@@ -392,6 +395,7 @@ impl Provider<'_> {
             }
             let allowed = self.ceiling.lifts.mounts;
             read_only &= !allowed.iter().any(|p| real.starts_with(p));
+            place = real;
         }
         if kind != mount.kind {
             return fail(
@@ -420,10 +424,11 @@ impl Provider<'_> {
         }
         Ok(Provided {
             path: mount.path.clone(),
-            source: source.clone(),
+            source: place,
             kind,
             opened,
             read_only,
+            in_volume: of_spec.is_some(),
         })
     }
 

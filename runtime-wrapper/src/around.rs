@@ -278,8 +278,13 @@ pub fn restore(
     let mut foreign = Vec::new();
     for p in &provided {
         tracing::info!("{} is provided from {}", p.path, p.source.display());
-        // Nothing that is exchanged from here on is mounted in the place of what was compared.
-        let shown = op.show(p)?;
+        // What the container could exchange from here on is mounted from the open file. All else lies in directories of
+        // root, and is named by its path: CRIU copies the sharing of several mounts from one of them, and for that the
+        // mount around it must be wide enough.
+        let shown = match p.in_volume {
+            true => op.show(p)?,
+            false => p.source.clone(),
+        };
         foreign.push(external(&p.path, &shown.display().to_string()));
     }
     // The last one of a path counts for CRIU, and the runtime's come after these.

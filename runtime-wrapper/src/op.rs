@@ -304,6 +304,7 @@ mod tests {
                 kind,
                 opened: open(path, OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap(),
                 read_only: true,
+                in_volume: true,
             }
         };
         let shown = match op.show(&provided(&folder, MountKind::Folder)) {
