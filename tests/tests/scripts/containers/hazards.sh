@@ -197,6 +197,6 @@ if pod run -d --name c1 --annotation dev.cryopod.env.avoid=iouring localhost/bus
 grep -q 'annotation dev.cryopod.env.avoid: .*iouring.* is not known; it takes io_uring, nccl' /tmp/said || { cat /tmp/said; exit 1; }
 pod rm -f -t 0 c1 > /dev/null 2>&1 || true
 if pod run -d --name c2 --device /dev/nvidia0 --annotation dev.cryopod.criu.action-script=/x localhost/busybox sleep 100 > /dev/null && pod container checkpoint c2 > /tmp/said 2>&1; then exit 1; fi
-grep -q 'annotation dev.cryopod.criu.action-script: no CRIU option that an annotation may set' /tmp/said || { cat /tmp/said; exit 1; }
+grep -q 'annotation dev.cryopod.criu.action-script: action-script is no CRIU option that an annotation may set' /tmp/said || { cat /tmp/said; exit 1; }
 [ "$(podman inspect -f '{{.State.Status}}' c2)" = running ]
 echo 'ok: annotations that cannot be followed'
