@@ -191,6 +191,17 @@ fn place(
         }
         return None;
     };
+    if !of_a_choice(node, &host_path, (major, minor), chosen) {
+        refusals.push(Refusal {
+            process: None,
+            what: format!(
+                "{host_path}, which the record names for {}, is the node of a GPU that was not chosen",
+                node.path
+            ),
+            remedy: "the checkpoint cannot be used as it is: its record was changed".into(),
+        });
+        return None;
+    }
     let target = Target {
         path,
         host_path,
@@ -201,6 +212,26 @@ fn place(
     };
     let native = target.alias_of.is_none();
     Some((target, native))
+}
+
+/// Is this host's node that of a GPU which takes some GPU's place? A node that is no GPU's always is, and so is every
+/// one where the driver's library alone describes the GPUs: it tells no nodes.
+fn of_a_choice(
+    node: &DeviceNode,
+    host_path: &str,
+    (major, minor): (u64, u64),
+    chosen: &[Choice],
+) -> bool {
+    let here = nodes::number(&DeviceNode {
+        host_path: Some(host_path.to_owned()),
+        major,
+        minor,
+        ..node.clone()
+    });
+    let ours = || chosen.iter().filter(|c| c.new.vendor == node.vendor);
+    here.is_none()
+        || ours().any(|c| number_of(&c.new).is_none())
+        || ours().any(|c| number_of(&c.new) == here)
 }
 
 /// The node that an alias stands for, else the node itself.

@@ -264,6 +264,21 @@ fn what_is_absent_is_told_at_once() {
 }
 
 #[test]
+fn a_record_names_no_gpu_that_was_not_chosen() {
+    let Some((_dir, host)) = host(&NVIDIA) else {
+        return;
+    };
+    let mut before = facts(&NVIDIA[1..2]);
+    before.nodes[0].source = NodeSource::BindMount;
+    before.nodes[0].host_path = Some("/dev/nvidia1".into());
+    assert!(go(&host, &before, "auto").is_ok());
+    before.nodes[0].host_path = Some("/dev/nvidia0".into());
+    before.nodes[0].gpu = Some("GPU-other".into());
+    let e = go(&host, &before, "auto").unwrap_err();
+    assert!(e.contains("of a GPU that was not chosen"), "{e}");
+}
+
+#[test]
 fn a_record_names_no_other_device_than_a_gpus() {
     let here = [
         ("/dev/nvidia0", 195, 0),
