@@ -172,6 +172,20 @@ fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
         .collect()
 }
 
+/// crun from 1.24 on masks folders with an empty one in its state directory. At a checkpoint it names that to CRIU by the
+/// default state directory, at a restore by that of `--root`: CRIU then finds "No mapping for (null) mountpoint".
+fn empty_folders(kind: Kind, inv: &Invocation) -> Vec<(PathBuf, PathBuf)> {
+    const NAME: &str = ".empty-directory";
+    let Some(root) = inv.globals.root.as_ref().filter(|_| kind == Kind::Crun) else {
+        return Vec::new();
+    };
+    let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty());
+    let defaults = runtime_dir.map(|d| Path::new(&d).join("crun"));
+    let defaults = defaults.into_iter().chain([PathBuf::from("/run/crun")]);
+    let pairs = defaults.map(|default| (default.join(NAME), root.join(NAME)));
+    pairs.collect()
+}
+
 /// The labels that a spec asks for.
 pub fn labels(spec: &Spec) -> LsmFacts {
     let text = |pointer: &str| {
@@ -287,10 +301,12 @@ pub fn restore(
         };
         foreign.push(external(&p.path, &shown.display().to_string()));
     }
+    let empty = empty_folders(ctx.low.kind, inv).into_iter();
     // The last one of a path counts for CRIU, and the runtime's come after these.
     let lines = known(own_nodes.map(|path| (path.clone(), path)))
         .into_iter()
         .chain(known(linked.filter(|(_, source)| source.is_absolute())))
+        .chain(known(empty))
         .chain(foreign)
         .collect();
     Ok(Provision {

@@ -327,7 +327,6 @@ impl Job<'_> {
                 sealing.is_none()
             },
         )?;
-        let said = runtime_log.and_then(|log| log.hand_on(ended.code != 0));
         if ended.code == 0 && sealing.is_none() && slot.is_some() {
             // The lane of a container that runs again; or a runtime whose CRIU does not ask (its environment was
             // cleared).
@@ -358,8 +357,13 @@ impl Job<'_> {
                 tracing::warn!("the large files are not moved aside: {e}");
             }
             images.keep();
+            if let Some(log) = &runtime_log {
+                log.hand_on(false);
+            }
             return Ok(self.succeeded(&finished));
         }
+        let said = runtime_log.as_ref().filter(|_| ended.code != 0);
+        let said = said.and_then(RuntimeLog::own_error);
         // Asked while the seal's place still takes up its room.
         let full = facts::full_disk(&images.path);
         drop(slot);
@@ -373,6 +377,9 @@ impl Job<'_> {
         let reasons = sealing.into_iter().chain(finished.reasons());
         let reasons = reasons.chain(full).chain(denied).chain(said).collect();
         log::error(&self.explain(&ended, reasons, &before));
+        if let Some(log) = &runtime_log {
+            log.hand_on(ended.code != 0);
+        }
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
 

@@ -173,7 +173,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let log = work_path(inv).join(names::RESTORE_LOG);
     let before = Before::note(log, &inv.globals);
     let ended = child::run(&ctx.low, &args, &ready.env, &watch, &signals, &mut |_| true)?;
-    let said = runtime_log.and_then(|log| log.hand_on(ended.code != 0));
+    let failed = ended.code != 0;
+    let said = runtime_log.as_ref().filter(|_| failed);
+    let said = said.and_then(RuntimeLog::own_error);
     let denied = before
         .criu_log()
         .and_then(|log| lsm::denial(&host, log, &around::labels(&spec)));
@@ -194,6 +196,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         cgroups.remove();
         let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
         log::error(&explain(ctx, inv, &ended, reasons, &before, stuck));
+    }
+    if let Some(log) = &runtime_log {
+        log.hand_on(failed);
     }
     Ok(exit_code(ended.code))
 }

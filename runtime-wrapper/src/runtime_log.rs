@@ -41,14 +41,19 @@ impl RuntimeLog {
         replace(args, inv.verb_at, &engine, &apart).then_some(Self { apart, engine })
     }
 
-    /// Hands the lines on. Gives what crun itself said last of a failure, if it is more than that CRIU failed.
-    pub fn hand_on(&self, failed: bool) -> Option<String> {
+    /// What crun itself said last of a failure, if it is more than that CRIU failed.
+    pub fn own_error(&self) -> Option<String> {
         let text = self.read().ok()?;
-        if let Err(e) = self.append(&text, failed) {
+        let mut said = text.lines().rev().filter_map(said);
+        said.find(|s| own(s))
+    }
+
+    /// Hands the lines on: after this program's own error, as podman shows the first line, whatever its level.
+    pub fn hand_on(&self, failed: bool) {
+        let done = self.read().and_then(|text| self.append(&text, failed));
+        if let Err(e) = done {
             tracing::debug!("{}: {e}", self.engine.display());
         }
-        let said = text.lines().rev().filter_map(said);
-        said.filter(|_| failed).find(|s| own(s))
     }
 
     fn read(&self) -> io::Result<String> {
