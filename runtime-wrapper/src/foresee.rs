@@ -13,7 +13,7 @@ use cryopod_gpu_hooks::switches::{RESTORE_HERE, Switches};
 
 use crate::around::{self, Bundle};
 use crate::preflight::{self, Question};
-use crate::{Context, Error};
+use crate::{Context, Error, privileges};
 
 /// What a checkpoint knows of its restore.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +75,8 @@ impl Prospect<'_> {
             answer.chosen.as_ref(),
         );
         refusals.extend(provided.err().into_iter().flatten());
+        let pids = &self.plan.pids;
+        refusals.extend(privileges::running(&self.ctx.config, self.host, spec, pids));
         if let (Some(_), Some(chosen)) = (&agent, &answer.chosen)
             && let Err(Error::Plan(PlanError::RestoreRefused(more))) = chosen.driver_map()
         {

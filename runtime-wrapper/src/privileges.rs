@@ -155,6 +155,60 @@ pub fn settle(
     }
 }
 
+/// What the running processes `pids` have beyond their own spec: a restore of their checkpoint would be refused for it.
+/// Empty if the check is off.
+pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<Refusal> {
+    if !config.checks.get(CHECK).copied().unwrap_or(true) || !spec.json().is_object() {
+        return Vec::new();
+    }
+    let bounds = Bounds::of(Given {
+        host,
+        spec,
+        read_only: &[],
+        relabelled: false,
+    });
+    let threads = pids.iter().flat_map(|pid| threads(host, *pid));
+    let mut told: Vec<String> = threads.flat_map(|t| bounds.thread(&t)).collect();
+    told.dedup();
+    told.truncate(MAX_TOLD);
+    let refusal = |what: String| Refusal {
+        process: None,
+        what: what.replace(" in the images", ""),
+        remedy: format!(
+            "end the process (one that `exec --privileged` has left, say), or set `{CHECK} = false` under [checks] in /etc/cryopod/config.toml, for the restore too"
+        ),
+    };
+    told.into_iter().map(refusal).collect()
+}
+
+/// The threads of a running process, as `/proc` shows them; those that are gone are left out.
+fn threads(host: &Host, pid: i32) -> Vec<Thread> {
+    let folder = format!("/proc/{pid}/task");
+    let comm = host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let label = host.line(format!("/proc/{pid}/attr/current"));
+    // AppArmor adds its mode: `profile (enforce)`.
+    let label = label.map(|l| l.split(" (").next().unwrap_or_default().to_owned());
+    let thread = |tid: String| {
+        let status = host.text(format!("{folder}/{tid}/status")).ok()?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+            line.strip_prefix(':').map(str::trim)
+        };
+        let sets = ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"];
+        let sets = sets.map(|set| u64::from_str_radix(field(set)?, 16).ok());
+        Some(Thread {
+            pid: u32::try_from(pid).ok()?,
+            tid: tid.parse().ok()?,
+            comm: comm.clone(),
+            capabilities: sets.into_iter().flatten().fold(0, |all, set| all | set),
+            no_new_privs: field("NoNewPrivs") == Some("1"),
+            seccomp: field("Seccomp")?.parse().ok()?,
+            label: label.clone().filter(|l| !l.is_empty()),
+        })
+    };
+    host.names(&folder).into_iter().filter_map(thread).collect()
+}
+
 fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
     let path = images.join(name);
     let read = || -> io::Result<Option<Vec<u8>>> {

@@ -220,3 +220,27 @@ fn the_configuration_alone_switches_it_off() {
     config.checks.insert(CHECK.into(), false);
     assert_eq!(settle(&config, dir.path(), given).unwrap(), []);
 }
+
+#[test]
+fn a_running_process_is_held_against_its_own_spec() {
+    let dir = tempfile::tempdir().unwrap();
+    let task = dir.path().join("proc/7/task/7");
+    std::fs::create_dir_all(&task).unwrap();
+    std::fs::write(dir.path().join("proc/7/comm"), "server\n").unwrap();
+    let status = "Name:\tserver\nCapInh:\t0000000000000000\nCapPrm:\t0000000000000001\nCapEff:\t0000000000000001\nCapBnd:\t0000000000200001\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t0\nSeccomp_filters:\t0\n";
+    std::fs::write(task.join("status"), status).unwrap();
+    let host = Host::at(dir.path());
+    let told = |names: &[&str], on: bool| {
+        let spec = serde_json::json!({"process": {"capabilities": {"bounding": names}}});
+        let mut config = Config::default();
+        config.checks.insert(CHECK.into(), on);
+        let found = running(&config, &host, &Spec::from_json(spec), &[7, 8]);
+        found.into_iter().map(|r| r.what).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        told(&["CAP_CHOWN"], true),
+        ["process 7 (\"server\") has capabilities that the spec does not give: CAP_SYS_ADMIN"]
+    );
+    assert_eq!(told(&["CAP_CHOWN", "CAP_SYS_ADMIN"], true), [""; 0]);
+    assert_eq!(told(&["CAP_CHOWN"], false), [""; 0]);
+}

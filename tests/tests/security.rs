@@ -11,7 +11,7 @@ fn privileges(low: &str, cgroup: Cgroup) {
     let out = bed.sh(&script).ok();
     assert_eq!(
         out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        26,
+        27,
         "{out}"
     );
 }

@@ -64,9 +64,17 @@ refused() { # NAME WANT
 start
 # CRIU dumps what descends from the first process: one that exec started counts once its parent has ended.
 pod exec --privileged c1 sh -c '(sleep 1000 > /dev/null 2>&1 < /dev/null &)'
+if pod container checkpoint --export /tmp/c1.tar c1 > /tmp/said 2>&1; then echo 'exec --privileged: checkpointed'; exit 1; fi
+grep -q 'could not be restored.* has capabilities that the spec does not give: CAP_DAC_READ_SEARCH' /tmp/said || { cat /tmp/said; exit 1; }
+now=$(count c1)
+wait_for counted c1 $((now + 3))
+echo 'ok: a process of exec --privileged is seen before the freeze'
+off() { low_level "$low" && printf '[checks]\nprivileges = false\n' >> /etc/cryopod/config.toml; }
+off
 save
+low_level "$low"
 refused 'a process of exec --privileged' 'has capabilities in the images that the spec does not give: CAP_DAC_READ_SEARCH'
-printf '[checks]\nprivileges = false\n' >> /etc/cryopod/config.toml
+off
 comes_back 'the same with the check off'
 gone
 low_level "$low"
