@@ -6,7 +6,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
@@ -242,7 +242,7 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let bounds = Bounds::of(given);
     let mut told: Vec<String> = Vec::new();
     told.extend(found.threads.iter().flat_map(|t| bounds.thread(t)));
-    told.extend(namespaces(found, given.spec));
+    told.extend(namespaces(found, given));
     told.extend(bounds.mounts(&found.mounts));
     told.dedup();
     let more = told.len().saturating_sub(MAX_TOLD);
@@ -459,15 +459,36 @@ fn name(number: usize) -> String {
     }
 }
 
+/// Is this entry of the spec's namespaces the host's own: a path (of a pod on the host's network, say) that leads there?
+fn of_host(host: &Host, entry: &Value) -> bool {
+    let text = |key: &str| entry.get(key).and_then(Value::as_str);
+    let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
+        return false;
+    };
+    let file = match named {
+        "network" => "net",
+        "mount" => "mnt",
+        other => other,
+    };
+    let identity = |path: PathBuf| {
+        let meta = std::fs::metadata(path).ok()?;
+        Some((meta.dev(), meta.ino()))
+    };
+    let hosts = identity(host.path(format!("/proc/self/ns/{file}")));
+    hosts.is_some() && hosts == identity(host.path(path))
+}
+
 /// The spec's own namespaces: no process shares them with the host.
-fn namespaces(found: &Privileges, spec: &Spec) -> Vec<String> {
-    let list = spec
+fn namespaces(found: &Privileges, given: Given<'_>) -> Vec<String> {
+    let list = given
+        .spec
         .json()
         .pointer("/linux/namespaces")
         .and_then(Value::as_array);
     let types = list
         .into_iter()
         .flatten()
+        .filter(|n| !of_host(given.host, n))
         .filter_map(|n| n.get("type")?.as_str());
     let mut told = Vec::new();
     for named in types {

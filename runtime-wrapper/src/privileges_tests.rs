@@ -244,3 +244,14 @@ fn a_running_process_is_held_against_its_own_spec() {
     assert_eq!(told(&["CAP_CHOWN", "CAP_SYS_ADMIN"], true), [""; 0]);
     assert_eq!(told(&["CAP_CHOWN"], false), [""; 0]);
 }
+
+#[test]
+fn a_namespace_by_path_may_be_the_hosts() {
+    let host = Host::system();
+    let entry = |kind: &str, path: &str| json!({"type": kind, "path": path});
+    assert!(of_host(&host, &entry("network", "/proc/self/ns/net")));
+    assert!(of_host(&host, &entry("uts", "/proc/self/ns/uts")));
+    assert!(!of_host(&host, &entry("network", "/proc/self/ns/uts")));
+    assert!(!of_host(&host, &entry("network", "/nowhere")));
+    assert!(!of_host(&host, &json!({"type": "network"})));
+}
