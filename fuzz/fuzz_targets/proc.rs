@@ -3,10 +3,12 @@
 #![no_main]
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use cryopod_gpu_hooks::cuda::procfs;
+use cryopod_gpu_hooks::destinations::Destinations;
+use cryopod_gpu_hooks::hazards::CriuLimits;
 use cryopod_gpu_hooks::host::Host;
 use cryopod_gpu_hooks::scan::Scan;
 use cryopod_gpu_hooks::spec::Spec;
@@ -53,11 +55,12 @@ fuzz_target!(|data: &[u8]| {
     for mount in mountinfo::of(&host, "7") {
         assert!(!mount.fs_type.contains(' '));
     }
-    let (found, _) = mounts::unnamed(&host, &spec, 7);
+    let destinations = Destinations::of(&host, &spec, Path::new("/run/c"));
+    let (found, _) = mounts::unnamed(&host, &spec, &destinations, 7);
     assert!(found.foreign.len() <= 4096 && found.own.len() <= 4096);
     let scan = Scan::of(&host, &[7]);
     scan.memory_bytes();
-    for refusal in scan.refusals(&host, &spec) {
+    for refusal in scan.refusals(&host, &spec, &CriuLimits::default()) {
         let _ = refusal.to_string();
     }
     live::tree(&host, 7);
