@@ -358,7 +358,7 @@ impl Job<'_> {
             }
             images.keep();
             if let Some(log) = &runtime_log {
-                log.hand_on(false);
+                log.hand_on();
             }
             return Ok(self.succeeded(&finished));
         }
@@ -377,9 +377,6 @@ impl Job<'_> {
         let reasons = sealing.into_iter().chain(finished.reasons());
         let reasons = reasons.chain(full).chain(denied).chain(said).collect();
         log::error(&self.explain(&ended, reasons, &before));
-        if let Some(log) = &runtime_log {
-            log.hand_on(ended.code != 0);
-        }
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
 

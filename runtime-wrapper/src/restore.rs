@@ -37,7 +37,7 @@ use crate::op::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::reasons::Before;
 use crate::runtime_log::RuntimeLog;
-use crate::searchable::Searchable;
+use crate::searchable::{self, Searchable};
 use crate::setup::{self, Setup};
 use crate::{
     Context, Error, around, cgroup, compressed, cpuset, facts, images, lane, log, loopback, lsm,
@@ -151,6 +151,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let mut args = provision.line(ctx, inv, args);
     let runtime_log = RuntimeLog::apart(&op, &ctx.low, inv, &mut args);
     let _searchable = Searchable::for_restore(&host, &spec, &folder)?;
+    if ctx.low.kind == Kind::Crun {
+        searchable::state_directory(&host, &spec, inv.globals.root.as_deref())?;
+    }
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edits = edits(ctx, &chosen, answer.amd_visible);
     let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
@@ -197,8 +200,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
         log::error(&explain(ctx, inv, &ended, reasons, &before, stuck));
     }
-    if let Some(log) = &runtime_log {
-        log.hand_on(failed);
+    if let Some(log) = runtime_log.filter(|_| !failed) {
+        log.hand_on();
     }
     Ok(exit_code(ended.code))
 }

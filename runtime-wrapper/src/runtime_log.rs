@@ -2,8 +2,8 @@
 //!
 //! crun from 1.23 on copies every line of CRIU's log with the word "Error" to its own, the harmless first one included
 //! (`Can't setup RLIMIT_NOFILE`), and podman shows the first error of that log as the reason. So crun logs to a file of
-//! the operation. Its lines reach the engine's log when it has ended; after a failure as warnings, so that the one error
-//! there, the first and the last, is this program's, with the cause.
+//! the operation. Its lines reach the engine's log after a success. After a failure the one error there is this
+//! program's, which has crun's reason and CRIU's: podman reads a log of one line alone.
 
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -48,10 +48,9 @@ impl RuntimeLog {
         said.find(|s| own(s))
     }
 
-    /// Hands the lines on: after this program's own error, as podman shows the first line, whatever its level.
-    pub fn hand_on(&self, failed: bool) {
-        let done = self.read().and_then(|text| self.append(&text, failed));
-        if let Err(e) = done {
+    /// Hands the lines on, after a success.
+    pub fn hand_on(&self) {
+        if let Err(e) = self.read().and_then(|text| self.append(&text)) {
             tracing::debug!("{}: {e}", self.engine.display());
         }
     }
@@ -63,11 +62,10 @@ impl RuntimeLog {
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
-    fn append(&self, text: &str, failed: bool) -> io::Result<()> {
-        let lines: String = text.lines().map(|l| handed_on(l, failed)).collect();
-        let mut engine = OpenOptions::new();
-        let mut engine = engine.append(true).create(true).open(&self.engine)?;
-        engine.write_all(lines.as_bytes())
+    fn append(&self, text: &str) -> io::Result<()> {
+        let mut options = OpenOptions::new();
+        let mut file = options.append(true).create(true).open(&self.engine)?;
+        file.write_all(text.as_bytes())
     }
 }
 
@@ -85,23 +83,6 @@ fn own(said: &str) -> bool {
     !["(", "--- ", "CRIU "]
         .iter()
         .any(|start| said.starts_with(start))
-}
-
-fn handed_on(line: &str, failed: bool) -> String {
-    let mut line = line.to_owned();
-    if failed {
-        match serde_json::from_str::<Value>(&line) {
-            Ok(mut json) => {
-                if json.get("level").is_some_and(|l| l == "error") {
-                    json["level"] = "warning".into();
-                    line = json.to_string();
-                }
-            }
-            Err(_) => line = line.replacen("level=error", "level=warning", 1),
-        }
-    }
-    line.push('\n');
-    line
 }
 
 /// Replaces the value of `--log` among the global flags.
@@ -163,18 +144,5 @@ mod tests {
             assert!(!own(&line(others).unwrap()));
         }
         assert_eq!(said(r#"{"msg":"x","level":"warning"}"#), None);
-    }
-
-    #[test]
-    fn errors_of_a_failed_operation_become_warnings() {
-        let json = r#"{"msg":"x","level":"error","time":"t"}"#;
-        assert_eq!(handed_on(json, false), format!("{json}\n"));
-        assert!(handed_on(json, true).contains(r#""level":"warning""#));
-        let other = r#"{"msg":"level=error","level":"debug"}"#;
-        assert_eq!(handed_on(other, true), format!("{other}\n"));
-        assert_eq!(
-            handed_on("level=error msg=x", true),
-            "level=warning msg=x\n"
-        );
     }
 }

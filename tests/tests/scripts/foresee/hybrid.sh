@@ -14,7 +14,10 @@ grep -q "^0::$TESTBED_CGROUP_PARENT/engine/" "/proc/$(podman inspect -f '{{.Stat
 podman rm -f -t 0 c1 > /dev/null
 echo 'ok: restored'
 
-# What podman shows of a restore that fails is the cause, and not the first line with "Error" of CRIU's log.
+# What podman shows of a restore that fails is the cause, and not the first line with "Error" of CRIU's log. crun prints
+# that log on standard error; podman reads the runtime's log instead if it knows that it is JSON.
+mkdir -p /etc/containers/containers.conf.d
+echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
 mkdir /tmp/broken && tar -C /tmp/broken -xf /tmp/c1.tar
 truncate -s 30 /tmp/broken/checkpoint/mm-1.img
 tar -C /tmp/broken -cf /tmp/broken.tar .
