@@ -40,6 +40,12 @@ impl Credentials {
             password: password.into(),
         })
     }
+
+    /// The value of an `Authorization` header.
+    pub(crate) fn basic(&self) -> String {
+        let plain = format!("{}:{}", self.user, self.password);
+        format!("Basic {}", STANDARD.encode(plain))
+    }
 }
 
 /// As in containers-auth.json(5) and docker's config.json.

@@ -8,12 +8,15 @@ use oci_client::errors::OciDistributionError;
 use oci_client::secrets::RegistryAuth;
 use oci_client::{Client, Reference, RegistryOperation};
 
+use crate::session::{Origin, Session};
 use crate::{Error, Options, auth};
 
 /// A registry that has answered, for one image.
-#[derive(Clone)]
 pub(crate) struct Registry {
+    /// For a push.
     pub(crate) client: Client,
+    /// For all that a stranger may answer.
+    pub(crate) session: Session,
     pub(crate) image: Reference,
     pub(crate) auth: RegistryAuth,
     step_limit: Duration,
@@ -27,27 +30,33 @@ impl Registry {
         options: &Options,
     ) -> Result<Self, Error> {
         let credentials = match &options.credentials {
-            Some(given) => Some(given.clone()),
-            None => auth::find(
-                options.auth_file.as_deref(),
-                image.registry(),
-                image.repository(),
-            )?,
+            Some(given) => Some((given.clone(), Origin::Given)),
+            None => {
+                let (registry, repository) = (image.registry(), image.repository());
+                let found = auth::find(options.auth_file.as_deref(), registry, repository)?;
+                found.map(|stored| (stored, Origin::Stored))
+            }
         };
-        let auth = credentials.map_or(RegistryAuth::Anonymous, |c| {
-            RegistryAuth::Basic(c.user, c.password)
-        });
-        let with = |protocol| Self {
-            client: client(protocol, options),
-            image: image.clone(),
-            auth: auth.clone(),
-            step_limit: options.step_limit,
+        let auth = credentials
+            .as_ref()
+            .map_or(RegistryAuth::Anonymous, |(c, _)| {
+                RegistryAuth::Basic(c.user.clone(), c.password.clone())
+            });
+        let with = |protocol, scheme| {
+            let session = Session::new(image, scheme, operation, credentials.clone(), options)?;
+            Ok::<_, Error>(Self {
+                client: client(protocol, options),
+                session,
+                image: image.clone(),
+                auth: auth.clone(),
+                step_limit: options.step_limit,
+            })
         };
-        let registry = with(ClientProtocol::Https);
-        match registry.ask_access(&operation).await {
+        let registry = with(ClientProtocol::Https, "https")?;
+        match registry.ask_access().await {
             Err(Error::Connect { .. }) if !options.tls_verify => {
-                let registry = with(ClientProtocol::Http);
-                registry.ask_access(&operation).await.map(|()| registry)
+                let registry = with(ClientProtocol::Http, "http")?;
+                registry.ask_access().await.map(|()| registry)
             }
             Err(Error::Connect {
                 registry, reason, ..
@@ -60,11 +69,26 @@ impl Registry {
         }
     }
 
-    async fn ask_access(&self, operation: &RegistryOperation) -> Result<(), Error> {
+    async fn ask_access(&self) -> Result<(), Error> {
         let host = self.image.resolve_registry();
         self.client.store_auth_if_needed(host, &self.auth).await;
-        let asked = self.client.auth(&self.image, &self.auth, *operation);
-        self.step("asking for access", asked).await.map(|_| ())
+        self.within("asking for access", self.session.connect())
+            .await
+    }
+
+    /// Runs one step of the session within the limit.
+    pub(crate) async fn within<T>(
+        &self,
+        step: &str,
+        future: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        match tokio::time::timeout(self.step_limit, future).await {
+            Ok(done) => done,
+            Err(_) => Err(self.failed(
+                step,
+                format!("no answer within {} s", self.step_limit.as_secs()),
+            )),
+        }
     }
 
     /// Runs one step within the limit.
@@ -73,13 +97,8 @@ impl Registry {
         step: &str,
         future: impl Future<Output = Result<T, OciDistributionError>>,
     ) -> Result<T, Error> {
-        match tokio::time::timeout(self.step_limit, future).await {
-            Ok(done) => done.map_err(|e| self.error(step, e)),
-            Err(_) => Err(self.failed(
-                step,
-                format!("no answer within {} s", self.step_limit.as_secs()),
-            )),
-        }
+        let done = async { future.await.map_err(|e| self.error(step, e)) };
+        self.within(step, done).await
     }
 
     pub(crate) fn failed(&self, step: &str, reason: impl Into<String>) -> Error {
@@ -167,7 +186,7 @@ fn client(protocol: ClientProtocol, options: &Options) -> Client {
 }
 
 /// The last cause says what a person can use: "Connection refused", not "error sending request".
-fn causes(error: &dyn std::error::Error) -> String {
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -178,7 +197,7 @@ fn causes(error: &dyn std::error::Error) -> String {
 }
 
 /// What a registry says is a stranger's text: one line of it, and not too long.
-fn shortened(text: &str) -> String {
+pub(crate) fn shortened(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })
         .take(300)

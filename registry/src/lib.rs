@@ -9,6 +9,7 @@ mod auth;
 mod client;
 mod pull;
 mod push;
+mod session;
 mod transfer;
 
 use std::path::PathBuf;

@@ -14,12 +14,11 @@ use cryopod_archive::oci::{Descriptor, Digest, Index, Manifest, annotation, medi
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;
-use oci_client::client::AsLayerDescriptor;
 use oci_client::manifest::{IMAGE_MANIFEST_LIST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA_TYPE};
 use oci_client::{Reference, RegistryOperation};
 use sha2::{Digest as _, Sha256};
 
-use crate::client::Registry;
+use crate::client::{Registry, causes};
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 
@@ -87,17 +86,18 @@ async fn manifest(registry: &Registry, options: &Options) -> Result<(Vec<u8>, Ma
         OCI_IMAGE_INDEX_MEDIA_TYPE,
         IMAGE_MANIFEST_LIST_MEDIA_TYPE,
     ];
-    let (raw, _) = with_tries(options.tries, || {
-        let pulled = registry
-            .client
-            .pull_manifest_raw(&registry.image, &registry.auth, &accepted);
-        registry.step("reading the manifest", pulled)
+    let step = "reading the manifest";
+    let (image, session) = (&registry.image, &registry.session);
+    let name = image.digest().or(image.tag()).unwrap_or("latest");
+    let raw = with_tries(options.tries, || {
+        registry.within(step, async {
+            let place = format!("manifests/{name}");
+            let answer = session.get(step, &place, &accepted).await?;
+            session.bounded(step, answer, MAX_MANIFEST).await
+        })
     })
     .await?;
     let wrong = |reason: &str| registry.content(reason);
-    if raw.len() > MAX_MANIFEST {
-        return Err(wrong("its manifest is larger than 4 MiB"));
-    }
     if let Some(wanted) = registry.image.digest() {
         let found = Digest::of(&raw).to_string();
         if found != wanted {
@@ -117,19 +117,7 @@ async fn manifest(registry: &Registry, options: &Options) -> Result<(Vec<u8>, Ma
     if manifest.layers.len() > MAX_LAYERS {
         return Err(wrong("it has more layers than a checkpoint has"));
     }
-    Ok((raw.to_vec(), manifest))
-}
-
-/// A blob is only asked of the registry: `urls` of the descriptor could name any host.
-struct FromRegistry<'a>(&'a str);
-
-impl AsLayerDescriptor for FromRegistry<'_> {
-    fn as_layer_descriptor(&self) -> oci_client::client::LayerDescriptor<'_> {
-        oci_client::client::LayerDescriptor {
-            digest: self.0,
-            urls: &None,
-        }
-    }
+    Ok((raw, manifest))
 }
 
 async fn pull_blob(
@@ -140,10 +128,10 @@ async fn pull_blob(
 ) -> Result<(), Error> {
     let digest = blob.digest.to_string();
     let step = format!("receiving {digest}");
-    let asked = registry
-        .client
-        .pull_blob_stream(&registry.image, FromRegistry(&digest));
-    let mut stream = registry.step(&step, asked).await?.stream;
+    // Only of the registry: `urls` of the descriptor could name any host.
+    let place = format!("blobs/{digest}");
+    let asked = registry.session.get(&step, &place, &[]);
+    let mut stream = registry.within(&step, asked).await?.bytes_stream();
     let flow = Flow::default();
     let (sender, receiver) = tokio::sync::mpsc::channel::<bytes::Bytes>(16);
     let partial = work.partial(&blob.digest);
@@ -159,7 +147,7 @@ async fn pull_blob(
     });
     let receiving = async {
         while let Some(chunk) = stream.next().await {
-            let chunk = chunk.map_err(|e| registry.failed(&step, e.to_string()))?;
+            let chunk = chunk.map_err(|e| registry.failed(&step, causes(&e)))?;
             if sender.send(chunk).await.is_err() {
                 break; // the writer has given up and says why
             }

@@ -1,0 +1,444 @@
+//! Questions to a registry whose answers a stranger may have written.
+//!
+//! `oci-client` reads tokens, manifests and error texts whole, and sends credentials to whatever realm a registry
+//! names. Here each of these has a limit, and credentials leave this host only as [`may_have`] says. All of a pull goes
+//! this way. A push, to a registry that the user chose for his own data, asks here first and then uses `oci-client`.
+
+use std::net::IpAddr;
+use std::sync::Mutex;
+
+use futures_util::StreamExt;
+use oci_client::{Reference, RegistryOperation};
+use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderValue, WWW_AUTHENTICATE};
+use reqwest::{Client, Response, StatusCode, Url};
+use serde::Deserialize;
+
+use crate::auth::Credentials;
+use crate::client::{causes, shortened};
+use crate::{Error, Options};
+
+/// Largest token answer, in bytes.
+const MAX_TOKEN: usize = 256 << 10;
+
+/// Where the credentials are from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The command line: for this registry, as it is.
+    Given,
+    /// An auth file: for a registry of this name, whoever answers.
+    Stored,
+}
+
+/// One registry and one repository.
+#[derive(Debug)]
+pub(crate) struct Session {
+    http: Client,
+    image: Reference,
+    registry: Url,
+    scope: String,
+    credentials: Option<(Credentials, Origin)>,
+    authorization: Mutex<Option<HeaderValue>>,
+}
+
+/// What a registry asks for.
+#[derive(Debug, PartialEq, Eq)]
+enum Challenge {
+    Basic,
+    Bearer {
+        realm: String,
+        service: Option<String>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Token {
+    #[serde(alias = "access_token")]
+    token: String,
+}
+
+impl Session {
+    pub(crate) fn new(
+        image: &Reference,
+        scheme: &str,
+        operation: RegistryOperation,
+        credentials: Option<(Credentials, Origin)>,
+        options: &Options,
+    ) -> Result<Self, Error> {
+        let wrong = |reason: String| Error::Connect {
+            registry: image.resolve_registry().into(),
+            reason,
+            tls: false,
+        };
+        // An error means that another one is installed already.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let http = Client::builder()
+            .danger_accept_invalid_certs(!options.tls_verify)
+            .read_timeout(options.stall_limit)
+            .connect_timeout(options.step_limit)
+            .user_agent(concat!("cryopod/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .map_err(|e| wrong(causes(&e)))?;
+        let registry = format!("{scheme}://{}/v2/", image.resolve_registry());
+        let registry = Url::parse(&registry).map_err(|e| wrong(e.to_string()))?;
+        let actions = match operation {
+            RegistryOperation::Pull => "pull",
+            RegistryOperation::Push => "pull,push",
+        };
+        Ok(Self {
+            http,
+            image: image.clone(),
+            registry,
+            scope: format!("repository:{}:{actions}", image.repository()),
+            credentials,
+            authorization: Mutex::new(None),
+        })
+    }
+
+    /// Asks whether the registry is there, and for access.
+    pub(crate) async fn connect(&self) -> Result<(), Error> {
+        let answer = self.send(self.registry.clone(), &[]).await?;
+        self.authorize(&answer).await.map(|_| ())
+    }
+
+    /// Asks for something of the repository: `manifests/TAG`, `blobs/DIGEST`.
+    pub(crate) async fn get(
+        &self,
+        step: &str,
+        what: &str,
+        accept: &[&str],
+    ) -> Result<Response, Error> {
+        let place = format!("{}/{what}", self.image.repository());
+        let url = self.registry.join(&place);
+        let url = url.map_err(|e| self.failed(step, e.to_string()))?;
+        let mut answer = self.send(url.clone(), accept).await?;
+        // The first time, or the token has expired.
+        if answer.status() == StatusCode::UNAUTHORIZED && self.authorize(&answer).await? {
+            answer = self.send(url, accept).await?;
+        }
+        match answer.status() {
+            status if status.is_success() => Ok(answer),
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+                Err(self.no_access("not authorised"))
+            }
+            StatusCode::NOT_FOUND => Err(Error::NotFound {
+                image: self.image.to_string(),
+            }),
+            status => Err(self.failed(step, format!("the registry says {status}"))),
+        }
+    }
+
+    async fn send(&self, url: Url, accept: &[&str]) -> Result<Response, Error> {
+        let mut request = self.http.get(url);
+        if !accept.is_empty() {
+            request = request.header(ACCEPT, accept.join(", "));
+        }
+        let known = self.authorization.lock().ok().and_then(|a| a.clone());
+        if let Some(known) = known {
+            request = request.header(AUTHORIZATION, known);
+        }
+        request.send().await.map_err(|e| self.unanswered(&e))
+    }
+
+    /// Gets what the registry asks for; `false`: it asks for nothing that can be given.
+    async fn authorize(&self, answer: &Response) -> Result<bool, Error> {
+        let asked = answer.headers().get_all(WWW_AUTHENTICATE);
+        let asked = asked.iter().filter_map(|h| challenge(h.to_str().ok()?));
+        // A registry that offers both means the token.
+        let asked = asked.max_by_key(|c| matches!(c, Challenge::Bearer { .. }));
+        let authorization = match asked {
+            None => return Ok(false),
+            Some(Challenge::Basic) => match self.basic(&self.registry)? {
+                None => return Ok(false),
+                basic => basic,
+            },
+            Some(Challenge::Bearer { realm, service }) => {
+                let token = self.token(&realm, service.as_deref()).await?;
+                // A token with a line break or the like is no header.
+                let header = HeaderValue::from_str(&format!("Bearer {token}"));
+                Some(header.map_err(|_| self.no_access("its token is no token"))?)
+            }
+        };
+        if let Ok(mut known) = self.authorization.lock() {
+            *known = authorization;
+        }
+        Ok(true)
+    }
+
+    /// The header with the password, if there is one.
+    fn basic(&self, place: &Url) -> Result<Option<HeaderValue>, Error> {
+        let Some((credentials, origin)) = &self.credentials else {
+            return Ok(None);
+        };
+        may_have(place, &self.registry, *origin).map_err(|reason| self.no_access(&reason))?;
+        let header = HeaderValue::from_str(&credentials.basic());
+        let mut header = header.map_err(|_| self.no_access("the credentials are no header"))?;
+        header.set_sensitive(true);
+        Ok(Some(header))
+    }
+
+    async fn token(&self, realm: &str, service: Option<&str>) -> Result<String, Error> {
+        let step = "asking for a token";
+        let realm = Url::parse(realm).map_err(|e| self.failed(step, format!("its realm: {e}")))?;
+        let mut url = realm.clone();
+        {
+            let mut query = url.query_pairs_mut();
+            query.append_pair("scope", &self.scope);
+            if let Some(service) = service {
+                query.append_pair("service", service);
+            }
+        }
+        let mut request = self.http.get(url);
+        if let Some(basic) = self.basic(&realm)? {
+            request = request.header(AUTHORIZATION, basic);
+        }
+        let answer = request.send().await.map_err(|e| self.unanswered(&e))?;
+        if !answer.status().is_success() {
+            return Err(self.no_access(&format!("{} says {}", realm, answer.status())));
+        }
+        let text = self.bounded(step, answer, MAX_TOKEN).await?;
+        let token: Result<Token, _> = serde_json::from_slice(&text);
+        token
+            .map(|t| t.token)
+            .map_err(|_| self.failed(step, "the answer has none"))
+    }
+
+    /// The whole of an answer.
+    ///
+    /// # Errors
+    /// [`Error::Content`] as soon as it is larger than `max` bytes.
+    pub(crate) async fn bounded(
+        &self,
+        step: &str,
+        answer: Response,
+        max: usize,
+    ) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::new();
+        let mut chunks = answer.bytes_stream();
+        while let Some(chunk) = chunks.next().await {
+            let chunk = chunk.map_err(|e| self.failed(step, causes(&e)))?;
+            if all.len() + chunk.len() > max {
+                return Err(Error::Content {
+                    image: self.image.to_string(),
+                    reason: format!("{step}: the answer is larger than {max} bytes"),
+                });
+            }
+            all.extend_from_slice(&chunk);
+        }
+        Ok(all)
+    }
+
+    fn unanswered(&self, error: &reqwest::Error) -> Error {
+        if error.is_connect() {
+            return Error::Connect {
+                registry: self.image.resolve_registry().into(),
+                reason: causes(error),
+                tls: false,
+            };
+        }
+        self.failed("asking the registry", causes(error))
+    }
+
+    fn failed(&self, step: &str, reason: impl Into<String>) -> Error {
+        Error::Step {
+            image: self.image.to_string(),
+            step: step.into(),
+            reason: reason.into(),
+        }
+    }
+
+    fn no_access(&self, reason: &str) -> Error {
+        Error::Access {
+            image: self.image.to_string(),
+            reason: shortened(reason),
+        }
+    }
+}
+
+/// May `place` have the credentials for `registry`?
+///
+/// Over TLS: the registry itself, and a realm that it names, as with docker and podman. Without TLS: only the registry
+/// itself, on this host, or with credentials of the command line; anybody on the way could have named the realm.
+fn may_have(place: &Url, registry: &Url, origin: Origin) -> Result<(), String> {
+    let of = |url: &Url| {
+        (
+            url.host_str().map(str::to_owned),
+            url.port_or_known_default(),
+        )
+    };
+    let itself = of(place) == of(registry);
+    let host = place.host_str().unwrap_or_default();
+    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
+    let here = host == "localhost" || address.is_ok_and(|ip| ip.is_loopback());
+    let tls = place.scheme() == "https" && registry.scheme() == "https";
+    if tls || itself && place.scheme() == registry.scheme() && (here || origin == Origin::Given) {
+        return Ok(());
+    }
+    Err(if itself {
+        format!("stored credentials are not sent to {host} without TLS; --creds sends them")
+    } else {
+        format!("it sends the credentials to {host}, and not over TLS alone")
+    })
+}
+
+/// The first challenge of a header that is understood.
+fn challenge(header: &str) -> Option<Challenge> {
+    let parsed = http_auth::parse_challenges(header).ok()?;
+    let mut known = parsed.iter().filter_map(|c| {
+        let value = |name: &str| {
+            let mut params = c.params.iter();
+            let found = params.find(|(key, _)| key.eq_ignore_ascii_case(name))?;
+            Some(found.1.to_unescaped())
+        };
+        if c.scheme.eq_ignore_ascii_case("basic") {
+            return Some(Challenge::Basic);
+        }
+        c.scheme.eq_ignore_ascii_case("bearer").then_some(())?;
+        Some(Challenge::Bearer {
+            realm: value("realm")?,
+            service: value("service"),
+        })
+    });
+    known.next()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    use super::*;
+
+    fn url(text: &str) -> Url {
+        Url::parse(text).unwrap()
+    }
+
+    #[test]
+    fn who_may_have_the_credentials() {
+        let far = url("https://r.example/v2/");
+        let plain = url("http://r.example:5000/v2/");
+        let here = url("http://127.0.0.1:5000/v2/");
+        let may = |place: &str, registry: &Url, origin| may_have(&url(place), registry, origin);
+        assert!(may("https://auth.example/token", &far, Origin::Stored).is_ok());
+        assert!(may("https://r.example/v2/", &far, Origin::Stored).is_ok());
+        // a realm without TLS, whatever the registry
+        for registry in [&far, &plain, &here] {
+            for origin in [Origin::Stored, Origin::Given] {
+                assert!(may("http://evil.example/token", registry, origin).is_err());
+            }
+        }
+        // a realm that was named without TLS
+        assert!(may("https://evil.example/token", &plain, Origin::Given).is_err());
+        // the registry itself without TLS
+        let said = may("http://r.example:5000/token", &plain, Origin::Stored).unwrap_err();
+        assert!(said.contains("--creds"), "{said}");
+        assert!(may("http://r.example:5000/token", &plain, Origin::Given).is_ok());
+        assert!(may("http://127.0.0.1:5000/token", &here, Origin::Stored).is_ok());
+        assert!(may("http://127.0.0.1:6000/token", &here, Origin::Stored).is_err());
+    }
+
+    #[test]
+    fn challenges() {
+        let bearer = r#"Bearer realm="https://a.example/t",service="s""#;
+        let wanted = Challenge::Bearer {
+            realm: "https://a.example/t".into(),
+            service: Some("s".into()),
+        };
+        assert_eq!(challenge(bearer), Some(wanted));
+        assert_eq!(challenge(r#"Basic realm="x""#), Some(Challenge::Basic));
+        assert_eq!(challenge("Bearer"), None);
+        assert_eq!(challenge("Digest x=1"), None);
+        assert_eq!(challenge("\u{1}"), None);
+    }
+
+    /// A registry that gives these answers, one connection each, and says what it was asked.
+    fn registry(answers: Vec<String>) -> (u16, std::thread::JoinHandle<Vec<String>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let thread = std::thread::spawn(move || {
+            let mut asked = Vec::new();
+            for answer in answers {
+                let (mut stream, _) = listener.accept().unwrap();
+                let mut request = [0; 4096];
+                let n = stream.read(&mut request).unwrap();
+                asked.push(String::from_utf8_lossy(&request[..n]).into_owned());
+                let answer = answer.replace("PORT", &port.to_string());
+                // The client hangs up when it has had enough.
+                let _ = stream.write_all(answer.as_bytes());
+            }
+            asked
+        });
+        (port, thread)
+    }
+
+    fn answer(head: &str, body: &str) -> String {
+        let length = body.len();
+        format!("HTTP/1.1 {head}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}")
+    }
+
+    fn asks_for_a_token(realm: &str) -> String {
+        let head = format!("401 Unauthorized\r\nWWW-Authenticate: Bearer realm=\"{realm}\"");
+        answer(&head, "")
+    }
+
+    const REALM: &str = "http://127.0.0.1:PORT/token";
+
+    fn get(port: u16, max: usize) -> Result<Vec<u8>, Error> {
+        let image = format!("127.0.0.1:{port}/a:1").parse().unwrap();
+        let credentials = Credentials::parse("me:secret").map(|c| (c, Origin::Stored));
+        let options = Options {
+            step_limit: Duration::from_secs(10),
+            ..Options::default()
+        };
+        crate::transfer::run(
+            async {
+                let pull = RegistryOperation::Pull;
+                let session = Session::new(&image, "http", pull, credentials, &options)?;
+                let answer = session.get("x", "manifests/1", &["a/b"]).await?;
+                session.bounded("x", answer, max).await
+            },
+            "test",
+        )
+    }
+
+    #[test]
+    fn a_token_is_asked_for_and_used() {
+        let (port, thread) = registry(vec![
+            asks_for_a_token(REALM),
+            answer("200 OK", r#"{"token": "abc", "expires_in": 60}"#),
+            answer("200 OK", "manifest"),
+        ]);
+        assert_eq!(get(port, 100).unwrap(), b"manifest");
+        let asked = thread.join().unwrap();
+        assert!(!asked[0].contains("uthorization"), "{}", asked[0]);
+        assert!(asked[1].contains("GET /token?scope=repository%3Aa%3Apull "));
+        assert!(asked[1].contains("Basic bWU6c2VjcmV0") || asked[1].contains("basic"));
+        assert!(asked[2].contains("Bearer abc"), "{}", asked[2]);
+    }
+
+    #[test]
+    fn a_realm_elsewhere_without_tls_gets_no_password() {
+        let (port, thread) = registry(vec![asks_for_a_token("http://127.0.0.1:1/token")]);
+        let said = get(port, 100).unwrap_err().to_string();
+        assert!(said.contains("not over TLS"), "{said}");
+        assert_eq!(thread.join().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn answers_without_end_and_tokens_that_are_none() {
+        let large = "x".repeat(2 << 20);
+        let (port, _) = registry(vec![answer("200 OK", &large)]);
+        let said = get(port, 1 << 20).unwrap_err().to_string();
+        assert!(said.contains("larger than 1048576 bytes"), "{said}");
+        let (port, _) = registry(vec![asks_for_a_token(REALM), answer("200 OK", &large)]);
+        let said = get(port, 100).unwrap_err().to_string();
+        assert!(said.contains("larger than 262144 bytes"), "{said}");
+        for token in [r#"{"token": "a\nb"}"#, "{}", "[]"] {
+            let (port, _) = registry(vec![asks_for_a_token(REALM), answer("200 OK", token)]);
+            assert!(get(port, 100).is_err());
+        }
+        // An error's text is not read at all.
+        let (port, _) = registry(vec![answer("500 Oops", &large)]);
+        assert!(get(port, 100).unwrap_err().to_string().contains("500"));
+    }
+}
