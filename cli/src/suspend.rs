@@ -73,6 +73,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         folder: how.folder.clone(),
         digest: done.lane.as_ref().map(|lane| lane.digest.clone()),
         processes: done.processes.clone(),
+        locked_at_pause: false,
     };
     let mut note = |done: &Done| {
         record(done)

@@ -19,6 +19,10 @@ pub enum Verb {
     Restore,
     /// `create` or `run`.
     Create,
+    /// `pause`.
+    Pause,
+    /// `resume`.
+    Resume,
     /// Any other.
     Other,
 }
@@ -196,6 +200,8 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
         Some("checkpoint") => Verb::Checkpoint,
         Some("restore") => Verb::Restore,
         Some("create" | "run") => Verb::Create,
+        Some("pause") => Verb::Pause,
+        Some("resume") => Verb::Resume,
         _ => Verb::Other,
     };
     let globals = Globals {
@@ -212,6 +218,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
         debug: flags.has("debug"),
     };
     let set = match (verb, kind) {
+        (Verb::Pause | Verb::Resume, _) => &[],
         (Verb::Create | Verb::Other, _) => {
             return Some(Invocation {
                 globals,
@@ -337,6 +344,9 @@ mod tests {
             for (line, want) in [
                 ("state x", Some((Verb::Other, 0))),
                 ("delete checkpoint", Some((Verb::Other, 0))),
+                ("--root /r pause c1", Some((Verb::Pause, 2))),
+                ("resume c1", Some((Verb::Resume, 0))),
+                ("pause", None),
                 ("--root checkpoint delete restore", Some((Verb::Other, 2))),
                 (
                     "--root=/r --debug checkpoint c1",

@@ -4,7 +4,7 @@
 //! seal is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
 //! cannot be written, the container runs on.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
@@ -20,7 +20,6 @@ use cryopod_gpu_hooks::nvidia_compat;
 use cryopod_gpu_hooks::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_hooks::remap;
 use cryopod_gpu_hooks::scan::Scan;
-use cryopod_gpu_hooks::spec::Spec;
 use cryopod_gpu_hooks::tools::{SystemTools, Tools};
 use serde_json::Value;
 
@@ -28,31 +27,12 @@ use crate::argv::Invocation;
 use crate::around::{self, Around, Bundle};
 use crate::child::{self, Ended, Watch};
 use crate::foresee::Prospect;
-use crate::lowlevel::{Kind, LowLevel};
 use crate::op::Operation;
 use crate::reasons::Before;
 use crate::runtime_log::RuntimeLog;
+use crate::state::{self, State};
 use crate::suspended::Record;
 use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs, store};
-
-/// What the low-level runtime says of a container.
-struct State {
-    init: i32,
-    bundle: PathBuf,
-    paused: bool,
-    /// It is made and waits for its start.
-    created: bool,
-}
-
-impl State {
-    fn container<'a>(&'a self, spec: &'a Spec) -> rootfs::Container<'a> {
-        rootfs::Container {
-            init: self.init,
-            bundle: &self.bundle,
-            spec,
-        }
-    }
-}
 
 /// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
 ///
@@ -63,20 +43,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
     // Whatever is wrong with the container's state is the low-level runtime's to say.
-    let Some(state) = state(&ctx.low, inv, &tools, ctx.config.limits.tool()) else {
+    let Some(state) = State::ask(ctx, inv, &tools) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
-    let spec = Spec::of_bundle(&state.bundle);
-    // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
-    let copy = inv.globals.root.clone().unwrap_or("/run/crun".into());
-    let spec = spec.or_else(|e| match ctx.low.kind {
-        Kind::Crun => Spec::of_bundle(&copy.join(&inv.id)).map_err(|_| e),
-        Kind::Runc => Err(e),
-    });
-    let spec = spec.unwrap_or_else(|e| {
-        tracing::warn!("only the running container can be looked at: {e}");
-        Spec::from_json(Value::Null)
-    });
+    let spec = state.spec(ctx, inv);
     let nodes = plan::container_nodes(&host, &spec, state.init);
     let carried =
         !inv.flags.has("pre-dump") && rootfs::wanted(&ctx.config.rootfs, &spec, &state.bundle);
@@ -102,14 +72,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if !inv.flags.has("pre-dump") {
         handover::before_checkpoint(&image_path(inv)).map_err(|e| Error::Failed(e.to_string()))?;
     }
-    if let Some(record) = Record::of(&host, state.init) {
-        return Err(Error::Failed(format!(
-            "checkpoint of {0} refused: it is suspended since {1}, its GPU memory is {2}; resume it first: cryopod resume {0}. Nothing was touched",
-            inv.id,
-            record.since,
-            record.place()
-        )));
-    }
+    let record = Record::of(&host, state.init);
+    let locked = match &record {
+        None => Vec::new(),
+        Some(record) => locked_at_pause(inv, &state, record)?,
+    };
     let sharing = sharing::Policy::of(&spec, ctx.config.nvidia.sharing)
         .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
     // Programs are asked while the processes are looked at.
@@ -144,6 +111,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         tools: &tools,
         criu: &criu,
         low_version: low_version.as_deref(),
+        locked: &locked,
     };
     let prospect = Prospect {
         ctx,
@@ -175,25 +143,25 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     job.run(&setup, &prospect)
 }
 
-fn state(low: &LowLevel, inv: &Invocation, tools: &dyn Tools, limit: Duration) -> Option<State> {
-    let mut args: Vec<&OsStr> = Vec::new();
-    if let Some(root) = &inv.globals.root {
-        args.extend([OsStr::new("--root"), root.as_os_str()]);
+/// The processes whose CUDA calls were locked when the container was paused.
+///
+/// # Errors
+/// The container is suspended, or was thawed by somebody who did not unlock it.
+fn locked_at_pause(inv: &Invocation, state: &State, record: &Record) -> Result<Vec<i32>, Error> {
+    if record.locked_at_pause && state.paused {
+        return Ok(record.processes.iter().map(|p| p.pid).collect());
     }
-    args.extend([OsStr::new("state"), OsStr::new(&inv.id)]);
-    let out = tools
-        .output(&low.path, &args, limit)
-        .ok()
-        .filter(|o| o.code == 0)?;
-    let json: Value = serde_json::from_str(&out.stdout).ok()?;
-    Some(State {
-        init: i32::try_from(json.get("pid")?.as_i64()?)
-            .ok()
-            .filter(|p| *p > 0)?,
-        bundle: json.get("bundle")?.as_str()?.into(),
-        paused: json.get("status").is_some_and(|s| s == "paused"),
-        created: json.get("status").is_some_and(|s| s == "created"),
-    })
+    let (id, since) = (&inv.id, &record.since);
+    Err(Error::Failed(match record.locked_at_pause {
+        true => format!(
+            "checkpoint of {id} refused: its CUDA calls are locked since it was paused at {since}, and it runs: unlock it first: cryopod resume pid:{}. Nothing was touched",
+            state.init
+        ),
+        false => format!(
+            "checkpoint of {id} refused: it is suspended since {since}, its GPU memory is {}; resume it first: cryopod resume {id}. Nothing was touched",
+            record.place()
+        ),
+    }))
 }
 
 /// Where a checkpoint's images go: the flag, or what runc and crun take without one.
@@ -236,7 +204,10 @@ impl Job<'_> {
         let leave_running = self.inv.flags.has("leave-running");
         let signals = child::Signals::watch()?;
         // Dropped last, when all else is settled.
-        let _thawed = Thawed::of(self, setup.tools);
+        let _thawed = match setup.locked {
+            [] => Thawed::of(self, setup.tools),
+            _ => None,
+        };
         let op = Operation::new()?;
         let images = ImageDir::ready(image_path(self.inv))?;
         // A pre-dump is no checkpoint that could be restored: nothing to seal.
@@ -413,12 +384,7 @@ impl Job<'_> {
 
     /// A verb of the low-level runtime on this container.
     fn ask(&self, verb: &str, tools: &dyn Tools) {
-        let mut args: Vec<&OsStr> = Vec::new();
-        if let Some(root) = &self.inv.globals.root {
-            args.extend([OsStr::new("--root"), root.as_os_str()]);
-        }
-        args.extend([OsStr::new(verb), OsStr::new(&self.inv.id)]);
-        match tools.output(&self.ctx.low.path, &args, self.ctx.config.limits.tool()) {
+        match state::verb(self.ctx, self.inv, verb, tools) {
             Ok(out) if out.code == 0 => {}
             Ok(out) => tracing::warn!("{verb}: {}", out.stderr.trim()),
             Err(e) => tracing::warn!("{verb}: {e}"),

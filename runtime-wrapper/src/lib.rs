@@ -41,6 +41,7 @@ pub mod lowlevel;
 pub mod lsm;
 pub mod op;
 pub mod passthrough;
+mod pause;
 pub mod plugins;
 pub mod preflight;
 pub mod privileges;
@@ -52,6 +53,7 @@ pub mod rootfs;
 mod runtime_log;
 mod searchable;
 pub mod setup;
+mod state;
 pub mod store;
 pub mod suspended;
 mod widowed;
@@ -154,6 +156,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
         Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
+        Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
+        Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
         other => {
             // Before the container exists, where it asks for it.
             if let Some(inv) = other.as_ref().filter(|i| i.verb == Verb::Create)

@@ -106,6 +106,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         tools: &tools,
         criu: &criu.ok_or_else(setup::no_criu)?,
         low_version: low_version.as_deref(),
+        locked: &[],
     };
     let around = around::Bundle {
         spec: &spec,

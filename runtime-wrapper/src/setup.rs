@@ -59,6 +59,8 @@ pub struct Setup<'a> {
     pub criu: &'a Criu,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<&'a str>,
+    /// Checkpoint only: processes whose CUDA calls were locked when the container was paused.
+    pub locked: &'a [i32],
 }
 
 /// About how much a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver tells it,
@@ -125,6 +127,7 @@ impl Setup<'_> {
         };
         let nvidia = (!users.is_empty()).then(|| PluginConfig {
             pids: users,
+            locked: self.locked.to_vec(),
             leave_running: self.inv.flags.has("leave-running"),
             gate_file: Some(op.file(lane::GATE_FILE)),
             lane,

@@ -36,6 +36,9 @@ pub struct Record {
     pub digest: Option<String>,
     /// Its CUDA processes.
     pub processes: Vec<Suspended>,
+    /// Only their CUDA calls are locked, since the container was paused for a checkpoint.
+    #[serde(default)]
+    pub locked_at_pause: bool,
 }
 
 impl Record {
@@ -81,6 +84,11 @@ impl Record {
             None => "in host memory".into(),
         }
     }
+}
+
+/// Is there any record?
+pub fn any() -> bool {
+    op::base().join(FOLDER).exists()
 }
 
 /// Removes the records of containers that are gone.

@@ -54,6 +54,15 @@ fn checkpoint_and_restore() {
     assert_eq!(shown.len(), 17, "{shown:#?}");
 }
 
+#[test]
+fn locked_at_the_pause() {
+    let Some(shown) = run(include_str!("scripts/shim/at_pause.sh")) else {
+        return;
+    };
+    // Each check ends the script that fails.
+    assert!(shown.iter().any(|s| s == "no operation is left"));
+}
+
 /// Nearly a hundred times something dies.
 #[test]
 fn what_dies_in_the_middle() {

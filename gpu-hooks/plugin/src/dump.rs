@@ -5,6 +5,9 @@
 //! CHECKPOINT_DEVICES for each; the first call checkpoints all at once, each process's driver thread
 //! released for the time, so that N processes take as long as the slowest.
 //!
+//! Processes that were locked when the container was paused stay in their frozen cgroup until CRIU has stopped them:
+//! nothing of them runs between the pause and the engine's resume but their drivers' threads.
+//!
 //! At the end, when the dump failed or the container goes on running, every process is brought back
 //! to the state it was found in while CRIU still holds it stopped (it unseizes after our exit, in
 //! 4.1 as in 4.2). A dump that succeeded is committed to the agent; whatever is left undone when
@@ -85,7 +88,13 @@ impl Dump {
 
     /// Asks about processes and locks those that use CUDA.
     fn take_in(&mut self, pids: &[i32]) -> Result<(), Failed> {
-        let threads = self.session.find(pids)?;
+        let found = self.session.find(pids)?;
+        let known = &self.session.config.locked;
+        let (locked, threads): (Vec<Thread>, Vec<Thread>) =
+            found.into_iter().partition(|t| known.contains(&t.pid));
+        for thread in locked {
+            self.take_in_one(thread, ProcessState::Locked, ProcessState::Running);
+        }
         let mut lock = Vec::new();
         for (thread, state, micros) in self.states(&threads)? {
             let pid = thread.pid;
@@ -101,19 +110,19 @@ impl Dump {
                     return Err(failure_with("query", Some(pid), what, remedy));
                 }
             }
-            let task = Task {
-                tid: thread.tid,
-                found: state,
-                now: state,
-            };
-            self.tasks.insert(pid, task);
-            self.session
-                .image
-                .processes
-                .push(self.new_record(pid, state));
+            self.take_in_one(thread, state, state);
             self.time(pid, Step::Query, micros);
         }
         self.lock(&lock)
+    }
+
+    /// Takes in a CUDA process: as it is now, and as a restore is to leave it.
+    fn take_in_one(&mut self, thread: Thread, found: ProcessState, restored: ProcessState) {
+        let Thread { pid, tid } = thread;
+        let now = found;
+        self.tasks.insert(pid, Task { tid, found, now });
+        let record = self.new_record(pid, restored);
+        self.session.image.processes.push(record);
     }
 
     /// The states of CUDA processes.

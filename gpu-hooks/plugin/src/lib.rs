@@ -168,7 +168,10 @@ fn start_dump() -> Result<Work, Failed> {
         session.note(failed.clone());
         return Err(failed);
     }
-    criu::interrupt_only();
+    // CRIU takes over a cgroup that is frozen already, and thaws it when it has stopped all processes.
+    if session.config.locked.is_empty() {
+        criu::interrupt_only();
+    }
     Ok(Work::Dump(Box::new(Dump::new(session))))
 }
 

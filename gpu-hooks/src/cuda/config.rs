@@ -57,6 +57,10 @@ pub struct PluginConfig {
     /// first hook; the plugin finds others by itself.
     #[serde(default)]
     pub pids: Vec<i32>,
+    /// Checkpoint only: host pids whose CUDA calls were locked when the container was paused. Its cgroup is frozen, so
+    /// that their driver cannot be asked before CRIU has stopped them. They run again after a restore.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub locked: Vec<i32>,
     /// Restore only: every GPU of the checkpoint and where it goes.
     #[serde(default)]
     pub gpu_map: Vec<GpuPair>,
@@ -114,6 +118,7 @@ impl PluginConfig {
             lock_timeout_ms: default_lock_timeout_ms(),
             step_timeout_ms: default_step_timeout_ms(),
             pids: Vec::new(),
+            locked: Vec::new(),
             gpu_map: Vec::new(),
             report: None,
             gate_file: None,
@@ -161,8 +166,10 @@ impl PluginConfig {
                 return invalid(format!("{name} {value} is not within 1..={MAX_TIMEOUT_MS}"));
             }
         }
-        if self.pids.len() > MAX_PIDS || self.pids.iter().any(|pid| *pid <= 0) {
-            return invalid("pids: too many, or not positive".into());
+        for (name, pids) in [("pids", &self.pids), ("locked", &self.locked)] {
+            if pids.len() > MAX_PIDS || pids.iter().any(|pid| *pid <= 0) {
+                return invalid(format!("{name}: too many, or not positive"));
+            }
         }
         if self.gpu_map.len() > MAX_GPUS {
             return invalid("gpu_map: too many GPUs".into());
@@ -205,6 +212,7 @@ mod tests {
             r#"{"version":1,"operation":"restore","socket":"s"}"#,
             r#"{"version":1,"operation":"checkpoint","socket":"/s","lock_timeout_ms":0}"#,
             r#"{"version":1,"operation":"checkpoint","socket":"/s","pids":[-1]}"#,
+            r#"{"version":1,"operation":"checkpoint","socket":"/s","locked":[0]}"#,
             r#"{"version":1,"operation":"checkpoint","socket":"/s","gpu_map":[
                 {"old":"GPU-00000000-0000-0000-0000-000000000000","new":"GPU-00000000-0000-0000-0000-000000000000"}]}"#,
             r#"{"version":1,"operation":"restore","socket":"/s","gpu_map":[{"old":"x","new":"y"}]}"#,

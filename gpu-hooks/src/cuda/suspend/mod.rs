@@ -158,6 +158,58 @@ pub fn suspend(
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
+    let (threads, mut done) = locked(client, pids, how)?;
+    let (captured, micros) = capture::checkpoint(client, &threads, how, &mut done.left_out)?;
+    done.steps.push(("checkpoint", micros));
+    for captured in &captured {
+        let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
+        if let Some(process) = process {
+            let region = format!("{}-{}", captured.pid, process.buffers.len());
+            process.buffers.push(LaneBuffer {
+                address: captured.address,
+                bytes: captured.bytes,
+                region,
+            });
+        }
+    }
+    if let Some(folder) = &how.folder {
+        let (written, micros) = files::to_files(client, folder, &captured, &done, how)?;
+        done.steps.push(("write", micros));
+        done.lane = Some(written.facts);
+    }
+    leave(client, &done, note)?;
+    Ok(done)
+}
+
+/// Locks the CUDA processes among `pids`: their CUDA calls wait until [`resume`]. `note` as for [`suspend`].
+///
+/// # Errors
+/// [`SuspendError`]; the agent brings the processes back when the client is dropped.
+pub fn lock(
+    client: &mut Client,
+    pids: &[i32],
+    how: &How,
+    note: &mut dyn FnMut(&Done) -> Result<(), String>,
+) -> Result<Done, SuspendError> {
+    let (_, done) = locked(client, pids, how)?;
+    leave(client, &done, note)?;
+    Ok(done)
+}
+
+/// Tells `note`, and the agent to leave the processes as they are.
+fn leave(
+    client: &mut Client,
+    done: &Done,
+    note: &mut dyn FnMut(&Done) -> Result<(), String>,
+) -> Result<(), SuspendError> {
+    note(done).map_err(SuspendError::Files)?;
+    // The agent may have taken it before it died: what is written must stay until that is known.
+    let kept = client.call(Op::Keep, limit_of(&Op::Keep));
+    kept.map_err(SuspendError::Unsettled).map(drop)
+}
+
+/// Locks what runs.
+fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done), SuspendError> {
     let threads = find(client, pids)?;
     if threads.is_empty() {
         return Err(SuspendError::Unused);
@@ -198,29 +250,7 @@ pub fn suspend(
         timeout_ms,
     })?;
     done.steps.push(("lock", micros));
-    let (captured, micros) = capture::checkpoint(client, &threads, how, &mut done.left_out)?;
-    done.steps.push(("checkpoint", micros));
-    for captured in &captured {
-        let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
-        if let Some(process) = process {
-            let region = format!("{}-{}", captured.pid, process.buffers.len());
-            process.buffers.push(LaneBuffer {
-                address: captured.address,
-                bytes: captured.bytes,
-                region,
-            });
-        }
-    }
-    if let Some(folder) = &how.folder {
-        let (written, micros) = files::to_files(client, folder, &captured, &done, how)?;
-        done.steps.push(("write", micros));
-        done.lane = Some(written.facts);
-    }
-    note(&done).map_err(SuspendError::Files)?;
-    // The agent may have taken it before it died: what is written must stay until that is known.
-    let kept = client.call(Op::Keep, limit_of(&Op::Keep));
-    kept.map_err(SuspendError::Unsettled)?;
-    Ok(done)
+    Ok((threads, done))
 }
 
 /// Resumes processes; those that are gone or not suspended are left as they are.
