@@ -80,6 +80,35 @@ leave_running() { # RUNTIME SIZE LABEL
         '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
 }
 
+at_pause() { # RUNTIME SIZE LABEL: paused, checkpointed, resumed: it moves in between not at all; and comes back from that
+    local label=$3 dir=/var/lib/containers/at-pause before after id static
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job --annotation dev.cryopod.checkpoint.at-pause=on "${gpu[@]}" "$image" "${job[@]}" || return
+    id=$(podman inspect --format '{{.Id}}' job)
+    pod pause job > /dev/null || return
+    before=$(lines job)
+    cryopod-runtime checkpoint --leave-running --image-path "$dir" --work-path /logs "$id" > "/logs/$label.said" 2>&1 ||
+        { cat "/logs/$label.said" && return 1; }
+    sleep 2
+    after=$(lines job)
+    [ "$before" = "$after" ] || { say "$label: it went on from $before to $after while it was paused" && return 1; }
+    pod unpause job > /dev/null || return
+    verdict job "$label" "$before" || return
+    say "$label: it stood still at $before, and went on; now from the images"
+    podman kill job > /dev/null && wait_for state_is job exited || return
+    static=$(static_dir job)
+    rm -rf "$static/checkpoint"
+    ln -s "$dir" "$static/checkpoint"
+    before=$(lines job)
+    pod container restore --keep job > "/logs/$label.restore" 2>&1 || { cat "/logs/$label.restore" && keep_logs job "$label" && return 1; }
+    verdict job "$label-restored" "$before" || return
+    rm -f "$static/checkpoint"
+    rm -rf "$dir"
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" '{case: $case, ok: true, runtime: $runtime, size: $size}')"
+}
+
 twice() { # RUNTIME SIZE LABEL: a restored container is checkpointed and restored again
     local label=$3 archive=/var/lib/containers/job before i
     low_level "$1"
@@ -331,6 +360,7 @@ for part in $parts; do
         probe) run_case probe probe ;;
         jobs) for size in $sizes; do for rt in $runtimes; do run_case "job-$size-$rt" round_trip "$rt" "$size"; done; done ;;
         leave-running) for rt in $runtimes; do run_case "leave-running-$rt" leave_running "$rt" 1; done ;;
+        at-pause) for rt in $runtimes; do run_case "at-pause-$rt" at_pause "$rt" 1; done ;;
         twice) for rt in $runtimes; do run_case "twice-$rt" twice "$rt" 1; done ;;
         torch) run_case torch torch ;;
         loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;

@@ -39,7 +39,11 @@ no_holder() { ! pgrep -fx '/proc/self/exe hold' > /dev/null; }
 # docker 26 fails as long as containerd has not thrown away what it kept of the checkpoint before: a container's spec is the
 # same each time.
 forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ]; }
-checkpoint() { wait_for forgotten && docker checkpoint create "$@" > /dev/null; }
+checkpoint() {
+    wait_for forgotten
+    docker checkpoint create "$@" > /dev/null || { criu_says && return 1; }
+}
+criu_says() { find /run/containerd /var/lib/containerd -name 'criu-*.log' -exec grep -H 'Error\|Warn' {} + >&2; }
 cycle() { # RUNTIME NETWORK HOW-IT-ENDS
     local title="$1 on $2" at pid
     plain c1 "$1" "$2"
