@@ -32,7 +32,7 @@ use crate::reasons::Before;
 use crate::runtime_log::RuntimeLog;
 use crate::state::{self, State};
 use crate::suspended::Record;
-use crate::{Context, Error, facts, lane, log, lsm, passthrough, plugins, rootfs, store};
+use crate::{Context, Error, facts, frozen, lane, log, lsm, passthrough, plugins, rootfs, store};
 
 /// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
 ///
@@ -263,6 +263,12 @@ impl Job<'_> {
                     // From the first question on the plugin knows that there will be this last one.
                     let _ = std::fs::write(op.file(lane::GATE_FILE), "");
                     return true;
+                }
+                if !setup.locked.is_empty()
+                    && let Err(e) = frozen::restored_thawed(&images.path)
+                {
+                    sealing = Some(format!("cgroup.img: {e}"));
+                    return false;
                 }
                 let Some(this) = slot.take() else { return true };
                 let options = &self.ctx.config.rootfs;

@@ -169,6 +169,38 @@ impl Frozen {
     }
 }
 
+/// CRIU's image of the cgroups.
+const CGROUP_IMAGE: &str = "cgroup.img";
+const IMAGE_MAX: u64 = 16 << 20;
+/// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.
+const RESTORED_FROZEN: &[u8] = b"freezer.state\x12\x06FROZEN";
+const RESTORED_THAWED: &[u8] = b"freezer.state\x12\x06THAWED";
+
+/// A container that was dumped while it was paused is to run when it is restored: CRIU notes that version 1's freezer was
+/// frozen, and freezes again.
+///
+/// # Errors
+/// What the system says.
+pub fn restored_thawed(images: &Path) -> io::Result<()> {
+    let path = images.join(CGROUP_IMAGE);
+    let mut image = match cryopod_gpu_hooks::cuda::read_bounded(&path, IMAGE_MAX) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        image => image?,
+    };
+    let mut changed = false;
+    for at in 0..image.len().saturating_sub(RESTORED_FROZEN.len() - 1) {
+        let here = &mut image[at..at + RESTORED_FROZEN.len()];
+        if here == RESTORED_FROZEN {
+            here.copy_from_slice(RESTORED_THAWED);
+            changed = true;
+        }
+    }
+    if changed {
+        std::fs::write(&path, &image)?;
+    }
+    Ok(())
+}
+
 impl Drop for Frozen {
     fn drop(&mut self) {
         if let Some((file, thaw)) = &self.thaw
@@ -199,6 +231,23 @@ mod tests {
             fs::write(path, text).unwrap();
         }
         (dir, host)
+    }
+
+    #[test]
+    fn a_paused_container_is_restored_running() {
+        let dir = tempfile::tempdir().unwrap();
+        restored_thawed(dir.path()).unwrap();
+        let path = dir.path().join(CGROUP_IMAGE);
+        for (before, after) in [
+            (RESTORED_FROZEN, RESTORED_THAWED),
+            (b"freezer.state\x12\x06FRO", b"freezer.state\x12\x06FRO"),
+            (b"", b""),
+        ] {
+            let around = |image: &[u8]| [b"x".as_slice(), image, b"y"].concat();
+            fs::write(&path, around(before)).unwrap();
+            restored_thawed(dir.path()).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), around(after));
+        }
     }
 
     #[test]
