@@ -26,6 +26,10 @@ goes_on() { # CONTAINER: the sum comes again, and was never wrong
     local now && now=$(ticks "$1")
     wait_for ticked "$1" $((now + 3)) && ! logs "$1" | grep CORRUPT
 }
+not_anew() { ! logs "$1" | grep -q '^0 '; } # CONTAINER: what it prints is not from its beginning
+cri_restores() { # does the CRI make a container of a checkpoint? containerd 2.4 does not any more
+    ! containerd --version | grep -Eq ' v?(2\.([4-9]|[1-9][0-9])|[3-9]\.)' || { echo 'no restore by the CRI' && return 1; }
+}
 check() { # NAME COMMAND...
     local name=$1 && shift
     "$@" || { echo "FAILED: $name" && exit 1; }

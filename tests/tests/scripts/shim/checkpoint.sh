@@ -45,6 +45,7 @@ cycle() { # NAME RUNTIME
     ctr containers restore --rw --live job localhost/checkpoint:2
     check "$1: restored again, the sum goes on" goes_on job
     check "$1: again the same sum" test "$(sum job)" = "$last"
+    check "$1: it began once" test "$(logs job | grep -c '^0 ')" = 1
     away job
     ctr images rm localhost/checkpoint:2 > /dev/null
 }
