@@ -51,7 +51,7 @@ job=$(cri CreateContainer "$(container "$pod" 1 job localhost:5000/busybox:1 /cu
 cri StartContainer "[[1,\"$job\"]]"
 side=$(cri CreateContainer "$(container "$pod" 1 side localhost:5000/busybox:1 sh -c 'while :; do echo side; sleep 0.1; done')")
 cri StartContainer "[[1,\"$side\"]]"
-wait_for ticked job 3
+wait_for at_tick job 30
 check 'two containers in a pod: one shim of each kind' test "$(shims | wc -l)" = 2
 check 'two containers in a pod: one of ours' test "$(shims | grep -c shim-cryopod)" = 1
 before=$(sum job)
@@ -77,7 +77,7 @@ if cri_restores; then
     cri StartContainer "[[1,\"$job\"]]"
     wait_for ticked job 3
     check 'a new pod, from the archive: the sum goes on' goes_on job
-    check 'a new pod, from the archive: not from its beginning' not_anew job
+    check 'a new pod, from the archive: not from its beginning' at_tick job 30
     check 'a new pod, from the archive: the same sum' test "$(sum job)" = "$before"
     cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"grep mine /made\"]]" > /tmp/said
     check 'a new pod, from the archive: the file is there' says /tmp/said mine
