@@ -23,5 +23,5 @@ fn cri() {
     let out = bed.sh(script).ok();
     let passed = out.lines().filter(|line| line.starts_with("ok: ")).count();
     let restored = !out.contains("no restore by the CRI");
-    assert_eq!(passed, if restored { 16 } else { 11 }, "{out}");
+    assert_eq!(passed, if restored { 21 } else { 16 }, "{out}");
 }

@@ -62,6 +62,19 @@ cri CheckpointContainer "[[1,\"$job\"],[2,\"/tmp/cri.tar\"],[3,60]]"
 check 'checkpoint: the sum goes on' goes_on job
 check 'checkpoint: the other container goes on' wait_for more side "$(lines side)"
 check 'checkpoint: whole' cryopod verify -q /tmp/cri.tar
+containerd_again() { # SIGNAL
+    containerd_down "$1"
+    containerd_up
+    wait_for cri_quiet Version '[[1,"v1"]]'
+}
+containerd_again -KILL
+check 'containerd killed and started again: the sum goes on' goes_on job
+check 'containerd killed and started again: the other container goes on' wait_for more side "$(lines side)"
+cri CheckpointContainer "[[1,\"$job\"],[2,\"/tmp/second.tar\"],[3,60]]"
+check 'a second checkpoint: whole' cryopod verify -q /tmp/second.tar
+check 'a second checkpoint: the sum goes on' goes_on job
+containerd_again -TERM
+check 'containerd restarted: the sum goes on' goes_on job
 cri StopContainer "[[1,\"$job\"],[2,0]]"
 check 'a container ends: the other goes on' wait_for more side "$(lines side)"
 cri RemoveContainer "[[1,\"$job\"]]"
