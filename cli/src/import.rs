@@ -158,7 +158,7 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     let how = if own {
         "restore it with: ctr containers restore --rw --live NAME IMAGE"
     } else {
-        "restore it in a pod whose container has this image (containerd 2.1 to 2.3, in the namespace k8s.io)"
+        "restore it in a pod whose container has this image (containerd 2.1 to 2.3, in the namespace k8s.io; from 2.3.4 on with enable_experimental_restore_via_create)"
     };
     Ok(format!("{}\n{how}", said.trim()))
 }

@@ -8,4 +8,5 @@ kubectl create --raw "/api/v1/nodes/$1/proxy/checkpoint/$2/$3/$4" -f /dev/null
 
 # To restore, make an image of it, on the node or wherever the archive is:
 #   cryopod convert ARCHIVE -o docker://registry.example/train:checkpoint
-# and create a pod with that image and the same runtimeClassName (containerd 2.1 to 2.3).
+# and create a pod with that image and the same runtimeClassName (containerd 2.1 to 2.3;
+# from 2.3.4 on with enable_experimental_restore_via_create = true, as in containerd.toml).

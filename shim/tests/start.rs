@@ -1,5 +1,5 @@
 //! `start` in every form that a containerd sends and a stock shim answers, with a stand-in for both: no Debian suite
-//! has containerd 2.3 yet. The stand-in's `start` is a script that keeps its input and prints a prepared answer; a
+//! has containerd 2.3 yet (`CRYOPOD_CONTAINERD`, docs/testbed.md, shows one to the tests of the real stack). The stand-in's `start` is a script that keeps its input and prints a prepared answer; a
 //! thread of the test answers calls on its socket.
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -216,7 +216,18 @@ fn enter(cgroup: Cgroup) -> Command {
         .arg(workspace().join("tests/testbed/testbed"))
         .args(["enter", "--cgroup", cgroup.name()])
         .env("CRYOPOD_BIN_DIR", bin_dir());
+    if let Ok(dir) = env::var("CRYOPOD_CONTAINERD") {
+        for program in ["containerd", "ctr", "containerd-shim-runc-v2"] {
+            let bind = format!("{dir}/{program}:/usr/bin/{program}");
+            command.args(["--bind", &bind]);
+        }
+    }
     command
+}
+
+/// Whether the bed's containerd has CRI checkpoints: 1.7, that of trixie, has none.
+pub fn containerd_has_cri_checkpoints() -> bool {
+    env::var("SUITE").as_deref() == Ok("forky") || env::var_os("CRYOPOD_CONTAINERD").is_some()
 }
 
 /// Why this machine cannot run the bed with this cgroup set-up; asked once per test program.

@@ -51,7 +51,7 @@ fn checkpoint_and_restore() {
     let Some(shown) = run(include_str!("scripts/shim/checkpoint.sh")) else {
         return;
     };
-    assert_eq!(shown.len(), 17, "{shown:#?}");
+    assert_eq!(shown.len(), 23, "{shown:#?}");
 }
 
 #[test]

@@ -15,6 +15,7 @@ version = 3
   enable_selinux = false
   disable_apparmor = true
   restrict_oom_score_adj = true
+  enable_experimental_restore_via_create = true # from 2.3.4 on
   [plugins.'io.containerd.cri.v1.runtime'.containerd]
     default_runtime_name = 'runc'
     [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
@@ -44,7 +45,7 @@ mkdir -p /tmp/logs
 logs() { sed 's/^[^ ]* stdout F //' /tmp/logs/job.log; }
 id=$(cri CreateContainer "$(container localhost:5000/busybox:1)")
 cri StartContainer "[[1,\"$id\"]]"
-wait_for ticked job 3
+wait_for at_tick job 30
 before=$(sum job)
 cri CheckpointContainer "[[1,\"$id\"],[2,\"/tmp/cri.tar\"],[3,60]]"
 check 'CRI checkpoint: the sum goes on' goes_on job
@@ -60,13 +61,16 @@ rm /tmp/logs/job.log
 check 'CRI checkpoint -> our image' cryopod convert -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1
 check 'our image: several layers' jq -e '.image.layers > 1' <(cryopod inspect --json oci-archive:/tmp/image.tar)
 cryopod import oci-archive:/tmp/image.tar -e containerd --namespace k8s.io -q
-id=$(cri CreateContainer "$(container localhost:5000/checkpoint:1)")
-cri StartContainer "[[1,\"$id\"]]"
-wait_for ticked job 3
-check 'our image, restored by the CRI: the sum goes on' goes_on job
-check 'our image, restored by the CRI: the same sum' test "$(sum job)" = "$before"
-cri StopContainer "[[1,\"$id\"],[2,0]]"
-cri RemoveContainer "[[1,\"$id\"]]"
+if cri_restores; then
+    id=$(cri CreateContainer "$(container localhost:5000/checkpoint:1)")
+    cri StartContainer "[[1,\"$id\"]]"
+    wait_for ticked job 3
+    check 'our image, restored by the CRI: the sum goes on' goes_on job
+    check 'our image, restored by the CRI: not from its beginning' at_tick job 30
+    check 'our image, restored by the CRI: the same sum' test "$(sum job)" = "$before"
+    cri StopContainer "[[1,\"$id\"],[2,0]]"
+    cri RemoveContainer "[[1,\"$id\"]]"
+fi
 cri StopPodSandbox "[[1,\"$pod\"]]"
 
 # `ctr c checkpoint`

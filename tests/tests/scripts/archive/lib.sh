@@ -26,6 +26,12 @@ goes_on() { # CONTAINER: the sum comes again, and was never wrong
     local now && now=$(ticks "$1")
     wait_for ticked "$1" $((now + 3)) && ! logs "$1" | grep CORRUPT
 }
+at_tick() { # CONTAINER N: the last line has a number of at least N; the first has 0
+    local n && n=$(logs "$1" | tail -n 1 | cut -d' ' -f1) && [ "${n:--1}" -ge "$2" ]
+}
+cri_restores() { # does the CRI make a container of a checkpoint? containerd 2.4 does not any more
+    ! containerd --version | grep -Eq ' v?(2\.([4-9]|[1-9][0-9])|[3-9]\.)' || { echo 'no restore by the CRI' && return 1; }
+}
 check() { # NAME COMMAND...
     local name=$1 && shift
     "$@" || { echo "FAILED: $name" && exit 1; }

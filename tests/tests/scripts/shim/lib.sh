@@ -3,6 +3,7 @@
 STOCK=io.containerd.runc.v2
 OURS=io.containerd.cryopod.v2
 image=localhost/busybox:latest
+export CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS=1 # of cgroup v1, on every call of ctr
 
 containerd_up() { # [PATH-OF-LOG]
     containerd >> "${1:-/tmp/containerd.log}" 2>&1 &
