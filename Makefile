@@ -20,6 +20,10 @@ build: ## release binaries, in target/release
 test: ## all tests: format, lints, units, the simulated driver, the real container stack
 	tests/run
 
+test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE=forky]
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests -- $(T)
+
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up
 
@@ -29,6 +33,10 @@ test-vm: ## the tests that need real device nodes, in an emulated machine; docs/
 
 demo: build testbed ## a container is checkpointed, removed and restored, with crun and with runc
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
+
+picture: ## the README's picture, docs/picture.svg, from what a terminal shows
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/testbed/testbed enter -- /src/docs/picture.sh | awk -f docs/draw.awk > docs/picture.svg
 
 bench: testbed ## what cryopod costs; docs/benchmarks.md
 	$(MAKE) --no-print-directory build BUILD=--workspace
@@ -51,4 +59,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build test testbed test-vm demo bench bench-archive gpu-test deny clean
+.PHONY: help build test test-one testbed test-vm demo picture bench bench-archive gpu-test deny clean
