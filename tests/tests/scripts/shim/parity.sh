@@ -118,6 +118,7 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     done
     wait "${starting[@]}" || true
     tell 'fifty' "$(ctr tasks ls | grep -c RUNNING)"
+    cat /tmp/m[0-9]* >&2 # what those say that did not start
 
     # containerd restarted under them
     containerd_down -KILL
