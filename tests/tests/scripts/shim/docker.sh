@@ -41,7 +41,12 @@ no_holder() { ! pgrep -fx '/proc/self/exe hold' > /dev/null; }
 forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ]; }
 checkpoint() {
     wait_for forgotten
-    docker checkpoint create "$@" > /dev/null || { criu_says && return 1; }
+    docker checkpoint create "$@" > /dev/null 2> /tmp/failed && return
+    criu_says
+    # CRIU 4.2 now and then cannot stop what version 1's freezer holds. These containers have no GPU, so runc and CRIU are
+    # on their own; the container runs on.
+    criu_says 2>&1 | grep -q 'Unseizable non-zombie .* state D' || { cat /tmp/failed && return 1; }
+    docker checkpoint create "$@" > /dev/null
 }
 criu_says() { find /run/containerd /var/lib/containerd -name 'criu-*.log' -exec grep -H 'Error\|Warn' {} + >&2; }
 cycle() { # RUNTIME NETWORK HOW-IT-ENDS
