@@ -42,7 +42,7 @@ forgotten() { [ -z "$(ctr -n moby content ls -q 2> /dev/null)" ]; }
 checkpoint() {
     wait_for forgotten
     docker checkpoint create "$@" > /dev/null 2> /tmp/failed && return
-    criu_says
+    criu_says || true
     # CRIU 4.2 now and then cannot stop what version 1's freezer holds. These containers have no GPU, so runc and CRIU are
     # on their own; the container runs on.
     criu_says 2>&1 | grep -q 'Unseizable non-zombie .* state D' || { cat /tmp/failed && return 1; }
