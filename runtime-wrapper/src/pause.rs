@@ -71,6 +71,13 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             drop(driver);
             return Err(passthrough::exec(&ctx.low, &ctx.args));
         }
+        Err(e @ SuspendError::Unsettled(_)) => {
+            drop(driver);
+            return Err(Error::Failed(format!(
+                "pause of {} failed: {e}; `cryopod resume pid:{}` unlocks it, or says that it runs",
+                inv.id, state.init
+            )));
+        }
         Err(e) => {
             // The agent unlocks what was locked.
             drop(driver);
@@ -106,7 +113,8 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     // Before the container runs: without the driver it would hang in its next CUDA call.
-    let driver = Driver::start(ctx, &host)?;
+    let driver = Driver::start(ctx, &host)
+        .map_err(|e| Error::Failed(format!("{} stays paused: {e}; resume it again", inv.id)))?;
     let resumed = verb(ctx, inv, "resume", &tools)?;
     if resumed.code == 0 && !unlock(&driver, &host, &record) {
         return Err(Error::Failed(format!(
