@@ -6,11 +6,12 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::digest::Digest;
 use crate::entry::EntryKind;
 use crate::error::{Bad, Error};
 use crate::limits::{Limits, MAX_JSON_BYTES};
 use crate::names;
-use crate::oci::{Descriptor, Digest};
+use crate::oci::Descriptor;
 use crate::stream::Section;
 use crate::tarread::TarReader;
 

@@ -12,10 +12,10 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use self::split::Splitter;
+use crate::digest::Digest;
 use crate::error::{Bad, Cancelled};
 use crate::hash::{self, Hashers};
-use crate::oci::Digest;
-use crate::pack::threads_or_cores;
+use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::{Allowance, Compression, Stream};
 

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use sha2::digest::generic_array::{GenericArray, typenum::U64};
 
-use crate::oci::Digest;
+use crate::digest::Digest;
 
 /// Bytes of a block of SHA-256.
 const BLOCK: usize = 64;

@@ -9,6 +9,7 @@ pub mod around;
 mod blobs;
 pub mod criu;
 mod decode;
+pub mod digest;
 pub mod engine;
 pub mod entry;
 pub mod error;

@@ -41,3 +41,13 @@ impl Default for Limits {
 
 /// Largest JSON document of an image (index, manifest, config), in bytes.
 pub const MAX_JSON_BYTES: u64 = 4 << 20;
+
+/// How many threads to use when 0 were asked for.
+pub(crate) fn threads_or_cores(threads: usize) -> usize {
+    match threads {
+        0 => std::thread::available_parallelism()
+            .map_or(2, usize::from)
+            .min(16),
+        n => n.min(32),
+    }
+}

@@ -10,6 +10,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::nodes::{DeviceNode, Vendor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -88,90 +89,6 @@ pub enum SealError {
         /// The version that the file names.
         found: String,
     },
-}
-
-/// A GPU vendor whose containers cryopod knows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Vendor {
-    /// NVIDIA: `/dev/nvidia*`.
-    Nvidia,
-    /// AMD: `/dev/kfd` and render nodes.
-    Amd,
-}
-
-impl std::fmt::Display for Vendor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Nvidia => "NVIDIA",
-            Self::Amd => "AMD",
-        })
-    }
-}
-
-/// What a GPU device node is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum NodeRole {
-    /// One GPU: `/dev/nvidiaN`.
-    Gpu,
-    /// The driver's control node: `/dev/nvidiactl`, `/dev/kfd`.
-    Control,
-    /// Unified memory: `/dev/nvidia-uvm`, `/dev/nvidia-uvm-tools`.
-    Uvm,
-    /// A capability: `/dev/nvidia-caps/*`, `/dev/nvidia-caps-imex-channels/*`.
-    Capability,
-    /// A DRM render node: `/dev/dri/renderD*`.
-    Render,
-    /// Mode setting and everything else of the vendor: `/dev/nvidia-modeset`, `/dev/dri/card*`.
-    Other,
-}
-
-/// How a device node came into the container.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum NodeSource {
-    /// `linux.devices` of the spec.
-    Device,
-    /// A bind mount of the node, or of a folder that holds it.
-    BindMount,
-    /// Found in the live container only: neither the devices nor the mounts of the spec name it.
-    Live,
-}
-
-/// A GPU device node of the container.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeviceNode {
-    /// Path inside the container.
-    pub path: String,
-    /// Whose it is.
-    pub vendor: Vendor,
-    /// What it is for.
-    pub role: NodeRole,
-    /// How it came into the container.
-    pub source: NodeSource,
-    /// Device major, as the container saw it.
-    pub major: u64,
-    /// Device minor.
-    pub minor: u64,
-    /// For a bind mount: its source on the host.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host_path: Option<String>,
-    /// Permission bits, where the spec gives them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub file_mode: Option<u32>,
-    /// Owner, where the spec gives one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub uid: Option<u32>,
-    /// Group, where the spec gives one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gid: Option<u32>,
-    /// `true` if a cgroup rule of the spec lets the container open it.
-    #[serde(default)]
-    pub allowed: bool,
-    /// [`Gpu::id`] of the GPU behind the node, where it can be told.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gpu: Option<String>,
 }
 
 /// A node that an earlier restore has put into the container, or moved to another device.

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest as _, Sha256};
 
+use crate::digest::Digest;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
-use crate::oci::Digest;
 
 /// Bytes read from a file at once.
 const READ_BYTES: usize = 256 << 10;

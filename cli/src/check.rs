@@ -12,8 +12,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::tools::SystemTools;
+use cryopod_host::files::Host;
+use cryopod_host::programs::SystemTools;
 use serde::Serialize;
 
 /// Arguments.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::live;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
 use serde_json::Value;
 
 use crate::engine::Call;

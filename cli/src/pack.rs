@@ -6,8 +6,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use cryopod_archive::digest::Digest;
 use cryopod_archive::limits::MAX_JSON_BYTES;
-use cryopod_archive::oci::{Digest, media};
+use cryopod_archive::oci::media;
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;

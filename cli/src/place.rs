@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_archive::limits::Limits;
 use cryopod_archive::source::Source;
-use cryopod_runtime::config::Config;
+use cryopod_operations::config::Config;
 
 /// An archive to be read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]

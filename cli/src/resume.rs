@@ -6,15 +6,17 @@ use std::time::Instant;
 
 use anyhow::bail;
 use cryopod_archive::lane::{Digest, Lane};
-use cryopod_archive::seal::{Gpu, Vendor};
-use cryopod_gpu_hooks::cuda::gpu::GpuPair;
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::suspend::{How, SuspendError, Suspended, resume};
-use cryopod_gpu_hooks::gpumap::{self, Choice, Situation, Wish};
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::live;
-use cryopod_runtime::config::Config;
-use cryopod_runtime::suspended::Record;
+use cryopod_archive::seal::Gpu;
+use cryopod_cuda::gpu::GpuPair;
+use cryopod_cuda::procfs;
+use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume};
+use cryopod_gpu_plan::gpumap::{self, Choice, Situation, Wish};
+use cryopod_gpu_plan::inventory;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_operations::config::Config;
+use cryopod_operations::suspended::Record;
 
 use crate::container::Container;
 use crate::suspend::{Work, find, steps};
@@ -140,7 +142,7 @@ fn map(
     let Some(wish) = &args.map else {
         return Ok(Vec::new());
     };
-    let here = gpumap::here(host, Vendor::Nvidia);
+    let here = inventory::here(host, Vendor::Nvidia);
     let had: BTreeSet<String> = processes
         .iter()
         .flat_map(|p| &p.gpus)
@@ -157,7 +159,7 @@ fn map(
         here,
         ..Situation::default()
     };
-    let told = |refusals: Vec<cryopod_gpu_hooks::plan::Refusal>| {
+    let told = |refusals: Vec<cryopod_gpu_plan::refusal::Refusal>| {
         let words: Vec<_> = refusals
             .iter()
             .map(|r| format!("{}; {}", r.what, r.remedy))

@@ -5,9 +5,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use cryopod_gpu_hooks::amd::image::{KfdImage, RenderImage};
-use cryopod_gpu_hooks::cuda::image::NvidiaImage;
-use cryopod_runtime::images::mountpoints;
+use cryopod_cuda::image::NvidiaImage;
+use cryopod_gpu_plan::amd::image::{KfdImage, RenderImage};
+use cryopod_operations::images::mountpoints;
 use libfuzzer_sys::fuzz_target;
 
 static DIR: LazyLock<PathBuf> = LazyLock::new(|| {

@@ -6,13 +6,12 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use cryopod_archive::digest::Digest;
 use cryopod_archive::limits::Limits;
-use cryopod_archive::oci::Digest;
 use cryopod_archive::source::Source;
 use libfuzzer_sys::fuzz_target;
 
-static FILE: LazyLock<PathBuf> =
-    LazyLock::new(|| cryopod_fuzz::scratch("image"));
+static FILE: LazyLock<PathBuf> = LazyLock::new(|| cryopod_fuzz::scratch("image"));
 
 fuzz_target!(|data: &[u8]| {
     let mut parts = data

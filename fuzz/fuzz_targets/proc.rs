@@ -6,13 +6,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::destinations::Destinations;
-use cryopod_gpu_hooks::hazards::CriuLimits;
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::scan::Scan;
-use cryopod_gpu_hooks::spec::Spec;
-use cryopod_gpu_hooks::{live, mountinfo, mounts};
+use cryopod_cuda::procfs;
+use cryopod_gpu_plan::hazards::{self, CriuLimits};
+use cryopod_gpu_plan::live;
+use cryopod_gpu_plan::mounts;
+use cryopod_host::destinations::Destinations;
+use cryopod_host::files::Host;
+use cryopod_host::mountinfo;
+use cryopod_host::processes::Scan;
+use cryopod_host::spec::Spec;
 use libfuzzer_sys::fuzz_target;
 
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
@@ -60,7 +62,7 @@ fuzz_target!(|data: &[u8]| {
     assert!(found.foreign.len() <= 4096 && found.own.len() <= 4096);
     let scan = Scan::of(&host, &[7]);
     scan.memory_bytes();
-    for refusal in scan.refusals(&host, &spec, &CriuLimits::default()) {
+    for refusal in hazards::refusals(&scan, &host, &spec, &CriuLimits::default()) {
         let _ = refusal.to_string();
     }
     live::tree(&host, 7);

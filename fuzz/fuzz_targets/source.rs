@@ -10,8 +10,7 @@ use cryopod_archive::source::Source;
 use cryopod_archive::verify::{VerifyOptions, verify};
 use libfuzzer_sys::fuzz_target;
 
-static FILE: LazyLock<PathBuf> =
-    LazyLock::new(|| cryopod_fuzz::scratch("source"));
+static FILE: LazyLock<PathBuf> = LazyLock::new(|| cryopod_fuzz::scratch("source"));
 
 fuzz_target!(|data: &[u8]| {
     if fs::write(&*FILE, data).is_err() {

@@ -7,8 +7,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use cryopod_runtime::images::devtar::{self, Node};
-use cryopod_runtime::rootfs::{self, Options};
+use cryopod_operations::config::rootfs::Options;
+use cryopod_operations::images::devtar::{self, Node};
+use cryopod_operations::rootfs;
 use libfuzzer_sys::fuzz_target;
 
 static DIR: LazyLock<PathBuf> = LazyLock::new(|| {
@@ -16,7 +17,10 @@ static DIR: LazyLock<PathBuf> = LazyLock::new(|| {
     let _ = fs::create_dir_all(dir.join("images"));
     let _ = fs::create_dir_all(dir.join("bundle/outside"));
     let _ = fs::write(dir.join("bundle/outside/canary"), "alive");
-    let _ = fs::write(dir.join("bundle/config.json"), r#"{"root":{"path":"rootfs"}}"#);
+    let _ = fs::write(
+        dir.join("bundle/config.json"),
+        r#"{"root":{"path":"rootfs"}}"#,
+    );
     dir
 });
 
@@ -32,7 +36,9 @@ fuzz_target!(|data: &[u8]| {
 fn files(tar: &[u8]) {
     let root = DIR.join("bundle/rootfs");
     let _ = fs::remove_dir_all(&root);
-    if fs::create_dir(&root).is_err() || fs::write(DIR.join("images").join(rootfs::FILE), tar).is_err() {
+    if fs::create_dir(&root).is_err()
+        || fs::write(DIR.join("images").join(rootfs::FILE), tar).is_err()
+    {
         return;
     }
     // So that a link in the root that leads out is there to be followed.
@@ -43,9 +49,15 @@ fn files(tar: &[u8]) {
         ..Options::default()
     };
     let _ = rootfs::apply(&options, &DIR.join("images"), &DIR.join("bundle"));
-    assert_eq!(names(&DIR.join("bundle")), ["config.json", "outside", "rootfs"]);
+    assert_eq!(
+        names(&DIR.join("bundle")),
+        ["config.json", "outside", "rootfs"]
+    );
     assert_eq!(names(&DIR.join("bundle/outside")), ["canary"]);
-    assert_eq!(fs::read(DIR.join("bundle/outside/canary")).ok().as_deref(), Some(&b"alive"[..]));
+    assert_eq!(
+        fs::read(DIR.join("bundle/outside/canary")).ok().as_deref(),
+        Some(&b"alive"[..])
+    );
 }
 
 fn nodes(tar: &[u8], level: u8) {

@@ -10,13 +10,14 @@ mod client;
 mod pull;
 mod push;
 mod session;
+mod text;
 mod transfer;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cryopod_archive::oci::Digest;
+use cryopod_archive::digest::Digest;
 use cryopod_archive::progress::Progress;
 use oci_client::Reference;
 

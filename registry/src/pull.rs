@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use cryopod_archive::Error as ArchiveError;
+use cryopod_archive::digest::Digest;
 use cryopod_archive::names;
-use cryopod_archive::oci::{Descriptor, Digest, Index, Manifest, annotation, media};
+use cryopod_archive::oci::{Descriptor, Index, Manifest, annotation, media};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;
@@ -18,7 +19,8 @@ use oci_client::manifest::{IMAGE_MANIFEST_LIST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA
 use oci_client::{Reference, RegistryOperation};
 use sha2::{Digest as _, Sha256};
 
-use crate::client::{Registry, causes};
+use crate::client::Registry;
+use crate::text::causes;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 

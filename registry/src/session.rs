@@ -14,7 +14,7 @@ use reqwest::{Client, Response, StatusCode, Url};
 use serde::Deserialize;
 
 use crate::auth::Credentials;
-use crate::client::{causes, shortened};
+use crate::text::{causes, shortened};
 use crate::{Error, Options};
 
 /// Largest token answer, in bytes.

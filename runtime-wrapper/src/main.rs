@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    cryopod_runtime::main(std::env::args_os().collect())
+    cryopod_operations::main(std::env::args_os().collect())
 }

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
-use crate::{Error, limited};
+use cryopod_host::limited;
+
+use crate::Error;
 
 /// What the holder says when it is there.
 const READY: &str = "ready";

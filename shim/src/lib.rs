@@ -15,7 +15,6 @@
 //! - [`bootstrap`]: what containerd sends to `start`, before and since its version 2.3.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
-//! - [`limited`]: programs, each with a time limit; [`spec`]: what is looked up in a bundle's spec.
 //! - [`address`], [`record`]: where sockets are, and what is remembered in the bundle.
 
 pub mod address;
@@ -27,16 +26,15 @@ pub mod frame;
 pub mod holder;
 pub mod images;
 pub mod lifecycle;
-pub mod limited;
 pub mod options;
 pub mod proxy;
 pub mod record;
 pub mod remains;
 pub mod restore;
 pub mod rpc;
-pub mod spec;
 pub mod stock;
 pub mod task;
+mod threads;
 
 use std::ffi::OsString;
 use std::io;

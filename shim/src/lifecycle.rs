@@ -20,16 +20,15 @@ use nix::unistd::Pid;
 
 use crate::address::{Address, Bootstrap};
 use crate::bootstrap::Request;
+use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::Record;
-use crate::spec::Spec;
 use crate::{Error, criu, options, proxy, remains, restore, rpc, stock};
+use cryopod_host::cgroups::Cgroups;
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
 
 /// The environment variable through which cryopod-runtime learns of its low-level runtime.
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
-/// The stock shim's low-level runtime where nothing is named.
-pub const DEFAULT_LOW_LEVEL: &str = "runc";
-/// Where the stock shim has runc keep its containers, where nothing else is named.
-pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 /// The stock shim's address in a bundle, as containerd 1.7's writes it.
 const ADDRESS: &str = "address";
 /// The most that is read of standard input, as in the stock shim.
@@ -212,10 +211,11 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         let root = record.as_ref().and_then(|r| r.root.as_deref());
         let root = Path::new(root.unwrap_or(DEFAULT_ROOT)).join(&flags.namespace);
         remains::sweep(&root.join(&flags.id));
-        let cgroup = Spec::read(bundle)
-            .ok()
-            .and_then(|s| s.cgroup().map(remains::vacant));
-        remains::remove(&cgroup.unwrap_or_default());
+        if let Ok(spec) = Spec::of_bundle(bundle)
+            && let Some(path) = spec.cgroup(&flags.id)
+        {
+            let _ = Cgroups::vacant(&Host::system(), path).remove(Duration::ZERO);
+        }
     }
     if let Some(record) = record {
         // A container of a shim that goes on with others.

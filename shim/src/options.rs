@@ -8,6 +8,10 @@ use containerd_shim::api::Options;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{CodedInputStream, Message};
 
+/// The stock shim's low-level runtime where nothing is named.
+pub const DEFAULT_LOW_LEVEL: &str = "runc";
+/// Where the stock shim has runc keep its containers, where nothing else is named.
+pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 const RUNC: &str = "containerd.runc.v1.Options";
 const GENERIC: &str = "runtimeoptions.v1.Options";
 /// Configurations are small; a larger one is a mistake.

@@ -23,14 +23,13 @@ use crate::address::Address;
 use crate::container::Held;
 use crate::frame::Frame;
 use crate::task::{Fate, Tasks, Watched};
+use crate::threads::spawn;
 use crate::{Error, rpc, stock};
 
 /// The number under which `start` hands over the listening socket.
 pub const LISTENER: RawFd = 3;
 /// Set where this program is in place of the stock shim.
 pub const IN_PLACE: &str = "CRYOPOD_SHIM_IN_PLACE";
-/// Threads here read and write frames; their stacks need not be large.
-const STACK_BYTES: usize = 256 << 10;
 /// How long the last answers of a stock shim that ends may take to get to containerd.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -83,18 +82,6 @@ fn wait_for_end(mut stream: UnixStream) {
             _ => {}
         }
     }
-}
-
-/// A thread of its own.
-///
-/// # Errors
-/// The system has no more.
-pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    thread::Builder::new()
-        .name(name.into())
-        .stack_size(STACK_BYTES)
-        .spawn(work)
-        .map(drop)
 }
 
 struct Server {

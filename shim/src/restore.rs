@@ -6,12 +6,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use nix::mount::{MntFlags, umount2};
 use serde_json::Value;
 
 use crate::holder::{self, Holder};
 use crate::images;
-use crate::spec::{self, SpecError};
+use cryopod_host::mountinfo::unmount_below;
+use cryopod_host::spec::{Spec, SpecError};
 
 /// Our folder in a bundle, for the network namespace.
 const FOLDER: &str = "cryopod";
@@ -105,7 +105,7 @@ impl Restoring {
         for namespace in network_namespaces(&mut spec) {
             namespace["path"] = place.to_string_lossy().into();
         }
-        let path = spec::path(&self.bundle);
+        let path = self.bundle.join("config.json");
         let partial = self.bundle.join(".config.json.cryopod");
         fs::write(&partial, spec.to_string())
             .and_then(|()| fs::set_permissions(&partial, fs::metadata(&path)?.permissions()))
@@ -182,18 +182,9 @@ pub fn remove(bundle: &Path) {
     }
 }
 
-/// Unmounts a folder and all that is mounted in it, the last first.
-pub fn unmount_below(folder: &Path) {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mounts = mounts.lines().rev().filter_map(|l| l.split(' ').nth(4));
-    for mount in mounts.map(Path::new).filter(|m| m.starts_with(folder)) {
-        let _ = umount2(mount, MntFlags::MNT_DETACH);
-    }
-}
-
 /// The bundle's spec, if the container is to have a network namespace of its own that the runtime would make.
 fn own_network(bundle: &Path) -> Result<Option<Value>, SpecError> {
-    let mut spec = spec::whole(bundle)?;
+    let mut spec = Spec::of_bundle(bundle)?.into_json();
     let own = network_namespaces(&mut spec)
         .next()
         .is_some_and(|n| n.get("path").is_none_or(|p| p.as_str() == Some("")));

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::{Error, limited};
+use cryopod_host::limited;
+
+use crate::Error;
 
 /// Names the stock shim where it is not on PATH.
 pub const ENV: &str = "CRYOPOD_STOCK_SHIM";

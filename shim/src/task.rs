@@ -20,11 +20,14 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 use crate::address::Address;
 use crate::answers::{KILLED, Pid, ended, reason};
 use crate::container::{Container, Held};
-use crate::lifecycle::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
-use crate::remains::{self, Place};
+use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
+use crate::remains::Place;
 use crate::restore::{self, Restoring, Wanted};
-use crate::spec::Spec;
-use crate::{criu, limited, options, proxy, rpc};
+use crate::{criu, options, rpc, threads};
+use cryopod_host::cgroups::Cgroups;
+use cryopod_host::files::Host;
+use cryopod_host::limited;
+use cryopod_host::spec::Spec;
 
 /// The log that the stock shim has the runtime write, in the bundle.
 const LOG: &str = "log.json";
@@ -264,7 +267,7 @@ impl Tasks {
             && !failed
         {
             // Large images take their time; containerd need not wait for it.
-            let _ = proxy::spawn("images", move || restoring.succeeded());
+            let _ = threads::spawn("images", move || restoring.succeeded());
         }
     }
 
@@ -322,7 +325,7 @@ impl Tasks {
         let mut options = options::decode(create.options.as_ref()).map_err(|e| e.to_string())?;
         let bundle = PathBuf::from(&create.bundle);
         // What is wrong with a spec, the runtime says.
-        let spec = Spec::read(&bundle).unwrap_or_default();
+        let spec = Spec::of_bundle(&bundle).unwrap_or_default();
         if let Some(runtime) = &self.runtime {
             options.binary_name = runtime.to_string_lossy().into_owned();
             options.systemd_cgroup |= spec.names_a_slice();
@@ -335,7 +338,7 @@ impl Tasks {
             runtime: or(&options.binary_name, DEFAULT_LOW_LEVEL),
             root: or(&options.root, DEFAULT_ROOT).join(&self.namespace),
             id: create.id.clone(),
-            cgroups: Vec::new(),
+            cgroups: Cgroups::default(),
             criu: criu::folders(&bundle, &options.criu_work_path),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
@@ -356,7 +359,10 @@ impl Tasks {
                 named,
                 network: mounted,
             };
-            place.cgroups = spec.cgroup().map(remains::vacant).unwrap_or_default();
+            place.cgroups = spec
+                .cgroup(&create.id)
+                .map(|path| Cgroups::vacant(&Host::system(), path))
+                .unwrap_or_default();
             restoring = Some(Restoring::new(wanted).map_err(|e| e.to_string())?);
         }
         let mut changed = request.clone();
@@ -379,7 +385,9 @@ impl Tasks {
         let changed = || {
             let mut checkpoint = CheckpointTaskRequest::parse_from_bytes(&request.payload).ok()?;
             let bundle = self.lock().get(&watched.id)?.bundle.clone();
-            let exits = || Spec::read(&bundle).is_ok_and(|s| s.is_on(EXIT_ANNOTATION));
+            let exits = || {
+                Spec::of_bundle(&bundle).is_ok_and(|s| s.annotation(EXIT_ANNOTATION) == Some("on"))
+            };
             if checkpoint.options.is_some() || !exits() {
                 return None;
             }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use crossbeam_channel::{Sender, bounded};
 
 use super::{Decoder, Job, Next, PIECE, Piece, Stored, Token, buffer, piece_buffer};
+use crate::digest::Digest;
 use crate::frames::{Frame, MAX_FRAME, look};
 use crate::hash;
-use crate::oci::Digest;
 use crate::stream::{Allowance, Compression, Decoded};
 
 /// Hashes what is read, for the blob's digest.

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::plan::Known;
+use crate::digest::Digest;
 use crate::names;
-use crate::oci::{Config, Digest, RootFs, annotation};
+use crate::oci::{Config, RootFs, annotation};
 use crate::seal::Seal;
 use crate::source::Kind;
 

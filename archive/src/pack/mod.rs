@@ -19,15 +19,16 @@ use std::sync::Arc;
 
 pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
-pub(crate) use self::pipeline::threads_or_cores;
 use self::pipeline::{Input, Pool, with_pool};
 use self::plan::{Item, Known};
 use crate::decode::{Decoder, with_decoder};
+use crate::digest::Digest;
 use crate::entry::Entry;
 use crate::error::Error;
 use crate::limits::Limits;
+use crate::limits::threads_or_cores;
 use crate::names;
-use crate::oci::{Descriptor, Digest};
+use crate::oci::Descriptor;
 use crate::progress::Progress;
 use crate::source::{Source, Visitor};
 use crate::staging::Staging;

@@ -13,9 +13,10 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use super::entropy;
+use crate::digest::Digest;
 use crate::error::Cancelled;
 use crate::hash::{self, Hashers};
-use crate::oci::Digest;
+use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::Compression;
 use crate::through::Aligned;
@@ -93,16 +94,6 @@ pub(crate) struct Pool<'p> {
     /// What goes in counts as done.
     counts: bool,
     threads: usize,
-}
-
-/// How many threads to use when 0 were asked for.
-pub(crate) fn threads_or_cores(threads: usize) -> usize {
-    match threads {
-        0 => thread::available_parallelism()
-            .map_or(2, usize::from)
-            .min(16),
-        n => n.min(32),
-    }
 }
 
 /// Runs `work` with a pool.

@@ -7,11 +7,12 @@ use std::path::Path;
 use super::tarball::visit_tar;
 use super::{Inner, Kind, Visitor};
 use crate::blobs::Blobs;
+use crate::digest::Digest;
 use crate::entry::{Entry, EntryKind, clean_name};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
-use crate::oci::{self, Config, Descriptor, Digest, Index, Manifest, annotation, media};
+use crate::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
 use crate::stream::{Allowance, Compression, Decoded, Hashed, Stream};
 use crate::tarread::TarReader;
 

@@ -10,22 +10,23 @@ use std::process::ExitCode;
 use cryopod_archive::engine as engine_records;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::names;
-use cryopod_archive::seal::{Seal, Vendor};
+use cryopod_archive::seal::Seal;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
 use cryopod_archive::text::printable;
-use cryopod_gpu_hooks::amd::image::{self as amd_image, Images};
-use cryopod_gpu_hooks::compat::{Check, Verdict};
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::plan::Refusal;
-use cryopod_gpu_hooks::spec::Spec;
-use cryopod_gpu_hooks::switches::{self, Switches};
-use cryopod_gpu_hooks::tools::SystemTools;
-use cryopod_runtime::config::Config;
-use cryopod_runtime::lowlevel::{Kind, LowLevel};
-use cryopod_runtime::op::Operation;
-use cryopod_runtime::preflight::{self, Answer, Means, Question};
-use cryopod_runtime::{compressed, facts, plugins};
+use cryopod_gpu_plan::amd::image::{self as amd_image, Images};
+use cryopod_gpu_plan::compat::{Check, Verdict};
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_gpu_plan::switches::{self, Switches};
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::SystemTools;
+use cryopod_host::spec::Spec;
+use cryopod_operations::config::Config;
+use cryopod_operations::lowlevel::{Kind, LowLevel};
+use cryopod_operations::op::Operation;
+use cryopod_operations::preflight::{self, Answer, Means, Question};
+use cryopod_operations::{compressed, facts, plugins};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -118,12 +119,12 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     let mut config = Config::load().map_err(|e| e.to_string())?;
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
-        map.parse::<cryopod_gpu_hooks::gpumap::Wish>()
+        map.parse::<cryopod_gpu_plan::gpumap::Wish>()
             .map_err(|e| format!("--map: {e}"))?;
         config.gpu.map = Some(map.to_owned());
         checkpoint.spec = checkpoint
             .spec
-            .without_annotation(cryopod_gpu_hooks::gpumap::ANNOTATION);
+            .without_annotation(cryopod_gpu_plan::gpumap::ANNOTATION);
     }
     let host = Host::system();
     let tools = SystemTools::from_env();

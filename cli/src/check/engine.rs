@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use cryopod_archive::engine::Facts;
 use cryopod_archive::seal::Seal;
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::plan::Refusal;
-use cryopod_gpu_hooks::spec::Spec;
-use cryopod_gpu_hooks::tools::Tools;
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::files::Host;
+use cryopod_host::programs::Tools;
+use cryopod_host::spec::Spec;
 use serde_json::Value;
 
 use crate::engine::Engine;

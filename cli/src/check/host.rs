@@ -3,18 +3,19 @@
 use std::ffi::OsStr;
 use std::time::Duration;
 
-use cryopod_archive::seal::Vendor;
-use cryopod_gpu_hooks::host::Host;
-use cryopod_gpu_hooks::plan::Plugins;
-use cryopod_gpu_hooks::spec::Spec;
-use cryopod_gpu_hooks::tools::Tools;
-use cryopod_gpu_hooks::{amd, nvidia};
-use cryopod_runtime::cgroup::{self, Setup};
-use cryopod_runtime::config::{Config, Nvidia};
-use cryopod_runtime::criu_helpers::{Fault, Probe};
-use cryopod_runtime::criuopts::{self, Options};
-use cryopod_runtime::lowlevel::{Kind, LowLevel};
-use cryopod_runtime::{agent, cpuset, facts, plugins};
+use cryopod_cuda::nvidia;
+use cryopod_gpu_plan::amd;
+use cryopod_gpu_plan::plan::Plugins;
+use cryopod_host::cgroups::{self, Setup};
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::Tools;
+use cryopod_host::spec::Spec;
+use cryopod_operations::config::{Config, Nvidia};
+use cryopod_operations::criu_helpers::{Fault, Probe};
+use cryopod_operations::criuopts::{self, Options};
+use cryopod_operations::lowlevel::{Kind, LowLevel};
+use cryopod_operations::{agent, cpuset, facts, plugins};
 
 use super::{Line, tested};
 
@@ -260,9 +261,9 @@ fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
 }
 
 fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
-    let setup = cgroup::setup(input.host);
+    let setup = cgroups::setup(input.host);
     let crun = LowLevel::find(config).is_ok_and(|l| l.kind == Kind::Crun);
-    lines.push(match (setup, cgroup::beside_v1(input.host)) {
+    lines.push(match (setup, cgroups::beside_v1(input.host)) {
         (_, Some(controllers)) if crun => Line::note(
             "cgroups",
             format!("hybrid (v1 and v2), v2 has {controllers}"),
@@ -375,7 +376,7 @@ fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> Line {
 mod tests {
     use super::super::Status;
     use super::*;
-    use cryopod_gpu_hooks::tools::{Output, ToolError};
+    use cryopod_host::programs::{Output, ToolError};
     use std::path::{Path, PathBuf};
 
     /// Programs by name, with what they say to any question.

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use cryopod_gpu_hooks::tools::Tools;
-use cryopod_runtime::facts;
+use cryopod_host::programs::Tools;
+use cryopod_operations::facts;
 
 use super::Line;
 

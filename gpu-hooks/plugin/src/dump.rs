@@ -18,11 +18,11 @@ use crate::maps;
 use crate::session::{
     Failed, QUERY_MS, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
-use cryopod_gpu_hooks::cuda::gpu::GpuUuid;
-use cryopod_gpu_hooks::cuda::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
-use cryopod_gpu_hooks::cuda::report::PluginOutcome;
+use cryopod_cuda::gpu::GpuUuid;
+use cryopod_cuda::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
+use cryopod_cuda::procfs;
+use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
+use cryopod_cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
 
 mod lane_out;
@@ -339,7 +339,7 @@ impl Dump {
         }
         let path = criu::image_path(FILE_NAME)
             .ok_or_else(|| failed("CRIU does not tell its image folder".into()))?;
-        cryopod_gpu_hooks::cuda::write_json(&path, &self.session.image)
+        cryopod_cuda::write_json(&path, &self.session.image)
             .map_err(|error| failed(format!("cannot write {FILE_NAME}: {error}")))
     }
 

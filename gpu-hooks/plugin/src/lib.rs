@@ -16,13 +16,14 @@ mod criu;
 mod dump;
 mod files;
 mod lane;
+mod lane_steps;
 mod maps;
 mod restore;
 mod session;
 
 use criu::Level;
-use cryopod_gpu_hooks::cuda::config::Operation;
-use cryopod_gpu_hooks::cuda::image::NvidiaImage;
+use cryopod_cuda::config::Operation;
+use cryopod_cuda::image::NvidiaImage;
 use dump::Dump;
 use restore::Restore;
 use session::{Failed, Session, failure, failure_with, read_config};

@@ -9,12 +9,12 @@
 
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
-use cryopod_gpu_hooks::cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
-use cryopod_gpu_hooks::cuda::lane::{SharedBuffer, WantedRegion};
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{Op, Outcome, ProcessState};
-use cryopod_gpu_hooks::cuda::read_bounded_from;
-use cryopod_gpu_hooks::cuda::report::PluginOutcome;
+use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
+use cryopod_cuda::lane::{SharedBuffer, WantedRegion};
+use cryopod_cuda::procfs;
+use cryopod_cuda::protocol::{Op, Outcome, ProcessState};
+use cryopod_cuda::report::PluginOutcome;
+use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 

@@ -3,15 +3,15 @@
 
 use crate::criu::{self, Level};
 use crate::lane::Lane;
-use cryopod_gpu_hooks::cuda::client::{Client, ClientError};
-use cryopod_gpu_hooks::cuda::config::{self, Operation, PluginConfig};
-use cryopod_gpu_hooks::cuda::image::{NvidiaImage, ProcessRecord};
-use cryopod_gpu_hooks::cuda::inject::SUPPORTED;
-use cryopod_gpu_hooks::cuda::lane::LaneDone;
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
-use cryopod_gpu_hooks::cuda::released::{Attention, Released, is_ours};
-use cryopod_gpu_hooks::cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
+use cryopod_cuda::client::{Client, ClientError};
+use cryopod_cuda::config::{self, Operation, PluginConfig};
+use cryopod_cuda::image::{NvidiaImage, ProcessRecord};
+use cryopod_cuda::inject::SUPPORTED;
+use cryopod_cuda::lane::LaneDone;
+use cryopod_cuda::procfs;
+use cryopod_cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
+use cryopod_cuda::released::{Attention, Released, is_ours};
+use cryopod_cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::Path;
@@ -121,6 +121,28 @@ pub fn read_config(
 }
 
 impl Session {
+    /// Asks the agent one thing about the lane.
+    ///
+    /// # Errors
+    /// What the agent says, or that it is gone.
+    pub fn ask(&mut self, op: Op) -> Result<Reply, Failed> {
+        let pid = op.pid();
+        let reply = self
+            .batch(vec![op], &mut [])?
+            .pop()
+            .ok_or_else(|| failure("lane", pid, "no answer"))?;
+        match reply_failure("lane", pid.unwrap_or_default(), &reply.outcome) {
+            Some(mut failed) => {
+                failed.pid = pid;
+                if pid.is_none() {
+                    failed.comm = None;
+                }
+                Err(failed)
+            }
+            None => Ok(reply),
+        }
+    }
+
     /// A session that has done nothing yet.
     pub fn new(config: PluginConfig, image: NvidiaImage) -> Self {
         Self {
@@ -360,7 +382,7 @@ impl Session {
 }
 
 fn write_json(path: &Path, value: &PluginReport) {
-    if let Err(error) = cryopod_gpu_hooks::cuda::write_json(path, value) {
+    if let Err(error) = cryopod_cuda::write_json(path, value) {
         criu::log(
             Level::Warn,
             &format!("cannot write {}: {error}", path.display()),

@@ -8,15 +8,15 @@
 //! that ends without a commit has its processes put back first. Exit status: 0 done, 1 no driver,
 //! 2 a process could not be put back, 64 wrong arguments.
 
-use cryopod_gpu_hooks::cuda::agent::{Agent, Limits};
-use cryopod_gpu_hooks::cuda::driver::{LibCuda, LoadError, usual_libraries};
-use cryopod_gpu_hooks::cuda::lane::ceiling::Ceiling;
-use cryopod_gpu_hooks::cuda::lane::worker;
-use cryopod_gpu_hooks::cuda::nvml;
-use cryopod_gpu_hooks::cuda::procfs;
-use cryopod_gpu_hooks::cuda::protocol::{AgentGpu, Hello};
-use cryopod_gpu_hooks::cuda::report::{AgentOutcome, AgentReady, GpuUser};
-use cryopod_gpu_hooks::cuda::server::{Server, listen};
+use cryopod_cuda::agent::{Agent, Limits};
+use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_cuda::lane::ceiling::Ceiling;
+use cryopod_cuda::lane::worker;
+use cryopod_cuda::nvml;
+use cryopod_cuda::procfs;
+use cryopod_cuda::protocol::{AgentGpu, Hello};
+use cryopod_cuda::report::{AgentOutcome, AgentReady, GpuUser};
+use cryopod_cuda::server::{Server, listen};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;

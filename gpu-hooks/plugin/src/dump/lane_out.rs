@@ -2,8 +2,8 @@
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
-use cryopod_gpu_hooks::cuda::image::{LANE_VERSION, Step};
-use cryopod_gpu_hooks::cuda::lane::LaneBuffer;
+use cryopod_cuda::image::{LANE_VERSION, Step};
+use cryopod_cuda::lane::LaneBuffer;
 use std::time::Instant;
 
 impl Dump {

@@ -1,0 +1,246 @@
+//! The plugin's configuration: `cryopod_nvidia.json`, written by the runtime wrapper into the
+//! private plugin folder of one operation, beside the symlink to the plugin.
+//!
+//! A missing or invalid file fails the operation: a plugin that is silently off would let CRIU
+//! dump a process whose GPU state is lost.
+
+use super::gpu::GpuPair;
+use super::lane::LaneConfig;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Name of the file, beside the plugin as CRIU loaded it (links not resolved).
+pub const FILE_NAME: &str = "cryopod_nvidia.json";
+/// The version written and the only one read.
+pub const VERSION: u32 = 1;
+/// A larger file is refused unread.
+pub const MAX_BYTES: u64 = 1 << 20;
+
+const MAX_PIDS: usize = 1 << 16;
+const MAX_GPUS: usize = 1024;
+const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
+
+/// What CRIU is about to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    /// `criu dump`.
+    Checkpoint,
+    /// `criu restore`.
+    Restore,
+    /// `criu pre-dump`: the plugin stays out of it.
+    PreDump,
+}
+
+/// The configuration of one operation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PluginConfig {
+    /// [`VERSION`].
+    pub version: u32,
+    /// What CRIU is about to do; checked against the stage CRIU announces.
+    pub operation: Operation,
+    /// The agent's socket (absolute). Not used by [`Operation::PreDump`].
+    pub socket: PathBuf,
+    /// Checkpoint only: the container goes on running afterwards (`--leave-running`).
+    #[serde(default)]
+    pub leave_running: bool,
+    /// When this file exists at any hook, the hook fails and CRIU rolls the dump back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub abort_file: Option<PathBuf>,
+    /// How long the driver may wait for a process's GPU work to finish.
+    #[serde(default = "default_lock_timeout_ms")]
+    pub lock_timeout_ms: u64,
+    /// How long any other single driver call (checkpoint, restore, unlock) may take.
+    #[serde(default = "default_step_timeout_ms")]
+    pub step_timeout_ms: u64,
+    /// Checkpoint only: host pids that the plan knows to use CUDA. They are locked together at the
+    /// first hook; the plugin finds others by itself.
+    #[serde(default)]
+    pub pids: Vec<i32>,
+    /// Checkpoint only: host pids whose CUDA calls were locked when the container was paused. Its cgroup is frozen, so
+    /// that their driver cannot be asked before CRIU has stopped them. They run again after a restore.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub locked: Vec<i32>,
+    /// Restore only: every GPU of the checkpoint and where it goes.
+    #[serde(default)]
+    pub gpu_map: Vec<GpuPair>,
+    /// Where [`super::report::PluginReport`] is written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub report: Option<PathBuf>,
+    /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may
+    /// become final, and whoever answers waits for the lane. Else the plugin waits itself, earlier.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gate_file: Option<PathBuf>,
+    /// GPU memory goes by the lane where it can; absent: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lane: Option<LaneConfig>,
+    /// Tests only (a plugin built with the feature `test-hooks`): the hook that panics, by name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub test_panic_in: Option<String>,
+}
+
+fn default_lock_timeout_ms() -> u64 {
+    10_000
+}
+
+fn default_step_timeout_ms() -> u64 {
+    600_000
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not JSON of the expected form.
+    #[error("not a plugin configuration: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A value is out of range.
+    #[error("invalid plugin configuration: {0}")]
+    Invalid(String),
+}
+
+impl PluginConfig {
+    /// A configuration with every default.
+    pub fn new(operation: Operation, socket: impl Into<PathBuf>) -> Self {
+        Self {
+            version: VERSION,
+            operation,
+            socket: socket.into(),
+            leave_running: false,
+            abort_file: None,
+            lock_timeout_ms: default_lock_timeout_ms(),
+            step_timeout_ms: default_step_timeout_ms(),
+            pids: Vec::new(),
+            locked: Vec::new(),
+            gpu_map: Vec::new(),
+            report: None,
+            gate_file: None,
+            lane: None,
+            test_panic_in: None,
+        }
+    }
+
+    /// Reads and checks the file.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let bytes = cryopod_host::files::read_bounded(path, MAX_BYTES).map_err(|source| {
+            ConfigError::Read {
+                path: path.to_owned(),
+                source,
+            }
+        })?;
+        Self::parse(&bytes)
+    }
+
+    /// Parses and checks the contents of the file.
+    pub fn parse(bytes: &[u8]) -> Result<Self, ConfigError> {
+        let config: Self = serde_json::from_slice(bytes)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Checks every value.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let invalid = |what: String| Err(ConfigError::Invalid(what));
+        if self.version != VERSION {
+            return invalid(format!(
+                "version {} (this plugin reads {VERSION})",
+                self.version
+            ));
+        }
+        if !self.socket.is_absolute() {
+            return invalid(format!(
+                "socket `{}` is not absolute",
+                self.socket.display()
+            ));
+        }
+        for (name, value) in [
+            ("lock_timeout_ms", self.lock_timeout_ms),
+            ("step_timeout_ms", self.step_timeout_ms),
+        ] {
+            if value == 0 || value > MAX_TIMEOUT_MS {
+                return invalid(format!("{name} {value} is not within 1..={MAX_TIMEOUT_MS}"));
+            }
+        }
+        for (name, pids) in [("pids", &self.pids), ("locked", &self.locked)] {
+            if pids.len() > MAX_PIDS || pids.iter().any(|pid| *pid <= 0) {
+                return invalid(format!("{name}: too many, or not positive"));
+            }
+        }
+        if self.gpu_map.len() > MAX_GPUS {
+            return invalid("gpu_map: too many GPUs".into());
+        }
+        for (i, pair) in self.gpu_map.iter().enumerate() {
+            let others = &self.gpu_map[..i];
+            if others
+                .iter()
+                .any(|o| o.old == pair.old || o.new == pair.new)
+            {
+                return invalid(format!("gpu_map: {} or {} named twice", pair.old, pair.new));
+            }
+        }
+        if let Some(lane) = &self.lane {
+            lane.validate().map_err(ConfigError::Invalid)?;
+        }
+        if self.operation != Operation::Restore && !self.gpu_map.is_empty() {
+            return invalid("gpu_map: only a restore has one".into());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_short_form_gets_defaults() {
+        let text = br#"{"version":1,"operation":"pre-dump","socket":"/run/x.sock"}"#;
+        let config = PluginConfig::parse(text).unwrap();
+        assert_eq!(config, PluginConfig::new(Operation::PreDump, "/run/x.sock"));
+    }
+
+    #[test]
+    fn out_of_range_values_are_refused() {
+        for text in [
+            r#"{"version":2,"operation":"restore","socket":"/s"}"#,
+            r#"{"version":1,"operation":"restore","socket":"s"}"#,
+            r#"{"version":1,"operation":"checkpoint","socket":"/s","lock_timeout_ms":0}"#,
+            r#"{"version":1,"operation":"checkpoint","socket":"/s","pids":[-1]}"#,
+            r#"{"version":1,"operation":"checkpoint","socket":"/s","locked":[0]}"#,
+            r#"{"version":1,"operation":"checkpoint","socket":"/s","gpu_map":[
+                {"old":"GPU-00000000-0000-0000-0000-000000000000","new":"GPU-00000000-0000-0000-0000-000000000000"}]}"#,
+            r#"{"version":1,"operation":"restore","socket":"/s","gpu_map":[{"old":"x","new":"y"}]}"#,
+            r#"{"version":1,"operation":"restore","socket":"/s","gpu_map":[
+                {"old":"GPU-00000000-0000-0000-0000-000000000000","new":"GPU-00000000-0000-0000-0000-000000000001"},
+                {"old":"GPU-00000000-0000-0000-0000-000000000002","new":"GPU-00000000-0000-0000-0000-000000000001"}]}"#,
+        ] {
+            assert!(PluginConfig::parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_an_error_or_valid(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            if let Ok(config) = PluginConfig::parse(&bytes) {
+                prop_assert!(config.validate().is_ok());
+            }
+        }
+
+        #[test]
+        fn written_is_read_back(pids in proptest::collection::vec(1..i32::MAX, 0..8), leave: bool) {
+            let mut config = PluginConfig::new(Operation::Checkpoint, "/run/cryopod/1/driver.sock");
+            config.pids = pids;
+            config.leave_running = leave;
+            let text = serde_json::to_vec(&config).unwrap();
+            prop_assert_eq!(PluginConfig::parse(&text).unwrap(), config);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! CUDA processes, checkpointed through the driver.
+//!
+//! Three programs take part in one operation, and this module holds what they share:
+//!
+//! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the
+//!   agent before anything is frozen, and reads both reports afterwards;
+//! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace
+//!   call, decides the order of the steps and writes [`image::NvidiaImage`] into the image folder.
+//!   It never loads libcuda;
+//! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once, makes every driver call, each
+//!   on a thread of its own so that the calls of several processes overlap, and remembers what it
+//!   did: when the plugin goes away without [`protocol::Op::Commit`], it puts every process back
+//!   into the state it was found in.
+//!
+//! Plugin and agent talk newline-delimited JSON over a Unix socket ([`protocol`]).
+//!
+//! Everything read here may come from another host or from a damaged file: parsers are bounded,
+//! validate, and return errors.
+
+use std::path::Path;
+
+pub mod agent;
+pub mod client;
+pub mod config;
+pub mod driver;
+pub mod gpu;
+pub mod image;
+pub mod inject;
+pub mod lane;
+pub mod nvidia;
+pub mod nvml;
+pub mod preflight;
+pub mod procfs;
+pub mod protocol;
+pub mod released;
+pub mod report;
+pub mod server;
+pub mod sharing;
+pub mod suspend;
+
+/// Writes a JSON file in one step: a reader sees the old contents or the new, never a part.
+///
+/// # Errors
+/// What the system says.
+pub fn write_json(path: &Path, value: &impl serde::Serialize) -> std::io::Result<()> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    let mut name = path.as_os_str().to_owned();
+    name.push(".tmp");
+    let temporary = Path::new(&name);
+    std::fs::write(temporary, text)?;
+    std::fs::rename(temporary, path)
+}

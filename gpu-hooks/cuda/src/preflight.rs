@@ -1,0 +1,368 @@
+//! What the driver cannot checkpoint, as far as it shows from outside and before anything is
+//! locked.
+//!
+//! Pure functions over the host's files. A finding here is certain enough to refuse; what does not
+//! show is left to the driver, whose refusal leaves the process locked and is undone by the plugin.
+//!
+//! Seen on driver 580.159.04 (H200): a plain CUDA process has one mapping of `/dev/nvidia-uvm`, of
+//! 2 MiB; `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. Memory that
+//! processes share is [`super::sharing`]'s.
+
+use crate::nvidia;
+use cryopod_host::files::Host;
+use std::collections::BTreeSet;
+
+/// The first driver that can checkpoint through the API.
+const FIRST_DRIVER: u32 = 570;
+/// Mappings of a process that are looked at.
+const MAX_LINES: usize = 1 << 20;
+
+/// One reason why a process cannot be checkpointed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The process; 0: the host.
+    pub pid: i32,
+    /// Its command name.
+    pub comm: String,
+    /// What stands in the way.
+    pub what: String,
+    /// What the user can do.
+    pub remedy: String,
+}
+
+/// Looks at the CUDA processes `pids` of one container. Empty: nothing was found.
+pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
+    if pids.is_empty() {
+        return Vec::new();
+    }
+    let branch = nvidia::driver_version(host)
+        .as_deref()
+        .and_then(nvidia::branch);
+    let mut refusals: Vec<Refusal> = branch.into_iter().filter_map(too_old).collect();
+    let instances = mig_minors(host);
+    let processes: Vec<Process> = pids.iter().map(|pid| Process::read(host, *pid)).collect();
+    for process in &processes {
+        let findings = [
+            process.managed_memory(),
+            process.mps(host),
+            process.mig(&instances),
+        ];
+        for (what, remedy) in findings.into_iter().flatten() {
+            refusals.push(Refusal {
+                pid: process.pid,
+                comm: process.comm.clone(),
+                what,
+                remedy,
+            });
+        }
+    }
+    refusals
+}
+
+fn too_old(branch: u32) -> Option<Refusal> {
+    (branch < FIRST_DRIVER).then(|| Refusal {
+        pid: 0,
+        comm: String::new(),
+        what: format!("NVIDIA's driver {branch} cannot checkpoint processes"),
+        remedy: format!("install driver {FIRST_DRIVER} or later"),
+    })
+}
+
+type Finding = Option<(String, String)>;
+
+/// What is looked at of one process.
+#[derive(Debug, Default)]
+struct Process {
+    pid: i32,
+    comm: String,
+    /// Where its descriptors lead.
+    files: BTreeSet<String>,
+    maps: Vec<Mapping>,
+    environment: Vec<(String, String)>,
+}
+
+/// A mapping of `/dev/nvidia-uvm` larger than this is managed memory: those that the driver makes
+/// for its own use are not.
+const MANAGED_BYTES: u64 = 2 << 20;
+
+impl Process {
+    fn read(host: &Host, pid: i32) -> Self {
+        let maps = host.text(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let environment = host
+            .text(format!("/proc/{pid}/environ"))
+            .unwrap_or_default();
+        Self {
+            pid,
+            comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
+            files: links(host, pid),
+            maps: maps
+                .lines()
+                .take(MAX_LINES)
+                .filter_map(Mapping::parse)
+                .collect(),
+            environment: environment
+                .split('\0')
+                .filter_map(|entry| entry.split_once('='))
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .collect(),
+        }
+    }
+
+    fn variable(&self, name: &str) -> Option<&str> {
+        let found = self.environment.iter().find(|(other, _)| other == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    fn managed_memory(&self) -> Finding {
+        let managed: u64 = self
+            .maps
+            .iter()
+            .filter(|map| map.path == "/dev/nvidia-uvm" && map.bytes > MANAGED_BYTES)
+            .map(|map| map.bytes)
+            .sum();
+        (managed > 0).then(|| {
+            (
+                format!("it uses managed memory (UVM), {} MiB", managed >> 20),
+                "the driver cannot checkpoint it: allocate with cudaMalloc instead of cudaMallocManaged (PyTorch and JAX do)".to_owned(),
+            )
+        })
+    }
+
+    fn mps(&self, host: &Host) -> Finding {
+        let default = "/tmp/nvidia-mps";
+        let folder = self.variable("CUDA_MPS_PIPE_DIRECTORY").unwrap_or(default);
+        let open = self
+            .files
+            .iter()
+            .any(|path| path.starts_with(&format!("{folder}/")));
+        // The container's own view; never opened, and a name cannot leave it by `..`.
+        let inside = folder.starts_with('/') && !folder.split('/').any(|part| part == "..");
+        let control = format!("/proc/{}/root{folder}/control", self.pid);
+        let served = inside && host.path(control).symlink_metadata().is_ok();
+        (open || served).then(|| {
+            (
+                format!("it is a client of NVIDIA MPS ({folder})"),
+                "the driver cannot checkpoint MPS clients: run it without MPS".to_owned(),
+            )
+        })
+    }
+
+    fn mig(&self, instances: &BTreeSet<u32>) -> Finding {
+        let open = self.files.iter().find(|path| {
+            let number = path.strip_prefix("/dev/nvidia-caps/nvidia-cap");
+            number
+                .and_then(|n| n.parse().ok())
+                .is_some_and(|n: u32| instances.contains(&n))
+        });
+        let named = ["CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"]
+            .into_iter()
+            .find(|name| {
+                self.variable(name)
+                    .is_some_and(|value| value.split(',').any(|v| v.trim().starts_with("MIG-")))
+            });
+        let how = open.map(String::as_str).or(named)?;
+        Some((
+            format!("it runs on a MIG instance ({how})"),
+            "the driver cannot checkpoint MIG instances: give it a whole GPU".to_owned(),
+        ))
+    }
+}
+
+/// A mapped file.
+#[derive(Debug, PartialEq, Eq)]
+struct Mapping {
+    path: String,
+    bytes: u64,
+}
+
+impl Mapping {
+    /// From a line of `/proc/PID/maps`; `None` for one without a file.
+    fn parse(line: &str) -> Option<Self> {
+        let (range, rest) = line.split_once(' ')?;
+        let (start, end) = range.split_once('-')?;
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        let path = &rest[rest.find(" /")? + 1..];
+        Some(Self {
+            path: path.strip_suffix(" (deleted)").unwrap_or(path).to_owned(),
+            bytes: number(end)?.checked_sub(number(start)?)?,
+        })
+    }
+}
+
+/// Where a process's descriptors lead.
+fn links(host: &Host, pid: i32) -> BTreeSet<String> {
+    let folder = format!("/proc/{pid}/fd");
+    let target = |fd: &String| std::fs::read_link(host.path(format!("{folder}/{fd}"))).ok();
+    let names = host.names(&folder);
+    let targets = names.iter().filter_map(target);
+    targets
+        .filter_map(|path| path.into_os_string().into_string().ok())
+        .collect()
+}
+
+/// The minors of `/dev/nvidia-caps/nvidia-capN` that stand for a GPU or compute instance.
+fn mig_minors(host: &Host) -> BTreeSet<u32> {
+    let mut minors = BTreeSet::new();
+    let base = format!("{}/capabilities", nvidia::PROC);
+    let numbered = |names: Vec<String>, prefix: &str| -> Vec<String> {
+        let is_ours = |name: &String| {
+            name.strip_prefix(prefix)
+                .is_some_and(|n| n.parse::<u32>().is_ok())
+        };
+        names.into_iter().filter(is_ours).collect()
+    };
+    let mut take = |folder: &str| {
+        let text = host.text(format!("{folder}/access")).unwrap_or_default();
+        let minor = text
+            .lines()
+            .find_map(|line| line.strip_prefix("DeviceFileMinor:"));
+        minors.extend(minor.and_then(|m| m.trim().parse::<u32>().ok()));
+    };
+    for gpu in numbered(host.names(&base), "gpu") {
+        let mig = format!("{base}/{gpu}/mig");
+        for instance in numbered(host.names(&mig), "gi") {
+            let folder = format!("{mig}/{instance}");
+            take(&folder);
+            for compute in numbered(host.names(&folder), "ci") {
+                take(&format!("{folder}/{compute}"));
+            }
+        }
+    }
+    minors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+    use std::path::Path;
+
+    /// What a plain CUDA process shows, as seen on a real one.
+    const PLAIN: &str = "204a00000-204c00000 rw-s 204a00000 00:06 7 /dev/nvidia-uvm\n7f0000000000-7f0000001000 r--p 00000000 08:01 9 /usr/lib/libcuda.so.580.159.04\n7f0000002000-7f0000003000 rw-p 00000000 00:00 0 \n";
+
+    fn machine(driver: &str) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let proc = dir.path().join("proc/driver/nvidia");
+        fs::create_dir_all(&proc).unwrap();
+        let text =
+            format!("NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Release Build\n");
+        fs::write(proc.join("version"), text).unwrap();
+        dir
+    }
+
+    fn process(root: &Path, pid: i32, maps: &str, environment: &str) {
+        let proc = root.join(format!("proc/{pid}"));
+        fs::create_dir_all(proc.join("fd")).unwrap();
+        fs::create_dir_all(proc.join("root/tmp")).unwrap();
+        fs::write(proc.join("comm"), "python3\n").unwrap();
+        fs::write(proc.join("maps"), format!("{PLAIN}{maps}")).unwrap();
+        fs::write(proc.join("environ"), environment).unwrap();
+        symlink("/dev/nvidia0", proc.join("fd/3")).unwrap();
+    }
+
+    fn told(root: &Path, pids: &[i32]) -> Vec<String> {
+        let refusals = preflight(&Host::at(root), pids);
+        refusals
+            .into_iter()
+            .map(|refusal| format!("{} {}", refusal.pid, refusal.what))
+            .collect()
+    }
+
+    #[test]
+    fn a_plain_process_passes() {
+        let dir = machine("580.159.04");
+        process(dir.path(), 7, "", "PATH=/bin\0CUDA_VISIBLE_DEVICES=0\0");
+        assert_eq!(told(dir.path(), &[7]), [""; 0]);
+        assert_eq!(told(dir.path(), &[8]), [""; 0], "a process that is gone");
+        assert_eq!(told(machine("550.54.15").path(), &[]), [""; 0]);
+    }
+
+    #[test]
+    fn an_old_driver_is_told_once() {
+        let dir = machine("550.54.15");
+        process(dir.path(), 7, "", "");
+        assert_eq!(
+            told(dir.path(), &[7]),
+            ["0 NVIDIA's driver 550 cannot checkpoint processes"]
+        );
+    }
+
+    #[test]
+    fn managed_memory() {
+        let dir = machine("580.159.04");
+        let maps = "7f31ba000000-7f31be000000 rw-s 7f31ba000000 00:06 7 /dev/nvidia-uvm\n";
+        process(dir.path(), 7, maps, "");
+        assert_eq!(
+            told(dir.path(), &[7]),
+            ["7 it uses managed memory (UVM), 64 MiB"]
+        );
+    }
+
+    #[test]
+    fn mps_when_its_pipes_are_there() {
+        let dir = machine("580.159.04");
+        process(dir.path(), 7, "", "CUDA_MPS_PIPE_DIRECTORY=/mps\0");
+        assert_eq!(
+            told(dir.path(), &[7]),
+            [""; 0],
+            "named, but nobody serves it"
+        );
+        fs::create_dir_all(dir.path().join("proc/7/root/mps")).unwrap();
+        fs::write(dir.path().join("proc/7/root/mps/control"), "").unwrap();
+        assert_eq!(
+            told(dir.path(), &[7]),
+            ["7 it is a client of NVIDIA MPS (/mps)"]
+        );
+        process(dir.path(), 8, "", "");
+        symlink("/tmp/nvidia-mps/log", dir.path().join("proc/8/fd/4")).unwrap();
+        assert_eq!(
+            told(dir.path(), &[8]),
+            ["8 it is a client of NVIDIA MPS (/tmp/nvidia-mps)"]
+        );
+        process(dir.path(), 9, "", "CUDA_MPS_PIPE_DIRECTORY=/../..\0");
+        assert_eq!(told(dir.path(), &[9]), [""; 0]);
+    }
+
+    #[test]
+    fn mig_by_its_instance() {
+        let dir = machine("580.159.04");
+        let mig = dir
+            .path()
+            .join("proc/driver/nvidia/capabilities/gpu0/mig/gi1");
+        fs::create_dir_all(mig.join("ci0")).unwrap();
+        fs::write(
+            mig.join("access"),
+            "DeviceFileMinor: 12\nDeviceFileMode: 292\n",
+        )
+        .unwrap();
+        fs::write(mig.join("ci0/access"), "DeviceFileMinor: 13\n").unwrap();
+        process(dir.path(), 7, "", "");
+        symlink(
+            "/dev/nvidia-caps/nvidia-cap2",
+            dir.path().join("proc/7/fd/4"),
+        )
+        .unwrap();
+        assert_eq!(told(dir.path(), &[7]), [""; 0], "cap2 is for monitoring");
+        symlink(
+            "/dev/nvidia-caps/nvidia-cap13",
+            dir.path().join("proc/7/fd/5"),
+        )
+        .unwrap();
+        let what = "7 it runs on a MIG instance (/dev/nvidia-caps/nvidia-cap13)";
+        assert_eq!(told(dir.path(), &[7]), [what]);
+        process(dir.path(), 8, "", "NVIDIA_VISIBLE_DEVICES=MIG-1234\0");
+        assert_eq!(
+            told(dir.path(), &[8]),
+            ["8 it runs on a MIG instance (NVIDIA_VISIBLE_DEVICES)"]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_is_harmless(line in "\\PC{0,120}") {
+            let _ = Mapping::parse(&line);
+        }
+    }
+}

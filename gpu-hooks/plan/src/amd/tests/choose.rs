@@ -1,0 +1,359 @@
+//! The decision as a whole.
+
+use super::super::checks::{Switch, Switches};
+use super::super::choose::{Choice, Refused, Request, choose};
+use super::super::stock;
+use super::*;
+use crate::compat::{Verdict, refusals};
+use crate::wish::Wish;
+
+fn decide(
+    sources: &[Topology],
+    target: &Topology,
+    permitted: Option<&[u32]>,
+    wish: &str,
+    switches: &Switches,
+) -> Result<Choice, Box<Refused>> {
+    choose(&Request {
+        sources,
+        target,
+        permitted,
+        wish: &wish.parse::<Wish>().unwrap(),
+        switches,
+    })
+}
+
+fn auto(source: &Topology, target: &Topology) -> Result<Choice, Box<Refused>> {
+    decide(
+        std::slice::from_ref(source),
+        target,
+        None,
+        "auto",
+        &Switches::default(),
+    )
+}
+
+fn minors(choice: &Choice) -> Vec<(u32, u32)> {
+    choice
+        .pairs
+        .iter()
+        .map(|p| (p.source.render_minor(), p.target.render_minor()))
+        .collect()
+}
+
+fn all(refused: &Refused) -> String {
+    assert!(refused.checks.iter().any(|c| c.verdict == Verdict::Refused));
+    refusals(&refused.checks)
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+#[test]
+fn the_same_machine_keeps_its_places() {
+    let t = server(2, 8, 4, 0xa000);
+    let choice = auto(&t, &t).unwrap();
+    assert!(!choice.moves());
+    assert_eq!(choice.visible, (128..136).collect::<Vec<_>>());
+    assert!(choice.checks.iter().all(|c| c.verdict == Verdict::Ok));
+    assert!(
+        choice.sentence.starts_with(
+            "AMD GPUs, each in its own place: GPU 0xa000 (renderD128) on GPU 0xa000 (renderD128);"
+        ),
+        "{}",
+        choice.sentence
+    );
+}
+
+#[test]
+fn another_host_and_only_what_may_be_used() {
+    let source = server(1, 8, 0, 0xa000).visible(&[128]);
+    let here = server(1, 8, 0, 0xb000);
+    let choice = auto(&source, &here).unwrap();
+    assert_eq!(
+        (minors(&choice), choice.visible.as_slice()),
+        (vec![(128, 128)], &[128][..])
+    );
+    let choice = decide(
+        std::slice::from_ref(&source),
+        &here,
+        Some(&[131, 133]),
+        "auto",
+        &Switches::default(),
+    )
+    .unwrap();
+    assert_eq!(
+        (minors(&choice), choice.visible.as_slice()),
+        (vec![(128, 131)], &[131][..])
+    );
+    assert!(
+        choice.sentence.contains("the closest that match")
+            && choice
+                .sentence
+                .contains("GPU 0xa000 (renderD128) on GPU 0xb003 (renderD131)"),
+        "{}",
+        choice.sentence
+    );
+    let e = all(&decide(&[source], &here, Some(&[]), "auto", &Switches::default()).unwrap_err());
+    assert!(
+        e.contains("GPU count: the checkpoint has 1, this host has 0 that may be used (none)"),
+        "{e}"
+    );
+}
+
+#[test]
+fn wishes_by_every_kind_of_name() {
+    let mut source = server(1, 2, 0, 0xa000).visible(&[129]);
+    source.nodes[1].pci = Some("0000:43:00.0".into());
+    source.nodes[1].unique_id = Some("00000001eae4a6b3".into());
+    let mut here = server(1, 4, 0, 0xb000);
+    here.nodes[4].pci = Some("0000:c3:00.0".into());
+    for old in [
+        "0xa001",
+        "40961",
+        "renderD129",
+        "/dev/dri/renderD129",
+        "129",
+        "0",
+        "0000:43:00.0",
+        "00000001EAE4A6B3",
+    ] {
+        for new in [
+            "0xb003",
+            "45059",
+            "renderD131",
+            "/dev/dri/renderD131",
+            "131",
+            "3",
+            "0000:C3:00.0",
+        ] {
+            let wish = format!("{old}={new}");
+            let choice = decide(
+                std::slice::from_ref(&source),
+                &here,
+                None,
+                &wish,
+                &Switches::default(),
+            )
+            .unwrap();
+            assert_eq!(minors(&choice), [(129, 131)], "{wish}");
+            assert!(choice.sentence.starts_with("AMD GPUs, as asked: "));
+        }
+    }
+    let e = all(&decide(
+        std::slice::from_ref(&source),
+        &here,
+        None,
+        "7=0,0=renderD140,0=1,0=2",
+        &Switches::default(),
+    )
+    .unwrap_err());
+    for want in [
+        "dev.cryopod.gpu.map of 7: the checkpoint has no such GPU",
+        "of renderD140:",
+        "named a second time",
+    ] {
+        assert!(e.contains(want), "{want}: {e}");
+    }
+    here.nodes[4].properties.fw_version -= 1;
+    let e = all(&decide(&[source], &here, None, "0=3", &Switches::default()).unwrap_err());
+    assert!(
+        e.contains("KFD_FW_VER_CHECK (fw_version)")
+            && e.contains("the checkpoint has 80, this host has 79"),
+        "{e}"
+    );
+}
+
+#[test]
+fn all_mismatches_at_once() {
+    let source = server(1, 2, 0, 0xa000);
+    let mut here = server(1, 2, 0, 0xb000);
+    for node in here.nodes.iter_mut().filter(|n| n.is_gpu()) {
+        node.properties.device_id = 0x740f;
+        node.properties.vram_size -= 1;
+        node.properties.fw_version -= 1;
+    }
+    let e = all(&auto(&source, &here).unwrap_err());
+    for gpu in ["0xa000", "0xa001"] {
+        for want in [
+            format!(
+                "device_id of GPU {gpu} (renderD{}): the checkpoint has 0x740c, this host has 0x740f on renderD128, renderD129",
+                128 + u32::from(gpu.ends_with('1'))
+            ),
+            format!("KFD_VRAM_SIZE_CHECK (vram_size) of GPU {gpu}"),
+            format!("KFD_FW_VER_CHECK (fw_version) of GPU {gpu}"),
+        ] {
+            assert!(e.contains(&want), "{want}: {e}");
+        }
+    }
+    assert!(e.contains("relaxed by KFD_VRAM_SIZE_CHECK=0"), "{e}");
+    // Too few GPUs and the wrong ones: both.
+    here.nodes.pop();
+    let e = all(&auto(&source, &here).unwrap_err());
+    assert!(
+        e.contains("GPU count: the checkpoint has 2") && e.contains("device_id of GPU 0xa001"),
+        "{e}"
+    );
+}
+
+#[test]
+fn relaxed_checks_are_shown_as_such() {
+    let source = server(1, 1, 0, 0xa000);
+    let mut here = server(1, 1, 0, 0xb000);
+    here.nodes[1].properties.fw_version -= 1;
+    let off = Switches::default().with(Switch::FwVersion, false);
+    let choice = decide(&[source], &here, None, "auto", &off).unwrap();
+    let relaxed: Vec<&str> = choice
+        .checks
+        .iter()
+        .filter(|c| c.verdict == Verdict::Relaxed)
+        .map(|c| c.name.as_str())
+        .collect();
+    assert_eq!(relaxed, ["KFD_FW_VER_CHECK (fw_version)"]);
+}
+
+#[test]
+fn structure_is_told() {
+    let e = |a: &Topology, b: &Topology| all(&auto(a, b).unwrap_err());
+    let hives = e(&server(1, 4, 2, 0xa000), &server(1, 4, 0, 0xb000));
+    assert!(
+        hives
+            .contains("XGMI hives: the checkpoint has hives of [2, 2] GPUs, this host has no hive"),
+        "{hives}"
+    );
+    let mut one_cpu = server(1, 4, 0, 0xb000);
+    one_cpu.nodes.insert(
+        1,
+        Node {
+            id: 9,
+            cpu_cores_count: 8,
+            ..Node::default()
+        },
+    );
+    let numa = e(&server(2, 4, 0, 0xa000), &one_cpu);
+    assert!(
+        numa.contains("KFD_NUMA_CHECK") && numa.contains("relaxed by KFD_NUMA_CHECK=0"),
+        "{numa}"
+    );
+    let mut small_bar = server(1, 2, 0, 0xb000);
+    small_bar.nodes[0].links.clear();
+    let cpu = e(&server(1, 2, 0, 0xa000), &small_bar);
+    assert!(
+        cpu.contains("links to CPUs") && cpu.contains("large BAR"),
+        "{cpu}"
+    );
+    let mut peers = server(1, 2, 0, 0xa000);
+    mesh(&mut peers, LINK_PCIE, &[1, 2]);
+    let links = e(&peers, &server(1, 2, 0, 0xb000));
+    assert!(
+        links.contains(
+            "valid links: the checkpoint has [2, 2] valid links a GPU, this host has [1, 1]"
+        ),
+        "{links}"
+    );
+    let mut models = (server(1, 3, 0, 0xa000), server(1, 4, 0, 0xb000));
+    models
+        .1
+        .nodes
+        .iter_mut()
+        .skip(3)
+        .for_each(|n| n.properties.device_id += 1);
+    models.0.nodes[1].properties.device_id += 0;
+    let few = e(&models.0, &models.1);
+    assert!(few.contains("GPUs that match: the checkpoint has 3 (renderD128, renderD129, renderD130), this host has 2 that match them (renderD128, renderD129)"), "{few}");
+}
+
+#[test]
+fn processes_that_saw_other_gpus() {
+    let t = server(1, 2, 0, 0xa000);
+    let e = all(&decide(
+        &[t.clone(), t.visible(&[128])],
+        &t,
+        None,
+        "auto",
+        &Switches::default(),
+    )
+    .unwrap_err());
+    assert!(e.contains("GPUs of each process: the checkpoint has one process with 0xa000, 0xa001, one with 0xa000"), "{e}");
+    assert!(decide(&[], &t, None, "auto", &Switches::default()).is_err());
+    // The same GPUs in another order map in another way.
+    let mut reversed = t.clone();
+    reversed.nodes.reverse();
+    let e = decide(
+        &[t.clone(), reversed],
+        &t,
+        None,
+        "auto",
+        &Switches::default(),
+    )
+    .unwrap_err();
+    assert!(
+        e.reason
+            .contains("would map the processes of the container differently"),
+        "{e}"
+    );
+}
+
+#[test]
+fn a_wish_that_the_plugin_would_not_keep_is_refused() {
+    let (source, here) = (server(1, 2, 0, 0xa000), server(1, 2, 0, 0xb000));
+    let e = decide(&[source], &here, None, "0=1,1=0", &Switches::default()).unwrap_err();
+    assert!(
+        e.reason.contains(
+            "CRIU's amdgpu plugin would map GPU 0xa000 (renderD128) to GPU 0xb000 (renderD128)"
+        ),
+        "{e}"
+    );
+    assert!(
+        all(&e).contains("the wish 0xa000=0xb001 is not kept"),
+        "{}",
+        all(&e)
+    );
+}
+
+/// What is chosen is what the plugin chooses when it sees no more than what is made visible.
+#[test]
+fn the_plugin_chooses_it_too() {
+    let (mut chosen, mut refused) = (0, 0);
+    for seed in 0..600 {
+        let mut dice = Dice(seed);
+        let gpus = 1 + dice.roll(5) as u32;
+        let source = random(&mut dice, gpus);
+        let (more, changes) = (dice.roll(4) as u32, dice.roll(3));
+        let here = other(&mut dice, &source, more, changes);
+        match auto(&source, &here) {
+            Ok(choice) => {
+                chosen += 1;
+                let view = here.visible(&choice.visible);
+                let pairs: Vec<(u32, u32)> = choice
+                    .pairs
+                    .iter()
+                    .map(|p| (p.source.gpu_id, p.target.gpu_id))
+                    .collect();
+                assert_eq!(
+                    stock::choose(&source, &view, &Switches::default()),
+                    stock::Stock::Picks(pairs),
+                    "seed {seed}"
+                );
+                let ids: Vec<u32> = choice.pairs.iter().map(|p| p.target.id).collect();
+                assert!(
+                    brute::valid(&source, &here, &Switches::default(), &ids),
+                    "seed {seed}"
+                );
+            }
+            Err(e) => {
+                refused += 1;
+                assert!(!all(&e).is_empty());
+                if !e.reason.contains("plugin") {
+                    assert!(
+                        !brute::feasible(&source, &here, &Switches::default()),
+                        "seed {seed}"
+                    );
+                }
+            }
+        }
+    }
+    println!("{chosen} chosen, {refused} refused");
+    assert!(chosen > 50 && refused > 50, "{chosen} {refused}");
+}

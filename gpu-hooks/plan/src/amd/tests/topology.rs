@@ -1,0 +1,167 @@
+//! The topology of a host from its files.
+
+use std::fs;
+use std::path::Path;
+
+use super::super::topology::Topology;
+use super::*;
+use cryopod_host::files::Host;
+
+/// Writes a topology as the KFD shows it.
+fn write(root: &Path, t: &Topology) {
+    for n in &t.nodes {
+        let dir = root.join(format!("sys/class/kfd/kfd/topology/nodes/{}", n.id));
+        fs::create_dir_all(dir.join("mem_banks/0")).unwrap();
+        fs::create_dir_all(dir.join("io_links")).unwrap();
+        fs::write(dir.join("gpu_id"), format!("{}\n", n.gpu_id)).unwrap();
+        let p = &n.properties;
+        let mut text = format!("cpu_cores_count {}\n", n.cpu_cores_count);
+        let more: [(&str, u64); 26] = [
+            ("simd_count", p.simd_count.into()),
+            ("mem_banks_count", p.mem_banks_count.into()),
+            ("caches_count", p.caches_count.into()),
+            ("io_links_count", p.io_links_count.into()),
+            ("max_waves_per_simd", p.max_waves_per_simd.into()),
+            ("lds_size_in_kb", p.lds_size_in_kb.into()),
+            ("num_gws", p.num_gws.into()),
+            ("wave_front_size", p.wave_front_size.into()),
+            ("array_count", p.array_count.into()),
+            ("simd_arrays_per_engine", p.simd_arrays_per_engine.into()),
+            ("cu_per_simd_array", p.cu_per_simd_array.into()),
+            ("simd_per_cu", p.simd_per_cu.into()),
+            ("max_slots_scratch_cu", p.max_slots_scratch_cu.into()),
+            ("vendor_id", p.vendor_id.into()),
+            ("device_id", p.device_id.into()),
+            ("location_id", 0x4300),
+            ("domain", p.domain.into()),
+            ("drm_render_minor", p.drm_render_minor.into()),
+            ("hive_id", p.hive_id),
+            ("num_sdma_engines", p.num_sdma_engines.into()),
+            ("num_sdma_xgmi_engines", p.num_sdma_xgmi_engines.into()),
+            (
+                "num_sdma_queues_per_engine",
+                p.num_sdma_queues_per_engine.into(),
+            ),
+            ("num_cp_queues", p.num_cp_queues.into()),
+            ("fw_version", p.fw_version.into()),
+            ("capability", p.capability.into()),
+            ("sdma_fw_version", p.sdma_fw_version.into()),
+        ];
+        for (name, value) in more {
+            text.push_str(&format!("{name} {value}\n"));
+        }
+        fs::write(dir.join("properties"), text).unwrap();
+        let heap = if p.vram_public == 1 { 1 } else { 2 };
+        fs::write(
+            dir.join("mem_banks/0/properties"),
+            format!("heap_type {heap}\nsize_in_bytes {}\nflags 0\n", p.vram_size),
+        )
+        .unwrap();
+        for (i, l) in n.links.iter().enumerate() {
+            let dir = dir.join(format!("io_links/{i}"));
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(
+                dir.join("properties"),
+                format!(
+                    "type {}\nversion_major 0\nnode_from {}\nnode_to {}\nweight 20\n",
+                    l.kind, n.id, l.to
+                ),
+            )
+            .unwrap();
+        }
+    }
+}
+
+/// In an order that does not depend on the file system.
+fn sorted(mut t: Topology) -> Topology {
+    t.nodes.sort_by_key(|n| n.id);
+    for n in &mut t.nodes {
+        n.links.sort_unstable();
+        n.pci = None;
+        n.unique_id = None;
+    }
+    t
+}
+
+#[test]
+fn what_the_kernel_shows_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut t = server(2, 4, 2, 0xa000);
+    t.nodes[4].properties.vram_public = 0;
+    write(dir.path(), &t);
+    let host = Host::at(dir.path());
+    let read = Topology::read(&host);
+    assert_eq!(
+        read.gpus().next().unwrap().pci.as_deref(),
+        Some("0000:43:00.0")
+    );
+    assert_eq!(sorted(read), sorted(t));
+    assert_eq!(Topology::read(&Host::at("/nowhere")), Topology::default());
+}
+
+#[test]
+fn links_of_other_kinds_do_not_count() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut t = server(1, 1, 0, 0xa000);
+    write(dir.path(), &t);
+    t.nodes[0].links.clear();
+    let link = dir
+        .path()
+        .join("sys/class/kfd/kfd/topology/nodes/0/io_links/0/properties");
+    fs::write(link, "type 1\nnode_to 1\n").unwrap();
+    assert_eq!(sorted(Topology::read(&Host::at(dir.path()))), t);
+}
+
+#[test]
+fn what_cannot_be_read_is_left_out_and_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let t = server(1, 4, 0, 0xa000);
+    write(dir.path(), &t);
+    let node = |n: u32| {
+        dir.path()
+            .join(format!("sys/class/kfd/kfd/topology/nodes/{n}"))
+    };
+    // As for a GPU that the device cgroup hides.
+    fs::write(node(1).join("gpu_id"), "").unwrap();
+    fs::remove_file(node(2).join("properties")).unwrap();
+    fs::write(
+        node(3).join("mem_banks/0/properties"),
+        "heap_type 0\nsize_in_bytes 5\n",
+    )
+    .unwrap();
+    fs::create_dir_all(node(8)).unwrap();
+    let read = Topology::read(&Host::at(dir.path()));
+    let mut left: Vec<u32> = read.nodes.iter().map(|n| n.id).collect();
+    left.sort_unstable();
+    assert_eq!(left, [0, 4]);
+    let mut noted: Vec<(u32, bool)> = read
+        .unreadable
+        .iter()
+        .map(|u| (u.node, u.stops_plugin))
+        .collect();
+    noted.sort_unstable();
+    assert_eq!(noted, [(1, false), (2, true), (3, true), (8, false)]);
+    fs::write(node(4).join("properties"), "simd_count\n").unwrap();
+    let read = Topology::read(&Host::at(dir.path()));
+    assert!(
+        read.unreadable
+            .iter()
+            .any(|u| u.node == 4 && u.what.contains("is not a name and a number"))
+    );
+}
+
+#[test]
+fn a_masked_gpu_is_gone_and_links_to_it_lead_nowhere() {
+    let t = server(1, 4, 4, 0xa000);
+    let view = t.visible(&[128, 130]);
+    let left: Vec<u32> = view.gpus().map(Node::render_minor).collect();
+    assert_eq!(left, [128, 130]);
+    assert!(
+        view.gpus()
+            .next()
+            .unwrap()
+            .links
+            .iter()
+            .any(|l| view.node(l.to).is_none())
+    );
+}

@@ -1,0 +1,345 @@
+//! The KFD's topology: CPUs and GPUs as nodes, their properties and links. The same types hold what this host has
+//! and what an image of CRIU's amdgpu plugin has recorded.
+//!
+//! A node with `gpu_id` 0 is a CPU. Nodes and links keep the order in which the folder or image lists them, because
+//! the plugin's choice depends on it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+
+use cryopod_archive::seal::Gpu;
+use cryopod_host::nodes::Vendor;
+
+use super::{TOPOLOGY, pci_address};
+use cryopod_host::files::Host;
+
+/// Link type 2: PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`).
+pub const LINK_PCIE: u32 = 2;
+/// Link type 11: XGMI (`HSA_IOLINK_TYPE_XGMI`).
+pub const LINK_XGMI: u32 = 11;
+/// First minor of a render node.
+pub const RENDER_FIRST: u32 = 128;
+/// Last minor that the plugin opens as a render node.
+pub const RENDER_LAST: u32 = 255;
+
+/// A link of a node to another. Only PCIe and XGMI count; others are not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Link {
+    /// [`LINK_PCIE`] or [`LINK_XGMI`].
+    pub kind: u32,
+    /// The id of the node at the other end.
+    pub to: u32,
+}
+
+/// What the KFD says about a GPU, under its names. All 0 for a CPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names are those of the KFD's properties")]
+pub struct Properties {
+    pub simd_count: u32,
+    pub mem_banks_count: u32,
+    pub caches_count: u32,
+    pub io_links_count: u32,
+    pub max_waves_per_simd: u32,
+    pub lds_size_in_kb: u32,
+    pub num_gws: u32,
+    pub wave_front_size: u32,
+    pub array_count: u32,
+    pub simd_arrays_per_engine: u32,
+    pub cu_per_simd_array: u32,
+    pub simd_per_cu: u32,
+    pub max_slots_scratch_cu: u32,
+    pub vendor_id: u32,
+    pub device_id: u32,
+    pub domain: u32,
+    pub drm_render_minor: u32,
+    pub hive_id: u64,
+    pub num_sdma_engines: u32,
+    pub num_sdma_xgmi_engines: u32,
+    pub num_sdma_queues_per_engine: u32,
+    pub num_cp_queues: u32,
+    pub fw_version: u32,
+    pub capability: u32,
+    pub sdma_fw_version: u32,
+    /// VRAM that the CPU can see in full: 1, else 0.
+    pub vram_public: u32,
+    /// Size of VRAM in bytes.
+    pub vram_size: u64,
+}
+
+/// A CPU or a GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Node {
+    /// The node's number.
+    pub id: u32,
+    /// The KFD's id of a GPU; 0 for a CPU.
+    pub gpu_id: u32,
+    /// Cores of a CPU; 0 for a GPU.
+    pub cpu_cores_count: u32,
+    /// A GPU's properties.
+    pub properties: Properties,
+    /// Links to other nodes, also to those that cannot be seen.
+    pub links: Vec<Link>,
+    /// PCI address, where known.
+    pub pci: Option<String>,
+    /// The GPU's unique id, 16 hex digits, or else its PCI address; where known.
+    pub unique_id: Option<String>,
+}
+
+impl Node {
+    /// `true` for a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.gpu_id != 0
+    }
+
+    /// The minor of the GPU's render node.
+    pub fn render_minor(&self) -> u32 {
+        self.properties.drm_render_minor
+    }
+}
+
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.is_gpu() {
+            return write!(f, "CPU node {}", self.id);
+        }
+        write!(
+            f,
+            "GPU {:#06x} (renderD{}",
+            self.gpu_id,
+            self.render_minor()
+        )?;
+        if let Some(pci) = &self.pci {
+            write!(f, ", {pci}")?;
+        }
+        f.write_str(")")
+    }
+}
+
+/// A part of the host's topology that could not be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unreadable {
+    /// The node.
+    pub node: u32,
+    /// Its render minor, if that could be read.
+    pub render_minor: Option<u32>,
+    /// Which file, and why.
+    pub what: String,
+    /// The plugin gives up on the whole topology because of it; otherwise it passes over the node.
+    pub stops_plugin: bool,
+}
+
+/// CPUs, GPUs and their links.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Topology {
+    /// The nodes, in the order of the folder or image.
+    pub nodes: Vec<Node>,
+    /// What could not be read of a host's topology.
+    pub unreadable: Vec<Unreadable>,
+}
+
+impl Topology {
+    /// The host's topology; empty where there is none. What cannot be read is left out and noted in
+    /// [`Topology::unreadable`].
+    pub fn read(host: &Host) -> Self {
+        let mut topology = Self::default();
+        for (id, name) in numbered(host, TOPOLOGY).unwrap_or_default() {
+            topology.read_node(host, id, &format!("{TOPOLOGY}/{name}"));
+        }
+        topology
+    }
+
+    fn read_node(&mut self, host: &Host, id: u32, dir: &str) {
+        let mut node = Node {
+            id,
+            ..Node::default()
+        };
+        let mut trouble = |what: String, render_minor, stops_plugin| {
+            self.unreadable.push(Unreadable {
+                node: id,
+                render_minor,
+                what,
+                stops_plugin,
+            });
+        };
+        match host.text(format!("{dir}/gpu_id")) {
+            // An empty or unreadable id is what the kernel gives for a GPU that the device cgroup hides.
+            Err(e) => return trouble(format!("gpu_id: {e}"), None, false),
+            Ok(text) => match text.trim().parse() {
+                Ok(gpu_id) => node.gpu_id = gpu_id,
+                Err(_) => return trouble("gpu_id: not a number".into(), None, false),
+            },
+        }
+        let properties = match pairs(host, &format!("{dir}/properties")) {
+            Ok(properties) => properties,
+            Err(e) => return trouble(format!("properties: {e}"), None, true),
+        };
+        node.take(&properties);
+        let minor = node.is_gpu().then_some(node.render_minor());
+        if node.is_gpu() {
+            match vram(host, dir) {
+                Ok((public, size)) => {
+                    node.properties.vram_public = u32::from(public);
+                    node.properties.vram_size = size;
+                }
+                Err(e) => return trouble(format!("mem_banks: {e}"), minor, true),
+            }
+        }
+        match links(host, dir) {
+            Ok(links) => node.links = links,
+            Err(e) => return trouble(format!("io_links: {e}"), minor, true),
+        }
+        self.nodes.push(node);
+    }
+
+    /// The GPUs, in order.
+    pub fn gpus(&self) -> impl Iterator<Item = &Node> {
+        self.nodes.iter().filter(|n| n.is_gpu())
+    }
+
+    /// The node with this id; the first, if a strange image has several.
+    pub fn node(&self, id: u32) -> Option<&Node> {
+        self.nodes.iter().find(|n| n.id == id)
+    }
+
+    /// What a process sees whose device cgroup allows only these render nodes: the other GPUs are gone, links to
+    /// them lead nowhere.
+    #[must_use]
+    pub fn visible(&self, minors: &[u32]) -> Self {
+        Self {
+            nodes: self
+                .nodes
+                .iter()
+                .filter(|n| !n.is_gpu() || minors.contains(&n.render_minor()))
+                .cloned()
+                .collect(),
+            unreadable: self
+                .unreadable
+                .iter()
+                .filter(|u| u.render_minor.is_none_or(|m| minors.contains(&m)))
+                .cloned()
+                .collect(),
+        }
+    }
+
+    /// Adds the PCI addresses and unique ids that a seal recorded; an image of the plugin has neither.
+    pub fn label(&mut self, recorded: &[Gpu]) {
+        for gpu in recorded.iter().filter(|g| g.vendor == Vendor::Amd) {
+            let minor = gpu.render_minor.and_then(|m| u32::try_from(m).ok());
+            if let Some(node) = self
+                .nodes
+                .iter_mut()
+                .find(|n| n.is_gpu() && Some(n.render_minor()) == minor)
+            {
+                node.pci = Some(gpu.pci.clone());
+                node.unique_id = Some(gpu.id.clone());
+            }
+        }
+    }
+}
+
+impl Node {
+    fn take(&mut self, from: &BTreeMap<String, u64>) {
+        let long = |key: &str| from.get(key).copied().unwrap_or(0);
+        // The plugin keeps the low 32 bits.
+        #[allow(clippy::cast_possible_truncation)]
+        let short = |key: &str| long(key) as u32;
+        self.cpu_cores_count = short("cpu_cores_count");
+        if !self.is_gpu() {
+            return;
+        }
+        self.properties = Properties {
+            simd_count: short("simd_count"),
+            mem_banks_count: short("mem_banks_count"),
+            caches_count: short("caches_count"),
+            io_links_count: short("io_links_count"),
+            max_waves_per_simd: short("max_waves_per_simd"),
+            lds_size_in_kb: short("lds_size_in_kb"),
+            num_gws: short("num_gws"),
+            wave_front_size: short("wave_front_size"),
+            array_count: short("array_count"),
+            simd_arrays_per_engine: short("simd_arrays_per_engine"),
+            cu_per_simd_array: short("cu_per_simd_array"),
+            simd_per_cu: short("simd_per_cu"),
+            max_slots_scratch_cu: short("max_slots_scratch_cu"),
+            vendor_id: short("vendor_id"),
+            device_id: short("device_id"),
+            domain: short("domain"),
+            drm_render_minor: short("drm_render_minor"),
+            hive_id: long("hive_id"),
+            num_sdma_engines: short("num_sdma_engines"),
+            num_sdma_xgmi_engines: short("num_sdma_xgmi_engines"),
+            num_sdma_queues_per_engine: short("num_sdma_queues_per_engine"),
+            num_cp_queues: short("num_cp_queues"),
+            fw_version: short("fw_version"),
+            capability: short("capability"),
+            sdma_fw_version: short("sdma_fw_version"),
+            vram_public: 0,
+            vram_size: 0,
+        };
+        let pci = pci_address(long("domain"), long("location_id"));
+        self.unique_id = Some(match long("unique_id") {
+            0 => pci.clone(),
+            id => format!("{id:016x}"),
+        });
+        self.pci = Some(pci);
+    }
+}
+
+/// The folder's entries with numbers for names, in the order in which it lists them.
+fn numbered(host: &Host, dir: &str) -> io::Result<Vec<(u32, String)>> {
+    Ok(host
+        .listed(dir)?
+        .into_iter()
+        .filter_map(|name| Some((name.parse().ok()?, name)))
+        .collect())
+}
+
+/// A file of lines `name value`. A line of another form is an error, as it is to the plugin.
+fn pairs(host: &Host, path: &str) -> Result<BTreeMap<String, u64>, String> {
+    let text = host.text(path).map_err(|e| e.to_string())?;
+    text.lines()
+        .filter(|l| !l.trim().is_empty())
+        .map(|line| {
+            let (name, value) = line
+                .trim()
+                .split_once(char::is_whitespace)
+                .unwrap_or((line, ""));
+            match value.trim().parse() {
+                Ok(value) => Ok((name.to_owned(), value)),
+                Err(_) => Err(format!("{line:?} is not a name and a number")),
+            }
+        })
+        .collect()
+}
+
+/// The first memory bank that is VRAM: heap type 1 (visible to the CPU) or 2 (private).
+fn vram(host: &Host, dir: &str) -> Result<(bool, u64), String> {
+    let banks = format!("{dir}/mem_banks");
+    for (_, bank) in numbered(host, &banks).map_err(|e| e.to_string())? {
+        let bank = pairs(host, &format!("{banks}/{bank}/properties"))?;
+        let heap = bank.get("heap_type").copied();
+        if matches!(heap, Some(1 | 2)) {
+            return match bank.get("size_in_bytes").copied() {
+                None | Some(0) => Err("VRAM of no size".into()),
+                Some(size) => Ok((heap == Some(1), size)),
+            };
+        }
+    }
+    Err("no bank of VRAM".into())
+}
+
+fn links(host: &Host, dir: &str) -> Result<Vec<Link>, String> {
+    let folder = format!("{dir}/io_links");
+    let mut links = Vec::new();
+    for (_, link) in numbered(host, &folder).map_err(|e| e.to_string())? {
+        let link = pairs(host, &format!("{folder}/{link}/properties"))?;
+        let number = |key| link.get(key).and_then(|v| u32::try_from(*v).ok());
+        if let (Some(kind @ (LINK_PCIE | LINK_XGMI)), Some(to)) =
+            (number("type"), number("node_to"))
+        {
+            links.push(Link { kind, to });
+        }
+    }
+    Ok(links)
+}

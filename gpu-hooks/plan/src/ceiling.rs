@@ -1,0 +1,252 @@
+//! How far an archive or an annotation may reach: what the engine's spec gives, and what the administrator's
+//! configuration adds.
+//!
+//! An archive comes from a registry or from another tenant, and in Kubernetes a pod's author writes its annotations. Each
+//! value of theirs that becomes a device, a GPU, a path or an option of CRIU passes [`Ceiling::admit`] before it is used.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::around::MountKind;
+use cryopod_archive::seal::Gpu;
+use cryopod_host::nodes::Vendor;
+use serde::Deserialize;
+
+use crate::driver_files;
+use crate::inventory;
+use crate::refusal::Refusal;
+use cryopod_host::files::Host;
+use cryopod_host::nodes;
+use cryopod_host::spec::Spec;
+
+/// CRIU options that an annotation may set. None of them names a file or a program.
+pub const CRIU_OPTIONS: [&str; 15] = [
+    "timeout",
+    "ghost-limit",
+    "ghost-fiemap",
+    "link-remap",
+    "file-locks",
+    "ext-unix-sk",
+    "skip-in-flight",
+    "tcp-established",
+    "tcp-close",
+    "network-lock",
+    "mntns-compat-mode",
+    "enable-external-masters",
+    "enable-external-sharing",
+    "force-irmap",
+    "weak-sysctls",
+];
+
+/// Whether a restore may use GPUs that the engine's spec does not give.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OtherGpus {
+    /// Only under podman, whose restore takes the spec from the archive itself: there a map or a choice goes no further
+    /// than the archive's own list of devices.
+    #[default]
+    Auto,
+    /// Under every engine.
+    Always,
+    /// Never, but for the configuration's own `gpu.map`.
+    Never,
+}
+
+/// What the administrator's configuration adds to the engine's spec.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Lifts<'a> {
+    /// `gpu.allow_others`.
+    pub other_gpus: OtherGpus,
+    /// `mounts.allow`.
+    pub mounts: &'a [PathBuf],
+    /// `criu.config_folders`.
+    pub criu_folders: &'a [PathBuf],
+}
+
+/// The engine's spec and the configuration, to compare with.
+#[derive(Debug, Clone, Copy)]
+pub struct Ceiling<'a> {
+    /// This host.
+    pub host: &'a Host,
+    /// The spec that the engine wrote.
+    pub spec: &'a Spec,
+    /// What the configuration adds.
+    pub lifts: Lifts<'a>,
+}
+
+/// A value of an archive or an annotation, with what it is to become.
+#[derive(Debug, Clone, Copy)]
+pub enum Asked<'a> {
+    /// A node of the container becomes the host's node at `host_path`, with the number that this has.
+    Node {
+        /// The native name of the node that the engine gives, or that the record names.
+        given: &'a str,
+        /// The host's node.
+        host_path: &'a str,
+    },
+    /// A GPU that an annotation's map names, among those of this host.
+    Gpu {
+        /// The GPU.
+        gpu: &'a Gpu,
+        /// The GPUs of this host.
+        here: &'a [Gpu],
+    },
+    /// The source of a mount that the spec does not name: a path of the host without symbolic links.
+    Mount {
+        /// The source.
+        source: &'a Path,
+        /// What it is.
+        kind: MountKind,
+    },
+    /// A configuration file of CRIU.
+    CriuFile(&'a Path),
+    /// An option of CRIU.
+    CriuOption(&'a str),
+}
+
+impl Ceiling<'_> {
+    /// Decides.
+    ///
+    /// # Errors
+    /// What is asked goes beyond the spec and the configuration; the refusal says what, why and the remedy.
+    pub fn admit(&self, asked: Asked<'_>) -> Result<(), Refusal> {
+        let (what, remedy) = match asked {
+            Asked::Node { given, host_path } => match self.node(given, host_path) {
+                Ok(()) => return Ok(()),
+                Err(refused) => refused,
+            },
+            Asked::Gpu { gpu, here } => {
+                if self.gpus(here).is_none_or(|given| given.contains(&gpu.id)) {
+                    return Ok(());
+                }
+                (
+                    format!("the engine did not give the container the GPU {}", gpu.id),
+                    "give the container that GPU, name the map as `gpu.map` in /etc/cryopod/config.toml, or set `gpu.allow_others = \"always\"` there".to_owned(),
+                )
+            }
+            Asked::Mount { source, kind } => {
+                let node = || {
+                    source
+                        .to_str()
+                        .is_some_and(|p| nodes::classify(p).is_some())
+                };
+                let drivers = driver_files::is_driver_place(source, kind == MountKind::Folder)
+                    && (kind != MountKind::Device || node());
+                if drivers || self.lifts.mounts.iter().any(|p| source.starts_with(p)) {
+                    return Ok(());
+                }
+                (
+                    format!("{} is none of the driver's places", source.display()),
+                    "if the checkpoint is trusted, add the path to `mounts.allow` in /etc/cryopod/config.toml".to_owned(),
+                )
+            }
+            Asked::CriuFile(path) => {
+                let folders = self.lifts.criu_folders;
+                if path
+                    .parent()
+                    .is_some_and(|p| folders.iter().any(|f| p == f))
+                {
+                    return Ok(());
+                }
+                (
+                    format!(
+                        "{} lies in none of the folders for CRIU's configuration",
+                        path.display()
+                    ),
+                    "move the file into /etc/criu, or add its folder to `criu.config_folders` in /etc/cryopod/config.toml".to_owned(),
+                )
+            }
+            Asked::CriuOption(name) => {
+                if CRIU_OPTIONS.contains(&name) {
+                    return Ok(());
+                }
+                (
+                    format!("{name} is no CRIU option that an annotation may set"),
+                    format!(
+                        "those are {}; all others are `criu.options` in /etc/cryopod/config.toml",
+                        CRIU_OPTIONS.join(", ")
+                    ),
+                )
+            }
+        };
+        Err(Refusal {
+            process: None,
+            what,
+            remedy,
+        })
+    }
+
+    fn node(&self, given: &str, host_path: &str) -> Result<(), (String, String)> {
+        const OTHER: &str = "the checkpoint cannot be used as it is: its record was changed";
+        if nodes::classify(host_path).is_none() {
+            return Err((
+                format!("{host_path}, which the record names for {given}, is no GPU node"),
+                OTHER.to_owned(),
+            ));
+        }
+        if !nodes::same_kind(given, host_path) {
+            return Err((
+                format!(
+                    "{host_path}, which the record names for {given}, is a node of another kind"
+                ),
+                OTHER.to_owned(),
+            ));
+        }
+        let Some((major, minor)) = self.host.char_device(host_path) else {
+            return Ok(()); // whoever wants to use it says that it is absent
+        };
+        nodes::registered(self.host, host_path, major).map_err(|(what, remedy)| {
+            (
+                format!("{host_path} ({major}:{minor}) cannot be used: {what}"),
+                remedy,
+            )
+        })
+    }
+
+    /// The GPUs among `here` that a restore may use, by [`Gpu::id`]; `None` if any.
+    ///
+    /// Given is what the spec names by a node, or what its device rules let the container open. A spec that gives
+    /// none by either lets the container open none, whatever is chosen.
+    pub fn gpus(&self, here: &[Gpu]) -> Option<BTreeSet<String>> {
+        let free = match self.lifts.other_gpus {
+            OtherGpus::Always => true,
+            OtherGpus::Auto => self.spec_is_the_archives(),
+            OtherGpus::Never => false,
+        };
+        if free {
+            return None;
+        }
+        let named = inventory::of_nodes(&self.spec.gpu_nodes(self.host));
+        let named_by = |g: &Gpu| named.iter().any(|n| inventory::same_place(g, n));
+        let given: BTreeSet<String> = here
+            .iter()
+            // Where the driver's library alone describes the GPUs, no node can be compared.
+            .filter(|g| !inventory::has_place(g) || named_by(g) || self.opens(g))
+            .map(|g| g.id.clone())
+            .collect();
+        (!named.is_empty() || !given.is_empty()).then_some(given)
+    }
+
+    /// Do the device rules let the container open the GPU's own node?
+    fn opens(&self, gpu: &Gpu) -> bool {
+        match gpu.vendor {
+            Vendor::Nvidia => gpu
+                .minor
+                .is_some_and(|n| self.spec.allows(nodes::NVIDIA_MAJOR, n)),
+            Vendor::Amd => gpu
+                .render_minor
+                .is_some_and(|n| self.spec.allows(nodes::DRM_MAJOR, n)),
+        }
+    }
+
+    /// podman's restore takes the spec from the archive, or from the container that it made itself. A Kubernetes
+    /// container is never podman's, whatever annotations its pod passes.
+    fn spec_is_the_archives(&self) -> bool {
+        let kubernetes = self.spec.annotations("io.kubernetes.cri.").next().is_some();
+        self.spec.annotation("io.container.manager") == Some("libpod") && !kubernetes
+    }
+}
+
+#[cfg(test)]
+#[path = "ceiling_tests.rs"]
+mod tests;

@@ -1,0 +1,96 @@
+use super::*;
+use cryopod_host::nodes::Vendor;
+use serde_json::{Map, Value, json};
+
+fn gpu(minor: u64) -> Gpu {
+    Gpu {
+        id: format!("GPU-{minor}"),
+        vendor: Vendor::Nvidia,
+        index: 0,
+        model: String::new(),
+        pci: String::new(),
+        minor: Some(minor),
+        render_minor: None,
+        memory_bytes: None,
+        properties: Map::new(),
+    }
+}
+
+/// A spec with the node of GPU 0, and these annotations and rules.
+fn spec(annotations: Value, rules: Value) -> Spec {
+    Spec::from_json(json!({
+        "annotations": annotations,
+        "linux": {
+            "devices": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}],
+            "resources": {"devices": rules}
+        }
+    }))
+}
+
+fn given(spec: &Spec, other_gpus: OtherGpus) -> Option<Vec<String>> {
+    let ceiling = Ceiling {
+        host: &Host::at("/nowhere"),
+        spec,
+        lifts: Lifts {
+            other_gpus,
+            ..Lifts::default()
+        },
+    };
+    let here = [gpu(0), gpu(1)];
+    let given = ceiling.gpus(&here);
+    for gpu in &here {
+        let asked = Asked::Gpu { gpu, here: &here };
+        let allowed = given.as_ref().is_none_or(|g| g.contains(&gpu.id));
+        assert_eq!(ceiling.admit(asked).is_ok(), allowed);
+    }
+    Some(given?.into_iter().collect())
+}
+
+#[test]
+fn gpus_are_those_that_the_engine_gave() {
+    let deny = || json!([{"allow": false}]);
+    let all =
+        || json!([{"allow": false}, {"allow": true, "type": "c", "major": 195, "access": "rwm"}]);
+    let one = Some(vec!["GPU-0".to_owned()]);
+    let both = Some(vec!["GPU-0".to_owned(), "GPU-1".to_owned()]);
+    let docker = spec(json!({}), deny());
+    assert_eq!(given(&docker, OtherGpus::Auto), one);
+    assert_eq!(given(&docker, OtherGpus::Always), None);
+    assert_eq!(given(&spec(json!({}), all()), OtherGpus::Auto), both);
+    let podman = spec(json!({"io.container.manager": "libpod"}), deny());
+    assert_eq!(given(&podman, OtherGpus::Auto), None);
+    assert_eq!(given(&podman, OtherGpus::Never), one);
+    // A pod says that it is podman's.
+    let pod = spec(
+        json!({"io.container.manager": "libpod", "io.kubernetes.cri.container-type": "container"}),
+        deny(),
+    );
+    assert_eq!(given(&pod, OtherGpus::Auto), one);
+}
+
+#[test]
+fn files_and_options() {
+    let spec = Spec::from_json(json!({}));
+    let folders = [PathBuf::from("/etc/criu")];
+    let ceiling = Ceiling {
+        host: &Host::at("/nowhere"),
+        spec: &spec,
+        lifts: Lifts {
+            criu_folders: &folders,
+            ..Lifts::default()
+        },
+    };
+    let file = |path: &str| ceiling.admit(Asked::CriuFile(Path::new(path))).is_ok();
+    assert!(file("/etc/criu/mine.conf"));
+    for other in [
+        "/tmp/x",
+        "/etc/criu/../x",
+        "/etc/criu/a/b",
+        "/dev/zero",
+        "x",
+    ] {
+        assert!(!file(other), "{other}");
+    }
+    let option = |name| ceiling.admit(Asked::CriuOption(name)).is_ok();
+    assert!(option("tcp-close") && !option("libdir") && !option("action-script"));
+}

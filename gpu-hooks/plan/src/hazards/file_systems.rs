@@ -1,0 +1,120 @@
+//! Mounts of the container's own whose file system CRIU cannot make anew (`unsupported id`, mount.c).
+
+use cryopod_archive::around::ForeignMount;
+
+use crate::refusal::Refusal;
+use cryopod_host::mountinfo::Mount;
+use cryopod_host::spec::Spec;
+
+/// The file systems that CRIU mounts again (filesystems.c).
+const MADE: [&str; 20] = [
+    "proc",
+    "sysfs",
+    "devtmpfs",
+    "binfmt_misc",
+    "tmpfs",
+    "devpts",
+    "simfs",
+    "btrfs",
+    "pstore",
+    "mqueue",
+    "securityfs",
+    "fusectl",
+    "debugfs",
+    "tracefs",
+    "cgroup",
+    "cgroup2",
+    "aufs",
+    "fuse",
+    "overlay",
+    "autofs",
+];
+
+/// Whole file systems among `mounts`, those of the first process, that are neither bound from the host (by the spec, or as
+/// `foreign` ones, which CRIU leaves out) nor of a kind that CRIU knows.
+pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) -> Vec<Refusal> {
+    let bound = |mount: &Mount| {
+        let by_spec = spec.mounts().iter().any(|m| {
+            let options = m.options().iter().flatten();
+            let bind = m.typ().as_deref() == Some("bind")
+                || options.into_iter().any(|o| o == "bind" || o == "rbind");
+            // Below a bind mount another may come with it.
+            bind && mount.point.starts_with(m.destination())
+        });
+        by_spec
+            || foreign
+                .iter()
+                .any(|f| mount.point == std::path::Path::new(&f.path))
+    };
+    mounts
+        .iter()
+        .filter(|m| m.root == std::path::Path::new("/") && m.point != std::path::Path::new("/"))
+        .filter(|m| !MADE.contains(&m.fs_type.as_str()) && !bound(m))
+        .map(|m| Refusal {
+            process: None,
+            what: format!(
+                "the mount {} is of a file system of the container's own that CRIU cannot make anew ({})",
+                m.point.display(),
+                m.fs_type
+            ),
+            remedy: "unmount it in the container, or use a tmpfs or a volume there".into(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_archive::around::MountKind;
+    use serde_json::json;
+
+    fn mount(point: &str, fs_type: &str, root: &str) -> Mount {
+        Mount {
+            id: 7,
+            device: "0:9".into(),
+            root: root.into(),
+            point: point.into(),
+            options: vec![],
+            fs_type: fs_type.into(),
+        }
+    }
+
+    #[test]
+    fn only_those_that_criu_would_have_to_make() {
+        let spec = Spec::from_json(json!({"mounts": [
+            {"destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind"]},
+            {"destination": "/huge", "type": "hugetlbfs", "source": "none"},
+        ]}));
+        let foreign = [ForeignMount {
+            path: "/usr/lib/firmware".into(),
+            kind: MountKind::Folder,
+            host_path: "/usr/lib/firmware".into(),
+            fs_type: "ext4".into(),
+            options: vec![],
+            size: None,
+            sha256: None,
+            in_use: false,
+        }];
+        let mounts = [
+            mount("/", "ext4", "/"),
+            mount("/proc", "proc", "/"),
+            mount("/tmp", "tmpfs", "/"),
+            mount("/data", "xfs", "/"),
+            mount("/data/below", "nfs4", "/"),
+            mount("/usr/lib/firmware", "ext4", "/"),
+            mount("/part", "ext4", "/of/it"),
+            mount("/huge", "hugetlbfs", "/"),
+            mount("/r", "ramfs", "/"),
+        ];
+        let said: Vec<String> = refusals(&mounts, &spec, &foreign)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(
+            said[0].contains("/huge") && said[0].contains("(hugetlbfs)"),
+            "{said:?}"
+        );
+        assert!(said[1].contains("/r is of a file system"), "{said:?}");
+    }
+}

@@ -1,0 +1,363 @@
+//! Watches of files (inotify, fanotify) that CRIU cannot find again.
+//!
+//! CRIU opens what is watched by its file handle (`check_open_handle`, fsnotify.c), which overlayfs, the root of nearly
+//! every container, does not allow. Then it searches a few folders, and those that `irmap-scan-path` names, for the inode
+//! (irmap.c); a watch that is in none of them fails the dump. The same is done here.
+
+use std::collections::{BTreeSet, HashSet};
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+
+use crate::refusal::Refusal;
+use cryopod_host::files::{Host, split_rdev};
+use cryopod_host::mountinfo::{self, Mount};
+use cryopod_host::processes::{Process, Scan};
+
+/// The folders that CRIU searches of itself.
+const HINTS: [&str; 8] = [
+    "/etc",
+    "/var/spool",
+    "/var/log",
+    "/usr/share/dbus-1/services",
+    "/usr/share/dbus-1/system-services",
+    "/var/lib/polkit-1/localauthority",
+    "/usr/share/polkit-1/actions",
+    "/lib/udev",
+];
+/// Files in those folders that are looked at; what may be among more of them is left to CRIU.
+const MAX_SEARCHED: usize = 50_000;
+/// Watches that are looked at.
+const MAX_WATCHES: usize = 65_536;
+/// Handles that a file system may make, in bytes (`MAX_HANDLE_SZ`).
+const MAX_HANDLE: usize = 128;
+
+/// What a line of `/proc/PID/fdinfo` says of a watch.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Watch {
+    /// The device that the file system has for itself, and the inode.
+    device: (u64, u64),
+    inode: u64,
+    /// The file handle: its type, its bytes. Kernels before 6.6 have none for overlayfs.
+    handle: Option<(i32, Vec<u8>)>,
+}
+
+/// One refusal for each process. `searched`: what `irmap-scan-path` names.
+pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String]) -> Vec<Refusal> {
+    let Some(init) = scan.processes.first() else {
+        return Vec::new();
+    };
+    let mut place = None;
+    let mut refusals = Vec::new();
+    for process in &scan.processes {
+        let watches = watched(process, host);
+        if watches.is_empty() {
+            continue;
+        }
+        let place = place.get_or_insert_with(|| Place::of(host, init.pid, searched));
+        let lost: BTreeSet<String> = watches
+            .iter()
+            .filter(|w| place.is_lost(w))
+            .map(|w| place.file_system(w))
+            .collect();
+        if lost.is_empty() {
+            continue;
+        }
+        let lost: Vec<String> = lost.into_iter().collect();
+        refusals.push(Refusal {
+            process: Some((process.pid, process.comm.clone())),
+            what: format!("watches files that CRIU cannot find again (inotify or fanotify, on {})", lost.join(", ")),
+            remedy: "name the folder that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)".into(),
+        });
+    }
+    refusals
+}
+
+fn watched(process: &Process, host: &Host) -> HashSet<Watch> {
+    let watcher = |target: &str| matches!(target, "anon_inode:inotify" | "anon_inode:[fanotify]");
+    let mut all = HashSet::new();
+    for fd in process.fds.iter().filter(|fd| watcher(&fd.target)) {
+        let info = host.text(format!("/proc/{}/fdinfo/{}", process.pid, fd.number));
+        all.extend(
+            info.unwrap_or_default()
+                .lines()
+                .filter_map(parse)
+                .take(MAX_WATCHES),
+        );
+    }
+    all
+}
+
+/// `inotify wd:1 ino:9 sdev:800001 mask:fce ignored_mask:0 fhandle-bytes:8 fhandle-type:1 f_handle:0900000000000000`, or
+/// `fanotify ino:9 sdev:800001 ...`. fanotify's marks of mounts and file systems have no inode.
+fn parse(line: &str) -> Option<Watch> {
+    let words = line
+        .strip_prefix("inotify ")
+        .or_else(|| line.strip_prefix("fanotify "))?;
+    let value = |name: &str| {
+        words
+            .split_whitespace()
+            .find_map(|w| w.strip_prefix(name)?.strip_prefix(':'))
+    };
+    let hex = |name: &str| u64::from_str_radix(value(name)?, 16).ok();
+    let device = hex("sdev")?;
+    let handle = || {
+        let bytes = value("f_handle")?.as_bytes().chunks_exact(2);
+        let bytes = bytes.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok());
+        let bytes: Option<Vec<u8>> = bytes.take(MAX_HANDLE).collect();
+        Some((i32::try_from(hex("fhandle-type")?).ok()?, bytes?))
+    };
+    Some(Watch {
+        device: (device >> 20, device & 0xf_ffff),
+        inode: hex("ino")?,
+        handle: handle(),
+    })
+}
+
+/// Where watches are looked for.
+struct Place<'a> {
+    host: &'a Host,
+    init: i32,
+    mounts: Vec<Mount>,
+    searched: &'a [String],
+    /// The inodes in the folders that CRIU searches; filled in when one is needed.
+    found: std::cell::OnceCell<Searched>,
+}
+
+#[derive(Debug, Default)]
+struct Searched {
+    inodes: HashSet<((u64, u64), u64)>,
+    /// There are more than were looked at.
+    cut: bool,
+}
+
+impl<'a> Place<'a> {
+    fn of(host: &'a Host, init: i32, searched: &'a [String]) -> Self {
+        Self {
+            host,
+            init,
+            mounts: mountinfo::of(host, &init.to_string()),
+            searched,
+            found: std::cell::OnceCell::new(),
+        }
+    }
+
+    fn mounts(&self, watch: &Watch) -> impl Iterator<Item = &Mount> {
+        let device = format!("{}:{}", watch.device.0, watch.device.1);
+        self.mounts.iter().filter(move |m| m.device == device)
+    }
+
+    fn file_system(&self, watch: &Watch) -> String {
+        self.mounts(watch).next().map_or_else(
+            || "a file system that is not mounted there".into(),
+            |m| format!("{} at {}", m.fs_type, m.point.display()),
+        )
+    }
+
+    fn is_lost(&self, watch: &Watch) -> bool {
+        if self.mounts(watch).any(|mount| self.opens(mount, watch)) {
+            return false;
+        }
+        let found = self.found.get_or_init(|| self.search());
+        !found.cut && !found.inodes.contains(&(watch.device, watch.inode))
+    }
+
+    /// Does the handle lead to the file, on this mount? A deleted file of a tmpfs does not count: CRIU needs its path.
+    fn opens(&self, mount: &Mount, watch: &Watch) -> bool {
+        let Some((kind, bytes)) = &watch.handle else {
+            return false;
+        };
+        let Some(folder) = self.open(&mount.point.display().to_string(), OFlag::O_DIRECTORY) else {
+            return false;
+        };
+        // `struct file_handle`: length, type, bytes.
+        let mut handle = Vec::with_capacity(8 + bytes.len());
+        handle.extend(u32::try_from(bytes.len()).unwrap_or(0).to_ne_bytes());
+        handle.extend(kind.to_ne_bytes());
+        handle.extend(bytes);
+        // SAFETY: an open folder, a handle that names its own length; the result is a new descriptor.
+        let fd = unsafe {
+            libc::syscall(
+                libc::SYS_open_by_handle_at,
+                folder.as_raw_fd(),
+                handle.as_ptr(),
+                libc::O_PATH | libc::O_CLOEXEC,
+            )
+        };
+        let Some(fd) = i32::try_from(fd).ok().filter(|fd| *fd >= 0) else {
+            return false;
+        };
+        // SAFETY: just opened, owned by nobody else.
+        let file = unsafe { OwnedFd::from_raw_fd(fd) };
+        let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let deleted = path.is_ok_and(|p| p.to_string_lossy().ends_with(" (deleted)"));
+        !(deleted && matches!(mount.fs_type.as_str(), "tmpfs" | "devtmpfs"))
+    }
+
+    /// A folder of the container, by a path that does not leave it.
+    fn open(&self, path: &str, flags: OFlag) -> Option<OwnedFd> {
+        let root = File::open(self.host.path(format!("/proc/{}/root", self.init))).ok()?;
+        inside(&root, path.trim_start_matches('/'), flags)
+    }
+
+    fn search(&self) -> Searched {
+        let mut found = Searched::default();
+        if let Some(root) = self.open("/", OFlag::O_DIRECTORY) {
+            found.note(&root);
+        }
+        for path in HINTS
+            .iter()
+            .copied()
+            .chain(self.searched.iter().map(String::as_str))
+        {
+            let mut folders: Vec<OwnedFd> = self.open(path, OFlag::empty()).into_iter().collect();
+            folders.iter().for_each(|folder| found.note(folder));
+            while let Some(folder) = folders.pop() {
+                let entries = fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+                for entry in entries.into_iter().flatten().flatten() {
+                    let Ok(meta) = entry.metadata() else { continue };
+                    found.inodes.insert((split_rdev(meta.dev()), meta.ino()));
+                    if found.inodes.len() >= MAX_SEARCHED {
+                        found.cut = true;
+                        return found;
+                    }
+                    if meta.is_dir() {
+                        let name = entry.file_name();
+                        folders.extend(
+                            name.to_str()
+                                .and_then(|n| inside(&folder, n, OFlag::O_DIRECTORY)),
+                        );
+                    }
+                }
+            }
+        }
+        found
+    }
+}
+
+fn inside(from: &impl AsFd, path: &str, flags: OFlag) -> Option<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_CLOEXEC | flags)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    let path = if path.is_empty() { "." } else { path };
+    openat2(from.as_fd(), path, how).ok()
+}
+
+impl Searched {
+    fn note(&mut self, file: &OwnedFd) {
+        if let Ok(meta) = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())) {
+            self.inodes.insert((split_rdev(meta.dev()), meta.ino()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_host::processes::Fd;
+    use proptest::prelude::*;
+    use std::path::Path;
+
+    /// A container whose root is `root`, on a file system that opens no handle, with one watch.
+    fn machine(dir: &Path, device: u64, inode: u64) -> Scan {
+        let proc = dir.join("proc/700000001");
+        fs::create_dir_all(proc.join("fdinfo")).unwrap();
+        fs::create_dir_all(dir.join("root/etc/app")).unwrap();
+        fs::create_dir_all(dir.join("root/srv/app")).unwrap();
+        let _ = std::os::unix::fs::symlink(dir.join("root"), proc.join("root"));
+        fs::write(
+            proc.join("fdinfo/5"),
+            format!("pos:\t0\nflags:\t00\ninotify wd:1 ino:{inode:x} sdev:{device:x} mask:fff ignored_mask:0 fhandle-bytes:8 fhandle-type:1 f_handle:0900000000000000 \n"),
+        )
+        .unwrap();
+        let (major, minor) = (device >> 20, device & 0xf_ffff);
+        let line = format!("50 49 {major}:{minor} / / rw - overlay overlay rw\n");
+        fs::write(proc.join("mountinfo"), line).unwrap();
+        Scan {
+            processes: vec![Process {
+                pid: 700_000_001,
+                comm: "jupyter".into(),
+                fds: vec![Fd {
+                    number: "5".into(),
+                    target: "anon_inode:inotify".into(),
+                    ..Fd::default()
+                }],
+                ..Process::default()
+            }],
+        }
+    }
+
+    fn kernel_device(path: &Path) -> (u64, u64) {
+        let meta = fs::metadata(path).unwrap();
+        let (major, minor) = split_rdev(meta.dev());
+        (major << 20 | minor, meta.ino())
+    }
+
+    #[test]
+    fn a_watch_that_criu_would_not_find() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        machine(dir.path(), 0, 0);
+        let (device, inode) = kernel_device(&dir.path().join("root/srv/app"));
+        let scan = machine(dir.path(), device, inode);
+        let said = watches(&scan, &host, &[]);
+        assert_eq!(said.len(), 1, "{said:?}");
+        let said = said[0].to_string();
+        for want in [
+            "process 700000001 (jupyter): watches files",
+            "on overlay at /",
+            "irmap-scan-path",
+        ] {
+            assert!(said.contains(want), "{want}: {said}");
+        }
+        // What the administrator has CRIU search is searched here.
+        assert_eq!(watches(&scan, &host, &["/srv".into()]), []);
+        assert_eq!(watches(&scan, &host, &["/srv/app".into()]), []);
+    }
+
+    #[test]
+    fn watches_in_the_folders_that_criu_searches() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        machine(dir.path(), 0, 0);
+        for path in ["root/etc/app", "root/etc", "root"] {
+            let (device, inode) = kernel_device(&dir.path().join(path));
+            assert_eq!(
+                watches(&machine(dir.path(), device, inode), &host, &[]),
+                [],
+                "{path}"
+            );
+        }
+    }
+
+    #[test]
+    fn lines_of_the_kernel() {
+        let inotify = parse("inotify wd:1 ino:2b sdev:800001 mask:fce ignored_mask:0 fhandle-bytes:8 fhandle-type:fb f_handle:2b00").unwrap();
+        assert_eq!(
+            inotify,
+            Watch {
+                device: (8, 1),
+                inode: 0x2b,
+                handle: Some((0xfb, vec![0x2b, 0]))
+            }
+        );
+        let old = parse("inotify wd:1 ino:2b sdev:2e mask:fce ignored_mask:0 ").unwrap();
+        assert_eq!((old.device, old.handle), ((0, 0x2e), None));
+        assert!(parse("fanotify ino:2b sdev:2e mflags:0 mask:8 ignored_mask:0").is_some());
+        assert_eq!(
+            parse("fanotify mnt_id:12 mflags:0 mask:8 ignored_mask:0"),
+            None
+        );
+        assert_eq!(parse("fanotify flags:0 event-flags:0"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_is_harmless(line in "\\PC{0,120}") {
+            let _ = parse(&line);
+            let _ = parse(&format!("inotify {line}"));
+        }
+    }
+}

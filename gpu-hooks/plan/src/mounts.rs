@@ -1,0 +1,482 @@
+//! Mounts of a container that its spec does not name: found at a checkpoint, provided at a restore.
+//!
+//! NVIDIA's hooks bind the driver's files, firmware and `/proc` folders into a container, and no spec says so.
+//! CRIU cannot dump a mount whose file system begins outside the container ("doesn't have a proper root mount",
+//! "has unreachable sharing"), so each such mount is declared external to it, by its mount point. At a restore CRIU
+//! is told for each where it is now. Mounts that live in the container alone (a tmpfs over `/proc/driver/nvidia`)
+//! are CRIU's: it carries their content.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::around::{ForeignMount, MountFacts, MountKind};
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use sha2::{Digest, Sha256};
+
+use crate::ceiling::{Asked, Ceiling};
+use crate::own_nodes;
+use crate::refusal::Refusal;
+use cryopod_host::destinations::{Destinations, clean};
+use cryopod_host::files::Host;
+use cryopod_host::mountinfo::{self, Mount, below, declarable};
+use cryopod_host::spec::Spec;
+
+/// Files up to this size are recorded with a digest, in bytes.
+const MAX_DIGEST: u64 = 64 << 10;
+/// Mounts that are recorded.
+const MAX_UNNAMED: usize = 4096;
+
+/// The mounts of the container whose first process is `init` that its spec does not name, and those among them that
+/// cannot be carried.
+pub fn unnamed(
+    host: &Host,
+    spec: &Spec,
+    mounts: &Destinations,
+    init: i32,
+) -> (MountFacts, Vec<Refusal>) {
+    let inside = visible(mountinfo::of(host, &init.to_string()));
+    let outside = mountinfo::of(host, "self");
+    let known = Known::of(spec, mounts);
+    let own_nodes = own_nodes::paths(host, spec);
+    let mut found = MountFacts::default();
+    let mut refusals = Vec::new();
+    for mount in &inside {
+        if known.has(mount) || own_nodes::bound(host, init, &own_nodes, &mount.point) {
+            continue;
+        }
+        let path = mount.point.display().to_string();
+        if carried(mount, &inside, &outside, &known) {
+            if mount.root == Path::new("/") && found.own.len() < MAX_UNNAMED {
+                found.own.push(path);
+            }
+            continue;
+        }
+        if let Err(why) = declarable(&path) {
+            refusals.push(refusal(&path, why, "mount it at another path"));
+            continue;
+        }
+        match on_host(host, init, mount, &outside) {
+            Some(host_path) if found.foreign.len() < MAX_UNNAMED => {
+                found
+                    .foreign
+                    .extend(describe(host, mount, path, host_path));
+            }
+            _ => refusals.push(refusal(
+                &path,
+                &format!(
+                    "comes from a file system ({}) that this host does not show",
+                    mount.fs_type
+                ),
+                "unmount it in the container, or mount it on the host too, where its content can be found at a restore",
+            )),
+        }
+    }
+    (found, refusals)
+}
+
+fn refusal(path: &str, what: &str, remedy: &str) -> Refusal {
+    Refusal {
+        process: None,
+        what: format!("the mount {path}, which the container's spec does not name, {what}"),
+        remedy: remedy.into(),
+    }
+}
+
+/// What the spec says about mounts, and what the runtimes add.
+struct Known<'a> {
+    /// The spec's mounts.
+    mounts: &'a Destinations,
+    /// Masked and read-only paths: mounts of the runtime's own.
+    made: Vec<PathBuf>,
+}
+
+impl<'a> Known<'a> {
+    fn of(spec: &Spec, mounts: &'a Destinations) -> Self {
+        let list = |pointer: &str| {
+            let list = spec.json().pointer(pointer).and_then(|v| v.as_array());
+            list.into_iter()
+                .flatten()
+                .filter_map(|v| Some(clean(Path::new(v.as_str()?))))
+                .collect::<Vec<_>>()
+        };
+        let mut made = list("/linux/maskedPaths");
+        made.extend(list("/linux/readonlyPaths"));
+        // The runtimes' own: the terminal.
+        made.push("/dev/console".into());
+        Self { mounts, made }
+    }
+
+    fn has(&self, mount: &Mount) -> bool {
+        mount.point == Path::new("/")
+            || mount.fs_type.starts_with("cgroup")
+            || self.made.contains(&mount.point)
+            || self.mounts.0.iter().any(|d| d.path == mount.point)
+    }
+
+    fn makes(&self, mount: &Mount) -> bool {
+        let mut all = self.mounts.0.iter();
+        all.any(|d| !d.bind && d.path == mount.point)
+    }
+}
+
+/// Only the last mount at a mount point can be seen.
+fn visible(all: Vec<Mount>) -> Vec<Mount> {
+    let mut seen: Vec<Mount> = Vec::with_capacity(all.len());
+    for mount in all {
+        if let Some(hidden) = seen.iter_mut().find(|m| m.point == mount.point) {
+            *hidden = mount;
+        } else {
+            seen.push(mount);
+        }
+    }
+    seen
+}
+
+/// Can CRIU make this mount again from what it carries: a file system of the container's own, or part of one?
+fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known<'_>) -> bool {
+    inside
+        .iter()
+        .filter(|m| m.device == mount.device && below(&mount.root, &m.root).is_some())
+        .any(|m| {
+            m.point == Path::new("/")
+                || known.makes(m)
+                || m.root == Path::new("/") && !outside.iter().any(|o| o.device == m.device)
+        })
+}
+
+/// Where a mount's content lies on the host.
+fn on_host(host: &Host, init: i32, mount: &Mount, outside: &[Mount]) -> Option<PathBuf> {
+    let there = host.path(format!("/proc/{init}/root{}", mount.point.display()));
+    let identity = |path: &Path| {
+        let meta = fs::metadata(path).ok()?;
+        Some((meta.dev(), meta.ino()))
+    };
+    let wanted = identity(&there);
+    outside
+        .iter()
+        .filter(|m| m.device == mount.device)
+        .filter_map(|m| {
+            let rest = below(&mount.root, &m.root)?;
+            Some(m.point.components().chain(rest.components()).collect())
+        })
+        .find(|path: &PathBuf| wanted.is_some() && identity(&host.path(path)) == wanted)
+}
+
+/// What lies at a path; `None` if nothing does, or what no mount can be of.
+fn kind(path: &Path) -> Option<(MountKind, fs::Metadata)> {
+    let meta = fs::metadata(path).ok()?;
+    let of = meta.file_type();
+    let kind = if of.is_dir() {
+        MountKind::Folder
+    } else if of.is_file() {
+        MountKind::File
+    } else if of.is_char_device() || of.is_block_device() {
+        MountKind::Device
+    } else {
+        MountKind::Socket
+    };
+    Some((kind, meta))
+}
+
+fn describe(host: &Host, mount: &Mount, path: String, host_path: PathBuf) -> Option<ForeignMount> {
+    let file = host.path(&host_path);
+    let (kind, meta) = kind(&file)?;
+    let size = (kind == MountKind::File).then_some(meta.len());
+    Some(ForeignMount {
+        path,
+        kind,
+        host_path: host_path.display().to_string(),
+        fs_type: mount.fs_type.clone(),
+        options: mount.options.clone(),
+        size,
+        sha256: size
+            .filter(|s| *s <= MAX_DIGEST)
+            .and_then(|_| digest(&file)),
+        in_use: false,
+    })
+}
+
+/// SHA-256 of a small file; `None` if it cannot be read.
+fn digest(path: &Path) -> Option<String> {
+    use std::io::Read;
+    let mut content = Vec::new();
+    let file = fs::File::open(path).ok()?;
+    file.take(MAX_DIGEST).read_to_end(&mut content).ok()?;
+    let hash = Sha256::digest(&content);
+    Some(hash.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+/// What a restore knows when it provides the mounts of a checkpoint.
+pub struct Provider<'a> {
+    /// This host, the spec of the bundle that is restored, and the configuration's `mounts.allow`.
+    pub ceiling: Ceiling<'a>,
+    /// The mounts of the bundle that is restored.
+    pub mounts: &'a Destinations,
+    /// Driver version at the checkpoint.
+    pub recorded_driver: Option<&'a str>,
+    /// This host's driver version.
+    pub driver: Option<&'a str>,
+    /// Replacements of a path's parts: PCI addresses of GPUs that take others' places.
+    pub renamed: &'a [(String, String)],
+    /// Device nodes that lead elsewhere now: path in the container, path on this host.
+    pub nodes: &'a [(String, String)],
+}
+
+/// A mount as CRIU is told of it at a restore.
+#[derive(Debug)]
+pub struct Provided {
+    /// Mount point in the container.
+    pub path: String,
+    /// Where its content lies on this host.
+    pub source: PathBuf,
+    /// What it is.
+    pub kind: MountKind,
+    /// The content itself, as it was compared: an O_PATH descriptor.
+    pub opened: OwnedFd,
+    /// It is a driver's file or folder, which neither the spec nor the configuration names: never writable.
+    pub read_only: bool,
+    /// It lies in a volume of the spec, where the container can exchange it.
+    pub in_volume: bool,
+}
+
+impl Provider<'_> {
+    /// Finds the place of every mount on this host.
+    ///
+    /// # Errors
+    /// Every mount that has none, by name.
+    pub fn provide(&self, recorded: &[ForeignMount]) -> Result<Vec<Provided>, Vec<Refusal>> {
+        let mut provided = Vec::new();
+        let mut refusals = Vec::new();
+        for mount in recorded.iter().take(MAX_UNNAMED) {
+            match self.one(mount) {
+                Ok(found) => provided.push(found),
+                Err((what, remedy)) => refusals.push(Refusal {
+                    process: None,
+                    what: format!("the mount {} cannot be provided: {what}", mount.path),
+                    remedy,
+                }),
+            }
+        }
+        if refusals.is_empty() {
+            Ok(provided)
+        } else {
+            Err(refusals)
+        }
+    }
+
+    fn one(&self, mount: &ForeignMount) -> Result<Provided, (String, String)> {
+        let fail = |what: String, remedy: &str| Err((what, remedy.to_owned()));
+        for path in [&mount.path, &mount.host_path] {
+            if let Err(why) = declarable(path) {
+                return fail(format!("it {why}"), "the checkpoint cannot be used");
+            }
+            if !path.starts_with('/') || clean(Path::new(path)) != Path::new(path) {
+                return fail(
+                    format!("{path:?} is no clean path"),
+                    "the checkpoint cannot be used",
+                );
+            }
+        }
+        let host = self.ceiling.host;
+        let places = self.candidates(mount);
+        let Some(source) = places.iter().find(|p| host.path(p).exists()) else {
+            let tried: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+            return fail(
+                format!("this host has no {}", tried.join(", nor ")),
+                "install the same driver files on this host, or restore on a host that has them",
+            );
+        };
+        let of_spec = self
+            .of_spec(mount)
+            .filter(|(root, rest)| root.join(rest) == *source);
+        let opened = match &of_spec {
+            // The container writes there: no link of its own leads out of what the engine gave.
+            Some((root, rest)) => open_beneath(&host.path(root), rest),
+            // The file itself counts, not a link to it from an allowed place.
+            None => fs::canonicalize(host.path(source)).and_then(|real| {
+                open_beneath(Path::new("/"), real.strip_prefix("/").unwrap_or(&real))
+            }),
+        };
+        let opened = match opened {
+            Ok(opened) => opened,
+            Err(e) => {
+                return fail(
+                    format!(
+                        "{} cannot be opened without following links: {e}",
+                        source.display()
+                    ),
+                    "put the file itself there, not a link to it",
+                );
+            }
+        };
+        let file = PathBuf::from(format!("/proc/self/fd/{}", opened.as_raw_fd()));
+        let Some((kind, meta)) = kind(&file) else {
+            return fail(
+                format!("{} cannot be looked at", source.display()),
+                "see why on this host",
+            );
+        };
+        let mut place = source.clone();
+        let mut read_only = matches!(kind, MountKind::File | MountKind::Folder);
+        if of_spec.is_some() {
+            read_only = false;
+        } else {
+            let real = fs::read_link(&file).ok();
+            let real = real.and_then(|p| {
+                let root = fs::canonicalize(host.root()).ok()?;
+                Some(Path::new("/").join(p.strip_prefix(root).ok()?))
+            });
+            let real = real.unwrap_or_else(|| source.clone());
+            let asked = Asked::Mount {
+                source: &real,
+                kind,
+            };
+            if let Err(refused) = self.ceiling.admit(asked) {
+                return Err((refused.what, refused.remedy));
+            }
+            let allowed = self.ceiling.lifts.mounts;
+            read_only &= !allowed.iter().any(|p| real.starts_with(p));
+            place = real;
+        }
+        if kind != mount.kind {
+            return fail(
+                format!(
+                    "it was a {} and {} is a {}",
+                    mount.kind.word(),
+                    source.display(),
+                    kind.word()
+                ),
+                "install the same driver files on this host",
+            );
+        }
+        let other_size = mount.size.is_some_and(|s| s != meta.len());
+        let other_content = || match (&mount.sha256, digest(&file)) {
+            (Some(was), Some(is)) => *was != is,
+            _ => false,
+        };
+        if mount.in_use && kind == MountKind::File && (other_size || other_content()) {
+            return fail(
+                format!(
+                    "a process had it open or mapped, and {} is another version",
+                    source.display()
+                ),
+                "restore on a host with the same driver version",
+            );
+        }
+        Ok(Provided {
+            path: mount.path.clone(),
+            source: place,
+            kind,
+            opened,
+            read_only,
+            in_volume: of_spec.is_some(),
+        })
+    }
+
+    /// Where a mount's content may be, best first.
+    fn candidates(&self, mount: &ForeignMount) -> Vec<PathBuf> {
+        let mut moved = mount.host_path.clone();
+        // One at most: GPUs may have changed places with each other.
+        let named = |(old, _): &&(String, String)| !old.is_empty() && moved.contains(old.as_str());
+        if let Some((old, new)) = self.renamed.iter().find(named) {
+            moved = moved.replace(old.as_str(), new);
+        }
+        let mut places: Vec<PathBuf> = Vec::new();
+        let node = self.nodes.iter().find(|(path, _)| *path == mount.path);
+        places.extend(node.map(|(_, host_path)| host_path.into()));
+        let versions = (self.recorded_driver, self.driver);
+        if let (Some(old), Some(new)) = versions
+            && old != new
+            && moved.contains(old)
+        {
+            places.push(moved.replace(old, new).into());
+        }
+        places.extend(self.of_spec(mount).map(|(root, rest)| root.join(rest)));
+        places.push(moved.clone().into());
+        places.extend(self.other_version(&moved));
+        places.dedup();
+        places
+    }
+
+    /// A mount below a bind mount of the spec: at the same place below that one's source now. The source, and the place.
+    fn of_spec(&self, mount: &ForeignMount) -> Option<(PathBuf, PathBuf)> {
+        let path = Path::new(&mount.path);
+        let mounts = self.mounts.0.iter();
+        let (rest, source) = mounts
+            .filter_map(|m| Some((below(path, &m.path)?.to_owned(), m.source.clone()?)))
+            .min_by_key(|(rest, _)| rest.components().count())?;
+        let folder = source.is_absolute() && self.ceiling.host.path(&source).is_dir();
+        (folder && !rest.as_os_str().is_empty()).then_some((source, rest))
+    }
+
+    /// The one path that differs from a missing one in its version only: `lib/560.35.03/libcuda.so.560.35.03` now
+    /// lies in `lib/570.10/libcuda.so.570.10`.
+    fn other_version(&self, path: &str) -> Option<PathBuf> {
+        let old = self
+            .recorded_driver
+            .filter(|v| path.contains(*v))
+            .or_else(|| path.split('/').find_map(version_in))?;
+        let at = path.find(old)?;
+        let start = path[..at].rfind('/')? + 1;
+        let end = path[at..].find('/').map_or(path.len(), |i| at + i);
+        let (front, back) = path[start..end].split_once(old)?;
+        let mut found: Vec<PathBuf> = self
+            .ceiling
+            .host
+            .names(&path[..start])
+            .iter()
+            .filter_map(|name| {
+                let new = name.strip_prefix(front)?.strip_suffix(back)?;
+                (version_in(new) == Some(new)).then(|| path.replace(old, new).into())
+            })
+            .filter(|p: &PathBuf| self.ceiling.host.path(p).exists())
+            .collect();
+        found.pop().filter(|_| found.is_empty())
+    }
+}
+
+/// Opens what lies at `rest` below a folder, through no link. The folder itself is the caller's word.
+fn open_beneath(folder: &Path, rest: &Path) -> io::Result<OwnedFd> {
+    let folder = fs::File::open(folder)?;
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+        .resolve(
+            ResolveFlag::RESOLVE_BENEATH
+                | ResolveFlag::RESOLVE_NO_SYMLINKS
+                | ResolveFlag::RESOLVE_NO_MAGICLINKS,
+        );
+    Ok(openat2(folder.as_fd(), rest, how)?)
+}
+
+/// A driver's version within a word: numbers with dots, the first of three digits: `560.35.03`.
+fn version_in(word: &str) -> Option<&str> {
+    let bytes = word.as_bytes();
+    let mut from = 0;
+    while from < bytes.len() {
+        let length = bytes[from..]
+            .iter()
+            .take_while(|b| b.is_ascii_digit() || **b == b'.')
+            .count();
+        let run = &word[from..from + length];
+        let run = run.trim_matches('.');
+        let mut parts = run.split('.');
+        if parts.next().is_some_and(|p| p.len() == 3)
+            && parts.clone().count() >= 1
+            && parts.all(|p| !p.is_empty())
+        {
+            return Some(run);
+        }
+        from += length.max(1);
+        while !word.is_char_boundary(from) {
+            from += 1;
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+#[path = "mounts_tests.rs"]
+mod tests;

@@ -1,0 +1,354 @@
+//! The plan of a checkpoint: everything that it will do about GPUs, as data, before it is done.
+//!
+//! What cannot work is refused here, while the container still runs untouched, with every reason at once.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use crate::refusal::Refusal;
+use cryopod_archive::seal::{Gpu, GpuFacts, GpuProcess};
+use cryopod_host::nodes::{DeviceNode, Vendor};
+
+use crate::amd;
+use crate::live;
+use cryopod_cuda::nvidia;
+use cryopod_cuda::{preflight, sharing};
+use cryopod_host::files::Host;
+use cryopod_host::nodes;
+use cryopod_host::processes::Scan;
+use cryopod_host::spec::Spec;
+
+/// Where the CRIU plugins of this host are; `None`: not installed.
+#[derive(Debug, Clone, Default)]
+pub struct Plugins {
+    /// Ours, for NVIDIA.
+    pub nvidia: Option<PathBuf>,
+    /// CRIU's `amdgpu_plugin.so`.
+    pub amd: Option<PathBuf>,
+    /// What is known to be wrong with one: it is absent, or CRIU would not load it.
+    pub faults: BTreeMap<Vendor, Refusal>,
+}
+
+impl Plugins {
+    /// The plugin of a vendor.
+    ///
+    /// # Errors
+    /// Why there is none that can be used.
+    pub fn usable(&self, vendor: Vendor) -> Result<&PathBuf, Refusal> {
+        if let Some(fault) = self.faults.get(&vendor) {
+            return Err(fault.clone());
+        }
+        let path = match vendor {
+            Vendor::Nvidia => self.nvidia.as_ref(),
+            Vendor::Amd => self.amd.as_ref(),
+        };
+        path.ok_or_else(|| no_plugin(vendor))
+    }
+}
+
+/// Why there is no plan.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// The container's first process is gone.
+    #[error("the container's process {0} has exited; there is nothing left to checkpoint")]
+    Gone(i32),
+    /// The checkpoint cannot work; nothing was touched.
+    #[error("the checkpoint was refused and the container goes on running: {}", list(.0))]
+    Refused(Vec<Refusal>),
+    /// The restore cannot work; nothing was started.
+    #[error("the restore was refused and the checkpoint is untouched: {}", list(.0))]
+    RestoreRefused(Vec<Refusal>),
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(" | ")
+}
+
+/// What a checkpoint will do about GPUs.
+#[derive(Debug, Clone)]
+pub struct CheckpointPlan {
+    /// What goes into the seal.
+    pub gpu: GpuFacts,
+    /// The CRIU plugins that it needs, and no others.
+    pub plugins: Vec<PathBuf>,
+    /// All processes of the container, host pids, the first process first.
+    pub pids: Vec<i32>,
+    /// Memory of the processes' own, in bytes: about what CRIU writes.
+    pub memory_bytes: u64,
+}
+
+impl CheckpointPlan {
+    /// Host pids of the processes that use this vendor's driver.
+    pub fn users_of(&self, vendor: Vendor) -> Vec<i32> {
+        self.gpu
+            .processes
+            .iter()
+            .filter(|p| p.vendors.contains(&vendor))
+            .map(|p| p.pid)
+            .collect()
+    }
+}
+
+/// All GPU nodes of a container: those of its spec, then those found in it only. Empty: no GPU container.
+pub fn container_nodes(host: &Host, spec: &Spec, init: i32) -> Vec<DeviceNode> {
+    let mut nodes = spec.gpu_nodes(host);
+    for mut node in live::nodes(host, init) {
+        if !nodes.iter().any(|n| n.path == node.path) {
+            node.allowed = spec.allows(node.major, node.minor);
+            nodes.push(node);
+        }
+    }
+    nodes
+}
+
+/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`, and finds what it does that
+/// cannot be checkpointed. `scan`: its processes; empty if `init` is gone.
+/// `sharing`: what becomes of processes that share GPU memory.
+///
+/// # Errors
+/// [`PlanError::Gone`].
+pub fn checkpoint(
+    host: &Host,
+    nodes: Vec<DeviceNode>,
+    init: i32,
+    scan: &Scan,
+    plugins: &Plugins,
+    sharing: sharing::Policy,
+) -> Result<(CheckpointPlan, Vec<Refusal>), PlanError> {
+    let pids = scan.pids();
+    if pids.is_empty() {
+        return Err(PlanError::Gone(init));
+    }
+    let processes = live::users(scan, &nodes);
+    let mut refusals = Vec::new();
+    let mut needed = Vec::new();
+    for vendor in [Vendor::Nvidia, Vendor::Amd] {
+        let users: Vec<&GpuProcess> = processes
+            .iter()
+            .filter(|p| p.vendors.contains(&vendor))
+            .collect();
+        if users.is_empty() {
+            continue;
+        }
+        match plugins.usable(vendor) {
+            Ok(path) => needed.push(path.clone()),
+            Err(fault) => {
+                let who = match users.len() {
+                    1 => "it uses".to_owned(),
+                    n => format!("it and {} more use", n - 1),
+                };
+                refusals.extend(users.first().map(|p| Refusal {
+                    process: Some((p.pid, p.comm.clone())),
+                    what: format!("{who} the {vendor} driver, and {}", fault.what),
+                    remedy: fault.remedy,
+                }));
+            }
+        }
+    }
+    let cuda = cuda_users(&processes);
+    let found = preflight::preflight(host, &cuda);
+    refusals.extend(found.into_iter().map(Refusal::from));
+    refusals.extend(shared_memory(host, scan, &cuda, sharing));
+    let mut gpu = describe(host, nodes);
+    gpu.processes = processes;
+    gpu.plugins = needed
+        .iter()
+        .filter_map(|p| Some(p.file_name()?.to_string_lossy().into_owned()))
+        .collect();
+    let plan = CheckpointPlan {
+        gpu,
+        plugins: needed,
+        pids,
+        memory_bytes: scan.memory_bytes(),
+    };
+    Ok((plan, refusals))
+}
+
+/// Host pids of the processes that use NVIDIA's driver.
+pub fn cuda_users(processes: &[GpuProcess]) -> Vec<i32> {
+    let users = processes
+        .iter()
+        .filter(|p| p.vendors.contains(&Vendor::Nvidia));
+    users.map(|p| p.pid).collect()
+}
+
+/// Why the CUDA processes `cuda` cannot be checkpointed: GPU memory that they share.
+pub fn shared_memory(
+    host: &Host,
+    scan: &Scan,
+    cuda: &[i32],
+    policy: sharing::Policy,
+) -> Vec<Refusal> {
+    let found = policy.settle(sharing::preflight(host, scan, cuda));
+    found.into_iter().map(Refusal::from).collect()
+}
+
+fn no_plugin(vendor: Vendor) -> Refusal {
+    let remedy = match vendor {
+        Vendor::Nvidia => {
+            "install cryopod_nvidia.so (it comes with cryopod), or name it as `nvidia.plugin` in /etc/cryopod/config.toml"
+        }
+        Vendor::Amd => {
+            "install CRIU's amdgpu_plugin.so (Fedora: criu-amdgpu-plugin; elsewhere: build CRIU with it), or name it as `amd.plugin` in /etc/cryopod/config.toml"
+        }
+    };
+    Refusal {
+        process: None,
+        what: "no CRIU plugin for it was found".into(),
+        remedy: remedy.into(),
+    }
+}
+
+/// The GPUs behind the nodes, and the drivers, as the host describes them.
+fn describe(host: &Host, mut nodes: Vec<DeviceNode>) -> GpuFacts {
+    let mut vendors: Vec<Vendor> = nodes.iter().map(|n| n.vendor).collect();
+    vendors.sort();
+    vendors.dedup();
+    let mut drivers = BTreeMap::new();
+    let mut gpus: Vec<Gpu> = Vec::new();
+    for vendor in &vendors {
+        let (key, version, found) = match vendor {
+            Vendor::Nvidia => ("nvidia", nvidia::driver_version(host), nvidia::gpus(host)),
+            Vendor::Amd => ("amd", amd::driver_version(host), amd::gpus(host)),
+        };
+        if let Some(version) = version {
+            drivers.insert(key.to_owned(), version);
+        }
+        for gpu in found {
+            let mut used = false;
+            for node in nodes.iter_mut().filter(|n| leads_to(n, &gpu)) {
+                node.gpu = Some(gpu.id.clone());
+                used = true;
+            }
+            if used {
+                gpus.push(gpu);
+            }
+        }
+    }
+    GpuFacts {
+        vendors,
+        nodes,
+        gpus,
+        drivers,
+        ..GpuFacts::default()
+    }
+}
+
+fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
+    use cryopod_host::nodes::NodeRole;
+    node.vendor == gpu.vendor
+        && match node.role {
+            NodeRole::Gpu => gpu.minor.is_some() && gpu.minor == nodes::nvidia_minor(node),
+            NodeRole::Render => gpu.render_minor == Some(node.minor),
+            _ => false,
+        }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_host::nodes::{NodeRole, NodeSource};
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    fn node(path: &str, vendor: Vendor, role: NodeRole, minor: u64) -> DeviceNode {
+        DeviceNode {
+            path: path.into(),
+            vendor,
+            role,
+            source: NodeSource::Device,
+            major: 195,
+            minor,
+            host_path: None,
+            file_mode: None,
+            uid: None,
+            gid: None,
+            allowed: true,
+            gpu: None,
+        }
+    }
+
+    /// Process 100 with `target` open as fd 3, and one NVIDIA GPU of minor 0.
+    fn host(target: &str) -> (tempfile::TempDir, Host) {
+        let dir = tempfile::tempdir().unwrap();
+        let p = dir.path().join("proc/100");
+        fs::create_dir_all(p.join("fd")).unwrap();
+        fs::write(p.join("stat"), "100 (python3) S 1 0").unwrap();
+        fs::write(p.join("comm"), "python3\n").unwrap();
+        symlink(target, p.join("fd/3")).unwrap();
+        let g = dir.path().join("proc/driver/nvidia/gpus/0000:65:00.0");
+        fs::create_dir_all(&g).unwrap();
+        fs::write(
+            g.join("information"),
+            "Model: X\nGPU UUID: GPU-1\nDevice Minor: 0\n",
+        )
+        .unwrap();
+        let host = Host::at(dir.path());
+        (dir, host)
+    }
+
+    fn checkpoint(
+        host: &Host,
+        nodes: Vec<DeviceNode>,
+        init: i32,
+        plugins: &Plugins,
+    ) -> Result<CheckpointPlan, PlanError> {
+        let scan = Scan::of(host, &live::tree(host, init));
+        match super::checkpoint(host, nodes, init, &scan, plugins, sharing::Policy::Refuse)? {
+            (plan, refusals) if refusals.is_empty() => Ok(plan),
+            (_, refusals) => Err(PlanError::Refused(refusals)),
+        }
+    }
+
+    #[test]
+    fn an_idle_container_needs_no_plugin() {
+        let (_dir, host) = host("/dev/null");
+        let nodes = vec![node("/dev/nvidia0", Vendor::Nvidia, NodeRole::Gpu, 0)];
+        let plan = checkpoint(&host, nodes, 100, &Plugins::default()).unwrap();
+        assert!(plan.plugins.is_empty() && plan.gpu.processes.is_empty());
+        assert_eq!(plan.gpu.gpus.len(), 1);
+        assert_eq!(plan.gpu.nodes[0].gpu.as_deref(), Some("GPU-1"));
+    }
+
+    #[test]
+    fn a_user_of_the_driver_needs_its_plugin() {
+        for (file, vendor, missing) in [
+            ("/dev/nvidiactl", Vendor::Nvidia, "cryopod_nvidia.so"),
+            ("/dev/kfd", Vendor::Amd, "amdgpu_plugin.so"),
+        ] {
+            let (_dir, host) = host(file);
+            let nodes = || vec![node(file, vendor, NodeRole::Control, 255)];
+            let refused = checkpoint(&host, nodes(), 100, &Plugins::default()).unwrap_err();
+            let text = refused.to_string();
+            for word in [
+                "goes on running",
+                "process 100 (python3)",
+                missing,
+                "config.toml",
+            ] {
+                assert!(text.contains(word), "{word}: {text}");
+            }
+            let plugins = Plugins {
+                nvidia: Some("/p/cryopod_nvidia.so".into()),
+                amd: Some("/p/amdgpu_plugin.so".into()),
+                ..Plugins::default()
+            };
+            let plan = checkpoint(&host, nodes(), 100, &plugins).unwrap();
+            assert_eq!(plan.gpu.plugins, [missing]);
+            assert_eq!(plan.users_of(vendor), [100]);
+        }
+    }
+
+    #[test]
+    fn a_container_that_exited_has_no_plan() {
+        let (_dir, host) = host("/dev/null");
+        assert_eq!(
+            checkpoint(&host, vec![], 7, &Plugins::default()).unwrap_err(),
+            PlanError::Gone(7)
+        );
+    }
+}

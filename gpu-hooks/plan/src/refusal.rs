@@ -1,0 +1,35 @@
+//! Reasons for which a checkpoint or restore is refused, each with the remedy.
+
+use std::fmt;
+
+use cryopod_cuda::preflight;
+
+/// One reason why a checkpoint cannot be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The process it is about, if it is about one: pid on the host and name.
+    pub process: Option<(i32, String)>,
+    /// What stands in the way.
+    pub what: String,
+    /// What the user can do.
+    pub remedy: String,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((pid, comm)) = &self.process {
+            write!(f, "process {pid} ({comm}): ")?;
+        }
+        write!(f, "{}; {}", self.what, self.remedy)
+    }
+}
+
+impl From<preflight::Refusal> for Refusal {
+    fn from(found: preflight::Refusal) -> Self {
+        Self {
+            process: (found.pid > 0).then_some((found.pid, found.comm)),
+            what: found.what,
+            remedy: found.remedy,
+        }
+    }
+}

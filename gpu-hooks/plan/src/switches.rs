@@ -1,0 +1,171 @@
+//! The switches of the checks: a check that is switched off is still made and told, and does not refuse.
+//!
+//! One scheme for both vendors. Each check has a name: NVIDIA's begin with `nvidia-`, AMD's are the environment variables
+//! of CRIU's amdgpu plugin, `KFD_FW_VER_CHECK` and its like; [`RESTORE_HERE`] is neither's. In order of rank: the container's annotation
+//! `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]` (`NAME = false` or `true`), and for
+//! AMD's the environment variable of that name.
+
+use std::collections::BTreeMap;
+
+use cryopod_host::spec::Spec;
+
+/// What the annotations begin with.
+pub const ANNOTATION: &str = "dev.cryopod.check.";
+/// NVIDIA's checks.
+pub const NVIDIA: [&str; 9] = [
+    "nvidia-model",
+    "nvidia-compute-capability",
+    "nvidia-memory",
+    "nvidia-driver",
+    "nvidia-driver-minimum",
+    "nvidia-gpu-count",
+    "nvidia-mig",
+    "nvidia-free-memory",
+    "nvidia-host-memory",
+];
+/// AMD's checks that can be switched off, under the names of the plugin's environment variables.
+pub const AMD: [&str; 7] = [
+    "KFD_FW_VER_CHECK",
+    "KFD_SDMA_FW_VER_CHECK",
+    "KFD_CACHES_COUNT_CHECK",
+    "KFD_NUM_GWS_CHECK",
+    "KFD_VRAM_SIZE_CHECK",
+    "KFD_NUMA_CHECK",
+    "KFD_CAPABILITY_CHECK",
+];
+
+/// What a checkpoint's plan says of its own restore on this host. Off: it is said and does not refuse, for containers
+/// that are to go on elsewhere.
+pub const RESTORE_HERE: &str = "restore-here";
+
+/// Which checks are on. Those that nobody has named are.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Switches {
+    named: BTreeMap<String, bool>,
+}
+
+/// Is there a check of this name?
+pub fn known(name: &str) -> bool {
+    NVIDIA.contains(&name) || AMD.contains(&name) || name == RESTORE_HERE
+}
+
+/// The names of all checks, for messages.
+pub fn names() -> String {
+    let all: Vec<&str> = NVIDIA
+        .into_iter()
+        .chain(AMD)
+        .chain([RESTORE_HERE])
+        .collect();
+    all.join(", ")
+}
+
+/// `true` for on and `false` for off, in the words that annotations and the plugin's environment take.
+pub fn state(text: &str) -> Option<bool> {
+    match text.trim().to_ascii_lowercase().as_str() {
+        "on" | "1" | "yes" | "true" => Some(true),
+        "off" | "0" | "no" | "false" => Some(false),
+        _ => None,
+    }
+}
+
+impl Switches {
+    /// All three sources.
+    ///
+    /// # Errors
+    /// An annotation that names no check, or is neither `on` nor `off`.
+    pub fn gather(
+        spec: &Spec,
+        config: &BTreeMap<String, bool>,
+        environment: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
+        let mut named = BTreeMap::new();
+        for name in AMD {
+            // What the plugin does not understand it ignores too.
+            if let Some(on) = environment(name).as_deref().and_then(state) {
+                named.insert(name.to_owned(), on);
+            }
+        }
+        named.extend(config.iter().map(|(name, on)| (name.clone(), *on)));
+        for (name, value) in spec.annotations(ANNOTATION) {
+            if !known(name) {
+                return Err(format!(
+                    "the annotation {ANNOTATION}{name} names no check; the checks are {}",
+                    names()
+                ));
+            }
+            let on = state(value).ok_or_else(|| {
+                format!("the annotation {ANNOTATION}{name} is {value:?}; write `on` or `off`")
+            })?;
+            named.insert(name.to_owned(), on);
+        }
+        Ok(Self { named })
+    }
+
+    /// The same with some checks switched off.
+    #[must_use]
+    pub fn without(mut self, names: &[String]) -> Self {
+        self.named
+            .extend(names.iter().map(|name| (name.clone(), false)));
+        self
+    }
+
+    /// Is this check on?
+    pub fn on(&self, name: &str) -> bool {
+        self.named.get(name).copied().unwrap_or(true)
+    }
+
+    /// What somebody has said of it.
+    pub fn said(&self, name: &str) -> Option<bool> {
+        self.named.get(name).copied()
+    }
+
+    /// How a check is switched off, for messages.
+    pub fn how(name: &str) -> String {
+        format!(
+            "`{name} = false` under [checks] in the configuration, or the annotation {ANNOTATION}{name}=off"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn annotation_before_configuration_before_environment() {
+        let spec = |value: &str| {
+            Spec::from_json(
+                json!({"annotations": {"dev.cryopod.check.KFD_FW_VER_CHECK": value, "other": "x"}}),
+            )
+        };
+        let config: BTreeMap<String, bool> =
+            [("KFD_FW_VER_CHECK", false), ("nvidia-memory", false)]
+                .map(|(k, v)| (k.to_owned(), v))
+                .into();
+        let env = |name: &str| match name {
+            "KFD_FW_VER_CHECK" | "KFD_NUMA_CHECK" => Some("NO".to_owned()),
+            "KFD_VRAM_SIZE_CHECK" => Some("maybe".to_owned()),
+            _ => None,
+        };
+        let all = Switches::gather(&spec("on"), &config, &env).unwrap();
+        assert!(
+            all.on("KFD_FW_VER_CHECK") && !all.on("KFD_NUMA_CHECK") && !all.on("nvidia-memory")
+        );
+        assert!(all.on("KFD_VRAM_SIZE_CHECK") && all.said("KFD_VRAM_SIZE_CHECK").is_none());
+        let none = Spec::from_json(json!({}));
+        assert!(
+            !Switches::gather(&none, &config, &env)
+                .unwrap()
+                .on("KFD_FW_VER_CHECK")
+        );
+        let e = Switches::gather(&spec("perhaps"), &config, &env).unwrap_err();
+        assert!(e.contains("\"perhaps\"; write `on` or `off`"), "{e}");
+        let wrong = Spec::from_json(json!({"annotations": {"dev.cryopod.check.memory": "off"}}));
+        let e = Switches::gather(&wrong, &config, &env).unwrap_err();
+        assert!(
+            e.contains("check.memory names no check; the checks are nvidia-model"),
+            "{e}"
+        );
+    }
+}

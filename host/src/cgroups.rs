@@ -1,0 +1,239 @@
+//! The host's cgroup set-up, and the cgroups of a container that nobody is in.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::files::Host;
+use crate::mountinfo;
+
+/// Cgroups below one that are looked at; a container can make as many as it likes.
+const MAX_BELOW: usize = 10_000;
+
+/// A cgroup set-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Setup {
+    /// Version 1 controllers only.
+    V1,
+    /// The unified hierarchy only.
+    V2,
+    /// Version 1 controllers, and a unified hierarchy besides.
+    Hybrid,
+}
+
+impl Setup {
+    /// As the seal names it.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::V1 => "v1",
+            Self::V2 => "v2",
+            Self::Hybrid => "hybrid",
+        }
+    }
+}
+
+/// The set-up, from the hierarchies that this process is in. A mount namespace can hide hierarchies, but CRIU
+/// goes by what `/proc/PID/cgroup` says, and so does this.
+pub fn setup(host: &Host) -> Setup {
+    let text = host.text("/proc/self/cgroup").unwrap_or_default();
+    let unified = text.lines().any(|l| l.starts_with("0::"));
+    // "4:memory:/path"; named hierarchies without a controller ("1:name=systemd:/") do not count.
+    let v1 = text.lines().any(|l| {
+        let controllers = l.split(':').nth(1).unwrap_or("");
+        !controllers.is_empty() && !controllers.starts_with("name=")
+    });
+    match (v1, unified) {
+        (true, true) => Setup::Hybrid,
+        (true, false) => Setup::V1,
+        (false, _) => Setup::V2,
+    }
+}
+
+/// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there are
+/// none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
+/// cgroupv2" (`libcrun_cgroup_enter`, which reads the same file).
+pub fn beside_v1(host: &Host) -> Option<String> {
+    if setup(host) != Setup::Hybrid {
+        return None;
+    }
+    let controllers = host.line("/sys/fs/cgroup/unified/cgroup.controllers");
+    controllers.filter(|c| !c.is_empty())
+}
+
+/// A container's cgroups, one in each hierarchy, that had no process when they were looked up: whatever is in them
+/// later belongs to what was started since. Most do not exist yet; a runtime that was killed leaves its own behind, empty.
+#[derive(Debug, Clone, Default)]
+pub struct Cgroups(Vec<PathBuf>);
+
+impl Cgroups {
+    /// Looks up the cgroups with this path below each hierarchy, as [`crate::spec::Spec::cgroup`] gives it.
+    pub fn vacant(host: &Host, path: &Path) -> Self {
+        let mounts = mountinfo::of(host, "self").into_iter();
+        // CRIU mounts the same hierarchies in its work directory.
+        let cgroups = mounts.filter(|m| {
+            m.point.starts_with("/sys/fs/cgroup")
+                && (m.fs_type == "cgroup" || m.fs_type == "cgroup2")
+        });
+        let vacant = cgroups
+            .map(|m| host.path(m.point.join(path)))
+            .filter(|p| !p.exists() || below(p).iter().all(|f| no_process(f)));
+        Self(vacant.collect())
+    }
+
+    /// Kills the processes in them. Returns true if there were any.
+    pub fn kill(&self) -> bool {
+        let mut any = false;
+        for folder in self.0.iter().flat_map(|p| below(p)) {
+            let pids = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+            for pid in pids.lines().filter_map(|l| l.parse().ok()) {
+                // 0 is a process of another PID namespace; kill(0) would be our own group.
+                if pid > 1 {
+                    any |= kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok();
+                }
+            }
+        }
+        any
+    }
+
+    /// Removes those that exist. Waits at most `patience` for processes that are still exiting. Returns those that stay,
+    /// with the reason.
+    pub fn remove(&self, patience: Duration) -> Vec<(PathBuf, io::Error)> {
+        let end = Instant::now() + patience;
+        let there = self.0.iter().filter(|p| p.is_dir());
+        let all = there.flat_map(|p| below(p).into_iter().rev());
+        all.filter_map(|folder| Some((folder.clone(), remove_one(&folder, end).err()?)))
+            .collect()
+    }
+}
+
+/// One that cannot be read, as a cgroup of threads cannot, may have some.
+fn no_process(cgroup: &Path) -> bool {
+    fs::read_to_string(cgroup.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty())
+}
+
+/// A cgroup and those in it, parents first.
+fn below(path: &Path) -> Vec<PathBuf> {
+    let mut folders = vec![path.to_owned()];
+    let mut next = 0;
+    while next < folders.len().min(MAX_BELOW) {
+        let below = fs::read_dir(&folders[next]).into_iter().flatten().flatten();
+        let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+        let below: Vec<PathBuf> = below.map(|e| e.path()).collect();
+        folders.extend(below);
+        next += 1;
+    }
+    folders
+}
+
+/// Removes one; its processes may still be exiting.
+fn remove_one(folder: &Path, end: Instant) -> io::Result<()> {
+    loop {
+        match fs::remove_dir(folder) {
+            Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => return other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let make = |p: &str| fs::create_dir_all(dir.path().join(p)).unwrap();
+        make("proc/self");
+        make("sys/fs/cgroup/there");
+        fs::write(
+            dir.path().join("proc/self/mountinfo"),
+            "30 20 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n31 20 0:50 / /mnt rw - tmpfs tmpfs rw\n",
+        )
+        .unwrap();
+        let host = Host::at(dir.path());
+        make("sys/fs/cgroup/left/sub");
+        make("sys/fs/cgroup/taken/sub");
+        for (cgroup, pids) in [
+            ("left", ""),
+            ("left/sub", ""),
+            ("taken", ""),
+            ("taken/sub", "1\n"),
+        ] {
+            let file = dir.path().join("sys/fs/cgroup").join(cgroup);
+            fs::write(file.join("cgroup.procs"), pids).unwrap();
+        }
+        let vacant = |path: &str| !Cgroups::vacant(&host, Path::new(path)).0.is_empty();
+        assert!(vacant("left") && !vacant("taken"));
+        let there = Cgroups::vacant(&host, Path::new("there"));
+        let by_id = Cgroups::vacant(&host, Path::new("c1"));
+        let named = Cgroups::vacant(&host, Path::new("a/b"));
+        make("sys/fs/cgroup/c1/sub");
+        make("sys/fs/cgroup/a/b");
+        let mut victim = std::process::Command::new("sleep")
+            .arg("1000")
+            .spawn()
+            .unwrap();
+        let procs = |p: &str| {
+            dir.path()
+                .join("sys/fs/cgroup")
+                .join(p)
+                .join("cgroup.procs")
+        };
+        let text = format!("0\n{}\n", victim.id());
+        fs::write(procs("there"), &text).unwrap();
+        fs::write(procs("c1/sub"), text).unwrap();
+        assert!(!there.kill());
+        assert_eq!(victim.try_wait().unwrap(), None);
+        assert!(by_id.kill());
+        assert!(!victim.wait().unwrap().success());
+        assert!(!by_id.kill());
+        fs::remove_file(procs("c1/sub")).unwrap();
+        for cgroups in [&there, &by_id, &named] {
+            assert!(cgroups.remove(Duration::ZERO).is_empty());
+        }
+        let is = |p: &str| dir.path().join("sys/fs/cgroup").join(p).is_dir();
+        assert_eq!(
+            ["there", "c1", "a/b", "a"].map(is),
+            [true, false, false, true]
+        );
+    }
+
+    #[test]
+    fn setups() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+        let with = |text: &str| {
+            std::fs::write(dir.path().join("proc/self/cgroup"), text).unwrap();
+            setup(&Host::at(dir.path()))
+        };
+        assert_eq!(with("0::/x\n"), Setup::V2);
+        assert_eq!(with("1:name=systemd:/\n0::/x\n"), Setup::V2);
+        assert_eq!(with("4:memory:/\n1:name=systemd:/\n"), Setup::V1);
+        assert_eq!(with("4:memory:/\n0::/\n"), Setup::Hybrid);
+        assert_eq!(with(""), Setup::V2);
+    }
+
+    #[test]
+    fn a_controller_of_v2_beside_v1() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let unified = dir.path().join("sys/fs/cgroup/unified");
+        std::fs::create_dir_all(dir.path().join("proc/self")).unwrap();
+        std::fs::create_dir_all(&unified).unwrap();
+        let own = dir.path().join("proc/self/cgroup");
+        std::fs::write(&own, "4:memory:/\n0::/\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
+        std::fs::write(unified.join("cgroup.controllers"), "\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
+        std::fs::write(unified.join("cgroup.controllers"), "hugetlb\n").unwrap();
+        assert_eq!(beside_v1(&host).as_deref(), Some("hugetlb"));
+        std::fs::write(&own, "0::/\n").unwrap();
+        assert_eq!(beside_v1(&host), None);
+    }
+}

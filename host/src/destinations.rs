@@ -1,0 +1,186 @@
+//! Where the mounts of a spec end up inside the container's root.
+//!
+//! A destination may pass through a symbolic link of the root file system: `/var/run/secrets` of every Kubernetes pod,
+//! where `/var/run` leads to `/run`. The kernel names such a mount by the place that the link leads to. runc and crun
+//! resolve the link within the container's root folder on the host, at creation, at a checkpoint and at a restore; this
+//! does the same, so that the spec's mounts are known under the names that the kernel gives them. A link that is itself
+//! inside another mount is not seen there, by the runtimes neither.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2, readlinkat};
+
+use crate::files::Host;
+use crate::spec::Spec;
+
+/// Links that are followed in one path, as many as the kernel follows.
+const MAX_LINKS: usize = 40;
+
+/// A mount of the spec.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Destination {
+    /// Where the spec puts it, without `.` and `..`.
+    pub named: PathBuf,
+    /// Where it is.
+    pub path: PathBuf,
+    /// Whether it is a bind mount.
+    pub bind: bool,
+    /// What is mounted.
+    pub source: Option<PathBuf>,
+}
+
+/// The mounts of a spec, in its order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Destinations(pub Vec<Destination>);
+
+impl Destinations {
+    /// Resolves the destinations of a bundle's spec. Where the root folder cannot be opened, links stay as they are.
+    pub fn of(host: &Host, spec: &Spec, bundle: &Path) -> Self {
+        let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
+        let root = root.and_then(|r| File::open(host.path(bundle.join(r))).ok());
+        let mounts = spec.mounts();
+        let all = mounts.iter().map(|m| {
+            let options = m.options().iter().flatten();
+            let named = clean(m.destination());
+            Destination {
+                path: match &root {
+                    Some(root) => resolve(root, &named),
+                    None => named.clone(),
+                },
+                named,
+                bind: m.typ().as_deref() == Some("bind")
+                    || options.into_iter().any(|o| o == "bind" || o == "rbind"),
+                source: m.source().clone(),
+            }
+        });
+        Self(all.collect())
+    }
+
+    /// Bind mounts whose destination leads through a link.
+    pub fn linked(&self) -> impl Iterator<Item = &Destination> {
+        self.0.iter().filter(|d| d.bind && d.path != d.named)
+    }
+
+    /// `true` if a path is in one of the mounts, or is one.
+    pub fn hold(&self, path: &Path) -> bool {
+        self.0.iter().any(|d| path.starts_with(&d.path))
+    }
+}
+
+/// A path without `.` and `..`, as far as that shows in the text.
+pub fn clean(path: &Path) -> PathBuf {
+    let mut out = PathBuf::from("/");
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => out.push(name),
+            Component::ParentDir => {
+                out.pop();
+            }
+            _ => {}
+        }
+    }
+    out
+}
+
+/// The path that `path` means with `root` as its root: links are followed and do not lead out of it. What does not exist
+/// stays as it is.
+fn resolve(root: &File, path: &Path) -> PathBuf {
+    let mut out = PathBuf::from("/");
+    let mut rest: VecDeque<OsString> = parts(path);
+    let mut links = 0;
+    while let Some(name) = rest.pop_front() {
+        if name == ".." {
+            out.pop();
+            continue;
+        }
+        let target = entry(root, &out.join(&name)).and_then(|fd| readlinkat(fd, "").ok());
+        let Some(target) = target.filter(|_| links < MAX_LINKS) else {
+            out.push(name);
+            continue;
+        };
+        links += 1;
+        let target = Path::new(&target);
+        if target.is_absolute() {
+            out = "/".into();
+        }
+        for part in parts(target).into_iter().rev() {
+            rest.push_front(part);
+        }
+    }
+    out
+}
+
+fn parts(path: &Path) -> VecDeque<OsString> {
+    let parts = path.components().filter_map(|part| match part {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        _ => None,
+    });
+    parts.collect()
+}
+
+/// The entry itself, be it a link. The folders above it are resolved already; were one swapped for a link meanwhile, it
+/// would still not lead out of the root.
+fn entry(root: &File, path: &Path) -> Option<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    openat2(root.as_fd(), path.strip_prefix("/").ok()?, how).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn links_are_followed_within_the_root() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("b/rootfs");
+        std::fs::create_dir_all(root.join("var/lib")).unwrap();
+        std::fs::create_dir_all(root.join("run")).unwrap();
+        symlink("/run", root.join("var/run")).unwrap();
+        symlink("../run", root.join("var/rel")).unwrap();
+        symlink("../../../../../../etc", root.join("var/out")).unwrap();
+        symlink("loop", root.join("var/loop")).unwrap();
+        symlink("run/there", root.join("var/chain")).unwrap();
+        symlink("../var/lib", root.join("run/there")).unwrap();
+        let mounts: Vec<_> = [
+            "/var/run/secrets/x",
+            "/var/rel/secrets/",
+            "/var/out/shadow",
+            "/var/chain/deep",
+            "/var/lib/../run/y",
+            "/plain/./z",
+            "/var/loop/x",
+        ]
+        .map(|d| json!({"destination": d, "type": "bind", "source": "/s"}))
+        .into();
+        let spec = Spec::from_json(json!({"root": {"path": "rootfs"}, "mounts": mounts}));
+        let host = Host::at(dir.path());
+        let found = Destinations::of(&host, &spec, Path::new("/b"));
+        let paths: Vec<_> = found.0.iter().map(|d| d.path.to_str().unwrap()).collect();
+        assert_eq!(
+            paths,
+            [
+                "/run/secrets/x",
+                "/run/secrets",
+                "/etc/shadow",
+                "/var/lib/deep",
+                "/run/y",
+                "/plain/z",
+                "/var/loop/x"
+            ]
+        );
+        assert!(found.hold(Path::new("/run/secrets/x/y")) && !found.hold(Path::new("/var/run/y")));
+        assert_eq!(found.linked().count(), 5);
+        let nowhere = Destinations::of(&host, &spec, Path::new("/none"));
+        assert_eq!(nowhere.linked().count(), 0);
+        assert_eq!(nowhere.0[0].path, Path::new("/var/run/secrets/x"));
+    }
+}

@@ -1,0 +1,122 @@
+//! The seam to the host's files: `/proc`, `/sys`, `/dev`, `/etc`.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Largest text file that is read whole, in bytes.
+const MAX_TEXT: u64 = 16 << 20;
+
+/// A view of the host's files below a root, `/` outside tests.
+#[derive(Debug, Clone)]
+pub struct Host {
+    root: PathBuf,
+}
+
+impl Host {
+    /// This host.
+    pub fn system() -> Self {
+        Self { root: "/".into() }
+    }
+
+    /// The files below `root` in place of those of this host.
+    pub fn at(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The root itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where the absolute path `path` lies below the root.
+    pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
+        let path = path.as_ref();
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// A text file, decoded leniently, at most 16 MiB of it.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
+        let mut bytes = Vec::new();
+        File::open(self.path(path))?
+            .take(MAX_TEXT)
+            .read_to_end(&mut bytes)?;
+        Ok(match String::from_utf8(bytes) {
+            Ok(s) => s,
+            Err(e) => String::from_utf8_lossy(e.as_bytes()).into_owned(),
+        })
+    }
+
+    /// A one-line file of `/sys` or `/proc`, trimmed; `None` if it cannot be read.
+    pub fn line(&self, path: impl AsRef<Path>) -> Option<String> {
+        Some(self.text(path).ok()?.trim().to_owned())
+    }
+
+    /// The names in a folder, sorted (names of digits by number); empty if it cannot be read.
+    pub fn names(&self, path: impl AsRef<Path>) -> Vec<String> {
+        let Ok(dir) = fs::read_dir(self.path(path)) else {
+            return Vec::new();
+        };
+        let mut names: Vec<String> = dir
+            .filter_map(|e| e.ok()?.file_name().into_string().ok())
+            .collect();
+        names.sort_by(|a, b| match (a.parse::<u64>(), b.parse::<u64>()) {
+            (Ok(x), Ok(y)) => x.cmp(&y),
+            _ => a.cmp(b),
+        });
+        names
+    }
+
+    /// The names in a folder, in the order in which the system lists them.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn listed(&self, path: impl AsRef<Path>) -> io::Result<Vec<String>> {
+        let entries = fs::read_dir(self.path(path))?.collect::<io::Result<Vec<_>>>()?;
+        Ok(entries
+            .into_iter()
+            .filter_map(|e| e.file_name().into_string().ok())
+            .collect())
+    }
+
+    /// Major and minor of a character device; `None` if the path is not one.
+    pub fn char_device(&self, path: impl AsRef<Path>) -> Option<(u64, u64)> {
+        let meta = fs::metadata(self.path(path)).ok()?;
+        meta.file_type()
+            .is_char_device()
+            .then(|| split_rdev(meta.rdev()))
+    }
+
+    /// `true` if the path is a folder.
+    pub fn is_dir(&self, path: impl AsRef<Path>) -> bool {
+        self.path(path).is_dir()
+    }
+}
+
+/// Major and minor of a device number.
+pub fn split_rdev(rdev: u64) -> (u64, u64) {
+    (libc::major(rdev).into(), libc::minor(rdev).into())
+}
+
+/// Reads a file of at most `limit` bytes; more is an error.
+///
+/// # Errors
+/// What the system says.
+pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    read_bounded_from(std::fs::File::open(path)?, limit)
+}
+
+/// Reads at most `limit` bytes; more is an error.
+pub fn read_bounded_from(source: impl Read, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    source.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit {
+        let what = format!("larger than {limit} bytes");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    Ok(bytes)
+}

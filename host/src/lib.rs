@@ -1,0 +1,23 @@
+//! What a Linux host and its containers look like. No policy: what follows from these facts is decided elsewhere.
+//!
+//! Everything that is read from `/proc`, `/sys` or `/dev` goes through [`files::Host`], whose root tests replace; every
+//! program that is started goes through [`programs::Tools`].
+//!
+//! - [`files`]: the host's files, bounded.
+//! - [`mountinfo`]: mounts of a process.
+//! - [`spec`]: a container's OCI spec; [`destinations`]: where its mounts end up inside the container's root.
+//! - [`nodes`]: device nodes of GPUs, by the vendors' naming.
+//! - [`processes`]: the processes of a container, looked at once; [`sock_diag`]: their Unix sockets.
+//! - [`cgroups`]: the host's cgroup set-up, and cgroups of a container.
+//! - [`programs`], [`limited`]: other programs, within a time limit.
+
+pub mod cgroups;
+pub mod destinations;
+pub mod files;
+pub mod limited;
+pub mod mountinfo;
+pub mod nodes;
+pub mod processes;
+pub mod programs;
+pub mod sock_diag;
+pub mod spec;

@@ -1,0 +1,407 @@
+//! The container's processes, looked at once: what each has open and mapped, who traces it, how much memory it has.
+//!
+//! A checkpoint's plan reads `/proc` for every process, while it may have hundreds with thousands of descriptors: so all
+//! that the plan asks of a process is read together, by several threads. The container is not trusted: its files are
+//! never opened, only looked at.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::num::NonZero;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use crate::files::{Host, split_rdev};
+
+/// Descriptors and mapped files of one process that are kept.
+const MAX_PER_PROCESS: usize = 1 << 16;
+/// Lines of one process's maps that are looked at.
+const MAX_LINES: usize = 1 << 20;
+/// Threads that read; more would wait for the same locks of the kernel.
+const MAX_THREADS: usize = 8;
+/// Processes for which one more thread is worth its while.
+const PER_THREAD: usize = 16;
+
+/// Namespaces of a process, as `/proc/PID/ns` names them. CRIU looks at the time namespace that children get.
+const NAMESPACES: [&str; 8] = [
+    "pid",
+    "user",
+    "ipc",
+    "uts",
+    "net",
+    "mnt",
+    "cgroup",
+    "time_for_children",
+];
+
+/// A descriptor.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Fd {
+    /// The number, as `/proc/PID/fd` lists it.
+    pub number: String,
+    /// Where it leads.
+    pub target: String,
+    /// The device number, if that is a character device in a file system.
+    pub device: Option<(u64, u64)>,
+    /// The mount, if it is in a file system.
+    pub mount: Option<u64>,
+    /// What the file is, if it is in a file system.
+    pub file: Option<FileFacts>,
+    /// The protocol's name, if it is a socket: `TCP`, `UNIX-STREAM`, `MPTCP`.
+    pub protocol: Option<String>,
+}
+
+/// An open file, as `stat` tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileFacts {
+    /// `S_IFREG` and its like.
+    pub kind: u32,
+    /// Names that the file has.
+    pub links: u64,
+    /// What it takes up, in bytes.
+    pub bytes: u64,
+    /// Major and minor of the file system.
+    pub device: (u64, u64),
+    /// Its number in that file system.
+    pub inode: u64,
+}
+
+/// What is looked at of one process.
+#[derive(Debug, Clone, Default)]
+pub struct Process {
+    /// The process id on the host.
+    pub pid: i32,
+    /// The process id in its own namespace.
+    pub ns_pid: i32,
+    /// Its name, as it gave it: not fit to be printed as it is.
+    pub comm: String,
+    /// Its open descriptors.
+    pub fds: Vec<Fd>,
+    /// Files that it has mapped.
+    pub mapped: HashSet<String>,
+    /// Who traces it; 0 for nobody.
+    pub tracer: i32,
+    /// Memory of its own: what CRIU writes.
+    pub memory_bytes: u64,
+    /// Where `/proc/PID/ns/mnt` leads.
+    pub mount_namespace: Option<PathBuf>,
+    /// Where the links in `/proc/PID/ns` lead: `pid:[4026531836]`.
+    pub namespaces: BTreeMap<&'static str, String>,
+    /// `R`, `S`, `Z` ...
+    pub state: char,
+    /// How many threads it has.
+    pub threads: usize,
+    /// Mappings of files that have been deleted: the range, the file's name.
+    pub deleted_maps: Vec<(String, String)>,
+}
+
+/// The container's processes.
+#[derive(Debug, Clone, Default)]
+pub struct Scan {
+    /// In the order of the ids that were asked for.
+    pub processes: Vec<Process>,
+}
+
+impl Scan {
+    /// Looks at the processes `pids`.
+    pub fn of(host: &Host, pids: &[i32]) -> Self {
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = pids.len().div_ceil(PER_THREAD).min(cores).min(MAX_THREADS);
+        let part = pids.len().div_ceil(threads.max(1)).max(1);
+        let look = |pids: &[i32]| -> Vec<Process> {
+            pids.iter().map(|pid| Process::read(host, *pid)).collect()
+        };
+        let mut parts = pids.chunks(part);
+        let first = parts.next().unwrap_or_default();
+        let processes = thread::scope(|scope| {
+            let others: Vec<_> = parts
+                .map(|part| (part, scope.spawn(|| look(part))))
+                .collect();
+            let mut all = look(first);
+            for (part, other) in others {
+                all.extend(other.join().unwrap_or_else(|_| look(part)));
+            }
+            all
+        });
+        Self { processes }
+    }
+
+    /// Host pids, in the order given.
+    pub fn pids(&self) -> Vec<i32> {
+        self.processes.iter().map(|p| p.pid).collect()
+    }
+
+    /// Memory of the processes' own, swapped or not, in bytes: about what CRIU writes. What several share is counted for
+    /// each.
+    pub fn memory_bytes(&self) -> u64 {
+        self.processes.iter().map(|p| p.memory_bytes).sum()
+    }
+}
+
+impl Process {
+    fn read(host: &Host, pid: i32) -> Self {
+        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+            Some(line.strip_prefix(':')?.trim())
+        };
+        let kib = |name: &str| {
+            let words = field(name).and_then(|v| v.split_whitespace().next());
+            words.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0)
+        };
+        let namespaces = NAMESPACES.iter().filter_map(|name| {
+            let link = fs::read_link(host.path(format!("/proc/{pid}/ns/{name}"))).ok()?;
+            Some((*name, link.to_string_lossy().into_owned()))
+        });
+        let (mapped, deleted_maps) = mapped(host, pid);
+        let innermost = field("NSpid").and_then(|v| v.split_whitespace().last()?.parse().ok());
+        Self {
+            pid,
+            ns_pid: innermost.unwrap_or(pid),
+            // Without another file, as its name is there, too.
+            comm: field("Name")
+                .map(str::to_owned)
+                .or_else(|| host.line(format!("/proc/{pid}/comm")))
+                .unwrap_or_default(),
+            fds: descriptors(host, pid),
+            mapped,
+            deleted_maps,
+            namespaces: namespaces.collect(),
+            state: field("State").and_then(|s| s.chars().next()).unwrap_or('?'),
+            threads: field("Threads").and_then(|t| t.parse().ok()).unwrap_or(1),
+            tracer: field("TracerPid").and_then(|t| t.parse().ok()).unwrap_or(0),
+            memory_bytes: ["RssAnon", "RssShmem", "VmSwap"]
+                .into_iter()
+                .map(kib)
+                .sum::<u64>()
+                .saturating_mul(1024),
+            mount_namespace: fs::read_link(host.path(format!("/proc/{pid}/ns/mnt"))).ok(),
+        }
+    }
+}
+
+fn descriptors(host: &Host, pid: i32) -> Vec<Fd> {
+    let entries = fs::read_dir(host.path(format!("/proc/{pid}/fd")));
+    let entries = entries.into_iter().flatten().flatten();
+    let fds = entries.take(MAX_PER_PROCESS).filter_map(|entry| {
+        let number = entry.file_name().into_string().ok()?;
+        let path = entry.path();
+        let target = fs::read_link(&path).ok()?.to_string_lossy().into_owned();
+        let mut fd = Fd {
+            number,
+            target,
+            ..Fd::default()
+        };
+        let system = host.root() == Path::new("/");
+        if in_a_file_system(&fd.target) {
+            match system.then(|| statx(&path)).flatten() {
+                Some(looked) => {
+                    fd.device = looked.device;
+                    fd.mount = Some(looked.mount);
+                    fd.file = Some(looked.file);
+                }
+                None => {
+                    (fd.device, fd.file) = stat(&path);
+                    fd.mount = mount_of(host, pid, &fd.number);
+                }
+            }
+        } else if system && fd.target.starts_with("socket:") {
+            fd.protocol = protocol(&path);
+        }
+        Some(fd)
+    });
+    fds.collect()
+}
+
+/// Files without a mount of their own (memfd, System V shared memory, DMA buffers) have names like paths, too.
+fn in_a_file_system(target: &str) -> bool {
+    const NOT: [&str; 6] = [
+        "/memfd:",
+        "/dmabuf:",
+        "/SYSV",
+        "/anon_hugepage",
+        "/dev/zero (deleted)",
+        "/[",
+    ];
+    target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
+}
+
+/// What one call tells of an open file.
+struct Looked {
+    device: Option<(u64, u64)>,
+    mount: u64,
+    file: FileFacts,
+}
+
+/// All in one call: a third of what asking twice takes. `None` where the kernel does not tell the mount (before 5.8).
+fn statx(path: &Path) -> Option<Looked> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
+    let mask = libc::STATX_BASIC_STATS | libc::STATX_MNT_ID;
+    // What the kernel knows already: a network file system is not asked.
+    let flags = libc::AT_STATX_DONT_SYNC;
+    // SAFETY: a NUL-terminated path, and a structure that the call fills in.
+    let done = unsafe {
+        libc::statx(
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            flags,
+            mask,
+            stat.as_mut_ptr(),
+        )
+    };
+    if done != 0 {
+        return None;
+    }
+    // SAFETY: zeros are a value of it, and the call has filled it in.
+    let stat = unsafe { stat.assume_init() };
+    let kind = u32::from(stat.stx_mode) & libc::S_IFMT;
+    let device = (stat.stx_rdev_major.into(), stat.stx_rdev_minor.into());
+    (stat.stx_mask & libc::STATX_MNT_ID != 0).then_some(Looked {
+        device: (kind == libc::S_IFCHR).then_some(device),
+        mount: stat.stx_mnt_id,
+        file: FileFacts {
+            kind,
+            links: stat.stx_nlink.into(),
+            bytes: stat.stx_blocks.saturating_mul(512),
+            device: (stat.stx_dev_major.into(), stat.stx_dev_minor.into()),
+            inode: stat.stx_ino,
+        },
+    })
+}
+
+/// The same without the mount. stat through the link reaches the open file itself, and opens nothing.
+fn stat(path: &Path) -> (Option<(u64, u64)>, Option<FileFacts>) {
+    let Ok(meta) = fs::metadata(path) else {
+        return (None, None);
+    };
+    let kind = meta.mode() & libc::S_IFMT;
+    let device = (kind == libc::S_IFCHR).then(|| split_rdev(meta.rdev()));
+    let file = FileFacts {
+        kind,
+        links: meta.nlink(),
+        bytes: meta.blocks().saturating_mul(512),
+        device: split_rdev(meta.dev()),
+        inode: meta.ino(),
+    };
+    (device, Some(file))
+}
+
+/// The name of a socket's protocol. Nothing else tells from outside what family a socket is of.
+fn protocol(path: &Path) -> Option<String> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let mut name = [0u8; 32];
+    // SAFETY: two NUL-terminated strings, and a buffer with its length.
+    let length = unsafe {
+        libc::getxattr(
+            path.as_ptr(),
+            c"system.sockprotoname".as_ptr(),
+            name.as_mut_ptr().cast(),
+            name.len(),
+        )
+    };
+    let name = name.get(..usize::try_from(length).ok()?)?;
+    let name = name.split(|b| *b == 0).next().unwrap_or(name);
+    Some(String::from_utf8_lossy(name).into_owned())
+}
+
+fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
+    let info = host.text(format!("/proc/{pid}/fdinfo/{number}")).ok()?;
+    let id = info.lines().find_map(|l| l.strip_prefix("mnt_id:"))?;
+    id.trim().parse().ok()
+}
+
+/// The files that a process has mapped, each once; and the mappings of those that have been deleted.
+fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
+    let mut files = HashSet::new();
+    let mut deleted = Vec::new();
+    let Ok(file) = File::open(host.path(format!("/proc/{pid}/maps"))) else {
+        return (files, deleted);
+    };
+    let mut reader = BufReader::with_capacity(64 << 10, file);
+    let mut line = Vec::new();
+    for _ in 0..MAX_LINES {
+        line.clear();
+        if !matches!(reader.read_until(b'\n', &mut line), Ok(n) if n > 0) {
+            break;
+        }
+        let Ok(text) = std::str::from_utf8(&line) else {
+            continue;
+        };
+        // "start-end perms offset dev inode   name": the name is the sixth field, and may have blanks.
+        let name = text.trim_end().splitn(6, ' ').nth(5).map(str::trim_start);
+        if let Some(name) = name.filter(|n| n.starts_with('/') || n.starts_with("anon_inode:"))
+            && !files.contains(name)
+            && files.len() < MAX_PER_PROCESS
+        {
+            files.insert(name.to_owned());
+            if name.ends_with(" (deleted)")
+                && in_a_file_system(name)
+                && let Some((range, _)) = text.split_once(' ')
+            {
+                deleted.push((range.to_owned(), name.to_owned()));
+            }
+        }
+    }
+    (files, deleted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn one_call_tells_what_two_do() {
+        let host = Host::system();
+        let folder = tempfile::tempdir().unwrap();
+        let file = File::create(folder.path().join("x")).unwrap();
+        let null = File::open("/dev/null").unwrap();
+        let me = i32::try_from(std::process::id()).unwrap();
+        let mut seen = (0, 0);
+        // Other tests open and close files meanwhile.
+        let own = [file.as_raw_fd(), null.as_raw_fd()].map(|n| n.to_string());
+        let all = descriptors(&host, me).into_iter();
+        for fd in all.filter(|fd| own.contains(&fd.number)) {
+            if fd.target == "/dev/null" {
+                assert_eq!(fd.device, Some((1, 3)));
+                assert_eq!(fd.mount, mount_of(&host, me, &fd.number));
+                seen.0 += 1;
+            } else if Path::new(&fd.target) == folder.path().join("x") {
+                assert_eq!(fd.mount, mount_of(&host, me, &fd.number));
+                assert!(fd.mount.is_some());
+                seen.1 += 1;
+            }
+        }
+        assert_eq!(seen, (1, 1));
+    }
+
+    #[test]
+    fn many_processes_in_the_order_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let pids: Vec<i32> = (100..400).rev().collect();
+        for pid in &pids {
+            let of = dir.path().join(format!("proc/{pid}"));
+            fs::create_dir_all(of.join("fd")).unwrap();
+            std::os::unix::fs::symlink("/dev/null", of.join("fd/3")).unwrap();
+            let text = format!(
+                "Name:\tx\nNSpid:\t{pid}\t{}\nTracerPid:\t0\nRssAnon:\t 3 kB\nRssFile:\t 50 kB\nRssShmem:\t 1 kB\nVmSwap:\t 0 kB\n",
+                pid - 99
+            );
+            fs::write(of.join("status"), text).unwrap();
+        }
+        let scan = Scan::of(&Host::at(dir.path()), &pids);
+        assert_eq!(scan.pids(), pids);
+        assert_eq!(scan.memory_bytes(), 300 * 4096);
+        assert!(scan.processes.iter().all(|p| p.ns_pid == p.pid - 99));
+        assert!(
+            scan.processes
+                .iter()
+                .all(|p| p.fds.len() == 1 && p.fds[0].device == Some((1, 3)))
+        );
+        assert!(Scan::of(&Host::at(dir.path()), &[]).pids().is_empty());
+    }
+}

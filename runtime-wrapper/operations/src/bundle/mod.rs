@@ -1,0 +1,201 @@
+//! Edits of the new container's `config.json` before the low-level runtime reads it.
+//!
+//! An edit changes the spec as JSON, so that what this version does not know survives. The edits of a restore are an
+//! ordered list; the file is written once, when all of them have succeeded, and only if anything has changed: a new
+//! file is renamed over the old one. If the restore then fails, the old text comes back.
+
+mod devices;
+mod hooks;
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
+
+pub use devices::Devices;
+pub use hooks::Hooks;
+
+use crate::error::Error;
+
+/// One change of the spec.
+pub trait Edit {
+    /// What it does, for the log.
+    fn name(&self) -> &'static str;
+
+    /// Changes the spec. An edit that finds nothing to do leaves it exactly as it was.
+    ///
+    /// # Errors
+    /// [`Error`]: the restore cannot be made to work this way; nothing is written.
+    fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error>;
+}
+
+/// A bundle whose `config.json` was edited; dropped without [`Edited::keep`] it is what it was before.
+#[derive(Debug)]
+pub struct Edited {
+    /// The file and its old text; `None`: nothing was changed.
+    before: Option<(PathBuf, Vec<u8>)>,
+}
+
+/// A bundle that no other restore works on until this is dropped: what a failed one puts back and ends is its own.
+/// `None`: its file system has no locks.
+///
+/// # Errors
+/// [`Error::Failed`]: another restore does.
+pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
+    let Ok(folder) = fs::File::open(bundle) else {
+        // The reader of the spec says so better.
+        return Ok(None);
+    };
+    match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
+        Ok(held) => Ok(Some(held)),
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
+            "restore of {id} refused: another restore into {} is under way. Nothing was touched",
+            bundle.display()
+        ))),
+        Err((_, error)) => {
+            tracing::debug!("{}: not locked: {error}", bundle.display());
+            Ok(None)
+        }
+    }
+}
+
+/// Applies the edits in order and writes the spec, if it has changed.
+///
+/// # Errors
+/// [`Error`]: nothing was written.
+pub fn edit(
+    host: &Host,
+    bundle: &Path,
+    spec: &Spec,
+    edits: &[Box<dyn Edit + '_>],
+) -> Result<Edited, Error> {
+    let mut json = spec.json().clone();
+    for edit in edits {
+        let before = json.clone();
+        edit.apply(host, &mut json)?;
+        if json != before {
+            tracing::info!("the container's spec: {}", edit.name());
+        }
+    }
+    if json == *spec.json() {
+        return Ok(Edited { before: None });
+    }
+    let path = bundle.join("config.json");
+    let unwritten = |path: &Path| format!("{}: cannot be written", path.display());
+    let before =
+        fs::read(&path).map_err(Error::io(format!("{}: cannot be read", path.display())))?;
+    let text = serde_json::to_vec(&json)
+        .map_err(|e| Error::Failed(format!("{}: {e}", unwritten(&path))))?;
+    replace(&path, &text).map_err(Error::io(unwritten(&path)))?;
+    Ok(Edited {
+        before: Some((path, before)),
+    })
+}
+
+impl Edited {
+    /// The restore has succeeded: the new spec is the container's.
+    pub fn keep(mut self) {
+        self.before = None;
+    }
+}
+
+impl Drop for Edited {
+    fn drop(&mut self) {
+        if let Some((path, text)) = self.before.take()
+            && let Err(e) = replace(&path, &text)
+        {
+            tracing::warn!("{}: the old text cannot be put back: {e}", path.display());
+        }
+    }
+}
+
+/// Writes a file anew beside the old one, with its mode and owner, and renames it.
+fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
+    let old = fs::metadata(path)?;
+    let partial = path.with_file_name(".config.json.cryopod");
+    let _ = fs::remove_file(&partial);
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&partial)?;
+    let written = file
+        .write_all(text)
+        .and_then(|()| std::os::unix::fs::fchown(&file, Some(old.uid()), Some(old.gid())))
+        .and_then(|()| file.set_permissions(fs::Permissions::from_mode(old.mode() & 0o7777)))
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&partial, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    struct Add(&'static str);
+    impl Edit for Add {
+        fn name(&self) -> &'static str {
+            "test"
+        }
+        fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+            match self.0 {
+                "" => Ok(()),
+                "no" => Err(Error::Failed("no".into())),
+                key => {
+                    spec[key] = json!(1);
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_restore_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = hold(dir.path(), "c1").unwrap();
+        assert!(held.is_some());
+        let error = hold(dir.path(), "c1").unwrap_err().to_string();
+        assert!(error.contains("another restore into"), "{error}");
+        drop(held);
+        assert!(hold(dir.path(), "c1").unwrap().is_some());
+        assert!(hold(&dir.path().join("none"), "c1").unwrap().is_none());
+    }
+
+    #[test]
+    fn written_once_and_put_back_unless_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        let text = "{ \"unknown\" : [1] }\n";
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        let now = || fs::read_to_string(&path).unwrap();
+        let inode = || fs::metadata(&path).unwrap().ino();
+        let go = |keys: &[&'static str]| {
+            let spec = Spec::of_bundle(dir.path()).unwrap();
+            let edits: Vec<Box<dyn Edit>> = keys.iter().map(|k| Box::new(Add(k)) as _).collect();
+            edit(&Host::system(), dir.path(), &spec, &edits)
+        };
+        let first = inode();
+        drop(go(&[""]).unwrap());
+        assert!(go(&["a", "no"]).is_err());
+        assert_eq!((now().as_str(), inode()), (text, first));
+        let edited = go(&["a", "b"]).unwrap();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1}"#);
+        drop(edited);
+        assert_eq!(now(), text);
+        go(&["a"]).unwrap().keep();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1}"#);
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}

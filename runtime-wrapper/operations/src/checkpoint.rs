@@ -1,0 +1,544 @@
+//! `checkpoint`: plan, freeze, seal.
+//!
+//! Everything that can go wrong for a reason known beforehand goes wrong before the container is frozen. The
+//! seal is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
+//! cannot be written, the container runs on.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
+
+use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings};
+use cryopod_archive::{handover, names};
+use cryopod_cuda::report::AgentReady;
+use cryopod_cuda::sharing;
+use cryopod_gpu_plan::live;
+use cryopod_gpu_plan::nvidia_compat;
+use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
+use cryopod_gpu_plan::remap;
+use cryopod_host::destinations::Destinations;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::processes::Scan;
+use cryopod_host::programs::{SystemTools, Tools};
+use serde_json::Value;
+
+use crate::argv::Invocation;
+use crate::around::{self, Around, Bundle};
+use crate::child::{self, Ended, Watch};
+use crate::context::Context;
+use crate::error::Error;
+use crate::foresee::Prospect;
+use crate::op::Operation;
+use crate::reasons::Before;
+use crate::runtime_log::RuntimeLog;
+use crate::state::{self, State};
+use crate::suspended::Record;
+use crate::{facts, frozen, lane, log, lsm, passthrough, plugins, rootfs, store};
+
+/// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
+///
+/// # Errors
+/// [`Error`]: the container goes on running.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let started = Instant::now();
+    let host = Host::system();
+    let tools = SystemTools::from_env();
+    // Whatever is wrong with the container's state is the low-level runtime's to say.
+    let Some(state) = State::ask(ctx, inv, &tools) else {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    };
+    let spec = state.spec(ctx, inv);
+    let nodes = plan::container_nodes(&host, &spec, state.init);
+    let carried =
+        !inv.flags.has("pre-dump") && rootfs::wanted(&ctx.config.rootfs, &spec, &state.bundle);
+    if nodes.is_empty() {
+        // Nobody is there to ask when the container stands still; but an engine that carries no files has paused it.
+        if carried && state.paused {
+            rootfs::capture(
+                &ctx.config.rootfs,
+                &host,
+                &state.container(&spec),
+                &inv.image_path(),
+            )?;
+        }
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    if state.created {
+        // What runs in it is the runtime's own, with files of the host: crun has CRIU try it all the same.
+        return Err(Error::Failed(format!(
+            "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first. Nothing was touched",
+            inv.id
+        )));
+    }
+    if !inv.flags.has("pre-dump") {
+        handover::before_checkpoint(&inv.image_path()).map_err(|e| Error::Failed(e.to_string()))?;
+    }
+    let record = Record::of(&host, state.init);
+    let locked = match &record {
+        None => Vec::new(),
+        Some(record) => locked_at_pause(inv, &state, record)?,
+    };
+    let sharing = sharing::Policy::of(&spec, ctx.config.nvidia.sharing)
+        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
+    // Programs are asked while the processes are looked at.
+    let limit = ctx.config.limits.tool();
+    let (criu, low_version, scan) = std::thread::scope(|scope| {
+        let criu = scope.spawn(|| facts::criu(&tools, limit));
+        let low = scope.spawn(|| facts::version_line(&tools, &ctx.low.path, limit));
+        let scan = Scan::of(&host, &live::tree(&host, state.init));
+        (
+            criu.join().unwrap_or_default(),
+            low.join().unwrap_or_default(),
+            scan,
+        )
+    });
+    let criu = criu.ok_or_else(crate::setup::no_criu)?;
+    let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
+    let plugins = plugins::checked(&ctx.config, &host, &tools, &criu, amd);
+    let mounts = Destinations::of(&host, &spec, &state.bundle);
+    let bundle = Bundle {
+        spec: &spec,
+        mounts: &mounts,
+    };
+    let (around, hazards) =
+        around::checkpoint(ctx, inv, &host, &tools, bundle, state.init, &scan, &criu)?;
+    let (plan, mut refusals) =
+        plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing)?;
+    refusals.extend(hazards);
+    let setup = crate::setup::Setup {
+        ctx,
+        inv,
+        spec: &spec,
+        tools: &tools,
+        criu: &criu,
+        low_version: low_version.as_deref(),
+        locked: &locked,
+    };
+    let prospect = Prospect {
+        ctx,
+        host: &host,
+        bundle,
+        plan: &plan,
+    };
+    if !refusals.is_empty() {
+        // The driver is not asked any more; what can be told without it is told with the rest.
+        if !inv.flags.has("pre-dump") {
+            let seal = sealed(&setup, &host, &plan, &around, None, low_version.clone());
+            refusals.extend(prospect.refusals(&seal, None)?);
+        }
+        return Err(PlanError::Refused(refusals).into());
+    }
+    let store = store::wanted(&ctx.config.store, &spec)?.map(Path::to_owned);
+    store::parent_is_here(inv, &inv.image_path())?;
+    let job = Job {
+        ctx,
+        inv,
+        host: &host,
+        state,
+        plan: &plan,
+        around,
+        carried,
+        store,
+        started,
+    };
+    job.run(&setup, &prospect)
+}
+
+/// The processes whose CUDA calls were locked when the container was paused.
+///
+/// # Errors
+/// The container is suspended, or was thawed by somebody who did not unlock it.
+fn locked_at_pause(inv: &Invocation, state: &State, record: &Record) -> Result<Vec<i32>, Error> {
+    if record.locked_at_pause && state.paused {
+        return Ok(record.processes.iter().map(|p| p.pid).collect());
+    }
+    let (id, since) = (&inv.id, &record.since);
+    Err(Error::Failed(match record.locked_at_pause {
+        true => format!(
+            "checkpoint of {id} refused: its CUDA calls are locked since it was paused at {since}, and it runs: unlock it first: cryopod resume pid:{}. Nothing was touched",
+            state.init
+        ),
+        false => format!(
+            "checkpoint of {id} refused: it is suspended since {since}, its GPU memory is {}; resume it first: cryopod resume {id}. Nothing was touched",
+            record.place()
+        ),
+    }))
+}
+
+struct Job<'a> {
+    ctx: &'a Context,
+    inv: &'a Invocation,
+    host: &'a Host,
+    state: State,
+    plan: &'a CheckpointPlan,
+    around: Around,
+    /// The container's changes of files go with the checkpoint.
+    carried: bool,
+    /// The store that the large files go to.
+    store: Option<PathBuf>,
+    started: Instant,
+}
+
+impl Job<'_> {
+    fn run(
+        &self,
+        setup: &crate::setup::Setup<'_>,
+        prospect: &Prospect<'_>,
+    ) -> Result<ExitCode, Error> {
+        let pre_dump = self.inv.flags.has("pre-dump");
+        let leave_running = self.inv.flags.has("leave-running");
+        let signals = child::Signals::watch()?;
+        // Dropped last, when all else is settled.
+        let _thawed = match setup.locked {
+            [] => Thawed::of(self, setup.tools),
+            _ => None,
+        };
+        let op = Operation::new()?;
+        let images = ImageDir::ready(self.inv.image_path())?;
+        // A pre-dump is no checkpoint that could be restored: nothing to seal.
+        let mut slot = match pre_dump {
+            true => None,
+            false => Some(SealSlot::reserve(&images.path)?),
+        };
+        let ready = setup.checkpoint(&op, self.plan, pre_dump, &self.around.extra)?;
+        let users = self.plan.users_of(Vendor::Nvidia);
+        let said = ready.agent.as_ref().map(|a| &a.ready);
+        let low_version = ready.low_version.clone();
+        let mut seal = sealed(setup, self.host, self.plan, &self.around, said, low_version);
+        let fits = match said {
+            Some(said) => lane::room(
+                &setup.ctx.config,
+                setup.spec,
+                self.state.init,
+                &users,
+                &said.users,
+            ),
+            None => Ok(()),
+        };
+        let fits = fits.and_then(|()| match pre_dump {
+            true => Ok(()),
+            false => prospect.settled(&seal, said),
+        });
+        if let Err(error) = fits {
+            // The agent is ended, and nothing was touched.
+            ready.finish(&op);
+            return Err(error);
+        }
+        if let (Some(agent), false) = (&ready.agent, pre_dump) {
+            lane::reserve(
+                &setup.ctx.config,
+                setup.spec,
+                &op,
+                &users,
+                &agent.ready.users,
+                ready.limit,
+            );
+        }
+        let watch = Watch {
+            kind: child::Kind::Checkpoint,
+            gate: &ready.gate,
+            limit: ready.limit,
+            abort_limit: Duration::from_secs(self.ctx.config.limits.abort_s),
+            abort_file: op.file(crate::setup::ABORT_FILE),
+            images: Some(images.path.clone()),
+            agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
+        };
+        let whole_limit = watch.limit;
+        let mut sealing = None;
+        let before = Before::note(
+            self.inv.work_path().join(names::DUMP_LOG),
+            &self.inv.globals,
+        );
+        let dump_started = Instant::now();
+        seal.timings.plan_us = micros(dump_started - self.started);
+        let mut args = self.line(ready.low_version.as_deref());
+        let runtime_log = RuntimeLog::apart(&op, &self.ctx.low, self.inv, &mut args);
+        let ended = child::run(
+            &self.ctx.low,
+            &args,
+            &ready.env,
+            &watch,
+            &signals,
+            &mut |stage| {
+                if stage != "post-dump" {
+                    // From the first question on the plugin knows that there will be this last one.
+                    let _ = std::fs::write(op.file(lane::GATE_FILE), "");
+                    return true;
+                }
+                if !setup.locked.is_empty()
+                    && let Err(e) = frozen::restored_thawed(&images.path)
+                {
+                    sealing = Some(format!("cgroup.img: {e}"));
+                    return false;
+                }
+                let Some(this) = slot.take() else { return true };
+                let options = &self.ctx.config.rootfs;
+                if self.carried
+                    && let Err(e) = rootfs::capture(
+                        options,
+                        self.host,
+                        &self.state.container(setup.spec),
+                        &images.path,
+                    )
+                {
+                    sealing = Some(e.to_string());
+                    return false;
+                }
+                seal.timings.dump_us = micros(dump_started.elapsed());
+                seal.gpu.plugin_report = plugin_report(&images.path);
+                // A container that goes on running need not wait for the lane; the seal does.
+                let limit = if leave_running {
+                    Duration::ZERO
+                } else {
+                    watch.limit
+                };
+                let sealed = match lane::note(&op, limit, dump_started, &mut seal) {
+                    Ok(true) => this.commit(&seal).map_err(|e| e.to_string()),
+                    Ok(false) if leave_running => {
+                        slot = Some(this);
+                        Ok(())
+                    }
+                    Ok(false) => Err("the GPU memory was not written in time".into()),
+                    Err(e) => Err(e),
+                };
+                sealing = sealed.err();
+                sealing.is_none()
+            },
+        )?;
+        if ended.code == 0 && sealing.is_none() && slot.is_some() {
+            // The lane of a container that runs again; or a runtime whose CRIU does not ask (its environment was
+            // cleared).
+            seal.gpu.plugin_report = plugin_report(&images.path);
+            let written = lane::note(&op, watch.limit, dump_started, &mut seal);
+            sealing = match written {
+                Ok(true) => None,
+                Ok(false) => Some("the GPU memory was not written in time".into()),
+                Err(e) => Some(e),
+            };
+        }
+        // The agent puts back what was not committed before anything is said about the container.
+        let finished = ready.finish(&op);
+        if ended.killed {
+            self.thaw(setup.tools);
+        }
+        if ended.code == 0 && sealing.is_none() {
+            if let Some(slot) = slot.take() {
+                slot.commit(&seal)?;
+            }
+            // `cryopod export` makes an archive of all.
+            if let (false, false, Some(folder)) =
+                (pre_dump, handover::asked(&images.path), &self.store)
+            {
+                store::put(folder, &images.path, &seal, whole_limit);
+            }
+            if let Err(e) = handover::after_checkpoint(&images.path) {
+                tracing::warn!("the large files are not moved aside: {e}");
+            }
+            images.keep();
+            if let Some(log) = &runtime_log {
+                log.hand_on();
+            }
+            return Ok(self.succeeded(&finished));
+        }
+        let said = runtime_log.as_ref().filter(|_| ended.code != 0);
+        let said = said.and_then(RuntimeLog::own_error);
+        // Asked while the seal's place still takes up its room.
+        let full = facts::full_disk(&images.path);
+        drop(slot);
+        if !ended.passed || self.alive() {
+            // No seal under a checkpoint that failed.
+            let _ = std::fs::remove_file(images.path.join(names::SEAL));
+        }
+        let denied = before
+            .criu_log()
+            .and_then(|log| lsm::denial(self.host, log, &self.around.lsm));
+        let reasons = sealing.into_iter().chain(finished.reasons());
+        let reasons = reasons.chain(full).chain(denied).chain(said).collect();
+        log::error(&self.explain(&ended, reasons, &before));
+        Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
+    }
+
+    /// The images are complete; but a container that goes on running may lack its GPU.
+    fn succeeded(&self, finished: &crate::setup::Finished) -> ExitCode {
+        if let Some(error) = &finished.error {
+            tracing::warn!("the checkpoint is complete; on the way: {error}");
+        }
+        // What the plugin could not bring back, the agent has tried again: its word counts.
+        if finished.not_put_back.is_empty() || !self.alive() {
+            return ExitCode::SUCCESS;
+        }
+        log::error(&format!(
+            "the checkpoint of {} is complete, but the container that was to go on running could not be brought back: {}; restore it from the checkpoint",
+            self.inv.id,
+            finished.not_put_back.join("; ")
+        ));
+        ExitCode::FAILURE
+    }
+
+    /// The command line, with the flags that CRIU's options need.
+    fn line(&self, low_version: Option<&str>) -> Vec<OsString> {
+        let kind = self.ctx.low.kind;
+        let newer = around::newer_runc(kind, low_version);
+        let options = &self.around.extra.options;
+        let flags = options.flags(kind, newer, true, &self.inv.flags);
+        crate::setup::with_flags(&self.ctx.args, self.inv.verb_at, &flags)
+    }
+
+    /// CRIU was killed in the middle of the container: what can be done from outside is to thaw its cgroup.
+    fn thaw(&self, tools: &dyn Tools) {
+        self.ask("resume", tools);
+    }
+
+    /// A verb of the low-level runtime on this container.
+    fn ask(&self, verb: &str, tools: &dyn Tools) {
+        match state::verb(self.ctx, self.inv, verb, tools) {
+            Ok(out) if out.code == 0 => {}
+            Ok(out) => tracing::warn!("{verb}: {}", out.stderr.trim()),
+            Err(e) => tracing::warn!("{verb}: {e}"),
+        }
+    }
+
+    fn alive(&self) -> bool {
+        !live::tree(self.host, self.state.init).is_empty()
+    }
+
+    fn explain(&self, ended: &Ended, reasons: Vec<String>, before: &Before) -> String {
+        let container = if ended.killed {
+            "CRIU had to be killed: see whether the container still answers, and restart it if not"
+        } else if self.alive() {
+            "the container goes on running"
+        } else {
+            "the container is no longer running"
+        };
+        let why = facts::why(&self.ctx.low, ended, reasons, before);
+        format!(
+            "checkpoint of {} failed and {container}: {why}",
+            self.inv.id
+        )
+    }
+}
+
+/// What is sealed, but for what the dump itself adds.
+fn sealed(
+    setup: &crate::setup::Setup<'_>,
+    host: &Host,
+    plan: &CheckpointPlan,
+    around: &Around,
+    agent: Option<&AgentReady>,
+    low_version: Option<String>,
+) -> Seal {
+    let mut gpu = plan.gpu.clone();
+    remap::complete(&mut gpu, setup.spec);
+    if let Some(agent) = agent {
+        if let Some(version) = &agent.driver_version {
+            gpu.drivers
+                .entry("nvidia".into())
+                .or_insert_with(|| version.clone());
+        }
+        nvidia_compat::enrich(&mut gpu.gpus, &agent.gpus);
+        nvidia_compat::note_use(&mut gpu.processes, &agent.users);
+    }
+    Seal {
+        schema: Seal::current_schema(),
+        cryopod: env!("CARGO_PKG_VERSION").into(),
+        created: facts::rfc3339(SystemTime::now()),
+        container: ContainerFacts {
+            id: setup.inv.id.clone(),
+            low_level: setup.ctx.low.label(),
+            low_level_version: low_version,
+            leave_running: setup.inv.flags.has("leave-running"),
+        },
+        host: facts::host(host, Some(setup.criu)),
+        gpu,
+        mounts: around.mounts.clone(),
+        criu: around.criu.clone(),
+        lsm: around.lsm.clone(),
+        timings: Timings::default(),
+        extra: serde_json::Map::new(),
+    }
+}
+
+/// A container that its engine had paused (containerd and docker do, ahead of every checkpoint), thawed: the driver
+/// asks the processes' own threads to do its work. Dropped, it is paused again, for the engine to resume.
+struct Thawed<'a> {
+    job: &'a Job<'a>,
+    tools: &'a dyn Tools,
+}
+
+impl<'a> Thawed<'a> {
+    fn of(job: &'a Job<'a>, tools: &'a dyn Tools) -> Option<Self> {
+        job.state.paused.then(|| {
+            tracing::info!("{}: paused; resumed for the GPU driver", job.inv.id);
+            job.thaw(tools);
+            Self { job, tools }
+        })
+    }
+}
+
+impl Drop for Thawed<'_> {
+    fn drop(&mut self) {
+        if self.job.alive() {
+            self.job.ask("pause", self.tools);
+        }
+    }
+}
+
+/// What the plugin wrote into the image folder, as it is.
+fn plugin_report(images: &Path) -> Value {
+    std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .unwrap_or(Value::Null)
+}
+
+fn micros(d: Duration) -> u64 {
+    u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// A child's exit code as ours.
+pub fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// The image folder: made if it is missing, and removed again if it was made for nothing.
+struct ImageDir {
+    path: PathBuf,
+    made: bool,
+}
+
+impl ImageDir {
+    fn ready(path: PathBuf) -> Result<Self, Error> {
+        use std::os::unix::fs::DirBuilderExt;
+        if path.exists() && !path.is_dir() {
+            return Err(Error::Failed(format!(
+                "{}: the image path is not a folder; name another one. Nothing was touched",
+                path.display()
+            )));
+        }
+        let made = !path.exists();
+        if made {
+            let what = format!("{}: the image folder cannot be made", path.display());
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&path)
+                .map_err(Error::io(what))?;
+        }
+        Ok(Self { path, made })
+    }
+
+    fn keep(mut self) {
+        self.made = false;
+    }
+}
+
+impl Drop for ImageDir {
+    fn drop(&mut self) {
+        if self.made {
+            // Only if it is empty: logs and half-made images are the runtime's to keep or remove.
+            let _ = std::fs::remove_dir(&self.path);
+        }
+    }
+}

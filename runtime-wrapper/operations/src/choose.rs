@@ -1,0 +1,179 @@
+//! Which GPUs a restore uses: everything that is known, put together for [`gpumap::decide`], and where every device node
+//! then leads.
+
+use cryopod_archive::seal::{Gpu, GpuFacts, Seal};
+use cryopod_cuda::gpu::GpuPair;
+use cryopod_cuda::nvidia;
+use cryopod_cuda::protocol::AgentGpu;
+use cryopod_cuda::report::AgentReady;
+use cryopod_gpu_plan::ceiling::{Asked, Ceiling};
+use cryopod_gpu_plan::gpumap::{self, Choice, Situation, Wish};
+use cryopod_gpu_plan::inventory;
+use cryopod_gpu_plan::nvidia_compat::{self, Found};
+use cryopod_gpu_plan::plan::PlanError;
+use cryopod_gpu_plan::remap::{self, Remap};
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::spec::Spec;
+
+use crate::config::Config;
+use crate::error::Error;
+
+/// The GPUs of a restore.
+#[derive(Debug)]
+pub struct Chosen {
+    /// Every recorded GPU and the one that takes its place.
+    pub gpus: Vec<Choice>,
+    /// Every device node and where it leads.
+    pub remap: Remap,
+}
+
+impl Chosen {
+    /// What NVIDIA's driver is told.
+    ///
+    /// # Errors
+    /// A GPU that moves has no UUID.
+    pub fn driver_map(&self) -> Result<Vec<GpuPair>, Error> {
+        Ok(gpumap::driver_map(&self.gpus).map_err(PlanError::RestoreRefused)?)
+    }
+}
+
+/// What is laid down for the choice.
+#[derive(Debug, Default)]
+pub struct Given {
+    /// Whether GPUs without enough free memory are passed over.
+    pub by_memory: bool,
+    /// Whether GPUs of another model may be taken.
+    pub any_model: bool,
+    /// The AMD GPUs, if CRIU's plugin has to restore on these.
+    pub amd: Option<Vec<Choice>>,
+}
+
+/// Chooses. `agent` is the driver agent's answer, if the images hold the state of NVIDIA GPUs.
+///
+/// # Errors
+/// Every reason why the checkpoint cannot be restored here.
+pub fn choose(
+    host: &Host,
+    config: &Config,
+    seal: &Seal,
+    spec: &Spec,
+    agent: Option<&AgentReady>,
+    given: Given,
+) -> Result<Chosen, Error> {
+    let wish = wish(config, spec)?;
+    let ceiling = config.ceiling(host, spec);
+    let mut situation = situation(&ceiling, seal, agent);
+    // The configuration's own map is the administrator's word.
+    if spec.annotation(gpumap::ANNOTATION).is_some() {
+        let here = &situation.here;
+        situation.refused = here
+            .iter()
+            .filter_map(|gpu| {
+                let refused = ceiling.admit(Asked::Gpu { gpu, here }).err()?;
+                Some((gpu.id.clone(), refused))
+            })
+            .collect();
+    }
+    situation.any_model = given.any_model;
+    if !given.by_memory {
+        situation.free.clear();
+    }
+    if given.amd.is_some() {
+        situation.recorded.retain(|g| g.vendor != Vendor::Amd);
+        situation.here.retain(|g| g.vendor != Vendor::Amd);
+    }
+    let wish = match &given.amd {
+        // What the map says of AMD's GPUs has been heeded already.
+        Some(amd) => wish.without(&amd.iter().map(|c| &c.old).collect::<Vec<_>>()),
+        None => wish,
+    };
+    let mut gpus = gpumap::decide(&situation, &wish).map_err(PlanError::RestoreRefused)?;
+    for choice in gpus.iter().filter(|c| c.moved()) {
+        let (old, new, why) = (&choice.old.id, &choice.new.id, &choice.why);
+        tracing::info!("GPU {old} is restored on {new}: {why}");
+    }
+    gpus.extend(given.amd.unwrap_or_default());
+    let remap = remap::remap(&ceiling, &seal.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
+    Ok(Chosen { gpus, remap })
+}
+
+/// This host's NVIDIA GPUs: as `/proc` describes them, else as the driver's library does, else their nodes.
+pub fn nvidia_here(host: &Host, agent: Option<&AgentReady>) -> Vec<Gpu> {
+    let found = nvidia::gpus(host);
+    match agent {
+        _ if !found.is_empty() => found,
+        Some(agent) if !agent.gpus.is_empty() => (0..).zip(&agent.gpus).map(from_agent).collect(),
+        _ => inventory::here(host, Vendor::Nvidia),
+    }
+}
+
+/// This host's NVIDIA driver.
+pub fn nvidia_driver(host: &Host, agent: Option<&AgentReady>) -> Option<String> {
+    nvidia::driver_version(host).or_else(|| agent.and_then(|a| a.driver_version.clone()))
+}
+
+/// The render minors among which AMD's GPUs are chosen; `None`: any, or the configuration's own map names them.
+pub fn amd_offered(host: &Host, config: &Config, spec: &Spec, gpu: &GpuFacts) -> Option<Vec<u32>> {
+    if spec.annotation(gpumap::ANNOTATION).is_none() && config.gpu.map.is_some() {
+        return None;
+    }
+    let here = inventory::here(host, Vendor::Amd);
+    let ids = gpumap::offered(&config.ceiling(host, spec), gpu, &here)?;
+    let given = here.iter().filter(|g| ids.contains(&g.id));
+    let minors = given.filter_map(|g| u32::try_from(g.render_minor?).ok());
+    Some(minors.collect())
+}
+
+/// What the annotation says, else the configuration, else `auto`.
+///
+/// # Errors
+/// It is no map.
+pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
+    let said = spec.annotation(gpumap::ANNOTATION);
+    said.or(config.gpu.map.as_deref())
+        .unwrap_or_default()
+        .parse()
+        .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))
+}
+
+fn situation(ceiling: &Ceiling<'_>, seal: &Seal, agent: Option<&AgentReady>) -> Situation {
+    let host = ceiling.host;
+    let recorded = inventory::recorded(&seal.gpu);
+    // GPUs that the checkpoint knows by their nodes alone are looked for among nodes: the driver's library tells no
+    // nodes.
+    let by_id = |g: &Gpu| g.vendor == Vendor::Nvidia && g.id.starts_with("GPU-");
+    let by_node = !recorded.iter().any(by_id);
+    let mut here: Vec<Gpu> = Vec::new();
+    for vendor in &seal.gpu.vendors {
+        here.extend(match vendor {
+            Vendor::Nvidia if !by_node => nvidia_here(host, agent),
+            _ => inventory::here(host, *vendor),
+        });
+    }
+    let said = agent.map_or(&[][..], |a| &a.gpus);
+    Situation {
+        recorded,
+        offered: gpumap::offered(ceiling, &seal.gpu, &here),
+        here,
+        refused: std::collections::BTreeMap::new(),
+        free: Found::free_of(said),
+        need: nvidia_compat::need(&seal.gpu).gpus,
+        any_model: false,
+    }
+}
+
+/// A GPU as far as the driver's library describes it, where `/proc/driver/nvidia` cannot be read.
+fn from_agent((index, gpu): (u32, &AgentGpu)) -> Gpu {
+    Gpu {
+        id: gpu.uuid.to_string(),
+        vendor: Vendor::Nvidia,
+        index,
+        model: gpu.name.clone(),
+        pci: String::new(),
+        minor: None,
+        render_minor: None,
+        memory_bytes: Some(gpu.total_memory),
+        properties: serde_json::Map::new(),
+    }
+}

@@ -1,0 +1,443 @@
+//! `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cryopod_cuda::sharing;
+use cryopod_gpu_plan::ceiling::{Ceiling, Lifts, OtherGpus};
+use cryopod_gpu_plan::switches;
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use serde::Deserialize;
+
+pub mod lane;
+pub mod rootfs;
+pub mod store;
+
+/// The key under `[checks]` for the privileges in the images.
+pub const PRIVILEGES_CHECK: &str = "privileges";
+
+/// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
+pub const PATH: &str = "/etc/cryopod/config.toml";
+
+/// Why the configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("{path}: cannot read cryopod's configuration: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is not what it should be.
+    #[error("{path}: {reason}; see docs/configuration.md")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with line and key.
+        reason: String,
+    },
+}
+
+/// The configuration.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// `[runtime]`.
+    pub runtime: Runtime,
+    /// `[criu]`.
+    pub criu: Criu,
+    /// `[gpu]`.
+    pub gpu: GpuChoice,
+    /// `[nvidia]`.
+    pub nvidia: Nvidia,
+    /// `[amd]`.
+    pub amd: Amd,
+    /// `[checks]`: `false` switches a check of a restore off.
+    pub checks: BTreeMap<String, bool>,
+    /// `[mounts]`.
+    pub mounts: Mounts,
+    /// `[hooks]`.
+    pub hooks: Hooks,
+    /// `[lane]`.
+    pub lane: lane::Options,
+    /// `[rootfs]`.
+    pub rootfs: rootfs::Options,
+    /// `[store]`.
+    pub store: store::Options,
+    /// `[limits]`.
+    pub limits: Limits,
+}
+
+/// `[runtime]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Runtime {
+    /// The low-level runtime: a name that is searched on PATH, or a path.
+    pub low_level: Option<String>,
+}
+
+/// `[criu]`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Criu {
+    /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
+    pub options: BTreeMap<String, CriuValue>,
+    /// Folders in which the annotation `org.criu.config` may name a file.
+    pub config_folders: Vec<PathBuf>,
+}
+
+impl Default for Criu {
+    fn default() -> Self {
+        Self {
+            options: BTreeMap::new(),
+            config_folders: vec!["/etc/criu".into()],
+        }
+    }
+}
+
+/// The value of a CRIU option.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum CriuValue {
+    /// `true`: the option alone; `false`: not given.
+    Flag(bool),
+    /// A number.
+    Number(i64),
+    /// A word.
+    Text(String),
+    /// Given several times.
+    List(Vec<String>),
+}
+
+/// `[mounts]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Mounts {
+    /// Folders and files of the host that a restore may mount into a container whose spec does not name them, beside
+    /// the places of GPU drivers.
+    pub allow: Vec<PathBuf>,
+}
+
+/// `[hooks]`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Hooks {
+    /// OCI hooks that are taken out of a bundle before it is restored: paths, or names of programs.
+    pub drop: Vec<String>,
+}
+
+impl Default for Hooks {
+    fn default() -> Self {
+        let names = [
+            "nvidia-container-runtime-hook",
+            "nvidia-container-toolkit",
+            "nvidia-ctk",
+            "nvidia-cdi-hook",
+            "oci-nvidia-hook",
+        ];
+        Self {
+            drop: names.map(str::to_owned).to_vec(),
+        }
+    }
+}
+
+/// `[gpu]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GpuChoice {
+    /// Where the GPUs of a checkpoint go: `auto`, or `OLD=NEW,...`; the annotation `dev.cryopod.gpu.map` comes
+    /// before it.
+    pub map: Option<String>,
+    /// Whether a restore may use GPUs that the engine did not give: `auto` (under podman), `always`, `never`.
+    pub allow_others: OtherGpus,
+}
+
+/// `[nvidia]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Nvidia {
+    /// cryopod's CRIU plugin, `cryopod_nvidia.so`.
+    pub plugin: Option<PathBuf>,
+    /// The program that talks to the driver, `cryopod-cuda-agent`.
+    pub agent: Option<PathBuf>,
+    /// `libcuda.so.1` of the host, tried before the usual places.
+    pub libcuda: Vec<PathBuf>,
+    /// How long a process's running GPU work may take to finish before the checkpoint gives up, in
+    /// milliseconds.
+    pub lock_timeout_ms: Option<u64>,
+    /// Whether GPU memory goes by the lane: `auto`, `on`, `off`; the annotation `dev.cryopod.lane` comes before it.
+    pub lane: lane::Mode,
+    /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`; the annotation
+    /// `dev.cryopod.gpu.sharing` comes before it.
+    pub sharing: sharing::Policy,
+}
+
+/// `[amd]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Amd {
+    /// CRIU's `amdgpu_plugin.so`.
+    pub plugin: Option<PathBuf>,
+}
+
+/// `[limits]`: how long each thing may take, in seconds.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// A whole checkpoint.
+    pub checkpoint_s: u64,
+    /// A whole restore, until the container runs.
+    pub restore_s: u64,
+    /// One question to another program (`crun state`, `criu --version`).
+    pub tool_s: u64,
+    /// The driver agent's start: loading the driver's library.
+    pub agent_s: u64,
+    /// How long an interrupted checkpoint may take to give up by itself.
+    pub abort_s: u64,
+    /// What a disk takes or gives at the least, in MiB a second: a checkpoint or restore of much data may take longer than
+    /// `checkpoint_s` or `restore_s`, as long as the data would at this rate.
+    pub slowest_mib_s: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            checkpoint_s: 3600,
+            restore_s: 3600,
+            tool_s: 30,
+            agent_s: 60,
+            abort_s: 120,
+            slowest_mib_s: 50,
+        }
+    }
+}
+
+impl Limits {
+    /// One question to another program.
+    pub fn tool(&self) -> Duration {
+        Duration::from_secs(self.tool_s)
+    }
+
+    /// A whole checkpoint of this many bytes.
+    pub fn checkpoint(&self, bytes: u64) -> Duration {
+        self.at_least(self.checkpoint_s, bytes)
+    }
+
+    /// A whole restore of this many bytes.
+    pub fn restore(&self, bytes: u64) -> Duration {
+        self.at_least(self.restore_s, bytes)
+    }
+
+    fn at_least(&self, seconds: u64, bytes: u64) -> Duration {
+        Duration::from_secs(seconds.max((bytes >> 20) / self.slowest_mib_s.max(1)))
+    }
+}
+
+impl Config {
+    /// The configuration of this host; the defaults if there is no file.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn load() -> Result<Self, ConfigError> {
+        match std::env::var_os("CRYOPOD_CONFIG") {
+            Some(path) => Self::read(Path::new(&path), true),
+            None => Self::read(Path::new(PATH), false),
+        }
+    }
+
+    /// Folders in which checkpoints are searched that others build upon, and the large files of checkpoints.
+    pub fn search(&self) -> Vec<PathBuf> {
+        let parents = self.lane.parents.iter().cloned();
+        parents.chain(self.store.folders()).collect()
+    }
+
+    /// How far archives and annotations may reach.
+    pub fn ceiling<'a>(&'a self, host: &'a Host, spec: &'a Spec) -> Ceiling<'a> {
+        Ceiling {
+            host,
+            spec,
+            lifts: Lifts {
+                other_gpus: self.gpu.allow_others,
+                mounts: &self.mounts.allow,
+                criu_folders: &self.criu.config_folders,
+            },
+        }
+    }
+
+    fn read(path: &Path, required: bool) -> Result<Self, ConfigError> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if !required && e.kind() == io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            Err(source) => {
+                return Err(ConfigError::Read {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+        };
+        Self::parse(&text, path)
+    }
+
+    fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let invalid = |reason: String| ConfigError::Invalid {
+            path: path.to_owned(),
+            reason,
+        };
+        let config: Self =
+            toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
+        config
+            .lane
+            .config()
+            .map_err(|e| invalid(format!("lane: {e}")))?;
+        let l = &config.limits;
+        for (key, value) in [
+            ("checkpoint_s", l.checkpoint_s),
+            ("restore_s", l.restore_s),
+            ("tool_s", l.tool_s),
+            ("agent_s", l.agent_s),
+            ("abort_s", l.abort_s),
+        ] {
+            if !(1..=7 * 24 * 3600).contains(&value) {
+                return Err(invalid(format!(
+                    "limits.{key} = {value} is not within 1 second and 7 days"
+                )));
+            }
+        }
+        if !(1..=1 << 20).contains(&l.slowest_mib_s) {
+            return Err(invalid(format!(
+                "limits.slowest_mib_s = {} is not within 1 and {}",
+                l.slowest_mib_s,
+                1 << 20
+            )));
+        }
+        if let Some(path) = config.mounts.allow.iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "mounts.allow: {} is no absolute path",
+                path.display()
+            )));
+        }
+        let folders = &config.criu.config_folders;
+        if let Some(path) = folders.iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "criu.config_folders: {} is no absolute path",
+                path.display()
+            )));
+        }
+        if let Some(path) = config.store.folders().iter().find(|p| !p.is_absolute()) {
+            return Err(invalid(format!(
+                "store: {} is no absolute path",
+                path.display()
+            )));
+        }
+        if let Some(map) = &config.gpu.map {
+            map.parse::<cryopod_gpu_plan::gpumap::Wish>()
+                .map_err(|e| invalid(format!("gpu.map: {e}")))?;
+        }
+        // Of privileges only this file decides, and no annotation.
+        let known = |key: &&String| switches::known(key) || *key == PRIVILEGES_CHECK;
+        if let Some(key) = config.checks.keys().find(|key| !known(key)) {
+            return Err(invalid(format!(
+                "checks.{key}: no such check; there are {}, {}",
+                PRIVILEGES_CHECK,
+                switches::names()
+            )));
+        }
+        for key in config.criu.options.keys() {
+            if key.is_empty()
+                || !key
+                    .bytes()
+                    .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+            {
+                return Err(invalid(format!(
+                    "criu.options.{key:?} is not the name of a CRIU option"
+                )));
+            }
+            if matches!(key.as_str(), "libdir" | "action-script") {
+                return Err(invalid(format!(
+                    "criu.options.{key} is set by cryopod for each operation"
+                )));
+            }
+        }
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("c.toml")).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn defaults_and_values() {
+        assert_eq!(parse("").unwrap(), Config::default());
+        let c = parse("[runtime]\nlow_level = \"runc\"\n[criu.options]\nghost-limit = \"300M\"\nlink-remap = true\n[limits]\ntool_s = 5\n").unwrap();
+        assert_eq!(c.runtime.low_level.as_deref(), Some("runc"));
+        assert_eq!(c.criu.options["link-remap"], CriuValue::Flag(true));
+        assert_eq!((c.limits.tool_s, c.limits.checkpoint_s), (5, 3600));
+    }
+
+    #[test]
+    fn limits_grow_with_the_data() {
+        let limits = parse("[limits]\ncheckpoint_s = 60\nslowest_mib_s = 100\n")
+            .unwrap()
+            .limits;
+        for (bytes, seconds) in [
+            (0, 60),
+            (6000 << 20, 60),
+            (6100 << 20, 61),
+            (1 << 40, 10485),
+        ] {
+            assert_eq!(limits.checkpoint(bytes), Duration::from_secs(seconds));
+        }
+        assert_eq!(limits.restore(1 << 30), Duration::from_secs(3600));
+    }
+
+    #[test]
+    fn mistakes_name_file_and_key() {
+        for (text, needle) in [
+            ("[runtime]\nlow_levle = \"runc\"", "low_levle"),
+            ("[limits]\ntool_s = 0", "limits.tool_s = 0"),
+            ("[limits]\nslowest_mib_s = 0", "limits.slowest_mib_s = 0"),
+            ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
+            ("[criu.options]\n\"a b\" = true", "a b"),
+            ("[gpu]\nmap = \"0\"", "gpu.map"),
+            ("[nvidia]\nlane = \"yes\"", "lane"),
+            ("[nvidia]\nsharing = \"yes\"", "sharing = \"yes\""),
+            ("[lane]\nchunk_kib = 100", "chunk_kib"),
+            ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
+            ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
+            ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
+            (
+                "[criu]\nconfig_folders = [\"etc\"]",
+                "criu.config_folders: etc",
+            ),
+            ("[gpu]\nallow_others = \"yes\"", "allow_others"),
+            ("[store]\npath = \"opt\"", "store: opt"),
+            ("[store]\nsearch = [\"/a\", \"b\"]", "store: b"),
+            ("[store]\nuse = \"yes\"", "use"),
+            ("runtime = 1", "runtime"),
+            ("[", "c.toml"),
+        ] {
+            let e = parse(text).unwrap_err();
+            assert!(
+                e.starts_with("c.toml: ") && e.contains(needle),
+                "{text}: {e}"
+            );
+        }
+        assert_eq!(
+            Config::read(Path::new("/no/such"), false).unwrap(),
+            Config::default()
+        );
+        assert!(Config::read(Path::new("/no/such"), true).is_err());
+    }
+}

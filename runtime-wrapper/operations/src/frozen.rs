@@ -1,0 +1,317 @@
+//! Freezes a container's cgroup while its files are read.
+//!
+//! For a container with a GPU, CRIU stops the processes of its tree by ptrace and leaves the cgroup alone. Processes that
+//! an engine's `exec` started are in the cgroup, and no part of that tree: they would go on writing.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cryopod_archive::text::printable;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+
+/// How long the kernel may take to freeze a cgroup.
+const LIMIT: Duration = Duration::from_secs(5);
+const TICK: Duration = Duration::from_millis(1);
+
+/// The cgroup of a container's first process, frozen. Dropped, it is as it was.
+#[derive(Debug)]
+pub struct Frozen {
+    /// The file to write to, and what thaws; `None` if the cgroup was frozen already, or nobody has to be.
+    thaw: Option<(PathBuf, &'static str)>,
+}
+
+/// A freezer of either version.
+struct Freezer {
+    dir: PathBuf,
+    v2: bool,
+}
+
+impl Freezer {
+    fn of(host: &Host, init: i32) -> Option<Self> {
+        let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
+        let own = host.text("/proc/self/cgroup").unwrap_or_default();
+        let found = cgroups.lines().filter_map(|line| {
+            let (kind, path) = parsed(line)?;
+            // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze itself.
+            let mut ours = own.lines().filter_map(parsed);
+            if ours.any(|(of, own)| of == kind && own.starts_with(path)) {
+                return None;
+            }
+            // Never the root; `..` leads out of this program's cgroup namespace.
+            let path = path.strip_prefix("/").ok()?;
+            let mut names = path.components();
+            if path == Path::new("") || !names.all(|c| matches!(c, Component::Normal(_))) {
+                return None;
+            }
+            let (roots, file, v2) = match kind {
+                "" => (
+                    &["/sys/fs/cgroup", "/sys/fs/cgroup/unified"][..],
+                    "cgroup.freeze",
+                    true,
+                ),
+                kind if kind.split(',').any(|k| k == "freezer") => (
+                    &["/sys/fs/cgroup/freezer", "/sys/fs/cgroup"][..],
+                    "freezer.state",
+                    false,
+                ),
+                _ => return None,
+            };
+            let dirs = roots.iter().map(|root| host.path(root).join(path));
+            let dir = dirs.into_iter().find(|dir| dir.join(file).exists())?;
+            Some(Self { dir, v2 })
+        });
+        // On a hybrid host the container's limits, and so its members, are in version 1.
+        found.min_by_key(|freezer| freezer.v2)
+    }
+
+    fn file(&self) -> PathBuf {
+        let name = if self.v2 {
+            "cgroup.freeze"
+        } else {
+            "freezer.state"
+        };
+        self.dir.join(name)
+    }
+
+    fn reads(&self, name: &str, line: &str) -> bool {
+        std::fs::read_to_string(self.dir.join(name))
+            .is_ok_and(|text| text.lines().any(|found| found == line))
+    }
+
+    fn is_frozen(&self) -> bool {
+        if self.v2 {
+            self.reads("cgroup.events", "frozen 1")
+        } else {
+            self.reads("freezer.state", "FROZEN")
+        }
+    }
+
+    /// Freezes it.
+    fn freeze(&self) -> io::Result<Frozen> {
+        if self.is_frozen() {
+            return Ok(Frozen { thaw: None });
+        }
+        let (freeze, thaw) = if self.v2 {
+            ("1", "0")
+        } else {
+            ("FROZEN", "THAWED")
+        };
+        write(&self.file(), freeze)?;
+        // From here on it is thawed again, whatever happens.
+        let frozen = Frozen {
+            thaw: Some((self.file(), thaw)),
+        };
+        let end = Instant::now() + LIMIT;
+        while !self.is_frozen() {
+            if Instant::now() >= end {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(TICK);
+        }
+        Ok(frozen)
+    }
+
+    /// Members of the cgroup, and of those below it.
+    fn members(&self) -> Vec<i32> {
+        let mut found = Vec::new();
+        let mut dirs = vec![self.dir.clone()];
+        while let Some(dir) = dirs.pop() {
+            let pids = std::fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
+            found.extend(pids.lines().filter_map(|l| l.parse::<i32>().ok()));
+            let below = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+            dirs.extend(below.map(|e| e.path()));
+        }
+        found
+    }
+}
+
+/// Controllers and path of a line of `/proc/PID/cgroup`.
+fn parsed(line: &str) -> Option<(&str, &Path)> {
+    let mut parts = line.splitn(3, ':').skip(1);
+    Some((parts.next()?, Path::new(parts.next()?)))
+}
+
+fn write(file: &Path, text: &str) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).open(file)?;
+    file.write_all(text.as_bytes())
+}
+
+impl Frozen {
+    /// Freezes the cgroup of the container whose first process is `init`, and whose process tree is stopped. Where no
+    /// cgroup can be frozen, the tree must be all that the cgroup has.
+    ///
+    /// # Errors
+    /// A text that names a process which would go on running.
+    pub fn of(host: &Host, init: i32) -> Result<Self, String> {
+        let nothing = Self { thaw: None };
+        let Some(freezer) = Freezer::of(host, init) else {
+            return Ok(nothing);
+        };
+        let why = match freezer.freeze() {
+            Ok(frozen) => return Ok(frozen),
+            Err(e) => e,
+        };
+        let tree = live::tree(host, init);
+        let members = freezer.members();
+        let Some(other) = members.iter().find(|pid| !tree.contains(pid)) else {
+            return Ok(nothing);
+        };
+        let comm = host.line(format!("/proc/{other}/comm")).unwrap_or_default();
+        Err(format!(
+            "process {other} ({}) is in the container's cgroup {} and not among the descendants of its first process, so it would go on changing files, and the cgroup cannot be frozen ({why}); end it (it may be an exec), then checkpoint again",
+            printable(&comm),
+            freezer.dir.display()
+        ))
+    }
+}
+
+/// CRIU's image of the cgroups.
+const CGROUP_IMAGE: &str = "cgroup.img";
+const IMAGE_MAX: u64 = 16 << 20;
+/// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.
+const RESTORED_FROZEN: &[u8] = b"freezer.state\x12\x06FROZEN";
+const RESTORED_THAWED: &[u8] = b"freezer.state\x12\x06THAWED";
+
+/// A container that was dumped while it was paused is to run when it is restored: CRIU notes that version 1's freezer was
+/// frozen, and freezes again.
+///
+/// # Errors
+/// What the system says.
+pub fn restored_thawed(images: &Path) -> io::Result<()> {
+    let path = images.join(CGROUP_IMAGE);
+    let mut image = match cryopod_host::files::read_bounded(&path, IMAGE_MAX) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        image => image?,
+    };
+    let mut changed = false;
+    for at in 0..image.len().saturating_sub(RESTORED_FROZEN.len() - 1) {
+        let here = &mut image[at..at + RESTORED_FROZEN.len()];
+        if here == RESTORED_FROZEN {
+            here.copy_from_slice(RESTORED_THAWED);
+            changed = true;
+        }
+    }
+    if changed {
+        std::fs::write(&path, &image)?;
+    }
+    Ok(())
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if let Some((file, thaw)) = &self.thaw
+            && let Err(e) = write(file, thaw)
+        {
+            tracing::error!(
+                "{}: the container's cgroup cannot be thawed: {e}; write {thaw} to that file",
+                file.display()
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn host(cgroups: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Host) {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+        fs::write(dir.path().join("proc/7/cgroup"), cgroups).unwrap();
+        fs::write(dir.path().join("proc/7/stat"), "7 (init) t 1 7 7").unwrap();
+        for (name, text) in files {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        (dir, host)
+    }
+
+    #[test]
+    fn a_paused_container_is_restored_running() {
+        let dir = tempfile::tempdir().unwrap();
+        restored_thawed(dir.path()).unwrap();
+        let path = dir.path().join(CGROUP_IMAGE);
+        for (before, after) in [
+            (RESTORED_FROZEN, RESTORED_THAWED),
+            (b"freezer.state\x12\x06FRO", b"freezer.state\x12\x06FRO"),
+            (b"", b""),
+        ] {
+            let around = |image: &[u8]| [b"x".as_slice(), image, b"y"].concat();
+            fs::write(&path, around(before)).unwrap();
+            restored_thawed(dir.path()).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), around(after));
+        }
+    }
+
+    #[test]
+    fn what_is_frozen_stays_frozen() {
+        for (cgroups, file, frozen) in [
+            ("0::/c\n", "sys/fs/cgroup/c/cgroup.freeze", "1"),
+            (
+                "3:cpu,freezer:/c\n0::/\n",
+                "sys/fs/cgroup/freezer/c/freezer.state",
+                "FROZEN",
+            ),
+        ] {
+            let events = ("sys/fs/cgroup/c/cgroup.events", "populated 1\nfrozen 1\n");
+            let (dir, host) = host(cgroups, &[(file, frozen), events]);
+            drop(Frozen::of(&host, 7).unwrap());
+            assert_eq!(fs::read_to_string(dir.path().join(file)).unwrap(), frozen);
+        }
+    }
+
+    #[test]
+    fn the_root_and_other_namespaces_cgroups_are_left_alone() {
+        for cgroups in ["0::/\n", "0::/../x\n", "0::/a/../../x\n"] {
+            let (_dir, host) = host(
+                cgroups,
+                &[
+                    ("sys/fs/cgroup/cgroup.freeze", "0"),
+                    ("sys/fs/x/cgroup.freeze", "0"),
+                    ("sys/fs/cgroup/x/cgroup.freeze", "0"),
+                ],
+            );
+            assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
+        }
+    }
+
+    #[test]
+    fn this_program_does_not_freeze_itself() {
+        for (own, frozen) in [("0::/c\n", false), ("0::/c/x\n", false), ("0::/d\n", true)] {
+            let files = [
+                ("proc/self/cgroup", own),
+                ("sys/fs/cgroup/c/cgroup.freeze", "0"),
+            ];
+            let (_dir, host) = host("0::/c\n", &files);
+            assert_eq!(Freezer::of(&host, 7).is_some(), frozen, "{own}");
+        }
+    }
+
+    /// A cgroup that does not freeze: nobody else may be in it.
+    #[test]
+    fn members_outside_of_the_tree_are_refused_where_nothing_freezes() {
+        let (dir, host) = host(
+            "0::/c\n",
+            &[
+                ("sys/fs/cgroup/c/cgroup.procs", "7\n"),
+                ("sys/fs/cgroup/c/below/cgroup.procs", ""),
+                ("proc/8/comm", "ba\x1b[2Jd\n"),
+            ],
+        );
+        // Opening it for writing fails, also for root.
+        fs::create_dir(dir.path().join("sys/fs/cgroup/c/cgroup.freeze")).unwrap();
+        Frozen::of(&host, 7).unwrap();
+        let below = dir.path().join("sys/fs/cgroup/c/below/cgroup.procs");
+        fs::write(below, "8\n").unwrap();
+        let error = Frozen::of(&host, 7).unwrap_err();
+        assert!(error.contains("process 8"), "{error}");
+        assert!(!error.contains('\x1b'), "{error:?}");
+    }
+}

@@ -1,0 +1,264 @@
+//! The archived `/dev`: device nodes in a gzipped tar archive are given other numbers, and nodes are added.
+//!
+//! The archive is GNU tar's, with sparse files, and only passes through: block by block, each entry as it is unless it
+//! is one of the nodes. Names longer than a header come in an entry of their own before it (types `L` and `x`).
+
+use crate::error::Error;
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use flate2::Compression;
+use flate2::read::MultiGzDecoder;
+use flate2::write::GzEncoder;
+use tar::{EntryType, Header};
+
+const BLOCK: usize = 512;
+/// Largest extension header (a long name) that is taken, in bytes.
+const MAX_EXTENSION: u64 = 1 << 20;
+
+/// A device node that the archive is to have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// Its path below the archived folder.
+    pub path: PathBuf,
+    /// The archived node whose mode, owner and times it takes.
+    pub model: PathBuf,
+    /// Permission bits, owner and group, if the model is not in the archive (it is mounted): without it that is an error.
+    pub otherwise: Option<(u32, u32, u32)>,
+    /// Device major.
+    pub major: u64,
+    /// Device minor.
+    pub minor: u64,
+}
+
+/// Why an archive cannot be rewritten.
+#[derive(Debug, thiserror::Error)]
+pub enum TarError {
+    /// It cannot be read or written.
+    #[error("{path}: {what}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A node that it should hold is not in it.
+    #[error(
+        "{path}: the archived /dev has no device {model:?}, of which cryopod.json says that the container has it; the archive is damaged"
+    )]
+    NoModel {
+        /// The file.
+        path: PathBuf,
+        /// The missing node.
+        model: PathBuf,
+    },
+}
+
+/// Copies the archive with these nodes.
+///
+/// # Errors
+/// [`TarError`]; `to` may then be left incomplete.
+pub fn rewrite(from: &Path, to: &Path, nodes: &[Node]) -> Result<(), TarError> {
+    let io = |path: &Path, what| {
+        let path = path.to_owned();
+        move |source| TarError::Io { path, what, source }
+    };
+    let unread = "cannot read the archived /dev";
+    let unwritten = "cannot write the changed /dev";
+    let input = File::open(from).map_err(io(from, unread))?;
+    let output = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)
+        .map_err(io(to, unwritten))?;
+    let mut packer = GzEncoder::new(BufWriter::new(output), Compression::fast());
+    let mut copy = Copy {
+        input: MultiGzDecoder::new(BufReader::new(input)),
+        output: &mut packer,
+        nodes,
+        models: vec![None; nodes.len()],
+    };
+    copy.run().map_err(io(from, unread))?;
+    let models = std::mem::take(&mut copy.models);
+    for (node, model) in nodes.iter().zip(models) {
+        let Some(mut header) = model.or_else(|| fresh(node)) else {
+            return Err(TarError::NoModel {
+                path: from.to_owned(),
+                model: node.model.clone(),
+            });
+        };
+        add(&mut packer, &mut header, node).map_err(io(to, unwritten))?;
+    }
+    packer
+        .write_all(&[0; 2 * BLOCK])
+        .and_then(|()| packer.finish()?.flush())
+        .map_err(io(to, unwritten))
+}
+
+struct Copy<'a, R, W> {
+    input: R,
+    output: W,
+    nodes: &'a [Node],
+    /// The header of each node's model, once it has been seen.
+    models: Vec<Option<Header>>,
+}
+
+impl<R: Read, W: Write> Copy<'_, R, W> {
+    fn run(&mut self) -> io::Result<()> {
+        // Extension headers that belong to the next entry, and the name that they give it.
+        let mut ahead: Vec<u8> = Vec::new();
+        let mut long_name: Option<PathBuf> = None;
+        let mut header = Header::new_gnu();
+        loop {
+            if !self.block(header.as_mut_bytes())? || header.as_bytes().iter().all(|b| *b == 0) {
+                return Ok(());
+            }
+            checked(&header)?;
+            let kind = header.entry_type();
+            if matches!(kind.as_byte(), b'L' | b'K' | b'x') {
+                let size = header.entry_size()?;
+                if size > MAX_EXTENSION {
+                    return Err(invalid("a name is too long"));
+                }
+                ahead.extend(header.as_bytes());
+                let start = ahead.len();
+                let padded = size.next_multiple_of(BLOCK as u64);
+                let got = (&mut self.input).take(padded).read_to_end(&mut ahead)?;
+                if got as u64 != padded || ahead.len() as u64 > 4 * MAX_EXTENSION {
+                    return Err(invalid("it is cut off"));
+                }
+                let content = ahead.get(start..).and_then(|c| c.get(..size as usize));
+                if let Some(name) = content.and_then(|c| named(kind, c)) {
+                    long_name = Some(name);
+                }
+                continue;
+            }
+            let name = match long_name.take() {
+                Some(name) => name,
+                None => header.path()?.into_owned(),
+            };
+            let name = name.strip_prefix(".").unwrap_or(&name).to_owned();
+            if kind == EntryType::Char {
+                for (node, model) in self.nodes.iter().zip(&mut self.models) {
+                    if node.model == name {
+                        *model = Some(header.clone());
+                    }
+                }
+            }
+            // What has the name of a node makes way: the node comes at the end.
+            let mut sink = io::sink();
+            let dropped = self.nodes.iter().any(|n| n.path == name);
+            let out: &mut dyn Write = if dropped { &mut sink } else { &mut self.output };
+            out.write_all(&std::mem::take(&mut ahead))?;
+            out.write_all(header.as_bytes())?;
+            content(&mut self.input, out, &header)?;
+        }
+    }
+
+    /// Reads one block; `false` at the end.
+    fn block(&mut self, into: &mut [u8; BLOCK]) -> io::Result<bool> {
+        match self.input.read_exact(into) {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+/// Copies what follows an entry's header: the rest of a sparse file's map, and the data.
+fn content(input: &mut impl Read, out: &mut dyn Write, header: &Header) -> io::Result<()> {
+    let sparse = header
+        .as_gnu()
+        .filter(|_| header.entry_type() == EntryType::GNUSparse);
+    let mut more = sparse.is_some_and(tar::GnuHeader::is_extended);
+    while more {
+        let mut map = tar::GnuExtSparseHeader::new();
+        input.read_exact(map.as_mut_bytes())?;
+        more = map.is_extended();
+        out.write_all(map.as_bytes())?;
+    }
+    let size = match header.entry_type() {
+        // These have no data, whatever the header says.
+        EntryType::Char | EntryType::Block | EntryType::Directory | EntryType::Fifo => 0,
+        EntryType::Link | EntryType::Symlink => 0,
+        _ => header.entry_size()?,
+    };
+    let padded = size
+        .checked_next_multiple_of(BLOCK as u64)
+        .ok_or_else(|| invalid("a size is too large"))?;
+    match io::copy(&mut input.take(padded), out)? {
+        copied if copied == padded => Ok(()),
+        _ => Err(invalid("it is cut off")),
+    }
+}
+
+/// A header for a node without a model.
+fn fresh(node: &Node) -> Option<Header> {
+    let (mode, uid, gid) = node.otherwise?;
+    let mut header = Header::new_gnu();
+    header.set_mode(mode);
+    header.set_uid(uid.into());
+    header.set_gid(gid.into());
+    header.set_mtime(0);
+    Some(header)
+}
+
+fn add(out: &mut impl Write, header: &mut Header, node: &Node) -> io::Result<()> {
+    let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
+    header.set_path(Path::new(".").join(&node.path))?;
+    header.set_entry_type(EntryType::Char);
+    header.set_size(0);
+    header.set_device_major(number(node.major)?)?;
+    header.set_device_minor(number(node.minor)?)?;
+    header.set_cksum();
+    out.write_all(header.as_bytes())
+}
+
+fn checked(header: &Header) -> io::Result<()> {
+    let bytes = header.as_bytes();
+    // The sum of all bytes, its own eight taken as blanks.
+    let sum: u32 = bytes
+        .iter()
+        .enumerate()
+        .map(|(i, b)| u32::from(if (148..156).contains(&i) { b' ' } else { *b }))
+        .sum();
+    if header.cksum()? == sum {
+        Ok(())
+    } else {
+        Err(invalid("a header's sum is wrong"))
+    }
+}
+
+/// The name that an extension header gives to the next entry.
+fn named(kind: EntryType, content: &[u8]) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = |bytes: &[u8]| PathBuf::from(std::ffi::OsStr::from_bytes(bytes));
+    match kind.as_byte() {
+        b'L' => Some(path(content.split(|b| *b == 0).next().unwrap_or_default())),
+        b'x' => tar::PaxExtensions::new(content)
+            .filter_map(Result::ok)
+            .filter(|e| e.key_bytes() == b"path")
+            .map(|e| path(e.value_bytes()))
+            .last(),
+        _ => None,
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+impl From<TarError> for Error {
+    fn from(error: TarError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+#[cfg(test)]
+#[path = "devtar_tests.rs"]
+mod tests;

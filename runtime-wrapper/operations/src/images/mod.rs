@@ -1,0 +1,262 @@
+//! An image folder with some files rewritten, for one restore; the user's folder is only read.
+//!
+//! The overlay lies in the operation's folder: the rewritten files, and for every other entry of the image folder a
+//! link. The links are relative and name no other link on their way: CRIU opens images by the folder's descriptor from
+//! within the container as well, where an absolute path would lead elsewhere, while a relative one is followed from
+//! the folder on, through the mounts of the host.
+
+pub mod devtar;
+pub mod mountpoints;
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
+use std::path::{Component, Path, PathBuf};
+
+use cryopod_archive::names;
+use cryopod_archive::store::Found;
+use cryopod_gpu_plan::remap::{Remap, Target};
+use cryopod_host::nodes::NodeSource;
+
+use crate::argv::Invocation;
+use crate::error::Error;
+use crate::op::Operation;
+
+pub use devtar::TarError;
+pub use mountpoints::MountsError;
+
+/// The overlay's name in the operation's folder.
+const FOLDER: &str = "images";
+/// Entries of an image folder that are linked; CRIU makes a few for each process.
+const MAX_ENTRIES: usize = 1 << 20;
+
+/// Refuses an image folder that has links. Nothing that writes checkpoints makes any but CRIU's `parent`, and CRIU would
+/// read any file of the host in place of memory, and rewrite it as the container's.
+///
+/// # Errors
+/// [`Error::Failed`] names the link.
+pub fn no_links(images: &Path) -> Result<(), Error> {
+    let unread = || format!("{}: the image folder cannot be read", images.display());
+    let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
+    for entry in entries.take(MAX_ENTRIES) {
+        let entry = entry.map_err(Error::io(unread()))?;
+        let link = entry.file_type().is_ok_and(|t| t.is_symlink());
+        let parent = entry.file_name() == names::PARENT_LINK;
+        if link && !(parent && entry.path().is_dir()) {
+            return Err(Error::Failed(format!(
+                "restore refused, nothing was started: {}: a link, and a checkpoint has none; put the file itself there if you trust it",
+                entry.path().display()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Makes the overlay if the archived `/dev` has to change, or files are in a store; `None`: the images can be used as
+/// they are.
+///
+/// # Errors
+/// [`Error`]: nothing was started.
+pub fn overlay(
+    op: &Operation,
+    images: &Path,
+    remap: &Remap,
+    stored: Option<&Found>,
+) -> Result<Option<PathBuf>, Error> {
+    let changed = changed(remap);
+    if changed.is_empty() && stored.is_none() {
+        return Ok(None);
+    }
+    let images = images.canonicalize().map_err(Error::io(format!(
+        "{}: the image folder cannot be read",
+        images.display()
+    )))?;
+    let rewritten = match changed.is_empty() {
+        true => Vec::new(),
+        false => rewritten(&images, remap, changed)?,
+    };
+    if rewritten.is_empty() && stored.is_none() {
+        return Ok(None);
+    }
+    let folder = op.file(FOLDER);
+    DirBuilder::new()
+        .mode(0o700)
+        .create(&folder)
+        .map_err(Error::io(format!("{}: cannot be made", folder.display())))?;
+    let folder = folder
+        .canonicalize()
+        .map_err(Error::io(format!("{}: cannot be read", folder.display())))?;
+    for (file, nodes) in &rewritten {
+        devtar::rewrite(&images.join(file), &folder.join(file), nodes)?;
+    }
+    link_rest(&images, &folder)?;
+    if let Some(stored) = stored {
+        link_stored(stored, &folder)?;
+    }
+    Ok(Some(folder))
+}
+
+/// Links the files of a store's entry that the overlay does not have yet.
+fn link_stored(stored: &Found, folder: &Path) -> Result<(), Error> {
+    let entry = stored.entry.canonicalize().map_err(Error::io(format!(
+        "{}: the store's entry cannot be read",
+        stored.entry.display()
+    )))?;
+    for file in &stored.reference.files {
+        let link = folder.join(&file.name);
+        if link.symlink_metadata().is_err() {
+            symlink(relative(folder, &entry.join(&file.name)), &link)
+                .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
+        }
+    }
+    Ok(())
+}
+
+/// The archives of `/dev` that have to change, and their new nodes.
+fn rewritten(
+    images: &Path,
+    remap: &Remap,
+    changed: Vec<&Target>,
+) -> Result<Vec<(String, Vec<devtar::Node>)>, Error> {
+    let mounts = mountpoints::read(images)?;
+    let mut rewritten: Vec<(String, Vec<devtar::Node>)> = Vec::new();
+    for target in changed {
+        let mount = mountpoints::covering(&mounts, &target.path);
+        let Some(mount) = mount.filter(|m| m.archived) else {
+            let bound = remap
+                .recorded(&target.from)
+                .is_some_and(|n| n.source == NodeSource::BindMount);
+            if bound || mount.is_some_and(|m| m.external) {
+                // The host's own folder: its nodes are there under their native names.
+                tracing::info!("{}: comes from the host, and is not archived", target.path);
+                continue;
+            }
+            return Err(Error::Failed(format!(
+                "{}: the checkpoint keeps this node in the container's file system, not in a /dev of its own, where it cannot be moved to {}; restore where the checkpoint's own GPUs are. The checkpoint is untouched",
+                target.from, target.host_path
+            )));
+        };
+        let below = |path: &str| {
+            let path = Path::new(path).strip_prefix(&mount.path).ok()?;
+            Some(path.to_owned())
+        };
+        let (Some(path), Some(model)) = (below(&target.path), below(&target.from)) else {
+            continue;
+        };
+        let node = devtar::Node {
+            path,
+            model,
+            otherwise: remap
+                .recorded(&target.from)
+                .filter(|n| n.source == NodeSource::BindMount)
+                .and_then(|_| access(&target.host_path)),
+            major: target.major,
+            minor: target.minor,
+        };
+        let file = format!("tmpfs-dev-{}.tar.gz.img", mount.device);
+        match rewritten.iter_mut().find(|(f, _)| *f == file) {
+            Some((_, nodes)) => nodes.push(node),
+            None => rewritten.push((file, vec![node])),
+        }
+    }
+    Ok(rewritten)
+}
+
+/// Permission bits, owner and group of this host's node.
+fn access(path: &str) -> Option<(u32, u32, u32)> {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.mode() & 0o7777, meta.uid(), meta.gid()))
+}
+
+/// The nodes that the archived `/dev` has not as they are to be. A bind mount's node is none of them: the mount is made
+/// anew, from the spec.
+fn changed(remap: &Remap) -> Vec<&Target> {
+    let bound = |t: &&Target| {
+        remap
+            .recorded(&t.path)
+            .is_some_and(|n| n.source == NodeSource::BindMount)
+    };
+    let mut changed = remap.changed();
+    changed.retain(|t| !bound(t));
+    changed
+}
+
+/// Links everything that the overlay does not have itself.
+fn link_rest(images: &Path, folder: &Path) -> Result<(), Error> {
+    let unread = || format!("{}: the image folder cannot be read", images.display());
+    let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
+    for (i, entry) in entries.enumerate() {
+        if i >= MAX_ENTRIES {
+            return Err(Error::Failed(format!(
+                "{}: more than {MAX_ENTRIES} entries, which no checkpoint has",
+                images.display()
+            )));
+        }
+        let entry = entry.map_err(Error::io(unread()))?;
+        let link = folder.join(entry.file_name());
+        if link.symlink_metadata().is_ok() {
+            continue;
+        }
+        // CRIU's `parent`, the only link (`no_links`), is followed here, as later on nothing may depend on it.
+        if entry.file_type().is_ok_and(|t| t.is_symlink())
+            && entry.file_name() != names::PARENT_LINK
+        {
+            tracing::warn!("{}: a link, left out", entry.path().display());
+            continue;
+        }
+        let Ok(target) = entry.path().canonicalize() else {
+            tracing::warn!("{}: leads nowhere", entry.path().display());
+            continue;
+        };
+        symlink(relative(folder, &target), &link)
+            .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
+    }
+    Ok(())
+}
+
+/// The way from a folder to a file, both absolute and without links.
+fn relative(folder: &Path, file: &Path) -> PathBuf {
+    let shared = folder
+        .components()
+        .zip(file.components())
+        .take_while(|(a, b)| a == b)
+        .count();
+    let up = folder.components().count() - shared;
+    let mut way: PathBuf = std::iter::repeat_n(Component::ParentDir, up).collect();
+    way.extend(file.components().skip(shared));
+    way
+}
+
+/// The command line with another image folder. CRIU's log stays where it would have been.
+pub fn with_image_path(
+    args: &[OsString],
+    inv: &Invocation,
+    folder: &Path,
+    images: &Path,
+) -> Vec<OsString> {
+    let mut line = args.to_vec();
+    let place = inv.flags.last_place("image-path");
+    let word = place.and_then(|i| args.get(i)).map(|w| w.to_string_lossy());
+    let mut flags: Vec<OsString> = Vec::new();
+    match (place, word.as_deref().and_then(|w| w.split_once('='))) {
+        (Some(i), Some((flag, _))) => {
+            let mut new = OsString::from(format!("{flag}="));
+            new.push(folder);
+            line.splice(i..=i, [new]);
+        }
+        (Some(i), None) => {
+            line.splice(i + 1..=i + 1, [folder.into()]);
+        }
+        (None, _) => flags.extend(["--image-path".into(), folder.into()]),
+    }
+    if inv.flags.value("work-path").is_none_or(|w| w.is_empty()) {
+        flags.extend(["--work-path".into(), images.into()]);
+    }
+    let at = (inv.verb_at + 1).min(line.len());
+    line.splice(at..at, flags);
+    line
+}
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;

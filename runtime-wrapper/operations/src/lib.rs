@@ -1,0 +1,130 @@
+//! The OCI runtime wrapper.
+//!
+//! `cryopod-runtime` stands where an engine expects runc or crun and takes the same command line. It finds the
+//! low-level runtime ([`lowlevel`]), decodes just enough of the command line to know the verb ([`argv`]), and
+//! for every verb but two becomes the low-level runtime by exec: same arguments, descriptors, environment and
+//! exit code, and no cryopod process afterwards.
+//!
+//! `checkpoint` and `restore` of a container with GPU device nodes go another way ([`checkpoint`],
+//! [`restore`]): plan, a private folder for the operation with the CRIU plugins it needs and no others
+//! ([`op`]), a CRIU configuration that keeps the user's ([`criuconf`]), and the low-level runtime as a child
+//! ([`child`]) that is watched until it ends. CRIU asks back before a checkpoint becomes final ([`gate`]): only
+//! when the seal is safely on disk may the container die.
+
+pub mod agent;
+pub mod argv;
+pub mod around;
+pub mod avoid;
+pub mod bundle;
+mod bundle_render;
+pub mod checkpoint;
+pub mod child;
+pub mod choose;
+pub mod compressed;
+pub mod config;
+pub mod context;
+pub mod cpuset;
+mod criu_elf;
+pub mod criu_helpers;
+pub mod criuconf;
+pub mod criufile;
+pub mod criuopts;
+pub mod error;
+pub mod facts;
+pub mod foresee;
+mod frozen;
+pub mod gate;
+pub mod images;
+pub mod lane;
+pub mod log;
+mod loopback;
+pub mod lowlevel;
+pub mod lsm;
+pub mod op;
+pub mod passthrough;
+mod pause;
+pub mod plugins;
+pub mod preflight;
+pub mod privileges;
+#[cfg(test)]
+mod reach_tests;
+pub mod reasons;
+pub mod restore;
+pub mod rootfs;
+mod runtime_log;
+mod searchable;
+pub mod setup;
+mod state;
+pub mod store;
+pub mod suspended;
+mod widowed;
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::ExitCode;
+
+use argv::{Invocation, Verb};
+use config::Config;
+use context::Context;
+use error::Error;
+use lowlevel::LowLevel;
+
+/// The whole program. Returns only if it did not become the low-level runtime.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    let called_as = argv.first().map(Path::new).and_then(Path::file_name);
+    if called_as == Some(gate::HOOK_NAME.as_ref()) {
+        return gate::hook(Path::new(&argv[0]));
+    }
+    let args: Vec<OsString> = argv.into_iter().skip(1).collect();
+    let ctx = match context(args) {
+        Ok(ctx) => ctx,
+        Err((args, e)) => {
+            // The log that the engine reads, if the command line names one.
+            let globals = argv::decode(lowlevel::Kind::Runc, &args).map(|i| i.globals);
+            log::init(globals.as_ref());
+            return fail(&e);
+        }
+    };
+    match argv::decode(ctx.low.kind, &ctx.args) {
+        Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
+        Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
+        Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
+        Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
+        other => {
+            // Before the container exists, where it asks for it.
+            if let Some(inv) = other.as_ref().filter(|i| i.verb == Verb::Create)
+                && let Err(e) = avoid::create(&ctx, inv.verb_at)
+            {
+                log::init(Some(&inv.globals));
+                return fail(&e);
+            }
+            let e = passthrough::exec(&ctx.low, &ctx.args);
+            log::init(other.map(|i| i.globals).as_ref());
+            fail(&e)
+        }
+    }
+}
+
+fn context(args: Vec<OsString>) -> Result<Context, (Vec<OsString>, Error)> {
+    let found = Config::load()
+        .map_err(Error::from)
+        .and_then(|config| Ok((LowLevel::find(&config)?, config)));
+    match found {
+        Ok((low, config)) => Ok(Context { config, low, args }),
+        Err(e) => Err((args, e)),
+    }
+}
+
+fn run(
+    ctx: &Context,
+    inv: &Invocation,
+    verb: fn(&Context, &Invocation) -> Result<ExitCode, Error>,
+) -> ExitCode {
+    log::init(Some(&inv.globals));
+    verb(ctx, inv).unwrap_or_else(|e| fail(&e))
+}
+
+fn fail(e: &Error) -> ExitCode {
+    log::error(&e.to_string());
+    ExitCode::FAILURE
+}

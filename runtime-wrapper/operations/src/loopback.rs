@@ -1,0 +1,70 @@
+//! The loopback device of a network namespace that runc has made: CRIU gets it as one that it need not restore ("Runc
+//! doesn't manage network devices"), and at a restore runc leaves its loopback device down, which a new container has up.
+//! Nothing in the restored container could reach 127.0.0.1. CRIU's hook sets it up, before sockets are restored.
+
+use std::fs::File;
+use std::io;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use cryopod_host::spec::Spec;
+use nix::sched::{CloneFlags, setns};
+
+/// In an operation's folder: the hook is to do this.
+pub const FILE: &str = "loopback";
+/// The stage of CRIU's restore at which the network namespace is there, and no socket yet.
+pub const STAGE: &str = "setup-namespaces";
+
+/// Has the runtime made the container's network namespace? One with a path is the engine's.
+pub fn own_network(spec: &Spec) -> bool {
+    let namespaces = spec.json().pointer("/linux/namespaces");
+    let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
+    namespaces.any(|n| {
+        let path = n.get("path").and_then(|p| p.as_str()).unwrap_or_default();
+        n.get("type").is_some_and(|t| t == "network") && path.is_empty()
+    })
+}
+
+/// Sets the loopback device up in the network namespace of this file. The calling thread stays in that namespace.
+///
+/// # Errors
+/// What the system says.
+pub fn up(namespace: &Path) -> io::Result<()> {
+    setns(File::open(namespace)?, CloneFlags::CLONE_NEWNET)?;
+    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+    // SAFETY: a plain structure of numbers, for which zeros are a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(b"lo") {
+        *to = libc::c_char::from_ne_bytes([*from]);
+    }
+    // SAFETY: reads and writes `request`, which the kernel fills in for the name there.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS as _, &mut request) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the flags are what the call before has filled in; both are numbers in a union.
+    unsafe { request.ifr_ifru.ifru_flags |= libc::IFF_UP as libc::c_short };
+    // SAFETY: reads `request`.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &request) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn whose_network_it_is() {
+        let own = |namespaces| {
+            own_network(&Spec::from_json(
+                json!({"linux": {"namespaces": namespaces}}),
+            ))
+        };
+        assert!(own(json!([{"type": "pid"}, {"type": "network"}])));
+        assert!(!own(json!([{"type": "network", "path": "/run/netns/x"}])));
+        assert!(!own(json!([{"type": "pid"}])));
+    }
+}

@@ -1,0 +1,212 @@
+//! `pause` and `resume` of a container whose checkpoint is to be of the moment of its pause.
+//!
+//! Engines that checkpoint several containers as one pause all of them, checkpoint each, and resume all. The GPU driver
+//! must lock a process's CUDA calls while the process runs, and the checkpoint of a paused container resumes it for that:
+//! it would move while the others stand still. With [`ANNOTATION`] the lock is taken at the pause. The checkpoint finds it,
+//! needs the drivers' threads alone from then on, and leaves the container paused and locked; `resume` unlocks.
+//!
+//! A lock outlives the programs that took it. A container that is never checkpointed is unlocked by its `resume`; one that
+//! is killed needs nothing. If somebody else thawed its cgroup, `cryopod resume` unlocks it.
+
+use std::process::ExitCode;
+use std::time::SystemTime;
+
+use cryopod_cuda::client::Client;
+use cryopod_cuda::suspend::{self, Done, How, SuspendError};
+use cryopod_gpu_plan::live;
+use cryopod_gpu_plan::plan;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::{Output, SystemTools};
+use cryopod_host::spec::Spec;
+
+use crate::agent::{Agent, SOCKET};
+use crate::argv::Invocation;
+use crate::context::Context;
+use crate::error::Error;
+use crate::op::Operation;
+use crate::state::{State, verb};
+use crate::suspended::{self, Record};
+use crate::{facts, passthrough, plugins};
+
+/// Asks for the driver's lock at the pause: `on` or `off`.
+pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
+
+/// Pauses a container.
+///
+/// # Errors
+/// [`Error`]: the container goes on running.
+pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let host = Host::system();
+    let tools = SystemTools::from_env();
+    let state = State::ask(ctx, inv, &tools);
+    let Some(state) = state.filter(|s| !s.paused && !s.created) else {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    };
+    let spec = state.spec(ctx, inv);
+    let nodes = plan::container_nodes(&host, &spec, state.init);
+    if !wanted(&spec)? || nodes.iter().all(|n| n.vendor != Vendor::Nvidia) {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    suspended::sweep(&host);
+    if Record::of(&host, state.init).is_some() {
+        // `cryopod suspend` has done the driver's part.
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    let pids = live::tree(&host, state.init);
+    let driver = Driver::start(ctx, &host)?;
+    let record = |done: &Done| Record {
+        version: 1,
+        name: inv.id.clone(),
+        init: state.init,
+        start_time: live::start_time(&host, state.init).unwrap_or(0),
+        since: facts::rfc3339(SystemTime::now()),
+        folder: None,
+        digest: None,
+        processes: done.processes.clone(),
+        locked_at_pause: true,
+    };
+    let mut note = |done: &Done| record(done).write().map_err(|e| e.to_string());
+    let done = suspend::lock(&mut driver.connect()?, &pids, &driver.how, &mut note);
+    let done = match done {
+        Ok(done) => done,
+        Err(SuspendError::Unused) => {
+            drop(driver);
+            return Err(passthrough::exec(&ctx.low, &ctx.args));
+        }
+        Err(e @ SuspendError::Unsettled(_)) => {
+            drop(driver);
+            return Err(Error::Failed(format!(
+                "pause of {} failed: {e}; `cryopod resume pid:{}` unlocks it, or says that it runs",
+                inv.id, state.init
+            )));
+        }
+        Err(e) => {
+            // The agent unlocks what was locked.
+            drop(driver);
+            if let Some(record) = Record::of(&host, state.init) {
+                record.remove();
+            }
+            return Err(Error::Failed(format!(
+                "pause of {} failed and it goes on running: {e}",
+                inv.id
+            )));
+        }
+    };
+    let paused = verb(ctx, inv, "pause", &tools);
+    if !paused.as_ref().is_ok_and(|out| out.code == 0) {
+        unlock(&driver, &host, &record(&done));
+    }
+    hand_on(inv, &paused?)
+}
+
+/// Resumes a container.
+///
+/// # Errors
+/// [`Error`]; the message says whether it runs.
+pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let host = Host::system();
+    let tools = SystemTools::from_env();
+    let locked = suspended::any()
+        .then(|| State::ask(ctx, inv, &tools))
+        .flatten()
+        .and_then(|state| Record::of(&host, state.init))
+        .filter(|record| record.locked_at_pause);
+    let Some(record) = locked else {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    };
+    // Before the container runs: without the driver it would hang in its next CUDA call.
+    let driver = Driver::start(ctx, &host)
+        .map_err(|e| Error::Failed(format!("{} stays paused: {e}; resume it again", inv.id)))?;
+    let resumed = verb(ctx, inv, "resume", &tools)?;
+    if resumed.code == 0 && !unlock(&driver, &host, &record) {
+        return Err(Error::Failed(format!(
+            "{0} runs, but its CUDA calls wait: the GPU driver did not unlock it; try `cryopod resume pid:{1}`",
+            inv.id, record.init
+        )));
+    }
+    hand_on(inv, &resumed)
+}
+
+/// Does the spec ask for the lock?
+fn wanted(spec: &Spec) -> Result<bool, Error> {
+    match spec.annotation(ANNOTATION) {
+        None | Some("off") => Ok(false),
+        Some("on") => Ok(true),
+        Some(other) => Err(Error::Failed(format!(
+            "{ANNOTATION}: {other:?} is neither \"on\" nor \"off\". Nothing was touched"
+        ))),
+    }
+}
+
+/// Unlocks the processes of a record and removes it; `false` if the driver would not.
+fn unlock(driver: &Driver, host: &Host, record: &Record) -> bool {
+    let done = driver.connect().and_then(|mut client| {
+        match suspend::resume(&mut client, &record.processes, &[], &driver.how) {
+            // Somebody else has unlocked them.
+            Ok(_) | Err(SuspendError::Running | SuspendError::NotSuspended) => Ok(()),
+            Err(e) => Err(Error::Failed(e.to_string())),
+        }
+    });
+    let gone = live::tree(host, record.init).is_empty();
+    match done {
+        Err(e) if !gone => {
+            tracing::warn!("{}: not unlocked: {e}", record.name);
+            false
+        }
+        _ => {
+            record.remove();
+            true
+        }
+    }
+}
+
+/// What the low-level runtime said, as it would have.
+fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
+    if out.code == 0 {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let why = out.stderr.trim();
+    let word = if inv.verb == crate::argv::Verb::Pause {
+        "pause"
+    } else {
+        "resume"
+    };
+    Err(Error::Failed(format!("{word} of {}: {why}", inv.id)))
+}
+
+/// The driver agent and its operation.
+struct Driver {
+    agent: Option<Agent>,
+    op: Operation,
+    how: How,
+}
+
+impl Driver {
+    fn start(ctx: &Context, host: &Host) -> Result<Self, Error> {
+        let op = Operation::new()?;
+        let found = plugins::find(&ctx.config, host).nvidia;
+        let found: Vec<_> = found.into_iter().collect();
+        let agent = Some(Agent::of_operation(&ctx.config, &found, &op)?);
+        let lane = ctx.config.lane.config().map_err(Error::Failed)?;
+        let how = How {
+            lane,
+            folder: None,
+            lock_timeout_ms: ctx.config.nvidia.lock_timeout_ms.unwrap_or(10_000),
+            step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
+        };
+        Ok(Self { agent, op, how })
+    }
+
+    fn connect(&self) -> Result<Client, Error> {
+        let client = Client::connect(&self.op.file(SOCKET));
+        client.map_err(|e| Error::Failed(format!("the driver agent: {e}")))
+    }
+}
+
+impl Drop for Driver {
+    /// Waits for the agent, which puts things in order, before its folder goes.
+    fn drop(&mut self) {
+        drop(self.agent.take());
+    }
+}

@@ -1,0 +1,310 @@
+//! Would this checkpoint restore on this host? Everything that must hold, looked at before anything is started; a restore
+//! refuses with all that does not hold at once, and `cryopod check ARCHIVE` prints it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use cryopod_archive::seal::{Gpu, Seal};
+use cryopod_cuda::report::AgentReady;
+use cryopod_gpu_plan::amd;
+use cryopod_gpu_plan::amd::choose::{self as amd_choose, Request};
+use cryopod_gpu_plan::amd::image::Images;
+use cryopod_gpu_plan::amd::topology::Topology;
+use cryopod_gpu_plan::compat::{self, Check};
+use cryopod_gpu_plan::gpumap::Choice;
+use cryopod_gpu_plan::nvidia_compat::{self, Found, Pair};
+use cryopod_gpu_plan::plan::PlanError;
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_gpu_plan::switches::Switches;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::Tools;
+use cryopod_host::spec::Spec;
+
+use crate::agent::{Agent, AgentError};
+use crate::choose::{self, Chosen};
+use crate::config::Config;
+use crate::error::Error;
+use crate::facts::Criu;
+use crate::lowlevel::Kind;
+use crate::op::Operation;
+use crate::plugins;
+use crate::{cpuset, criu_helpers, setup};
+
+/// What this host has for a restore.
+#[derive(Debug, Default)]
+pub struct Means {
+    /// The plugins that the images need.
+    pub plugins: Vec<PathBuf>,
+    /// The driver agent, if the images hold the state of NVIDIA GPUs.
+    pub agent: Option<Agent>,
+    /// What is not there.
+    pub faults: Vec<Refusal>,
+}
+
+impl Means {
+    /// Finds it. Without an operation's folder the driver agent is not started.
+    pub fn gather(
+        config: &Config,
+        host: &Host,
+        tools: &dyn Tools,
+        criu: Option<&Criu>,
+        seal: &Seal,
+        op: Option<&Operation>,
+    ) -> Self {
+        let mut means = Self::default();
+        let here = match criu {
+            Some(criu) => {
+                let amd = plugins::uses(seal, Vendor::Amd);
+                plugins::checked(config, host, tools, criu, amd)
+            }
+            None => {
+                means.faults.push(refusal(setup::no_criu().to_string(), ""));
+                plugins::find(config, host)
+            }
+        };
+        match plugins::needed(&here, seal) {
+            Ok(plugins) => means.plugins = plugins,
+            Err(faults) => means.faults.extend(faults),
+        }
+        if let (true, Some(op)) = (plugins::uses(seal, Vendor::Nvidia), op) {
+            match Agent::of_operation(config, &means.plugins, op) {
+                Ok(agent) => means.agent = Some(agent),
+                // Where the plugin is missing the agent beside it is too, and that has been said.
+                Err(AgentError::Missing) if !means.faults.is_empty() => {}
+                Err(AgentError::Driver { error, remedy }) => means.faults.push(refusal(
+                    format!("the NVIDIA driver of this host cannot be used: {error}"),
+                    remedy,
+                )),
+                Err(e) => means
+                    .faults
+                    .push(refusal(e.to_string(), "see `cryopod check`")),
+            }
+        }
+        means
+            .faults
+            .extend(criu_helpers::restore(config, tools, &seal.criu.helpers));
+        means
+    }
+}
+
+fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
+    Refusal {
+        process: None,
+        what: what.into(),
+        remedy: remedy.into(),
+    }
+}
+
+/// What is asked.
+pub struct Question<'a> {
+    /// This host.
+    pub host: &'a Host,
+    /// The configuration.
+    pub config: &'a Config,
+    /// The checkpoint's record.
+    pub seal: &'a Seal,
+    /// The new container's spec.
+    pub spec: &'a Spec,
+    /// Which checks are on.
+    pub switches: &'a Switches,
+    /// The runtime underneath.
+    pub low: Kind,
+    /// What this host lacks.
+    pub faults: &'a [Refusal],
+    /// The driver agent's answer, if the images hold the state of NVIDIA GPUs.
+    pub agent: Option<&'a AgentReady>,
+    /// The images of CRIU's amdgpu plugin; `None`: they are not written yet, and the plugin restores on this very host.
+    pub amd: Option<&'a Images>,
+    /// Host memory that will be free by then, in bytes.
+    pub freed: u64,
+}
+
+/// What came out.
+#[derive(Debug, Default)]
+pub struct Answer {
+    /// Every check, whether it holds or not.
+    pub checks: Vec<Check>,
+    /// Reasons to refuse that are no comparison.
+    pub other: Vec<Refusal>,
+    /// The GPUs chosen, if they could be.
+    pub chosen: Option<Chosen>,
+    /// Render minors that the container may see and no others, where the AMD plugin is to have only the right choice.
+    pub amd_visible: Option<Vec<u32>>,
+    /// What CRIU's environment must hold besides.
+    pub env: Vec<(&'static str, OsString)>,
+}
+
+impl Answer {
+    /// Every reason to refuse; empty if there is none.
+    pub fn refusals(&self) -> Vec<Refusal> {
+        let mut all = self.other.clone();
+        all.extend(compat::refusals(&self.checks));
+        all
+    }
+
+    /// Which GPU takes the place of which.
+    pub fn choices(&self) -> impl Iterator<Item = &Choice> {
+        self.chosen.iter().flat_map(|c| &c.gpus)
+    }
+
+    /// The choice, if nothing stands in the way.
+    ///
+    /// # Errors
+    /// Every reason at once.
+    pub fn settled(&mut self) -> Result<Chosen, Error> {
+        let refusals = self.refusals();
+        match self.chosen.take() {
+            Some(chosen) if refusals.is_empty() => Ok(chosen),
+            _ => Err(PlanError::RestoreRefused(refusals).into()),
+        }
+    }
+}
+
+/// Looks at everything.
+///
+/// # Errors
+/// Only what makes the question meaningless, as a map that cannot be read. What stands in the way of a restore is in the
+/// answer.
+pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
+    let seal = question.seal;
+    let mut answer = Answer {
+        other: question.faults.to_vec(),
+        ..Answer::default()
+    };
+    if question.low == Kind::Crun {
+        let obstacle = cpuset::obstacle(question.host, question.spec);
+        answer.other.extend(obstacle);
+    }
+    let images = question.amd.filter(|_| plugins::uses(seal, Vendor::Amd));
+    let decided = match images {
+        Some(images) => amd(question, images, &mut answer)?,
+        None => None,
+    };
+    let agent = question.agent;
+    // A check that is off must not steer the choice either; where checks are made, a GPU of another model is for them
+    // to refuse, with everything else that does not fit.
+    let given = choose::Given {
+        by_memory: question.switches.on("nvidia-free-memory"),
+        any_model: plugins::uses(seal, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
+        amd: decided,
+    };
+    if images.is_some() && given.amd.is_none() {
+        // There is no choice to go on from.
+    } else {
+        let (host, config, spec) = (question.host, question.config, question.spec);
+        match choose::choose(host, config, seal, spec, agent, given) {
+            Ok(chosen) => answer.chosen = Some(chosen),
+            Err(Error::Plan(PlanError::RestoreRefused(reasons))) => answer.other.extend(reasons),
+            Err(e) => return Err(e),
+        }
+    }
+    if plugins::uses(seal, Vendor::Nvidia) {
+        nvidia(question, agent, &mut answer);
+    }
+    Ok(answer)
+}
+
+fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answer) {
+    let mut gpus = choose::nvidia_here(question.host, agent);
+    let said = agent.map_or(&[][..], |a| &a.gpus);
+    nvidia_compat::enrich(&mut gpus, said);
+    let found = Found {
+        driver: choose::nvidia_driver(question.host, agent),
+        free: Found::free_of(said),
+        available: nvidia_compat::available_memory(question.host)
+            .map(|bytes| bytes.saturating_add(question.freed)),
+        container_limit: nvidia_compat::memory_limit(question.spec),
+        gpus,
+    };
+    let known = |gpu: &Gpu| found.gpus.iter().find(|g| g.id == gpu.id).cloned();
+    let pairs: Option<Vec<(Gpu, Gpu)>> = answer.chosen.as_ref().map(|chosen| {
+        chosen
+            .gpus
+            .iter()
+            .filter(|c| c.old.vendor == Vendor::Nvidia)
+            .map(|c| {
+                (
+                    c.old.clone(),
+                    known(&c.new).unwrap_or_else(|| c.new.clone()),
+                )
+            })
+            .collect()
+    });
+    let pairs: Option<Vec<Pair<'_>>> = pairs
+        .as_ref()
+        .map(|all| all.iter().map(|(old, new)| (old, new)).collect());
+    answer.checks.extend(nvidia_compat::checks(
+        &question.seal.gpu,
+        &found,
+        pairs.as_deref(),
+        question.switches,
+    ));
+}
+
+/// The GPUs that CRIU's amdgpu plugin is to restore on; `None` if the images do not say what they need.
+fn amd(
+    question: &Question<'_>,
+    images: &Images,
+    answer: &mut Answer,
+) -> Result<Option<Vec<Choice>>, Error> {
+    let switches = amd_switches(question.switches);
+    answer.env = switches
+        .environment()
+        .into_iter()
+        .map(|(name, value)| (name, value.into()))
+        .collect();
+    let recorded = &question.seal.gpu.gpus;
+    let kfd = images.kfd.iter();
+    let mut sources: Vec<Topology> = kfd.map(|i| i.topology.clone()).collect();
+    for source in &mut sources {
+        source.label(recorded);
+    }
+    let target = Topology::read(question.host);
+    let (host, config, spec) = (question.host, question.config, question.spec);
+    let permitted = choose::amd_offered(host, config, spec, &question.seal.gpu);
+    let request = Request {
+        sources: &sources,
+        target: &target,
+        permitted: permitted.as_deref(),
+        wish: &choose::wish(question.config, question.spec)?,
+        switches: &switches,
+    };
+    let choice = match amd_choose::choose(&request) {
+        Ok(choice) => choice,
+        Err(refused) => {
+            answer.other.push(refusal(
+                refused.reason.clone(),
+                "the checks that follow say what differs",
+            ));
+            answer.checks.extend(refused.checks);
+            // Nodes may still be chosen, so that all that is wrong with the others is told.
+            return Ok(None);
+        }
+    };
+    tracing::info!("{}", choice.sentence);
+    answer.checks.extend(choice.checks.clone());
+    answer.amd_visible = Some(choice.visible.clone());
+    let here = amd::gpus(question.host);
+    let by_minor = |gpus: &[Gpu], minor: u32| {
+        gpus.iter()
+            .find(|g| g.vendor == Vendor::Amd && g.render_minor == Some(minor.into()))
+            .cloned()
+    };
+    let pairs = choice.pairs.iter().filter_map(|pair| {
+        Some(Choice {
+            old: by_minor(recorded, pair.source.render_minor())?,
+            new: by_minor(&here, pair.target.render_minor())?,
+            why: "CRIU's amdgpu plugin restores there".into(),
+        })
+    });
+    Ok(Some(pairs.collect()))
+}
+
+fn amd_switches(switches: &Switches) -> amd::checks::Switches {
+    let mut all = amd::checks::Switches::default();
+    for switch in amd::checks::Switch::ALL {
+        all = all.with(switch, switches.on(switch.name()));
+    }
+    all
+}

@@ -1,0 +1,516 @@
+//! Compares what CRIU's images give the restored processes with what the engine's spec gives them.
+//!
+//! CRIU restores credentials, seccomp, labels, namespaces and mounts as the images say; no runtime applies its spec to
+//! them. The images come with the archive, perhaps from a stranger. So whatever they give beyond the spec is refused,
+//! unless the configuration switches the check `privileges` off: an annotation cannot.
+
+use std::fs::OpenOptions;
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::criu::ImageError;
+use cryopod_archive::criu::privileges::{self, Mount, NAMESPACES, Privileges, Thread};
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
+use crate::config::{Config, PRIVILEGES_CHECK};
+
+/// Largest image that is read, in bytes.
+const MAX_IMAGE: u64 = 16 << 20;
+/// Refusals that are told.
+const MAX_TOLD: usize = 20;
+
+/// Capabilities by their numbers.
+const CAPABILITIES: [&str; 41] = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "SETGID",
+    "SETUID",
+    "SETPCAP",
+    "LINUX_IMMUTABLE",
+    "NET_BIND_SERVICE",
+    "NET_BROADCAST",
+    "NET_ADMIN",
+    "NET_RAW",
+    "IPC_LOCK",
+    "IPC_OWNER",
+    "SYS_MODULE",
+    "SYS_RAWIO",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+    "SYS_PACCT",
+    "SYS_ADMIN",
+    "SYS_BOOT",
+    "SYS_NICE",
+    "SYS_RESOURCE",
+    "SYS_TIME",
+    "SYS_TTY_CONFIG",
+    "MKNOD",
+    "LEASE",
+    "AUDIT_WRITE",
+    "AUDIT_CONTROL",
+    "SETFCAP",
+    "MAC_OVERRIDE",
+    "MAC_ADMIN",
+    "SYSLOG",
+    "WAKE_ALARM",
+    "BLOCK_SUSPEND",
+    "AUDIT_READ",
+    "PERFMON",
+    "BPF",
+    "CHECKPOINT_RESTORE",
+];
+const SYS_ADMIN: u64 = 1 << 21;
+
+/// Mount options of a spec that take something away, and their flags.
+const LIMITS: [(&str, &str, u32); 4] = [
+    ("ro", "rw", 1),
+    ("nosuid", "suid", 2),
+    ("nodev", "dev", 4),
+    ("noexec", "exec", 8),
+];
+const READ_ONLY: u32 = 1;
+/// Paths that specs mask or make read-only and every kernel has; without the mount over them a container reaches the
+/// host. Others differ between kernels, and a checkpoint of another host may lack them.
+const GUARDED: [&str; 6] = [
+    "/proc/kcore",
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+    "/proc/irq",
+    "/proc/bus",
+    "/proc/fs",
+];
+/// File systems that any container may have new instances of.
+const ORDINARY: [&str; 3] = ["tmpfs", "devpts", "mqueue"];
+
+/// Why the images could not be compared.
+#[derive(Debug, thiserror::Error)]
+pub enum PrivilegesError {
+    /// An image cannot be opened or read.
+    #[error("{path}: cannot be read: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// An image is damaged, or says too little.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+}
+
+/// What is compared with.
+#[derive(Debug, Clone, Copy)]
+pub struct Given<'a> {
+    /// This host.
+    pub host: &'a Host,
+    /// The engine's spec.
+    pub spec: &'a Spec,
+    /// Mounts that no spec names, of the host's own files: read-only whatever the images say.
+    pub read_only: &'a [String],
+    /// CRIU gives every process the label of the new spec (`--lsm-profile`).
+    pub relabelled: bool,
+}
+
+/// Reads the images of a folder and compares them.
+///
+/// # Errors
+/// [`PrivilegesError`]: they cannot be compared.
+pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
+    let found = privileges::read(|name| open(images, name))?;
+    Ok(beyond(&found, given))
+}
+
+/// What to do about what goes beyond the spec: an empty list if nothing does, or the check is off.
+///
+/// # Errors
+/// [`PrivilegesError`]: they cannot be compared, and the check is on.
+pub fn settle(
+    config: &Config,
+    images: &Path,
+    given: Given<'_>,
+) -> Result<Vec<Refusal>, PrivilegesError> {
+    let on = config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true);
+    match check(images, given) {
+        found if on => found,
+        Ok(found) => {
+            for refusal in found {
+                tracing::warn!("the check {PRIVILEGES_CHECK} is off: {}", refusal.what);
+            }
+            Ok(Vec::new())
+        }
+        Err(e) => {
+            tracing::warn!("the check {PRIVILEGES_CHECK} is off: {e}");
+            Ok(Vec::new())
+        }
+    }
+}
+
+/// What the running processes `pids` have beyond their own spec: a restore of their checkpoint would be refused for it.
+/// Empty if the check is off.
+pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<Refusal> {
+    if !config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true) || !spec.json().is_object() {
+        return Vec::new();
+    }
+    let bounds = Bounds::of(Given {
+        host,
+        spec,
+        read_only: &[],
+        relabelled: false,
+    });
+    let threads = pids.iter().flat_map(|pid| threads(host, *pid));
+    let mut told: Vec<String> = threads.flat_map(|t| bounds.thread(&t)).collect();
+    told.dedup();
+    told.truncate(MAX_TOLD);
+    let refusal = |what: String| Refusal {
+        process: None,
+        what: what.replace(" in the images", ""),
+        remedy: format!(
+            "end the process (one that `exec --privileged` has left, say), or set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml, for the restore too"
+        ),
+    };
+    told.into_iter().map(refusal).collect()
+}
+
+/// The threads of a running process, as `/proc` shows them; those that are gone are left out.
+fn threads(host: &Host, pid: i32) -> Vec<Thread> {
+    let folder = format!("/proc/{pid}/task");
+    let comm = host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let label = host.line(format!("/proc/{pid}/attr/current"));
+    // AppArmor adds its mode: `profile (enforce)`.
+    let label = label.map(|l| l.split(" (").next().unwrap_or_default().to_owned());
+    let thread = |tid: String| {
+        let status = host.text(format!("{folder}/{tid}/status")).ok()?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+            line.strip_prefix(':').map(str::trim)
+        };
+        let sets = ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"];
+        let sets = sets.map(|set| u64::from_str_radix(field(set)?, 16).ok());
+        Some(Thread {
+            pid: u32::try_from(pid).ok()?,
+            tid: tid.parse().ok()?,
+            comm: comm.clone(),
+            capabilities: sets.into_iter().flatten().fold(0, |all, set| all | set),
+            no_new_privs: field("NoNewPrivs") == Some("1"),
+            seccomp: field("Seccomp")?.parse().ok()?,
+            label: label.clone().filter(|l| !l.is_empty()),
+        })
+    };
+    host.names(&folder).into_iter().filter_map(thread).collect()
+}
+
+fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
+    let path = images.join(name);
+    let read = || -> io::Result<Option<Vec<u8>>> {
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = match OpenOptions::new()
+            .read(true)
+            .custom_flags(flags)
+            .open(&path)
+        {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        let meta = file.metadata()?;
+        if !meta.is_file() || meta.len() > MAX_IMAGE {
+            return Err(io::Error::other(
+                "it is no file of a size that such an image has",
+            ));
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_IMAGE).read_to_end(&mut bytes)?;
+        Ok(Some(bytes))
+    };
+    read().map_err(|source| PrivilegesError::Read {
+        path: path.clone(),
+        source,
+    })
+}
+
+/// Everything in which the images go beyond the spec.
+pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
+    let bounds = Bounds::of(given);
+    let mut told: Vec<String> = Vec::new();
+    told.extend(found.threads.iter().flat_map(|t| bounds.thread(t)));
+    told.extend(namespaces(found, given));
+    told.extend(bounds.mounts(&found.mounts));
+    told.dedup();
+    let more = told.len().saturating_sub(MAX_TOLD);
+    told.truncate(MAX_TOLD);
+    if more > 0 {
+        told.push(format!("{more} more things go beyond the spec"));
+    }
+    let refusal = |what| Refusal {
+        process: None,
+        what,
+        remedy: format!(
+            "start the new container with the same privileges, or, if the checkpoint is trusted, set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml"
+        ),
+    };
+    told.into_iter().map(refusal).collect()
+}
+
+/// What the spec gives a process.
+struct Bounds<'a> {
+    given: Given<'a>,
+    capabilities: u64,
+    no_new_privs: bool,
+    seccomp: bool,
+    label: Option<&'a str>,
+}
+
+impl<'a> Bounds<'a> {
+    fn of(given: Given<'a>) -> Self {
+        let json = given.spec.json();
+        let text = |pointer: &str| json.pointer(pointer).and_then(Value::as_str);
+        let label = text("/process/apparmorProfile")
+            .filter(|l| !l.is_empty() && *l != "unconfined")
+            .filter(|_| given.host.path("/sys/kernel/security/apparmor").is_dir());
+        let context = text("/process/selinuxLabel")
+            .filter(|l| !l.is_empty() && given.host.path("/sys/fs/selinux").is_dir());
+        let seccomp = json.pointer("/linux/seccomp");
+        let open = seccomp.is_none_or(|s| {
+            let allows = s.get("defaultAction").and_then(Value::as_str) == Some("SCMP_ACT_ALLOW");
+            let rules = s.get("syscalls").and_then(Value::as_array);
+            s.is_null() || allows && rules.is_none_or(Vec::is_empty)
+        });
+        Self {
+            given,
+            capabilities: capabilities(json),
+            no_new_privs: json
+                .pointer("/process/noNewPrivileges")
+                .and_then(Value::as_bool)
+                == Some(true),
+            seccomp: !open,
+            label: label.or(context),
+        }
+    }
+
+    fn thread(&self, thread: &Thread) -> Vec<String> {
+        let mut told = Vec::new();
+        let who = format!("process {} ({:?})", thread.pid, thread.comm);
+        let more = thread.capabilities & !self.capabilities;
+        if more != 0 {
+            let names: Vec<String> = (0..64).filter(|n| more >> n & 1 == 1).map(name).collect();
+            told.push(format!(
+                "{who} has capabilities in the images that the spec does not give: {}",
+                names.join(", ")
+            ));
+        }
+        if self.no_new_privs && !thread.no_new_privs {
+            told.push(format!(
+                "{who} may gain privileges in the images, and the spec says noNewPrivileges"
+            ));
+        }
+        if self.seccomp && thread.seccomp == 0 {
+            told.push(format!(
+                "{who} has no seccomp filter in the images, and the spec has one"
+            ));
+        }
+        if let Some(want) = self.label {
+            let same = thread.label.as_deref().is_some_and(|is| {
+                self.given.relabelled
+                    || is == want
+                    || is.strip_prefix(want).is_some_and(|r| r.starts_with("//"))
+            });
+            if !same {
+                let is = thread.label.as_deref().unwrap_or("none");
+                told.push(format!(
+                    "{who} has the label {is:?} in the images, and the spec says {want:?}"
+                ));
+            }
+        }
+        told
+    }
+
+    fn mounts(&self, mounts: &[Mount]) -> Vec<String> {
+        let mut told = Vec::new();
+        for path in self.given.read_only {
+            let open = mounts
+                .iter()
+                .any(|m| m.path == *path && m.flags & READ_ONLY == 0);
+            if open {
+                told.push(format!(
+                    "the images mount the host's files at {path} writable, and the spec does not name them"
+                ));
+            }
+        }
+        // Whoever may mount can do all of the following without a checkpoint.
+        if self.capabilities & SYS_ADMIN != 0 {
+            return told;
+        }
+        let spec = self.given.spec.json();
+        let list = spec.get("mounts").and_then(Value::as_array);
+        for mount in list.into_iter().flatten() {
+            let Some(at) = mount.get("destination").and_then(Value::as_str) else {
+                continue;
+            };
+            // runc leaves the tmpfs over cgroup v1's hierarchies writable, whatever the spec says.
+            if mount
+                .get("type")
+                .and_then(Value::as_str)
+                .is_some_and(|t| t.starts_with("cgroup"))
+            {
+                continue;
+            }
+            let options = mount.get("options").and_then(Value::as_array);
+            let options: Vec<&str> = options
+                .into_iter()
+                .flatten()
+                .filter_map(Value::as_str)
+                .collect();
+            let on = |limit: &(&str, &str, u32)| {
+                let said = options
+                    .iter()
+                    .rev()
+                    .find(|o| **o == limit.0 || **o == limit.1);
+                said == Some(&limit.0)
+            };
+            for (option, _, flag) in LIMITS.iter().filter(|l| on(l)) {
+                let is = |m: &&Mount| m.path == at.trim_end_matches('/');
+                if mounts.iter().filter(is).any(|m| m.flags & flag == 0) {
+                    told.push(format!(
+                        "the images mount {at} without {option}, and the spec says {option}"
+                    ));
+                }
+            }
+        }
+        for (pointer, flag) in [
+            ("/linux/readonlyPaths", READ_ONLY),
+            ("/linux/maskedPaths", 0),
+        ] {
+            let list = spec.pointer(pointer).and_then(Value::as_array);
+            for path in list.into_iter().flatten().filter_map(Value::as_str) {
+                let there = |m: &Mount| m.path == path && m.flags & flag == flag;
+                if mounts.iter().any(there) || !self.given.host.path(path).exists() {
+                    continue;
+                }
+                match GUARDED.contains(&path) {
+                    true => told.push(format!(
+                        "the images leave {path} open, which the spec closes"
+                    )),
+                    false => tracing::warn!(
+                        "the images leave {path} open, which the spec closes and the checkpoint's host may not have had"
+                    ),
+                }
+            }
+        }
+        let root = mounts.iter().find(|m| m.path == "/").map(|m| m.device);
+        told.extend(mounts.iter().filter_map(|m| self.file_system(m, root)));
+        told
+    }
+
+    /// A new instance of a file system that the spec does not mount there. `root`: the device of the container's own.
+    fn file_system(&self, mount: &Mount, root: Option<u32>) -> Option<String> {
+        let name = privileges::fs_type(mount.fs_type)?;
+        let own = mount.path == "/" || name == "overlay" && root == Some(mount.device);
+        if mount.external || own || ORDINARY.contains(&name) {
+            return None;
+        }
+        let spec = self.given.spec.json();
+        let list = spec.get("mounts").and_then(Value::as_array);
+        let named = list.into_iter().flatten().any(|m| {
+            let text = |key: &str| m.get(key).and_then(Value::as_str).unwrap_or_default();
+            let cgroup = |t: &str| t.starts_with("cgroup");
+            let of_type = text("type") == name || cgroup(name) && cgroup(text("type"));
+            of_type && Path::new(&mount.path).starts_with(text("destination"))
+        });
+        (!named).then(|| {
+            format!(
+                "the images mount a {name} at {}, and the spec does not",
+                mount.path
+            )
+        })
+    }
+}
+
+/// The bounding set, and whatever else the spec names.
+fn capabilities(spec: &Value) -> u64 {
+    let sets = spec
+        .pointer("/process/capabilities")
+        .and_then(Value::as_object);
+    let names = sets
+        .into_iter()
+        .flat_map(|sets| sets.values())
+        .filter_map(Value::as_array)
+        .flatten()
+        .filter_map(Value::as_str);
+    names.fold(0, |all, name| {
+        let name = name.trim_start_matches("CAP_");
+        let number = CAPABILITIES.iter().position(|c| *c == name);
+        number.map_or(all, |n| all | 1 << n)
+    })
+}
+
+fn name(number: usize) -> String {
+    match CAPABILITIES.get(number) {
+        Some(name) => format!("CAP_{name}"),
+        None => format!("capability {number}"),
+    }
+}
+
+/// Is this entry of the spec's namespaces the host's own: a path (of a pod on the host's network, say) that leads there?
+fn of_host(host: &Host, entry: &Value) -> bool {
+    let text = |key: &str| entry.get(key).and_then(Value::as_str);
+    let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
+        return false;
+    };
+    let file = match named {
+        "network" => "net",
+        "mount" => "mnt",
+        other => other,
+    };
+    let identity = |path: PathBuf| {
+        let meta = std::fs::metadata(path).ok()?;
+        Some((meta.dev(), meta.ino()))
+    };
+    let hosts = identity(host.path(format!("/proc/self/ns/{file}")));
+    hosts.is_some() && hosts == identity(host.path(path))
+}
+
+/// The spec's own namespaces: no process shares them with the host.
+fn namespaces(found: &Privileges, given: Given<'_>) -> Vec<String> {
+    let list = given
+        .spec
+        .json()
+        .pointer("/linux/namespaces")
+        .and_then(Value::as_array);
+    let types = list
+        .into_iter()
+        .flatten()
+        .filter(|n| !of_host(given.host, n))
+        .filter_map(|n| n.get("type")?.as_str());
+    let mut told = Vec::new();
+    for named in types {
+        let Some(i) = NAMESPACES.iter().position(|n| *n == named) else {
+            continue;
+        };
+        // Not recorded is CRIU's 0, the same for both: the process would stay in CRIU's.
+        let shared = found
+            .namespaces
+            .iter()
+            .find(|n| n.ids[i] == found.host.ids[i]);
+        if let Some(n) = shared {
+            told.push(format!(
+                "process {} is in the host's {named} namespace in the images, and the spec gives the container its own",
+                n.of
+            ));
+        }
+    }
+    if found.namespaces.is_empty() {
+        told.push("the images name no process's namespaces".into());
+    }
+    told
+}
+
+#[cfg(test)]
+#[path = "privileges_tests.rs"]
+mod tests;

@@ -1,0 +1,259 @@
+//! A tar of changes, unpacked over a container's root. The tar may be a stranger's: every path is resolved as within
+//! that root, whatever links are there.
+
+use std::ffi::{CString, OsStr, OsString};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, lchown, symlink};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use nix::sys::stat::Mode;
+use tar::EntryType;
+
+use super::records::{Record, each};
+use super::{CAPABILITY, OPAQUE, WHITEOUT};
+use crate::config::rootfs::Options;
+
+/// A file's name while it is written.
+const PARTIAL: &str = ".cryopod-unpacked";
+
+/// Unpacks it, if it keeps to the bounds.
+pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
+    let root = File::open(root)?;
+    let mut options = OpenOptions::new();
+    let tar = options
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(tar)?;
+    // All of it is looked at before anything of the container is changed.
+    each(&tar, bounds, &mut |record| record.place().map(drop))?;
+    each(&tar, bounds, &mut |record| one(record, &root))
+}
+
+/// A folder of the root.
+struct Folder(OwnedFd);
+
+impl Folder {
+    fn open(root: &File, path: &Path) -> io::Result<Self> {
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        let path = if path.as_os_str().is_empty() {
+            Path::new(".")
+        } else {
+            path
+        };
+        Ok(Self(openat2(root.as_fd(), path, how)?))
+    }
+
+    /// The folder of a path, made where it is missing.
+    fn make(root: &File, path: &Path) -> io::Result<Self> {
+        match Self::open(root, path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+                    return Err(e);
+                };
+                fs::DirBuilder::new()
+                    .mode(0o755)
+                    .create(Self::make(root, parent)?.at(name))?;
+                Self::open(root, path)
+            }
+            other => other,
+        }
+    }
+
+    /// An entry of it; only for calls that do not follow a link there.
+    fn at(&self, name: &OsStr) -> PathBuf {
+        Path::new(&format!("/proc/self/fd/{}", self.0.as_raw_fd())).join(name)
+    }
+
+    fn remove(&self, name: &OsStr) -> io::Result<()> {
+        let path = self.at(name);
+        let removed = match fs::symlink_metadata(&path) {
+            Ok(meta) if meta.is_dir() => fs::remove_dir_all(&path),
+            Ok(_) => fs::remove_file(&path),
+            Err(e) => Err(e),
+        };
+        match removed {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}
+
+impl Record<'_> {
+    /// What the entry is about: a folder within the root, and a name in it; `None` for the root itself.
+    fn place(&self) -> io::Result<Option<(PathBuf, Name)>> {
+        let Some((parent, name)) = parts(&self.path)? else {
+            return Ok(None);
+        };
+        let name = if name == OPAQUE {
+            Name::Opaque
+        } else if let Some(gone) = name.as_bytes().strip_prefix(WHITEOUT.as_bytes()) {
+            // `.wh...` would be the folder above, and `.wh..` the folder itself.
+            if matches!(gone, b"" | b"." | b"..") {
+                return Err(io::Error::other("a whiteout of no name"));
+            }
+            Name::Gone(OsStr::from_bytes(gone).to_owned())
+        } else {
+            Name::There(name)
+        };
+        Ok(Some((parent, name)))
+    }
+}
+
+/// What becomes of a name.
+enum Name {
+    /// It is made, or replaced.
+    There(OsString),
+    /// It is removed.
+    Gone(OsString),
+    /// All others in its folder are removed.
+    Opaque,
+}
+
+/// A path's folder and name; `None` for the root itself.
+fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
+    let mut clean = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => clean.push(name),
+            Component::CurDir | Component::RootDir => {}
+            _ => return Err(io::Error::other("the path leads out of the container")),
+        }
+    }
+    let name = clean.file_name().map(OsStr::to_owned);
+    Ok(name.map(|n| (clean.parent().map(Path::to_owned).unwrap_or_default(), n)))
+}
+
+fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
+    let Some((parent, name)) = entry.place()? else {
+        return Ok(());
+    };
+    let folder = Folder::make(root, &parent)?;
+    let name = match name {
+        Name::There(name) => name,
+        Name::Gone(name) => return folder.remove(&name),
+        Name::Opaque => {
+            for child in fs::read_dir(folder.at(OsStr::new(".")))? {
+                folder.remove(&child?.file_name())?;
+            }
+            return Ok(());
+        }
+    };
+    let target = folder.at(&name);
+    let is_dir = fs::symlink_metadata(&target).map(|m| m.is_dir());
+    match entry.header.entry_type() {
+        EntryType::Directory => {
+            if !matches!(is_dir, Ok(true)) {
+                folder.remove(&name)?;
+                fs::DirBuilder::new().mode(0o700).create(&target)?;
+            }
+            settle(entry, &target, true)
+        }
+        EntryType::Regular => file(entry, &folder, &name, matches!(is_dir, Ok(true))),
+        EntryType::Symlink => {
+            let link = entry.link.as_ref().ok_or_else(cut_off)?;
+            folder.remove(&name)?;
+            symlink(link, &target)?;
+            settle(entry, &target, false)
+        }
+        EntryType::Link => {
+            let link = entry.link.as_ref().ok_or_else(cut_off)?;
+            let Some((parent, first)) = parts(link)? else {
+                return Err(cut_off());
+            };
+            let beside = Folder::open(root, &parent)?;
+            let first = beside.at(&first);
+            if !fs::symlink_metadata(&first)?.is_file() {
+                return Err(io::Error::other("a hard link to what is no file"));
+            }
+            folder.remove(&name)?;
+            fs::hard_link(first, &target)
+        }
+        EntryType::Fifo => {
+            folder.remove(&name)?;
+            nix::unistd::mkfifo(&target, Mode::from_bits_truncate(0o600))?;
+            settle(entry, &target, true)
+        }
+        other => {
+            tracing::warn!(
+                "/{}: an entry of kind {other:?}, left out",
+                entry.path.display()
+            );
+            Ok(())
+        }
+    }
+}
+
+fn cut_off() -> io::Error {
+    io::Error::other("a link to nothing; the archive is damaged")
+}
+
+/// Writes a file beside its place and renames it: what is there is whole, the old or the new.
+fn file(entry: &mut Record<'_>, folder: &Folder, name: &OsStr, in_the_way: bool) -> io::Result<()> {
+    let partial = folder.at(OsStr::new(PARTIAL));
+    folder.remove(OsStr::new(PARTIAL))?;
+    let mut out = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&partial)?;
+    let written = (|| {
+        let written = io::copy(entry.content, &mut out)?;
+        if written != entry.header.entry_size()? {
+            return Err(io::Error::other("the archive ends within it"));
+        }
+        settle(entry, &partial, true)?;
+        if let Some(value) = &entry.capability {
+            set(&out, value)?;
+        }
+        let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header.mtime()?);
+        out.set_modified(stamp)?;
+        if in_the_way {
+            folder.remove(name)?;
+        }
+        fs::rename(&partial, folder.at(name))
+    })();
+    if written.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    written
+}
+
+/// Owner and, but for links, mode.
+fn settle(entry: &Record<'_>, target: &Path, mode: bool) -> io::Result<()> {
+    let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
+    let header = &entry.header;
+    lchown(
+        target,
+        Some(number(header.uid()?)?),
+        Some(number(header.gid()?)?),
+    )?;
+    if mode {
+        fs::set_permissions(target, fs::Permissions::from_mode(header.mode()? & 0o7777))?;
+    }
+    Ok(())
+}
+
+fn set(file: &File, value: &[u8]) -> io::Result<()> {
+    let name = CString::new(CAPABILITY)?;
+    // SAFETY: the descriptor is open, the name ends with NUL, the value is as long as is told.
+    let done = unsafe {
+        libc::fsetxattr(
+            file.as_raw_fd(),
+            name.as_ptr(),
+            value.as_ptr().cast(),
+            value.len(),
+            0,
+        )
+    };
+    match done {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

@@ -1,0 +1,250 @@
+//! An overlay's upper folder as a tar.
+
+use std::collections::HashMap;
+use std::ffi::{CString, OsStr};
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use tar::{Builder, EntryType, Header};
+
+use super::{CAPABILITY, OPAQUE, WHITEOUT};
+use crate::config::rootfs::Options;
+
+/// Folders in folders that are followed; a descriptor is open for each.
+const MAX_DEPTH: usize = 512;
+/// Bytes of a path, as [`super::records`] takes them.
+const MAX_PATH: usize = 4096;
+
+/// Packs the folder into a new file, which only this user may read.
+///
+/// Somebody may still change the folder: every entry is opened once, without following a link, and what was opened is
+/// looked at and read. Nothing but folders and regular files is opened for more than a look at it.
+///
+/// # Errors
+/// What the system says, or what goes beyond `bounds`.
+pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
+    let _ = fs::remove_file(to);
+    let mut options = OpenOptions::new();
+    let to = options.write(true).create_new(true).mode(0o600).open(to)?;
+    let mut walk = Walk {
+        tar: Builder::new(BufWriter::with_capacity(1 << 20, to)),
+        links: HashMap::new(),
+        bounds,
+        files: 0,
+        bytes: 0,
+    };
+    walk.folder(&Entry(upper.try_clone()?), Path::new(""), 0)?;
+    let file = walk
+        .tar
+        .into_inner()?
+        .into_inner()
+        .map_err(|e| e.into_error())?;
+    file.sync_all()
+}
+
+/// Something in the folder, held open.
+struct Entry(File);
+
+impl Entry {
+    /// What has this name in the folder now; a link itself, not where it leads.
+    fn open(folder: &Self, name: &OsStr) -> io::Result<Self> {
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
+            .resolve(
+                ResolveFlag::RESOLVE_BENEATH
+                    | ResolveFlag::RESOLVE_NO_SYMLINKS
+                    | ResolveFlag::RESOLVE_NO_MAGICLINKS
+                    | ResolveFlag::RESOLVE_NO_XDEV,
+            );
+        Ok(Self(openat2(folder.0.as_fd(), name, how)?.into()))
+    }
+
+    /// It, whatever has its name by now.
+    fn path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+    }
+
+    /// Where a link leads.
+    fn link(&self) -> io::Result<PathBuf> {
+        let target = nix::fcntl::readlinkat(self.0.as_fd(), "")?;
+        Ok(target.into())
+    }
+
+    /// A regular file's contents.
+    fn contents(&self) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+        options.read(true).custom_flags(flags).open(self.path())
+    }
+
+    /// An extended attribute of a file or folder.
+    fn attribute(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+        let path = CString::new(self.path().as_os_str().as_bytes())?;
+        let name = CString::new(name)?;
+        let mut value = vec![0u8; 256];
+        // SAFETY: both strings end with NUL, and the kernel writes at most as many bytes as the buffer has.
+        let got = unsafe {
+            libc::getxattr(
+                path.as_ptr(),
+                name.as_ptr(),
+                value.as_mut_ptr().cast(),
+                value.len(),
+            )
+        };
+        if let Ok(got) = usize::try_from(got) {
+            value.truncate(got);
+            return Ok(Some(value));
+        }
+        let e = io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::ENODATA | libc::ENOTSUP) => Ok(None),
+            _ => Err(e),
+        }
+    }
+}
+
+struct Walk<'b, W: Write> {
+    tar: Builder<W>,
+    /// The first name of each file that has several.
+    links: HashMap<(u64, u64), PathBuf>,
+    bounds: &'b Options,
+    files: u64,
+    bytes: u64,
+}
+
+impl<W: Write> Walk<'_, W> {
+    fn folder(&mut self, at: &Entry, path: &Path, depth: usize) -> io::Result<()> {
+        if depth > MAX_DEPTH {
+            return Err(io::Error::other(format!(
+                "/{}: more than {MAX_DEPTH} folders in folders",
+                path.display()
+            )));
+        }
+        // A folder that was renamed without a copy of what is in it.
+        if at.attribute("trusted.overlay.redirect")?.is_some() {
+            let what = format!("/{}: a folder that overlayfs has renamed", path.display());
+            return Err(io::Error::other(what));
+        }
+        if at.attribute("trusted.overlay.opaque")?.as_deref() == Some(b"y") {
+            empty(&mut self.tar, &path.join(OPAQUE))?;
+        }
+        let mut names = fs::read_dir(at.path())?
+            .map(|entry| Ok(entry?.file_name()))
+            // One more than may be, which is then refused.
+            .take(
+                usize::try_from(self.bounds.max_files).map_or(usize::MAX, |n| n.saturating_add(1)),
+            )
+            .collect::<io::Result<Vec<_>>>()?;
+        names.sort();
+        for name in names {
+            let path = path.join(&name);
+            match Entry::open(at, &name) {
+                Ok(entry) => self.entry(&entry, &path, &name, depth)?,
+                // It was removed or renamed meanwhile.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, entry: &Entry, path: &Path, name: &OsStr, depth: usize) -> io::Result<()> {
+        self.count(path)?;
+        let meta = entry.0.metadata()?;
+        let kind = meta.file_type();
+        if kind.is_char_device() && meta.rdev() == 0 {
+            let mut whiteout = OsStr::new(WHITEOUT).to_owned();
+            whiteout.push(name);
+            empty(&mut self.tar, &path.with_file_name(whiteout))
+        } else if kind.is_dir() {
+            let mut header = header(&meta, EntryType::Directory);
+            self.tar.append_data(&mut header, path, io::empty())?;
+            self.folder(entry, path, depth + 1)
+        } else if kind.is_symlink() {
+            let mut header = header(&meta, EntryType::Symlink);
+            self.tar.append_link(&mut header, path, entry.link()?)
+        } else if kind.is_file() {
+            self.file(entry, path, &meta)
+        } else if kind.is_fifo() {
+            let mut header = header(&meta, EntryType::Fifo);
+            self.tar.append_data(&mut header, path, io::empty())
+        } else {
+            tracing::info!("/{}: a device or a socket, left out", path.display());
+            Ok(())
+        }
+    }
+
+    fn count(&mut self, path: &Path) -> io::Result<()> {
+        self.files += 1;
+        if self.files > self.bounds.max_files {
+            return Err(io::Error::other(format!(
+                "more than {} files (rootfs.max_files in the configuration)",
+                self.bounds.max_files
+            )));
+        }
+        if path.as_os_str().len() > MAX_PATH {
+            return Err(io::Error::other(format!(
+                "a path of more than {MAX_PATH} bytes"
+            )));
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, entry: &Entry, name: &Path, meta: &Metadata) -> io::Result<()> {
+        if meta.nlink() > 1 {
+            if let Some(first) = self.links.get(&(meta.dev(), meta.ino())) {
+                let mut header = header(meta, EntryType::Link);
+                return self.tar.append_link(&mut header, name, first);
+            }
+            self.links.insert((meta.dev(), meta.ino()), name.to_owned());
+        }
+        // A sparse file takes no room in the container, and all of its length in the tar.
+        self.bytes = self.bytes.saturating_add(meta.len());
+        if self.bytes > self.bounds.max_bytes() {
+            return Err(io::Error::other(format!(
+                "/{}: the files have more than {} GiB, which a restore would refuse (rootfs.max_gib in the configuration)",
+                name.display(),
+                self.bounds.max_gib
+            )));
+        }
+        if entry.attribute("trusted.overlay.metacopy")?.is_some() {
+            let what = format!("/{}: overlayfs has its contents elsewhere", name.display());
+            return Err(io::Error::other(what));
+        }
+        if let Some(value) = entry.attribute(CAPABILITY)? {
+            let key = format!("SCHILY.xattr.{CAPABILITY}");
+            self.tar
+                .append_pax_extensions([(key.as_str(), value.as_slice())])?;
+        }
+        let mut header = header(meta, EntryType::Regular);
+        header.set_size(meta.len());
+        // Exactly as long as it is told, whatever somebody writes to it meanwhile.
+        let contents = io::Read::chain(entry.contents()?, io::repeat(0));
+        let data = io::Read::take(contents, meta.len());
+        self.tar.append_data(&mut header, name, data)
+    }
+}
+
+fn empty<W: Write>(tar: &mut Builder<W>, name: &Path) -> io::Result<()> {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(EntryType::Regular);
+    header.set_mode(0o600);
+    header.set_size(0);
+    tar.append_data(&mut header, name, io::empty())
+}
+
+fn header(meta: &Metadata, kind: EntryType) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(meta.mode() & 0o7777);
+    header.set_uid(meta.uid().into());
+    header.set_gid(meta.gid().into());
+    header.set_mtime(u64::try_from(meta.mtime()).unwrap_or(0));
+    header.set_size(0);
+    header
+}

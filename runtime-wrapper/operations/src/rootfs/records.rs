@@ -1,0 +1,138 @@
+//! The entries of a tar of changes, within bounds: the tar may be a stranger's.
+//!
+//! Names that do not fit into a header come as GNU's long names and a program's capabilities as a PAX record, as
+//! [`super::capture`] writes them. What else PAX can say (another size, another name) is refused, so that nothing reads
+//! the tar in two ways.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use tar::{Archive, EntryType, Header, PaxExtensions};
+
+use super::CAPABILITY;
+use crate::config::rootfs::Options;
+
+/// Bytes of a name, as the kernel takes them.
+const MAX_NAME: u64 = 4096;
+/// Bytes of a PAX record.
+const MAX_PAX: u64 = 64 << 10;
+
+/// An entry.
+pub struct Record<'r> {
+    /// Its name.
+    pub path: PathBuf,
+    /// Where it leads, if it is a link.
+    pub link: Option<PathBuf>,
+    /// The capabilities of a program.
+    pub capability: Option<Vec<u8>>,
+    /// All else that is said of it.
+    pub header: Header,
+    /// What is in it.
+    pub content: &'r mut dyn Read,
+}
+
+/// What came ahead of an entry.
+#[derive(Default)]
+struct Ahead {
+    path: Option<PathBuf>,
+    link: Option<PathBuf>,
+    capability: Option<Vec<u8>>,
+}
+
+/// Calls `visit` with each entry of a tar, from its start.
+pub fn each(
+    tar: &File,
+    bounds: &Options,
+    visit: &mut dyn FnMut(&mut Record<'_>) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut reader = BufReader::with_capacity(32 << 10, tar);
+    reader.rewind()?;
+    let mut archive = Archive::new(reader);
+    let (mut entries, mut bytes) = (0u64, 0u64);
+    let mut ahead = Ahead::default();
+    for entry in archive.entries_with_seek()?.raw(true) {
+        let mut entry = entry?;
+        let header = entry.header().clone();
+        let size = header.entry_size()?;
+        entries += 1;
+        bytes = bytes.saturating_add(size);
+        if entries > bounds.max_files {
+            return Err(io::Error::other(format!(
+                "more than {} files (rootfs.max_files in the configuration)",
+                bounds.max_files
+            )));
+        }
+        if bytes > bounds.max_bytes() {
+            return Err(io::Error::other(format!(
+                "more than {} GiB (rootfs.max_gib in the configuration)",
+                bounds.max_gib
+            )));
+        }
+        match header.entry_type() {
+            EntryType::GNULongName => ahead.path = Some(name(&text(&mut entry, size, MAX_NAME)?)),
+            EntryType::GNULongLink => ahead.link = Some(name(&text(&mut entry, size, MAX_NAME)?)),
+            EntryType::XHeader => {
+                ahead.capability = capability(&text(&mut entry, size, MAX_PAX)?)?;
+            }
+            EntryType::XGlobalHeader => {
+                return Err(io::Error::other("a PAX record for all files"));
+            }
+            _ => {
+                let Ahead {
+                    path,
+                    link,
+                    capability,
+                } = std::mem::take(&mut ahead);
+                let path = path.unwrap_or_else(|| name(&header.path_bytes()));
+                let link = link.or_else(|| header.link_name_bytes().map(|l| name(&l)));
+                let mut record = Record {
+                    path,
+                    link,
+                    capability,
+                    header,
+                    content: &mut entry,
+                };
+                visit(&mut record).map_err(|e| {
+                    io::Error::new(e.kind(), format!("/{}: {e}", record.path.display()))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn text(entry: &mut impl Read, size: u64, max: u64) -> io::Result<Vec<u8>> {
+    if size > max {
+        return Err(io::Error::other(format!(
+            "a name or record of {size} bytes; at most {max} can be right"
+        )));
+    }
+    let mut text = Vec::new();
+    entry.read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// Up to a NUL.
+fn name(bytes: &[u8]) -> PathBuf {
+    let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
+    Path::new(OsStr::from_bytes(&bytes[..end])).to_owned()
+}
+
+fn capability(record: &[u8]) -> io::Result<Option<Vec<u8>>> {
+    let key = format!("SCHILY.xattr.{CAPABILITY}");
+    let mut found = None;
+    for extension in PaxExtensions::new(record) {
+        let extension = extension?;
+        if extension.key_bytes() != key.as_bytes() {
+            return Err(io::Error::other(format!(
+                "a PAX record of {:?}, which cryopod does not write",
+                String::from_utf8_lossy(extension.key_bytes())
+            )));
+        }
+        found = Some(extension.value_bytes().to_vec());
+    }
+    Ok(found)
+}

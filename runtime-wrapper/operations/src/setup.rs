@@ -1,0 +1,316 @@
+//! What checkpoint and restore set up alike: plugins, the driver agent, CRIU's configuration, the gate.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cryopod_cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
+use cryopod_cuda::gpu::GpuPair;
+use cryopod_cuda::lane::LaneConfig;
+use cryopod_cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_gpu_plan::nvidia_compat;
+use cryopod_gpu_plan::plan::CheckpointPlan;
+use cryopod_host::nodes::Vendor;
+use cryopod_host::programs::Tools;
+use cryopod_host::spec::Spec;
+
+use crate::agent::{self, Agent};
+use crate::argv::{Invocation, Verb};
+use crate::context::Context;
+use crate::criuconf::{self, Extra, Reader};
+use crate::error::Error;
+use crate::facts::{self, Criu};
+use crate::gate::Gate;
+use crate::lane;
+use crate::lowlevel::Kind;
+use crate::op::Operation;
+
+/// The file that tells the plugin to give up, in the operation's folder.
+pub const ABORT_FILE: &str = "abort";
+const CRIU_CONF: &str = "criu.conf";
+const PLUGIN_REPORT: &str = "plugin-report.json";
+/// The refusal where CRIU is not installed.
+pub fn no_criu() -> Error {
+    Error::Failed(
+        "criu was not found on PATH; install the criu package (4.1 or newer). Nothing was touched"
+            .into(),
+    )
+}
+
+/// The command line with some arguments put in after the verb.
+pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsString> {
+    let mut line = args.to_vec();
+    let at = (verb_at + 1).min(line.len());
+    line.splice(at..at, flags.iter().map(OsString::from));
+    line
+}
+
+/// What the set-up needs to know.
+#[derive(Clone, Copy)]
+pub struct Setup<'a> {
+    /// Configuration, low-level runtime, command line.
+    pub ctx: &'a Context,
+    /// The command line, decoded.
+    pub inv: &'a Invocation,
+    /// The container's spec.
+    pub spec: &'a Spec,
+    /// Other programs.
+    pub tools: &'a dyn Tools,
+    /// CRIU.
+    pub criu: &'a Criu,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<&'a str>,
+    /// Checkpoint only: processes whose CUDA calls were locked when the container was paused.
+    pub locked: &'a [i32],
+}
+
+/// About how much a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver tells it,
+/// or where it does not all of the GPUs'.
+fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
+    let mut gpus = plan.gpu.gpus.clone();
+    let ready = agent.map(|a| &a.ready);
+    nvidia_compat::enrich(&mut gpus, ready.map_or(&[], |r| &r.gpus));
+    let told = ready.map_or(0, |r| {
+        let own = r.users.iter().filter(|u| plan.pids.contains(&u.pid));
+        own.map(|u| u.bytes).sum()
+    });
+    let vendors = [Vendor::Nvidia, Vendor::Amd].into_iter();
+    let gpu_memory = vendors.map(|vendor| {
+        let whole = || {
+            let of = gpus.iter().filter(|g| g.vendor == vendor);
+            of.filter_map(|g| g.memory_bytes).sum()
+        };
+        match vendor {
+            _ if plan.users_of(vendor).is_empty() => 0,
+            Vendor::Nvidia if told > 0 => told,
+            _ => whole(),
+        }
+    });
+    plan.memory_bytes.saturating_add(gpu_memory.sum())
+}
+
+/// Everything that stands ready for the low-level runtime to be started.
+#[derive(Debug)]
+pub struct Ready {
+    /// Where CRIU asks.
+    pub gate: Gate,
+    /// Environment of the low-level runtime, and through it of CRIU.
+    pub env: Vec<(&'static str, OsString)>,
+    /// The driver agent, if a process uses the NVIDIA driver.
+    pub agent: Option<Agent>,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<String>,
+    /// How long the whole operation may take.
+    pub limit: Duration,
+}
+
+impl Setup<'_> {
+    /// Sets up a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing was touched.
+    pub fn checkpoint(
+        &self,
+        op: &Operation,
+        plan: &CheckpointPlan,
+        pre_dump: bool,
+        extra: &Extra,
+    ) -> Result<Ready, Error> {
+        let users = plan.users_of(Vendor::Nvidia);
+        let lane = match pre_dump {
+            true => None,
+            false => lane::checkpoint(&self.ctx.config, self.spec, self.inv)?,
+        };
+        let operation = if pre_dump {
+            PluginOperation::PreDump
+        } else {
+            PluginOperation::Checkpoint
+        };
+        let nvidia = (!users.is_empty()).then(|| PluginConfig {
+            pids: users,
+            locked: self.locked.to_vec(),
+            leave_running: self.inv.flags.has("leave-running"),
+            gate_file: Some(op.file(lane::GATE_FILE)),
+            lane,
+            ..PluginConfig::new(operation, op.file(agent::SOCKET))
+        });
+        let agent = match nvidia {
+            Some(_) if !pre_dump => Some(self.agent(op, &plan.plugins)?),
+            _ => None,
+        };
+        let limit = self
+            .ctx
+            .config
+            .limits
+            .checkpoint(data(plan, agent.as_ref()));
+        let extra = Extra {
+            limit_s: limit.as_secs(),
+            ..extra.clone()
+        };
+        self.ready(op, &plan.plugins, nvidia, agent, &extra)
+    }
+
+    /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the images
+    /// hold the state of NVIDIA GPUs.
+    ///
+    /// # Errors
+    /// [`Error`]; nothing was touched.
+    pub fn restore(
+        &self,
+        op: &Operation,
+        plugins: &[PathBuf],
+        nvidia: Option<(Agent, Vec<GpuPair>)>,
+        lane: LaneConfig,
+        extra: &Extra,
+    ) -> Result<Ready, Error> {
+        let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
+        let config = agent.is_some().then(|| PluginConfig {
+            gpu_map: map,
+            lane: Some(lane),
+            ..PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET))
+        });
+        self.ready(op, plugins, config, agent, extra)
+    }
+
+    /// Starts the driver agent.
+    ///
+    /// # Errors
+    /// [`Error::Agent`].
+    pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
+        Ok(Agent::of_operation(&self.ctx.config, plugins, op)?)
+    }
+
+    fn ready(
+        &self,
+        op: &Operation,
+        plugins: &[PathBuf],
+        nvidia: Option<PluginConfig>,
+        agent: Option<Agent>,
+        extra: &Extra,
+    ) -> Result<Ready, Error> {
+        let config = &self.ctx.config;
+        let reader = self.reader(self.low_version, self.inv.verb == Verb::Restore);
+        let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
+            .filter(|v| !v.is_empty())
+            .map(PathBuf::from);
+        let (text, libdirs) =
+            criuconf::merge(op, config, reader, self.spec, env_conf.as_deref(), extra)?;
+        for plugin in plugins.iter().chain(&criuconf::user_plugins(&libdirs)) {
+            op.link_plugin(plugin)?;
+        }
+        write(&op.file(CRIU_CONF), text.as_bytes())?;
+        if let Some(plugin) = nvidia {
+            self.nvidia(op, plugin)?;
+        }
+        Ok(Ready {
+            gate: Gate::open(op)?,
+            env: vec![
+                ("CRIU_LIBS_DIR", op.plugins().into()),
+                ("CRIU_CONFIG_FILE", op.file(CRIU_CONF).into()),
+            ],
+            agent,
+            low_version: self.low_version.map(str::to_owned),
+            limit: Duration::from_secs(extra.limit_s),
+        })
+    }
+
+    /// The plugin's configuration.
+    fn nvidia(&self, op: &Operation, mut plugin: PluginConfig) -> Result<(), Error> {
+        plugin.abort_file = Some(op.file(ABORT_FILE));
+        plugin.report = Some(op.file(PLUGIN_REPORT));
+        if let Some(limit) = self.ctx.config.nvidia.lock_timeout_ms {
+            plugin.lock_timeout_ms = limit;
+        }
+        let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
+            Error::Failed(format!("the plugin's configuration cannot be written: {e}"))
+        })?;
+        write(&op.plugins().join(FILE_NAME), &text)
+    }
+
+    /// Does the runtime name a configuration file to CRIU? crun does from 1.26 on, where libcriu can (4.2).
+    fn reader(&self, low_version: Option<&str>, restore: bool) -> Reader {
+        let at_least = |line: Option<&str>, want: [u32; 2]| {
+            line.and_then(facts::numbers)
+                .is_some_and(|n| n.as_slice() >= want.as_slice())
+        };
+        let kind = self.ctx.low.kind;
+        Reader {
+            restore,
+            kind,
+            names_file: kind == Kind::Runc
+                || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
+        }
+    }
+}
+
+impl Ready {
+    /// Ends the agent, which first puts back what was not committed, and reads both reports.
+    pub fn finish(self, op: &Operation) -> Finished {
+        drop(self.gate);
+        drop(self.agent);
+        let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
+        let agent: Option<AgentReport> = read_report(&op.file(agent::REPORT));
+        let left = |p: &RolledBack| {
+            let error = p.error.as_deref()?;
+            Some(format!(
+                "process {} ({}) is left {} by the driver: {error}",
+                p.pid, p.comm, p.left
+            ))
+        };
+        Finished {
+            error: plugin.and_then(|r| r.error).map(|e| e.to_string()),
+            not_put_back: agent
+                .iter()
+                .flat_map(|r| &r.processes)
+                .filter_map(left)
+                .collect(),
+        }
+    }
+}
+
+/// What plugin and agent reported.
+#[derive(Debug, Default)]
+pub struct Finished {
+    /// The first thing that went wrong for the plugin.
+    pub error: Option<String>,
+    /// The processes whose GPU state could not be put back.
+    pub not_put_back: Vec<String>,
+}
+
+impl Finished {
+    /// Everything, to be told.
+    pub fn reasons(self) -> impl Iterator<Item = String> {
+        self.error.into_iter().chain(self.not_put_back)
+    }
+}
+
+fn read_report<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
+    serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+}
+
+fn write(path: &Path, text: &[u8]) -> Result<(), Error> {
+    std::fs::write(path, text).map_err(Error::io(format!("{}: cannot be written", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_go_behind_the_verb() {
+        let line: Vec<OsString> = ["--root", "/r", "restore", "c1"]
+            .map(OsString::from)
+            .to_vec();
+        assert_eq!(
+            with_flags(&line, 2, &["--manage-cgroups-mode", "ignore"]),
+            [
+                "--root",
+                "/r",
+                "restore",
+                "--manage-cgroups-mode",
+                "ignore",
+                "c1"
+            ]
+        );
+    }
+}

@@ -1,0 +1,84 @@
+//! What the low-level runtime says of a container, and its spec.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+
+use cryopod_host::programs::{Output, ToolError, Tools};
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
+use crate::argv::Invocation;
+use crate::context::Context;
+use crate::lowlevel::Kind;
+use crate::rootfs;
+
+/// A container.
+pub struct State {
+    /// Its first process.
+    pub init: i32,
+    /// Its bundle.
+    pub bundle: PathBuf,
+    /// Its engine has paused it.
+    pub paused: bool,
+    /// It is made and waits for its start.
+    pub created: bool,
+}
+
+impl State {
+    /// The state; `None`: whatever is wrong is the low-level runtime's to say.
+    pub fn ask(ctx: &Context, inv: &Invocation, tools: &dyn Tools) -> Option<Self> {
+        let out = verb(ctx, inv, "state", tools).ok()?;
+        let out = Some(out).filter(|o| o.code == 0)?;
+        let json: Value = serde_json::from_str(&out.stdout).ok()?;
+        Some(Self {
+            init: i32::try_from(json.get("pid")?.as_i64()?)
+                .ok()
+                .filter(|p| *p > 0)?,
+            bundle: json.get("bundle")?.as_str()?.into(),
+            paused: json.get("status").is_some_and(|s| s == "paused"),
+            created: json.get("status").is_some_and(|s| s == "created"),
+        })
+    }
+
+    /// The spec; an empty one, with a warning, where there is none.
+    pub fn spec(&self, ctx: &Context, inv: &Invocation) -> Spec {
+        let spec = Spec::of_bundle(&self.bundle);
+        // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
+        let copy = inv.globals.root.clone().unwrap_or("/run/crun".into());
+        let spec = spec.or_else(|e| match ctx.low.kind {
+            Kind::Crun => Spec::of_bundle(&copy.join(&inv.id)).map_err(|_| e),
+            Kind::Runc => Err(e),
+        });
+        spec.unwrap_or_else(|e| {
+            tracing::warn!("only the running container can be looked at: {e}");
+            Spec::from_json(Value::Null)
+        })
+    }
+
+    /// What the carrying of the container's files asks for.
+    pub fn container<'a>(&'a self, spec: &'a Spec) -> rootfs::Container<'a> {
+        rootfs::Container {
+            init: self.init,
+            bundle: &self.bundle,
+            spec,
+        }
+    }
+}
+
+/// Runs a verb of the low-level runtime on the container, within `limits.tool_s`.
+///
+/// # Errors
+/// It cannot be started, or takes longer.
+pub fn verb(
+    ctx: &Context,
+    inv: &Invocation,
+    verb: &str,
+    tools: &dyn Tools,
+) -> Result<Output, ToolError> {
+    let mut args: Vec<&OsStr> = Vec::new();
+    if let Some(root) = &inv.globals.root {
+        args.extend([OsStr::new("--root"), root.as_os_str()]);
+    }
+    args.extend([OsStr::new(verb), OsStr::new(&inv.id)]);
+    tools.output(&ctx.low.path, &args, ctx.config.limits.tool())
+}

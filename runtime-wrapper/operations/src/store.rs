@@ -1,0 +1,197 @@
+//! Stores, the wrapper's part: whether a checkpoint's large files go to one, and where a restore finds them.
+//!
+//! A store is named by the host's configuration alone. What comes with a container or an archive says whether it is
+//! used, and which entry, and never where.
+
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use cryopod_archive::lane::usual_threads;
+use cryopod_archive::names;
+use cryopod_archive::seal::Seal;
+use cryopod_archive::store::{self, About, Found};
+use cryopod_host::spec::Spec;
+
+use crate::argv::Invocation;
+use crate::config::Config;
+use crate::config::store::{Options, Use};
+use crate::error::Error;
+
+/// The annotation that overrides `store.use`.
+pub const ANNOTATION: &str = "dev.cryopod.store";
+/// Checkpoints of CRIU that build upon each other and are looked at.
+const LONGEST: usize = 64;
+
+/// Where the large files of this container's checkpoint go; `None`: nowhere.
+///
+/// # Errors
+/// [`Error::Failed`] names the annotation.
+pub fn wanted<'a>(options: &'a Options, spec: &Spec) -> Result<Option<&'a Path>, Error> {
+    let on = match spec.annotation(ANNOTATION).map(str::trim) {
+        Some("on" | "true") => {
+            if options.path.is_none() {
+                tracing::warn!(
+                    "{ANNOTATION}: no store is configured (store.path in {}): the checkpoint stays whole",
+                    crate::config::PATH
+                );
+            }
+            true
+        }
+        Some("off" | "false") => false,
+        Some(other) => {
+            return Err(Error::Failed(format!(
+                "{ANNOTATION}: {other:?} is not one of on, off; the folder is the configuration's to name. Nothing was touched"
+            )));
+        }
+        None => options.used == Use::On,
+    };
+    Ok(options.path.as_deref().filter(|_| on))
+}
+
+/// CRIU opens the images that a dump builds upon, by CRIU's own link: they must be where they were.
+///
+/// # Errors
+/// [`Error::Failed`]: they are in a store.
+pub fn parent_is_here(inv: &Invocation, images: &Path) -> Result<(), Error> {
+    let parent = inv.flags.value("parent-path").filter(|p| !p.is_empty());
+    parent.map_or(Ok(()), |parent| whole(below(images, Path::new(parent))))
+}
+
+/// A path from a folder that may not be there yet, which the system cannot follow.
+fn below(folder: &Path, path: &Path) -> PathBuf {
+    let there = folder.canonicalize();
+    let mut at = there
+        .or_else(|_| std::path::absolute(folder))
+        .unwrap_or_default();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(at.pop()),
+            part => at.push(part),
+        }
+    }
+    at
+}
+
+fn whole(mut folder: PathBuf) -> Result<(), Error> {
+    for _ in 0..LONGEST {
+        if folder
+            .join(names::STORE_REFERENCE)
+            .symlink_metadata()
+            .is_ok()
+        {
+            return Err(Error::Failed(format!(
+                "{}: the memory of this checkpoint is in a store, and CRIU finds what another builds upon only beside it; leave --parent-path away (GPU memory can still build upon it: dev.cryopod.parent), or set {ANNOTATION}=off for containers whose checkpoints build upon each other. Nothing was touched",
+                folder.display()
+            )));
+        }
+        folder.push(names::PARENT_LINK);
+        if !folder.exists() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Moves the large files of a complete checkpoint into the store. Where that does not go they stay, and it is told: the
+/// checkpoint is as good.
+pub fn put(folder: &Path, images: &Path, seal: &Seal, limit: Duration) {
+    let about = About {
+        container: &seal.container.id,
+        created: &seal.created,
+        threads: usual_threads(),
+        until: Instant::now().checked_add(limit),
+    };
+    match store::put(images, folder, &about) {
+        Ok(Some(reference)) => tracing::info!(
+            "{}: {reference} in entry {} of the store {}",
+            images.display(),
+            reference.id,
+            folder.display()
+        ),
+        Ok(None) => {}
+        Err(e) => tracing::warn!("the large files stay in {}: {e}", images.display()),
+    }
+}
+
+/// What an image folder has in a store; `None`: nothing.
+///
+/// # Errors
+/// [`Error::Failed`]: nothing was started.
+pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<Found>, Error> {
+    let parent = images.join(names::PARENT_LINK);
+    if parent.exists() {
+        whole(parent)?;
+    }
+    store::find(images, &config.store.folders()).map_err(|e| refused(&inv.id, &e.to_string()))
+}
+
+/// A reference without a seal.
+pub fn unsealed(stored: &Found, images: &Path) -> Error {
+    Error::Failed(format!(
+        "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",
+        images.display(),
+        stored.reference,
+        names::SEAL
+    ))
+}
+
+/// Compares the digests of what CRIU reads. The lane compares its own.
+///
+/// # Errors
+/// [`Error::Failed`]: nothing was started.
+pub fn verify(config: &Config, id: &str, stored: &Found, limit: Duration) -> Result<(), Error> {
+    if config.store.verify == Some(false) {
+        return Ok(());
+    }
+    let until = Instant::now().checked_add(limit);
+    let verified = stored.verify(usual_threads(), until);
+    verified.map_err(|e| refused(id, &e.to_string()))
+}
+
+fn refused(id: &str, what: &str) -> Error {
+    Error::Failed(format!(
+        "restore of {id} refused, nothing was started and the checkpoint is untouched: {what}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_container_says_whether_and_never_where() {
+        let with = |value: &str| Spec::from_json(json!({"annotations": {ANNOTATION: value}}));
+        let none = Spec::from_json(json!({}));
+        let mut options = Options::default();
+        assert_eq!(wanted(&options, &none).unwrap(), None);
+        assert_eq!(wanted(&options, &with("on")).unwrap(), None);
+        options.path = Some("/srv/store".into());
+        let store = Some(Path::new("/srv/store"));
+        assert_eq!(wanted(&options, &none).unwrap(), store);
+        assert_eq!(wanted(&options, &with("off")).unwrap(), None);
+        options.used = Use::Off;
+        assert_eq!(wanted(&options, &none).unwrap(), None);
+        assert_eq!(wanted(&options, &with("true")).unwrap(), store);
+        for other in ["/etc", "../x", "srv", ""] {
+            let error = wanted(&options, &with(other)).unwrap_err().to_string();
+            assert!(error.contains("dev.cryopod.store"), "{error}");
+        }
+    }
+
+    #[test]
+    fn criu_cannot_build_upon_what_is_in_a_store() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["0", "1"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        std::os::unix::fs::symlink("../0", at("1/parent")).unwrap();
+        whole(at("1")).unwrap();
+        assert_eq!(below(&at("none"), Path::new("../1")), at("1"));
+        assert_eq!(below(&at("none"), Path::new("/x")), Path::new("/x"));
+        std::fs::write(at("0").join(names::STORE_REFERENCE), "{}").unwrap();
+        let error = whole(at("1")).unwrap_err().to_string();
+        assert!(error.contains("leave --parent-path away"), "{error}");
+    }
+}

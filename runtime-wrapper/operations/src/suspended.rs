@@ -1,0 +1,111 @@
+//! The record of a suspended container, `/run/cryopod/suspended/PID-STARTTIME.json`: which processes, and where their
+//! GPU memory is. It is gone with the machine, and so are the processes.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use cryopod_cuda::suspend::Suspended;
+use cryopod_cuda::write_json;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use serde::{Deserialize, Serialize};
+
+use crate::op;
+
+const FOLDER: &str = "suspended";
+/// Larger records are not read.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// A suspended container.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// 1.
+    pub version: u32,
+    /// What the container was called.
+    pub name: String,
+    /// Its first process.
+    pub init: i32,
+    /// When that was started.
+    pub start_time: u64,
+    /// When it was suspended, RFC 3339.
+    pub since: String,
+    /// The folder that has its GPU memory; `None`: host memory.
+    pub folder: Option<PathBuf>,
+    /// Digest of the table there.
+    pub digest: Option<String>,
+    /// Its CUDA processes.
+    pub processes: Vec<Suspended>,
+    /// Only their CUDA calls are locked, since the container was paused for a checkpoint.
+    #[serde(default)]
+    pub locked_at_pause: bool,
+}
+
+impl Record {
+    fn path(init: i32, start_time: u64) -> PathBuf {
+        op::base()
+            .join(FOLDER)
+            .join(format!("{init}-{start_time}.json"))
+    }
+
+    /// The record of the container whose first process this is.
+    pub fn of(host: &Host, init: i32) -> Option<Self> {
+        let path = Self::path(init, live::start_time(host, init)?);
+        let bytes = cryopod_host::files::read_bounded(&path, MAX_BYTES).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn write(&self) -> io::Result<()> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = Self::path(self.init, self.start_time);
+        if let Some(folder) = path.parent() {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(folder)?;
+        }
+        write_json(&path, self)
+    }
+
+    /// Removes it.
+    pub fn remove(&self) {
+        let _ = fs::remove_file(Self::path(self.init, self.start_time));
+        let _ = fs::remove_dir(op::base().join(FOLDER));
+    }
+
+    /// Where the memory is, in words.
+    pub fn place(&self) -> String {
+        match &self.folder {
+            Some(folder) => format!("in {}", folder.display()),
+            None => "in host memory".into(),
+        }
+    }
+}
+
+/// Is there any record?
+pub fn any() -> bool {
+    op::base().join(FOLDER).exists()
+}
+
+/// Removes the records of containers that are gone.
+pub fn sweep(host: &Host) {
+    let folder = op::base().join(FOLDER);
+    let Ok(entries) = fs::read_dir(&folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let owner = name
+            .to_str()
+            .and_then(|n| n.strip_suffix(".json")?.split_once('-'))
+            .and_then(|(pid, start)| Some((pid.parse::<i32>().ok()?, start.parse::<u64>().ok()?)));
+        if owner.is_some_and(|(pid, start)| live::start_time(host, pid) != Some(start)) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    let _ = fs::remove_dir(folder);
+}
