@@ -34,10 +34,13 @@ while :; do turn; [ "$MOUNTS" = no ] || over; done
 # What the next container does with mounts: nothing, or some all the time, or an overlay that stays.
 next() { case $mounts in no) mounts=yes ;; yes) mounts=stay ;; *) mounts=no ;; esac; }
 
-state() { find /etc /usr/local/bin /root -xdev \( -type f -o -type l \) -printf '%p %m %U %G %s %l ' -exec sh -c '[ -L "$1" ] || sha256sum < "$1"; echo' _ {} \; 2> /dev/null | sort | sha256sum; }
+state() { # names, owners and contents of the host's files
+    find /etc /usr/local/bin /root -xdev \( -type f -o -type l \) -printf '%p %m %U %G %s %l\n' | sort
+    find /etc /usr/local/bin /root -xdev -type f -print0 | sort -z | xargs -0 sha256sum
+}
 untouched() { # the host's files are what they were, and nothing of them is in what was written
     local found
-    [ "$(state)" = "$before" ] || { echo "FAILED: the host's files have changed" && return 1; }
+    [ "$(state 2> /dev/null | sha256sum)" = "$before" ] || { echo "FAILED: the host's files have changed" && return 1; }
     mkdir -p /tmp/look && rm -rf /tmp/look/* && for found in /tmp/*.tar; do
         [ -e "$found" ] && tar -C /tmp/look -xf "$found" 2> /dev/null
     done
@@ -53,7 +56,7 @@ archives=()
 worked=0
 rounds() { # N: `begin` makes the container, `round` does one thing to it
     local n
-    before=$(state)
+    before=$(state 2> /dev/null | sha256sum)
     begin
     for ((n = 0; n < $1; n++)); do
         if round "$n"; then
