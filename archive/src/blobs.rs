@@ -1,4 +1,4 @@
-//! Where an image's blobs lie: in a folder, or in a tar of one.
+//! Where an image's blobs lie: in a directory, or in a tar of one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,8 +18,8 @@ use crate::tarread::TarReader;
 /// The blobs of an OCI image layout.
 #[derive(Debug, Clone)]
 pub(crate) enum Blobs {
-    /// In a folder.
-    Folder(PathBuf),
+    /// In a directory.
+    Directory(PathBuf),
     /// In a tar: name, place and length of each file.
     Tar {
         path: PathBuf,
@@ -47,17 +47,17 @@ impl Blobs {
         })
     }
 
-    /// The folder or file, for messages.
+    /// The directory or file, for messages.
     pub(crate) fn path(&self) -> &Path {
         match self {
-            Self::Folder(path) | Self::Tar { path, .. } => path,
+            Self::Directory(path) | Self::Tar { path, .. } => path,
         }
     }
 
     fn find(&self, name: &str) -> Result<Option<Section>, Error> {
         match self {
             Self::Tar { files, .. } => Ok(files.get(name).cloned()),
-            Self::Folder(dir) => {
+            Self::Directory(dir) => {
                 let path = dir.join(name);
                 let opened = fs::OpenOptions::new()
                     .read(true)
@@ -129,15 +129,17 @@ impl Blobs {
 
     /// The digests of all blobs, from their names.
     pub(crate) fn digests(&self) -> Result<Vec<Digest>, Error> {
-        let folder = format!("{}/sha256", names::OCI_BLOBS);
+        let directory = format!("{}/sha256", names::OCI_BLOBS);
         let mut hex: Vec<String> = match self {
             Self::Tar { files, .. } => {
-                let inner = files.keys().filter_map(|name| name.strip_prefix(&folder));
+                let inner = files
+                    .keys()
+                    .filter_map(|name| name.strip_prefix(&directory));
                 let inner = inner.filter_map(|name| name.strip_prefix('/'));
                 inner.map(str::to_owned).collect()
             }
-            Self::Folder(dir) => {
-                let dir = dir.join(folder);
+            Self::Directory(dir) => {
+                let dir = dir.join(directory);
                 let items = fs::read_dir(&dir).map_err(Error::io(&dir, "list it"))?;
                 let names = items.flatten().map(|item| item.file_name());
                 names.filter_map(|name| name.into_string().ok()).collect()

@@ -23,7 +23,7 @@ use proto::{CoreEntry, FileEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEnt
 /// Bytes of a page where the images do not say otherwise.
 const PAGE: u64 = 4096;
 
-/// Is this file of an image folder (or beside it) one that [`read`] looks at? `name` is without folders.
+/// Is this file of an image directory (or beside it) one that [`read`] looks at? `name` is without directories.
 pub fn is_wanted(name: &str) -> bool {
     let numbered = |prefix: &str| name.starts_with(prefix) && name.ends_with(".img");
     matches!(
@@ -60,7 +60,7 @@ pub struct Facts {
     /// The dump's times and counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dump: Option<DumpStats>,
-    /// The times of the last restore from this folder.
+    /// The times of the last restore from this directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restore: Option<RestoreStats>,
 }
@@ -118,7 +118,7 @@ pub struct RestoreStats {
     pub pages_restored: u64,
 }
 
-/// Reads the images: `files` are name (without folders) and content, `pages_bytes` is the size of all
+/// Reads the images: `files` are name (without directories) and content, `pages_bytes` is the size of all
 /// `pages-*.img` together, 0 if it is not known.
 ///
 /// # Errors

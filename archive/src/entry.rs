@@ -12,8 +12,8 @@ use crate::names;
 pub enum EntryKind {
     /// A regular file.
     File,
-    /// A folder.
-    Folder,
+    /// A directory.
+    Directory,
     /// CRIU's link `parent` to the images of a pre-dump, inside the archive.
     ParentLink {
         /// The target as it stands in the archive, relative.
@@ -24,7 +24,7 @@ pub enum EntryKind {
 /// An entry of an archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Normalised name: relative, `/` between folders, no `.` and `..`.
+    /// Normalised name: relative, `/` between directories, no `.` and `..`.
     pub name: String,
     /// What it is.
     pub kind: EntryKind,
@@ -88,20 +88,20 @@ pub(crate) fn clean_name(raw: &[u8], limits: &Limits) -> Result<String, Bad> {
     Ok(parts.join("/"))
 }
 
-/// Checks a symbolic link: only CRIU's `parent` beside the images, to another folder of the archive's root.
+/// Checks a symbolic link: only CRIU's `parent` beside the images, to another directory of the archive's root.
 pub(crate) fn check_link(name: &str, target: &[u8], limits: &Limits) -> Result<EntryKind, Bad> {
     let refused = || Bad::Symlink {
         name: name.into(),
         target: String::from_utf8_lossy(target).into_owned(),
     };
     let text = std::str::from_utf8(target).map_err(|_| refused())?;
-    let (Some((folder, names::PARENT_LINK)), Some(rest)) =
+    let (Some((directory, names::PARENT_LINK)), Some(rest)) =
         (name.rsplit_once('/'), text.strip_prefix("../"))
     else {
         return Err(refused());
     };
     let plain = clean_name(rest.as_bytes(), limits).map_err(|_| refused())?;
-    if folder.contains('/') || plain.is_empty() || plain.contains('/') || plain == folder {
+    if directory.contains('/') || plain.is_empty() || plain.contains('/') || plain == directory {
         return Err(refused());
     }
     Ok(EntryKind::ParentLink {
@@ -126,11 +126,11 @@ impl Ledger {
         }
     }
 
-    /// Takes an entry. A folder may come again, as each layer names its folders; that gives `false`.
+    /// Takes an entry. A directory may come again, as each layer names its directories; that gives `false`.
     pub(crate) fn take(&mut self, entry: &Entry) -> Result<bool, Bad> {
-        let folder = entry.kind == EntryKind::Folder;
+        let directory = entry.kind == EntryKind::Directory;
         match self.seen.get(&entry.name) {
-            Some(true) if folder => return Ok(false),
+            Some(true) if directory => return Ok(false),
             Some(_) => return Err(Bad::Duplicate(entry.name.clone())),
             None => {}
         }
@@ -151,15 +151,15 @@ impl Ledger {
         if self.bytes > self.limits.total_bytes {
             return Err(Bad::TooLarge(self.limits.total_bytes));
         }
-        self.insert(entry.name.clone(), folder)?;
+        self.insert(entry.name.clone(), directory)?;
         Ok(true)
     }
 
-    fn insert(&mut self, name: String, folder: bool) -> Result<(), Bad> {
+    fn insert(&mut self, name: String, directory: bool) -> Result<(), Bad> {
         if self.seen.len() as u64 >= self.limits.entries {
             return Err(Bad::TooManyEntries(self.limits.entries));
         }
-        self.seen.insert(name, folder);
+        self.seen.insert(name, directory);
         Ok(())
     }
 }

@@ -9,7 +9,7 @@ pub enum Error {
     /// The system refused something.
     #[error("{path}: cannot {action}: {source}")]
     Io {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// What was tried.
         action: &'static str,
@@ -18,10 +18,10 @@ pub enum Error {
     },
     /// The path holds nothing that is known as a checkpoint.
     #[error(
-        "{path}: not a checkpoint: {reason}; known are podman's export file, a folder of CRIU images, an OCI image layout or a tar of one, an exported containerd checkpoint, and a checkpoint file of Kubernetes"
+        "{path}: not a checkpoint: {reason}; known are podman's export file, a directory of CRIU images, an OCI image layout or a tar of one, an exported containerd checkpoint, and a checkpoint file of Kubernetes"
     )]
     NotACheckpoint {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// What was found instead.
         reason: String,
@@ -130,11 +130,11 @@ pub enum Bad {
         bytes: u64,
         max: usize,
     },
-    #[error("{}: more than {max} folders inside each other", show(.name))]
+    #[error("{}: more than {max} directories inside each other", show(.name))]
     TooDeep { name: String, max: usize },
     #[error("{}: appears twice", show(.0))]
     Duplicate(String),
-    #[error("{}: lies below {}, which is not a folder", show(.name), show(.parent))]
+    #[error("{}: lies below {}, which is not a directory", show(.name), show(.parent))]
     BelowFile { name: String, parent: String },
     #[error("{}: a symbolic link to {}; the only link in a checkpoint is CRIU's `parent`", show(.name), show(.target))]
     Symlink { name: String, target: String },
@@ -168,8 +168,8 @@ pub enum Bad {
     TruncatedFile { name: String, missing: u64 },
     #[error("the tar has no end mark; it was cut off after {entries} entries")]
     NoEndMark { entries: u64 },
-    #[error("{}: a folder or link with content, {bytes} bytes", show(.name))]
-    ContentOfFolder { name: String, bytes: u64 },
+    #[error("{}: a directory or link with content, {bytes} bytes", show(.name))]
+    ContentOfDirectory { name: String, bytes: u64 },
     #[error("more than {0} entries")]
     TooManyEntries(u64),
     #[error("more than {0} bytes of content; raise the limit if you trust the archive")]

@@ -7,21 +7,21 @@ use std::sync::atomic::AtomicBool;
 
 use crate::criu;
 use crate::error::{Bad, Error};
-use crate::lane::{Digest, Lane, LaneError, LaneFacts, WriteOptions, flatten::flatten, remove};
 use crate::limits::Limits;
 use crate::limits::threads_or_cores;
+use crate::metadata::{Metadata, MetadataError, MetadataSlot};
 use crate::names;
 use crate::progress::Progress;
-use crate::seal::{Seal, SealError, SealSlot};
 use crate::source::{Kind, Source};
 use crate::unpack::{UnpackOptions, unpack};
+use crate::vram::{Digest, Vram, VramError, VramFacts, WriteOptions, flatten::flatten, remove};
 
 /// How to flatten.
 #[derive(Debug, Clone, Default)]
 pub struct FlattenOptions {
     /// Threads; 0: as many as there are cores.
     pub threads: usize,
-    /// Folders in which checkpoints are searched that are not where they were.
+    /// Directories in which checkpoints are searched that are not where they were.
     pub parents: Vec<PathBuf>,
     /// Bounds on the archive.
     pub limits: Limits,
@@ -33,17 +33,17 @@ pub struct FlattenOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flattened {
     /// The GPU memory as it was.
-    pub before: LaneFacts,
+    pub before: VramFacts,
     /// As it is now.
-    pub after: LaneFacts,
+    pub after: VramFacts,
 }
 
-/// Unpacks a checkpoint into a folder that does not exist yet, its GPU memory whole. A folder of CRIU's images becomes
+/// Unpacks a checkpoint into a directory that does not exist yet, its GPU memory whole. A directory of CRIU's images becomes
 /// one; anything else an unpacked checkpoint.
 ///
 /// # Errors
-/// [`Error`]. What is in the folder then is not to be used.
-pub fn into_folder(
+/// [`Error`]. What is in the directory then is not to be used.
+pub fn into_directory(
     source: &Source,
     to: &Path,
     options: &FlattenOptions,
@@ -52,19 +52,19 @@ pub fn into_folder(
         path: source.path().into(),
         reason,
     };
-    let images_only = source.kind() == Kind::CriuFolder;
+    let images_only = source.kind() == Kind::CriuDirectory;
     if images_only && builds_on_pages(source, options)? {
         return Err(unsupported(
             "CRIU's own images build upon earlier ones too (a pre-dump), and only GPU memory can be made whole; make a checkpoint without --parent-path, or restore this one where its parent is".into(),
         ));
     }
-    let here = source.images_folder();
+    let here = source.images_directory();
     unpack(
         source,
         to,
         &UnpackOptions {
             images_only,
-            without_lane: here.is_some(),
+            without_vram: here.is_some(),
             threads: options.threads,
             limits: options.limits.clone(),
             progress: Arc::clone(&options.progress),
@@ -74,27 +74,29 @@ pub fn into_folder(
         true => to.to_owned(),
         false => to.join(names::CHECKPOINT_DIR),
     };
-    let failed = |e: LaneError| unsupported(e.to_string());
-    let seal = Seal::open(&images).map_err(|e| unsupported(e.to_string()))?;
-    let sealed = seal.as_ref().and_then(|seal| seal.gpu.lane.as_ref());
-    let digest = sealed.map(|facts| facts.digest.parse::<Digest>());
+    let failed = |e: VramError| unsupported(e.to_string());
+    let metadata = Metadata::open(&images).map_err(|e| unsupported(e.to_string()))?;
+    let recorded = metadata
+        .as_ref()
+        .and_then(|metadata| metadata.gpu.vram.as_ref());
+    let digest = recorded.map(|facts| facts.digest.parse::<Digest>());
     let digest = digest.transpose().map_err(unsupported)?;
     let from = here.unwrap_or_else(|| images.clone());
-    let lane = Lane::open_with(&from, digest, &options.parents).map_err(failed)?;
-    let Some(lane) = lane else {
+    let vram = Vram::open_with(&from, digest, &options.parents).map_err(failed)?;
+    let Some(vram) = vram else {
         return Err(unsupported(
             "it has no GPU memory in files of its own, so there is nothing to make whole".into(),
         ));
     };
-    let before = lane.facts();
-    let whole = images.join(".lane-whole");
+    let before = vram.facts();
+    let whole = images.join(".vram-whole");
     fs::create_dir(&whole).map_err(Error::io(&whole, "create it"))?;
     let write = WriteOptions {
         threads: threads_or_cores(options.threads),
         ..WriteOptions::default()
     };
-    let written = flatten(&lane, &whole, &write, &AtomicBool::new(false)).map_err(failed)?;
-    drop(lane);
+    let written = flatten(&vram, &whole, &write, &AtomicBool::new(false)).map_err(failed)?;
+    drop(vram);
     remove(&images);
     let moved = || {
         for entry in fs::read_dir(&whole)? {
@@ -109,16 +111,16 @@ pub fn into_folder(
         fs::File::open(&images)?.sync_all()
     };
     moved().map_err(Error::io(&images, "put the files in place"))?;
-    if let Some(mut seal) = seal {
-        seal.gpu.lane = Some(written.facts.clone());
-        let sealed = |e: SealError| {
-            let name = names::SEAL.into();
+    if let Some(mut metadata) = metadata {
+        metadata.gpu.vram = Some(written.facts.clone());
+        let recorded = |e: MetadataError| {
+            let name = names::METADATA.into();
             let reason = e.to_string();
             Error::bad(source.path(), Bad::Content { name, reason })
         };
-        SealSlot::reserve(&images)
-            .and_then(|slot| slot.commit(&seal))
-            .map_err(sealed)?;
+        MetadataSlot::reserve(&images)
+            .and_then(|slot| slot.commit(&metadata))
+            .map_err(recorded)?;
     }
     Ok(Flattened {
         before,

@@ -4,12 +4,12 @@
 //! go that way for nothing: `cryopod export` and `import` run beside podman on the same host, and the runtime that
 //! podman calls is cryopod's. So the runtime moves the large files aside, on the same file system, and back:
 //!
-//! - **Export.** `cryopod export` makes the folder [`AWAY`] beside the image folder, and locks it. The runtime finds it
+//! - **Export.** `cryopod export` makes the directory [`AWAY`] beside the image directory, and locks it. The runtime finds it
 //!   after a checkpoint, and moves the large files into it; not if nobody holds the lock, as then nobody would fetch
 //!   them. podman's file holds the rest. `export` then moves them back, and packs what lies there. The next checkpoint,
 //!   export or restore finds what a killed export left, and moves it back first.
 //! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large ones, and a
-//!   [`TICKET`]: a random name, below [`DESK`], of a link to the folder that has them. Archives come from strangers: a
+//!   [`TICKET`]: a random name, below [`DESK`], of a link to the directory that has them. Archives come from strangers: a
 //!   ticket alone leads nowhere, as only root writes links there, and nobody knows a name in advance.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -22,9 +22,9 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::names;
 
-/// The folder beside the image folder that large files are moved into.
+/// The directory beside the image directory that large files are moved into.
 pub const AWAY: &str = "cryopod-away";
-/// The file in the image folder that says where the large files are.
+/// The file in the image directory that says where the large files are.
 pub const TICKET: &str = "cryopod-away.ticket";
 /// Where tickets lead.
 pub const DESK: &str = "/run/cryopod/away";
@@ -38,9 +38,9 @@ fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
 }
 
-/// Is it a file of pages, or a shard of the lane, large enough to be worth it?
+/// Is it a file of pages, or a shard of the VRAM files, large enough to be worth it?
 pub(crate) fn is_large(name: &str, bytes: u64) -> bool {
-    bytes >= LARGE && (is_numbered(name, names::LANE_SHARD) || is_numbered(name, names::PAGES))
+    bytes >= LARGE && (is_numbered(name, names::VRAM_SHARD) || is_numbered(name, names::PAGES))
 }
 
 /// Is it `PREFIX-NUMBER.img`?
@@ -50,13 +50,13 @@ pub(crate) fn is_numbered(name: &str, prefix: &str) -> bool {
     number.is_some_and(|n| (1..=10).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has `cryopod export` asked for the large files of this image folder?
+/// Has `cryopod export` asked for the large files of this image directory?
 pub fn asked(images: &Path) -> bool {
-    let away = beside(images).filter(|p| own_folder(p));
+    let away = beside(images).filter(|p| own_directory(p));
     away.is_some_and(|away| matches!(lock(&away), Ok(None)))
 }
 
-/// Moves the large files of an image folder into another, which exists. Says how many they are.
+/// Moves the large files of an image directory into another, which exists. Says how many they are.
 ///
 /// # Errors
 /// What the system said; what was moved until then stays there.
@@ -77,7 +77,7 @@ pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     Ok(moved)
 }
 
-/// Moves all files of a folder into another; says how many they are.
+/// Moves all files of a directory into another; says how many they are.
 ///
 /// # Errors
 /// What the system said of the first that could not be moved. It stays where it is, the others are moved; no file is
@@ -108,7 +108,7 @@ fn over(
     to: &Path,
     copy: &mut dyn FnMut(&mut File, &mut File) -> io::Result<u64>,
 ) -> io::Result<()> {
-    let (Some(folder), Some(name)) = (to.parent(), to.file_name()) else {
+    let (Some(directory), Some(name)) = (to.parent(), to.file_name()) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
     let mut open = OpenOptions::new();
@@ -124,7 +124,7 @@ fn over(
     let mut partial = std::ffi::OsString::from(".");
     partial.push(name);
     partial.push(".cryopod-partial");
-    let partial = folder.join(partial);
+    let partial = directory.join(partial);
     // What a killed one has left.
     match fs::remove_file(&partial) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
@@ -147,7 +147,7 @@ fn over(
         }
         target.sync_all()?;
         fs::rename(&partial, to)?;
-        File::open(folder)?.sync_all()
+        File::open(directory)?.sync_all()
     };
     copied().map_err(|e| {
         let _ = fs::remove_file(&partial);
@@ -156,7 +156,7 @@ fn over(
     fs::remove_file(from).map_err(fail(from, "cannot remove it after it was copied"))
 }
 
-/// The folder beside an image folder.
+/// The directory beside an image directory.
 fn beside(images: &Path) -> Option<PathBuf> {
     let images = std::path::absolute(images).ok()?;
     Some(images.parent()?.join(AWAY))
@@ -170,14 +170,14 @@ pub struct Request {
 }
 
 impl Request {
-    /// The folder that they will be in.
+    /// The directory that they will be in.
     pub fn away(&self) -> &Path {
         &self.away
     }
 }
 
 /// Asks the runtime to move the large files of the next checkpoint aside. What a killed process left there goes back
-/// into the image folder first.
+/// into the image directory first.
 ///
 /// # Errors
 /// `WouldBlock` if another process has asked for the same; what the system said.
@@ -190,11 +190,11 @@ pub fn ask(images: &Path) -> io::Result<Request> {
             }
             _ => {}
         }
-        if !own_folder(&away) {
-            let what = io::Error::other("it is not a folder of this user's alone");
+        if !own_directory(&away) {
+            let what = io::Error::other("it is not a directory of this user's alone");
             return Err(fail(&away, "cannot be used")(what));
         }
-        // A runtime may come between, and remove a folder that nobody has locked.
+        // A runtime may come between, and remove a directory that nobody has locked.
         let Some(lock) = lock(&away)? else {
             let what = io::Error::from(io::ErrorKind::WouldBlock);
             return Err(fail(&away, "another export of this container is running")(
@@ -214,20 +214,20 @@ pub fn ask(images: &Path) -> io::Result<Request> {
     ))
 }
 
-/// Locks a folder; `None` if another process has it.
-fn lock(folder: &Path) -> io::Result<Option<Flock<File>>> {
+/// Locks a directory; `None` if another process has it.
+fn lock(directory: &Path) -> io::Result<Option<Flock<File>>> {
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC)
-        .open(folder);
+        .open(directory);
     let file = match opened {
         Ok(file) => file,
-        Err(e) => return Err(fail(folder, "cannot open it")(e)),
+        Err(e) => return Err(fail(directory, "cannot open it")(e)),
     };
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
-        Err((_, e)) => Err(fail(folder, "cannot lock it")(e.into())),
+        Err((_, e)) => Err(fail(directory, "cannot lock it")(e.into())),
     }
 }
 
@@ -236,7 +236,7 @@ fn lock(folder: &Path) -> io::Result<Option<Flock<File>>> {
 /// # Errors
 /// What the system said.
 pub fn before_checkpoint(images: &Path) -> io::Result<()> {
-    let Some(away) = beside(images).filter(|p| own_folder(p)) else {
+    let Some(away) = beside(images).filter(|p| own_directory(p)) else {
         return Ok(());
     };
     match lock(&away)? {
@@ -250,7 +250,7 @@ pub fn before_checkpoint(images: &Path) -> io::Result<()> {
 /// # Errors
 /// What the system said; then all are where they were, or the message says which could not be moved back.
 pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
-    let Some(away) = beside(images).filter(|p| own_folder(p)) else {
+    let Some(away) = beside(images).filter(|p| own_directory(p)) else {
         return Ok(0);
     };
     if lock(&away)?.is_some() {
@@ -273,18 +273,18 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     })
 }
 
-/// Before a restore: brings the large files back into the image folder, if they are elsewhere.
+/// Before a restore: brings the large files back into the image directory, if they are elsewhere.
 ///
 /// # Errors
 /// A ticket that leads nowhere, and what the system said.
 pub fn before_restore(images: &Path) -> io::Result<()> {
-    if let Some(away) = beside(images).filter(|p| own_folder(p)) {
+    if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;
     }
     redeem(images, Path::new(DESK))
 }
 
-/// Moves all back, and removes the folder.
+/// Moves all back, and removes the directory.
 fn back(away: &Path, images: &Path) -> io::Result<()> {
     join(away, images)?;
     match fs::remove_dir(away) {
@@ -306,11 +306,11 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<()> {
     let valid = ticket
         .bytes()
         .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    if !valid || !own_folder(desk) {
+    if !valid || !own_directory(desk) {
         return Err(worthless(&file));
     }
     let away = fs::read_link(desk.join(&ticket)).map_err(|_| worthless(&file))?;
-    if !own_folder(&away) {
+    if !own_directory(&away) {
         return Err(worthless(&file));
     }
     join(&away, images)?;
@@ -324,7 +324,7 @@ fn worthless(file: &Path) -> io::Error {
     ))
 }
 
-/// Writes a ticket into an image folder, for a folder that has the rest of it. Dropped, it is worth nothing.
+/// Writes a ticket into an image directory, for a directory that has the rest of it. Dropped, it is worth nothing.
 ///
 /// # Errors
 /// What the system said.
@@ -338,7 +338,7 @@ fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
         .mode(0o700)
         .create(desk)
         .map_err(fail(desk, "cannot make it"))?;
-    if !own_folder(desk) {
+    if !own_directory(desk) {
         return Err(io::Error::other(format!(
             "{}: others can write there",
             desk.display()
@@ -360,14 +360,14 @@ fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
     Ok(issued)
 }
 
-/// Removes the tickets that lead below a folder that is given up, as their owner was killed.
-pub fn revoke(folder: &Path) {
-    revoke_at(Path::new(DESK), folder);
+/// Removes the tickets that lead below a directory that is given up, as their owner was killed.
+pub fn revoke(directory: &Path) {
+    revoke_at(Path::new(DESK), directory);
 }
 
-fn revoke_at(desk: &Path, folder: &Path) {
+fn revoke_at(desk: &Path, directory: &Path) {
     for item in fs::read_dir(desk).into_iter().flatten().flatten() {
-        if fs::read_link(item.path()).is_ok_and(|to| to.starts_with(folder)) {
+        if fs::read_link(item.path()).is_ok_and(|to| to.starts_with(directory)) {
             let _ = fs::remove_file(item.path());
         }
     }
@@ -385,8 +385,8 @@ impl Drop for Ticket {
     }
 }
 
-/// A folder, no link, of this user, in which nobody else can write.
-pub(crate) fn own_folder(path: &Path) -> bool {
+/// A directory, no link, of this user, in which nobody else can write.
+pub(crate) fn own_directory(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| {
         m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
     })

@@ -3,11 +3,11 @@
 /// Bounds on what an archive may hold. Every value is a limit for the whole archive unless it says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Files and folders.
+    /// Files and directories.
     pub entries: u64,
     /// Bytes of one name. CRIU's and the engines' names have fewer than 100.
     pub name_bytes: usize,
-    /// Folders inside each other.
+    /// Directories inside each other.
     pub depth: usize,
     /// Bytes of one file that is read into memory as a whole (JSON, CRIU's small images).
     pub small_file_bytes: u64,

@@ -1,15 +1,15 @@
 //! File names inside a checkpoint, in one place.
 
-/// The seal: cryopod's record of a checkpoint, in CRIU's image folder beside `inventory.img`.
-pub const SEAL: &str = "cryopod.json";
-/// The seal while it is being written. Never read back; a restore that meets only this file treats
-/// the folder as unsealed.
-pub const SEAL_PARTIAL: &str = ".cryopod.json.partial";
-/// CRIU's own inventory: its presence makes a folder a checkpoint.
+/// The metadata: cryopod's record of a checkpoint, in CRIU's image directory beside `inventory.img`.
+pub const METADATA: &str = "cryopod.json";
+/// The metadata while it is being written. Never read back; a restore that meets only this file treats
+/// the directory as unrecorded.
+pub const METADATA_PARTIAL: &str = ".cryopod.json.partial";
+/// CRIU's own inventory: its presence makes a directory a checkpoint.
 pub const CRIU_INVENTORY: &str = "inventory.img";
-/// CRIU's log of a dump, in the work folder.
+/// CRIU's log of a dump, in the work directory.
 pub const DUMP_LOG: &str = "dump.log";
-/// CRIU's log of a restore, in the work folder.
+/// CRIU's log of a restore, in the work directory.
 pub const RESTORE_LOG: &str = "restore.log";
 
 /// CRIU's images inside an archive of an engine.
@@ -40,36 +40,36 @@ pub const STATS_DUMP: &str = "stats-dump";
 pub const BIND_MOUNTS: &str = "bind.mounts";
 /// The container's log path, by CRI-O.
 pub const CRIO_LOG_PATH: &str = "io.kubernetes.cri-o.LogPath";
-/// Marks a folder as an OCI image layout.
+/// Marks a directory as an OCI image layout.
 pub const OCI_LAYOUT: &str = "oci-layout";
 /// The index of an OCI image layout.
 pub const OCI_INDEX: &str = "index.json";
 /// The blobs of an OCI image layout.
 pub const OCI_BLOBS: &str = "blobs";
-/// The parts of containerd's checkpoint that no other engine has, as files of this folder.
+/// The parts of containerd's checkpoint that no other engine has, as files of this directory.
 pub const CONTAINERD_DIR: &str = "containerd";
 
-/// The reference to a store, which has a checkpoint's large files; in CRIU's image folder, and in the store's entry.
+/// The reference to a store, which has a checkpoint's large files; in CRIU's image directory, and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
 /// The reference while it is being written.
 pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";
 
-/// The lane's table of chunks, written last: without it the shards mean nothing.
-pub const LANE_INDEX: &str = "lane-index.img";
-/// The lane's table while it is being written.
-pub const LANE_INDEX_PARTIAL: &str = ".lane-index.img.partial";
+/// the VRAM files' table of chunks, written last: without it the shards mean nothing.
+pub const VRAM_INDEX: &str = "vram-index.img";
+/// the VRAM files' table while it is being written.
+pub const VRAM_INDEX_PARTIAL: &str = ".vram-index.img.partial";
 
-/// The record of cryopod's CRIU plugin for NVIDIA; it names the buffers whose contents are in the lane.
+/// The record of cryopod's CRIU plugin for NVIDIA; it names the buffers whose contents are in the vram.
 pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
 
 /// What the names of CRIU's files of memory begin with; a number and `.img` follow.
 pub const PAGES: &str = "pages-";
-/// What the names of the lane's files of chunks begin with; likewise.
-pub const LANE_SHARD: &str = "lane-";
+/// What the names of the VRAM files' files of chunks begin with; likewise.
+pub const VRAM_SHARD: &str = "vram-";
 
-/// A file of chunks of the lane.
-pub fn lane_shard(number: usize) -> String {
-    format!("{LANE_SHARD}{number:04}.img")
+/// A file of chunks of the vram.
+pub fn vram_shard(number: usize) -> String {
+    format!("{VRAM_SHARD}{number:04}.img")
 }
 
 /// The volume whose content the file of this name in an archive has (podman).

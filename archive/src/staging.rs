@@ -1,4 +1,4 @@
-//! Files and folders that appear under their names only when they are whole and on disk.
+//! Files and directories that appear under their names only when they are whole and on disk.
 //!
 //! What is being written lies beside its final name as `.NAME.cryopod-partial-PID-N`, locked by its writer. What a
 //! killed writer left is not locked any more, and the next writer of the same name removes it.
@@ -17,22 +17,22 @@ use crate::error::Error;
 pub(crate) const MARK: &str = ".cryopod-partial-";
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// A file or folder in the making. Dropped without [`Staging::commit`], it is removed.
+/// A file or directory in the making. Dropped without [`Staging::commit`], it is removed.
 #[derive(Debug)]
 pub(crate) struct Staging {
     target: PathBuf,
     parent: PathBuf,
     partial: PathBuf,
     replace: bool,
-    folder: bool,
+    directory: bool,
     /// Holds the lock.
     lock: Option<Flock<File>>,
     done: bool,
 }
 
 impl Staging {
-    /// A folder in the making.
-    pub(crate) fn folder(target: &Path, replace: bool) -> Result<Self, Error> {
+    /// A directory in the making.
+    pub(crate) fn directory(target: &Path, replace: bool) -> Result<Self, Error> {
         Self::new(target, replace, true)
     }
 
@@ -41,16 +41,16 @@ impl Staging {
         Self::new(target, replace, false)
     }
 
-    fn new(target: &Path, replace: bool, folder: bool) -> Result<Self, Error> {
+    fn new(target: &Path, replace: bool, directory: bool) -> Result<Self, Error> {
         let name = target.file_name().ok_or_else(|| Error::Unsupported {
             path: target.into(),
-            reason: "not a name for a file or folder".into(),
+            reason: "not a name for a file or directory".into(),
         })?;
         let parent = match target.parent() {
             Some(parent) if parent != Path::new("") => parent.to_owned(),
             _ => PathBuf::from("."),
         };
-        if !replace && fs::symlink_metadata(target).is_ok() && !empty_folder(target, folder) {
+        if !replace && fs::symlink_metadata(target).is_ok() && !empty_directory(target, directory) {
             return Err(Error::Exists {
                 path: target.into(),
             });
@@ -63,7 +63,7 @@ impl Staging {
             partial.push(format!("{MARK}{}-{n}", std::process::id()));
             let partial = parent.join(partial);
             let create = Error::io(&partial, "create it");
-            let opened = match folder {
+            let opened = match directory {
                 true => fs::DirBuilder::new()
                     .mode(0o700)
                     .create(&partial)
@@ -93,7 +93,7 @@ impl Staging {
                 parent,
                 partial,
                 replace,
-                folder,
+                directory,
                 lock: Some(lock),
                 done: false,
             });
@@ -110,12 +110,12 @@ impl Staging {
         &self.partial
     }
 
-    /// The folder that it lies in.
-    pub(crate) fn folder_above(&self) -> &Path {
+    /// The directory that it lies in.
+    pub(crate) fn directory_above(&self) -> &Path {
         &self.parent
     }
 
-    /// The open file, or folder.
+    /// The open file, or directory.
     pub(crate) fn handle(&self) -> io::Result<File> {
         match &self.lock {
             Some(lock) => lock.try_clone(),
@@ -123,7 +123,7 @@ impl Staging {
         }
     }
 
-    /// Syncs it and gives it its name. The files inside a folder are the caller's to sync, before.
+    /// Syncs it and gives it its name. The files inside a directory are the caller's to sync, before.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         let fail = |action| Error::io(&self.target, action);
         self.handle()
@@ -134,7 +134,7 @@ impl Staging {
                 .map_err(io::Error::from)
         };
         let exists = fs::symlink_metadata(&self.target).is_ok();
-        let renamed = match (exists, self.folder) {
+        let renamed = match (exists, self.directory) {
             (false, _) => match rename(RenameFlags::RENAME_NOREPLACE) {
                 // Not every file system knows the flag.
                 Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
@@ -142,7 +142,7 @@ impl Staging {
                 }
                 other => other,
             },
-            (true, true) if empty_folder(&self.target, true) => {
+            (true, true) if empty_directory(&self.target, true) => {
                 fs::rename(&self.partial, &self.target)
             }
             (true, _) if !self.replace => Err(io::ErrorKind::AlreadyExists.into()),
@@ -160,9 +160,9 @@ impl Staging {
         }
         File::open(&self.parent)
             .and_then(|d| d.sync_all())
-            .map_err(fail("write its folder to disk"))?;
+            .map_err(fail("write its directory to disk"))?;
         self.done = true;
-        if exists && self.folder && self.partial.exists() {
+        if exists && self.directory && self.partial.exists() {
             // What was replaced has the temporary name now.
             if let Err(e) = fs::remove_dir_all(&self.partial) {
                 tracing::warn!(path = %self.partial.display(), error = %e, "cannot remove what was replaced");
@@ -194,8 +194,8 @@ fn remove(path: &Path) {
     }
 }
 
-fn empty_folder(path: &Path, folder: bool) -> bool {
-    folder
+fn empty_directory(path: &Path, directory: bool) -> bool {
+    directory
         && fs::symlink_metadata(path).is_ok_and(|m| m.is_dir())
         && fs::read_dir(path).is_ok_and(|mut d| d.next().is_none())
 }

@@ -1,14 +1,14 @@
-//! A store: a folder, local or shared, that has the large files of checkpoints.
+//! A store: a directory, local or shared, that has the large files of checkpoints.
 //!
-//! containerd packs an image folder into one tar with one thread, and unpacks it for every restore. So the memory of
-//! processes and GPUs can lie elsewhere: each checkpoint has an entry in a store, a folder with a random name, and its
-//! image folder a [`Reference`] to it. A restore resolves the reference, in the stores that this host's configuration
+//! containerd packs an image directory into one tar with one thread, and unpacks it for every restore. So the memory of
+//! processes and GPUs can lie elsewhere: each checkpoint has an entry in a store, a directory with a random name, and its
+//! image directory a [`Reference`] to it. A restore resolves the reference, in the stores that this host's configuration
 //! names and nowhere else; what the reference says of places is only told.
 //!
 //! References come from strangers: entries have names that nobody can guess, files the names of CRIU's pages and of the
-//! lane's shards. Pages have their digest in the reference, shards in the lane's table.
+//! vram's shards. Pages have their digest in the reference, shards in the VRAM files' table.
 //!
-//! * [`put`](fn@put): from an image folder to a store
+//! * [`put`](fn@put): from an image directory to a store
 //! * [`find`](fn@find): from a reference to the files
 //!
 //! docs/archive-format.md describes the reference.
@@ -46,7 +46,7 @@ pub enum StoreError {
     /// The system refused something.
     #[error("{path}: cannot {action}: {source}")]
     Io {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
         /// What was tried.
         action: &'static str,
@@ -75,7 +75,7 @@ pub enum StoreError {
     },
     /// No store has the entry.
     #[error(
-        "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its folder in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
+        "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its directory in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
     )]
     Missing {
         /// The reference.
@@ -99,10 +99,10 @@ pub enum StoreError {
         /// What is wrong.
         reason: String,
     },
-    /// The store's folder cannot take a checkpoint.
+    /// The store's directory cannot take a checkpoint.
     #[error("{path}: {reason}")]
     Unusable {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
         /// Why, and what to do.
         reason: String,
@@ -130,11 +130,11 @@ impl StoreError {
 /// A file of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stored {
-    /// `pages-N.img` or `lane-NNNN.img`.
+    /// `pages-N.img` or `vram-NNNN.img`.
     pub name: String,
     /// Its size.
     pub bytes: u64,
-    /// BLAKE3 of its contents, in hexadecimal. The lane's shards have none: the lane's table has the digest of each of
+    /// BLAKE3 of its contents, in hexadecimal. the VRAM files' shards have none: the VRAM files' table has the digest of each of
     /// their chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
@@ -147,7 +147,7 @@ pub struct Reference {
     pub version: u32,
     /// The entry's name.
     pub id: String,
-    /// The store's folder when it was written: told, and never looked at.
+    /// The store's directory when it was written: told, and never looked at.
     #[serde(default)]
     pub store: String,
     /// The container: told.
@@ -161,7 +161,7 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Reads the reference of an image folder; `None` if it has none.
+    /// Reads the reference of an image directory; `None` if it has none.
     ///
     /// # Errors
     /// [`StoreError`] if there is one but it cannot be used.
@@ -235,7 +235,7 @@ impl Reference {
         let mut seen = BTreeSet::new();
         for file in &self.files {
             let pages = is_numbered(&file.name, names::PAGES);
-            if !pages && !is_numbered(&file.name, names::LANE_SHARD) {
+            if !pages && !is_numbered(&file.name, names::VRAM_SHARD) {
                 let name: String = file.name.chars().take(100).collect();
                 return Err(format!("{name:?} is no large file of a checkpoint"));
             }

@@ -253,10 +253,10 @@ impl<S: Stream> TarReader<S> {
             at: start,
         })? & 0o777;
         let kind = match kind {
-            // Before POSIX a folder was a file whose name ends with a slash.
-            EntryType::Regular if raw.ends_with(b"/") => EntryKind::Folder,
+            // Before POSIX a directory was a file whose name ends with a slash.
+            EntryType::Regular if raw.ends_with(b"/") => EntryKind::Directory,
             EntryType::Regular | EntryType::Continuous => EntryKind::File,
-            EntryType::Directory => EntryKind::Folder,
+            EntryType::Directory => EntryKind::Directory,
             EntryType::Symlink => check_link(&name, &link(), &self.limits)?,
             EntryType::Link => {
                 let target = String::from_utf8_lossy(&link()).into_owned();
@@ -274,11 +274,11 @@ impl<S: Stream> TarReader<S> {
             }
         };
         if kind != EntryKind::File && size != 0 {
-            return Err(Bad::ContentOfFolder { name, bytes: size }.into());
+            return Err(Bad::ContentOfDirectory { name, bytes: size }.into());
         }
         if name.is_empty() {
             // The root of the archive itself.
-            return if kind == EntryKind::Folder {
+            return if kind == EntryKind::Directory {
                 Ok(None)
             } else {
                 Err(Bad::EmptyName.into())

@@ -12,15 +12,15 @@ use self::shards::Shards;
 use crate::decode::{Hash, with_decoder};
 use crate::entry::Entry;
 use crate::error::{Bad, Error};
-use crate::lane::{self, LaneError};
 use crate::limits::Limits;
 use crate::limits::threads_or_cores;
+use crate::metadata::Metadata;
 use crate::names;
 use crate::oci::annotation;
 use crate::progress::Progress;
-use crate::seal::Seal;
 use crate::source::{Kind, Source};
 use crate::store::{self, Found, Reference, StoreError};
+use crate::vram::{self, VramError};
 use crate::walk::{Sink, walk};
 
 /// How to verify.
@@ -28,7 +28,7 @@ use crate::walk::{Sink, walk};
 pub struct VerifyOptions {
     /// Threads; 0: as many as there are cores.
     pub threads: usize,
-    /// Folders in which a checkpoint is searched that this one builds upon and that is not where it was.
+    /// Directories in which a checkpoint is searched that this one builds upon and that is not where it was.
     pub parents: Vec<PathBuf>,
     /// Stores in which the large files are searched of a checkpoint that has them there.
     pub stores: Vec<PathBuf>,
@@ -49,21 +49,21 @@ pub struct Verified {
     pub bytes: u64,
     /// Layers whose digests were checked, of the blob and of its decompressed content.
     pub layers: usize,
-    /// Chunks of the VRAM lane that were checked.
+    /// Chunks of the VRAM files that were checked.
     pub chunks: u64,
     /// cryopod's record, if there is one.
-    pub seal: Option<Seal>,
+    pub metadata: Option<Metadata>,
     /// The large files that are in a store, which are not among the files above.
     pub stored: Option<Found>,
 }
 
 /// Reads all of a checkpoint and checks what can be checked: every digest, every name, the compression's own sums,
-/// CRIU's magic numbers, `cryopod.json`, the VRAM lane's chunks, stated sizes.
+/// CRIU's magic numbers, `cryopod.json`, the VRAM files's chunks, stated sizes.
 ///
 /// # Errors
 /// The first thing that is wrong, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
-    let table = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+    let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
     let mut tables = source.small_files(&|name| name == table, &options.limits)?;
     let shards = tables
         .remove(&table)
@@ -104,7 +104,7 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     let stored = stored(source, sink.shards.as_ref(), &mut found, options)?;
     let found = found;
     let chunks = match &sink.shards {
-        None if !found.wants_lane => 0,
+        None if !found.wants_vram => 0,
         None => return missing(&table),
         Some(shards) => shards.checked(),
     };
@@ -112,22 +112,23 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     if let Some(name) = sink.shards.iter().flat_map(Shards::names).find(absent) {
         return missing(name);
     }
-    if let Some(seal) = &found.seal {
-        Shards::sealed(sink.shards.as_ref(), seal).map_err(|bad| Error::bad(source.path(), bad))?;
+    if let Some(metadata) = &found.metadata {
+        Shards::recorded(sink.shards.as_ref(), metadata)
+            .map_err(|bad| Error::bad(source.path(), bad))?;
     }
     let chunks = match &sink.shards {
         Some(shards) => chunks + parent_chunks(source, shards, options)?,
         None => chunks,
     };
     let layers = source.image().map_or(0, |i| i.manifest.layers.len());
-    let (files, bytes, seal) = (found.files, found.bytes, found.seal);
+    let (files, bytes, metadata) = (found.files, found.bytes, found.metadata);
     Ok(Verified {
         kind: source.kind(),
         files,
         bytes,
         layers,
         chunks,
-        seal,
+        metadata,
         stored,
     })
 }
@@ -170,24 +171,24 @@ fn stored(
 
 /// Checks the chunks that are in another checkpoint; how many.
 fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> Result<u64, Error> {
-    let failed = |e: LaneError| Error::Unsupported {
+    let failed = |e: VramError| Error::Unsupported {
         path: source.path().into(),
         reason: e.to_string(),
     };
-    let dir = source.images_folder();
+    let dir = source.images_directory();
     let search: Vec<PathBuf> = options
         .parents
         .iter()
         .chain(&options.stores)
         .cloned()
         .collect();
-    let found = lane::parent::find(shards.table(), dir.as_deref(), &search);
+    let found = vram::parent::find(shards.table(), dir.as_deref(), &search);
     let Some(parent) = found.map_err(failed)? else {
         return Ok(0);
     };
     let path = dir.as_deref().unwrap_or(source.path());
     parent
-        .holds(shards.table(), &path.join(names::LANE_INDEX))
+        .holds(shards.table(), &path.join(names::VRAM_INDEX))
         .map_err(failed)?;
     let numbers = shards.in_parent();
     let threads = threads_or_cores(options.threads);
@@ -228,9 +229,9 @@ struct Seen {
     bytes: u64,
     inventory: bool,
     shards: BTreeSet<String>,
-    /// There are buffers whose contents must be in the lane.
-    wants_lane: bool,
-    seal: Option<Seal>,
+    /// There are buffers whose contents must be in the vram.
+    wants_vram: bool,
+    metadata: Option<Metadata>,
     /// What says that files are in a store.
     reference: Option<Vec<u8>>,
 }
@@ -247,7 +248,7 @@ impl Verifier<'_> {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks a shard of the lane; `false` if it is none.
+    /// Checks a shard of the VRAM files; `false` if it is none.
     fn shard(&self, entry: &Entry, reader: &mut dyn Read) -> Result<bool, Error> {
         let Some(shards) = &self.shards else {
             return Ok(false);
@@ -297,11 +298,11 @@ impl Sink for Verifier<'_> {
                 return Err(content("not an image of CRIU".into()));
             }
             self.found().inventory = true;
-        } else if entry.name.strip_prefix("checkpoint/") == Some(names::SEAL) {
+        } else if entry.name.strip_prefix("checkpoint/") == Some(names::METADATA) {
             let text = self.small(entry, reader)?;
-            let seal =
-                Seal::parse(&text, entry.name.as_ref()).map_err(|e| content(e.to_string()))?;
-            self.found().seal = Some(seal);
+            let metadata =
+                Metadata::parse(&text, entry.name.as_ref()).map_err(|e| content(e.to_string()))?;
+            self.found().metadata = Some(metadata);
         } else if entry.name.strip_prefix("checkpoint/") == Some(names::STORE_REFERENCE) {
             let text = self.small(entry, reader)?;
             self.found().reference = Some(text);
@@ -310,9 +311,9 @@ impl Sink for Verifier<'_> {
             let record: serde_json::Value =
                 serde_json::from_slice(&text).map_err(|e| content(e.to_string()))?;
             let processes = record.get("processes").and_then(|p| p.as_array());
-            let buffers = |p: &serde_json::Value| p.get("lane")?.as_array().map(Vec::len);
+            let buffers = |p: &serde_json::Value| p.get("vram")?.as_array().map(Vec::len);
             let mut counts = processes.into_iter().flatten().filter_map(buffers);
-            self.found().wants_lane = counts.any(|count| count > 0);
+            self.found().wants_vram = counts.any(|count| count > 0);
         } else if JSON.contains(&entry.name.as_str()) && entry.size > 0 {
             let text = self.small(entry, reader)?;
             serde_json::from_slice::<serde::de::IgnoredAny>(&text).map_err(|e| {

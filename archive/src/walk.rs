@@ -28,7 +28,7 @@ pub(crate) trait Sink: Sync {
     }
 }
 
-/// Gives every entry to the sink. A folder may come after what lies in it.
+/// Gives every entry to the sink. A directory may come after what lies in it.
 ///
 /// # Errors
 /// The first thing that is wrong. Digests are checked at the end of each layer: until this has returned, nothing
@@ -51,11 +51,11 @@ pub(crate) fn walk(
     };
     decoder.progress().set_total(source.stored_bytes()?);
     match &source.inner {
-        Inner::Folder(folder) => {
-            let entries = folder.list(limits)?;
+        Inner::Directory(directory) => {
+            let entries = directory.list(limits)?;
             walk.each(&entries, |entry| {
                 if entry.is_file() {
-                    walk.counted(entry, folder.content(entry)?)
+                    walk.counted(entry, directory.content(entry)?)
                 } else {
                     walk.entry(entry, &mut io::empty())
                 }

@@ -216,8 +216,8 @@ fn nothing_is_left_of_a_failure() {
 }
 
 #[test]
-fn every_chunk_of_the_lane_is_checked_in_every_form() {
-    use cryopod_archive::lane;
+fn every_chunk_of_the_vram_is_checked_in_every_form() {
+    use cryopod_archive::vram;
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("in");
     let images = root.join("checkpoint");
@@ -230,25 +230,25 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
         vec![0; 1 << 20],
     ]
     .concat();
-    let region = lane::Source {
+    let region = vram::Source {
         id: "gpu",
         bytes: &memory,
     };
-    let options = lane::WriteOptions {
+    let options = vram::WriteOptions {
         chunk_bytes: 256 << 10,
         ..Default::default()
     };
     let never = std::sync::atomic::AtomicBool::new(false);
-    let written = lane::write(&images, &[region], &options, None, &never).unwrap();
-    let seal = |lane: &lane::LaneFacts| {
-        let seal = serde_json::json!({"schema": "1.0", "cryopod": "0.1.0", "created": "2026-01-01T00:00:00Z",
+    let written = vram::write(&images, &[region], &options, None, &never).unwrap();
+    let metadata = |vram: &vram::VramFacts| {
+        let metadata = serde_json::json!({"schema": "1.0", "cryopod": "0.1.0", "created": "2026-01-01T00:00:00Z",
             "container": {"id": "a", "low_level": "crun", "leave_running": false},
             "host": {"kernel": "6", "arch": "x86_64", "cgroup": "v2"},
-            "gpu": {"vendors": ["nvidia"], "nodes": [], "gpus": [], "processes": [], "plugins": [], "lane": lane},
+            "gpu": {"vendors": ["nvidia"], "nodes": [], "gpus": [], "processes": [], "plugins": [], "vram": vram},
             "timings": {"plan_us": 0, "dump_us": 0}});
-        fs::write(images.join("cryopod.json"), seal.to_string()).unwrap();
+        fs::write(images.join("cryopod.json"), metadata.to_string()).unwrap();
     };
-    seal(&written.facts);
+    metadata(&written.facts);
 
     let forms = ["oci:layout", "oci-archive:image.tar", "a.tar", "a.tar.zst"];
     let to = |form: &str| match form.split_once(':') {
@@ -269,25 +269,25 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
         .unwrap();
         assert!(check(to(form).path()).unwrap().chunks >= 12, "{form}");
     }
-    let other = lane::LaneFacts {
+    let other = vram::VramFacts {
         digest: "0".repeat(64),
         ..written.facts.clone()
     };
-    seal(&other);
+    metadata(&other);
     let error = check(&root).unwrap_err().to_string();
     assert!(
-        error.contains("checkpoint/lane-index.img: the table of another checkpoint"),
+        error.contains("checkpoint/vram-index.img: the table of another checkpoint"),
         "{error}"
     );
-    seal(&written.facts);
-    let table = images.join("lane-index.img");
+    metadata(&written.facts);
+    let table = images.join("vram-index.img");
     let text = fs::read(&table).unwrap();
     fs::remove_file(&table).unwrap();
     let error = check(&root).unwrap_err().to_string();
-    assert!(error.contains("no checkpoint/lane-index.img"), "{error}");
+    assert!(error.contains("no checkpoint/vram-index.img"), "{error}");
     fs::write(&table, text).unwrap();
 
-    let shard = images.join("lane-0000.img");
+    let shard = images.join("vram-0000.img");
     let mut bytes = fs::read(&shard).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
@@ -300,13 +300,13 @@ fn every_chunk_of_the_lane_is_checked_in_every_form() {
         pack(&Source::open(&root).unwrap(), &to(form), &options).unwrap();
         let error = check(to(form).path()).unwrap_err().to_string();
         assert!(
-            error.contains("checkpoint/lane-0000.img: the chunk at"),
+            error.contains("checkpoint/vram-0000.img: the chunk at"),
             "{error}"
         );
     }
     fs::remove_file(&shard).unwrap();
     let error = check(&root).unwrap_err().to_string();
-    assert!(error.contains("no checkpoint/lane-0000.img"), "{error}");
+    assert!(error.contains("no checkpoint/vram-0000.img"), "{error}");
 }
 
 #[test]

@@ -17,13 +17,13 @@ use cryopod_archive::verify::{VerifyOptions, verify};
 
 use crate::pack::{How, completed, destination};
 use crate::place::{Place, stores};
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: an image folder, or an archive as for `cryopod inspect`.
+    /// The checkpoint: an image directory, or an archive as for `cryopod inspect`.
     source: String,
     /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
     /// zstd). containerd's own checkpoint stays one in the first two, for `ctr images import`.
@@ -32,7 +32,7 @@ pub struct Args {
     /// A store in which the large files are searched, ahead of the configured ones; several times.
     #[arg(long)]
     store: Vec<PathBuf>,
-    /// A folder in which checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// A directory in which checkpoints are searched that this one builds upon, where they are not at their old place;
     /// several times. (It still builds upon them afterwards: cryopod flatten.)
     #[arg(long)]
     parents: Vec<PathBuf>,
@@ -77,34 +77,34 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let extra = completed(&source)?;
-    let scratch = Scratch::beside(to.path(), Holds::Copy)?;
-    let whole = whole(&source, found, scratch.path(), args.how.threads())?;
+    let temp = LockedTempDir::beside(to.path(), Holds::Copy)?;
+    let whole = whole(&source, found, temp.path(), args.how.threads())?;
     args.how.write("bundle", &whole, &to, extra)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The checkpoint as it is with the files of a store's entry; what has to be unpacked for that goes into a folder.
+/// The checkpoint as it is with the files of a store's entry; what has to be unpacked for that goes into a directory.
 ///
 /// # Errors
 /// The library's.
 pub fn whole(
     source: &Source,
     stored: Found,
-    scratch: &Path,
+    temp: &Path,
     threads: usize,
 ) -> anyhow::Result<Source> {
     let mut whole = source.clone();
     if whole.join(stored.clone()) {
         return Ok(whole);
     }
-    let folder = scratch.join("small");
+    let directory = temp.join("small");
     let options = UnpackOptions {
         threads,
         progress: Arc::new(Progress::default()),
         ..UnpackOptions::default()
     };
-    unpack(source, &folder, &options)?;
-    whole = Source::open(&folder)?;
+    unpack(source, &directory, &options)?;
+    whole = Source::open(&directory)?;
     whole.join(stored);
     Ok(whole)
 }
@@ -114,7 +114,7 @@ pub fn whole(
 /// # Errors
 /// It is nowhere, or not whole.
 pub fn found(source: &Source, stores: &[PathBuf]) -> anyhow::Result<Option<Found>> {
-    if let Some(images) = source.images_folder() {
+    if let Some(images) = source.images_directory() {
         return Ok(find(&images, stores)?);
     }
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);

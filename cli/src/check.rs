@@ -19,7 +19,7 @@ use serde::Serialize;
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A checkpoint: an engine's export file, a folder, an OCI layout. Would it restore on this host? Exit code 0: yes,
+    /// A checkpoint: an engine's export file, a directory, an OCI layout. Would it restore on this host? Exit code 0: yes,
     /// 1: no, 2: it is no checkpoint that can be read. Without it: what this host can do.
     path: Option<PathBuf>,
     /// Where its GPUs go: `auto`, or OLD=NEW[,OLD=NEW...].

@@ -14,7 +14,7 @@ use crate::engine::Call;
 
 /// Where crun and runc keep records, and below it containerd and docker.
 const ROOTS: [&str; 2] = ["/run/crun", "/run/runc"];
-/// Folders that hold such a root for each namespace.
+/// Directories that hold such a root for each namespace.
 const NAMESPACED: [&str; 2] = ["/run/containerd/runc", "/run/docker/runtime-runc"];
 /// A part of an id must be at least so long.
 const SHORTEST: usize = 4;

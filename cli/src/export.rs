@@ -18,7 +18,7 @@ use crate::engine::Engine;
 use crate::pack::{self, How};
 use crate::place::stores;
 use crate::push::RegistryArgs;
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
 /// Arguments.
@@ -76,8 +76,8 @@ pub struct Taken {
     source: PathBuf,
     /// Files that complete it.
     extra: BTreeMap<String, Vec<u8>>,
-    /// The folder that it lies in, if that is another than the one that was offered.
-    folder: Option<Scratch>,
+    /// The directory that it lies in, if that is another than the one that was offered.
+    directory: Option<LockedTempDir>,
 }
 
 impl Args {
@@ -102,8 +102,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     if let Some(image) = args.output.strip_prefix("docker://") {
         parse_reference(image)?;
-        let scratch = Scratch::anywhere(Holds::Checkpoint)?;
-        let layout = scratch.path().join("image");
+        let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
+        let layout = temp.path().join("image");
         take(args, &Destination::Layout(layout.clone()), steps)?;
         let registry = RegistryArgs::new(
             args.registry.tls_verify,
@@ -116,7 +116,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         steps.done("push");
         return keep_on_error(
             pushed,
-            scratch,
+            temp,
             "image",
             &format!("cryopod push oci:PATH {image}"),
         );
@@ -128,13 +128,13 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
 }
 
 fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<ExitCode> {
-    let scratch = Scratch::beside(to.path(), Holds::Checkpoint)?;
+    let temp = LockedTempDir::beside(to.path(), Holds::Checkpoint)?;
     let taken = match args.engine {
-        Engine::Podman => podman::checkpoint(args, scratch.path(), steps),
-        Engine::Docker => docker::checkpoint(args, scratch.path(), steps),
-        Engine::Containerd => containerd::checkpoint(args, scratch.path(), steps),
+        Engine::Podman => podman::checkpoint(args, temp.path(), steps),
+        Engine::Docker => docker::checkpoint(args, temp.path(), steps),
+        Engine::Containerd => containerd::checkpoint(args, temp.path(), steps),
     }?;
-    let scratch = taken.folder.unwrap_or(scratch);
+    let temp = taken.directory.unwrap_or(temp);
     let name = taken
         .source
         .file_name()
@@ -153,7 +153,7 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
                 return args.how.write("export", &source, to, extra);
             };
             let threads = args.how.threads();
-            let whole = bundle::whole(&source, stored.clone(), scratch.path(), threads)?;
+            let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
             let packed = args.how.write("export", &whole, to, extra)?;
             // Nobody else knows of it.
             if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
@@ -163,20 +163,20 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
         });
     steps.done("pack");
     let again = format!("cryopod convert PATH -o {}", args.output);
-    keep_on_error(packed, scratch, &name.unwrap_or_default(), &again)
+    keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
 }
 
 /// The checkpoint may be all that there is of the container: it is removed only when it has arrived.
 fn keep_on_error<T>(
     done: anyhow::Result<T>,
-    scratch: Scratch,
+    temp: LockedTempDir,
     name: &str,
     again: &str,
 ) -> anyhow::Result<ExitCode> {
     match done {
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(error) => {
-            let kept = scratch.keep().join(name);
+            let kept = temp.keep().join(name);
             let again = again.replace("PATH", &kept.display().to_string());
             Err(error.context(format!(
                 "the checkpoint was made and is kept in {}; go on with: {again}",

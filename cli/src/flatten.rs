@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use cryopod_archive::flatten::{FlattenOptions, into_folder};
+use cryopod_archive::flatten::{FlattenOptions, into_directory};
 use cryopod_archive::pack::Destination;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
@@ -15,19 +15,19 @@ use cryopod_archive::source::{Kind, Source};
 use crate::bundle::found;
 use crate::pack::{How, destination};
 use crate::place::{Place, stores};
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: an image folder, or an archive as for `cryopod inspect`.
+    /// The checkpoint: an image directory, or an archive as for `cryopod inspect`.
     source: String,
-    /// Where to: of a folder a new folder, else oci:DIR, oci-archive:FILE, or a file for `podman container restore
+    /// Where to: of a directory a new directory, else oci:DIR, oci-archive:FILE, or a file for `podman container restore
     /// --import` (.tar, .tar.gz, .tar.zst).
     #[arg(short, long)]
     output: String,
-    /// A folder in which the checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// A directory in which the checkpoints are searched that this one builds upon, where they are not at their old place;
     /// several times.
     #[arg(long)]
     parents: Vec<PathBuf>,
@@ -35,15 +35,15 @@ pub struct Args {
     how: How,
 }
 
-/// Whether the output is to be a folder like the source.
-fn to_folder(source: &Source, output: &str) -> bool {
+/// Whether the output is to be a directory like the source.
+fn to_directory(source: &Source, output: &str) -> bool {
     let archive = ["oci:", "oci-archive:"]
         .iter()
         .any(|p| output.starts_with(p))
         || [".tar", ".tgz", ".gz", ".zst"]
             .iter()
             .any(|s| output.ends_with(s));
-    matches!(source.kind(), Kind::Folder | Kind::CriuFolder) && !archive
+    matches!(source.kind(), Kind::Directory | Kind::CriuDirectory) && !archive
 }
 
 /// Runs the subcommand.
@@ -62,7 +62,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             source.path().display()
         );
     }
-    let to = match to_folder(&source, &args.output) {
+    let to = match to_directory(&source, &args.output) {
         true => None,
         false => Some(destination(&args.output)?),
     };
@@ -79,8 +79,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             path.display()
         );
     }
-    let scratch = Scratch::beside(&path, Holds::Copy)?;
-    let whole = scratch.path().join("whole");
+    let temp = LockedTempDir::beside(&path, Holds::Copy)?;
+    let whole = temp.path().join("whole");
     let options = FlattenOptions {
         threads: args.how.threads(),
         parents: args.parents.iter().chain(&stores).cloned().collect(),
@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let progress = Arc::clone(&options.progress);
     let done = ui::with_progress("flatten", args.how.quiet(), &progress, || {
-        into_folder(&source, &whole, &options)
+        into_directory(&source, &whole, &options)
     })?;
     match &to {
         None => put(&whole, &path)
@@ -109,7 +109,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Gives a folder its name, on disk.
+/// Gives a directory its name, on disk.
 fn put(whole: &Path, path: &Path) -> io::Result<()> {
     std::fs::rename(whole, path)?;
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());

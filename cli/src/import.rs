@@ -17,7 +17,7 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use crate::engine::{Call, Engine};
 use crate::pack::How;
 use crate::place::Place;
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
 /// How long an engine may take to answer a question.
@@ -108,8 +108,8 @@ impl Args {
 }
 
 fn image(args: &Args, source: &Source) -> anyhow::Result<String> {
-    let scratch = Scratch::anywhere(Holds::Copy)?;
-    let layout = layout(args, source, scratch.path())?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let layout = layout(args, source, temp.path())?;
     let said = args
         .call("podman")
         .args(["pull", "--quiet", &format!("oci:{}", layout.display())])
@@ -124,17 +124,17 @@ fn image(args: &Args, source: &Source) -> anyhow::Result<String> {
     ))
 }
 
-fn layout(args: &Args, source: &Source, scratch: &Path) -> anyhow::Result<PathBuf> {
+fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> {
     if source.kind() == Kind::OciLayout {
         return Ok(fs::canonicalize(source.path())?);
     }
-    let layout = scratch.join("image");
+    let layout = temp.join("image");
     args.write(source, &Destination::Layout(layout.clone()))?;
     Ok(layout)
 }
 
 fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
-    let scratch = Scratch::anywhere(Holds::Copy)?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let own = matches!(source.kind(), Kind::Containerd { archive: true });
     let file = if own || (source.kind() == Kind::OciArchive && args.name.is_none()) {
         fs::canonicalize(source.path())?
@@ -144,7 +144,7 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
                 "containerd's images have names: give one with --name, as in --name localhost/job:1"
             );
         }
-        let file = scratch.path().join("image.tar");
+        let file = temp.path().join("image.tar");
         args.write(source, &Destination::Archive(file.clone()))?;
         file
     };
@@ -181,21 +181,21 @@ fn docker(args: &Args, source: &Source) -> anyhow::Result<String> {
     };
     let id = ask(&["container", "inspect", "--format", "{{.Id}}", container])?;
     let root = ask(&["info", "--format", "{{.DockerRootDir}}"])?;
-    let folder = Path::new(&root)
+    let directory = Path::new(&root)
         .join("containers")
         .join(&id)
         .join("checkpoints");
-    fs::create_dir_all(&folder).with_context(|| {
+    fs::create_dir_all(&directory).with_context(|| {
         format!(
             "{}: cannot be made; run it as root, on the daemon's host",
-            folder.display()
+            directory.display()
         )
     })?;
     let options = UnpackOptions {
         images_only: true,
         ..UnpackOptions::default()
     };
-    unpack(source, &folder.join(name), &options)?;
+    unpack(source, &directory.join(name), &options)?;
     Ok(format!(
         "restore it with: docker start --checkpoint {name} {container}"
     ))

@@ -11,7 +11,7 @@ use crate::place::Place;
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: podman's export file, a Kubernetes checkpoint file, an exported containerd checkpoint, a folder
+    /// The checkpoint: podman's export file, a Kubernetes checkpoint file, an exported containerd checkpoint, a directory
     /// of CRIU images, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
     /// Print JSON in place of a table.

@@ -14,8 +14,8 @@ mod place;
 mod pull;
 mod push;
 mod resume;
-mod scratch;
 mod suspend;
+mod temp_dir;
 mod ui;
 mod unpack;
 mod verify;
@@ -39,7 +39,7 @@ enum Command {
     Check(check::Args),
     /// Makes an archive of a checkpoint.
     Pack(pack::Args),
-    /// Unpacks an archive into a folder.
+    /// Unpacks an archive into a directory.
     Unpack(unpack::Args),
     /// Makes an archive of another kind.
     Convert(convert::Args),

@@ -21,7 +21,7 @@ use crate::ui;
 /// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: a folder of CRIU images, podman's export file, an exported containerd checkpoint, a
+    /// The checkpoint: a directory of CRIU images, podman's export file, an exported containerd checkpoint, a
     /// Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
     /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
@@ -246,7 +246,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
     let to = destination(to)?;
     let source = Place::parse(from).open()?;
-    let images = source.images_folder();
+    let images = source.images_directory();
     if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
         eprintln!(
             "cryopod: {} are in entry {} of a store, and the archive will only refer to them; `cryopod bundle` makes one that has them",

@@ -25,7 +25,7 @@ impl Place {
                 image: None,
             };
         };
-        // A name may hold colons, as tags do, and so may a folder: what exists counts.
+        // A name may hold colons, as tags do, and so may a directory: what exists counts.
         let splits = rest.match_indices(':').map(|(at, _)| at);
         let split = splits
             .filter(|_| !Path::new(rest).exists())
@@ -65,7 +65,7 @@ impl Place {
 /// # Errors
 /// The configuration cannot be used.
 pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
-    let configured = Config::load()?.store.folders();
+    let configured = Config::load()?.store.directories();
     Ok(named.iter().cloned().chain(configured).collect())
 }
 

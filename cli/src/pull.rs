@@ -10,7 +10,7 @@ use cryopod_registry::parse_reference;
 
 use crate::pack::{self, How};
 use crate::push::{RegistryArgs, said};
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
 /// Arguments.
@@ -34,8 +34,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Destination::Layout(dir) => pull(args, &dir)?,
         to => {
             to.check(false)?;
-            let scratch = Scratch::beside(to.path(), Holds::Copy)?;
-            let layout = scratch.path().join("image");
+            let temp = LockedTempDir::beside(to.path(), Holds::Copy)?;
+            let layout = temp.path().join("image");
             pull(args, &layout)?;
             let how = How::plain(args.registry.quiet());
             how.write("convert", &Source::open(&layout)?, &to, Default::default())?;

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::bail;
-use cryopod_archive::lane::{Digest, Lane};
-use cryopod_archive::seal::Gpu;
+use cryopod_archive::metadata::Gpu;
+use cryopod_archive::vram::{Digest, Vram};
 use cryopod_cuda::gpu::GpuPair;
 use cryopod_cuda::procfs;
 use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume};
@@ -58,9 +58,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let map = map(args, &host, &container, &processes)?;
     let work = Work::begin(&config, &host)?;
-    let folder = record.as_ref().and_then(|record| record.folder.clone());
-    let mut how: How = work.how(&config, folder)?;
-    how.lane.digest = record.as_ref().and_then(|record| record.digest.clone());
+    let directory = record.as_ref().and_then(|record| record.directory.clone());
+    let mut how: How = work.how(&config, directory)?;
+    how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
     let started = Instant::now();
     let mut client = work.connect()?;
     let done = resume(&mut client, &processes, &map, &how);
@@ -97,9 +97,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// Removes a record and the files.
 fn forget(record: &Record) {
     record.remove();
-    if let Some(folder) = &record.folder {
-        cryopod_archive::lane::remove(folder);
-        let _ = std::fs::remove_dir(folder);
+    if let Some(directory) = &record.directory {
+        cryopod_archive::vram::remove(directory);
+        let _ = std::fs::remove_dir(directory);
     }
 }
 
@@ -115,19 +115,19 @@ fn unknown(pid: i32) -> Suspended {
 
 /// Are the files there?
 fn whole(record: &Record) -> anyhow::Result<()> {
-    let Some(folder) = &record.folder else {
+    let Some(directory) = &record.directory else {
         return Ok(());
     };
     let digest = record.digest.as_deref().map(str::parse::<Digest>);
     let digest = digest.transpose().map_err(anyhow::Error::msg)?;
-    let why = match Lane::open(folder, digest) {
+    let why = match Vram::open(directory, digest) {
         Ok(Some(_)) => return Ok(()),
         Ok(None) => "the files are missing".to_owned(),
         Err(error) => error.to_string(),
     };
     bail!(
         "{}: the GPU memory of {} is not whole there, and without it the container cannot go on: put the files back, or remove the container: {why}",
-        folder.display(),
+        directory.display(),
         record.name
     )
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, bail};
 use cryopod_cuda::client::Client;
-use cryopod_cuda::lane::memory;
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::suspend::{Done, How, SuspendError, suspend};
+use cryopod_cuda::vram::memory;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan;
 use cryopod_host::files::Host;
@@ -17,7 +17,7 @@ use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 use cryopod_operations::agent::{Agent, SOCKET};
 use cryopod_operations::config::Config;
-use cryopod_operations::op::Operation;
+use cryopod_operations::operation::Operation;
 use cryopod_operations::suspended::{self, Record};
 use cryopod_operations::{facts, plugins};
 
@@ -33,7 +33,7 @@ pub struct Args {
     /// The container: its name or id with podman or docker, its id with containerd, crun or runc, or pid:N, its first
     /// process.
     container: String,
-    /// Write the GPU memory to files, in a new folder of this name, instead of keeping it in host memory.
+    /// Write the GPU memory to files, in a new directory of this name, instead of keeping it in host memory.
     #[arg(long, value_name = "PATH")]
     to: Option<PathBuf>,
     /// Say nothing but what is wrong.
@@ -61,8 +61,11 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let pids = container.processes(&host);
     shares_nothing(&host, &config, &container, &args.container, &pids)?;
     let work = Work::begin(&config, &host)?;
-    let folder = args.to.as_deref().map(Folder::make).transpose()?;
-    let how = work.how(&config, folder.as_ref().map(|folder| folder.path.clone()))?;
+    let directory = args.to.as_deref().map(Directory::make).transpose()?;
+    let how = work.how(
+        &config,
+        directory.as_ref().map(|directory| directory.path.clone()),
+    )?;
     room(&work.agent, &pids)?;
     let started = Instant::now();
     let record = |done: &Done| Record {
@@ -71,8 +74,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         init: container.init,
         start_time: container.start_time,
         since: facts::rfc3339(SystemTime::now()),
-        folder: how.folder.clone(),
-        digest: done.lane.as_ref().map(|lane| lane.digest.clone()),
+        directory: how.directory.clone(),
+        digest: done.vram.as_ref().map(|vram| vram.digest.clone()),
         processes: done.processes.clone(),
         locked_at_pause: false,
     };
@@ -88,8 +91,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Ok(done) => done,
         Err(error @ SuspendError::Unsettled(_)) => {
             // Its memory may be in the files alone.
-            if let Some(folder) = folder {
-                folder.keep();
+            if let Some(directory) = directory {
+                directory.keep();
             }
             work.end();
             bail!(
@@ -106,8 +109,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             bail!("{}: not suspended, and it runs on: {error}", args.container);
         }
     };
-    if let Some(folder) = folder {
-        folder.keep();
+    if let Some(directory) = directory {
+        directory.keep();
     }
     work.end();
     if !args.quiet {
@@ -136,7 +139,7 @@ fn say(args: &Args, done: &Done, took: Duration) {
         done.processes.len(),
     );
     if let Some(reason) = &done.left_out {
-        println!("not by the lane: {}", ui::plain(reason));
+        println!("not by the vram: {}", ui::plain(reason));
     }
 }
 
@@ -160,7 +163,7 @@ pub fn steps(done: &Done) -> String {
     words.join(", ")
 }
 
-/// What suspend and resume need alike: an operation's folder and the driver agent.
+/// What suspend and resume need alike: an operation's directory and the driver agent.
 pub struct Work {
     op: Operation,
     /// The agent.
@@ -198,11 +201,11 @@ impl Work {
     ///
     /// # Errors
     /// A wrong value in the configuration.
-    pub fn how(&self, config: &Config, folder: Option<PathBuf>) -> anyhow::Result<How> {
-        let lane = config.lane.config().map_err(anyhow::Error::msg)?;
+    pub fn how(&self, config: &Config, directory: Option<PathBuf>) -> anyhow::Result<How> {
+        let vram = config.vram.config().map_err(anyhow::Error::msg)?;
         Ok(How {
-            lane,
-            folder,
+            vram,
+            directory,
             lock_timeout_ms: config.nvidia.lock_timeout_ms.unwrap_or(10_000),
             step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
         })
@@ -257,13 +260,13 @@ fn shares_nothing(
     Ok(())
 }
 
-/// The folder for the files, removed unless it is kept.
-struct Folder {
+/// The directory for the files, removed unless it is kept.
+struct Directory {
     path: PathBuf,
     kept: bool,
 }
 
-impl Folder {
+impl Directory {
     fn make(path: &Path) -> anyhow::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         let path = std::path::absolute(path)?;
@@ -272,7 +275,7 @@ impl Folder {
             .create(&path)
             .with_context(|| {
                 format!(
-                    "{}: cannot be made: it must be a new name in a folder that can be written",
+                    "{}: cannot be made: it must be a new name in a directory that can be written",
                     path.display()
                 )
             })?;
@@ -284,10 +287,10 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for Directory {
     fn drop(&mut self) {
         if !self.kept {
-            cryopod_archive::lane::remove(&self.path);
+            cryopod_archive::vram::remove(&self.path);
             let _ = fs::remove_dir(&self.path);
         }
     }

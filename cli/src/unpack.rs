@@ -1,4 +1,4 @@
-//! `cryopod unpack`: from an archive to a folder.
+//! `cryopod unpack`: from an archive to a directory.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -15,10 +15,10 @@ use crate::ui;
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
     source: String,
-    /// A folder that does not exist yet, or is empty.
+    /// A directory that does not exist yet, or is empty.
     #[arg(short, long)]
     output: PathBuf,
-    /// Only CRIU's images, directly in the folder, as a runtime's --image-path wants them.
+    /// Only CRIU's images, directly in the directory, as a runtime's --image-path wants them.
     #[arg(long)]
     images_only: bool,
     /// Threads; 0: as many as there are cores.

@@ -15,7 +15,7 @@ use crate::ui;
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
     source: String,
-    /// A folder in which checkpoints are searched that this one builds upon, where they are not at their old place;
+    /// A directory in which checkpoints are searched that this one builds upon, where they are not at their old place;
     /// several times.
     #[arg(long)]
     parents: Vec<PathBuf>,
@@ -60,8 +60,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         if done.chunks > 0 {
             parts.push(format!("{} chunks of GPU memory", done.chunks));
         }
-        if let Some(seal) = &done.seal {
-            parts.push(format!("cryopod.json {}", ui::plain(&seal.schema)));
+        if let Some(metadata) = &done.metadata {
+            parts.push(format!("cryopod.json {}", ui::plain(&metadata.schema)));
         }
         println!(
             "{}: whole: {}, {}",

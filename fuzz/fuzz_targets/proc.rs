@@ -19,9 +19,9 @@ use libfuzzer_sys::fuzz_target;
 
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
     let root = cryopod_fuzz::scratch("proc");
-    let folders = ["proc/7/fd", "proc/7/fdinfo", "proc/7/ns", "proc/self"];
-    for folder in folders {
-        let _ = fs::create_dir_all(root.join(folder));
+    let directories = ["proc/7/fd", "proc/7/fdinfo", "proc/7/ns", "proc/self"];
+    for directory in directories {
+        let _ = fs::create_dir_all(root.join(directory));
     }
     // A descriptor of a file, so that its mount is asked for.
     let _ = std::os::unix::fs::symlink("/etc/hostname", root.join("proc/7/fd/3"));

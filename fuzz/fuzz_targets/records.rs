@@ -1,13 +1,13 @@
-//! What lies inside a checkpoint: the seal, the lane's table, CRIU's images, the engines' records, a reference to
+//! What lies inside a checkpoint: the metadata, the VRAM files' table, CRIU's images, the engines' records, a reference to
 //! a store. The first byte says which.
 #![no_main]
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use cryopod_archive::lane::Index;
-use cryopod_archive::seal::Seal;
+use cryopod_archive::metadata::Metadata;
 use cryopod_archive::store::Reference;
+use cryopod_archive::vram::Index;
 use cryopod_archive::{criu, engine};
 use libfuzzer_sys::fuzz_target;
 
@@ -24,8 +24,8 @@ const RECORDS: [&str; 3] = ["config.dump", "spec.dump", "status.dump"];
 fuzz_target!(|data: &[u8]| {
     let [which, rest @ ..] = data else { return };
     match which % 6 {
-        0 => drop(Seal::parse(rest, Path::new("cryopod.json"))),
-        1 => drop(Index::parse(rest, Path::new("lane-index.img"))),
+        0 => drop(Metadata::parse(rest, Path::new("cryopod.json"))),
+        1 => drop(Index::parse(rest, Path::new("vram-index.img"))),
         // The files follow each other, each with two bytes of length.
         2 => drop(criu::read(&split(rest, &IMAGES, "checkpoint/"), 1 << 20)),
         3 => drop(engine::read(&split(rest, &RECORDS, ""))),

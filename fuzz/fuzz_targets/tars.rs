@@ -82,8 +82,8 @@ fn nodes(tar: &[u8], level: u8) {
     let _ = devtar::rewrite(&from, &to, &[node]);
 }
 
-fn names(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries
         .map(|e| e.file_name().to_string_lossy().into_owned())
         .collect();

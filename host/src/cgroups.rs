@@ -26,7 +26,7 @@ pub enum Setup {
 }
 
 impl Setup {
-    /// As the seal names it.
+    /// As the metadata names it.
     pub fn label(self) -> &'static str {
         match self {
             Self::V1 => "v1",
@@ -87,8 +87,8 @@ impl Cgroups {
     /// Kills the processes in them. Returns true if there were any.
     pub fn kill(&self) -> bool {
         let mut any = false;
-        for folder in self.0.iter().flat_map(|p| below(p)) {
-            let pids = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+        for directory in self.0.iter().flat_map(|p| below(p)) {
+            let pids = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
             for pid in pids.lines().filter_map(|l| l.parse().ok()) {
                 // 0 is a process of another PID namespace; kill(0) would be our own group.
                 if pid > 1 {
@@ -105,7 +105,7 @@ impl Cgroups {
         let end = Instant::now() + patience;
         let there = self.0.iter().filter(|p| p.is_dir());
         let all = there.flat_map(|p| below(p).into_iter().rev());
-        all.filter_map(|folder| Some((folder.clone(), remove_one(&folder, end).err()?)))
+        all.filter_map(|directory| Some((directory.clone(), remove_one(&directory, end).err()?)))
             .collect()
     }
 }
@@ -117,22 +117,25 @@ fn no_process(cgroup: &Path) -> bool {
 
 /// A cgroup and those in it, parents first.
 fn below(path: &Path) -> Vec<PathBuf> {
-    let mut folders = vec![path.to_owned()];
+    let mut directories = vec![path.to_owned()];
     let mut next = 0;
-    while next < folders.len().min(MAX_BELOW) {
-        let below = fs::read_dir(&folders[next]).into_iter().flatten().flatten();
+    while next < directories.len().min(MAX_BELOW) {
+        let below = fs::read_dir(&directories[next])
+            .into_iter()
+            .flatten()
+            .flatten();
         let below = below.filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
         let below: Vec<PathBuf> = below.map(|e| e.path()).collect();
-        folders.extend(below);
+        directories.extend(below);
         next += 1;
     }
-    folders
+    directories
 }
 
 /// Removes one; its processes may still be exiting.
-fn remove_one(folder: &Path, end: Instant) -> io::Result<()> {
+fn remove_one(directory: &Path, end: Instant) -> io::Result<()> {
     loop {
-        match fs::remove_dir(folder) {
+        match fs::remove_dir(directory) {
             Err(e) if e.kind() == io::ErrorKind::ResourceBusy && Instant::now() < end => {
                 std::thread::sleep(Duration::from_millis(20));
             }

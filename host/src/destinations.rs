@@ -2,7 +2,7 @@
 //!
 //! A destination may pass through a symbolic link of the root file system: `/var/run/secrets` of every Kubernetes pod,
 //! where `/var/run` leads to `/run`. The kernel names such a mount by the place that the link leads to. runc and crun
-//! resolve the link within the container's root folder on the host, at creation, at a checkpoint and at a restore; this
+//! resolve the link within the container's root directory on the host, at creation, at a checkpoint and at a restore; this
 //! does the same, so that the spec's mounts are known under the names that the kernel gives them. A link that is itself
 //! inside another mount is not seen there, by the runtimes neither.
 
@@ -38,7 +38,7 @@ pub struct Destination {
 pub struct Destinations(pub Vec<Destination>);
 
 impl Destinations {
-    /// Resolves the destinations of a bundle's spec. Where the root folder cannot be opened, links stay as they are.
+    /// Resolves the destinations of a bundle's spec. Where the root directory cannot be opened, links stay as they are.
     pub fn of(host: &Host, spec: &Spec, bundle: &Path) -> Self {
         let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
         let root = root.and_then(|r| File::open(host.path(bundle.join(r))).ok());
@@ -123,7 +123,7 @@ fn parts(path: &Path) -> VecDeque<OsString> {
     parts.collect()
 }
 
-/// The entry itself, be it a link. The folders above it are resolved already; were one swapped for a link meanwhile, it
+/// The entry itself, be it a link. The directories above it are resolved already; were one swapped for a link meanwhile, it
 /// would still not lead out of the root.
 fn entry(root: &File, path: &Path) -> Option<OwnedFd> {
     let how = OpenHow::new()

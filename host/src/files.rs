@@ -56,7 +56,7 @@ impl Host {
         Some(self.text(path).ok()?.trim().to_owned())
     }
 
-    /// The names in a folder, sorted (names of digits by number); empty if it cannot be read.
+    /// The names in a directory, sorted (names of digits by number); empty if it cannot be read.
     pub fn names(&self, path: impl AsRef<Path>) -> Vec<String> {
         let Ok(dir) = fs::read_dir(self.path(path)) else {
             return Vec::new();
@@ -71,7 +71,7 @@ impl Host {
         names
     }
 
-    /// The names in a folder, in the order in which the system lists them.
+    /// The names in a directory, in the order in which the system lists them.
     ///
     /// # Errors
     /// What the system says.
@@ -91,7 +91,7 @@ impl Host {
             .then(|| split_rdev(meta.rdev()))
     }
 
-    /// `true` if the path is a folder.
+    /// `true` if the path is a directory.
     pub fn is_dir(&self, path: impl AsRef<Path>) -> bool {
         self.path(path).is_dir()
     }

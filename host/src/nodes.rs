@@ -55,7 +55,7 @@ pub enum NodeRole {
 pub enum NodeSource {
     /// `linux.devices` of the spec.
     Device,
-    /// A bind mount of the node, or of a folder that holds it.
+    /// A bind mount of the node, or of a directory that holds it.
     BindMount,
     /// Found in the live container only: neither the devices nor the mounts of the spec name it.
     Live,
@@ -118,8 +118,8 @@ pub fn classify(path: &str) -> Option<Class> {
             "-modeset" => NodeRole::Other,
             r => {
                 let plain = |s: &str| s.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
-                let below = |folder: &str| {
-                    r.strip_prefix(folder)
+                let below = |directory: &str| {
+                    r.strip_prefix(directory)
                         .is_some_and(|n| plain(n) && !n.is_empty())
                 };
                 let named = |start: &str| r.starts_with(start) && plain(r);
@@ -282,15 +282,15 @@ pub fn native(vendor: Vendor, number: u64) -> String {
 
 /// The GPUs' nodes of a vendor on this host, by number: `/dev/nvidiaN`, or AMD's `/dev/dri/renderDN`.
 pub fn of_host(host: &Host, vendor: Vendor) -> Vec<DeviceNode> {
-    let (folder, role) = match vendor {
+    let (directory, role) = match vendor {
         Vendor::Nvidia => ("/dev", NodeRole::Gpu),
         Vendor::Amd => ("/dev/dri", NodeRole::Render),
     };
     let mut found: Vec<DeviceNode> = host
-        .names(folder)
+        .names(directory)
         .iter()
         .filter_map(|name| {
-            let path = format!("{folder}/{name}");
+            let path = format!("{directory}/{name}");
             // Names first: most of /dev is none of a GPU's, and what is left is looked at.
             classify(&path)?;
             let (major, minor) = host.char_device(&path)?;

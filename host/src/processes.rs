@@ -357,8 +357,8 @@ mod tests {
     #[test]
     fn one_call_tells_what_two_do() {
         let host = Host::system();
-        let folder = tempfile::tempdir().unwrap();
-        let file = File::create(folder.path().join("x")).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let file = File::create(directory.path().join("x")).unwrap();
         let null = File::open("/dev/null").unwrap();
         let me = i32::try_from(std::process::id()).unwrap();
         let mut seen = (0, 0);
@@ -370,7 +370,7 @@ mod tests {
                 assert_eq!(fd.device, Some((1, 3)));
                 assert_eq!(fd.mount, mount_of(&host, me, &fd.number));
                 seen.0 += 1;
-            } else if Path::new(&fd.target) == folder.path().join("x") {
+            } else if Path::new(&fd.target) == directory.path().join("x") {
                 assert_eq!(fd.mount, mount_of(&host, me, &fd.number));
                 assert!(fd.mount.is_some());
                 seen.1 += 1;

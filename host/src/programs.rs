@@ -64,14 +64,14 @@ pub struct SystemTools {
 }
 
 impl SystemTools {
-    /// Searches `$PATH`, or the usual folders if it is unset.
+    /// Searches `$PATH`, or the usual directories if it is unset.
     pub fn from_env() -> Self {
         Self::with_path(std::env::var_os("PATH").unwrap_or_else(|| {
             "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into()
         }))
     }
 
-    /// Searches the folders of `search`, separated by `:`.
+    /// Searches the directories of `search`, separated by `:`.
     pub fn with_path(search: impl Into<OsString>) -> Self {
         Self {
             search: search.into(),

@@ -185,7 +185,7 @@ impl Spec {
             .fold(true, |_, r| r.allow())
     }
 
-    /// The GPU device nodes that the spec names: its devices, and bind mounts of nodes or of folders that
+    /// The GPU device nodes that the spec names: its devices, and bind mounts of nodes or of directories that
     /// hold nodes. Each container path once.
     pub fn gpu_nodes(&self, host: &Host) -> Vec<DeviceNode> {
         let mut found: Vec<DeviceNode> = Vec::new();
@@ -263,7 +263,7 @@ impl Spec {
     }
 }
 
-/// Host path and container path of what a bind mount brings: the node itself, or what lies in a folder
+/// Host path and container path of what a bind mount brings: the node itself, or what lies in a directory
 /// under `/dev` (`/dev`, `/dev/dri`, `/dev/nvidia-caps`).
 fn bound_nodes(host: &Host, source: &Path, destination: &Path) -> Vec<(String, String)> {
     let text = |p: &Path| p.to_str().map(str::to_owned);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn bind_mounted_nodes_and_folders() {
+    fn bind_mounted_nodes_and_directories() {
         if !nix::unistd::geteuid().is_root() {
             eprintln!("skipped: mknod needs root");
             return;

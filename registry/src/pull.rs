@@ -29,7 +29,7 @@ const MAX_LAYERS: usize = 128;
 /// Largest manifest that is taken.
 const MAX_MANIFEST: usize = 4 << 20;
 
-/// Pulls an image into a layout that does not exist yet. What was pulled so far lies in a hidden folder beside it,
+/// Pulls an image into a layout that does not exist yet. What was pulled so far lies in a hidden directory beside it,
 /// from where the next try goes on.
 ///
 /// # Errors
@@ -214,7 +214,7 @@ fn write_blob(
     Ok((bytes, Digest::from_hash(hash)))
 }
 
-/// The hidden folder that becomes the layout.
+/// The hidden directory that becomes the layout.
 struct Work {
     dir: PathBuf,
     _lock: Flock<File>,
@@ -237,7 +237,7 @@ impl Work {
         {
             return Err(ArchiveError::io(&dir, "make it")(e).into());
         }
-        // In a folder like /tmp another user could have left one with links in it.
+        // In a directory like /tmp another user could have left one with links in it.
         let own = |m: &fs::Metadata| {
             m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
         };
@@ -397,7 +397,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn only_a_folder_of_this_user_alone_is_gone_on_with() {
+    fn only_a_directory_of_this_user_alone_is_gone_on_with() {
         let dir = tempfile::tempdir().unwrap();
         let layout = dir.path().join("job");
         let hidden = dir.path().join(".job.cryopod-pull");

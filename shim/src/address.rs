@@ -94,7 +94,7 @@ impl Address {
     /// Our socket for a stock shim's: beside it, named after it, so that all containers of one stock shim (a pod)
     /// share one of ours.
     pub fn for_upstream(upstream: &Self) -> Self {
-        let folder = upstream
+        let directory = upstream
             .path()
             .and_then(|p| p.parent().map(Path::to_owned))
             .unwrap_or_else(|| "/run/containerd/s".into());
@@ -102,7 +102,7 @@ impl Address {
         for byte in Sha256::digest(format!("cryopod {}", upstream.0)) {
             name.push_str(&format!("{byte:02x}"));
         }
-        Self(format!("unix://{}", folder.join(name).display()))
+        Self(format!("unix://{}", directory.join(name).display()))
     }
 
     /// The socket's file; `None` for an abstract one.
@@ -136,8 +136,8 @@ impl Address {
     pub fn listen(&self) -> io::Result<Option<UnixListener>> {
         use std::os::unix::fs::PermissionsExt;
         let path = self.path();
-        if let Some(folder) = path.as_deref().and_then(Path::parent) {
-            fs::create_dir_all(folder)?;
+        if let Some(directory) = path.as_deref().and_then(Path::parent) {
+            fs::create_dir_all(directory)?;
         }
         for again in [true, false] {
             match UnixListener::bind_addr(&self.socket()?) {

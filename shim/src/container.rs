@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use containerd_shim::protos::ttrpc::Response;
 
-use crate::answers::ended;
-use crate::remains::Place;
+use crate::cleanup::Place;
+use crate::responses::ended;
 use crate::restore::Restoring;
 
 /// A call that is held; dropped, nobody answers it.

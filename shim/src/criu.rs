@@ -18,11 +18,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long the kernel may take to end what was killed.
 const END: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(20);
-/// The stock shim's link to the folder that CRIU works in, in the bundle.
+/// The stock shim's link to the directory that CRIU works in, in the bundle.
 const WORK: &str = "work";
 
 /// Where CRIU may work on the container of a bundle. `named`: what the engine's options say of it, or empty.
-pub fn folders(bundle: &Path, named: &str) -> Vec<PathBuf> {
+pub fn directories(bundle: &Path, named: &str) -> Vec<PathBuf> {
     let named = (!named.is_empty()).then(|| PathBuf::from(named));
     let all = [bundle.to_owned(), bundle.join(WORK)].into_iter();
     all.chain(named)
@@ -30,13 +30,13 @@ pub fn folders(bundle: &Path, named: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Waits for the end of every CRIU that works in one of these folders; those that are still there after a second are
+/// Waits for the end of every CRIU that works in one of these directories; those that are still there after a second are
 /// killed. `true` if there was any.
-pub fn end(folders: &[PathBuf]) -> bool {
+pub fn end(directories: &[PathBuf]) -> bool {
     let start = Instant::now();
     let mut any = false;
     loop {
-        let pids = at_work(folders);
+        let pids = at_work(directories);
         if pids.is_empty() || start.elapsed() >= PATIENCE + END {
             return any;
         }
@@ -50,12 +50,12 @@ pub fn end(folders: &[PathBuf]) -> bool {
     }
 }
 
-/// The processes with CRIU's name, as what CRIU forks has it at first, that have a file of one of these folders open: its
+/// The processes with CRIU's name, as what CRIU forks has it at first, that have a file of one of these directories open: its
 /// log is, as long as it works.
-fn at_work(folders: &[PathBuf]) -> Vec<i32> {
+fn at_work(directories: &[PathBuf]) -> Vec<i32> {
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| *pid > 1 && is_criu(*pid) && has_open(*pid, folders))
+    pids.filter(|pid| *pid > 1 && is_criu(*pid) && has_open(*pid, directories))
         .collect()
 }
 
@@ -63,10 +63,10 @@ fn is_criu(pid: i32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.starts_with("criu"))
 }
 
-fn has_open(pid: i32, folders: &[PathBuf]) -> bool {
+fn has_open(pid: i32, directories: &[PathBuf]) -> bool {
     let open = fs::read_dir(format!("/proc/{pid}/fd"));
     open.into_iter().flatten().flatten().any(|fd| {
-        fs::read_link(fd.path()).is_ok_and(|file| folders.iter().any(|f| file.starts_with(f)))
+        fs::read_link(fd.path()).is_ok_and(|file| directories.iter().any(|f| file.starts_with(f)))
     })
 }
 
@@ -83,8 +83,8 @@ mod tests {
         fs::copy("/bin/sleep", &criu).unwrap();
         let (bundle, work) = (dir.path().join("bundle"), dir.path().join("w"));
         let other = dir.path().join("bundle2");
-        for folder in [&bundle, &work, &other] {
-            fs::create_dir(folder).unwrap();
+        for directory in [&bundle, &work, &other] {
+            fs::create_dir(directory).unwrap();
         }
         std::os::unix::fs::symlink(&work, bundle.join(WORK)).unwrap();
         let start = |program: &Path, log: PathBuf| -> Child {
@@ -94,14 +94,14 @@ mod tests {
                 .spawn()
                 .unwrap()
         };
-        let named = folders(&bundle, other.to_str().unwrap());
+        let named = directories(&bundle, other.to_str().unwrap());
         assert_eq!(named.len(), 3);
-        let folders = folders(&bundle, "");
-        assert!(!end(&folders));
+        let directories = directories(&bundle, "");
+        assert!(!end(&directories));
         let mut ours = start(&criu, work.join("restore.log"));
         let mut elsewhere = start(&criu, other.join("restore.log"));
         let mut no_criu = start(Path::new("/bin/sleep"), work.join("x"));
-        assert!(end(&folders));
+        assert!(end(&directories));
         assert!(!ours.wait().unwrap().success());
         for lives in [&mut elsewhere, &mut no_criu] {
             assert_eq!(lives.try_wait().unwrap(), None);

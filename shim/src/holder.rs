@@ -21,7 +21,7 @@ use crate::Error;
 const READY: &str = "ready";
 /// How long it may take to get there; a new network namespace takes milliseconds, many at once seconds.
 const START: Duration = Duration::from_secs(60);
-/// The mount's name in its folder.
+/// The mount's name in its directory.
 const NAME: &str = "netns";
 
 /// The process that holds a namespace; dropped, it ends.
@@ -31,11 +31,11 @@ pub struct Holder {
 }
 
 impl Holder {
-    /// Starts it, and mounts its namespace in `folder`.
+    /// Starts it, and mounts its namespace in `directory`.
     ///
     /// # Errors
     /// The system does not allow it.
-    pub fn start(folder: &Path) -> io::Result<Self> {
+    pub fn start(directory: &Path) -> io::Result<Self> {
         let mut child = Command::new("/proc/self/exe")
             .arg("hold")
             .stdin(Stdio::piped())
@@ -65,7 +65,7 @@ impl Holder {
                 "a network namespace cannot be made (`unshare --net` as root shows why)",
             ));
         }
-        let place = place(folder);
+        let place = place(directory);
         std::fs::File::create(&place)?;
         mount(
             Some(format!("/proc/{}/ns/net", holder.pid()).as_str()),
@@ -91,13 +91,13 @@ impl Drop for Holder {
 }
 
 /// Where the namespace is mounted.
-pub fn place(folder: &Path) -> PathBuf {
-    folder.join(NAME)
+pub fn place(directory: &Path) -> PathBuf {
+    directory.join(NAME)
 }
 
 /// Unmounts it, if it is there.
-pub fn release(folder: &Path) {
-    let place = place(folder);
+pub fn release(directory: &Path) {
+    let place = place(directory);
     let _ = umount2(&place, MntFlags::MNT_DETACH);
     let _ = std::fs::remove_file(&place);
 }

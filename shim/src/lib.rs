@@ -10,16 +10,16 @@
 //!
 //! - [`lifecycle`]: the actions containerd calls (`start`, `delete`, `-info`): the stock shim's, and ours around them.
 //! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
-//! - [`task`]: what is changed in `Create` and the others; [`answers`], [`container`].
-//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`remains`], [`criu`]: if it never does.
+//! - [`task`]: what is changed in `Create` and the others; [`responses`], [`container`].
+//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`cleanup`], [`criu`]: if it never does.
 //! - [`bootstrap`]: what containerd sends to `start`, before and since its version 2.3.
 //! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
 //! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
 //! - [`address`], [`record`]: where sockets are, and what is remembered in the bundle.
 
 pub mod address;
-pub mod answers;
 pub mod bootstrap;
+pub mod cleanup;
 pub mod container;
 pub mod criu;
 pub mod frame;
@@ -29,7 +29,7 @@ pub mod lifecycle;
 pub mod options;
 pub mod proxy;
 pub mod record;
-pub mod remains;
+pub mod responses;
 pub mod restore;
 pub mod rpc;
 pub mod stock;

@@ -22,7 +22,7 @@ use crate::address::{Address, Bootstrap};
 use crate::bootstrap::Request;
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::Record;
-use crate::{Error, criu, options, proxy, remains, restore, rpc, stock};
+use crate::{Error, cleanup, criu, options, proxy, restore, rpc, stock};
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
@@ -204,13 +204,13 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
     if let Some(record) = &record
         && end_abandoned(record, flags)
     {
-        criu::end(&criu::folders(bundle, ""));
+        criu::end(&criu::directories(bundle, ""));
     }
     let said = stock::run(args, &env, &[])?;
     if !flags.id.is_empty() {
         let root = record.as_ref().and_then(|r| r.root.as_deref());
         let root = Path::new(root.unwrap_or(DEFAULT_ROOT)).join(&flags.namespace);
-        remains::sweep(&root.join(&flags.id));
+        cleanup::sweep(&root.join(&flags.id));
         if let Ok(spec) = Spec::of_bundle(bundle)
             && let Some(path) = spec.cgroup(&flags.id)
         {

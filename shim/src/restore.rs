@@ -13,16 +13,16 @@ use crate::images;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
 
-/// Our folder in a bundle, for the network namespace.
-const FOLDER: &str = "cryopod";
-/// What CRIU names the folder in which it mounts cgroups.
+/// Our directory in a bundle, for the network namespace.
+const DIRECTORY: &str = "cryopod";
+/// What CRIU names the directory in which it mounts cgroups.
 const CGROUP_YARD: &str = ".criu.cgyard";
-/// How the name of a folder begins into which containerd unpacks a checkpoint; it never removes them. A random number
+/// How the name of a directory begins into which containerd unpacks a checkpoint; it never removes them. A random number
 /// follows: `os.MkdirTemp(os.Getenv("XDG_RUNTIME_DIR"), "ctrd-checkpoint")` in its task service (1.7.24, 2.1.9).
 const UNPACKED: &str = "ctrd-checkpoint";
 /// The random number is of 32 bits.
 const MAX_DIGITS: usize = 10;
-/// The mode of a folder that `os.MkdirTemp` makes.
+/// The mode of a directory that `os.MkdirTemp` makes.
 const PRIVATE: u32 = 0o700;
 
 /// What containerd's Create says of a restore.
@@ -32,7 +32,7 @@ pub struct Wanted<'a> {
     pub bundle: &'a Path,
     /// The checkpoint.
     pub images: &'a Path,
-    /// The options name a folder: the checkpoint is the user's own.
+    /// The options name a directory: the checkpoint is the user's own.
     pub named: bool,
     /// The engine connects networks before Start: the container's own namespace, if it is to have one, is made now.
     pub network: bool,
@@ -95,13 +95,13 @@ impl Restoring {
             images: images.to_owned(),
             source,
         };
-        let folder = self.folder();
+        let directory = self.directory();
         if !images::set_outer_network(images).map_err(failed)? {
             return Ok(());
         }
-        fs::create_dir_all(&folder).map_err(failed)?;
-        self.holder = Some(Holder::start(&folder).map_err(failed)?);
-        let place = holder::place(&folder);
+        fs::create_dir_all(&directory).map_err(failed)?;
+        self.holder = Some(Holder::start(&directory).map_err(failed)?);
+        let place = holder::place(&directory);
         for namespace in network_namespaces(&mut spec) {
             namespace["path"] = place.to_string_lossy().into();
         }
@@ -113,8 +113,8 @@ impl Restoring {
             .map_err(failed)
     }
 
-    fn folder(&self) -> PathBuf {
-        self.bundle.join(FOLDER)
+    fn directory(&self) -> PathBuf {
+        self.bundle.join(DIRECTORY)
     }
 
     /// A process that has the container's network namespace; `None`: Create answers no pid.
@@ -141,7 +141,7 @@ impl Drop for Restoring {
     }
 }
 
-/// Where containerd makes its temporary folders, if its environment is still the one that this process came from.
+/// Where containerd makes its temporary directories, if its environment is still the one that this process came from.
 fn temporary() -> PathBuf {
     let named = |name| std::env::var_os(name).filter(|v| !v.is_empty());
     named("XDG_RUNTIME_DIR")
@@ -165,12 +165,12 @@ fn unpacked(images: &Path, temporary: &Path) -> bool {
 
 /// Removes what a restore has left in a bundle: when the container is deleted, or after our process died.
 pub fn remove(bundle: &Path) {
-    let folder = bundle.join(FOLDER);
-    if folder.exists() {
-        holder::release(&folder);
-        let _ = fs::remove_dir_all(folder);
+    let directory = bundle.join(DIRECTORY);
+    if directory.exists() {
+        holder::release(&directory);
+        let _ = fs::remove_dir_all(directory);
     }
-    // A CRIU that was killed leaves the cgroups that it mounts in its work folder, which then cannot be removed.
+    // A CRIU that was killed leaves the cgroups that it mounts in its work directory, which then cannot be removed.
     let Ok(work) = bundle.join("work").canonicalize() else {
         return;
     };
@@ -297,7 +297,7 @@ mod tests {
         assert!(!unpacked(&copy, dir.path()));
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o700)).unwrap();
         assert!(unpacked(&copy, dir.path()));
-        // Only root can have a folder that is another's.
+        // Only root can have a directory that is another's.
         if std::os::unix::fs::chown(&copy, Some(4711), None).is_ok() {
             assert!(!unpacked(&copy, dir.path()));
         }

@@ -73,7 +73,7 @@ pub struct Answer {
 /// `delete` five seconds.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// Runs the stock shim with our own arguments, working folder and environment; its standard error is ours.
+/// Runs the stock shim with our own arguments, working directory and environment; its standard error is ours.
 ///
 /// # Errors
 /// It cannot be run, or does not answer.

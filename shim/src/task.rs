@@ -18,10 +18,10 @@ use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
 use crate::address::Address;
-use crate::answers::{KILLED, Pid, ended, reason};
+use crate::cleanup::Place;
 use crate::container::{Container, Held};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
-use crate::remains::Place;
+use crate::responses::{KILLED, Pid, ended, reason};
 use crate::restore::{self, Restoring, Wanted};
 use crate::{criu, options, rpc, threads};
 use cryopod_host::cgroups::Cgroups;
@@ -339,7 +339,7 @@ impl Tasks {
             root: or(&options.root, DEFAULT_ROOT).join(&self.namespace),
             id: create.id.clone(),
             cgroups: Cgroups::default(),
-            criu: criu::folders(&bundle, &options.criu_work_path),
+            criu: criu::directories(&bundle, &options.criu_work_path),
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         let named = !options.criu_image_path.is_empty();
@@ -347,10 +347,10 @@ impl Tasks {
         let mounted = create.rootfs.is_empty();
         let mut restoring = None;
         if !create.checkpoint.is_empty() {
-            if place.folder().exists() {
+            if place.directory().exists() {
                 return Err(format!(
                     "{} is there: the runtime has a container of this name already; delete that first",
-                    place.folder().display()
+                    place.directory().display()
                 ));
             }
             let wanted = Wanted {

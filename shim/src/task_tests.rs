@@ -40,7 +40,7 @@ fn create_gets_our_runtime_and_keeps_the_rest() {
         };
         assert!(watched.is_some());
         assert_eq!(
-            tasks.lock()["c1"].place.folder(),
+            tasks.lock()["c1"].place.directory(),
             Path::new("/run/containerd/runc/default/c1")
         );
         let got = CreateTaskRequest::parse_from_bytes(&changed.payload).unwrap();

@@ -9,7 +9,7 @@
 #   KINDS    noise: does not compress; half: every other 256 KiB does; mixed: half of every page does (noise half)
 #   PIGZ     0: without pigz (1)
 #   FILES    processes that have it, each of which becomes a file (1)
-#   WORK     a folder with room for five times GIB (/var/tmp)
+#   WORK     a directory with room for five times GIB (/var/tmp)
 set -euo pipefail
 
 gib=${GIB:-4} rounds=${ROUNDS:-3} podman_rounds=${PODMAN_ROUNDS:-1} files=${FILES:-1} pigz=${PIGZ:-1}
@@ -26,7 +26,7 @@ end() {
 trap end EXIT
 cd "$work"
 
-# An image of empty folders, on which this machine's programs are mounted.
+# An image of empty directories, on which this machine's programs are mounted.
 mkdir -p tree/{usr,dev,proc,sys,run,tmp,etc,data}
 for dir in bin sbin lib lib64; do ln -s "usr/$dir" "tree/$dir"; done
 tar -C tree -c . | "${pod[@]}" import -q - localhost/bench > /dev/null
@@ -66,7 +66,7 @@ warm() { find "$@" -type f -exec cat {} + > /dev/null; }
 bytes_of() { find "$1" -type f -exec stat -c %s {} + | awk '{n += $1} END {printf "%.0f", n}'; }
 mib() { echo $(($(bytes_of "$1") >> 20)); }
 
-# podman_stage KIND: a container with such memory, podman's export of it, and the images of that as the folder KIND.
+# podman_stage KIND: a container with such memory, podman's export of it, and the images of that as the directory KIND.
 podman_stage() {
     local kind=$1 n stage
     mkdir data

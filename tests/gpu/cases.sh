@@ -60,7 +60,7 @@ start() {
     wait_for more_lines "$name" 3 || { podman logs "$name" | tail -n 5 && return 1; }
 }
 
-# keep_logs NAME LABEL: CRIU's logs and the seal, before the container is removed.
+# keep_logs NAME LABEL: CRIU's logs and the metadata, before the container is removed.
 keep_logs() {
     local dir file
     dir=$(static_dir "$1") || return 0
@@ -72,7 +72,7 @@ keep_logs() {
 
 # checkpoint NAME LABEL ARCHIVE [ARG...]: sets `saved` to its times as JSON.
 checkpoint() {
-    local name=$1 label=$2 archive=$3 from took seal && shift 3
+    local name=$1 label=$2 archive=$3 from took metadata && shift 3
     from=$(now)
     if ! pod container checkpoint --print-stats --keep --compress "$compress" --export "$archive" "$@" "$name" \
         > "/logs/$label.checkpoint.json" 2> "/logs/$label.checkpoint.err"; then
@@ -82,11 +82,11 @@ checkpoint() {
     fi
     took=$(since "$from")
     keep_logs "$name" "$label"
-    seal=/logs/$label.cryopod.json
-    [ -e "$seal" ] || { say "$label: the checkpoint has no cryopod.json" && return 1; }
+    metadata=/logs/$label.cryopod.json
+    [ -e "$metadata" ] || { say "$label: the checkpoint has no cryopod.json" && return 1; }
     saved=$(jq -n --argjson export "$took" --argjson archive "$(stat -c %s "$archive")" --slurpfile stats "/logs/$label.checkpoint.json" \
-        --slurpfile seal "$seal" '
-        ($stats[0].container_statistics[0]) as $s | $seal[0] as $c
+        --slurpfile metadata "$metadata" '
+        ($stats[0].container_statistics[0]) as $s | $metadata[0] as $c
         | [$c.gpu.plugin_report.processes[]? | .steps | map({(.step): (.micros / 1e6)}) | add] as $steps
         | {export_s: $export, plan_s: ($c.timings.plan_us / 1e6), dump_s: ($c.timings.dump_us / 1e6),
            frozen_s: (($s.criu_statistics.frozen_time // 0) / 1e6), memdump_s: (($s.criu_statistics.memdump_time // 0) / 1e6),

@@ -7,7 +7,7 @@ set -uo pipefail
 # shellcheck source=/dev/null
 . /opt/work/cases.sh
 # shellcheck source=/dev/null
-. /opt/work/lanes.sh
+. /opt/work/vram_files.sh
 # shellcheck source=/dev/null
 . /opt/work/sharing.sh
 
@@ -33,7 +33,7 @@ if [ -n "$sim" ]; then
 fi
 gpus=$(find /proc/driver/nvidia/gpus -mindepth 1 -maxdepth 1 | wc -l)
 
-# The containers' file system: empty folders on which the machine's are mounted.
+# The containers' file system: empty directories on which the machine's are mounted.
 tree=$(mktemp -d)
 mkdir -p "$tree"/{usr,dev,etc,proc,root,run,sys,tmp,work,driver}
 chmod 1777 "$tree/tmp"
@@ -307,12 +307,12 @@ denied() { # NAME NODE: even a node made anew for the host's NODE does not open 
     grep -q 'not permitted' <<< "$said"
 }
 
-archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, and back; the lane's shards on the way
+archive() { # RUNTIME SIZE LABEL: cryopod export to an OCI archive, verified, and back; the VRAM files' shards on the way
     local label=$3 to=/var/lib/containers/job.oci before out back verified from
     low_level "$1"
     gpu_args 1
     job_command "$2" 0
-    start job --annotation dev.cryopod.lane=on "${gpu[@]}" "$image" "${job[@]}" || return
+    start job --annotation dev.cryopod.vram=on "${gpu[@]}" "$image" "${job[@]}" || return
     sleep 1
     out=$(timeout 300 cryopod export job -e podman -o "oci:$to" --quiet --timings) || { keep_logs job "$label" && return 1; }
     keep_logs job "$label"
@@ -365,10 +365,10 @@ for part in $parts; do
         torch) run_case torch torch ;;
         loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
-        lane) lanes ;;
-        archive) run_case "archive-$lane_size" archive "${runtimes%% *}" "$lane_size"; run_case archive-speed archive_speed ;;
-        lane-two) run_case lane-two two_lanes "${runtimes%% *}" "$two_size" ;;
-        suspend) run_case suspend suspend_resume "${runtimes%% *}" "$lane_size" ;;
+        vram) vram_files ;;
+        archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;
+        vram-two) run_case vram-two two_vrams "${runtimes%% *}" "$two_size" ;;
+        suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;
         ipc) run_case "ipc-${runtimes%% *}" ipc "${runtimes%% *}" ;;

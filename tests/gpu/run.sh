@@ -6,25 +6,25 @@
 # torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
-#   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map lane lane-two
+#   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram vram-two
 #                       suspend chain archive nccl ipc (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
-#   GPU_TEST_LANE_SIZE  GiB for the lane, default 24 (100 MiB in a rehearsal); GPU_TEST_LANE_RUNS: how often each (3),
-#                       GPU_TEST_LANE_OFF_RUNS: how often without the lane (1)
+#   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
+#                       GPU_TEST_VRAM_OFF_RUNS: how often without the VRAM files (1)
 #   GPU_TEST_CHAIN_LAYERS  layers of the transformer whose training is checkpointed every 10 s (2: 12 checkpoints take
 #                       about 50 GB)
 #   GPU_TEST_ARCHIVE_GIB  for tests/bench/archive.sh, default 16 (1 in a rehearsal), in GPU_TEST_ARCHIVE_FILES (16)
 #   GPU_TEST_COMPRESS   compression of the exported archive, default zstd as podman's
-#   GPU_TEST_STORE      a folder for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
+#   GPU_TEST_STORE      a directory for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
 #   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
 #   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
 #   GPU_TEST_LIMIT      seconds for everything (3000)
 #   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
 #   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
 #                       In the test bed: tests/testbed/testbed enter -- env GPU_TEST_SIM=1 GPU_TEST_OUT=/tmp/out /src/tests/gpu/run.sh
-#   GPU_TEST_TORCH      in a rehearsal: the folder of tests/torch/folder, shown in the bed under the name it has there, /opt/torch;
+#   GPU_TEST_TORCH      in a rehearsal: the directory of tests/torch/build, shown in the bed under the name it has there, /opt/torch;
 #                       with it loader and serve are rehearsed on the CPU
 set -euo pipefail
 
@@ -94,7 +94,7 @@ mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
-cp "$here"/{inside.sh,cases.sh,lanes.sh,sharing.sh,train.py,loader.py,serve.py,nccl.py,ipc.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,train.py,loader.py,serve.py,nccl.py,ipc.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ for p in {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), os.path.
     nvidia-smi --query-gpu=index,name,uuid,memory.total,driver_version --format=csv,noheader > "$work/root/etc/gpus" || true
     cp "$work/root/etc/gpus" "$work/logs/gpus.txt"
 fi
-# Only the outermost folders: the rest lies in them.
+# Only the outermost directories: the rest lies in them.
 top=()
 while read -r dir; do
     [ -n "$dir" ] || continue
@@ -133,13 +133,13 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map lane lane-two suspend chain archive nccl ipc}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram vram-two suspend chain archive nccl ipc}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
-lane_size=$(printf %q "${GPU_TEST_LANE_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") lane_runs=$(printf %q "${GPU_TEST_LANE_RUNS:-3}")
+vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") vram_runs=$(printf %q "${GPU_TEST_VRAM_RUNS:-3}")
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
-lane_off_runs=$(printf %q "${GPU_TEST_LANE_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
+vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
 if [ -n "$sim" ] && [ -n "${GPU_TEST_TORCH:-}" ]; then

@@ -93,7 +93,7 @@ impl Bed {
         }
     }
 
-    /// Shows a file or folder of this machine in the bed, writable.
+    /// Shows a file or directory of this machine in the bed, writable.
     #[must_use]
     pub fn bind(mut self, src: &Path, dst: &str) -> Self {
         self.binds.push(format!("{}:{dst}", src.display()));

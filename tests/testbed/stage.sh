@@ -15,8 +15,8 @@ enter_cgroups() {
         --net --ipc --uts $cgroup bash "$0" "$@"
 }
 
-show() { # SRC DST: a bind mount of a file or folder, its mount point made if need be
-    [ -e "$1" ] || { echo "testbed: --bind: no such file or folder: $1" >&2 && exit 1; }
+show() { # SRC DST: a bind mount of a file or directory, its mount point made if need be
+    [ -e "$1" ] || { echo "testbed: --bind: no such file or directory: $1" >&2 && exit 1; }
     if [ -d "$1" ]; then mkdir -p "$2"; else mkdir -p "${2%/*}" && touch "$2"; fi
     mount --rbind "$1" "$2"
 }
@@ -67,7 +67,7 @@ show_drivers() { # /proc/devices with the drivers of the nodes that tests make: 
     mount -t proc proc run/proc-whole
 }
 
-mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows the run's folder as its root
+mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows the run's directory as its root
     if [ "$TESTBED_CGROUP" = v2 ]; then
         mount -t cgroup2 cgroup2 sys/fs/cgroup
         leave_cgroup2_root sys/fs/cgroup
@@ -95,7 +95,7 @@ mount_cgroups() { # mounted inside the cgroup namespace, each hierarchy shows th
     done
 }
 
-show_cgroups() { # the machine's own, in which a run can change its own folders alone
+show_cgroups() { # the machine's own, in which a run can change its own directories alone
     local at type
     if [ "$TESTBED_CGROUP" = host ]; then mount --bind /sys/fs/cgroup sys/fs/cgroup; fi
     while read -r at type _; do

@@ -79,14 +79,14 @@ fn programs_runc() {
 
 const TRAIN: &str = include_str!("scripts/containers/train.sh");
 
-/// PyTorch's folder, unpacked on the first call.
+/// PyTorch's directory, unpacked on the first call.
 #[allow(clippy::expect_used)] // part of a test
 fn torch() -> PathBuf {
-    let out = Command::new(bed::workspace().join("tests/torch/folder"))
+    let out = Command::new(bed::workspace().join("tests/torch/build"))
         .stderr(Stdio::inherit())
         .output()
-        .expect("tests/torch/folder starts");
-    assert!(out.status.success(), "tests/torch/folder: {}", out.status);
+        .expect("tests/torch/build starts");
+    assert!(out.status.success(), "tests/torch/build: {}", out.status);
     PathBuf::from(String::from_utf8(out.stdout).expect("a path").trim_end())
 }
 

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use cryopod_tests::bed::{Bed, Cgroup, workspace};
 
-/// Stand-ins for CRIU's plugins, good and bad, built in a folder by the machine's C compiler.
+/// Stand-ins for CRIU's plugins, good and bad, built in a directory by the machine's C compiler.
 fn stand_ins(dir: &Path) {
     let source = workspace().join("tests/tests/standin/plugin.c");
     let built = |name: &str, flags: &[&str]| {

@@ -124,8 +124,8 @@ fn circles(imports: &Imports) -> Vec<String> {
 
 #[test]
 fn modules_form_no_circles() {
-    for (name, folder) in LIBRARIES.iter().chain(&PROGRAMS) {
-        let found = circles(&imports(&root().join(folder).join("src")));
+    for (name, directory) in LIBRARIES.iter().chain(&PROGRAMS) {
+        let found = circles(&imports(&root().join(directory).join("src")));
         assert!(
             found.is_empty(),
             "{name}: these modules import each other in a circle: {found:?}; move what they share into a module of its own"
@@ -135,22 +135,22 @@ fn modules_form_no_circles() {
 
 #[test]
 fn crates_depend_downwards() {
-    let depends = |folder: &str| {
-        let manifest = fs::read_to_string(root().join(folder).join("Cargo.toml")).unwrap();
+    let depends = |directory: &str| {
+        let manifest = fs::read_to_string(root().join(directory).join("Cargo.toml")).unwrap();
         let normal = manifest.split("[dev-dependencies]").next().unwrap();
         let names = normal
             .lines()
             .map(|l| l.split(['.', ' ', '=']).next().unwrap().to_owned());
         names.collect::<BTreeSet<String>>()
     };
-    for (at, (name, folder)) in LIBRARIES.iter().enumerate() {
+    for (at, (name, directory)) in LIBRARIES.iter().enumerate() {
         let mut above = LIBRARIES[at..].iter().chain(&PROGRAMS);
-        let found = depends(folder);
+        let found = depends(directory);
         let wrong = above.find(|(other, _)| found.contains(*other));
         assert_eq!(wrong, None, "{name} may not depend on it");
     }
-    for (name, folder) in PROGRAMS {
-        let found = depends(folder);
+    for (name, directory) in PROGRAMS {
+        let found = depends(directory);
         let wrong = PROGRAMS.iter().find(|(other, _)| found.contains(*other));
         assert_eq!(wrong, None, "{name} may not depend on a program");
     }

@@ -1,4 +1,4 @@
-//! The CRIU plugin with real CRIU and the simulated driver, without a container engine: the folder of an
+//! The CRIU plugin with real CRIU and the simulated driver, without a container engine: the directory of an
 //! operation is written by hand, so that every corner can be reached.
 
 use std::path::PathBuf;
@@ -77,7 +77,7 @@ fn a_file_is_not_to_be_asked_for_again() {
     let Some(bed) = Bed::new(Cgroup::V2) else {
         return;
     };
-    let dir = tempfile::tempdir().expect("a folder");
+    let dir = tempfile::tempdir().expect("a directory");
     let built = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
         .arg(dir.path().join("retry.so"))

@@ -61,7 +61,7 @@ fn a_finished_run_leaves_nothing() {
         let Some(bed) = Bed::new(cgroup) else {
             continue;
         };
-        let out = tempfile::tempdir().expect("a folder");
+        let out = tempfile::tempdir().expect("a directory");
         let bed = bed.bind(out.path(), "/out");
         bed.sh(&format!("{MESS}\n{REPORT}")).ok();
         let mark = Mark::of(&out.path().join("mark")).expect("the script wrote it");
@@ -77,7 +77,7 @@ fn a_run_over_its_limit_is_ended_with_all_it_started() {
     let Some(bed) = Bed::new(Cgroup::V2) else {
         return;
     };
-    let out = tempfile::tempdir().expect("a folder");
+    let out = tempfile::tempdir().expect("a directory");
     let bed = bed.bind(out.path(), "/out");
     let script = format!("{MESS}\n{REPORT}\nsleep 100002");
     let run = |seconds| {
@@ -97,7 +97,7 @@ fn a_killed_run_dies_and_the_next_one_sweeps_its_cgroups() {
     let Some(bed) = Bed::new(Cgroup::V2) else {
         return;
     };
-    let out = tempfile::tempdir().expect("a folder");
+    let out = tempfile::tempdir().expect("a directory");
     let mut testbed = Command::new(workspace().join("tests/testbed/testbed"))
         .args(["enter", "--bind"])
         .arg(format!("{}:/out", out.path().display()))
@@ -163,9 +163,9 @@ fn started(process: &Path) -> Option<u64> {
     stat.rsplit_once(')')?.1.split(' ').nth(20)?.parse().ok()
 }
 
-fn find(folder: &Path, prefix: &str, depth: usize) -> Vec<PathBuf> {
+fn find(directory: &Path, prefix: &str, depth: usize) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(prefix) {
             found.push(entry.path());
         } else if depth > 1 && entry.file_type().is_ok_and(|t| t.is_dir()) {

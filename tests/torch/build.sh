@@ -3,8 +3,8 @@
 # DIR/root. Nothing is installed: programs find it by PYTHONPATH and LD_LIBRARY_PATH, which
 # DIR/environment has for a DIR that is seen as /opt/torch.
 #
-# `tests/torch/folder` runs it in mount and PID namespaces of its own, where an interrupted build leaves no mount and no
-# process. The folder's name in the cache has a hash of this file: edit it, and a new one is built.
+# `tests/torch/build` runs it in mount and PID namespaces of its own, where an interrupted build leaves no mount and no
+# process. The directory's name in the cache has a hash of this file: edit it, and a new one is built.
 set -euo pipefail
 root=$1 dir=$2
 

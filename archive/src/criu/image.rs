@@ -12,7 +12,7 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 /// Why an image could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
-    /// The folder has no such file.
+    /// The directory has no such file.
     #[error("{file}: not there; this is no complete checkpoint of CRIU")]
     Missing {
         /// The file.

@@ -105,7 +105,7 @@ pub fn fs_type(number: u32) -> Option<&'static str> {
     })
 }
 
-/// Reads them. `open` gives the content of a file of the image folder, `None` if there is none of that name.
+/// Reads them. `open` gives the content of a file of the image directory, `None` if there is none of that name.
 ///
 /// # Errors
 /// [`ImageError`]: an image is damaged, or one is missing without which CRIU would restore a process with CRIU's own

@@ -1,14 +1,14 @@
 use super::*;
 
-/// A bundle with images, large and small, below a folder.
+/// A bundle with images, large and small, below a directory.
 fn images() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let images = dir.path().join("checkpoint");
     fs::create_dir(&images).unwrap();
     for (name, bytes) in [
         ("pages-1.img", 2 << 20),
-        ("lane-0000.img", 1 << 20),
-        ("lane-index.img", 2 << 20),
+        ("vram-0000.img", 1 << 20),
+        ("vram-index.img", 2 << 20),
         ("pages-2.img", 10),
         ("inventory.img", 10),
     ] {
@@ -44,7 +44,7 @@ fn aside_only_where_it_was_asked_for_and_back() {
     assert_eq!(request.away(), away);
     before_checkpoint(&images).unwrap();
     assert_eq!(after_checkpoint(&images).unwrap(), 2);
-    assert_eq!(names(&away), ["lane-0000.img", "pages-1.img"]);
+    assert_eq!(names(&away), ["pages-1.img", "vram-0000.img"]);
     let error = ask(&images).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
     before_restore(&images).unwrap();
@@ -105,11 +105,11 @@ fn what_cannot_be_moved_is_where_it_was() {
     let all = names(&images);
     let _request = ask(&images).unwrap();
     let away = dir.path().join(AWAY);
-    // One of two cannot go: a folder has its name.
+    // One of two cannot go: a directory has its name.
     fs::create_dir_all(away.join("pages-1.img/x")).unwrap();
     let error = after_checkpoint(&images).unwrap_err().to_string();
     assert!(error.contains("pages-1.img"), "{error}");
-    // The folder was moved back in place of no file: all files are still there.
+    // The directory was moved back in place of no file: all files are still there.
     assert_eq!(names(&images), all);
     assert!(error.contains("could not be moved back"), "{error}");
     assert!(error.contains(&images.display().to_string()), "{error}");
@@ -152,9 +152,9 @@ fn to_another_file_system() {
     assert_eq!(names(images.path()), ["a.img", "other"]);
     assert!(names(away.path()).is_empty());
     // No file.
-    fs::create_dir(away.path().join("folder")).unwrap();
+    fs::create_dir(away.path().join("directory")).unwrap();
     join(away.path(), images.path()).unwrap_err();
-    assert!(away.path().join("folder").exists());
+    assert!(away.path().join("directory").exists());
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn tickets_of_the_dead() {
     revoke_at(&desk, &dir.path().join("scratch"));
     assert_eq!(names(&desk).len(), 1);
     assert!(fs::symlink_metadata(&other.link).is_ok());
-    // A ticket to a folder that is gone says so.
+    // A ticket to a directory that is gone says so.
     let gone = issue_at(&desk, &images, &dir.path().join("gone")).unwrap();
     let error = redeem(&images, &desk).unwrap_err().to_string();
     assert!(error.contains("import the archive itself"), "{error}");

@@ -54,8 +54,8 @@ pub fn complete(
                 (staging, out)
             }
             Destination::Layout(path) => {
-                let staging = Staging::folder(path, options.replace)?;
-                let out = Store::folder(&staging)?;
+                let staging = Staging::directory(path, options.replace)?;
+                let out = Store::directory(&staging)?;
                 (staging, out)
             }
             Destination::Tar(path, _) => {

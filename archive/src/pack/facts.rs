@@ -6,9 +6,9 @@ use serde_json::{Map, Value};
 
 use super::plan::Known;
 use crate::digest::Digest;
+use crate::metadata::Metadata;
 use crate::names;
 use crate::oci::{Config, RootFs, annotation};
-use crate::seal::Seal;
 use crate::source::Kind;
 
 /// Longest value that is copied into an annotation, in bytes.
@@ -24,7 +24,7 @@ pub(super) fn annotations(known: &Known, kind: Kind) -> BTreeMap<String, String>
             .unwrap_or(Value::Null)
     };
     let (config, spec) = (json(names::CONFIG_DUMP), json(names::SPEC_DUMP));
-    let seal: Option<Seal> = seal(known);
+    let metadata: Option<Metadata> = metadata(known);
     let mut out = BTreeMap::new();
     let mut put = |key: &str, value: Option<&str>| {
         if let Some(value) =
@@ -39,7 +39,7 @@ pub(super) fn annotations(known: &Known, kind: Kind) -> BTreeMap<String, String>
         keys.iter().find_map(|k| annotations.get(*k)?.as_str())
     };
 
-    let id = seal.as_ref().map(|s| s.container.id.as_str());
+    let id = metadata.as_ref().map(|s| s.container.id.as_str());
     let name = of("name").or(of("id")).or(id).unwrap_or("checkpoint");
     put(annotation::CRIU_NAME, Some(name));
     put(annotation::CRIO_NAME, Some(name));
@@ -83,44 +83,47 @@ pub(super) fn annotations(known: &Known, kind: Kind) -> BTreeMap<String, String>
         "org.criu.checkpoint.pod.id",
         spec_annotation(&["io.kubernetes.cri.sandbox-id"]),
     );
-    if let Some(seal) = &seal {
-        put("org.criu.checkpoint.host.arch", Some(&seal.host.arch));
-        put("org.criu.checkpoint.host.kernel", Some(&seal.host.kernel));
+    if let Some(metadata) = &metadata {
+        put("org.criu.checkpoint.host.arch", Some(&metadata.host.arch));
+        put(
+            "org.criu.checkpoint.host.kernel",
+            Some(&metadata.host.kernel),
+        );
         put(
             "org.criu.checkpoint.cgroup.version",
-            Some(&seal.host.cgroup),
+            Some(&metadata.host.cgroup),
         );
         put(
             "org.criu.checkpoint.criu.version",
-            seal.host.criu.as_deref(),
+            metadata.host.criu.as_deref(),
         );
         put(
             "org.criu.checkpoint.runtime.version",
-            seal.container.low_level_version.as_deref(),
+            metadata.container.low_level_version.as_deref(),
         );
-        put("dev.cryopod.version", Some(&seal.cryopod));
-        put("dev.cryopod.schema", Some(&seal.schema));
+        put("dev.cryopod.version", Some(&metadata.cryopod));
+        put("dev.cryopod.schema", Some(&metadata.schema));
         put(
             "dev.cryopod.runtime.low-level",
-            Some(&seal.container.low_level),
+            Some(&metadata.container.low_level),
         );
-        gpu(seal, &mut put);
+        gpu(metadata, &mut put);
     }
     put(
         annotation::CREATED,
-        created(&config, seal.as_ref()).as_deref(),
+        created(&config, metadata.as_ref()).as_deref(),
     );
     put(annotation::CONTENT_BYTES, Some(&known.bytes.to_string()));
     put(annotation::FORMAT, Some(annotation::FORMAT_VERSION));
     out
 }
 
-fn gpu(seal: &Seal, put: &mut impl FnMut(&str, Option<&str>)) {
+fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
     let join = |mut list: Vec<String>| {
         list.dedup();
         list.join(",")
     };
-    let gpu = &seal.gpu;
+    let gpu = &metadata.gpu;
     let vendors = join(
         gpu.vendors
             .iter()
@@ -149,34 +152,34 @@ fn gpu(seal: &Seal, put: &mut impl FnMut(&str, Option<&str>)) {
     for (vendor, version) in &gpu.drivers {
         put(&format!("dev.cryopod.driver.{vendor}"), Some(version));
     }
-    // The seal's record of the VRAM lane; its fields are the lane's.
-    if seal.extra.get("lane").is_some_and(|l| !l.is_null()) {
-        put("dev.cryopod.lane", Some("true"));
+    // The metadata's record of the VRAM files; its fields are the VRAM files'.
+    if metadata.extra.get("vram").is_some_and(|l| !l.is_null()) {
+        put("dev.cryopod.vram", Some("true"));
     }
 }
 
-fn seal(known: &Known) -> Option<Seal> {
-    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::SEAL);
+fn metadata(known: &Known) -> Option<Metadata> {
+    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
     let text = known.files.get(&name)?;
-    Seal::parse(text, name.as_ref()).ok()
+    Metadata::parse(text, name.as_ref()).ok()
 }
 
 fn engine(config: &Value, kind: Kind) -> Option<&'static str> {
     match kind {
         Kind::CrioTar(_) => Some("cri-o"),
         Kind::CriContainerdTar(_) | Kind::Containerd { .. } => Some("containerd"),
-        Kind::CriuFolder | Kind::CriuTar(_) => None,
+        Kind::CriuDirectory | Kind::CriuTar(_) => None,
         _ if config.get("lockID").is_some() || config.get("staticDir").is_some() => Some("podman"),
         _ => None,
     }
 }
 
 /// When the checkpoint was made: never when it was packed, as the same input gives the same digests.
-fn created(config: &Value, seal: Option<&Seal>) -> Option<String> {
+fn created(config: &Value, metadata: Option<&Metadata>) -> Option<String> {
     let times = [config.get("checkpointedTime"), config.get("createdTime")];
     let valid = |t: &&str| t.len() >= 20 && t.as_bytes()[4] == b'-' && !t.starts_with("0001");
-    let from_seal = seal.map(|s| s.created.as_str());
-    let all = from_seal
+    let from_metadata = metadata.map(|s| s.created.as_str());
+    let all = from_metadata
         .into_iter()
         .chain(times.into_iter().flatten().filter_map(Value::as_str));
     all.filter(|t| t.is_ascii()).find(valid).map(str::to_owned)
@@ -188,7 +191,7 @@ pub(super) fn config(
     annotations: &BTreeMap<String, String>,
     diff_ids: Vec<Digest>,
 ) -> Config {
-    let arch = seal(known).map(|s| s.host.arch);
+    let arch = metadata(known).map(|s| s.host.arch);
     Config {
         created: annotations.get(annotation::CREATED).cloned(),
         architecture: go_arch(arch.as_deref().unwrap_or(std::env::consts::ARCH)).into(),

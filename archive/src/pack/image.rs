@@ -1,4 +1,4 @@
-//! Writing an OCI image: as a layout folder or a tar of one.
+//! Writing an OCI image: as a layout directory or a tar of one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -12,6 +12,7 @@ use super::plan::{Item, Known};
 use super::{PackOptions, Packed, facts, tarwrite};
 use crate::blobs::blob_name;
 use crate::digest::Digest;
+use crate::direct_io::Through;
 use crate::entry::{Entry, EntryKind};
 use crate::error::Error;
 use crate::names;
@@ -19,7 +20,6 @@ use crate::oci::{Descriptor, Index, Manifest, annotation, media};
 use crate::source::Source;
 use crate::staging::Staging;
 use crate::stream::Compression;
-use crate::through::Through;
 
 /// Samples of a large file that decide whether it is compressed, and the bytes of each.
 const SAMPLES: u64 = 64;
@@ -28,20 +28,20 @@ const SAMPLE_BYTES: usize = 16 << 10;
 /// Where blobs go.
 pub(super) enum Store {
     /// A layout: each blob a file, several at once.
-    Folder { dir: PathBuf, next: AtomicU64 },
+    Directory { dir: PathBuf, next: AtomicU64 },
     /// A tar: one blob after the other. The header is written when size and digest are known.
     Tar { file: File, path: PathBuf },
 }
 
 impl Store {
-    pub(super) fn folder(staging: &Staging) -> Result<Self, Error> {
+    pub(super) fn directory(staging: &Staging) -> Result<Self, Error> {
         let dir = staging.path().join(names::OCI_BLOBS).join("sha256");
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&dir)
             .map_err(Error::io(&dir, "create it"))?;
-        Ok(Self::Folder {
+        Ok(Self::Directory {
             dir,
             next: AtomicU64::new(0),
         })
@@ -51,13 +51,13 @@ impl Store {
         let path = staging.path().to_owned();
         let file = staging.handle().map_err(Error::io(&path, "open it"))?;
         let mut store = Self::Tar { file, path };
-        for folder in [
+        for directory in [
             names::OCI_BLOBS.to_owned(),
             format!("{}/sha256", names::OCI_BLOBS),
         ] {
             let entry = Entry {
-                name: folder,
-                kind: EntryKind::Folder,
+                name: directory,
+                kind: EntryKind::Directory,
                 size: 0,
                 mode: 0o755,
                 layer: None,
@@ -69,7 +69,7 @@ impl Store {
 
     /// `true` if several blobs can be written at once.
     pub(super) fn parallel(&self) -> bool {
-        matches!(self, Self::Folder { .. })
+        matches!(self, Self::Directory { .. })
     }
 
     fn put_header(&mut self, entry: &Entry) -> Result<(), Error> {
@@ -89,7 +89,7 @@ impl Store {
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), Error>,
     ) -> Result<Written, Error> {
         match self {
-            Self::Folder { dir, next } => {
+            Self::Directory { dir, next } => {
                 let path = dir.join(format!("partial-{}", next.fetch_add(1, Ordering::Relaxed)));
                 let wrap = |action| Error::io(&path, action);
                 let mut open = OpenOptions::new();
@@ -137,8 +137,8 @@ impl Store {
     /// Writes a small file of the layout.
     fn document(&mut self, name: &str, content: &[u8]) -> Result<(), Error> {
         match self {
-            Self::Folder { dir, .. } => {
-                // The root is two folders up.
+            Self::Directory { dir, .. } => {
+                // The root is two directories up.
                 let root = dir.ancestors().nth(2).unwrap_or(dir);
                 let path = root.join(name);
                 let write = || -> io::Result<()> {
@@ -180,7 +180,7 @@ impl Store {
         self.document(names::OCI_INDEX, index)?;
         self.document(names::OCI_LAYOUT, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
         match self {
-            Self::Folder { dir, .. } => {
+            Self::Directory { dir, .. } => {
                 for dir in dir.ancestors().take(2) {
                     File::open(dir)
                         .and_then(|d| d.sync_all())

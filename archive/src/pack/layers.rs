@@ -136,7 +136,7 @@ pub(super) fn streamed(
     let dir = if store.parallel() {
         staging.path()
     } else {
-        staging.folder_above()
+        staging.directory_above()
     };
     let mut spool = Spool::new(dir)?;
     let mut small: Vec<Item> = Vec::new();

@@ -23,6 +23,7 @@ use self::pipeline::{Input, Pool, with_pool};
 use self::plan::{Item, Known};
 use crate::decode::{Decoder, with_decoder};
 use crate::digest::Digest;
+use crate::direct_io::Through;
 use crate::entry::Entry;
 use crate::error::Error;
 use crate::limits::Limits;
@@ -33,13 +34,12 @@ use crate::progress::Progress;
 use crate::source::{Source, Visitor};
 use crate::staging::Staging;
 use crate::stream::Compression;
-use crate::through::Through;
 use crate::walk;
 
 /// What is written, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
-    /// An OCI image layout in a folder: `oci:DIR`.
+    /// An OCI image layout in a directory: `oci:DIR`.
     Layout(PathBuf),
     /// A tar of one: `oci-archive:FILE`.
     Archive(PathBuf),
@@ -66,8 +66,8 @@ impl Destination {
         Self::Tar(text.into(), compression)
     }
 
-    /// May it be written? What lies there already is replaced only where that is wanted, and a folder only if it is an
-    /// image layout: whoever mistypes a name is not to lose a folder.
+    /// May it be written? What lies there already is replaced only where that is wanted, and a directory only if it is an
+    /// image layout: whoever mistypes a name is not to lose a directory.
     ///
     /// # Errors
     /// [`Error::Exists`], [`Error::Unsupported`].
@@ -209,8 +209,8 @@ pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<
                     Ok(packed)
                 }
                 Destination::Layout(path) => {
-                    let staging = Staging::folder(path, options.replace)?;
-                    let packed = run.image(items, Store::folder(&staging)?, &staging)?;
+                    let staging = Staging::directory(path, options.replace)?;
+                    let packed = run.image(items, Store::directory(&staging)?, &staging)?;
                     staging.commit()?;
                     Ok(packed)
                 }
@@ -307,9 +307,9 @@ impl Run<'_> {
                 for group in &mut groups {
                     group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
                 }
-                let mut folders = BTreeSet::new();
+                let mut directories = BTreeSet::new();
                 for item in groups.iter().flat_map(|g| &g.items) {
-                    if item.entry.is_file() || folders.insert(item.entry.name.clone()) {
+                    if item.entry.is_file() || directories.insert(item.entry.name.clone()) {
                         note(known, item, source, options)?;
                         put(input, item, source)?;
                     }

@@ -14,12 +14,12 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use super::entropy;
 use crate::digest::Digest;
+use crate::direct_io::Aligned;
 use crate::error::Cancelled;
 use crate::hash::{self, Hashers};
 use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::Compression;
-use crate::through::Aligned;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;

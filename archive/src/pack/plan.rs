@@ -34,7 +34,7 @@ pub(super) enum Content {
     None,
     Bytes(Vec<u8>),
     Section(Section),
-    /// Opened when it is its turn, as a folder may have more files than a process may open.
+    /// Opened when it is its turn, as a directory may have more files than a process may open.
     Lazy,
 }
 
@@ -53,7 +53,7 @@ impl Item {
     pub(super) fn section(&self, source: &Source) -> Result<Section, Error> {
         match (&self.content, &source.inner) {
             (Content::Section(section), _) => Ok(section.clone()),
-            (Content::Lazy, Inner::Folder(folder)) => folder.content(&self.entry),
+            (Content::Lazy, Inner::Directory(directory)) => directory.content(&self.entry),
             _ => Err(Error::from_io(
                 source.path(),
                 "read it",
@@ -130,7 +130,7 @@ pub(super) fn random_access(
 ) -> Result<Option<Vec<Item>>, Error> {
     let limits = &options.limits;
     let entries: Vec<(Entry, Content)> = match &source.inner {
-        Inner::Folder(folder) => folder
+        Inner::Directory(directory) => directory
             .list(limits)?
             .into_iter()
             .map(|e| {
@@ -192,7 +192,7 @@ pub(super) struct Group {
     pub(super) large: Option<Vec<String>>,
 }
 
-/// Sorts items by name, folders before what lies in them.
+/// Sorts items by name, directories before what lies in them.
 pub(super) fn sort(items: &mut [Item]) {
     items.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
 }
@@ -226,20 +226,20 @@ pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
     groups
 }
 
-/// The folders above a name, as every layer has to name them: engines make missing ones with modes of their own.
+/// The directories above a name, as every layer has to name them: engines make missing ones with modes of their own.
 pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
-    let find = |folder: &str| {
+    let find = |directory: &str| {
         known
             .iter()
-            .find(|i| i.entry.name == folder)
+            .find(|i| i.entry.name == directory)
             .map(|i| i.entry.clone())
     };
     name.match_indices('/')
         .map(|(at, _)| &name[..at])
-        .map(|folder| {
-            find(folder).unwrap_or_else(|| Entry {
-                name: folder.into(),
-                kind: EntryKind::Folder,
+        .map(|directory| {
+            find(directory).unwrap_or_else(|| Entry {
+                name: directory.into(),
+                kind: EntryKind::Directory,
                 size: 0,
                 mode: 0o700,
                 layer: None,
@@ -260,7 +260,7 @@ pub(super) struct Spool {
 }
 
 impl Spool {
-    /// A nameless file in a folder.
+    /// A nameless file in a directory.
     pub(super) fn new(dir: &Path) -> Result<Self, Error> {
         use std::os::unix::fs::OpenOptionsExt;
         let mut open = std::fs::OpenOptions::new();

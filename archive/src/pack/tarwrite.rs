@@ -15,7 +15,7 @@ pub(super) fn header(entry: &Entry) -> io::Result<Vec<u8>> {
     let mut name = entry.name.clone();
     let (kind, mode) = match entry.kind {
         EntryKind::File => (EntryType::Regular, entry.mode),
-        EntryKind::Folder => {
+        EntryKind::Directory => {
             name.push('/');
             (EntryType::Directory, entry.mode | 0o700)
         }
@@ -76,7 +76,7 @@ mod tests {
             let name: String = (0..len)
                 .map(|i| if i % 200 == 199 { '/' } else { 'a' })
                 .collect();
-            for kind in [EntryKind::File, EntryKind::Folder] {
+            for kind in [EntryKind::File, EntryKind::Directory] {
                 let entry = Entry {
                     name: name.clone(),
                     kind,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::folder::Folder;
+use super::directory::Directory;
 use super::image;
 use super::tarball::Tarball;
 use super::{Inner, Kind};
@@ -24,7 +24,7 @@ pub(super) fn detect(
 ) -> Result<(Kind, Inner), Error> {
     let meta = fs::metadata(path).map_err(Error::io(path, "open it"))?;
     if meta.is_dir() {
-        return folder(path, image, limits);
+        return directory(path, image, limits);
     }
     let path = &fs::canonicalize(path).map_err(Error::io(path, "open it"))?;
     let file = open_regular(path)?;
@@ -57,24 +57,30 @@ fn not(path: &Path, reason: impl Into<String>) -> Error {
     }
 }
 
-fn folder(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind, Inner), Error> {
+fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind, Inner), Error> {
     let has = |name: &str| fs::symlink_metadata(path.join(name)).is_ok();
     if has(names::OCI_LAYOUT) || (has(names::OCI_INDEX) && has(names::OCI_BLOBS)) {
-        return image::open(Blobs::Folder(path.into()), image, limits);
+        return image::open(Blobs::Directory(path.into()), image, limits);
     }
     if has(names::CRIU_INVENTORY) {
-        return Ok((Kind::CriuFolder, Inner::Folder(Folder::new(path, true))));
+        return Ok((
+            Kind::CriuDirectory,
+            Inner::Directory(Directory::new(path, true)),
+        ));
     }
     if has(&format!(
         "{}/{}",
         names::CHECKPOINT_DIR,
         names::CRIU_INVENTORY
     )) {
-        return Ok((Kind::Folder, Inner::Folder(Folder::new(path, false))));
+        return Ok((
+            Kind::Directory,
+            Inner::Directory(Directory::new(path, false)),
+        ));
     }
     Err(not(
         path,
-        "the folder has no inventory.img, no checkpoint/inventory.img and no oci-layout",
+        "the directory has no inventory.img, no checkpoint/inventory.img and no oci-layout",
     ))
 }
 

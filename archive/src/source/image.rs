@@ -401,14 +401,14 @@ impl ContainerdSource {
         reader.finish().map_err(wrap)?;
         self.expect(section.digest(), &self.parts.criu)?;
 
-        let folder = Entry {
+        let directory = Entry {
             name: names::CONTAINERD_DIR.into(),
-            kind: EntryKind::Folder,
+            kind: EntryKind::Directory,
             size: 0,
             mode: 0o700,
             layer: None,
         };
-        visitor(&folder, &mut io::empty())?;
+        visitor(&directory, &mut io::empty())?;
         let named = self.named_parts(limits).map_err(|b| Error::bad(path, b))?;
         for (name, descriptor) in named {
             let mut section = Hashed::new(self.blobs.open(descriptor)?);

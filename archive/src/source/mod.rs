@@ -1,11 +1,11 @@
 //! Reading checkpoints of every kind as one set of files with one set of names.
 //!
-//! Whatever the kind, CRIU's images are `checkpoint/NAME`, and the engine's files lie beside that folder as in
+//! Whatever the kind, CRIU's images are `checkpoint/NAME`, and the engine's files lie beside that directory as in
 //! podman's export file: `config.dump`, `spec.dump`, `rootfs-diff.tar`. Nothing is trusted: names, types, sizes
 //! and counts are checked before a caller sees an entry.
 
 mod detect;
-mod folder;
+mod directory;
 mod image;
 mod tarball;
 
@@ -30,15 +30,15 @@ pub(crate) use tarball::visit_tar;
 pub enum Kind {
     /// podman's export file.
     PodmanTar(Compression),
-    /// A folder with the content of such a file: `checkpoint/`, `config.dump`, ...
-    Folder,
-    /// A folder of CRIU's images.
-    CriuFolder,
-    /// An OCI image layout in a folder.
+    /// A directory with the content of such a file: `checkpoint/`, `config.dump`, ...
+    Directory,
+    /// A directory of CRIU's images.
+    CriuDirectory,
+    /// An OCI image layout in a directory.
     OciLayout,
     /// A tar of an OCI image layout.
     OciArchive,
-    /// containerd's own checkpoint (`ctr c checkpoint`, `ctr i export`) in a tar, or in a folder.
+    /// containerd's own checkpoint (`ctr c checkpoint`, `ctr i export`) in a tar, or in a directory.
     Containerd {
         /// `true` for a tar.
         archive: bool,
@@ -55,8 +55,8 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::PodmanTar(c) => write!(f, "podman export file ({c})"),
-            Self::Folder => f.write_str("unpacked checkpoint"),
-            Self::CriuFolder => f.write_str("folder of CRIU images"),
+            Self::Directory => f.write_str("unpacked checkpoint"),
+            Self::CriuDirectory => f.write_str("directory of CRIU images"),
             Self::OciLayout => f.write_str("OCI image layout"),
             Self::OciArchive => f.write_str("OCI image archive"),
             Self::Containerd { archive: true } => f.write_str("containerd checkpoint archive"),
@@ -78,7 +78,7 @@ pub struct Source {
 
 #[derive(Debug, Clone)]
 pub(crate) enum Inner {
-    Folder(folder::Folder),
+    Directory(directory::Directory),
     Tar(tarball::Tarball),
     Image(image::ImageSource),
     Containerd(image::ContainerdSource),
@@ -120,20 +120,20 @@ impl Source {
         &self.path
     }
 
-    /// CRIU's image folder, if the checkpoint is a folder.
-    pub fn images_folder(&self) -> Option<PathBuf> {
+    /// CRIU's image directory, if the checkpoint is a directory.
+    pub fn images_directory(&self) -> Option<PathBuf> {
         match &self.inner {
-            Inner::Folder(folder) => Some(folder.place(crate::names::CHECKPOINT_DIR)),
+            Inner::Directory(directory) => Some(directory.place(crate::names::CHECKPOINT_DIR)),
             _ => None,
         }
     }
 
-    /// Takes the files of a store's entry as if they were in the folder that the checkpoint is, without the reference
-    /// to them: what is made of it needs no store. `false`: it is no folder, unpack it first.
+    /// Takes the files of a store's entry as if they were in the directory that the checkpoint is, without the reference
+    /// to them: what is made of it needs no store. `false`: it is no directory, unpack it first.
     pub fn join(&mut self, stored: Found) -> bool {
         match &mut self.inner {
-            Inner::Folder(folder) => {
-                folder.join(stored);
+            Inner::Directory(directory) => {
+                directory.join(stored);
                 true
             }
             _ => false,
@@ -189,13 +189,13 @@ impl Source {
         }
     }
 
-    /// Bytes on disk: the file, or all files of the folder or image.
+    /// Bytes on disk: the file, or all files of the directory or image.
     ///
     /// # Errors
     /// What the system said.
     pub fn stored_bytes(&self) -> Result<u64, Error> {
         match &self.inner {
-            Inner::Folder(folder) => Ok(folder
+            Inner::Directory(directory) => Ok(directory
                 .list(&Limits::default())?
                 .iter()
                 .map(|e| e.size)
@@ -206,7 +206,7 @@ impl Source {
         }
     }
 
-    /// Every entry, folders before what lies in them, in the archive's order (a folder's: by name).
+    /// Every entry, directories before what lies in them, in the archive's order (a directory's: by name).
     ///
     /// The visitor may read an entry's content or leave it; nothing is held in memory. An image's digests are
     /// checked on the way, so content is to be trusted only when this has returned. It may return early with an
@@ -232,7 +232,7 @@ impl Source {
             Err(bad) => Err(Error::bad(&self.path, bad)),
         };
         match &self.inner {
-            Inner::Folder(folder) => folder.visit(limits, &mut visitor),
+            Inner::Directory(directory) => directory.visit(limits, &mut visitor),
             Inner::Tar(tar) => tar.visit(limits, &mut visitor),
             Inner::Image(image) => image.visit(limits, layer, &mut visitor),
             Inner::Containerd(source) => source.visit(limits, &mut visitor),

@@ -43,7 +43,7 @@ impl Tarball {
         self.compression
     }
 
-    /// The folder that its entries lie below, if it is not in their names.
+    /// The directory that its entries lie below, if it is not in their names.
     pub(crate) fn below(&self) -> Option<&'static str> {
         self.bare.then_some(names::CHECKPOINT_DIR)
     }
@@ -73,9 +73,9 @@ impl Tarball {
         let mut entries = Vec::new();
         let mut reader = TarReader::new(self.section.clone(), limits, None);
         if self.bare {
-            let folder = checkpoint_folder();
-            ledger.take(&folder).map_err(bad)?;
-            entries.push((folder, Section::new(self.section.file().clone(), 0, 0)));
+            let directory = checkpoint_directory();
+            ledger.take(&directory).map_err(bad)?;
+            entries.push((directory, Section::new(self.section.file().clone(), 0, 0)));
         }
         while let Some(mut entry) = reader.next().map_err(wrap)? {
             if self.bare {
@@ -103,7 +103,7 @@ impl Tarball {
     }
 }
 
-/// Visits the entries of a tar, below a folder if one is given.
+/// Visits the entries of a tar, below a directory if one is given.
 pub(crate) fn visit_tar<S: Stream>(
     reader: &mut TarReader<S>,
     below: Option<&str>,
@@ -111,14 +111,14 @@ pub(crate) fn visit_tar<S: Stream>(
     visitor: &mut Visitor<'_>,
 ) -> Result<(), Error> {
     if below.is_some() {
-        visitor(&checkpoint_folder(), &mut io::empty())?;
+        visitor(&checkpoint_directory(), &mut io::empty())?;
     }
     while let Some(mut entry) = reader
         .next()
         .map_err(|e| Error::from_io(path, "read it", e))?
     {
-        if let Some(folder) = below {
-            entry.name = format!("{folder}/{}", entry.name);
+        if let Some(directory) = below {
+            entry.name = format!("{directory}/{}", entry.name);
         }
         let last = entry.name.rsplit('/').next().unwrap_or_default();
         if entry.layer.is_some() && last.starts_with(".wh.") {
@@ -129,11 +129,11 @@ pub(crate) fn visit_tar<S: Stream>(
     Ok(())
 }
 
-/// The folder that a tar of bare images does not name.
-fn checkpoint_folder() -> Entry {
+/// The directory that a tar of bare images does not name.
+fn checkpoint_directory() -> Entry {
     Entry {
         name: names::CHECKPOINT_DIR.into(),
-        kind: EntryKind::Folder,
+        kind: EntryKind::Directory,
         size: 0,
         mode: 0o700,
         layer: None,

@@ -10,8 +10,8 @@ fn tar(entries: &[(&str, &str)]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for (name, content) in entries {
         let mut header = tar::Header::new_gnu();
-        let folder = name.ends_with('/');
-        header.set_entry_type(if folder {
+        let directory = name.ends_with('/');
+        header.set_entry_type(if directory {
             tar::EntryType::Directory
         } else {
             tar::EntryType::Regular
@@ -92,21 +92,21 @@ fn tars_of_each_engine_in_each_compression() {
 }
 
 #[test]
-fn a_folder_of_images_looks_like_an_export() {
+fn a_directory_of_images_looks_like_an_export() {
     let dir = tempfile::tempdir().unwrap();
-    fs::create_dir(dir.path().join("lane")).unwrap();
-    for name in ["inventory.img", "pages-1.img", "lane/0"] {
+    fs::create_dir(dir.path().join("vram")).unwrap();
+    for name in ["inventory.img", "pages-1.img", "vram/0"] {
         fs::write(dir.path().join(name), name).unwrap();
     }
     let source = Source::open(dir.path()).unwrap();
-    assert_eq!(source.kind(), Kind::CriuFolder);
-    let names = ["", "/inventory.img", "/lane", "/lane/0", "/pages-1.img"]
+    assert_eq!(source.kind(), Kind::CriuDirectory);
+    let names = ["", "/inventory.img", "/pages-1.img", "/vram", "/vram/0"]
         .map(|n| format!("checkpoint{n}"));
     assert_eq!(names_of(&source), names);
     let files = source
-        .small_files(&|n| n == "checkpoint/lane/0", &Limits::default())
+        .small_files(&|n| n == "checkpoint/vram/0", &Limits::default())
         .unwrap();
-    assert_eq!(files["checkpoint/lane/0"], b"lane/0");
+    assert_eq!(files["checkpoint/vram/0"], b"vram/0");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
 
 use super::{Reference, StoreError, Stored};
-use crate::handover::own_folder;
+use crate::handover::own_directory;
 use crate::names;
 
 /// Bytes that are hashed at a time.
@@ -23,11 +23,11 @@ const READ_BYTES: usize = 1 << 20;
 pub struct Found {
     /// The reference.
     pub reference: Reference,
-    /// The entry's folder.
+    /// The entry's directory.
     pub entry: PathBuf,
 }
 
-/// The reference of an image folder, and the entry that it is of; `None` if it has none.
+/// The reference of an image directory, and the entry that it is of; `None` if it has none.
 ///
 /// # Errors
 /// [`StoreError`]: nothing has the entry, or it is not whole.
@@ -52,7 +52,9 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
             (Err(_), _) => "is not there",
             (_, Err(_)) => "has no such entry",
             // A link to a store is the administrator's; an entry that is one nobody's.
-            _ if !own_folder(&store.canonicalize().unwrap_or_default()) || !own_folder(&entry) => {
+            _ if !own_directory(&store.canonicalize().unwrap_or_default())
+                || !own_directory(&entry) =>
+            {
                 "is not this user's alone"
             }
             _ => {
@@ -94,8 +96,8 @@ impl Found {
     pub fn open(&self, file: &Stored) -> Result<File, StoreError> {
         let path = self.path(file);
         let gone = |e: nix::Error| StoreError::damaged(&path, io::Error::from(e).to_string());
-        let folder = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let entry = open(&self.entry, folder, Mode::empty()).map_err(gone)?;
+        let directory = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        let entry = open(&self.entry, directory, Mode::empty()).map_err(gone)?;
         let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         let opened = openat(entry.as_fd(), file.name.as_str(), flags, Mode::empty());
         let opened = File::from(opened.map_err(gone)?);

@@ -1,4 +1,4 @@
-//! From an image folder to a store.
+//! From an image directory to a store.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -12,11 +12,11 @@ use nix::fcntl::{Flock, FlockArg};
 
 use super::find::{each, hash};
 use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION};
-use crate::handover::{is_large, is_numbered, own_folder};
+use crate::direct_io::Through;
+use crate::handover::{is_large, is_numbered, own_directory};
 use crate::names;
 use crate::staging::{self, Staging};
 use crate::stream::open_regular;
-use crate::through::Through;
 
 /// What a killed checkpoint left in a store is removed after so long. Another host may be writing, whose locks a
 /// network's file system need not show.
@@ -38,11 +38,11 @@ pub struct About<'a> {
 /// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. `None`: it has
 /// none.
 ///
-/// Whatever happens, and whenever the process is killed, the image folder has either all of its files, or the reference
+/// Whatever happens, and whenever the process is killed, the image directory has either all of its files, or the reference
 /// to an entry that has them. On one file system nothing is copied.
 ///
 /// # Errors
-/// [`StoreError`]: the image folder is as it was.
+/// [`StoreError`]: the image directory is as it was.
 pub fn put(
     images: &Path,
     store: &Path,
@@ -56,16 +56,16 @@ pub fn put(
         path: store.to_owned(),
         reason: format!("the store cannot be used: {e}; mount it, or make it: mkdir -m 0700"),
     })?;
-    if !own_folder(&real) {
+    if !own_directory(&real) {
         return Err(StoreError::Unusable {
             path: store.to_owned(),
-            reason: "a store must be a folder of this user (root) in which nobody else can write: chown root, chmod 0700".into(),
+            reason: "a store must be a directory of this user (root) in which nobody else can write: chown root, chmod 0700".into(),
         });
     }
     sweep(&real);
     let id = random()?;
     let entry = real.join(&id);
-    let staging = Staging::folder(&entry, false).map_err(staged(&entry))?;
+    let staging = Staging::directory(&entry, false).map_err(staged(&entry))?;
     let linked = link(images, staging.path(), &files)?;
     if !linked {
         room(store, staging.path(), &files)?;
@@ -98,7 +98,7 @@ pub fn put(
     })?;
     write(&staging.path().join(names::STORE_REFERENCE), &text)?;
     staging.commit().map_err(staged(&entry))?;
-    // The entry is whole. From the next step on the folder refers to it, and its own files are not needed.
+    // The entry is whole. From the next step on the directory refers to it, and its own files are not needed.
     let noted = note(images, &text);
     if noted.is_err() {
         let _ = fs::remove_file(images.join(names::STORE_REFERENCE_PARTIAL));
@@ -181,7 +181,7 @@ fn room(store: &Path, at: &Path, files: &[Stored]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Copies a file unless it has its name there already, and hashes it unless it is the lane's.
+/// Copies a file unless it has its name there already, and hashes it unless it is the VRAM files'.
 fn one(
     images: &Path,
     to: &Path,
@@ -266,7 +266,7 @@ fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
         .map_err(StoreError::io(path, "write it"))
 }
 
-/// Puts the reference into the image folder, in one step, on disk.
+/// Puts the reference into the image directory, in one step, on disk.
 fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
     let partial = images.join(names::STORE_REFERENCE_PARTIAL);
     let path = images.join(names::STORE_REFERENCE);

@@ -11,23 +11,23 @@ const ABOUT: About<'_> = About {
     until: None,
 };
 
-/// A folder for all, a checkpoint's image folder with large and small files, a store.
+/// A directory for all, a checkpoint's image directory with large and small files, a store.
 fn set_up() -> (tempfile::TempDir, PathBuf, PathBuf) {
     set_up_in(tempfile::tempdir().unwrap())
 }
 
 fn set_up_in(dir: tempfile::TempDir) -> (tempfile::TempDir, PathBuf, PathBuf) {
     let (images, store) = (dir.path().join("images"), dir.path().join("store"));
-    for (folder, mode) in [(&images, 0o755), (&store, 0o700)] {
-        fs::create_dir(folder).unwrap();
-        fs::set_permissions(folder, fs::Permissions::from_mode(mode)).unwrap();
+    for (directory, mode) in [(&images, 0o755), (&store, 0o700)] {
+        fs::create_dir(directory).unwrap();
+        fs::set_permissions(directory, fs::Permissions::from_mode(mode)).unwrap();
     }
     for (name, bytes) in [
         ("pages-1.img", 3 << 20),
         ("pages-2.img", 5000),
         ("pages-3.img", (1 << 20) + 1),
-        ("lane-0000.img", 2 << 20),
-        ("lane-index.img", 2 << 20),
+        ("vram-0000.img", 2 << 20),
+        ("vram-index.img", 2 << 20),
         ("inventory.img", 10),
     ] {
         let content: Vec<u8> = (0..bytes)
@@ -69,8 +69,8 @@ fn the_large_files_go_and_are_found() {
             [
                 "cryopod-store.json",
                 "inventory.img",
-                "lane-index.img",
-                "pages-2.img"
+                "pages-2.img",
+                "vram-index.img"
             ]
         );
         let stores = [dir.path().join("none"), store.clone()];
@@ -81,7 +81,7 @@ fn the_large_files_go_and_are_found() {
             names_of(&found.entry),
             [
                 "cryopod-store.json",
-                "lane-0000.img",
+                "vram-0000.img",
                 "pages-1.img",
                 "pages-3.img"
             ]
@@ -149,7 +149,7 @@ fn an_entry_that_is_not_what_it_was() {
     };
     let page = entry.join("pages-3.img");
     let whole = fs::read(&page).unwrap();
-    // Another byte; shorter; a link to the same; a folder; gone.
+    // Another byte; shorter; a link to the same; a directory; gone.
     let mut other = whole.clone();
     other[77] ^= 1;
     fs::write(&page, &other).unwrap();
@@ -200,7 +200,7 @@ fn references_of_strangers() {
     let text = |id: &str, files: &str| format!(r#"{{"version":1,"id":"{id}","files":[{files}]}}"#);
     let parse = |text: &str| Reference::parse(text.as_bytes(), Path::new("r.json"));
     parse(&text(id, &file("pages-1.img"))).unwrap();
-    parse(&text(id, r#"{"name":"lane-0000.img","bytes":1}"#)).unwrap();
+    parse(&text(id, r#"{"name":"vram-0000.img","bytes":1}"#)).unwrap();
     for (bad, needle) in [
         (
             text("../../../../../../../../etc/pass", &file("pages-1.img")),
@@ -225,17 +225,17 @@ fn references_of_strangers() {
             "no BLAKE3",
         ),
         (
-            text(id, r#"{"name":"lane-1.img","bytes":1,"blake3":"ab"}"#),
+            text(id, r#"{"name":"vram-1.img","bytes":1,"blake3":"ab"}"#),
             "no BLAKE3",
         ),
         (
-            text(id, r#"{"name":"lane-1.img","bytes":-1}"#),
+            text(id, r#"{"name":"vram-1.img","bytes":-1}"#),
             "invalid value",
         ),
         (
             text(
                 id,
-                r#"{"name":"lane-1.img","bytes":18446744073709551615},{"name":"lane-2.img","bytes":1}"#,
+                r#"{"name":"vram-1.img","bytes":18446744073709551615},{"name":"vram-2.img","bytes":1}"#,
             ),
             "beyond all bounds",
         ),

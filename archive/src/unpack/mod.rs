@@ -1,4 +1,4 @@
-//! From an archive to a folder.
+//! From an archive to a directory.
 
 mod tree;
 
@@ -13,6 +13,7 @@ use crossbeam_channel::{Sender, bounded};
 
 use self::tree::Tree;
 use crate::decode::with_decoder;
+use crate::direct_io::Through;
 use crate::entry::{Entry, EntryKind};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
@@ -21,16 +22,15 @@ use crate::oci::annotation;
 use crate::progress::Progress;
 use crate::source::Source;
 use crate::staging::Staging;
-use crate::through::Through;
 use crate::walk::{Sink, walk};
 
 /// How to unpack.
 #[derive(Debug, Clone, Default)]
 pub struct UnpackOptions {
-    /// Only CRIU's images, directly in the target folder (`checkpoint/` left out), as runtimes want them.
+    /// Only CRIU's images, directly in the target directory (`checkpoint/` left out), as runtimes want them.
     pub images_only: bool,
     /// Leave out the shards and the table of GPU memory.
-    pub without_lane: bool,
+    pub without_vram: bool,
     /// Threads; 0: as many as there are cores.
     pub threads: usize,
     /// Bounds on the archive.
@@ -48,7 +48,7 @@ pub struct Unpacked {
     pub bytes: u64,
 }
 
-/// Unpacks a checkpoint into a folder that does not exist yet, or is empty.
+/// Unpacks a checkpoint into a directory that does not exist yet, or is empty.
 ///
 /// All is written below a temporary name beside the target, checked, synced and renamed: the target is whole or
 /// absent. What an interrupted run left is removed by the next. Files belong to the caller, without set-id bits;
@@ -57,7 +57,7 @@ pub struct Unpacked {
 /// # Errors
 /// [`Error`].
 pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
-    let staging = Staging::folder(to, false)?;
+    let staging = Staging::directory(to, false)?;
     room(to, &staging, stated_bytes(source))?;
     let root = staging.handle().map_err(Error::io(to, "open it"))?;
     let (sync, to_sync) = bounded::<(File, String)>(16);
@@ -67,7 +67,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
         to,
         staging: &staging,
         images_only: options.images_only,
-        without_lane: options.without_lane,
+        without_vram: options.without_vram,
         progress: &options.progress,
         sync,
         later: Mutex::default(),
@@ -135,7 +135,7 @@ struct Unpacker<'u> {
     to: &'u Path,
     staging: &'u Staging,
     images_only: bool,
-    without_lane: bool,
+    without_vram: bool,
     progress: &'u Progress,
     sync: Sender<(File, String)>,
     later: Mutex<Later>,
@@ -153,7 +153,7 @@ impl Unpacker<'_> {
     /// Where an entry goes, if it is wanted.
     fn place<'n>(&self, name: &'n str) -> Option<&'n str> {
         let inner = name.strip_prefix(names::CHECKPOINT_DIR);
-        if self.without_lane && inner.is_some_and(|n| n.starts_with("/lane-")) {
+        if self.without_vram && inner.is_some_and(|n| n.starts_with("/vram-")) {
             return None;
         }
         if !self.images_only {
@@ -173,11 +173,11 @@ impl Unpacker<'_> {
                 .map_err(Error::io(&self.to.join(&name), "create the link"))?;
         }
         for (name, mode) in later.modes.iter().rev() {
-            let folder = || {
-                self.tree.folder(name).map(File::from)?.sync_all()?;
+            let directory = || {
+                self.tree.directory(name).map(File::from)?.sync_all()?;
                 self.tree.set_mode(name, mode | 0o700)
             };
-            folder().map_err(Error::io(&self.to.join(name), "finish the folder"))?;
+            directory().map_err(Error::io(&self.to.join(name), "finish the directory"))?;
         }
         Ok(self
             .done
@@ -227,7 +227,7 @@ impl Unpacker<'_> {
             self.progress.add_written(n as u64);
         }
         out.flush().map_err(Error::io(&path, "write it"))?;
-        // Folders that the archive does not name are written to disk like those that it names.
+        // Directories that the archive does not name are written to disk like those that it names.
         let mut later = self.later.lock().unwrap_or_else(PoisonError::into_inner);
         for (at, _) in name.match_indices('/') {
             later.modes.entry(name[..at].into()).or_insert(0o700);
@@ -252,10 +252,10 @@ impl Sink for Unpacker<'_> {
         let later = || self.later.lock().unwrap_or_else(PoisonError::into_inner);
         match &entry.kind {
             EntryKind::File => self.file(name, entry, reader),
-            EntryKind::Folder => {
+            EntryKind::Directory => {
                 later().modes.insert(name.into(), entry.mode);
                 self.tree
-                    .folder(name)
+                    .directory(name)
                     .map(drop)
                     .map_err(Error::io(&self.to.join(name), "create it"))
             }

@@ -1,6 +1,6 @@
-//! A folder that is filled from an archive: nothing is written outside of it.
+//! A directory that is filled from an archive: nothing is written outside of it.
 //!
-//! Every name is walked from the folder's descriptor, part by part, without following a link, and every file is
+//! Every name is walked from the directory's descriptor, part by part, without following a link, and every file is
 //! created new. So even another process that plants links meanwhile gains nothing.
 
 use std::ffi::CString;
@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-/// The folder.
+/// The directory.
 #[derive(Debug)]
 pub(super) struct Tree {
     root: OwnedFd,
@@ -19,24 +19,24 @@ impl Tree {
         Self { root: root.into() }
     }
 
-    /// Creates a file, and the folders above it as far as they are missing.
+    /// Creates a file, and the directories above it as far as they are missing.
     pub(super) fn file(&self, name: &str, mode: u32) -> io::Result<File> {
         let (parent, last) = self.parent(name)?;
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
         open(&parent, last, flags, mode).map(File::from)
     }
 
-    /// Creates a folder, if it is missing.
-    pub(super) fn folder(&self, name: &str) -> io::Result<OwnedFd> {
+    /// Creates a directory, if it is missing.
+    pub(super) fn directory(&self, name: &str) -> io::Result<OwnedFd> {
         let (parent, last) = self.parent(name)?;
         enter(&parent, last)
     }
 
-    /// Sets a folder's permissions.
+    /// Sets a directory's permissions.
     pub(super) fn set_mode(&self, name: &str, mode: u32) -> io::Result<()> {
-        let folder = self.folder(name)?;
+        let directory = self.directory(name)?;
         nix::sys::stat::fchmod(
-            folder.as_fd(),
+            directory.as_fd(),
             nix::sys::stat::Mode::from_bits_truncate(mode),
         )?;
         Ok(())

@@ -1,4 +1,4 @@
-//! The VRAM lane of an archive, chunk by chunk, as its shards stream by.
+//! The VRAM files of an archive, chunk by chunk, as its shards stream by.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -6,11 +6,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Bad;
-use crate::lane::{Chunk, Digest, Index, Kind, codec};
+use crate::metadata::Metadata;
 use crate::names;
-use crate::seal::Seal;
+use crate::vram::{Chunk, Digest, Index, Kind, codec};
 
-/// What the lane's table says of its shards.
+/// What the VRAM files' table says of its shards.
 #[derive(Debug)]
 pub(super) struct Shards {
     table: Index,
@@ -28,13 +28,13 @@ struct Shard {
 impl Shards {
     /// Reads the table.
     pub(super) fn new(table: &[u8]) -> Result<Self, Bad> {
-        let name = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+        let name = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
         let bad = |reason: String| Bad::Content {
             name: name.clone(),
             reason,
         };
         let index =
-            Index::parse(table, Path::new(names::LANE_INDEX)).map_err(|e| bad(e.to_string()))?;
+            Index::parse(table, Path::new(names::VRAM_INDEX)).map_err(|e| bad(e.to_string()))?;
         let mut shards: Vec<Shard> = index
             .shards
             .iter()
@@ -55,7 +55,7 @@ impl Shards {
         for shard in &mut shards {
             shard.chunks.sort_by_key(|(chunk, _)| chunk.place);
         }
-        let place = |number| format!("{}/{}", names::CHECKPOINT_DIR, names::lane_shard(number));
+        let place = |number| format!("{}/{}", names::CHECKPOINT_DIR, names::vram_shard(number));
         let by_name = shards
             .into_iter()
             .enumerate()
@@ -69,20 +69,20 @@ impl Shards {
     }
 
     /// Is it the table that cryopod's record vouches for?
-    pub(super) fn sealed(shards: Option<&Self>, seal: &Seal) -> Result<(), Bad> {
-        let Some(lane) = &seal.gpu.lane else {
+    pub(super) fn recorded(shards: Option<&Self>, metadata: &Metadata) -> Result<(), Bad> {
+        let Some(vram) = &metadata.gpu.vram else {
             return Ok(());
         };
-        let table = format!("{}/{}", names::CHECKPOINT_DIR, names::LANE_INDEX);
+        let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
         match shards {
-            Some(shards) if shards.table.digest.to_string() == lane.digest => Ok(()),
+            Some(shards) if shards.table.digest.to_string() == vram.digest => Ok(()),
             Some(shards) => Err(Bad::Content {
                 name: table,
                 reason: format!(
                     "the table of another checkpoint: its digest is {}, {} says {}",
                     shards.table.digest,
-                    names::SEAL,
-                    lane.digest
+                    names::METADATA,
+                    vram.digest
                 ),
             }),
             None => Err(Bad::MissingFile(table)),
@@ -116,7 +116,7 @@ impl Shards {
         self.by_name.keys()
     }
 
-    /// Checks a shard's chunks; `false` if it is no shard of the lane.
+    /// Checks a shard's chunks; `false` if it is no shard of the vram.
     pub(super) fn check(&self, name: &str, bytes: u64, reader: &mut dyn Read) -> io::Result<bool> {
         let Some(shard) = self.by_name.get(name) else {
             return Ok(false);
@@ -129,7 +129,7 @@ impl Shards {
         };
         if shard.bytes != bytes {
             return Err(bad(format!(
-                "{bytes} bytes, the lane's table says {}",
+                "{bytes} bytes, the VRAM files' table says {}",
                 shard.bytes
             )));
         }

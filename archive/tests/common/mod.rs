@@ -33,11 +33,11 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     out
 }
 
-/// A podman checkpoint as a folder, with small files and large ones.
+/// A podman checkpoint as a directory, with small files and large ones.
 pub fn checkpoint(dir: &Path) -> PathBuf {
     let root = dir.join("checkpoint-in");
     let images = root.join("checkpoint");
-    fs::create_dir_all(images.join("lane")).unwrap();
+    fs::create_dir_all(images.join("vram")).unwrap();
     fs::create_dir_all(root.join("volumes")).unwrap();
     fs::write(root.join("config.dump"), PODMAN_CONFIG).unwrap();
     fs::write(
@@ -51,11 +51,11 @@ pub fn checkpoint(dir: &Path) -> PathBuf {
     fs::write(images.join("core-1.img"), half(2, 3000)).unwrap();
     fs::write(images.join("pages-1.img"), half(3, 40 << 20)).unwrap();
     fs::write(images.join("pages-2.img"), noise(4, (33 << 20) + 5)).unwrap();
-    fs::write(images.join("lane").join("n".repeat(120)), half(5, 70_000)).unwrap();
+    fs::write(images.join("vram").join("n".repeat(120)), half(5, 70_000)).unwrap();
     root
 }
 
-/// Every entry of a source: name to content, a folder's being `None`.
+/// Every entry of a source: name to content, a directory's being `None`.
 pub fn content(source: &Source) -> BTreeMap<String, Option<Vec<u8>>> {
     let mut out = BTreeMap::new();
     source
@@ -73,7 +73,7 @@ pub fn content(source: &Source) -> BTreeMap<String, Option<Vec<u8>>> {
     out
 }
 
-/// Names in a folder, also hidden ones.
+/// Names in a directory, also hidden ones.
 pub fn listing(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> = fs::read_dir(dir)
         .unwrap()

@@ -4,7 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod containerd;
-mod folders;
+mod directories;
 mod images;
 mod make;
 mod streams;
@@ -92,7 +92,7 @@ impl Count {
     }
 }
 
-/// Everything below a folder.
+/// Everything below a directory.
 fn tree(dir: &Path) -> Vec<PathBuf> {
     let mut all = Vec::new();
     for name in listing(dir) {

@@ -35,12 +35,12 @@ fn names_and_links_that_lead_out() {
     count.refused("without a name", raw(b"", b'0'));
     count.refused("bytes, at most 1024", pax(&"a/".repeat(3000)));
     count.refused("bytes, at most 255", pax(&"a".repeat(300)));
-    count.refused("folders inside each other", file(&"a/".repeat(40)));
+    count.refused("directories inside each other", file(&"a/".repeat(40)));
     count.refused("config.dump: appears twice", file("config.dump"));
     count.refused("appears twice", file("./checkpoint/./inventory.img"));
     count.refused("appears twice", raw(b"config.dump", b'5'));
     count.refused(
-        "lies below config.dump, which is not a folder",
+        "lies below config.dump, which is not a directory",
         file("config.dump/evil"),
     );
 
@@ -66,7 +66,7 @@ fn names_and_links_that_lead_out() {
     let through =
         link("checkpoint/parent", "../pre-checkpoint").file("checkpoint/parent/evil", b"x");
     count.refused(
-        "lies below checkpoint/parent, which is not a folder",
+        "lies below checkpoint/parent, which is not a directory",
         write(through.end()),
     );
     for target in ["/etc/passwd", "../evil", "config.dump"] {
@@ -94,7 +94,7 @@ fn entries_that_no_checkpoint_has() {
         write(Tar::good().pax(&sparse).file("odd", b"x").end()),
     );
     count.refused(
-        "a folder or link with content",
+        "a directory or link with content",
         write(Tar::good().raw(b"odd/", b'5', b"", b"xyz").end()),
     );
     assert_eq!(count.0, 7);

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 
 use cryopod_archive::engine as engine_records;
 use cryopod_archive::limits::Limits;
+use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
-use cryopod_archive::seal::Seal;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
 use cryopod_archive::text::printable;
@@ -24,7 +24,7 @@ use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 use cryopod_operations::config::Config;
 use cryopod_operations::lowlevel::{Kind, LowLevel};
-use cryopod_operations::op::Operation;
+use cryopod_operations::operation::Operation;
 use cryopod_operations::preflight::{self, Answer, Means, Question};
 use cryopod_operations::{compressed, facts, plugins};
 use serde::Serialize;
@@ -40,7 +40,7 @@ const UNUSABLE: u8 = 2;
 
 /// The question.
 pub struct Ask<'a> {
-    /// The archive or folder.
+    /// The archive or directory.
     pub path: &'a Path,
     /// Which image, where a layout holds several.
     pub image: Option<&'a str>,
@@ -59,7 +59,7 @@ pub struct Ask<'a> {
 /// A checkpoint as far as the checks need it.
 struct Checkpoint {
     kind: String,
-    seal: Option<Seal>,
+    metadata: Option<Metadata>,
     spec: Spec,
     amd: Images,
     /// `inventory.img`; empty if there is none.
@@ -135,9 +135,9 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         ignore_volumes: ask.ignore_volumes,
         records: &checkpoint.records,
         spec: &checkpoint.spec,
-        seal: checkpoint.seal.as_ref(),
+        metadata: checkpoint.metadata.as_ref(),
     });
-    let Some(seal) = &checkpoint.seal else {
+    let Some(metadata) = &checkpoint.metadata else {
         let answer = Answer {
             other: missing,
             ..Answer::default()
@@ -149,8 +149,8 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     })?
     .without(ask.off);
     let criu = facts::criu(&tools, config.limits.tool());
-    let nvidia = plugins::uses(seal, Vendor::Nvidia);
-    // The driver agent wants a folder to listen in; without one (not root) the driver is not asked.
+    let nvidia = plugins::uses(metadata, Vendor::Nvidia);
+    // The driver agent wants a directory to listen in; without one (not root) the driver is not asked.
     let op = match nvidia.then(Operation::new) {
         Some(Ok(op)) => Some(op),
         Some(Err(e)) => {
@@ -159,11 +159,11 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         }
         None => None,
     };
-    let means = Means::gather(&config, &host, &tools, criu.as_ref(), seal, op.as_ref());
+    let means = Means::gather(&config, &host, &tools, criu.as_ref(), metadata, op.as_ref());
     let mut answer = preflight::answer(&Question {
         host: &host,
         config: &config,
-        seal,
+        metadata,
         spec: &checkpoint.spec,
         switches: &switches,
         low: LowLevel::find(&config).map_or(Kind::Runc, |low| low.kind),
@@ -184,7 +184,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
 fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refusal> {
     let reference = checkpoint.reference.clone()?;
     let path = ask.path.join(names::STORE_REFERENCE);
-    let error = store::find_in(reference, &path, &config.store.folders()).err()?;
+    let error = store::find_in(reference, &path, &config.store.directories()).err()?;
     Some(Refusal {
         process: None,
         what: error.to_string(),
@@ -205,7 +205,11 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             .and_then(|rest| rest.strip_prefix('/'))
             .is_some_and(of)
     };
-    let own = [names::SEAL, names::STORE_REFERENCE, names::CRIU_INVENTORY];
+    let own = [
+        names::METADATA,
+        names::STORE_REFERENCE,
+        names::CRIU_INVENTORY,
+    ];
     let volumes = RefCell::new(BTreeSet::new());
     let wanted = |name: &str| {
         if let Some(volume) = names::volume(name) {
@@ -229,7 +233,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     Ok(Checkpoint {
         kind: source.kind().to_string(),
         reference: reference.transpose().map_err(|e| e.to_string())?,
-        seal: seal(ask.path, &files)?,
+        metadata: metadata(ask.path, &files)?,
         spec: spec(&files),
         amd,
         records,
@@ -276,13 +280,13 @@ fn records(
     })
 }
 
-fn seal(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Option<Seal>, String> {
-    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::SEAL);
+fn metadata(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Option<Metadata>, String> {
+    let name = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
     let Some(text) = files.get(&name) else {
         return Ok(None);
     };
-    let seal = Seal::parse(text, &path.join(&name)).map_err(|e| e.to_string())?;
-    Ok(Some(seal))
+    let metadata = Metadata::parse(text, &path.join(&name)).map_err(|e| e.to_string())?;
+    Ok(Some(metadata))
 }
 
 /// The container's spec, if the archive has it; its annotations and limits are asked.
@@ -302,7 +306,7 @@ fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Re
             ok,
             path: ask.path,
             kind: &checkpoint.kind,
-            created: checkpoint.seal.as_ref().map(|s| s.created.as_str()),
+            created: checkpoint.metadata.as_ref().map(|s| s.created.as_str()),
             checks: &answer.checks,
             refusals: refusals
                 .iter()
@@ -332,7 +336,7 @@ fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Re
                 printable(&refusal.remedy)
             )?;
         }
-        let verdict = match (ok, &checkpoint.seal) {
+        let verdict = match (ok, &checkpoint.metadata) {
             (true, Some(_)) => "This checkpoint can be restored on this host.",
             (true, None) => {
                 "It has no cryopod.json: a checkpoint of a container without GPUs, or of another tool. The low-level runtime restores it as it is."
@@ -350,8 +354,8 @@ fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Re
 }
 
 fn table(checkpoint: &Checkpoint, answer: &Answer) -> String {
-    let mut text = match &checkpoint.seal {
-        Some(seal) => format!("{}, made {}\n\n", checkpoint.kind, seal.created),
+    let mut text = match &checkpoint.metadata {
+        Some(metadata) => format!("{}, made {}\n\n", checkpoint.kind, metadata.created),
         None => format!("{}\n\n", checkpoint.kind),
     };
     let width = answer

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::engine::Facts;
-use cryopod_archive::seal::Seal;
+use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::programs::Tools;
@@ -61,7 +61,7 @@ pub struct Question<'a> {
     /// The container's spec.
     pub spec: &'a Spec,
     /// cryopod's record.
-    pub seal: Option<&'a Seal>,
+    pub metadata: Option<&'a Metadata>,
 }
 
 /// Everything that the engine would miss.
@@ -153,10 +153,10 @@ impl Asked<'_> {
         let config = &self.question.records.config;
         let rootfs = config.get("rootfs").and_then(Value::as_str);
         match (&facts.image, &facts.image_id, rootfs) {
-            (_, _, Some(folder)) if !folder.is_empty() => {
-                if !self.question.host.is_dir(folder) {
+            (_, _, Some(directory)) if !directory.is_empty() => {
+                if !self.question.host.is_dir(directory) {
                     all.push(refusal(
-                        format!("podman's container has the root folder {folder:?}, and it is not here"),
+                        format!("podman's container has the root directory {directory:?}, and it is not here"),
                         "put the container's root file system there",
                     ));
                 }
@@ -256,24 +256,24 @@ impl Asked<'_> {
     }
 
     /// podman writes the pid files of a restored container where those of the old one were, unless that is below the
-    /// folder for its running state here, where it makes a new one.
+    /// directory for its running state here, where it makes a new one.
     fn podman_pid_files(&self) -> Result<Vec<Refusal>, Refusal> {
         let said = self.ask(&["info", "--format", "{{.Store.RunRoot}}"])?;
         let made = said.unwrap_or_default();
         let files = ["conmonPidFile", "pidFile"].into_iter();
-        let folders: BTreeSet<&Path> = files
+        let directories: BTreeSet<&Path> = files
             .filter_map(|name| self.question.records.config.get(name)?.as_str())
             .filter(|file| !file.starts_with(made.trim()))
             .filter_map(|file| Path::new(file).parent())
             .collect();
-        let gone = folders
+        let gone = directories
             .into_iter()
             .filter(|f| !f.as_os_str().is_empty() && !self.is_here(f));
         Ok(gone
-            .map(|folder| {
+            .map(|directory| {
                 refusal(
-                    format!("podman writes the container's pid files into {folder:?}, and that is not here (it was below the other podman's runroot)"),
-                    format!("mkdir -p {folder:?}"),
+                    format!("podman writes the container's pid files into {directory:?}, and that is not here (it was below the other podman's runroot)"),
+                    format!("mkdir -p {directory:?}"),
                 )
             })
             .collect())
@@ -427,7 +427,7 @@ impl Asked<'_> {
             .filter_map(|v| v.get("dest")?.as_str())
             .collect();
         // Those of GPUs lead elsewhere after a restore, as the map says.
-        let nodes = self.question.seal.map_or(&[][..], |s| &s.gpu.nodes);
+        let nodes = self.question.metadata.map_or(&[][..], |s| &s.gpu.nodes);
         let elsewhere = |at: &str| {
             MADE_BY_PODMAN.contains(&at)
                 || volumes.contains(&at)
@@ -447,7 +447,7 @@ impl Asked<'_> {
             .map(|(at, source)| {
                 refusal(
                     format!("the container has {source:?} of its host at {at:?}, and it is not here"),
-                    format!("put it there, with the content that it had; for an empty folder: mkdir -p {source:?}"),
+                    format!("put it there, with the content that it had; for an empty directory: mkdir -p {source:?}"),
                 )
             })
             .collect()

@@ -18,7 +18,7 @@ const REMOVE: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// containerd's.
-pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if !args.leave_running {
         bail!(
             "a containerd checkpoint leaves the container running: say --leave-running, and end it afterwards with `ctr tasks kill`"
@@ -35,7 +35,7 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
         args.container.to_lowercase(),
         std::process::id()
     );
-    let file = scratch.join("checkpoint.tar");
+    let file = temp.join("checkpoint.tar");
     ctr(args.limit())
         .args([
             "containers",
@@ -69,6 +69,6 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
     Ok(Taken {
         source: file,
         extra: Default::default(),
-        folder: None,
+        directory: None,
     })
 }

@@ -13,7 +13,7 @@ use super::{Args, Taken};
 use crate::engine::Call;
 use crate::ui::Steps;
 
-/// The checkpoint's name, below the folder that docker is told.
+/// The checkpoint's name, below the directory that docker is told.
 const NAME: &str = "checkpoint";
 /// How long docker may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
@@ -22,7 +22,7 @@ const ASK: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// docker's.
-pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if args.tcp_established || args.file_locks {
         bail!(
             "docker has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
@@ -35,16 +35,16 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
     let extra = records(&said[0])?;
     Call::new("docker", args.limit())
         .args(["checkpoint", "create", "--checkpoint-dir"])
-        .args([scratch])
+        .args([temp])
         .flag(args.leave_running, "--leave-running")
         .args([args.container.as_str(), NAME])
         .run()
         .context("docker checkpoint (it needs a daemon with `experimental`)")?;
     steps.done("docker checkpoint create");
     Ok(Taken {
-        source: scratch.join(NAME),
+        source: temp.join(NAME),
         extra,
-        folder: None,
+        directory: None,
     })
 }
 

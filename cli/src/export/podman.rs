@@ -15,7 +15,7 @@ use cryopod_archive::{handover, names};
 
 use super::{Args, Taken};
 use crate::engine::Call;
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
 /// How long podman may take to answer a question.
@@ -25,13 +25,13 @@ const ASK: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// podman's; the container runs on then, if podman says nothing else.
-pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
+pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     let bundle = Call::new("podman", ASK)
         .args(["container", "inspect", "--format", "{{.StaticDir}}"])
         .args([&args.container])
         .run()?;
     let away = Away::beside(Path::new(bundle.trim()))?;
-    let file = scratch.join("checkpoint.tar");
+    let file = temp.join("checkpoint.tar");
     let made = Call::new("podman", args.limit())
         .args(["container", "checkpoint", "--compress", "none", "--export"])
         .args([&file])
@@ -46,19 +46,19 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
     let plain = |source| Taken {
         source,
         extra: Default::default(),
-        folder: None,
+        directory: None,
     };
     match away {
         Some(away) if large > 0 => {
-            let folder = Scratch::within(&away.bundle, Holds::Checkpoint)?;
-            let whole = folder.path().join("whole");
+            let directory = LockedTempDir::within(&away.bundle, Holds::Checkpoint)?;
+            let whole = directory.path().join("whole");
             unpack(&Source::open(&file)?, &whole, &UnpackOptions::default())?;
             away.link(&whole.join(names::CHECKPOINT_DIR))?;
             away.bring_back()?;
             fs::remove_file(&file).with_context(|| file.display().to_string())?;
             steps.done("podman's file, without the large files");
             Ok(Taken {
-                folder: Some(folder),
+                directory: Some(directory),
                 ..plain(whole)
             })
         }
@@ -66,7 +66,7 @@ pub fn checkpoint(args: &Args, scratch: &Path, steps: &mut Steps) -> anyhow::Res
     }
 }
 
-/// The folder into which the runtime moves large files, if it is cryopod's.
+/// The directory into which the runtime moves large files, if it is cryopod's.
 struct Away {
     bundle: PathBuf,
     request: handover::Request,
@@ -95,16 +95,16 @@ impl Away {
         fs::read_dir(self.request.away()).map_or(0, Iterator::count)
     }
 
-    /// Gives the files a second name in another folder of the same file system.
-    fn link(&self, folder: &Path) -> anyhow::Result<()> {
+    /// Gives the files a second name in another directory of the same file system.
+    fn link(&self, directory: &Path) -> anyhow::Result<()> {
         let link = || -> io::Result<()> {
             for item in fs::read_dir(self.request.away())? {
                 let item = item?;
-                fs::hard_link(item.path(), folder.join(item.file_name()))?;
+                fs::hard_link(item.path(), directory.join(item.file_name()))?;
             }
             Ok(())
         };
-        link().with_context(|| format!("{}: the files cannot be linked", folder.display()))
+        link().with_context(|| format!("{}: the files cannot be linked", directory.display()))
     }
 
     /// Puts the files where podman has its checkpoint, from which it can restore too.
@@ -130,7 +130,7 @@ impl Drop for Away {
     fn drop(&mut self) {
         if let Err(error) = self.bring_back() {
             tracing::error!(
-                "{error:#}; the files of the checkpoint that are there belong into its folder"
+                "{error:#}; the files of the checkpoint that are there belong into its directory"
             );
         }
     }

@@ -13,7 +13,7 @@ use cryopod_archive::{Compression, handover, names};
 
 use super::Args;
 use crate::engine::Call;
-use crate::scratch::{Holds, Scratch};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::{self, Steps};
 
 /// How long podman may take to answer a question.
@@ -37,11 +37,11 @@ pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Resul
             other => return other,
         }
     }
-    let scratch = Scratch::anywhere(Holds::Copy)?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let file = match source.kind() {
         Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
         _ => {
-            let file = scratch.path().join("checkpoint.tar");
+            let file = temp.path().join("checkpoint.tar");
             args.write(source, &Destination::Tar(file.clone(), Compression::None))?;
             steps.done("podman's file");
             file
@@ -70,17 +70,17 @@ struct Parts {
     large: usize,
     ticket: handover::Ticket,
     /// On podman's file system.
-    scratch: Scratch,
+    temp: LockedTempDir,
 }
 
 impl Parts {
     /// `None` if podman is to get all.
     fn unpack(args: &Args, source: &Source) -> anyhow::Result<Option<Self>> {
-        let seal = format!("{}/{}", names::CHECKPOINT_DIR, names::SEAL);
-        // Only cryopod's runtime seals; and only root's tickets are good.
+        let metadata = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
+        // Only cryopod's runtime records; and only root's tickets are good.
         if !nix::unistd::geteuid().is_root()
             || source
-                .small_files(&|name| name == seal, &Limits::default())?
+                .small_files(&|name| name == metadata, &Limits::default())?
                 .is_empty()
         {
             return Ok(None);
@@ -88,8 +88,8 @@ impl Parts {
         let root = Call::new("podman", ASK)
             .args(["info", "--format", "{{.Store.GraphRoot}}"])
             .run()?;
-        let scratch = Scratch::within(Path::new(root.trim()), Holds::Copy)?;
-        let (whole, away) = (scratch.path().join("whole"), scratch.path().join("away"));
+        let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;
+        let (whole, away) = (temp.path().join("whole"), temp.path().join("away"));
         let options = UnpackOptions::default();
         ui::with_progress("unpack", args.quiet, &options.progress, || {
             unpack(source, &whole, &options)
@@ -103,13 +103,13 @@ impl Parts {
             away,
             large,
             ticket,
-            scratch,
+            temp,
         }))
     }
 
     /// podman's file, with a ticket in place of the large files.
     fn small_file(&self, args: &Args) -> anyhow::Result<PathBuf> {
-        let file = self.scratch.path().join("checkpoint.tar");
+        let file = self.temp.path().join("checkpoint.tar");
         let small = Source::open(&self.whole)?;
         args.write(&small, &Destination::Tar(file.clone(), Compression::None))?;
         Ok(file)

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use cryopod_archive::Error;
 use cryopod_archive::error::Bad;
-use cryopod_archive::lane::LaneFacts;
 use cryopod_archive::limits::Limits;
+use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_archive::oci::annotation;
-use cryopod_archive::seal::{Gpu, Seal};
 use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
+use cryopod_archive::vram::VramFacts;
 use cryopod_archive::{criu, engine, names};
 use serde::Serialize;
 use serde_json::Value;
@@ -40,7 +40,7 @@ pub struct Report {
     pub container: engine::Facts,
     /// cryopod's record, as it is in the archive.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub seal: Option<SealFacts>,
+    pub metadata: Option<MetadataFacts>,
     /// Large files that are in a store and not in the checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store: Option<Reference>,
@@ -66,7 +66,7 @@ pub struct ImageFacts {
 
 /// Of cryopod's record what is not about GPUs.
 #[derive(Debug, Serialize)]
-pub struct SealFacts {
+pub struct MetadataFacts {
     /// Version of the record.
     pub schema: String,
     /// Version of cryopod.
@@ -111,7 +111,7 @@ pub struct GpuFacts {
     pub vram_bytes: u64,
     /// GPU memory in files of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub lane: Option<LaneFacts>,
+    pub vram: Option<VramFacts>,
 }
 
 /// A process with a driver in use.
@@ -156,8 +156,8 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
     let away = store.as_ref().map_or(0, Reference::pages_bytes);
     let pages_bytes = gathered.pages_bytes.saturating_add(away);
     let criu = criu::read(&gathered.criu, pages_bytes).with_context(named)?;
-    let seal = match gathered.small.get(names::SEAL) {
-        Some(text) => Some(Seal::parse(text, Path::new(names::SEAL)).with_context(named)?),
+    let metadata = match gathered.small.get(names::METADATA) {
+        Some(text) => Some(Metadata::parse(text, Path::new(names::METADATA)).with_context(named)?),
         None => None,
     };
     Ok(Report {
@@ -174,8 +174,8 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
         files: gathered.files,
         container,
         store,
-        gpu: seal.as_ref().map(gpu_facts).unwrap_or_default(),
-        seal: seal.map(seal_facts),
+        gpu: metadata.as_ref().map(gpu_facts).unwrap_or_default(),
+        metadata: metadata.map(metadata_facts),
         criu,
     })
 }
@@ -185,7 +185,7 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
 struct Gathered {
     /// The engine's records and cryopod's, by name.
     small: BTreeMap<String, Vec<u8>>,
-    /// CRIU's images, by name without folder.
+    /// CRIU's images, by name without directory.
     criu: BTreeMap<String, Vec<u8>>,
     pages_bytes: u64,
     content_bytes: u64,
@@ -206,7 +206,7 @@ fn place(name: &str) -> Option<Place<'_>> {
         .strip_prefix(names::CHECKPOINT_DIR)
         .and_then(|rest| rest.strip_prefix('/'));
     match inner {
-        Some(names::SEAL) => Some(Place::Small(names::SEAL)),
+        Some(names::METADATA) => Some(Place::Small(names::METADATA)),
         Some(names::STORE_REFERENCE) => Some(Place::Small(names::STORE_REFERENCE)),
         Some(image) if criu::is_wanted(image) => Some(Place::Criu(image)),
         None if name == names::STATS_DUMP => Some(Place::Criu(name)),
@@ -284,27 +284,27 @@ fn is_pages(name: &str) -> bool {
         .is_some_and(|n| n.starts_with("pages-") && n.ends_with(".img"))
 }
 
-fn seal_facts(seal: Seal) -> SealFacts {
-    SealFacts {
-        schema: seal.schema,
-        cryopod: seal.cryopod,
-        created: seal.created,
-        id: seal.container.id,
-        low_level: seal.container.low_level,
-        leave_running: seal.container.leave_running,
-        kernel: seal.host.kernel,
-        arch: seal.host.arch,
-        criu: seal.host.criu,
-        plan_us: seal.timings.plan_us,
-        dump_us: seal.timings.dump_us,
+fn metadata_facts(metadata: Metadata) -> MetadataFacts {
+    MetadataFacts {
+        schema: metadata.schema,
+        cryopod: metadata.cryopod,
+        created: metadata.created,
+        id: metadata.container.id,
+        low_level: metadata.container.low_level,
+        leave_running: metadata.container.leave_running,
+        kernel: metadata.host.kernel,
+        arch: metadata.host.arch,
+        criu: metadata.host.criu,
+        plan_us: metadata.timings.plan_us,
+        dump_us: metadata.timings.dump_us,
     }
 }
 
-fn gpu_facts(seal: &Seal) -> GpuFacts {
-    let report = &seal.gpu.plugin_report;
+fn gpu_facts(metadata: &Metadata) -> GpuFacts {
+    let report = &metadata.gpu.plugin_report;
     let told = report.get("processes").and_then(Value::as_array);
     let told: Vec<&Value> = told.into_iter().flatten().collect();
-    let processes: Vec<GpuProcess> = seal
+    let processes: Vec<GpuProcess> = metadata
         .gpu
         .processes
         .iter()
@@ -321,11 +321,11 @@ fn gpu_facts(seal: &Seal) -> GpuFacts {
         })
         .collect();
     GpuFacts {
-        drivers: seal.gpu.drivers.clone(),
+        drivers: metadata.gpu.drivers.clone(),
         cuda_version: report.get("cuda_version").and_then(Value::as_u64),
-        gpus: seal.gpu.gpus.clone(),
-        nodes: seal.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
-        lane: seal.gpu.lane.clone(),
+        gpus: metadata.gpu.gpus.clone(),
+        nodes: metadata.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
+        vram: metadata.gpu.vram.clone(),
         vram_bytes: processes
             .iter()
             .filter_map(|p| p.vram_bytes)

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use cryopod_archive::criu::Process;
-use cryopod_archive::lane::LaneFacts;
+use cryopod_archive::vram::VramFacts;
 
 use super::report::{GpuProcess, Report};
 use crate::ui::{bytes, micros, plain};
@@ -38,7 +38,7 @@ fn facts(report: &Report) -> Vec<(&'static str, String)> {
     let id = container
         .id
         .as_ref()
-        .or(report.seal.as_ref().map(|s| &s.id))
+        .or(report.metadata.as_ref().map(|s| &s.id))
         .map(|id| short(id));
     let name = match (&container.name, id) {
         (Some(name), Some(id)) if *name != id => Some(format!("{} ({id})", plain(name))),
@@ -53,8 +53,8 @@ fn facts(report: &Report) -> Vec<(&'static str, String)> {
     }
     let mut engine: Vec<String> = container.engine.map(str::to_owned).into_iter().collect();
     engine.extend(container.runtime.as_deref().map(plain));
-    if let Some(seal) = &report.seal {
-        engine.push(format!("over {}", plain(&seal.low_level)));
+    if let Some(metadata) = &report.metadata {
+        engine.push(format!("over {}", plain(&metadata.low_level)));
     }
     if !engine.is_empty() {
         rows.push(("Engine", engine.join(", ")));
@@ -88,20 +88,20 @@ fn facts(report: &Report) -> Vec<(&'static str, String)> {
 fn made(report: &Report) -> String {
     let criu = &report.criu;
     let mut parts = Vec::new();
-    match &report.seal {
-        Some(seal) => {
+    match &report.metadata {
+        Some(metadata) => {
             parts.push(format!(
                 "{} by cryopod {}",
-                plain(&seal.created),
-                plain(&seal.cryopod)
+                plain(&metadata.created),
+                plain(&metadata.cryopod)
             ));
-            if let Some(version) = &seal.criu {
+            if let Some(version) = &metadata.criu {
                 parts.push(format!("CRIU {}", plain(version)));
             }
-            parts.push(format!("kernel {}", plain(&seal.kernel)));
-            parts.push(plain(&seal.arch));
+            parts.push(format!("kernel {}", plain(&metadata.kernel)));
+            parts.push(plain(&metadata.arch));
             parts.push(
-                if seal.leave_running {
+                if metadata.leave_running {
                     "it went on running"
                 } else {
                     "it was stopped"
@@ -135,26 +135,26 @@ fn size(report: &Report) -> String {
     text
 }
 
-fn lane_row(lane: &LaneFacts) -> String {
-    let share = |chunks: usize| chunks as f64 * 100.0 / lane.chunks.max(1) as f64;
-    let ratio = lane.bytes as f64 / lane.stored_bytes.max(1) as f64;
+fn vram_row(vram: &VramFacts) -> String {
+    let share = |chunks: usize| chunks as f64 * 100.0 / vram.chunks.max(1) as f64;
+    let ratio = vram.bytes as f64 / vram.stored_bytes.max(1) as f64;
     let mut text = format!(
         "{} of GPU memory in {} shards of {} (ratio {ratio:.2}), {:.0} % zero",
-        bytes(lane.bytes),
-        lane.shards,
-        bytes(lane.stored_bytes),
-        share(lane.zero),
+        bytes(vram.bytes),
+        vram.shards,
+        bytes(vram.stored_bytes),
+        share(vram.zero),
     );
-    if lane.same > 0 {
-        let _ = write!(text, ", {:.0} % repeated", share(lane.same));
+    if vram.same > 0 {
+        let _ = write!(text, ", {:.0} % repeated", share(vram.same));
     }
-    if lane.parent > 0 {
-        let digest = lane.parent_digest.as_deref().unwrap_or("?");
+    if vram.parent > 0 {
+        let digest = vram.parent_digest.as_deref().unwrap_or("?");
         let digest = shortened(&plain(digest), 16);
         let _ = write!(
             text,
             ", {:.0} % in the checkpoint before it ({digest})",
-            share(lane.parent)
+            share(vram.parent)
         );
     }
     text
@@ -162,7 +162,7 @@ fn lane_row(lane: &LaneFacts) -> String {
 
 fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
     let gpu = &report.gpu;
-    if report.seal.is_none() {
+    if report.metadata.is_none() {
         return;
     }
     let mut parts: Vec<String> = gpu
@@ -183,8 +183,8 @@ fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
         parts.push("none".into());
     }
     rows.push(("GPUs", parts.join(", ")));
-    if let Some(lane) = &gpu.lane {
-        rows.push(("Lane", lane_row(lane)));
+    if let Some(vram) = &gpu.vram {
+        rows.push(("Vram", vram_row(vram)));
     }
     for gpu in &gpu.gpus {
         let memory = gpu.memory_bytes.map(|n| format!(", {}", bytes(n)));

@@ -8,9 +8,9 @@
 
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
-use super::lane::store::Lanes;
 use super::procfs;
 use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
+use super::vram::store::VramFiles;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
@@ -60,7 +60,7 @@ struct Tracked {
 /// The agent: a driver and what was done through it.
 pub struct Agent<D> {
     driver: D,
-    lanes: Arc<Lanes>,
+    vram_files: Arc<VramFiles>,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
 }
@@ -109,7 +109,7 @@ impl<D: Driver> Agent<D> {
     pub fn new(driver: D) -> Arc<Self> {
         Arc::new(Self {
             driver,
-            lanes: Arc::default(),
+            vram_files: Arc::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
         })
@@ -120,15 +120,15 @@ impl<D: Driver> Agent<D> {
         &self.driver
     }
 
-    /// The lane's memory.
-    pub fn lanes(&self) -> &Arc<Lanes> {
-        &self.lanes
+    /// the VRAM files' memory.
+    pub fn vram_files(&self) -> &Arc<VramFiles> {
+        &self.vram_files
     }
 
     /// Every process stays as it is now, and keeps its memory itself.
     pub fn keep(&self) {
         self.table().retain(|_, entry| entry.busy.is_some());
-        self.lanes.clear();
+        self.vram_files.clear();
     }
 
     fn table(&self) -> MutexGuard<'_, HashMap<i32, Tracked>> {

@@ -1,11 +1,11 @@
 //! The plugin's configuration: `cryopod_nvidia.json`, written by the runtime wrapper into the
-//! private plugin folder of one operation, beside the symlink to the plugin.
+//! private plugin directory of one operation, beside the symlink to the plugin.
 //!
 //! A missing or invalid file fails the operation: a plugin that is silently off would let CRIU
 //! dump a process whose GPU state is lost.
 
 use super::gpu::GpuPair;
-use super::lane::LaneConfig;
+use super::vram::VramConfig;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -68,12 +68,12 @@ pub struct PluginConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<PathBuf>,
     /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may
-    /// become final, and whoever answers waits for the lane. Else the plugin waits itself, earlier.
+    /// become final, and whoever answers waits for the vram. Else the plugin waits itself, earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gate_file: Option<PathBuf>,
-    /// GPU memory goes by the lane where it can; absent: never.
+    pub action_script_file: Option<PathBuf>,
+    /// GPU memory goes by the VRAM files where it can; absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lane: Option<LaneConfig>,
+    pub vram: Option<VramConfig>,
     /// Tests only (a plugin built with the feature `test-hooks`): the hook that panics, by name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_panic_in: Option<String>,
@@ -121,8 +121,8 @@ impl PluginConfig {
             locked: Vec::new(),
             gpu_map: Vec::new(),
             report: None,
-            gate_file: None,
-            lane: None,
+            action_script_file: None,
+            vram: None,
             test_panic_in: None,
         }
     }
@@ -185,8 +185,8 @@ impl PluginConfig {
                 return invalid(format!("gpu_map: {} or {} named twice", pair.old, pair.new));
             }
         }
-        if let Some(lane) = &self.lane {
-            lane.validate().map_err(ConfigError::Invalid)?;
+        if let Some(vram) = &self.vram {
+            vram.validate().map_err(ConfigError::Invalid)?;
         }
         if self.operation != Operation::Restore && !self.gpu_map.is_empty() {
             return invalid("gpu_map: only a restore has one".into());

@@ -1,19 +1,19 @@
-//! `cryopod-nvidia.img`: what the plugin leaves in CRIU's image folder, and what a restore reads.
+//! `cryopod-nvidia.img`: what the plugin leaves in CRIU's image directory, and what a restore reads.
 //!
 //! JSON, versioned. It travels with the checkpoint and may come from anyone: size, counts, pids and
 //! paths are checked, and paths can only name NVIDIA device nodes.
 
 use super::gpu::GpuUuid;
-use super::lane::LaneBuffer;
 use super::protocol::ProcessState;
+use super::vram::VramBuffer;
 use serde::{Deserialize, Serialize};
 
-/// Name of the file in the image folder.
+/// Name of the file in the image directory.
 pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
-/// The version written where nothing is in the lane: what an older plugin can restore.
+/// The version written where nothing is in the vram: what an older plugin can restore.
 pub const VERSION: u32 = 1;
-/// The version written where GPU memory is in the lane.
-pub const LANE_VERSION: u32 = 2;
+/// The version written where GPU memory is in the vram.
+pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes, and the newest read.
 pub const MAPS_VERSION: u32 = 3;
 /// A larger file is refused.
@@ -22,7 +22,7 @@ pub const MAX_BYTES: u64 = 16 << 20;
 const MAX_PROCESSES: usize = 1 << 16;
 const MAX_FILES: usize = 1 << 16;
 const MAX_PATH: usize = 256;
-const MAX_LANE: usize = 256;
+const MAX_VRAM: usize = 256;
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,9 +64,9 @@ pub struct ProcessRecord {
     /// How much the process's memory grew by the driver's checkpoint: its GPU memory, closely.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram_bytes: Option<u64>,
-    /// Its GPU memory that is in the lane.
+    /// Its GPU memory that is in the vram.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub lane: Vec<LaneBuffer>,
+    pub vram: Vec<VramBuffer>,
     /// How long each step took.
     #[serde(default)]
     pub steps: Vec<StepTiming>,
@@ -95,8 +95,8 @@ pub enum Step {
     Restore,
     /// Unlocking it.
     Unlock,
-    /// Memory for the lane, and its way out of the process.
-    Lane,
+    /// Memory for the VRAM files, and its way out of the process.
+    Vram,
 }
 
 impl std::fmt::Display for Step {
@@ -107,7 +107,7 @@ impl std::fmt::Display for Step {
             Self::Checkpoint => "checkpoint",
             Self::Restore => "restore",
             Self::Unlock => "unlock",
-            Self::Lane => "lane",
+            Self::Vram => "vram",
         })
     }
 }
@@ -200,10 +200,10 @@ impl NvidiaImage {
                     process.initial_state
                 ));
             }
-            validate_lane(&process.lane)
+            validate_vram(&process.vram)
                 .map_err(|what| ImageError::Invalid(format!("process {pids:?}: {what}")))?;
             if process
-                .lane
+                .vram
                 .iter()
                 .any(|buffer| !regions.insert(&buffer.region))
             {
@@ -226,11 +226,11 @@ impl NvidiaImage {
     }
 }
 
-/// Memory of the lane lies in whole pages, within what a process can have, and nowhere twice.
-fn validate_lane(buffers: &[LaneBuffer]) -> Result<(), String> {
+/// Memory of the VRAM files lies in whole pages, within what a process can have, and nowhere twice.
+fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     const PAGE: u64 = 4096;
     const END: u64 = 1 << 56;
-    if buffers.len() > MAX_LANE {
+    if buffers.len() > MAX_VRAM {
         return Err("too many buffers".into());
     }
     let mut ends: Vec<(u64, u64)> = Vec::new();
@@ -277,7 +277,7 @@ mod tests {
                 initial_state: ProcessState::Running,
                 gpus: vec![GpuUuid([3; 16])],
                 vram_bytes: Some(1 << 30),
-                lane: vec![LaneBuffer {
+                vram: vec![VramBuffer {
                     address: 0x7f00_0000_0000,
                     bytes: 1 << 30,
                     region: "7.0".into(),
@@ -307,12 +307,12 @@ mod tests {
     fn bad_values_are_refused() {
         let cases: [fn(&mut NvidiaImage); 12] = [
             |i| i.version = 4,
-            |i| i.processes[0].lane[0].address += 1,
-            |i| i.processes[0].lane[0].bytes = 0,
-            |i| i.processes[0].lane[0].address = u64::MAX - 4095,
+            |i| i.processes[0].vram[0].address += 1,
+            |i| i.processes[0].vram[0].bytes = 0,
+            |i| i.processes[0].vram[0].address = u64::MAX - 4095,
             |i| {
-                let twice = i.processes[0].lane[0].clone();
-                i.processes[0].lane.push(twice);
+                let twice = i.processes[0].vram[0].clone();
+                i.processes[0].vram.push(twice);
             },
             |i| {
                 let mut other = i.processes[0].clone();

@@ -5,7 +5,7 @@
 //! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the
 //!   agent before anything is frozen, and reads both reports afterwards;
 //! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace
-//!   call, decides the order of the steps and writes [`image::NvidiaImage`] into the image folder.
+//!   call, decides the order of the steps and writes [`image::NvidiaImage`] into the image directory.
 //!   It never loads libcuda;
 //! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once, makes every driver call, each
 //!   on a thread of its own so that the calls of several processes overlap, and remembers what it
@@ -26,7 +26,6 @@ pub mod driver;
 pub mod gpu;
 pub mod image;
 pub mod inject;
-pub mod lane;
 pub mod nvidia;
 pub mod nvml;
 pub mod preflight;
@@ -37,6 +36,7 @@ pub mod report;
 pub mod server;
 pub mod sharing;
 pub mod suspend;
+pub mod vram;
 
 /// Writes a JSON file in one step: a reader sees the old contents or the new, never a part.
 ///

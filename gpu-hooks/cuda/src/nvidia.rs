@@ -2,13 +2,13 @@
 //!
 //! No library of the driver is loaded: the same facts are there for a program that cannot run CUDA.
 
-use cryopod_archive::seal::Gpu;
+use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
 use serde_json::{Map, Value};
 
 use cryopod_host::files::Host;
 
-/// The driver's own folder.
+/// The driver's own directory.
 pub const PROC: &str = "/proc/driver/nvidia";
 
 /// The loaded kernel driver's version, `580.159.04`; `None` if no driver is loaded.

@@ -130,18 +130,18 @@ impl Process {
 
     fn mps(&self, host: &Host) -> Finding {
         let default = "/tmp/nvidia-mps";
-        let folder = self.variable("CUDA_MPS_PIPE_DIRECTORY").unwrap_or(default);
+        let directory = self.variable("CUDA_MPS_PIPE_DIRECTORY").unwrap_or(default);
         let open = self
             .files
             .iter()
-            .any(|path| path.starts_with(&format!("{folder}/")));
+            .any(|path| path.starts_with(&format!("{directory}/")));
         // The container's own view; never opened, and a name cannot leave it by `..`.
-        let inside = folder.starts_with('/') && !folder.split('/').any(|part| part == "..");
-        let control = format!("/proc/{}/root{folder}/control", self.pid);
+        let inside = directory.starts_with('/') && !directory.split('/').any(|part| part == "..");
+        let control = format!("/proc/{}/root{directory}/control", self.pid);
         let served = inside && host.path(control).symlink_metadata().is_ok();
         (open || served).then(|| {
             (
-                format!("it is a client of NVIDIA MPS ({folder})"),
+                format!("it is a client of NVIDIA MPS ({directory})"),
                 "the driver cannot checkpoint MPS clients: run it without MPS".to_owned(),
             )
         })
@@ -191,9 +191,9 @@ impl Mapping {
 
 /// Where a process's descriptors lead.
 fn links(host: &Host, pid: i32) -> BTreeSet<String> {
-    let folder = format!("/proc/{pid}/fd");
-    let target = |fd: &String| std::fs::read_link(host.path(format!("{folder}/{fd}"))).ok();
-    let names = host.names(&folder);
+    let directory = format!("/proc/{pid}/fd");
+    let target = |fd: &String| std::fs::read_link(host.path(format!("{directory}/{fd}"))).ok();
+    let names = host.names(&directory);
     let targets = names.iter().filter_map(target);
     targets
         .filter_map(|path| path.into_os_string().into_string().ok())
@@ -211,8 +211,8 @@ fn mig_minors(host: &Host) -> BTreeSet<u32> {
         };
         names.into_iter().filter(is_ours).collect()
     };
-    let mut take = |folder: &str| {
-        let text = host.text(format!("{folder}/access")).unwrap_or_default();
+    let mut take = |directory: &str| {
+        let text = host.text(format!("{directory}/access")).unwrap_or_default();
         let minor = text
             .lines()
             .find_map(|line| line.strip_prefix("DeviceFileMinor:"));
@@ -221,10 +221,10 @@ fn mig_minors(host: &Host) -> BTreeSet<u32> {
     for gpu in numbered(host.names(&base), "gpu") {
         let mig = format!("{base}/{gpu}/mig");
         for instance in numbered(host.names(&mig), "gi") {
-            let folder = format!("{mig}/{instance}");
-            take(&folder);
-            for compute in numbered(host.names(&folder), "ci") {
-                take(&format!("{folder}/{compute}"));
+            let directory = format!("{mig}/{instance}");
+            take(&directory);
+            for compute in numbered(host.names(&directory), "ci") {
+                take(&format!("{directory}/{compute}"));
             }
         }
     }

@@ -118,8 +118,8 @@ pub fn threads(pid: i32) -> Vec<i32> {
     numbers(&format!("/proc/{pid}/task"))
 }
 
-fn numbers(folder: &str) -> Vec<i32> {
-    let Ok(entries) = std::fs::read_dir(folder) else {
+fn numbers(directory: &str) -> Vec<i32> {
+    let Ok(entries) = std::fs::read_dir(directory) else {
         return Vec::new();
     };
     let mut pids: Vec<i32> = entries

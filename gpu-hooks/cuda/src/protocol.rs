@@ -5,7 +5,7 @@
 //! a driver call running is answered [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
-use super::lane::{LaneConfig, LaneDone, NamedBuffer, SharedBuffer, Wanted, WantedRegion};
+use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -122,7 +122,7 @@ pub enum Op {
     /// What was done to the processes stays when the connection ends, and no memory of theirs is kept here.
     Keep,
     /// Allocate, ahead of the freeze, what processes are about to need.
-    LaneReserve {
+    VramReserve {
         /// The processes.
         wanted: Vec<Wanted>,
         /// How many threads may allocate.
@@ -130,7 +130,7 @@ pub enum Op {
     },
     /// Memory for what the GPU holds of a process, all of it allocated. Answered by
     /// [`Outcome::Buffer`].
-    LanePrepare {
+    VramPrepare {
         /// The process it is for.
         pid: i32,
         /// How much.
@@ -141,7 +141,7 @@ pub enum Op {
         limit_ms: u64,
     },
     /// Where a buffer belongs: when the process is put back, it must be there.
-    LanePlaced {
+    VramPlaced {
         /// The buffer.
         id: u64,
         /// The process.
@@ -152,7 +152,7 @@ pub enum Op {
         address: u64,
     },
     /// Copies a buffer into private memory of the process, and frees it.
-    LaneCopy {
+    VramCopy {
         /// The buffer.
         id: u64,
         /// The process.
@@ -163,35 +163,35 @@ pub enum Op {
         limit_ms: u64,
     },
     /// The buffer is not needed any more.
-    LaneDrop {
+    VramDrop {
         /// The buffer.
         id: u64,
     },
-    /// Begin to write buffers into the image folder.
-    LaneWrite {
-        /// The folder.
+    /// Begin to write buffers into the image directory.
+    VramWrite {
+        /// The directory.
         dir: PathBuf,
         /// The buffers.
         buffers: Vec<NamedBuffer>,
         /// How.
-        config: LaneConfig,
+        config: VramConfig,
     },
-    /// Begin to read regions of the image folder. Answered by [`Outcome::Buffers`].
-    LaneLoad {
-        /// The folder.
+    /// Begin to read regions of the image directory. Answered by [`Outcome::Buffers`].
+    VramLoad {
+        /// The directory.
         dir: PathBuf,
         /// The regions.
         regions: Vec<WantedRegion>,
         /// How.
-        config: LaneConfig,
+        config: VramConfig,
     },
-    /// Wait for the writing or reading. Answered by [`Outcome::Lane`].
-    LaneWait {
+    /// Wait for the writing or reading. Answered by [`Outcome::Vram`].
+    VramWait {
         /// Longest wait.
         limit_ms: u64,
     },
     /// End it; what was written is removed.
-    LaneCancel,
+    VramCancel,
 }
 
 impl Op {
@@ -201,15 +201,15 @@ impl Op {
             Self::Hello
             | Self::Commit
             | Self::Keep
-            | Self::LaneReserve { .. }
-            | Self::LaneDrop { .. }
-            | Self::LaneWrite { .. }
-            | Self::LaneLoad { .. }
-            | Self::LaneWait { .. }
-            | Self::LaneCancel => None,
-            Self::LanePrepare { pid, .. }
-            | Self::LanePlaced { pid, .. }
-            | Self::LaneCopy { pid, .. }
+            | Self::VramReserve { .. }
+            | Self::VramDrop { .. }
+            | Self::VramWrite { .. }
+            | Self::VramLoad { .. }
+            | Self::VramWait { .. }
+            | Self::VramCancel => None,
+            Self::VramPrepare { pid, .. }
+            | Self::VramPlaced { pid, .. }
+            | Self::VramCopy { pid, .. }
             | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
@@ -231,15 +231,15 @@ impl Op {
             Self::Unlock { .. } => "unlock",
             Self::Commit => "commit",
             Self::Keep => "keep",
-            Self::LaneReserve { .. } => "lane-reserve",
-            Self::LanePrepare { .. } => "lane-prepare",
-            Self::LanePlaced { .. } => "lane-placed",
-            Self::LaneCopy { .. } => "lane-copy",
-            Self::LaneDrop { .. } => "lane-drop",
-            Self::LaneWrite { .. } => "lane-write",
-            Self::LaneLoad { .. } => "lane-load",
-            Self::LaneWait { .. } => "lane-wait",
-            Self::LaneCancel => "lane-cancel",
+            Self::VramReserve { .. } => "vram-reserve",
+            Self::VramPrepare { .. } => "vram-prepare",
+            Self::VramPlaced { .. } => "vram-placed",
+            Self::VramCopy { .. } => "vram-copy",
+            Self::VramDrop { .. } => "vram-drop",
+            Self::VramWrite { .. } => "vram-write",
+            Self::VramLoad { .. } => "vram-load",
+            Self::VramWait { .. } => "vram-wait",
+            Self::VramCancel => "vram-cancel",
         }
     }
 }
@@ -277,12 +277,12 @@ pub enum Outcome {
     State(ProcessState),
     /// The step is done.
     Done,
-    /// Answer to [`Op::LanePrepare`].
+    /// Answer to [`Op::VramPrepare`].
     Buffer(SharedBuffer),
-    /// Answer to [`Op::LaneLoad`], in the order of the regions.
+    /// Answer to [`Op::VramLoad`], in the order of the regions.
     Buffers(Vec<SharedBuffer>),
-    /// Answer to [`Op::LaneWait`]: what was written or read; `None` when that was never begun.
-    Lane(Option<LaneDone>),
+    /// Answer to [`Op::VramWait`]: what was written or read; `None` when that was never begun.
+    Vram(Option<VramDone>),
     /// The step failed.
     Error(DriverError),
 }
@@ -350,8 +350,8 @@ pub enum ErrorKind {
     OutOfMemory,
     /// The process is gone.
     NoProcess,
-    /// The lane failed, for a reason outside of the driver.
-    Lane,
+    /// The VRAM files failed, for a reason outside of the driver.
+    Vram,
     /// Any other driver error.
     Driver,
     /// The request is malformed.

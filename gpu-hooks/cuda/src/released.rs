@@ -12,8 +12,8 @@ use super::inject::{
     ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,
     make_again, poll_event, ptrace, replace_entered, set_signal_mask, signal_mask,
 };
-use super::lane::memory::HUGE;
 use super::procfs;
+use super::vram::memory::HUGE;
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};

@@ -3,8 +3,8 @@
 
 use super::gpu::GpuUuid;
 use super::image::ProcessRecord;
-use super::lane::LaneDone;
 use super::protocol::{AgentGpu, ProcessState};
+use super::vram::VramDone;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -66,12 +66,12 @@ pub struct PluginReport {
     /// Device files recorded or reopened.
     #[serde(default)]
     pub files: usize,
-    /// What went through the lane.
+    /// What went through the vram.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lane: Option<LaneDone>,
-    /// Why the lane was not used where it might have been.
+    pub vram: Option<VramDone>,
+    /// Why the VRAM files was not used where it might have been.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lane_left_out: Option<String>,
+    pub vram_left_out: Option<String>,
 }
 
 /// How a plugin's work ended.

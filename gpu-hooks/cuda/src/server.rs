@@ -75,7 +75,7 @@ impl<D: Driver> Server<D> {
                 break;
             }
         }
-        self.agent.lanes().settle();
+        self.agent.vram_files().settle();
         let mut worst = AgentOutcome::Clean;
         for thread in connections {
             let outcome = thread.join().unwrap_or(AgentOutcome::RollbackFailed);
@@ -190,9 +190,8 @@ impl<D: Driver> Server<D> {
                     .spawn(move || {
                         let outcome = match begun {
                             Some(begun) => begun.map_or_else(Outcome::Error, Begun::wait),
-                            None => {
-                                (agent.lanes().perform(&op)).unwrap_or_else(|| agent.perform(&op))
-                            }
+                            None => (agent.vram_files().perform(&op))
+                                .unwrap_or_else(|| agent.perform(&op)),
                         };
                         let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
                         if let Outcome::Error(error) = &outcome {

@@ -6,14 +6,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 struct Running {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     stop: Option<io::PipeWriter>,
     thread: std::thread::JoinHandle<AgentOutcome>,
 }
 
 fn start(driver: FakeDriver) -> Running {
-    let folder = tempfile::tempdir().unwrap();
-    let listener = listen(&folder.path().join("driver.sock")).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let listener = listen(&directory.path().join("driver.sock")).unwrap();
     let (reader, writer) = io::pipe().unwrap();
     let hello = Hello {
         driver_version: None,
@@ -23,12 +23,12 @@ fn start(driver: FakeDriver) -> Running {
     let server = Arc::new(Server {
         agent: Agent::new(driver),
         hello,
-        report: Some(folder.path().join("report.json")),
+        report: Some(directory.path().join("report.json")),
         limits: quick(),
     });
     let thread = std::thread::spawn(move || server.run(&listener, reader.as_fd()).unwrap());
     Running {
-        folder,
+        directory,
         stop: Some(writer),
         thread,
     }
@@ -36,14 +36,14 @@ fn start(driver: FakeDriver) -> Running {
 
 impl Running {
     fn connect(&self) -> Client {
-        Client::connect(&self.folder.path().join("driver.sock")).unwrap()
+        Client::connect(&self.directory.path().join("driver.sock")).unwrap()
     }
 
     /// Ends the server as the wrapper does, and reads what it wrote.
     fn end(mut self) -> (AgentOutcome, Option<AgentReport>) {
         drop(self.stop.take());
         let outcome = self.thread.join().unwrap();
-        let report = std::fs::read(self.folder.path().join("report.json")).ok();
+        let report = std::fs::read(self.directory.path().join("report.json")).ok();
         (
             outcome,
             report.map(|bytes| serde_json::from_slice(&bytes).unwrap()),
@@ -148,7 +148,7 @@ fn asking_alone_leaves_no_report() {
 fn nonsense_ends_the_connection_and_a_silent_agent_is_noticed() {
     let server = start(FakeDriver::default());
     let mut client = server.connect();
-    let mut raw = UnixStream::connect(server.folder.path().join("driver.sock")).unwrap();
+    let mut raw = UnixStream::connect(server.directory.path().join("driver.sock")).unwrap();
     raw.write_all(b"{\"id\":1,\"request\":\"no\"}\n").unwrap();
     assert_eq!(raw.read(&mut [0; 16]).unwrap(), 0);
     let silent = client.receive(Duration::from_millis(30)).unwrap();
@@ -161,15 +161,15 @@ fn nonsense_ends_the_connection_and_a_silent_agent_is_noticed() {
 
 #[test]
 fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
-    use super::super::lane::LaneConfig;
     use super::super::suspend::{How, SuspendError, resume, suspend};
+    use super::super::vram::VramConfig;
     let victim = Victim::new();
     let server = start(FakeDriver::with(&[victim.pid()]));
     let mut client = server.connect();
     let socket = client.fd().try_clone_to_owned().unwrap();
     let how = How {
-        lane: LaneConfig::default(),
-        folder: None,
+        vram: VramConfig::default(),
+        directory: None,
         lock_timeout_ms: 1000,
         step_timeout_ms: 3000,
     };

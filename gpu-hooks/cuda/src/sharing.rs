@@ -136,10 +136,10 @@ fn files(process: &Process) -> impl Iterator<Item = &str> {
         .map(|name| name.strip_suffix(" (deleted)").unwrap_or(name))
 }
 
-/// The name of a file in a folder of shared memory.
+/// The name of a file in a directory of shared memory.
 fn in_shm(path: &str) -> Option<&str> {
-    let (folder, name) = path.rsplit_once('/')?;
-    folder.ends_with("/shm").then_some(name)
+    let (directory, name) = path.rsplit_once('/')?;
+    directory.ends_with("/shm").then_some(name)
 }
 
 fn named(processes: &[&Process]) -> String {

@@ -32,8 +32,8 @@ impl Machine {
         self.write(&format!("{pid}/maps"), maps);
         self.write(&format!("{pid}/environ"), &environment.join("\0"));
         let proc = self.0.path().join("proc").join(pid.to_string());
-        for folder in ["fd", "ns"] {
-            fs::create_dir_all(proc.join(folder)).unwrap();
+        for directory in ["fd", "ns"] {
+            fs::create_dir_all(proc.join(directory)).unwrap();
         }
         symlink("net:[1]", proc.join("ns/net")).unwrap();
         for (n, inode) in sockets.iter().enumerate() {

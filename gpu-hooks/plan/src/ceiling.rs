@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::around::MountKind;
-use cryopod_archive::seal::Gpu;
+use cryopod_archive::metadata::Gpu;
+use cryopod_archive::surroundings::MountKind;
 use cryopod_host::nodes::Vendor;
 use serde::Deserialize;
 
@@ -59,8 +59,8 @@ pub struct Lifts<'a> {
     pub other_gpus: OtherGpus,
     /// `mounts.allow`.
     pub mounts: &'a [PathBuf],
-    /// `criu.config_folders`.
-    pub criu_folders: &'a [PathBuf],
+    /// `criu.config_directories`.
+    pub criu_directories: &'a [PathBuf],
 }
 
 /// The engine's spec and the configuration, to compare with.
@@ -130,7 +130,7 @@ impl Ceiling<'_> {
                         .to_str()
                         .is_some_and(|p| nodes::classify(p).is_some())
                 };
-                let drivers = driver_files::is_driver_place(source, kind == MountKind::Folder)
+                let drivers = driver_files::is_driver_place(source, kind == MountKind::Directory)
                     && (kind != MountKind::Device || node());
                 if drivers || self.lifts.mounts.iter().any(|p| source.starts_with(p)) {
                     return Ok(());
@@ -141,19 +141,19 @@ impl Ceiling<'_> {
                 )
             }
             Asked::CriuFile(path) => {
-                let folders = self.lifts.criu_folders;
+                let directories = self.lifts.criu_directories;
                 if path
                     .parent()
-                    .is_some_and(|p| folders.iter().any(|f| p == f))
+                    .is_some_and(|p| directories.iter().any(|f| p == f))
                 {
                     return Ok(());
                 }
                 (
                     format!(
-                        "{} lies in none of the folders for CRIU's configuration",
+                        "{} lies in none of the directories for CRIU's configuration",
                         path.display()
                     ),
-                    "move the file into /etc/criu, or add its folder to `criu.config_folders` in /etc/cryopod/config.toml".to_owned(),
+                    "move the file into /etc/criu, or add its directory to `criu.config_directories` in /etc/cryopod/config.toml".to_owned(),
                 )
             }
             Asked::CriuOption(name) => {

@@ -71,12 +71,12 @@ fn gpus_are_those_that_the_engine_gave() {
 #[test]
 fn files_and_options() {
     let spec = Spec::from_json(json!({}));
-    let folders = [PathBuf::from("/etc/criu")];
+    let directories = [PathBuf::from("/etc/criu")];
     let ceiling = Ceiling {
         host: &Host::at("/nowhere"),
         spec: &spec,
         lifts: Lifts {
-            criu_folders: &folders,
+            criu_directories: &directories,
             ..Lifts::default()
         },
     };

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use cryopod_host::mountinfo::below;
 
-/// Where drivers and their sockets lie: files, and folders with all below them. A checkpoint may come from a stranger:
+/// Where drivers and their sockets lie: files, and directories with all below them. A checkpoint may come from a stranger:
 /// what it may have mounted without the administrator's word is this.
 const DRIVER_PLACES: [&str; 11] = [
     "/proc/driver/nvidia",
@@ -20,20 +20,20 @@ const DRIVER_PLACES: [&str; 11] = [
     "/dev/kfd",
 ];
 
-/// Folders of libraries and firmware: files in them, and folders below one whose name begins with `nvidia`.
+/// Directories of libraries and firmware: files in them, and directories below one whose name begins with `nvidia`.
 const LIBRARY_PLACES: [&str; 5] = ["/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64"];
 
 /// Where NVIDIA's driver container shows its root, a whole tree of a system: only the places above within it.
 const DRIVER_ROOT: &str = "/run/nvidia/driver";
 
-/// Beginnings of names: of files, or of folders with all below them.
+/// Beginnings of names: of files, or of directories with all below them.
 const DRIVER_NAMES: [&str; 3] = ["/dev/nvidia", "/usr/bin/nvidia-", "/run/nvidia-"];
 
-/// Is this a file or folder of a GPU driver? `path` is one of the host without symbolic links.
-pub fn is_driver_place(path: &Path, folder: bool) -> bool {
+/// Is this a file or directory of a GPU driver? `path` is one of the host without symbolic links.
+pub fn is_driver_place(path: &Path, directory: bool) -> bool {
     if let Some(within) = below(path, Path::new(DRIVER_ROOT)) {
         let within = Path::new("/").join(within);
-        return within != Path::new("/") && is_driver_place(&within, folder);
+        return within != Path::new("/") && is_driver_place(&within, directory);
     }
     let text = path.to_string_lossy();
     let library = LIBRARY_PLACES
@@ -47,6 +47,6 @@ pub fn is_driver_place(path: &Path, folder: bool) -> bool {
         .iter()
         .any(|place| below(path, Path::new(place)).is_some())
         || DRIVER_NAMES.iter().any(|start| text.starts_with(start))
-        || text.starts_with("/run/nvidia/") && !folder
-        || library.is_some_and(|rest| !folder || of_nvidia(rest))
+        || text.starts_with("/run/nvidia/") && !directory
+        || library.is_some_and(|rest| !directory || of_nvidia(rest))
 }

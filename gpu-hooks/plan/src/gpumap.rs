@@ -11,7 +11,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use cryopod_archive::seal::{Gpu, GpuFacts};
+use cryopod_archive::metadata::{Gpu, GpuFacts};
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
 use crate::ceiling::Ceiling;

@@ -1,7 +1,7 @@
 use super::*;
 use crate::ceiling::{Lifts, OtherGpus};
 use crate::inventory::recorded;
-use cryopod_archive::seal::{EngineNode, GpuFacts, MovedNode};
+use cryopod_archive::metadata::{EngineNode, GpuFacts, MovedNode};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{NodeRole, NodeSource, Vendor};
 use cryopod_host::spec::Spec;
@@ -191,7 +191,7 @@ fn nodes_stand_for_gpus_that_nobody_describes() {
         gpus: vec![gpu(1, "X")],
         ..GpuFacts::default()
     };
-    // Node 1 leads to the GPU that the seal describes.
+    // Node 1 leads to the GPU that the metadata describes.
     let all = recorded(&facts);
     let ids: Vec<&str> = all.iter().map(|g| g.id.as_str()).collect();
     assert_eq!(

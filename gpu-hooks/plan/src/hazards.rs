@@ -15,7 +15,7 @@ mod watches;
 
 use std::collections::{HashMap, HashSet};
 
-use cryopod_archive::around::ForeignMount;
+use cryopod_archive::surroundings::ForeignMount;
 
 use crate::refusal::Refusal;
 use cryopod_host::files::Host;
@@ -377,7 +377,7 @@ fn undumpable(process: &Process) -> impl Iterator<Item = (&'static str, &'static
         .filter(move |(what, _)| seen.insert(*what))
 }
 
-/// Files, folders, named pipes and terminals whose mount is none of `mounts`, the container's: number and name.
+/// Files, directories, named pipes and terminals whose mount is none of `mounts`, the container's: number and name.
 fn outside(process: &Process, mounts: &HashSet<u64>) -> Vec<(String, String)> {
     let mut found = Vec::new();
     // Other devices from outside are another matter, and a plugin's.

@@ -1,6 +1,6 @@
 //! GPUs as a checkpoint recorded them, as this host has them, and as device nodes name them.
 
-use cryopod_archive::seal::{Gpu, GpuFacts};
+use cryopod_archive::metadata::{Gpu, GpuFacts};
 use cryopod_cuda::nvidia;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{self, DeviceNode, NodeRole, Vendor};
@@ -8,7 +8,7 @@ use serde_json::Map;
 
 use crate::amd;
 
-/// The checkpoint's GPUs: those that the seal describes, and the nodes that lead to none of them.
+/// The checkpoint's GPUs: those that the metadata describes, and the nodes that lead to none of them.
 pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {
     let mut all = gpu.gpus.clone();
     let alias = |n: &DeviceNode| {

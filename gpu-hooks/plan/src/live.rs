@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use cryopod_archive::seal::GpuProcess;
+use cryopod_archive::metadata::GpuProcess;
 use cryopod_host::nodes::{DeviceNode, NodeSource, Vendor};
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
@@ -18,14 +18,14 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 
-/// Folders of a container's `/dev` that hold GPU nodes.
-const FOLDERS: [&str; 4] = [
+/// Directories of a container's `/dev` that hold GPU nodes.
+const DIRECTORYS: [&str; 4] = [
     "dev",
     "dev/dri",
     "dev/nvidia-caps",
     "dev/nvidia-caps-imex-channels",
 ];
-/// Entries of one such folder that are looked at; a container can make as many as it likes.
+/// Entries of one such directory that are looked at; a container can make as many as it likes.
 const MAX_ENTRIES: usize = 4096;
 
 /// The kernel's own memory devices (`/dev/null`, `/dev/zero`): a node of this major is no GPU, whatever its
@@ -38,11 +38,11 @@ pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
     let Ok(root) = File::open(host.path(format!("/proc/{init}/root"))) else {
         return found;
     };
-    for folder in FOLDERS {
+    for directory in DIRECTORYS {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-        let Ok(dir) = openat2(root.as_fd(), folder, how) else {
+        let Ok(dir) = openat2(root.as_fd(), directory, how) else {
             continue;
         };
         let Ok(entries) = fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd())) else {
@@ -52,7 +52,7 @@ pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
             let Ok(name) = entry.file_name().into_string() else {
                 continue;
             };
-            let path = format!("/{folder}/{name}");
+            let path = format!("/{directory}/{name}");
             if nodes::classify(&path).is_none() {
                 continue;
             }

@@ -1,6 +1,6 @@
 //! Mounts of a container that its spec does not name: found at a checkpoint, provided at a restore.
 //!
-//! NVIDIA's hooks bind the driver's files, firmware and `/proc` folders into a container, and no spec says so.
+//! NVIDIA's hooks bind the driver's files, firmware and `/proc` directories into a container, and no spec says so.
 //! CRIU cannot dump a mount whose file system begins outside the container ("doesn't have a proper root mount",
 //! "has unreachable sharing"), so each such mount is declared external to it, by its mount point. At a restore CRIU
 //! is told for each where it is now. Mounts that live in the container alone (a tmpfs over `/proc/driver/nvidia`)
@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::around::{ForeignMount, MountFacts, MountKind};
+use cryopod_archive::surroundings::{ForeignMount, MountFacts, MountKind};
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 
@@ -170,7 +170,7 @@ fn kind(path: &Path) -> Option<(MountKind, fs::Metadata)> {
     let meta = fs::metadata(path).ok()?;
     let of = meta.file_type();
     let kind = if of.is_dir() {
-        MountKind::Folder
+        MountKind::Directory
     } else if of.is_file() {
         MountKind::File
     } else if of.is_char_device() || of.is_block_device() {
@@ -236,7 +236,7 @@ pub struct Provided {
     pub kind: MountKind,
     /// The content itself, as it was compared: an O_PATH descriptor.
     pub opened: OwnedFd,
-    /// It is a driver's file or folder, which neither the spec nor the configuration names: never writable.
+    /// It is a driver's file or directory, which neither the spec nor the configuration names: never writable.
     pub read_only: bool,
     /// It lies in a volume of the spec, where the container can exchange it.
     pub in_volume: bool,
@@ -320,7 +320,7 @@ impl Provider<'_> {
             );
         };
         let mut place = source.clone();
-        let mut read_only = matches!(kind, MountKind::File | MountKind::Folder);
+        let mut read_only = matches!(kind, MountKind::File | MountKind::Directory);
         if of_spec.is_some() {
             read_only = false;
         } else {
@@ -408,8 +408,8 @@ impl Provider<'_> {
         let (rest, source) = mounts
             .filter_map(|m| Some((below(path, &m.path)?.to_owned(), m.source.clone()?)))
             .min_by_key(|(rest, _)| rest.components().count())?;
-        let folder = source.is_absolute() && self.ceiling.host.path(&source).is_dir();
-        (folder && !rest.as_os_str().is_empty()).then_some((source, rest))
+        let directory = source.is_absolute() && self.ceiling.host.path(&source).is_dir();
+        (directory && !rest.as_os_str().is_empty()).then_some((source, rest))
     }
 
     /// The one path that differs from a missing one in its version only: `lib/560.35.03/libcuda.so.560.35.03` now
@@ -438,9 +438,9 @@ impl Provider<'_> {
     }
 }
 
-/// Opens what lies at `rest` below a folder, through no link. The folder itself is the caller's word.
-fn open_beneath(folder: &Path, rest: &Path) -> io::Result<OwnedFd> {
-    let folder = fs::File::open(folder)?;
+/// Opens what lies at `rest` below a directory, through no link. The directory itself is the caller's word.
+fn open_beneath(directory: &Path, rest: &Path) -> io::Result<OwnedFd> {
+    let directory = fs::File::open(directory)?;
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
         .resolve(
@@ -448,7 +448,7 @@ fn open_beneath(folder: &Path, rest: &Path) -> io::Result<OwnedFd> {
                 | ResolveFlag::RESOLVE_NO_SYMLINKS
                 | ResolveFlag::RESOLVE_NO_MAGICLINKS,
         );
-    Ok(openat2(folder.as_fd(), rest, how)?)
+    Ok(openat2(directory.as_fd(), rest, how)?)
 }
 
 /// A driver's version within a word: numbers with dots, the first of three digits: `560.35.03`.

@@ -205,7 +205,7 @@ fn the_same_path_or_the_targets_driver() {
 }
 
 #[test]
-fn another_gpus_folder_and_a_volumes_mounts() {
+fn another_gpus_directory_and_a_volumes_mounts() {
     let t = Target::with(&["/proc/driver/nvidia/gpus/0000:ca:00.0", "/mnt/sub/x"]);
     let path = "/proc/driver/nvidia/gpus/0000:65:00.0";
     assert_eq!(
@@ -234,11 +234,11 @@ fn refused_by_name() {
     .unwrap();
     let e = t.provide(mount("/x", "/opt/nv/link")).unwrap_err();
     assert!(e.contains("none of the driver's places"), "{e}");
-    let mut folder = mount("/x", "/opt/nv/lib.so");
-    folder.kind = MountKind::Folder;
-    let e = t.provide(folder).unwrap_err();
+    let mut directory = mount("/x", "/opt/nv/lib.so");
+    directory.kind = MountKind::Directory;
+    let e = t.provide(directory).unwrap_err();
     assert!(
-        e.contains("it was a folder and /opt/nv/lib.so is a file"),
+        e.contains("it was a directory and /opt/nv/lib.so is a file"),
         "{e}"
     );
     let mut used = mount("/x", "/opt/nv/lib.so");
@@ -256,8 +256,8 @@ fn a_link_in_the_containers_own_volume_leads_nowhere() {
     let t = Target::with(&["/mnt/sub/x", "/etc/shadow"]);
     let shadow = t.dir.path().join("etc/shadow");
     std::os::unix::fs::symlink(&shadow, t.dir.path().join("mnt/sub/link")).unwrap();
-    std::os::unix::fs::symlink("../../etc", t.dir.path().join("mnt/sub/folder")).unwrap();
-    for inside in ["/data/sub/link", "/data/sub/folder/shadow"] {
+    std::os::unix::fs::symlink("../../etc", t.dir.path().join("mnt/sub/directory")).unwrap();
+    for inside in ["/data/sub/link", "/data/sub/directory/shadow"] {
         let e = t.provide(mount(inside, "/old/x")).unwrap_err();
         assert!(
             e.contains("cannot be opened without following links"),
@@ -269,7 +269,7 @@ fn a_link_in_the_containers_own_volume_leads_nowhere() {
 
 #[test]
 fn files_of_drivers_and_no_trees() {
-    for (path, folder, is) in [
+    for (path, directory, is) in [
         (
             "/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03",
             false,
@@ -289,7 +289,7 @@ fn files_of_drivers_and_no_trees() {
         ("/etc/shadow", false, false),
         ("/usr/libexec/x", false, false),
     ] {
-        assert_eq!(is_driver_place(Path::new(path), folder), is, "{path}");
+        assert_eq!(is_driver_place(Path::new(path), directory), is, "{path}");
     }
 }
 

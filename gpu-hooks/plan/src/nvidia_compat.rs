@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use cryopod_archive::seal::{Gpu, GpuFacts, GpuProcess, GpuUse};
+use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess, GpuUse};
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
 use super::*;
-use cryopod_archive::seal::GpuUse;
+use cryopod_archive::metadata::GpuUse;
 use serde_json::{Map, json};
 
 const G: u64 = 1 << 30;

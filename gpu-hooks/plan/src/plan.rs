@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::refusal::Refusal;
-use cryopod_archive::seal::{Gpu, GpuFacts, GpuProcess};
+use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 
 use crate::amd;
@@ -71,7 +71,7 @@ fn list(refusals: &[Refusal]) -> String {
 /// What a checkpoint will do about GPUs.
 #[derive(Debug, Clone)]
 pub struct CheckpointPlan {
-    /// What goes into the seal.
+    /// What goes into the metadata.
     pub gpu: GpuFacts,
     /// The CRIU plugins that it needs, and no others.
     pub plugins: Vec<PathBuf>,

@@ -6,7 +6,7 @@
 //! swapped, every name leads to where it always does. Numbers are those of this host's nodes, for the majors of
 //! `nvidia-uvm`, `nvidia-caps` and `kfd` differ between hosts.
 
-use cryopod_archive::seal::{Gpu, GpuFacts, MovedNode};
+use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
 use crate::ceiling::{Asked, Ceiling};

@@ -2,7 +2,7 @@ use super::*;
 use crate::ceiling::Lifts;
 use crate::gpumap::{self, Situation, Wish};
 use crate::inventory;
-use cryopod_archive::seal::EngineNode;
+use cryopod_archive::metadata::EngineNode;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::NodeSource;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};

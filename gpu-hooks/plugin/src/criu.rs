@@ -1,4 +1,4 @@
-//! What CRIU offers its plugins: the log, the image folder, the inventory.
+//! What CRIU offers its plugins: the log, the image directory, the inventory.
 //!
 //! Every symbol is looked up at run time and may be absent: which ones exist differs between CRIU's
 //! versions, and a plugin with an unresolved symbol does not load at all.
@@ -55,7 +55,7 @@ pub fn log(level: Level, message: &str) {
     }
 }
 
-/// CRIU's image folder.
+/// CRIU's image directory.
 pub fn image_dir() -> Option<BorrowedFd<'static>> {
     let get = symbol::<unsafe extern "C" fn() -> c_int>(c"criu_get_image_dir")?;
     // SAFETY: takes nothing, returns a descriptor or a negative number.
@@ -111,8 +111,8 @@ pub fn alarm_passed() -> bool {
         .is_some_and(|passed| unsafe { passed() })
 }
 
-/// The folder this plugin was loaded from, links not resolved.
-pub fn own_folder(own_symbol: *const c_void) -> Option<PathBuf> {
+/// The directory this plugin was loaded from, links not resolved.
+pub fn own_directory(own_symbol: *const c_void) -> Option<PathBuf> {
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),
         dli_fbase: std::ptr::null_mut(),
@@ -131,7 +131,7 @@ pub fn own_folder(own_symbol: *const c_void) -> Option<PathBuf> {
 
 use std::os::unix::ffi::OsStrExt;
 
-/// A path below the image folder, for a message or a file operation of the standard library.
+/// A path below the image directory, for a message or a file operation of the standard library.
 pub fn image_path(name: &str) -> Option<PathBuf> {
     let fd = image_dir()?;
     Some(PathBuf::from(format!(

@@ -25,7 +25,7 @@ use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
 use cryopod_cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
 
-mod lane_out;
+mod vram_out;
 
 /// A CUDA process during the dump.
 struct Task {
@@ -163,7 +163,7 @@ impl Dump {
                 .filter_map(|minor| by_minor.get(minor).copied())
                 .collect(),
             vram_bytes: None,
-            lane: Vec::new(),
+            vram: Vec::new(),
             steps: Vec::new(),
         }
     }
@@ -299,7 +299,7 @@ impl Dump {
             }
         }
         result?;
-        self.lane_out()?;
+        self.vram_out()?;
         self.maps()?;
         let image = &self.session.image;
         if image.processes.is_empty() && image.inherited_maps == 0 {
@@ -338,7 +338,7 @@ impl Dump {
             self.in_inventory = true;
         }
         let path = criu::image_path(FILE_NAME)
-            .ok_or_else(|| failed("CRIU does not tell its image folder".into()))?;
+            .ok_or_else(|| failed("CRIU does not tell its image directory".into()))?;
         cryopod_cuda::write_json(&path, &self.session.image)
             .map_err(|error| failed(format!("cannot write {FILE_NAME}: {error}")))
     }
@@ -382,7 +382,7 @@ impl Dump {
             .filter(|pid| self.state(*pid) == Checkpointed)
             .collect();
         // Without its memory a process must not be restored.
-        restore.retain(|pid| match self.session.lane_back(*pid) {
+        restore.retain(|pid| match self.session.vram_back(*pid) {
             Ok(()) => true,
             Err(failed) => {
                 first.get_or_insert(failed);
@@ -436,10 +436,10 @@ impl Dump {
     pub fn finish(&mut self, succeeded: bool) {
         let mut good = succeeded && self.session.failed().is_none();
         let leave_running = self.session.config.leave_running;
-        if good && self.session.lane.writes && !leave_running {
+        if good && self.session.vram.writes && !leave_running {
             // Where the wrapper waited for it at post-dump, it has long been done.
-            match self.session.lane_wait() {
-                Ok(done) => self.session.lane_done = done,
+            match self.session.vram_wait() {
+                Ok(done) => self.session.vram_done = done,
                 Err(failed) => {
                     self.session.fail(failed);
                     good = false;
@@ -447,11 +447,11 @@ impl Dump {
             }
         }
         if !good {
-            // What CRIU failed of may be what the lane fails of as well, and tells better: a full disk.
-            if let Err(failed) = self.session.lane_look() {
+            // What CRIU failed of may be what the VRAM files fails of as well, and tells better: a full disk.
+            if let Err(failed) = self.session.vram_look() {
                 self.session.fail(failed);
             }
-            self.session.lane_cancel();
+            self.session.vram_cancel();
         }
         if !self.tasks.is_empty() {
             let pids: Vec<i32> = self.tasks.keys().copied().collect();

@@ -8,18 +8,18 @@
 //! * [`dump`], [`restore`]: the two operations
 //! * [`files`]: leftover device files
 //! * [`maps`]: leftover mappings of device files
-//! * [`lane`]: GPU memory that does not go through CRIU
+//! * [`vram`]: GPU memory that does not go through CRIU
 //! * [`ptrace`]: letting the driver's thread of a stopped process run
 //! * [`criu`]: what CRIU offers, looked up at run time
 
 mod criu;
 mod dump;
 mod files;
-mod lane;
-mod lane_steps;
 mod maps;
 mod restore;
 mod session;
+mod vram;
+mod vram_steps;
 
 use criu::Level;
 use cryopod_cuda::config::Operation;

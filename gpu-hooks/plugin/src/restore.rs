@@ -10,10 +10,10 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
 use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
-use cryopod_cuda::lane::{SharedBuffer, WantedRegion};
 use cryopod_cuda::procfs;
 use cryopod_cuda::protocol::{Op, Outcome, ProcessState};
 use cryopod_cuda::report::PluginOutcome;
+use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
 use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -27,15 +27,15 @@ pub struct Restore {
     pub session: Session,
     done: bool,
     killed: bool,
-    /// The agent's memory for each region of the lane.
-    lane: HashMap<String, SharedBuffer>,
+    /// The agent's memory for each region of the vram.
+    vram: HashMap<String, SharedBuffer>,
 }
 
-/// Reads the image from CRIU's image folder; `None` when there is none.
+/// Reads the image from CRIU's image directory; `None` when there is none.
 pub fn read_image() -> Result<Option<NvidiaImage>, Failed> {
     let failed = |cause: String| failure("image", None, cause);
     let path = criu::image_path(FILE_NAME)
-        .ok_or_else(|| failed("CRIU does not tell its image folder".into()))?;
+        .ok_or_else(|| failed("CRIU does not tell its image directory".into()))?;
     let file = match std::fs::File::open(&path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -56,10 +56,10 @@ impl Restore {
             record.steps.clear();
             record.host_pid = 0;
         }
-        let mut lane = HashMap::new();
+        let mut vram = HashMap::new();
         if !session.image.processes.is_empty() {
             session.connect()?;
-            lane = load_lane(&mut session)?;
+            vram = load_vram(&mut session)?;
             // Not kept: CRIU's children would inherit it.
             session.disconnect();
         }
@@ -67,7 +67,7 @@ impl Restore {
             session,
             done: false,
             killed: false,
-            lane,
+            vram,
         })
     }
 
@@ -120,7 +120,7 @@ impl Restore {
             let remedy = "this host's driver must be able to restore that of the checkpoint";
             return Err(failure_with("restore", Some(*pid), what, remedy));
         }
-        self.lane_in(&threads)?;
+        self.vram_in(&threads)?;
         let limit_ms = self.session.config.step_timeout_ms;
         let gpu_map = self.session.config.gpu_map.clone();
         self.step(Step::Restore, &threads, |pid| Op::Restore {
@@ -129,8 +129,8 @@ impl Restore {
             limit_ms,
         })?;
         // The driver has copied it to the GPU and let go of it.
-        for buffer in std::mem::take(&mut self.lane).into_values() {
-            self.session.lane_drop(buffer.id);
+        for buffer in std::mem::take(&mut self.vram).into_values() {
+            self.session.vram_drop(buffer.id);
         }
         let running: Vec<i32> = self
             .session
@@ -147,13 +147,13 @@ impl Restore {
         self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
     }
 
-    /// The lane's memory into the processes, once all of it has been read.
-    fn lane_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
-        if self.lane.is_empty() {
+    /// the VRAM files' memory into the processes, once all of it has been read.
+    fn vram_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
+        if self.vram.is_empty() {
             return Ok(());
         }
         let start = Instant::now();
-        if let Some(done) = self.session.lane_wait()? {
+        if let Some(done) = self.session.vram_wait()? {
             let text = format!(
                 "{} MiB of GPU memory read in {} ms, of which {} ms were waited for",
                 done.facts.bytes >> 20,
@@ -161,19 +161,19 @@ impl Restore {
                 start.elapsed().as_millis()
             );
             criu::log(Level::Info, &text);
-            self.session.lane_done = Some(done);
+            self.session.vram_done = Some(done);
         }
         for Thread { pid, tid } in threads {
             let start = Instant::now();
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
                 continue;
             };
-            for buffer in record.lane.clone() {
-                let missing = || failure("lane", Some(*pid), "its memory was not read");
-                let shared = self.lane.get(&buffer.region).ok_or_else(missing)?.clone();
+            for buffer in record.vram.clone() {
+                let missing = || failure("vram", Some(*pid), "its memory was not read");
+                let shared = self.vram.get(&buffer.region).ok_or_else(missing)?.clone();
                 self.session
-                    .lane_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
-                let what = format!("process {pid}: lane in {} ms", start.elapsed().as_millis());
+                    .vram_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
+                let what = format!("process {pid}: vram in {} ms", start.elapsed().as_millis());
                 criu::log(Level::Info, &what);
             }
         }
@@ -231,13 +231,13 @@ impl Restore {
     }
 }
 
-/// Has the agent begin to read the lane, while CRIU restores everything else.
-fn load_lane(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Failed> {
+/// Has the agent begin to read the VRAM files, while CRIU restores everything else.
+fn load_vram(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Failed> {
     let records = session
         .image
         .processes
         .iter()
-        .flat_map(|record| &record.lane);
+        .flat_map(|record| &record.vram);
     let regions: Vec<WantedRegion> = records
         .map(|buffer| WantedRegion {
             name: buffer.region.clone(),
@@ -248,10 +248,14 @@ fn load_lane(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Fai
         return Ok(HashMap::new());
     }
     let names: Vec<String> = regions.iter().map(|region| region.name.clone()).collect();
-    let config = session.config.lane.clone().unwrap_or_default();
-    let dir = config.folder.clone().or_else(crate::lane::image_folder);
-    let dir = dir.ok_or_else(|| failure("image", None, "CRIU does not tell its image folder"))?;
-    let op = Op::LaneLoad {
+    let config = session.config.vram.clone().unwrap_or_default();
+    let dir = config
+        .directory
+        .clone()
+        .or_else(crate::vram::image_directory);
+    let dir =
+        dir.ok_or_else(|| failure("image", None, "CRIU does not tell its image directory"))?;
+    let op = Op::VramLoad {
         dir,
         regions,
         config,
@@ -261,9 +265,9 @@ fn load_lane(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Fai
         Some(Outcome::Buffers(buffers)) if buffers.len() == names.len() => {
             Ok(names.into_iter().zip(buffers).collect())
         }
-        Some(Outcome::Error(error)) => Err(failure("lane", None, error.message)),
+        Some(Outcome::Error(error)) => Err(failure("vram", None, error.message)),
         other => Err(failure(
-            "lane",
+            "vram",
             None,
             format!("unexpected answer {other:?}"),
         )),

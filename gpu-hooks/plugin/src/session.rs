@@ -2,16 +2,16 @@
 //! driver calls that overlap, and the report.
 
 use crate::criu::{self, Level};
-use crate::lane::Lane;
+use crate::vram::Vram;
 use cryopod_cuda::client::{Client, ClientError};
 use cryopod_cuda::config::{self, Operation, PluginConfig};
 use cryopod_cuda::image::{NvidiaImage, ProcessRecord};
 use cryopod_cuda::inject::SUPPORTED;
-use cryopod_cuda::lane::LaneDone;
 use cryopod_cuda::procfs;
 use cryopod_cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
 use cryopod_cuda::released::{Attention, Released, is_ours};
 use cryopod_cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
+use cryopod_cuda::vram::VramDone;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::Path;
@@ -71,7 +71,7 @@ pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
         ErrorKind::Busy
         | ErrorKind::NoProcess
         | ErrorKind::Driver
-        | ErrorKind::Lane
+        | ErrorKind::Vram
         | ErrorKind::BadRequest => {
             return None;
         }
@@ -85,9 +85,9 @@ pub struct Session {
     /// The image, being written or read.
     pub image: NvidiaImage,
     /// GPU memory that does not go through CRIU.
-    pub lane: Lane,
+    pub vram: Vram,
     /// What the agent wrote.
-    pub lane_done: Option<LaneDone>,
+    pub vram_done: Option<VramDone>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -105,9 +105,9 @@ pub fn read_config(
             "let cryopod-runtime start CRIU",
         )
     };
-    let folder = criu::own_folder(own_symbol)
+    let directory = criu::own_directory(own_symbol)
         .ok_or_else(|| failed("cannot tell where this plugin was loaded from".into()))?;
-    let path = folder.join(config::FILE_NAME);
+    let path = directory.join(config::FILE_NAME);
     let config = PluginConfig::read(&path)
         .map_err(|error| failed(format!("{}: {error}", path.display())))?;
     if config.operation != operation {
@@ -121,7 +121,7 @@ pub fn read_config(
 }
 
 impl Session {
-    /// Asks the agent one thing about the lane.
+    /// Asks the agent one thing about the vram.
     ///
     /// # Errors
     /// What the agent says, or that it is gone.
@@ -130,8 +130,8 @@ impl Session {
         let reply = self
             .batch(vec![op], &mut [])?
             .pop()
-            .ok_or_else(|| failure("lane", pid, "no answer"))?;
-        match reply_failure("lane", pid.unwrap_or_default(), &reply.outcome) {
+            .ok_or_else(|| failure("vram", pid, "no answer"))?;
+        match reply_failure("vram", pid.unwrap_or_default(), &reply.outcome) {
             Some(mut failed) => {
                 failed.pid = pid;
                 if pid.is_none() {
@@ -148,8 +148,8 @@ impl Session {
         Self {
             config,
             image,
-            lane: Lane::default(),
-            lane_done: None,
+            vram: Vram::default(),
+            vram_done: None,
             client: None,
             failed: None,
         }
@@ -232,7 +232,7 @@ impl Session {
     /// The driver cannot be stopped half-way, so this waits for every answer even when one is an
     /// error; an answer that does not come in time is an error of the whole batch.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
-        let lane = self.config.lane.clone().unwrap_or_default();
+        let vram = self.config.vram.clone().unwrap_or_default();
         let watching = released.iter().any(Released::is_watched);
         let mut dropped = Vec::new();
         let Some(client) = self.client.as_mut() else {
@@ -263,10 +263,10 @@ impl Session {
                 };
                 busy = true;
                 if bytes > 0 {
-                    let op = Op::LanePrepare {
+                    let op = Op::VramPrepare {
                         pid: thread.ids().0,
                         bytes,
-                        threads: lane.threads(),
+                        threads: vram.threads(),
                         limit_ms: 0,
                     };
                     let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
@@ -281,8 +281,8 @@ impl Session {
                     if let Some((i, bytes, since)) = held.remove(&reply.id) {
                         let thread = &mut released[i];
                         let unused = self
-                            .lane
-                            .answer(&lane, thread, bytes, since, &reply.outcome);
+                            .vram
+                            .answer(&vram, thread, bytes, since, &reply.outcome);
                         dropped.extend(unused);
                     }
                 }
@@ -305,7 +305,7 @@ impl Session {
             }
         }
         for id in dropped {
-            self.lane_drop(id);
+            self.vram_drop(id);
         }
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
     }
@@ -341,12 +341,12 @@ impl Session {
         op: impl Fn(i32) -> Op,
     ) -> Result<(Vec<Reply>, Option<String>), Failed> {
         // Only the checkpoint's memory is of interest.
-        let lane = self
+        let vram = self
             .config
-            .lane
+            .vram
             .as_ref()
             .filter(|_| step == "checkpoint" && SUPPORTED);
-        let mut released = release(step, threads, lane.map(|lane| lane.min_bytes))?;
+        let mut released = release(step, threads, vram.map(|vram| vram.min_bytes))?;
         let ops = threads.iter().map(|thread| op(thread.pid)).collect();
         let result = self.batch(ops, &mut released);
         let not_stopped = stop(released);
@@ -374,8 +374,8 @@ impl Session {
             error: self.failed.as_deref().cloned().or_else(theirs),
             processes: self.image.processes.clone(),
             files: self.image.files.len(),
-            lane: self.lane_done.clone(),
-            lane_left_out: self.lane.left_out.clone(),
+            vram: self.vram_done.clone(),
+            vram_left_out: self.vram.left_out.clone(),
         };
         write_json(path, &report);
     }
@@ -395,21 +395,21 @@ fn limit_of(op: &Op) -> Duration {
         Op::Hello
         | Op::Commit
         | Op::Keep
-        | Op::LaneReserve { .. }
-        | Op::LanePlaced { .. }
-        | Op::LaneDrop { .. }
-        | Op::LaneWrite { .. }
-        | Op::LaneLoad { .. }
-        | Op::LaneCancel => QUERY_MS,
+        | Op::VramReserve { .. }
+        | Op::VramPlaced { .. }
+        | Op::VramDrop { .. }
+        | Op::VramWrite { .. }
+        | Op::VramLoad { .. }
+        | Op::VramCancel => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
         Op::Find { limit_ms, .. }
         | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. }
-        | Op::LanePrepare { limit_ms, .. }
-        | Op::LaneCopy { limit_ms, .. }
-        | Op::LaneWait { limit_ms } => *limit_ms,
+        | Op::VramPrepare { limit_ms, .. }
+        | Op::VramCopy { limit_ms, .. }
+        | Op::VramWait { limit_ms } => *limit_ms,
     })
 }
 

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use cryopod_cuda::report::AgentReady;
 
 use crate::config::{Config, Nvidia};
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::plugins::NVIDIA_PLUGIN;
 
-/// The agent's socket in the operation's folder.
+/// The agent's socket in the operation's directory.
 pub const SOCKET: &str = "driver.sock";
-/// The agent's report in the operation's folder.
+/// The agent's report in the operation's directory.
 pub const REPORT: &str = "agent-report.json";
 /// How long the agent may take to put processes back in order when the operation is over.
 const GOODBYE: Duration = Duration::from_secs(300);

@@ -30,7 +30,7 @@ pub enum Verb {
 /// Flags in front of the verb.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Globals {
-    /// `--root`: the folder of container states.
+    /// `--root`: the directory of container states.
     pub root: Option<PathBuf>,
     /// `--log`: where errors go.
     pub log: Option<PathBuf>,

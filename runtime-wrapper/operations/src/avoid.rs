@@ -71,7 +71,7 @@ pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// `--bundle DIR`, `-b DIR` and their other spellings; else the working folder.
+/// `--bundle DIR`, `-b DIR` and their other spellings; else the working directory.
 fn bundle_of(args: &[OsString], verb_at: usize) -> PathBuf {
     let mut found = PathBuf::from(".");
     let mut args = args.iter().skip(verb_at + 1);

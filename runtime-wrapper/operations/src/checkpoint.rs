@@ -1,7 +1,7 @@
-//! `checkpoint`: plan, freeze, seal.
+//! `checkpoint`: plan, freeze, metadata.
 //!
 //! Everything that can go wrong for a reason known beforehand goes wrong before the container is frozen. The
-//! seal is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
+//! metadata is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
 //! cannot be written, the container runs on.
 
 use std::ffi::OsString;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
-use cryopod_archive::seal::{ContainerFacts, Seal, SealSlot, Timings};
+use cryopod_archive::metadata::{ContainerFacts, Metadata, MetadataSlot, Timings};
 use cryopod_archive::{handover, names};
 use cryopod_cuda::report::AgentReady;
 use cryopod_cuda::sharing;
@@ -25,17 +25,17 @@ use cryopod_host::programs::{SystemTools, Tools};
 use serde_json::Value;
 
 use crate::argv::Invocation;
-use crate::around::{self, Around, Bundle};
 use crate::child::{self, Ended, Watch};
 use crate::context::Context;
 use crate::error::Error;
-use crate::foresee::Prospect;
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::reasons::Before;
+use crate::restore_here::Prospect;
 use crate::runtime_log::RuntimeLog;
 use crate::state::{self, State};
+use crate::surroundings::{self, Bundle, Surroundings};
 use crate::suspended::Record;
-use crate::{facts, frozen, lane, log, lsm, passthrough, plugins, rootfs, store};
+use crate::{facts, frozen, log, lsm, passthrough, plugins, rootfs, store, vram};
 
 /// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
 ///
@@ -102,8 +102,8 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         spec: &spec,
         mounts: &mounts,
     };
-    let (around, hazards) =
-        around::checkpoint(ctx, inv, &host, &tools, bundle, state.init, &scan, &criu)?;
+    let (surroundings, hazards) =
+        surroundings::checkpoint(ctx, inv, &host, &tools, bundle, state.init, &scan, &criu)?;
     let (plan, mut refusals) =
         plan::checkpoint(&host, nodes, state.init, &scan, &plugins, sharing)?;
     refusals.extend(hazards);
@@ -125,8 +125,15 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if !refusals.is_empty() {
         // The driver is not asked any more; what can be told without it is told with the rest.
         if !inv.flags.has("pre-dump") {
-            let seal = sealed(&setup, &host, &plan, &around, None, low_version.clone());
-            refusals.extend(prospect.refusals(&seal, None)?);
+            let metadata = recorded(
+                &setup,
+                &host,
+                &plan,
+                &surroundings,
+                None,
+                low_version.clone(),
+            );
+            refusals.extend(prospect.refusals(&metadata, None)?);
         }
         return Err(PlanError::Refused(refusals).into());
     }
@@ -138,7 +145,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         host: &host,
         state,
         plan: &plan,
-        around,
+        surroundings,
         carried,
         store,
         started,
@@ -173,7 +180,7 @@ struct Job<'a> {
     host: &'a Host,
     state: State,
     plan: &'a CheckpointPlan,
-    around: Around,
+    surroundings: Surroundings,
     /// The container's changes of files go with the checkpoint.
     carried: bool,
     /// The store that the large files go to.
@@ -197,18 +204,25 @@ impl Job<'_> {
         };
         let op = Operation::new()?;
         let images = ImageDir::ready(self.inv.image_path())?;
-        // A pre-dump is no checkpoint that could be restored: nothing to seal.
+        // A pre-dump is no checkpoint that could be restored: nothing to metadata.
         let mut slot = match pre_dump {
             true => None,
-            false => Some(SealSlot::reserve(&images.path)?),
+            false => Some(MetadataSlot::reserve(&images.path)?),
         };
-        let ready = setup.checkpoint(&op, self.plan, pre_dump, &self.around.extra)?;
+        let ready = setup.checkpoint(&op, self.plan, pre_dump, &self.surroundings.extra)?;
         let users = self.plan.users_of(Vendor::Nvidia);
         let said = ready.agent.as_ref().map(|a| &a.ready);
         let low_version = ready.low_version.clone();
-        let mut seal = sealed(setup, self.host, self.plan, &self.around, said, low_version);
+        let mut metadata = recorded(
+            setup,
+            self.host,
+            self.plan,
+            &self.surroundings,
+            said,
+            low_version,
+        );
         let fits = match said {
-            Some(said) => lane::room(
+            Some(said) => vram::room(
                 &setup.ctx.config,
                 setup.spec,
                 self.state.init,
@@ -219,7 +233,7 @@ impl Job<'_> {
         };
         let fits = fits.and_then(|()| match pre_dump {
             true => Ok(()),
-            false => prospect.settled(&seal, said),
+            false => prospect.settled(&metadata, said),
         });
         if let Err(error) = fits {
             // The agent is ended, and nothing was touched.
@@ -227,7 +241,7 @@ impl Job<'_> {
             return Err(error);
         }
         if let (Some(agent), false) = (&ready.agent, pre_dump) {
-            lane::reserve(
+            vram::reserve(
                 &setup.ctx.config,
                 setup.spec,
                 &op,
@@ -238,7 +252,7 @@ impl Job<'_> {
         }
         let watch = Watch {
             kind: child::Kind::Checkpoint,
-            gate: &ready.gate,
+            action_script: &ready.action_script,
             limit: ready.limit,
             abort_limit: Duration::from_secs(self.ctx.config.limits.abort_s),
             abort_file: op.file(crate::setup::ABORT_FILE),
@@ -246,13 +260,13 @@ impl Job<'_> {
             agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
         };
         let whole_limit = watch.limit;
-        let mut sealing = None;
+        let mut recording = None;
         let before = Before::note(
             self.inv.work_path().join(names::DUMP_LOG),
             &self.inv.globals,
         );
         let dump_started = Instant::now();
-        seal.timings.plan_us = micros(dump_started - self.started);
+        metadata.timings.plan_us = micros(dump_started - self.started);
         let mut args = self.line(ready.low_version.as_deref());
         let runtime_log = RuntimeLog::apart(&op, &self.ctx.low, self.inv, &mut args);
         let ended = child::run(
@@ -264,13 +278,13 @@ impl Job<'_> {
             &mut |stage| {
                 if stage != "post-dump" {
                     // From the first question on the plugin knows that there will be this last one.
-                    let _ = std::fs::write(op.file(lane::GATE_FILE), "");
+                    let _ = std::fs::write(op.file(vram::ACTION_SCRIPT_FILE), "");
                     return true;
                 }
                 if !setup.locked.is_empty()
                     && let Err(e) = frozen::restored_thawed(&images.path)
                 {
-                    sealing = Some(format!("cgroup.img: {e}"));
+                    recording = Some(format!("cgroup.img: {e}"));
                     return false;
                 }
                 let Some(this) = slot.take() else { return true };
@@ -283,19 +297,19 @@ impl Job<'_> {
                         &images.path,
                     )
                 {
-                    sealing = Some(e.to_string());
+                    recording = Some(e.to_string());
                     return false;
                 }
-                seal.timings.dump_us = micros(dump_started.elapsed());
-                seal.gpu.plugin_report = plugin_report(&images.path);
-                // A container that goes on running need not wait for the lane; the seal does.
+                metadata.timings.dump_us = micros(dump_started.elapsed());
+                metadata.gpu.plugin_report = plugin_report(&images.path);
+                // A container that goes on running need not wait for the VRAM files; the metadata does.
                 let limit = if leave_running {
                     Duration::ZERO
                 } else {
                     watch.limit
                 };
-                let sealed = match lane::note(&op, limit, dump_started, &mut seal) {
-                    Ok(true) => this.commit(&seal).map_err(|e| e.to_string()),
+                let recorded = match vram::note(&op, limit, dump_started, &mut metadata) {
+                    Ok(true) => this.commit(&metadata).map_err(|e| e.to_string()),
                     Ok(false) if leave_running => {
                         slot = Some(this);
                         Ok(())
@@ -303,16 +317,16 @@ impl Job<'_> {
                     Ok(false) => Err("the GPU memory was not written in time".into()),
                     Err(e) => Err(e),
                 };
-                sealing = sealed.err();
-                sealing.is_none()
+                recording = recorded.err();
+                recording.is_none()
             },
         )?;
-        if ended.code == 0 && sealing.is_none() && slot.is_some() {
-            // The lane of a container that runs again; or a runtime whose CRIU does not ask (its environment was
+        if ended.code == 0 && recording.is_none() && slot.is_some() {
+            // The VRAM files of a container that runs again; or a runtime whose CRIU does not ask (its environment was
             // cleared).
-            seal.gpu.plugin_report = plugin_report(&images.path);
-            let written = lane::note(&op, watch.limit, dump_started, &mut seal);
-            sealing = match written {
+            metadata.gpu.plugin_report = plugin_report(&images.path);
+            let written = vram::note(&op, watch.limit, dump_started, &mut metadata);
+            recording = match written {
                 Ok(true) => None,
                 Ok(false) => Some("the GPU memory was not written in time".into()),
                 Err(e) => Some(e),
@@ -323,15 +337,15 @@ impl Job<'_> {
         if ended.killed {
             self.thaw(setup.tools);
         }
-        if ended.code == 0 && sealing.is_none() {
+        if ended.code == 0 && recording.is_none() {
             if let Some(slot) = slot.take() {
-                slot.commit(&seal)?;
+                slot.commit(&metadata)?;
             }
             // `cryopod export` makes an archive of all.
-            if let (false, false, Some(folder)) =
+            if let (false, false, Some(directory)) =
                 (pre_dump, handover::asked(&images.path), &self.store)
             {
-                store::put(folder, &images.path, &seal, whole_limit);
+                store::put(directory, &images.path, &metadata, whole_limit);
             }
             if let Err(e) = handover::after_checkpoint(&images.path) {
                 tracing::warn!("the large files are not moved aside: {e}");
@@ -344,17 +358,17 @@ impl Job<'_> {
         }
         let said = runtime_log.as_ref().filter(|_| ended.code != 0);
         let said = said.and_then(RuntimeLog::own_error);
-        // Asked while the seal's place still takes up its room.
+        // Asked while the metadata's place still takes up its room.
         let full = facts::full_disk(&images.path);
         drop(slot);
         if !ended.passed || self.alive() {
-            // No seal under a checkpoint that failed.
-            let _ = std::fs::remove_file(images.path.join(names::SEAL));
+            // No metadata under a checkpoint that failed.
+            let _ = std::fs::remove_file(images.path.join(names::METADATA));
         }
         let denied = before
             .criu_log()
-            .and_then(|log| lsm::denial(self.host, log, &self.around.lsm));
-        let reasons = sealing.into_iter().chain(finished.reasons());
+            .and_then(|log| lsm::denial(self.host, log, &self.surroundings.lsm));
+        let reasons = recording.into_iter().chain(finished.reasons());
         let reasons = reasons.chain(full).chain(denied).chain(said).collect();
         log::error(&self.explain(&ended, reasons, &before));
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
@@ -380,8 +394,8 @@ impl Job<'_> {
     /// The command line, with the flags that CRIU's options need.
     fn line(&self, low_version: Option<&str>) -> Vec<OsString> {
         let kind = self.ctx.low.kind;
-        let newer = around::newer_runc(kind, low_version);
-        let options = &self.around.extra.options;
+        let newer = surroundings::newer_runc(kind, low_version);
+        let options = &self.surroundings.extra.options;
         let flags = options.flags(kind, newer, true, &self.inv.flags);
         crate::setup::with_flags(&self.ctx.args, self.inv.verb_at, &flags)
     }
@@ -420,15 +434,15 @@ impl Job<'_> {
     }
 }
 
-/// What is sealed, but for what the dump itself adds.
-fn sealed(
+/// What is recorded, but for what the dump itself adds.
+fn recorded(
     setup: &crate::setup::Setup<'_>,
     host: &Host,
     plan: &CheckpointPlan,
-    around: &Around,
+    surroundings: &Surroundings,
     agent: Option<&AgentReady>,
     low_version: Option<String>,
-) -> Seal {
+) -> Metadata {
     let mut gpu = plan.gpu.clone();
     remap::complete(&mut gpu, setup.spec);
     if let Some(agent) = agent {
@@ -440,8 +454,8 @@ fn sealed(
         nvidia_compat::enrich(&mut gpu.gpus, &agent.gpus);
         nvidia_compat::note_use(&mut gpu.processes, &agent.users);
     }
-    Seal {
-        schema: Seal::current_schema(),
+    Metadata {
+        schema: Metadata::current_schema(),
         cryopod: env!("CARGO_PKG_VERSION").into(),
         created: facts::rfc3339(SystemTime::now()),
         container: ContainerFacts {
@@ -452,9 +466,9 @@ fn sealed(
         },
         host: facts::host(host, Some(setup.criu)),
         gpu,
-        mounts: around.mounts.clone(),
-        criu: around.criu.clone(),
-        lsm: around.lsm.clone(),
+        mounts: surroundings.mounts.clone(),
+        criu: surroundings.criu.clone(),
+        lsm: surroundings.lsm.clone(),
         timings: Timings::default(),
         extra: serde_json::Map::new(),
     }
@@ -485,7 +499,7 @@ impl Drop for Thawed<'_> {
     }
 }
 
-/// What the plugin wrote into the image folder, as it is.
+/// What the plugin wrote into the image directory, as it is.
 fn plugin_report(images: &Path) -> Value {
     std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
         .ok()
@@ -502,7 +516,7 @@ pub fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// The image folder: made if it is missing, and removed again if it was made for nothing.
+/// The image directory: made if it is missing, and removed again if it was made for nothing.
 struct ImageDir {
     path: PathBuf,
     made: bool,
@@ -513,13 +527,13 @@ impl ImageDir {
         use std::os::unix::fs::DirBuilderExt;
         if path.exists() && !path.is_dir() {
             return Err(Error::Failed(format!(
-                "{}: the image path is not a folder; name another one. Nothing was touched",
+                "{}: the image path is not a directory; name another one. Nothing was touched",
                 path.display()
             )));
         }
         let made = !path.exists();
         if made {
-            let what = format!("{}: the image folder cannot be made", path.display());
+            let what = format!("{}: the image directory cannot be made", path.display());
             std::fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)

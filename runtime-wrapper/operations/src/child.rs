@@ -1,6 +1,6 @@
 //! The low-level runtime as a child, watched until it ends.
 //!
-//! The child dies with this process, signals reach it, CRIU's questions are answered ([`Gate`]), and no wait is
+//! The child dies with this process, signals reach it, CRIU's questions are answered ([`ActionScript`]), and no wait is
 //! without a limit. A checkpoint that is interrupted is not killed: CRIU is in the middle of the container's
 //! processes, and only CRIU can leave them as they were. It is told no at its next question, resumes the
 //! container and ends; only if it does not is it killed.
@@ -21,10 +21,10 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
+use crate::action_script::ActionScript;
 use crate::error::Error;
-use crate::gate::Gate;
 use crate::lowlevel::LowLevel;
-use crate::widowed::{Criu, is_criu};
+use crate::stuck_restore::{Criu, is_criu};
 
 /// Signals that interrupt an operation.
 const INTERRUPTS: [Signal; 4] = [
@@ -65,14 +65,14 @@ pub struct Watch<'a> {
     /// The operation.
     pub kind: Kind,
     /// Where CRIU asks.
-    pub gate: &'a Gate,
+    pub action_script: &'a ActionScript,
     /// Time for the whole operation.
     pub limit: Duration,
     /// Time for an interrupted operation to give up by itself.
     pub abort_limit: Duration,
     /// Made when the operation is interrupted or refused: the plugin looks for it.
     pub abort_file: PathBuf,
-    /// The folder that a checkpoint writes to: as long as it grows, CRIU is not stuck.
+    /// The directory that a checkpoint writes to: as long as it grows, CRIU is not stuck.
     pub images: Option<PathBuf>,
     /// The driver agent, which puts processes back when all else has failed: never killed here.
     pub agent: Option<i32>,
@@ -90,7 +90,7 @@ pub struct Ended {
     /// CRIU did not end in time and was killed: it could not leave the container as it was.
     pub killed: bool,
     /// The processes that CRIU restored were killed under its hands, and it was then itself.
-    pub bereft: bool,
+    pub lost_processes: bool,
 }
 
 /// The signals that an operation watches, from its first step on; before that they end the process as ever.
@@ -165,7 +165,7 @@ pub fn run(
         written: 0,
         escalated: false,
         killed: false,
-        bereft: false,
+        lost_processes: false,
         code: None,
         criu: Criu::default(),
     };
@@ -175,7 +175,7 @@ pub fn run(
         interrupted: watcher.interrupted,
         passed: watcher.passed,
         killed: watcher.killed,
-        bereft: watcher.bereft,
+        lost_processes: watcher.lost_processes,
     })
 }
 
@@ -234,7 +234,7 @@ struct Watcher<'a> {
     written: u64,
     escalated: bool,
     killed: bool,
-    bereft: bool,
+    lost_processes: bool,
     code: Option<i32>,
     /// Of a restore.
     criu: Criu,
@@ -256,7 +256,10 @@ impl Watcher<'_> {
             }
             let mut fds = [
                 PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN),
-                PollFd::new(self.watch.gate.listener().as_fd(), PollFlags::POLLIN),
+                PollFd::new(
+                    self.watch.action_script.listener().as_fd(),
+                    PollFlags::POLLIN,
+                ),
             ];
             // A second at most: an orphan's end is not always signalled.
             let pause = self
@@ -271,7 +274,7 @@ impl Watcher<'_> {
                 self.signal(signal);
             }
             self.questions(decide);
-            self.widowed();
+            self.stuck_restore();
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 cut_off = self.patience_ends();
             }
@@ -340,7 +343,7 @@ impl Watcher<'_> {
             ..
         } = self;
         let last = watch.kind.final_stage();
-        watch.gate.answer(|stage| {
+        watch.action_script.answer(|stage| {
             if watch.kind != Kind::Checkpoint {
                 criu.find(this_process());
             }
@@ -364,17 +367,18 @@ impl Watcher<'_> {
     }
 
     /// What waits for a CRIU that was killed would keep the runtime waiting, as would a CRIU for what was killed.
-    fn widowed(&mut self) {
+    fn stuck_restore(&mut self) {
         if self.code.is_some() {
             return;
         }
         if self.criu.end_waiting(this_process()) {
             // Whatever CRIU was told before: there is no container.
             self.passed = false;
-            self.bereft = true;
+            self.lost_processes = true;
             self.interrupt("the container's processes were killed in the middle of it, and CRIU waited for their end in vain; see the kernel's log for why, memory that ran out for one");
         }
-        if !self.passed && self.criu.end_widowed(this_process()) && self.interrupted.is_none() {
+        if !self.passed && self.criu.end_stuck_restore(this_process()) && self.interrupted.is_none()
+        {
             self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
         }
     }
@@ -391,7 +395,7 @@ impl Watcher<'_> {
         }
         self.deadline = Some(Instant::now() + self.watch.abort_limit);
         // CRIU writing out a large memory asks nothing for long, and is not stuck.
-        let written = self.watch.images.as_deref().map_or(0, size_of_folder);
+        let written = self.watch.images.as_deref().map_or(0, size_of_directory);
         if written > self.written {
             self.written = written;
             return false;
@@ -416,7 +420,7 @@ impl Watcher<'_> {
     }
 }
 
-fn size_of_folder(dir: &std::path::Path) -> u64 {
+fn size_of_directory(dir: &std::path::Path) -> u64 {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
 }

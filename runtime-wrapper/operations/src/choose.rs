@@ -1,7 +1,7 @@
 //! Which GPUs a restore uses: everything that is known, put together for [`gpumap::decide`], and where every device node
 //! then leads.
 
-use cryopod_archive::seal::{Gpu, GpuFacts, Seal};
+use cryopod_archive::metadata::{Gpu, GpuFacts, Metadata};
 use cryopod_cuda::gpu::GpuPair;
 use cryopod_cuda::nvidia;
 use cryopod_cuda::protocol::AgentGpu;
@@ -56,14 +56,14 @@ pub struct Given {
 pub fn choose(
     host: &Host,
     config: &Config,
-    seal: &Seal,
+    metadata: &Metadata,
     spec: &Spec,
     agent: Option<&AgentReady>,
     given: Given,
 ) -> Result<Chosen, Error> {
     let wish = wish(config, spec)?;
     let ceiling = config.ceiling(host, spec);
-    let mut situation = situation(&ceiling, seal, agent);
+    let mut situation = situation(&ceiling, metadata, agent);
     // The configuration's own map is the administrator's word.
     if spec.annotation(gpumap::ANNOTATION).is_some() {
         let here = &situation.here;
@@ -94,7 +94,7 @@ pub fn choose(
         tracing::info!("GPU {old} is restored on {new}: {why}");
     }
     gpus.extend(given.amd.unwrap_or_default());
-    let remap = remap::remap(&ceiling, &seal.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
+    let remap = remap::remap(&ceiling, &metadata.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
     Ok(Chosen { gpus, remap })
 }
 
@@ -137,15 +137,15 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
         .map_err(|e| Error::Failed(format!("{}: {e}", gpumap::ANNOTATION)))
 }
 
-fn situation(ceiling: &Ceiling<'_>, seal: &Seal, agent: Option<&AgentReady>) -> Situation {
+fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentReady>) -> Situation {
     let host = ceiling.host;
-    let recorded = inventory::recorded(&seal.gpu);
+    let recorded = inventory::recorded(&metadata.gpu);
     // GPUs that the checkpoint knows by their nodes alone are looked for among nodes: the driver's library tells no
     // nodes.
     let by_id = |g: &Gpu| g.vendor == Vendor::Nvidia && g.id.starts_with("GPU-");
     let by_node = !recorded.iter().any(by_id);
     let mut here: Vec<Gpu> = Vec::new();
-    for vendor in &seal.gpu.vendors {
+    for vendor in &metadata.gpu.vendors {
         here.extend(match vendor {
             Vendor::Nvidia if !by_node => nvidia_here(host, agent),
             _ => inventory::here(host, *vendor),
@@ -154,11 +154,11 @@ fn situation(ceiling: &Ceiling<'_>, seal: &Seal, agent: Option<&AgentReady>) -> 
     let said = agent.map_or(&[][..], |a| &a.gpus);
     Situation {
         recorded,
-        offered: gpumap::offered(ceiling, &seal.gpu, &here),
+        offered: gpumap::offered(ceiling, &metadata.gpu, &here),
         here,
         refused: std::collections::BTreeMap::new(),
         free: Found::free_of(said),
-        need: nvidia_compat::need(&seal.gpu).gpus,
+        need: nvidia_compat::need(&metadata.gpu).gpus,
         any_model: false,
     }
 }

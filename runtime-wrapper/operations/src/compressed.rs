@@ -11,10 +11,10 @@ use crate::facts::{self, Criu};
 /// The first CRIU that reads compressed pages.
 const FIRST: [u32; 2] = [4, 3];
 
-/// Why images in this folder cannot be restored by this CRIU; `None` if their pages are plain, or it can.
-pub fn refusal(folder: &Path, criu: Option<&Criu>) -> Option<Refusal> {
+/// Why images in this directory cannot be restored by this CRIU; `None` if their pages are plain, or it can.
+pub fn refusal(directory: &Path, criu: Option<&Criu>) -> Option<Refusal> {
     // What is wrong with the image itself CRIU says.
-    let inventory = std::fs::read(folder.join(names::CRIU_INVENTORY)).ok()?;
+    let inventory = std::fs::read(directory.join(names::CRIU_INVENTORY)).ok()?;
     of_inventory(&inventory, criu)
 }
 

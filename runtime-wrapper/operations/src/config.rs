@@ -12,9 +12,9 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
-pub mod lane;
 pub mod rootfs;
 pub mod store;
+pub mod vram;
 
 /// The key under `[checks]` for the privileges in the images.
 pub const PRIVILEGES_CHECK: &str = "privileges";
@@ -63,8 +63,8 @@ pub struct Config {
     pub mounts: Mounts,
     /// `[hooks]`.
     pub hooks: Hooks,
-    /// `[lane]`.
-    pub lane: lane::Options,
+    /// `[vram]`.
+    pub vram: vram::Options,
     /// `[rootfs]`.
     pub rootfs: rootfs::Options,
     /// `[store]`.
@@ -87,15 +87,15 @@ pub struct Runtime {
 pub struct Criu {
     /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
     pub options: BTreeMap<String, CriuValue>,
-    /// Folders in which the annotation `org.criu.config` may name a file.
-    pub config_folders: Vec<PathBuf>,
+    /// Directories in which the annotation `org.criu.config` may name a file.
+    pub config_directories: Vec<PathBuf>,
 }
 
 impl Default for Criu {
     fn default() -> Self {
         Self {
             options: BTreeMap::new(),
-            config_folders: vec!["/etc/criu".into()],
+            config_directories: vec!["/etc/criu".into()],
         }
     }
 }
@@ -118,7 +118,7 @@ pub enum CriuValue {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mounts {
-    /// Folders and files of the host that a restore may mount into a container whose spec does not name them, beside
+    /// Directories and files of the host that a restore may mount into a container whose spec does not name them, beside
     /// the places of GPU drivers.
     pub allow: Vec<PathBuf>,
 }
@@ -170,8 +170,8 @@ pub struct Nvidia {
     /// How long a process's running GPU work may take to finish before the checkpoint gives up, in
     /// milliseconds.
     pub lock_timeout_ms: Option<u64>,
-    /// Whether GPU memory goes by the lane: `auto`, `on`, `off`; the annotation `dev.cryopod.lane` comes before it.
-    pub lane: lane::Mode,
+    /// Whether GPU memory goes by the vram: `auto`, `on`, `off`; the annotation `dev.cryopod.vram` comes before it.
+    pub vram: vram::Mode,
     /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`; the annotation
     /// `dev.cryopod.gpu.sharing` comes before it.
     pub sharing: sharing::Policy,
@@ -250,10 +250,10 @@ impl Config {
         }
     }
 
-    /// Folders in which checkpoints are searched that others build upon, and the large files of checkpoints.
+    /// Directories in which checkpoints are searched that others build upon, and the large files of checkpoints.
     pub fn search(&self) -> Vec<PathBuf> {
-        let parents = self.lane.parents.iter().cloned();
-        parents.chain(self.store.folders()).collect()
+        let parents = self.vram.parents.iter().cloned();
+        parents.chain(self.store.directories()).collect()
     }
 
     /// How far archives and annotations may reach.
@@ -264,7 +264,7 @@ impl Config {
             lifts: Lifts {
                 other_gpus: self.gpu.allow_others,
                 mounts: &self.mounts.allow,
-                criu_folders: &self.criu.config_folders,
+                criu_directories: &self.criu.config_directories,
             },
         }
     }
@@ -293,9 +293,9 @@ impl Config {
         let config: Self =
             toml::from_str(text).map_err(|e| invalid(e.to_string().trim().to_owned()))?;
         config
-            .lane
+            .vram
             .config()
-            .map_err(|e| invalid(format!("lane: {e}")))?;
+            .map_err(|e| invalid(format!("vram: {e}")))?;
         let l = &config.limits;
         for (key, value) in [
             ("checkpoint_s", l.checkpoint_s),
@@ -323,14 +323,14 @@ impl Config {
                 path.display()
             )));
         }
-        let folders = &config.criu.config_folders;
-        if let Some(path) = folders.iter().find(|p| !p.is_absolute()) {
+        let directories = &config.criu.config_directories;
+        if let Some(path) = directories.iter().find(|p| !p.is_absolute()) {
             return Err(invalid(format!(
-                "criu.config_folders: {} is no absolute path",
+                "criu.config_directories: {} is no absolute path",
                 path.display()
             )));
         }
-        if let Some(path) = config.store.folders().iter().find(|p| !p.is_absolute()) {
+        if let Some(path) = config.store.directories().iter().find(|p| !p.is_absolute()) {
             return Err(invalid(format!(
                 "store: {} is no absolute path",
                 path.display()
@@ -411,15 +411,15 @@ mod tests {
             ("[criu.options]\nlibdir = \"/x\"", "criu.options.libdir"),
             ("[criu.options]\n\"a b\" = true", "a b"),
             ("[gpu]\nmap = \"0\"", "gpu.map"),
-            ("[nvidia]\nlane = \"yes\"", "lane"),
+            ("[nvidia]\nvram = \"yes\"", "vram"),
             ("[nvidia]\nsharing = \"yes\"", "sharing = \"yes\""),
-            ("[lane]\nchunk_kib = 100", "chunk_kib"),
+            ("[vram]\nchunk_kib = 100", "chunk_kib"),
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
             (
-                "[criu]\nconfig_folders = [\"etc\"]",
-                "criu.config_folders: etc",
+                "[criu]\nconfig_directories = [\"etc\"]",
+                "criu.config_directories: etc",
             ),
             ("[gpu]\nallow_others = \"yes\"", "allow_others"),
             ("[store]\npath = \"opt\"", "store: opt"),

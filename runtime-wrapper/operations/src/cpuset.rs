@@ -93,15 +93,15 @@ pub fn prepare(host: &Host, spec: &Spec) -> Result<(), Error> {
 }
 
 /// A cgroup with the CPUs and memory nodes of the one above it.
-fn inherit(folder: &Path) -> io::Result<()> {
-    match fs::create_dir(folder) {
+fn inherit(directory: &Path) -> io::Result<()> {
+    match fs::create_dir(directory) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
     for name in ["cpuset.cpus", "cpuset.mems"] {
-        if fs::read_to_string(folder.join(name))?.trim().is_empty() {
-            let of_parent = fs::read_to_string(folder.join("..").join(name))?;
-            fs::write(folder.join(name), of_parent.trim())?;
+        if fs::read_to_string(directory.join(name))?.trim().is_empty() {
+            let of_parent = fs::read_to_string(directory.join("..").join(name))?;
+            fs::write(directory.join(name), of_parent.trim())?;
         }
     }
     Ok(())

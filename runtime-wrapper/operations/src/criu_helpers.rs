@@ -85,7 +85,7 @@ impl Lock {
 }
 
 impl Helper {
-    /// The name in the seal.
+    /// The name in the metadata.
     pub fn word(self) -> &'static str {
         match self {
             Self::Tar => "tar",
@@ -391,7 +391,7 @@ pub struct Subject<'a> {
 /// What a checkpoint found.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// What a restore needs, in the seal's words.
+    /// What a restore needs, in the metadata's words.
     pub recorded: Vec<String>,
     /// The lock that CRIU is to be told to use.
     pub lock: Option<Lock>,
@@ -441,7 +441,7 @@ pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
     found
 }
 
-/// What this host lacks for a restore of a checkpoint with these helpers in its seal.
+/// What this host lacks for a restore of a checkpoint with these helpers in its metadata.
 pub fn restore(config: &Config, tools: &dyn Tools, recorded: &[String]) -> Vec<Refusal> {
     let Ok(low) = LowLevel::find(config) else {
         return Vec::new();

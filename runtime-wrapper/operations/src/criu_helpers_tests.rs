@@ -124,10 +124,10 @@ fn host(network: &str, mounts: &str) -> (tempfile::TempDir, Host) {
         ("self", "net:[1]", "1 0 0:5 / /run rw - tmpfs tmpfs rw\n"),
         ("7", network, mounts),
     ] {
-        let folder = dir.path().join("proc").join(process);
-        std::fs::create_dir_all(folder.join("ns")).unwrap();
-        symlink(network, folder.join("ns/net")).unwrap();
-        std::fs::write(folder.join("mountinfo"), mounts).unwrap();
+        let directory = dir.path().join("proc").join(process);
+        std::fs::create_dir_all(directory.join("ns")).unwrap();
+        symlink(network, directory.join("ns/net")).unwrap();
+        std::fs::write(directory.join("mountinfo"), mounts).unwrap();
     }
     let host = Host::at(dir.path());
     (dir, host)

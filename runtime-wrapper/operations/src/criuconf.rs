@@ -5,8 +5,8 @@
 //! annotation `org.criu.config`, else `/etc/criu/runc.conf` (crun: `crun.conf`, then `runc.conf`). Ours is
 //! `$CRIU_CONFIG_FILE`: what the user put there before is copied into it, and so is the runtime's file where
 //! the runtime does not name one to CRIU (crun before 1.26, or CRIU before 4.2). Where it does, CRIU reads that
-//! file itself, after ours. Only `libdir` cannot be the user's: it would hide the private plugin folder, so it is
-//! taken out, and the other plugins found there are linked into the private folder.
+//! file itself, after ours. Only `libdir` cannot be the user's: it would hide the private plugin directory, so it is
+//! taken out, and the other plugins found there are linked into the private directory.
 
 use crate::error::Error;
 use std::fmt::Write as _;
@@ -22,7 +22,7 @@ use crate::config::Config;
 use crate::criufile;
 use crate::criuopts::Options;
 use crate::lowlevel::Kind;
-use crate::op::Operation;
+use crate::operation::Operation;
 
 /// The annotation that names a CRIU configuration file.
 pub const ANNOTATION: &str = "org.criu.config";
@@ -45,7 +45,7 @@ pub enum CriuConfError {
     Refused(String),
     /// `libdir` in a file that CRIU reads after ours.
     #[error(
-        "{path}: `libdir` there overrides cryopod's private plugin folder, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
+        "{path}: `libdir` there overrides cryopod's private plugin directory, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
     )]
     Libdir {
         /// The file.
@@ -64,7 +64,7 @@ pub struct Extra {
     pub limit_s: u64,
 }
 
-/// A user's configuration: text without `libdir`, and the folders that `libdir` named.
+/// A user's configuration: text without `libdir`, and the directories that `libdir` named.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct UserConf {
     text: String,
@@ -168,7 +168,7 @@ pub fn runtime_text(kind: Kind, ceiling: &Ceiling<'_>) -> Option<String> {
     named.read(ceiling).ok()
 }
 
-/// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the folders of
+/// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the directories of
 /// plugins that the user named.
 ///
 /// # Errors
@@ -217,12 +217,12 @@ pub fn merge(
     let _ = writeln!(
         text,
         "action-script {}",
-        op.file(crate::gate::HOOK_NAME).display()
+        op.file(crate::action_script::HOOK_NAME).display()
     );
     Ok((text, libdirs))
 }
 
-/// The plugins in the folders that the user named, less those of the GPU vendors: which of these an operation
+/// The plugins in the directories that the user named, less those of the GPU vendors: which of these an operation
 /// needs is the plan's business.
 pub fn user_plugins(libdirs: &[PathBuf]) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = libdirs
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn an_annotation_names_only_files_of_the_folders_that_are_configured() {
+    fn an_annotation_names_only_files_of_the_directories_that_are_configured() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("mine.conf");
@@ -316,7 +316,7 @@ mod tests {
         for path in [&file, Path::new("/dev/zero")] {
             let e = read(&config, path).unwrap_err().to_string();
             assert!(
-                e.contains("none of the folders for CRIU's configuration"),
+                e.contains("none of the directories for CRIU's configuration"),
                 "{e}"
             );
             assert_eq!(
@@ -324,9 +324,9 @@ mod tests {
                 None
             );
         }
-        config.criu.config_folders.push(dir.path().into());
+        config.criu.config_directories.push(dir.path().into());
         assert_eq!(read(&config, &file).unwrap(), "tcp-close\n");
-        config.criu.config_folders.push("/dev".into());
+        config.criu.config_directories.push("/dev".into());
         let e = read(&config, Path::new("/dev/zero"))
             .unwrap_err()
             .to_string();

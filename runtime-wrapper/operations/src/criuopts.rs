@@ -225,7 +225,7 @@ impl Options {
         }
     }
 
-    /// Those that a restore of the images needs again, for the seal.
+    /// Those that a restore of the images needs again, for the metadata.
     pub fn for_the_restore(&self, flags: &Flags) -> Vec<String> {
         FOR_THE_RESTORE
             .iter()
@@ -234,7 +234,7 @@ impl Options {
             .collect()
     }
 
-    /// Takes over what the checkpoint had on; names that are not known are left out, as the seal may be anybody's.
+    /// Takes over what the checkpoint had on; names that are not known are left out, as the metadata may be anybody's.
     pub fn as_at_the_checkpoint(&mut self, recorded: &[String], flags: &Flags) {
         let close = flags.has("tcp-close") || self.on("tcp-close");
         for name in recorded {

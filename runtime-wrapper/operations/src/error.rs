@@ -9,9 +9,9 @@ pub enum Error {
     /// There is no low-level runtime.
     #[error(transparent)]
     LowLevel(#[from] crate::lowlevel::LowLevelError),
-    /// The seal cannot be read or written.
+    /// The metadata cannot be read or written.
     #[error(transparent)]
-    Seal(#[from] cryopod_archive::seal::SealError),
+    Metadata(#[from] cryopod_archive::metadata::MetadataError),
     /// The spec cannot be read.
     #[error(transparent)]
     Spec(#[from] cryopod_host::spec::SpecError),

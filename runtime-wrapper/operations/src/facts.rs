@@ -1,10 +1,10 @@
-//! Facts about this host and its tools, for the seal and for messages.
+//! Facts about this host and its tools, for the metadata and for messages.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use cryopod_archive::seal::HostFacts;
+use cryopod_archive::metadata::HostFacts;
 use cryopod_host::files::Host;
 use cryopod_host::programs::Tools;
 
@@ -13,7 +13,7 @@ use crate::lowlevel::LowLevel;
 use crate::reasons::Before;
 use cryopod_host::cgroups;
 
-/// A time as the seal and the logs write it: RFC 3339, UTC, whole seconds.
+/// A time as the metadata and the logs write it: RFC 3339, UTC, whole seconds.
 pub fn rfc3339(time: SystemTime) -> String {
     let whole = time
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -64,7 +64,7 @@ pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     Some(Criu { path, version })
 }
 
-/// The host as the seal describes it.
+/// The host as the metadata describes it.
 pub fn host(host: &Host, criu: Option<&Criu>) -> HostFacts {
     let (kernel, arch) = match nix::sys::utsname::uname() {
         Ok(u) => (
@@ -99,20 +99,20 @@ pub fn first_criu_error(log: &Path) -> Option<String> {
         .next()
 }
 
-/// Says so if the file system of a folder has no room left.
+/// Says so if the file system of a directory has no room left.
 pub fn full_disk(dir: &Path) -> Option<String> {
     let stat = nix::sys::statvfs::statvfs(dir).ok()?;
     let free = stat.blocks_available().saturating_mul(stat.fragment_size());
     (free < (64 << 10)).then(|| {
         format!(
-            "the file system of {} is full; free some space or choose another folder",
+            "the file system of {} is full; free some space or choose another directory",
             dir.display()
         )
     })
 }
 
-/// How much the files of an image folder hold, in bytes; those in folders in it count too.
-pub fn folder_bytes(dir: &Path) -> u64 {
+/// How much the files of an image directory hold, in bytes; those in directories in it count too.
+pub fn directory_bytes(dir: &Path) -> u64 {
     let bytes_of = |dir: &Path, below: &dyn Fn(&Path) -> u64| {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         let sizes = entries.filter_map(|e| match e.metadata() {
@@ -122,7 +122,7 @@ pub fn folder_bytes(dir: &Path) -> u64 {
         });
         sizes.sum()
     };
-    bytes_of(dir, &|folder| bytes_of(folder, &|_| 0))
+    bytes_of(dir, &|directory| bytes_of(directory, &|_| 0))
 }
 
 /// Why an operation failed: the interruption, or else what is known besides and CRIU's first error, or else the low-level
@@ -178,14 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_folder_holds() {
+    fn what_a_directory_holds() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("pages-1.img"), [0; 100]).unwrap();
-        std::fs::create_dir(dir.path().join("lane")).unwrap();
-        std::fs::write(dir.path().join("lane/0"), [0; 11]).unwrap();
+        std::fs::create_dir(dir.path().join("vram")).unwrap();
+        std::fs::write(dir.path().join("vram/0"), [0; 11]).unwrap();
         std::os::unix::fs::symlink("/", dir.path().join("link")).unwrap();
-        assert_eq!(folder_bytes(dir.path()), 111);
-        assert_eq!(folder_bytes(&dir.path().join("none")), 0);
+        assert_eq!(directory_bytes(dir.path()), 111);
+        assert_eq!(directory_bytes(&dir.path().join("none")), 0);
     }
 
     #[test]

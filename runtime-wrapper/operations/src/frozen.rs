@@ -243,10 +243,10 @@ mod tests {
             (b"freezer.state\x12\x06FRO", b"freezer.state\x12\x06FRO"),
             (b"", b""),
         ] {
-            let around = |image: &[u8]| [b"x".as_slice(), image, b"y"].concat();
-            fs::write(&path, around(before)).unwrap();
+            let surroundings = |image: &[u8]| [b"x".as_slice(), image, b"y"].concat();
+            fs::write(&path, surroundings(before)).unwrap();
             restored_thawed(dir.path()).unwrap();
-            assert_eq!(fs::read(&path).unwrap(), around(after));
+            assert_eq!(fs::read(&path).unwrap(), surroundings(after));
         }
     }
 

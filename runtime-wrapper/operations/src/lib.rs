@@ -6,14 +6,14 @@
 //! exit code, and no cryopod process afterwards.
 //!
 //! `checkpoint` and `restore` of a container with GPU device nodes go another way ([`checkpoint`],
-//! [`restore`]): plan, a private folder for the operation with the CRIU plugins it needs and no others
-//! ([`op`]), a CRIU configuration that keeps the user's ([`criuconf`]), and the low-level runtime as a child
-//! ([`child`]) that is watched until it ends. CRIU asks back before a checkpoint becomes final ([`gate`]): only
-//! when the seal is safely on disk may the container die.
+//! [`restore`]): plan, a private directory for the operation with the CRIU plugins it needs and no others
+//! ([`operation`]), a CRIU configuration that keeps the user's ([`criuconf`]), and the low-level runtime as a child
+//! ([`child`]) that is watched until it ends. CRIU asks back before a checkpoint becomes final ([`action_script`]): only
+//! when the metadata is safely on disk may the container die.
 
+pub mod action_script;
 pub mod agent;
 pub mod argv;
-pub mod around;
 pub mod avoid;
 pub mod bundle;
 mod bundle_render;
@@ -31,16 +31,13 @@ pub mod criufile;
 pub mod criuopts;
 pub mod error;
 pub mod facts;
-pub mod foresee;
 mod frozen;
-pub mod gate;
 pub mod images;
-pub mod lane;
 pub mod log;
 mod loopback;
 pub mod lowlevel;
 pub mod lsm;
-pub mod op;
+pub mod operation;
 pub mod passthrough;
 mod pause;
 pub mod plugins;
@@ -50,14 +47,17 @@ pub mod privileges;
 mod reach_tests;
 pub mod reasons;
 pub mod restore;
+pub mod restore_here;
 pub mod rootfs;
 mod runtime_log;
 mod searchable;
 pub mod setup;
 mod state;
 pub mod store;
+mod stuck_restore;
+pub mod surroundings;
 pub mod suspended;
-mod widowed;
+pub mod vram;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -72,8 +72,8 @@ use lowlevel::LowLevel;
 /// The whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
     let called_as = argv.first().map(Path::new).and_then(Path::file_name);
-    if called_as == Some(gate::HOOK_NAME.as_ref()) {
-        return gate::hook(Path::new(&argv[0]));
+    if called_as == Some(action_script::HOOK_NAME.as_ref()) {
+        return action_script::hook(Path::new(&argv[0]));
     }
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
     let ctx = match context(args) {

@@ -11,7 +11,7 @@ use std::path::Path;
 use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 
-/// In an operation's folder: the hook is to do this.
+/// In an operation's directory: the hook is to do this.
 pub const FILE: &str = "loopback";
 /// The stage of CRIU's restore at which the network namespace is there, and no socket yet.
 pub const STAGE: &str = "setup-namespaces";

@@ -97,7 +97,7 @@ impl LowLevel {
         })
     }
 
-    /// `crun` or `runc`, for messages and the seal.
+    /// `crun` or `runc`, for messages and the metadata.
     pub fn label(&self) -> String {
         self.path
             .file_name()

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use cryopod_archive::around::LsmFacts;
+use cryopod_archive::surroundings::LsmFacts;
 use cryopod_host::files::Host;
 
 use crate::argv::Flags;

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::lowlevel::LowLevel;
 
 /// Replaces this process by the low-level runtime with these arguments. Descriptors that are not
-/// close-on-exec, the environment, the signal mask, the working folder and the process id stay. Returns only
+/// close-on-exec, the environment, the signal mask, the working directory and the process id stay. Returns only
 /// the reason why it failed.
 pub fn exec(low: &LowLevel, args: &[OsString]) -> Error {
     let failed = |source| Error::Io {

@@ -24,7 +24,7 @@ use crate::agent::{Agent, SOCKET};
 use crate::argv::Invocation;
 use crate::context::Context;
 use crate::error::Error;
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::state::{State, verb};
 use crate::suspended::{self, Record};
 use crate::{facts, passthrough, plugins};
@@ -61,7 +61,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         init: state.init,
         start_time: live::start_time(&host, state.init).unwrap_or(0),
         since: facts::rfc3339(SystemTime::now()),
-        folder: None,
+        directory: None,
         digest: None,
         processes: done.processes.clone(),
         locked_at_pause: true,
@@ -188,10 +188,10 @@ impl Driver {
         let found = plugins::find(&ctx.config, host).nvidia;
         let found: Vec<_> = found.into_iter().collect();
         let agent = Some(Agent::of_operation(&ctx.config, &found, &op)?);
-        let lane = ctx.config.lane.config().map_err(Error::Failed)?;
+        let vram = ctx.config.vram.config().map_err(Error::Failed)?;
         let how = How {
-            lane,
-            folder: None,
+            vram,
+            directory: None,
             lock_timeout_ms: ctx.config.nvidia.lock_timeout_ms.unwrap_or(10_000),
             step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
         };
@@ -205,7 +205,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Waits for the agent, which puts things in order, before its folder goes.
+    /// Waits for the agent, which puts things in order, before its directory goes.
     fn drop(&mut self) {
         drop(self.agent.take());
     }

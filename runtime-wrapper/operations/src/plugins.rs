@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::criu_elf::{self, CriuElf};
-use cryopod_archive::seal::Seal;
+use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::plan::Plugins;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
@@ -24,13 +24,13 @@ pub const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
 /// CRIU's plugin for AMD GPUs.
 pub const AMD_PLUGIN: &str = "amdgpu_plugin.so";
 /// Where cryopod's own plugin is looked for.
-const OUR_FOLDERS: [&str; 3] = [
+const OUR_DIRECTORYS: [&str; 3] = [
     "/usr/local/lib/cryopod",
     "/usr/lib/cryopod",
     "/usr/libexec/cryopod",
 ];
-/// Where CRIU's plugins are looked for, by distribution. ROCm's folders are added to them.
-const CRIU_FOLDERS: [&str; 7] = [
+/// Where CRIU's plugins are looked for, by distribution. ROCm's directories are added to them.
+const CRIU_DIRECTORYS: [&str; 7] = [
     "/usr/lib/criu",
     "/usr/lib64/criu",
     "/usr/libexec/criu",
@@ -51,17 +51,17 @@ pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
         Some(path) => named(&mut plugins, Vendor::Nvidia, path, "nvidia.plugin", host),
-        None => plugins.nvidia = search(&OUR_FOLDERS.map(PathBuf::from), NVIDIA_PLUGIN, host),
+        None => plugins.nvidia = search(&OUR_DIRECTORYS.map(PathBuf::from), NVIDIA_PLUGIN, host),
     }
     match &config.amd.plugin {
         Some(path) => named(&mut plugins, Vendor::Amd, path, "amd.plugin", host),
         None => {
-            let folders = amd_folders(host);
-            plugins.amd = search(&folders, AMD_PLUGIN, host);
+            let directories = amd_directories(host);
+            plugins.amd = search(&directories, AMD_PLUGIN, host);
             if plugins.amd.is_none() {
                 plugins
                     .faults
-                    .insert(Vendor::Amd, amd_absent(&folders, host));
+                    .insert(Vendor::Amd, amd_absent(&directories, host));
             }
         }
     }
@@ -91,11 +91,11 @@ pub fn checked(
 ///
 /// # Errors
 /// The reasons.
-pub fn needed(plugins: &Plugins, seal: &Seal) -> Result<Vec<PathBuf>, Vec<Refusal>> {
+pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Vec<Refusal>> {
     let mut needed = Vec::new();
     let mut refusals = Vec::new();
     for vendor in [Vendor::Nvidia, Vendor::Amd] {
-        if !uses(seal, vendor) {
+        if !uses(metadata, vendor) {
             continue;
         }
         match plugins.usable(vendor) {
@@ -114,15 +114,16 @@ pub fn needed(plugins: &Plugins, seal: &Seal) -> Result<Vec<PathBuf>, Vec<Refusa
 }
 
 /// Did a process of the checkpoint use this vendor's driver?
-pub fn uses(seal: &Seal, vendor: Vendor) -> bool {
-    seal.gpu
+pub fn uses(metadata: &Metadata, vendor: Vendor) -> bool {
+    metadata
+        .gpu
         .processes
         .iter()
         .any(|p| p.vendors.contains(&vendor))
 }
 
-fn search(folders: &[PathBuf], name: &str, host: &Host) -> Option<PathBuf> {
-    folders
+fn search(directories: &[PathBuf], name: &str, host: &Host) -> Option<PathBuf> {
+    directories
         .iter()
         .map(|d| host.path(d.join(name)))
         .find(|p| p.is_file())
@@ -138,7 +139,8 @@ fn named(plugins: &mut Plugins, vendor: Vendor, path: &Path, key: &str, host: &H
                 path.display(),
                 crate::config::PATH
             ),
-            remedy: "correct the path, or remove the key to have the usual folders searched".into(),
+            remedy: "correct the path, or remove the key to have the usual directories searched"
+                .into(),
         };
         plugins.faults.insert(vendor, fault);
     }
@@ -148,25 +150,28 @@ fn named(plugins: &mut Plugins, vendor: Vendor, path: &Path, key: &str, host: &H
     }
 }
 
-fn amd_folders(host: &Host) -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = CRIU_FOLDERS.iter().map(PathBuf::from).collect();
+fn amd_directories(host: &Host) -> Vec<PathBuf> {
+    let mut directories: Vec<PathBuf> = CRIU_DIRECTORYS.iter().map(PathBuf::from).collect();
     let versions = host.names("/opt");
-    folders.extend(
+    directories.extend(
         versions
             .iter()
             .filter(|n| n.starts_with("rocm-"))
             .map(|n| Path::new("/opt").join(n).join("lib/criu")),
     );
-    folders
+    directories
 }
 
-fn amd_absent(folders: &[PathBuf], host: &Host) -> Refusal {
-    let folders: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+fn amd_absent(directories: &[PathBuf], host: &Host) -> Refusal {
+    let directories: Vec<String> = directories
+        .iter()
+        .map(|f| f.display().to_string())
+        .collect();
     Refusal {
         process: None,
         what: format!(
             "CRIU's plugin for AMD GPUs, {AMD_PLUGIN}, is in none of {}",
-            folders.join(", ")
+            directories.join(", ")
         ),
         remedy: format!(
             "{}, or name the file as `amd.plugin` in {}",
@@ -326,14 +331,14 @@ mod tests {
 
     #[test]
     fn found_where_distributions_and_rocm_put_it() {
-        for folder in [
+        for directory in [
             "usr/lib/criu",
             "usr/lib64/criu",
             "usr/libexec/criu",
             "opt/rocm-6.4.1/lib/criu",
         ] {
             let (dir, host) = host("");
-            let file = dir.path().join(folder).join(AMD_PLUGIN);
+            let file = dir.path().join(directory).join(AMD_PLUGIN);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(&file, "").unwrap();
             let found = find(&Config::default(), &host);

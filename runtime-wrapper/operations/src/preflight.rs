@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use cryopod_archive::seal::{Gpu, Seal};
+use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_cuda::report::AgentReady;
 use cryopod_gpu_plan::amd;
 use cryopod_gpu_plan::amd::choose::{self as amd_choose, Request};
@@ -27,7 +27,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::facts::Criu;
 use crate::lowlevel::Kind;
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::plugins;
 use crate::{cpuset, criu_helpers, setup};
 
@@ -43,19 +43,19 @@ pub struct Means {
 }
 
 impl Means {
-    /// Finds it. Without an operation's folder the driver agent is not started.
+    /// Finds it. Without an operation's directory the driver agent is not started.
     pub fn gather(
         config: &Config,
         host: &Host,
         tools: &dyn Tools,
         criu: Option<&Criu>,
-        seal: &Seal,
+        metadata: &Metadata,
         op: Option<&Operation>,
     ) -> Self {
         let mut means = Self::default();
         let here = match criu {
             Some(criu) => {
-                let amd = plugins::uses(seal, Vendor::Amd);
+                let amd = plugins::uses(metadata, Vendor::Amd);
                 plugins::checked(config, host, tools, criu, amd)
             }
             None => {
@@ -63,11 +63,11 @@ impl Means {
                 plugins::find(config, host)
             }
         };
-        match plugins::needed(&here, seal) {
+        match plugins::needed(&here, metadata) {
             Ok(plugins) => means.plugins = plugins,
             Err(faults) => means.faults.extend(faults),
         }
-        if let (true, Some(op)) = (plugins::uses(seal, Vendor::Nvidia), op) {
+        if let (true, Some(op)) = (plugins::uses(metadata, Vendor::Nvidia), op) {
             match Agent::of_operation(config, &means.plugins, op) {
                 Ok(agent) => means.agent = Some(agent),
                 // Where the plugin is missing the agent beside it is too, and that has been said.
@@ -83,7 +83,7 @@ impl Means {
         }
         means
             .faults
-            .extend(criu_helpers::restore(config, tools, &seal.criu.helpers));
+            .extend(criu_helpers::restore(config, tools, &metadata.criu.helpers));
         means
     }
 }
@@ -103,7 +103,7 @@ pub struct Question<'a> {
     /// The configuration.
     pub config: &'a Config,
     /// The checkpoint's record.
-    pub seal: &'a Seal,
+    pub metadata: &'a Metadata,
     /// The new container's spec.
     pub spec: &'a Spec,
     /// Which checks are on.
@@ -167,7 +167,7 @@ impl Answer {
 /// Only what makes the question meaningless, as a map that cannot be read. What stands in the way of a restore is in the
 /// answer.
 pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
-    let seal = question.seal;
+    let metadata = question.metadata;
     let mut answer = Answer {
         other: question.faults.to_vec(),
         ..Answer::default()
@@ -176,7 +176,9 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
         let obstacle = cpuset::obstacle(question.host, question.spec);
         answer.other.extend(obstacle);
     }
-    let images = question.amd.filter(|_| plugins::uses(seal, Vendor::Amd));
+    let images = question
+        .amd
+        .filter(|_| plugins::uses(metadata, Vendor::Amd));
     let decided = match images {
         Some(images) => amd(question, images, &mut answer)?,
         None => None,
@@ -186,20 +188,20 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     // to refuse, with everything else that does not fit.
     let given = choose::Given {
         by_memory: question.switches.on("nvidia-free-memory"),
-        any_model: plugins::uses(seal, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
+        any_model: plugins::uses(metadata, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
     };
     if images.is_some() && given.amd.is_none() {
         // There is no choice to go on from.
     } else {
         let (host, config, spec) = (question.host, question.config, question.spec);
-        match choose::choose(host, config, seal, spec, agent, given) {
+        match choose::choose(host, config, metadata, spec, agent, given) {
             Ok(chosen) => answer.chosen = Some(chosen),
             Err(Error::Plan(PlanError::RestoreRefused(reasons))) => answer.other.extend(reasons),
             Err(e) => return Err(e),
         }
     }
-    if plugins::uses(seal, Vendor::Nvidia) {
+    if plugins::uses(metadata, Vendor::Nvidia) {
         nvidia(question, agent, &mut answer);
     }
     Ok(answer)
@@ -235,7 +237,7 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
         .as_ref()
         .map(|all| all.iter().map(|(old, new)| (old, new)).collect());
     answer.checks.extend(nvidia_compat::checks(
-        &question.seal.gpu,
+        &question.metadata.gpu,
         &found,
         pairs.as_deref(),
         question.switches,
@@ -254,7 +256,7 @@ fn amd(
         .into_iter()
         .map(|(name, value)| (name, value.into()))
         .collect();
-    let recorded = &question.seal.gpu.gpus;
+    let recorded = &question.metadata.gpu.gpus;
     let kfd = images.kfd.iter();
     let mut sources: Vec<Topology> = kfd.map(|i| i.topology.clone()).collect();
     for source in &mut sources {
@@ -262,7 +264,7 @@ fn amd(
     }
     let target = Topology::read(question.host);
     let (host, config, spec) = (question.host, question.config, question.spec);
-    let permitted = choose::amd_offered(host, config, spec, &question.seal.gpu);
+    let permitted = choose::amd_offered(host, config, spec, &question.metadata.gpu);
     let request = Request {
         sources: &sources,
         target: &target,

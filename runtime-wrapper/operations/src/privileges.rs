@@ -119,7 +119,7 @@ pub struct Given<'a> {
     pub relabelled: bool,
 }
 
-/// Reads the images of a folder and compares them.
+/// Reads the images of a directory and compares them.
 ///
 /// # Errors
 /// [`PrivilegesError`]: they cannot be compared.
@@ -181,13 +181,13 @@ pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<R
 
 /// The threads of a running process, as `/proc` shows them; those that are gone are left out.
 fn threads(host: &Host, pid: i32) -> Vec<Thread> {
-    let folder = format!("/proc/{pid}/task");
+    let directory = format!("/proc/{pid}/task");
     let comm = host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
     let label = host.line(format!("/proc/{pid}/attr/current"));
     // AppArmor adds its mode: `profile (enforce)`.
     let label = label.map(|l| l.split(" (").next().unwrap_or_default().to_owned());
     let thread = |tid: String| {
-        let status = host.text(format!("{folder}/{tid}/status")).ok()?;
+        let status = host.text(format!("{directory}/{tid}/status")).ok()?;
         let field = |name: &str| {
             let line = status.lines().find_map(|l| l.strip_prefix(name))?;
             line.strip_prefix(':').map(str::trim)
@@ -204,7 +204,10 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
             label: label.clone().filter(|l| !l.is_empty()),
         })
     };
-    host.names(&folder).into_iter().filter_map(thread).collect()
+    host.names(&directory)
+        .into_iter()
+        .filter_map(thread)
+        .collect()
 }
 
 fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cryopod_archive::criu::privileges::{Mount, Namespaces, Privileges, Thread};
-use cryopod_archive::seal::Seal;
+use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::ceiling::OtherGpus;
 use cryopod_gpu_plan::mounts::Provider;
 use cryopod_host::files::Host;
@@ -28,7 +28,7 @@ use crate::config::Config;
 use crate::criuconf::{self, Extra, Reader};
 use crate::criuopts::Options;
 use crate::lowlevel::Kind;
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::privileges;
 
 /// The host's nodes: path, number, and of which kind of GPU node it is; empty: none.
@@ -223,12 +223,12 @@ fn any_mount() -> impl Strategy<Value = Value> {
         "/data/file",
         "/data/absolute",
     ]);
-    (points, any_file(), select(vec!["file", "folder", "device"])).prop_map(|(path, host_path, kind)| {
+    (points, any_file(), select(vec!["file", "directory", "device"])).prop_map(|(path, host_path, kind)| {
         json!({"path": path, "kind": kind, "host_path": host_path, "fs_type": "ext4"})
     })
 }
 
-fn any_seal() -> impl Strategy<Value = Seal> {
+fn any_metadata() -> impl Strategy<Value = Metadata> {
     let several = |most| 0..most;
     (
         prop::collection::vec(any_node(), several(4)),
@@ -239,7 +239,7 @@ fn any_seal() -> impl Strategy<Value = Seal> {
     )
         .prop_map(|(nodes, gpus, moved, foreign, options)| {
             let json = json!({
-                "schema": Seal::current_schema(), "cryopod": "0", "created": "2026-01-01T00:00:00Z",
+                "schema": Metadata::current_schema(), "cryopod": "0", "created": "2026-01-01T00:00:00Z",
                 "container": {"id": "c", "low_level": "crun", "leave_running": false},
                 "host": {"kernel": "6", "arch": "x86_64", "cgroup": "v2"},
                 "gpu": {"vendors": ["nvidia"], "nodes": nodes, "gpus": gpus, "moved": moved, "processes": [], "plugins": []},
@@ -247,7 +247,7 @@ fn any_seal() -> impl Strategy<Value = Seal> {
                 "criu": {"options": options},
                 "timings": {"plan_us": 0, "dump_us": 0}
             });
-            Seal::parse(json.to_string().as_bytes(), Path::new("x")).unwrap()
+            Metadata::parse(json.to_string().as_bytes(), Path::new("x")).unwrap()
         })
 }
 
@@ -481,12 +481,12 @@ proptest! {
     })]
     #[test]
     fn nothing_goes_beyond_the_spec_and_the_configuration(
-        seal in any_seal(), spec in any_spec(), config in any_config(), images in any_images(),
+        metadata in any_metadata(), spec in any_spec(), config in any_config(), images in any_images(),
     ) {
         let Some(world) = world() else { return Ok(()) };
         let host = &world.host;
         let (mut spec, mut config) = (spec, config);
-        config.criu.config_folders = vec![world.conf[0].parent().unwrap().into()];
+        config.criu.config_directories = vec![world.conf[0].parent().unwrap().into()];
         if let Some(file) = spec["annotations"].get_mut("org.criu.config") {
             match file.as_str() {
                 Some("good") => *file = world.conf[0].display().to_string().into(),
@@ -500,7 +500,7 @@ proptest! {
         // GPUs, device nodes and config.json.
         let given = Given { by_memory: false, any_model: true, amd: None };
         let mut nodes = Vec::new();
-        if let Ok(chosen) = choose::choose(host, &config, &seal, &engine, None, given) {
+        if let Ok(chosen) = choose::choose(host, &config, &metadata, &engine, None, given) {
             for choice in &chosen.gpus {
                 let minor = choice.new.minor.unwrap();
                 let fine = gave.others || gave.gpus.is_empty() || gave.gpus.contains(&minor);
@@ -524,7 +524,7 @@ proptest! {
             renamed: &[],
             nodes: &nodes,
         };
-        for mount in provider.provide(&seal.mounts.foreign).unwrap_or_default() {
+        for mount in provider.provide(&metadata.mounts.foreign).unwrap_or_default() {
             let real = fs::read_link(format!("/proc/self/fd/{}", mount.opened.as_raw_fd())).unwrap();
             let real = Path::new("/").join(real.strip_prefix(host.root()).unwrap());
             let volume = real.starts_with("/srv/vol") && mount.path.starts_with("/data/");
@@ -539,7 +539,7 @@ proptest! {
         if let Ok(mut options) = Options::of(&config.criu.options, &ceiling, &[]) {
             let args = ["restore".into(), "c".into()];
             let flags = crate::argv::decode(Kind::Crun, &args).unwrap().flags;
-            options.as_at_the_checkpoint(&seal.criu.options, &flags);
+            options.as_at_the_checkpoint(&metadata.criu.options, &flags);
             let extra = Extra { options, ..Extra::default() };
             for (names_file, restore) in [(true, true), (false, true), (false, false)] {
                 let reader = Reader { kind: Kind::Runc, names_file, restore };

@@ -1,10 +1,10 @@
-//! `restore`: open the seal, choose GPUs, check, prepare images and bundle, restore.
+//! `restore`: open the metadata, choose GPUs, check, prepare images and bundle, restore.
 //!
-//! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed ([`Seal`]),
-//! what this host has and which GPUs take which place ([`preflight`]), the image folder of this operation ([`images`]), the edits of the new
+//! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed ([`Metadata`]),
+//! what this host has and which GPUs take which place ([`preflight`]), the image directory of this operation ([`images`]), the edits of the new
 //! container's spec ([`bundle`]).
 //!
-//! A folder without a seal is a checkpoint of a container without GPUs, or of another tool: the low-level
+//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level
 //! runtime restores it as it is. Two things are set right for every restore under crun, GPU or not: a flag of
 //! runc's that containerd passes to any runtime is dropped, and CRIU is told to leave cgroups alone where it
 //! would fail on them.
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use cryopod_archive::seal::Seal;
+use cryopod_archive::metadata::Metadata;
 use cryopod_archive::{handover, names};
 use cryopod_gpu_plan::amd::image::Images;
 use cryopod_gpu_plan::plan::PlanError;
@@ -35,21 +35,21 @@ use crate::choose::Chosen;
 use crate::context::Context;
 use crate::error::Error;
 use crate::lowlevel::Kind;
-use crate::op::Operation;
+use crate::operation::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::reasons::Before;
 use crate::runtime_log::RuntimeLog;
 use crate::searchable::{self, Searchable};
 use crate::setup::{self, Setup};
 use crate::{
-    around, compressed, cpuset, facts, images, lane, log, loopback, lsm, passthrough, plugins,
-    privileges, rootfs, store,
+    compressed, cpuset, facts, images, log, loopback, lsm, passthrough, plugins, privileges,
+    rootfs, store, surroundings, vram,
 };
 use cryopod_host::cgroups::{self, Cgroups};
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
-/// Restores a container; one whose checkpoint has no seal by exec of the low-level runtime.
+/// Restores a container; one whose checkpoint has no metadata by exec of the low-level runtime.
 ///
 /// # Errors
 /// [`Error`]: nothing was started, and the checkpoint is untouched.
@@ -57,38 +57,45 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let args = fit_arguments(ctx, inv, &host);
     // 1. What was checkpointed.
-    let folder = image_folder(ctx, inv);
-    handover::before_restore(&folder).map_err(|e| Error::Failed(e.to_string()))?;
-    let stored = store::find(&ctx.config, inv, &folder)?;
-    let Some(seal) = Seal::open(&folder)? else {
+    let directory = image_directory(ctx, inv);
+    handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
+    let stored = store::find(&ctx.config, inv, &directory)?;
+    let Some(metadata) = Metadata::open(&directory)? else {
         if let Some(stored) = &stored {
-            return Err(store::unsealed(stored, &folder));
+            return Err(store::unrecorded(stored, &directory));
         }
-        rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
+        rootfs::apply(&ctx.config.rootfs, &directory, &bundle_directory(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));
     };
-    images::no_links(&folder)?;
-    let _held = bundle::hold(&bundle_folder(inv), &inv.id)?;
+    images::no_links(&directory)?;
+    let _held = bundle::hold(&bundle_directory(inv), &inv.id)?;
     let tools = SystemTools::from_env();
-    let spec = Spec::of_bundle(&bundle_folder(inv))?;
+    let spec = Spec::of_bundle(&bundle_directory(inv))?;
     let switches = Switches::gather(&spec, &ctx.config.checks, &|name| std::env::var(name).ok())
         .map_err(Error::Failed)?;
-    let amd = match plugins::uses(&seal, Vendor::Amd) {
-        true => Images::collect(&folder).map_err(|e| Error::Failed(e.to_string()))?,
+    let amd = match plugins::uses(&metadata, Vendor::Amd) {
+        true => Images::collect(&directory).map_err(|e| Error::Failed(e.to_string()))?,
         false => Images::default(),
     };
     let criu = facts::criu(&tools, ctx.config.limits.tool());
     let signals = child::Signals::watch()?;
     let op = Operation::new()?;
     // 2. What this host has for it, which GPUs it gets, and whether all holds that must.
-    let mut means = Means::gather(&ctx.config, &host, &tools, criu.as_ref(), &seal, Some(&op));
+    let mut means = Means::gather(
+        &ctx.config,
+        &host,
+        &tools,
+        criu.as_ref(),
+        &metadata,
+        Some(&op),
+    );
     means
         .faults
-        .extend(compressed::refusal(&folder, criu.as_ref()));
+        .extend(compressed::refusal(&directory, criu.as_ref()));
     let mut answer = preflight::answer(&Question {
         host: &host,
         config: &ctx.config,
-        seal: &seal,
+        metadata: &metadata,
         spec: &spec,
         switches: &switches,
         low: ctx.low.kind,
@@ -101,7 +108,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // 3. Nothing stands in the way.
     let Means { plugins, agent, .. } = means;
     let low_version = facts::version_line(&tools, &ctx.low.path, ctx.config.limits.tool());
-    for warning in lsm::warnings(&host, &seal.lsm, &around::labels(&spec)) {
+    for warning in lsm::warnings(&host, &metadata.lsm, &surroundings::labels(&spec)) {
         tracing::warn!("{warning}");
     }
     let setup = Setup {
@@ -113,23 +120,24 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         low_version: low_version.as_deref(),
         locked: &[],
     };
-    let around = around::Bundle {
+    let surroundings = surroundings::Bundle {
         spec: &spec,
-        mounts: &Destinations::of(&host, &spec, &bundle_folder(inv)),
+        mounts: &Destinations::of(&host, &spec, &bundle_directory(inv)),
     };
-    let mut provision = around::restore(ctx, inv, &host, around, &seal, &chosen, &op)?;
+    let mut provision =
+        surroundings::restore(ctx, inv, &host, surroundings, &metadata, &chosen, &op)?;
     let given = privileges::Given {
         host: &host,
         spec: &spec,
         read_only: &provision.read_only,
         relabelled: provision.relabels(inv),
     };
-    let beyond = privileges::settle(&ctx.config, &folder, given)?;
+    let beyond = privileges::settle(&ctx.config, &directory, given)?;
     if !beyond.is_empty() {
         return Err(PlanError::RestoreRefused(beyond).into());
     }
     let away = stored.as_ref().map_or(0, |found| found.reference.bytes());
-    let data = facts::folder_bytes(&folder).saturating_add(away);
+    let data = facts::directory_bytes(&directory).saturating_add(away);
     provision.extra.limit_s = ctx.config.limits.restore(data).as_secs();
     if ctx.low.kind == Kind::Runc && loopback::own_network(&spec) {
         let file = op.file(loopback::FILE);
@@ -145,37 +153,37 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             ctx.config.limits.restore(data),
         )?;
     }
-    let overlay = images::overlay(&op, &folder, &chosen.remap, stored.as_ref())?;
-    let args = line(ctx, inv, &host, &folder, overlay.as_deref())?;
+    let overlay = images::overlay(&op, &directory, &chosen.remap, stored.as_ref())?;
+    let args = line(ctx, inv, &host, &directory, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),
         None => None,
     };
-    let lane = lane::restore(&ctx.config, &seal, &folder)?;
-    let mut ready = setup.restore(&op, &plugins, nvidia, lane, &provision.extra)?;
+    let vram = vram::restore(&ctx.config, &metadata, &directory)?;
+    let mut ready = setup.restore(&op, &plugins, nvidia, vram, &provision.extra)?;
     ready.env.append(&mut answer.env);
     let mut args = provision.line(ctx, inv, args);
     let runtime_log = RuntimeLog::apart(&op, &ctx.low, inv, &mut args);
-    let _searchable = Searchable::for_restore(&host, &spec, &folder)?;
+    let _searchable = Searchable::for_restore(&host, &spec, &directory)?;
     if ctx.low.kind == Kind::Crun {
         searchable::state_directory(&host, &spec, inv.globals.root.as_deref())?;
     }
     // 5. The bundle, last of all: from here on a failure puts it back.
     let edits = edits(ctx, &chosen, answer.amd_visible);
-    let edited = bundle::edit(&host, &bundle_folder(inv), &spec, &edits)?;
+    let edited = bundle::edit(&host, &bundle_directory(inv), &spec, &edits)?;
     let cgroups = spec
         .cgroup(&inv.id)
         .map(|path| Cgroups::vacant(&host, path))
         .unwrap_or_default();
-    rootfs::apply(&ctx.config.rootfs, &folder, &bundle_folder(inv))?;
-    let mount_points = provision.mount_points(&bundle_folder(inv), around)?;
+    rootfs::apply(&ctx.config.rootfs, &directory, &bundle_directory(inv))?;
+    let mount_points = provision.mount_points(&bundle_directory(inv), surroundings)?;
     if ctx.low.kind == Kind::Crun {
         cpuset::prepare(&host, &spec)?;
     }
     let detach = inv.flags.has("detach");
     let watch = Watch {
         kind: child::Kind::Restore { detach },
-        gate: &ready.gate,
+        action_script: &ready.action_script,
         limit: ready.limit,
         abort_limit: Duration::from_secs(ctx.config.limits.abort_s),
         abort_file: op.file(setup::ABORT_FILE),
@@ -190,7 +198,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let said = said.and_then(RuntimeLog::own_error);
     let denied = before
         .criu_log()
-        .and_then(|log| lsm::denial(&host, log, &around::labels(&spec)));
+        .and_then(|log| lsm::denial(&host, log, &surroundings::labels(&spec)));
     let finished = ready.finish(&op);
     // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
     let lost = ended.code != 0 && finished.error.is_some();
@@ -202,13 +210,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         edited.keep();
         mount_points.keep();
     } else {
-        if ended.killed || ended.bereft || left {
+        if ended.killed || ended.lost_processes || left {
             remove_remains(ctx, inv, &tools);
         }
         for (cgroup, error) in cgroups.remove(EXIT_LIMIT) {
             tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());
         }
-        let stuck = ended.killed && plugins::uses(&seal, Vendor::Amd);
+        let stuck = ended.killed && plugins::uses(&metadata, Vendor::Amd);
         log::error(&explain(ctx, inv, &ended, reasons, &before, stuck));
     }
     if let Some(log) = runtime_log.filter(|_| !failed) {
@@ -229,10 +237,10 @@ fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
         OsStr::new("--force"),
         OsStr::new(&inv.id),
     ]);
-    // runc mounts the root for CRIU in its own folder of the container, and cannot remove that while it is there.
+    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is there.
     let root = inv.globals.root.as_deref();
-    let folder = root.unwrap_or(Path::new("/run/runc")).join(&inv.id);
-    mountinfo::unmount_below(&folder);
+    let directory = root.unwrap_or(Path::new("/run/runc")).join(&inv.id);
+    mountinfo::unmount_below(&directory);
     // More than once, as files may still appear while the last processes end.
     for _ in 0..3 {
         match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
@@ -269,14 +277,16 @@ fn line(
     ctx: &Context,
     inv: &Invocation,
     host: &Host,
-    folder: &Path,
+    directory: &Path,
     overlay: Option<&Path>,
 ) -> Result<Vec<OsString>, Error> {
     let Some(overlay) = overlay else {
         return Ok(fit_arguments(ctx, inv, host));
     };
-    let original = std::path::absolute(folder)
-        .map_err(Error::io(format!("{}: cannot be found", folder.display())))?;
+    let original = std::path::absolute(directory).map_err(Error::io(format!(
+        "{}: cannot be found",
+        directory.display()
+    )))?;
     // Replaced first, as the places of flags are those of the line as it was given.
     let args = images::with_image_path(&ctx.args, inv, overlay, &original);
     let ctx = Context {
@@ -292,15 +302,15 @@ fn line(
     }
 }
 
-/// Where the images are: crun takes a relative path as one below the bundle, runc as one below the working folder.
-fn image_folder(ctx: &Context, inv: &Invocation) -> PathBuf {
+/// Where the images are: crun takes a relative path as one below the bundle, runc as one below the working directory.
+fn image_directory(ctx: &Context, inv: &Invocation) -> PathBuf {
     match ctx.low.kind {
-        Kind::Crun => bundle_folder(inv).join(inv.image_path()),
+        Kind::Crun => bundle_directory(inv).join(inv.image_path()),
         Kind::Runc => inv.image_path(),
     }
 }
 
-fn bundle_folder(inv: &Invocation) -> PathBuf {
+fn bundle_directory(inv: &Invocation) -> PathBuf {
     inv.flags
         .value("bundle")
         .filter(|p| !p.is_empty())

@@ -2,9 +2,9 @@
 //!
 //! podman, containerd's CRI and `ctr c checkpoint --rw` put them into their archives; docker and nerdctl do not, and a
 //! restore in a fresh container then lacks the files that its processes have open. So for those two the writable layer
-//! is packed into the image folder, while the container stands still, and unpacked before a restore.
+//! is packed into the image directory, while the container stands still, and unpacked before a restore.
 //!
-//! The layer is overlayfs's upper folder; the tar has OCI's whiteouts for what is deleted. Devices and sockets are left
+//! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for what is deleted. Devices and sockets are left
 //! out.
 
 mod apply;
@@ -21,18 +21,18 @@ use crate::config::rootfs::{Carry, Options};
 use crate::error::Error;
 use crate::frozen::Frozen;
 
-/// The file, in CRIU's image folder.
+/// The file, in CRIU's image directory.
 pub const FILE: &str = "cryopod-rootfs.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
-/// containerd's namespace of docker, which is a folder of its bundles.
+/// containerd's namespace of docker, which is a directory of its bundles.
 const DOCKER: &str = "moby";
 /// What nerdctl's annotations begin with.
 const NERDCTL: &str = "nerdctl/";
 
 /// A whiteout's name: this and the name of what is deleted.
 const WHITEOUT: &str = ".wh.";
-/// In a folder of which nothing below shows through.
+/// In a directory of which nothing below shows through.
 const OPAQUE: &str = ".wh..wh..opq";
 /// The extended attribute that is carried: a program's capabilities.
 const CAPABILITY: &str = "security.capability";
@@ -55,7 +55,7 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
     }
 }
 
-/// Packs the changes of the container whose first process is `init` into the image folder, with its cgroup frozen.
+/// Packs the changes of the container whose first process is `init` into the image directory, with its cgroup frozen.
 /// Nothing but a warning where the root is no overlay, as then nobody knows what has changed.
 ///
 /// # Errors
@@ -86,7 +86,7 @@ pub fn capture(
     let partial = images.join(format!(".{FILE}.partial"));
     let done = upper
         .open()
-        .and_then(|folder| capture::pack(&folder, &partial, options))
+        .and_then(|directory| capture::pack(&directory, &partial, options))
         .and_then(|()| std::fs::rename(&partial, images.join(FILE)));
     done.map_err(|source| {
         let _ = std::fs::remove_file(&partial);

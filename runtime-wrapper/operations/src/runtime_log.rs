@@ -14,9 +14,9 @@ use serde_json::Value;
 
 use crate::argv::Invocation;
 use crate::lowlevel::{Kind, LowLevel};
-use crate::op::Operation;
+use crate::operation::Operation;
 
-/// The file in the operation's folder.
+/// The file in the operation's directory.
 const FILE: &str = "runtime.log";
 /// Most that is handed on, in bytes.
 const MAX: u64 = 4 << 20;

@@ -1,7 +1,7 @@
-//! Folders that CRIU's processes enter as the container's user: a container in a user namespace.
+//! Directories that CRIU's processes enter as the container's user: a container in a user namespace.
 //!
 //! CRIU's restored processes open images themselves, as the user that they are mapped to, and runc, crun and podman make
-//! image folders that root alone may enter: `Unable to open tty-info.img: Permission denied`. The folder is opened to
+//! image directories that root alone may enter: `Unable to open tty-info.img: Permission denied`. The directory is opened to
 //! others for the time of the restore; what leads to it stays closed to them, as CRIU goes by a descriptor.
 
 use std::fs::{self, Permissions};
@@ -15,30 +15,30 @@ use cryopod_host::spec::Spec;
 
 use crate::error::Error;
 
-/// Leave to enter a folder.
+/// Leave to enter a directory.
 const ENTER: u32 = 0o001;
 /// Where crun keeps its containers.
 const CRUN_ROOT: &str = "/run/crun";
 
-/// A folder that can be entered by anybody; dropped, it is as it was.
+/// A directory that can be entered by anybody; dropped, it is as it was.
 #[derive(Debug)]
 pub struct Searchable {
-    folder: PathBuf,
+    directory: PathBuf,
     mode: u32,
 }
 
 impl Searchable {
-    /// Opens the image folder, if this container needs it.
+    /// Opens the image directory, if this container needs it.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn for_restore(host: &Host, spec: &Spec, folder: &Path) -> Result<Option<Self>, Error> {
+    pub fn for_restore(host: &Host, spec: &Spec, directory: &Path) -> Result<Option<Self>, Error> {
         if !own_nodes::in_user_namespace(host, spec) {
             return Ok(None);
         }
-        let mode = open(folder).map_err(Error::io(what(folder)))?;
+        let mode = open(directory).map_err(Error::io(what(directory)))?;
         Ok(mode.map(|mode| Self {
-            folder: folder.to_owned(),
+            directory: directory.to_owned(),
             mode,
         }))
     }
@@ -46,9 +46,9 @@ impl Searchable {
 
 /// Lets the restored processes pass crun's state directory, `root` or crun's default.
 ///
-/// crun 1.24 and newer mask folders with `.empty-directory` in it, and CRIU opens that by its path: `open_tree
+/// crun 1.24 and newer mask directories with `.empty-directory` in it, and CRIU opens that by its path: `open_tree
 /// .../.empty-directory: Permission denied`. It stays passable, as another restore may need it at the same time; each
-/// container's folder in it is root's alone.
+/// container's directory in it is root's alone.
 ///
 /// # Errors
 /// [`Error::Io`].
@@ -56,33 +56,33 @@ pub fn state_directory(host: &Host, spec: &Spec, root: Option<&Path>) -> Result<
     if !own_nodes::in_user_namespace(host, spec) {
         return Ok(());
     }
-    let folder = root.unwrap_or(Path::new(CRUN_ROOT));
-    match open(folder) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(what(folder))(e)),
+    let directory = root.unwrap_or(Path::new(CRUN_ROOT));
+    match open(directory) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(what(directory))(e)),
         _ => Ok(()),
     }
 }
 
-fn what(folder: &Path) -> String {
-    let folder = folder.display();
-    format!("{folder}: cannot be opened to the container's user")
+fn what(directory: &Path) -> String {
+    let directory = directory.display();
+    format!("{directory}: cannot be opened to the container's user")
 }
 
-/// The mode of before, if the folder was closed to others.
-fn open(folder: &Path) -> io::Result<Option<u32>> {
-    let mode = fs::metadata(folder)?.permissions().mode();
+/// The mode of before, if the directory was closed to others.
+fn open(directory: &Path) -> io::Result<Option<u32>> {
+    let mode = fs::metadata(directory)?.permissions().mode();
     if mode & ENTER != 0 {
         return Ok(None);
     }
-    fs::set_permissions(folder, Permissions::from_mode(mode | ENTER))?;
+    fs::set_permissions(directory, Permissions::from_mode(mode | ENTER))?;
     Ok(Some(mode))
 }
 
 impl Drop for Searchable {
     fn drop(&mut self) {
         let before = Permissions::from_mode(self.mode);
-        if let Err(e) = fs::set_permissions(&self.folder, before) {
-            tracing::warn!("{}: stays open to others: {e}", self.folder.display());
+        if let Err(e) = fs::set_permissions(&self.directory, before) {
+            tracing::warn!("{}: stays open to others: {e}", self.directory.display());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What checkpoint and restore set up alike: plugins, the driver agent, CRIU's configuration, the gate.
+//! What checkpoint and restore set up alike: plugins, the driver agent, CRIU's configuration, the action script.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -6,26 +6,26 @@ use std::time::Duration;
 
 use cryopod_cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_cuda::gpu::GpuPair;
-use cryopod_cuda::lane::LaneConfig;
 use cryopod_cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
 
+use crate::action_script::ActionScript;
 use crate::agent::{self, Agent};
 use crate::argv::{Invocation, Verb};
 use crate::context::Context;
 use crate::criuconf::{self, Extra, Reader};
 use crate::error::Error;
 use crate::facts::{self, Criu};
-use crate::gate::Gate;
-use crate::lane;
 use crate::lowlevel::Kind;
-use crate::op::Operation;
+use crate::operation::Operation;
+use crate::vram;
 
-/// The file that tells the plugin to give up, in the operation's folder.
+/// The file that tells the plugin to give up, in the operation's directory.
 pub const ABORT_FILE: &str = "abort";
 const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "plugin-report.json";
@@ -93,7 +93,7 @@ fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
 #[derive(Debug)]
 pub struct Ready {
     /// Where CRIU asks.
-    pub gate: Gate,
+    pub action_script: ActionScript,
     /// Environment of the low-level runtime, and through it of CRIU.
     pub env: Vec<(&'static str, OsString)>,
     /// The driver agent, if a process uses the NVIDIA driver.
@@ -117,9 +117,9 @@ impl Setup<'_> {
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let users = plan.users_of(Vendor::Nvidia);
-        let lane = match pre_dump {
+        let vram = match pre_dump {
             true => None,
-            false => lane::checkpoint(&self.ctx.config, self.spec, self.inv)?,
+            false => vram::checkpoint(&self.ctx.config, self.spec, self.inv)?,
         };
         let operation = if pre_dump {
             PluginOperation::PreDump
@@ -130,8 +130,8 @@ impl Setup<'_> {
             pids: users,
             locked: self.locked.to_vec(),
             leave_running: self.inv.flags.has("leave-running"),
-            gate_file: Some(op.file(lane::GATE_FILE)),
-            lane,
+            action_script_file: Some(op.file(vram::ACTION_SCRIPT_FILE)),
+            vram,
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
         });
         let agent = match nvidia {
@@ -160,13 +160,13 @@ impl Setup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<(Agent, Vec<GpuPair>)>,
-        lane: LaneConfig,
+        vram: VramConfig,
         extra: &Extra,
     ) -> Result<Ready, Error> {
         let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
         let config = agent.is_some().then(|| PluginConfig {
             gpu_map: map,
-            lane: Some(lane),
+            vram: Some(vram),
             ..PluginConfig::new(PluginOperation::Restore, op.file(agent::SOCKET))
         });
         self.ready(op, plugins, config, agent, extra)
@@ -203,7 +203,7 @@ impl Setup<'_> {
             self.nvidia(op, plugin)?;
         }
         Ok(Ready {
-            gate: Gate::open(op)?,
+            action_script: ActionScript::open(op)?,
             env: vec![
                 ("CRIU_LIBS_DIR", op.plugins().into()),
                 ("CRIU_CONFIG_FILE", op.file(CRIU_CONF).into()),
@@ -246,7 +246,7 @@ impl Setup<'_> {
 impl Ready {
     /// Ends the agent, which first puts back what was not committed, and reads both reports.
     pub fn finish(self, op: &Operation) -> Finished {
-        drop(self.gate);
+        drop(self.action_script);
         drop(self.agent);
         let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
         let agent: Option<AgentReport> = read_report(&op.file(agent::REPORT));

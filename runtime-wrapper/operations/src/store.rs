@@ -6,10 +6,10 @@
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_archive::lane::usual_threads;
+use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
-use cryopod_archive::seal::Seal;
 use cryopod_archive::store::{self, About, Found};
+use cryopod_archive::vram::usual_threads;
 use cryopod_host::spec::Spec;
 
 use crate::argv::Invocation;
@@ -40,7 +40,7 @@ pub fn wanted<'a>(options: &'a Options, spec: &Spec) -> Result<Option<&'a Path>,
         Some("off" | "false") => false,
         Some(other) => {
             return Err(Error::Failed(format!(
-                "{ANNOTATION}: {other:?} is not one of on, off; the folder is the configuration's to name. Nothing was touched"
+                "{ANNOTATION}: {other:?} is not one of on, off; the directory is the configuration's to name. Nothing was touched"
             )));
         }
         None => options.used == Use::On,
@@ -57,11 +57,11 @@ pub fn parent_is_here(inv: &Invocation, images: &Path) -> Result<(), Error> {
     parent.map_or(Ok(()), |parent| whole(below(images, Path::new(parent))))
 }
 
-/// A path from a folder that may not be there yet, which the system cannot follow.
-fn below(folder: &Path, path: &Path) -> PathBuf {
-    let there = folder.canonicalize();
+/// A path from a directory that may not be there yet, which the system cannot follow.
+fn below(directory: &Path, path: &Path) -> PathBuf {
+    let there = directory.canonicalize();
     let mut at = there
-        .or_else(|_| std::path::absolute(folder))
+        .or_else(|_| std::path::absolute(directory))
         .unwrap_or_default();
     for part in path.components() {
         match part {
@@ -72,20 +72,20 @@ fn below(folder: &Path, path: &Path) -> PathBuf {
     at
 }
 
-fn whole(mut folder: PathBuf) -> Result<(), Error> {
+fn whole(mut directory: PathBuf) -> Result<(), Error> {
     for _ in 0..LONGEST {
-        if folder
+        if directory
             .join(names::STORE_REFERENCE)
             .symlink_metadata()
             .is_ok()
         {
             return Err(Error::Failed(format!(
                 "{}: the memory of this checkpoint is in a store, and CRIU finds what another builds upon only beside it; leave --parent-path away (GPU memory can still build upon it: dev.cryopod.parent), or set {ANNOTATION}=off for containers whose checkpoints build upon each other. Nothing was touched",
-                folder.display()
+                directory.display()
             )));
         }
-        folder.push(names::PARENT_LINK);
-        if !folder.exists() {
+        directory.push(names::PARENT_LINK);
+        if !directory.exists() {
             break;
         }
     }
@@ -94,26 +94,26 @@ fn whole(mut folder: PathBuf) -> Result<(), Error> {
 
 /// Moves the large files of a complete checkpoint into the store. Where that does not go they stay, and it is told: the
 /// checkpoint is as good.
-pub fn put(folder: &Path, images: &Path, seal: &Seal, limit: Duration) {
+pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration) {
     let about = About {
-        container: &seal.container.id,
-        created: &seal.created,
+        container: &metadata.container.id,
+        created: &metadata.created,
         threads: usual_threads(),
         until: Instant::now().checked_add(limit),
     };
-    match store::put(images, folder, &about) {
+    match store::put(images, directory, &about) {
         Ok(Some(reference)) => tracing::info!(
             "{}: {reference} in entry {} of the store {}",
             images.display(),
             reference.id,
-            folder.display()
+            directory.display()
         ),
         Ok(None) => {}
         Err(e) => tracing::warn!("the large files stay in {}: {e}", images.display()),
     }
 }
 
-/// What an image folder has in a store; `None`: nothing.
+/// What an image directory has in a store; `None`: nothing.
 ///
 /// # Errors
 /// [`Error::Failed`]: nothing was started.
@@ -122,20 +122,20 @@ pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<F
     if parent.exists() {
         whole(parent)?;
     }
-    store::find(images, &config.store.folders()).map_err(|e| refused(&inv.id, &e.to_string()))
+    store::find(images, &config.store.directories()).map_err(|e| refused(&inv.id, &e.to_string()))
 }
 
-/// A reference without a seal.
-pub fn unsealed(stored: &Found, images: &Path) -> Error {
+/// A reference without a metadata.
+pub fn unrecorded(stored: &Found, images: &Path) -> Error {
     Error::Failed(format!(
         "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",
         images.display(),
         stored.reference,
-        names::SEAL
+        names::METADATA
     ))
 }
 
-/// Compares the digests of what CRIU reads. The lane compares its own.
+/// Compares the digests of what CRIU reads. The VRAM files compares its own.
 ///
 /// # Errors
 /// [`Error::Failed`]: nothing was started.

@@ -11,9 +11,9 @@ use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use serde::{Deserialize, Serialize};
 
-use crate::op;
+use crate::operation;
 
-const FOLDER: &str = "suspended";
+const DIRECTORY: &str = "suspended";
 /// Larger records are not read.
 const MAX_BYTES: u64 = 4 << 20;
 
@@ -30,8 +30,8 @@ pub struct Record {
     pub start_time: u64,
     /// When it was suspended, RFC 3339.
     pub since: String,
-    /// The folder that has its GPU memory; `None`: host memory.
-    pub folder: Option<PathBuf>,
+    /// The directory that has its GPU memory; `None`: host memory.
+    pub directory: Option<PathBuf>,
     /// Digest of the table there.
     pub digest: Option<String>,
     /// Its CUDA processes.
@@ -43,8 +43,8 @@ pub struct Record {
 
 impl Record {
     fn path(init: i32, start_time: u64) -> PathBuf {
-        op::base()
-            .join(FOLDER)
+        operation::base()
+            .join(DIRECTORY)
             .join(format!("{init}-{start_time}.json"))
     }
 
@@ -62,11 +62,11 @@ impl Record {
     pub fn write(&self) -> io::Result<()> {
         use std::os::unix::fs::DirBuilderExt;
         let path = Self::path(self.init, self.start_time);
-        if let Some(folder) = path.parent() {
+        if let Some(directory) = path.parent() {
             fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
-                .create(folder)?;
+                .create(directory)?;
         }
         write_json(&path, self)
     }
@@ -74,13 +74,13 @@ impl Record {
     /// Removes it.
     pub fn remove(&self) {
         let _ = fs::remove_file(Self::path(self.init, self.start_time));
-        let _ = fs::remove_dir(op::base().join(FOLDER));
+        let _ = fs::remove_dir(operation::base().join(DIRECTORY));
     }
 
     /// Where the memory is, in words.
     pub fn place(&self) -> String {
-        match &self.folder {
-            Some(folder) => format!("in {}", folder.display()),
+        match &self.directory {
+            Some(directory) => format!("in {}", directory.display()),
             None => "in host memory".into(),
         }
     }
@@ -88,13 +88,13 @@ impl Record {
 
 /// Is there any record?
 pub fn any() -> bool {
-    op::base().join(FOLDER).exists()
+    operation::base().join(DIRECTORY).exists()
 }
 
 /// Removes the records of containers that are gone.
 pub fn sweep(host: &Host) {
-    let folder = op::base().join(FOLDER);
-    let Ok(entries) = fs::read_dir(&folder) else {
+    let directory = operation::base().join(DIRECTORY);
+    let Ok(entries) = fs::read_dir(&directory) else {
         return;
     };
     for entry in entries.flatten() {
@@ -107,5 +107,5 @@ pub fn sweep(host: &Host) {
             let _ = fs::remove_file(entry.path());
         }
     }
-    let _ = fs::remove_dir(folder);
+    let _ = fs::remove_dir(directory);
 }

@@ -36,14 +36,15 @@ pub fn built_library() -> Result<PathBuf> {
 
 /// Copies the library as `libcuda.so.1` and `libnvidia-ml.so.1`, writes `cusim.conf` beside it, and copies the programs
 /// that are found. Returns what was written.
-pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
+pub fn install(directory: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     let library = built_library()?;
-    fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    fs::create_dir_all(directory)
+        .with_context(|| format!("cannot create {}", directory.display()))?;
     let mut written = Vec::new();
     let mut put = |from: &Path, name: &str| -> Result<()> {
-        let to = folder.join(name);
+        let to = directory.join(name);
         // A file in use is replaced, not written into.
-        let part = folder.join(format!(".{name}.part"));
+        let part = directory.join(format!(".{name}.part"));
         fs::copy(from, &part).with_context(|| format!("cannot copy {}", from.display()))?;
         fs::rename(&part, &to)?;
         written.push(to);
@@ -64,7 +65,7 @@ pub fn install(folder: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
             put(p, name)?;
         }
     }
-    let conf = folder.join("cusim.conf");
+    let conf = directory.join("cusim.conf");
     fs::write(&conf, format!("socket={}\n", socket.display()))?;
     written.push(conf);
     Ok(written)

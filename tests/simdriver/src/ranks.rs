@@ -364,8 +364,8 @@ impl Shared {
         let mut flags = libc::MAP_SHARED;
         let file = match file {
             Some((path, make)) => {
-                if let (true, Some(folder)) = (make, path.parent()) {
-                    fs::create_dir_all(folder)?;
+                if let (true, Some(directory)) = (make, path.parent()) {
+                    fs::create_dir_all(directory)?;
                 }
                 let mut options = File::options();
                 let file = options.read(true).write(true).create(make).open(path)?;

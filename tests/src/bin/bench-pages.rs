@@ -1,8 +1,8 @@
 //! What the archive benchmark is made of.
 //!
-//! `bench-pages fill KIND FOLDER FILES MIB`: files 0, 1, ... of MIB each, with pages of a KIND: `noise`; `half`,
+//! `bench-pages fill KIND DIRECTORY FILES MIB`: files 0, 1, ... of MIB each, with pages of a KIND: `noise`; `half`,
 //! 256 KiB of noise and 256 KiB of numbers in text, by turns; `mixed`, half of each page noise and half zero.
-//! `bench-pages hold FOLDER FILES`: a process for each file, with its content in memory, until it is ended. FOLDER/ready
+//! `bench-pages hold DIRECTORY FILES`: a process for each file, with its content in memory, until it is ended. DIRECTORY/ready
 //! appears when all are there.
 #![allow(clippy::unwrap_used, reason = "a benchmark ends at the first error")]
 
@@ -16,21 +16,21 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args[..] {
-        ["fill", kind, folder, files, mib] => {
+        ["fill", kind, directory, files, mib] => {
             for n in 0..files.parse().unwrap() {
                 fill(
                     kind,
-                    &Path::new(folder).join(format!("{n}")),
+                    &Path::new(directory).join(format!("{n}")),
                     n,
                     mib.parse().unwrap(),
                 );
             }
         }
-        ["hold", folder, files] => hold(Path::new(folder), files.parse().unwrap()),
+        ["hold", directory, files] => hold(Path::new(directory), files.parse().unwrap()),
         ["one", file] => one(Path::new(file)),
         _ => {
             eprintln!(
-                "usage: bench-pages fill noise|half|mixed FOLDER FILES MIB, bench-pages hold FOLDER FILES"
+                "usage: bench-pages fill noise|half|mixed DIRECTORY FILES MIB, bench-pages hold DIRECTORY FILES"
             );
             std::process::exit(2);
         }
@@ -88,13 +88,13 @@ fn panic_kind(kind: &str) {
     std::process::exit(2);
 }
 
-fn hold(folder: &Path, files: u64) {
+fn hold(directory: &Path, files: u64) {
     let me = std::env::current_exe().unwrap();
     let mut children = Vec::new();
     for n in 0..files {
         let mut child = Command::new(&me)
             .arg("one")
-            .arg(folder.join(n.to_string()))
+            .arg(directory.join(n.to_string()))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -103,7 +103,7 @@ fn hold(folder: &Path, files: u64) {
         child.stdout.take().unwrap().read_exact(&mut byte).unwrap();
         children.push(child);
     }
-    fs::write(folder.join("ready"), "").unwrap();
+    fs::write(directory.join("ready"), "").unwrap();
     for child in &mut children {
         child.wait().unwrap();
     }

@@ -55,8 +55,8 @@ refused() { # FILE WANT
     pod rm -f -t 0 c1 > /dev/null
 }
 refused /etc/criu/no-such.conf '/etc/criu/no-such.conf: cannot read the CRIU configuration that the annotation org.criu.config names'
-refused /opt/theirs/criu.conf 'lies in none of the folders for CRIU.s configuration; move the file into /etc/criu'
-refused /dev/zero 'lies in none of the folders'
+refused /opt/theirs/criu.conf 'lies in none of the directories for CRIU.s configuration; move the file into /etc/criu'
+refused /dev/zero 'lies in none of the directories'
 refused /etc/criu/open.conf 'open.conf: cannot read .*not root.s alone'
 refused /etc/criu/link.conf 'link.conf: cannot read'
 echo kept

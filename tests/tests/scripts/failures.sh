@@ -18,7 +18,7 @@ EOF
 chmod 755 /tmp/stages.sh
 echo 'action-script /tmp/stages.sh' >> /etc/criu/default.conf
 
-strays() { # processes, folders and mounts that only an operation has
+strays() { # processes, directories and mounts that only an operation has
     pgrep -ax 'criu|cryopod-runtime|cryopod-cuda-a' || true
     ls -A /run/cryopod 2> /dev/null || true
     grep cryopod /proc/self/mountinfo | grep -v -e /usr/local -e ' /src ' -e /opt/build || true
@@ -38,7 +38,7 @@ fails() { # NAME WANT ARG...: a checkpoint that must fail and say WANT
     grep -qF -- "$want" /tmp/said || { echo "$name: said"; cat /tmp/said; exit 1; }
     alive "$name"
 }
-unsealed() { [ ! -e "$1/cryopod.json" ] && [ ! -e "$1/.cryopod.json.partial" ] || { echo "$1: has a seal"; ls -A "$1"; exit 1; }; }
+unrecorded() { [ ! -e "$1/cryopod.json" ] && [ ! -e "$1/.cryopod.json.partial" ] || { echo "$1: has metadata"; ls -A "$1"; exit 1; }; }
 
 mv /usr/sbin/criu /usr/sbin/criu.away
 fails 'criu missing' 'criu was not found on PATH; install the criu package' checkpoint --image-path /tmp/i0
@@ -53,16 +53,16 @@ jq -e '.level == "error" and (.msg | contains("no-such-runtime")) and (.time | f
 low_level "$low"
 
 mkdir /tmp/ro && mount -t tmpfs -o ro ro /tmp/ro
-fails 'image folder read-only' '/tmp/ro/cryopod.json: cannot write' checkpoint --image-path /tmp/ro
-fails 'image folder cannot be made' '/tmp/ro/x: the image folder cannot be made' checkpoint --image-path /tmp/ro/x
+fails 'image directory read-only' '/tmp/ro/cryopod.json: cannot write' checkpoint --image-path /tmp/ro
+fails 'image directory cannot be made' '/tmp/ro/x: the image directory cannot be made' checkpoint --image-path /tmp/ro/x
 umount /tmp/ro
 mkdir /tmp/full && mount -t tmpfs -o size=64k full /tmp/full
-fails 'image folder full' 'No space left on device' checkpoint --image-path /tmp/full
-unsealed /tmp/full
+fails 'image directory full' 'No space left on device' checkpoint --image-path /tmp/full
+unrecorded /tmp/full
 umount /tmp/full
 mount -t tmpfs -o size=320k full /tmp/full
-fails 'image folder full in the middle' 'the file system of /tmp/full is full' checkpoint --image-path /tmp/full --work-path /tmp
-unsealed /tmp/full
+fails 'image directory full in the middle' 'the file system of /tmp/full is full' checkpoint --image-path /tmp/full --work-path /tmp
+unrecorded /tmp/full
 umount /tmp/full
 
 for signal in TERM INT HUP; do
@@ -78,13 +78,13 @@ for signal in TERM INT HUP; do
         if wait $wrapper; then echo "SIG$signal at $stage: succeeded"; exit 1; fi
         grep -q "the container goes on running: it was interrupted by SIG$signal" /tmp/said || { cat /tmp/said; exit 1; }
         alive "SIG$signal at $stage"
-        unsealed /tmp/i1
+        unrecorded /tmp/i1
         rm -rf /tmp/i1
     done
 done
 
-# Killed outright, the wrapper can clean nothing up: CRIU finds nobody at the gate and resumes the container, and the
-# next operation sweeps the folder.
+# Killed outright, the wrapper can clean nothing up: CRIU finds nobody in the action script and resumes the container, and the
+# next operation sweeps the directory.
 rm -f /tmp/reached /tmp/go-on
 echo network-lock > /tmp/stop-at
 cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
@@ -109,13 +109,13 @@ touch /tmp/go-on
 if wait $wrapper; then echo 'killed runtime: succeeded'; exit 1; fi
 rm -f /tmp/stop-at
 alive 'the runtime is killed in the middle'
-unsealed /tmp/i1
+unrecorded /tmp/i1
 rm -rf /tmp/i1
 
-# The user's own script says no at the last stage: the seal goes, the container stays.
+# The user's own script says no at the last stage: the metadata goes, the container stays.
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n' > /tmp/stages.sh
 fails 'the user stops it at post-dump' 'failed and the container goes on running' checkpoint --image-path /tmp/i2
-unsealed /tmp/i2
+unrecorded /tmp/i2
 printf '#!/bin/sh\n' > /tmp/stages.sh
 
 # A limit that is over.
@@ -142,7 +142,7 @@ alive 'a limit that grows with the data'
 printf '[limits]\ncheckpoint_s = 5\nabort_s = 1\n' >> /etc/cryopod/config.toml
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != network-lock ] || exec sleep 300\n' > /tmp/stages.sh
 fails 'CRIU is stuck' 'CRIU had to be killed: see whether the container still answers' checkpoint --image-path /tmp/i6
-unsealed /tmp/i6
+unrecorded /tmp/i6
 printf '#!/bin/sh\n' > /tmp/stages.sh
 low_level "$low"
 

@@ -43,10 +43,10 @@ pod container checkpoint --leave-running --create-image localhost/saved job > /d
 podman save --format oci-dir -o /tmp/layout localhost/saved > /dev/null 2>&1
 pod container checkpoint --export /tmp/job.tar.zst --compress zstd job > /dev/null
 pod rm -f -t 0 job > /dev/null
-mkdir /tmp/folder && tar --zstd -xf /tmp/job.tar.zst -C /tmp/folder
+mkdir /tmp/directory && tar --zstd -xf /tmp/job.tar.zst -C /tmp/directory
 jq -e --arg gpu "$gpu0" '.gpu.gpus[0].properties.compute_capability == "9.0" and .gpu.gpus[0].properties.mig == false
     and (.gpu.processes[0].gpu_memory | length == 1 and .[0].gpu == $gpu and .[0].bytes >= 100 * 1048576)' \
-    /tmp/folder/checkpoint/cryopod.json > /dev/null || { jq .gpu /tmp/folder/checkpoint/cryopod.json; exit 1; }
+    /tmp/directory/checkpoint/cryopod.json > /dev/null || { jq .gpu /tmp/directory/checkpoint/cryopod.json; exit 1; }
 
 told() { # NAME WANT...: in /tmp/said
     local name=$1 want
@@ -77,7 +77,7 @@ works() { # NAME ARCHIVE
 }
 how() { echo "(relaxed by \`$1 = false\` under [checks] in the configuration, or the annotation dev.cryopod.check.$1=off)"; }
 
-for what in /tmp/job.tar /tmp/job.tar.gz /tmp/job.tar.zst /tmp/folder /tmp/folder/checkpoint /tmp/layout; do
+for what in /tmp/job.tar /tmp/job.tar.gz /tmp/job.tar.zst /tmp/directory /tmp/directory/checkpoint /tmp/layout; do
     cryopod check --json "$what" > /tmp/check.json || { echo "$what:"; cat /tmp/check.json; exit 1; }
     jq -e --arg gpu "$gpu0" '.ok and .refusals == [] and .map[0] == {from: $gpu, to: $gpu, why: ""} and all(.checks[]; .verdict == "ok")
         and ([.checks[].name] | unique) == ["nvidia-compute-capability", "nvidia-driver", "nvidia-driver-minimum", "nvidia-free-memory",

@@ -1,4 +1,4 @@
-# gpu_nodes.sh LOW: a podman container with GPU device nodes that no process has open is recognised, sealed,
+# gpu_nodes.sh LOW: a podman container with GPU device nodes that no process has open is recognised, recorded,
 # exported, removed, restored from the archive, and goes on counting; and what a restore refuses.
 low=$1
 mkimage
@@ -12,7 +12,7 @@ before=$(count c1)
 pod rm -f -t 0 c1 > /dev/null
 [ -z "$(ls -A /run/cryopod)" ]
 
-tar --zstd -xOf /tmp/c1.tar.zst checkpoint/cryopod.json > /tmp/seal.json
+tar --zstd -xOf /tmp/c1.tar.zst checkpoint/cryopod.json > /tmp/metadata.json
 jq -e --arg low "$low" '
     .schema == "1.0" and .container.low_level == $low and .container.leave_running == false
     and .gpu.vendors == ["nvidia", "amd"] and .gpu.processes == [] and .gpu.plugins == []
@@ -21,7 +21,7 @@ jq -e --arg low "$low" '
         ["/dev/nvidiactl", "nvidia", "control", "device", 195, 255, true],
         ["/dev/kfd", "amd", "control", "device", 510, 0, true],
         ["/dev/dri/renderD128", "amd", "render", "device", 226, 128, true]]
-    and .timings.dump_us > 0' /tmp/seal.json > /dev/null || { cat /tmp/seal.json; exit 1; }
+    and .timings.dump_us > 0' /tmp/metadata.json > /dev/null || { cat /tmp/metadata.json; exit 1; }
 
 pod container restore --import /tmp/c1.tar.zst > /dev/null
 wait_for counted c1 $((before + 5))
@@ -32,14 +32,14 @@ seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
 [ -z "$(ls -A /run/cryopod)" ]
 echo "continued from $before"
 
-# A container that runs on is sealed as such.
+# A container that runs on is recorded as such.
 pod container checkpoint --leave-running --export /tmp/c2.tar.zst c1 > /dev/null
 tar --zstd -xOf /tmp/c2.tar.zst checkpoint/cryopod.json | jq -e .container.leave_running > /dev/null
 now=$(count c1)
 wait_for counted c1 $((now + 3))
 pod rm -f -t 0 c1 > /dev/null
 
-# A seal that this version cannot know, and one that is damaged: refused, and the archive stays what it was.
+# metadata that this version cannot know, and one that is damaged: refused, and the archive stays what it was.
 refused() { # EDIT MESSAGE
     local sum
     rm -rf /tmp/unpacked && mkdir /tmp/unpacked && tar --zstd -xf /tmp/c1.tar.zst -C /tmp/unpacked

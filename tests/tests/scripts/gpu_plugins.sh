@@ -21,11 +21,11 @@ sim=/run/cusim/server.sock
 wait_for test -S "$sim"
 mount --bind /run/simulated/driver /proc/driver
 
-# What an operation's plugin folder holds while CRIU is at work.
-printf '#!/bin/sh\nls -A /run/cryopod/*/plugins 2> /dev/null | grep "[.]so$" >> /tmp/in-folder\nexit 0\n' > /tmp/look.sh
+# What an operation's plugin directory holds while CRIU is at work.
+printf '#!/bin/sh\nls -A /run/cryopod/*/plugins 2> /dev/null | grep "[.]so$" >> /tmp/in-directory\nexit 0\n' > /tmp/look.sh
 chmod 755 /tmp/look.sh
 echo 'action-script /tmp/look.sh' >> /etc/criu/default.conf
-fresh() { rm -f /tmp/in-folder /run/standin/log && touch /tmp/in-folder /run/standin/log; }
+fresh() { rm -f /tmp/in-directory /run/standin/log && touch /tmp/in-directory /run/standin/log; }
 is() { # NAME FILE WANT...: the lines of FILE, each once
     local name=$1 file=$2
     shift 2
@@ -57,7 +57,7 @@ refused() { # NAME WANT...: the checkpoint of a running container with an open /
     for want in 'the container goes on running: process' ' the AMD driver, and ' "$@"; do
         grep -qF -- "$want" /tmp/said || { echo "$name: not told: $want"; cat /tmp/said; exit 1; }
     done
-    [ ! -s /tmp/in-folder ] && [ ! -s /run/standin/log ] && [ ! -e /tmp/none ] # CRIU was not started
+    [ ! -s /tmp/in-directory ] && [ ! -s /run/standin/log ] && [ ! -e /tmp/none ] # CRIU was not started
     now=$(count c1) && wait_for counted c1 $((now + 2))
     [ -z "$(ls -A /run/cryopod 2> /dev/null)" ]
     echo "ok: $name"
@@ -80,7 +80,7 @@ pod rm -f -t 0 c1 > /dev/null
 place amdgpu_plugin
 fresh
 round 'AMD alone' "${on_kfd[@]}" "${uses_kfd[@]}"
-is 'AMD alone' /tmp/in-folder amdgpu_plugin.so
+is 'AMD alone' /tmp/in-directory amdgpu_plugin.so
 is 'AMD alone' /run/standin/log 'amdgpu_plugin init dump' 'amdgpu_plugin hook DUMP_EXT_FILE /dev/kfd' 'amdgpu_plugin init restore' \
     'amdgpu_plugin hook RESUME_DEVICES_LATE' 'amdgpu_plugin exit done' 'amdgpu_plugin env KFD_'{FW_VER,SDMA_FW_VER,CACHES_COUNT,NUM_GWS,VRAM_SIZE,NUMA,CAPABILITY}_CHECK=1
 cp /tmp/c1.tar /tmp/amd.tar
@@ -90,17 +90,17 @@ on_nvidia=(--device /dev/nvidiactl --device /dev/nvidia-uvm --device /dev/nvidia
     -e LD_LIBRARY_PATH=/cusim -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro)
 in_use() { /opt/build/cusim-ctl --socket "$sim" status | jq -e '[.gpus[].pids[]] | add >= 16777216' > /dev/null; }
 uses=in_use round 'NVIDIA alone' "${on_nvidia[@]}" localhost/busybox sh -c '/cusim/cusim-client --mib 16 > /dev/null & i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done'
-is 'NVIDIA alone' /tmp/in-folder cryopod_nvidia.so
+is 'NVIDIA alone' /tmp/in-directory cryopod_nvidia.so
 is 'NVIDIA alone' /run/standin/log
 
 fresh
 round 'nodes that nobody uses' "${on_kfd[@]}" "${on_nvidia[@]}" localhost/busybox "${counter[@]}"
-is 'nodes that nobody uses' /tmp/in-folder
+is 'nodes that nobody uses' /tmp/in-directory
 is 'nodes that nobody uses' /run/standin/log
 
 fresh
 round 'neither' localhost/busybox "${counter[@]}"
-is 'neither' /tmp/in-folder
+is 'neither' /tmp/in-directory
 is 'neither' /run/standin/log
 
 # The same refusals at a restore: nothing is started, the archive stays.

@@ -17,12 +17,12 @@ echo 'ok: a container that is only created'
 
 echo data > /tmp/file
 if cryopod-runtime checkpoint --image-path /tmp/file c1 > /tmp/said 2>&1; then echo 'a file: checkpointed'; exit 1; fi
-grep -qF '/tmp/file: the image path is not a folder; name another one' /tmp/said || { cat /tmp/said; exit 1; }
+grep -qF '/tmp/file: the image path is not a directory; name another one' /tmp/said || { cat /tmp/said; exit 1; }
 if grep -q 'free some space' /tmp/said; then cat /tmp/said; exit 1; fi
 [ "$(cat /tmp/file)" = data ]
 echo 'ok: an image path that is a file'
 
-# The runtime gives up before CRIU starts, in a work folder where CRIU once failed.
+# The runtime gives up before CRIU starts, in a work directory where CRIU once failed.
 mkdir /tmp/w
 echo '(00.1) Error (criu/old.c:1): of last week' > /tmp/w/dump.log
 if cryopod-runtime checkpoint --image-path /tmp/i2 --work-path /tmp/w --manage-cgroups-mode bogus c1 > /tmp/said 2>&1; then exit 1; fi

@@ -7,7 +7,7 @@ wait_for counted c1 5
 pod container checkpoint --export /tmp/c1.tar.zst c1 > /dev/null
 before=$(count c1)
 pod rm -f -t 0 c1 > /dev/null
-# Untouched: no seal, no folder of an operation.
+# Untouched: no metadata, no directory of an operation.
 if tar --zstd -tf /tmp/c1.tar.zst | grep cryopod.json; then exit 1; fi
 [ ! -e /run/cryopod ]
 pod container restore --import /tmp/c1.tar.zst > /dev/null

@@ -31,12 +31,12 @@ def lines(values):
     return "".join(f"{key} {value}\n" for key, value in values.items())
 
 
-def tree(folder, gpus, changes):
+def tree(directory, gpus, changes):
     values = dict(GPU, **changes)
     vram = values.pop("vram_size", VRAM)
     cpu = dict.fromkeys(FIELDS, 0) | dict(cpu_cores_count=64, mem_banks_count=1, caches_count=8, io_links_count=gpus)
     for node in range(gpus + 1):
-        at = f"{folder}/nodes/{node}"
+        at = f"{directory}/nodes/{node}"
         gpu = dict(values, drm_render_minor=127 + node, location_id=node << 8, unique_id=node + 1000)
         write(f"{at}/gpu_id", f"{1000 * node + node}\n" if node else "0\n")
         write(f"{at}/name", "aldebaran\n" if node else "\n")
@@ -83,11 +83,11 @@ def device(at, node):
     return text
 
 
-def image(folder, file):
-    nodes = sorted(os.listdir(f"{folder}/nodes"), key=int)
+def image(directory, file):
+    nodes = sorted(os.listdir(f"{directory}/nodes"), key=int)
     text = number(1, 4711) + number(2, len(nodes) - 1) + number(3, 1)
     for node in nodes:
-        text += message(4, device(f"{folder}/nodes/{node}", int(node)))
+        text += message(4, device(f"{directory}/nodes/{node}", int(node)))
     text += number(5, 0) + number(7, 0) + number(8, 0) + number(9, 0) + message(10, b"")
     with open(file, "wb") as out:
         out.write(struct.pack("=Q", len(text)) + text)

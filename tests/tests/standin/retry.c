@@ -50,7 +50,7 @@ __attribute__((constructor)) static void load(void)
 
 	if (!dladdr((void *)load, &info))
 		return;
-	/* Not *.so: CRIU would load it too. In the same folder: there is its configuration. */
+	/* Not *.so: CRIU would load it too. In the same directory: there is its configuration. */
 	snprintf(path, sizeof(path), "%.*s/real", (int)(strrchr(info.dli_fname, '/') - info.dli_fname), info.dli_fname);
 	if (symlink("/opt/build/libcryopod_nvidia.so", path)) {}
 	plugin = dlopen(path, RTLD_NOW | RTLD_LOCAL);

@@ -28,13 +28,13 @@ pod container checkpoint --export /tmp/c1.tar.zst c1 > /dev/null
 before=$(count c1)
 pod rm -f -t 0 c1 > /dev/null
 
-tar --zstd -xOf /tmp/c1.tar.zst checkpoint/cryopod.json > /tmp/seal.json
+tar --zstd -xOf /tmp/c1.tar.zst checkpoint/cryopod.json > /tmp/metadata.json
 jq -e --arg low "$low" --argjson kfd "$kfd" '
     .container.low_level == $low and .gpu.vendors == ["amd"] and .gpu.processes == []
     and [.gpu.nodes[] | [.path, .vendor, .role, .major, .minor, .allowed]] == [
         ["/dev/kfd", "amd", "control", $kfd, 0, true],
-        ["/dev/dri/renderD128", "amd", "render", 226, 128, true]]' /tmp/seal.json > /dev/null ||
-    { cat /tmp/seal.json; exit 1; }
+        ["/dev/dri/renderD128", "amd", "render", 226, 128, true]]' /tmp/metadata.json > /dev/null ||
+    { cat /tmp/metadata.json; exit 1; }
 
 pod container restore --import /tmp/c1.tar.zst > /dev/null
 wait_for counted c1 $((before + 5))

@@ -134,9 +134,9 @@ impl<D: Driver> Agent<D> {
         let limit_ms = 0; // `limit` counts
         use ProcessState::{Checkpointed, Locked, Running};
         if state == Checkpointed && matches!(found, Running | Locked) {
-            self.lanes.put_back(pid).map_err(|cause| {
+            self.vram_files.put_back(pid).map_err(|cause| {
                 let what = format!("its GPU memory cannot be mapped back: {cause}");
-                error(ErrorKind::Lane, what)
+                error(ErrorKind::Vram, what)
             })?;
             let restore = Op::Restore {
                 pid,

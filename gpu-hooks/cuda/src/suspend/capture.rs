@@ -1,4 +1,4 @@
-//! The driver's checkpoint into the lane's memory, this program being the tracer of the driver's threads.
+//! The driver's checkpoint into the VRAM files' memory, this program being the tracer of the driver's threads.
 
 use super::super::client::{Client, ClientError};
 use super::super::inject::Seized;
@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// The driver's checkpoint of all processes at once, into the lane's memory.
+/// The driver's checkpoint of all processes at once, into the VRAM files' memory.
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
@@ -24,7 +24,7 @@ pub(super) fn checkpoint(
         for (pid, tid) in threads {
             let failed = |error: io::Error| step("tracing the driver's thread", *pid, error);
             seized.push(Seized::new(*tid).map_err(failed)?);
-            let least = Some(how.lane.min_bytes);
+            let least = Some(how.vram.min_bytes);
             released.push(Released::new(*pid, *tid, least).map_err(failed)?);
         }
         Ok(())
@@ -75,10 +75,10 @@ fn watch(
                 Attention::Busy => busy = true,
                 Attention::Asks(bytes) => {
                     busy = true;
-                    let op = Op::LanePrepare {
+                    let op = Op::VramPrepare {
                         pid: thread.ids().0,
                         bytes,
-                        threads: how.lane.threads(),
+                        threads: how.vram.threads(),
                         limit_ms: 0,
                     };
                     held.insert(client.send(op)?, (i, bytes));
@@ -103,7 +103,7 @@ fn watch(
                         address,
                         ..
                     } = one;
-                    let op = Op::LanePlaced {
+                    let op = Op::VramPlaced {
                         id,
                         pid,
                         tid,
@@ -116,7 +116,7 @@ fn watch(
                     thread.pass();
                     left_out.get_or_insert(reason);
                     if let Outcome::Buffer(buffer) = &reply.outcome {
-                        ignored.insert(client.send(Op::LaneDrop { id: buffer.id })?);
+                        ignored.insert(client.send(Op::VramDrop { id: buffer.id })?);
                     }
                 }
             }
@@ -128,7 +128,7 @@ fn watch(
             ignored.remove(&reply.id);
         }
     }
-    match (failed, left_out, &how.folder) {
+    match (failed, left_out, &how.directory) {
         (Some(failed), ..) => Err(failed),
         (None, Some(reason), Some(_)) => Err(SuspendError::Files(format!(
             "the GPU memory cannot go into files: {reason}"

@@ -2,8 +2,8 @@
 
 use super::super::client::Client;
 use super::super::inject::{Injection, Seized};
-use super::super::lane::{LaneBuffer, LaneDone, NamedBuffer, SharedBuffer, WantedRegion};
 use super::super::protocol::{Op, Outcome};
+use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use super::{Captured, Done, How, SuspendError, call, micros, step};
 use std::io;
 use std::path::Path;
@@ -12,15 +12,15 @@ use std::time::Instant;
 /// Writes the memory to files, and takes it out of the processes when it is on the disk.
 pub(super) fn to_files(
     client: &mut Client,
-    folder: &Path,
+    directory: &Path,
     captured: &[Captured],
     done: &Done,
     how: &How,
-) -> Result<(LaneDone, u64), SuspendError> {
+) -> Result<(VramDone, u64), SuspendError> {
     let start = Instant::now();
     let region = |one: &Captured| {
         let buffers = done.processes.iter().flat_map(|p| &p.buffers);
-        let is = |b: &&LaneBuffer| {
+        let is = |b: &&VramBuffer| {
             b.address == one.address && b.region.starts_with(&format!("{}-", one.pid))
         };
         buffers
@@ -33,10 +33,10 @@ pub(super) fn to_files(
         id: one.id,
         name: region(one),
     });
-    let op = Op::LaneWrite {
-        dir: folder.to_owned(),
+    let op = Op::VramWrite {
+        dir: directory.to_owned(),
         buffers: buffers.collect(),
-        config: how.lane.clone(),
+        config: how.vram.clone(),
     };
     if let Outcome::Error(error) = call(client, op)?.outcome {
         return Err(SuspendError::Files(error.message));
@@ -54,10 +54,10 @@ pub(super) fn to_files(
 /// Reads the memory from files.
 pub(super) fn from_files(
     client: &mut Client,
-    folder: &Path,
-    wanted: &[(i32, i32, LaneBuffer)],
+    directory: &Path,
+    wanted: &[(i32, i32, VramBuffer)],
     how: &How,
-) -> Result<(Option<LaneDone>, Vec<SharedBuffer>), SuspendError> {
+) -> Result<(Option<VramDone>, Vec<SharedBuffer>), SuspendError> {
     if wanted.is_empty() {
         return Ok((None, Vec::new()));
     }
@@ -65,10 +65,10 @@ pub(super) fn from_files(
         name: buffer.region.clone(),
         bytes: buffer.bytes,
     });
-    let op = Op::LaneLoad {
-        dir: folder.to_owned(),
+    let op = Op::VramLoad {
+        dir: directory.to_owned(),
         regions: regions.collect(),
-        config: how.lane.clone(),
+        config: how.vram.clone(),
     };
     let buffers = match call(client, op)?.outcome {
         Outcome::Buffers(buffers) if buffers.len() == wanted.len() => buffers,
@@ -78,10 +78,10 @@ pub(super) fn from_files(
     Ok((wait(client, how)?, buffers))
 }
 
-fn wait(client: &mut Client, how: &How) -> Result<Option<LaneDone>, SuspendError> {
+fn wait(client: &mut Client, how: &How) -> Result<Option<VramDone>, SuspendError> {
     let limit_ms = how.step_timeout_ms;
-    match call(client, Op::LaneWait { limit_ms })?.outcome {
-        Outcome::Lane(done) => Ok(done),
+    match call(client, Op::VramWait { limit_ms })?.outcome {
+        Outcome::Vram(done) => Ok(done),
         Outcome::Error(error) => Err(SuspendError::Files(error.message)),
         other => Err(SuspendError::Files(format!("unexpected answer {other:?}"))),
     }
@@ -101,7 +101,7 @@ pub(super) fn injected(
 }
 
 /// Takes memory out of processes: it is in the files.
-pub(super) fn away<'a>(loaded: impl Iterator<Item = &'a (i32, i32, LaneBuffer)>) {
+pub(super) fn away<'a>(loaded: impl Iterator<Item = &'a (i32, i32, VramBuffer)>) {
     for (pid, tid, buffer) in loaded {
         let done = injected(*pid, *tid, |inject| {
             inject.map_empty(buffer.address, buffer.bytes)

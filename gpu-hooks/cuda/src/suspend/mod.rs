@@ -1,7 +1,7 @@
 //! GPU memory to host memory or into files, and back, while the processes stay.
 //!
 //! The driver does at a suspend what it does at a checkpoint, and the memory that it asks for is the
-//! lane's, as there: this program is the tracer of the driver's thread meanwhile, everything else in the
+//! vram's, as there: this program is the tracer of the driver's thread meanwhile, everything else in the
 //! process runs on (and waits for the driver as soon as it calls it). Afterwards the process alone holds
 //! the memory, so that nothing of cryopod needs to live; or it is in files, and nobody holds it.
 //!
@@ -13,10 +13,10 @@ mod files;
 
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid};
-use super::lane::{LaneBuffer, LaneConfig};
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
-use cryopod_archive::lane::LaneFacts;
+use super::vram::{VramBuffer, VramConfig};
+use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -40,17 +40,17 @@ pub struct Suspended {
     pub comm: String,
     /// The GPUs that it had open.
     pub gpus: Vec<GpuUuid>,
-    /// The memory of the lane's that the driver was given.
-    pub buffers: Vec<LaneBuffer>,
+    /// The memory of the VRAM files' that the driver was given.
+    pub buffers: Vec<VramBuffer>,
 }
 
 /// How to suspend and resume.
 #[derive(Debug, Clone)]
 pub struct How {
-    /// The lane.
-    pub lane: LaneConfig,
-    /// The folder that the memory is written to; `None`: it stays in host memory.
-    pub folder: Option<PathBuf>,
+    /// The vram.
+    pub vram: VramConfig,
+    /// The directory that the memory is written to; `None`: it stays in host memory.
+    pub directory: Option<PathBuf>,
     /// How long the driver may wait for GPU work to end.
     pub lock_timeout_ms: u64,
     /// How long each step may take.
@@ -63,10 +63,10 @@ pub struct Done {
     /// The processes.
     pub processes: Vec<Suspended>,
     /// What was written or read.
-    pub lane: Option<LaneFacts>,
+    pub vram: Option<VramFacts>,
     /// The steps and their times in microseconds, of the slowest process.
     pub steps: Vec<(&'static str, u64)>,
-    /// Why the driver's memory is not the lane's, where it is not.
+    /// Why the driver's memory is not the VRAM files', where it is not.
     pub left_out: Option<String>,
 }
 
@@ -165,17 +165,17 @@ pub fn suspend(
         let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
         if let Some(process) = process {
             let region = format!("{}-{}", captured.pid, process.buffers.len());
-            process.buffers.push(LaneBuffer {
+            process.buffers.push(VramBuffer {
                 address: captured.address,
                 bytes: captured.bytes,
                 region,
             });
         }
     }
-    if let Some(folder) = &how.folder {
-        let (written, micros) = files::to_files(client, folder, &captured, &done, how)?;
+    if let Some(directory) = &how.directory {
+        let (written, micros) = files::to_files(client, directory, &captured, &done, how)?;
         done.steps.push(("write", micros));
-        done.lane = Some(written.facts);
+        done.vram = Some(written.facts);
     }
     leave(client, &done, note)?;
     Ok(done)
@@ -290,16 +290,16 @@ pub fn resume(
         ..Done::default()
     };
     let mut loaded = Vec::new();
-    if let Some(folder) = &how.folder {
+    if let Some(directory) = &how.directory {
         let start = Instant::now();
-        let wanted: Vec<(i32, i32, LaneBuffer)> = done
+        let wanted: Vec<(i32, i32, VramBuffer)> = done
             .processes
             .iter()
             .filter_map(|p| Some((p, restore.iter().find(|(pid, _)| *pid == p.pid)?)))
             .flat_map(|(p, (pid, tid))| p.buffers.iter().map(|b| (*pid, *tid, b.clone())))
             .collect();
-        let (read, buffers) = files::from_files(client, folder, &wanted, how)?;
-        done.lane = read.map(|read| read.facts);
+        let (read, buffers) = files::from_files(client, directory, &wanted, how)?;
+        done.vram = read.map(|read| read.facts);
         loaded = wanted;
         for ((pid, tid, buffer), shared) in loaded.iter().zip(&buffers) {
             let mapped = File::options()
@@ -343,7 +343,7 @@ pub fn resume(
 
 /// Takes the memory out of the processes that stay suspended, for it is in the files. Of the others the driver has
 /// let go of it, or is at work on it: where it was may be anything now.
-fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, LaneBuffer)]) {
+fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, VramBuffer)]) {
     match states(client, threads) {
         Ok(states) => {
             let stays = |pid: i32| states.contains(&(pid, ProcessState::Checkpointed));
@@ -393,7 +393,7 @@ fn limit_of(op: &Op) -> Duration {
         Op::Checkpoint { limit_ms, .. }
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. }
-        | Op::LaneWait { limit_ms } => *limit_ms,
+        | Op::VramWait { limit_ms } => *limit_ms,
         _ => QUERY_MS,
     }) + MARGIN
 }

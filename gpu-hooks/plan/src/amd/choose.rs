@@ -5,8 +5,8 @@ use std::collections::HashSet;
 
 use super::checks::{Switches, compare, names};
 use super::matcher::{self, Problem, Without};
+use super::plugin_choice::{self, Stock};
 use super::reasons::{no_mapping, unmatched};
-use super::stock::{self, Stock};
 use super::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use crate::compat::{Check, Verdict};
 use crate::wish::Wish;
@@ -172,7 +172,7 @@ fn plugin_agrees(
     let view = request.target.visible(minors);
     let mut agreed: Option<Vec<(u32, u32)>> = None;
     for source in request.sources {
-        let mut picks = match stock::choose(source, &view, request.switches) {
+        let mut picks = match plugin_choice::choose(source, &view, request.switches) {
             Stock::Picks(picks) => picks,
             Stock::Refuses(why) => return Err(format!("would refuse ({why})")),
             Stock::Loops(why) => return Err(format!("would never end ({why})")),

@@ -103,7 +103,7 @@ impl Images {
         Ok(true)
     }
 
-    /// The images in a folder.
+    /// The images in a directory.
     ///
     /// # Errors
     /// [`ImageError`] for the first, by name, that cannot be read or used.

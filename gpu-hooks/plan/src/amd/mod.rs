@@ -16,14 +16,14 @@ pub mod choose;
 mod graph;
 pub mod image;
 pub mod matcher;
+pub mod plugin_choice;
 mod proto;
 mod reasons;
 mod ring;
 mod search;
-pub mod stock;
 pub mod topology;
 
-use cryopod_archive::seal::Gpu;
+use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
 use serde_json::{Map, Value};
 

@@ -1,14 +1,14 @@
 //! The KFD's topology: CPUs and GPUs as nodes, their properties and links. The same types hold what this host has
 //! and what an image of CRIU's amdgpu plugin has recorded.
 //!
-//! A node with `gpu_id` 0 is a CPU. Nodes and links keep the order in which the folder or image lists them, because
+//! A node with `gpu_id` 0 is a CPU. Nodes and links keep the order in which the directory or image lists them, because
 //! the plugin's choice depends on it.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 
-use cryopod_archive::seal::Gpu;
+use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
 
 use super::{TOPOLOGY, pci_address};
@@ -132,7 +132,7 @@ pub struct Unreadable {
 /// CPUs, GPUs and their links.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// The nodes, in the order of the folder or image.
+    /// The nodes, in the order of the directory or image.
     pub nodes: Vec<Node>,
     /// What could not be read of a host's topology.
     pub unreadable: Vec<Unreadable>,
@@ -222,7 +222,7 @@ impl Topology {
         }
     }
 
-    /// Adds the PCI addresses and unique ids that a seal recorded; an image of the plugin has neither.
+    /// Adds the PCI addresses and unique ids that metadata recorded; an image of the plugin has neither.
     pub fn label(&mut self, recorded: &[Gpu]) {
         for gpu in recorded.iter().filter(|g| g.vendor == Vendor::Amd) {
             let minor = gpu.render_minor.and_then(|m| u32::try_from(m).ok());
@@ -286,7 +286,7 @@ impl Node {
     }
 }
 
-/// The folder's entries with numbers for names, in the order in which it lists them.
+/// The directory's entries with numbers for names, in the order in which it lists them.
 fn numbered(host: &Host, dir: &str) -> io::Result<Vec<(u32, String)>> {
     Ok(host
         .listed(dir)?
@@ -330,10 +330,10 @@ fn vram(host: &Host, dir: &str) -> Result<(bool, u64), String> {
 }
 
 fn links(host: &Host, dir: &str) -> Result<Vec<Link>, String> {
-    let folder = format!("{dir}/io_links");
+    let directory = format!("{dir}/io_links");
     let mut links = Vec::new();
-    for (_, link) in numbered(host, &folder).map_err(|e| e.to_string())? {
-        let link = pairs(host, &format!("{folder}/{link}/properties"))?;
+    for (_, link) in numbered(host, &directory).map_err(|e| e.to_string())? {
+        let link = pairs(host, &format!("{directory}/{link}/properties"))?;
         let number = |key| link.get(key).and_then(|v| u32::try_from(*v).ok());
         if let (Some(kind @ (LINK_PCIE | LINK_XGMI)), Some(to)) =
             (number("type"), number("node_to"))

@@ -1,6 +1,6 @@
 //! Mounts of the container's own whose file system CRIU cannot make anew (`unsupported id`, mount.c).
 
-use cryopod_archive::around::ForeignMount;
+use cryopod_archive::surroundings::ForeignMount;
 
 use crate::refusal::Refusal;
 use cryopod_host::mountinfo::Mount;
@@ -65,7 +65,7 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_archive::around::MountKind;
+    use cryopod_archive::surroundings::MountKind;
     use serde_json::json;
 
     fn mount(point: &str, fs_type: &str, root: &str) -> Mount {
@@ -87,7 +87,7 @@ mod tests {
         ]}));
         let foreign = [ForeignMount {
             path: "/usr/lib/firmware".into(),
-            kind: MountKind::Folder,
+            kind: MountKind::Directory,
             host_path: "/usr/lib/firmware".into(),
             fs_type: "ext4".into(),
             options: vec![],

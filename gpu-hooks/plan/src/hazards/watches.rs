@@ -1,7 +1,7 @@
 //! Watches of files (inotify, fanotify) that CRIU cannot find again.
 //!
 //! CRIU opens what is watched by its file handle (`check_open_handle`, fsnotify.c), which overlayfs, the root of nearly
-//! every container, does not allow. Then it searches a few folders, and those that `irmap-scan-path` names, for the inode
+//! every container, does not allow. Then it searches a few directories, and those that `irmap-scan-path` names, for the inode
 //! (irmap.c); a watch that is in none of them fails the dump. The same is done here.
 
 use std::collections::{BTreeSet, HashSet};
@@ -16,7 +16,7 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::mountinfo::{self, Mount};
 use cryopod_host::processes::{Process, Scan};
 
-/// The folders that CRIU searches of itself.
+/// The directories that CRIU searches of itself.
 const HINTS: [&str; 8] = [
     "/etc",
     "/var/spool",
@@ -27,7 +27,7 @@ const HINTS: [&str; 8] = [
     "/usr/share/polkit-1/actions",
     "/lib/udev",
 ];
-/// Files in those folders that are looked at; what may be among more of them is left to CRIU.
+/// Files in those directories that are looked at; what may be among more of them is left to CRIU.
 const MAX_SEARCHED: usize = 50_000;
 /// Watches that are looked at.
 const MAX_WATCHES: usize = 65_536;
@@ -69,7 +69,7 @@ pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String]) -> Vec<Refu
         refusals.push(Refusal {
             process: Some((process.pid, process.comm.clone())),
             what: format!("watches files that CRIU cannot find again (inotify or fanotify, on {})", lost.join(", ")),
-            remedy: "name the folder that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)".into(),
+            remedy: "name the directory that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)".into(),
         });
     }
     refusals
@@ -122,7 +122,7 @@ struct Place<'a> {
     init: i32,
     mounts: Vec<Mount>,
     searched: &'a [String],
-    /// The inodes in the folders that CRIU searches; filled in when one is needed.
+    /// The inodes in the directories that CRIU searches; filled in when one is needed.
     found: std::cell::OnceCell<Searched>,
 }
 
@@ -169,7 +169,8 @@ impl<'a> Place<'a> {
         let Some((kind, bytes)) = &watch.handle else {
             return false;
         };
-        let Some(folder) = self.open(&mount.point.display().to_string(), OFlag::O_DIRECTORY) else {
+        let Some(directory) = self.open(&mount.point.display().to_string(), OFlag::O_DIRECTORY)
+        else {
             return false;
         };
         // `struct file_handle`: length, type, bytes.
@@ -177,11 +178,11 @@ impl<'a> Place<'a> {
         handle.extend(u32::try_from(bytes.len()).unwrap_or(0).to_ne_bytes());
         handle.extend(kind.to_ne_bytes());
         handle.extend(bytes);
-        // SAFETY: an open folder, a handle that names its own length; the result is a new descriptor.
+        // SAFETY: an open directory, a handle that names its own length; the result is a new descriptor.
         let fd = unsafe {
             libc::syscall(
                 libc::SYS_open_by_handle_at,
-                folder.as_raw_fd(),
+                directory.as_raw_fd(),
                 handle.as_ptr(),
                 libc::O_PATH | libc::O_CLOEXEC,
             )
@@ -196,7 +197,7 @@ impl<'a> Place<'a> {
         !(deleted && matches!(mount.fs_type.as_str(), "tmpfs" | "devtmpfs"))
     }
 
-    /// A folder of the container, by a path that does not leave it.
+    /// A directory of the container, by a path that does not leave it.
     fn open(&self, path: &str, flags: OFlag) -> Option<OwnedFd> {
         let root = File::open(self.host.path(format!("/proc/{}/root", self.init))).ok()?;
         inside(&root, path.trim_start_matches('/'), flags)
@@ -212,10 +213,13 @@ impl<'a> Place<'a> {
             .copied()
             .chain(self.searched.iter().map(String::as_str))
         {
-            let mut folders: Vec<OwnedFd> = self.open(path, OFlag::empty()).into_iter().collect();
-            folders.iter().for_each(|folder| found.note(folder));
-            while let Some(folder) = folders.pop() {
-                let entries = fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+            let mut directories: Vec<OwnedFd> =
+                self.open(path, OFlag::empty()).into_iter().collect();
+            directories
+                .iter()
+                .for_each(|directory| found.note(directory));
+            while let Some(directory) = directories.pop() {
+                let entries = fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd()));
                 for entry in entries.into_iter().flatten().flatten() {
                     let Ok(meta) = entry.metadata() else { continue };
                     found.inodes.insert((split_rdev(meta.dev()), meta.ino()));
@@ -225,9 +229,9 @@ impl<'a> Place<'a> {
                     }
                     if meta.is_dir() {
                         let name = entry.file_name();
-                        folders.extend(
+                        directories.extend(
                             name.to_str()
-                                .and_then(|n| inside(&folder, n, OFlag::O_DIRECTORY)),
+                                .and_then(|n| inside(&directory, n, OFlag::O_DIRECTORY)),
                         );
                     }
                 }
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn watches_in_the_folders_that_criu_searches() {
+    fn watches_in_the_directories_that_criu_searches() {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::at(dir.path());
         machine(dir.path(), 0, 0);

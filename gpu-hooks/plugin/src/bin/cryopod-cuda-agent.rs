@@ -10,13 +10,13 @@
 
 use cryopod_cuda::agent::{Agent, Limits};
 use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
-use cryopod_cuda::lane::ceiling::Ceiling;
-use cryopod_cuda::lane::worker;
 use cryopod_cuda::nvml;
 use cryopod_cuda::procfs;
 use cryopod_cuda::protocol::{AgentGpu, Hello};
 use cryopod_cuda::report::{AgentOutcome, AgentReady, GpuUser};
 use cryopod_cuda::server::{Server, listen};
+use cryopod_cuda::vram::ceiling::Ceiling;
+use cryopod_cuda::vram::worker;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -159,7 +159,7 @@ fn main() -> ExitCode {
         Ok(listener) => listener,
         Err(error) => {
             let what = format!("cannot listen on {}: {error}", arguments.socket.display());
-            return give_up(what, "check the folder's permissions and space");
+            return give_up(what, "check the directory's permissions and space");
         }
     };
     let ceiling = Ceiling::new(&gpus, &users);
@@ -179,7 +179,7 @@ fn main() -> ExitCode {
         remedy: None,
     });
     let agent = Agent::new(cuda);
-    agent.lanes().bound(ceiling);
+    agent.vram_files().bound(ceiling);
     let server = Arc::new(Server {
         agent,
         hello,

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use cryopod_archive::seal::{EngineNode, MovedNode};
+use cryopod_archive::metadata::{EngineNode, MovedNode};
 use cryopod_gpu_plan::ceiling::{Asked, Ceiling, Lifts};
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::remap::{ANNOTATION, Remap, Target};

@@ -92,7 +92,7 @@ fn another_node_and_its_rule() {
 #[test]
 fn nothing_is_granted_that_the_engine_did_not_grant() {
     let deny = json!({"allow": false, "access": "rwm"});
-    // The seal names a node; the engine's spec knows none.
+    // The metadata names a node; the engine's spec knows none.
     let spec = json!({"linux": {"devices": [], "resources": {"devices": [deny]}}});
     assert_eq!(apply(&zero_to_one(), spec.clone()), spec);
     // The engine has the node and does not allow it.

@@ -48,11 +48,11 @@ pub struct Edited {
 /// # Errors
 /// [`Error::Failed`]: another restore does.
 pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
-    let Ok(folder) = fs::File::open(bundle) else {
+    let Ok(directory) = fs::File::open(bundle) else {
         // The reader of the spec says so better.
         return Ok(None);
     };
-    match Flock::lock(folder, FlockArg::LockExclusiveNonblock) {
+    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Some(held)),
         Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
             "restore of {id} refused: another restore into {} is under way. Nothing was touched",

@@ -10,7 +10,7 @@ pub struct Options {
     pub carry: Carry,
     /// What a restore unpacks at most, in GiB: checkpoints may be strangers'.
     pub max_gib: u64,
-    /// Likewise, files and folders.
+    /// Likewise, files and directories.
     pub max_files: u64,
 }
 

@@ -8,12 +8,12 @@ use serde::Deserialize;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// The folder that the large files of checkpoints go to.
+    /// The directory that the large files of checkpoints go to.
     pub path: Option<PathBuf>,
     /// Whose.
     #[serde(rename = "use")]
     pub used: Use,
-    /// Further folders in which restores look.
+    /// Further directories in which restores look.
     pub search: Vec<PathBuf>,
     /// `false`: a restore does not compare the digests of CRIU's files of memory.
     pub verify: Option<bool>,
@@ -21,7 +21,7 @@ pub struct Options {
 
 impl Options {
     /// All stores of this host, the one that checkpoints go to first.
-    pub fn folders(&self) -> Vec<PathBuf> {
+    pub fn directories(&self) -> Vec<PathBuf> {
         self.path.iter().chain(&self.search).cloned().collect()
     }
 }

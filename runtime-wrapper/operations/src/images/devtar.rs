@@ -21,7 +21,7 @@ const MAX_EXTENSION: u64 = 1 << 20;
 /// A device node that the archive is to have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its path below the archived folder.
+    /// Its path below the archived directory.
     pub path: PathBuf,
     /// The archived node whose mode, owner and times it takes.
     pub model: PathBuf,

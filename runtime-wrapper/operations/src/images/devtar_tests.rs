@@ -2,7 +2,7 @@ use super::*;
 use std::fs;
 use std::process::Command;
 
-/// Packs a folder as CRIU does.
+/// Packs a directory as CRIU does.
 fn pack(dir: &Path, to: &Path) {
     let done = Command::new("tar")
         .args([

@@ -1,9 +1,9 @@
-//! An image folder with some files rewritten, for one restore; the user's folder is only read.
+//! An image directory with some files rewritten, for one restore; the user's directory is only read.
 //!
-//! The overlay lies in the operation's folder: the rewritten files, and for every other entry of the image folder a
-//! link. The links are relative and name no other link on their way: CRIU opens images by the folder's descriptor from
+//! The overlay lies in the operation's directory: the rewritten files, and for every other entry of the image directory a
+//! link. The links are relative and name no other link on their way: CRIU opens images by the directory's descriptor from
 //! within the container as well, where an absolute path would lead elsewhere, while a relative one is followed from
-//! the folder on, through the mounts of the host.
+//! the directory on, through the mounts of the host.
 
 pub mod devtar;
 pub mod mountpoints;
@@ -20,23 +20,23 @@ use cryopod_host::nodes::NodeSource;
 
 use crate::argv::Invocation;
 use crate::error::Error;
-use crate::op::Operation;
+use crate::operation::Operation;
 
 pub use devtar::TarError;
 pub use mountpoints::MountsError;
 
-/// The overlay's name in the operation's folder.
-const FOLDER: &str = "images";
-/// Entries of an image folder that are linked; CRIU makes a few for each process.
+/// The overlay's name in the operation's directory.
+const DIRECTORY: &str = "images";
+/// Entries of an image directory that are linked; CRIU makes a few for each process.
 const MAX_ENTRIES: usize = 1 << 20;
 
-/// Refuses an image folder that has links. Nothing that writes checkpoints makes any but CRIU's `parent`, and CRIU would
+/// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`, and CRIU would
 /// read any file of the host in place of memory, and rewrite it as the container's.
 ///
 /// # Errors
 /// [`Error::Failed`] names the link.
 pub fn no_links(images: &Path) -> Result<(), Error> {
-    let unread = || format!("{}: the image folder cannot be read", images.display());
+    let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
     for entry in entries.take(MAX_ENTRIES) {
         let entry = entry.map_err(Error::io(unread()))?;
@@ -68,7 +68,7 @@ pub fn overlay(
         return Ok(None);
     }
     let images = images.canonicalize().map_err(Error::io(format!(
-        "{}: the image folder cannot be read",
+        "{}: the image directory cannot be read",
         images.display()
     )))?;
     let rewritten = match changed.is_empty() {
@@ -78,34 +78,38 @@ pub fn overlay(
     if rewritten.is_empty() && stored.is_none() {
         return Ok(None);
     }
-    let folder = op.file(FOLDER);
+    let directory = op.file(DIRECTORY);
     DirBuilder::new()
         .mode(0o700)
-        .create(&folder)
-        .map_err(Error::io(format!("{}: cannot be made", folder.display())))?;
-    let folder = folder
-        .canonicalize()
-        .map_err(Error::io(format!("{}: cannot be read", folder.display())))?;
+        .create(&directory)
+        .map_err(Error::io(format!(
+            "{}: cannot be made",
+            directory.display()
+        )))?;
+    let directory = directory.canonicalize().map_err(Error::io(format!(
+        "{}: cannot be read",
+        directory.display()
+    )))?;
     for (file, nodes) in &rewritten {
-        devtar::rewrite(&images.join(file), &folder.join(file), nodes)?;
+        devtar::rewrite(&images.join(file), &directory.join(file), nodes)?;
     }
-    link_rest(&images, &folder)?;
+    link_rest(&images, &directory)?;
     if let Some(stored) = stored {
-        link_stored(stored, &folder)?;
+        link_stored(stored, &directory)?;
     }
-    Ok(Some(folder))
+    Ok(Some(directory))
 }
 
 /// Links the files of a store's entry that the overlay does not have yet.
-fn link_stored(stored: &Found, folder: &Path) -> Result<(), Error> {
+fn link_stored(stored: &Found, directory: &Path) -> Result<(), Error> {
     let entry = stored.entry.canonicalize().map_err(Error::io(format!(
         "{}: the store's entry cannot be read",
         stored.entry.display()
     )))?;
     for file in &stored.reference.files {
-        let link = folder.join(&file.name);
+        let link = directory.join(&file.name);
         if link.symlink_metadata().is_err() {
-            symlink(relative(folder, &entry.join(&file.name)), &link)
+            symlink(relative(directory, &entry.join(&file.name)), &link)
                 .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
         }
     }
@@ -127,7 +131,7 @@ fn rewritten(
                 .recorded(&target.from)
                 .is_some_and(|n| n.source == NodeSource::BindMount);
             if bound || mount.is_some_and(|m| m.external) {
-                // The host's own folder: its nodes are there under their native names.
+                // The host's own directory: its nodes are there under their native names.
                 tracing::info!("{}: comes from the host, and is not archived", target.path);
                 continue;
             }
@@ -182,8 +186,8 @@ fn changed(remap: &Remap) -> Vec<&Target> {
 }
 
 /// Links everything that the overlay does not have itself.
-fn link_rest(images: &Path, folder: &Path) -> Result<(), Error> {
-    let unread = || format!("{}: the image folder cannot be read", images.display());
+fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
+    let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
     for (i, entry) in entries.enumerate() {
         if i >= MAX_ENTRIES {
@@ -193,7 +197,7 @@ fn link_rest(images: &Path, folder: &Path) -> Result<(), Error> {
             )));
         }
         let entry = entry.map_err(Error::io(unread()))?;
-        let link = folder.join(entry.file_name());
+        let link = directory.join(entry.file_name());
         if link.symlink_metadata().is_ok() {
             continue;
         }
@@ -208,30 +212,30 @@ fn link_rest(images: &Path, folder: &Path) -> Result<(), Error> {
             tracing::warn!("{}: leads nowhere", entry.path().display());
             continue;
         };
-        symlink(relative(folder, &target), &link)
+        symlink(relative(directory, &target), &link)
             .map_err(Error::io(format!("{}: cannot be made", link.display())))?;
     }
     Ok(())
 }
 
-/// The way from a folder to a file, both absolute and without links.
-fn relative(folder: &Path, file: &Path) -> PathBuf {
-    let shared = folder
+/// The way from a directory to a file, both absolute and without links.
+fn relative(directory: &Path, file: &Path) -> PathBuf {
+    let shared = directory
         .components()
         .zip(file.components())
         .take_while(|(a, b)| a == b)
         .count();
-    let up = folder.components().count() - shared;
+    let up = directory.components().count() - shared;
     let mut way: PathBuf = std::iter::repeat_n(Component::ParentDir, up).collect();
     way.extend(file.components().skip(shared));
     way
 }
 
-/// The command line with another image folder. CRIU's log stays where it would have been.
+/// The command line with another image directory. CRIU's log stays where it would have been.
 pub fn with_image_path(
     args: &[OsString],
     inv: &Invocation,
-    folder: &Path,
+    directory: &Path,
     images: &Path,
 ) -> Vec<OsString> {
     let mut line = args.to_vec();
@@ -241,13 +245,13 @@ pub fn with_image_path(
     match (place, word.as_deref().and_then(|w| w.split_once('='))) {
         (Some(i), Some((flag, _))) => {
             let mut new = OsString::from(format!("{flag}="));
-            new.push(folder);
+            new.push(directory);
             line.splice(i..=i, [new]);
         }
         (Some(i), None) => {
-            line.splice(i + 1..=i + 1, [folder.into()]);
+            line.splice(i + 1..=i + 1, [directory.into()]);
         }
-        (None, _) => flags.extend(["--image-path".into(), folder.into()]),
+        (None, _) => flags.extend(["--image-path".into(), directory.into()]),
     }
     if inv.flags.value("work-path").is_none_or(|w| w.is_empty()) {
         flags.extend(["--work-path".into(), images.into()]);

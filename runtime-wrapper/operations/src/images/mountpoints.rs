@@ -1,5 +1,5 @@
 //! The mounts of a checkpoint, as CRIU's `mountpoints-N.img` lists them: just enough to know which archive holds the
-//! files of which folder.
+//! files of which directory.
 //!
 //! The file is two magic numbers and then entries, each with its length in front: protobuf messages `mnt_entry` with
 //! fstype = 1, root_dev = 3, root = 6, mountpoint = 7, ext_mount = 13, ext_key = 18 (CRIU's `images/mnt.proto`). A tmpfs is archived
@@ -51,7 +51,7 @@ pub enum MountsError {
     },
 }
 
-/// All mounts of an image folder.
+/// All mounts of an image directory.
 ///
 /// # Errors
 /// [`MountsError`].

@@ -34,10 +34,10 @@ pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
     each(&tar, bounds, &mut |record| one(record, &root))
 }
 
-/// A folder of the root.
-struct Folder(OwnedFd);
+/// A directory of the root.
+struct Directory(OwnedFd);
 
-impl Folder {
+impl Directory {
     fn open(root: &File, path: &Path) -> io::Result<Self> {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
@@ -50,7 +50,7 @@ impl Folder {
         Ok(Self(openat2(root.as_fd(), path, how)?))
     }
 
-    /// The folder of a path, made where it is missing.
+    /// The directory of a path, made where it is missing.
     fn make(root: &File, path: &Path) -> io::Result<Self> {
         match Self::open(root, path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -86,7 +86,7 @@ impl Folder {
 }
 
 impl Record<'_> {
-    /// What the entry is about: a folder within the root, and a name in it; `None` for the root itself.
+    /// What the entry is about: a directory within the root, and a name in it; `None` for the root itself.
     fn place(&self) -> io::Result<Option<(PathBuf, Name)>> {
         let Some((parent, name)) = parts(&self.path)? else {
             return Ok(None);
@@ -94,7 +94,7 @@ impl Record<'_> {
         let name = if name == OPAQUE {
             Name::Opaque
         } else if let Some(gone) = name.as_bytes().strip_prefix(WHITEOUT.as_bytes()) {
-            // `.wh...` would be the folder above, and `.wh..` the folder itself.
+            // `.wh...` would be the directory above, and `.wh..` the directory itself.
             if matches!(gone, b"" | b"." | b"..") {
                 return Err(io::Error::other("a whiteout of no name"));
             }
@@ -112,11 +112,11 @@ enum Name {
     There(OsString),
     /// It is removed.
     Gone(OsString),
-    /// All others in its folder are removed.
+    /// All others in its directory are removed.
     Opaque,
 }
 
-/// A path's folder and name; `None` for the root itself.
+/// A path's directory and name; `None` for the root itself.
 fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
     let mut clean = PathBuf::new();
     for part in path.components() {
@@ -134,31 +134,31 @@ fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
     let Some((parent, name)) = entry.place()? else {
         return Ok(());
     };
-    let folder = Folder::make(root, &parent)?;
+    let directory = Directory::make(root, &parent)?;
     let name = match name {
         Name::There(name) => name,
-        Name::Gone(name) => return folder.remove(&name),
+        Name::Gone(name) => return directory.remove(&name),
         Name::Opaque => {
-            for child in fs::read_dir(folder.at(OsStr::new(".")))? {
-                folder.remove(&child?.file_name())?;
+            for child in fs::read_dir(directory.at(OsStr::new(".")))? {
+                directory.remove(&child?.file_name())?;
             }
             return Ok(());
         }
     };
-    let target = folder.at(&name);
+    let target = directory.at(&name);
     let is_dir = fs::symlink_metadata(&target).map(|m| m.is_dir());
     match entry.header.entry_type() {
         EntryType::Directory => {
             if !matches!(is_dir, Ok(true)) {
-                folder.remove(&name)?;
+                directory.remove(&name)?;
                 fs::DirBuilder::new().mode(0o700).create(&target)?;
             }
             settle(entry, &target, true)
         }
-        EntryType::Regular => file(entry, &folder, &name, matches!(is_dir, Ok(true))),
+        EntryType::Regular => file(entry, &directory, &name, matches!(is_dir, Ok(true))),
         EntryType::Symlink => {
             let link = entry.link.as_ref().ok_or_else(cut_off)?;
-            folder.remove(&name)?;
+            directory.remove(&name)?;
             symlink(link, &target)?;
             settle(entry, &target, false)
         }
@@ -167,16 +167,16 @@ fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
             let Some((parent, first)) = parts(link)? else {
                 return Err(cut_off());
             };
-            let beside = Folder::open(root, &parent)?;
+            let beside = Directory::open(root, &parent)?;
             let first = beside.at(&first);
             if !fs::symlink_metadata(&first)?.is_file() {
                 return Err(io::Error::other("a hard link to what is no file"));
             }
-            folder.remove(&name)?;
+            directory.remove(&name)?;
             fs::hard_link(first, &target)
         }
         EntryType::Fifo => {
-            folder.remove(&name)?;
+            directory.remove(&name)?;
             nix::unistd::mkfifo(&target, Mode::from_bits_truncate(0o600))?;
             settle(entry, &target, true)
         }
@@ -195,9 +195,14 @@ fn cut_off() -> io::Error {
 }
 
 /// Writes a file beside its place and renames it: what is there is whole, the old or the new.
-fn file(entry: &mut Record<'_>, folder: &Folder, name: &OsStr, in_the_way: bool) -> io::Result<()> {
-    let partial = folder.at(OsStr::new(PARTIAL));
-    folder.remove(OsStr::new(PARTIAL))?;
+fn file(
+    entry: &mut Record<'_>,
+    directory: &Directory,
+    name: &OsStr,
+    in_the_way: bool,
+) -> io::Result<()> {
+    let partial = directory.at(OsStr::new(PARTIAL));
+    directory.remove(OsStr::new(PARTIAL))?;
     let mut out = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -215,9 +220,9 @@ fn file(entry: &mut Record<'_>, folder: &Folder, name: &OsStr, in_the_way: bool)
         let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header.mtime()?);
         out.set_modified(stamp)?;
         if in_the_way {
-            folder.remove(name)?;
+            directory.remove(name)?;
         }
-        fs::rename(&partial, folder.at(name))
+        fs::rename(&partial, directory.at(name))
     })();
     if written.is_err() {
         let _ = fs::remove_file(&partial);

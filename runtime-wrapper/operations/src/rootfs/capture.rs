@@ -1,4 +1,4 @@
-//! An overlay's upper folder as a tar.
+//! An overlay's upper directory as a tar.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsStr};
@@ -15,15 +15,15 @@ use tar::{Builder, EntryType, Header};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::Options;
 
-/// Folders in folders that are followed; a descriptor is open for each.
+/// Directories in directories that are followed; a descriptor is open for each.
 const MAX_DEPTH: usize = 512;
 /// Bytes of a path, as [`super::records`] takes them.
 const MAX_PATH: usize = 4096;
 
-/// Packs the folder into a new file, which only this user may read.
+/// Packs the directory into a new file, which only this user may read.
 ///
-/// Somebody may still change the folder: every entry is opened once, without following a link, and what was opened is
-/// looked at and read. Nothing but folders and regular files is opened for more than a look at it.
+/// Somebody may still change the directory: every entry is opened once, without following a link, and what was opened is
+/// looked at and read. Nothing but directories and regular files is opened for more than a look at it.
 ///
 /// # Errors
 /// What the system says, or what goes beyond `bounds`.
@@ -38,7 +38,7 @@ pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
         files: 0,
         bytes: 0,
     };
-    walk.folder(&Entry(upper.try_clone()?), Path::new(""), 0)?;
+    walk.directory(&Entry(upper.try_clone()?), Path::new(""), 0)?;
     let file = walk
         .tar
         .into_inner()?
@@ -47,12 +47,12 @@ pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Something in the folder, held open.
+/// Something in the directory, held open.
 struct Entry(File);
 
 impl Entry {
-    /// What has this name in the folder now; a link itself, not where it leads.
-    fn open(folder: &Self, name: &OsStr) -> io::Result<Self> {
+    /// What has this name in the directory now; a link itself, not where it leads.
+    fn open(directory: &Self, name: &OsStr) -> io::Result<Self> {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
             .resolve(
@@ -61,7 +61,7 @@ impl Entry {
                     | ResolveFlag::RESOLVE_NO_MAGICLINKS
                     | ResolveFlag::RESOLVE_NO_XDEV,
             );
-        Ok(Self(openat2(folder.0.as_fd(), name, how)?.into()))
+        Ok(Self(openat2(directory.0.as_fd(), name, how)?.into()))
     }
 
     /// It, whatever has its name by now.
@@ -82,7 +82,7 @@ impl Entry {
         options.read(true).custom_flags(flags).open(self.path())
     }
 
-    /// An extended attribute of a file or folder.
+    /// An extended attribute of a file or directory.
     fn attribute(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let path = CString::new(self.path().as_os_str().as_bytes())?;
         let name = CString::new(name)?;
@@ -118,16 +118,19 @@ struct Walk<'b, W: Write> {
 }
 
 impl<W: Write> Walk<'_, W> {
-    fn folder(&mut self, at: &Entry, path: &Path, depth: usize) -> io::Result<()> {
+    fn directory(&mut self, at: &Entry, path: &Path, depth: usize) -> io::Result<()> {
         if depth > MAX_DEPTH {
             return Err(io::Error::other(format!(
-                "/{}: more than {MAX_DEPTH} folders in folders",
+                "/{}: more than {MAX_DEPTH} directories in directories",
                 path.display()
             )));
         }
-        // A folder that was renamed without a copy of what is in it.
+        // A directory that was renamed without a copy of what is in it.
         if at.attribute("trusted.overlay.redirect")?.is_some() {
-            let what = format!("/{}: a folder that overlayfs has renamed", path.display());
+            let what = format!(
+                "/{}: a directory that overlayfs has renamed",
+                path.display()
+            );
             return Err(io::Error::other(what));
         }
         if at.attribute("trusted.overlay.opaque")?.as_deref() == Some(b"y") {
@@ -164,7 +167,7 @@ impl<W: Write> Walk<'_, W> {
         } else if kind.is_dir() {
             let mut header = header(&meta, EntryType::Directory);
             self.tar.append_data(&mut header, path, io::empty())?;
-            self.folder(entry, path, depth + 1)
+            self.directory(entry, path, depth + 1)
         } else if kind.is_symlink() {
             let mut header = header(&meta, EntryType::Symlink);
             self.tar.append_link(&mut header, path, entry.link()?)

@@ -1,4 +1,4 @@
-//! Which folder has the container's own changes: the upper folder of the overlay that the engine mounted as its root.
+//! Which directory has the container's own changes: the upper directory of the overlay that the engine mounted as its root.
 //!
 //! A container that may mount can show any overlay as its `/`, with `upperdir=/etc` say. So its own mounts are not asked:
 //! the engine's root, as this program's mount namespace has it, is opened, and its mount found by the mount's id.
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use cryopod_host::files::Host;
 
-/// An overlay's upper folder, by its path in this program's mount namespace.
+/// An overlay's upper directory, by its path in this program's mount namespace.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Upper(PathBuf);
 
@@ -26,11 +26,11 @@ impl Upper {
     /// # Errors
     /// What the system says.
     pub fn open(&self) -> io::Result<File> {
-        folder(&self.0)
+        directory(&self.0)
     }
 }
 
-fn folder(path: &Path) -> io::Result<File> {
+fn directory(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options
         .read(true)
@@ -38,12 +38,12 @@ fn folder(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// The upper folder of the overlay that is mounted at `root`; `None` where no overlay of one is.
+/// The upper directory of the overlay that is mounted at `root`; `None` where no overlay of one is.
 ///
 /// # Errors
 /// A text: something was mounted over the engine's mount. Where a container's mounts propagate to the host, it can do so.
 pub fn upper(host: &Host, root: &Path) -> Result<Option<Upper>, String> {
-    let (Ok(opened), Ok(path)) = (folder(root), root.canonicalize()) else {
+    let (Ok(opened), Ok(path)) = (directory(root), root.canonicalize()) else {
         return Ok(None);
     };
     let Some(id) = mount_id(&opened) else {
@@ -62,14 +62,14 @@ fn mount_id(file: &File) -> Option<u64> {
 }
 
 fn of_mount(mounts: &str, id: u64, root: &Path) -> Result<Option<Upper>, String> {
-    // The kernel writes odd characters as octal numbers: no engine's folders have any.
+    // The kernel writes odd characters as octal numbers: no engine's directories have any.
     let point = |line: &&str| line.split(' ').nth(4).map(Path::new) == Some(root);
     let at: Vec<&str> = mounts.lines().filter(point).collect();
     let found = at.iter().find_map(|line| {
         let (front, back) = line.split_once(" - ")?;
         let mut front = front.split(' ');
         let this = front.next()?.parse() == Ok(id);
-        // All of the file system, not a folder of it.
+        // All of the file system, not a directory of it.
         let whole = front.nth(2)? == "/";
         let mut back = back.split(' ');
         let overlay = back.next()? == "overlay";
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_nothing_is_mounted_at() {
+    fn a_directory_that_nothing_is_mounted_at() {
         let dir = tempfile::tempdir().unwrap();
         let host = Host::system();
         assert_eq!(upper(&host, dir.path()), Ok(None));

@@ -63,11 +63,11 @@ fn there_and_back() {
     fs::set_permissions(upper.join("a/b/file"), fs::Permissions::from_mode(0o4751)).unwrap();
     fs::hard_link(upper.join("a/b/file"), upper.join("z")).unwrap();
     symlink("/etc/passwd", upper.join("a/link")).unwrap();
-    fs::write(upper.join("folder"), "now a file").unwrap();
+    fs::write(upper.join("directory"), "now a file").unwrap();
     pack(&upper, &images, &Options::default()).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
-    fs::create_dir_all(root.join("folder/with")).unwrap();
+    fs::create_dir_all(root.join("directory/with")).unwrap();
     fs::create_dir_all(root.join("a/b")).unwrap();
     fs::write(root.join("a/b/file"), "old").unwrap();
     fs::write(root.join("a/b/kept"), "kept").unwrap();
@@ -78,7 +78,7 @@ fn there_and_back() {
             read("a/b/file"),
             read("a/b/kept"),
             read("z"),
-            read("folder")
+            read("directory")
         ],
         ["new", "kept", "new", "now a file"]
     );
@@ -169,7 +169,7 @@ fn nothing_leads_out_of_the_root() {
 }
 
 #[test]
-fn whiteouts_of_dots_are_no_folders() {
+fn whiteouts_of_dots_are_no_directories() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
@@ -306,14 +306,14 @@ fn what_changes_while_it_is_packed_leads_nowhere() {
                 _ => fs::write(&new, "the container's").unwrap(),
             }
             fs::rename(&new, &name).unwrap();
-            // A folder that becomes a link to the host's.
-            let (folder, link) = (upper.join("folder"), upper.join("link"));
+            // A directory that becomes a link to the host's.
+            let (directory, link) = (upper.join("directory"), upper.join("link"));
             let _ = match n % 2 {
-                0 => fs::create_dir(&folder),
-                _ => fs::remove_dir(&folder)
+                0 => fs::create_dir(&directory),
+                _ => fs::remove_dir(&directory)
                     .and_then(|()| symlink(dir.path().join("host"), &link))
-                    .and_then(|()| fs::rename(&link, &folder))
-                    .and_then(|()| fs::remove_file(&folder)),
+                    .and_then(|()| fs::rename(&link, &directory))
+                    .and_then(|()| fs::remove_file(&directory)),
             };
             n += 1;
         }
@@ -360,7 +360,7 @@ fn what_is_packed_is_bounded() {
         ..Options::default()
     };
     fs::remove_file(upper.join("sparse")).unwrap();
-    fs::create_dir(upper.join("folder")).unwrap();
+    fs::create_dir(upper.join("directory")).unwrap();
     let error = pack(&upper, dir.path(), &few).map(drop);
     assert!(error.is_err());
 }

@@ -1,4 +1,4 @@
-//! Talks to the device server, and installs the simulated driver into a folder.
+//! Talks to the device server, and installs the simulated driver into a directory.
 
 use std::path::PathBuf;
 
@@ -31,9 +31,9 @@ enum Command {
     Clear { name: Option<String> },
     /// Take memory away from a GPU, as another user of it would (0 gives it back)
     Reserve { uuid: String, bytes: u64 },
-    /// Copy libcuda.so.1, the client and the tools into a folder, with a cusim.conf
+    /// Copy libcuda.so.1, the client and the tools into a directory, with a cusim.conf
     Install {
-        folder: PathBuf,
+        directory: PathBuf,
         /// Socket to write into cusim.conf
         #[arg(long)]
         conf_socket: Option<PathBuf>,
@@ -48,11 +48,11 @@ fn main() -> Result<()> {
         Command::Clear { name } => vec![format!("clear {}", name.unwrap_or_default())],
         Command::Reserve { uuid, bytes } => vec![format!("reserve {uuid} {bytes}")],
         Command::Install {
-            folder,
+            directory,
             conf_socket,
         } => {
             let socket = conf_socket.unwrap_or(args.socket);
-            for path in cuda_sim::install::install(&folder, &socket)? {
+            for path in cuda_sim::install::install(&directory, &socket)? {
                 println!("{}", path.display());
             }
             return Ok(());

@@ -36,7 +36,7 @@ struct Args {
     /// Write a tree like /proc here: driver/nvidia and devices
     #[arg(long)]
     proc_root: Option<PathBuf>,
-    /// Make device nodes in this folder
+    /// Make device nodes in this directory
     #[arg(long)]
     dev_root: Option<PathBuf>,
     /// Device number of nvidiactl

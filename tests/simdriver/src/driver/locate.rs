@@ -15,13 +15,13 @@ use crate::server::DEFAULT_SOCKET;
 pub struct Places {
     /// The driver socket.
     pub socket: PathBuf,
-    /// The folder of the device nodes, normally /dev.
+    /// The directory of the device nodes, normally /dev.
     pub dev: PathBuf,
 }
 
 /// Looks them up.
 pub fn places() -> Places {
-    let conf = library_folder()
+    let conf = library_directory()
         .and_then(|dir| fs::read_to_string(dir.join("cusim.conf")).ok())
         .unwrap_or_default();
     let from = |env: &str, key: &str, default: &str| {
@@ -41,13 +41,13 @@ pub fn places() -> Places {
     }
 }
 
-/// The folder that this library was loaded from.
-fn library_folder() -> Option<PathBuf> {
+/// The directory that this library was loaded from.
+fn library_directory() -> Option<PathBuf> {
     // SAFETY: an all-zero Dl_info is a valid value; dladdr fills it for an address of this
     // object, and the name it gives lives as long as the object.
     let name = unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
-        if libc::dladdr(library_folder as *const libc::c_void, &mut info) == 0
+        if libc::dladdr(library_directory as *const libc::c_void, &mut info) == 0
             || info.dli_fname.is_null()
         {
             return None;

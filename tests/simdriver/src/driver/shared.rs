@@ -140,8 +140,8 @@ impl ShmFile {
     fn open(pid: u32, make: bool) -> Result<Self, CuResult> {
         let path = Self::path(pid);
         let system = |_| CUDA_ERROR_OPERATING_SYSTEM;
-        if let (true, Some(folder)) = (make, path.parent()) {
-            fs::create_dir_all(folder).map_err(system)?;
+        if let (true, Some(directory)) = (make, path.parent()) {
+            fs::create_dir_all(directory).map_err(system)?;
         }
         let mut options = File::options();
         let file = options.read(true).write(true).create(make).open(path);

@@ -129,7 +129,7 @@ pub fn write_proc(root: &Path, c: &Config) -> io::Result<()> {
     )
 }
 
-/// Makes the device nodes in this folder; nodes of these names that exist are replaced.
+/// Makes the device nodes in this directory; nodes of these names that exist are replaced.
 pub fn write_dev(root: &Path, c: &Config, r: Rdevs) -> io::Result<()> {
     fs::create_dir_all(root)?;
     for (name, rdev) in node_names(c, r) {

@@ -301,7 +301,7 @@ pub fn gpu(n: u8) -> GpuUuid {
     GpuUuid::numbered(n)
 }
 
-/// A folder without the nodes of this name.
+/// A directory without the nodes of this name.
 pub fn remove_node(dev: &Path, name: &str) {
     fs::remove_file(dev.join(name)).unwrap();
 }

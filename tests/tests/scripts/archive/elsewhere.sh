@@ -82,7 +82,7 @@ says_no 'a network of that name, other addresses' "has no place for the containe
 podman_fails 'other addresses' '10\.77\.0\.'
 podman network rm -f backend > /dev/null
 podman network create --subnet 10.77.0.0/24 backend > /dev/null
-podman_fails 'the folder of the pid files' 'pidfile'
+podman_fails 'the directory of the pid files' 'pidfile'
 cryopod-runtime delete --force "$container" # which podman has left behind
 eval "$(cryopod check /tmp/job.tar.zst | grep -o 'mkdir -p "/run/.*"')"
 podman_fails 'the bind mount' '/srv/data'

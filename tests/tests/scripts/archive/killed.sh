@@ -10,7 +10,7 @@ cryopod pack -q /tmp/in -o oci:/tmp/image
 
 whole() { # PLACE
     case $1 in
-        /tmp/out/folder) diff -r /tmp/in "$1" ;;
+        /tmp/out/directory) diff -r /tmp/in "$1" ;;
         *) cryopod verify -q "$1" ;;
     esac
 }
@@ -51,7 +51,7 @@ killed() { # NAME PATH COMMAND...: kills it at points spread over the time that 
 check 'pack to a layout' killed 'pack to a layout' /tmp/out/layout cryopod pack -q /tmp/in -o oci:/tmp/out/layout
 check 'pack to an archive' killed 'pack to an archive' /tmp/out/a.tar cryopod pack -q /tmp/in -o oci-archive:/tmp/out/a.tar
 check 'convert' killed convert /tmp/out/a.tar.zst cryopod convert -q oci:/tmp/image -o /tmp/out/a.tar.zst
-check 'unpack' killed unpack /tmp/out/folder cryopod unpack -q oci:/tmp/image -o /tmp/out/folder
+check 'unpack' killed unpack /tmp/out/directory cryopod unpack -q oci:/tmp/image -o /tmp/out/directory
 
 # how far it is: a bar on a terminal, nothing of it elsewhere
 script -qec 'TERM=xterm cryopod pack /tmp/in -o oci:/tmp/bar --level 18' /tmp/said > /dev/null

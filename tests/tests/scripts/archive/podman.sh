@@ -92,13 +92,13 @@ for source in /tmp/job.tar.zst oci:/tmp/layout oci-archive:/tmp/job.oci.tar /tmp
     cryopod inspect --json "$source" > /tmp/facts
     check "inspect $source" jq -e '.container.engine == "podman" and .container.name == "job" and .gpu.vram_bytes > 80000000
         and (.gpu.processes | length == 2 and all(.vram_bytes > 40000000)) and (.criu.processes | length >= 3)
-        and .criu.dump.frozen_us > 0 and .criu.plugins == ["cryopod_nvidia"] and .seal.low_level == "crun"' /tmp/facts
+        and .criu.dump.frozen_us > 0 and .criu.plugins == ["cryopod_nvidia"] and .metadata.low_level == "crun"' /tmp/facts
 done
 cryopod inspect oci:/tmp/layout
 digest=$(jq -r '.manifests[0].digest' /tmp/layout/index.json)
-skopeo copy -q --preserve-digests oci:/tmp/layout dir:/tmp/folder
-skopeo copy -q --preserve-digests dir:/tmp/folder oci:/tmp/again:job
-check 'skopeo: to a folder and back, the same digest' test "$(jq -r '.manifests[0].digest' /tmp/again/index.json)" = "$digest"
+skopeo copy -q --preserve-digests oci:/tmp/layout dir:/tmp/directory
+skopeo copy -q --preserve-digests dir:/tmp/directory oci:/tmp/again:job
+check 'skopeo: to a directory and back, the same digest' test "$(jq -r '.manifests[0].digest' /tmp/again/index.json)" = "$digest"
 check 'skopeo: the same image' cryopod verify -q oci:/tmp/again:job
 for file in /tmp/job.tar.zst /tmp/back.tar.zst /tmp/exported.tar.zst; do
     checkpointctl show "$file" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }

@@ -63,7 +63,7 @@ for i in $(seq 20); do
     if [ $((i % 5)) = 0 ]; then cryopod verify -q oci:/tmp/pulled || { echo "killed pull $i: not whole" && exit 1; }; fi
 done
 check 'pull killed at random points: nothing is left' test -z "$(find /tmp -maxdepth 1 -name '.pulled*')"
-if cryopod pull "$to:1" -o oci:/tmp/pulled --tls-verify=false > /tmp/said 2>&1; then echo 'pulled over a folder' && exit 1; fi
+if cryopod pull "$to:1" -o oci:/tmp/pulled --tls-verify=false > /tmp/said 2>&1; then echo 'pulled over a directory' && exit 1; fi
 check 'pull: what exists is kept' says /tmp/said '/tmp/pulled: exists already'
 check 'pull: as a podman export file' cryopod pull "$to:1" -o /tmp/pulled.tar.zst --tls-verify=false -q
 cryopod import /tmp/pulled.tar.zst -e podman --restore -q > /dev/null

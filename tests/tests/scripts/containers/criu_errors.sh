@@ -305,7 +305,7 @@ cryopod-runtime checkpoint --image-path $dir/i --work-path $dir/i $id > /x/said 
 running
 end
 low_level "$low"
-echo 'ok: a watch in a folder that CRIU searches'
+echo 'ok: a watch in a directory that CRIU searches'
 
 # What looks alike and is dumped is not refused.
 start everything

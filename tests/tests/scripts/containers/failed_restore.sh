@@ -1,4 +1,4 @@
-# failed_restore.sh LOW: a restore that fails late leaves nothing: no process, mount, cgroup, firewall rule, folder, mount point.
+# failed_restore.sh LOW: a restore that fails late leaves nothing: no process, mount, cgroup, firewall rule, directory, mount point.
 low=$1
 mkimage
 low_level "$low"

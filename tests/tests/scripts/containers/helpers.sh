@@ -53,7 +53,7 @@ checkpointed() {
     rm -f /tmp/job.tar
     pod container checkpoint --export /tmp/job.tar job > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
     remove
-    rm -rf /tmp/seal && mkdir /tmp/seal && tar --zstd -xf /tmp/job.tar -C /tmp/seal checkpoint/cryopod.json
+    rm -rf /tmp/metadata && mkdir /tmp/metadata && tar --zstd -xf /tmp/job.tar -C /tmp/metadata checkpoint/cryopod.json
 }
 restored() { # NAME
     pod container restore --import /tmp/job.tar > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
@@ -68,7 +68,7 @@ not_restored() { # NAME WANT
     [ "$(sha256sum < /tmp/job.tar)" = "$sum" ]
     remove 2> /dev/null || true
 }
-recorded() { [ "$(jq -c .criu.helpers /tmp/seal/checkpoint/cryopod.json)" = "$1" ] || { jq -c .criu /tmp/seal/checkpoint/cryopod.json && return 1; }; }
+recorded() { [ "$(jq -c .criu.helpers /tmp/metadata/checkpoint/cryopod.json)" = "$1" ] || { jq -c .criu /tmp/metadata/checkpoint/cryopod.json && return 1; }; }
 host_says() { # LINE STATUS WANT: `cryopod check` of the host
     cryopod check --json > /tmp/check.json || true
     jq -e --arg n "$1" --arg s "$2" --arg w "$3" '.checks[] | select(.name == $n) | .status == $s and ((.found + " " + (.remedy // "")) | contains($w))' \

@@ -7,7 +7,7 @@ printf '[hooks]\ndrop = ["nvidia-container-runtime-hook", "once.sh"]\n[mounts]\n
 fake_gpu_nodes
 mount --make-rshared / # as systemd does: binds of the host become slaves in a container
 
-driver() { # VERSION: a driver of the host, with its /proc folder
+driver() { # VERSION: a driver of the host, with its /proc directory
     mkdir -p "/srv/driver/$1/lib" "/srv/driver/$1/firmware"
     echo "cuda $1" > "/srv/driver/$1/lib/libcuda.so.$1"
     echo "ml $1" > "/srv/driver/$1/lib/libnvidia-ml.so.$1"
@@ -15,12 +15,12 @@ driver() { # VERSION: a driver of the host, with its /proc folder
     mkdir -p "/srv/driver/$1/share" && echo "share $1" > "/srv/driver/$1/share/profiles"
 }
 driver 560.35.03
-mount -t tmpfs tmpfs /proc/driver # no driver is loaded here: the kernel's folder is made up
+mount -t tmpfs tmpfs /proc/driver # no driver is loaded here: the kernel's directory is made up
 mkdir -p /proc/driver/nvidia/gpus/0000:65:00.0
 echo 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  560.35.03  Release Build' > /proc/driver/nvidia/version
 echo 'Model: test' > /proc/driver/nvidia/gpus/0000:65:00.0/information
 
-# The hook. (/proc/driver of a container is not the host's here, so the tmpfs goes over that and not over the folder in it.)
+# The hook. (/proc/driver of a container is not the host's here, so the tmpfs goes over that and not over the directory in it.)
 mkdir -p /usr/local/bin /etc/containers/oci/hooks.d
 cat > /usr/local/bin/nvidia-container-runtime-hook <<'HOOK'
 #!/bin/bash
@@ -92,9 +92,9 @@ start --annotation gpu=yes
 [ "$(inside)" = "$(wanted 560.35.03)" ] || { inside; exit 1; }
 pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
 pod rm -f -t 0 c1 > /dev/null
-tar -xOf /tmp/c1.tar checkpoint/cryopod.json > /tmp/seal.json 2> /dev/null || tar --zstd -xOf /tmp/c1.tar checkpoint/cryopod.json > /tmp/seal.json
-jq -e '[.mounts.foreign[] | .path] | length == 5 and index("/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03") != null' /tmp/seal.json > /dev/null || { cat /tmp/seal.json; exit 1; }
-jq -e '.mounts.own == ["/proc/driver", "/etc/nvidia/profiles.d"] and (.mounts.foreign[] | select(.path == "/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03") | .kind == "file" and .host_path == "/srv/driver/560.35.03/lib/libcuda.so.560.35.03" and (.sha256 | length == 64) and .in_use == false)' /tmp/seal.json > /dev/null || { cat /tmp/seal.json; exit 1; }
+tar -xOf /tmp/c1.tar checkpoint/cryopod.json > /tmp/metadata.json 2> /dev/null || tar --zstd -xOf /tmp/c1.tar checkpoint/cryopod.json > /tmp/metadata.json
+jq -e '[.mounts.foreign[] | .path] | length == 5 and index("/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03") != null' /tmp/metadata.json > /dev/null || { cat /tmp/metadata.json; exit 1; }
+jq -e '.mounts.own == ["/proc/driver", "/etc/nvidia/profiles.d"] and (.mounts.foreign[] | select(.path == "/usr/lib/x86_64-linux-gnu/libcuda.so.560.35.03") | .kind == "file" and .host_path == "/srv/driver/560.35.03/lib/libcuda.so.560.35.03" and (.sha256 | length == 64) and .in_use == false)' /tmp/metadata.json > /dev/null || { cat /tmp/metadata.json; exit 1; }
 runs=$(wc -l < /tmp/hook-runs)
 restore /tmp/c1.tar > /dev/null
 goes_on 'restored on the same driver'

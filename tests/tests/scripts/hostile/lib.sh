@@ -7,7 +7,7 @@ echo "$secret" > /etc/canary
 echo "$secret" > /srv/canary
 
 # What runs beside the workload: names that change what they are, names and processes that speak to terminals, mounts over
-# the root, an overlay whose upper folder is called /etc.
+# the root, an overlay whose upper directory is called /etc.
 # shellcheck disable=SC2016
 attack='
 w=/w; mkdir -p $w

@@ -1,4 +1,4 @@
-# lib.sh: CRIU alone with the plugin, an operation's folder written by hand, and the simulated driver.
+# lib.sh: CRIU alone with the plugin, an operation's directory written by hand, and the simulated driver.
 # shellcheck shell=bash disable=SC2154
 # A script ends with `done_all`; `check` names what was shown.
 
@@ -46,7 +46,7 @@ stop() {
     wait_for freed
 }
 
-operation() { # FOLDER KIND JSON: the folder of one operation, and its agent
+operation() { # DIRECTORY KIND JSON: the directory of one operation, and its agent
     rm -rf "$1" && mkdir -p "$1/plugins"
     ln -s "${PLUGIN:-/opt/build/libcryopod_nvidia.so}" "$1/plugins/cryopod_nvidia.so"
     jq -n --arg dir "$1" --arg kind "$2" --argjson more "${3:-{\}}" '{version: 1, operation: $kind,

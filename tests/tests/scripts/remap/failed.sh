@@ -1,5 +1,5 @@
 # failed.sh LOW: a restore by the low-level runtime's own command line: the bundle is edited when it works, and is what it was
-# when it fails; the image folder is never changed.
+# when it fails; the image directory is never changed.
 low=$1
 configure() { # [MAP]
     low_level "$low"

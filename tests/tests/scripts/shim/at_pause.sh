@@ -35,7 +35,7 @@ checkpoint() { # NAME: of a container that is paused, as the call for a pod does
     python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock \
         containerd.services.tasks.v1.Tasks/Checkpoint "[[1, \"$1\"]]" > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
 }
-sealed() { # among what containerd has stored
+recorded() { # among what containerd has stored
     local blob
     for blob in /var/lib/containerd/io.containerd.content.v1.content/blobs/sha256/*; do
         if tar -tf "$blob" 2> /dev/null | grep -q cryopod.json; then return; fi
@@ -59,7 +59,7 @@ check 'checkpointed: no count has moved' test "$(counts)" = "$before"
 checkpoint plain
 sleep 1
 check 'both checkpointed: no count has moved' test "$(counts)" = "$before"
-check 'sealed' sealed
+check 'recorded' recorded
 ctr tasks resume plain
 ctr tasks resume job
 check 'resumed: the sum goes on' goes_on job

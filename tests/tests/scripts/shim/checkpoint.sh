@@ -50,7 +50,7 @@ cycle() { # NAME RUNTIME
     ctr images rm localhost/checkpoint:2 > /dev/null
 }
 cycle 'a GPU container' $OURS
-check 'sealed and gone: no operation is left' test -z "$(ls -A /run/cryopod)"
+check 'recorded and gone: no operation is left' test -z "$(ls -A /run/cryopod)"
 
 # A refusal: paused by containerd, thawed by us, and everything as before afterwards.
 start_job job $OURS

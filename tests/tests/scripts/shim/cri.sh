@@ -16,7 +16,7 @@ version = 3
   restrict_oom_score_adj = true
   enable_experimental_restore_via_create = true # from 2.3.4 on
 T
-# As a user would write it, in the folder of examples.
+# As a user would write it, in the directory of examples.
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
 containerd_up
 cri() {

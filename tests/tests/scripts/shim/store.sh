@@ -2,7 +2,7 @@
 # they do not; `cryopod bundle` makes a checkpoint that needs no store. Then podman's.
 simulate runc
 store=/var/lib/cryopod-store
-printf '[store]\npath = "%s"\n[lane]\ncodec = "none"\n' $store >> /etc/cryopod/config.toml
+printf '[store]\npath = "%s"\n[vram]\ncodec = "none"\n' $store >> /etc/cryopod/config.toml
 mkdir -m 700 $store
 containerd_up
 images
@@ -63,7 +63,7 @@ mkdir -m 700 $store
 refused 'another store: told' "$store has no such entry"
 rmdir $store && mv $store.away $store
 pages=$(find $store -name 'pages-*.img' | head -n 1)
-lane=$(find $store -name 'lane-0000.img')
+vram=$(find $store -name 'vram-0000.img')
 flip() { # FILE: another byte in its middle; twice is as before
     python3 -c 'import os, sys
 f = open(sys.argv[1], "r+b"); at = os.path.getsize(sys.argv[1]) // 2; f.seek(at); b = f.read(1)[0] ^ 1; f.seek(at); f.write(bytes([b]))' "$1"
@@ -71,9 +71,9 @@ f = open(sys.argv[1], "r+b"); at = os.path.getsize(sys.argv[1]) // 2; f.seek(at)
 flip "$pages"
 refused 'other pages: told' 'pages-[0-9]+.img: its digest is'
 flip "$pages"
-mv "$lane" /tmp/lane && ln -s /tmp/lane "$lane"
-refused 'a link in the store: told' 'lane-0000.img: .*damaged'
-mv /tmp/lane "$lane"
+mv "$vram" /tmp/vram && ln -s /tmp/vram "$vram"
+refused 'a link in the store: told' 'vram-0000.img: .*damaged'
+mv /tmp/vram "$vram"
 restore
 check 'the store is back: the sum goes on' goes_on_from "$before"
 away job
@@ -87,7 +87,7 @@ check 'inspect: where they are' says /tmp/said "^Store .*of the store $store"
 check 'bundle: as containerd has it' cryopod bundle /tmp/ctr.tar -o oci-archive:/tmp/whole.tar -q
 check 'bundle: an export file' cryopod bundle /tmp/ctr.tar -o /tmp/whole.tar.zst -q
 cryopod unpack -q --images-only /tmp/ctr.tar -o /tmp/images
-check 'bundle: of an image folder' cryopod bundle /tmp/images -o oci:/tmp/whole.oci -q
+check 'bundle: of an image directory' cryopod bundle /tmp/images -o oci:/tmp/whole.oci -q
 mv $store $store.away
 if cryopod verify /tmp/ctr.tar > /tmp/said 2>&1; then exit 1; fi
 check 'verify: without the store' says /tmp/said "large files.*$store is not there"

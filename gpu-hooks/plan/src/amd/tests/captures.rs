@@ -4,7 +4,7 @@
 
 use super::super::checks::Switches;
 use super::super::choose::{Request, choose};
-use super::super::stock::{Stock, choose as stock};
+use super::super::plugin_choice::{Stock, choose as stock};
 use super::*;
 use crate::wish::Wish;
 

@@ -2,7 +2,7 @@
 
 use super::super::checks::{Switch, Switches};
 use super::super::choose::{Choice, Refused, Request, choose};
-use super::super::stock;
+use super::super::plugin_choice;
 use super::*;
 use crate::compat::{Verdict, refusals};
 use crate::wish::Wish;
@@ -332,8 +332,8 @@ fn the_plugin_chooses_it_too() {
                     .map(|p| (p.source.gpu_id, p.target.gpu_id))
                     .collect();
                 assert_eq!(
-                    stock::choose(&source, &view, &Switches::default()),
-                    stock::Stock::Picks(pairs),
+                    plugin_choice::choose(&source, &view, &Switches::default()),
+                    plugin_choice::Stock::Picks(pairs),
                     "seed {seed}"
                 );
                 let ids: Vec<u32> = choice.pairs.iter().map(|p| p.target.id).collect();

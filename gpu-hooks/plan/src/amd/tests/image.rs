@@ -351,7 +351,7 @@ fn counts_and_sizes_are_bounded() {
 }
 
 #[test]
-fn a_folder_is_searched() {
+fn a_directory_is_searched() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
     let image = framed(&kfd(&sample(), 0, (0, 0)));

@@ -8,7 +8,7 @@ mod choose;
 mod image;
 mod inventory;
 mod matcher;
-mod stock;
+mod plugin_choice;
 mod topology;
 
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Properties, Topology};

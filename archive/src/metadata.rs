@@ -1,0 +1,350 @@
+//! The metadata, `cryopod.json`: what was checkpointed, with which tools, on which GPUs.
+//!
+//! The schema is versioned as `MAJOR.MINOR`. A reader takes every minor of the majors it knows: fields
+//! are only ever added within a major, and fields this version does not know survive a read and a
+//! write (`extra`). A newer major is refused with [`MetadataError::TooNew`], because its meaning is not known.
+//! docs/cryopod-json.md describes every field.
+
+use std::fs::OpenOptions;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use cryopod_host::nodes::{DeviceNode, Vendor};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::names;
+use crate::surroundings::{CriuFacts, LsmFacts, MountFacts};
+use crate::vram::VramFacts;
+
+mod slot;
+pub use slot::MetadataSlot;
+
+/// The schema major that this version writes and the newest that it reads.
+pub const SCHEMA_MAJOR: u32 = 1;
+/// The schema minor that this version writes.
+pub const SCHEMA_MINOR: u32 = 0;
+/// Largest metadata that is read, in bytes. Archives come from strangers; metadata is a few KiB.
+pub const MAX_METADATA_BYTES: u64 = 16 << 20;
+
+/// What to do about a record that cannot be written.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotADirectory => "the image path is not a directory: name another one",
+        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+            "choose an image directory that can be written"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free some space or choose another image directory"
+        }
+        _ => "choose another image directory",
+    }
+}
+
+/// Why metadata could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum MetadataError {
+    /// The file cannot be read.
+    #[error("{path}: cannot read the checkpoint's record: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("{path}: cannot write the checkpoint's record: {source}; {}", remedy(.source))]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file is larger than [`MAX_METADATA_BYTES`].
+    #[error(
+        "{path}: larger than {MAX_METADATA_BYTES} bytes, which no metadata is; the archive is damaged or not a checkpoint of cryopod"
+    )]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is not a metadata.
+    #[error(
+        "{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool"
+    )]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and where.
+        reason: String,
+    },
+    /// The metadata was written by a newer cryopod whose schema this one does not know.
+    #[error(
+        "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"
+    )]
+    TooNew {
+        /// The file.
+        path: PathBuf,
+        /// The version that the file names.
+        found: String,
+    },
+}
+
+/// A node that an earlier restore has put into the container, or moved to another device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MovedNode {
+    /// Path inside the container.
+    pub path: String,
+    /// The node's other name, if this one is kept only for those who know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alias_of: Option<String>,
+    /// The node of the engine's spec in whose place it is.
+    pub engine: EngineNode,
+}
+
+/// A node as an engine's spec names it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineNode {
+    /// Path inside the container.
+    pub path: String,
+    /// Device major.
+    pub major: u64,
+    /// Device minor.
+    pub minor: u64,
+}
+
+/// A GPU as the host describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// Stable identity: NVIDIA's UUID (`GPU-…`), AMD's unique id in hex or, failing that, its PCI address.
+    pub id: String,
+    /// Whose it is.
+    pub vendor: Vendor,
+    /// Position in the host's list, in PCI order (NVIDIA) or node order (AMD).
+    pub index: u32,
+    /// Model name, as the driver gives it.
+    pub model: String,
+    /// PCI address, `0000:65:00.0`.
+    pub pci: String,
+    /// Minor of `/dev/nvidiaN`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub minor: Option<u64>,
+    /// Minor of `/dev/dri/renderD*`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub render_minor: Option<u64>,
+    /// Size of VRAM in bytes, where it can be read without the driver's library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Facts of one vendor only (AMD: the KFD node's properties).
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub properties: Map<String, Value>,
+}
+
+/// A process of the container that uses a GPU driver.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuProcess {
+    /// Process id on the host, at the checkpoint.
+    pub pid: i32,
+    /// Process id inside the container's pid namespace.
+    pub ns_pid: i32,
+    /// The process's name (`/proc/PID/comm`).
+    pub comm: String,
+    /// Whose driver it has open or mapped.
+    pub vendors: Vec<Vendor>,
+    /// How much of which GPU's memory it used shortly before the checkpoint, where the driver tells.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpu_memory: Vec<GpuUse>,
+}
+
+/// A process's part of a GPU's memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuUse {
+    /// [`Gpu::id`].
+    pub gpu: String,
+    /// Bytes, with what the driver needs for the process.
+    pub bytes: u64,
+}
+
+/// The container that was checkpointed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerFacts {
+    /// Container id, as the engine named it.
+    pub id: String,
+    /// Name of the low-level runtime (`crun`, `runc`).
+    pub low_level: String,
+    /// What the low-level runtime says of its version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub low_level_version: Option<String>,
+    /// `true` if the container went on running after the checkpoint.
+    pub leave_running: bool,
+}
+
+/// The host that the checkpoint was made on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostFacts {
+    /// Kernel release (`uname -r`).
+    pub kernel: String,
+    /// Machine (`uname -m`).
+    pub arch: String,
+    /// Cgroup set-up: `v1`, `v2` or `hybrid`.
+    pub cgroup: String,
+    /// CRIU's version, `4.1.1`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub criu: Option<String>,
+}
+
+/// Everything about GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuFacts {
+    /// Vendors of which the container has nodes, sorted.
+    pub vendors: Vec<Vendor>,
+    /// The container's GPU device nodes.
+    pub nodes: Vec<DeviceNode>,
+    /// The nodes among them that an earlier restore has moved.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub moved: Vec<MovedNode>,
+    /// The GPUs that those nodes lead to, as the host described them.
+    pub gpus: Vec<Gpu>,
+    /// Driver versions: key `nvidia` or `amd`.
+    #[serde(default)]
+    pub drivers: std::collections::BTreeMap<String, String>,
+    /// Processes that had the driver open or mapped. Empty: the images hold no GPU state, and a restore
+    /// needs no plugin.
+    pub processes: Vec<GpuProcess>,
+    /// The CRIU plugins that the checkpoint was made with (file names).
+    pub plugins: Vec<String>,
+    /// What the plugin reported of each process: steps and their times.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub plugin_report: Value,
+    /// GPU memory that is in the VRAM files' files; its digest vouches for all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vram: Option<VramFacts>,
+}
+
+/// Where the time went, in microseconds.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timings {
+    /// From the start of the wrapper until the low-level runtime was started; the container runs.
+    pub plan_us: u64,
+    /// From the start of the low-level runtime until CRIU had everything; the container is frozen for
+    /// most of it.
+    pub dump_us: u64,
+    /// From the start of the low-level runtime until GPU memory that went by the VRAM files was on the disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub durable_us: Option<u64>,
+}
+
+/// The metadata itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Metadata {
+    /// `MAJOR.MINOR`.
+    pub schema: String,
+    /// Version of the cryopod that wrote it.
+    pub cryopod: String,
+    /// When, in RFC 3339, UTC.
+    pub created: String,
+    /// The container.
+    pub container: ContainerFacts,
+    /// The host.
+    pub host: HostFacts,
+    /// The GPUs.
+    pub gpu: GpuFacts,
+    /// Mounts that the container's spec does not name.
+    #[serde(default)]
+    pub mounts: MountFacts,
+    /// How CRIU was called.
+    #[serde(default)]
+    pub criu: CriuFacts,
+    /// Security labels.
+    #[serde(default)]
+    pub lsm: LsmFacts,
+    /// Where the time went.
+    #[serde(default)]
+    pub timings: Timings,
+    /// Fields of newer minors, kept as they are.
+    #[serde(flatten)]
+    pub extra: Map<String, Value>,
+}
+
+impl Metadata {
+    /// The schema version that this cryopod writes.
+    pub fn current_schema() -> String {
+        format!("{SCHEMA_MAJOR}.{SCHEMA_MINOR}")
+    }
+
+    /// Reads the metadata of an image directory; `None` if the directory has none (a checkpoint of another tool).
+    ///
+    /// # Errors
+    /// [`MetadataError`] if there is one but it cannot be used.
+    pub fn open(image_dir: &Path) -> Result<Option<Self>, MetadataError> {
+        let path = image_dir.join(names::METADATA);
+        let read = |source| MetadataError::Read {
+            path: path.clone(),
+            source,
+        };
+        let mut file = match OpenOptions::new()
+            .read(true)
+            .custom_flags(O_NOFOLLOW | O_NONBLOCK)
+            .open(&path)
+        {
+            Ok(f) => f,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(read(e)),
+        };
+        let meta = file.metadata().map_err(read)?;
+        if !meta.is_file() {
+            return Err(MetadataError::Invalid {
+                path,
+                reason: "not a regular file".into(),
+            });
+        }
+        let mut text = Vec::new();
+        (&mut file)
+            .take(MAX_METADATA_BYTES + 1)
+            .read_to_end(&mut text)
+            .map_err(read)?;
+        if text.len() as u64 > MAX_METADATA_BYTES {
+            return Err(MetadataError::TooLarge { path });
+        }
+        Self::parse(&text, &path).map(Some)
+    }
+
+    /// Parses metadata; `path` is only named in errors.
+    ///
+    /// # Errors
+    /// [`MetadataError::Invalid`] or [`MetadataError::TooNew`].
+    pub fn parse(text: &[u8], path: &Path) -> Result<Self, MetadataError> {
+        let invalid = |reason: String| MetadataError::Invalid {
+            path: path.to_owned(),
+            reason,
+        };
+        // The version is looked at first: a newer major may have changed any other field.
+        let value: Value = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
+        let schema = value
+            .get("schema")
+            .and_then(Value::as_str)
+            .ok_or_else(|| invalid("no `schema`".into()))?;
+        let numbers = schema
+            .split_once('.')
+            .and_then(|(a, b)| Some((a.parse::<u32>().ok()?, b.parse::<u32>().ok()?)));
+        match numbers {
+            None => return Err(invalid(format!("`schema` is {schema:?}, not MAJOR.MINOR"))),
+            Some((major, _)) if major > SCHEMA_MAJOR => {
+                return Err(MetadataError::TooNew {
+                    path: path.to_owned(),
+                    found: schema.chars().take(40).collect(),
+                });
+            }
+            Some((0, _)) => return Err(invalid("`schema` 0 was never released".into())),
+            Some(_) => {}
+        }
+        serde_json::from_value(value).map_err(|e| invalid(e.to_string()))
+    }
+}
+
+const O_NOFOLLOW: i32 = 0o400_000;
+const O_NONBLOCK: i32 = 0o4_000;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,108 @@
+//! Writing the metadata, where a full disk must not be met too late.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use super::{Metadata, MetadataError};
+use crate::names;
+
+/// Disk space kept ready for the metadata before a container is frozen, in bytes.
+pub(super) const RESERVE_BYTES: u64 = 256 << 10;
+
+/// The metadata's place in an image directory, reserved before the container is frozen.
+///
+/// Creating it proves that the directory can be written and keeps room for the metadata, so that a full or
+/// read-only disk is met while the container still runs. Dropped without [`MetadataSlot::commit`], it leaves
+/// nothing behind.
+#[derive(Debug)]
+pub struct MetadataSlot {
+    file: File,
+    partial: PathBuf,
+    path: PathBuf,
+    done: bool,
+}
+
+impl MetadataSlot {
+    /// Reserves the place. metadata of an earlier checkpoint in the same directory is removed, and its reference to a store,
+    /// because the images that they describe are about to be overwritten.
+    ///
+    /// # Errors
+    /// [`MetadataError::Write`] if the directory cannot be written or is full.
+    pub fn reserve(image_dir: &Path) -> Result<Self, MetadataError> {
+        let partial = image_dir.join(names::METADATA_PARTIAL);
+        let path = image_dir.join(names::METADATA);
+        let write = |source| MetadataError::Write {
+            path: path.clone(),
+            source,
+        };
+        let reference = image_dir.join(names::STORE_REFERENCE);
+        for old in [&partial, &path, &reference] {
+            match fs::remove_file(old) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(write(e)),
+                _ => {}
+            }
+        }
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&partial)
+            .map_err(write)?;
+        let mut slot = Self {
+            file,
+            partial,
+            path: path.clone(),
+            done: false,
+        };
+        // Real blocks, not a sparse file: zeros are written, as fallocate is missing on some file systems.
+        let zeros = [0u8; 64 << 10];
+        for _ in 0..RESERVE_BYTES / zeros.len() as u64 {
+            slot.file.write_all(&zeros).map_err(write)?;
+        }
+        slot.file.sync_all().map_err(write)?;
+        Ok(slot)
+    }
+
+    /// Where the partial file lies.
+    pub fn partial(&self) -> &Path {
+        &self.partial
+    }
+
+    /// Writes the metadata under its final name, durably.
+    ///
+    /// # Errors
+    /// [`MetadataError::Write`]; nothing is left under the final name then.
+    pub fn commit(mut self, metadata: &Metadata) -> Result<(), MetadataError> {
+        let write = |path: &Path| {
+            let path = path.to_owned();
+            move |source| MetadataError::Write { path, source }
+        };
+        let mut text = serde_json::to_vec_pretty(metadata)
+            .map_err(|e| write(&self.path)(io::Error::other(e)))?;
+        text.push(b'\n');
+        self.file.rewind().map_err(write(&self.path))?;
+        self.file.write_all(&text).map_err(write(&self.path))?;
+        self.file
+            .set_len(text.len() as u64)
+            .and_then(|()| self.file.sync_all())
+            .map_err(write(&self.path))?;
+        fs::rename(&self.partial, &self.path).map_err(write(&self.path))?;
+        self.done = true;
+        if let Some(dir) = self.path.parent() {
+            File::open(dir)
+                .and_then(|d| d.sync_all())
+                .map_err(write(&self.path))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for MetadataSlot {
+    fn drop(&mut self) {
+        if !self.done {
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! What a container has around it that its images do not hold: mounts of the host that its spec does not name,
+//! CRIU options that a restore must repeat, security labels. Parts of the [metadata](crate::metadata).
+
+use serde::{Deserialize, Serialize};
+
+/// What lies at a mount point.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MountKind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// A device node.
+    Device,
+    /// A Unix socket or a FIFO.
+    Socket,
+}
+
+impl MountKind {
+    /// In words, for messages.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::File => "file",
+            Self::Directory => "directory",
+            Self::Device => "device node",
+            Self::Socket => "socket",
+        }
+    }
+}
+
+/// A mount of something of the host that the container's spec does not name: made by a hook, or below a
+/// recursive bind mount. CRIU leaves its content out; a restore must provide it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ForeignMount {
+    /// Mount point in the container.
+    pub path: String,
+    /// What lies there.
+    pub kind: MountKind,
+    /// Where it lay on the host.
+    pub host_path: String,
+    /// File system type.
+    pub fs_type: String,
+    /// Mount options.
+    #[serde(default)]
+    pub options: Vec<String>,
+    /// For a file: its size in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// For a small file: SHA-256 of its content, in hex.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// `true` if a process had a file of it open or mapped.
+    #[serde(default)]
+    pub in_use: bool,
+}
+
+/// Mounts that the container's spec does not name.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MountFacts {
+    /// Those of the host.
+    #[serde(default)]
+    pub foreign: Vec<ForeignMount>,
+    /// Mount points of the container's own file systems, whose content the images hold.
+    #[serde(default)]
+    pub own: Vec<String>,
+}
+
+/// How CRIU was called, as far as a restore must do the same.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CriuFacts {
+    /// Options that the images need at a restore too: `tcp-established`, `file-locks`, `ext-unix-sk`.
+    #[serde(default)]
+    pub options: Vec<String>,
+    /// Programs that CRIU runs for these images at a restore: `tar`, `ip`, and the lock of the network, `iptables` or
+    /// `nftables`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub helpers: Vec<String>,
+}
+
+/// Security labels of the container.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LsmFacts {
+    /// AppArmor profile of the spec.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub apparmor: Option<String>,
+    /// SELinux process label of the spec.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selinux: Option<String>,
+    /// SELinux label of the spec's mounts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount_label: Option<String>,
+}

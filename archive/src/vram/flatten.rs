@@ -1,0 +1,111 @@
+//! VRAM files that builds upon others becomes one that does not.
+//!
+//! Chunks are copied as they are stored, compressed or not, after their digests have been checked.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::index::{Chunk, Digest, Index, Kind};
+use super::shards::{Own, Shards, remove};
+use super::write::{WriteOptions, Written, micros};
+use super::{Codec, Vram, VramError, VramFacts};
+
+/// Writes the whole of `vram` into a directory. Of the options count the threads, the size of shards, and
+/// whether to sync.
+///
+/// # Errors
+/// [`VramError`]; nothing of the VRAM files is left in the directory.
+pub fn flatten(
+    vram: &Vram,
+    dir: &Path,
+    options: &WriteOptions,
+    cancel: &AtomicBool,
+) -> Result<Written, VramError> {
+    let result = run(vram, dir, options, cancel);
+    if result.is_err() {
+        remove(dir);
+    }
+    result
+}
+
+fn run(
+    vram: &Vram,
+    dir: &Path,
+    options: &WriteOptions,
+    cancel: &AtomicBool,
+) -> Result<Written, VramError> {
+    let start = Instant::now();
+    let shards = Shards::new(dir, options.shard_bytes, options.sync);
+    // The first chunk of each content takes the room.
+    let mut first: HashMap<(Digest, u32), usize> = HashMap::new();
+    let mut chunks = vram.index.chunks.clone();
+    let mut stored = Vec::new();
+    for (number, (chunk, length)) in chunks.iter_mut().zip(vram.index.lengths()).enumerate() {
+        if chunk.kind == Kind::Zero {
+            continue;
+        }
+        match first.get(&(chunk.digest, length)) {
+            Some(other) => {
+                *chunk = Chunk {
+                    kind: Kind::Same,
+                    place: *other as u64,
+                    digest: chunk.digest,
+                    ..Chunk::ZERO
+                };
+            }
+            None => {
+                first.insert((chunk.digest, length), number);
+                stored.push(number);
+            }
+        }
+    }
+    let table = Mutex::new(&mut chunks);
+    let owns = Mutex::new(Vec::new());
+    let next = AtomicUsize::new(0);
+    vram.on_threads(options.threads, cancel, &|failed, scratch| {
+        let mut own = Own::default();
+        let mut plain = Vec::new();
+        while let Some(number) = stored.get(next.fetch_add(1, Relaxed)) {
+            if failed() {
+                return Err(VramError::Cancelled);
+            }
+            let kind = vram.as_stored(*number, scratch, &mut plain)?;
+            let (shard, place) = shards.append(&mut own, scratch)?;
+            let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+            let row = &mut table[*number];
+            *row = Chunk {
+                kind,
+                shard,
+                stored: scratch.len() as u32,
+                place,
+                digest: row.digest,
+            };
+        }
+        owns.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(own);
+        Ok(())
+    })?;
+    let write_us = micros(start);
+    let start = Instant::now();
+    shards.sync(&owns.into_inner().unwrap_or_else(PoisonError::into_inner))?;
+    let mut index = Index {
+        chunk_bytes: vram.index.chunk_bytes,
+        regions: vram.index.regions.clone(),
+        shards: shards.take_sizes(),
+        parent: None,
+        parent_at: Vec::new(),
+        chunks,
+        digest: Digest::default(),
+    };
+    shards.put(&mut index)?;
+    Ok(Written {
+        facts: VramFacts::of(&index),
+        codec: Codec::None,
+        write_us,
+        sync_us: micros(start),
+    })
+}

@@ -1,0 +1,124 @@
+//! Where the VRAM files is that another one builds upon. Whatever a table says of places, only a table with
+//! the digest that it names is taken.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::{Component, Path, PathBuf};
+
+use super::index::{Digest, Index};
+use super::read::open_file;
+use super::{Vram, VramError};
+use crate::names;
+
+/// Longest chain of parents.
+const MAX_DEPTH: usize = 1024;
+/// Directories in one that is searched.
+const MAX_ENTRIES: usize = 100_000;
+
+/// Opens the VRAM files that a table builds upon; `dir` is the table's directory, where it lies in one.
+///
+/// In this order: CRIU's link to the checkpoint before, the places that the table names, the directories
+/// of `search`, the directories in those.
+///
+/// # Errors
+/// [`VramError::Parent`] if there is none, or another one, or it cannot be used.
+pub fn find(
+    index: &Index,
+    dir: Option<&Path>,
+    search: &[PathBuf],
+) -> Result<Option<Vram>, VramError> {
+    open(index, dir, search, 0)
+}
+
+pub(super) fn open(
+    index: &Index,
+    dir: Option<&Path>,
+    search: &[PathBuf],
+    depth: usize,
+) -> Result<Option<Vram>, VramError> {
+    let Some(digest) = index.parent else {
+        return Ok(None);
+    };
+    let named = named(index, dir);
+    let found = search.iter().flat_map(|place| below(place));
+    let mut failed: Option<(PathBuf, String)> = None;
+    if depth >= MAX_DEPTH {
+        failed = Some((PathBuf::new(), "is one of an endless chain".into()));
+    } else {
+        for place in named.iter().cloned().chain(found) {
+            match table_digest(&place) {
+                Some(found) if found == digest => {}
+                Some(_) => {
+                    failed.get_or_insert((place, "is not the one that it was".into()));
+                    continue;
+                }
+                None => continue,
+            }
+            match Vram::open_at(&place, Some(digest), search, depth + 1) {
+                Ok(Some(vram)) => return Ok(Some(vram)),
+                Ok(None) => {}
+                Err(error @ VramError::Parent { .. }) => return Err(error),
+                // Another copy may be whole.
+                Err(error) => failed = Some((place, format!("cannot be used: {error}"))),
+            }
+        }
+    }
+    let (path, reason) = failed.unwrap_or_else(|| {
+        let first = named.into_iter().next();
+        (first.unwrap_or_default(), "is missing".into())
+    });
+    Err(VramError::Parent { path, reason })
+}
+
+/// The places that are known without searching.
+fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
+    let link = dir.map(|dir| dir.join(names::PARENT_LINK));
+    let link = link.filter(|link| fs::symlink_metadata(link).is_ok());
+    let places = index.parent_at.iter().filter_map(|place| {
+        let place = Path::new(place);
+        match (place.is_absolute(), dir) {
+            (true, _) => Some(place.to_owned()),
+            (false, Some(dir)) => Some(from(dir, place)),
+            (false, None) => None,
+        }
+    });
+    link.into_iter().chain(places).collect()
+}
+
+/// A path from a directory, without the steps back.
+fn from(dir: &Path, place: &Path) -> PathBuf {
+    let mut path = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+    for part in place.components() {
+        match part {
+            Component::ParentDir => {
+                path.pop();
+            }
+            Component::Normal(name) => path.push(name),
+            _ => {}
+        }
+    }
+    path
+}
+
+/// A directory and the directories in it, with those of an unpacked export file.
+fn below(place: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(place).into_iter().flatten();
+    let inner = entries.flatten().take(MAX_ENTRIES).map(|e| e.path());
+    std::iter::once(place.to_owned())
+        .chain(inner)
+        .flat_map(|dir| [dir.join(names::CHECKPOINT_DIR), dir])
+        .collect()
+}
+
+/// What a directory's table says that its digest is; `None`: there is none.
+fn table_digest(dir: &Path) -> Option<Digest> {
+    let file = open_file(&dir.join(names::VRAM_INDEX)).ok()?;
+    let mut digest = Digest::default();
+    let at = file
+        .metadata()
+        .ok()?
+        .len()
+        .checked_sub(digest.0.len() as u64)?;
+    file.read_exact_at(&mut digest.0, at).ok()?;
+    Some(digest)
+}

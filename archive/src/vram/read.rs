@@ -1,0 +1,393 @@
+//! Shards to memory, and the verification.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use super::codec::decode;
+use super::index::{Chunk, Digest, Index, Kind};
+use super::{VramError, VramFacts, parent, usual_threads};
+use crate::{names, store};
+
+const O_NOFOLLOW: i32 = 0o400_000;
+const O_NONBLOCK: i32 = 0o4_000;
+
+/// What a thread does: asks now and then whether to stop, and has a buffer of its own.
+type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
+
+/// How to read.
+#[derive(Debug, Clone)]
+pub struct ReadOptions {
+    /// Threads.
+    pub threads: usize,
+    /// Check each chunk's digest.
+    pub check: bool,
+    /// The memory is zero already: zeros are not written.
+    pub zeroed: bool,
+}
+
+impl Default for ReadOptions {
+    fn default() -> Self {
+        Self {
+            threads: usual_threads(),
+            check: true,
+            zeroed: false,
+        }
+    }
+}
+
+/// VRAM files in a directory, with those it builds upon.
+#[derive(Debug)]
+pub struct Vram {
+    /// The table.
+    pub index: Index,
+    dir: PathBuf,
+    shards: Vec<File>,
+    paths: Vec<PathBuf>,
+    lengths: Vec<u32>,
+    parent: Option<Box<Vram>>,
+}
+
+/// Opens a regular file, whatever a stranger may have put there.
+pub(super) fn open_file(path: &Path) -> Result<File, VramError> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(O_NOFOLLOW | O_NONBLOCK)
+        .open(path)
+        .map_err(VramError::io(path, "cannot be opened"))?;
+    let is_file = file.metadata().is_ok_and(|meta| meta.is_file());
+    if !is_file {
+        return Err(VramError::damaged(path, "not a regular file"));
+    }
+    Ok(file)
+}
+
+impl Vram {
+    /// Opens the VRAM files of an image directory; `None` where there is none. `digest` is what the metadata says of
+    /// the table.
+    ///
+    /// # Errors
+    /// [`VramError`].
+    pub fn open(dir: &Path, digest: Option<Digest>) -> Result<Option<Self>, VramError> {
+        Self::open_with(dir, digest, &[])
+    }
+
+    /// As [`Vram::open`]; parents that are not where they were are searched in these directories too, and in
+    /// the directories in them. Shards that are in a store are found in the one of these directories that has them.
+    ///
+    /// # Errors
+    /// [`VramError`].
+    pub fn open_with(
+        dir: &Path,
+        digest: Option<Digest>,
+        search: &[PathBuf],
+    ) -> Result<Option<Self>, VramError> {
+        Self::open_at(dir, digest, search, 0)
+    }
+
+    pub(super) fn open_at(
+        dir: &Path,
+        digest: Option<Digest>,
+        search: &[PathBuf],
+        depth: usize,
+    ) -> Result<Option<Self>, VramError> {
+        let path = dir.join(names::VRAM_INDEX);
+        let file = match open_file(&path) {
+            Err(VramError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
+            }
+            other => other?,
+        };
+        let index = Index::read(&file, &path)?;
+        if digest.is_some_and(|digest| digest != index.digest) {
+            return Err(VramError::damaged(
+                &path,
+                "not the one that the checkpoint was made with",
+            ));
+        }
+        let mut shards = Vec::with_capacity(index.shards.len());
+        let mut paths = Vec::with_capacity(index.shards.len());
+        let mut stored = None;
+        for (number, bytes) in index.shards.iter().enumerate() {
+            let mut path = dir.join(names::vram_shard(number));
+            if path.symlink_metadata().is_err() {
+                // A store is one of the directories that are searched.
+                if stored.is_none() {
+                    stored = store::find(dir, search)?;
+                }
+                let entry = stored.as_ref().map(|found| &found.entry);
+                path = entry.map_or(path, |entry| entry.join(names::vram_shard(number)));
+            }
+            let file = open_file(&path)?;
+            let has = file
+                .metadata()
+                .map_err(VramError::io(&path, "cannot be read"))?
+                .len();
+            if has != *bytes {
+                return Err(VramError::damaged(
+                    &path,
+                    format!("{has} bytes in place of {bytes}"),
+                ));
+            }
+            shards.push(file);
+            paths.push(path);
+        }
+        let mut vram = Self {
+            lengths: index.lengths(),
+            index,
+            dir: dir.to_owned(),
+            shards,
+            paths,
+            parent: None,
+        };
+        if vram.index.parent.is_some() {
+            vram.parent = parent::open(&vram.index, Some(dir), search, depth)?.map(Box::new);
+            vram.check_parent()?;
+        }
+        Ok(Some(vram))
+    }
+
+    fn check_parent(&self) -> Result<(), VramError> {
+        match &self.parent {
+            Some(parent) => parent.holds(&self.index, &self.dir.join(names::VRAM_INDEX)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the chunks that a table has in its parent are in this one. `path` is the table's, for the message.
+    pub(crate) fn holds(&self, child: &Index, path: &Path) -> Result<(), VramError> {
+        for (number, (chunk, length)) in child.chunks.iter().zip(child.lengths()).enumerate() {
+            if chunk.kind != Kind::Parent {
+                continue;
+            }
+            let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+            let there = self.index.chunks.get(place).zip(self.lengths.get(place));
+            let fits = there.is_some_and(|(to, len)| {
+                to.kind != Kind::Zero && to.digest == chunk.digest && *len == length
+            });
+            if !fits {
+                let what = format!("chunk {number} is not in the parent");
+                return Err(VramError::damaged(path, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// The VRAM files that this one builds upon.
+    pub fn parent(&self) -> Option<&Vram> {
+        self.parent.as_deref()
+    }
+
+    /// How many VRAM files this one builds upon, one upon another.
+    pub fn depth(&self) -> usize {
+        std::iter::successors(self.parent(), |vram| vram.parent()).count()
+    }
+
+    /// In numbers.
+    pub fn facts(&self) -> VramFacts {
+        VramFacts::of(&self.index)
+    }
+
+    /// The directory, for messages.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early.
+    ///
+    /// # Errors
+    /// [`VramError`]; the memory's contents are then undefined.
+    pub fn read(
+        &self,
+        region: usize,
+        to: &mut [u8],
+        options: &ReadOptions,
+        cancel: &AtomicBool,
+    ) -> Result<(), VramError> {
+        let range = self.index.range(region);
+        let bytes = self.index.regions.get(region).map(|region| region.bytes);
+        let (Some(range), true) = (range, bytes == Some(to.len() as u64)) else {
+            return Err(VramError::Invalid(format!(
+                "region {region} has not {} bytes",
+                to.len()
+            )));
+        };
+        let pieces = to.chunks_mut(self.index.chunk_bytes as usize);
+        let queue = Mutex::new(range.zip(pieces));
+        let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+        self.on_threads(options.threads, cancel, &|failed, scratch| {
+            while let Some((number, piece)) = next() {
+                if failed() {
+                    return Err(VramError::Cancelled);
+                }
+                if self.index.chunks[number].kind == Kind::Zero && options.zeroed {
+                    continue;
+                }
+                self.chunk(number, piece, options.check, scratch)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Reads every chunk and checks its digest, without keeping it.
+    ///
+    /// # Errors
+    /// [`VramError`]: the first thing that is wrong.
+    pub fn verify(&self, threads: usize, cancel: &AtomicBool) -> Result<(), VramError> {
+        let all: Vec<usize> = (0..self.lengths.len()).collect();
+        self.verify_chunks(&all, threads, cancel)
+    }
+
+    /// As [`Vram::verify`], of these chunks.
+    pub(crate) fn verify_chunks(
+        &self,
+        numbers: &[usize],
+        threads: usize,
+        cancel: &AtomicBool,
+    ) -> Result<(), VramError> {
+        let next = AtomicUsize::new(0);
+        self.on_threads(threads, cancel, &|failed, scratch| {
+            let mut piece = vec![0; self.index.chunk_bytes as usize];
+            while let Some(number) = numbers.get(next.fetch_add(1, Relaxed)) {
+                if failed() {
+                    return Err(VramError::Cancelled);
+                }
+                let (Some(length), Some(chunk)) =
+                    (self.lengths.get(*number), self.index.chunks.get(*number))
+                else {
+                    return Err(VramError::Invalid(format!("there is no chunk {number}")));
+                };
+                if !matches!(chunk.kind, Kind::Zero | Kind::Same) {
+                    self.chunk(*number, &mut piece[..*length as usize], true, scratch)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Runs the same work on several threads; the first error ends all.
+    pub(super) fn on_threads(
+        &self,
+        threads: usize,
+        cancel: &AtomicBool,
+        work: &Work<'_>,
+    ) -> Result<(), VramError> {
+        let failed = AtomicBool::new(false);
+        let stop = || failed.load(Relaxed) || cancel.load(Relaxed);
+        let one = || {
+            let mut scratch = Vec::new();
+            let done = work(&stop, &mut scratch);
+            failed.fetch_or(done.is_err(), Relaxed);
+            done
+        };
+        std::thread::scope(|scope| {
+            let threads = threads.clamp(1, 256).min(self.lengths.len().max(1));
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
+            let mut first = Ok(());
+            for worker in workers {
+                let done = worker
+                    .join()
+                    .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
+                // What made the others stop is what there is to tell.
+                if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
+                    first = done;
+                }
+            }
+            first
+        })
+    }
+
+    /// One chunk into memory of its size.
+    fn chunk(
+        &self,
+        number: usize,
+        to: &mut [u8],
+        check: bool,
+        scratch: &mut Vec<u8>,
+    ) -> Result<(), VramError> {
+        let chunk = self.index.chunks[number];
+        let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+        match (chunk.kind, &self.parent) {
+            (Kind::Zero, _) => {
+                to.fill(0);
+                return Ok(());
+            }
+            // The digests of both have been compared when the table was read.
+            (Kind::Same, _) => return self.chunk(place, to, check, scratch),
+            (Kind::Parent, Some(parent)) => return parent.chunk(place, to, check, scratch),
+            (Kind::Parent, None) => {
+                return Err(VramError::Invalid("a chunk of no parent".into()));
+            }
+            (Kind::Raw, _) => self.stored(&chunk, to)?,
+            (Kind::Lz4 | Kind::Zstd, _) => {
+                scratch.resize(chunk.stored as usize, 0);
+                self.stored(&chunk, scratch)?;
+                decode(chunk.kind, scratch, to).map_err(|what| {
+                    VramError::damaged(&self.shard(&chunk), format!("chunk {number}: {what}"))
+                })?;
+            }
+        }
+        if check && Digest::of(to) != chunk.digest {
+            let what = format!("chunk {number} does not fit its digest");
+            return Err(VramError::damaged(&self.shard(&chunk), what));
+        }
+        Ok(())
+    }
+
+    /// A chunk as it is stored, wherever that is, once its digest has been checked; `plain` is room.
+    pub(super) fn as_stored(
+        &self,
+        number: usize,
+        stored: &mut Vec<u8>,
+        plain: &mut Vec<u8>,
+    ) -> Result<Kind, VramError> {
+        let mut at = (self, number);
+        let chunk = loop {
+            let (vram, number) = at;
+            let chunk = vram.index.chunks[number];
+            let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
+            at = match (chunk.kind, &vram.parent) {
+                (Kind::Same, _) => (vram, place),
+                (Kind::Parent, Some(parent)) => (&**parent, place),
+                _ => break chunk,
+            };
+        };
+        let (vram, number) = at;
+        stored.resize(chunk.stored as usize, 0);
+        vram.stored(&chunk, stored)?;
+        let bad = |what: String| {
+            VramError::damaged(&vram.shard(&chunk), format!("chunk {number}: {what}"))
+        };
+        let content = match chunk.kind {
+            Kind::Lz4 | Kind::Zstd => {
+                plain.resize(vram.lengths[number] as usize, 0);
+                decode(chunk.kind, stored, plain).map_err(&bad)?;
+                &plain[..]
+            }
+            Kind::Raw => &stored[..],
+            _ => return Err(bad("it is nowhere".into())),
+        };
+        match Digest::of(content) == chunk.digest {
+            true => Ok(chunk.kind),
+            false => Err(bad("it does not fit its digest".into())),
+        }
+    }
+
+    fn shard(&self, chunk: &Chunk) -> PathBuf {
+        self.paths[usize::from(chunk.shard)].clone()
+    }
+
+    fn stored(&self, chunk: &Chunk, to: &mut [u8]) -> Result<(), VramError> {
+        let file = &self.shards[usize::from(chunk.shard)];
+        file.read_exact_at(to, chunk.place)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    VramError::damaged(&self.shard(chunk), "shorter than it was")
+                }
+                _ => VramError::io(&self.shard(chunk), "cannot be read")(error),
+            })
+    }
+}

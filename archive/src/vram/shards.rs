@@ -1,0 +1,150 @@
+//! The files of VRAM files in the making.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use super::VramError;
+use super::index::{Index, MAX_SHARDS};
+use crate::names;
+
+/// The shards of one vram, of which each thread appends to one of its own.
+pub(super) struct Shards<'a> {
+    dir: &'a Path,
+    shard_bytes: u64,
+    sync: bool,
+    sizes: Mutex<Vec<u64>>,
+}
+
+/// A thread's shards, of which the last is appended to.
+#[derive(Default)]
+pub(super) struct Own(Vec<Shard>);
+
+struct Shard {
+    file: File,
+    path: PathBuf,
+    number: u16,
+    end: u64,
+}
+
+impl<'a> Shards<'a> {
+    pub(super) fn new(dir: &'a Path, shard_bytes: u64, sync: bool) -> Self {
+        Self {
+            dir,
+            shard_bytes,
+            sync,
+            sizes: Mutex::default(),
+        }
+    }
+
+    fn sizes(&self) -> std::sync::MutexGuard<'_, Vec<u64>> {
+        self.sizes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sizes of all shards.
+    pub(super) fn take_sizes(&self) -> Vec<u64> {
+        std::mem::take(&mut *self.sizes())
+    }
+
+    /// Appends to the thread's shard; the number of the shard, and the place in it.
+    pub(super) fn append(&self, own: &mut Own, stored: &[u8]) -> Result<(u16, u64), VramError> {
+        if own.0.last().is_none_or(|s| s.end >= self.shard_bytes) {
+            own.0.push(self.open()?);
+        }
+        let Some(shard) = own.0.last_mut() else {
+            return Err(VramError::Cancelled);
+        };
+        shard
+            .file
+            .write_all_at(stored, shard.end)
+            .map_err(VramError::io(&shard.path, "cannot be written"))?;
+        let place = shard.end;
+        shard.end += stored.len() as u64;
+        self.sizes()[usize::from(shard.number)] = shard.end;
+        Ok((shard.number, place))
+    }
+
+    fn open(&self) -> Result<Shard, VramError> {
+        let mut sizes = self.sizes();
+        if sizes.len() >= MAX_SHARDS {
+            return Err(VramError::Invalid(
+                "too many shards: make them larger".into(),
+            ));
+        }
+        let number = sizes.len();
+        let path = self.dir.join(names::vram_shard(number));
+        let file = create(&path)?;
+        sizes.push(0);
+        Ok(Shard {
+            file,
+            path,
+            number: number as u16,
+            end: 0,
+        })
+    }
+
+    /// Waits until all threads' shards are on the disk.
+    pub(super) fn sync(&self, all: &[Own]) -> Result<(), VramError> {
+        if !self.sync {
+            return Ok(());
+        }
+        let sync = |shard: &Shard| {
+            shard
+                .file
+                .sync_data()
+                .map_err(VramError::io(&shard.path, "cannot be written"))
+        };
+        std::thread::scope(|scope| {
+            let shards = all.iter().flat_map(|own| &own.0);
+            let each: Vec<_> = shards.map(|s| scope.spawn(move || sync(s))).collect();
+            each.into_iter().try_for_each(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())))
+            })
+        })
+    }
+
+    /// The table, in one step.
+    pub(super) fn put(&self, index: &mut Index) -> Result<(), VramError> {
+        let partial = self.dir.join(names::VRAM_INDEX_PARTIAL);
+        let path = self.dir.join(names::VRAM_INDEX);
+        let bytes = index.encode()?;
+        let mut file = create(&partial)?;
+        let failed = VramError::io(&partial, "cannot be written");
+        file.write_all(&bytes).map_err(failed)?;
+        if self.sync {
+            file.sync_all()
+                .map_err(VramError::io(&partial, "cannot be written"))?;
+        }
+        fs::rename(&partial, &path).map_err(VramError::io(&path, "cannot be written"))?;
+        if self.sync {
+            File::open(self.dir)
+                .and_then(|dir| dir.sync_all())
+                .map_err(VramError::io(self.dir, "cannot be written"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Removes whatever of VRAM files is in a directory, the table first.
+pub fn remove(dir: &Path) {
+    let _ = fs::remove_file(dir.join(names::VRAM_INDEX));
+    let _ = fs::remove_file(dir.join(names::VRAM_INDEX_PARTIAL));
+    for number in 0..MAX_SHARDS {
+        if fs::remove_file(dir.join(names::vram_shard(number))).is_err() {
+            break;
+        }
+    }
+}
+
+fn create(path: &Path) -> Result<File, VramError> {
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(VramError::io(path, "cannot be made"))
+}

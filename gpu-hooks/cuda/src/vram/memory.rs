@@ -1,0 +1,282 @@
+//! Memory for the vram: a file without a name, in hugepages where the kernel has them.
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// A hugepage of x86-64, and what buffers are rounded up to.
+pub const HUGE: u64 = 2 << 20;
+/// What one thread touches at a time.
+const STRIDE: usize = 64 << 20;
+const POPULATE_WRITE: libc::c_int = 23;
+
+fn new_fd(fd: libc::c_long) -> io::Result<OwnedFd> {
+    match RawFd::try_from(fd) {
+        // SAFETY: a descriptor that was just made and belongs to nobody else.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A file of this size in memory. Nothing is allocated yet.
+///
+/// # Errors
+/// What the system says.
+pub fn new_file(bytes: u64) -> io::Result<File> {
+    let sealable = memfd_has_hugepages().then(plain);
+    let fd = match sealable {
+        Some(Ok(fd)) => fd,
+        _ => in_hugepages().or_else(|_| plain())?,
+    };
+    let file = File::from(fd);
+    file.set_len(bytes.next_multiple_of(HUGE))?;
+    Ok(file)
+}
+
+/// Keeps the size of a file as it is, whoever gets a descriptor of it: who cuts it off ends every program that reads a
+/// mapping of it. `false` where the kernel cannot, as on a tmpfs of one's own; there the worker, a process of its own, is
+/// what ends, and with it the checkpoint.
+pub fn seal(file: &File) -> bool {
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: numbers; changes what may be done with the file.
+    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) == 0 }
+}
+
+/// Whether the kernel gives hugepages to files that can be sealed: by its settings, which are usually against it.
+fn memfd_has_hugepages() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").is_ok_and(|text| {
+        ["[always]", "[within_size]", "[advise]", "[force]"]
+            .iter()
+            .any(|setting| text.contains(setting))
+    })
+}
+
+/// On a tmpfs that no one else sees: there hugepages do not depend on the system's settings.
+fn in_hugepages() -> io::Result<OwnedFd> {
+    const FSCONFIG_SET_STRING: libc::c_uint = 1;
+    const FSCONFIG_CMD_CREATE: libc::c_uint = 6;
+    const CLOEXEC: libc::c_uint = 1;
+    // SAFETY: NUL-terminated strings and numbers; new descriptors or -1.
+    let context = new_fd(unsafe { libc::syscall(libc::SYS_fsopen, c"tmpfs".as_ptr(), CLOEXEC) })?;
+    let config = |command: libc::c_uint, key: Option<&CStr>, value: Option<&CStr>| {
+        let pointer = |text: Option<&CStr>| text.map_or(std::ptr::null(), CStr::as_ptr);
+        // SAFETY: strings that live during the call, or none where the command takes none.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_fsconfig,
+                context.as_raw_fd(),
+                command,
+                pointer(key),
+                pointer(value),
+                0,
+            )
+        };
+        if done == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    };
+    for (key, value) in [(c"huge", c"always"), (c"size", c"0"), (c"mode", c"700")] {
+        config(FSCONFIG_SET_STRING, Some(key), Some(value))?;
+    }
+    config(FSCONFIG_CMD_CREATE, None, None)?;
+    // SAFETY: numbers; a new descriptor or -1.
+    let mount =
+        new_fd(unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, 0) })?;
+    let flags = libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC;
+    // SAFETY: a NUL-terminated path; a new descriptor or -1.
+    let fd = unsafe { libc::openat(mount.as_raw_fd(), c".".as_ptr(), flags, 0o600) };
+    new_fd(libc::c_long::from(fd))
+}
+
+fn plain() -> io::Result<OwnedFd> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: a NUL-terminated name; a new descriptor or -1.
+    let fd = unsafe { libc::memfd_create(c"cryopod-vram".as_ptr(), flags) };
+    new_fd(libc::c_long::from(fd))
+}
+
+/// A file mapped into this process.
+pub struct Mapped {
+    address: *mut u8,
+    len: usize,
+    writable: bool,
+}
+
+// SAFETY: plain memory, whose ownership can pass to another thread.
+unsafe impl Send for Mapped {}
+
+impl Mapped {
+    /// Maps the file's first bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new(file: &File, bytes: u64, writable: bool) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        if file.metadata()?.len() < bytes || len == 0 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
+        // SAFETY: a new mapping of a file that is long enough.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                prot,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the mapping just made; advice may be refused, which changes nothing.
+        unsafe { libc::madvise(address, len, libc::MADV_HUGEPAGE) };
+        Ok(Self {
+            address: address.cast(),
+            len,
+            writable,
+        })
+    }
+
+    /// The contents. Whoever else has the file mapped must leave it alone meanwhile; what changes all
+    /// the same is found by its digest.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped and readable as long as `self` lives; the file does not shrink.
+        unsafe { std::slice::from_raw_parts(self.address, self.len) }
+    }
+
+    /// The contents, to be changed.
+    ///
+    /// # Errors
+    /// When it was not mapped so.
+    pub fn bytes_mut(&mut self) -> io::Result<&mut [u8]> {
+        if !self.writable {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        // SAFETY: as in `bytes`; writable, and `self` is borrowed mutably.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.address, self.len) })
+    }
+
+    /// Has the kernel allocate every page, with several threads.
+    ///
+    /// # Errors
+    /// Memory ran out. A kernel that cannot (before 5.14) is no error: pages then come as they are used.
+    pub fn populate(&self, threads: usize) -> io::Result<()> {
+        let next = AtomicUsize::new(0);
+        let (address, all) = (self.address.expose_provenance(), self.len);
+        let work = || {
+            loop {
+                let from = next.fetch_add(STRIDE, Relaxed);
+                if from >= all {
+                    return Ok(());
+                }
+                let len = STRIDE.min(all - from);
+                let at = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address + from);
+                // SAFETY: within the mapping; allocates, and changes no contents.
+                if unsafe { libc::madvise(at, len, POPULATE_WRITE) } != 0 {
+                    let error = io::Error::last_os_error();
+                    match error.raw_os_error() {
+                        Some(libc::EINVAL) => return Ok(()),
+                        Some(libc::EINTR | libc::EAGAIN) => {
+                            // Once more, on its own: the others go on.
+                            // SAFETY: as above.
+                            if unsafe { libc::madvise(at, len, POPULATE_WRITE) } != 0 {
+                                return Err(io::Error::last_os_error());
+                            }
+                        }
+                        _ => return Err(error),
+                    }
+                }
+            }
+        };
+        let threads = threads.clamp(1, 256).min(self.len.div_ceil(STRIDE));
+        std::thread::scope(|scope| {
+            let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            all.into_iter().try_for_each(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(io::Error::other("a thread died")))
+            })
+        })
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`; no reference into it outlives `self`.
+        unsafe { libc::munmap(self.address.cast(), self.len) };
+    }
+}
+
+/// How much memory can be taken without anything being killed for it: what the host has, and what the
+/// limits of this program's cgroups leave.
+pub fn available() -> u64 {
+    available_to("self")
+}
+
+/// The same for a process, by its number or `self`.
+pub fn available_to(process: &str) -> u64 {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let host = read("/proc/meminfo")
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(u64::MAX, |kib| kib * 1024);
+    let cgroups = read(&format!("/proc/{process}/cgroup"));
+    let own = cgroups.lines().find_map(|line| line.strip_prefix("0::"));
+    let mut least = host;
+    let mut at = own.map(|own| format!("/sys/fs/cgroup{}", own.trim_end_matches('/')));
+    while let Some(dir) = at {
+        let number = |name: &str| read(&format!("{dir}/{name}")).trim().parse::<u64>().ok();
+        if let (Some(max), Some(current)) = (number("memory.max"), number("memory.current")) {
+            let cache: u64 = read(&format!("{dir}/memory.stat"))
+                .lines()
+                .filter_map(|line| {
+                    let (name, value) = line.split_once(' ')?;
+                    matches!(name, "inactive_file" | "active_file")
+                        .then(|| value.parse::<u64>().ok())?
+                })
+                .sum();
+            least = least.min(max.saturating_sub(current.saturating_sub(cache)));
+        }
+        let up = dir.rsplit_once('/').map(|(up, _)| up.to_owned());
+        at = up.filter(|up| up.starts_with("/sys/fs/cgroup"));
+    }
+    least
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process that has the file mapped, and so had a descriptor of it, cannot cut it off.
+    #[test]
+    fn sealed_memory_keeps_its_size() {
+        let file = File::from(plain().unwrap());
+        file.set_len(2 * HUGE).unwrap();
+        assert!(seal(&file));
+        assert!(file.set_len(HUGE).is_err());
+        assert!(file.set_len(3 * HUGE).is_err());
+        Mapped::new(&file, HUGE, true).unwrap().bytes_mut().unwrap()[0] = 1;
+    }
+
+    #[test]
+    fn memory_is_shared_and_zero() {
+        let file = new_file(5 << 20).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), 6 << 20);
+        let mut one = Mapped::new(&file, 5 << 20, true).unwrap();
+        one.populate(3).unwrap();
+        assert!(one.bytes().iter().all(|byte| *byte == 0));
+        one.bytes_mut().unwrap()[4 << 20] = 7;
+        let mut other = Mapped::new(&file, 5 << 20, false).unwrap();
+        assert_eq!(other.bytes()[4 << 20], 7);
+        assert!(other.bytes_mut().is_err());
+        assert!(Mapped::new(&file, 7 << 20, false).is_err());
+        assert!(available() > 1 << 20);
+    }
+}

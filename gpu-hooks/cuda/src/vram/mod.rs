@@ -1,0 +1,257 @@
+//! The vram: a way for GPU memory around CRIU's pipe.
+//!
+//! At a checkpoint the driver asks in the process for one large piece of memory, into which it copies
+//! all that the GPU holds. The plugin, which traces the driver's thread at that time, answers with
+//! memory of the agent's: hugepages, filled by several threads, shared between the process and the
+//! agent. When the driver is done, the plugin puts an empty mapping in its place, so that CRIU finds
+//! nothing to dump, and a worker of the agent writes the memory with several threads
+//! ([`cryopod_archive::vram`]) while CRIU dumps the rest. Whenever the process must have its memory
+//! back, the same pages are mapped where they were. docs/architecture.md tells it in one page.
+//!
+//! * [`memory`]: the memory itself
+//! * [`ceiling`]: how much of it a process may have
+//! * [`reserve`]: memory allocated before the freeze
+//! * [`store`]: what the agent keeps
+//! * [`worker`]: the process that reads and writes the image directory
+
+use cryopod_archive::vram::{
+    Codec, DEFAULT_CHUNK, ReadOptions, VramFacts, WriteOptions, usual_threads,
+};
+use serde::{Deserialize, Serialize};
+use std::num::NonZero;
+use std::path::PathBuf;
+
+pub mod ceiling;
+pub mod memory;
+pub mod reserve;
+pub mod store;
+pub mod worker;
+
+/// Smaller mappings of the driver stay where they are, in bytes.
+pub const MIN_BYTES: u64 = 64 << 20;
+/// Memory that must be left on the host beside a buffer, in bytes.
+pub const SPARE_BYTES: u64 = 256 << 20;
+
+/// More threads are refused.
+const MAX_THREADS: usize = 256;
+
+/// How the VRAM files works, in the plugin's configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct VramConfig {
+    /// A checkpoint without the VRAM files is a failure.
+    pub required: bool,
+    /// Smaller mappings of the driver stay where they are.
+    pub min_bytes: u64,
+    /// Threads; 0: one a core, at most 16 for each process.
+    pub threads: usize,
+    /// Size of a chunk.
+    pub chunk_bytes: u32,
+    /// Size of a shard.
+    pub shard_bytes: u64,
+    /// Compression.
+    pub codec: Codec,
+    /// zstd's level.
+    pub level: i32,
+    /// Checkpoint: the VRAM files before, whose chunks are not stored again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<VramParent>,
+    /// Directories in which parents are searched that are not where they were.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub search: Vec<PathBuf>,
+    /// Restore: check the digest of each chunk.
+    pub check: bool,
+    /// Restore: the digest that the metadata names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
+    /// Restore: the checkpoint's own directory, where CRIU is given another.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub directory: Option<PathBuf>,
+    /// Tests only (a plugin built with the feature `test-hooks`): the step that fails, by name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test_fail_at: Option<String>,
+}
+
+impl Default for VramConfig {
+    fn default() -> Self {
+        let usual = WriteOptions::default();
+        Self {
+            required: false,
+            min_bytes: MIN_BYTES,
+            threads: 0,
+            chunk_bytes: DEFAULT_CHUNK,
+            shard_bytes: usual.shard_bytes,
+            codec: usual.codec,
+            level: usual.level,
+            parent: None,
+            search: Vec::new(),
+            check: true,
+            digest: None,
+            directory: None,
+            test_fail_at: None,
+        }
+    }
+}
+
+impl VramConfig {
+    /// The number of threads for one process's memory.
+    pub fn threads(&self) -> usize {
+        self.threads_for(1)
+    }
+
+    /// The number of threads for the memory of several processes, each on a GPU of its own, say: where none is
+    /// configured, as many for each as for one, while there are cores. With several one in eight is left to CRIU, which
+    /// then has several processes to dump.
+    pub fn threads_for(&self, buffers: usize) -> usize {
+        let cores = || {
+            let all = std::thread::available_parallelism().map_or(2, NonZero::get);
+            if buffers > 1 { all - all / 8 } else { all }
+        };
+        match self.threads {
+            0 => usual_threads()
+                .saturating_mul(buffers.max(1))
+                .min(cores())
+                .min(MAX_THREADS),
+            threads => threads,
+        }
+    }
+
+    /// For the writer of so many buffers.
+    pub fn write_options(&self, buffers: usize) -> WriteOptions {
+        WriteOptions {
+            chunk_bytes: self.chunk_bytes,
+            shard_bytes: self.shard_bytes,
+            threads: self.threads_for(buffers),
+            codec: self.codec,
+            level: self.level,
+            sync: true,
+        }
+    }
+
+    /// For the reader of so many buffers, into fresh memory.
+    pub fn read_options(&self, buffers: usize) -> ReadOptions {
+        ReadOptions {
+            threads: self.threads_for(buffers),
+            check: self.check,
+            zeroed: true,
+        }
+    }
+
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// A text that names the key.
+    pub fn validate(&self) -> Result<(), String> {
+        use cryopod_archive::vram::{MAX_CHUNK, MIN_CHUNK};
+        if self.threads > MAX_THREADS {
+            return Err(format!(
+                "vram: {} threads (at most {MAX_THREADS})",
+                self.threads
+            ));
+        }
+        if !self.chunk_bytes.is_power_of_two()
+            || !(MIN_CHUNK..=MAX_CHUNK).contains(&self.chunk_bytes)
+        {
+            return Err(format!("vram: chunks of {} bytes", self.chunk_bytes));
+        }
+        if self.shard_bytes < 1 << 20 {
+            return Err(format!("vram: shards of {} bytes", self.shard_bytes));
+        }
+        if !(-7..=19).contains(&self.level) {
+            return Err(format!("vram: level {} (-7 to 19)", self.level));
+        }
+        Ok(())
+    }
+}
+
+/// The checkpoint before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VramParent {
+    /// Its image directory.
+    pub directory: PathBuf,
+    /// Digest of its table, in hexadecimal.
+    pub digest: String,
+}
+
+/// Memory of the agent's that another process can open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedBuffer {
+    /// The agent's number for it.
+    pub id: u64,
+    /// Where to open it, as long as the agent lives.
+    pub path: String,
+    /// Whether it was there before it was asked for.
+    #[serde(default)]
+    pub reserved: bool,
+}
+
+/// Memory that a process will need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// The process.
+    pub pid: i32,
+    /// How much, about.
+    pub bytes: u64,
+}
+
+/// A buffer and its name in the vram.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamedBuffer {
+    /// [`SharedBuffer::id`].
+    pub id: u64,
+    /// [`cryopod_archive::vram::Region::id`].
+    pub name: String,
+}
+
+/// A region to be read.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WantedRegion {
+    /// Its name.
+    pub name: String,
+    /// Its size, which must be the recorded one.
+    pub bytes: u64,
+}
+
+/// What a worker did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VramDone {
+    /// The VRAM files in numbers.
+    pub facts: VramFacts,
+    /// Hashing, compressing and writing, or reading: microseconds.
+    pub work_us: u64,
+    /// Waiting for the disk, in microseconds.
+    #[serde(default)]
+    pub sync_us: u64,
+}
+
+/// Where in a restored process the VRAM files' memory belongs; part of the process's record.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VramBuffer {
+    /// Address in the process.
+    pub address: u64,
+    /// Size, whole pages.
+    pub bytes: u64,
+    /// Name of the region.
+    pub region: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_buffers_have_more_threads_while_there_are_cores() {
+        let cores = std::thread::available_parallelism().unwrap().get();
+        let config = VramConfig::default();
+        assert_eq!(config.threads(), cores.min(16));
+        assert_eq!(config.threads_for(0), config.threads());
+        let some = cores - cores / 8;
+        assert_eq!(config.write_options(2).threads, some.min(32));
+        assert_eq!(config.read_options(1 << 40).threads, some.min(MAX_THREADS));
+        let three = VramConfig {
+            threads: 3,
+            ..config
+        };
+        assert_eq!(three.write_options(8).threads, 3);
+    }
+}

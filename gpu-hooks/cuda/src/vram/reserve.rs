@@ -1,0 +1,184 @@
+//! Memory that is allocated before a container is frozen, so that this takes no frozen time: for each process as much
+//! as the driver says that it has on GPUs. What the driver then asks for in the process differs a little.
+
+use super::Wanted;
+use super::memory::{self, HUGE, Mapped};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Allocated memory by process. Whoever asks while memory is being allocated waits for it: it would have to allocate
+/// the same.
+#[derive(Default)]
+pub struct Reserve {
+    files: Mutex<BTreeMap<i32, File>>,
+}
+
+impl Reserve {
+    fn files(&self) -> MutexGuard<'_, BTreeMap<i32, File>> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Allocates memory with so many threads.
+    ///
+    /// # Errors
+    /// What the system says; nothing is kept then.
+    pub fn fill(&self, wanted: &[Wanted], threads: usize) -> io::Result<()> {
+        let mut files = self.files();
+        files.clear();
+        let mut made = BTreeMap::new();
+        for Wanted { pid, bytes } in wanted {
+            let file = memory::new_file(*bytes)?;
+            Mapped::new(&file, *bytes, true)?.populate(threads)?;
+            made.insert(*pid, file);
+        }
+        *files = made;
+        Ok(())
+    }
+
+    /// The memory for a process, cut to size, and how much of it, in bytes, has not been allocated.
+    pub fn take(&self, pid: i32, bytes: u64) -> Option<(File, u64)> {
+        let file = self.files().remove(&pid)?;
+        let had = file.metadata().ok()?.len();
+        file.set_len(bytes.next_multiple_of(HUGE)).ok()?;
+        Some((file, bytes.saturating_sub(had)))
+    }
+
+    /// Frees what nobody has taken.
+    pub fn clear(&self) {
+        let unused = std::mem::take(&mut *self.files());
+        drop(unused);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::store::VramFiles;
+    use super::*;
+    use crate::protocol::{ErrorKind, Op, Outcome};
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::Arc;
+
+    fn allocated(file: &File) -> u64 {
+        file.metadata().unwrap().blocks() * 512
+    }
+
+    #[test]
+    fn more_or_less_than_was_expected() {
+        let reserve = Reserve::default();
+        let wanted = [7, 8, 9].map(|pid| Wanted {
+            pid,
+            bytes: 5 << 20,
+        });
+        reserve.fill(&wanted, 2).unwrap();
+        assert!(reserve.take(6, 1).is_none());
+        let (less, missing) = reserve.take(7, 2 << 20).unwrap();
+        assert_eq!((less.metadata().unwrap().len(), missing), (2 << 20, 0));
+        assert!(allocated(&less) <= 2 << 20);
+        let (more, missing) = reserve.take(8, 11 << 20).unwrap();
+        assert_eq!(
+            (more.metadata().unwrap().len(), missing),
+            (12 << 20, 5 << 20)
+        );
+        assert!(allocated(&more) >= 5 << 20);
+        assert!(reserve.take(8, 1).is_none());
+        reserve.clear();
+        assert!(reserve.take(9, 1).is_none());
+    }
+
+    #[test]
+    fn nothing_is_kept_of_what_failed() {
+        let reserve = Reserve::default();
+        let too_much = [(1, 1 << 20), (2, u64::MAX >> 1)].map(|(pid, bytes)| Wanted { pid, bytes });
+        assert!(reserve.fill(&too_much, 1).is_err());
+        assert!(reserve.take(1, 1).is_none());
+    }
+
+    /// More than the machine has is refused with what is missing, and the checkpoint allocates what it needs later.
+    #[test]
+    fn a_reservation_that_fails_is_no_loss() {
+        let vram_files = Arc::new(VramFiles::default());
+        let wanted = vec![Wanted {
+            pid: 7,
+            bytes: u64::MAX >> 1,
+        }];
+        let asked = vram_files.perform(&Op::VramReserve { wanted, threads: 1 });
+        let Some(Outcome::Error(error)) = asked else {
+            panic!("{asked:?}");
+        };
+        assert_eq!(error.kind, ErrorKind::OutOfMemory);
+        assert!(
+            error.message.contains("MiB of host memory are needed"),
+            "{error}"
+        );
+        let prepared = vram_files.perform(&Op::VramPrepare {
+            pid: 7,
+            bytes: 1 << 20,
+            threads: 1,
+            limit_ms: 10_000,
+        });
+        let Some(Outcome::Buffer(buffer)) = prepared else {
+            panic!("{prepared:?}");
+        };
+        assert!(!buffer.reserved);
+    }
+
+    /// A process in the driver's place asks again and again; a restore names more regions than GPUs have memory.
+    #[test]
+    fn what_is_asked_is_bounded_in_all() {
+        use super::super::WantedRegion;
+        use super::super::ceiling::Ceiling;
+        use crate::gpu::GpuUuid;
+        use crate::protocol::AgentGpu;
+        use crate::report::GpuUser;
+        let vram_files = Arc::new(VramFiles::default());
+        let gpu = AgentGpu {
+            uuid: GpuUuid([1; 16]),
+            name: String::new(),
+            total_memory: 8 << 20,
+            compute_capability: None,
+            free_memory: None,
+            mig: None,
+        };
+        let user = GpuUser {
+            pid: 7,
+            gpu: gpu.uuid,
+            bytes: 1 << 20,
+        };
+        vram_files.bound(Ceiling::new(&[gpu], &[user]));
+        let prepare = |pid, bytes| {
+            vram_files.perform(&Op::VramPrepare {
+                pid,
+                bytes,
+                threads: 1,
+                limit_ms: 10_000,
+            })
+        };
+        let Some(Outcome::Buffer(first)) = prepare(7, 2 << 20) else {
+            panic!("what it has");
+        };
+        let refused = |outcome: Option<Outcome>| match outcome {
+            Some(Outcome::Error(error)) => error.message,
+            other => panic!("{other:?}"),
+        };
+        // Within the bound alone, and beyond it with the first.
+        let error = refused(prepare(7, 1 << 30));
+        assert!(error.contains("process 7"), "{error}");
+        let error = refused(prepare(8, (1 << 30) + (9 << 20)));
+        assert!(error.contains("this host's GPUs have 8 MiB"), "{error}");
+        // What is given back counts no more.
+        vram_files.perform(&Op::VramDrop { id: first.id });
+        assert!(matches!(prepare(7, 3 << 20), Some(Outcome::Buffer(_))));
+        let region = |name: &str| WantedRegion {
+            name: name.into(),
+            bytes: 600 << 20,
+        };
+        let error = refused(vram_files.perform(&Op::VramLoad {
+            dir: "/".into(),
+            regions: vec![region("a"), region("b")],
+            config: crate::vram::VramConfig::default(),
+        }));
+        assert!(error.contains("1200 MiB of host memory"), "{error}");
+    }
+}

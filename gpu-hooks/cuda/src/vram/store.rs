@@ -1,0 +1,534 @@
+//! What the agent keeps of the vram: the buffers, where they belong, and the worker.
+
+use super::ceiling::Ceiling;
+use super::memory::{self, Mapped};
+use super::reserve::Reserve;
+use super::worker::{self, Job, Memory};
+use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use crate::inject::{Injection, Seized};
+use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// What is copied at a time, where memory cannot be mapped.
+const COPY: usize = 16 << 20;
+
+/// See the module.
+#[derive(Default)]
+pub struct VramFiles {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    reserve: Reserve,
+}
+
+#[derive(Default)]
+struct Inner {
+    last: u64,
+    buffers: BTreeMap<u64, Arc<Buffer>>,
+    places: BTreeMap<u64, Place>,
+    work: Work,
+    ceiling: Ceiling,
+}
+
+struct Buffer {
+    file: File,
+    bytes: u64,
+    /// Whose it is; `None` at a restore.
+    pid: Option<i32>,
+}
+
+/// Where a buffer belongs.
+#[derive(Clone, Copy)]
+struct Place {
+    pid: i32,
+    tid: i32,
+    address: u64,
+}
+
+#[derive(Default)]
+enum Work {
+    #[default]
+    None,
+    Running {
+        number: u64,
+        worker: Option<Arc<OwnedFd>>,
+        /// The directory whose vram is removed when the work fails or is called off.
+        writes: Option<PathBuf>,
+    },
+    Ended(Result<VramDone, String>),
+}
+
+fn refused(kind: ErrorKind, message: impl Into<String>) -> DriverError {
+    DriverError {
+        kind,
+        code: None,
+        message: message.into(),
+    }
+}
+
+fn failed(what: &str) -> impl FnOnce(io::Error) -> DriverError {
+    let what = what.to_owned();
+    move |error| {
+        let kind = match error.kind() {
+            io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
+            _ => ErrorKind::Vram,
+        };
+        refused(kind, format!("{what}: {error}"))
+    }
+}
+
+impl VramFiles {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bounds what processes get from here on.
+    pub fn bound(&self, ceiling: Ceiling) {
+        self.inner().ceiling = ceiling;
+    }
+
+    /// Whether a process may have so much more.
+    fn may_have(&self, more: &Wanted) -> Result<(), DriverError> {
+        let inner = self.inner();
+        let sum = |of: Option<i32>| {
+            let buffers = inner.buffers.values();
+            let of = buffers.filter(|b| of.is_none() || b.pid == of);
+            of.fold(0u64, |sum, b| sum.saturating_add(b.bytes))
+        };
+        let allowed = inner.ceiling.allows(sum(Some(more.pid)), sum(None), more);
+        allowed.map_err(|what| refused(ErrorKind::Vram, what))
+    }
+
+    /// Carries out a request; `None` when it is not about the vram.
+    pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
+        let done = match op {
+            Op::VramReserve { wanted, threads } => {
+                self.reserve(wanted, *threads).map(|()| Outcome::Done)
+            }
+            Op::VramPrepare {
+                pid,
+                bytes,
+                threads,
+                ..
+            } => self.prepare(*pid, *bytes, *threads).map(Outcome::Buffer),
+            Op::VramPlaced {
+                id,
+                pid,
+                tid,
+                address,
+            } => {
+                let (pid, tid, address) = (*pid, *tid, *address);
+                self.inner().places.insert(*id, Place { pid, tid, address });
+                Ok(Outcome::Done)
+            }
+            Op::VramCopy {
+                id, pid, address, ..
+            } => self
+                .buffer(*id)
+                .and_then(|buffer| {
+                    copy(&buffer, *pid, *address).map_err(failed("copying the GPU memory"))
+                })
+                .map(|()| Outcome::Done),
+            Op::VramDrop { id } => {
+                let mut inner = self.inner();
+                inner.buffers.remove(id);
+                inner.places.remove(id);
+                Ok(Outcome::Done)
+            }
+            Op::VramWrite {
+                dir,
+                buffers,
+                config,
+            } => self.write(dir, buffers, config).map(|()| Outcome::Done),
+            Op::VramLoad {
+                dir,
+                regions,
+                config,
+            } => self.load(dir, regions, config).map(Outcome::Buffers),
+            Op::VramWait { limit_ms } => self
+                .wait(Duration::from_millis(*limit_ms))
+                .map(Outcome::Vram),
+            Op::VramCancel => {
+                self.cancel();
+                Ok(Outcome::Done)
+            }
+            _ => return None,
+        };
+        Some(done.unwrap_or_else(Outcome::Error))
+    }
+
+    /// Lets go of all memory.
+    pub fn clear(&self) {
+        let mut inner = self.inner();
+        inner.buffers.clear();
+        inner.places.clear();
+        drop(inner);
+        self.reserve.clear();
+    }
+
+    fn buffer(&self, id: u64) -> Result<Arc<Buffer>, DriverError> {
+        let found = self.inner().buffers.get(&id).cloned();
+        found.ok_or_else(|| refused(ErrorKind::BadRequest, format!("there is no buffer {id}")))
+    }
+
+    fn reserve(&self, wanted: &[Wanted], threads: usize) -> Result<(), DriverError> {
+        let all = wanted.iter().map(|w| w.bytes);
+        there_is(all.fold(0, u64::saturating_add))?;
+        let filled = self.reserve.fill(wanted, threads);
+        filled.map_err(failed("host memory for the GPU's"))
+    }
+
+    /// Memory for a checkpoint, all of it allocated.
+    fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
+        self.may_have(&Wanted { pid, bytes })?;
+        let (buffer, shared) = match self.reserve.take(pid, bytes) {
+            Some((file, missing)) => {
+                there_is(missing)?;
+                let (buffer, shared) = self.keep(file, bytes, Some(pid));
+                let reserved = true;
+                (buffer, SharedBuffer { reserved, ..shared })
+            }
+            None => self.allocate(bytes, Some(pid))?,
+        };
+        let populated =
+            Mapped::new(&buffer.file, bytes, true).and_then(|map| map.populate(threads));
+        if let Err(error) = populated {
+            self.inner().buffers.remove(&shared.id);
+            return Err(failed("host memory for the GPU's")(error));
+        }
+        Ok(shared)
+    }
+
+    fn allocate(
+        &self,
+        bytes: u64,
+        pid: Option<i32>,
+    ) -> Result<(Arc<Buffer>, SharedBuffer), DriverError> {
+        there_is(bytes)?;
+        let file = memory::new_file(bytes).map_err(failed("host memory for the GPU's"))?;
+        Ok(self.keep(file, bytes, pid))
+    }
+
+    fn keep(&self, file: File, bytes: u64, pid: Option<i32>) -> (Arc<Buffer>, SharedBuffer) {
+        let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+        if !memory::seal(&file) {
+            tracing::debug!("memory for the GPU's is on a tmpfs, which has no seals");
+        }
+        let buffer = Arc::new(Buffer { file, bytes, pid });
+        let mut inner = self.inner();
+        inner.last += 1;
+        let id = inner.last;
+        inner.buffers.insert(id, Arc::clone(&buffer));
+        let shared = SharedBuffer {
+            id,
+            path,
+            reserved: false,
+        };
+        (buffer, shared)
+    }
+
+    fn memory(&self, id: u64, name: &str) -> Result<Memory, DriverError> {
+        let buffer = self.buffer(id)?;
+        Ok(Memory {
+            name: name.to_owned(),
+            path: format!(
+                "/proc/{}/fd/{}",
+                std::process::id(),
+                buffer.file.as_raw_fd()
+            )
+            .into(),
+            bytes: buffer.bytes,
+        })
+    }
+
+    fn write(
+        self: &Arc<Self>,
+        dir: &Path,
+        buffers: &[NamedBuffer],
+        config: &VramConfig,
+    ) -> Result<(), DriverError> {
+        // The driver has asked for all that it needs.
+        self.reserve.clear();
+        let (directory, dir) = directory(dir)?;
+        let memory = buffers
+            .iter()
+            .map(|b| self.memory(b.id, &b.name))
+            .collect::<Result<Vec<_>, _>>()?;
+        let options = config.write_options(buffers.len());
+        let job = Job::Write {
+            dir: dir.clone(),
+            memory,
+            chunk_bytes: options.chunk_bytes,
+            shard_bytes: options.shard_bytes,
+            codec: options.codec,
+            level: options.level,
+            threads: options.threads,
+            parent: config.parent.clone(),
+            search: config.search.clone(),
+        };
+        self.start(job, directory, Some(dir))
+    }
+
+    fn load(
+        self: &Arc<Self>,
+        dir: &Path,
+        regions: &[WantedRegion],
+        config: &VramConfig,
+    ) -> Result<Vec<SharedBuffer>, DriverError> {
+        let all = regions.iter().map(|region| region.bytes);
+        let all = all.fold(0u64, u64::saturating_add);
+        let allowed = self.inner().ceiling.allows_all(all);
+        allowed.map_err(|what| refused(ErrorKind::Vram, what))?;
+        there_is(all)?;
+        let (directory, dir) = directory(dir)?;
+        let mut shared = Vec::new();
+        let mut memory = Vec::new();
+        for region in regions {
+            let (_, buffer) = self.allocate(region.bytes, None)?;
+            memory.push(self.memory(buffer.id, &region.name)?);
+            shared.push(buffer);
+        }
+        let options = config.read_options(regions.len());
+        let job = Job::Load {
+            dir,
+            memory,
+            digest: config.digest.clone(),
+            check: options.check,
+            threads: options.threads,
+            search: config.search.clone(),
+        };
+        self.start(job, directory, None)?;
+        Ok(shared)
+    }
+
+    /// Starts a worker; `directory` stays open as long as it works.
+    fn start(
+        self: &Arc<Self>,
+        job: Job,
+        directory: File,
+        writes: Option<PathBuf>,
+    ) -> Result<(), DriverError> {
+        let mut inner = self.inner();
+        if matches!(inner.work, Work::Running { .. }) {
+            return Err(refused(
+                ErrorKind::Busy,
+                "the VRAM files' worker still works",
+            ));
+        }
+        inner.last += 1;
+        let number = inner.last;
+        let (sender, receiver) = mpsc::channel();
+        let (vram_files, dir) = (Arc::clone(self), writes.clone());
+        let work = move || {
+            // It dies with the thread that starts it: with this one, which waits for it.
+            let child = match worker::start(&job) {
+                Ok(child) => child,
+                Err(error) => return drop(sender.send(Err(error))),
+            };
+            let _ = sender.send(Ok(pidfd(&child)));
+            let result = worker::finish(child);
+            if let (Err(error), Some(dir)) = (&result, &dir) {
+                tracing::error!("{error}");
+                cryopod_archive::vram::write::remove(dir);
+            }
+            drop(directory);
+            let mut inner = vram_files.inner();
+            if matches!(inner.work, Work::Running { number: n, .. } if n == number) {
+                inner.work = Work::Ended(result);
+            }
+            drop(inner);
+            vram_files.changed.notify_all();
+        };
+        let started = std::thread::Builder::new()
+            .name("vram".into())
+            .spawn(work)
+            .and_then(|_| receiver.recv().unwrap_or_else(|e| Err(io::Error::other(e))));
+        let worker = started.map_err(failed("the VRAM files' worker cannot be started"))?;
+        inner.work = Work::Running {
+            number,
+            worker: worker.map(Arc::new),
+            writes,
+        };
+        Ok(())
+    }
+
+    /// What the worker did; `None` when there was none.
+    fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
+        let deadline = Instant::now() + limit;
+        let mut inner = self.inner();
+        loop {
+            match &inner.work {
+                Work::None => return Ok(None),
+                Work::Ended(Ok(done)) => return Ok(Some(done.clone())),
+                Work::Ended(Err(error)) => return Err(refused(ErrorKind::Vram, error.clone())),
+                Work::Running { .. } => {}
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(refused(
+                    ErrorKind::TimedOut,
+                    "the VRAM files' worker still works",
+                ));
+            }
+            inner = match self.changed.wait_timeout(inner, left) {
+                Ok((inner, _)) => inner,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    /// Waits until no worker works.
+    pub fn settle(&self) {
+        let mut inner = self.inner();
+        while matches!(inner.work, Work::Running { .. }) {
+            inner = self
+                .changed
+                .wait(inner)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends the worker; what it wrote is removed.
+    fn cancel(&self) {
+        let dir = {
+            let mut inner = self.inner();
+            let dir = match std::mem::take(&mut inner.work) {
+                Work::Running { worker, writes, .. } => {
+                    if let Some(worker) = worker {
+                        let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+                        // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
+                        unsafe {
+                            libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0)
+                        };
+                    }
+                    writes
+                }
+                other => {
+                    inner.work = other;
+                    None
+                }
+            };
+            inner.work = Work::Ended(Err("called off".into()));
+            dir
+        };
+        self.changed.notify_all();
+        if let Some(dir) = dir {
+            cryopod_archive::vram::write::remove(&dir);
+        }
+    }
+
+    /// Maps a process's memory back where the plugin did not come to it. The process must not be
+    /// traced, and this thread becomes its tracer for a moment.
+    ///
+    /// # Errors
+    /// What the system says: the driver must then not restore the process.
+    pub fn put_back(&self, pid: i32) -> io::Result<()> {
+        let away: Vec<(Arc<Buffer>, Place)> = {
+            let inner = self.inner();
+            let of = |(id, place): (&u64, &Place)| Some((inner.buffers.get(id).cloned()?, *place));
+            inner
+                .places
+                .iter()
+                .filter(|(_, place)| place.pid == pid)
+                .filter_map(of)
+                .collect()
+        };
+        for (buffer, place) in away {
+            if is_mapped(&buffer, place)? {
+                continue;
+            }
+            let _seized = Seized::new(place.tid)?;
+            let mut inject = Injection::begin(pid, place.tid, 0)?;
+            let mut mapped = inject.map_file(place.address, buffer.bytes, &buffer.file);
+            if mapped.is_err() {
+                mapped = inject.map_private(place.address, buffer.bytes);
+                mapped = mapped.and_then(|()| copy(&buffer, pid, place.address));
+            }
+            let ended = inject.end();
+            mapped.and(ended)?;
+            tracing::info!(pid, "GPU memory mapped back");
+        }
+        Ok(())
+    }
+}
+
+/// Whether this host has so much memory to give.
+fn there_is(bytes: u64) -> Result<(), DriverError> {
+    let available = memory::available();
+    if bytes.saturating_add(SPARE_BYTES) <= available {
+        return Ok(());
+    }
+    let mib = |bytes: u64| bytes >> 20;
+    let what = format!(
+        "{} MiB of host memory are needed for the GPU's, and {} MiB are available",
+        mib(bytes),
+        mib(available)
+    );
+    Err(refused(ErrorKind::OutOfMemory, what))
+}
+
+/// The child, whatever becomes of its number.
+fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
+    // SAFETY: a number; a new descriptor or -1.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
+    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+    // SAFETY: a descriptor that was just made and belongs to nobody else.
+    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The directory held open, and its path: the true one where that leads there, for messages.
+fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
+    let opened = File::open(dir).map_err(failed("the image directory cannot be opened"))?;
+    let held = PathBuf::from(format!(
+        "/proc/{}/fd/{}",
+        std::process::id(),
+        opened.as_raw_fd()
+    ));
+    let same = |path: &PathBuf| {
+        let (a, b) = (std::fs::metadata(path).ok()?, opened.metadata().ok()?);
+        ((a.dev(), a.ino()) == (b.dev(), b.ino())).then_some(())
+    };
+    let path = std::fs::read_link(&held)
+        .ok()
+        .filter(|path| same(path).is_some());
+    Ok((opened, path.unwrap_or(held)))
+}
+
+/// Whether the process has the buffer mapped at its place.
+fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
+    let inode = buffer.file.metadata()?.ino();
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", place.pid))?;
+    let start = format!("{:x}-", place.address);
+    Ok(maps
+        .lines()
+        .filter(|line| line.starts_with(&start))
+        .any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str())))
+}
+
+/// Copies a buffer into private memory of the process; each piece is freed as soon as it is there, so
+/// that there are never two copies.
+fn copy(buffer: &Buffer, pid: i32, address: u64) -> io::Result<()> {
+    let to = File::options()
+        .write(true)
+        .open(format!("/proc/{pid}/mem"))?;
+    let mut piece = vec![0; COPY];
+    let mut at = 0;
+    while at < buffer.bytes {
+        let len = piece
+            .len()
+            .min(usize::try_from(buffer.bytes - at).unwrap_or(usize::MAX));
+        buffer.file.read_exact_at(&mut piece[..len], at)?;
+        to.write_all_at(&piece[..len], address + at)?;
+        let flags = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: numbers; frees a part of our own file.
+        unsafe { libc::fallocate(buffer.file.as_raw_fd(), flags, at as i64, len as i64) };
+        at += len as u64;
+    }
+    Ok(())
+}

@@ -1,0 +1,261 @@
+//! The worker: a process of its own that writes or reads the image directory, so that neither a full
+//! memory nor a stranger's archive can take the agent along.
+//!
+//! It gets its job as JSON on stdin, answers with one line on stdout, and dies with the agent.
+
+use super::memory::Mapped;
+use super::{VramDone, VramParent};
+use cryopod_archive::vram::{self, Codec, Digest, ReadOptions, Source, Vram, WriteOptions};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// The agent's argument that makes it a worker.
+pub const ARGUMENT: &str = "--vram-worker";
+
+/// Memory of the agent's and its name in the vram.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Memory {
+    /// Region.
+    pub name: String,
+    /// Where to open it.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// What to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Job {
+    /// Memory to the directory.
+    Write {
+        /// The image directory.
+        dir: PathBuf,
+        /// The buffers.
+        memory: Vec<Memory>,
+        /// Size of a chunk.
+        chunk_bytes: u32,
+        /// Size of a shard.
+        shard_bytes: u64,
+        /// Compression.
+        codec: Codec,
+        /// zstd's level.
+        level: i32,
+        /// Threads.
+        threads: usize,
+        /// The VRAM files before.
+        parent: Option<VramParent>,
+        /// Where its parents are searched.
+        search: Vec<PathBuf>,
+    },
+    /// The directory to memory.
+    Load {
+        /// The image directory.
+        dir: PathBuf,
+        /// The buffers.
+        memory: Vec<Memory>,
+        /// What the metadata says of the table.
+        digest: Option<String>,
+        /// Check each chunk's digest.
+        check: bool,
+        /// Threads.
+        threads: usize,
+        /// Where parents are searched.
+        search: Vec<PathBuf>,
+    },
+}
+
+/// Starts a worker of this program.
+///
+/// # Errors
+/// What the system says.
+pub fn start(job: &Job) -> std::io::Result<Child> {
+    use std::os::unix::process::CommandExt;
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg(ARGUMENT)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let agent = std::process::id();
+    // SAFETY: between fork and exec only system calls are made.
+    unsafe {
+        command.pre_exec(move || {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            // The agent may have died in between.
+            if libc::getppid() as u32 != agent {
+                return Err(std::io::ErrorKind::BrokenPipe.into());
+            }
+            Ok(())
+        });
+    }
+    let mut child = command.spawn()?;
+    let text = serde_json::to_vec(job)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(&text)?;
+    }
+    Ok(child)
+}
+
+/// Waits for a worker, and says what it did or why not.
+pub fn finish(mut child: Child) -> Result<VramDone, String> {
+    let mut answer = String::new();
+    if let Some(stdout) = child.stdout.take() {
+        let _ = stdout.take(1 << 20).read_to_string(&mut answer);
+    }
+    let status = child.wait().map_err(|error| error.to_string())?;
+    serde_json::from_str::<Result<VramDone, String>>(&answer).unwrap_or_else(|_| {
+        Err(format!(
+            "the VRAM files' worker ended without an answer ({status})"
+        ))
+    })
+}
+
+/// The worker's whole life; its exit status.
+pub fn main() -> u8 {
+    // Better this than the container, where memory runs out after all.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+    raise_limit();
+    let mut text = Vec::new();
+    let done = std::io::stdin()
+        .take(16 << 20)
+        .read_to_end(&mut text)
+        .map_err(|error| error.to_string())
+        .and_then(|_| serde_json::from_slice::<Job>(&text).map_err(|error| error.to_string()))
+        .and_then(|job| run(&job));
+    let line = serde_json::to_string(&done).unwrap_or_default();
+    let told = writeln!(std::io::stdout(), "{line}");
+    u8::from(done.is_err() || told.is_err())
+}
+
+/// A chain of parents has many files.
+fn raise_limit() {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: reads and sets one structure of numbers.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
+}
+
+fn run(job: &Job) -> Result<VramDone, String> {
+    let never = AtomicBool::new(false);
+    match job {
+        Job::Write {
+            dir,
+            memory,
+            chunk_bytes,
+            shard_bytes,
+            codec,
+            level,
+            threads,
+            parent,
+            search,
+        } => {
+            let options = WriteOptions {
+                chunk_bytes: *chunk_bytes,
+                shard_bytes: *shard_bytes,
+                threads: *threads,
+                codec: *codec,
+                level: *level,
+                sync: true,
+            };
+            let maps = memory
+                .iter()
+                .map(|m| map(m, false))
+                .collect::<Result<Vec<_>, _>>()?;
+            let sources: Vec<Source<'_>> = memory
+                .iter()
+                .zip(&maps)
+                .map(|(memory, map)| Source {
+                    id: &memory.name,
+                    bytes: map.bytes(),
+                })
+                .collect();
+            let parent = match parent {
+                Some(parent) => open(&parent.directory, Some(&parent.digest), search)?,
+                None => None,
+            };
+            let written = vram::write(dir, &sources, &options, parent.as_ref(), &never)
+                .map_err(|error| format!("the GPU memory cannot be written: {error}"))?;
+            Ok(VramDone {
+                facts: written.facts,
+                work_us: written.write_us,
+                sync_us: written.sync_us,
+            })
+        }
+        Job::Load {
+            dir,
+            memory,
+            digest,
+            check,
+            threads,
+            search,
+        } => {
+            let options = ReadOptions {
+                threads: *threads,
+                check: *check,
+                zeroed: true,
+            };
+            open(dir, digest.as_deref(), search)
+                .and_then(|vram| load(vram, dir, memory, &options))
+                .map_err(|error| format!("the GPU memory cannot be read: {error}"))
+        }
+    }
+}
+
+fn map(memory: &Memory, writable: bool) -> Result<Mapped, String> {
+    File::options()
+        .read(true)
+        .write(writable)
+        .open(&memory.path)
+        .and_then(|file| Mapped::new(&file, memory.bytes, writable))
+        .map_err(|error| format!("{}: {error}", memory.name))
+}
+
+fn open(dir: &Path, digest: Option<&str>, search: &[PathBuf]) -> Result<Option<Vram>, String> {
+    let digest = digest.map(str::parse::<Digest>).transpose()?;
+    Vram::open_with(dir, digest, search).map_err(|error| error.to_string())
+}
+
+fn load(
+    vram: Option<Vram>,
+    dir: &Path,
+    memory: &[Memory],
+    options: &ReadOptions,
+) -> Result<VramDone, String> {
+    let start = Instant::now();
+    let vram = vram.ok_or_else(|| {
+        let index = dir.join(cryopod_archive::names::VRAM_INDEX);
+        format!(
+            "{} is missing; the checkpoint is incomplete",
+            index.display()
+        )
+    })?;
+    let never = AtomicBool::new(false);
+    for memory in memory {
+        let missing = || format!("the VRAM files has no region {}", memory.name);
+        let (region, _) = vram.index.find(&memory.name).ok_or_else(missing)?;
+        let mut map = map(memory, true)?;
+        let bytes = map.bytes_mut().map_err(|error| error.to_string())?;
+        vram.read(region, bytes, options, &never)
+            .map_err(|error| error.to_string())?;
+        // Zeros have not been written; the driver would wait for each of their pages.
+        map.populate(options.threads)
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(VramDone {
+        facts: vram.facts(),
+        work_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
+        sync_us: 0,
+    })
+}

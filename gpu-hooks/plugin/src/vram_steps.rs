@@ -1,0 +1,226 @@
+//! The steps of a dump and a restore that concern the vram.
+
+use crate::criu::{self, Level};
+use crate::session::{Failed, QUERY_MS, Session, failure};
+use crate::vram::{Captured, image_directory, open, test_fails};
+use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
+use cryopod_cuda::released::inject;
+use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
+use std::fs::File;
+use std::io;
+
+/// How long a failed dump waits for the VRAM files' own failure.
+const LOOK_MS: u64 = 300;
+
+impl Session {
+    /// After the driver's checkpoint: the agent begins to write, and the processes lose the memory, so
+    /// that CRIU has nothing to dump. `names` gives each buffer its name in the vram.
+    ///
+    /// Where that fails the processes get private memory with the same contents, which CRIU dumps; an
+    /// error is one after which they have lost it.
+    pub fn vram_out(&mut self, config: &VramConfig, names: &[String]) -> Result<bool, Failed> {
+        if self.vram.captured.is_empty() {
+            return Ok(false);
+        }
+        let reason = match self.try_vram_out(config, names) {
+            Ok(()) => return Ok(true),
+            Err(failed) => failed.cause,
+        };
+        self.vram_cancel();
+        for i in 0..self.vram.captured.len() {
+            self.make_private(i)?;
+            let Captured { pid, id, .. } = self.vram.captured[i];
+            self.vram.leave_out(pid, reason.clone());
+            let _ = self.ask(Op::VramDrop { id });
+        }
+        self.vram.captured.clear();
+        Ok(false)
+    }
+
+    fn try_vram_out(&mut self, config: &VramConfig, names: &[String]) -> Result<(), Failed> {
+        let failed = |pid, error: io::Error| failure("vram", pid, error.to_string());
+        let dir = image_directory()
+            .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
+        let buffers = self
+            .vram
+            .captured
+            .iter()
+            .zip(names)
+            .map(|(captured, name)| NamedBuffer {
+                id: captured.id,
+                name: name.clone(),
+            });
+        let write = Op::VramWrite {
+            dir,
+            buffers: buffers.collect(),
+            config: config.clone(),
+        };
+        test_fails(config, "write").map_err(|error| failed(None, error))?;
+        self.ask(write)?;
+        self.vram.writes = true;
+        for i in 0..self.vram.captured.len() {
+            let Captured {
+                pid,
+                tid,
+                id,
+                address,
+                bytes,
+                ..
+            } = self.vram.captured[i];
+            self.ask(Op::VramPlaced {
+                id,
+                pid,
+                tid,
+                address,
+            })?;
+            let mut injection = inject(pid, tid).map_err(|error| failed(Some(pid), error))?;
+            let emptied =
+                test_fails(config, "empty").and_then(|()| injection.map_empty(address, bytes));
+            self.vram.captured[i].away |= emptied.is_ok();
+            let ended = injection.end();
+            emptied
+                .and(ended)
+                .map_err(|error| failed(Some(pid), error))?;
+        }
+        Ok(())
+    }
+
+    /// The process's memory as it would have been without the vram.
+    fn make_private(&mut self, i: usize) -> Result<(), Failed> {
+        let Captured {
+            pid,
+            tid,
+            id,
+            address,
+            bytes,
+            ..
+        } = self.vram.captured[i];
+        let map = || {
+            let mut injection = inject(pid, tid)?;
+            let mapped = injection.map_private(address, bytes);
+            mapped.and(injection.end())
+        };
+        self.vram.captured[i].away = true;
+        map().map_err(|error| failure("vram", Some(pid), error.to_string()))?;
+        let limit_ms = self.config.step_timeout_ms;
+        self.ask(Op::VramCopy {
+            id,
+            pid,
+            address,
+            limit_ms,
+        })?;
+        self.vram.captured[i].away = false;
+        Ok(())
+    }
+
+    /// Before the driver restores a process: the memory where it was.
+    pub fn vram_back(&mut self, pid: i32) -> Result<(), Failed> {
+        for i in 0..self.vram.captured.len() {
+            let captured = &self.vram.captured[i];
+            if captured.pid != pid || !captured.away {
+                continue;
+            }
+            let config = self.config.vram.clone().unwrap_or_default();
+            let map = || {
+                test_fails(&config, "back")?;
+                let mut injection = inject(pid, captured.tid)?;
+                let file = match test_fails(&config, "back-map") {
+                    Ok(()) => captured.file.try_clone()?,
+                    Err(_) => File::open("/")?,
+                };
+                let mapped = injection.map_file(captured.address, captured.bytes, &file);
+                mapped.and(injection.end())
+            };
+            match map() {
+                Ok(()) => self.vram.captured[i].away = false,
+                Err(error) => {
+                    let text = format!("process {pid}: its memory is copied back: {error}");
+                    criu::log(Level::Warn, &text);
+                    test_fails(&config, "back")
+                        .map_err(|error| failure("vram", Some(pid), error.to_string()))?;
+                    self.make_private(i)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the agent has written or read everything; `None` when there was nothing.
+    pub fn vram_wait(&mut self) -> Result<Option<VramDone>, Failed> {
+        let limit_ms = self.config.step_timeout_ms;
+        match self.ask(Op::VramWait { limit_ms })?.outcome {
+            Outcome::Vram(done) => Ok(done),
+            other => Err(failure(
+                "vram",
+                None,
+                format!("unexpected answer {other:?}"),
+            )),
+        }
+    }
+
+    /// Whether the writing has failed, or does so in a moment.
+    pub fn vram_look(&mut self) -> Result<(), Failed> {
+        if !self.vram.writes {
+            return Ok(());
+        }
+        let limit_ms = LOOK_MS;
+        let reply = self.batch(vec![Op::VramWait { limit_ms }], &mut [])?.pop();
+        match reply.map(|reply| reply.outcome) {
+            Some(Outcome::Error(error)) if error.kind != ErrorKind::TimedOut => {
+                Err(failure("vram", None, error.message))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the writing; what there is of it is removed.
+    pub fn vram_cancel(&mut self) {
+        if std::mem::take(&mut self.vram.writes) {
+            let _ = self.ask(Op::VramCancel);
+        }
+    }
+
+    /// Gives up a buffer that was not used.
+    pub fn vram_drop(&mut self, id: u64) {
+        let _ = self.ask(Op::VramDrop { id });
+    }
+
+    /// At a restore: memory of the agent's into a restored process.
+    pub fn vram_in(
+        &mut self,
+        pid: i32,
+        tid: i32,
+        buffer: &SharedBuffer,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), Failed> {
+        let config = self.config.vram.clone().unwrap_or_default();
+        let map = || {
+            test_fails(&config, "in")?;
+            let file = open(buffer)?;
+            let mut injection = inject(pid, tid)?;
+            let mapped = injection.map_file(address, bytes, &file);
+            mapped.and(injection.end())
+        };
+        let Err(error) = map() else { return Ok(()) };
+        criu::log(
+            Level::Warn,
+            &format!("process {pid}: its memory is copied: {error}"),
+        );
+        let map = || {
+            let mut injection = inject(pid, tid)?;
+            let mapped = injection.map_private(address, bytes);
+            mapped.and(injection.end())
+        };
+        map().map_err(|error| failure("vram", Some(pid), error.to_string()))?;
+        let limit_ms = self.config.step_timeout_ms.max(QUERY_MS);
+        let id = buffer.id;
+        self.ask(Op::VramCopy {
+            id,
+            pid,
+            address,
+            limit_ms,
+        })
+        .map(drop)
+    }
+}

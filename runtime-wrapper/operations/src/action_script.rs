@@ -1,0 +1,138 @@
+//! The action script: CRIU asks before each of its stages, and above all before a checkpoint becomes final.
+//!
+//! CRIU runs the `action-script` of its configuration at each stage and stops with an error if the script
+//! fails. At `post-dump` the images are complete but the container still exists: a failure there lets it run on
+//! (`cr_dump_finish`). The script is this program under the name [`HOOK_NAME`]; it knocks at the socket beside
+//! it and passes the answer on. If nobody answers (the wrapper was killed), the answer is no.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::loopback;
+use crate::operation::Operation;
+
+/// The name under which CRIU runs this program.
+pub const HOOK_NAME: &str = "cryopod-criu-hook";
+const SOCKET: &str = "action-script.sock";
+/// How long the hook waits for an answer: GPU memory may still be on its way to a slow disk. The wrapper itself has
+/// limits, and a wrapper that dies is noticed at once.
+const PATIENCE: Duration = Duration::from_secs(24 * 3600);
+
+/// The wrapper's side.
+#[derive(Debug)]
+pub struct ActionScript {
+    listener: UnixListener,
+}
+
+impl ActionScript {
+    /// Opens the action script of an operation and puts the hook beside it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open(op: &Operation) -> Result<Self, Error> {
+        let path = op.file(SOCKET);
+        let what = format!("{}: cannot listen", path.display());
+        let listener = UnixListener::bind(&path)
+            .and_then(|l| l.set_nonblocking(true).map(|()| l))
+            .map_err(Error::io(what))?;
+        let me = std::env::current_exe().map_err(Error::io("/proc/self/exe: cannot be read"))?;
+        let hook = op.file(HOOK_NAME);
+        std::os::unix::fs::symlink(me, &hook)
+            .map_err(Error::io(format!("{}: cannot be made", hook.display())))?;
+        Ok(Self { listener })
+    }
+
+    /// The socket, to wait on.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// Answers everybody who knocks; `decide` gets the stage's name and says whether CRIU may go on.
+    pub fn answer(&self, mut decide: impl FnMut(&str) -> bool) {
+        while let Ok((stream, _)) = self.listener.accept() {
+            if let Err(e) = answer_one(stream, &mut decide) {
+                tracing::warn!("CRIU's question could not be answered: {e}");
+            }
+        }
+    }
+}
+
+fn answer_one(mut stream: UnixStream, decide: &mut impl FnMut(&str) -> bool) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.set_write_timeout(Some(Duration::from_secs(5)))?;
+    let mut stage = Vec::new();
+    let mut byte = [0];
+    while stage.len() < 64 && stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        stage.push(byte[0]);
+    }
+    let yes = decide(&String::from_utf8_lossy(&stage));
+    stream.write_all(if yes { b"y" } else { b"n" })
+}
+
+/// The hook's side: CRIU's action script.
+pub fn hook(called_as: &Path) -> ExitCode {
+    let stage = std::env::var("CRTOOLS_SCRIPT_ACTION").unwrap_or_default();
+    let dir = called_as.parent().unwrap_or(Path::new("/"));
+    match ask(&dir.join(SOCKET), &stage) {
+        Ok(true) => {
+            if stage == loopback::STAGE && dir.join(loopback::FILE).exists() {
+                set_loopback_up();
+            }
+            ExitCode::SUCCESS
+        }
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!(
+                "cryopod: stage {stage}: the runtime wrapper does not answer ({e}); CRIU stops here"
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A container without loopback is better than none, so a failure is only told.
+fn set_loopback_up() {
+    let init = std::env::var("CRTOOLS_INIT_PID").unwrap_or_default();
+    let namespace = format!("/proc/{init}/ns/net");
+    if let Err(e) = loopback::up(Path::new(&namespace)) {
+        eprintln!("cryopod: the loopback device of {namespace} could not be set up: {e}");
+    }
+}
+
+fn ask(socket: &Path, stage: &str) -> io::Result<bool> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.write_all(format!("{stage}\n").as_bytes())?;
+    let mut answer = [0];
+    stream.read_exact(&mut answer)?;
+    Ok(answer[0] == b'y')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_and_answers() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join(SOCKET);
+        assert!(ask(&socket, "post-dump").is_err(), "nobody there is no");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let action_script = ActionScript { listener };
+        let server = std::thread::spawn(move || {
+            action_script.listener.set_nonblocking(false).unwrap();
+            for _ in 0..2 {
+                let (stream, _) = action_script.listener.accept().unwrap();
+                answer_one(stream, &mut |stage| stage == "pre-dump").unwrap();
+            }
+        });
+        assert!(ask(&socket, "pre-dump").unwrap());
+        assert!(!ask(&socket, "post-dump").unwrap());
+        server.join().unwrap();
+    }
+}

@@ -1,0 +1,127 @@
+//! `[vram]` and `nvidia.vram`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use cryopod_archive::vram::{Codec, MAX_CHUNK, MIN_CHUNK};
+use cryopod_cuda::vram::VramConfig;
+use serde::Deserialize;
+
+/// Whether GPU memory goes by the vram.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Where it can, else through CRIU.
+    #[default]
+    Auto,
+    /// A checkpoint without it is a failure.
+    On,
+    /// Never.
+    Off,
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "auto" => Ok(Self::Auto),
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            other => Err(format!("{other:?} is not one of auto, on, off")),
+        }
+    }
+}
+
+/// `[vram]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Options {
+    /// Threads; 0: one a core, at most 16.
+    pub threads: usize,
+    /// Size of a chunk in KiB.
+    pub chunk_kib: Option<u32>,
+    /// Size of a shard in MiB.
+    pub shard_mib: Option<u64>,
+    /// Compression.
+    pub codec: Codec,
+    /// zstd's level.
+    pub level: Option<i32>,
+    /// `false`: a restore does not check digests.
+    pub verify: Option<bool>,
+    /// What a checkpoint builds upon: `auto`, `off`, or an image directory.
+    pub parent: Option<String>,
+    /// Directories in which parents are searched that are not where they were.
+    pub parents: Vec<PathBuf>,
+}
+
+impl Options {
+    /// As the plugin gets them.
+    ///
+    /// # Errors
+    /// A text that names the key.
+    pub fn config(&self) -> Result<VramConfig, String> {
+        let usual = VramConfig::default();
+        let chunk_bytes = self
+            .chunk_kib
+            .map_or(Some(usual.chunk_bytes), |kib| kib.checked_mul(1024));
+        let chunk_bytes = chunk_bytes
+            .filter(|b| b.is_power_of_two() && (MIN_CHUNK..=MAX_CHUNK).contains(b))
+            .ok_or("chunk_kib is not a power of two between 64 and 65536")?;
+        let shard_bytes = self
+            .shard_mib
+            .map_or(Some(usual.shard_bytes), |mib| mib.checked_mul(1 << 20));
+        let shard_bytes = shard_bytes
+            .filter(|b| *b > 0)
+            .ok_or("shard_mib is out of range")?;
+        let config = VramConfig {
+            threads: self.threads,
+            chunk_bytes,
+            shard_bytes,
+            codec: self.codec,
+            level: self.level.unwrap_or(usual.level),
+            check: self.verify.unwrap_or(usual.check),
+            ..usual
+        };
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_out_of_range() {
+        for options in [
+            Options {
+                chunk_kib: Some(100),
+                ..Options::default()
+            },
+            Options {
+                chunk_kib: Some(u32::MAX),
+                ..Options::default()
+            },
+            Options {
+                shard_mib: Some(0),
+                ..Options::default()
+            },
+            Options {
+                shard_mib: Some(u64::MAX),
+                ..Options::default()
+            },
+            Options {
+                threads: 1000,
+                ..Options::default()
+            },
+            Options {
+                level: Some(40),
+                ..Options::default()
+            },
+        ] {
+            assert!(options.config().is_err(), "{options:?}");
+        }
+        assert_eq!(Options::default().config(), Ok(VramConfig::default()));
+    }
+}

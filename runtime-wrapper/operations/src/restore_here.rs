@@ -1,0 +1,127 @@
+//! The plan of a checkpoint's own restore, on this host and with this container's spec, made before anything is frozen.
+//!
+//! A container whose restore would be refused is not checkpointed: its processes would be gone. The questions are those of
+//! the restore ([`preflight::answer`], [`surroundings::provided`]), asked of the metadata that would be written. Two things will
+//! differ by then, and are counted so: the GPU and host memory that the container itself uses is free, and CRIU's
+//! amdgpu plugin has written its images. docs/containers.md lists what a restore refuses and what of it is seen here.
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_cuda::report::AgentReady;
+use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
+use cryopod_host::files::Host;
+
+use crate::context::Context;
+use crate::error::Error;
+use crate::preflight::{self, Question};
+use crate::privileges;
+use crate::surroundings::{self, Bundle};
+
+/// What a checkpoint knows of its restore.
+#[derive(Debug, Clone, Copy)]
+pub struct Prospect<'a> {
+    /// Configuration, low-level runtime.
+    pub ctx: &'a Context,
+    /// This host.
+    pub host: &'a Host,
+    /// The container's bundle.
+    pub bundle: Bundle<'a>,
+    /// The checkpoint's plan.
+    pub plan: &'a CheckpointPlan,
+}
+
+impl Prospect<'_> {
+    /// Would the checkpoint restore here? `agent`: the driver agent's answer, if there is one.
+    ///
+    /// # Errors
+    /// Every reason why not; an annotation that the restore could not follow.
+    pub fn settled(&self, metadata: &Metadata, agent: Option<&AgentReady>) -> Result<(), Error> {
+        let refusals = self.refusals(metadata, agent)?;
+        match refusals.is_empty() {
+            true => Ok(()),
+            false => Err(PlanError::Refused(refusals).into()),
+        }
+    }
+
+    /// Every reason why the checkpoint could not be restored here. CRIU and the plugins are the checkpoint's own need.
+    ///
+    /// # Errors
+    /// An annotation that the restore could not follow.
+    pub fn refusals(
+        &self,
+        metadata: &Metadata,
+        agent: Option<&AgentReady>,
+    ) -> Result<Vec<Refusal>, Error> {
+        let spec = self.bundle.spec;
+        let checks = &self.ctx.config.checks;
+        let switches = Switches::gather(spec, checks, &|name| std::env::var(name).ok())
+            .map_err(Error::Failed)?;
+        let agent = agent.map(|ready| as_if_gone(ready, &self.plan.pids));
+        // The configuration's map is for a restore, and changed before it; the container's own stays.
+        let mut config = self.ctx.config.clone();
+        config.gpu.map = None;
+        let answer = preflight::answer(&Question {
+            host: self.host,
+            config: &config,
+            metadata,
+            spec,
+            switches: &switches,
+            low: self.ctx.low.kind,
+            faults: &[],
+            agent: agent.as_ref(),
+            amd: None,
+            freed: self.plan.memory_bytes,
+        })?;
+        let mut refusals = answer.refusals();
+        let provided = surroundings::provided(
+            self.ctx,
+            self.host,
+            self.bundle,
+            metadata,
+            answer.chosen.as_ref(),
+        );
+        refusals.extend(provided.err().into_iter().flatten());
+        let pids = &self.plan.pids;
+        refusals.extend(privileges::running(&self.ctx.config, self.host, spec, pids));
+        if let (Some(_), Some(chosen)) = (&agent, &answer.chosen)
+            && let Err(Error::Plan(PlanError::RestoreRefused(more))) = chosen.driver_map()
+        {
+            refusals.extend(more);
+        }
+        if !switches.on(RESTORE_HERE) {
+            for refusal in &refusals {
+                tracing::warn!("the checkpoint could not be restored on this host: {refusal}");
+            }
+            return Ok(Vec::new());
+        }
+        Ok(refusals.into_iter().map(of_checkpoint).collect())
+    }
+}
+
+/// A refusal of the restore as one of the checkpoint.
+fn of_checkpoint(refusal: Refusal) -> Refusal {
+    Refusal {
+        process: refusal.process,
+        what: format!("could not be restored on this host: {}", refusal.what),
+        remedy: format!(
+            "{} (or, if it is to be restored elsewhere only, {})",
+            refusal.remedy,
+            Switches::how(RESTORE_HERE)
+        ),
+    }
+}
+
+/// The driver's answer as it will be when these processes are gone: what they use is free.
+fn as_if_gone(ready: &AgentReady, pids: &[i32]) -> AgentReady {
+    let mut ready = ready.clone();
+    let (own, others) = ready.users.into_iter().partition(|u| pids.contains(&u.pid));
+    ready.users = others;
+    let own: Vec<_> = own;
+    for gpu in &mut ready.gpus {
+        let used = own.iter().filter(|u| u.gpu == gpu.uuid);
+        let used: u64 = used.map(|u| u.bytes).sum();
+        gpu.free_memory = gpu.free_memory.map(|free| free.saturating_add(used));
+    }
+    ready
+}

@@ -1,0 +1,532 @@
+//! What a container has around it beside GPUs: hazards, mounts that no spec names, CRIU's options, security labels.
+//!
+//! A checkpoint looks at them, refuses what CRIU cannot dump, and records what a restore must provide; a restore
+//! provides it, before CRIU runs.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_archive::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
+use cryopod_cuda::nvidia;
+use cryopod_gpu_plan::ceiling::Ceiling;
+use cryopod_gpu_plan::hazards::{self, CriuLimits};
+use cryopod_gpu_plan::mounts::{self, Provided, Provider};
+use cryopod_gpu_plan::own_nodes;
+use cryopod_gpu_plan::plan::PlanError;
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::destinations::Destinations;
+use cryopod_host::files::Host;
+use cryopod_host::mountinfo::declarable;
+use cryopod_host::processes::Scan;
+use cryopod_host::programs::Tools;
+use cryopod_host::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::{UnlinkatFlags, unlinkat};
+
+use crate::argv::Invocation;
+use crate::choose::Chosen;
+use crate::context::Context;
+use crate::criuconf::Extra;
+use crate::criuopts::{self, Options};
+use crate::error::Error;
+use crate::facts::{self, Criu};
+use crate::lowlevel::Kind;
+use crate::operation::Operation;
+use crate::{criu_helpers, lsm};
+
+/// What a checkpoint records and tells CRIU.
+#[derive(Debug, Clone, Default)]
+pub struct Surroundings {
+    /// For CRIU's configuration.
+    pub extra: Extra,
+    /// For the metadata.
+    pub mounts: MountFacts,
+    /// For the metadata.
+    pub criu: CriuFacts,
+    /// For the metadata.
+    pub lsm: LsmFacts,
+}
+
+/// CRIU's options for this container.
+///
+/// # Errors
+/// [`Error::Option`]: an annotation cannot be followed.
+fn options(ctx: &Context, host: &Host, spec: &Spec) -> Result<Options, Error> {
+    let ceiling = ctx.config.ceiling(host, spec);
+    let texts = texts(ctx, &ceiling);
+    Ok(Options::of(&ctx.config.criu.options, &ceiling, &texts)?)
+}
+
+/// The CRIU configurations beside cryopod's own.
+fn texts(ctx: &Context, ceiling: &Ceiling<'_>) -> Vec<String> {
+    let files = criuopts::earlier_files();
+    let mut texts: Vec<String> = files
+        .iter()
+        .filter_map(|path| crate::criufile::read(path).ok())
+        .collect();
+    texts.extend(crate::criuconf::runtime_text(ctx.low.kind, ceiling));
+    texts
+}
+
+/// Looks at the container whose first process is `init`, and whose processes are in `scan`. The refusals are to be told with those of the GPUs.
+///
+/// # Errors
+/// [`Error::Option`]: an annotation cannot be followed.
+#[allow(clippy::too_many_arguments)]
+pub fn checkpoint(
+    ctx: &Context,
+    inv: &Invocation,
+    host: &Host,
+    tools: &dyn Tools,
+    bundle: Bundle<'_>,
+    init: i32,
+    scan: &Scan,
+    criu: &Criu,
+) -> Result<(Surroundings, Vec<Refusal>), Error> {
+    let Bundle { spec, mounts } = bundle;
+    let mut options = options(ctx, host, spec)?;
+    let limits = CriuLimits {
+        own_network: ctx.low.kind == Kind::Runc && crate::loopback::own_network(spec),
+        ghost_limit: options.ghost_limit(),
+        searched: options.texts("irmap-scan-path"),
+    };
+    let mut refusals = hazards::refusals(scan, host, spec, &limits);
+    let connections = hazards::connections(scan, host, init);
+    refusals.extend(options.settle_tcp(&inv.flags, &connections));
+    let helpers = criu_helpers::checkpoint(
+        criu_helpers::Probe {
+            tools,
+            limit: ctx.config.limits.tool(),
+        },
+        &criu_helpers::Subject {
+            host,
+            kind: ctx.low.kind,
+            spec,
+            init,
+            scan,
+            connections: &connections,
+            lock: options.network_lock(&inv.flags, &texts(ctx, &ctx.config.ceiling(host, spec))),
+        },
+    );
+    refusals.extend(helpers.refusals);
+    options.use_lock(helpers.lock);
+    let criu = criu.version.as_deref().and_then(facts::numbers);
+    let kernel = facts::numbers(&facts::host(host, None).kernel);
+    refusals.extend(hazards::undumpable_sockets(
+        scan,
+        host,
+        init,
+        &criu.unwrap_or_default(),
+        &kernel.unwrap_or_default(),
+    ));
+    let (mut found, unfit) = match spec.json().is_object() {
+        true => mounts::unnamed(host, spec, mounts, init),
+        // Without a spec every mount would be unnamed.
+        false => Default::default(),
+    };
+    refusals.extend(unfit);
+    if spec.json().is_object() && !options.on("enable-fs") {
+        refusals.extend(hazards::file_systems(host, spec, init, &found.foreign));
+    }
+    hazards::mark_used(scan, &mut found.foreign);
+    let foreign = found.foreign.iter().map(|m| {
+        tracing::info!(
+            "{} is a mount of {} that no spec names",
+            m.path,
+            m.host_path
+        );
+        external(&m.path, &m.path)
+    });
+    let nodes = own_nodes::found(host, spec, init).into_iter();
+    // crun 1.21 does not resolve destinations itself.
+    let lines = foreign
+        .chain(known(nodes.map(|path| (path.clone(), path))))
+        .chain(known(
+            mounts.linked().map(|d| (d.path.clone(), d.path.clone())),
+        ));
+    let surroundings = Surroundings {
+        criu: CriuFacts {
+            options: options.for_the_restore(&inv.flags),
+            helpers: helpers.recorded,
+        },
+        lsm: labels(spec),
+        extra: Extra {
+            lines: lines.collect(),
+            options,
+            ..Extra::default()
+        },
+        mounts: found,
+    };
+    Ok((surroundings, refusals))
+}
+
+/// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.
+fn external(path: &str, key: &str) -> String {
+    format!("external mnt[{path}]:{key}")
+}
+
+/// Lines for mounts that the runtime knows, too, under another name or not at all.
+fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
+    let text = mounts.map(|(at, key)| (at.display().to_string(), key.display().to_string()));
+    text.filter(|(at, key)| declarable(at).is_ok() && declarable(key).is_ok())
+        .map(|(at, key)| external(&at, &key))
+        .collect()
+}
+
+/// crun from 1.24 on masks directories with an empty one in its state directory. At a checkpoint it names that to CRIU by the
+/// default state directory, at a restore by that of `--root`: CRIU then finds "No mapping for (null) mountpoint".
+fn empty_directories(kind: Kind, inv: &Invocation) -> Vec<(PathBuf, PathBuf)> {
+    const NAME: &str = ".empty-directory";
+    let Some(root) = inv.globals.root.as_ref().filter(|_| kind == Kind::Crun) else {
+        return Vec::new();
+    };
+    let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty());
+    let defaults = runtime_dir.map(|d| Path::new(&d).join("crun"));
+    let defaults = defaults.into_iter().chain([PathBuf::from("/run/crun")]);
+    let pairs = defaults.map(|default| (default.join(NAME), root.join(NAME)));
+    pairs.collect()
+}
+
+/// The labels that a spec asks for.
+pub fn labels(spec: &Spec) -> LsmFacts {
+    let text = |pointer: &str| {
+        let value = spec.json().pointer(pointer)?.as_str()?;
+        (!value.is_empty()).then(|| value.to_owned())
+    };
+    LsmFacts {
+        apparmor: text("/process/apparmorProfile"),
+        selinux: text("/process/selinuxLabel"),
+        mount_label: text("/linux/mountLabel"),
+    }
+}
+
+/// What a restore has to do around the container.
+#[derive(Debug, Clone, Default)]
+pub struct Provision {
+    /// For CRIU's configuration.
+    pub extra: Extra,
+    /// Flags for labels that are others now.
+    labels: Vec<String>,
+    provided: Vec<(String, MountKind)>,
+    own: Vec<String>,
+    /// Mount points of the host's own files.
+    pub read_only: Vec<String>,
+}
+
+/// What a bundle says.
+#[derive(Debug, Clone, Copy)]
+pub struct Bundle<'a> {
+    /// Its spec.
+    pub spec: &'a Spec,
+    /// Where the spec's mounts are.
+    pub mounts: &'a Destinations,
+}
+
+/// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as they could be. Touches
+/// nothing.
+///
+/// # Errors
+/// Every mount that cannot be provided.
+pub fn provided(
+    ctx: &Context,
+    host: &Host,
+    bundle: Bundle<'_>,
+    metadata: &Metadata,
+    chosen: Option<&Chosen>,
+) -> Result<Vec<Provided>, Vec<Refusal>> {
+    let moved = chosen.iter().flat_map(|c| &c.gpus).filter(|c| c.moved());
+    let renamed: Vec<(String, String)> = moved
+        .map(|c| (c.old.pci.clone(), c.new.pci.clone()))
+        .filter(|(old, new)| !old.is_empty() && !new.is_empty())
+        .collect();
+    let nodes: Vec<(String, String)> = chosen
+        .iter()
+        .flat_map(|c| &c.remap.targets)
+        .map(|t| (t.path.clone(), t.host_path.clone()))
+        .collect();
+    let driver = nvidia::driver_version(host);
+    let provider = Provider {
+        ceiling: ctx.config.ceiling(host, bundle.spec),
+        mounts: bundle.mounts,
+        recorded_driver: metadata.gpu.drivers.get("nvidia").map(String::as_str),
+        driver: driver.as_deref(),
+        renamed: &renamed,
+        nodes: &nodes,
+    };
+    let provided = provider.provide(&metadata.mounts.foreign);
+    match (own_nodes::paths(host, bundle.spec).is_empty(), chosen) {
+        (false, Some(chosen)) if !chosen.remap.changed().is_empty() => {
+            let mut refusals = provided.err().unwrap_or_default();
+            refusals.push(Refusal {
+                process: None,
+                what: "device nodes of a container in a user namespace are the host's, bound under their own names: they cannot lead to other GPUs".into(),
+                remedy: "restore it on the GPUs that it had (without dev.cryopod.gpu.map)".into(),
+            });
+            Err(refusals)
+        }
+        _ => provided,
+    }
+}
+
+/// Finds on this host what the checkpoint had around it, and shows it in the operation's directory.
+///
+/// # Errors
+/// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
+pub fn restore(
+    ctx: &Context,
+    inv: &Invocation,
+    host: &Host,
+    bundle: Bundle<'_>,
+    metadata: &Metadata,
+    chosen: &Chosen,
+    op: &Operation,
+) -> Result<Provision, Error> {
+    let spec = bundle.spec;
+    let mut options = options(ctx, host, spec)?;
+    options.as_at_the_checkpoint(&metadata.criu.options, &inv.flags);
+    let provided =
+        provided(ctx, host, bundle, metadata, Some(chosen)).map_err(PlanError::RestoreRefused)?;
+    let own_nodes = own_nodes::paths(host, spec).into_iter();
+    let own_nodes = own_nodes.filter(|p| host.char_device(p).is_some());
+    let linked = bundle.mounts.linked();
+    let linked = linked.filter_map(|d| Some((d.path.clone(), d.source.clone()?)));
+    let mut foreign = Vec::new();
+    for p in &provided {
+        tracing::info!("{} is provided from {}", p.path, p.source.display());
+        // What the container could exchange from here on is mounted from the open file. All else lies in directories of
+        // root, and is named by its path: CRIU copies the sharing of several mounts from one of them, and for that the
+        // mount around it must be wide enough.
+        let shown = match p.in_volume {
+            true => op.show(p)?,
+            false => p.source.clone(),
+        };
+        foreign.push(external(&p.path, &shown.display().to_string()));
+    }
+    let empty = empty_directories(ctx.low.kind, inv).into_iter();
+    // The last one of a path counts for CRIU, and the runtime's come after these.
+    let lines = known(own_nodes.map(|path| (path.clone(), path)))
+        .into_iter()
+        .chain(known(linked.filter(|(_, source)| source.is_absolute())))
+        .chain(known(empty))
+        .chain(foreign)
+        .collect();
+    Ok(Provision {
+        extra: Extra {
+            options,
+            lines,
+            ..Extra::default()
+        },
+        read_only: provided
+            .iter()
+            .filter(|p| p.read_only)
+            .map(|p| p.path.clone())
+            .collect(),
+        labels: lsm::flags(&metadata.lsm, &labels(spec), &inv.flags),
+        provided: provided.into_iter().map(|p| (p.path, p.kind)).collect(),
+        own: metadata.mounts.own.clone(),
+    })
+}
+
+impl Provision {
+    /// Do the processes get the label of the new spec, whatever the images say?
+    pub fn relabels(&self, inv: &Invocation) -> bool {
+        inv.flags.has("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
+    }
+
+    /// The command line, with the flags that CRIU's options need.
+    pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
+        let flags = self
+            .extra
+            .options
+            .flags(ctx.low.kind, false, false, &inv.flags);
+        let labels = self.labels.iter().map(String::as_str);
+        let flags: Vec<&str> = flags.into_iter().chain(labels).collect();
+        crate::setup::with_flags(&args, inv.verb_at, &flags)
+    }
+
+    /// Makes the mount points that a new root file system may lack.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the mount point.
+    pub fn mount_points(&self, directory: &Path, bundle: Bundle<'_>) -> Result<MountPoints, Error> {
+        let mut points = MountPoints::default();
+        let root = bundle.spec.json().pointer("/root/path");
+        let Some(root) = root.and_then(|p| p.as_str()).map(|r| directory.join(r)) else {
+            return Ok(points);
+        };
+        if self.provided.is_empty() && self.own.is_empty() {
+            return Ok(points);
+        }
+        let what = format!("{}: cannot open the container's root", root.display());
+        points.root = Some(File::open(&root).map_err(Error::io(what))?);
+        // In the spec's own mounts they are CRIU's or the volume's.
+        let files = self.provided.iter().map(|(path, kind)| (path, *kind));
+        let directories = self.own.iter().map(|p| (p, MountKind::Directory));
+        for (path, kind) in directories.chain(files) {
+            let path = Path::new(path);
+            if bundle.mounts.hold(path) {
+                continue;
+            }
+            let what = format!(
+                "{}: cannot make the mount point {}",
+                root.display(),
+                path.display()
+            );
+            points
+                .make(path, kind)
+                .map_err(|e| Error::io(what)(e.into()))?;
+        }
+        Ok(points)
+    }
+}
+
+/// The mount points that were made; dropped without [`MountPoints::keep`] they are removed again.
+#[derive(Debug, Default)]
+pub struct MountPoints {
+    root: Option<File>,
+    /// In the order in which they were made: the directory that it is in, its name, whether it is a directory.
+    made: Vec<(OwnedFd, OsString, bool)>,
+}
+
+impl MountPoints {
+    /// The restore has succeeded: they are the container's.
+    pub fn keep(mut self) {
+        self.made.clear();
+    }
+
+    /// Makes a mount point below the root, out of which no link leads.
+    fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
+        let Some(root) = &self.root else {
+            return Ok(());
+        };
+        let mut parent = PathBuf::from(".");
+        let parts = path.components().filter_map(|c| match c {
+            Component::Normal(name) => Some(name),
+            _ => None,
+        });
+        let mut parts = parts.peekable();
+        while let Some(name) = parts.next() {
+            let directory = in_root(root, &parent)?;
+            let is_directory = parts.peek().is_some() || kind == MountKind::Directory;
+            let made = if is_directory {
+                mkdirat(&directory, name, Mode::from_bits_truncate(0o755))
+            } else {
+                let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+                openat(&directory, name, flags, Mode::from_bits_truncate(0o644)).map(drop)
+            };
+            match made {
+                Ok(()) => self.made.push((directory, name.to_owned(), is_directory)),
+                Err(Errno::EEXIST) => {}
+                Err(e) => return Err(e),
+            }
+            parent.push(name);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for MountPoints {
+    fn drop(&mut self) {
+        for (directory, name, is_directory) in self.made.iter().rev() {
+            let flag = match is_directory {
+                true => UnlinkatFlags::RemoveDir,
+                false => UnlinkatFlags::NoRemoveDir,
+            };
+            if let Err(e) = unlinkat(directory, name.as_os_str(), flag) {
+                tracing::warn!(
+                    "the mount point {}: left behind: {e}",
+                    Path::new(name).display()
+                );
+            }
+        }
+    }
+}
+
+fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
+    openat2(root.as_fd(), path, how)
+}
+
+/// Does the low-level runtime know the flags of runc 1.3?
+pub fn newer_runc(kind: Kind, low_version: Option<&str>) -> bool {
+    kind == Kind::Runc
+        && low_version
+            .and_then(crate::facts::numbers)
+            .is_some_and(|n| n.as_slice() >= [1, 3].as_slice())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn make(provision: &Provision, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
+        let mounts = Destinations::of(&Host::system(), spec, bundle);
+        provision.mount_points(
+            bundle,
+            Bundle {
+                spec,
+                mounts: &mounts,
+            },
+        )
+    }
+
+    #[test]
+    fn mount_points_stay_in_the_root() {
+        let dir = tempfile::tempdir().unwrap();
+        let rootfs = dir.path().join("b/rootfs");
+        std::fs::create_dir_all(&rootfs).unwrap();
+        let outside = dir.path().join("outside");
+        std::fs::create_dir(&outside).unwrap();
+        std::os::unix::fs::symlink(&outside, rootfs.join("usr")).unwrap();
+        std::fs::write(rootfs.join("there"), "kept").unwrap();
+        let provided = |path: &str, kind| (path.to_owned(), kind);
+        let provision = Provision {
+            provided: vec![
+                provided("/lib/firmware/gsp.bin", MountKind::File),
+                provided("/there", MountKind::File),
+                provided("/proc/driver/x", MountKind::Directory),
+            ],
+            own: vec!["/etc/nvidia/profiles".into()],
+            ..Provision::default()
+        };
+        let spec = Spec::from_json(json!({
+            "root": {"path": "rootfs"},
+            "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}]
+        }));
+        let bundle = dir.path().join("b");
+        drop(make(&provision, &bundle, &spec).unwrap());
+        assert_eq!(std::fs::read_dir(&rootfs).unwrap().count(), 2);
+        make(&provision, &bundle, &spec).unwrap().keep();
+        assert!(rootfs.join("lib/firmware/gsp.bin").is_file());
+        assert!(rootfs.join("etc/nvidia/profiles").is_dir());
+        assert!(!rootfs.join("proc").exists());
+        assert_eq!(std::fs::read(rootfs.join("there")).unwrap(), b"kept");
+        let out = Provision {
+            provided: vec![provided("/usr/lib/x.so", MountKind::File)],
+            ..Provision::default()
+        };
+        let e = make(&out, &bundle, &spec).unwrap_err();
+        assert!(e.to_string().contains("/usr/lib/x.so"), "{e}");
+        assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn labels_of_a_spec() {
+        let spec = Spec::from_json(json!({
+            "process": {"apparmorProfile": "containers-default", "selinuxLabel": ""},
+            "linux": {"mountLabel": "system_u:object_r:x"}
+        }));
+        let found = labels(&spec);
+        assert_eq!(found.apparmor.as_deref(), Some("containers-default"));
+        assert_eq!(found.selinux, None);
+        assert_eq!(found.mount_label.as_deref(), Some("system_u:object_r:x"));
+    }
+}

@@ -1,0 +1,285 @@
+//! The VRAM files, the wrapper's part: whether and how it is used, and waiting for it before a checkpoint is recorded.
+
+pub mod parent;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_archive::names;
+use cryopod_archive::vram::{Digest, Vram};
+use cryopod_cuda::client::Client;
+use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
+use cryopod_cuda::report::GpuUser;
+use cryopod_cuda::vram::memory::available_to;
+use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
+use cryopod_host::spec::Spec;
+
+use crate::argv::Invocation;
+use crate::config::Config;
+use crate::config::vram::Mode;
+use crate::error::Error;
+use crate::operation::Operation;
+
+/// The annotation that overrides `nvidia.vram`.
+pub const ANNOTATION: &str = "dev.cryopod.vram";
+/// Exists once CRIU has asked in the action script, and so will ask before the checkpoint becomes final.
+pub const ACTION_SCRIPT_FILE: &str = "action-script-asked";
+/// Host memory that must be available at a checkpoint beside a copy of the GPU memory, in bytes.
+const SPARE_BYTES: u64 = 1 << 30;
+/// How much later than its own limit the agent's answer may come.
+const MARGIN: Duration = Duration::from_secs(10);
+
+/// For a checkpoint; `None`: without the vram.
+///
+/// # Errors
+/// [`Error::Failed`] names the annotation.
+pub fn checkpoint(
+    config: &Config,
+    spec: &Spec,
+    inv: &Invocation,
+) -> Result<Option<VramConfig>, Error> {
+    let Some(vram) = wanted(config, spec)? else {
+        return Ok(None);
+    };
+    let parent = parent::choose(config, spec, inv)?;
+    Ok(Some(VramConfig { parent, ..vram }))
+}
+
+fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
+    let wrong = |what: String| Error::Failed(format!("{ANNOTATION}: {what}. Nothing was touched"));
+    let mode = match spec.annotation(ANNOTATION) {
+        Some(text) => text.parse().map_err(wrong)?,
+        None => config.nvidia.vram,
+    };
+    if mode == Mode::Off {
+        return Ok(None);
+    }
+    let vram = config.vram.config().map_err(wrong)?;
+    Ok(Some(VramConfig {
+        required: mode == Mode::On,
+        search: config.search(),
+        ..vram
+    }))
+}
+
+/// Whether there is host memory for what the processes have on GPUs, as far as the driver tells how much that is. By
+/// the VRAM files it is charged to this program's cgroup, else to the container's.
+///
+/// # Errors
+/// [`Error::Failed`] tells how much is needed and how much there is.
+pub fn room(
+    config: &Config,
+    spec: &Spec,
+    init: i32,
+    pids: &[i32],
+    users: &[GpuUser],
+) -> Result<(), Error> {
+    let used = users.iter().filter(|user| pids.contains(&user.pid));
+    let need: u64 = used.map(|user| user.bytes).sum();
+    if need == 0 {
+        return Ok(());
+    }
+    let (process, whose) = match wanted(config, spec)? {
+        Some(_) => ("self".to_owned(), "this program's"),
+        None => (init.to_string(), "the container's"),
+    };
+    enough(need, available_to(&process), whose)
+}
+
+fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    if need.saturating_add(SPARE_BYTES) <= available {
+        return Ok(());
+    }
+    Err(Error::Failed(format!(
+        "the checkpoint was refused and the container goes on running: {} MiB of host memory are needed for its GPU memory and {} MiB to spare, and {} MiB are available; free some, or raise the memory limit of {whose} cgroup",
+        mib(need),
+        mib(SPARE_BYTES),
+        mib(available)
+    )))
+}
+
+/// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. Where
+/// that fails it is allocated when the driver asks, and what is in the way is told then.
+pub fn reserve(
+    config: &Config,
+    spec: &Spec,
+    op: &Operation,
+    pids: &[i32],
+    users: &[GpuUser],
+    limit: Duration,
+) {
+    let Ok(Some(vram)) = wanted(config, spec) else {
+        return;
+    };
+    let mut wanted = by_process(pids, users);
+    wanted.retain(|of| of.bytes >= vram.min_bytes);
+    if wanted.is_empty() {
+        return;
+    }
+    let threads = vram.threads_for(wanted.len());
+    let reserved = Client::connect(&op.file(crate::agent::SOCKET))
+        .and_then(|mut client| client.call(Op::VramReserve { wanted, threads }, limit));
+    let why = match reserved.map(|reply| reply.outcome) {
+        Ok(Outcome::Done) => return,
+        Ok(Outcome::Error(error)) => error.message,
+        Ok(other) => format!("the agent answered {other:?}"),
+        Err(error) => error.to_string(),
+    };
+    tracing::warn!("memory for the GPU's is not allocated before the freeze: {why}");
+}
+
+fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {
+    let bytes = |pid: &i32| {
+        let of = users.iter().filter(|user| user.pid == *pid);
+        of.fold(0u64, |sum, user| sum.saturating_add(user.bytes))
+    };
+    let of = |pid: &i32| Wanted {
+        pid: *pid,
+        bytes: bytes(pid),
+    };
+    pids.iter().map(of).collect()
+}
+
+/// For a restore of the checkpoint in this directory. The tables of the VRAM files and of all that it builds upon are read:
+/// what is missing or another one than it was is told before anything is started.
+///
+/// # Errors
+/// [`Error`].
+pub fn restore(
+    config: &Config,
+    metadata: &Metadata,
+    directory: &Path,
+) -> Result<VramConfig, Error> {
+    let vram = config.vram.config().map_err(Error::Failed)?;
+    let what = format!(
+        "{}: the image directory cannot be read",
+        directory.display()
+    );
+    if let Some(facts) = &metadata.gpu.vram {
+        let failed =
+            |what: String| Error::Failed(format!("restore refused, nothing was started: {what}"));
+        let digest = facts.digest.parse::<Digest>().map_err(failed)?;
+        let found = Vram::open_with(directory, Some(digest), &config.search());
+        if found.map_err(|e| failed(e.to_string()))?.is_none() {
+            let index = directory.join(names::VRAM_INDEX);
+            return Err(failed(format!(
+                "{} is missing; the checkpoint is incomplete",
+                index.display()
+            )));
+        }
+    }
+    Ok(VramConfig {
+        digest: metadata.gpu.vram.as_ref().map(|facts| facts.digest.clone()),
+        directory: Some(directory.canonicalize().map_err(Error::io(what))?),
+        search: config.search(),
+        ..vram
+    })
+}
+
+/// How far the VRAM files is.
+#[derive(Debug)]
+pub enum Progress {
+    /// There is nothing to wait for.
+    Unused,
+    /// All of it is on the disk.
+    Durable(VramDone),
+    /// It is still being written.
+    Writing,
+}
+
+/// Waits for the VRAM files of this operation.
+///
+/// # Errors
+/// A text for a user: the checkpoint is not complete.
+pub fn wait(op: &Operation, limit: Duration) -> Result<Progress, String> {
+    let lost =
+        |error: String| format!("the driver agent, which writes the GPU memory, is gone: {error}");
+    let socket = op.file(crate::agent::SOCKET);
+    if !socket.exists() {
+        return Ok(Progress::Unused);
+    }
+    let mut client = Client::connect(&socket).map_err(|e| lost(e.to_string()))?;
+    let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+    let reply = client
+        .call(Op::VramWait { limit_ms }, limit.saturating_add(MARGIN))
+        .map_err(|e| lost(e.to_string()))?;
+    match reply.outcome {
+        Outcome::Vram(None) => Ok(Progress::Unused),
+        Outcome::Vram(Some(done)) => Ok(Progress::Durable(done)),
+        Outcome::Error(error) if error.kind == ErrorKind::TimedOut => Ok(Progress::Writing),
+        Outcome::Error(error) => Err(error.message),
+        other => Err(format!("unexpected answer of the driver agent: {other:?}")),
+    }
+}
+
+/// Waits for the VRAM files, and notes in the metadata what there is of it. False: it is still being written.
+///
+/// # Errors
+/// As [`wait`].
+pub fn note(
+    op: &Operation,
+    limit: Duration,
+    since: Instant,
+    metadata: &mut Metadata,
+) -> Result<bool, String> {
+    match wait(op, limit)? {
+        Progress::Unused => {}
+        Progress::Writing => return Ok(false),
+        Progress::Durable(done) => {
+            metadata.timings.durable_us = u64::try_from(since.elapsed().as_micros()).ok();
+            metadata.gpu.vram = Some(done.facts);
+        }
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_cuda::gpu::GpuUuid;
+    use serde_json::json;
+
+    #[test]
+    fn the_annotation_comes_before_the_configuration() {
+        let mut config = Config::default();
+        let with = |value: &str| Spec::from_json(json!({"annotations": {ANNOTATION: value}}));
+        let none = Spec::from_json(json!({}));
+        assert!(!wanted(&config, &none).unwrap().unwrap().required);
+        assert!(wanted(&config, &with("on")).unwrap().unwrap().required);
+        assert!(wanted(&config, &with("off")).unwrap().is_none());
+        config.nvidia.vram = Mode::Off;
+        assert!(wanted(&config, &none).unwrap().is_none());
+        assert!(wanted(&config, &with("auto")).unwrap().is_some());
+        let error = wanted(&config, &with("yes")).unwrap_err().to_string();
+        assert!(error.starts_with("dev.cryopod.vram: \"yes\""), "{error}");
+    }
+
+    #[test]
+    fn memory_to_spare() {
+        const GIB: u64 = 1 << 30;
+        assert!(enough(GIB, 2 * GIB, "its").is_ok());
+        let error = enough(GIB + 1, 2 * GIB, "its").unwrap_err().to_string();
+        assert!(
+            error.contains("1025 MiB of host memory are needed"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn memory_of_all_gpus_by_process() {
+        let gpu = |n: u8| GpuUuid([n; 16]);
+        let user = |pid, n, bytes| GpuUser {
+            pid,
+            gpu: gpu(n),
+            bytes,
+        };
+        let users = [user(1, 1, 5), user(2, 1, 7), user(1, 2, 8), user(9, 1, 1)];
+        let bytes: Vec<_> = by_process(&[1, 2, 3], &users)
+            .iter()
+            .map(|w| (w.pid, w.bytes))
+            .collect();
+        assert_eq!(bytes, [(1, 13), (2, 7), (3, 0)]);
+    }
+}

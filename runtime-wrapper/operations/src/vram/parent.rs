@@ -1,0 +1,200 @@
+//! Which checkpoint a new one builds upon: chunks of GPU memory that are in that one are not stored again.
+//!
+//! The annotation `dev.cryopod.parent`, else `vram.parent`, names it, or says `auto`: the newest of this container
+//! beside the image directory. Without either it is the one that the engine names with `--parent-path`, or what that
+//! one builds upon in turn: a pre-dump has no GPU memory.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_archive::names;
+use cryopod_archive::vram::{Digest, Vram};
+use cryopod_cuda::vram::VramParent;
+use cryopod_host::spec::Spec;
+
+use crate::argv::Invocation;
+use crate::config::Config;
+use crate::error::Error;
+
+/// The annotation that overrides `vram.parent`.
+pub const ANNOTATION: &str = "dev.cryopod.parent";
+/// A checkpoint that would build upon so many others is made whole instead: a restore needs all of them.
+const LONGEST: usize = 64;
+/// Directories beside the image directory that are looked at.
+const MAX_SIBLINGS: usize = 100_000;
+
+/// The checkpoint before this one; `None`: this one is whole.
+///
+/// # Errors
+/// [`Error::Failed`]: it is there and cannot be used. Nothing was touched.
+pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<VramParent>, Error> {
+    let images = std::path::absolute(inv.image_path()).map_err(Error::io("the image directory"))?;
+    let wish = spec.annotation(ANNOTATION);
+    let wish = wish.or(config.vram.parent.as_deref()).map(str::trim);
+    let directory = match wish {
+        Some("off") => None,
+        Some("auto") => newest_beside(&images, &inv.id),
+        Some(path) if Path::new(path).is_absolute() => {
+            let found = present(Path::new(path));
+            if let (Some(_), Some(directory)) = (spec.annotation(ANNOTATION), &found) {
+                let allowed = within(config, &images, directory);
+                allowed.map_err(|what| {
+                    Error::Failed(format!(
+                        "{ANNOTATION}: {path:?} {what}. Nothing was touched"
+                    ))
+                })?;
+            }
+            found
+        }
+        Some(other) => {
+            return Err(Error::Failed(format!(
+                "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path. Nothing was touched"
+            )));
+        }
+        None => {
+            let path = inv.flags.value("parent-path").filter(|p| !p.is_empty());
+            path.and_then(|path| upwards(&images.join(path)))
+        }
+    };
+    let Some(directory) = directory else {
+        return Ok(None);
+    };
+    let unusable = |what: String| {
+        Error::Failed(format!(
+            "{}: this checkpoint cannot build upon that one: {what}. Nothing was touched; {ANNOTATION}=off makes a whole one",
+            directory.display()
+        ))
+    };
+    if images
+        .canonicalize()
+        .is_ok_and(|images| images == directory || directory.starts_with(&images))
+    {
+        return Err(unusable("it is the directory that would be written".into()));
+    }
+    let metadata = Metadata::open(&directory).map_err(|e| unusable(e.to_string()))?;
+    let Some(facts) = metadata.and_then(|metadata| metadata.gpu.vram) else {
+        tracing::info!(
+            "{}: no GPU memory to build upon: this checkpoint is whole",
+            directory.display()
+        );
+        return Ok(None);
+    };
+    let digest = facts.digest.parse::<Digest>().map_err(unusable)?;
+    let vram = Vram::open_with(&directory, Some(digest), &config.search());
+    let vram = vram.map_err(|e| unusable(e.to_string()))?;
+    let vram = vram.ok_or_else(|| unusable(format!("{} is missing", names::VRAM_INDEX)))?;
+    if vram.depth() + 1 >= LONGEST {
+        tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
+        return Ok(None);
+    }
+    Ok(Some(VramParent {
+        directory,
+        digest: facts.digest,
+    }))
+}
+
+/// An annotation is the word of whoever made the container: it may name a checkpoint beside the new one, or where the
+/// administrator keeps them, and no other directory of the host.
+fn within(config: &Config, images: &Path, directory: &Path) -> Result<(), String> {
+    let beside = images.parent().and_then(|p| p.canonicalize().ok());
+    let listed = config.search();
+    let mut allowed = listed.iter().filter_map(|p| p.canonicalize().ok());
+    if directory.parent() == beside.as_deref() || allowed.any(|root| directory.starts_with(root)) {
+        return Ok(());
+    }
+    Err("is neither beside the image directory nor below one of vram.parents of the configuration; name such a directory, or let the administrator list its parent there".into())
+}
+
+/// A directory that is not there yet is none: the first checkpoint has no parent.
+fn present(path: &Path) -> Option<PathBuf> {
+    let found = path.canonicalize().ok();
+    if found.is_none() {
+        tracing::warn!("{}: is not there: this checkpoint is whole", path.display());
+    }
+    found
+}
+
+/// The newest complete checkpoint of the container in the directories beside its image directory.
+fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(images.parent()?).ok()?;
+    let mut found: Vec<(SystemTime, PathBuf)> = entries
+        .flatten()
+        .take(MAX_SIBLINGS)
+        .filter(|entry| entry.path() != images)
+        .filter_map(|entry| {
+            let metadata = entry.path().join(names::METADATA);
+            let made = std::fs::symlink_metadata(metadata).ok()?.modified().ok()?;
+            Some((made, entry.path()))
+        })
+        .collect();
+    found.sort();
+    let of_this = |path: &PathBuf| {
+        Metadata::open(path)
+            .ok()
+            .flatten()
+            .is_some_and(|metadata| metadata.container.id == id && metadata.gpu.vram.is_some())
+    };
+    found
+        .into_iter()
+        .rev()
+        .map(|(_, path)| path)
+        .find(of_this)
+        .and_then(|path| path.canonicalize().ok())
+}
+
+/// The directory, or the first one that CRIU's links lead to from it, that has GPU memory.
+fn upwards(from: &Path) -> Option<PathBuf> {
+    let mut at = from.canonicalize().ok()?;
+    for _ in 0..LONGEST {
+        if at.join(names::VRAM_INDEX).exists() {
+            return Some(at);
+        }
+        at = at.join(names::PARENT_LINK).canonicalize().ok()?;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn an_annotation_names_no_other_directory_of_the_host() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["ckpt/1", "other/1", "listed/deep/1"] {
+            std::fs::create_dir_all(at(name)).unwrap();
+        }
+        let mut config = Config::default();
+        let images = at("ckpt/2");
+        let of = |config: &Config, directory: &str| {
+            within(config, &images, &at(directory).canonicalize().unwrap())
+        };
+        assert!(of(&config, "ckpt/1").is_ok());
+        assert!(of(&config, "other/1").is_err());
+        assert!(of(&config, "listed/deep/1").is_err());
+        config.vram.parents = vec![at("listed")];
+        assert!(of(&config, "listed/deep/1").is_ok());
+        assert!(of(&config, "other/1").is_err());
+    }
+
+    #[test]
+    fn a_pre_dump_leads_to_what_it_builds_upon() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in ["0", "1", "2"] {
+            std::fs::create_dir(at(name)).unwrap();
+        }
+        assert_eq!(upwards(&at("2")), None);
+        symlink("../1", at("2/parent")).unwrap();
+        symlink("../0", at("1/parent")).unwrap();
+        std::fs::write(at("0").join(names::VRAM_INDEX), "").unwrap();
+        assert_eq!(upwards(&at("2")), Some(at("0").canonicalize().unwrap()));
+        symlink(".", at("0/parent")).unwrap();
+        std::fs::remove_file(at("0").join(names::VRAM_INDEX)).unwrap();
+        assert_eq!(upwards(&at("2")), None, "and ends");
+        assert_eq!(upwards(&at("missing")), None);
+    }
+}

@@ -1,0 +1,204 @@
+# vram_files.sh: the cases of the vram: checkpoints in place, two GPUs at once, suspend and resume, a chain of checkpoints of a
+# training. Sourced by inside.sh.
+# shellcheck shell=bash disable=SC2154,SC2034 # variables shared with machine.sh, cases.sh and inside.sh
+
+vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in place, without an archive
+    local content=$3 mode=$4 leave=$5 label=$6 from took dir metadata before images save load
+    low_level "$1"
+    gpu_args "${on_gpus:-1}"
+    job_command "$2" "$([ "${on_gpus:-1}" = 1 ] && echo 0 || echo 0,1)" "${content#random}"
+    start job --annotation "dev.cryopod.vram=$mode" "${gpu[@]}" "$image" "${job[@]}" || return
+    sleep 1
+    from=$(now)
+    # shellcheck disable=SC2086
+    pod container checkpoint --print-stats --keep ${leave:+--leave-running} job > "/logs/$label.checkpoint.json" \
+        2> "/logs/$label.checkpoint.err" || { cat "/logs/$label.checkpoint.err" && keep_logs job "$label" && return 1; }
+    took=$(since "$from")
+    keep_logs job "$label"
+    dir=$(static_dir job)/checkpoint
+    metadata=/logs/$label.cryopod.json
+    images=$(du -sb "$dir" | cut -f1)
+    [ "$(jq -r 'if .gpu.vram then "on" else "off" end' "$metadata")" = "$mode" ] || { say "$label: vram is not $mode" && return 1; }
+    save=$(jq -n --argjson local "$took" --argjson images "$images" --slurpfile stats "/logs/$label.checkpoint.json" --slurpfile metadata "$metadata" '
+        ($stats[0].container_statistics[0]) as $s | $metadata[0] as $c
+        | {export_s: $local, plan_s: ($c.timings.plan_us / 1e6), dump_s: ($c.timings.dump_us / 1e6),
+           durable_s: (($c.timings.durable_us // null) | if . then . / 1e6 else null end),
+           frozen_s: (($s.criu_statistics.frozen_time // 0) / 1e6), image_bytes: $images, vram: $c.gpu.vram,
+           processes: [$c.gpu.plugin_report.processes[] | .steps | map({(.step): (.micros / 1e6)}) | add]}')
+    grep -h 'cryopod: ' "/logs/$label.dump.log" | sed "s/^/gpu-test: $label: /" || true
+    if [ -n "$leave" ]; then
+        before=$(lines job)
+        verdict job "$label" "$before" || return
+        load=null
+    else
+        before=$(lines job)
+        from=$(now)
+        pod container restore --print-stats --keep job > "/logs/$label.restore.json" 2> "/logs/$label.restore.err" ||
+            { cat "/logs/$label.restore.err" && keep_logs job "$label" && return 1; }
+        took=$(since "$from")
+        keep_logs job "$label"
+        grep -h 'cryopod: ' "/logs/$label.restore.log" | sed "s/^/gpu-test: $label: /" || true
+        verdict job "$label" "$before" || return
+        load=$(jq -n --argjson local "$took" --slurpfile stats "/logs/$label.restore.json" \
+            --arg log "$(grep -o -E 'process [0-9]+: [a-z]+ in [0-9]+ ms' "/logs/$label.restore.log" || true)" '
+            ($stats[0].container_statistics[0]) as $s
+            | {import_s: $local, criu_s: (($s.criu_statistics.restore_time // 0) / 1e6),
+               processes: [$log | split("\n")[] | select(. != "") | capture("process (?<p>[0-9]+): (?<k>[a-z]+) in (?<v>[0-9]+) ms")
+                 | {p, k, v: (.v | tonumber / 1000)}] | group_by(.p) | map(map({(.k): .v}) | add)}')
+    fi
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit $content" --argjson save "$save" \
+        --argjson load "$load" --argjson gap "$(gap "/logs/$label.out")" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
+    jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
+}
+
+vram_files() { # every way of the VRAM files, and each beside the way through CRIU
+    local rt=${runtimes%% *} i
+    for i in $(seq "$vram_runs"); do
+        run_case "vram-random-on.$i" vram "$rt" "$vram_size" random on ''
+        run_case "vram-running-on.$i" vram "$rt" "$vram_size" random on leave
+        run_case "vram-zero-on.$i" vram "$rt" "$vram_size" zero on ''
+        [ "$i" -gt "$vram_off_runs" ] || run_case "vram-random-off.$i" vram "$rt" "$vram_size" random off ''
+    done
+    if [ "$vram_off_runs" -gt 0 ]; then run_case vram-running-off vram "$rt" "$vram_size" random off leave; fi
+    medians
+}
+
+medians() { # of the cases named CASE.1, CASE.2, ...
+    local all
+    all=$(jq -cs '
+        def mid: map(select(. != null)) | sort | if length == 0 then null else .[(length - 1) / 2 | floor] end;
+        [.[] | select(.ok and (.case | test("^vram-[a-z]+-o[nf]+[.][0-9]+$")))] | group_by(.case | sub("[.][0-9]+$"; ""))
+        | map({case: (.[0].case | sub("[.][0-9]+$"; "")), runs: length, size: .[0].size,
+            frozen_s: (map(.checkpoint.frozen_s) | mid), checkpoint_s: (map(.checkpoint.export_s) | mid),
+            dump_s: (map(.checkpoint.dump_s) | mid), durable_s: (map(.checkpoint.durable_s) | mid),
+            pause_s: (map(.longest_pause_s) | mid), restore_s: (map(.restore.import_s) | mid),
+            image_bytes: (map(.checkpoint.image_bytes) | mid)})' /out/results.jsonl)
+    jq -c '.[]' <<< "$all"
+    result "$(jq -n --argjson all "$all" '{case: "vram-medians", ok: true, medians: $all}')"
+}
+
+two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in turn, in place; GiB a second of CRIU's dump
+    local label=$3 n i
+    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    # A virtual machine gets its memory when it is first used: all cases are to find it there.
+    for n in 1 2 3 4; do head -c "$((2 * $2))${unit%iB}" /dev/zero > "/var/lib/containers/touched.$n" & done
+    wait
+    rm /var/lib/containers/touched.*
+    for i in $(seq "$vram_runs"); do
+        for n in 1 2; do
+            on_gpus=$n
+            vram "$1" "$2" random on '' "$label-$n.$i" || return
+            podman rm -f -t 0 job > /dev/null
+        done
+    done
+    # shellcheck disable=SC2016
+    result "$(jq -s --arg case "$label" --arg unit "$unit" --argjson size "$2" '
+        def mid: sort | .[(length - 1) / 2 | floor];
+        def of(n): [.[] | select(.case | startswith("\($case)-\(n).")) | .checkpoint];
+        def rate(n; seconds): [of(n)[] | n * $size / seconds] | mid;
+        def both(seconds): {one: rate(1; seconds), two: rate(2; seconds)} | .ratio = .two / .one;
+        {case: $case, ok: true, size: "2 x \($size) \($unit)", unit: "\($unit) a second",
+         driver: both([.processes[].checkpoint] | max), dump: both(.dump_s), durable: both(.durable_s), podman: both(.export_s)}' \
+        /out/results.jsonl)"
+    say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
+}
+
+suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls
+    local label=$3 i from pid times='[]' before save load out in said driver=/opt/driver
+    [ -z "$sim" ] || driver=/opt/cusim
+    [ -x /opt/cusim/cusim-step ] || skip "$label" "cusim-step is not in the pack; build cryopod-simdriver in release"
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    pid=$(podman inspect --format '{{.State.Pid}}' job)
+    for i in $(seq "$vram_runs"); do
+        before=$(lines job)
+        LD_LIBRARY_PATH=$driver /opt/cusim/cusim-step "$pid" lock checkpoint restore unlock > "/logs/$label.$i.driver" 2>&1 ||
+            { cat "/logs/$label.$i.driver" && return 1; }
+        save=$(awk '$1 == "checkpoint" {print $2}' "/logs/$label.$i.driver")
+        load=$(awk '$1 == "restore" {print $2}' "/logs/$label.$i.driver")
+        verdict job "$label" "$before" || return
+        before=$(lines job)
+        from=$(now)
+        cryopod suspend job > "/logs/$label.$i.said" 2>&1 || { cat "/logs/$label.$i.said" && return 1; }
+        out=$(since "$from")
+        [ -z "$(memory_on)" ] || { say "$label: memory is left on GPU $(memory_on)" && return 1; }
+        state_is job running || return
+        from=$(now)
+        cryopod resume job >> "/logs/$label.$i.said" 2>&1 || { cat "/logs/$label.$i.said" && return 1; }
+        in=$(since "$from")
+        verdict job "$label" "$before" || return
+        said=$(paste -s -d ' ' "/logs/$label.$i.said")
+        say "$label: driver $save and $load s; $said"
+        times=$(jq -c --argjson d "$save" --argjson l "$load" --argjson o "$out" --argjson i "$in" --arg said "$said" \
+            '. + [{driver_checkpoint_s: $d, driver_restore_s: $l, suspend_s: $o, resume_s: $i, said: $said}]' <<< "$times")
+    done
+    before=$(lines job)
+    cryopod suspend --to /var/lib/containers/suspended job > "/logs/$label.files.said" 2>&1 &&
+        cryopod resume job >> "/logs/$label.files.said" 2>&1 || { cat "/logs/$label.files.said" && return 1; }
+    verdict job "$label" "$before" || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson runs "$times" \
+        --arg files "$(paste -s -d ' ' "/logs/$label.files.said")" '
+        def mid(k): map(.[k]) | sort | .[(length - 1) / 2 | floor];
+        {case: $case, ok: true, runtime: $runtime, size: $size, runs: $runs, files: $files,
+            driver_checkpoint_s: ($runs | mid("driver_checkpoint_s")), suspend_s: ($runs | mid("suspend_s")),
+            driver_restore_s: ($runs | mid("driver_restore_s")), resume_s: ($runs | mid("resume_s"))}
+        | .suspend_times_faster = .driver_checkpoint_s / .suspend_s')"
+    jq -c 'del(.runs)' <<< "$(tail -n 1 /out/results.jsonl)"
+}
+
+# one_loss_a_step FILE...: no step has two losses, and the first file's are all there.
+one_loss_a_step() {
+    cat "$@" | awk '$3 == "CORRUPT" {bad = 1} $3 == "ok" {if ($1 in loss && loss[$1] != $2) bad = 1; loss[$1] = $2} END {exit bad}'
+}
+
+chain() { # RUNTIME LABEL: a training with a checkpoint every few seconds, each building upon the one before; each restores
+    local label=$2 id n dir=/var/lib/containers/chain every=${GPU_TEST_CHAIN_EVERY:-10} count=12 started static before rows='[]' row
+    [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
+    [ -z "$sim" ] || { every=1 && count=4; }
+    low_level "$1"
+    layers=$chain_layers
+    train_command 1000000
+    if [ -n "$sim" ]; then train=(/cusim/cusim-client --mib 100 --train-mib 8); fi
+    mkdir -p "$dir"
+    pod run -d --name whole "${gpu[@]}" "$image" "${train[@]}" > /dev/null || return
+    start job --annotation dev.cryopod.parent=auto --annotation dev.cryopod.vram=on "${gpu[@]}" "$image" "${train[@]}" || return
+    id=$(podman inspect --format '{{.Id}}' job)
+    for n in $(seq "$count"); do
+        started=$(now)
+        cryopod-runtime checkpoint --leave-running --image-path "$dir/$n" --work-path /logs "$id" > "/logs/$label.$n.said" 2>&1 ||
+            { cat "/logs/$label.$n.said" && return 1; }
+        row=$(jq -c --argjson n "$n" --argjson took "$(since "$started")" '{n: $n, took_s: $took, dump_s: (.timings.dump_us / 1e6),
+            durable_s: ((.timings.durable_us // 0) / 1e6), bytes: .gpu.vram.bytes, stored_bytes: .gpu.vram.stored_bytes,
+            chunks: .gpu.vram.chunks, parent: .gpu.vram.parent, zero: .gpu.vram.zero}' "$dir/$n/cryopod.json") || return
+        say "$label: $row"
+        rows=$(jq -c --argjson row "$row" '. + [$row]' <<< "$rows")
+        sleep "$(jq -n "[0, $every - $(since "$started")] | max")"
+    done
+    before=$(lines job)
+    wait_for more_lines job $((before + 5)) || return
+    # What the training had come to is in the logs; from here on it goes on from each checkpoint in turn.
+    podman kill job > /dev/null && wait_for state_is job exited || return
+    podman logs job > "/logs/$label.job.out" 2>&1
+    podman logs whole > "/logs/$label.whole.out" 2>&1
+    podman rm -f -t 0 whole > /dev/null
+    one_loss_a_step "/logs/$label.whole.out" "/logs/$label.job.out" || { say "$label: the losses differ" && return 1; }
+    static=$(static_dir job)
+    for n in $(seq "$count"); do
+        rm -rf "$static/checkpoint"
+        ln -s "$dir/$n" "$static/checkpoint"
+        before=$(lines job)
+        pod container restore --keep job > "/logs/$label.restore.$n" 2>&1 || { cat "/logs/$label.restore.$n" && keep_logs job "$label.$n" && return 1; }
+        wait_for more_lines job $((before + 3)) || return
+        podman kill job > /dev/null && wait_for state_is job exited || return
+    done
+    rm -f "$static/checkpoint"
+    podman logs job > "/logs/$label.job.out" 2>&1
+    one_loss_a_step "/logs/$label.whole.out" "/logs/$label.job.out" || { say "$label: restored, the losses differ" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson rows "$rows" --argjson steps "$(lines job)" \
+        --arg info "$(grep -h '^#' "/logs/$label.job.out" | head -n 1)" --argjson gap "$(gap "/logs/$label.whole.out")" \
+        '{case: $case, ok: true, runtime: $runtime, info: $info, checkpoints: $rows, restored: ($rows | length), steps_compared: $steps}')"
+    rm -rf "$dir"
+}

@@ -1,0 +1,119 @@
+# podman.sh LOW: the VRAM files under podman with cryopod-runtime.
+low=$1
+mkimage
+low_level "$low"
+printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
+mkdir -p /run/cusim
+sim=/run/cusim/server.sock
+/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
+/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
+wait_for test -S "$sim"
+mount --bind /run/simulated/driver /proc/driver
+
+run() { # MODE cusim-client ARG...
+    local mode=$1 && shift
+    pod run -d --name job --annotation "dev.cryopod.vram=$mode" --network none --device /dev/nvidiactl \
+        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+        localhost/busybox /cusim/cusim-client "$@" > /dev/null
+    wait_for ticked 3
+}
+ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticked() { [ "$(ticks)" -ge "$1" ]; }
+check() { # NAME COMMAND...
+    local name=$1 && shift
+    "$@" || { echo "FAILED: $name" && podman logs job 2>&1 | tail -n 5 && cat /tmp/said && exit 1; }
+    echo "ok: $name"
+}
+goes_on() {
+    local now && now=$(ticks)
+    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+}
+sum() { podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2; }
+recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
+: > /tmp/said
+
+run on --mib 100
+last=$(sum)
+pod container checkpoint --leave-running --export /tmp/job.tar job > /dev/null
+check 'left running: it goes on' goes_on
+check 'left running: durable after it was frozen' recorded '.gpu.vram.raw >= 100 and .timings.durable_us > .timings.dump_us'
+for times in once twice; do
+    pod container checkpoint --export /tmp/job.tar job > /dev/null
+    pod rm -f -t 0 job > /dev/null
+    check "$times: the metadata vouches for the VRAM files" recorded '.gpu.vram.digest | length == 64'
+    pod container restore --import /tmp/job.tar > /dev/null
+    check "$times: restored" goes_on
+    check "$times: the same sum" test "$(sum)" = "$last"
+done
+
+id=$(pod inspect -f '{{.Id}}' job)
+cryopod-runtime checkpoint --leave-running --image-path /tmp/ahead --work-path /tmp/ahead "$id" > /tmp/said 2>&1
+check 'its memory was allocated before the freeze' grep -Eq 'for the driver at .*, allocated before the freeze' /tmp/ahead/dump.log
+check 'allocated before the freeze: it goes on' goes_on
+rm -rf /tmp/ahead
+
+# The image directory's disk is full in the middle of the vram.
+mkdir -p /tmp/small
+for flag in '' --leave-running; do
+    mount -t tmpfs -o size=40m tmpfs /tmp/small
+    # shellcheck disable=SC2086
+    if cryopod-runtime checkpoint $flag --image-path /tmp/small --work-path /tmp "$id" > /tmp/said 2>&1; then
+        echo 'a checkpoint on a full disk' && exit 1
+    fi
+    # The VRAM files or CRIU, which writes at the same time, is told first.
+    check "a full disk ($flag): said" grep -q 'the container goes on running: .*No space left on device' /tmp/said
+    check "a full disk ($flag): no metadata" test ! -e /tmp/small/cryopod.json
+    check "a full disk ($flag): it goes on" goes_on
+    umount /tmp/small
+done
+
+# The writer is killed: with the container stopped for it, and when it runs again.
+printf '[vram]\ncodec = "zstd"\nlevel = 19\n' >> /etc/cryopod/config.toml # slow enough to be met at work
+kill_worker() { wait_for pgrep -f '^/proc/self/exe --vram-worker' > /dev/null && pkill -KILL -f '^/proc/self/exe --vram-worker'; }
+for flag in '' --leave-running; do
+    kill_worker &
+    # shellcheck disable=SC2086
+    if cryopod-runtime checkpoint $flag --image-path /tmp/killed --work-path /tmp "$id" > /tmp/said 2>&1; then
+        echo 'a checkpoint whose writer was killed' && exit 1
+    fi
+    check "the writer is killed ($flag): said" grep -q 'goes on running: .*worker ended without an answer' /tmp/said
+    check "the writer is killed ($flag): nothing that verifies" sh -c '[ ! -e /tmp/killed/cryopod.json ] && [ ! -e /tmp/killed/vram-index.img ] && ! cryopod verify /tmp/killed 2> /dev/null'
+    check "the writer is killed ($flag): it goes on" goes_on
+    rm -rf /tmp/killed
+done
+sed -i '/^\[vram\]/,$d' /etc/cryopod/config.toml
+
+sed 's/^MemAvailable:.*/MemAvailable:    1100000 kB/' /proc/meminfo > /tmp/meminfo
+mount --bind /tmp/meminfo /proc/meminfo
+no_room() { ! cryopod-runtime checkpoint --image-path /tmp/no "$id" > /tmp/said 2>&1 && grep -Eq 'goes on running: [0-9]+ MiB of host memory are needed' /tmp/said; }
+check 'too little host memory: refused in the plan' no_room
+umount /proc/meminfo
+check 'too little host memory: nothing is left, and it goes on' sh -c '! ls /tmp/no/* 2> /dev/null'
+goes_on
+
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+pod rm -f -t 0 job > /dev/null
+mkdir /tmp/open
+tar -C /tmp/open -xf /tmp/job.tar
+printf x | dd of=/tmp/open/checkpoint/vram-0000.img bs=1 seek=5000000 conv=notrunc status=none
+tar -C /tmp/open -cf /tmp/bad.tar .
+if pod container restore --import /tmp/bad.tar > /tmp/said 2>&1; then
+    echo 'restored from a damaged archive' && exit 1
+fi
+check 'a damaged archive: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
+pod rm -f -t 0 job > /dev/null 2>&1 || true
+pod container restore --import /tmp/job.tar > /dev/null
+check 'the whole one: restored' goes_on
+pod rm -f -t 0 job > /dev/null
+
+run off --mib 100
+pod container checkpoint --export /tmp/job.tar job > /dev/null
+pod rm -f -t 0 job > /dev/null
+check 'off: through CRIU' recorded '.gpu.vram == null'
+pod container restore --import /tmp/job.tar > /dev/null
+check 'off: restored' goes_on
+pod rm -f -t 0 job > /dev/null
+check 'no operation is left' test -z "$(ls -A /run/cryopod)"
+check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'
