@@ -81,9 +81,9 @@ fn the_large_files_go_and_are_found() {
             names_of(&found.entry),
             [
                 "cryopod-store.json",
-                "vram-0000.img",
                 "pages-1.img",
-                "pages-3.img"
+                "pages-3.img",
+                "vram-0000.img"
             ]
         );
         let page = found.entry.join("pages-1.img");
