@@ -22,7 +22,12 @@ test: ## all tests: format, lints, units, the simulated driver, the real contain
 
 test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE=forky]
 	cargo build --quiet --workspace
-	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests -- $(T)
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests --test real-stack -- $(T)
+
+test-long: ## hours: hostile containers, the property test and the fuzz targets, each for long
+	PROPTEST_CASES=100000 cargo test --quiet --package cryopod-operations reach
+	HOSTILE_ROUNDS=500 CRYOPOD_REQUIRE_REAL=1 cargo test --package cryopod-tests --test real-stack -- --test-threads=2 hostile::
+	fuzz/run 4200
 
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up
@@ -59,4 +64,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build test test-one testbed test-vm demo picture bench bench-archive gpu-test deny clean
+.PHONY: help build test test-one test-long testbed test-vm demo picture bench bench-archive gpu-test deny clean

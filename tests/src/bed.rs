@@ -215,6 +215,30 @@ pub fn bin_dir() -> &'static Path {
     })
 }
 
+/// Where the plugin is that can be told to fail and to panic: built on the first call, apart from what is released.
+pub fn test_hooks() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    DIR.get_or_init(|| {
+        let target = bin_dir().join("test-hooks");
+        let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let built = Command::new(cargo)
+            .current_dir(workspace())
+            .args([
+                "build",
+                "--quiet",
+                "--lib",
+                "--package",
+                "cryopod-criu-plugin",
+            ])
+            .args(["--features", "test-hooks", "--target-dir"])
+            .arg(&target)
+            .status()
+            .expect("cargo starts");
+        assert!(built.success(), "the plugin with test hooks does not build");
+        target.join("debug")
+    })
+}
+
 /// `testbed enter`, which dies with the thread that starts it.
 fn enter(cgroup: Cgroup) -> Command {
     let mut command = Command::new("setpriv");

@@ -44,6 +44,22 @@ within() {
     done
 }
 
+# check NAME COMMAND...: ends the script if COMMAND fails, after what on_failure, which scripts define, has to show.
+check() {
+    local name=$1 && shift
+    if "$@"; then
+        echo "ok: $name"
+    else
+        echo "FAILED: $name"
+        on_failure || true
+        exit 1
+    fi
+}
+on_failure() { :; }
+
+# says FILE PATTERN: the file has a line that matches the extended regular expression.
+says() { grep -Eq -- "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }; }
+
 # fake_gpu_nodes: device nodes named and numbered like those of an NVIDIA and an AMD GPU. No driver is
 # behind them: to open one fails.
 fake_gpu_nodes() {

@@ -18,46 +18,40 @@ fn rounds() -> u32 {
         .unwrap_or(4)
 }
 
-fn run(cgroup: Cgroup, arguments: &str, script: &str) {
+fn run(cgroup: Cgroup, low: &str, mode: &str, script: &str) {
+    let count = rounds().to_string();
+    let arguments = [low, &count, mode];
     let Some(bed) = Bed::new(cgroup) else { return };
     let limit = Duration::from_secs(900 + u64::from(rounds()) * 60);
-    let out = bed
-        .limit(limit)
-        .sh(&format!("set -- {arguments}\n{script}"));
-    let out = out.ok();
-    assert_eq!(
-        out.lines().filter(|l| l.starts_with("ok: ")).count(),
-        1,
-        "{out}"
-    );
+    crate::run_in(&bed.limit(limit), &arguments, &[script]);
 }
 
 #[test]
 fn admin_podman_crun() {
-    run(Cgroup::V2, &format!("crun {} admin", rounds()), PODMAN);
+    run(Cgroup::V2, "crun", "admin", PODMAN);
 }
 
 #[test]
 fn admin_podman_runc() {
-    run(Cgroup::V1, &format!("runc {} admin", rounds()), PODMAN);
+    run(Cgroup::V1, "runc", "admin", PODMAN);
 }
 
 #[test]
 fn user_namespace_podman_crun() {
-    run(Cgroup::V2, &format!("crun {} user", rounds()), PODMAN);
+    run(Cgroup::V2, "crun", "user", PODMAN);
 }
 
 #[test]
 fn user_namespace_podman_runc() {
-    run(Cgroup::V1, &format!("runc {} user", rounds()), PODMAN);
+    run(Cgroup::V1, "runc", "user", PODMAN);
 }
 
 #[test]
 fn admin_docker_runc() {
-    run(Cgroup::V1, &format!("runc {}", rounds()), DOCKER);
+    run(Cgroup::V1, "runc", "", DOCKER);
 }
 
 #[test]
 fn admin_docker_crun() {
-    run(Cgroup::V1, &format!("crun {}", rounds()), DOCKER);
+    run(Cgroup::V1, "crun", "", DOCKER);
 }

@@ -1,6 +1,8 @@
 //! The layout of the source: no import circles between the modules of a crate, arrows between crates go down, and no
 //! crate depends on a program.
 
+#![allow(clippy::unwrap_used, reason = "tests report by failing")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};

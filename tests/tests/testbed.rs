@@ -1,5 +1,4 @@
 //! The test bed's own promises: apart from the machine, and nothing left behind.
-#![allow(clippy::expect_used, reason = "tests report by failing")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -32,14 +32,6 @@ at_tick() { # CONTAINER N: the last line has a number of at least N; the first h
 cri_restores() { # does the CRI make a container of a checkpoint? containerd 2.4 does not any more
     ! containerd --version | grep -Eq ' v?(2\.([4-9]|[1-9][0-9])|[3-9]\.)' || { echo 'no restore by the CRI' && return 1; }
 }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && exit 1; }
-    echo "ok: $name"
-}
-says() { # FILE PATTERN
-    grep -Eq "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }
-}
 registry() { # the registry 127.0.0.1:5000, its blobs below /tmp/registry
     printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}, delete: {enabled: true}}\nhttp: {addr: "127.0.0.1:5000"}\n' \
         > /tmp/registry.yml

@@ -95,8 +95,4 @@ says() { # FILE JQ-CONDITION
 }
 plugin_says() { says /run/op/dump/plugin-report.json "$1"; }
 agent_says() { says /run/op/dump/agent-report.json "$1"; }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && show_logs && tail -n 3 /tmp/out && exit 1; }
-    echo "ok: $name"
-}
+on_failure() { show_logs; tail -n 3 /tmp/out; }

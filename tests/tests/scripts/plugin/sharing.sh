@@ -27,11 +27,7 @@ run() { # ARG... -- COMMAND...
 }
 ticks() { podman logs job 2>&1 | grep -c ' ok ' || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && podman logs job 2>&1 | tail -n 5 && cat /tmp/said && exit 1; }
-    echo "ok: $name"
-}
+on_failure() { podman logs job 2>&1 | tail -n 5; cat /tmp/said; }
 goes_on() {
     local now && now=$(ticks)
     wait_for ticked $((now + 8)) && ! podman logs job 2>&1 | grep -E 'CORRUPT|rror'

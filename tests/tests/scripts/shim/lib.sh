@@ -19,14 +19,7 @@ images() { # busybox for ctr
     podman save -q --format oci-archive -o /tmp/busybox.oci localhost/busybox
     ctr images import /tmp/busybox.oci > /dev/null
 }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && tail -n 15 /tmp/containerd.log && exit 1; }
-    echo "ok: $name"
-}
-says() { # FILE PATTERN
-    grep -Eq -- "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }
-}
+on_failure() { tail -n 15 /tmp/containerd.log; }
 status() { # CONTAINER: RUNNING, STOPPED, ...; nothing if it has no task
     ctr tasks ls | awk -v id="$1" '$1 == id {print $3}'
 }

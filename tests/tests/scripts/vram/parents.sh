@@ -27,11 +27,7 @@ made() { # BUNDLE PARENT cusim-client ARG...: a bundle whose checkpoints build u
 }
 ticks() { grep -cs ok "/tmp/$1.out" || true; }
 ticked() { [ "$(ticks "$1")" -ge "$2" ]; }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && tail -n 5 /tmp/*.out && cat /tmp/said && exit 1; }
-    echo "ok: $name"
-}
+on_failure() { tail -n 5 /tmp/*.out; cat /tmp/said; }
 goes_on() { # NAME: sums come again, and were never wrong
     local now && now=$(ticks "$1")
     wait_for ticked "$1" $((now + 3)) && ! grep CORRUPT "/tmp/$1.out"

@@ -25,11 +25,7 @@ run() { # NODES cusim-client ARG...
 end() { pod rm -f -t 0 job > /dev/null; }
 ticks() { podman logs job 2>&1 | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-check() { # NAME COMMAND...
-    local name=$1 && shift
-    "$@" || { echo "FAILED: $name" && podman logs job 2>&1 | tail -n 5; cat /tmp/said && exit 1; }
-    echo "ok: $name"
-}
+on_failure() { podman logs job 2>&1 | tail -n 5; cat /tmp/said; }
 goes_on() { # the sums come again, are right, and what they were
     local now && now=$(ticks)
     wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT

@@ -1,0 +1,204 @@
+//! The real stack in the test bed: CRIU, runc, crun, podman, docker and containerd, on the simulated driver where a GPU is
+//! needed. Each scenario is one test: `make test-one T=archive::registry`.
+//!
+//! A scenario is one or more scripts of `scripts/`, run one after the other in one shell with `-eu -o pipefail`. Each check
+//! ends the script that fails.
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "tests report by failing"
+)]
+
+use cryopod_tests::bed::{Bed, Cgroup, containerd_has_cri_checkpoints};
+
+mod check;
+mod containers;
+mod gpu_plugins;
+mod hostile;
+mod plugin;
+mod shim;
+mod testbed;
+mod vram;
+
+/// What a scenario prints when all of it has run.
+const END: &str = "the scenario has ended";
+
+/// Runs scripts with these arguments in a bed, and returns what they print.
+fn run_in(bed: &Bed, arguments: &[&str], scripts: &[&str]) -> String {
+    let script = scripts.join("\n");
+    let script = format!("set -- {}\n{script}\necho '{END}'", arguments.join(" "));
+    let out = bed.sh(&script).ok();
+    assert!(out.trim_end().ends_with(END), "it ended early\n{out}");
+    out
+}
+
+/// Likewise in a new bed; `None` where the bed cannot run.
+fn run(cgroup: Cgroup, arguments: &[&str], scripts: &[&str]) -> Option<String> {
+    Some(run_in(&Bed::new(cgroup)?, arguments, scripts))
+}
+
+/// `name: CGROUP [ARGUMENT...] SCRIPT + SCRIPT...;`
+macro_rules! scenarios {
+    ($($(#[$doc:meta])* $name:ident: $cgroup:ident [$($argument:literal)*] $script:literal $(+ $more:literal)*;)*) => {$(
+        $(#[$doc])*
+        #[test]
+        fn $name() {
+            crate::run(
+                cryopod_tests::bed::Cgroup::$cgroup,
+                &[$($argument),*],
+                &[include_str!(concat!("scripts/", $script)), $(include_str!(concat!("scripts/", $more))),*],
+            );
+        }
+    )*};
+}
+pub(crate) use scenarios;
+
+/// Archives of GPU containers: made of and restored by podman, read by other tools, moved through a registry.
+mod archive {
+    crate::scenarios! {
+        podman: V2 [] "archive/lib.sh" + "archive/podman.sh";
+        killed: V2 [] "archive/lib.sh" + "archive/killed.sh";
+        registry: V2 [] "archive/lib.sh" + "archive/registry.sh";
+        elsewhere: V2 [] "archive/lib.sh" + "archive/elsewhere.sh";
+    }
+}
+
+/// containerd's CRI. containerd 1.7, that of trixie, has no CRI checkpoints, and 2.4 has no restores. On cgroup v2
+/// containerd's shim starts no container in the bed (docs/testbed.md).
+mod cri {
+    use super::*;
+
+    fn run(scripts: &[&str]) {
+        if containerd_has_cri_checkpoints() {
+            super::run(Cgroup::V1, &[], scripts);
+        } else {
+            println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
+        }
+    }
+
+    /// containerd's CRI restores from our image.
+    #[test]
+    fn archive() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/archive/containerd.sh"),
+        ]);
+    }
+
+    /// Our shim as a runtime class.
+    #[test]
+    fn runtime_class() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/shim/cri.sh"),
+        ]);
+    }
+}
+
+/// The user's own CRIU configuration is merged, never lost.
+mod criu_conf {
+    crate::scenarios! {
+        crun: V2 ["crun"] "criu_conf.sh";
+        runc: V1 ["runc"] "criu_conf.sh";
+    }
+}
+
+/// docker's checkpoints with our shim: docker 26 with `SUITE=trixie`, 28 with `SUITE=forky`.
+mod docker {
+    crate::scenarios! {
+        docker: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/docker.sh";
+    }
+}
+
+/// Checkpoints that fail: the container goes on running, nothing is left, the message names the cause.
+mod failures {
+    crate::scenarios! {
+        crun: V2 ["crun"] "failures.sh";
+        runc: V1 ["runc"] "failures.sh";
+        restore_crun: V2 ["crun"] "restore_interrupted.sh";
+        restore_runc: V1 ["runc"] "restore_interrupted.sh";
+        messages_crun: V2 ["crun"] "messages.sh";
+        messages_runc: V1 ["runc"] "messages.sh";
+    }
+}
+
+/// Restores on other GPUs.
+mod gpu_map {
+    crate::scenarios! {
+        crun: V2 ["crun"] "gpu_map.sh";
+        runc: V1 ["runc"] "gpu_map.sh";
+    }
+}
+
+/// Everything but `checkpoint` and `restore` of a GPU container goes through the wrapper as if it was not there.
+mod passthrough {
+    crate::scenarios! {
+        crun_on_v2: V2 ["crun"] "passthrough.sh";
+        runc_on_v1: V1 ["runc"] "passthrough.sh";
+        runc_on_v2: V2 ["runc"] "passthrough.sh";
+    }
+}
+
+/// CUDA containers under podman.
+mod plugin_podman {
+    crate::scenarios! {
+        crun: V2 ["crun"] "plugin/podman.sh";
+        runc: V2 ["runc"] "plugin/podman.sh";
+        runc_v1: V1 ["runc"] "plugin/podman.sh";
+        shared_memory_crun: V2 ["crun"] "plugin/sharing.sh";
+        shared_memory_runc: V1 ["runc"] "plugin/sharing.sh";
+    }
+}
+
+/// The main job under podman: run, checkpoint, export, remove, restore from the archive, go on.
+mod podman {
+    crate::scenarios! {
+        no_gpu_crun_v2: V2 ["crun"] "plain.sh";
+        no_gpu_runc_v1: V1 ["runc"] "plain.sh";
+        gpu_nodes_crun_v2: V2 ["crun"] "gpu_nodes.sh";
+        gpu_nodes_runc_v1: V1 ["runc"] "gpu_nodes.sh";
+        gpu_nodes_runc_v2: V2 ["runc"] "gpu_nodes.sh";
+    }
+}
+
+/// Containers whose device nodes lead elsewhere after a restore; no GPU is needed.
+mod remap {
+    crate::scenarios! {
+        nodes_crun_v1: V1 ["crun"] "remap/nodes.sh";
+        nodes_crun_v2: V2 ["crun"] "remap/nodes.sh";
+        nodes_runc_v1: V1 ["runc"] "remap/nodes.sh";
+        nodes_runc_v2: V2 ["runc"] "remap/nodes.sh";
+        ways_crun_v2: V2 ["crun"] "remap/ways.sh";
+        ways_runc_v1: V1 ["runc"] "remap/ways.sh";
+        failed_crun_v2: V2 ["crun"] "remap/failed.sh";
+        failed_runc_v1: V1 ["runc"] "remap/failed.sh";
+    }
+}
+
+/// The plan of a checkpoint's own restore: what comes back, and what is refused before the container is gone.
+mod restore_here {
+    crate::scenarios! {
+        bundles_crun: V2 ["crun"] "restore_here/bundles.sh";
+        bundles_runc: V1 ["runc"] "restore_here/bundles.sh";
+        refused_crun: V2 ["crun"] "restore_here/refused.sh";
+        refused_runc: V2 ["runc"] "restore_here/refused.sh";
+        hybrid_with_v1_mounted: Host ["crun"] "restore_here/hybrid.sh";
+        hybrid_with_v2_alone_mounted: HostV2 ["crun"] "restore_here/hybrid.sh";
+    }
+}
+
+/// What an archive gives the restored container, against what the engine's spec gives it.
+mod security {
+    crate::scenarios! {
+        privileges_crun: V2 ["crun"] "security/privileges.sh";
+        privileges_runc: V1 ["runc"] "security/privileges.sh";
+    }
+}
+
+/// The large files of checkpoints in a store, under a real containerd and podman.
+mod store {
+    crate::scenarios! {
+        under_containerd_and_podman: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/store.sh";
+    }
+}
