@@ -40,6 +40,15 @@ fn train(low: &str) {
 }
 
 #[test]
+fn pytorch_example() {
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let bed = bed.bind(&torch(), "/opt/torch");
+    crate::run_in(&bed, &[], &[include_str!("scripts/examples/pytorch.sh")]);
+}
+
+#[test]
 fn train_crun() {
     train("crun");
 }

@@ -111,6 +111,15 @@ mod docker {
     }
 }
 
+/// The examples, on containers without a GPU.
+mod examples {
+    crate::scenarios! {
+        podman: V2 [] "examples/podman.sh";
+        containerd: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/containerd.sh";
+        docker: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/docker.sh";
+    }
+}
+
 /// Checkpoints that fail: the container goes on running, nothing is left, the message names the cause.
 mod failures {
     crate::scenarios! {

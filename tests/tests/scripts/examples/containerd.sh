@@ -1,0 +1,3 @@
+containerd_up
+images
+IMAGE=$image bash /src/examples/containerd/move.sh
