@@ -326,7 +326,7 @@ impl Read for Output<'_> {
             }
             self.piece = None;
             let piece = match self.next.recv() {
-                Err(_) => return Ok(0), // the splitter has come to the end
+                Err(_) => return Ok(0), // the splitter is done
                 Ok(Next::Ready(piece)) => piece,
                 Ok(Next::Coming(reply)) => reply.recv().map_err(io::Error::other)??,
                 Ok(Next::Failed(e)) => return Err(e),

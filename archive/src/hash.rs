@@ -209,7 +209,7 @@ impl Work {
         let Self {
             line, sha, piece, ..
         } = self;
-        drop(piece); // whoever waits for its memory gets it now
+        drop(piece); // frees its memory for a waiting thread
         let mut held = line.held();
         held.sha = Some(sha);
         if held.pieces.is_empty() {
@@ -299,7 +299,7 @@ impl Queue {
 
     /// Wakes a thread, as a stream that waits no longer needs a partner.
     fn nudge(&self) {
-        drop(self.waiting()); // a thread that has just looked sleeps now, and is woken
+        drop(self.waiting()); // a thread that has just looked is asleep now
         self.more.notify_one();
     }
 

@@ -260,7 +260,7 @@ impl<'a> Decoded<'a> {
             }),
             Compression::Zstd => {
                 let mut decoder = zstd::stream::read::Decoder::with_buffer(raw)?;
-                decoder.window_log_max(27)?; // 128 MiB, the most that engines write
+                decoder.window_log_max(27)?; // 128 MiB, the largest window of any engine
                 Box::new(decoder)
             }
         };

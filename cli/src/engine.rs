@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 /// Most bytes of a program's output that are kept.
 const KEPT: u64 = 4 << 20;
-/// Time for a program to exit after SIGINT.
+/// Time for a program to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -96,7 +96,7 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     if let Some(status) = wait_until(child, Instant::now() + limit)? {
         return Ok(Some(status));
     }
-    // Interrupts it first: an engine then cleans up its container.
+    // SIGTERM first: an engine then cleans up its container.
     if let Ok(pid) = i32::try_from(child.id()) {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
     }

@@ -151,7 +151,7 @@ async fn pull_blob(
         while let Some(chunk) = stream.next().await {
             let chunk = chunk.map_err(|e| registry.failed(&step, causes(&e)))?;
             if sender.send(chunk).await.is_err() {
-                break; // the writer has given up and says why
+                break; // the writer failed and reports it
             }
         }
         drop(sender);
@@ -204,7 +204,7 @@ fn write_blob(
     while let Some(chunk) = chunks.blocking_recv() {
         bytes += chunk.len() as u64;
         if bytes > size {
-            break; // the count says what is wrong
+            break; // the size check reports it
         }
         hash.update(&chunk);
         file.write_all(&chunk)?;
@@ -300,7 +300,7 @@ impl Work {
 
     fn room_for(&self, needed: u64, layout: &Path) -> Result<(), Error> {
         let Ok(stat) = statvfs(&self.dir) else {
-            return Ok(()); // the write will tell
+            return Ok(()); // the write reports errors
         };
         let free = stat.blocks_available().saturating_mul(stat.fragment_size());
         if free < needed {

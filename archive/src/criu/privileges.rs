@@ -230,7 +230,7 @@ fn synced(filters: &[Filter], first: Option<u32>) -> bool {
             _ => return false,
         }
     }
-    false // it leads in a circle
+    false // the chain has a cycle
 }
 
 #[derive(Clone, PartialEq, Message)]

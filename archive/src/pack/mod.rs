@@ -296,7 +296,7 @@ impl Run<'_> {
             Some(items) => {
                 let mut groups = plan::layers(items, false);
                 for group in &mut groups {
-                    group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
+                    group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable sort
                 }
                 let mut directories = BTreeSet::new();
                 for item in groups.iter().flat_map(|g| &g.items) {
