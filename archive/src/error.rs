@@ -15,22 +15,14 @@ pub enum Error {
     #[error(
         "{path}: not a checkpoint: {reason}; known are podman's export file, a directory of CRIU images, an OCI image layout or a tar of one, an exported containerd checkpoint, and a checkpoint file of Kubernetes"
     )]
-    NotACheckpoint {
-        path: PathBuf,
-        reason: String,
-    },
+    NotACheckpoint { path: PathBuf, reason: String },
     /// The archive's content is damaged or hostile.
     #[error(
         "{path}: {bad}; the archive is damaged or not made by a checkpoint: nothing of it is used"
     )]
-    Bad {
-        path: PathBuf,
-        bad: Bad,
-    },
+    Bad { path: PathBuf, bad: Bad },
     #[error("{path}: exists already; choose another name or remove it")]
-    Exists {
-        path: PathBuf,
-    },
+    Exists { path: PathBuf },
     #[error(
         "{path}: {needed} bytes are needed and {free} are free; free some space or choose another place"
     )]

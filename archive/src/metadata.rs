@@ -43,29 +43,18 @@ fn remedy(error: &io::Error) -> &'static str {
 #[derive(Debug, thiserror::Error)]
 pub enum MetadataError {
     #[error("{path}: cannot read the checkpoint's record: {source}")]
-    Read {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     #[error("{path}: cannot write the checkpoint's record: {source}; {}", remedy(.source))]
-    Write {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     #[error(
         "{path}: larger than {MAX_METADATA_BYTES} bytes, which no metadata is; the archive is damaged or not a checkpoint of cryopod"
     )]
-    TooLarge {
-        path: PathBuf,
-    },
+    TooLarge { path: PathBuf },
     /// The file is not valid metadata.
     #[error(
         "{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool"
     )]
-    Invalid {
-        path: PathBuf,
-        reason: String,
-    },
+    Invalid { path: PathBuf, reason: String },
     /// A newer cryopod wrote the metadata, with a schema that this one does not know.
     #[error(
         "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"

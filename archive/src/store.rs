@@ -52,17 +52,11 @@ pub enum StoreError {
     #[error(
         "{path}: not a reference to a store ({reason}); the checkpoint is damaged or was written by another tool"
     )]
-    Reference {
-        path: PathBuf,
-        reason: String,
-    },
+    Reference { path: PathBuf, reason: String },
     #[error(
         "{path}: version {found} of the reference to a store; this cryopod reads {VERSION}: update it"
     )]
-    Version {
-        path: PathBuf,
-        found: u64,
-    },
+    Version { path: PathBuf, found: u64 },
     #[error(
         "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its directory in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
     )]
@@ -79,10 +73,7 @@ pub enum StoreError {
     #[error(
         "{path}: {reason}; the store's entry of this checkpoint is damaged: restore it from a copy of the store, or use another checkpoint"
     )]
-    Damaged {
-        path: PathBuf,
-        reason: String,
-    },
+    Damaged { path: PathBuf, reason: String },
     #[error("{path}: {reason}")]
     Unusable {
         path: PathBuf,

@@ -76,15 +76,9 @@ pub enum Error {
     #[error(
         "{text}: not the name of an image in a registry ({reason}); write REGISTRY/REPOSITORY:TAG"
     )]
-    Reference {
-        text: String,
-        reason: String,
-    },
+    Reference { text: String, reason: String },
     #[error("{path}: {reason}")]
-    AuthFile {
-        path: PathBuf,
-        reason: String,
-    },
+    AuthFile { path: PathBuf, reason: String },
     #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false" } else { "" })]
     Connect {
         registry: String,
@@ -95,14 +89,9 @@ pub enum Error {
     #[error(
         "{image}: the registry refuses access ({reason}); log in with `podman login`, or give --creds USER:PASSWORD"
     )]
-    Access {
-        image: String,
-        reason: String,
-    },
+    Access { image: String, reason: String },
     #[error("{image}: not in the registry")]
-    NotFound {
-        image: String,
-    },
+    NotFound { image: String },
     #[error(
         "{image}: {step}: {reason}; what was transferred stays, the same command goes on from there"
     )]
@@ -112,10 +101,7 @@ pub enum Error {
         reason: String,
     },
     #[error("{image}: {reason}; nothing of it is used")]
-    Content {
-        image: String,
-        reason: String,
-    },
+    Content { image: String, reason: String },
     #[error(transparent)]
     Archive(#[from] cryopod_archive::Error),
 }

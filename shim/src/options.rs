@@ -22,15 +22,9 @@ pub enum OptionsError {
     #[error("runtime options of type {0:?}; cryopod takes {RUNC} and {GENERIC}")]
     Type(String),
     #[error("runtime options of type {kind}: {reason}")]
-    Invalid {
-        kind: &'static str,
-        reason: String,
-    },
+    Invalid { kind: &'static str, reason: String },
     #[error("runtime options: ConfigPath {path}: {source}")]
-    File {
-        path: String,
-        source: io::Error,
-    },
+    File { path: String, source: io::Error },
 }
 
 /// Returns true if [`decode`] takes a message of this type.

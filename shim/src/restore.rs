@@ -51,10 +51,7 @@ pub enum RestoreError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error("the checkpoint {images} cannot be prepared for a restore into a network: {source}")]
-    Prepare {
-        images: PathBuf,
-        source: io::Error,
-    },
+    Prepare { images: PathBuf, source: io::Error },
 }
 
 impl Restoring {

@@ -12,13 +12,9 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
     #[error("{file}: not there; this is no complete checkpoint of CRIU")]
-    Missing {
-        file: String,
-    },
+    Missing { file: String },
     #[error("{file}: holds nothing; the checkpoint is damaged")]
-    Empty {
-        file: String,
-    },
+    Empty { file: String },
     #[error(
         "{file}: starts with {found:#010x}, an image of that name with {expected:#010x}; the checkpoint is damaged"
     )]
@@ -45,10 +41,7 @@ pub enum ImageError {
     #[error(
         "{file}: {what}, more than a checkpoint has; the file is damaged or was made to do harm"
     )]
-    TooMuch {
-        file: String,
-        what: String,
-    },
+    TooMuch { file: String, what: String },
 }
 
 /// The remaining budget of messages and bytes.

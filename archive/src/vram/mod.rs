@@ -49,18 +49,12 @@ pub enum VramError {
         source: io::Error,
     },
     #[error("{path}: {reason}; the checkpoint is damaged or incomplete")]
-    Damaged {
-        path: PathBuf,
-        reason: String,
-    },
+    Damaged { path: PathBuf, reason: String },
     #[error(
         "{path}: version {found} of the format; this cryopod reads {}: update it",
         index::VERSION
     )]
-    Version {
-        path: PathBuf,
-        found: u32,
-    },
+    Version { path: PathBuf, found: u32 },
     /// The parent checkpoint, on which this one builds, is unusable.
     #[error(
         "{path}: the parent checkpoint, without which this one cannot be read, {reason}; put it back, name its directory in `vram.parents`, or make checkpoints whole before they are moved (cryopod flatten)"
