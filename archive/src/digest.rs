@@ -36,10 +36,7 @@ impl Digest {
         Self(hex)
     }
 
-    /// Parses `sha256:HEX`.
-    ///
-    /// # Errors
-    /// [`Bad::Digest`] for anything else; other algorithms are refused.
+    /// Parses `sha256:HEX`. Fails with [`Bad::Digest`] for anything else; other algorithms are refused.
     pub fn parse(text: &str) -> Result<Self, Bad> {
         match text.strip_prefix("sha256:") {
             Some(hex)

@@ -55,10 +55,8 @@ pub struct Facts {
 /// The files that [`read`] uses; each is optional.
 pub const FILES: [&str; 3] = [names::CONFIG_DUMP, names::SPEC_DUMP, names::STATUS_DUMP];
 
-/// Reads the records: name and content of each existing file of [`FILES`].
-///
-/// # Errors
-/// [`RecordError`] if one is not JSON. A field that is missing or has another type is left out.
+/// Reads the records: name and content of each existing file of [`FILES`]. Fails with [`RecordError`] if one is not
+/// JSON. A field that is missing or has another type is left out.
 pub fn read(files: &BTreeMap<String, Vec<u8>>) -> Result<Facts, RecordError> {
     let mut facts = Facts::default();
     if let Some(config) = json(files, names::CONFIG_DUMP)? {

@@ -35,10 +35,8 @@ pub struct Flattened {
 }
 
 /// Unpacks a checkpoint with complete GPU memory into a directory that does not exist yet. A directory of CRIU's images
-/// stays one; anything else becomes an unpacked checkpoint.
-///
-/// # Errors
-/// After an error the content of the directory must not be used.
+/// stays one; anything else becomes an unpacked checkpoint. After an error the content of the directory must not be
+/// used.
 pub fn into_directory(
     source: &Source,
     to: &Path,

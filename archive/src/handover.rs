@@ -57,10 +57,8 @@ pub fn asked(images: &Path) -> bool {
     away.is_some_and(|away| matches!(lock(&away), Ok(None)))
 }
 
-/// Moves the large files of an image directory into another directory, which exists. Returns their number.
-///
-/// # Errors
-/// After an error the files moved so far stay there.
+/// Moves the large files of an image directory into another directory, which exists. Returns their number. After an
+/// error the files moved so far stay there.
 pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     let mut moved = 0;
     for item in fs::read_dir(images).map_err(fail(images, "cannot list it"))? {
@@ -244,8 +242,6 @@ pub fn before_checkpoint(images: &Path) -> io::Result<()> {
 }
 
 /// Call after a checkpoint. Moves the large files aside if `cryopod export` has asked for it. Returns their number.
-///
-/// # Errors
 /// After an error all files are where they were, or the message names those that could not be moved back.
 pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     let Some(away) = beside(images).filter(|p| own_directory(p)) else {
@@ -271,10 +267,7 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     })
 }
 
-/// Call before a restore. Brings the large files back into the image directory.
-///
-/// # Errors
-/// Fails if the ticket leads nowhere.
+/// Call before a restore. Brings the large files back into the image directory. Fails if the ticket leads nowhere.
 pub fn before_restore(images: &Path) -> io::Result<()> {
     if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;

@@ -234,10 +234,8 @@ impl Metadata {
         format!("{SCHEMA_MAJOR}.{SCHEMA_MINOR}")
     }
 
-    /// Reads the metadata of an image directory; `None` if the directory has none (a checkpoint of another tool).
-    ///
-    /// # Errors
-    /// [`MetadataError`] if it exists but is unusable.
+    /// Reads the metadata of an image directory; `None` if the directory has none (a checkpoint of another tool). Fails
+    /// with [`MetadataError`] if it exists but is unusable.
     pub fn open(image_dir: &Path) -> Result<Option<Self>, MetadataError> {
         let path = image_dir.join(names::METADATA);
         let read = |source| MetadataError::Read {

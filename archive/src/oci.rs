@@ -89,10 +89,7 @@ impl Descriptor {
         }
     }
 
-    /// Returns how a layer is compressed.
-    ///
-    /// # Errors
-    /// [`Bad::MediaType`] if it is not a layer of an OCI image.
+    /// Returns how a layer is compressed. Fails with [`Bad::MediaType`] if it is not a layer of an OCI image.
     pub fn layer_compression(&self, layer: usize) -> Result<Compression, Bad> {
         match self.media_type.as_str() {
             media::LAYER => Ok(Compression::None),

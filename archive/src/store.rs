@@ -132,10 +132,8 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Reads the reference of an image directory; `None` if it has none.
-    ///
-    /// # Errors
-    /// [`StoreError`] if it exists but is unusable.
+    /// Reads the reference of an image directory; `None` if it has none. Fails with [`StoreError`] if it exists but is
+    /// unusable.
     pub fn open(images: &Path) -> Result<Option<Self>, StoreError> {
         use std::io::Read;
         use std::os::unix::fs::OpenOptionsExt;

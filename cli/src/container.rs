@@ -29,10 +29,8 @@ pub struct Container {
 }
 
 impl Container {
-    /// Finds a container by id, by a prefix of the id, by name, or as `pid:N`, its init process.
-    ///
-    /// # Errors
-    /// Fails if there is none, if there are several, or if it does not run.
+    /// Finds a container by id, by a prefix of the id, by name, or as `pid:N`, its init process. Fails if there is
+    /// none, if there are several, or if it does not run.
     pub fn find(host: &Host, name: &str) -> anyhow::Result<Self> {
         let init = match name.strip_prefix("pid:") {
             Some(pid) => pid

@@ -58,10 +58,8 @@ impl Call {
         self
     }
 
-    /// Runs it and returns its standard output.
-    ///
-    /// # Errors
-    /// Fails if the program is missing, fails (with its own message), or takes too long.
+    /// Runs it and returns its standard output. Fails if the program is missing, fails (with its own message), or takes
+    /// too long.
     pub fn run(self) -> anyhow::Result<String> {
         let line = self.line();
         let mut child = Command::new(self.program)

@@ -85,10 +85,8 @@ fn files(explicit: Option<&Path>) -> (Vec<PathBuf>, bool) {
     (files, false)
 }
 
-/// Finds the credentials for `REGISTRY/REPOSITORY`; `None` if none are stored.
-///
-/// # Errors
-/// Fails if the explicit file cannot be read, if any file is invalid, or if a helper program has the credentials.
+/// Finds the credentials for `REGISTRY/REPOSITORY`; `None` if none are stored. Fails if the explicit file cannot be
+/// read, if any file is invalid, or if a helper program has the credentials.
 pub fn find(
     explicit: Option<&Path>,
     registry: &str,

@@ -30,10 +30,7 @@ const MAX_LAYERS: usize = 128;
 const MAX_MANIFEST: usize = 4 << 20;
 
 /// Pulls an image into a layout that does not exist yet. A hidden directory beside it keeps partial data, so the next
-/// try continues from there.
-///
-/// # Errors
-/// After an [`Error`] no layout has that name.
+/// try continues from there. After an [`Error`] no layout has that name.
 pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transferred, Error> {
     run(pull_all(from, layout, options), &from.to_string())
 }

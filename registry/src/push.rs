@@ -23,10 +23,7 @@ const CHUNK: usize = 1 << 20;
 /// Chunks between the disk and the network.
 const QUEUE: usize = 4;
 
-/// Pushes an image.
-///
-/// # Errors
-/// After an [`Error`] the image's name in the registry is unchanged.
+/// Pushes an image. After an [`Error`] the image's name in the registry is unchanged.
 pub fn push(source: &Source, to: &Reference, options: &Options) -> Result<Transferred, Error> {
     run(push_all(source, to, options), &to.to_string())
 }

@@ -203,10 +203,7 @@ impl Session {
             .map_err(|_| self.failed(step, "the answer has none"))
     }
 
-    /// Reads a whole answer.
-    ///
-    /// # Errors
-    /// [`Error::Content`] as soon as it is larger than `max` bytes.
+    /// Reads a whole answer. Fails with [`Error::Content`] as soon as it is larger than `max` bytes.
     pub(crate) async fn bounded(
         &self,
         step: &str,

@@ -19,10 +19,8 @@ impl Frame {
         self.header.type_ == MESSAGE_TYPE_REQUEST
     }
 
-    /// Reads a frame; `None` at the end of the stream.
-    ///
-    /// # Errors
-    /// Fails if the peer closes in the middle of a frame, or states a length that ttrpc does not allow.
+    /// Reads a frame; `None` at the end of the stream. Fails if the peer closes in the middle of a frame, or states a
+    /// length that ttrpc does not allow.
     pub fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut head = [0u8; MESSAGE_HEADER_LENGTH];
         let mut got = 0;

@@ -101,12 +101,8 @@ pub fn fs_type(number: u32) -> Option<&'static str> {
 }
 
 /// Reads the privileges. `open` returns the content of a file of the image directory, or `None` if there is no such
-/// file.
-///
-/// # Errors
-/// [`ImageError`] if an image is damaged, or if one is missing and CRIU would then restore a process with CRIU's own
-/// privileges. Errors of `open` pass through unchanged.
-/// privileges. Errors of `open` as they are.
+/// file. Fails with [`ImageError`] if an image is damaged, or if one is missing and CRIU would then restore a process
+/// with CRIU's own privileges. Errors of `open` pass through unchanged.
 pub fn read<E: From<ImageError>>(
     mut open: impl FnMut(&str) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<Privileges, E> {

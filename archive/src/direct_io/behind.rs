@@ -63,10 +63,8 @@ impl Behind {
         Ok(behind)
     }
 
-    /// Takes a full buffer to write, and returns another of the same length to fill.
-    ///
-    /// # Errors
-    /// An error of any earlier piece. All refused pieces are given back.
+    /// Takes a full buffer to write, and returns another of the same length to fill. Fails if an earlier piece failed.
+    /// Gives all refused pieces back.
     pub(super) fn write(
         &mut self,
         memory: Aligned,

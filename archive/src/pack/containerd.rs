@@ -18,9 +18,7 @@ use crate::stream::{Compression, Section};
 use crate::tarread::TarReader;
 
 /// Writes containerd's checkpoint again, in containerd's form. Adds the files of the store's entry to CRIU's images,
-/// and removes the reference. Ignores level, compression, names and annotations of the options.
-///
-/// # Errors
+/// and removes the reference. Ignores level, compression, names and annotations of the options. Fails with
 /// [`Error::Unsupported`] if the source is not such a checkpoint, or if the destination is not a layout.
 pub fn complete(
     source: &Source,

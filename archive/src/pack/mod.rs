@@ -150,10 +150,8 @@ pub struct Packed {
     pub stored_bytes: u64,
 }
 
-/// Writes a checkpoint to a destination.
-///
-/// # Errors
-/// After an error nothing has the destination's name or, with [`PackOptions::replace`], the old content still has it.
+/// Writes a checkpoint to a destination. After an error nothing has the destination's name or, with
+/// [`PackOptions::replace`], the old content still has it.
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
     to.check(options.replace)?;
     check_options(source, options)?;

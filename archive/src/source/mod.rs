@@ -149,9 +149,7 @@ impl Source {
         }
     }
 
-    /// Returns an image's manifest as it is stored; the image's digest covers these bytes.
-    ///
-    /// # Errors
+    /// Returns an image's manifest as it is stored; the image's digest covers these bytes. Fails with
     /// [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if it has changed since it was opened.
     pub fn manifest(&self) -> Result<Vec<u8>, Error> {
         match &self.inner {
@@ -171,10 +169,8 @@ impl Source {
     }
 
     /// Opens the content of an image's blob and checks its size against the descriptor. The caller must check the
-    /// digest.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if the blob is missing or has another size.
+    /// digest. Fails with [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if the blob is missing or has
+    /// another size.
     pub fn blob(&self, descriptor: &Descriptor) -> Result<impl Read + Send + use<>, Error> {
         match &self.inner {
             Inner::Image(image) => image.blobs.open(descriptor),
@@ -200,10 +196,8 @@ impl Source {
     /// Visits every entry, directories before their content, in the archive's order (for a directory: by name).
     ///
     /// The visitor may read an entry's content or skip it; nothing is held in memory. An image's digests are checked on
-    /// the way, so trust content only after this has returned. The visitor may stop early with its own error.
-    ///
-    /// # Errors
-    /// [`Error::Bad`] at the first fault, and errors of the visitor.
+    /// the way, so trust content only after this has returned. The visitor may stop early with its own error. Fails
+    /// with [`Error::Bad`] at the first fault, and errors of the visitor.
     pub fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
         self.walk(limits, &|_| true, visitor)
     }
@@ -230,10 +224,8 @@ impl Source {
     }
 
     /// Reads the small files that `wanted` accepts, by name. Skips the content of other files. In an image written by
-    /// cryopod, it also skips layers without a wanted file.
-    ///
-    /// # Errors
-    /// [`Error::Bad`], also if a wanted file is larger than [`Limits::small_file_bytes`].
+    /// cryopod, it also skips layers without a wanted file. Fails with [`Error::Bad`], also if a wanted file is larger
+    /// than [`Limits::small_file_bytes`].
     pub fn small_files(
         &self,
         wanted: &dyn Fn(&str) -> bool,

@@ -25,9 +25,7 @@ pub struct Found {
     pub entry: PathBuf,
 }
 
-/// Finds the store's entry of an image directory's reference; `None` if there is no reference.
-///
-/// # Errors
+/// Finds the store's entry of an image directory's reference; `None` if there is no reference. Fails with
 /// [`StoreError`] if no store has the entry, or if the entry is incomplete.
 pub fn find(images: &Path, stores: &[PathBuf]) -> Result<Option<Found>, StoreError> {
     match Reference::open(images)? {
@@ -105,9 +103,7 @@ impl Found {
         Ok(opened)
     }
 
-    /// Reads the files whose digests the reference has, several at once, and compares.
-    ///
-    /// # Errors
+    /// Reads the files whose digests the reference has, several at once, and compares. Fails with
     /// [`StoreError::Damaged`] for the first file that differs, or if the time is over.
     pub fn verify(&self, threads: usize, until: Option<Instant>) -> Result<(), StoreError> {
         let files = self.reference.files.iter().filter(|f| f.blake3.is_some());

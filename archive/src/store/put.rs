@@ -37,10 +37,7 @@ pub struct About<'a> {
 /// if the checkpoint has no large files.
 ///
 /// At any time, even if the process is killed, the image directory has either all of its files or the reference to an
-/// entry with them. On one file system nothing is copied.
-///
-/// # Errors
-/// After a [`StoreError`] the image directory is unchanged.
+/// entry with them. On one file system nothing is copied. After a [`StoreError`] the image directory is unchanged.
 pub fn put(
     images: &Path,
     store: &Path,

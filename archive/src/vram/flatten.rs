@@ -14,10 +14,7 @@ use super::write::{WriteOptions, Written, micros};
 use super::{Codec, Vram, VramError, VramFacts};
 
 /// Writes the complete `vram` into a directory. Of the options, it uses the threads, the size of shards, and whether to
-/// sync.
-///
-/// # Errors
-/// After a [`VramError`] no VRAM files are left in the directory.
+/// sync. After a [`VramError`] no VRAM files are left in the directory.
 pub fn flatten(
     vram: &Vram,
     dir: &Path,

@@ -188,10 +188,8 @@ impl Index {
         lengths
     }
 
-    /// Encodes the file's bytes; sets the digest.
-    ///
-    /// # Errors
-    /// [`VramError::Invalid`] if the table could not be read back.
+    /// Encodes the file's bytes; sets the digest. Fails with [`VramError::Invalid`] if the table could not be read
+    /// back.
     pub fn encode(&mut self) -> Result<Vec<u8>, VramError> {
         self.check().map_err(VramError::Invalid)?;
         let header = Header {

@@ -18,10 +18,8 @@ const MAX_ENTRIES: usize = 100_000;
 /// Opens the VRAM files that a table builds on; `dir` is the table's directory, if it lies in one.
 ///
 /// Searches in this order: CRIU's link to the previous checkpoint, the paths that the table names, the directories of
-/// `search`, the directories in those.
-///
-/// # Errors
-/// [`VramError::Parent`] if the parent is missing, or another one, or unusable.
+/// `search`, the directories in those. Fails with [`VramError::Parent`] if the parent is missing, or another one, or
+/// unusable.
 pub fn find(
     index: &Index,
     dir: Option<&Path>,

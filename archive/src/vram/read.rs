@@ -186,10 +186,8 @@ impl Vram {
         &self.dir
     }
 
-    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early.
-    ///
-    /// # Errors
-    /// After a [`VramError`] the memory's contents are undefined.
+    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early. After a [`VramError`]
+    /// the memory's contents are undefined.
     pub fn read(
         &self,
         region: usize,

@@ -70,10 +70,7 @@ pub struct Written {
 /// Writes VRAM files into an image directory and replaces older ones there.
 ///
 /// `parent` is the previous checkpoint's VRAM files: chunks that it has are not stored again. `cancel` makes it end
-/// early.
-///
-/// # Errors
-/// After a [`VramError`] no VRAM files are left in the directory.
+/// early. After a [`VramError`] no VRAM files are left in the directory.
 pub fn write(
     dir: &Path,
     sources: &[Source<'_>],
