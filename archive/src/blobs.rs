@@ -82,7 +82,6 @@ impl Blobs {
         }
     }
 
-    /// Reads a JSON document of the layout, by its file name.
     pub(crate) fn document(&self, name: &str) -> Result<Vec<u8>, Error> {
         let section = self.find(name)?;
         let section =
@@ -175,7 +174,6 @@ impl Blobs {
         Ok(text)
     }
 
-    /// Reads a small blob and checks its digest.
     pub(crate) fn json(&self, descriptor: &Descriptor, what: &str) -> Result<Vec<u8>, Error> {
         let section = self.open(descriptor)?;
         let text = self.read(section, what)?;

@@ -36,7 +36,6 @@ pub fn is_wanted(name: &str) -> bool {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Facts {
     pub image_version: u32,
-    /// CRIU plugins that the images need.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub plugins: Vec<String>,
     /// The machine, in the kernel's words; `None` if CRIU's name for it is unknown here.
@@ -48,11 +47,9 @@ pub struct Facts {
     pub memory_bytes: u64,
     /// Bytes of memory that only the images of a pre-dump have.
     pub parent_bytes: u64,
-    /// Mounts, over all mount namespaces.
     pub mounts: usize,
     /// Mounts whose content comes from outside: bind mounts and those that a plugin serves.
     pub external_mounts: usize,
-    /// Open files by kind.
     pub files: BTreeMap<&'static str, u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dump: Option<DumpStats>,
@@ -77,7 +74,6 @@ pub struct Process {
     pub memory_bytes: u64,
 }
 
-/// CRIU's statistics of a dump.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct DumpStats {
     /// Time until all processes were frozen, in microseconds.
@@ -89,19 +85,15 @@ pub struct DumpStats {
     /// Writing the memory, in microseconds.
     pub memwrite_us: u64,
     pub pages_scanned: u64,
-    /// Pages not written because the parent checkpoint has them.
     pub pages_skipped_parent: u64,
     pub pages_written: u64,
-    /// Pages left for a lazy migration.
     pub pages_lazy: u64,
 }
 
-/// CRIU's statistics of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RestoreStats {
     /// Creating the processes, in microseconds.
     pub forking_us: u64,
-    /// The whole restore, in microseconds.
     pub restore_us: u64,
     /// Pages compared with those of the parent process.
     pub pages_compared: u64,

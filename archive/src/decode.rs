@@ -86,7 +86,6 @@ fn give(spare: &Spare, data: &mut Vec<u8>) {
     }
 }
 
-/// Workers and memory that several streams share.
 pub(crate) struct Decoder<'p> {
     jobs: Sender<Job>,
     free: Receiver<()>,
@@ -97,7 +96,6 @@ pub(crate) struct Decoder<'p> {
     threads: usize,
 }
 
-/// Runs `work` with workers.
 pub(crate) fn with_decoder<T>(
     threads: usize,
     progress: &Progress,
@@ -213,7 +211,6 @@ enum Next {
     Failed(io::Error),
 }
 
-/// Digests of a stream that was read to its end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Digests {
     /// Of the stored bytes.
@@ -304,7 +301,6 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
-/// Reads the decompressed bytes, in order.
 pub(crate) struct Output<'h> {
     next: Receiver<Next>,
     piece: Option<Arc<Piece>>,

@@ -17,7 +17,6 @@ impl Digest {
         &self.0
     }
 
-    /// Hashes `data`.
     pub fn of(data: &[u8]) -> Self {
         Self::from_hash(Sha256::new_with_prefix(data))
     }

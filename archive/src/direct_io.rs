@@ -16,7 +16,6 @@ use self::behind::{Behind, Refused};
 
 /// Dirty bytes after which the kernel is asked to start write-back.
 const WRITE_BACK_BYTES: u64 = 32 << 20;
-/// Bytes of one direct write.
 const DIRECT_BYTES: usize = 2 << 20;
 /// Smaller data is copied and written together with what follows.
 const UNCOPIED_BYTES: usize = 1 << 20;
@@ -56,7 +55,6 @@ impl DerefMut for Aligned {
 /// Writes a file so that the last sync has little left to do. Call [`Write::flush`] at the end.
 pub(crate) struct Through {
     file: File,
-    /// Offset of the next byte.
     at: u64,
     /// Write-back was started up to this offset.
     started: u64,
@@ -65,7 +63,6 @@ pub(crate) struct Through {
     busy: bool,
 }
 
-/// State of direct I/O.
 struct Direct {
     memory: Aligned,
     have: usize,

@@ -11,7 +11,6 @@ use crate::names;
 
 /// Longest text that is taken from a file of an archive, in characters.
 const MAX_TEXT: usize = 4096;
-/// Most words of a command.
 const MAX_WORDS: usize = 256;
 
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +41,6 @@ pub struct Facts {
     /// The OCI runtime that made the checkpoint, as the engine named it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub runtime: Option<String>,
-    /// When the container was created, RFC 3339.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub created: Option<String>,
     /// When the checkpoint was made, RFC 3339, where the engine says so.

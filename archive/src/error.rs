@@ -31,7 +31,6 @@ pub enum Error {
         needed: u64,
         free: u64,
     },
-    /// The content does not allow the operation.
     #[error("{path}: {reason}")]
     Unsupported {
         path: PathBuf,

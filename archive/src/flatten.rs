@@ -28,9 +28,7 @@ pub struct FlattenOptions {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flattened {
-    /// The GPU memory before.
     pub before: VramFacts,
-    /// The GPU memory now.
     pub after: VramFacts,
 }
 

@@ -31,7 +31,6 @@ pub const TICKET: &str = "cryopod-away.ticket";
 pub const DESK: &str = "/run/cryopod/away";
 /// Smaller files stay where they are. In bytes.
 const LARGE: u64 = 1 << 20;
-/// Hexadecimal digits of a ticket.
 const DIGITS: usize = 32;
 
 fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
@@ -44,7 +43,6 @@ pub(crate) fn is_large(name: &str, bytes: u64) -> bool {
     bytes >= LARGE && (is_numbered(name, names::VRAM_SHARD) || is_numbered(name, names::PAGES))
 }
 
-/// Returns true for `PREFIX-NUMBER.img`.
 pub(crate) fn is_numbered(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     let number = number.and_then(|rest| rest.strip_suffix(".img"));
@@ -361,7 +359,6 @@ fn revoke_at(desk: &Path, directory: &Path) {
     }
 }
 
-/// A ticket that is valid until it is dropped.
 #[derive(Debug)]
 pub struct Ticket {
     link: PathBuf,

@@ -16,7 +16,6 @@ use sha2::digest::generic_array::{GenericArray, typenum::U64};
 
 use crate::digest::Digest;
 
-/// Block size of SHA-256 in bytes.
 const BLOCK: usize = 64;
 
 /// Bytes of a single stream after which a thread looks for a second one.
@@ -39,7 +38,6 @@ type State = [u32; 8];
 /// Bytes that several threads read.
 pub(crate) type Shared = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// State of a digest.
 struct Sha {
     state: State,
     bytes: u64,
@@ -113,7 +111,6 @@ fn blocks(state: &mut State, data: &[u8]) {
     sha2::compress256(state, blocks);
 }
 
-/// Feeds two streams.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
 fn update_two(a: &mut Sha, of_a: &[u8], b: &mut Sha, of_b: &[u8]) {
     let (mut of_a, mut of_b) = (a.complete(of_a), b.complete(of_b));
@@ -137,7 +134,6 @@ pub(crate) struct Hashers {
     queue: Arc<Queue>,
 }
 
-/// Streams that wait for a thread.
 struct Queue {
     waiting: Mutex<Waiting>,
     more: Condvar,
@@ -179,7 +175,6 @@ struct Work {
     line: Arc<Line>,
     sha: Sha,
     piece: Shared,
-    /// Bytes of the piece that are done.
     at: usize,
 }
 
@@ -380,7 +375,6 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Queues a piece for hashing.
     pub(crate) fn feed(&self, piece: Shared) {
         let mut held = self.line.held();
         let with_nobody = held.sha.is_some();

@@ -19,7 +19,6 @@ pub struct Limits {
     pub ratio_slack_bytes: u64,
     /// Decompressed bytes per compressed byte beyond that, where the archive does not state its sizes.
     pub ratio: u64,
-    /// Layers of an image.
     pub layers: usize,
 }
 

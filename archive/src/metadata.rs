@@ -50,7 +50,6 @@ pub enum MetadataError {
         "{path}: larger than {MAX_METADATA_BYTES} bytes, which no metadata is; the archive is damaged or not a checkpoint of cryopod"
     )]
     TooLarge { path: PathBuf },
-    /// The file is not valid metadata.
     #[error(
         "{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool"
     )]
@@ -59,11 +58,7 @@ pub enum MetadataError {
     #[error(
         "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"
     )]
-    TooNew {
-        path: PathBuf,
-        /// The version that the file names.
-        found: String,
-    },
+    TooNew { path: PathBuf, found: String },
 }
 
 /// A node that an earlier restore has put into the container, or moved to another device.
@@ -80,7 +75,6 @@ pub struct MovedNode {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineNode {
-    /// Path inside the container.
     pub path: String,
     pub major: u64,
     pub minor: u64,
@@ -94,7 +88,6 @@ pub struct Gpu {
     pub vendor: Vendor,
     /// Position in the host's list, in PCI order (NVIDIA) or node order (AMD).
     pub index: u32,
-    /// Model name, as the driver gives it.
     pub model: String,
     /// PCI address, `0000:65:00.0`.
     pub pci: String,
@@ -112,14 +105,12 @@ pub struct Gpu {
     pub properties: Map<String, Value>,
 }
 
-/// A process of the container that uses a GPU driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuProcess {
     /// Process id on the host, at the checkpoint.
     pub pid: i32,
     /// Process id inside the container's PID namespace.
     pub ns_pid: i32,
-    /// The process's name (`/proc/PID/comm`).
     pub comm: String,
     /// Vendors whose driver it has open or mapped.
     pub vendors: Vec<Vendor>,
@@ -150,7 +141,6 @@ pub struct ContainerFacts {
     pub leave_running: bool,
 }
 
-/// The host of the checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Kernel release (`uname -r`).
@@ -168,7 +158,6 @@ pub struct HostFacts {
 pub struct GpuFacts {
     /// Vendors of the container's GPU nodes, sorted.
     pub vendors: Vec<Vendor>,
-    /// The container's GPU device nodes.
     pub nodes: Vec<DeviceNode>,
     /// Nodes among them that an earlier restore moved.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -203,7 +192,6 @@ pub struct Timings {
     pub durable_us: Option<u64>,
 }
 
-/// The content of `cryopod.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metadata {
     /// `MAJOR.MINOR`.

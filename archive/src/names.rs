@@ -20,7 +20,6 @@ pub const PRE_CHECKPOINT_DIR: &str = "pre-checkpoint";
 pub const PARENT_LINK: &str = "parent";
 /// The engine's description of the container; each engine has its own schema.
 pub const CONFIG_DUMP: &str = "config.dump";
-/// The container's OCI runtime spec.
 pub const SPEC_DUMP: &str = "spec.dump";
 /// The container's state for Kubernetes (containerd's CRI).
 pub const STATUS_DUMP: &str = "status.dump";
@@ -34,7 +33,6 @@ pub const DELETED_FILES: &str = "deleted.files";
 pub const DEVSHM: &str = "devshm-checkpoint.tar";
 /// Volumes, a tar each (podman).
 pub const VOLUMES_DIR: &str = "volumes";
-/// CRIU's statistics of the dump.
 pub const STATS_DUMP: &str = "stats-dump";
 /// Bind mounts (CRI-O).
 pub const BIND_MOUNTS: &str = "bind.mounts";
@@ -42,9 +40,7 @@ pub const BIND_MOUNTS: &str = "bind.mounts";
 pub const CRIO_LOG_PATH: &str = "io.kubernetes.cri-o.LogPath";
 /// Marks a directory as an OCI image layout.
 pub const OCI_LAYOUT: &str = "oci-layout";
-/// The index of an OCI image layout.
 pub const OCI_INDEX: &str = "index.json";
-/// The blobs of an OCI image layout.
 pub const OCI_BLOBS: &str = "blobs";
 /// The parts of containerd's checkpoint that no other engine has, as files of this directory.
 pub const CONTAINERD_DIR: &str = "containerd";

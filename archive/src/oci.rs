@@ -22,21 +22,16 @@ pub mod media {
     /// containerd: CRIU's images, a tar.
     pub const CONTAINERD_CRIU: &str =
         "application/vnd.containerd.container.criu.checkpoint.criu.tar";
-    /// containerd: the container's record.
     pub const CONTAINERD_CONFIG: &str =
         "application/vnd.containerd.container.checkpoint.config.v1+proto";
-    /// containerd: the options of the checkpoint.
     pub const CONTAINERD_OPTIONS: &str =
         "application/vnd.containerd.container.checkpoint.options.v1+proto";
-    /// containerd: the runtime's name.
     pub const CONTAINERD_RUNTIME: &str =
         "application/vnd.containerd.container.checkpoint.runtime.name";
-    /// containerd: the runtime's options.
     pub const CONTAINERD_RUNTIME_OPTIONS: &str =
         "application/vnd.containerd.container.checkpoint.runtime.options+proto";
 }
 
-/// Annotations of a checkpoint image's manifest.
 pub mod annotation {
     /// podman: the runtime that must restore it.
     pub const PODMAN_RUNTIME: &str = "io.podman.annotations.checkpoint.runtime.name";
@@ -44,11 +39,9 @@ pub mod annotation {
     pub const CRIO_NAME: &str = "io.kubernetes.cri-o.annotations.checkpoint.name";
     /// checkpointctl and containerd: the container's name; makes an image a checkpoint for containerd.
     pub const CRIU_NAME: &str = "org.criu.checkpoint.container.name";
-    /// The name of an image in an index.
     pub const REF_NAME: &str = "org.opencontainers.image.ref.name";
     /// The name of an image in an index, as containerd writes it.
     pub const CONTAINERD_REF: &str = "io.containerd.image.name";
-    /// When the checkpoint was made.
     pub const CREATED: &str = "org.opencontainers.image.created";
     /// On a layer: bytes of its tar.
     pub const LAYER_BYTES: &str = "dev.cryopod.layer.bytes";
@@ -57,7 +50,6 @@ pub mod annotation {
     /// Version of this set of annotations.
     pub const FORMAT: &str = "dev.cryopod.archive.version";
     pub const FORMAT_VERSION: &str = "1";
-    /// Bytes of all files, uncompressed.
     pub const CONTENT_BYTES: &str = "dev.cryopod.content.bytes";
 }
 

@@ -17,12 +17,10 @@ impl Progress {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Bytes of the source that were processed.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// Bytes written to the destination.
     pub fn written(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }

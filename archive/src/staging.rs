@@ -25,7 +25,6 @@ pub(crate) struct Staging {
     partial: PathBuf,
     replace: bool,
     directory: bool,
-    /// Holds the lock.
     lock: Option<Flock<File>>,
     done: bool,
 }
@@ -103,7 +102,6 @@ impl Staging {
         ))
     }
 
-    /// The path to write to.
     pub(crate) fn path(&self) -> &Path {
         &self.partial
     }

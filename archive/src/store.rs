@@ -31,11 +31,8 @@ pub use put::{About, put};
 
 /// The version that this cryopod writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
-/// Hexadecimal digits of an entry's name.
 const DIGITS: usize = 32;
-/// Largest reference, in bytes.
 pub const MAX_BYTES: u64 = 16 << 20;
-/// Most files of one entry.
 const MAX_FILES: usize = 100_000;
 /// Longest text that a restore does not interpret.
 const MAX_TEXT: usize = 4096;
@@ -62,7 +59,6 @@ pub enum StoreError {
     )]
     Missing {
         path: PathBuf,
-        /// Number of files and bytes.
         what: String,
         id: String,
         /// The store at the checkpoint.
@@ -75,11 +71,7 @@ pub enum StoreError {
     )]
     Damaged { path: PathBuf, reason: String },
     #[error("{path}: {reason}")]
-    Unusable {
-        path: PathBuf,
-        /// The reason and the remedy.
-        reason: String,
-    },
+    Unusable { path: PathBuf, reason: String },
 }
 
 impl StoreError {
@@ -116,7 +108,6 @@ pub struct Stored {
 pub struct Reference {
     /// [`VERSION`].
     pub version: u32,
-    /// The entry's name.
     pub id: String,
     /// The store's directory at the checkpoint. Shown to users, never opened.
     #[serde(default)]
@@ -221,7 +212,6 @@ impl Reference {
             .ok_or_else(|| "sizes beyond all bounds".into())
     }
 
-    /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.files
             .iter()

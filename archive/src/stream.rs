@@ -13,10 +13,8 @@ use crate::digest::Digest;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 
-/// Bytes read from a file at once.
 const READ_BYTES: usize = 256 << 10;
 
-/// A stream that can skip bytes.
 pub(crate) trait Stream: Read {
     /// Skips `n` bytes.
     ///
@@ -118,7 +116,6 @@ impl Stream for Section {
     }
 }
 
-/// Hashes what is read.
 pub(crate) struct Hashed<R> {
     inner: R,
     hash: Sha256,

@@ -32,7 +32,6 @@ pub struct ForeignMount {
     /// Mount point in the container.
     pub path: String,
     pub kind: MountKind,
-    /// Its path on the host.
     pub host_path: String,
     pub fs_type: String,
     #[serde(default)]
@@ -48,10 +47,8 @@ pub struct ForeignMount {
     pub in_use: bool,
 }
 
-/// Mounts that the container's spec does not name.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountFacts {
-    /// Mounts of the host.
     #[serde(default)]
     pub foreign: Vec<ForeignMount>,
     /// Mount points of the container's own file systems, whose content the images hold.
@@ -73,7 +70,6 @@ pub struct CriuFacts {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LsmFacts {
-    /// AppArmor profile of the spec.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub apparmor: Option<String>,
     /// SELinux process label of the spec.

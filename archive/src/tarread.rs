@@ -19,7 +19,6 @@ const BLOCK: u64 = 512;
 pub(crate) struct TarReader<S> {
     stream: S,
     limits: Limits,
-    /// Position in the stream.
     at: u64,
     /// Bytes of the current entry not yet read.
     left: u64,

@@ -42,7 +42,6 @@ pub struct Verified {
     pub bytes: u64,
     /// Layers whose digests were checked, both of the blob and of its decompressed content.
     pub layers: usize,
-    /// Chunks of the VRAM files that were checked.
     pub chunks: u64,
     pub metadata: Option<Metadata>,
     /// The large files in a store. The counts above do not include them.
@@ -206,7 +205,6 @@ const INVENTORY: &str = "checkpoint/inventory.img";
 const INVENTORY_MAGIC: [u8; 4] = [0x16, 0x31, 0x31, 0x58];
 /// CRIU 4.1 and 4.2 write the inventory, alone of all images, without this prefix.
 const COMMON_MAGIC: [u8; 4] = [0x19, 0x43, 0x56, 0x54];
-/// Files that are JSON.
 const JSON: [&str; 5] = [
     names::CONFIG_DUMP,
     names::SPEC_DUMP,
@@ -224,7 +222,6 @@ struct Seen {
     /// Some buffers need the VRAM files for their contents.
     wants_vram: bool,
     metadata: Option<Metadata>,
-    /// The reference to a store.
     reference: Option<Vec<u8>>,
 }
 

@@ -218,7 +218,6 @@ impl Walk<'_> {
     }
 }
 
-/// A tar in its stored form.
 struct Raw<'r> {
     section: Section,
     compression: Compression,

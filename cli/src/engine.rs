@@ -25,7 +25,6 @@ pub enum Engine {
     Containerd,
 }
 
-/// A program to run.
 pub struct Call {
     program: &'static str,
     args: Vec<OsString>,
@@ -49,7 +48,6 @@ impl Call {
         self
     }
 
-    /// Adds an argument if `when` is true.
     #[must_use]
     pub fn flag(mut self, when: bool, arg: &str) -> Self {
         if when {

@@ -69,7 +69,6 @@ struct ExportRegistry {
     authfile: Option<PathBuf>,
 }
 
-/// What an engine has made.
 pub struct Taken {
     source: PathBuf,
     /// Files that complete it.

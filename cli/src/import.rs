@@ -20,7 +20,6 @@ use crate::place::Place;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
-/// Time limit for an engine's answer.
 const ASK: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]

@@ -153,7 +153,6 @@ impl How {
         Ok(packed)
     }
 
-    /// Reports what was written, unless quiet.
     pub fn say(&self, to: &Destination, packed: &Packed) {
         if !self.quiet {
             say(to, packed);

@@ -82,7 +82,6 @@ impl RegistryArgs {
     }
 }
 
-/// Describes what was transferred.
 pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
     let there = match done.skipped {
         0 => String::new(),

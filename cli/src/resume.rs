@@ -90,7 +90,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes a record and the files.
 fn forget(record: &Record) {
     record.remove();
     if let Some(directory) = &record.directory {
@@ -109,7 +108,6 @@ fn unknown(pid: i32) -> Suspended {
     }
 }
 
-/// Checks that the files exist.
 fn whole(record: &Record) -> anyhow::Result<()> {
     let Some(directory) = &record.directory else {
         return Ok(());

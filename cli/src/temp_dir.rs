@@ -15,7 +15,6 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use tempfile::TempDir;
 
-/// The content of a temporary directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holds {
     /// Data that can be made again.
@@ -84,7 +83,6 @@ impl LockedTempDir {
         self.dir.path()
     }
 
-    /// Keeps the directory.
     pub fn keep(self) -> PathBuf {
         self.dir.keep()
     }

@@ -10,7 +10,6 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::text::hostile;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Interval for redrawing the bar.
 const DRAW: Duration = Duration::from_millis(100);
 /// Interval between lines without a terminal.
 const LINE: Duration = Duration::from_secs(10);
@@ -62,7 +61,6 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// Starts the first step.
     pub fn new() -> Self {
         let now = Instant::now();
         Self {

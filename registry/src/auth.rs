@@ -13,7 +13,6 @@ use serde::Deserialize;
 
 use crate::Error;
 
-/// Largest auth file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
 #[derive(Clone, PartialEq, Eq)]

@@ -24,7 +24,6 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Connects and asks for access.
     pub(crate) async fn connect(
         image: &Reference,
         operation: RegistryOperation,
@@ -92,7 +91,6 @@ impl Registry {
         }
     }
 
-    /// Runs one step within the time limit.
     pub(crate) async fn step<T>(
         &self,
         step: &str,

@@ -39,7 +39,6 @@ pub struct Options {
     pub stall_limit: Duration,
     /// Number of attempts per blob.
     pub tries: u32,
-    /// Blobs that are transferred at once.
     pub parallel: usize,
     pub progress: Arc<Progress>,
 }
@@ -63,11 +62,9 @@ impl Default for Options {
 pub struct Transferred {
     /// Digest of the manifest.
     pub digest: Digest,
-    /// Blobs of the image.
     pub blobs: usize,
     /// Blobs that the other side already had.
     pub skipped: usize,
-    /// Bytes that were transferred.
     pub bytes: u64,
 }
 
@@ -83,7 +80,6 @@ pub enum Error {
     Connect {
         registry: String,
         reason: String,
-        /// TLS was required.
         tls: bool,
     },
     #[error(

@@ -18,7 +18,6 @@ use crate::client::Registry;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 
-/// Bytes that are read at once.
 const CHUNK: usize = 1 << 20;
 /// Chunks between the disk and the network.
 const QUEUE: usize = 4;

@@ -21,7 +21,6 @@ use crate::{Error, Options};
 /// Largest token answer, in bytes.
 const MAX_TOKEN: usize = 256 << 10;
 
-/// Where the credentials come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The command line, for exactly this registry.
@@ -30,7 +29,6 @@ pub(crate) enum Origin {
     Stored,
 }
 
-/// One registry and one repository.
 #[derive(Debug)]
 pub(crate) struct Session {
     http: Client,
@@ -41,7 +39,6 @@ pub(crate) struct Session {
     authorization: Mutex<Option<HeaderValue>>,
 }
 
-/// What a registry asks for.
 #[derive(Debug, PartialEq, Eq)]
 enum Challenge {
     Basic,

@@ -13,7 +13,6 @@ use sha2::{Digest, Sha256};
 
 use crate::bootstrap::{fields, last_bytes};
 
-/// The answer to `start`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bootstrap {
     /// The address where the shim listens.

@@ -78,7 +78,6 @@ pub fn fields(message: &[u8]) -> Option<UnknownFields> {
     Some(message.special_fields.unknown_fields().clone())
 }
 
-/// Returns the values of a length-delimited field.
 fn all_bytes(fields: &UnknownFields, number: u32) -> impl Iterator<Item = &[u8]> {
     fields.iter().filter_map(move |(n, value)| match value {
         UnknownValueRef::LengthDelimited(bytes) if n == number => Some(bytes),

@@ -38,12 +38,10 @@ pub struct Place {
 }
 
 impl Place {
-    /// Returns the runtime's state directory of the container.
     pub fn directory(&self) -> PathBuf {
         self.root.join(&self.id)
     }
 
-    /// Kills and removes everything.
     pub fn end(&self) {
         if self.id.is_empty() {
             return;

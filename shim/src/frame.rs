@@ -14,7 +14,6 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Returns true if the frame opens a call.
     pub fn is_request(&self) -> bool {
         self.header.type_ == MESSAGE_TYPE_REQUEST
     }

@@ -52,7 +52,6 @@ fn damaged(name: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// Returns the first entry of an image.
 fn first(images: &Path, name: &str) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{name}: {e}"));

@@ -65,11 +65,7 @@ pub enum Error {
     #[error("containerd-shim-runc-v2 answered {0:?} to `start`, which is no address")]
     Address(String),
     #[error("{what}: {source}")]
-    Io {
-        /// The operation and the file.
-        what: String,
-        source: io::Error,
-    },
+    Io { what: String, source: io::Error },
 }
 
 impl Error {

@@ -210,7 +210,6 @@ impl Link {
     }
 }
 
-/// A request that has not been forwarded yet.
 struct HeldFrame {
     link: Arc<Link>,
     frame: Frame,

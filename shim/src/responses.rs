@@ -43,7 +43,6 @@ pub fn reason(log: &Path, from: u64) -> Option<String> {
         .map(|l| l.msg)
 }
 
-/// A response with a pid.
 pub trait Pid: Message {
     fn pid(&mut self) -> &mut u32;
 }

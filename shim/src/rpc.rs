@@ -68,7 +68,6 @@ fn pair(key: &str, value: &str) -> containerd_shim::protos::ttrpc::proto::KeyVal
     pair
 }
 
-/// Builds an error response.
 pub fn failure(code: Code, message: impl Into<String>) -> Response {
     let mut status = Status::new();
     status.set_code(code);

@@ -46,7 +46,6 @@ const EXIT: [u8; 2] = [1 << 3, 1];
 const RESUME: Duration = Duration::from_secs(30);
 /// Time limit for the stock shim to report the state of a container whose restore it is giving up.
 const STATE: Duration = Duration::from_secs(30);
-/// What happens to a request.
 #[derive(Debug)]
 pub enum Fate {
     /// Forward it unchanged.
@@ -80,7 +79,6 @@ enum Call {
     Resume(Vec<u8>),
 }
 
-/// The containers of this shim.
 pub struct Tasks {
     /// cryopod-runtime; `None`: containers keep the runtime that their engine names.
     runtime: Option<PathBuf>,
@@ -102,7 +100,6 @@ impl Tasks {
         }
     }
 
-    /// Handles a request from containerd.
     pub fn request(&self, request: &Request) -> (Fate, Option<Watched>) {
         if !rpc::TASK_SERVICES.contains(&request.service.as_str()) {
             return (Fate::Pass, None);
@@ -128,7 +125,6 @@ impl Tasks {
         }
     }
 
-    /// Handles the response to a call.
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
@@ -194,7 +190,6 @@ impl Tasks {
         let _ = rpc::task_call(&self.upstream, &self.namespace, "Shutdown", &end, STATE);
     }
 
-    /// Asks the stock shim for a container's state.
     fn state(&self, id: &str) -> Option<StateResponse> {
         let mut request = StateRequest::new();
         request.id = id.into();

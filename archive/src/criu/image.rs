@@ -32,12 +32,10 @@ pub enum ImageError {
     #[error("{file}: message {message}: {reason}; the checkpoint is damaged")]
     Message {
         file: String,
-        /// The message's number, from 0.
         message: usize,
         /// The field, and what is wrong with it.
         reason: String,
     },
-    /// The images hold more than a checkpoint can have.
     #[error(
         "{file}: {what}, more than a checkpoint has; the file is damaged or was made to do harm"
     )]

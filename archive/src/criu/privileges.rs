@@ -14,7 +14,6 @@ use crate::names::CRIU_INVENTORY;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
 const SECCOMP_MAGIC: u32 = 0x6441_3049;
-/// Most processes and threads of one checkpoint.
 const MAX_THREADS: usize = 1 << 20;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -54,7 +53,6 @@ pub struct Namespaces {
     pub ids: [u32; 8],
 }
 
-/// The names of namespaces in an OCI spec.
 pub const NAMESPACES: [&str; 8] = [
     "pid", "network", "ipc", "uts", "mount", "user", "cgroup", "time",
 ];

@@ -15,7 +15,6 @@ pub const MOUNTS_MAGIC: u32 = 0x5556_3928;
 pub const FILES_MAGIC: u32 = 0x5630_3138;
 pub const STATS_MAGIC: u32 = 0x5709_3306;
 
-/// Flags of a [`PagemapEntry`].
 const PARENT: u32 = 1;
 const PRESENT: u32 = 4;
 
@@ -218,7 +217,6 @@ pub fn arch(mtype: u32) -> Option<&'static str> {
     })
 }
 
-/// Returns the name of a file kind, by CRIU's `fd_types`.
 pub fn file_kind(kind: u32) -> &'static str {
     match kind {
         1 => "file",

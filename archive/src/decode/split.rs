@@ -131,7 +131,6 @@ impl Splitter<'_> {
         self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
     }
 
-    /// Keeps a frame, and hashes it.
     fn stored(&self, part: &[u8], token: Token) -> Arc<Stored> {
         let mut data = buffer(&self.decoder.spare);
         data.extend_from_slice(part);

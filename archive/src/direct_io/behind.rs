@@ -12,7 +12,6 @@ use super::Aligned;
 /// Pieces in flight at once. With fewer the disk idles between two.
 const AT_ONCE: usize = 2;
 
-/// Threads that write.
 pub(super) struct Behind {
     /// `None` at the end.
     orders: Option<Sender<Order>>,
@@ -22,7 +21,6 @@ pub(super) struct Behind {
     out: usize,
 }
 
-/// A piece and its offset.
 struct Order {
     memory: Aligned,
     at: u64,

@@ -213,7 +213,6 @@ impl Complete<'_> {
     }
 }
 
-/// Replaces a descriptor.
 fn replace(index: &mut Index, old: &Descriptor, new: &Descriptor) -> bool {
     let mut places = index
         .manifests

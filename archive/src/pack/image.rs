@@ -270,7 +270,6 @@ fn run(
     .map_err(|e| e.into_error(path))
 }
 
-/// An error of either side of a stream.
 pub(super) enum Carried {
     Ours(Error),
     Io(io::Error),

@@ -108,15 +108,12 @@ pub struct PackOptions {
     pub compression: Compression,
     /// Threads that compress; 0: one per core. The result does not depend on it.
     pub threads: usize,
-    /// Put everything into one layer, for engines that need it.
     pub single_layer: bool,
     /// Annotations of the image, in addition to those of the checkpoint.
     pub annotations: BTreeMap<String, String>,
-    /// The image's name in the layout's index.
     pub name: Option<String>,
     /// Files that replace or complete those of the source, by their normalised names.
     pub extra_files: BTreeMap<String, Vec<u8>>,
-    /// Replace an existing destination.
     pub replace: bool,
     pub limits: Limits,
     pub progress: Arc<Progress>,
@@ -146,7 +143,6 @@ pub struct Packed {
     pub layers: Vec<Descriptor>,
     /// Bytes of all files of the checkpoint.
     pub content_bytes: u64,
-    /// Bytes that were written.
     pub stored_bytes: u64,
 }
 
@@ -282,7 +278,6 @@ impl Run<'_> {
         })
     }
 
-    /// Writes a whole source as one tar.
     fn everything(
         &self,
         items: Option<Vec<Item>>,

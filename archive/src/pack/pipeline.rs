@@ -155,7 +155,6 @@ fn worker(queue: &Receiver<Job>, level: i32, spare: &Spare) {
     }
 }
 
-/// A worker's compressors.
 struct ZstdFrames {
     level: i32,
     usual: Option<zstd::bulk::Compressor<'static>>,
@@ -201,9 +200,7 @@ fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Written {
-    /// Bytes of input.
     pub(crate) input: u64,
-    /// Bytes of output.
     pub(crate) output: u64,
     /// Digest of the input, if the caller asked for it.
     pub(crate) content: Option<Digest>,

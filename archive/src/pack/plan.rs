@@ -67,7 +67,6 @@ impl Item {
 pub(super) struct Known {
     /// The files of [`FACT_FILES`] that exist.
     pub(super) files: BTreeMap<String, Vec<u8>>,
-    /// Bytes of all files.
     pub(super) bytes: u64,
     /// `inventory.img` was seen.
     pub(super) inventory: bool,
@@ -163,7 +162,6 @@ pub(super) fn random_access(
     Ok(Some(items))
 }
 
-/// The files that the caller adds.
 pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
     options.extra_files.iter().map(|(name, content)| Item {
         entry: Entry {
@@ -182,7 +180,6 @@ pub(super) fn early(entry: &Entry) -> bool {
     FACT_FILES.contains(&entry.name.as_str())
 }
 
-/// The items of one layer.
 #[derive(Debug, Default)]
 pub(super) struct Group {
     pub(super) items: Vec<Item>,

@@ -84,7 +84,6 @@ fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind,
     ))
 }
 
-/// Facts from a tar's entries, as far as they were read.
 #[derive(Default)]
 struct Seen {
     layout: bool,

@@ -58,14 +58,12 @@ pub(crate) struct ImageSource {
     layers: Vec<Layer>,
 }
 
-/// The parts of containerd's own checkpoint.
 #[derive(Debug, Clone)]
 pub struct ContainerdParts {
     /// Its name in the layout's index.
     pub name: Option<String>,
     /// The index that lists the parts.
     pub index: Index,
-    /// CRIU's images.
     pub criu: Descriptor,
     /// What the root file system has beyond its image (`--rw`).
     pub rw: Option<Descriptor>,

@@ -27,7 +27,6 @@ pub(crate) use tarball::visit_tar;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// podman's export file.
     PodmanTar(Compression),
     /// A directory with the content of such a file: `checkpoint/`, `config.dump`, ...
     Directory,
@@ -67,7 +66,6 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A checkpoint at a path.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
@@ -83,7 +81,6 @@ pub(crate) enum Inner {
     Containerd(image::ContainerdSource),
 }
 
-/// What [`Source::visit`] calls for each entry.
 pub type Visitor<'v> = dyn FnMut(&Entry, &mut dyn Read) -> Result<(), Error> + 'v;
 
 impl Source {

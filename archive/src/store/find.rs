@@ -15,7 +15,6 @@ use super::{Reference, StoreError, Stored};
 use crate::handover::own_directory;
 use crate::names;
 
-/// Bytes that are hashed at a time.
 const READ_BYTES: usize = 1 << 20;
 
 /// An entry of a store; its files exist and have the right sizes.

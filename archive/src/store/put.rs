@@ -29,7 +29,6 @@ pub struct About<'a> {
     /// RFC 3339.
     pub created: &'a str,
     pub threads: usize,
-    /// When to give up.
     pub until: Option<Instant>,
 }
 
@@ -159,7 +158,6 @@ fn cannot_link(e: &io::Error) -> bool {
     e.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Checks that the store has room for copies.
 fn room(store: &Path, at: &Path, files: &[Stored]) -> Result<(), StoreError> {
     let stat = nix::sys::statvfs::statvfs(at)
         .map_err(|e| StoreError::io(at, "ask for the free space")(e.into()))?;

@@ -99,7 +99,6 @@ fn stated_bytes(source: &Source) -> u64 {
     stated.unwrap_or(0)
 }
 
-/// Checks that the file system has room.
 fn room(to: &Path, staging: &Staging, needed: u64) -> Result<(), Error> {
     if needed < CHECK_ROOM {
         return Ok(());
@@ -133,7 +132,6 @@ struct Unpacker<'u> {
     done: Mutex<Unpacked>,
 }
 
-/// What is done when all files are written.
 #[derive(Default)]
 struct Later {
     modes: BTreeMap<String, u32>,

@@ -24,12 +24,10 @@ const MAX_HEADER: u32 = 16 << 20;
 const MAX_CHUNKS: u64 = 1 << 24;
 const MAX_REGIONS: usize = 1 << 16;
 const MAX_ID: usize = 256;
-/// Most parent paths in a table.
 const MAX_PLACES: usize = 8;
 const MAX_PLACE: usize = 4096;
 /// A shard's number is 16 bits.
 pub const MAX_SHARDS: usize = 1 << 16;
-/// Largest table, in bytes.
 const MAX_BYTES: u64 = PREFIX as u64 + MAX_HEADER as u64 + MAX_CHUNKS * ROW as u64 + DIGEST as u64;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -63,7 +61,6 @@ impl std::str::FromStr for Digest {
     }
 }
 
-/// How a chunk is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -95,7 +92,6 @@ impl Kind {
     }
 }
 
-/// A row of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
     pub kind: Kind,
@@ -133,7 +129,6 @@ pub struct Index {
     pub chunk_bytes: u32,
     /// The buffers; their chunks follow each other in the table.
     pub regions: Vec<Region>,
-    /// The sizes of the shards.
     pub shards: Vec<u64>,
     /// Digest of the parent's table.
     pub parent: Option<Digest>,
@@ -156,7 +151,6 @@ struct Header {
     parent_at: Vec<String>,
 }
 
-/// Number of chunks of a region.
 pub fn chunks_of(bytes: u64, chunk_bytes: u32) -> u64 {
     bytes.div_ceil(u64::from(chunk_bytes))
 }
@@ -174,7 +168,6 @@ impl Index {
         self.regions.iter().enumerate().find(|(_, r)| r.id == id)
     }
 
-    /// The size of every chunk, in the order of the table.
     pub fn lengths(&self) -> Vec<u32> {
         let mut lengths = Vec::with_capacity(self.chunks.len());
         for region in &self.regions {
@@ -306,7 +299,6 @@ impl Index {
         Ok(index)
     }
 
-    /// Checks every value.
     fn check(&self) -> Result<(), String> {
         let size = self.chunk_bytes;
         if !size.is_power_of_two() || !(MIN_CHUNK..=MAX_CHUNK).contains(&size) {

@@ -44,7 +44,6 @@ pub enum VramError {
     #[error("{path}: {what}: {source}")]
     Io {
         path: PathBuf,
-        /// What failed.
         what: &'static str,
         source: io::Error,
     },
@@ -68,7 +67,6 @@ pub enum VramError {
     Store(#[from] crate::store::StoreError),
     #[error("called off")]
     Cancelled,
-    /// The caller's arguments make no sense.
     #[error("{0}")]
     Invalid(String),
 }
@@ -92,21 +90,16 @@ impl VramError {
 pub struct VramFacts {
     /// Digest of the table, in hexadecimal.
     pub digest: String,
-    /// GPU memory, in bytes.
     pub bytes: u64,
     /// Size in the shards, in bytes.
     pub stored_bytes: u64,
-    /// Size of a chunk, in bytes.
     pub chunk_bytes: u32,
     pub shards: usize,
     pub chunks: usize,
-    /// Chunks that are all zero.
     pub zero: usize,
     /// Chunks that are stored uncompressed.
     pub raw: usize,
-    /// Chunks compressed with LZ4.
     pub lz4: usize,
-    /// Chunks compressed with zstd.
     pub zstd: usize,
     /// Chunks that are the same as another of this checkpoint.
     pub same: usize,

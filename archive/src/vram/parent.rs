@@ -10,7 +10,6 @@ use super::read::open_file;
 use super::{Vram, VramError};
 use crate::names;
 
-/// Longest chain of parents.
 const MAX_DEPTH: usize = 1024;
 /// Most entries that are read of a searched directory.
 const MAX_ENTRIES: usize = 100_000;

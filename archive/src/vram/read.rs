@@ -21,7 +21,6 @@ type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError>
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
     pub threads: usize,
-    /// Check each chunk's digest.
     pub check: bool,
     /// The memory is already zero: do not write zeros.
     pub zeroed: bool,

@@ -29,7 +29,6 @@ pub struct WriteOptions {
     pub shard_bytes: u64,
     pub threads: usize,
     pub codec: Codec,
-    /// zstd's level.
     pub level: i32,
     /// Sync everything before the table is put in place.
     pub sync: bool,
@@ -207,7 +206,6 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Runs one thread.
     fn work(&self, table: &Mutex<&mut Vec<Chunk>>) -> Result<Own, VramError> {
         let longest = self
             .pieces

@@ -50,7 +50,6 @@ pub struct Ask<'a> {
     pub engine: Option<Engine>,
     /// The restore will use podman's `--ignore-volumes`.
     pub ignore_volumes: bool,
-    /// JSON instead of a table.
     pub json: bool,
 }
 
@@ -62,9 +61,7 @@ struct Checkpoint {
     amd: Images,
     /// `inventory.img`; empty if there is none.
     inventory: Vec<u8>,
-    /// The reference to its files in a store.
     reference: Option<Reference>,
-    /// The engine's records.
     records: engine::Records,
 }
 
@@ -242,7 +239,6 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     })
 }
 
-/// Reads the engine's records of the container.
 fn records(
     source: &Source,
     files: &BTreeMap<String, Vec<u8>>,

@@ -17,7 +17,6 @@ use serde_json::Value;
 
 use crate::engine::Engine;
 
-/// Time limit for an engine's answer.
 const ASK: Duration = Duration::from_secs(60);
 /// Most volumes, networks and bind mounts to check; an archive may come from a stranger.
 const MAX_ASKED: usize = 256;
@@ -33,7 +32,6 @@ const MADE_BY_PODMAN: [&str; 8] = [
     "/var/run/secrets",
 ];
 
-/// What an archive records about its container.
 #[derive(Default)]
 pub struct Records {
     pub facts: Facts,
@@ -451,7 +449,6 @@ impl Asked<'_> {
     }
 }
 
-/// docker's runtimes by their names.
 type Runtimes = BTreeMap<String, Value>;
 
 /// Checks that docker's daemon lists the runtime.
@@ -494,7 +491,6 @@ impl Subnet {
         (bits <= most).then_some(Self { address, bits })
     }
 
-    /// Returns the network's own address.
     fn base(&self) -> IpAddr {
         match self.address {
             IpAddr::V4(a) => {

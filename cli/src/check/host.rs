@@ -200,7 +200,6 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     });
 }
 
-/// Checks the programs that CRIU runs.
 fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     let probe = Probe {
         tools: input.tools,

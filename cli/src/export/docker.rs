@@ -15,7 +15,6 @@ use crate::ui::Steps;
 
 /// The checkpoint's name, below the directory that docker gets.
 const NAME: &str = "checkpoint";
-/// Time limit for docker's answer.
 const ASK: Duration = Duration::from_secs(60);
 
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {

@@ -18,7 +18,6 @@ use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
-/// Time limit for podman's answer.
 const ASK: Duration = Duration::from_secs(60);
 
 /// After an error the container still runs, unless podman says otherwise.

@@ -16,7 +16,6 @@ use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::{self, Steps};
 
-/// Time limit for podman's answer.
 const ASK: Duration = Duration::from_secs(60);
 
 pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Result<String> {

@@ -26,14 +26,11 @@ pub struct Report {
     pub kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageFacts>,
-    /// Bytes of all files.
     pub content_bytes: u64,
-    /// Bytes on disk.
     pub stored_bytes: u64,
     /// Number of files, if all were read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub files: Option<u64>,
-    /// The engine's records.
     pub container: engine::Facts,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<MetadataFacts>,
@@ -52,20 +49,16 @@ pub struct ImageFacts {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub layers: usize,
-    /// Annotations of the manifest.
     pub annotations: BTreeMap<String, String>,
 }
 
 /// The metadata without its GPU part.
 #[derive(Debug, Serialize)]
 pub struct MetadataFacts {
-    /// Version of the schema.
     pub schema: String,
-    /// Version of cryopod.
     pub cryopod: String,
     /// RFC 3339, UTC.
     pub created: String,
-    /// Container id.
     pub id: String,
     /// `crun` or `runc`.
     pub low_level: String,
@@ -82,7 +75,6 @@ pub struct MetadataFacts {
 
 #[derive(Debug, Default, Serialize)]
 pub struct GpuFacts {
-    /// Driver versions by vendor.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub drivers: BTreeMap<String, String>,
     /// NVIDIA's CUDA driver version: 13000 is 13.0.
@@ -90,12 +82,10 @@ pub struct GpuFacts {
     pub cuda_version: Option<u64>,
     /// The GPUs behind the container's nodes.
     pub gpus: Vec<Gpu>,
-    /// Device nodes of GPUs in the container.
     pub nodes: Vec<String>,
     pub processes: Vec<GpuProcess>,
     /// GPU memory of all processes, in bytes.
     pub vram_bytes: u64,
-    /// The VRAM files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramFacts>,
 }
@@ -103,7 +93,6 @@ pub struct GpuFacts {
 /// A process that uses a GPU driver.
 #[derive(Debug, Default, Serialize)]
 pub struct GpuProcess {
-    /// Process id inside the container.
     pub pid: u32,
     pub comm: String,
     /// GPU memory in bytes, if the plugin could tell.
