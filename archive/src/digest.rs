@@ -1,4 +1,4 @@
-//! SHA-256 digests of blobs.
+//! Parses and computes SHA-256 digests of blobs.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Byte streams: a section of a file, and decompression with bounds.
+//! Reads byte streams: a section of a file, and decompression with bounds.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};

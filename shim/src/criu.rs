@@ -1,9 +1,9 @@
 //! Ends the CRIU of a container that is given up.
 //!
 //! A killed runtime leaves its CRIU behind. Most exit by themselves at the next request that nobody answers. One case
-//! hangs forever: CRIU traces the restored processes while they are killed. CRIU then waits for the init of the PID
-//! namespace, which exits last, after CRIU has reaped every thread that it traces (`out_kill` of `restore_root_task` in
-//! CRIU's cr-restore.c, `zap_pid_ns_processes` in the kernel).
+//! hangs forever: something kills the restored processes while CRIU traces them. CRIU waits for the init of the PID
+//! namespace (`out_kill` of `restore_root_task` in CRIU's cr-restore.c). The init exits only after CRIU has reaped
+//! every thread that it traces (`zap_pid_ns_processes` in the kernel).
 
 use std::fs;
 use std::path::{Path, PathBuf};

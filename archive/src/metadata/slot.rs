@@ -24,9 +24,9 @@ pub struct MetadataSlot {
 }
 
 impl MetadataSlot {
-    /// Reserves the place. Removes the metadata of an earlier checkpoint in the same directory, and its reference to a
-    /// store, because the images that they describe are about to be overwritten. Fails with [`MetadataError::Write`] if
-    /// the directory cannot be written or is full.
+    /// Reserves the place. First removes the metadata and the store reference of an earlier checkpoint in the
+    /// directory: its images are about to be overwritten. Fails with [`MetadataError::Write`] if the directory cannot
+    /// be written or is full.
     pub fn reserve(image_dir: &Path) -> Result<Self, MetadataError> {
         let partial = image_dir.join(names::METADATA_PARTIAL);
         let path = image_dir.join(names::METADATA);

@@ -28,7 +28,7 @@ pub(crate) use tarball::visit_tar;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     PodmanTar(Compression),
-    /// A directory with the content of such a file: `checkpoint/`, `config.dump`, ...
+    /// A directory with the content of an export file of podman: `checkpoint/`, `config.dump`, ...
     Directory,
     /// A directory of CRIU's images.
     CriuDirectory,
