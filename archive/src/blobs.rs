@@ -1,4 +1,4 @@
-//! Where an image's blobs lie: in a directory, or in a tar of one.
+//! Reads an image's blobs from a layout directory or from a tar of one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,12 +15,10 @@ use crate::oci::Descriptor;
 use crate::stream::Section;
 use crate::tarread::TarReader;
 
-/// The blobs of an OCI image layout.
 #[derive(Debug, Clone)]
 pub(crate) enum Blobs {
-    /// In a directory.
     Directory(PathBuf),
-    /// In a tar: name, place and length of each file.
+    /// In a tar: name, offset and length of each file.
     Tar {
         path: PathBuf,
         files: BTreeMap<String, Section>,
@@ -28,7 +26,7 @@ pub(crate) enum Blobs {
 }
 
 impl Blobs {
-    /// The blobs in a tar, of which only the headers are read.
+    /// Finds the blobs in a tar. Reads only the headers.
     pub(crate) fn in_tar(path: &Path, whole: &Section, limits: &Limits) -> Result<Self, Error> {
         let wrap = |e| Error::from_io(path, "read it", e);
         let mut files = BTreeMap::new();
@@ -47,7 +45,6 @@ impl Blobs {
         })
     }
 
-    /// The directory or file, for messages.
     pub(crate) fn path(&self) -> &Path {
         match self {
             Self::Directory(path) | Self::Tar { path, .. } => path,
@@ -85,7 +82,6 @@ impl Blobs {
         }
     }
 
-    /// A JSON document of the layout, by its file name.
     pub(crate) fn document(&self, name: &str) -> Result<Vec<u8>, Error> {
         let section = self.find(name)?;
         let section =
@@ -110,7 +106,7 @@ impl Blobs {
         Ok(text)
     }
 
-    /// A blob whose size is the descriptor's; its digest is yet to be checked.
+    /// Opens a blob and checks its size against the descriptor. The caller must check the digest.
     pub(crate) fn open(&self, descriptor: &Descriptor) -> Result<Section, Error> {
         let digest = &descriptor.digest;
         let section = self.find(&blob_name(digest))?;
@@ -127,7 +123,7 @@ impl Blobs {
         Ok(section)
     }
 
-    /// The digests of all blobs, from their names.
+    /// Lists the digests of all blobs, from their names.
     pub(crate) fn digests(&self) -> Result<Vec<Digest>, Error> {
         let directory = format!("{}/sha256", names::OCI_BLOBS);
         let mut hex: Vec<String> = match self {
@@ -149,17 +145,17 @@ impl Blobs {
         let digests = hex
             .iter()
             .map(|hex| Digest::parse(&format!("sha256:{hex}")));
-        // Other files are no blobs.
+        // Other files are not blobs.
         Ok(digests.filter_map(Result::ok).collect())
     }
 
-    /// A blob of which only the digest is known, which is yet to be checked.
+    /// Opens a blob by digest alone. The caller must check the digest.
     pub(crate) fn raw(&self, digest: &Digest) -> Result<Section, Error> {
         let section = self.find(&blob_name(digest))?;
         section.ok_or_else(|| Error::bad(self.path(), Bad::MissingBlob(digest.to_string())))
     }
 
-    /// A document of which only the digest is known, checked.
+    /// Reads a document by digest alone, and checks the digest.
     pub(crate) fn checked(&self, digest: &Digest) -> Result<Vec<u8>, Error> {
         let section = self.find(&blob_name(digest))?;
         let section =
@@ -178,7 +174,6 @@ impl Blobs {
         Ok(text)
     }
 
-    /// A small blob, checked.
     pub(crate) fn json(&self, descriptor: &Descriptor, what: &str) -> Result<Vec<u8>, Error> {
         let section = self.open(descriptor)?;
         let text = self.read(section, what)?;
@@ -194,7 +189,6 @@ impl Blobs {
     }
 }
 
-/// The name of a blob inside a layout.
 pub(crate) fn blob_name(digest: &Digest) -> String {
     format!("{}/sha256/{}", names::OCI_BLOBS, digest.hex())
 }

@@ -1,10 +1,9 @@
-//! CRIU's images, read for people: what the checkpoint holds, process by process. Nothing here is needed for a
-//! restore, and nothing is written.
+//! Reads CRIU's images for reports: what the checkpoint holds, process by process. No restore needs this, and nothing
+//! here writes.
 //!
-//! An image is a head of one or two magic numbers, then messages in protobuf, each after its length. The numbers
-//! of the fields are those of CRIU's `images/*.proto`; fields that are not named here are passed over, so images
-//! of newer versions are read too. The caller hands in the small files ([`is_wanted`]); memory pages are not
-//! looked at.
+//! An image starts with one or two magic numbers; protobuf messages follow, each after its length. The field numbers
+//! are those of CRIU's `images/*.proto`. Unknown fields are skipped, so images of newer versions can be read too. The
+//! caller passes in the small files ([`is_wanted`]); memory pages are not read.
 
 mod image;
 pub mod privileges;
@@ -20,10 +19,10 @@ pub use image::ImageError;
 use image::{Bounds, messages};
 use proto::{CoreEntry, FileEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEntry, StatsEntry};
 
-/// Bytes of a page where the images do not say otherwise.
+/// Page size in bytes where the images do not state it.
 const PAGE: u64 = 4096;
 
-/// Is this file of an image directory (or beside it) one that [`read`] looks at? `name` is without directories.
+/// Returns true if [`read`] uses this file. `name` has no directories.
 pub fn is_wanted(name: &str) -> bool {
     let numbered = |prefix: &str| name.starts_with(prefix) && name.ends_with(".img");
     matches!(
@@ -34,30 +33,24 @@ pub fn is_wanted(name: &str) -> bool {
         .any(numbered)
 }
 
-/// What the images tell.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Facts {
-    /// CRIU's version of its image format.
     pub image_version: u32,
-    /// CRIU's plugins that the images need.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub plugins: Vec<String>,
-    /// The machine, in the kernel's words; `None` if CRIU has a name that is not known here.
+    /// The machine, in the kernel's words; `None` if CRIU's name for it is unknown here.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arch: Option<&'static str>,
-    /// The processes, parents before children where the images have them so.
+    /// The processes, in the order of the images: normally parents before children.
     pub processes: Vec<Process>,
     /// Bytes of memory in these images, over all processes and shared memory.
     pub memory_bytes: u64,
-    /// Bytes of memory left in the images of a pre-dump.
+    /// Bytes of memory that only the images of a pre-dump have.
     pub parent_bytes: u64,
-    /// Mounts, over all mount namespaces.
     pub mounts: usize,
-    /// Those of them that come from outside: bind mounts and what a plugin serves.
+    /// Mounts whose content comes from outside: bind mounts and those that a plugin serves.
     pub external_mounts: usize,
-    /// Open files by kind.
     pub files: BTreeMap<&'static str, u64>,
-    /// The dump's times and counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dump: Option<DumpStats>,
     /// The times of the last restore from this directory.
@@ -65,61 +58,52 @@ pub struct Facts {
     pub restore: Option<RestoreStats>,
 }
 
-/// A process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Process {
     /// Process id inside the container.
     pub pid: u32,
-    /// Its parent's; 0 for the first.
+    /// The parent's process id; 0 for the first process.
     pub parent: u32,
-    /// Its name; empty where it has none (a zombie of an old image).
+    /// Empty if unknown (a zombie in an old image).
     pub comm: String,
     /// `running`, `stopped`, `zombie`, ...
     pub state: &'static str,
-    /// Threads, the first included.
+    /// Number of threads, the leader included.
     pub threads: usize,
     /// Bytes of its own memory in the images.
     pub memory_bytes: u64,
 }
 
-/// CRIU's own account of a dump.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct DumpStats {
-    /// Until all processes stood still, in microseconds.
+    /// Time until all processes were frozen, in microseconds.
     pub freezing_us: u64,
-    /// How long they stood still, in microseconds.
+    /// Time that the processes were frozen, in microseconds.
     pub frozen_us: u64,
     /// Taking the memory, in microseconds.
     pub memdump_us: u64,
     /// Writing the memory, in microseconds.
     pub memwrite_us: u64,
-    /// Pages looked at.
     pub pages_scanned: u64,
-    /// Pages not written, as the parent has them.
     pub pages_skipped_parent: u64,
-    /// Pages written.
     pub pages_written: u64,
-    /// Pages left for a lazy migration.
     pub pages_lazy: u64,
 }
 
-/// CRIU's own account of a restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RestoreStats {
-    /// Making the processes, in microseconds.
+    /// Creating the processes, in microseconds.
     pub forking_us: u64,
-    /// All of it, in microseconds.
     pub restore_us: u64,
     /// Pages compared with those of the parent process.
     pub pages_compared: u64,
     /// Pages shared with the parent process.
     pub pages_skipped_cow: u64,
-    /// Pages read.
     pub pages_restored: u64,
 }
 
-/// Reads the images: `files` are name (without directories) and content, `pages_bytes` is the size of all
-/// `pages-*.img` together, 0 if it is not known.
+/// Reads the images. `files` maps names (without directories) to contents. `pages_bytes` is the size of all
+/// `pages-*.img` together, or 0 if unknown.
 ///
 /// # Errors
 /// [`ImageError`] with the file's name and the field, if an image is damaged or `inventory.img` is missing.
@@ -153,10 +137,8 @@ pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts
     Ok(facts)
 }
 
-/// Returns true if memory pages of these images may be compressed with LZ4 (CRIU 4.3). `inventory`: `inventory.img`.
-///
-/// # Errors
-/// [`ImageError`] if the image is damaged.
+/// Returns true if memory pages of these images may be compressed with LZ4 (CRIU 4.3). `inventory` is the content of
+/// `inventory.img`.
 pub fn has_compressed_pages(inventory: &[u8]) -> Result<bool, ImageError> {
     let entry = inventory_entry(inventory, &mut Bounds::default())?;
     Ok(entry.compress.is_some_and(|mode| mode != 0))
@@ -232,7 +214,7 @@ fn memory(
 ) -> Result<(), ImageError> {
     let mut pages = BTreeMap::new();
     let (mut all, mut parent) = (0_u64, 0_u64);
-    // Pages in LZ4 blocks, and the blocks' bytes in `pages-*.img`.
+    // Pages in LZ4 blocks, and the bytes of these blocks in `pages-*.img`.
     let (mut compressed, mut compressed_bytes) = (0_u64, 0_u64);
     for (name, content) in with_prefix(files, "pagemap-") {
         let mut own = 0_u64;
@@ -259,7 +241,7 @@ fn memory(
             pages.insert(pid, own);
         }
     }
-    // The images do not name the size of a page; that of the plain pages does, where it is known.
+    // The images do not state the page size. It follows from the size of the uncompressed pages, where that is known.
     let plain = all.saturating_sub(compressed);
     let plain_bytes = pages_bytes.saturating_sub(compressed_bytes);
     let page = match plain_bytes.checked_div(plain) {

@@ -1,7 +1,7 @@
-//! Decompression on all cores, in bounded memory, with digests of both sides.
+//! Decompresses on all cores, in bounded memory, and computes the digests of both sides.
 //!
-//! zstd frames that say their size and are small, as cryopod writes them, are decompressed by workers at the same
-//! time; anything else by one thread. Reading and the consumer have threads of their own, digests have some together.
+//! Workers decompress zstd frames in parallel if the frames are small and state their size, as cryopod writes them. One
+//! thread decompresses anything else. Reading and the consumer have threads of their own; all digests share some.
 
 mod split;
 
@@ -19,10 +19,10 @@ use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::{Allowance, Compression, Stream};
 
-/// Bytes that are read, or come out of a decoder that works alone, at once.
+/// Bytes that are read, or that a single-threaded decoder emits, at once.
 const PIECE: usize = 1 << 20;
 
-/// The right to hold a piece of memory, or a frame and what came out of it; goes back when dropped.
+/// The right to hold a piece of memory, or a frame and its output; returned when dropped.
 struct Token {
     home: Sender<()>,
 }
@@ -33,7 +33,7 @@ impl Drop for Token {
     }
 }
 
-/// Memory that is used again.
+/// Buffers for reuse.
 type Spare = Arc<Mutex<Vec<Vec<u8>>>>;
 
 /// A frame as it is stored.
@@ -61,7 +61,6 @@ struct Job {
     reply: Sender<io::Result<Piece>>,
 }
 
-/// Decompressed bytes.
 struct Piece {
     data: Vec<u8>,
     spare: Spare,
@@ -87,7 +86,6 @@ fn give(spare: &Spare, data: &mut Vec<u8>) {
     }
 }
 
-/// Workers and memory that several streams share.
 pub(crate) struct Decoder<'p> {
     jobs: Sender<Job>,
     free: Receiver<()>,
@@ -98,7 +96,6 @@ pub(crate) struct Decoder<'p> {
     threads: usize,
 }
 
-/// Runs `work` with workers.
 pub(crate) fn with_decoder<T>(
     threads: usize,
     progress: &Progress,
@@ -140,7 +137,7 @@ fn buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
     data
 }
 
-/// A buffer of a whole piece, cleared only where it has to grow.
+/// Returns a buffer of a whole piece. Clears it only where it has to grow.
 fn piece_buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
     let mut data = spare
         .lock()
@@ -199,14 +196,12 @@ fn decompress(
     Ok(())
 }
 
-/// Which digests are taken of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hash {
-    /// None.
     No,
-    /// Of the bytes as they are stored. What comes out of them depends on nothing else.
+    /// Of the stored bytes. They determine the decompressed bytes.
     Stored,
-    /// Of what comes out as well.
+    /// Of the decompressed bytes as well.
     Both,
 }
 
@@ -216,30 +211,27 @@ enum Next {
     Failed(io::Error),
 }
 
-/// What is known of a stream when it was read to its end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Digests {
-    /// Of the bytes as they are stored.
+    /// Of the stored bytes.
     pub(crate) blob: Option<Digest>,
-    /// Of the decompressed bytes; `None` if it was not asked for.
+    /// Of the decompressed bytes; `None` if the caller did not ask for it.
     pub(crate) content: Option<Digest>,
 }
 
 impl Decoder<'_> {
-    /// Threads that work at the same time.
     pub(crate) fn threads(&self) -> usize {
         self.threads
     }
 
-    /// The counters of the operation.
     pub(crate) fn progress(&self) -> &Progress {
         self.progress
     }
 
-    /// Decompresses a stream for a consumer, which should read it to its end; gives the digests that `hash` asks for.
+    /// Decompresses a stream for a consumer, which should read it to its end. Returns the digests that `hash` asks for.
     ///
     /// # Errors
-    /// What the consumer returned. The stream's own errors reach it through its reader.
+    /// What the consumer returned. Errors of the stream reach the consumer through its reader.
     pub(crate) fn read<T, E: From<io::Error>>(
         &self,
         raw: impl Read + Send,
@@ -309,7 +301,6 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
-/// The decompressed bytes, in order.
 pub(crate) struct Output<'h> {
     next: Receiver<Next>,
     piece: Option<Arc<Piece>>,
@@ -331,7 +322,7 @@ impl Read for Output<'_> {
             }
             self.piece = None;
             let piece = match self.next.recv() {
-                Err(_) => return Ok(0), // the splitter has come to the end
+                Err(_) => return Ok(0), // the splitter is done
                 Ok(Next::Ready(piece)) => piece,
                 Ok(Next::Coming(reply)) => reply.recv().map_err(io::Error::other)??,
                 Ok(Next::Failed(e)) => return Err(e),

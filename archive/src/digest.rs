@@ -1,4 +1,4 @@
-//! SHA-256 digests of blobs.
+//! Parses and computes SHA-256 digests of blobs.
 
 use std::fmt;
 
@@ -7,28 +7,25 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::Bad;
 
-/// A sha256 digest, `sha256:HEX` in text.
+/// A sha256 digest; `sha256:HEX` in text.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Digest(String);
 
 impl Digest {
-    /// The 64 hexadecimal digits.
     pub fn hex(&self) -> &str {
         &self.0
     }
 
-    /// The digest of some bytes.
     pub fn of(data: &[u8]) -> Self {
         Self::from_hash(Sha256::new_with_prefix(data))
     }
 
-    /// The digest of what was fed to a hash.
     pub fn from_hash(hash: Sha256) -> Self {
         Self::from_bytes(hash.finalize().into())
     }
 
-    /// The digest that these bytes are.
+    /// Wraps a hash that was computed elsewhere.
     pub fn from_bytes(hash: [u8; 32]) -> Self {
         use fmt::Write as _;
         let mut hex = String::with_capacity(64);
@@ -38,10 +35,7 @@ impl Digest {
         Self(hex)
     }
 
-    /// Parses `sha256:HEX`.
-    ///
-    /// # Errors
-    /// [`Bad::Digest`] for anything else; other algorithms are not taken.
+    /// Parses `sha256:HEX`. Fails with [`Bad::Digest`] for anything else; other algorithms are refused.
     pub fn parse(text: &str) -> Result<Self, Bad> {
         match text.strip_prefix("sha256:") {
             Some(hex)

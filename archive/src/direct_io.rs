@@ -1,8 +1,8 @@
-//! Writing a large file so that it is on the disk soon after its last byte.
+//! Writes large files past the page cache, so that fsync is short and the workloads' page cache stays.
 //!
-//! On ext4 and xfs what has not to be read again soon goes past the page cache: an archive would push out the memory of
-//! the workloads, and each of its pages would be found, cleared and copied for nothing. Elsewhere the system is
-//! asked early to start writing.
+//! On ext4 and xfs, files that are not read again soon bypass the page cache. An archive would push the workloads'
+//! pages out, and the kernel would have to find, clear and copy each page for nothing. On other file systems the module
+//! asks the kernel early to start write-back.
 
 mod behind;
 
@@ -14,16 +14,15 @@ use std::os::unix::fs::FileExt;
 
 use self::behind::{Behind, Refused};
 
-/// Dirty bytes after which the system is asked to start writing them to disk.
+/// Dirty bytes after which the kernel is asked to start write-back.
 const WRITE_BACK_BYTES: u64 = 32 << 20;
-/// Bytes that go past the page cache at once.
 const DIRECT_BYTES: usize = 2 << 20;
-/// Less than that is copied together with what follows.
+/// Smaller data is copied and written together with what follows.
 const UNCOPIED_BYTES: usize = 1 << 20;
-/// Place, length and memory of a direct write are multiples of this. No disk wants more.
+/// Offset, length and memory address of a direct write are multiples of this. No disk needs more.
 const ALIGN: usize = 4096;
 
-/// Memory that goes past the page cache as it is.
+/// Memory that is aligned for direct I/O.
 #[derive(Debug, Default)]
 pub(crate) struct Aligned {
     memory: Vec<u8>,
@@ -32,7 +31,7 @@ pub(crate) struct Aligned {
 }
 
 impl Aligned {
-    /// So many zeros.
+    /// Allocates `len` zero bytes.
     pub(crate) fn new(len: usize) -> Self {
         let memory = vec![0; len + ALIGN];
         let skip = memory.as_ptr().align_offset(ALIGN).min(ALIGN);
@@ -53,29 +52,27 @@ impl DerefMut for Aligned {
     }
 }
 
-/// A file that is written through, so that the last sync has little left to do. [`Write::flush`] ends it.
+/// Writes a file so that the last sync has little left to do. Call [`Write::flush`] at the end.
 pub(crate) struct Through {
     file: File,
-    /// Where the next byte goes.
     at: u64,
-    /// Up to here the system was asked to write.
+    /// Write-back was started up to this offset.
     started: u64,
     direct: Option<Direct>,
-    /// Is the disk to be kept busy by threads?
+    /// Threads keep the disk busy.
     busy: bool,
 }
 
-/// What is to go past the page cache.
 struct Direct {
     memory: Aligned,
     have: usize,
-    /// The file has been told, and has taken some.
+    /// `O_DIRECT` is set and some data was written with it.
     on: bool,
     behind: Option<Behind>,
 }
 
 impl Through {
-    /// A file that is read again soon.
+    /// For a file that is read again soon.
     pub(crate) fn cached(file: File) -> io::Result<Self> {
         let at = (&file).stream_position()?;
         Ok(Self {
@@ -87,7 +84,7 @@ impl Through {
         })
     }
 
-    /// A file that is not.
+    /// For a file that is not read again soon.
     pub(crate) fn new(file: File) -> io::Result<Self> {
         let direct = has_direct(&file).then(|| Direct {
             memory: Aligned::default(),
@@ -101,7 +98,7 @@ impl Through {
         })
     }
 
-    /// Keeps the disk busy by threads, as the only file that is written.
+    /// Keeps the disk busy with threads. Only for a file that is written alone.
     pub(crate) fn alone(self) -> Self {
         Self { busy: true, ..self }
     }
@@ -111,8 +108,8 @@ impl Through {
         self.at += data.len() as u64;
         if self.at - self.started >= WRITE_BACK_BYTES {
             let (from, len) = (self.started as i64, (self.at - self.started) as i64);
-            // SAFETY: a plain system call on an open file. It starts the writing and does not wait; an error means
-            // that the sync at the end does all of it.
+            // SAFETY: a plain system call on an open file. It starts write-back and does not wait. After an error the
+            // final sync does all of it.
             unsafe {
                 libc::sync_file_range(
                     self.file.as_raw_fd(),
@@ -126,7 +123,7 @@ impl Through {
         Ok(())
     }
 
-    /// Writes the memory, which is full, past the cache.
+    /// Writes the full buffer past the page cache.
     fn write_full(&mut self) -> io::Result<()> {
         let Some(direct) = &mut self.direct else {
             return Ok(());
@@ -134,7 +131,7 @@ impl Through {
         direct.have = 0;
         let memory = std::mem::take(&mut direct.memory);
         if self.busy && direct.on && direct.behind.is_none() {
-            // Without threads it goes on as it began.
+            // Without threads it continues synchronously.
             direct.behind = Behind::new(&self.file).ok();
             self.busy = direct.behind.is_some();
         }
@@ -155,14 +152,14 @@ impl Through {
         Ok(())
     }
 
-    /// From now on as a file that cannot be written past the cache.
+    /// Writes through the page cache from now on.
     fn give_up(&mut self, refused: &Refused) -> io::Result<()> {
         self.direct = None;
         set_direct(&self.file, false)?;
         refused.write(&self.file)
     }
 
-    /// Writes aligned data past the cache; by way of the cache where that is refused.
+    /// Writes aligned data past the page cache, or through it if the file system refuses.
     fn write_direct(&mut self, data: &[u8]) -> io::Result<()> {
         let Some(direct) = &mut self.direct else {
             return self.buffered(data);
@@ -180,7 +177,7 @@ impl Through {
                 self.started = self.at;
                 Ok(())
             }
-            // From now on as a file without: this one cannot do it.
+            // This file cannot do direct I/O: use the page cache from now on.
             Err(e) if e.kind() == io::ErrorKind::InvalidInput => {
                 if direct.on {
                     set_direct(&self.file, false)?;
@@ -195,7 +192,7 @@ impl Through {
 
 impl Write for Through {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        // What lies ahead of the first aligned place goes by way of the cache.
+        // The bytes before the first aligned offset go through the page cache.
         let ahead = (self.at.next_multiple_of(ALIGN as u64) - self.at) as usize;
         let Some(direct) = &mut self.direct else {
             self.buffered(data)?;
@@ -206,7 +203,7 @@ impl Write for Through {
             self.buffered(&data[..n])?;
             return Ok(n);
         }
-        // What can go as it is, does, without being copied.
+        // Writes aligned data without a copy.
         let uncopied = !self.busy && direct.have == 0;
         if uncopied && data.len() >= UNCOPIED_BYTES && data.as_ptr().addr() % ALIGN == 0 {
             let n = data.len().min(DIRECT_BYTES) / ALIGN * ALIGN;
@@ -225,7 +222,7 @@ impl Write for Through {
         Ok(n)
     }
 
-    /// Writes what is left, and leaves the file at its end and as it was.
+    /// Writes the rest. Leaves the file positioned at its end, with its old flags.
     fn flush(&mut self) -> io::Result<()> {
         if let Some(mut direct) = self.direct.take() {
             let refused = direct.behind.as_mut().map(Behind::rest).transpose()?;
@@ -239,7 +236,7 @@ impl Write for Through {
     }
 }
 
-/// Is it a file on a file system that is known to write past the cache well?
+/// Returns true if the file is on a file system that is known to handle direct I/O well.
 fn has_direct(file: &File) -> bool {
     use nix::sys::statfs::{EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC, fstatfs};
     fstatfs(file).is_ok_and(|s| [EXT4_SUPER_MAGIC, XFS_SUPER_MAGIC].contains(&s.filesystem_type()))
@@ -281,7 +278,7 @@ mod tests {
                             out.write_all(piece).unwrap();
                         }
                         out.flush().unwrap();
-                        // The file is an ordinary one again, at its end.
+                        // The file is an ordinary one again, positioned at its end.
                         file.write_all(b"end").unwrap();
                         let mut back = Vec::new();
                         file.seek(SeekFrom::Start(0)).unwrap();

@@ -1,5 +1,5 @@
-//! What the engine wrote down about the container, read for people: `config.dump`, `spec.dump`, `status.dump`,
-//! and containerd's own record of a container.
+//! Reads what the engine recorded about the container, for reports: `config.dump`, `spec.dump`, `status.dump`, and
+//! containerd's own record of a container.
 
 use std::collections::BTreeMap;
 
@@ -11,29 +11,22 @@ use crate::names;
 
 /// Longest text that is taken from a file of an archive, in characters.
 const MAX_TEXT: usize = 4096;
-/// Most words of a command.
 const MAX_WORDS: usize = 256;
 
-/// Why a record could not be read.
 #[derive(Debug, thiserror::Error)]
 #[error("{file}: not valid ({reason}); the archive is damaged or was written by another tool")]
 pub struct RecordError {
-    /// The file.
     pub file: String,
-    /// What is wrong and where.
     pub reason: String,
 }
 
-/// What the engine wrote down.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Facts {
     /// `podman`, `docker`, `cri-o`, `containerd` (through the CRI), `containerd-ctr`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine: Option<&'static str>,
-    /// The container's id.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// The container's name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// The pod, `NAMESPACE/NAME`.
@@ -48,31 +41,27 @@ pub struct Facts {
     /// The OCI runtime that made the checkpoint, as the engine named it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub runtime: Option<String>,
-    /// When the container was created, RFC 3339.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub created: Option<String>,
     /// When the checkpoint was made, RFC 3339, where the engine says so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checkpointed: Option<String>,
-    /// The container's command.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub command: Vec<String>,
 }
 
-/// The files that [`read`] looks at; each is optional.
+/// The files that [`read`] uses; each is optional.
 pub const FILES: [&str; 3] = [names::CONFIG_DUMP, names::SPEC_DUMP, names::STATUS_DUMP];
 
-/// Reads the records: name and content of each of [`FILES`] that there is.
-///
-/// # Errors
-/// [`RecordError`] if one is not JSON. A field that is missing or of another type is left out.
+/// Reads the records: name and content of each existing file of [`FILES`]. Fails with [`RecordError`] if one is not
+/// JSON. A field that is missing or has another type is left out.
 pub fn read(files: &BTreeMap<String, Vec<u8>>) -> Result<Facts, RecordError> {
     let mut facts = Facts::default();
     if let Some(config) = json(files, names::CONFIG_DUMP)? {
         facts.id = text(&config, "/id");
         facts.name = text(&config, "/name");
         facts.image = text(&config, "/rootfsImageName").or_else(|| text(&config, "/rootfsImage"));
-        // podman's field, then the one of CRI-O and containerd
+        // podman's field, then that of CRI-O and containerd.
         facts.image_id =
             text(&config, "/rootfsImageID").or_else(|| text(&config, "/rootfsImageRef"));
         facts.runtime = text(&config, "/runtime");
@@ -127,12 +116,9 @@ fn of_spec(spec: &Value, facts: &mut Facts) {
         .collect();
 }
 
-/// Reads containerd's record of a container, the part
-/// `application/vnd.containerd.container.checkpoint.config.v1+proto` of `ctr c checkpoint`: the container's spec.
-/// `annotations` are those of the checkpoint's index; `file` is only named in errors.
-///
-/// # Errors
-/// [`RecordError`] if it is not such a record.
+/// Reads containerd's record of a container with its spec: the part
+/// `application/vnd.containerd.container.checkpoint.config.v1+proto` of `ctr c checkpoint`. `annotations` are those of
+/// the checkpoint's index; `file` only appears in errors.
 pub fn read_containerd(
     file: &str,
     record: &[u8],
@@ -146,7 +132,7 @@ pub fn read_containerd(
     let spec: Value =
         serde_json::from_slice(&any.value).map_err(|e| wrong(format!("its spec: {e}")))?;
     let annotation = |key: &str| annotations.get(key).map(|text| shortened(text));
-    // The record does not name the container; its cgroup is `/NAMESPACE/ID`.
+    // The record does not name the container, but its cgroup is `/NAMESPACE/ID`.
     let cgroup = text(&spec, "/linux/cgroupsPath");
     let id = cgroup.and_then(|path| path.rsplit(['/', ':']).next().map(str::to_owned));
     let mut facts = Facts {
@@ -161,11 +147,8 @@ pub fn read_containerd(
     Ok(facts)
 }
 
-/// The files that other engines and tools want, of containerd's record of a container: `config.dump`, in the schema
-/// of CRI-O, containerd's CRI and checkpointctl, and `spec.dump`.
-///
-/// # Errors
-/// As [`read_containerd`].
+/// Builds the files that other engines and tools read, from containerd's record of a container: `spec.dump`, and
+/// `config.dump` in the schema of CRI-O, containerd's CRI and checkpointctl.
 pub fn files_of_containerd(
     file: &str,
     record: &[u8],
@@ -215,7 +198,7 @@ fn text(value: &Value, pointer: &str) -> Option<String> {
     (!text.is_empty()).then(|| shortened(text))
 }
 
-/// A time; Go's zero time is none.
+/// Reads a time. Go's zero time counts as none.
 fn time(value: &Value, pointer: &str) -> Option<String> {
     text(value, pointer).filter(|t| !t.starts_with("0001-01-01"))
 }

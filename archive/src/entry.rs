@@ -1,4 +1,4 @@
-//! Entries of an archive, and the rules that their names keep.
+//! Defines the entries of an archive, and checks their names.
 
 use std::collections::BTreeMap;
 
@@ -6,44 +6,38 @@ use crate::error::Bad;
 use crate::limits::Limits;
 use crate::names;
 
-/// What an entry is. Nothing else has a place in a checkpoint archive: devices, sockets and links of the
-/// container lie inside `rootfs-diff.tar`, which is a file here.
+/// The kind of an entry. A checkpoint archive has no others: devices, sockets and links of the container are inside
+/// `rootfs-diff.tar`, which is a file here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EntryKind {
-    /// A regular file.
     File,
-    /// A directory.
     Directory,
     /// CRIU's link `parent` to the images of a pre-dump, inside the archive.
     ParentLink {
-        /// The target as it stands in the archive, relative.
+        /// The target as the archive states it, relative.
         target: String,
     },
 }
 
-/// An entry of an archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Normalised name: relative, `/` between directories, no `.` and `..`.
     pub name: String,
-    /// What it is.
     pub kind: EntryKind,
-    /// Bytes of content.
     pub size: u64,
     /// Permission bits, at most 0o777.
     pub mode: u32,
-    /// The layer it came from, in an image.
+    /// The layer that it came from, in an image.
     pub layer: Option<usize>,
 }
 
 impl Entry {
-    /// `true` for a regular file.
     pub fn is_file(&self) -> bool {
         self.kind == EntryKind::File
     }
 }
 
-/// A raw name in its normal form; empty for the root of the archive (`.`, `./`).
+/// Normalises a raw name; empty for the root of the archive (`.`, `./`).
 pub(crate) fn clean_name(raw: &[u8], limits: &Limits) -> Result<String, Bad> {
     if raw.len() > limits.name_bytes {
         let start = String::from_utf8_lossy(&raw[..raw.len().min(60)]).into_owned();
@@ -88,7 +82,8 @@ pub(crate) fn clean_name(raw: &[u8], limits: &Limits) -> Result<String, Bad> {
     Ok(parts.join("/"))
 }
 
-/// Checks a symbolic link: only CRIU's `parent` beside the images, to another directory of the archive's root.
+/// Checks a symbolic link. Only CRIU's `parent` beside the images may exist, and it must lead to another top-level
+/// directory of the archive.
 pub(crate) fn check_link(name: &str, target: &[u8], limits: &Limits) -> Result<EntryKind, Bad> {
     let refused = || Bad::Symlink {
         name: name.into(),
@@ -109,7 +104,7 @@ pub(crate) fn check_link(name: &str, target: &[u8], limits: &Limits) -> Result<E
     })
 }
 
-/// What was seen of an archive so far: refuses what appears twice, lies below a file, or is too much.
+/// Records what an archive has held so far. Refuses duplicates, entries below a file, and anything over the limits.
 #[derive(Debug)]
 pub(crate) struct Ledger {
     limits: Limits,
@@ -126,7 +121,7 @@ impl Ledger {
         }
     }
 
-    /// Takes an entry. A directory may come again, as each layer names its directories; that gives `false`.
+    /// Adds an entry. Returns `false` for a directory that came before: each layer names its directories.
     pub(crate) fn take(&mut self, entry: &Entry) -> Result<bool, Bad> {
         let directory = entry.kind == EntryKind::Directory;
         match self.seen.get(&entry.name) {

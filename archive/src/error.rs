@@ -1,65 +1,40 @@
-//! What can be wrong with an archive, and how it is said.
+//! Defines the errors of reading and writing archives.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why an archive could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The system refused something.
     #[error("{path}: cannot {action}: {source}")]
     Io {
-        /// The file or directory.
         path: PathBuf,
-        /// What was tried.
+        /// Completes "cannot ...".
         action: &'static str,
-        /// What the system said.
         source: io::Error,
     },
-    /// The path holds nothing that is known as a checkpoint.
     #[error(
         "{path}: not a checkpoint: {reason}; known are podman's export file, a directory of CRIU images, an OCI image layout or a tar of one, an exported containerd checkpoint, and a checkpoint file of Kubernetes"
     )]
-    NotACheckpoint {
-        /// The file or directory.
-        path: PathBuf,
-        /// What was found instead.
-        reason: String,
-    },
+    NotACheckpoint { path: PathBuf, reason: String },
     /// The archive's content is damaged or hostile.
     #[error(
         "{path}: {bad}; the archive is damaged or not made by a checkpoint: nothing of it is used"
     )]
-    Bad {
-        /// The archive.
-        path: PathBuf,
-        /// What is wrong.
-        bad: Bad,
-    },
-    /// The destination exists already.
+    Bad { path: PathBuf, bad: Bad },
     #[error("{path}: exists already; choose another name or remove it")]
-    Exists {
-        /// The destination.
-        path: PathBuf,
-    },
-    /// The destination has too little room.
+    Exists { path: PathBuf },
     #[error(
         "{path}: {needed} bytes are needed and {free} are free; free some space or choose another place"
     )]
     NoSpace {
-        /// The destination.
         path: PathBuf,
-        /// Bytes needed.
         needed: u64,
-        /// Bytes free.
         free: u64,
     },
-    /// The content does not allow what was asked for.
     #[error("{path}: {reason}")]
     Unsupported {
-        /// The archive.
         path: PathBuf,
-        /// What does not go, and what does.
+        /// What does not work, and what does.
         reason: String,
     },
     /// The caller cancelled through [`crate::progress::Progress::cancel`].
@@ -71,13 +46,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error of the system; `action` completes "cannot ...".
+    /// Wraps a system error; `action` completes "cannot ...".
     pub fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self + use<> {
         let path = path.to_owned();
         move |source| Self::from_io(&path, action, source)
     }
 
-    /// As [`Error::io`]; a [`Bad`] or a cancellation that travelled inside the `io::Error` comes out again.
+    /// Like [`Error::io`], but unwraps a [`Bad`] or a cancellation that travelled inside the `io::Error`.
     pub fn from_io(path: &Path, action: &'static str, source: io::Error) -> Self {
         let path = path.to_owned();
         match source.get_ref() {
@@ -96,7 +71,6 @@ impl Error {
         }
     }
 
-    /// Content that is refused.
     pub fn bad(path: &Path, bad: Bad) -> Self {
         Self::Bad {
             path: path.to_owned(),
@@ -253,7 +227,7 @@ impl From<Bad> for io::Error {
     }
 }
 
-/// A name from an archive as it may be shown: short, without control characters.
+/// Makes a name from an archive fit to show: short, without control characters.
 fn show(name: &str) -> String {
     let mut out: String = name
         .chars()

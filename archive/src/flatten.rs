@@ -1,4 +1,4 @@
-//! A checkpoint whose GPU memory builds upon earlier checkpoints becomes one that needs none of them.
+//! Makes a checkpoint whose GPU memory builds on earlier checkpoints independent of them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,33 +16,25 @@ use crate::source::{Kind, Source};
 use crate::unpack::{UnpackOptions, unpack};
 use crate::vram::{Digest, Vram, VramError, VramFacts, WriteOptions, flatten::flatten, remove};
 
-/// How to flatten.
 #[derive(Debug, Clone, Default)]
 pub struct FlattenOptions {
-    /// Threads; 0: as many as there are cores.
+    /// 0: one per core.
     pub threads: usize,
-    /// Directories in which checkpoints are searched that are not where they were.
+    /// Directories to search for parent checkpoints that have moved.
     pub parents: Vec<PathBuf>,
-    /// Bounds on the archive.
     pub limits: Limits,
-    /// Counters for a progress bar.
     pub progress: Arc<Progress>,
 }
 
-/// What was made whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flattened {
-    /// The GPU memory as it was.
     pub before: VramFacts,
-    /// As it is now.
     pub after: VramFacts,
 }
 
-/// Unpacks a checkpoint into a directory that does not exist yet, its GPU memory whole. A directory of CRIU's images becomes
-/// one; anything else an unpacked checkpoint.
-///
-/// # Errors
-/// [`Error`]. What is in the directory then is not to be used.
+/// Unpacks a checkpoint with complete GPU memory into a directory that does not exist yet. A directory of CRIU's images
+/// stays one; anything else becomes an unpacked checkpoint. After an error the content of the directory must not be
+/// used.
 pub fn into_directory(
     source: &Source,
     to: &Path,
@@ -107,7 +99,7 @@ pub fn into_directory(
             fs::remove_file(images.join(names::PARENT_LINK))?;
         }
         fs::remove_dir(&whole)?;
-        // Whoever has this one may remove those that it was built upon.
+        // The user may remove the parents once this one exists, so it must be on disk.
         fs::File::open(&images)?.sync_all()
     };
     moved().map_err(Error::io(&images, "put the files in place"))?;
@@ -128,7 +120,7 @@ pub fn into_directory(
     })
 }
 
-/// Whether CRIU's images of memory refer to earlier ones.
+/// Returns true if CRIU's images of memory refer to earlier ones.
 fn builds_on_pages(source: &Source, options: &FlattenOptions) -> Result<bool, Error> {
     let image = |name: &str| {
         let inner = name.strip_prefix(names::CHECKPOINT_DIR)?;

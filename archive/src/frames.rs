@@ -1,22 +1,22 @@
 //! Finds where zstd frames end without decompressing them (RFC 8878, section 3.1).
 
-/// Largest frame that is handed to a worker as a whole, in bytes, compressed or not.
+/// Largest frame that a worker gets as a whole, in bytes, compressed or not.
 pub(crate) const MAX_FRAME: usize = 2 << 20;
 
-/// What stands at the start of a buffer.
+/// What a buffer starts with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Frame {
-    /// More bytes are needed to tell.
+    /// More bytes are needed.
     Short,
     /// A frame of this length whose content has a known, small size.
     Whole { len: usize, content: usize },
-    /// A frame to be left out, with its header.
+    /// A skippable frame. The length includes its header.
     Skip { len: u64 },
-    /// A frame that is too large to be taken as a whole, or does not say its size, or no frame.
+    /// Not a frame, or a frame that is too large to take as a whole, or one that does not state its size.
     Other,
 }
 
-/// Looks at the start of a buffer.
+/// Examines the start of a buffer.
 pub(crate) fn look(buf: &[u8]) -> Frame {
     let Some((magic, rest)) = buf.split_first_chunk::<4>() else {
         return Frame::Short;

@@ -1,16 +1,17 @@
-//! Large image files that need not go through an engine's tar.
+//! Moves large image files directly between cryopod and the runtime, so that they need not go through an engine's tar.
 //!
-//! podman writes an export file with one thread, and reads it twice at an import. The memory of a GPU container would
-//! go that way for nothing: `cryopod export` and `import` run beside podman on the same host, and the runtime that
-//! podman calls is cryopod's. So the runtime moves the large files aside, on the same file system, and back:
+//! podman writes an export file with one thread, and reads it twice at an import. For the memory of a GPU container
+//! that is a waste: `cryopod export` and `import` run beside podman on the same host, and podman calls cryopod's
+//! runtime. So the runtime moves the large files aside, on the same file system, and back:
 //!
-//! - **Export.** `cryopod export` makes the directory [`AWAY`] beside the image directory, and locks it. The runtime finds it
-//!   after a checkpoint, and moves the large files into it; not if nobody holds the lock, as then nobody would fetch
-//!   them. podman's file holds the rest. `export` then moves them back, and packs what lies there. The next checkpoint,
-//!   export or restore finds what a killed export left, and moves it back first.
-//! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large ones, and a
-//!   [`TICKET`]: a random name, below [`DESK`], of a link to the directory that has them. Archives come from strangers: a
-//!   ticket alone leads nowhere, as only root writes links there, and nobody knows a name in advance.
+//! - **Export.** `cryopod export` creates the directory [`AWAY`] beside the image directory, and locks it. After a
+//!   checkpoint the runtime moves the large files into it. It does not if nobody holds the lock, because then nobody
+//!   would fetch them. podman's file holds the rest. `export` then moves the files back and packs the image directory.
+//!   If an export is killed, the next checkpoint, export or restore moves its files back first.
+//! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large files, and a
+//!   [`TICKET`]. The ticket is the random name of a link in [`DESK`] to the directory with the large files. Archives
+//!   come from strangers, but a ticket alone gives no access: only root writes links there, and nobody can guess a
+//!   name.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -22,15 +23,14 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::names;
 
-/// The directory beside the image directory that large files are moved into.
+/// The directory beside the image directory that takes the large files.
 pub const AWAY: &str = "cryopod-away";
 /// The file in the image directory that says where the large files are.
 pub const TICKET: &str = "cryopod-away.ticket";
-/// Where tickets lead.
+/// The directory of the links that tickets name.
 pub const DESK: &str = "/run/cryopod/away";
-/// Smaller files are left where they are, in bytes.
+/// Smaller files stay where they are. In bytes.
 const LARGE: u64 = 1 << 20;
-/// Hexadecimal digits of a ticket.
 const DIGITS: usize = 32;
 
 fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
@@ -38,28 +38,25 @@ fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
 }
 
-/// Is it a file of pages, or a shard of the VRAM files, large enough to be worth it?
+/// Returns true for a file of pages or a shard of the VRAM files that is large enough to move.
 pub(crate) fn is_large(name: &str, bytes: u64) -> bool {
     bytes >= LARGE && (is_numbered(name, names::VRAM_SHARD) || is_numbered(name, names::PAGES))
 }
 
-/// Is it `PREFIX-NUMBER.img`?
 pub(crate) fn is_numbered(name: &str, prefix: &str) -> bool {
     let number = name.strip_prefix(prefix);
     let number = number.and_then(|rest| rest.strip_suffix(".img"));
     number.is_some_and(|n| (1..=10).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Has `cryopod export` asked for the large files of this image directory?
+/// Returns true if `cryopod export` has asked for the large files of this image directory.
 pub fn asked(images: &Path) -> bool {
     let away = beside(images).filter(|p| own_directory(p));
     away.is_some_and(|away| matches!(lock(&away), Ok(None)))
 }
 
-/// Moves the large files of an image directory into another, which exists. Says how many they are.
-///
-/// # Errors
-/// What the system said; what was moved until then stays there.
+/// Moves the large files of an image directory into another directory, which exists. Returns their number. After an
+/// error the files moved so far stay there.
 pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     let mut moved = 0;
     for item in fs::read_dir(images).map_err(fail(images, "cannot list it"))? {
@@ -77,11 +74,10 @@ pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     Ok(moved)
 }
 
-/// Moves all files of a directory into another; says how many they are.
+/// Moves all files of a directory into another. Returns their number.
 ///
 /// # Errors
-/// What the system said of the first that could not be moved. It stays where it is, the others are moved; no file is
-/// lost or cut off.
+/// The first file that could not be moved. It stays where it is and the others are moved; no file is lost or truncated.
 pub fn join(away: &Path, images: &Path) -> io::Result<usize> {
     let (mut moved, mut first) = (0, None);
     for item in fs::read_dir(away).map_err(fail(away, "cannot list it"))? {
@@ -101,8 +97,8 @@ pub fn join(away: &Path, images: &Path) -> io::Result<usize> {
     first.map_or(Ok(moved), Err)
 }
 
-/// Moves a file to another file system. It has its name there only when it is whole and on disk, and is removed here
-/// only then.
+/// Moves a file to another file system. It gets its name there, and is removed here, only when it is complete and on
+/// disk.
 fn over(
     from: &Path,
     to: &Path,
@@ -125,7 +121,7 @@ fn over(
     partial.push(name);
     partial.push(".cryopod-partial");
     let partial = directory.join(partial);
-    // What a killed one has left.
+    // Left by a killed process.
     match fs::remove_file(&partial) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
             return Err(fail(&partial, "cannot remove it")(e));
@@ -156,13 +152,13 @@ fn over(
     fs::remove_file(from).map_err(fail(from, "cannot remove it after it was copied"))
 }
 
-/// The directory beside an image directory.
+/// Returns the directory beside an image directory.
 fn beside(images: &Path) -> Option<PathBuf> {
     let images = std::path::absolute(images).ok()?;
     Some(images.parent()?.join(AWAY))
 }
 
-/// A wish that large files be moved aside, good until it is dropped or its process is gone.
+/// A request to move large files aside, valid until it is dropped or its process ends.
 #[derive(Debug)]
 pub struct Request {
     away: PathBuf,
@@ -170,17 +166,17 @@ pub struct Request {
 }
 
 impl Request {
-    /// The directory that they will be in.
+    /// The directory that the runtime will move the files into.
     pub fn away(&self) -> &Path {
         &self.away
     }
 }
 
-/// Asks the runtime to move the large files of the next checkpoint aside. What a killed process left there goes back
-/// into the image directory first.
+/// Asks the runtime to move the large files of the next checkpoint aside. First moves what a killed process left there
+/// back into the image directory.
 ///
 /// # Errors
-/// `WouldBlock` if another process has asked for the same; what the system said.
+/// `WouldBlock` if another process has asked for the same.
 pub fn ask(images: &Path) -> io::Result<Request> {
     let away = beside(images).ok_or(io::ErrorKind::InvalidInput)?;
     for _ in 0..100 {
@@ -194,7 +190,7 @@ pub fn ask(images: &Path) -> io::Result<Request> {
             let what = io::Error::other("it is not a directory of this user's alone");
             return Err(fail(&away, "cannot be used")(what));
         }
-        // A runtime may come between, and remove a directory that nobody has locked.
+        // In between, a runtime may remove the directory, because nobody has locked it.
         let Some(lock) = lock(&away)? else {
             let what = io::Error::from(io::ErrorKind::WouldBlock);
             return Err(fail(&away, "another export of this container is running")(
@@ -214,7 +210,7 @@ pub fn ask(images: &Path) -> io::Result<Request> {
     ))
 }
 
-/// Locks a directory; `None` if another process has it.
+/// Locks a directory; `None` if another process holds the lock.
 fn lock(directory: &Path) -> io::Result<Option<Flock<File>>> {
     let opened = OpenOptions::new()
         .read(true)
@@ -231,10 +227,8 @@ fn lock(directory: &Path) -> io::Result<Option<Flock<File>>> {
     }
 }
 
-/// Before a checkpoint: what a killed export left belongs to the checkpoint that this one may replace.
-///
-/// # Errors
-/// What the system said.
+/// Call before a checkpoint. Moves back what a killed export left: it belongs to the checkpoint that this one may
+/// replace.
 pub fn before_checkpoint(images: &Path) -> io::Result<()> {
     let Some(away) = beside(images).filter(|p| own_directory(p)) else {
         return Ok(());
@@ -245,10 +239,8 @@ pub fn before_checkpoint(images: &Path) -> io::Result<()> {
     }
 }
 
-/// After a checkpoint: moves the large files aside, if `cryopod export` has asked for it. Says how many they are.
-///
-/// # Errors
-/// What the system said; then all are where they were, or the message says which could not be moved back.
+/// Call after a checkpoint. Moves the large files aside if `cryopod export` has asked for it. Returns their number.
+/// After an error all files are where they were, or the message names those that could not be moved back.
 pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     let Some(away) = beside(images).filter(|p| own_directory(p)) else {
         return Ok(0);
@@ -273,10 +265,7 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     })
 }
 
-/// Before a restore: brings the large files back into the image directory, if they are elsewhere.
-///
-/// # Errors
-/// A ticket that leads nowhere, and what the system said.
+/// Call before a restore. Brings the large files back into the image directory. Fails if the ticket leads nowhere.
 pub fn before_restore(images: &Path) -> io::Result<()> {
     if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;
@@ -284,7 +273,7 @@ pub fn before_restore(images: &Path) -> io::Result<()> {
     redeem(images, Path::new(DESK))
 }
 
-/// Moves all back, and removes the directory.
+/// Moves all files back, and removes the directory.
 fn back(away: &Path, images: &Path) -> io::Result<()> {
     join(away, images)?;
     match fs::remove_dir(away) {
@@ -324,10 +313,7 @@ fn worthless(file: &Path) -> io::Error {
     ))
 }
 
-/// Writes a ticket into an image directory, for a directory that has the rest of it. Dropped, it is worth nothing.
-///
-/// # Errors
-/// What the system said.
+/// Writes a ticket into an image directory, for the directory with its other files. Dropping the ticket revokes it.
 pub fn issue(images: &Path, away: &Path) -> io::Result<Ticket> {
     issue_at(Path::new(DESK), images, away)
 }
@@ -360,7 +346,7 @@ fn issue_at(desk: &Path, images: &Path, away: &Path) -> io::Result<Ticket> {
     Ok(issued)
 }
 
-/// Removes the tickets that lead below a directory that is given up, as their owner was killed.
+/// Removes the tickets that lead below a directory that is given up because its owner was killed.
 pub fn revoke(directory: &Path) {
     revoke_at(Path::new(DESK), directory);
 }
@@ -373,7 +359,6 @@ fn revoke_at(desk: &Path, directory: &Path) {
     }
 }
 
-/// A ticket that is good until it is dropped.
 #[derive(Debug)]
 pub struct Ticket {
     link: PathBuf,
@@ -385,7 +370,7 @@ impl Drop for Ticket {
     }
 }
 
-/// A directory, no link, of this user, in which nobody else can write.
+/// Returns true for a directory, not a link, that belongs to this user and that nobody else can write to.
 pub(crate) fn own_directory(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|m| {
         m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0

@@ -1,9 +1,8 @@
-//! SHA-256 of several streams, on all cores.
+//! Computes SHA-256 of several streams, on all cores.
 //!
-//! A stream's digest cannot be split between cores, and one stream does not fill a core: the processor's
-//! instructions for it wait for each other. Two streams by turns do (on one core of an EPYC 1.4 GB/s become 2.5).
-//! So streams have no threads of their own. They give what they have to [`Hashers`], whose threads take two streams
-//! at a time, if there are so many that wait.
+//! One digest cannot be split between cores, and one stream does not fill a core: the SHA instructions wait for each
+//! other. Interleaving two streams does (on one core of an EPYC from 1.4 to 2.5 GB/s). So streams have no threads of
+//! their own. They hand their data to [`Hashers`], whose threads take two streams at a time if two are waiting.
 
 #[cfg(target_arch = "x86_64")]
 mod two;
@@ -17,10 +16,9 @@ use sha2::digest::generic_array::{GenericArray, typenum::U64};
 
 use crate::digest::Digest;
 
-/// Bytes of a block of SHA-256.
 const BLOCK: usize = 64;
 
-/// Bytes of a stream that is alone, after which a thread looks for a second one.
+/// Bytes of a single stream after which a thread looks for a second one.
 const ALONE_BYTES: usize = 128 << 10;
 
 /// FIPS 180-4, section 5.3.3.
@@ -40,7 +38,6 @@ type State = [u32; 8];
 /// Bytes that several threads read.
 pub(crate) type Shared = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A digest on its way.
 struct Sha {
     state: State,
     bytes: u64,
@@ -66,7 +63,7 @@ impl Sha {
         self.keep(&data[whole..]);
     }
 
-    /// Completes a begun block, and gives what is left. Counts all.
+    /// Completes a partial block, and returns the rest. Counts all bytes.
     fn complete<'d>(&mut self, data: &'d [u8]) -> &'d [u8] {
         self.bytes += data.len() as u64;
         if self.have == 0 {
@@ -83,7 +80,7 @@ impl Sha {
         &data[n..]
     }
 
-    /// Begins a block, if there is anything.
+    /// Keeps the start of a block.
     fn keep(&mut self, data: &[u8]) {
         if !data.is_empty() {
             self.rest[..data.len()].copy_from_slice(data);
@@ -106,15 +103,14 @@ impl Sha {
     }
 }
 
-/// Takes whole blocks of one stream.
+/// Hashes whole blocks of one stream.
 fn blocks(state: &mut State, data: &[u8]) {
-    // SAFETY: a GenericArray is laid out as the array of its length, and so many fit.
+    // SAFETY: a GenericArray has the layout of an array of its length, and the count fits.
     let blocks: &[GenericArray<u8, U64>] =
         unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), data.len() / BLOCK) };
     sha2::compress256(state, blocks);
 }
 
-/// Feeds two streams.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
 fn update_two(a: &mut Sha, of_a: &[u8], b: &mut Sha, of_b: &[u8]) {
     let (mut of_a, mut of_b) = (a.complete(of_a), b.complete(of_b));
@@ -138,35 +134,33 @@ pub(crate) struct Hashers {
     queue: Arc<Queue>,
 }
 
-/// Streams that wait for a thread.
 struct Queue {
     waiting: Mutex<Waiting>,
     more: Condvar,
-    /// Two streams at a time are worth more than a core for each.
+    /// Interleaving two streams is faster than one core for each.
     in_pairs: bool,
 }
 
 #[derive(Default)]
 struct Waiting {
     lines: VecDeque<Arc<Line>>,
-    /// Threads that work on one stream, and look for a second all the time.
+    /// Threads that work on one stream, and keep looking for a second.
     halves: usize,
-    /// Threads without work.
     idle: usize,
     closed: bool,
 }
 
-/// A stream's line of pieces.
+/// The queued pieces of a stream.
 struct Line {
     held: Mutex<Held>,
     empty: Condvar,
 }
 
 struct Held {
-    /// With the thread that works on it, if there is none here.
+    /// `None` while a thread works on it.
     sha: Option<Sha>,
     pieces: VecDeque<Shared>,
-    /// Somebody waits for the end.
+    /// A caller waits for the end.
     urgent: bool,
 }
 
@@ -176,12 +170,11 @@ impl Line {
     }
 }
 
-/// What a thread works on.
+/// The piece that a thread works on.
 struct Work {
     line: Arc<Line>,
     sha: Sha,
     piece: Shared,
-    /// So much of the piece is done.
     at: usize,
 }
 
@@ -203,7 +196,7 @@ impl Work {
         (*self.piece).as_ref().len() - self.at
     }
 
-    /// Gives the stream back when the piece is done. `Err`: the stream has more.
+    /// Returns the stream when the piece is done. `Err`: the stream has more.
     fn done(self) -> Result<Option<Self>, Arc<Line>> {
         if self.left() > 0 {
             return Ok(Some(self));
@@ -211,7 +204,7 @@ impl Work {
         let Self {
             line, sha, piece, ..
         } = self;
-        drop(piece); // whoever waits for its memory gets it now
+        drop(piece); // frees its memory for a waiting thread
         let mut held = line.held();
         held.sha = Some(sha);
         if held.pieces.is_empty() {
@@ -224,10 +217,10 @@ impl Work {
 }
 
 impl Hashers {
-    /// Starts threads for so many cores. They end when this is dropped and all is hashed.
+    /// Starts threads for `cores` cores. They end when this is dropped and everything is hashed.
     pub(crate) fn new<'s>(scope: &'s Scope<'s, '_>, cores: usize) -> Self {
         let in_pairs = pairs_pay();
-        // Whatever happens from here on, the threads are told of the end.
+        // Created first, so that the threads are told to end even on a panic.
         let this = Self {
             queue: Arc::new(Queue {
                 waiting: Mutex::default(),
@@ -235,7 +228,7 @@ impl Hashers {
                 in_pairs,
             }),
         };
-        // Fewer threads find more pairs.
+        // With fewer threads more streams find a partner.
         let threads = if in_pairs { cores.div_ceil(2) } else { cores };
         for _ in 0..threads {
             let queue = Arc::clone(&this.queue);
@@ -244,7 +237,6 @@ impl Hashers {
         this
     }
 
-    /// A new stream.
     pub(crate) fn stream(&self) -> Stream {
         let held = Mutex::new(Held {
             sha: Some(Sha::new()),
@@ -268,8 +260,8 @@ impl Drop for Hashers {
     }
 }
 
-/// Does this processor hash two streams by turns in much less time than one after the other? Tried: an EPYC 1.8 times
-/// as fast, a Xeon of the H200 machine 1.3 times (docs/benchmarks.md).
+/// Returns true if this processor interleaves two streams much faster than it hashes them one after the other.
+/// Measured: 1.8 times as fast on an EPYC, 1.3 times on the Xeon of the H200 machine (docs/benchmarks.md).
 fn pairs_pay() -> bool {
     let data = [0; 32 << 10];
     let (mut a, mut b) = (Sha::new(), Sha::new());
@@ -300,16 +292,15 @@ impl Queue {
         }
     }
 
-    /// A stream that waits need not be in a pair any more.
+    /// Wakes a thread, as a stream that waits no longer needs a partner.
     fn nudge(&self) {
-        drop(self.waiting()); // a thread that has just looked sleeps now, and is woken
+        drop(self.waiting()); // a thread that has just looked is asleep now
         self.more.notify_one();
     }
 
-    /// Looks for work until there is some; `false` at the end.
+    /// Waits for work; returns `false` at the end.
     ///
-    /// What is begun is gone on with. Otherwise a stream that is alone waits for another one to come, until it has a
-    /// second piece.
+    /// Begun work continues. Otherwise a single stream waits for a second stream, until it has a second piece itself.
     fn fill(&self, works: &mut Vec<Work>) -> bool {
         let mut waiting = self.waiting();
         loop {
@@ -377,14 +368,13 @@ impl Queue {
     }
 }
 
-/// The entrance of a stream.
+/// The input side of a stream.
 pub(crate) struct Stream {
     line: Arc<Line>,
     queue: Arc<Queue>,
 }
 
 impl Stream {
-    /// Hashes a piece when it is its turn.
     pub(crate) fn feed(&self, piece: Shared) {
         let mut held = self.line.held();
         let with_nobody = held.sha.is_some();
@@ -398,7 +388,7 @@ impl Stream {
         }
     }
 
-    /// Waits until all that was fed is hashed.
+    /// Waits until all pieces are hashed.
     fn idle(&self) -> MutexGuard<'_, Held> {
         let mut held = self.line.held();
         while held.sha.is_none() || !held.pieces.is_empty() {
@@ -419,14 +409,13 @@ impl Stream {
         held
     }
 
-    /// Hashes what the caller keeps, at once.
+    /// Hashes data that the caller keeps, at once.
     pub(crate) fn update(&self, data: &[u8]) {
         if let Some(sha) = &mut self.idle().sha {
             sha.update(data);
         }
     }
 
-    /// The digest of all that was given.
     pub(crate) fn finish(self) -> Digest {
         let sha = self.idle().sha.take();
         sha.unwrap_or_else(Sha::new).finish()

@@ -1,9 +1,9 @@
-//! Checkpoint archives: names, layout, schema; reading, writing, checking.
+//! Reads, writes and verifies checkpoint archives: names, layout, schema.
 //!
-//! This crate is the leaf of the workspace: it knows how a checkpoint lies on disk and nothing about how one is
-//! made. [`names`] holds every file name in one place, [`metadata`] the schema of `cryopod.json`, the record that
-//! travels inside CRIU's image directory. [`source`] reads checkpoints of every kind, [`mod@pack`] writes them,
-//! [`mod@unpack`] and [`mod@verify`] do what their names say. Memory is bounded whatever an archive's size.
+//! This crate is the leaf of the workspace: it knows how a checkpoint lies on disk and nothing about how one is made.
+//! [`names`] holds every file name. [`metadata`] holds the schema of `cryopod.json`, the record inside CRIU's image
+//! directory. [`source`] reads checkpoints of every kind; [`mod@pack`] writes them; [`mod@unpack`] extracts and
+//! [`mod@verify`] checks them. Memory use is bounded whatever the archive's size.
 
 mod blobs;
 pub mod criu;

@@ -1,25 +1,24 @@
-//! Bounds on what is read from an archive. Archives come from strangers.
+//! Limits what is read from an archive, because archives come from strangers.
 
-/// Bounds on what an archive may hold. Every value is a limit for the whole archive unless it says otherwise.
+/// Limits on what an archive may hold. Every value is for the whole archive unless it says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Files and directories.
     pub entries: u64,
     /// Bytes of one name. CRIU's and the engines' names have fewer than 100.
     pub name_bytes: usize,
-    /// Directories inside each other.
+    /// Nesting depth of directories.
     pub depth: usize,
     /// Bytes of one file that is read into memory as a whole (JSON, CRIU's small images).
     pub small_file_bytes: u64,
-    /// Bytes of all files together that are read into memory.
+    /// Total bytes of the files that are read into memory.
     pub small_total_bytes: u64,
-    /// Bytes of all files together, decompressed.
+    /// Total bytes of all files, decompressed.
     pub total_bytes: u64,
     /// Decompressed bytes that are allowed whatever the compressed size.
     pub ratio_slack_bytes: u64,
-    /// Decompressed bytes for each compressed byte beyond that, where the archive does not state its sizes.
+    /// Decompressed bytes per compressed byte beyond that, where the archive does not state its sizes.
     pub ratio: u64,
-    /// Layers of an image.
     pub layers: usize,
 }
 
@@ -42,7 +41,7 @@ impl Default for Limits {
 /// Largest JSON document of an image (index, manifest, config), in bytes.
 pub const MAX_JSON_BYTES: u64 = 4 << 20;
 
-/// How many threads to use when 0 were asked for.
+/// Returns `threads`, or the number of cores for 0.
 pub(crate) fn threads_or_cores(threads: usize) -> usize {
     match threads {
         0 => std::thread::available_parallelism()

@@ -1,9 +1,8 @@
-//! The metadata, `cryopod.json`: what was checkpointed, with which tools, on which GPUs.
+//! Reads and writes the metadata, `cryopod.json`: what was checkpointed, with which tools, on which GPUs.
 //!
-//! The schema is versioned as `MAJOR.MINOR`. A reader takes every minor of the majors it knows: fields
-//! are only ever added within a major, and fields this version does not know survive a read and a
-//! write (`extra`). A newer major is refused with [`MetadataError::TooNew`], because its meaning is not known.
-//! docs/cryopod-json.md describes every field.
+//! The schema is versioned as `MAJOR.MINOR`. A reader takes every minor of the majors it knows: within a major, fields
+//! are only added. Fields that this version does not know survive a read and a write (`extra`). A newer major is
+//! refused with [`MetadataError::TooNew`], because its meaning is unknown. docs/cryopod-json.md describes every field.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
@@ -21,14 +20,13 @@ use crate::vram::VramFacts;
 mod slot;
 pub use slot::MetadataSlot;
 
-/// The schema major that this version writes and the newest that it reads.
+/// The schema major that this version writes, and the newest that it reads.
 pub const SCHEMA_MAJOR: u32 = 1;
-/// The schema minor that this version writes.
 pub const SCHEMA_MINOR: u32 = 0;
-/// Largest metadata that is read, in bytes. Archives come from strangers; metadata is a few KiB.
+/// Largest metadata that is read, in bytes. Archives come from strangers; normal metadata has a few KiB.
 pub const MAX_METADATA_BYTES: u64 = 16 << 20;
 
-/// What to do about a record that cannot be written.
+/// Advice for a record that cannot be written.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::NotADirectory => "the image path is not a directory: name another one",
@@ -42,53 +40,25 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// Why metadata could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum MetadataError {
-    /// The file cannot be read.
     #[error("{path}: cannot read the checkpoint's record: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file cannot be written.
+    Read { path: PathBuf, source: io::Error },
     #[error("{path}: cannot write the checkpoint's record: {source}; {}", remedy(.source))]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file is larger than [`MAX_METADATA_BYTES`].
+    Write { path: PathBuf, source: io::Error },
     #[error(
         "{path}: larger than {MAX_METADATA_BYTES} bytes, which no metadata is; the archive is damaged or not a checkpoint of cryopod"
     )]
-    TooLarge {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The file is not a metadata.
+    TooLarge { path: PathBuf },
     #[error(
         "{path}: not a valid cryopod.json ({reason}); the archive is damaged or was written by another tool"
     )]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong and where.
-        reason: String,
-    },
-    /// The metadata was written by a newer cryopod whose schema this one does not know.
+    Invalid { path: PathBuf, reason: String },
+    /// A newer cryopod wrote the metadata, with a schema that this one does not know.
     #[error(
         "{path}: schema {found} is newer than {SCHEMA_MAJOR}.x, the newest that this cryopod knows; update cryopod on this host"
     )]
-    TooNew {
-        /// The file.
-        path: PathBuf,
-        /// The version that the file names.
-        found: String,
-    },
+    TooNew { path: PathBuf, found: String },
 }
 
 /// A node that an earlier restore has put into the container, or moved to another device.
@@ -96,21 +66,17 @@ pub enum MetadataError {
 pub struct MovedNode {
     /// Path inside the container.
     pub path: String,
-    /// The node's other name, if this one is kept only for those who know it.
+    /// The node's other name, if this one is kept only for processes that know it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub alias_of: Option<String>,
-    /// The node of the engine's spec in whose place it is.
+    /// The node of the engine's spec that it replaces.
     pub engine: EngineNode,
 }
 
-/// A node as an engine's spec names it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineNode {
-    /// Path inside the container.
     pub path: String,
-    /// Device major.
     pub major: u64,
-    /// Device minor.
     pub minor: u64,
 }
 
@@ -119,11 +85,9 @@ pub struct EngineNode {
 pub struct Gpu {
     /// Stable identity: NVIDIA's UUID (`GPU-…`), AMD's unique id in hex or, failing that, its PCI address.
     pub id: String,
-    /// Whose it is.
     pub vendor: Vendor,
     /// Position in the host's list, in PCI order (NVIDIA) or node order (AMD).
     pub index: u32,
-    /// Model name, as the driver gives it.
     pub model: String,
     /// PCI address, `0000:65:00.0`.
     pub pci: String,
@@ -141,46 +105,42 @@ pub struct Gpu {
     pub properties: Map<String, Value>,
 }
 
-/// A process of the container that uses a GPU driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuProcess {
     /// Process id on the host, at the checkpoint.
     pub pid: i32,
-    /// Process id inside the container's pid namespace.
+    /// Process id inside the container's PID namespace.
     pub ns_pid: i32,
-    /// The process's name (`/proc/PID/comm`).
     pub comm: String,
-    /// Whose driver it has open or mapped.
+    /// Vendors whose driver it has open or mapped.
     pub vendors: Vec<Vendor>,
-    /// How much of which GPU's memory it used shortly before the checkpoint, where the driver tells.
+    /// The GPU memory it used shortly before the checkpoint, where the driver reports it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpu_memory: Vec<GpuUse>,
 }
 
-/// A process's part of a GPU's memory.
+/// A process's use of one GPU's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuUse {
     /// [`Gpu::id`].
     pub gpu: String,
-    /// Bytes, with what the driver needs for the process.
+    /// Bytes, including what the driver needs for the process.
     pub bytes: u64,
 }
 
-/// The container that was checkpointed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerFacts {
     /// Container id, as the engine named it.
     pub id: String,
     /// Name of the low-level runtime (`crun`, `runc`).
     pub low_level: String,
-    /// What the low-level runtime says of its version.
+    /// What the low-level runtime reports as its version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub low_level_version: Option<String>,
-    /// `true` if the container went on running after the checkpoint.
+    /// `true` if the container continued to run after the checkpoint.
     pub leave_running: bool,
 }
 
-/// The host that the checkpoint was made on.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostFacts {
     /// Kernel release (`uname -r`).
@@ -194,89 +154,76 @@ pub struct HostFacts {
     pub criu: Option<String>,
 }
 
-/// Everything about GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuFacts {
-    /// Vendors of which the container has nodes, sorted.
+    /// Vendors of the container's GPU nodes, sorted.
     pub vendors: Vec<Vendor>,
-    /// The container's GPU device nodes.
     pub nodes: Vec<DeviceNode>,
-    /// The nodes among them that an earlier restore has moved.
+    /// Nodes among them that an earlier restore moved.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub moved: Vec<MovedNode>,
-    /// The GPUs that those nodes lead to, as the host described them.
+    /// The GPUs behind these nodes, as the host described them.
     pub gpus: Vec<Gpu>,
     /// Driver versions: key `nvidia` or `amd`.
     #[serde(default)]
     pub drivers: std::collections::BTreeMap<String, String>,
-    /// Processes that had the driver open or mapped. Empty: the images hold no GPU state, and a restore
-    /// needs no plugin.
+    /// Processes that had the driver open or mapped. Empty: the images hold no GPU state, and a restore needs no
+    /// plugin.
     pub processes: Vec<GpuProcess>,
-    /// The CRIU plugins that the checkpoint was made with (file names).
+    /// File names of the CRIU plugins at the checkpoint.
     pub plugins: Vec<String>,
-    /// What the plugin reported of each process: steps and their times.
+    /// What the plugin reported for each process: steps and their times.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub plugin_report: Value,
-    /// GPU memory that is in the VRAM files' files; its digest vouches for all of them.
+    /// The VRAM files, if there are any; the digest covers all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramFacts>,
 }
 
-/// Where the time went, in microseconds.
+/// Duration of each phase, in microseconds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timings {
-    /// From the start of the wrapper until the low-level runtime was started; the container runs.
+    /// From the start of the wrapper until the start of the low-level runtime; the container runs.
     pub plan_us: u64,
-    /// From the start of the low-level runtime until CRIU had everything; the container is frozen for
-    /// most of it.
+    /// From the start of the low-level runtime until CRIU was done; the container is frozen most of that time.
     pub dump_us: u64,
-    /// From the start of the low-level runtime until GPU memory that went by the VRAM files was on the disk.
+    /// From the start of the low-level runtime until the VRAM files were on disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub durable_us: Option<u64>,
 }
 
-/// The metadata itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metadata {
     /// `MAJOR.MINOR`.
     pub schema: String,
     /// Version of the cryopod that wrote it.
     pub cryopod: String,
-    /// When, in RFC 3339, UTC.
+    /// When it was written, in RFC 3339, UTC.
     pub created: String,
-    /// The container.
     pub container: ContainerFacts,
-    /// The host.
     pub host: HostFacts,
-    /// The GPUs.
     pub gpu: GpuFacts,
     /// Mounts that the container's spec does not name.
     #[serde(default)]
     pub mounts: MountFacts,
-    /// How CRIU was called.
     #[serde(default)]
     pub criu: CriuFacts,
-    /// Security labels.
     #[serde(default)]
     pub lsm: LsmFacts,
-    /// Where the time went.
     #[serde(default)]
     pub timings: Timings,
-    /// Fields of newer minors, kept as they are.
+    /// Fields of newer minors, kept unchanged.
     #[serde(flatten)]
     pub extra: Map<String, Value>,
 }
 
 impl Metadata {
-    /// The schema version that this cryopod writes.
     pub fn current_schema() -> String {
         format!("{SCHEMA_MAJOR}.{SCHEMA_MINOR}")
     }
 
-    /// Reads the metadata of an image directory; `None` if the directory has none (a checkpoint of another tool).
-    ///
-    /// # Errors
-    /// [`MetadataError`] if there is one but it cannot be used.
+    /// Reads the metadata of an image directory; `None` if the directory has none (a checkpoint of another tool). Fails
+    /// with [`MetadataError`] if it exists but is unusable.
     pub fn open(image_dir: &Path) -> Result<Option<Self>, MetadataError> {
         let path = image_dir.join(names::METADATA);
         let read = |source| MetadataError::Read {
@@ -310,16 +257,13 @@ impl Metadata {
         Self::parse(&text, &path).map(Some)
     }
 
-    /// Parses metadata; `path` is only named in errors.
-    ///
-    /// # Errors
-    /// [`MetadataError::Invalid`] or [`MetadataError::TooNew`].
+    /// Parses metadata; `path` only appears in errors.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, MetadataError> {
         let invalid = |reason: String| MetadataError::Invalid {
             path: path.to_owned(),
             reason,
         };
-        // The version is looked at first: a newer major may have changed any other field.
+        // The version comes first: a newer major may have changed any other field.
         let value: Value = serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
         let schema = value
             .get("schema")

@@ -1,78 +1,71 @@
-//! File names inside a checkpoint, in one place.
+//! Defines the file names inside a checkpoint.
 
 /// The metadata: cryopod's record of a checkpoint, in CRIU's image directory beside `inventory.img`.
 pub const METADATA: &str = "cryopod.json";
-/// The metadata while it is being written. Never read back; a restore that meets only this file treats
-/// the directory as unrecorded.
+/// The metadata while it is being written. Never read back: a restore that finds only this file treats the directory as
+/// unrecorded.
 pub const METADATA_PARTIAL: &str = ".cryopod.json.partial";
-/// CRIU's own inventory: its presence makes a directory a checkpoint.
+/// CRIU's inventory: its presence makes a directory a checkpoint.
 pub const CRIU_INVENTORY: &str = "inventory.img";
-/// CRIU's log of a dump, in the work directory.
+/// In the work directory.
 pub const DUMP_LOG: &str = "dump.log";
-/// CRIU's log of a restore, in the work directory.
+/// In the work directory.
 pub const RESTORE_LOG: &str = "restore.log";
 
-/// CRIU's images inside an archive of an engine.
+/// CRIU's images inside an engine's archive.
 pub const CHECKPOINT_DIR: &str = "checkpoint";
 /// CRIU's images of a pre-dump, beside [`CHECKPOINT_DIR`] (podman).
 pub const PRE_CHECKPOINT_DIR: &str = "pre-checkpoint";
 /// CRIU's link from the images to those of the pre-dump.
 pub const PARENT_LINK: &str = "parent";
-/// The engine's description of the container; each engine has a schema of its own.
+/// The engine's description of the container; each engine has its own schema.
 pub const CONFIG_DUMP: &str = "config.dump";
-/// The container's OCI runtime spec.
 pub const SPEC_DUMP: &str = "spec.dump";
 /// The container's state for Kubernetes (containerd's CRI).
 pub const STATUS_DUMP: &str = "status.dump";
-/// The container's network, by podman.
+/// The container's network (podman).
 pub const NETWORK_STATUS: &str = "network.status";
-/// What the container's root file system has that its image has not.
+/// Files that the container's root file system has beyond its image.
 pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
-/// What the image has and the container has not: a JSON list.
+/// Files of the image that the container has deleted: a JSON list.
 pub const DELETED_FILES: &str = "deleted.files";
 /// `/dev/shm` of the container (podman).
 pub const DEVSHM: &str = "devshm-checkpoint.tar";
 /// Volumes, a tar each (podman).
 pub const VOLUMES_DIR: &str = "volumes";
-/// CRIU's statistics of the dump.
 pub const STATS_DUMP: &str = "stats-dump";
-/// Bind mounts, by CRI-O.
+/// Bind mounts (CRI-O).
 pub const BIND_MOUNTS: &str = "bind.mounts";
-/// The container's log path, by CRI-O.
+/// The container's log path (CRI-O).
 pub const CRIO_LOG_PATH: &str = "io.kubernetes.cri-o.LogPath";
 /// Marks a directory as an OCI image layout.
 pub const OCI_LAYOUT: &str = "oci-layout";
-/// The index of an OCI image layout.
 pub const OCI_INDEX: &str = "index.json";
-/// The blobs of an OCI image layout.
 pub const OCI_BLOBS: &str = "blobs";
 /// The parts of containerd's checkpoint that no other engine has, as files of this directory.
 pub const CONTAINERD_DIR: &str = "containerd";
 
-/// The reference to a store, which has a checkpoint's large files; in CRIU's image directory, and in the store's entry.
+/// The reference to the store that has a checkpoint's large files. In CRIU's image directory and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";
-/// The reference while it is being written.
 pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";
 
-/// the VRAM files' table of chunks, written last: without it the shards mean nothing.
+/// The VRAM files' table of chunks. Written last: without it the shards mean nothing.
 pub const VRAM_INDEX: &str = "vram-index.img";
-/// the VRAM files' table while it is being written.
 pub const VRAM_INDEX_PARTIAL: &str = ".vram-index.img.partial";
 
-/// The record of cryopod's CRIU plugin for NVIDIA; it names the buffers whose contents are in the vram.
+/// The record of cryopod's CRIU plugin for NVIDIA. It names the buffers whose contents are in the VRAM files.
 pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
 
-/// What the names of CRIU's files of memory begin with; a number and `.img` follow.
+/// Prefix of CRIU's memory files; a number and `.img` follow.
 pub const PAGES: &str = "pages-";
-/// What the names of the VRAM files' files of chunks begin with; likewise.
+/// Prefix of the VRAM files' shards; a number and `.img` follow.
 pub const VRAM_SHARD: &str = "vram-";
 
-/// A file of chunks of the vram.
 pub fn vram_shard(number: usize) -> String {
     format!("{VRAM_SHARD}{number:04}.img")
 }
 
-/// The volume whose content the file of this name in an archive has (podman).
+/// Returns the podman volume whose content is in the file of this name.
 pub fn volume(file: &str) -> Option<&str> {
     let name = file.strip_prefix(VOLUMES_DIR)?.strip_prefix('/')?;
     name.strip_suffix(".tar").filter(|n| !n.contains('/'))

@@ -1,6 +1,6 @@
-//! The OCI image format, as far as a checkpoint needs it, and its annotations.
+//! Defines the OCI image format and its annotations, as far as a checkpoint needs them.
 //!
-//! Types of our own, as `oci-spec`'s keep annotations in hash maps, whose order differs from run to run, and the
+//! These are our own types: `oci-spec` keeps annotations in hash maps, whose order differs from run to run, but the
 //! same input must give the same digests.
 
 use std::collections::BTreeMap;
@@ -12,38 +12,26 @@ use crate::digest::Digest;
 use crate::error::Bad;
 use crate::stream::Compression;
 
-/// Media types.
 pub mod media {
-    /// An image manifest.
     pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
-    /// An image index.
     pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
-    /// An image config.
     pub const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
-    /// A layer, not compressed.
     pub const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
-    /// A layer in gzip.
     pub const LAYER_GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
-    /// A layer in zstd.
     pub const LAYER_ZSTD: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
     /// containerd: CRIU's images, a tar.
     pub const CONTAINERD_CRIU: &str =
         "application/vnd.containerd.container.criu.checkpoint.criu.tar";
-    /// containerd: the container's record.
     pub const CONTAINERD_CONFIG: &str =
         "application/vnd.containerd.container.checkpoint.config.v1+proto";
-    /// containerd: the options of the checkpoint.
     pub const CONTAINERD_OPTIONS: &str =
         "application/vnd.containerd.container.checkpoint.options.v1+proto";
-    /// containerd: the runtime's name.
     pub const CONTAINERD_RUNTIME: &str =
         "application/vnd.containerd.container.checkpoint.runtime.name";
-    /// containerd: the runtime's options.
     pub const CONTAINERD_RUNTIME_OPTIONS: &str =
         "application/vnd.containerd.container.checkpoint.runtime.options+proto";
 }
 
-/// Annotations of a checkpoint image's manifest.
 pub mod annotation {
     /// podman: the runtime that must restore it.
     pub const PODMAN_RUNTIME: &str = "io.podman.annotations.checkpoint.runtime.name";
@@ -51,47 +39,37 @@ pub mod annotation {
     pub const CRIO_NAME: &str = "io.kubernetes.cri-o.annotations.checkpoint.name";
     /// checkpointctl and containerd: the container's name; makes an image a checkpoint for containerd.
     pub const CRIU_NAME: &str = "org.criu.checkpoint.container.name";
-    /// The name of an image in an index.
     pub const REF_NAME: &str = "org.opencontainers.image.ref.name";
     /// The name of an image in an index, as containerd writes it.
     pub const CONTAINERD_REF: &str = "io.containerd.image.name";
-    /// When the checkpoint was made.
     pub const CREATED: &str = "org.opencontainers.image.created";
     /// On a layer: bytes of its tar.
     pub const LAYER_BYTES: &str = "dev.cryopod.layer.bytes";
-    /// On a layer: its files, a JSON list; on the layer of the small files absent.
+    /// On a layer: its files, a JSON list; absent on the layer of the small files.
     pub const LAYER_FILES: &str = "dev.cryopod.layer.files";
     /// Version of this set of annotations.
     pub const FORMAT: &str = "dev.cryopod.archive.version";
-    /// The value of [`FORMAT`] that this version writes.
     pub const FORMAT_VERSION: &str = "1";
-    /// Bytes of all files, not compressed.
     pub const CONTENT_BYTES: &str = "dev.cryopod.content.bytes";
 }
 
-/// A reference to a blob.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Descriptor {
-    /// What the blob is.
     pub media_type: String,
-    /// Its digest.
     pub digest: Digest,
-    /// Its bytes.
     pub size: u64,
-    /// Facts about it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub annotations: BTreeMap<String, String>,
     /// Other places to fetch it from; refused for layers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub urls: Vec<String>,
-    /// `platform`, `data` and what else there is.
+    /// `platform`, `data` and others.
     #[serde(flatten)]
     pub extra: Map<String, Value>,
 }
 
 impl Descriptor {
-    /// A descriptor without annotations.
     pub fn new(media_type: &str, digest: Digest, size: u64) -> Self {
         Self {
             media_type: media_type.into(),
@@ -103,10 +81,7 @@ impl Descriptor {
         }
     }
 
-    /// How a layer is compressed.
-    ///
-    /// # Errors
-    /// [`Bad::MediaType`] if it is no layer of an OCI image.
+    /// Returns how a layer is compressed. Fails with [`Bad::MediaType`] if it is not a layer of an OCI image.
     pub fn layer_compression(&self, layer: usize) -> Result<Compression, Bad> {
         match self.media_type.as_str() {
             media::LAYER => Ok(Compression::None),
@@ -121,20 +96,17 @@ impl Descriptor {
     }
 }
 
-/// An image manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
-    /// 2.
+    /// Always 2.
     pub schema_version: u32,
-    /// [`media::MANIFEST`]; the OCI format lets it be absent.
+    /// [`media::MANIFEST`]; the OCI format allows it to be absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub media_type: Option<String>,
-    /// The image config.
     pub config: Descriptor,
-    /// The layers, lowest first.
+    /// Lowest first.
     pub layers: Vec<Descriptor>,
-    /// Facts about the image.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub annotations: BTreeMap<String, String>,
 }
@@ -143,36 +115,31 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Index {
-    /// 2.
+    /// Always 2.
     pub schema_version: u32,
-    /// [`media::INDEX`]; the OCI format lets it be absent.
+    /// [`media::INDEX`]; the OCI format allows it to be absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub media_type: Option<String>,
-    /// What it lists.
     pub manifests: Vec<Descriptor>,
-    /// Facts about the index.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub annotations: BTreeMap<String, String>,
 }
 
-/// The config of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
-    /// When it was made, RFC 3339.
+    /// RFC 3339.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created: Option<String>,
     /// In Go's names: `amd64`, `arm64`.
     pub architecture: String,
     /// `linux`.
     pub os: String,
-    /// What a container of it would run: nothing.
+    /// What a container of the image would run: nothing.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub config: Map<String, Value>,
-    /// The layers' content.
     pub rootfs: RootFs,
 }
 
-/// The content of an image's layers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RootFs {
     /// `layers`.
@@ -182,7 +149,6 @@ pub struct RootFs {
     pub diff_ids: Vec<Digest>,
 }
 
-/// Parses a JSON document of an image.
 pub(crate) fn parse<T: serde::de::DeserializeOwned>(file: &str, text: &[u8]) -> Result<T, Bad> {
     serde_json::from_slice(text).map_err(|e| Bad::Json {
         file: file.into(),

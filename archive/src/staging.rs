@@ -1,7 +1,7 @@
-//! Files and directories that appear under their names only when they are whole and on disk.
+//! Creates files and directories that get their names only when they are complete and on disk.
 //!
-//! What is being written lies beside its final name as `.NAME.cryopod-partial-PID-N`, locked by its writer. What a
-//! killed writer left is not locked any more, and the next writer of the same name removes it.
+//! During writing, the data lies beside its final name as `.NAME.cryopod-partial-PID-N`, locked by its writer. When a
+//! writer is killed its lock goes, and the next writer of the same name removes the leftover.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
@@ -17,7 +17,7 @@ use crate::error::Error;
 pub(crate) const MARK: &str = ".cryopod-partial-";
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// A file or directory in the making. Dropped without [`Staging::commit`], it is removed.
+/// A file or directory being written. If dropped without [`Staging::commit`], it is removed.
 #[derive(Debug)]
 pub(crate) struct Staging {
     target: PathBuf,
@@ -25,18 +25,15 @@ pub(crate) struct Staging {
     partial: PathBuf,
     replace: bool,
     directory: bool,
-    /// Holds the lock.
     lock: Option<Flock<File>>,
     done: bool,
 }
 
 impl Staging {
-    /// A directory in the making.
     pub(crate) fn directory(target: &Path, replace: bool) -> Result<Self, Error> {
         Self::new(target, replace, true)
     }
 
-    /// A file in the making.
     pub(crate) fn file(target: &Path, replace: bool) -> Result<Self, Error> {
         Self::new(target, replace, false)
     }
@@ -80,7 +77,7 @@ impl Staging {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(e) => return Err(create(e)),
             };
-            // A sweep may come between creation and lock.
+            // Another process may remove the file between creation and lock.
             let Ok(lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else {
                 continue;
             };
@@ -105,17 +102,14 @@ impl Staging {
         ))
     }
 
-    /// Where to write.
     pub(crate) fn path(&self) -> &Path {
         &self.partial
     }
 
-    /// The directory that it lies in.
     pub(crate) fn directory_above(&self) -> &Path {
         &self.parent
     }
 
-    /// The open file, or directory.
     pub(crate) fn handle(&self) -> io::Result<File> {
         match &self.lock {
             Some(lock) => lock.try_clone(),
@@ -123,7 +117,7 @@ impl Staging {
         }
     }
 
-    /// Syncs it and gives it its name. The files inside a directory are the caller's to sync, before.
+    /// Syncs it and gives it its name. The caller must sync the files inside a directory before.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         let fail = |action| Error::io(&self.target, action);
         self.handle()
@@ -136,7 +130,7 @@ impl Staging {
         let exists = fs::symlink_metadata(&self.target).is_ok();
         let renamed = match (exists, self.directory) {
             (false, _) => match rename(RenameFlags::RENAME_NOREPLACE) {
-                // Not every file system knows the flag.
+                // Not every file system supports the flag.
                 Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                     fs::rename(&self.partial, &self.target)
                 }
@@ -163,7 +157,7 @@ impl Staging {
             .map_err(fail("write its directory to disk"))?;
         self.done = true;
         if exists && self.directory && self.partial.exists() {
-            // What was replaced has the temporary name now.
+            // The replaced directory now has the temporary name.
             if let Err(e) = fs::remove_dir_all(&self.partial) {
                 tracing::warn!(path = %self.partial.display(), error = %e, "cannot remove what was replaced");
             }

@@ -1,15 +1,15 @@
-//! A store: a directory, local or shared, that has the large files of checkpoints.
+//! Manages a store: a directory, local or shared, with the large files of checkpoints.
 //!
 //! containerd packs an image directory into one tar with one thread, and unpacks it for every restore. So the memory of
-//! processes and GPUs can lie elsewhere: each checkpoint has an entry in a store, a directory with a random name, and its
-//! image directory a [`Reference`] to it. A restore resolves the reference, in the stores that this host's configuration
-//! names and nowhere else; what the reference says of places is only told.
+//! processes and GPUs can lie elsewhere. Each checkpoint has an entry in a store, a directory with a random name, and
+//! its image directory has a [`Reference`] to the entry. A restore resolves the reference only in the stores that this
+//! host's configuration names. Paths in the reference are only shown to users.
 //!
-//! References come from strangers: entries have names that nobody can guess, files the names of CRIU's pages and of the
-//! vram's shards. Pages have their digest in the reference, shards in the VRAM files' table.
+//! References come from strangers, so nobody can guess the name of an entry. Files must have the names of CRIU's pages
+//! or of VRAM shards. The reference has the digests of the pages; the VRAM files' table has those of the shards.
 //!
-//! * [`put`](fn@put): from an image directory to a store
-//! * [`find`](fn@find): from a reference to the files
+//! * [`put`](fn@put): moves files from an image directory to a store
+//! * [`find`](fn@find): finds the files of a reference
 //!
 //! docs/archive-format.md describes the reference.
 
@@ -29,84 +29,49 @@ mod put;
 pub use find::{Found, find, find_in};
 pub use put::{About, put};
 
-/// The version that is written, and the newest that is read.
+/// The version that this cryopod writes, and the newest that it reads.
 pub const VERSION: u32 = 1;
-/// Hexadecimal digits of an entry's name.
 const DIGITS: usize = 32;
-/// Largest reference, in bytes.
 pub const MAX_BYTES: u64 = 16 << 20;
-/// Most files of one entry.
 const MAX_FILES: usize = 100_000;
-/// Longest text of no meaning to a restore.
+/// Longest text that a restore does not interpret.
 const MAX_TEXT: usize = 4096;
 
-/// Why a store cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The system refused something.
     #[error("{path}: cannot {action}: {source}")]
     Io {
-        /// The file or directory.
         path: PathBuf,
-        /// What was tried.
+        /// Completes "cannot ...".
         action: &'static str,
-        /// What the system said.
         source: io::Error,
     },
-    /// The reference is none.
     #[error(
         "{path}: not a reference to a store ({reason}); the checkpoint is damaged or was written by another tool"
     )]
-    Reference {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The reference was written by a newer cryopod.
+    Reference { path: PathBuf, reason: String },
     #[error(
         "{path}: version {found} of the reference to a store; this cryopod reads {VERSION}: update it"
     )]
-    Version {
-        /// The file.
-        path: PathBuf,
-        /// The version that it names.
-        found: u64,
-    },
-    /// No store has the entry.
+    Version { path: PathBuf, found: u64 },
     #[error(
         "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its directory in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
     )]
     Missing {
-        /// The reference.
         path: PathBuf,
-        /// How many files and bytes.
         what: String,
-        /// The entry.
         id: String,
-        /// Where it was written.
+        /// The store at the checkpoint.
         was: String,
-        /// What was looked at, and what was found.
+        /// The stores that were searched, and what was found there.
         looked: String,
     },
-    /// A file of the entry is not what it was.
     #[error(
         "{path}: {reason}; the store's entry of this checkpoint is damaged: restore it from a copy of the store, or use another checkpoint"
     )]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The store's directory cannot take a checkpoint.
+    Damaged { path: PathBuf, reason: String },
     #[error("{path}: {reason}")]
-    Unusable {
-        /// The directory.
-        path: PathBuf,
-        /// Why, and what to do.
-        reason: String,
-    },
+    Unusable { path: PathBuf, reason: String },
 }
 
 impl StoreError {
@@ -127,44 +92,39 @@ impl StoreError {
     }
 }
 
-/// A file of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stored {
     /// `pages-N.img` or `vram-NNNN.img`.
     pub name: String,
-    /// Its size.
     pub bytes: u64,
-    /// BLAKE3 of its contents, in hexadecimal. the VRAM files' shards have none: the VRAM files' table has the digest of each of
+    /// BLAKE3 of its contents, in hexadecimal. Absent for VRAM shards: the VRAM files' table has the digest of each of
     /// their chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<String>,
 }
 
-/// `cryopod-store.json`: where the large files of a checkpoint are, and what they are.
+/// `cryopod-store.json`: where the large files of a checkpoint are, and their sizes and digests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reference {
     /// [`VERSION`].
     pub version: u32,
-    /// The entry's name.
     pub id: String,
-    /// The store's directory when it was written: told, and never looked at.
+    /// The store's directory at the checkpoint. Shown to users, never opened.
     #[serde(default)]
     pub store: String,
-    /// The container: told.
+    /// The container. Shown to users only.
     #[serde(default)]
     pub container: String,
-    /// When, RFC 3339: told.
+    /// Time of the checkpoint, RFC 3339. Shown to users only.
     #[serde(default)]
     pub created: String,
-    /// The files, sorted by name.
+    /// Sorted by name.
     pub files: Vec<Stored>,
 }
 
 impl Reference {
-    /// Reads the reference of an image directory; `None` if it has none.
-    ///
-    /// # Errors
-    /// [`StoreError`] if there is one but it cannot be used.
+    /// Reads the reference of an image directory; `None` if it has none. Fails with [`StoreError`] if it exists but is
+    /// unusable.
     pub fn open(images: &Path) -> Result<Option<Self>, StoreError> {
         use std::io::Read;
         use std::os::unix::fs::OpenOptionsExt;
@@ -192,10 +152,7 @@ impl Reference {
         Self::parse(&text, &path).map(Some)
     }
 
-    /// Parses a reference; `path` is only named in errors.
-    ///
-    /// # Errors
-    /// [`StoreError::Reference`] or [`StoreError::Version`].
+    /// Parses a reference; `path` only appears in errors.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, StoreError> {
         let invalid = |reason: String| StoreError::Reference {
             path: path.to_owned(),
@@ -204,7 +161,7 @@ impl Reference {
         if text.len() as u64 > MAX_BYTES {
             return Err(invalid(format!("larger than {MAX_BYTES} bytes")));
         }
-        // The version first: a newer one may have changed any other field.
+        // The version comes first: a newer one may have changed any other field.
         let value: serde_json::Value =
             serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))?;
         match value.get("version").and_then(serde_json::Value::as_u64) {
@@ -255,7 +212,6 @@ impl Reference {
             .ok_or_else(|| "sizes beyond all bounds".into())
     }
 
-    /// Bytes of all files.
     pub fn bytes(&self) -> u64 {
         self.files
             .iter()
@@ -263,7 +219,7 @@ impl Reference {
             .fold(0, u64::saturating_add)
     }
 
-    /// Bytes of CRIU's files of memory.
+    /// Bytes of CRIU's memory files.
     pub fn pages_bytes(&self) -> u64 {
         let pages = self
             .files

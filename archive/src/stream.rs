@@ -1,4 +1,4 @@
-//! Byte streams: a part of a file, decompression with bounds.
+//! Reads byte streams: a section of a file, and decompression with bounds.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};
@@ -13,12 +13,10 @@ use crate::digest::Digest;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 
-/// Bytes read from a file at once.
 const READ_BYTES: usize = 256 << 10;
 
-/// A stream of which a part can be left out.
 pub(crate) trait Stream: Read {
-    /// Leaves `n` bytes out.
+    /// Skips `n` bytes.
     ///
     /// # Errors
     /// `UnexpectedEof` if there are fewer.
@@ -45,7 +43,7 @@ impl<S: Stream + ?Sized> Stream for Box<S> {
     }
 }
 
-/// Opens a regular file without following a link and without waiting on a fifo.
+/// Opens a regular file without following a link and without blocking on a fifo.
 pub(crate) fn open_regular(path: &Path) -> Result<File, Error> {
     let file = OpenOptions::new()
         .read(true)
@@ -65,7 +63,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<File, Error> {
     Ok(file)
 }
 
-/// A part of a file. Clones read independently of each other.
+/// A section of a file. Clones read independently of each other.
 #[derive(Debug, Clone)]
 pub(crate) struct Section {
     file: Arc<File>,
@@ -74,7 +72,6 @@ pub(crate) struct Section {
 }
 
 impl Section {
-    /// The bytes `at..at + len` of the file.
     pub(crate) fn new(file: Arc<File>, at: u64, len: u64) -> Self {
         Self {
             file,
@@ -83,13 +80,11 @@ impl Section {
         }
     }
 
-    /// The whole of a file.
     pub(crate) fn whole(file: File) -> io::Result<Self> {
         let len = file.metadata()?.len();
         Ok(Self::new(Arc::new(file), 0, len))
     }
 
-    /// Bytes left.
     pub(crate) fn left(&self) -> u64 {
         self.end - self.at
     }
@@ -121,7 +116,6 @@ impl Stream for Section {
     }
 }
 
-/// Hashes what is read.
 pub(crate) struct Hashed<R> {
     inner: R,
     hash: Sha256,
@@ -150,20 +144,16 @@ impl<R: Read> Read for Hashed<R> {
 
 impl<R: Read> Stream for Hashed<R> {}
 
-/// How a stream is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
-    /// Not at all.
     None,
-    /// gzip.
     Gzip,
-    /// zstd.
     #[default]
     Zstd,
 }
 
 impl Compression {
-    /// What the first bytes of a stream say.
+    /// Detects the compression from the first bytes of a stream.
     pub(crate) fn detect(start: &[u8]) -> Self {
         match start {
             [0x1f, 0x8b, ..] => Self::Gzip,
@@ -190,10 +180,10 @@ impl std::fmt::Display for Compression {
     }
 }
 
-/// How much may come out of a stream.
+/// Limit on the output of a stream.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Allowance {
-    /// The archive states it.
+    /// The size that the archive states.
     Exactly(u64),
     /// [`Limits::ratio`].
     Ratio { slack: u64, ratio: u64 },
@@ -207,7 +197,6 @@ impl Allowance {
         }
     }
 
-    /// Is it fine that `output` bytes came out of `input`?
     pub(crate) fn check(self, input: u64, output: u64) -> Result<(), Bad> {
         match self {
             Self::Exactly(max) if output > max => Err(Bad::TooLarge(max)),
@@ -268,7 +257,7 @@ impl<'a> Decoded<'a> {
             }),
             Compression::Zstd => {
                 let mut decoder = zstd::stream::read::Decoder::with_buffer(raw)?;
-                decoder.window_log_max(27)?; // 128 MiB, the most that engines write
+                decoder.window_log_max(27)?; // 128 MiB, the largest window of any engine
                 Box::new(decoder)
             }
         };
@@ -296,7 +285,7 @@ impl Read for Decoded<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let n = match self.inner.read(buf) {
             Ok(n) => n,
-            // An error of the file itself has a code of the system; all others are the decoder's.
+            // An error of the file itself has an errno; all others come from the decoder.
             Err(e) if e.raw_os_error().is_some() || e.kind() == io::ErrorKind::Interrupted => {
                 return Err(e);
             }

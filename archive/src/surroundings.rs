@@ -1,17 +1,13 @@
-//! What a container has around it that its images do not hold: mounts of the host that its spec does not name,
-//! CRIU options that a restore must repeat, security labels. Parts of the [metadata](crate::metadata).
+//! Records what a checkpoint needs besides CRIU's images and the GPUs: host mounts that the spec does not name, CRIU
+//! options that a restore must repeat, security labels. All are parts of the [metadata](crate::metadata).
 
 use serde::{Deserialize, Serialize};
 
-/// What lies at a mount point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MountKind {
-    /// A regular file.
     File,
-    /// A directory.
     Directory,
-    /// A device node.
     Device,
     /// A Unix socket or a FIFO.
     Socket,
@@ -29,19 +25,15 @@ impl MountKind {
     }
 }
 
-/// A mount of something of the host that the container's spec does not name: made by a hook, or below a
-/// recursive bind mount. CRIU leaves its content out; a restore must provide it.
+/// A mount of a host path that the container's spec does not name: made by a hook, or below a recursive bind mount.
+/// CRIU leaves its content out; a restore must provide it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForeignMount {
     /// Mount point in the container.
     pub path: String,
-    /// What lies there.
     pub kind: MountKind,
-    /// Where it lay on the host.
     pub host_path: String,
-    /// File system type.
     pub fs_type: String,
-    /// Mount options.
     #[serde(default)]
     pub options: Vec<String>,
     /// For a file: its size in bytes.
@@ -55,10 +47,8 @@ pub struct ForeignMount {
     pub in_use: bool,
 }
 
-/// Mounts that the container's spec does not name.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountFacts {
-    /// Those of the host.
     #[serde(default)]
     pub foreign: Vec<ForeignMount>,
     /// Mount points of the container's own file systems, whose content the images hold.
@@ -66,22 +56,20 @@ pub struct MountFacts {
     pub own: Vec<String>,
 }
 
-/// How CRIU was called, as far as a restore must do the same.
+/// The CRIU options that a restore must repeat.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CriuFacts {
-    /// Options that the images need at a restore too: `tcp-established`, `file-locks`, `ext-unix-sk`.
+    /// Options that the images also need at a restore: `tcp-established`, `file-locks`, `ext-unix-sk`.
     #[serde(default)]
     pub options: Vec<String>,
-    /// Programs that CRIU runs for these images at a restore: `tar`, `ip`, and the lock of the network, `iptables` or
+    /// Programs that CRIU runs for these images at a restore: `tar`, `ip`, and the network lock, `iptables` or
     /// `nftables`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub helpers: Vec<String>,
 }
 
-/// Security labels of the container.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LsmFacts {
-    /// AppArmor profile of the spec.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub apparmor: Option<String>,
     /// SELinux process label of the spec.

@@ -1,7 +1,7 @@
-//! Reading tar: ustar, pax and GNU long names, as the engines write them; everything else is refused.
+//! Reads tar: ustar, pax and GNU long names, as the engines write them; everything else is refused.
 //!
-//! The header's fields and the pax records are decoded by the `tar` crate. Its reader is not used, as it takes
-//! long names of any size into memory and passes on what has no place in a checkpoint.
+//! The `tar` crate decodes the header's fields and the pax records. Its reader is not used: it takes long names of any
+//! size into memory, and passes on entries that do not belong in a checkpoint.
 
 use std::io::{self, Read};
 
@@ -16,11 +16,9 @@ use crate::stream::Stream;
 const MAX_EXTENDED: u64 = 64 << 10;
 const BLOCK: u64 = 512;
 
-/// Entries of a tar, one after the other.
 pub(crate) struct TarReader<S> {
     stream: S,
     limits: Limits,
-    /// Position in the stream.
     at: u64,
     /// Bytes of the current entry not yet read.
     left: u64,
@@ -53,10 +51,10 @@ impl<S: Stream> TarReader<S> {
         }
     }
 
-    /// The next entry; what was not read of the one before is left out. `None` at the end mark.
+    /// Returns the next entry, and skips the rest of the one before. `None` at the end mark.
     ///
     /// # Errors
-    /// A [`Bad`] inside an `io::Error`, or what the stream said.
+    /// A [`Bad`] inside an `io::Error`, or an error of the stream.
     pub(crate) fn next(&mut self) -> io::Result<Option<Entry>> {
         self.leave()?;
         let mut extended = Extended::default();
@@ -76,7 +74,7 @@ impl<S: Stream> TarReader<S> {
                 EntryType::GNULongLink => extended.link = Some(self.long(size, start)?),
                 EntryType::XHeader => self.pax(size, start, &mut extended)?,
                 EntryType::XGlobalHeader => {
-                    // Comments and times at most: a name or a size for all entries makes no sense.
+                    // Accepts at most comments and times: a name or a size for all entries makes no sense.
                     let mut global = Extended::default();
                     self.pax(size, start, &mut global)?;
                     if global.name.is_some() || global.link.is_some() || global.size.is_some() {
@@ -102,12 +100,12 @@ impl<S: Stream> TarReader<S> {
         }
     }
 
-    /// Where the current entry's content starts in the stream.
+    /// Offset of the current entry's content in the stream.
     pub(crate) fn position(&self) -> u64 {
         self.at
     }
 
-    /// Reads what follows the end mark and drops it, so that the compression's own checks are made.
+    /// Reads and drops what follows the end mark, so that the decompressor makes its own checks.
     pub(crate) fn finish(mut self) -> io::Result<S> {
         io::copy(&mut self.stream, &mut io::sink())?;
         Ok(self.stream)
@@ -132,7 +130,7 @@ impl<S: Stream> TarReader<S> {
         Ok(())
     }
 
-    /// The next header block; `None` at the end mark.
+    /// Reads the next header block; `None` at the end mark.
     fn header(&mut self) -> io::Result<Option<Header>> {
         let mut header = Header::new_old();
         let mut have = 0;
@@ -305,7 +303,6 @@ impl<S: Stream> TarReader<S> {
 }
 
 impl<S: Stream> Read for TarReader<S> {
-    /// Reads the current entry's content.
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = usize::try_from(self.left)
             .unwrap_or(usize::MAX)

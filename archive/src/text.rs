@@ -1,14 +1,14 @@
-//! Text that strangers chose (names of processes, of files, of an archive's entries), made fit to be shown.
+//! Makes text from strangers (names of processes, of files, of an archive's entries) safe to show.
 
 use std::borrow::Cow;
 
-/// Does this character do something to a terminal, or to the order of what is beside it?
+/// Returns true if the character affects a terminal or the order of the text beside it.
 pub fn hostile(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A message as it may be shown: each hostile character but a line's end as its escape, `\u{1b}`.
+/// Escapes each hostile character except line ends, as `\u{1b}`.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let odd = |c: char| c != '\n' && hostile(c);
     if !text.contains(odd) {

@@ -1,4 +1,4 @@
-//! Is an archive whole, and what it says it is?
+//! Verifies that an archive is complete and undamaged.
 
 mod shards;
 
@@ -23,45 +23,36 @@ use crate::store::{self, Found, Reference, StoreError};
 use crate::vram::{self, VramError};
 use crate::walk::{Sink, walk};
 
-/// How to verify.
 #[derive(Debug, Clone, Default)]
 pub struct VerifyOptions {
-    /// Threads; 0: as many as there are cores.
+    /// 0: one per core.
     pub threads: usize,
-    /// Directories in which a checkpoint is searched that this one builds upon and that is not where it was.
+    /// Directories to search for parent checkpoints that have moved.
     pub parents: Vec<PathBuf>,
-    /// Stores in which the large files are searched of a checkpoint that has them there.
+    /// Stores to search for the large files of a checkpoint.
     pub stores: Vec<PathBuf>,
-    /// Bounds on the archive.
     pub limits: Limits,
-    /// Counters for a progress bar, and a way to stop.
     pub progress: Arc<Progress>,
 }
 
-/// What was verified.
 #[derive(Debug, Clone)]
 pub struct Verified {
-    /// What the archive is stored as.
     pub kind: Kind,
-    /// Files.
     pub files: u64,
-    /// Bytes of all files.
     pub bytes: u64,
-    /// Layers whose digests were checked, of the blob and of its decompressed content.
+    /// Layers whose digests were checked, both of the blob and of its decompressed content.
     pub layers: usize,
-    /// Chunks of the VRAM files that were checked.
     pub chunks: u64,
-    /// cryopod's record, if there is one.
     pub metadata: Option<Metadata>,
-    /// The large files that are in a store, which are not among the files above.
+    /// The large files in a store. The counts above do not include them.
     pub stored: Option<Found>,
 }
 
-/// Reads all of a checkpoint and checks what can be checked: every digest, every name, the compression's own sums,
-/// CRIU's magic numbers, `cryopod.json`, the VRAM files's chunks, stated sizes.
+/// Reads a whole checkpoint and checks everything possible: digests, names, the compression's checksums, CRIU's magic
+/// numbers, `cryopod.json`, the VRAM files' chunks, stated sizes.
 ///
 /// # Errors
-/// The first thing that is wrong, with the file's name.
+/// The first fault, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
     let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
     let mut tables = source.small_files(&|name| name == table, &options.limits)?;
@@ -133,7 +124,7 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     })
 }
 
-/// Checks the files that are in a store. One that the checkpoint has itself is not looked at, as in a restore.
+/// Checks the files in a store. Skips those that the checkpoint has itself, like a restore.
 fn stored(
     source: &Source,
     shards: Option<&Shards>,
@@ -169,7 +160,7 @@ fn stored(
     Ok(Some(stored))
 }
 
-/// Checks the chunks that are in another checkpoint; how many.
+/// Checks the chunks in parent checkpoints. Returns their number.
 fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> Result<u64, Error> {
     let failed = |e: VramError| Error::Unsupported {
         path: source.path().into(),
@@ -198,7 +189,7 @@ fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> R
     Ok(numbers.len() as u64)
 }
 
-/// Bytes of content that an image of cryopod says it has.
+/// The content size that an image of cryopod states.
 fn stated_bytes(source: &Source) -> Option<u64> {
     source
         .image()?
@@ -210,11 +201,10 @@ fn stated_bytes(source: &Source) -> Option<u64> {
 }
 
 const INVENTORY: &str = "checkpoint/inventory.img";
-/// CRIU's mark of an image file, and its mark of the inventory.
+/// CRIU's magic of an image file, and that of the inventory.
 const INVENTORY_MAGIC: [u8; 4] = [0x16, 0x31, 0x31, 0x58];
-/// CRIU 4.1 and 4.2 write the inventory, alone of all images, without this ahead.
+/// CRIU 4.1 and 4.2 write the inventory, alone of all images, without this prefix.
 const COMMON_MAGIC: [u8; 4] = [0x19, 0x43, 0x56, 0x54];
-/// Files that are JSON.
 const JSON: [&str; 5] = [
     names::CONFIG_DUMP,
     names::SPEC_DUMP,
@@ -229,10 +219,9 @@ struct Seen {
     bytes: u64,
     inventory: bool,
     shards: BTreeSet<String>,
-    /// There are buffers whose contents must be in the vram.
+    /// Some buffers need the VRAM files for their contents.
     wants_vram: bool,
     metadata: Option<Metadata>,
-    /// What says that files are in a store.
     reference: Option<Vec<u8>>,
 }
 
@@ -248,7 +237,7 @@ impl Verifier<'_> {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks a shard of the VRAM files; `false` if it is none.
+    /// Checks a shard of the VRAM files; `false` if the entry is not a shard.
     fn shard(&self, entry: &Entry, reader: &mut dyn Read) -> Result<bool, Error> {
         let Some(shards) = &self.shards else {
             return Ok(false);
@@ -338,10 +327,7 @@ impl Sink for Verifier<'_> {
     }
 }
 
-/// As [`verify`] of what lies at a path.
-///
-/// # Errors
-/// As [`verify`].
+/// Like [`verify`], for a path.
 pub fn verify_path(path: &Path, options: &VerifyOptions) -> Result<Verified, Error> {
     verify(&Source::open_image(path, None, &options.limits)?, options)
 }

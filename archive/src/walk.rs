@@ -1,4 +1,4 @@
-//! Every entry of a checkpoint, on all cores, with every digest checked.
+//! Walks every entry of a checkpoint on all cores and checks every digest.
 
 use std::io::{self, Read};
 use std::path::Path;
@@ -18,21 +18,21 @@ use crate::tarread::TarReader;
 /// Layers that are read at the same time: each has two threads of its own.
 const AT_ONCE: usize = 16;
 
-/// Takes entries, from several threads at once. What was not read of an entry is left out.
+/// Receives entries from several threads at once. Unread content of an entry is skipped.
 pub(crate) trait Sink: Sync {
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error>;
 
-    /// The digests of layers that are checked.
+    /// The layer digests to check.
     fn hash(&self) -> Hash {
         Hash::Stored
     }
 }
 
-/// Gives every entry to the sink. A directory may come after what lies in it.
+/// Passes every entry to the sink. A directory may come after its content.
 ///
 /// # Errors
-/// The first thing that is wrong. Digests are checked at the end of each layer: until this has returned, nothing
-/// that the sink was given may be used.
+/// The first fault. Digests are checked at the end of each layer: until this has returned, no data that the sink
+/// received may be used.
 pub(crate) fn walk(
     source: &Source,
     limits: &Limits,
@@ -80,7 +80,7 @@ pub(crate) fn walk(
             }
         },
         Inner::Image(image) => {
-            // The largest first, so that none is left alone at the end.
+            // The largest first, so that none runs alone at the end.
             let mut layers: Vec<&Layer> = image.layers().collect();
             layers.sort_by_key(|l| std::cmp::Reverse(l.descriptor.size));
             walk.each(&layers, |layer| {
@@ -110,7 +110,7 @@ impl Walk<'_> {
             });
         }
         if self.stop.load(Ordering::Relaxed) {
-            // Another thread has failed, and its error is the one that is told.
+            // Another thread has failed; the caller reports its error.
             return Err(Error::Cancelled {
                 path: self.source.path().into(),
             });
@@ -134,7 +134,7 @@ impl Walk<'_> {
         self.entry(entry, &mut reader)
     }
 
-    /// Runs `work` for each item, several at a time; the first error in the order of the items is returned.
+    /// Runs `work` for each item, several at a time; returns the first error in the order of the items.
     fn each<T: Sync>(
         &self,
         items: &[T],
@@ -218,7 +218,6 @@ impl Walk<'_> {
     }
 }
 
-/// A tar as it is stored.
 struct Raw<'r> {
     section: Section,
     compression: Compression,
@@ -251,10 +250,7 @@ impl Raw<'_> {
     }
 }
 
-/// As [`Source::visit`], with what is compressed decompressed on all cores.
-///
-/// # Errors
-/// As [`Source::visit`].
+/// Like [`Source::visit`], but decompresses on all cores.
 pub(crate) fn visit(
     source: &Source,
     limits: &Limits,
@@ -303,8 +299,8 @@ pub(crate) fn visit(
 }
 
 impl Layer {
-    /// Are these the digests that manifest and config state? The blob's must be there; where it fits, a wrong one of
-    /// the decompressed content is a mistake of the config, and only a verification looks for it.
+    /// Compares the digests with those of manifest and config. The blob's digest must be there. If it matches, a wrong
+    /// digest of the decompressed content is a mistake of the config; only a verification looks for it.
     pub(crate) fn check(&self, digests: &Digests) -> Result<(), Bad> {
         let (blob, content) = (&digests.blob, &digests.content);
         if blob.as_ref() != Some(&self.descriptor.digest) {

@@ -1,4 +1,4 @@
-//! `cryopod bundle`: a checkpoint whose large files are in a store becomes an archive that has all of them.
+//! `cryopod bundle`: turns a checkpoint with large files in a store into a self-contained archive.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,30 +20,25 @@ use crate::place::{Place, stores};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The checkpoint: an image directory, or an archive as for `cryopod inspect`.
     source: String,
-    /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
-    /// zstd). containerd's own checkpoint stays one in the first two, for `ctr images import`.
+    /// The output: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// zstd). The first two keep containerd's own checkpoint in its form, for `ctr images import`.
     #[arg(short, long)]
     output: String,
-    /// A store in which the large files are searched, ahead of the configured ones; several times.
+    /// A store to search for the large files before the configured ones; may be given several times.
     #[arg(long)]
     store: Vec<PathBuf>,
-    /// A directory in which checkpoints are searched that this one builds upon, where they are not at their old place;
-    /// several times. (It still builds upon them afterwards: cryopod flatten.)
+    /// A directory to search for parent checkpoints that have moved; may be given several times. (The result still
+    /// builds on them; see cryopod flatten.)
     #[arg(long)]
     parents: Vec<PathBuf>,
     #[command(flatten)]
     how: How,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The store is not here, or its entry not what it was; the library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let to = destination(&args.output)?;
     to.check(args.how.replace())?;
@@ -55,7 +50,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             source.path().display()
         )
     })?;
-    // All digests, before a byte of it is written.
+    // Verifies all digests before it writes a byte.
     let options = VerifyOptions {
         threads: args.how.threads(),
         parents: args.parents.clone(),
@@ -67,7 +62,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         verify(&source, &options)
     })?;
     if source.containerd().is_some() && !matches!(to, Destination::Tar(..)) {
-        // containerd restores nothing but its own form.
+        // containerd restores only its own form.
         let options = args.how.options(BTreeMap::new());
         let progress = Arc::clone(&options.progress);
         let packed = ui::with_progress("bundle", args.how.quiet(), &progress, || {
@@ -83,10 +78,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The checkpoint as it is with the files of a store's entry; what has to be unpacked for that goes into a directory.
-///
-/// # Errors
-/// The library's.
+/// Returns the checkpoint with the files of its store's entry. Unpacks it into a directory if necessary.
 pub fn whole(
     source: &Source,
     stored: Found,
@@ -109,10 +101,8 @@ pub fn whole(
     Ok(whole)
 }
 
-/// The entry of the store that a checkpoint refers to; `None`: it refers to none.
-///
-/// # Errors
-/// It is nowhere, or not whole.
+/// Finds the store's entry that a checkpoint refers to; `None` if it refers to none. An entry that is missing or
+/// incomplete is an error.
 pub fn found(source: &Source, stores: &[PathBuf]) -> anyhow::Result<Option<Found>> {
     if let Some(images) = source.images_directory() {
         return Ok(find(&images, stores)?);

@@ -1,7 +1,7 @@
-//! `cryopod check`: can a container be checkpointed on this host? One line a fact, with the remedy where
-//! something is missing; exit code 1 if a checkpoint could not work.
+//! `cryopod check`: reports whether containers can be checkpointed on this host. Each fact has a line, with the remedy
+//! where something is missing. Exits with 1 if a checkpoint could not work.
 //!
-//! `cryopod check ARCHIVE`: would this checkpoint restore here? See [`archive`].
+//! `cryopod check ARCHIVE`: reports whether this checkpoint would restore here. See [`archive`].
 
 mod archive;
 mod engine;
@@ -16,54 +16,46 @@ use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use serde::Serialize;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A checkpoint: an engine's export file, a directory, an OCI layout. Would it restore on this host? Exit code 0: yes,
-    /// 1: no, 2: it is no checkpoint that can be read. Without it: what this host can do.
+    /// A checkpoint to check: an engine's export file, a directory, an OCI layout. Would it restore on this host? Exit
+    /// code 0: yes, 1: no, 2: not a readable checkpoint. Without it: shows what this host can do.
     path: Option<PathBuf>,
     /// Where its GPUs go: `auto`, or OLD=NEW[,OLD=NEW...].
     #[arg(long, requires = "path")]
     map: Option<String>,
-    /// A check that is to be told and not to refuse; may be given several times.
+    /// A check that reports without blocking the restore; may be given several times.
     #[arg(long, requires = "path", value_name = "CHECK")]
     off: Vec<String>,
-    /// Which image, where an OCI layout holds several.
+    /// The name of the image, if an OCI layout holds several.
     #[arg(long, requires = "path")]
     image: Option<String>,
-    /// The engine that is to restore it, where another one than that which made it.
+    /// The engine for the restore, if not the one that made the checkpoint.
     #[arg(short, long, requires = "path", value_enum)]
     engine: Option<crate::engine::Engine>,
-    /// podman will restore it with --ignore-volumes: with the volumes as they are here.
+    /// Assume that podman restores with --ignore-volumes, and uses the volumes of this host.
     #[arg(long, requires = "path")]
     ignore_volumes: bool,
-    /// Print JSON in place of a table.
+    /// Print JSON instead of a table.
     #[arg(long)]
     json: bool,
 }
 
-/// What a line says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Status {
-    /// As it should be.
     Ok,
-    /// Not there, or not as fast as it could be; a checkpoint works without it.
+    /// Missing, or slower than necessary; a checkpoint works without it.
     Note,
     /// A checkpoint could not work.
     Missing,
 }
 
-/// One line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Line {
-    /// What was looked at.
     pub name: &'static str,
-    /// The verdict.
     pub status: Status,
-    /// What was found.
     pub found: String,
-    /// What to do about it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -103,10 +95,6 @@ struct Report<'a> {
     checks: &'a [Line],
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// If standard output cannot be written.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.path {
         return archive::run(&archive::Ask {

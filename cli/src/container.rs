@@ -1,5 +1,5 @@
-//! A running container, whichever engine it is of: found by its id in the records of the low-level runtimes, or by its
-//! name by podman or docker.
+//! Finds a running container of any engine: by its id in the records of the low-level runtimes, or by its name through
+//! podman or docker.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,30 +12,25 @@ use serde_json::Value;
 
 use crate::engine::Call;
 
-/// Where crun and runc keep records, and below it containerd and docker.
+/// Where crun and runc keep their state; containerd and docker have subdirectories there.
 const ROOTS: [&str; 2] = ["/run/crun", "/run/runc"];
-/// Directories that hold such a root for each namespace.
+/// Directories with one such root per namespace.
 const NAMESPACED: [&str; 2] = ["/run/containerd/runc", "/run/docker/runtime-runc"];
-/// A part of an id must be at least so long.
+/// Shortest accepted prefix of an id.
 const SHORTEST: usize = 4;
 const LIMIT: Duration = Duration::from_secs(30);
-/// How long the kernel may take to tell of the last process that goes on again.
+/// Time for the kernel to report that the last process runs again.
 const THAW: Duration = Duration::from_secs(1);
 
-/// A running container.
 #[derive(Debug, Clone)]
 pub struct Container {
-    /// Its first process.
     pub init: i32,
-    /// When that was started.
     pub start_time: u64,
 }
 
 impl Container {
-    /// Finds it by id, by the beginning of one, by name, or as `pid:N`, its first process.
-    ///
-    /// # Errors
-    /// There is none, or there are several, or it does not run.
+    /// Finds a container by id, by a prefix of the id, by name, or as `pid:N`, its init process. Fails if there is
+    /// none, if there are several, or if it does not run.
     pub fn find(host: &Host, name: &str) -> anyhow::Result<Self> {
         let init = match name.strip_prefix("pid:") {
             Some(pid) => pid
@@ -49,12 +44,12 @@ impl Container {
         Ok(Self { init, start_time })
     }
 
-    /// Its processes: the first, those that descend from it, and those in its cgroup.
+    /// Returns its processes: the init process, its descendants, and those in its cgroup.
     pub fn processes(&self, host: &Host) -> Vec<i32> {
         let mut all = live::tree(host, self.init);
         let of = |pid: i32| host.text(format!("/proc/{pid}/cgroup")).ok();
         let own = of(self.init).unwrap_or_default();
-        // A cgroup of its own, and not the root of everything.
+        // Only a cgroup of its own, never the root cgroup.
         let told = own.lines().any(|line| !line.ends_with(":/"));
         if told && of(1).is_none_or(|root| root != own) {
             let pids = host.names("/proc");
@@ -66,17 +61,14 @@ impl Container {
         all
     }
 
-    /// Its bundle, if a low-level runtime has a record of it.
+    /// Returns its bundle, if a low-level runtime has a record of it.
     pub fn bundle(&self) -> Option<PathBuf> {
         let records = records().into_iter().map(|(_, record)| record);
         let mut own = records.filter(|record| pid_in(record).is_ok_and(|pid| pid == self.init));
         bundle_in(&own.next()?)
     }
 
-    /// The driver's thread of a paused container would not answer.
-    ///
-    /// # Errors
-    /// It is paused.
+    /// Fails if the container is paused: the driver's thread in it would not answer.
     pub fn is_unpaused(&self, host: &Host, name: &str) -> anyhow::Result<()> {
         let until = Instant::now() + THAW;
         while self.is_paused(host) {
@@ -88,7 +80,7 @@ impl Container {
         Ok(())
     }
 
-    /// Whether its cgroup is frozen, or is being frozen: a process that is busy in the kernel is the last to stop.
+    /// Returns true if its cgroup is frozen or is being frozen. A process that is busy in the kernel stops last.
     fn is_paused(&self, host: &Host) -> bool {
         let cgroups = host
             .text(format!("/proc/{}/cgroup", self.init))
@@ -106,7 +98,7 @@ impl Container {
                 "" => ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
                     .iter()
                     .any(|root| {
-                        // The first is true of one below a frozen one as well, the second at once.
+                        // The first is also true below a frozen cgroup; the second is true at once.
                         says(format!("{root}{path}/cgroup.events"), &["frozen 1"])
                             || says(format!("{root}{path}/cgroup.freeze"), &["1"])
                     }),
@@ -146,7 +138,7 @@ fn init_of(name: &str) -> anyhow::Result<i32> {
     }
 }
 
-/// Every container that crun and runc know: its id and its record.
+/// Lists every container of crun and runc: its id and its record.
 fn records() -> Vec<(String, PathBuf)> {
     let below = |dir: &Path| -> Vec<PathBuf> {
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
@@ -165,7 +157,7 @@ fn records() -> Vec<(String, PathBuf)> {
         .collect()
 }
 
-/// crun's record, or runc's.
+/// Reads the pid from crun's or runc's record.
 fn pid_in(record: &Path) -> anyhow::Result<i32> {
     let text = fs::read(record).with_context(|| format!("{}: cannot be read", record.display()))?;
     let json: Value = serde_json::from_slice(&text)
@@ -176,7 +168,7 @@ fn pid_in(record: &Path) -> anyhow::Result<i32> {
         .with_context(|| format!("{}: names no process", record.display()))
 }
 
-/// The bundle that a record names: crun's as such, runc's among the labels.
+/// Returns the bundle in a record: crun has a field for it, runc a label.
 fn bundle_in(record: &Path) -> Option<PathBuf> {
     let json: Value = serde_json::from_slice(&fs::read(record).ok()?).ok()?;
     if let Some(bundle) = json.get("bundle").and_then(Value::as_str) {
@@ -187,7 +179,7 @@ fn bundle_in(record: &Path) -> Option<PathBuf> {
     labels.find_map(|label| label.strip_prefix("bundle=").map(PathBuf::from))
 }
 
-/// What podman and docker say; those that are not there know nothing.
+/// Asks podman and docker. A missing program knows no containers.
 fn by_engine(name: &str) -> Option<i32> {
     if name.starts_with('-') {
         return None;

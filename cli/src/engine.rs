@@ -1,4 +1,4 @@
-//! Running an engine's own program, with a time limit.
+//! Runs an engine's own program, with a time limit.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
@@ -10,12 +10,11 @@ use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// How much of a program's output is kept, in bytes.
+/// Most bytes of a program's output that are kept.
 const KEPT: u64 = 4 << 20;
-/// How long a program may take to end when it was asked to.
+/// Time for a program to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// An engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Engine {
     /// podman.
@@ -26,7 +25,6 @@ pub enum Engine {
     Containerd,
 }
 
-/// A program to run.
 pub struct Call {
     program: &'static str,
     args: Vec<OsString>,
@@ -34,7 +32,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// `program ARGS...`, ended after `limit`.
+    /// `program ARGS...`, stopped after `limit`.
     pub fn new(program: &'static str, limit: Duration) -> Self {
         Self {
             program,
@@ -43,7 +41,6 @@ impl Call {
         }
     }
 
-    /// More arguments.
     #[must_use]
     pub fn args<S: AsRef<OsStr>>(mut self, args: impl IntoIterator<Item = S>) -> Self {
         self.args
@@ -51,7 +48,6 @@ impl Call {
         self
     }
 
-    /// An argument if `when`.
     #[must_use]
     pub fn flag(mut self, when: bool, arg: &str) -> Self {
         if when {
@@ -60,10 +56,8 @@ impl Call {
         self
     }
 
-    /// Runs it; its standard output.
-    ///
-    /// # Errors
-    /// It is not there, it failed (with its own words), or it took too long.
+    /// Runs it and returns its standard output. Fails if the program is missing, fails (with its own message), or takes
+    /// too long.
     pub fn run(self) -> anyhow::Result<String> {
         let line = self.line();
         let mut child = Command::new(self.program)
@@ -93,12 +87,12 @@ impl Call {
     }
 }
 
-/// `None`: it took too long and was ended.
+/// Returns `None` if the program took too long and was stopped.
 fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     if let Some(status) = wait_until(child, Instant::now() + limit)? {
         return Ok(Some(status));
     }
-    // Asked first: an engine puts its container in order when it is interrupted.
+    // SIGTERM first: an engine then cleans up its container.
     if let Ok(pid) = i32::try_from(child.id()) {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
     }
@@ -131,7 +125,7 @@ fn kept<R: Read + Send + 'static>(pipe: Option<R>) -> Option<JoinHandle<String>>
     }))
 }
 
-/// What a pipe gave. One that a program left behind still holds is not waited for.
+/// Returns the output of a pipe. Does not wait if a process that outlived the program still holds the pipe.
 fn said(reader: Option<JoinHandle<String>>) -> String {
     let Some(reader) = reader else {
         return String::new();
@@ -146,7 +140,7 @@ fn said(reader: Option<JoinHandle<String>>) -> String {
     reader.join().unwrap_or_default()
 }
 
-/// The last lines of what a program complained of.
+/// Returns the last lines of a program's error output.
 fn words(text: &str) -> String {
     let lines: Vec<&str> = text
         .lines()

@@ -1,4 +1,4 @@
-//! `cryopod export`: a container checkpointed by its engine, and an archive of it.
+//! `cryopod export`: lets the engine checkpoint a container, and makes an archive of the checkpoint.
 
 mod containerd;
 mod docker;
@@ -21,7 +21,6 @@ use crate::push::RegistryArgs;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The container, as its engine names it.
@@ -29,29 +28,29 @@ pub struct Args {
     /// Its engine.
     #[arg(short, long, value_enum)]
     engine: Engine,
-    /// Where to: oci:DIR, oci-archive:FILE, a file for `podman container restore --import` (.tar, .tar.gz, else zstd),
-    /// or docker://REGISTRY/REPOSITORY:TAG.
+    /// The output: oci:DIR, oci-archive:FILE, a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// zstd), or docker://REGISTRY/REPOSITORY:TAG.
     #[arg(short, long)]
     output: String,
-    /// The container goes on running.
+    /// Leave the container running.
     #[arg(long)]
     leave_running: bool,
-    /// Open TCP connections are kept (podman).
+    /// Keep open TCP connections (podman).
     #[arg(long)]
     tcp_established: bool,
-    /// File locks are kept (podman).
+    /// Keep file locks (podman).
     #[arg(long)]
     file_locks: bool,
     /// containerd's namespace.
     #[arg(long, default_value = "default")]
     namespace: String,
-    /// Seconds that the engine's checkpoint may take.
+    /// Time limit of the engine's checkpoint, in seconds.
     #[arg(long, default_value_t = 3600)]
     timeout: u64,
-    /// Say at the end how long each step took, as JSON.
+    /// Print at the end how long each step took, as JSON.
     #[arg(long)]
     timings: bool,
-    /// How the image is compressed, and all else as for `pack`.
+    /// Compression and other options of `pack`.
     #[command(flatten)]
     how: How,
     /// The registry's options.
@@ -59,24 +58,22 @@ pub struct Args {
     registry: ExportRegistry,
 }
 
-/// The registry's options, those of `push` but for --quiet.
+/// The registry's options: those of `push` without --quiet.
 #[derive(clap::Args)]
 struct ExportRegistry {
-    /// false: any certificate, and plain HTTP where there is no TLS.
+    /// false: accept any certificate, and plain HTTP if there is no TLS.
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     tls_verify: bool,
-    /// Another auth file than $REGISTRY_AUTH_FILE and the usual ones.
+    /// The auth file, instead of $REGISTRY_AUTH_FILE and the usual ones.
     #[arg(long)]
     authfile: Option<PathBuf>,
 }
 
-/// What an engine has made.
 pub struct Taken {
-    /// What to pack.
     source: PathBuf,
     /// Files that complete it.
     extra: BTreeMap<String, Vec<u8>>,
-    /// The directory that it lies in, if that is another than the one that was offered.
+    /// The directory with the checkpoint, if it is not the one that was offered.
     directory: Option<LockedTempDir>,
 }
 
@@ -86,10 +83,7 @@ impl Args {
     }
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The engine's, in its words; the library's. What the engine has made is kept then, and named.
+/// Runs the subcommand. On an error it keeps what the engine has made, and names it.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut steps = Steps::new();
     let done = export(args, &mut steps);
@@ -122,7 +116,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         );
     }
     let to = Destination::parse(&args.output);
-    // Known before anything is frozen.
+    // Checked before anything is frozen.
     to.check(args.how.replace())?;
     take(args, &to, steps)
 }
@@ -155,7 +149,7 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
             let threads = args.how.threads();
             let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
             let packed = args.how.write("export", &whole, to, extra)?;
-            // Nobody else knows of it.
+            // Nothing else refers to it.
             if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
                 tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());
             }
@@ -166,7 +160,7 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
     keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
 }
 
-/// The checkpoint may be all that there is of the container: it is removed only when it has arrived.
+/// The checkpoint may be all that is left of the container, so it is removed only after the archive is complete.
 fn keep_on_error<T>(
     done: anyhow::Result<T>,
     temp: LockedTempDir,

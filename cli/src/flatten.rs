@@ -1,4 +1,4 @@
-//! `cryopod flatten`: a checkpoint that builds upon others becomes one that needs none of them.
+//! `cryopod flatten`: makes a checkpoint that builds on others self-contained.
 
 use std::fs::File;
 use std::io;
@@ -18,24 +18,22 @@ use crate::place::{Place, stores};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The checkpoint: an image directory, or an archive as for `cryopod inspect`.
     source: String,
-    /// Where to: of a directory a new directory, else oci:DIR, oci-archive:FILE, or a file for `podman container restore
-    /// --import` (.tar, .tar.gz, .tar.zst).
+    /// The output: for a directory a new directory, else oci:DIR, oci-archive:FILE, or a file for `podman container
+    /// restore --import` (.tar, .tar.gz, .tar.zst).
     #[arg(short, long)]
     output: String,
-    /// A directory in which the checkpoints are searched that this one builds upon, where they are not at their old place;
-    /// several times.
+    /// A directory to search for parent checkpoints that have moved; may be given several times.
     #[arg(long)]
     parents: Vec<PathBuf>,
     #[command(flatten)]
     how: How,
 }
 
-/// Whether the output is to be a directory like the source.
+/// Returns true if the output is to be a directory like the source.
 fn to_directory(source: &Source, output: &str) -> bool {
     let archive = ["oci:", "oci-archive:"]
         .iter()
@@ -46,10 +44,6 @@ fn to_directory(source: &Source, output: &str) -> bool {
     matches!(source.kind(), Kind::Directory | Kind::CriuDirectory) && !archive
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// A checkpoint that this one builds upon is missing or another one than it was; the library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut source = Place::parse(&args.source).open()?;
     let stores = stores(&[])?;
@@ -109,7 +103,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Gives a directory its name, on disk.
+/// Gives a directory its name, durably.
 fn put(whole: &Path, path: &Path) -> io::Result<()> {
     std::fs::rename(whole, path)?;
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());

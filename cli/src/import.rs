@@ -1,4 +1,4 @@
-//! `cryopod import`: an archive handed to an engine, so that it can restore from it.
+//! `cryopod import`: hands an archive to an engine for a restore.
 
 mod podman;
 
@@ -20,10 +20,8 @@ use crate::place::Place;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
-/// How long an engine may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
@@ -31,33 +29,29 @@ pub struct Args {
     /// The engine.
     #[arg(short, long, value_enum)]
     engine: Engine,
-    /// The image's name with the engine; with --restore the container's; for docker the checkpoint's.
+    /// The image's name in the engine. With --restore: the container's name. For docker: the checkpoint's name.
     #[arg(long)]
     name: Option<String>,
     /// podman: restore the container at once.
     #[arg(long)]
     restore: bool,
-    /// docker: the container, made from the same image, that the checkpoint is for.
+    /// docker: the container for the checkpoint, created from the same image.
     #[arg(long)]
     container: Option<String>,
     /// containerd's namespace.
     #[arg(long, default_value = "default")]
     namespace: String,
-    /// Seconds that the engine may take.
+    /// Time limit for the engine, in seconds.
     #[arg(long, default_value_t = 3600)]
     timeout: u64,
-    /// Say at the end how long each step of a restore took, as JSON.
+    /// Print at the end how long each step of a restore took, as JSON.
     #[arg(long)]
     timings: bool,
-    /// Say nothing while it runs.
+    /// Print nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The engine's, in its words; the library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.restore && args.engine != Engine::Podman {
         bail!(
@@ -82,7 +76,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// podman needs to know of which image a container is.
+/// podman needs to know the image of a container.
 fn for_podman(source: &Source) -> anyhow::Result<()> {
     let config = |name: &str| name == names::CONFIG_DUMP;
     if source.small_files(&config, &Limits::default())?.is_empty() {
@@ -151,7 +145,7 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     let said = args
         .call("ctr")
         .args(["--namespace", &args.namespace, "images", "import"])
-        // The CRI wants a snapshot of an image; the parts of its own checkpoint are none.
+        // The CRI wants a snapshot of an image, but the parts of its own checkpoint are not an image.
         .flag(own, "--no-unpack")
         .args([&file])
         .run()?;

@@ -1,4 +1,4 @@
-//! `cryopod inspect`: what a checkpoint holds.
+//! `cryopod inspect`: shows what a checkpoint holds.
 
 mod report;
 mod table;
@@ -8,21 +8,16 @@ use std::process::ExitCode;
 
 use crate::place::Place;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: podman's export file, a Kubernetes checkpoint file, an exported containerd checkpoint, a directory
-    /// of CRIU images, oci:DIR[:NAME] or oci-archive:FILE.
+    /// The checkpoint: podman's export file, a Kubernetes checkpoint file, an exported containerd checkpoint, a
+    /// directory of CRIU images, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
-    /// Print JSON in place of a table.
+    /// Print JSON instead of a table.
     #[arg(long)]
     json: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The source is no checkpoint, or damaged; standard output cannot be written.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = Place::parse(&args.source).open()?;
     let report = report::of(&source)?;

@@ -1,4 +1,4 @@
-//! `cryopod`: what a person asks of GPU container checkpoints. One subcommand a file.
+//! `cryopod`: the command line for GPU container checkpoints. Each subcommand has a file.
 
 mod bundle;
 mod check;
@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use cryopod_archive::text::printable;
 
-/// Checkpoint and restore of GPU containers.
+/// Checkpoints and restores GPU containers.
 #[derive(Parser)]
 #[command(name = "cryopod", version, about)]
 struct Cli {
@@ -35,33 +35,33 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Says what this host can do and what is missing, or whether a checkpoint would restore here.
+    /// Shows what this host can do and what is missing, or whether a checkpoint would restore here.
     Check(check::Args),
-    /// Makes an archive of a checkpoint.
+    /// Packs a checkpoint into an archive.
     Pack(pack::Args),
     /// Unpacks an archive into a directory.
     Unpack(unpack::Args),
-    /// Makes an archive of another kind.
+    /// Converts an archive to another kind.
     Convert(convert::Args),
-    /// Reads all of an archive and says whether it is whole.
+    /// Reads a whole archive and verifies it.
     Verify(verify::Args),
     /// Makes a self-contained archive of a checkpoint whose large files are in a store.
     Bundle(bundle::Args),
-    /// Makes a checkpoint whole whose GPU memory builds upon earlier ones.
+    /// Makes a checkpoint self-contained whose GPU memory builds on earlier ones.
     Flatten(flatten::Args),
-    /// Says what a checkpoint holds.
+    /// Shows what a checkpoint holds.
     Inspect(inspect::Args),
     /// Checkpoints a container through its engine, and makes an archive of it.
     Export(export::Args),
-    /// Moves a container's GPU memory to host memory or into files, and leaves the container there.
+    /// Moves a container's GPU memory to host memory or into files, and leaves it there.
     Suspend(suspend::Args),
-    /// Gives a suspended container its GPU memory back.
+    /// Moves a suspended container's GPU memory back to its GPUs.
     Resume(resume::Args),
     /// Hands an archive to an engine.
     Import(import::Args),
-    /// Sends an image to a registry.
+    /// Pushes an image to a registry.
     Push(push::Args),
-    /// Fetches an image from a registry.
+    /// Pulls an image from a registry.
     Pull(pull::Args),
 }
 
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(code) => code,
         Err(error) => {
-            // What is in it are names from archives and containers.
+            // The message may hold names from archives and containers.
             eprintln!("Error: {}", printable(&format!("{error:?}")));
             ExitCode::FAILURE
         }

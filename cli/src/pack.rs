@@ -1,4 +1,4 @@
-//! `cryopod pack`: one portable thing of a checkpoint.
+//! `cryopod pack`: packs a checkpoint into one portable archive.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -18,13 +18,12 @@ use cryopod_archive::{Compression, engine};
 use crate::place::Place;
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The checkpoint: a directory of CRIU images, podman's export file, an exported containerd checkpoint, a
     /// Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
-    /// Where to: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// The output: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
     /// zstd).
     #[arg(short, long)]
     output: String,
@@ -32,31 +31,31 @@ pub struct Args {
     how: How,
 }
 
-/// How an archive is written.
+/// Options for writing an archive.
 #[derive(clap::Args, Clone)]
 pub struct How {
-    /// How the layers of an image are compressed: zstd, gzip or none.
+    /// Compression of an image's layers: zstd, gzip or none.
     #[arg(long, default_value = "zstd", value_parser = compression)]
     compression: Compression,
-    /// zstd's level, -7 to 19, or gzip's, 1 to 9.
+    /// The zstd level, -7 to 19, or the gzip level, 1 to 9.
     #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     level: i32,
-    /// Threads that compress; 0: as many as there are cores. The result does not depend on it.
+    /// Threads that compress; 0: one per core. The result does not depend on it.
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// All files in one layer.
+    /// Put all files into one layer.
     #[arg(long)]
     single_layer: bool,
     /// The image's name in the layout, as in `localhost/job:1`.
     #[arg(long)]
     name: Option<String>,
-    /// KEY=VALUE: an annotation of the image; several times.
+    /// KEY=VALUE: an annotation of the image; may be given several times.
     #[arg(long = "annotation", value_parser = annotation)]
     annotations: Vec<(String, String)>,
-    /// Replace what lies under the output's name.
+    /// Replace an existing output.
     #[arg(long)]
     replace: bool,
-    /// Say nothing while it runs.
+    /// Print nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
 }
@@ -78,7 +77,7 @@ fn annotation(text: &str) -> Result<(String, String), String> {
 }
 
 impl How {
-    /// As a person who gives no option.
+    /// The defaults of the command line.
     pub fn plain(quiet: bool) -> Self {
         Self {
             compression: Compression::Zstd,
@@ -92,16 +91,12 @@ impl How {
         }
     }
 
-    /// The same with a name for the image.
     pub fn named(mut self, name: Option<&str>) -> Self {
         self.name = name.map(str::to_owned);
         self
     }
 
-    /// As [`How::write`], without saying what was written.
-    ///
-    /// # Errors
-    /// The library's.
+    /// Like [`How::write`], but does not report what was written.
     pub fn write_silently(
         &self,
         what: &str,
@@ -114,22 +109,20 @@ impl How {
         Ok(())
     }
 
-    /// Threads; 0: as many as there are cores.
+    /// 0: one per core.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Is nothing to be said while it runs?
     pub fn quiet(&self) -> bool {
         self.quiet
     }
 
-    /// Replace what is there?
     pub fn replace(&self) -> bool {
         self.replace
     }
 
-    /// The library's options, with files that complete the source's.
+    /// Builds the library's options, with files that complete the source's.
     pub fn options(&self, extra_files: BTreeMap<String, Vec<u8>>) -> PackOptions {
         PackOptions {
             level: self.level,
@@ -145,10 +138,7 @@ impl How {
         }
     }
 
-    /// Packs, shows how far it is, and says what was written.
-    ///
-    /// # Errors
-    /// The library's.
+    /// Packs, shows progress, and reports what was written.
     pub fn write(
         &self,
         what: &str,
@@ -163,7 +153,6 @@ impl How {
         Ok(packed)
     }
 
-    /// Says what was written, unless nothing is to be said.
     pub fn say(&self, to: &Destination, packed: &Packed) {
         if !self.quiet {
             say(to, packed);
@@ -188,10 +177,7 @@ fn say(to: &Destination, packed: &Packed) {
     println!("{text}");
 }
 
-/// Where an archive is to be written.
-///
-/// # Errors
-/// A registry's name: pack writes to the disk.
+/// Parses a destination. Refuses a registry's name, because pack writes only to disk.
 pub fn destination(text: &str) -> anyhow::Result<Destination> {
     if text.starts_with("docker://") {
         bail!("{text}: a registry; pack to oci:DIR and send that with `cryopod push DIR {text}`");
@@ -199,10 +185,8 @@ pub fn destination(text: &str) -> anyhow::Result<Destination> {
     Ok(Destination::parse(text))
 }
 
-/// What a source lacks that other engines want: containerd's own checkpoint has its record in another form.
-///
-/// # Errors
-/// The record is damaged.
+/// Builds the files that a source lacks and other engines want: containerd's own checkpoint has its record in another
+/// form.
 pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
     let Some(parts) = source.containerd() else {
         return Ok(BTreeMap::new());
@@ -231,18 +215,10 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
         .with_context(|| source.path().display().to_string())
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     write("pack", &args.source, &args.output, &args.how)
 }
 
-/// Reads a place, writes an archive.
-///
-/// # Errors
-/// The library's.
 pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
     let to = destination(to)?;
     let source = Place::parse(from).open()?;

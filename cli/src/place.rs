@@ -1,4 +1,4 @@
-//! Where an archive lies, as a person writes it.
+//! Parses the place of an archive as a user writes it.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::source::Source;
 use cryopod_operations::config::Config;
 
-/// An archive to be read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
+/// An archive to read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     path: PathBuf,
@@ -14,7 +14,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Reads what a person wrote. Never fails: what is wrong is told when it is opened.
+    /// Parses a user's text. Never fails: errors show when the archive is opened.
     pub fn parse(text: &str) -> Self {
         let image = text
             .strip_prefix("oci:")
@@ -25,7 +25,7 @@ impl Place {
                 image: None,
             };
         };
-        // A name may hold colons, as tags do, and so may a directory: what exists counts.
+        // Names (with tags) and directories may both hold colons; the path that exists decides.
         let splits = rest.match_indices(':').map(|(at, _)| at);
         let split = splits
             .filter(|_| !Path::new(rest).exists())
@@ -42,15 +42,10 @@ impl Place {
         }
     }
 
-    /// Where it lies.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens it.
-    ///
-    /// # Errors
-    /// What lies there is no checkpoint, or damaged.
     pub fn open(&self) -> anyhow::Result<Source> {
         Ok(Source::open_image(
             &self.path,
@@ -60,10 +55,7 @@ impl Place {
     }
 }
 
-/// The stores of this host's configuration, after those that a person names.
-///
-/// # Errors
-/// The configuration cannot be used.
+/// Returns the given stores, then those of this host's configuration.
 pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
     let configured = Config::load()?.store.directories();
     Ok(named.iter().cloned().chain(configured).collect())

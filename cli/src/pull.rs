@@ -1,4 +1,4 @@
-//! `cryopod pull`: an image from a registry.
+//! `cryopod pull`: pulls an image from a registry.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,22 +13,17 @@ use crate::push::{RegistryArgs, said};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// REGISTRY/REPOSITORY:TAG, or @DIGEST.
     image: String,
-    /// Where to: oci:DIR; oci-archive:FILE or a podman export file by way of a layout beside it.
+    /// The output: oci:DIR; or oci-archive:FILE or a podman export file, by way of a layout beside it.
     #[arg(short, long)]
     output: String,
     #[command(flatten)]
     registry: RegistryArgs,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match pack::destination(&args.output)? {
         Destination::Layout(dir) => pull(args, &dir)?,

@@ -1,4 +1,4 @@
-//! `cryopod push`: an image to a registry.
+//! `cryopod push`: pushes an image to a registry.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,7 +11,6 @@ use cryopod_registry::{Credentials, Options, Transferred, parse_reference};
 use crate::place::Place;
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack, convert and export write it.
@@ -22,19 +21,19 @@ pub struct Args {
     registry: RegistryArgs,
 }
 
-/// How to talk to a registry.
+/// Options for a registry.
 #[derive(clap::Args, Clone)]
 pub struct RegistryArgs {
-    /// false: any certificate, and plain HTTP where there is no TLS.
+    /// false: accept any certificate, and plain HTTP if there is no TLS.
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     tls_verify: bool,
-    /// USER:PASSWORD; else what podman's or docker's auth file has.
+    /// USER:PASSWORD; otherwise those of podman's or docker's auth file.
     #[arg(long, value_parser = credentials)]
     creds: Option<Credentials>,
-    /// Another auth file than $REGISTRY_AUTH_FILE and the usual ones.
+    /// The auth file, instead of $REGISTRY_AUTH_FILE and the usual ones.
     #[arg(long)]
     authfile: Option<PathBuf>,
-    /// Say nothing while it runs.
+    /// Print nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
 }
@@ -54,12 +53,10 @@ impl RegistryArgs {
         }
     }
 
-    /// Is nothing to be said while it runs?
     pub fn quiet(&self) -> bool {
         self.quiet
     }
 
-    /// The library's options.
     pub fn options(&self) -> Options {
         Options {
             tls_verify: self.tls_verify,
@@ -70,10 +67,7 @@ impl RegistryArgs {
         }
     }
 
-    /// Sends an image, shows how far it is, says what was sent.
-    ///
-    /// # Errors
-    /// The library's.
+    /// Pushes an image, shows progress, and reports what was sent.
     pub fn push(&self, source: &Source, image: &str) -> anyhow::Result<()> {
         let to = parse_reference(image)?;
         let options = self.options();
@@ -88,7 +82,6 @@ impl RegistryArgs {
     }
 }
 
-/// What was transferred, in words.
 pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
     let there = match done.skipped {
         0 => String::new(),
@@ -102,10 +95,6 @@ pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
     )
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = Place::parse(&args.source).open()?;
     args.registry.push(&source, &args.image)?;

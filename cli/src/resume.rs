@@ -1,4 +1,4 @@
-//! `cryopod resume`: a suspended container gets its GPU memory back.
+//! `cryopod resume`: gives a suspended container its GPU memory back.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -21,24 +21,20 @@ use cryopod_operations::suspended::Record;
 use crate::container::Container;
 use crate::suspend::{Work, find, steps};
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The container, as for `cryopod suspend`.
     container: String,
-    /// Other GPUs: OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index. The container must have
-    /// their nodes.
+    /// Use other GPUs: OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index. The container must
+    /// have their nodes.
     #[arg(long)]
     map: Option<Wish>,
-    /// Say nothing but what is wrong.
+    /// Print only errors.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// What is wrong; the container stays suspended.
+/// Runs the subcommand. After an error the container stays suspended.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
@@ -49,7 +45,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     let processes = match &record {
         Some(record) => record.processes.clone(),
-        // Suspended by another tool, or the record is gone.
+        // Another tool suspended it, or the record is gone.
         None => container
             .processes(&host)
             .into_iter()
@@ -68,7 +64,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     work.end();
     let done = match (done, &record) {
         (Ok(done), _) => done,
-        // Another tool has resumed it, or a suspend did not come to its end.
+        // Another tool has resumed it, or a suspend was interrupted.
         (Err(error @ SuspendError::Running), Some(record)) => {
             forget(record);
             bail!("{}: not resumed: {error}", args.container);
@@ -94,7 +90,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes a record and the files.
 fn forget(record: &Record) {
     record.remove();
     if let Some(directory) = &record.directory {
@@ -113,7 +108,6 @@ fn unknown(pid: i32) -> Suspended {
     }
 }
 
-/// Are the files there?
 fn whole(record: &Record) -> anyhow::Result<()> {
     let Some(directory) = &record.directory else {
         return Ok(());
@@ -132,7 +126,7 @@ fn whole(record: &Record) -> anyhow::Result<()> {
     )
 }
 
-/// What the driver is told; nothing if all GPUs stay.
+/// Builds the driver's map; empty if all GPUs stay.
 fn map(
     args: &Args,
     host: &Host,
@@ -148,7 +142,7 @@ fn map(
         .flat_map(|p| &p.gpus)
         .map(ToString::to_string)
         .collect();
-    // Where it is not known, all: the driver takes a map that names more.
+    // If its GPUs are unknown, use all: the driver accepts a map with more GPUs.
     let recorded: Vec<Gpu> = here
         .iter()
         .filter(|gpu| had.is_empty() || had.contains(&gpu.id))
@@ -166,7 +160,7 @@ fn map(
             .collect();
         anyhow::anyhow!("{}: {}", args.container, words.join(" | "))
     };
-    // A GPU whose place is taken, and that is not named, changes places.
+    // If a GPU is not named and its place is taken, it changes places.
     let chosen = gpumap::decide(&situation, wish)
         .or_else(|refusals| gpumap::decide(&situation, &swapped(wish)).map_err(|_| refusals))
         .map_err(told)?;
@@ -184,7 +178,7 @@ fn map(
     gpumap::driver_map(&chosen).map_err(told)
 }
 
-/// The same with the way back of each pair.
+/// Adds the reverse of each pair.
 fn swapped(wish: &Wish) -> Wish {
     let Wish::Pairs(pairs) = wish else {
         return wish.clone();

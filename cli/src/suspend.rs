@@ -1,4 +1,4 @@
-//! `cryopod suspend`: a container's GPU memory moves to host memory, or into files; the container stays.
+//! `cryopod suspend`: moves a container's GPU memory to host memory, or into files; the container stays.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,27 +24,23 @@ use cryopod_operations::{facts, plugins};
 use crate::container::Container;
 use crate::ui;
 
-/// Host memory that must be left beside the container's GPU memory, in bytes.
+/// Host memory that must remain free besides the container's GPU memory, in bytes.
 const SPARE: u64 = 1 << 30;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The container: its name or id with podman or docker, its id with containerd, crun or runc, or pid:N, its first
+    /// The container: its name or id with podman or docker, its id with containerd, crun or runc, or pid:N for its init
     /// process.
     container: String,
     /// Write the GPU memory to files, in a new directory of this name, instead of keeping it in host memory.
     #[arg(long, value_name = "PATH")]
     to: Option<PathBuf>,
-    /// Say nothing but what is wrong.
+    /// Print only errors.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// What is wrong; the container runs on.
+/// Runs the subcommand. After an error the container continues to run.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let host = Host::system();
     let config = Config::load()?;
@@ -90,7 +86,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let done = match done {
         Ok(done) => done,
         Err(error @ SuspendError::Unsettled(_)) => {
-            // Its memory may be in the files alone.
+            // Its memory may be only in the files.
             if let Some(directory) = directory {
                 directory.keep();
             }
@@ -104,7 +100,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             if let Some(record) = Record::of(&host, container.init) {
                 record.remove();
             }
-            // The agent brings the processes back before it ends.
+            // The agent brings the processes back before it exits.
             work.end();
             bail!("{}: not suspended, and it runs on: {error}", args.container);
         }
@@ -143,10 +139,7 @@ fn say(args: &Args, done: &Done, took: Duration) {
     }
 }
 
-/// The container of this name, and its record if it is suspended.
-///
-/// # Errors
-/// There is none.
+/// Finds the container of this name, and its record if it is suspended.
 pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<Record>)> {
     let container = Container::find(host, name)?;
     suspended::sweep(host);
@@ -154,7 +147,7 @@ pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<Record
     Ok((container, record))
 }
 
-/// The steps and their times, in words.
+/// Formats the steps and their times.
 pub fn steps(done: &Done) -> String {
     let steps = done.steps.iter();
     let words: Vec<_> = steps
@@ -163,23 +156,19 @@ pub fn steps(done: &Done) -> String {
     words.join(", ")
 }
 
-/// What suspend and resume need alike: an operation's directory and the driver agent.
+/// Shared by suspend and resume: an operation's directory and the driver agent.
 pub struct Work {
     op: Operation,
-    /// The agent.
     pub agent: Agent,
 }
 
 impl Work {
-    /// Starts the agent. From here on only the time limits end this program: in the middle the container would be left
-    /// to the agent, which brings it back.
-    ///
-    /// # Errors
-    /// There is no agent, or its driver does not work.
+    /// Starts the agent. From here on only the time limits end this program: if a signal ended it, the container would
+    /// depend on the agent, which brings it back.
     pub fn begin(config: &Config, host: &Host) -> anyhow::Result<Self> {
         use nix::sys::signal::{SigHandler, Signal, signal};
         for name in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-            // SAFETY: to ignore a signal runs no code of ours.
+            // SAFETY: ignoring a signal runs no code of ours.
             unsafe { signal(name, SigHandler::SigIgn) }?;
         }
         let op = Operation::new()?;
@@ -189,18 +178,10 @@ impl Work {
         Ok(Self { op, agent })
     }
 
-    /// A connection to the agent.
-    ///
-    /// # Errors
-    /// It is gone.
     pub fn connect(&self) -> anyhow::Result<Client> {
         Client::connect(&self.op.file(SOCKET)).context("the driver agent")
     }
 
-    /// How it is done.
-    ///
-    /// # Errors
-    /// A wrong value in the configuration.
     pub fn how(&self, config: &Config, directory: Option<PathBuf>) -> anyhow::Result<How> {
         let vram = config.vram.config().map_err(anyhow::Error::msg)?;
         Ok(How {
@@ -211,14 +192,14 @@ impl Work {
         })
     }
 
-    /// Waits for the agent, which puts things in order.
+    /// Waits for the agent, which cleans up.
     pub fn end(self) {
         drop(self.agent);
         drop(self.op);
     }
 }
 
-/// Is there host memory for what the processes have on GPUs?
+/// Checks that host memory has room for the processes' GPU memory.
 fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
     let users = agent.ready.users.iter().filter(|u| pids.contains(&u.pid));
     let need: u64 = users.map(|user| user.bytes).sum();
@@ -234,7 +215,7 @@ fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the driver could not bring back is refused, as by a checkpoint.
+/// Refuses, like a checkpoint, what the driver could not bring back.
 fn shares_nothing(
     host: &Host,
     config: &Config,
@@ -260,7 +241,7 @@ fn shares_nothing(
     Ok(())
 }
 
-/// The directory for the files, removed unless it is kept.
+/// The directory for the files; removed unless kept.
 struct Directory {
     path: PathBuf,
     kept: bool,

@@ -1,8 +1,7 @@
-//! Directories for what is needed in between.
+//! Creates temporary directories, locked by their owner so that another run can remove those of dead processes.
 //!
-//! Each is locked by its process. What a killed process left is not locked any more: copies are removed by the next
-//! process that needs such a directory in the same place, checkpoints are only told of, as they may be all that there is
-//! of a container.
+//! The next process that needs such a directory in the same place removes leftover copies. It only reports leftover
+//! checkpoints, because they may be all that is left of a container.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,12 +15,11 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use tempfile::TempDir;
 
-/// What is in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holds {
-    /// What can be made again.
+    /// Data that can be made again.
     Copy,
-    /// Perhaps the only checkpoint of a container that does not run any more.
+    /// Perhaps the only checkpoint of a container that no longer runs.
     Checkpoint,
 }
 
@@ -38,33 +36,23 @@ impl Holds {
 #[derive(Debug)]
 pub struct LockedTempDir {
     dir: TempDir,
-    /// `None` where the file system has no locks: then nobody removes what is left.
+    /// `None` if the file system has no locks: then nobody removes leftovers.
     _lock: Option<Flock<File>>,
 }
 
 impl LockedTempDir {
-    /// Beside the file that it is for: there is room where the result is to be.
-    ///
-    /// # Errors
-    /// No directory can be made there.
+    /// Creates a directory beside `file`, on the file system of the result.
     pub fn beside(file: &Path, holds: Holds) -> anyhow::Result<Self> {
         let parent = file.parent().filter(|p| !p.as_os_str().is_empty());
         Self::within(parent.unwrap_or(Path::new(".")), holds)
     }
 
-    /// Where the result is no file: in $TMPDIR, else /var/tmp.
-    ///
-    /// # Errors
-    /// As for [`LockedTempDir::beside`].
+    /// Creates a directory in $TMPDIR, else in /var/tmp, for a result that is not a file.
     pub fn anywhere(holds: Holds) -> anyhow::Result<Self> {
         let dir = std::env::var_os("TMPDIR").filter(|d| !d.is_empty());
         Self::within(Path::new(&dir.unwrap_or_else(|| "/var/tmp".into())), holds)
     }
 
-    /// In a directory.
-    ///
-    /// # Errors
-    /// As for [`LockedTempDir::beside`].
     pub fn within(parent: &Path, holds: Holds) -> anyhow::Result<Self> {
         clean(parent, holds);
         let cannot = || {
@@ -78,7 +66,7 @@ impl LockedTempDir {
                 .prefix(holds.prefix())
                 .tempdir_in(parent)
                 .with_context(cannot)?;
-            // Another process may come between, and remove what nobody has locked.
+            // In between, another process may remove a directory that nobody has locked.
             let lock = match lock(dir.path()) {
                 Ok(Free::Locked(lock)) => Some(lock),
                 Ok(Free::NoLocks) => None,
@@ -91,12 +79,10 @@ impl LockedTempDir {
         bail!(cannot())
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Leaves it there.
     pub fn keep(self) -> PathBuf {
         self.dir.keep()
     }
@@ -123,7 +109,7 @@ fn same(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Looks after what killed processes have left in a directory.
+/// Cleans up what killed processes have left in a directory.
 fn clean(parent: &Path, holds: Holds) {
     for item in fs::read_dir(parent).into_iter().flatten().flatten() {
         let (name, path) = (item.file_name(), item.path());
@@ -141,7 +127,7 @@ fn clean(parent: &Path, holds: Holds) {
                 "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod convert`, or remove it",
                 path.display()
             ),
-            // An engine outlives the process that has called it.
+            // An engine outlives the process that called it.
             Holds::Copy if named_by_a_process(name.as_bytes()) => {}
             Holds::Copy => {
                 let real = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
@@ -154,7 +140,7 @@ fn clean(parent: &Path, holds: Holds) {
     }
 }
 
-/// Does a process have this in its arguments?
+/// Returns true if a process has this in its arguments.
 fn named_by_a_process(name: &[u8]) -> bool {
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
@@ -192,12 +178,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let dead = left(dir.path(), Holds::Copy);
         let mut engine = std::process::Command::new("sleep");
-        // A name of its own in the arguments, as podman has that of the file.
+        // A name of its own in the arguments, like podman with the file's name.
         let mut engine = std::os::unix::process::CommandExt::arg0(&mut engine, &dead)
             .arg("1000")
             .spawn()
             .unwrap();
-        // The kernel lets go of the parent a moment before it shows the new program's arguments.
+        // The kernel releases the parent a moment before it shows the new program's arguments.
         let name = dead.file_name().unwrap().as_bytes();
         while !named_by_a_process(name) {
             assert!(engine.try_wait().unwrap().is_none());

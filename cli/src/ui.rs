@@ -1,4 +1,4 @@
-//! What a person sees while something runs, and numbers in a person's units.
+//! Shows progress, and formats numbers with units.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -10,12 +10,11 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::text::hostile;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// How often the bar is drawn.
 const DRAW: Duration = Duration::from_millis(100);
-/// How often there is a line where there is no terminal.
+/// Interval between lines without a terminal.
 const LINE: Duration = Duration::from_secs(10);
 
-/// Runs `work` and shows on standard error how far it is: a bar on a terminal, else a line now and then.
+/// Runs `work` and shows its progress on standard error: a bar on a terminal, else a line at intervals.
 pub fn with_progress<T>(
     what: &str,
     quiet: bool,
@@ -33,7 +32,7 @@ pub fn with_progress<T>(
             true => bar(&what),
             false => ProgressBar::hidden(),
         };
-        // It is hidden on a terminal, too, that cannot move its cursor: TERM is unset, or `dumb`.
+        // The bar is also hidden on a terminal that cannot move its cursor: TERM is unset, or `dumb`.
         let terminal = !bar.is_hidden();
         let wait = if terminal { DRAW } else { LINE };
         let start = Instant::now();
@@ -54,7 +53,7 @@ pub fn with_progress<T>(
     result
 }
 
-/// The steps of an operation, one after the other, and how long each took.
+/// The consecutive steps of an operation, and how long each took.
 pub struct Steps {
     start: Instant,
     last: Instant,
@@ -62,7 +61,6 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// The first begins now.
     pub fn new() -> Self {
         let now = Instant::now();
         Self {
@@ -72,7 +70,7 @@ impl Steps {
         }
     }
 
-    /// A step has ended, and the next begins.
+    /// Ends a step and starts the next.
     pub fn done(&mut self, what: &'static str) {
         let now = Instant::now();
         self.done.push((what, now - self.last));
@@ -138,7 +136,7 @@ pub fn micros(n: u64) -> String {
     }
 }
 
-/// Text of a stranger's archive, as one line that does nothing to a terminal.
+/// Makes untrusted text one line that is safe for a terminal.
 pub fn plain(text: &str) -> String {
     text.chars()
         .map(|c| if hostile(c) { '?' } else { c })

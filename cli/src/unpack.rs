@@ -1,4 +1,4 @@
-//! `cryopod unpack`: from an archive to a directory.
+//! `cryopod unpack`: unpacks an archive into a directory.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,7 +10,6 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use crate::place::Place;
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
@@ -21,18 +20,14 @@ pub struct Args {
     /// Only CRIU's images, directly in the directory, as a runtime's --image-path wants them.
     #[arg(long)]
     images_only: bool,
-    /// Threads; 0: as many as there are cores.
+    /// Threads; 0: one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// Say nothing while it runs.
+    /// Print nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The library's.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = Place::parse(&args.source).open()?;
     let options = UnpackOptions {

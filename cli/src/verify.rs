@@ -1,4 +1,4 @@
-//! `cryopod verify`: is an archive whole?
+//! `cryopod verify`: verifies that an archive is complete and undamaged.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,30 +10,24 @@ use cryopod_archive::verify::{VerifyOptions, verify};
 use crate::place::{Place, stores};
 use crate::ui;
 
-/// Arguments.
 #[derive(clap::Args)]
 pub struct Args {
     /// The archive, as for `cryopod inspect`.
     source: String,
-    /// A directory in which checkpoints are searched that this one builds upon, where they are not at their old place;
-    /// several times.
+    /// A directory to search for parent checkpoints that have moved; may be given several times.
     #[arg(long)]
     parents: Vec<PathBuf>,
-    /// A store in which its large files are searched, ahead of the configured ones; several times.
+    /// A store to search for the large files before the configured ones; may be given several times.
     #[arg(long)]
     store: Vec<PathBuf>,
-    /// Threads; 0: as many as there are cores.
+    /// Threads; 0: one per core.
     #[arg(long, default_value_t = 0)]
     threads: usize,
-    /// Say nothing but what is wrong.
+    /// Print only errors.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Runs the subcommand.
-///
-/// # Errors
-/// The first thing that is wrong.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let place = Place::parse(&args.source);
     let source = place.open()?;

@@ -1,4 +1,4 @@
-//! Credentials, from the files that podman, skopeo and docker keep them in.
+//! Reads credentials from the auth files of podman, skopeo and docker.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -13,13 +13,10 @@ use serde::Deserialize;
 
 use crate::Error;
 
-/// Largest auth file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// A user and a password.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credentials {
-    /// The user.
     pub user: String,
     /// The password or token.
     pub password: String,
@@ -32,7 +29,7 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Reads `USER:PASSWORD`.
+    /// Parses `USER:PASSWORD`.
     pub fn parse(text: &str) -> Option<Self> {
         let (user, password) = text.split_once(':')?;
         (!user.is_empty()).then(|| Self {
@@ -41,14 +38,14 @@ impl Credentials {
         })
     }
 
-    /// The value of an `Authorization` header.
+    /// Returns the value of an `Authorization` header.
     pub(crate) fn basic(&self) -> String {
         let plain = format!("{}:{}", self.user, self.password);
         format!("Basic {}", STANDARD.encode(plain))
     }
 }
 
-/// As in containers-auth.json(5) and docker's config.json.
+/// The format of containers-auth.json(5) and docker's config.json.
 #[derive(Deserialize, Default)]
 #[serde(default, rename_all = "camelCase")]
 struct AuthFile {
@@ -64,7 +61,7 @@ struct Entry {
     identitytoken: Option<String>,
 }
 
-/// The files that are looked at, in their order: `$REGISTRY_AUTH_FILE` alone, else the user's and docker's.
+/// Lists the auth files in search order: `$REGISTRY_AUTH_FILE` alone, else the user's and docker's.
 fn files(explicit: Option<&Path>) -> (Vec<PathBuf>, bool) {
     let var = |name: &str| {
         env::var_os(name)
@@ -87,10 +84,8 @@ fn files(explicit: Option<&Path>) -> (Vec<PathBuf>, bool) {
     (files, false)
 }
 
-/// The credentials for `REGISTRY/REPOSITORY`; `None`: none are stored.
-///
-/// # Errors
-/// A file that is named and cannot be read, or any that is not valid; credentials in a helper program.
+/// Finds the credentials for `REGISTRY/REPOSITORY`; `None` if none are stored. Fails if the explicit file cannot be
+/// read, if any file is invalid, or if a helper program has the credentials.
 pub fn find(
     explicit: Option<&Path>,
     registry: &str,
@@ -127,7 +122,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// The most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs.
+/// Finds the most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs.
 fn lookup(text: &[u8], registry: &str, repository: &str) -> Result<Option<Credentials>, String> {
     let file: AuthFile = serde_json::from_slice(text).map_err(|e| e.to_string())?;
     let whole = format!("{registry}/{repository}");
@@ -169,7 +164,7 @@ fn lookup(text: &[u8], registry: &str, repository: &str) -> Result<Option<Creden
     }
 }
 
-/// `https://index.docker.io/v1/` as docker writes it, without scheme and path version.
+/// Strips scheme and path version, as in docker's `https://index.docker.io/v1/`.
 fn normal(key: &str) -> &str {
     let key = key
         .strip_prefix("https://")

@@ -1,4 +1,4 @@
-//! A connection to a registry: protocol, credentials, limits.
+//! Connects to a registry: protocol, credentials, limits.
 
 use std::future::Future;
 use std::time::Duration;
@@ -14,9 +14,9 @@ use crate::{Error, Options, auth};
 
 /// A registry that has answered, for one image.
 pub(crate) struct Registry {
-    /// For a push.
+    /// Used by a push.
     pub(crate) client: Client,
-    /// For all that a stranger may answer.
+    /// Used for all untrusted answers.
     pub(crate) session: Session,
     pub(crate) image: Reference,
     pub(crate) auth: RegistryAuth,
@@ -24,7 +24,6 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Connects, and asks for access.
     pub(crate) async fn connect(
         image: &Reference,
         operation: RegistryOperation,
@@ -77,7 +76,7 @@ impl Registry {
             .await
     }
 
-    /// Runs one step of the session within the limit.
+    /// Runs one step of the session within the time limit.
     pub(crate) async fn within<T>(
         &self,
         step: &str,
@@ -92,7 +91,6 @@ impl Registry {
         }
     }
 
-    /// Runs one step within the limit.
     pub(crate) async fn step<T>(
         &self,
         step: &str,
@@ -117,7 +115,7 @@ impl Registry {
         }
     }
 
-    /// The client's error, sorted by what a person can do about it.
+    /// Maps the client's error to one of ours, by its remedy.
     pub(crate) fn error(&self, step: &str, error: OciDistributionError) -> Error {
         use OciDistributionError as E;
         let image = self.image.to_string();
@@ -172,7 +170,7 @@ impl Registry {
 }
 
 fn client(protocol: ClientProtocol, options: &Options) -> Client {
-    // An error means that another one is installed already.
+    // An error means that another provider is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     Client::new(ClientConfig {
         protocol,

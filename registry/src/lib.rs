@@ -1,9 +1,8 @@
-//! Checkpoint images to and from registries, by the OCI distribution protocol.
+//! Moves checkpoint images to and from registries, with the OCI distribution protocol.
 //!
-//! Blobs are streamed: memory does not depend on their size. Blobs that the other side has already are left out,
-//! so a transfer that was interrupted goes on where it stopped. The manifest is pushed last and a pulled layout
-//! gets its name last: what has a name is whole. Every step has a time limit, and so has every pause of a
-//! transfer.
+//! Blobs are streamed: memory does not depend on their size. Blobs that the other side already has are skipped, so an
+//! interrupted transfer continues where it stopped. The manifest is pushed last, and a pulled layout gets its name
+//! last: whatever has a name is complete. Every step has a time limit, and so has every pause of a transfer.
 
 mod auth;
 mod client;
@@ -25,25 +24,22 @@ pub use auth::Credentials;
 pub use pull::pull;
 pub use push::push;
 
-/// How to talk to a registry.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Require TLS with a certificate that is valid. Without it, any certificate is taken, and plain HTTP where
-    /// the registry speaks no TLS.
+    /// Require TLS with a valid certificate. Otherwise accept any certificate, and plain HTTP if the registry has no
+    /// TLS.
     pub tls_verify: bool,
-    /// The credentials; `None`: those of the auth files, if there are any.
+    /// `None`: use those of the auth files, if any.
     pub credentials: Option<Credentials>,
-    /// The auth file; `None`: `$REGISTRY_AUTH_FILE`, else the usual ones of podman and docker.
+    /// `None`: use `$REGISTRY_AUTH_FILE`, else the usual files of podman and docker.
     pub auth_file: Option<PathBuf>,
-    /// Time for a connection, and for each answer.
+    /// Time limit for a connection, and for each answer.
     pub step_limit: Duration,
-    /// How long a transfer may stand still.
+    /// Longest pause of a transfer.
     pub stall_limit: Duration,
-    /// How often a blob is tried.
+    /// Number of attempts per blob.
     pub tries: u32,
-    /// Blobs that are transferred at once.
     pub parallel: usize,
-    /// Counters for a progress bar.
     pub progress: Arc<Progress>,
 }
 
@@ -62,95 +58,55 @@ impl Default for Options {
     }
 }
 
-/// What was pushed or pulled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transferred {
     /// Digest of the manifest.
     pub digest: Digest,
-    /// Blobs of the image.
     pub blobs: usize,
-    /// Those of them that the other side had.
+    /// Blobs that the other side already had.
     pub skipped: usize,
-    /// Bytes that were transferred.
     pub bytes: u64,
 }
 
-/// Why an image was not pushed or pulled.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No name of an image in a registry.
     #[error(
         "{text}: not the name of an image in a registry ({reason}); write REGISTRY/REPOSITORY:TAG"
     )]
-    Reference {
-        /// What was given.
-        text: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The credentials' file.
+    Reference { text: String, reason: String },
     #[error("{path}: {reason}")]
-    AuthFile {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and what to do.
-        reason: String,
-    },
-    /// The registry does not answer.
+    AuthFile { path: PathBuf, reason: String },
     #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false" } else { "" })]
     Connect {
-        /// The registry.
         registry: String,
-        /// What the system or TLS said.
         reason: String,
-        /// TLS was required.
         tls: bool,
     },
-    /// The registry refuses.
     #[error(
         "{image}: the registry refuses access ({reason}); log in with `podman login`, or give --creds USER:PASSWORD"
     )]
-    Access {
-        /// The image.
-        image: String,
-        /// What it said.
-        reason: String,
-    },
-    /// The registry has no such image.
+    Access { image: String, reason: String },
     #[error("{image}: not in the registry")]
-    NotFound {
-        /// The image.
-        image: String,
-    },
-    /// A step failed.
+    NotFound { image: String },
     #[error(
         "{image}: {step}: {reason}; what was transferred stays, the same command goes on from there"
     )]
     Step {
-        /// The image.
         image: String,
-        /// Which step.
         step: String,
-        /// What was said.
         reason: String,
     },
-    /// What came is not what was asked for.
     #[error("{image}: {reason}; nothing of it is used")]
-    Content {
-        /// The image.
-        image: String,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The local archive.
+    Content { image: String, reason: String },
     #[error(transparent)]
     Archive(#[from] cryopod_archive::Error),
 }
 
-/// An image in a registry: `REGISTRY/REPOSITORY[:TAG|@DIGEST]`, `docker://` ahead of it or not.
+/// Parses `REGISTRY/REPOSITORY[:TAG|@DIGEST]`, with or without `docker://`.
 ///
 /// # Errors
-/// [`Error::Reference`]; also without a registry, as a checkpoint is not to end on a default one by mistake.
+/// [`Error::Reference`]. A name without a registry is an error too: no checkpoint must reach a default registry by
+/// mistake.
 pub fn parse_reference(text: &str) -> Result<Reference, Error> {
     let bare = text.strip_prefix("docker://").unwrap_or(text);
     let wrong = |reason: String| Error::Reference {

@@ -1,4 +1,4 @@
-//! From a registry to an OCI image layout.
+//! Pulls an image from a registry into an OCI image layout.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -24,16 +24,13 @@ use crate::text::causes;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 
-/// Layers that an image may have, as in an archive.
+/// Most layers of an image, as in an archive.
 const MAX_LAYERS: usize = 128;
-/// Largest manifest that is taken.
+/// Largest manifest, in bytes.
 const MAX_MANIFEST: usize = 4 << 20;
 
-/// Pulls an image into a layout that does not exist yet. What was pulled so far lies in a hidden directory beside it,
-/// from where the next try goes on.
-///
-/// # Errors
-/// [`Error`]; there is no layout of that name then.
+/// Pulls an image into a layout that does not exist yet. A hidden directory beside it keeps partial data, so the next
+/// try continues from there. After an [`Error`] no layout has that name.
 pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transferred, Error> {
     run(pull_all(from, layout, options), &from.to_string())
 }
@@ -130,7 +127,7 @@ async fn pull_blob(
 ) -> Result<(), Error> {
     let digest = blob.digest.to_string();
     let step = format!("receiving {digest}");
-    // Only of the registry: `urls` of the descriptor could name any host.
+    // Only from the registry: the descriptor's `urls` could name any host.
     let place = format!("blobs/{digest}");
     let asked = registry.session.get(&step, &place, &[]);
     let mut stream = registry.within(&step, asked).await?.bytes_stream();
@@ -151,7 +148,7 @@ async fn pull_blob(
         while let Some(chunk) = stream.next().await {
             let chunk = chunk.map_err(|e| registry.failed(&step, causes(&e)))?;
             if sender.send(chunk).await.is_err() {
-                break; // the writer has given up and says why
+                break; // the writer failed and reports it
             }
         }
         drop(sender);
@@ -186,7 +183,7 @@ async fn pull_blob(
     done
 }
 
-/// Writes what comes, hashes it, syncs it; no more than `size` bytes and one chunk.
+/// Writes, hashes and syncs the data; writes at most `size` bytes plus one chunk.
 fn write_blob(
     path: &Path,
     mut chunks: tokio::sync::mpsc::Receiver<bytes::Bytes>,
@@ -204,7 +201,7 @@ fn write_blob(
     while let Some(chunk) = chunks.blocking_recv() {
         bytes += chunk.len() as u64;
         if bytes > size {
-            break; // the count says what is wrong
+            break; // the size check reports it
         }
         hash.update(&chunk);
         file.write_all(&chunk)?;
@@ -237,7 +234,7 @@ impl Work {
         {
             return Err(ArchiveError::io(&dir, "make it")(e).into());
         }
-        // In a directory like /tmp another user could have left one with links in it.
+        // In a directory like /tmp another user could have planted one with links in it.
         let own = |m: &fs::Metadata| {
             m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
         };
@@ -279,7 +276,7 @@ impl Work {
         self.blob(digest).with_extension("partial")
     }
 
-    /// Is the blob there, whole? It is read: what an earlier run left may have been changed.
+    /// Returns true if the blob exists and is intact. Reads it, because leftovers of an earlier run may have changed.
     fn has(&self, blob: &Descriptor) -> bool {
         let check = || -> io::Result<bool> {
             let mut file = File::open(self.blob(&blob.digest))?;
@@ -300,7 +297,7 @@ impl Work {
 
     fn room_for(&self, needed: u64, layout: &Path) -> Result<(), Error> {
         let Ok(stat) = statvfs(&self.dir) else {
-            return Ok(()); // the write will tell
+            return Ok(()); // the write reports errors
         };
         let free = stat.blocks_available().saturating_mul(stat.fragment_size());
         if free < needed {
@@ -415,7 +412,7 @@ mod tests {
         let work = Work::begin(&layout).unwrap();
         assert!(refused().contains("another pull to this name"));
         drop(work);
-        // What was pulled so far is used again.
+        // The next try reuses partial data.
         fs::write(hidden.join("blobs/sha256/aa"), "x").unwrap();
         Work::begin(&layout).unwrap();
         assert!(hidden.join("blobs/sha256/aa").exists());

@@ -1,4 +1,4 @@
-//! From an OCI image layout, or a tar of one, to a registry.
+//! Pushes an OCI image layout, or a tar of one, to a registry.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -18,15 +18,11 @@ use crate::client::Registry;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 
-/// Bytes that are read at once.
 const CHUNK: usize = 1 << 20;
 /// Chunks between the disk and the network.
 const QUEUE: usize = 4;
 
-/// Pushes an image.
-///
-/// # Errors
-/// [`Error`]; the image has no name in the registry then, or the one it had.
+/// Pushes an image. After an [`Error`] the image's name in the registry is unchanged.
 pub fn push(source: &Source, to: &Reference, options: &Options) -> Result<Transferred, Error> {
     run(push_all(source, to, options), &to.to_string())
 }
@@ -103,7 +99,7 @@ async fn push_all(
     })
 }
 
-/// `false`: the registry has the blob.
+/// Returns `false` if the registry already has the blob.
 async fn push_blob(
     registry: &Registry,
     source: &Source,
@@ -150,7 +146,7 @@ async fn push_blob(
     };
     if done.is_err() {
         options.progress.take_back(flow.load(Ordering::Relaxed));
-        // A damaged blob is the better reason: the registry only sees that the connection ended.
+        // Prefer the reading error: the registry only sees that the connection ended.
         if let Ok(Ok(Err(reason))) = tokio::time::timeout(options.step_limit, reading).await {
             return Err(Error::Content {
                 image: source.path().display().to_string(),
@@ -161,7 +157,7 @@ async fn push_blob(
     done
 }
 
-/// Reads a blob into the queue; stops before its last chunk if the digest is not the one that was promised.
+/// Reads a blob into the queue. Stops before its last chunk if the digest is wrong.
 fn read_blob(
     mut reader: impl Read,
     wanted: &Digest,

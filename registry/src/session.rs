@@ -1,8 +1,9 @@
-//! Questions to a registry whose answers a stranger may have written.
+//! Queries a registry whose answers are untrusted.
 //!
-//! `oci-client` reads tokens, manifests and error texts whole, and sends credentials to whatever realm a registry
-//! names. Here each of these has a limit, and credentials leave this host only as [`may_have`] says. All of a pull goes
-//! this way. A push, to a registry that the user chose for his own data, asks here first and then uses `oci-client`.
+//! `oci-client` reads tokens, manifests and error texts of any size, and sends credentials to any realm that a registry
+//! names. Here each of these has a limit, and [`may_have`] decides where credentials may go. A pull uses only this
+//! module. A push goes to a registry that the user chose for their own data: it asks for access here and then uses
+//! `oci-client`.
 
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -20,16 +21,14 @@ use crate::{Error, Options};
 /// Largest token answer, in bytes.
 const MAX_TOKEN: usize = 256 << 10;
 
-/// Where the credentials are from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// The command line: for this registry, as it is.
+    /// The command line, for exactly this registry.
     Given,
-    /// An auth file: for a registry of this name, whoever answers.
+    /// An auth file, for a registry of this name, whoever answers.
     Stored,
 }
 
-/// One registry and one repository.
 #[derive(Debug)]
 pub(crate) struct Session {
     http: Client,
@@ -40,7 +39,6 @@ pub(crate) struct Session {
     authorization: Mutex<Option<HeaderValue>>,
 }
 
-/// What a registry asks for.
 #[derive(Debug, PartialEq, Eq)]
 enum Challenge {
     Basic,
@@ -69,7 +67,7 @@ impl Session {
             reason,
             tls: false,
         };
-        // An error means that another one is installed already.
+        // An error means that another provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let http = Client::builder()
             .danger_accept_invalid_certs(!options.tls_verify)
@@ -94,13 +92,13 @@ impl Session {
         })
     }
 
-    /// Asks whether the registry is there, and for access.
+    /// Checks that the registry answers, and asks for access.
     pub(crate) async fn connect(&self) -> Result<(), Error> {
         let answer = self.send(self.registry.clone(), &[]).await?;
         self.authorize(&answer).await.map(|_| ())
     }
 
-    /// Asks for something of the repository: `manifests/TAG`, `blobs/DIGEST`.
+    /// Requests something of the repository: `manifests/TAG`, `blobs/DIGEST`.
     pub(crate) async fn get(
         &self,
         step: &str,
@@ -111,7 +109,7 @@ impl Session {
         let url = self.registry.join(&place);
         let url = url.map_err(|e| self.failed(step, e.to_string()))?;
         let mut answer = self.send(url.clone(), accept).await?;
-        // The first time, or the token has expired.
+        // The first request, or an expired token.
         if answer.status() == StatusCode::UNAUTHORIZED && self.authorize(&answer).await? {
             answer = self.send(url, accept).await?;
         }
@@ -139,11 +137,11 @@ impl Session {
         request.send().await.map_err(|e| self.unanswered(&e))
     }
 
-    /// Gets what the registry asks for; `false`: it asks for nothing that can be given.
+    /// Gets the access that the registry asks for; `false` if it asks for nothing that we can give.
     async fn authorize(&self, answer: &Response) -> Result<bool, Error> {
         let asked = answer.headers().get_all(WWW_AUTHENTICATE);
         let asked = asked.iter().filter_map(|h| challenge(h.to_str().ok()?));
-        // A registry that offers both means the token.
+        // If a registry offers both, use the token.
         let asked = asked.max_by_key(|c| matches!(c, Challenge::Bearer { .. }));
         let authorization = match asked {
             None => return Ok(false),
@@ -153,7 +151,7 @@ impl Session {
             },
             Some(Challenge::Bearer { realm, service }) => {
                 let token = self.token(&realm, service.as_deref()).await?;
-                // A token with a line break or the like is no header.
+                // A token with a line break or the like is not a valid header.
                 let header = HeaderValue::from_str(&format!("Bearer {token}"));
                 Some(header.map_err(|_| self.no_access("its token is no token"))?)
             }
@@ -164,7 +162,7 @@ impl Session {
         Ok(true)
     }
 
-    /// The header with the password, if there is one.
+    /// Returns the header with the password, if there is one.
     fn basic(&self, place: &Url) -> Result<Option<HeaderValue>, Error> {
         let Some((credentials, origin)) = &self.credentials else {
             return Ok(None);
@@ -202,10 +200,7 @@ impl Session {
             .map_err(|_| self.failed(step, "the answer has none"))
     }
 
-    /// The whole of an answer.
-    ///
-    /// # Errors
-    /// [`Error::Content`] as soon as it is larger than `max` bytes.
+    /// Reads a whole answer. Fails with [`Error::Content`] as soon as it is larger than `max` bytes.
     pub(crate) async fn bounded(
         &self,
         step: &str,
@@ -254,10 +249,11 @@ impl Session {
     }
 }
 
-/// May `place` have the credentials for `registry`?
+/// Checks whether `place` may get the credentials for `registry`.
 ///
 /// Over TLS: the registry itself, and a realm that it names, as with docker and podman. Without TLS: only the registry
-/// itself, on this host, or with credentials of the command line; anybody on the way could have named the realm.
+/// itself, if it is on this host or the credentials are from the command line. Without TLS anybody on the network path
+/// could have named the realm.
 fn may_have(place: &Url, registry: &Url, origin: Origin) -> Result<(), String> {
     let of = |url: &Url| {
         (
@@ -280,7 +276,7 @@ fn may_have(place: &Url, registry: &Url, origin: Origin) -> Result<(), String> {
     })
 }
 
-/// The first challenge of a header that is understood.
+/// Returns the first challenge of a header that we understand.
 fn challenge(header: &str) -> Option<Challenge> {
     let parsed = http_auth::parse_challenges(header).ok()?;
     let mut known = parsed.iter().filter_map(|c| {
@@ -321,15 +317,15 @@ mod tests {
         let may = |place: &str, registry: &Url, origin| may_have(&url(place), registry, origin);
         assert!(may("https://auth.example/token", &far, Origin::Stored).is_ok());
         assert!(may("https://r.example/v2/", &far, Origin::Stored).is_ok());
-        // a realm without TLS, whatever the registry
+        // A realm without TLS, whatever the registry.
         for registry in [&far, &plain, &here] {
             for origin in [Origin::Stored, Origin::Given] {
                 assert!(may("http://evil.example/token", registry, origin).is_err());
             }
         }
-        // a realm that was named without TLS
+        // A realm that was named without TLS.
         assert!(may("https://evil.example/token", &plain, Origin::Given).is_err());
-        // the registry itself without TLS
+        // The registry itself without TLS.
         let said = may("http://r.example:5000/token", &plain, Origin::Stored).unwrap_err();
         assert!(said.contains("--creds"), "{said}");
         assert!(may("http://r.example:5000/token", &plain, Origin::Given).is_ok());
@@ -351,7 +347,7 @@ mod tests {
         assert_eq!(challenge("\u{1}"), None);
     }
 
-    /// A registry that gives these answers, one connection each, and says what it was asked.
+    /// A registry that gives these answers, one per connection, and returns the requests.
     fn registry(answers: Vec<String>) -> (u16, std::thread::JoinHandle<Vec<String>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -363,7 +359,7 @@ mod tests {
                 let n = stream.read(&mut request).unwrap();
                 asked.push(String::from_utf8_lossy(&request[..n]).into_owned());
                 let answer = answer.replace("PORT", &port.to_string());
-                // The client hangs up when it has had enough.
+                // The client hangs up when it has read enough.
                 let _ = stream.write_all(answer.as_bytes());
             }
             asked
@@ -437,7 +433,7 @@ mod tests {
             let (port, _) = registry(vec![asks_for_a_token(REALM), answer("200 OK", token)]);
             assert!(get(port, 100).is_err());
         }
-        // An error's text is not read at all.
+        // The client does not read an error's text at all.
         let (port, _) = registry(vec![answer("500 Oops", &large)]);
         assert!(get(port, 100).unwrap_err().to_string().contains("500"));
     }

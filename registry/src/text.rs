@@ -1,6 +1,6 @@
-//! What a registry says, fit to be shown.
+//! Makes the text of registries and their errors fit to show.
 
-/// The last cause says what a person can use: "Connection refused", not "error sending request".
+/// Returns the last cause, which helps most: "Connection refused" rather than "error sending request".
 pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -11,7 +11,7 @@ pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     shortened(&text)
 }
 
-/// What a registry says is a stranger's text: one line of it, and not too long.
+/// Shortens a registry's text, which is untrusted, to one line.
 pub(crate) fn shortened(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })

@@ -1,4 +1,4 @@
-//! What a push and a pull share: a runtime, watching that bytes flow, trying again.
+//! Shared parts of push and pull: a runtime, stall detection, retries.
 
 use std::future::Future;
 use std::pin::pin;
@@ -22,15 +22,15 @@ pub(crate) fn run<T>(
             reason: e.to_string(),
         })?;
     let done = runtime.block_on(future);
-    // A read that hangs (a dead network file system) is not waited for.
+    // Does not wait for a read that hangs (a dead network file system).
     runtime.shutdown_background();
     done
 }
 
-/// Bytes that have flowed in one transfer.
+/// Bytes transferred so far.
 pub(crate) type Flow = Arc<AtomicU64>;
 
-/// Runs a transfer for as long as bytes flow.
+/// Runs a transfer as long as bytes flow.
 ///
 /// # Errors
 /// The transfer's own, or `None` if nothing has flowed for `limit`.
@@ -55,7 +55,7 @@ pub(crate) async fn while_flowing<T>(
     }
 }
 
-/// Tries up to `tries` times, with a pause that grows; what will not be better the next time is not tried again.
+/// Tries up to `tries` times, with growing pauses. Does not retry permanent errors.
 pub(crate) async fn with_tries<T, F: Future<Output = Result<T, Error>>>(
     tries: u32,
     mut attempt: impl FnMut() -> F,

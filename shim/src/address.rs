@@ -1,5 +1,6 @@
-//! Addresses of sockets, as shims write them: `unix:///run/containerd/s/HASH`, a bare path, or (before containerd
-//! 1.4) the name of an abstract socket; since containerd 2.0 within a JSON object, since 2.3 within a protobuf message.
+//! Parses socket addresses as shims write them: `unix:///run/containerd/s/HASH`, a bare path, or (before containerd
+//! 1.4) the name of an abstract socket. Since containerd 2.0 the address is in a JSON object, since 2.3 in a protobuf
+//! message.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -12,16 +13,14 @@ use sha2::{Digest, Sha256};
 
 use crate::bootstrap::{fields, last_bytes};
 
-/// The answer to `start`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bootstrap {
-    /// Where the shim listens.
+    /// The address where the shim listens.
     pub address: String,
-    /// The rest of the answer, as it came.
+    /// The rest of the answer, unchanged.
     form: Form,
 }
 
-/// The forms of an answer.
 #[derive(Debug, Clone, PartialEq)]
 enum Form {
     /// containerd 1.7's shim: a bare address.
@@ -36,7 +35,7 @@ enum Form {
 const RESULT_ADDRESS: u32 = 2;
 
 impl Bootstrap {
-    /// Reads an answer; `None` if it has none of the forms.
+    /// Parses an answer; `None` if it has none of the forms.
     pub fn read(answer: &[u8]) -> Option<Self> {
         // The tags of a `BootstrapResult` are control characters, so it is neither a JSON object nor an address.
         let text = std::str::from_utf8(answer).ok();
@@ -66,7 +65,7 @@ impl Bootstrap {
         (!address.is_empty()).then_some(Self { address, form })
     }
 
-    /// The same answer with another address, in the same form.
+    /// Returns the same answer with another address, in the same form.
     pub fn with_address(&self, address: &str) -> Vec<u8> {
         match &self.form {
             Form::Text => address.into(),
@@ -85,14 +84,13 @@ impl Bootstrap {
     }
 }
 
-/// A socket's address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Address(pub String);
 
 impl Address {
-    /// Our socket for a stock shim's: beside it, named after it, so that all containers of one stock shim (a pod)
-    /// share one of ours.
+    /// Returns our socket for a stock shim's socket: beside it, with a name derived from it. So all containers of one
+    /// stock shim (a pod) share one of ours.
     pub fn for_upstream(upstream: &Self) -> Self {
         let directory = upstream
             .path()
@@ -105,7 +103,7 @@ impl Address {
         Self(format!("unix://{}", directory.join(name).display()))
     }
 
-    /// The socket's file; `None` for an abstract one.
+    /// The socket's file; `None` for an abstract socket.
     pub fn path(&self) -> Option<PathBuf> {
         match self.0.strip_prefix("unix://") {
             Some(path) => Some(path.into()),
@@ -120,19 +118,12 @@ impl Address {
         }
     }
 
-    /// Connects.
-    ///
-    /// # Errors
-    /// Nobody listens.
     pub fn connect(&self) -> io::Result<UnixStream> {
         UnixStream::connect_addr(&self.socket()?)
     }
 
-    /// Listens, with the mode that containerd's shims give their sockets; takes the place of a socket that nobody
-    /// listens on any more. `None` if somebody does.
-    ///
-    /// # Errors
-    /// The socket cannot be made.
+    /// Listens, with the socket mode of containerd's shims. Replaces a socket on which nobody listens any more. Returns
+    /// `None` if somebody does.
     pub fn listen(&self) -> io::Result<Option<UnixListener>> {
         use std::os::unix::fs::PermissionsExt;
         let path = self.path();
@@ -162,7 +153,6 @@ impl Address {
         Ok(None)
     }
 
-    /// Removes the socket's file.
     pub fn remove(&self) {
         if let Some(path) = self.path() {
             let _ = fs::remove_file(path);
@@ -186,7 +176,7 @@ mod tests {
             json.with_address("unix:///b"),
             br#"{"version":3,"address":"unix:///b","protocol":"ttrpc"}"#
         );
-        // version 3, address "unix:///a", protocol "ttrpc", and field 6, which this version does not know.
+        // Version 3, address "unix:///a", protocol "ttrpc", and field 6, which this version does not know.
         let message = "\x08\x03\x12\x09unix:///a\x1a\x05ttrpc\x32\x02ab";
         let message = read(message).unwrap();
         assert_eq!(message.address, "unix:///a");

@@ -1,8 +1,8 @@
-//! What `start` reads from standard input.
+//! Reads and rewrites the standard input of `start`.
 //!
 //! containerd before 2.3 writes the runtime's options, an `Any`. containerd 2.3 and newer write a `BootstrapParams`
 //! (`containerd.runtime.bootstrap.v1`) with the options among its extensions, and read a `BootstrapResult`
-//! ([`crate::address::Bootstrap`]). Both messages are changed field by field, so that fields of newer versions stay.
+//! ([`crate::address::Bootstrap`]). Both messages are changed field by field, to keep the fields of newer versions.
 
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::empty::Empty;
@@ -19,7 +19,6 @@ const EXTENSIONS: u32 = 8;
 /// `Extension.value`, an `Any`.
 const VALUE: u32 = 1;
 
-/// A request in either form.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
     /// containerd before 2.3: the options, empty if there are none.
@@ -29,8 +28,8 @@ pub enum Request {
 }
 
 impl Request {
-    /// Reads a request. Options can parse as a `BootstrapParams` too, so `id` and `namespace` must be those of the
-    /// command line, as the stock shim demands.
+    /// Parses a request. Options can parse as a `BootstrapParams` too, so `id` and `namespace` must match the command
+    /// line, as the stock shim requires.
     pub fn read(input: &[u8], id: &str, namespace: &str) -> Self {
         let is = |fields: &UnknownFields, number, text: &str| {
             last_bytes(fields, number).unwrap_or_default() == text.as_bytes()
@@ -41,7 +40,6 @@ impl Request {
         }
     }
 
-    /// The runtime's options.
     pub fn options(&self) -> Option<Any> {
         match self {
             Self::Options(any) => Some(any.clone()),
@@ -49,7 +47,7 @@ impl Request {
         }
     }
 
-    /// The same request with these options in place of its own.
+    /// Returns the same request with other options.
     pub fn with_options(&self, options: &Any) -> Vec<u8> {
         let any = options.write_to_bytes().unwrap_or_default();
         let Self::Params(params) = self else {
@@ -68,19 +66,18 @@ impl Request {
     }
 }
 
-/// The options in an `Extension`; `None` if it holds something else.
+/// Returns the options in an `Extension`; `None` if it holds something else.
 fn options_of(extension: &[u8]) -> Option<Any> {
     let any = Any::parse_from_bytes(last_bytes(&fields(extension)?, VALUE)?).ok()?;
     options::is_options(&any).then_some(any)
 }
 
-/// The fields of a message of any type; `None` if it is none.
+/// Returns the fields of a message of any type; `None` if it is not a message.
 pub fn fields(message: &[u8]) -> Option<UnknownFields> {
     let message = Empty::parse_from_bytes(message).ok()?;
     Some(message.special_fields.unknown_fields().clone())
 }
 
-/// The values of a length-delimited field.
 fn all_bytes(fields: &UnknownFields, number: u32) -> impl Iterator<Item = &[u8]> {
     fields.iter().filter_map(move |(n, value)| match value {
         UnknownValueRef::LengthDelimited(bytes) if n == number => Some(bytes),
@@ -88,7 +85,7 @@ fn all_bytes(fields: &UnknownFields, number: u32) -> impl Iterator<Item = &[u8]>
     })
 }
 
-/// The value of a length-delimited field that is not repeated: the last one counts.
+/// Returns the value of a length-delimited field that is not repeated. The last one counts.
 pub fn last_bytes(fields: &UnknownFields, number: u32) -> Option<&[u8]> {
     all_bytes(fields, number).last()
 }

@@ -1,8 +1,9 @@
-//! What a restore that failed has left of a container: processes that CRIU had restored, and the runtime's directory.
+//! Removes what a failed restore has left of a container: processes that CRIU restored, and the runtime's state
+//! directory.
 //!
-//! A runtime or a CRIU that is killed, as containerd's death has the stock shim kill the runtime, cleans nothing up: the
-//! restored processes run on in a container that was never started, and the root that runc mounts for CRIU in its
-//! directory of the container keeps `runc delete` from removing it.
+//! A killed runtime or CRIU cleans nothing up; when containerd dies, for example, the stock shim kills the runtime. The
+//! restored processes then continue in a container that never started. In its directory of the container runc has
+//! mounted a root for CRIU, and that mount makes `runc delete` fail.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,34 +17,31 @@ use cryopod_host::mountinfo::unmount_below;
 
 use crate::criu;
 
-/// How long one `delete --force` may take.
+/// Time limit of one `delete --force`.
 const DELETE: Duration = Duration::from_secs(10);
-/// How often it is tried: the last processes of a killed runtime end one after the other.
+/// Number of attempts: the last processes of a killed runtime exit one after the other.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// The low-level runtime's place of a container.
+/// Where the low-level runtime keeps a container.
 #[derive(Debug, Clone)]
 pub struct Place {
-    /// The runtime.
     pub runtime: PathBuf,
-    /// Where it keeps the containers of this namespace of containerd's.
+    /// The runtime's root for this containerd namespace.
     pub root: PathBuf,
-    /// The container's name there.
+    /// The container's name in that root.
     pub id: String,
-    /// Its cgroups, of those that nobody was in before: whatever is in them is the container's.
+    /// Its cgroups that were empty before: whatever is in them belongs to the container.
     pub cgroups: Cgroups,
     /// Where CRIU works on it: [`criu::directories`].
     pub criu: Vec<PathBuf>,
 }
 
 impl Place {
-    /// The runtime's directory of the container.
     pub fn directory(&self) -> PathBuf {
         self.root.join(&self.id)
     }
 
-    /// Ends whatever is there.
     pub fn end(&self) {
         if self.id.is_empty() {
             return;
@@ -56,7 +54,7 @@ impl Place {
         let directory = self.directory();
         for _ in 0..TRIES {
             let killed = self.cgroups.kill();
-            // It would keep what was killed, and that the runtime.
+            // A running CRIU would keep killed processes, and these the runtime.
             let ended = criu::end(&self.criu);
             if !killed && !ended && !directory.is_dir() {
                 return;
@@ -74,9 +72,9 @@ impl Place {
     }
 }
 
-/// Removes a runtime's directory of a container that is none any more.
+/// Removes the runtime's state directory of a container that no longer exists.
 pub fn sweep(directory: &Path) {
-    // With a state it is a container still, and the runtime's.
+    // With a state file it is still a container, and belongs to the runtime.
     if !directory.is_dir() || directory.join("state.json").exists() {
         return;
     }

@@ -1,9 +1,9 @@
-//! CRIU at work on a container that is given up.
+//! Ends the CRIU of a container that is given up.
 //!
-//! A runtime that is killed leaves its CRIU behind. Most end by themselves, at the next question that nobody answers.
-//! One that restores and has its hands on the processes when these are killed waits for the first of them, the init of a
-//! namespace of pids, which ends last: after every thread that CRIU traces has been reaped, by CRIU (`out_kill` of
-//! `restore_root_task` in CRIU's cr-restore.c, `zap_pid_ns_processes` in the kernel). That wait has no end.
+//! A killed runtime leaves its CRIU behind. Most exit by themselves at the next request that nobody answers. One case
+//! hangs forever: something kills the restored processes while CRIU traces them. CRIU waits for the init of the PID
+//! namespace (`out_kill` of `restore_root_task` in CRIU's cr-restore.c). The init exits only after CRIU has reaped
+//! every thread that it traces (`zap_pid_ns_processes` in the kernel).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,15 +13,16 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// How long it may take to end by itself.
+/// Time for CRIU to exit by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long the kernel may take to end what was killed.
+/// Time for the kernel to end killed processes.
 const END: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(20);
-/// The stock shim's link to the directory that CRIU works in, in the bundle.
+/// The stock shim's link to CRIU's work directory, in the bundle.
 const WORK: &str = "work";
 
-/// Where CRIU may work on the container of a bundle. `named`: what the engine's options say of it, or empty.
+/// Returns the directories where CRIU may work on a bundle's container. `named` is the one from the engine's options,
+/// or empty.
 pub fn directories(bundle: &Path, named: &str) -> Vec<PathBuf> {
     let named = (!named.is_empty()).then(|| PathBuf::from(named));
     let all = [bundle.to_owned(), bundle.join(WORK)].into_iter();
@@ -30,8 +31,8 @@ pub fn directories(bundle: &Path, named: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Waits for the end of every CRIU that works in one of these directories; those that are still there after a second are
-/// killed. `true` if there was any.
+/// Waits for every CRIU that works in these directories, and kills those that remain after a second. Returns `true` if
+/// there was any.
 pub fn end(directories: &[PathBuf]) -> bool {
     let start = Instant::now();
     let mut any = false;
@@ -50,8 +51,8 @@ pub fn end(directories: &[PathBuf]) -> bool {
     }
 }
 
-/// The processes with CRIU's name, as what CRIU forks has it at first, that have a file of one of these directories open: its
-/// log is, as long as it works.
+/// Finds processes with CRIU's name that have a file of these directories open: CRIU keeps its log open while it works.
+/// Processes that CRIU forks have its name at first.
 fn at_work(directories: &[PathBuf]) -> Vec<i32> {
     let all = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());

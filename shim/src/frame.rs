@@ -1,4 +1,4 @@
-//! ttrpc's frames: ten bytes of header (length, stream, type, flags; big-endian), then the message.
+//! Reads and writes ttrpc's frames: a header of ten bytes (length, stream, type, flags; big-endian), then the message.
 
 use std::io::{self, Read, Write};
 
@@ -6,25 +6,20 @@ use containerd_shim::protos::ttrpc::proto::{
     MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX, MESSAGE_TYPE_REQUEST, MessageHeader,
 };
 
-/// One frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// Stream, type and flags.
     pub header: MessageHeader,
-    /// The message.
     pub body: Vec<u8>,
 }
 
 impl Frame {
-    /// Does it open a call?
     pub fn is_request(&self) -> bool {
         self.header.type_ == MESSAGE_TYPE_REQUEST
     }
 
-    /// Reads one; `None` at the end of the stream.
-    ///
-    /// # Errors
-    /// The peer is gone in the middle, or says a length that ttrpc does not allow.
+    /// Reads a frame; `None` at the end of the stream. Fails if the peer closes in the middle of a frame, or states a
+    /// length that ttrpc does not allow.
     pub fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut head = [0u8; MESSAGE_HEADER_LENGTH];
         let mut got = 0;
@@ -52,10 +47,7 @@ impl Frame {
         Ok(Some(Self { header, body }))
     }
 
-    /// Writes it in one piece, so that writers under one lock never interleave.
-    ///
-    /// # Errors
-    /// The peer is gone.
+    /// Writes a frame in one piece, so that writers under one lock never interleave.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let mut header = self.header;
         header.length = u32::try_from(self.body.len()).map_err(io::Error::other)?;

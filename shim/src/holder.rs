@@ -1,9 +1,9 @@
-//! A network namespace for a container that is yet to be restored.
+//! Holds a network namespace for a container that is not restored yet.
 //!
 //! docker (28 and newer) connects a container to its networks between Create and Start, through the namespace of the
-//! process that Create answers. A container that comes from a checkpoint has no process before Start. So a process of
-//! ours holds a new network namespace until then, and the restore goes into it. The namespace stays mounted in the
-//! bundle as long as the container is there: the runtime asks for it again at the next checkpoint.
+//! process in the Create response. A container from a checkpoint has no process before Start. So a process of ours
+//! holds a new network namespace until then, and the restore goes into it. The namespace stays mounted in the bundle as
+//! long as the container exists: the runtime asks for it again at the next checkpoint.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -17,24 +17,21 @@ use cryopod_host::limited;
 
 use crate::Error;
 
-/// What the holder says when it is there.
+/// What the holder prints when it is ready.
 const READY: &str = "ready";
-/// How long it may take to get there; a new network namespace takes milliseconds, many at once seconds.
+/// Time limit for its start. A new network namespace takes milliseconds; many at once take seconds.
 const START: Duration = Duration::from_secs(60);
 /// The mount's name in its directory.
 const NAME: &str = "netns";
 
-/// The process that holds a namespace; dropped, it ends.
+/// The process that holds a namespace; ends when dropped.
 #[derive(Debug)]
 pub struct Holder {
     child: Child,
 }
 
 impl Holder {
-    /// Starts it, and mounts its namespace in `directory`.
-    ///
-    /// # Errors
-    /// The system does not allow it.
+    /// Starts the process, and mounts its namespace in `directory`.
     pub fn start(directory: &Path) -> io::Result<Self> {
         let mut child = Command::new("/proc/self/exe")
             .arg("hold")
@@ -77,7 +74,6 @@ impl Holder {
         Ok(holder)
     }
 
-    /// Its pid.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -90,22 +86,18 @@ impl Drop for Holder {
     }
 }
 
-/// Where the namespace is mounted.
 pub fn place(directory: &Path) -> PathBuf {
     directory.join(NAME)
 }
 
-/// Unmounts it, if it is there.
+/// Unmounts the namespace, if it is mounted.
 pub fn release(directory: &Path) {
     let place = place(directory);
     let _ = umount2(&place, MntFlags::MNT_DETACH);
     let _ = std::fs::remove_file(&place);
 }
 
-/// The process itself: a new namespace, until whoever started it is gone.
-///
-/// # Errors
-/// The namespace cannot be made.
+/// Runs the holder process: creates a namespace and waits until its parent is gone.
 pub fn main() -> Result<ExitCode, Error> {
     unshare(CloneFlags::CLONE_NEWNET).map_err(|e| Error::io("unshare")(e.into()))?;
     let mut out = io::stdout().lock();

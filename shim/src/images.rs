@@ -1,8 +1,8 @@
-//! A checkpoint's images for a restore into a network namespace that is there already.
+//! Prepares a checkpoint's images for a restore into an existing network namespace.
 //!
-//! CRIU restores into a given namespace only what was dumped with one: the image of the namespace then has a key, by
-//! which the runtime hands it over. A container whose namespace was the runtime's own has none. So the image gets the
-//! key; only ever in the copy that containerd has unpacked for this one restore.
+//! CRIU restores into a given namespace only if the dump had one too. Then the image of the namespace has a key, with
+//! which the runtime hands the namespace over. If the runtime had created the container's namespace, the image has no
+//! key. So this module adds the key, only ever in the copy that containerd has unpacked for this one restore.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write as _};
@@ -12,11 +12,11 @@ use std::path::Path;
 use containerd_shim::protos::protobuf::CodedInputStream;
 use containerd_shim::protos::protobuf::rt::skip_field_for_tag;
 
-/// The key under which runc and crun hand a network namespace to CRIU.
+/// The key with which runc and crun hand a network namespace to CRIU.
 const KEY: &[u8] = b"extRootNetNS";
-/// CRIU's magic number of any image, little-endian; that of the image follows.
+/// CRIU's common magic number, little-endian; the image's own magic follows.
 const COMMON: [u8; 4] = 0x5456_4319_u32.to_le_bytes();
-/// The inventory has its own alone.
+/// The inventory has only its own magic.
 const INVENTORY: [u8; 4] = 0x5831_3116_u32.to_le_bytes();
 /// Of `netns-N.img`.
 const NETNS: [u8; 4] = 0x5593_3752_u32.to_le_bytes();
@@ -26,11 +26,11 @@ const TAG: u8 = 8 << 3 | 2;
 const PID: u32 = 1;
 const ROOT_IDS: u32 = 3;
 const NET_NS_ID: u32 = 6;
-/// The images that are read here are small.
+/// Largest image to read; these images are small.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// The number of the container's own network namespace: its first process's, where that is not CRIU's. `None`: it has
-/// none.
+/// Returns the number of the container's own network namespace: that of its first process, if it is not CRIU's. `None`:
+/// it has none of its own.
 fn namespace(images: &Path) -> io::Result<Option<u64>> {
     let Some(Field::Number(pid)) = field(&first(images, "pstree.img")?, PID)? else {
         return Err(damaged("pstree.img"));
@@ -52,7 +52,6 @@ fn damaged(name: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// The first entry of an image.
 fn first(images: &Path, name: &str) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{name}: {e}"));
@@ -79,7 +78,6 @@ enum Field {
     Bytes(Vec<u8>),
 }
 
-/// A field of a protobuf message.
 fn field(message: &[u8], number: u32) -> io::Result<Option<Field>> {
     let mut input = CodedInputStream::from_bytes(message);
     let mut found = None;
@@ -93,7 +91,7 @@ fn field(message: &[u8], number: u32) -> io::Result<Option<Field>> {
     Ok(found)
 }
 
-/// Gives the images a network namespace from outside; `false`, and nothing changed, if they have none at all.
+/// Marks the network namespace in the images as external. Returns `false`, and changes nothing, if they have none.
 ///
 /// # Errors
 /// The images cannot be read, are damaged, or cannot be written.
@@ -122,7 +120,7 @@ pub fn set_outer_network(images: &Path) -> io::Result<bool> {
 mod tests {
     use super::*;
 
-    /// An image of one entry, by another hand.
+    /// An image of one entry, encoded independently of the code under test.
     fn image(dir: &Path, name: &str, entry: &[u8]) {
         let mut bytes = b"\x19\x43\x56\x54\x30\x30\x27\x50".to_vec();
         bytes.extend(u32::try_from(entry.len()).unwrap().to_le_bytes());

@@ -1,21 +1,22 @@
-//! The containerd shim `io.containerd.cryopod.v2`.
+//! Implements the containerd shim `io.containerd.cryopod.v2`.
 //!
-//! It does not run containers itself: containerd's own `containerd-shim-runc-v2` does, with `cryopod-runtime` as
-//! its OCI runtime, so that exec, terminals, logging drivers, OOM events and statistics are the stock shim's. This
-//! program stands between containerd and that shim's socket:
+//! It does not run containers itself. containerd's own `containerd-shim-runc-v2` does, with `cryopod-runtime` as its
+//! OCI runtime. So exec, terminals, logging drivers, OOM events and statistics are the stock shim's. This program
+//! stands between containerd and that shim's socket:
 //!
 //! ```text
 //! containerd ──ttrpc──> containerd-shim-cryopod-v2 ──ttrpc──> containerd-shim-runc-v2 ──> cryopod-runtime ──> runc
 //! ```
 //!
-//! - [`lifecycle`]: the actions containerd calls (`start`, `delete`, `-info`): the stock shim's, and ours around them.
-//! - [`proxy`]: the process that stays: frames pass as they are, but for the calls that [`task`] changes.
-//! - [`task`]: what is changed in `Create` and the others; [`responses`], [`container`].
-//! - [`restore`], [`holder`], [`images`]: a container from a checkpoint, until it runs; [`cleanup`], [`criu`]: if it never does.
-//! - [`bootstrap`]: what containerd sends to `start`, before and since its version 2.3.
-//! - [`options`]: the runtime options that containerd, its CRI and docker send, as the stock shim takes them.
-//! - [`frame`], [`rpc`]: ttrpc, as far as a proxy needs it.
-//! - [`address`], [`record`]: where sockets are, and what is remembered in the bundle.
+//! - [`lifecycle`]: runs the actions that containerd calls (`start`, `delete`, `-info`) through the stock shim.
+//! - [`proxy`]: forwards frames unchanged, except the calls that [`task`] changes.
+//! - [`task`]: changes `Create` and other calls; [`responses`], [`container`].
+//! - [`restore`], [`holder`], [`images`]: prepare a container from a checkpoint until it runs; [`cleanup`], [`criu`]
+//!   clean up if it never does.
+//! - [`bootstrap`]: reads what containerd sends to `start`, before and since its version 2.3.
+//! - [`options`]: converts the runtime options of containerd, its CRI and docker to the stock shim's.
+//! - [`frame`], [`rpc`]: implement the part of ttrpc that a proxy needs.
+//! - [`address`], [`record`]: parse socket addresses, and keep them in the bundle.
 
 pub mod address;
 pub mod bootstrap;
@@ -41,51 +42,40 @@ use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What can go wrong before the shim serves.
+/// Errors before the shim serves.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The command line is not containerd's.
     #[error(
         "containerd-shim-cryopod-v2: {0}; it is started by containerd, as runtime io.containerd.cryopod.v2"
     )]
     Usage(String),
-    /// The stock shim is not installed.
     #[error(
         "containerd-shim-runc-v2 was not found beside this program or on PATH; install containerd's own shim, or name it in the environment variable {}",
         stock::ENV
     )]
     NoStockShim,
-    /// cryopod-runtime is not installed.
     #[error(
         "cryopod-runtime was not found beside this program or on PATH; install it, or name it in the environment variable {}",
         stock::RUNTIME_ENV
     )]
     NoRuntime,
-    /// The stock shim failed; its own message.
+    /// The stock shim failed; this is its own message.
     #[error("{0}")]
     Stock(String),
-    /// The stock shim answered something else than an address.
     #[error("containerd-shim-runc-v2 answered {0:?} to `start`, which is no address")]
     Address(String),
-    /// A system call failed.
     #[error("{what}: {source}")]
-    Io {
-        /// What was done, with the file.
-        what: String,
-        /// What the system said.
-        source: io::Error,
-    },
+    Io { what: String, source: io::Error },
 }
 
 impl Error {
-    /// For `map_err`.
     pub fn io(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }
     }
 }
 
-/// The whole program. `args` without the program's name.
+/// Runs the program. `args` lacks the program's name.
 pub fn main(args: Vec<OsString>) -> ExitCode {
     match run(&args) {
         Ok(code) => code,

@@ -1,7 +1,7 @@
-//! The actions that containerd calls: `start`, `delete`, `-info`.
+//! Runs the actions that containerd calls: `start`, `delete`, `-info`.
 //!
-//! Each is the stock shim's, with the same arguments, and its answer is passed on. `start` puts our own process in
-//! front of the shim it started (or found, for a further container of a pod); `delete` cleans up after both.
+//! Each runs the stock shim with the same arguments, and passes on its answer. `start` puts our own process in front of
+//! the stock shim, which it has started or, for a further container of a pod, found. `delete` cleans up after both.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -27,29 +27,22 @@ use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
-/// The environment variable through which cryopod-runtime learns of its low-level runtime.
+/// The environment variable that tells cryopod-runtime its low-level runtime.
 const LOW_LEVEL: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 /// The stock shim's address in a bundle, as containerd 1.7's writes it.
 const ADDRESS: &str = "address";
-/// The most that is read of standard input, as in the stock shim.
+/// Most bytes of standard input that are read, as in the stock shim.
 const MAX_INPUT_BYTES: u64 = 10 << 20;
-/// How long a stock shim may take to get up; many at once take seconds.
+/// Time limit for a stock shim to start; many at once take seconds.
 const START: Duration = Duration::from_secs(10);
-/// For calls on the way out; containerd gives `delete` five seconds in all.
+/// Time limit for calls during a shutdown; containerd gives `delete` five seconds in all.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// `-info`: the stock shim's answer.
-///
-/// # Errors
-/// [`Error`].
 pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
     answer(&stock::run(args, &[], &stdin(true))?)
 }
 
-/// `start`: a stock shim, and ours in front of it.
-///
-/// # Errors
-/// [`Error`]; a stock shim that was started is ended.
+/// Starts a stock shim, and our process in front of it. After an error it ends a stock shim that it started.
 pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     let runtime = stock::runtime()?;
     let request = Request::read(&stdin(false), &flags.id, &flags.namespace);
@@ -74,7 +67,7 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
         root: Some(decoded.root.clone()).filter(|r| !r.is_empty()),
     };
     lead_back(Path::new(ADDRESS), &record, flags);
-    // containerd, which cannot reach what it is told, forgets it; one that is killed before would leave the stock shim.
+    // containerd forgets an address that it cannot reach. If killed before, it would leave the stock shim behind.
     let up = || {
         front(&record, flags, &runtime, &decoded.shim_cgroup)?;
         let what = format!("{}: no answer from our process", record.address.0);
@@ -86,12 +79,13 @@ pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     print(&bootstrap.with_address(&record.address.0))
 }
 
-/// containerd 1.7, started again, looks for its shims at the address that the stock shim has written into the bundle.
+/// Points the bundle's address file to our socket: containerd 1.7 looks there for its shims after its own restart.
 fn lead_back(file: &Path, record: &Record, flags: &Flags) {
     if !fs::read_to_string(file).is_ok_and(|a| a.trim() == record.upstream.0) {
         return;
     }
-    // It reads that itself on its way up, to know which socket to remove in the end, and answers when it is up.
+    // The stock shim reads the file itself while starting, to know which socket to remove at its end. It answers once
+    // it is up.
     if connect(&record.upstream, flags, START).is_err() {
         return;
     }
@@ -99,7 +93,7 @@ fn lead_back(file: &Path, record: &Record, flags: &Flags) {
     let _ = fs::write(&new, &record.address.0).and_then(|()| fs::rename(&new, file));
 }
 
-/// Our process in front of the stock shim, unless it is there already.
+/// Starts our process in front of the stock shim, unless it exists already.
 fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result<(), Error> {
     let at = |what: &str| format!("{}: {what}", record.address.0);
     record.write(Path::new(".")).map_err(Error::io(format!(
@@ -134,11 +128,11 @@ fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result
         command.env(proxy::IN_PLACE, "1");
     }
     let fd = listener.as_raw_fd();
-    // SAFETY: between fork and exec only dup2 and fcntl are called, which are async-signal-safe; the listener
-    // lives until after spawn.
+    // SAFETY: between fork and exec only dup2 and fcntl are called, which are async-signal-safe; the listener lives
+    // until after spawn.
     unsafe {
         command.pre_exec(move || {
-            // A listener that has the number already would lose it at exec.
+            // A listener that already has this number would be closed at exec.
             let done = match fd == proxy::LISTENER {
                 true => libc::fcntl(fd, libc::F_SETFD, 0),
                 false => libc::dup2(fd, proxy::LISTENER),
@@ -160,14 +154,14 @@ fn front(record: &Record, flags: &Flags, runtime: &Path, cgroup: &str) -> Result
     Ok(())
 }
 
-/// The place of a shim: its own cgroup if one is wanted, and an OOM score one above containerd's.
+/// Moves a shim to its own cgroup if requested, and sets its OOM score to containerd's plus one.
 fn settle(pid: u32, cgroup: &str) {
     let parent = std::os::unix::process::parent_id();
     let score = fs::read_to_string(format!("/proc/{parent}/oom_score_adj"))
         .ok()
         .and_then(|s| s.trim().parse::<i32>().ok())
         .map_or(0, |s| (s + 1).min(1000));
-    // A machine may forbid it; the stock shim's own failure to do so is told by the stock shim.
+    // The host may forbid it. The stock shim reports its own failure to do so.
     let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), score.to_string());
     if cgroup.is_empty() {
         return;
@@ -189,10 +183,7 @@ fn settle(pid: u32, cgroup: &str) {
     }
 }
 
-/// `delete`: what is left of a container after its shim died, or could not start.
-///
-/// # Errors
-/// [`Error`].
+/// Removes what is left of a container whose shim died or could not start.
 pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCode, Error> {
     let record = Record::read(bundle);
     let low_level = record.as_ref().map_or(DEFAULT_LOW_LEVEL, |r| &r.low_level);
@@ -218,7 +209,7 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
         }
     }
     if let Some(record) = record {
-        // A container of a shim that goes on with others.
+        // The shim continues with other containers.
         let mut gone = DeleteRequest::new();
         gone.id = flags.id.clone();
         let _ = rpc::task_call(&record.upstream, &flags.namespace, "Delete", &gone, SHORT);
@@ -231,10 +222,11 @@ pub fn delete(args: &[OsString], flags: &Flags, bundle: &Path) -> Result<ExitCod
     answer(&said)
 }
 
-/// Ends a stock shim whose front, our process, has died. containerd has lost all of its containers, and has each
-/// deleted, as after the death of a shim of its own; a stock shim that outlives them would be asked nothing any more,
-/// and in the middle of a checkpoint or a restore it would go on with what is being deleted.
-/// `true` if its front has died.
+/// Ends a stock shim if our process in front of it has died. Returns `true` if it has.
+///
+/// containerd has then lost all of its containers and deletes each, as after the death of any shim. A stock shim that
+/// outlives them would get no more requests. In the middle of a checkpoint or a restore it would continue with a
+/// container that is being deleted.
 fn end_abandoned(record: &Record, flags: &Flags) -> bool {
     if answers(&record.address, flags) {
         return false;
@@ -255,18 +247,18 @@ fn end_abandoned(record: &Record, flags: &Flags) -> bool {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    // The runtimes that it ran end with it, one after the other.
+    // Its runtimes exit after it, one after the other.
     std::thread::sleep(Duration::from_millis(200));
     record.upstream.remove();
     true
 }
 
-/// Is there a process of ours behind an address? That it takes connections does not tell: a killed process closes its
-/// sockets one after the other, and containerd, which has lost one, may have called us before the last.
+/// Returns true if a process of ours answers at an address. Accepted connections prove nothing: a killed process closes
+/// its sockets one after the other. containerd may call us when only the first is closed.
 fn answers(address: &Address, flags: &Flags) -> bool {
     match connect(address, flags, SHORT) {
         Ok(_) => true,
-        // One that is slow is there, with all the containers that it has.
+        // A slow process is still there, with all of its containers.
         Err(e) => matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
     }
 }
@@ -284,8 +276,8 @@ fn shut_down(upstream: &Address, flags: &Flags) {
     let _ = rpc::task_call(upstream, &flags.namespace, "Shutdown", &request, SHORT);
 }
 
-/// The low-level runtime under cryopod-runtime: the one that the options name, unless they name cryopod-runtime
-/// itself; what containerd's environment says; runc, as with the stock shim.
+/// Returns the low-level runtime under cryopod-runtime: the one in the options unless that is cryopod-runtime itself;
+/// else the one in containerd's environment; else runc, as with the stock shim.
 fn low_level(named: &str, runtime: &Path) -> OsString {
     let ours = Path::new(named).file_name() == runtime.file_name();
     if !named.is_empty() && !ours {
@@ -296,7 +288,7 @@ fn low_level(named: &str, runtime: &Path) -> OsString {
         .unwrap_or_else(|| DEFAULT_LOW_LEVEL.into())
 }
 
-/// Standard input, bounded; empty if it is a terminal.
+/// Reads standard input, bounded; empty if it is a terminal.
 fn stdin(info: bool) -> Vec<u8> {
     use std::io::IsTerminal;
     let input = std::io::stdin();

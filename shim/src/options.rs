@@ -1,5 +1,5 @@
-//! Runtime options. The stock shim takes `containerd.runc.v1.Options` and nothing else; for a runtime it does not
-//! know by name, containerd's CRI and docker send `runtimeoptions.v1.Options`, a TOML text with the same keys.
+//! Decodes runtime options. The stock shim takes only `containerd.runc.v1.Options`. To a runtime whose name they do not
+//! know, containerd's CRI and docker send `runtimeoptions.v1.Options`, a TOML text with the same keys.
 
 use std::path::Path;
 use std::{fs, io};
@@ -8,53 +8,36 @@ use containerd_shim::api::Options;
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{CodedInputStream, Message};
 
-/// The stock shim's low-level runtime where nothing is named.
+/// The stock shim's default low-level runtime.
 pub const DEFAULT_LOW_LEVEL: &str = "runc";
-/// Where the stock shim has runc keep its containers, where nothing else is named.
+/// The stock shim's default root for runc.
 pub const DEFAULT_ROOT: &str = "/run/containerd/runc";
 const RUNC: &str = "containerd.runc.v1.Options";
 const GENERIC: &str = "runtimeoptions.v1.Options";
 /// Configurations are small; a larger one is a mistake.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// Why options cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// Neither of the two kinds.
     #[error("runtime options of type {0:?}; cryopod takes {RUNC} and {GENERIC}")]
     Type(String),
-    /// Not what the type says.
     #[error("runtime options of type {kind}: {reason}")]
-    Invalid {
-        /// The type.
-        kind: &'static str,
-        /// What is wrong.
-        reason: String,
-    },
-    /// The file that they name cannot be read.
+    Invalid { kind: &'static str, reason: String },
     #[error("runtime options: ConfigPath {path}: {source}")]
-    File {
-        /// The file.
-        path: String,
-        /// What the system said.
-        source: io::Error,
-    },
+    File { path: String, source: io::Error },
 }
 
-/// Returns true if this is a message of a type that [`decode`] takes.
+/// Returns true if [`decode`] takes a message of this type.
 pub fn is_options(any: &Any) -> bool {
     matches!(type_name(any), RUNC | GENERIC)
 }
 
-/// The type's name, with or without `type.googleapis.com/` before it.
+/// Returns the type's name without a leading `type.googleapis.com/`.
 fn type_name(any: &Any) -> &str {
     any.type_url.rsplit('/').next().unwrap_or_default()
 }
 
-/// Options of any kind, as the stock shim takes them.
-///
-/// # Errors
-/// [`OptionsError`].
+/// Converts options of any kind to the stock shim's.
 pub fn decode(any: Option<&Any>) -> Result<Options, OptionsError> {
     let Some(any) = any.filter(|a| !a.type_url.is_empty() || !a.value.is_empty()) else {
         return Ok(Options::new());
@@ -66,10 +49,6 @@ pub fn decode(any: Option<&Any>) -> Result<Options, OptionsError> {
     }
 }
 
-/// Options as the stock shim takes them, ready to be sent.
-///
-/// # Errors
-/// They cannot be encoded.
 pub fn encode(options: &Options) -> Result<Any, OptionsError> {
     let mut any = Any::new();
     any.type_url = RUNC.into();
@@ -132,7 +111,7 @@ fn from_toml(text: &str) -> Result<Options, OptionsError> {
                 .and_then(|n| u32::try_from(n).ok())
                 .ok_or_else(wrong)
         };
-        // Go's decoder does not mind the case of keys.
+        // Go's decoder ignores the case of keys.
         match key.to_ascii_lowercase().replace('_', "").as_str() {
             "binaryname" => options.binary_name = text()?,
             "root" => options.root = text()?,

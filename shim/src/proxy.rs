@@ -1,7 +1,8 @@
-//! The process that stays, between containerd and the stock shim.
+//! Runs the process between containerd and the stock shim.
 //!
-//! For each connection of containerd's there is one to the stock shim, and a thread in each direction. Frames pass
-//! as they are: only requests are decoded, and of the answers only those that [`crate::task`] has asked for. A third connection to the stock shim, on which nothing is said, tells when that shim ends; then this process does.
+//! Each connection from containerd has one to the stock shim, and a thread in each direction. Frames pass unchanged.
+//! Only requests are decoded, and the responses that [`crate::task`] asks for. One more, silent connection to the stock
+//! shim shows when that shim exits; then this process exits too.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -26,17 +27,14 @@ use crate::task::{Fate, Tasks, Watched};
 use crate::threads::spawn;
 use crate::{Error, rpc, stock};
 
-/// The number under which `start` hands over the listening socket.
+/// The descriptor in which `start` hands over the listening socket.
 pub const LISTENER: RawFd = 3;
-/// Set where this program is in place of the stock shim.
+/// Set if this program is installed in place of the stock shim.
 pub const IN_PLACE: &str = "CRYOPOD_SHIM_IN_PLACE";
-/// How long the last answers of a stock shim that ends may take to get to containerd.
+/// Time for the last responses of an exiting stock shim to reach containerd.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Serves until the stock shim ends. `namespace`: containerd's.
-///
-/// # Errors
-/// [`Error`]: the stock shim is not there.
+/// Serves until the stock shim exits. `namespace` is containerd's. Fails if the stock shim cannot be reached.
 pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     let upstream = Address(upstream.to_owned());
     let ours = Address::for_upstream(&upstream);
@@ -46,7 +44,7 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     };
     // SAFETY: `start`, the only caller of this action, put the listening socket there, and nothing else owns it.
     let listener = unsafe { UnixListener::from_raw_fd(LISTENER) };
-    // What this process starts must not hold it: connections would be taken after our end.
+    // Child processes must not inherit it: it would accept connections after our exit.
     fcntl(&listener, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
         .map_err(|e| Error::io("the listening socket")(e.into()))?;
     let watched = upstream.connect().map_err(|source| {
@@ -72,7 +70,6 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns when the other side closes.
 fn wait_for_end(mut stream: UnixStream) {
     let mut byte = [0u8; 64];
     loop {
@@ -93,7 +90,7 @@ struct Server {
 impl Server {
     fn accept(&self, listener: &UnixListener) {
         for client in listener.incoming() {
-            // Too many open files, at worst: containerd tries again.
+            // At worst there are too many open files: containerd tries again.
             let Ok(client) = client else {
                 thread::sleep(Duration::from_millis(20));
                 continue;
@@ -118,7 +115,7 @@ impl Server {
         open.fetch_add(1, Ordering::AcqRel);
         spawn("answers", move || {
             let _ = back.pump_answers(&mut answers);
-            // The stock shim is gone: so are we, as far as containerd is concerned.
+            // The stock shim is gone; to containerd, so are we.
             let _ = lock(&back.client).shutdown(Shutdown::Both);
             open.fetch_sub(1, Ordering::AcqRel);
             let unanswered: Vec<_> = lock(&back.watched).drain().collect();
@@ -132,18 +129,18 @@ impl Server {
         spawn("requests", move || {
             let mut from = client;
             let _ = link.pump_requests(&mut from);
-            // No more requests: the stock shim gives up what is under way, and answers nothing any more.
+            // After the last request the stock shim cancels its pending calls, and answers nothing more.
             let _ = stock.shutdown(Shutdown::Write);
         })
     }
 }
 
-/// A connection of containerd's and ours to the stock shim.
+/// A connection from containerd, and ours to the stock shim.
 struct Link {
     tasks: Arc<Tasks>,
     client: Mutex<UnixStream>,
     stock: Mutex<UnixStream>,
-    /// By stream: calls whose answers are looked at.
+    /// Calls whose responses are decoded, by stream.
     watched: Mutex<HashMap<u32, Watched>>,
 }
 
@@ -174,7 +171,7 @@ impl Link {
             if frame.is_request() {
                 let (fate, watched) = match Request::parse_from_bytes(&frame.body) {
                     Ok(request) => self.tasks.request(&request),
-                    // Not for us to judge.
+                    // The stock shim judges this.
                     Err(_) => (Fate::Pass, None),
                 };
                 if let Some(watched) = watched {
@@ -213,7 +210,6 @@ impl Link {
     }
 }
 
-/// A request that has not gone to the stock shim yet.
 struct HeldFrame {
     link: Arc<Link>,
     frame: Frame,

@@ -1,4 +1,4 @@
-//! Answers that are made or changed.
+//! Builds and rewrites task service responses.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -9,12 +9,12 @@ use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Response, Status};
 
-/// The most of a runtime's log that one call writes.
+/// Most bytes of a runtime's log that one call writes.
 const MAX_LOG_BYTES: u64 = 256 << 10;
 /// Exit code after SIGKILL.
 pub const KILLED: u32 = 137;
 
-/// The answer to Wait for a container that never ran.
+/// The response to Wait for a container that never ran.
 pub fn ended() -> Response {
     let mut wait = WaitResponse::new();
     wait.exit_status = KILLED;
@@ -25,7 +25,7 @@ pub fn ended() -> Response {
     response
 }
 
-/// The last error of cryopod's in a runtime's log, from an offset on.
+/// Returns cryopod's last error in a runtime's log, from an offset on.
 pub fn reason(log: &Path, from: u64) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Line {
@@ -43,9 +43,7 @@ pub fn reason(log: &Path, from: u64) -> Option<String> {
         .map(|l| l.msg)
 }
 
-/// An answer with a pid.
 pub trait Pid: Message {
-    /// The field.
     fn pid(&mut self) -> &mut u32;
 }
 impl Pid for CreateTaskResponse {

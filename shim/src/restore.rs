@@ -1,4 +1,4 @@
-//! A container that is created from a checkpoint, between Create and Start.
+//! Prepares a container that is created from a checkpoint, between Create and Start.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,30 +15,28 @@ use cryopod_host::spec::{Spec, SpecError};
 
 /// Our directory in a bundle, for the network namespace.
 const DIRECTORY: &str = "cryopod";
-/// What CRIU names the directory in which it mounts cgroups.
+/// The directory in which CRIU mounts cgroups.
 const CGROUP_YARD: &str = ".criu.cgyard";
-/// How the name of a directory begins into which containerd unpacks a checkpoint; it never removes them. A random number
-/// follows: `os.MkdirTemp(os.Getenv("XDG_RUNTIME_DIR"), "ctrd-checkpoint")` in its task service (1.7.24, 2.1.9).
+/// Prefix of the directories into which containerd unpacks checkpoints; it never removes them. A random number follows:
+/// `os.MkdirTemp(os.Getenv("XDG_RUNTIME_DIR"), "ctrd-checkpoint")` in its task service (1.7.24, 2.1.9).
 const UNPACKED: &str = "ctrd-checkpoint";
-/// The random number is of 32 bits.
+/// The random number has 32 bits.
 const MAX_DIGITS: usize = 10;
-/// The mode of a directory that `os.MkdirTemp` makes.
+/// The mode of a directory from `os.MkdirTemp`.
 const PRIVATE: u32 = 0o700;
 
-/// What containerd's Create says of a restore.
+/// The restore that containerd's Create asks for.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted<'a> {
-    /// The container's bundle.
     pub bundle: &'a Path,
-    /// The checkpoint.
     pub images: &'a Path,
     /// The options name a directory: the checkpoint is the user's own.
     pub named: bool,
-    /// The engine connects networks before Start: the container's own namespace, if it is to have one, is made now.
+    /// The engine connects networks before Start: create the container's own network namespace now, if it has one.
     pub network: bool,
 }
 
-/// What there is of it before it runs.
+/// The parts of a container that exist before it runs.
 #[derive(Debug)]
 pub struct Restoring {
     bundle: PathBuf,
@@ -48,27 +46,16 @@ pub struct Restoring {
     done: bool,
 }
 
-/// Why a restore cannot be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
-    /// The bundle's spec.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// The images, or the namespace.
     #[error("the checkpoint {images} cannot be prepared for a restore into a network: {source}")]
-    Prepare {
-        /// The checkpoint.
-        images: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    Prepare { images: PathBuf, source: io::Error },
 }
 
 impl Restoring {
-    /// Prepares a restore.
-    ///
-    /// # Errors
-    /// [`RestoreError`]; nothing is left of it.
+    /// Prepares a restore. After an error nothing is left of it.
     pub fn new(wanted: Wanted) -> Result<Self, RestoreError> {
         Self::prepare(wanted, &temporary())
     }
@@ -117,14 +104,14 @@ impl Restoring {
         self.bundle.join(DIRECTORY)
     }
 
-    /// A process that has the container's network namespace; `None`: Create answers no pid.
+    /// The pid of a process in the container's network namespace; `None`: Create's response has no pid.
     pub fn pid(&self) -> Option<u32> {
         self.holder.as_ref().map(Holder::pid)
     }
 
-    /// The container runs.
+    /// Call this when the container runs.
     pub fn succeeded(mut self) {
-        // The mounted namespace is the container's now.
+        // The mounted namespace now belongs to the container.
         self.done = true;
     }
 }
@@ -141,7 +128,7 @@ impl Drop for Restoring {
     }
 }
 
-/// Where containerd makes its temporary directories, if its environment is still the one that this process came from.
+/// Returns containerd's directory for temporary files, if this process still has containerd's environment.
 fn temporary() -> PathBuf {
     let named = |name| std::env::var_os(name).filter(|v| !v.is_empty());
     named("XDG_RUNTIME_DIR")
@@ -149,7 +136,7 @@ fn temporary() -> PathBuf {
         .map_or_else(|| "/tmp".into(), PathBuf::from)
 }
 
-/// Is this surely containerd's own copy, made for one restore? Only such a one is changed and removed.
+/// Returns true only if this is containerd's own copy for one restore. Nothing else may be changed and removed.
 fn unpacked(images: &Path, temporary: &Path) -> bool {
     let name = images.file_name().unwrap_or_default().to_string_lossy();
     let numbered = name.strip_prefix(UNPACKED).is_some_and(|n| {
@@ -170,7 +157,7 @@ pub fn remove(bundle: &Path) {
         holder::release(&directory);
         let _ = fs::remove_dir_all(directory);
     }
-    // A CRIU that was killed leaves the cgroups that it mounts in its work directory, which then cannot be removed.
+    // A killed CRIU leaves its cgroup mounts in its work directory, which then cannot be removed.
     let Ok(work) = bundle.join("work").canonicalize() else {
         return;
     };
@@ -182,7 +169,7 @@ pub fn remove(bundle: &Path) {
     }
 }
 
-/// The bundle's spec, if the container is to have a network namespace of its own that the runtime would make.
+/// Returns the bundle's spec, if it asks the runtime for a new network namespace.
 fn own_network(bundle: &Path) -> Result<Option<Value>, SpecError> {
     let mut spec = Spec::of_bundle(bundle)?.into_json();
     let own = network_namespaces(&mut spec)
@@ -254,7 +241,7 @@ mod tests {
         assert!(restored(&kept, false));
     }
 
-    /// Whatever a user may have of a like name stays as it is.
+    /// Must not touch a user's directory with a similar name.
     #[test]
     fn only_containerds_copy_is_taken_for_one() {
         let dir = tempfile::tempdir().unwrap();
@@ -297,7 +284,7 @@ mod tests {
         assert!(!unpacked(&copy, dir.path()));
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o700)).unwrap();
         assert!(unpacked(&copy, dir.path()));
-        // Only root can have a directory that is another's.
+        // Only root can change the owner.
         if std::os::unix::fs::chown(&copy, Some(4711), None).is_ok() {
             assert!(!unpacked(&copy, dir.path()));
         }

@@ -1,4 +1,4 @@
-//! One ttrpc call at a time, over a connection of its own.
+//! Makes one ttrpc call at a time, over a connection of its own.
 
 use std::io;
 use std::time::Duration;
@@ -10,16 +10,16 @@ use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 use crate::address::Address;
 use crate::frame::Frame;
 
-/// Containerd's task service, as both versions name it.
+/// The names of containerd's task service, in both versions.
 pub const TASK_SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
 
-/// Under which name requests carry containerd's namespace.
+/// The key of containerd's namespace in requests.
 const NAMESPACE: &str = "containerd-namespace-ttrpc";
 
-/// Makes a call and waits for the answer, at most for `limit`.
+/// Makes a call and waits for the response, at most for `limit`.
 ///
 /// # Errors
-/// The other side is gone or does not answer in time. An error that it answers is in the response's status.
+/// The peer is gone or does not respond in time. An error from the peer is in the response's status.
 pub fn call(to: &Address, request: &Request, limit: Option<Duration>) -> io::Result<Response> {
     let mut stream = to.connect()?;
     stream.set_read_timeout(limit)?;
@@ -35,10 +35,7 @@ pub fn call(to: &Address, request: &Request, limit: Option<Duration>) -> io::Res
     Response::parse_from_bytes(&answer.body).map_err(io::Error::other)
 }
 
-/// Calls a method of the task service in whichever version the other side has.
-///
-/// # Errors
-/// As [`call`].
+/// Calls a method of the task service in the version that the peer supports.
 pub fn task_call(
     to: &Address,
     namespace: &str,
@@ -71,7 +68,6 @@ fn pair(key: &str, value: &str) -> containerd_shim::protos::ttrpc::proto::KeyVal
     pair
 }
 
-/// An error as an answer.
 pub fn failure(code: Code, message: impl Into<String>) -> Response {
     let mut status = Status::new();
     status.set_code(code);
@@ -81,7 +77,6 @@ pub fn failure(code: Code, message: impl Into<String>) -> Response {
     response
 }
 
-/// Was the call answered without an error?
 pub fn succeeded(response: &Response) -> bool {
     response.status().code() == Code::OK
 }

@@ -1,4 +1,4 @@
-//! The programs underneath: containerd's own shim, and cryopod-runtime.
+//! Finds and runs the programs underneath: containerd's own shim, and cryopod-runtime.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -11,30 +11,22 @@ use cryopod_host::limited;
 
 use crate::Error;
 
-/// Names the stock shim where it is not on PATH.
+/// The stock shim's path, if it is not on PATH.
 pub const ENV: &str = "CRYOPOD_STOCK_SHIM";
-/// Names cryopod-runtime where it is not on PATH.
+/// cryopod-runtime's path, if it is not on PATH.
 pub const RUNTIME_ENV: &str = "CRYOPOD_RUNTIME";
 const NAME: &str = "containerd-shim-runc-v2";
 const RUNTIME: &str = "cryopod-runtime";
 
-/// The stock shim.
-///
-/// # Errors
-/// [`Error::NoStockShim`].
 pub fn shim() -> Result<PathBuf, Error> {
     find(ENV, NAME).ok_or(Error::NoStockShim)
 }
 
-/// cryopod-runtime.
-///
-/// # Errors
-/// [`Error::NoRuntime`].
 pub fn runtime() -> Result<PathBuf, Error> {
     find(RUNTIME_ENV, RUNTIME).ok_or(Error::NoRuntime)
 }
 
-/// The environment variable, else beside this program, else on PATH.
+/// Searches the environment variable, then this program's directory, then PATH.
 fn find(variable: &str, name: &str) -> Option<PathBuf> {
     if let Some(path) = std::env::var_os(variable).filter(|v| !v.is_empty()) {
         return Some(PathBuf::from(path)).filter(|p| is_program(p));
@@ -44,13 +36,13 @@ fn find(variable: &str, name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|d| d.join(name));
     let found = beside.into_iter().chain(on_path);
-    // Installed in place of the stock shim this program would find itself.
+    // If installed in place of the stock shim, this program would find itself.
     let is_own = |p: &PathBuf| own.is_some() && p.canonicalize().ok() == own;
     found.into_iter().find(|p| is_program(p) && !is_own(p))
 }
 
-/// Was this program started in place of the stock shim, by a link of its name? Then containers keep the OCI runtime
-/// that their engine names.
+/// Returns true if this program was started in place of the stock shim, by a link of its name. Then containers keep the
+/// OCI runtime that their engine names.
 pub fn in_place(called_as: Option<&OsStr>) -> bool {
     called_as.map(Path::new).and_then(Path::file_name) == Some(NAME.as_ref())
 }
@@ -60,23 +52,18 @@ fn is_program(path: &Path) -> bool {
         .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
 }
 
-/// What the stock shim printed.
 #[derive(Debug)]
 pub struct Answer {
-    /// Its standard output.
     pub stdout: Vec<u8>,
-    /// Its exit code; 1 for a signal.
+    /// 1 for a signal.
     pub code: u8,
 }
 
-/// How long the stock shim may take for `start`, `delete` or `-info`: it answers at once, and containerd itself gives
+/// Time limit for the stock shim's `start`, `delete` or `-info`. It answers at once, and containerd itself gives
 /// `delete` five seconds.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// Runs the stock shim with our own arguments, working directory and environment; its standard error is ours.
-///
-/// # Errors
-/// It cannot be run, or does not answer.
+/// Runs the stock shim with our own arguments, working directory, environment and standard error.
 pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<Answer, Error> {
     let program = shim()?;
     let mut command = Command::new(&program);

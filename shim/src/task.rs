@@ -1,4 +1,4 @@
-//! What is changed in the calls of the task service.
+//! Changes calls of the task service.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -29,41 +29,41 @@ use cryopod_host::files::Host;
 use cryopod_host::limited;
 use cryopod_host::spec::Spec;
 
-/// The log that the stock shim has the runtime write, in the bundle.
+/// The log that the stock shim makes the runtime write, in the bundle.
 const LOG: &str = "log.json";
-/// A file that no unpacked tar has: for containerd the name says that `cryopod` is to be removed. It makes a checkpoint's
-/// tar another than the one that docker packs of the same checkpoint at a restore. docker 26 refuses the same.
+/// A file that no unpacked tar has: to containerd the name means that `cryopod` is to be removed. It makes a
+/// checkpoint's tar differ from the one that docker packs of the same checkpoint at a restore. docker 26 refuses
+/// identical ones.
 const NOT_THE_SAME: &str = ".wh.cryopod";
 
-/// The annotation of a container that ends with each checkpoint whose engine says nothing of it.
+/// The annotation of a container that exits after each checkpoint, unless the engine states otherwise.
 const EXIT_ANNOTATION: &str = "dev.cryopod.checkpoint.exit";
 /// runc's options of a checkpoint; field 1 is `exit`.
 const EXIT_TYPE: &str = "containerd.runc.v1.CheckpointOptions";
 const EXIT: [u8; 2] = [1 << 3, 1];
 
-/// How long the stock shim may take to resume a container, and cryopod-runtime to pause one.
+/// Time limit for the stock shim to resume a container, and for cryopod-runtime to pause one.
 const RESUME: Duration = Duration::from_secs(30);
-/// How long the stock shim may take to say how a container is, one whose restore it is giving up.
+/// Time limit for the stock shim to report the state of a container whose restore it is giving up.
 const STATE: Duration = Duration::from_secs(30);
-/// What becomes of a request.
 #[derive(Debug)]
 pub enum Fate {
-    /// It goes on as it came.
+    /// Forward it unchanged.
     Pass,
-    /// It goes on like this.
+    /// Forward this instead.
     Changed(Request),
-    /// It does not go on; this is the answer.
+    /// Send this response without forwarding.
     Answered(Response),
-    /// It waits: for the container to run, or to be given up. Its id.
+    /// Hold it until the container with this id runs or is given up.
     Held(String),
 }
 
-/// A call whose answer is looked at.
+/// A call whose response is decoded.
 #[derive(Debug)]
 pub struct Watched {
     call: Call,
     id: String,
-    /// How long the runtime's log was.
+    /// The length of the runtime's log before the call.
     log_bytes: u64,
 }
 
@@ -79,19 +79,18 @@ enum Call {
     Resume(Vec<u8>),
 }
 
-/// The containers of this shim, as far as they matter here.
 pub struct Tasks {
-    /// cryopod-runtime; `None`: containers keep the one that their engine names.
+    /// cryopod-runtime; `None`: containers keep the runtime that their engine names.
     runtime: Option<PathBuf>,
     upstream: Address,
-    /// containerd's: the only one that a shim has containers of. containerd 1.7 does not say it in its calls.
+    /// containerd's namespace. A shim has containers of only one; containerd 1.7 does not state it in its calls.
     namespace: String,
     containers: Mutex<HashMap<String, Container>>,
 }
 
 impl Tasks {
-    /// `runtime`: cryopod-runtime; `None`: containers keep the one that their engine names.
-    /// `namespace`: containerd's.
+    /// `runtime`: cryopod-runtime; `None`: containers keep the runtime that their engine names. `namespace`:
+    /// containerd's.
     pub fn new(runtime: Option<PathBuf>, upstream: Address, namespace: &str) -> Self {
         Self {
             runtime,
@@ -101,7 +100,6 @@ impl Tasks {
         }
     }
 
-    /// Looks at a request of containerd's.
     pub fn request(&self, request: &Request) -> (Fate, Option<Watched>) {
         if !rpc::TASK_SERVICES.contains(&request.service.as_str()) {
             return (Fate::Pass, None);
@@ -127,7 +125,6 @@ impl Tasks {
         }
     }
 
-    /// Looks at the answer to a call.
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
@@ -161,8 +158,8 @@ impl Tasks {
         response
     }
 
-    /// The connection of a call has ended without an answer: containerd is gone, and with its connection the stock shim
-    /// has ended the restore that it was in the middle of.
+    /// Handles a call whose connection ended without a response: containerd is gone. The stock shim then ends a restore
+    /// that is in progress.
     pub fn lost(&self, watched: &Watched) {
         if !matches!(watched.call, Call::Start) {
             return;
@@ -171,7 +168,7 @@ impl Tasks {
         if !self.lock().get(&watched.id).is_some_and(restoring) {
             return;
         }
-        // It answers when the restore has ended, this way or that.
+        // It answers when the restore has succeeded or failed.
         let Some(state) = self.state(&watched.id) else {
             return;
         };
@@ -180,7 +177,8 @@ impl Tasks {
         if runs {
             return;
         }
-        // Nobody was told of it. A shim that has no other container ends; containerd finds it gone when it is back.
+        // containerd does not know this container. A shim without other containers exits; containerd notices when it is
+        // back.
         let mut gone = DeleteRequest::new();
         gone.id.clone_from(&watched.id);
         let deleted = rpc::task_call(&self.upstream, &self.namespace, "Delete", &gone, STATE);
@@ -192,7 +190,6 @@ impl Tasks {
         let _ = rpc::task_call(&self.upstream, &self.namespace, "Shutdown", &end, STATE);
     }
 
-    /// What the stock shim says of a container.
     fn state(&self, id: &str) -> Option<StateResponse> {
         let mut request = StateRequest::new();
         request.id = id.into();
@@ -207,7 +204,7 @@ impl Tasks {
         }
     }
 
-    /// Wait and Kill of a container that has a pid for the engine, and no process for the stock shim.
+    /// Handles Wait and Kill of a container that has a pid for the engine, but no process in the stock shim.
     fn pretend(&self, request: &Request) -> Option<Fate> {
         let (id, exec) = match request.method.as_str() {
             "Wait" => {
@@ -246,7 +243,7 @@ impl Tasks {
         }
     }
 
-    /// The restore has ended; the engine may ask once more for the one that failed.
+    /// Handles the end of a restore. After a failure the engine may try again.
     fn restored(&self, id: &str, failed: bool) {
         let remains = |c: &Container| (c.restoring.is_some() && failed).then(|| c.place.clone());
         let place = self.lock().get(id).and_then(remains);
@@ -266,14 +263,14 @@ impl Tasks {
         if let Some(restoring) = container.restoring.take()
             && !failed
         {
-            // Large images take their time; containerd need not wait for it.
+            // Large images take a while to remove; containerd need not wait.
             let _ = threads::spawn("images", move || restoring.succeeded());
         }
     }
 
-    /// A checkpoint that was killed, as containerd's death does, may leave a container running that the stock shim had
-    /// paused and believes paused: it could neither be resumed nor get an exec. It is paused once more, for the stock
-    /// shim to resume.
+    /// Handles Resume after a failed checkpoint. A checkpoint that was killed, as when containerd dies, may leave the
+    /// container running while the stock shim believes it paused: it could neither resume nor exec. So this pauses it
+    /// once more, and the stock shim can resume it.
     fn resume(&self, id: &str, request: &[u8]) -> Option<Response> {
         if self.state(id)?.status != containerd_shim::api::Status::PAUSED.into() {
             return None;
@@ -305,7 +302,7 @@ impl Tasks {
         answer.ok()
     }
 
-    /// docker's checkpoints only.
+    /// For docker's checkpoints only.
     fn make_another(&self, id: &str, images: &Path) {
         if self.lock().get(id).is_some_and(|c| c.mounted) {
             let _ = File::create(images.join(NOT_THE_SAME));
@@ -318,13 +315,13 @@ impl Tasks {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The container's OCI runtime is cryopod-runtime.
+    /// Makes cryopod-runtime the container's OCI runtime.
     fn create(&self, request: &Request) -> Result<(Request, String), String> {
         let mut create = CreateTaskRequest::parse_from_bytes(&request.payload)
             .map_err(|e| format!("containerd's Create request: {e}"))?;
         let mut options = options::decode(create.options.as_ref()).map_err(|e| e.to_string())?;
         let bundle = PathBuf::from(&create.bundle);
-        // What is wrong with a spec, the runtime says.
+        // The runtime reports errors of the spec.
         let spec = Spec::of_bundle(&bundle).unwrap_or_default();
         if let Some(runtime) = &self.runtime {
             options.binary_name = runtime.to_string_lossy().into_owned();
@@ -343,7 +340,7 @@ impl Tasks {
         };
         create.options = MessageField::some(options::encode(&options).map_err(|e| e.to_string())?);
         let named = !options.criu_image_path.is_empty();
-        // Other engines connect networks by hooks, or have a namespace ready.
+        // Other engines connect networks with hooks, or have a namespace ready.
         let mounted = create.rootfs.is_empty();
         let mut restoring = None;
         if !create.checkpoint.is_empty() {
@@ -379,8 +376,8 @@ impl Tasks {
         Ok((changed, create.id))
     }
 
-    /// docker, and ctr 1.7, send options of a checkpoint to runtimes of containerd's own name alone; without any the
-    /// container goes on running, unless its annotation says otherwise.
+    /// docker and ctr 1.7 send checkpoint options only to runtimes with containerd's own name. Without options the
+    /// container continues to run, unless its annotation says otherwise.
     fn checkpoint(&self, request: &Request, watched: &Watched) -> Fate {
         let changed = || {
             let mut checkpoint = CheckpointTaskRequest::parse_from_bytes(&request.payload).ok()?;
@@ -402,7 +399,7 @@ impl Tasks {
         changed().map_or(Fate::Pass, Fate::Changed)
     }
 
-    /// Is the answer to this one to be looked at?
+    /// Returns what to remember of a call if its response must be decoded.
     fn watch(&self, request: &Request) -> Option<Watched> {
         let payload = &request.payload;
         let (call, id, exec) = match request.method.as_str() {
@@ -450,7 +447,7 @@ impl Tasks {
         })
     }
 
-    /// A container that is yet to be restored has no process; engines that want one get the holder of its network.
+    /// A container that is not restored yet has no process. Engines that need a pid get that of its network holder.
     fn answer_pid<M: Pid>(&self, id: &str, response: &mut Response) {
         let pid = self
             .lock()
@@ -483,8 +480,8 @@ impl Tasks {
         }
     }
 
-    /// The stock shim passes on the first line that a failed runtime says, which is the low-level runtime's. What
-    /// cryopod-runtime says of it stands in the log.
+    /// Adds cryopod-runtime's error from the log. The stock shim passes on only the first line of a failed runtime,
+    /// which is from the low-level runtime.
     fn explain(&self, watched: &Watched, response: &mut Response) {
         let bundle = self.lock().get(&watched.id).map(|c| c.bundle.clone());
         let Some(reason) = bundle.and_then(|b| reason(&b.join(LOG), watched.log_bytes)) else {

@@ -1,72 +1,48 @@
-//! The frame of an image: magic numbers, then messages, each after its length.
+//! Decodes the frame of an image: magic numbers, then messages, each after its length.
 
 use prost::Message;
 
 use super::proto::{COMMON_MAGIC, SERVICE_MAGIC};
 
-/// Messages read from all images of one checkpoint: a checkpoint of the largest hosts has fewer.
+/// Most messages in all images of one checkpoint. Checkpoints of the largest hosts have fewer.
 const MAX_MESSAGES: usize = 4_000_000;
-/// Bytes of one message. CRIU's largest, a process with all of its timers and signals, has some 10 kB.
+/// Most bytes of one message. CRIU's largest, a process with all of its timers and signals, has about 10 kB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
-/// Why an image could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
-    /// The directory has no such file.
     #[error("{file}: not there; this is no complete checkpoint of CRIU")]
-    Missing {
-        /// The file.
-        file: String,
-    },
-    /// The file has a head and no message.
+    Missing { file: String },
     #[error("{file}: holds nothing; the checkpoint is damaged")]
-    Empty {
-        /// The file.
-        file: String,
-    },
-    /// The magic number is another one.
+    Empty { file: String },
     #[error(
         "{file}: starts with {found:#010x}, an image of that name with {expected:#010x}; the checkpoint is damaged"
     )]
     Magic {
-        /// The file.
         file: String,
-        /// What it starts with.
         found: u32,
-        /// What it ought to.
         expected: u32,
     },
-    /// The file ends early.
     #[error("{file}: ends in the middle of message {message}; the checkpoint is damaged")]
     Truncated {
-        /// The file.
         file: String,
-        /// Which message, from 0.
+        /// The message's number, from 0.
         message: usize,
     },
-    /// A message cannot be decoded.
     #[error("{file}: message {message}: {reason}; the checkpoint is damaged")]
     Message {
-        /// The file.
         file: String,
-        /// Which message, from 0.
         message: usize,
-        /// Which field, and what is wrong with it.
+        /// The field, and what is wrong with it.
         reason: String,
     },
-    /// Too much for one checkpoint.
     #[error(
         "{file}: {what}, more than a checkpoint has; the file is damaged or was made to do harm"
     )]
-    TooMuch {
-        /// The file.
-        file: String,
-        /// How much of what.
-        what: String,
-    },
+    TooMuch { file: String, what: String },
 }
 
-/// What may still be read.
+/// The remaining budget of messages and bytes.
 #[derive(Debug)]
 pub(super) struct Bounds {
     messages: usize,
@@ -80,7 +56,7 @@ impl Default for Bounds {
     }
 }
 
-/// All messages of an image of one kind.
+/// Decodes an image whose messages are all of one kind.
 pub(super) fn messages<M: Message + Default>(
     file: &str,
     content: &[u8],
@@ -95,7 +71,7 @@ pub(super) fn messages<M: Message + Default>(
     Ok(all)
 }
 
-/// A message of one kind, then all others of another kind.
+/// Decodes an image with one message of kind `H`, followed by messages of kind `M`.
 pub(super) fn head_and_messages<H: Message + Default, M: Message + Default>(
     file: &str,
     content: &[u8],
@@ -132,7 +108,7 @@ impl<'a> Frames<'a> {
             message: 0,
         };
         let (mut found, mut rest) = number(content).ok_or_else(truncated)?;
-        // Since CRIU 1.5 all images but the inventory have a common magic ahead of their own.
+        // Since CRIU 1.5 every image but the inventory starts with a common magic, followed by its own.
         if matches!(found, COMMON_MAGIC | SERVICE_MAGIC) {
             (found, rest) = number(rest).ok_or_else(truncated)?;
         }

@@ -1,8 +1,8 @@
-//! What the images say of the privileges of the processes that they hold: credentials, seccomp, labels, namespaces,
-//! mounts. Read before a restore, to be compared with what the engine's spec gives.
+//! Reads the privileges of the processes in the images: credentials, seccomp, labels, namespaces, mounts. A restore
+//! compares them with what the engine's spec gives.
 //!
-//! The files are named as CRIU finds them: `pstree.img` lists processes and threads, each with a `core-TID.img`,
-//! each process with an `ids-PID.img`; `mountpoints-ID.img` is one for each mount namespace that the ids name.
+//! The files have CRIU's names: `pstree.img` lists processes and threads. Each thread has a `core-TID.img`, each
+//! process an `ids-PID.img`. Each mount namespace in the ids has a `mountpoints-ID.img`.
 
 use std::collections::BTreeSet;
 
@@ -14,34 +14,29 @@ use crate::names::CRIU_INVENTORY;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
 const SECCOMP_MAGIC: u32 = 0x6441_3049;
-/// Processes and threads of one checkpoint.
 const MAX_THREADS: usize = 1 << 20;
 
-/// What the images say.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Privileges {
-    /// Every thread that is restored as such. Zombies have no privileges.
+    /// All restored threads. Zombies have no privileges.
     pub threads: Vec<Thread>,
-    /// The namespaces of the processes that have a list of their own; others have their parent's.
+    /// The namespaces of the processes that have their own list; the others have those of their parent.
     pub namespaces: Vec<Namespaces>,
-    /// The namespaces in which CRIU ran at the checkpoint: a process with one of these ids shares it with the host.
+    /// The namespaces that CRIU ran in at the checkpoint. A process with one of these ids shares that namespace with
+    /// the host.
     pub host: Namespaces,
-    /// All mounts.
     pub mounts: Vec<Mount>,
 }
 
-/// A thread's privileges.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Thread {
     /// Process id inside the container.
     pub pid: u32,
     /// Thread id inside the container.
     pub tid: u32,
-    /// The process's name.
     pub comm: String,
-    /// Capabilities that it has or could get: all five sets together, a bit each.
+    /// Union of all five capability sets, one bit per capability.
     pub capabilities: u64,
-    /// It cannot gain privileges by exec.
     pub no_new_privs: bool,
     /// 0: no seccomp, 1: strict, 2: a filter.
     pub seccomp: u32,
@@ -52,18 +47,16 @@ pub struct Thread {
 /// CRIU's ids of a process's namespaces; 0: not recorded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Namespaces {
-    /// The process; 0 for CRIU.
+    /// The process id; 0 for CRIU itself.
     pub of: u32,
-    /// By the names that an OCI spec has for them, in the order of [`NAMESPACES`].
+    /// In the order of [`NAMESPACES`].
     pub ids: [u32; 8],
 }
 
-/// The names of namespaces in an OCI spec.
 pub const NAMESPACES: [&str; 8] = [
     "pid", "network", "ipc", "uts", "mount", "user", "cgroup", "time",
 ];
 
-/// A mount.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Mount {
     /// Mount point in the container, from `/`.
@@ -74,11 +67,11 @@ pub struct Mount {
     pub device: u32,
     /// The `MS_*` flags of the mount and of its file system.
     pub flags: u32,
-    /// Its content comes from outside: CRIU is told where it is.
+    /// The content comes from outside: the caller tells CRIU where it is.
     pub external: bool,
 }
 
-/// The kernel's name of a file system of which CRIU makes a new instance by itself; `None`: one that it does not.
+/// Returns the kernel's name of a file system that CRIU mounts anew by itself; `None` for all others.
 pub fn fs_type(number: u32) -> Option<&'static str> {
     Some(match number {
         1 => "proc",
@@ -105,11 +98,9 @@ pub fn fs_type(number: u32) -> Option<&'static str> {
     })
 }
 
-/// Reads them. `open` gives the content of a file of the image directory, `None` if there is none of that name.
-///
-/// # Errors
-/// [`ImageError`]: an image is damaged, or one is missing without which CRIU would restore a process with CRIU's own
-/// privileges. Errors of `open` as they are.
+/// Reads the privileges. `open` returns the content of a file of the image directory, or `None` if there is no such
+/// file. Fails with [`ImageError`] if an image is damaged, or if one is missing and CRIU would then restore a process
+/// with CRIU's own privileges. Errors of `open` pass through unchanged.
 pub fn read<E: From<ImageError>>(
     mut open: impl FnMut(&str) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<Privileges, E> {
@@ -162,7 +153,7 @@ pub fn read<E: From<ImageError>>(
             .into());
         }
         let mut comm = String::new();
-        // Where all threads have the leader's filters CRIU records the leader's alone, for all of them at once.
+        // If all threads have the leader's filters, CRIU records only the leader's, for all of them.
         let mut for_all = 0;
         let others = process.threads.iter().filter(|tid| **tid != process.pid);
         for tid in std::iter::once(&process.pid).chain(others) {
@@ -174,7 +165,7 @@ pub fn read<E: From<ImageError>>(
             let task = core.tc.unwrap_or_default();
             if *tid == process.pid {
                 comm = task.comm.clone();
-                // CRIU gives every other state the credentials of the images, or its own.
+                // In any other state CRIU gives the process the credentials of the images, or its own.
                 if task.state == DEAD || task.state == ZOMBIE {
                     break;
                 }
@@ -217,11 +208,11 @@ pub fn read<E: From<ImageError>>(
 
 const DEAD: u32 = 2;
 const ZOMBIE: u32 = 6;
-/// `SECCOMP_MODE_FILTER`, and the flag with which a filter is installed in all threads.
+/// `SECCOMP_MODE_FILTER`, and the flag that installs a filter in all threads.
 const FILTER: u32 = 2;
 const TSYNC: u32 = 1;
 
-/// Does every filter of the chain that begins at `first` go to all threads of its process?
+/// Returns true if every filter of the chain that begins at `first` applies to all threads of its process.
 fn synced(filters: &[Filter], first: Option<u32>) -> bool {
     let mut next = first;
     for _ in 0..=filters.len() {
@@ -233,7 +224,7 @@ fn synced(filters: &[Filter], first: Option<u32>) -> bool {
             _ => return false,
         }
     }
-    false // it leads in a circle
+    false // the chain has a cycle
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -342,7 +333,8 @@ struct Creds {
 }
 
 impl Creds {
-    /// All sets together; `None` if one has not the two words that CRIU writes. CRIU before 4.1 has no ambient set.
+    /// Returns the union of all sets; `None` if one lacks the two words that CRIU writes. CRIU before 4.1 has no
+    /// ambient set.
     fn capabilities(&self) -> Option<u64> {
         let mut all = 0;
         for set in [&self.cap_inh, &self.cap_prm, &self.cap_eff, &self.cap_bnd] {
@@ -379,10 +371,10 @@ struct MntEntry {
 impl MntEntry {
     fn mount(self) -> Mount {
         let external = self.ext_mount == Some(true) || self.ext_key.is_some_and(|k| !k.is_empty());
-        // Of a mount from outside CRIU does not make the file system.
+        // CRIU does not create the file system of an external mount.
         let of_file_system = self.sb_flags.filter(|_| !external).unwrap_or(0);
         Mount {
-            // CRIU writes paths with or without a dot in front.
+            // CRIU writes paths with or without a leading dot.
             path: format!(
                 "/{}",
                 self.mountpoint.trim_start_matches('.').trim_matches('/')

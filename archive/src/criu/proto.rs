@@ -1,5 +1,5 @@
-//! The messages, as far as they are read. Field numbers and magic numbers are those of CRIU's `images/*.proto`
-//! and its list of magics; what is `required` there is taken as 0 where it is missing.
+//! Defines the fields of CRIU's messages that are read here. Field numbers and magic numbers are those of CRIU's
+//! `images/*.proto` and its list of magics. A missing `required` field reads as 0.
 
 use prost::Message;
 
@@ -15,7 +15,6 @@ pub const MOUNTS_MAGIC: u32 = 0x5556_3928;
 pub const FILES_MAGIC: u32 = 0x5630_3138;
 pub const STATS_MAGIC: u32 = 0x5709_3306;
 
-/// Flags of a [`PagemapEntry`].
 const PARENT: u32 = 1;
 const PRESENT: u32 = 4;
 
@@ -25,7 +24,7 @@ pub struct InventoryEntry {
     pub img_version: u32,
     #[prost(message, optional, tag = "12")]
     pub plugins: Option<PluginsEntry>,
-    /// How memory pages are compressed; 0: not.
+    /// Compression of the memory pages; 0: none.
     #[prost(uint32, optional, tag = "15")]
     pub compress: Option<u32>,
 }
@@ -78,7 +77,7 @@ pub struct PagemapEntry {
     pub flags: Option<u32>,
     #[prost(uint64, optional, tag = "5")]
     pub nr_pages: Option<u64>,
-    /// Where the pages are compressed (CRIU 4.3).
+    /// Where compressed pages lie (CRIU 4.3).
     #[prost(message, optional, tag = "6")]
     pub blocks: Option<PagemapBlocks>,
 }
@@ -102,7 +101,8 @@ impl PagemapEntry {
         }
     }
 
-    /// In these images; before CRIU 2.9 there were no flags, and everything else was.
+    /// Returns true if these images have the pages. CRIU before 2.9 had no flags; then every page that is not in the
+    /// parent is here.
     pub fn is_present(&self) -> bool {
         self.flags.is_none_or(|flags| flags & PRESENT != 0)
     }
@@ -217,7 +217,6 @@ pub fn arch(mtype: u32) -> Option<&'static str> {
     })
 }
 
-/// By `fd_types`.
 pub fn file_kind(kind: u32) -> &'static str {
     match kind {
         1 => "file",

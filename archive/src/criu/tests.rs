@@ -1,7 +1,7 @@
 use super::*;
 use prost::Message;
 
-/// An image with CRIU's common head.
+/// An image with CRIU's common magic.
 fn image(magic: u32, messages: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::new();
     if magic == proto::STATS_MAGIC {
@@ -20,10 +20,10 @@ fn image(magic: u32, messages: &[Vec<u8>]) -> Vec<u8> {
 /// Written by CRIU 4.1.1: a container's first process and two children with three threads each.
 const PSTREE: &str = "1943565430302750 0a000000 08011000180120012801 0e000000 0802100118012001280228042805 \
     0e000000 0803100118012001280328062807";
-/// The same checkpoint's.
+/// Of the same checkpoint.
 const STATS_DUMP: &str = "4059105506330957 29000000 0a2708e43e10a7ac26189fd30720ab840728fea101300038b5a10140004800\
     5018581860006800 7000";
-/// The same checkpoint's inventory, its ids left out, and the plugin.
+/// Of the same checkpoint; without its ids, and with the plugin.
 const INVENTORY: &str = "16313158 18000000 080210016210620e6372796f706f645f6e7669646961 6800";
 
 fn hex(text: &str) -> Vec<u8> {
@@ -151,7 +151,7 @@ fn compressed_pages() {
         &[head, entry(Some(blocks)), entry(None)],
     );
     files.insert("pagemap-2.img".into(), content);
-    // 13 pages of the sample and 20 of this one are plain.
+    // 13 pages of the sample and 20 of this one are uncompressed.
     let facts = read(&files, 33 * 16384 + 12_345).unwrap();
     assert_eq!(facts.memory_bytes, 53 * 16384);
 
@@ -204,7 +204,7 @@ fn damaged() {
     }
     let huge = [&hex("1943565430302750"), &[0xff_u8, 0xff, 0xff, 0x7f][..]].concat();
     assert!(say("pstree.img", &huge).contains("a message of 2147483647 bytes"));
-    // A field of another type is named.
+    // The error names a field of another type.
     let wrong = say("core-2.img", &image(proto::CORE_MAGIC, &[vec![0x0a, 0x00]]));
     assert!(
         wrong.contains("core-2.img: message 0") && wrong.contains("mtype"),

@@ -1,4 +1,4 @@
-//! From a stream as it is stored to pieces and to frames for the workers.
+//! Splits a stored stream into pieces, and into frames for the workers.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -27,20 +27,17 @@ impl<R: Read> Read for Tee<'_, R> {
     }
 }
 
-/// Reads a stream.
 pub(super) struct Splitter<'d> {
     pub(super) decoder: &'d Decoder<'d>,
     pub(super) allowance: Allowance,
-    /// Bytes that were read.
     pub(super) input: u64,
-    /// Bytes that come out of them.
     pub(super) output: u64,
     pub(super) out: Sender<Next>,
-    /// Of what is stored.
+    /// Hash of the stored bytes.
     pub(super) hash: Option<hash::Stream>,
 }
 
-/// The consumer is gone.
+/// The consumer has stopped reading.
 struct Gone;
 
 enum Stop {
@@ -61,7 +58,7 @@ impl From<Gone> for Stop {
 }
 
 impl Splitter<'_> {
-    /// Reads to the end. Gives the digest of what is stored, if it was asked for.
+    /// Reads to the end. Returns the digest of the stored bytes if the caller asked for it.
     pub(super) fn run(
         mut self,
         raw: &mut (impl Read + Send),
@@ -77,7 +74,7 @@ impl Splitter<'_> {
         self.hash.map(hash::Stream::finish)
     }
 
-    /// Frame by frame, as long as they are small.
+    /// Reads frame by frame, as long as they are small.
     fn frames(&mut self, raw: &mut (impl Read + Send)) -> Result<(), Stop> {
         // Room for the largest frame and a piece of the next.
         let mut buf = vec![0; MAX_FRAME + 2 * PIECE];
@@ -127,14 +124,13 @@ impl Splitter<'_> {
         if at == end && at == 0 {
             return Ok(());
         }
-        // The rest, with its errors, is the ordinary decoder's.
+        // The ordinary decoder handles the rest and reports its errors.
         buf.truncate(end);
         let rest = buf.split_off(at);
         drop(buf);
         self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
     }
 
-    /// Keeps a frame, and hashes it.
     fn stored(&self, part: &[u8], token: Token) -> Arc<Stored> {
         let mut data = buffer(&self.decoder.spare);
         data.extend_from_slice(part);
@@ -149,7 +145,7 @@ impl Splitter<'_> {
         stored
     }
 
-    /// One thread for all.
+    /// Decompresses the rest with one thread.
     fn alone(
         &mut self,
         raw: &mut (impl Read + Send),

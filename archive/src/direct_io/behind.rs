@@ -1,4 +1,4 @@
-//! Writing past the page cache while the caller fills the next piece of memory.
+//! Writes past the page cache while the caller fills the next piece of memory.
 
 use std::fs::File;
 use std::io;
@@ -9,30 +9,28 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use super::Aligned;
 
-/// Pieces that are on their way to the disk at once: with fewer it has nothing to do between two.
+/// Pieces in flight at once. With fewer the disk idles between two.
 const AT_ONCE: usize = 2;
 
-/// Threads that write.
 pub(super) struct Behind {
     /// `None` at the end.
     orders: Option<Sender<Order>>,
     done: Receiver<(Order, io::Result<()>)>,
     threads: Vec<JoinHandle<()>>,
-    /// Pieces that were given and did not come back.
+    /// Pieces in flight.
     out: usize,
 }
 
-/// A piece, and where it goes.
 struct Order {
     memory: Aligned,
     at: u64,
 }
 
-/// What could not be written past the cache by anybody, as the file system does not do so here.
+/// Pieces that nothing could write past the page cache, because the file system does not support it here.
 pub(super) struct Refused(Vec<Order>);
 
 impl Refused {
-    /// Writes it by way of the cache.
+    /// Writes the pieces through the page cache.
     pub(super) fn write(&self, file: &File) -> io::Result<()> {
         let mut orders = self.0.iter();
         orders.try_for_each(|o| file.write_all_at(&o.memory, o.at))
@@ -40,7 +38,7 @@ impl Refused {
 }
 
 impl Behind {
-    /// Writes to a file that is open for it.
+    /// Writes to a file that is open with `O_DIRECT`.
     pub(super) fn new(file: &File) -> io::Result<Self> {
         let (orders, to_write) = unbounded::<Order>(); // bounded by the memory
         let (back, done) = unbounded();
@@ -63,10 +61,8 @@ impl Behind {
         Ok(behind)
     }
 
-    /// Takes memory that is to be written, and gives other of the same length to fill.
-    ///
-    /// # Errors
-    /// Of any piece before it. Pieces that were refused are given back, all of them.
+    /// Takes a full buffer to write, and returns another of the same length to fill. Fails if an earlier piece failed.
+    /// Gives all refused pieces back.
     pub(super) fn write(
         &mut self,
         memory: Aligned,
@@ -90,7 +86,7 @@ impl Behind {
         }
     }
 
-    /// Waits for one piece; `Err`: it was refused.
+    /// Waits for one piece. An inner `Err` holds a piece that was refused.
     fn one(&mut self) -> io::Result<Result<Order, Order>> {
         let (order, written) = self.done.recv().map_err(|_| gone())?;
         self.out -= 1;
@@ -101,10 +97,7 @@ impl Behind {
         }
     }
 
-    /// Waits for all pieces.
-    ///
-    /// # Errors
-    /// Of any.
+    /// Waits for all pieces. Fails if one of them failed.
     pub(super) fn rest(&mut self) -> io::Result<Refused> {
         let mut refused = Vec::new();
         while self.out > 0 {
@@ -115,7 +108,7 @@ impl Behind {
 }
 
 impl Drop for Behind {
-    /// Nothing is written after this.
+    /// Waits until no thread writes any more.
     fn drop(&mut self) {
         self.orders = None;
         for thread in self.threads.drain(..) {
@@ -159,7 +152,7 @@ mod tests {
         }
     }
 
-    /// An offset beyond what a file can have is refused as one that cannot be written directly is.
+    /// The kernel refuses an offset beyond the largest file size just as it refuses direct I/O.
     #[test]
     fn what_is_refused_is_given_back_whole() {
         let file = tempfile::tempfile().unwrap();

@@ -1,6 +1,6 @@
 use super::*;
 
-/// A bundle with images, large and small, below a directory.
+/// A bundle with large and small images, below a directory.
 fn images() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let images = dir.path().join("checkpoint");
@@ -80,11 +80,11 @@ fn nobody_asks_any_more() {
     let (dir, images) = images();
     let all = names(&images);
     let away = dir.path().join(AWAY);
-    // Killed ahead of the checkpoint: nothing is moved.
+    // Killed before the checkpoint: nothing is moved.
     drop(ask(&images).unwrap());
     assert_eq!(after_checkpoint(&images).unwrap(), 0);
     assert_eq!(names(&images), all);
-    // Killed after it: the next checkpoint, and the next export, find all in its place.
+    // Killed after it: the next checkpoint, and the next export, find all files in place.
     for next in [
         before_checkpoint as fn(&Path) -> io::Result<()>,
         |images| ask(images).map(drop),
@@ -105,11 +105,11 @@ fn what_cannot_be_moved_is_where_it_was() {
     let all = names(&images);
     let _request = ask(&images).unwrap();
     let away = dir.path().join(AWAY);
-    // One of two cannot go: a directory has its name.
+    // One of two cannot be moved: a directory has its name.
     fs::create_dir_all(away.join("pages-1.img/x")).unwrap();
     let error = after_checkpoint(&images).unwrap_err().to_string();
     assert!(error.contains("pages-1.img"), "{error}");
-    // The directory was moved back in place of no file: all files are still there.
+    // The directory replaced no file: all files still exist.
     assert_eq!(names(&images), all);
     assert!(error.contains("could not be moved back"), "{error}");
     assert!(error.contains(&images.display().to_string()), "{error}");
@@ -125,7 +125,7 @@ fn to_another_file_system() {
     assert!(differ(away.path(), images.path()));
     let whole = vec![7u8; 3 << 20];
     fs::write(&from, &whole).unwrap();
-    // Whatever goes wrong, the file stays whole here, and there is none or the old one there.
+    // After any failure the file is complete here; there, nothing or the old file exists.
     fs::write(&to, "old").unwrap();
     let mut full = |_: &mut File, to: &mut File| {
         io::Write::write_all(to, &[1; 1000])?;
@@ -139,7 +139,7 @@ fn to_another_file_system() {
     assert_eq!(fs::read(&from).unwrap(), whole);
     assert_eq!(fs::read(&to).unwrap(), b"old");
     assert_eq!(names(images.path()), ["a.img"]);
-    // A link there is replaced and not followed, and what a killed one left is no obstacle.
+    // A link there is replaced and not followed; a leftover of a killed process does no harm.
     let other = images.path().join("other");
     fs::write(&other, "kept").unwrap();
     fs::remove_file(&to).unwrap();
@@ -151,7 +151,7 @@ fn to_another_file_system() {
     assert_eq!(fs::read(&other).unwrap(), b"kept");
     assert_eq!(names(images.path()), ["a.img", "other"]);
     assert!(names(away.path()).is_empty());
-    // No file.
+    // Not a file.
     fs::create_dir(away.path().join("directory")).unwrap();
     join(away.path(), images.path()).unwrap_err();
     assert!(away.path().join("directory").exists());
@@ -168,7 +168,7 @@ fn tickets_of_the_dead() {
     revoke_at(&desk, &dir.path().join("scratch"));
     assert_eq!(names(&desk).len(), 1);
     assert!(fs::symlink_metadata(&other.link).is_ok());
-    // A ticket to a directory that is gone says so.
+    // A ticket to a missing directory gives a clear error.
     let gone = issue_at(&desk, &images, &dir.path().join("gone")).unwrap();
     let error = redeem(&images, &desk).unwrap_err().to_string();
     assert!(error.contains("import the archive itself"), "{error}");

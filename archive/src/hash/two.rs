@@ -1,7 +1,7 @@
-//! SHA-256 of two streams by turns, with the processor's instructions for it.
+//! Interleaves the SHA-256 of two streams, with the processor's SHA instructions.
 //!
-//! Within one stream each of these instructions waits for the one before it (FIPS 180-4, section 6.2.2: every round
-//! needs the former's result); the other stream's run meanwhile.
+//! Within one stream each of these instructions waits for the previous one (FIPS 180-4, section 6.2.2: every round
+//! needs the result of the round before). The other stream's instructions run meanwhile.
 
 use std::arch::x86_64::{
     __m128i, _mm_add_epi32, _mm_alignr_epi8, _mm_blend_epi16, _mm_loadu_si128, _mm_set_epi64x,
@@ -79,25 +79,24 @@ static K: [u32; 64] = [
     0xc671_78f2,
 ];
 
-/// Takes as many whole blocks as both have.
-///
-/// `false`: this processor cannot, and nothing was done.
+/// Hashes as many whole blocks as both streams have. Returns `false`, with nothing done, if this processor lacks the
+/// instructions.
 pub(super) fn blocks(a: &mut State, b: &mut State, of_a: &[u8], of_b: &[u8]) -> bool {
     let able = is_x86_feature_detected!("sha")
         && is_x86_feature_detected!("ssse3")
         && is_x86_feature_detected!("sse4.1");
     if able {
-        // SAFETY: the processor has what the function was compiled for.
+        // SAFETY: the processor has the features that the function was compiled for.
         unsafe { run([a, b], of_a, of_b) };
     }
     able
 }
 
 /// # Safety
-/// The processor has to have these instructions.
+/// The processor must have these instructions.
 #[target_feature(enable = "sha,sse2,ssse3,sse4.1")]
 unsafe fn run(states: [&mut State; 2], of_a: &[u8], of_b: &[u8]) {
-    // SAFETY: all loads and stores are of arrays and of blocks whose length is given by their types or by
+    // SAFETY: all loads and stores are of arrays, and of blocks whose length comes from their types or from
     // `chunks_exact`; none has to be aligned.
     unsafe {
         let load = |state: &State| -> (__m128i, __m128i) {
@@ -122,7 +121,7 @@ unsafe fn run(states: [&mut State; 2], of_a: &[u8], of_b: &[u8]) {
             };
             let words = |block: &[u8]| [0, 1, 2, 3].map(|n| word(block, n));
             let mut w = [words(block_a), words(block_b)];
-            // Four rounds of both; the words of the rounds that come sixteen later are made on the way.
+            // Four rounds of both streams. Also computes the words for the rounds sixteen later.
             macro_rules! rounds {
                 ($($n:literal)*) => { $(
                     let k = _mm_loadu_si128(K.as_ptr().add(4 * $n).cast());

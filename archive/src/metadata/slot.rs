@@ -1,4 +1,4 @@
-//! Writing the metadata, where a full disk must not be met too late.
+//! Reserves disk space for the metadata before the freeze and writes it there afterwards.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek, Write};
@@ -8,14 +8,13 @@ use std::path::{Path, PathBuf};
 use super::{Metadata, MetadataError};
 use crate::names;
 
-/// Disk space kept ready for the metadata before a container is frozen, in bytes.
+/// Disk space reserved for the metadata before a container is frozen, in bytes.
 pub(super) const RESERVE_BYTES: u64 = 256 << 10;
 
 /// The metadata's place in an image directory, reserved before the container is frozen.
 ///
-/// Creating it proves that the directory can be written and keeps room for the metadata, so that a full or
-/// read-only disk is met while the container still runs. Dropped without [`MetadataSlot::commit`], it leaves
-/// nothing behind.
+/// Creating it proves that the directory is writable and has room for the metadata. So a full or read-only disk shows
+/// while the container still runs. If dropped without [`MetadataSlot::commit`], it leaves nothing behind.
 #[derive(Debug)]
 pub struct MetadataSlot {
     file: File,
@@ -25,11 +24,9 @@ pub struct MetadataSlot {
 }
 
 impl MetadataSlot {
-    /// Reserves the place. metadata of an earlier checkpoint in the same directory is removed, and its reference to a store,
-    /// because the images that they describe are about to be overwritten.
-    ///
-    /// # Errors
-    /// [`MetadataError::Write`] if the directory cannot be written or is full.
+    /// Reserves the place. First removes the metadata and the store reference of an earlier checkpoint in the
+    /// directory: its images are about to be overwritten. Fails with [`MetadataError::Write`] if the directory cannot
+    /// be written or is full.
     pub fn reserve(image_dir: &Path) -> Result<Self, MetadataError> {
         let partial = image_dir.join(names::METADATA_PARTIAL);
         let path = image_dir.join(names::METADATA);
@@ -56,7 +53,7 @@ impl MetadataSlot {
             path: path.clone(),
             done: false,
         };
-        // Real blocks, not a sparse file: zeros are written, as fallocate is missing on some file systems.
+        // Writes zeros to get real blocks instead of a sparse file; some file systems lack fallocate.
         let zeros = [0u8; 64 << 10];
         for _ in 0..RESERVE_BYTES / zeros.len() as u64 {
             slot.file.write_all(&zeros).map_err(write)?;
@@ -65,7 +62,6 @@ impl MetadataSlot {
         Ok(slot)
     }
 
-    /// Where the partial file lies.
     pub fn partial(&self) -> &Path {
         &self.partial
     }
@@ -73,7 +69,7 @@ impl MetadataSlot {
     /// Writes the metadata under its final name, durably.
     ///
     /// # Errors
-    /// [`MetadataError::Write`]; nothing is left under the final name then.
+    /// [`MetadataError::Write`]; then nothing has the final name.
     pub fn commit(mut self, metadata: &Metadata) -> Result<(), MetadataError> {
         let write = |path: &Path| {
             let path = path.to_owned();

@@ -1,4 +1,4 @@
-//! containerd's own checkpoint, whose large files are in a store, as one that has them.
+//! Writes containerd's own checkpoint again, with its large files taken from a store.
 
 use super::PackOptions;
 use super::image::{Store, json, put_end, put_entry};
@@ -17,11 +17,9 @@ use crate::store::{Found, StoreError};
 use crate::stream::{Compression, Section};
 use crate::tarread::TarReader;
 
-/// Writes containerd's checkpoint again, in containerd's form, with the files of a store's entry among CRIU's images and
-/// without the reference to them. Level, compression, names and annotations of the options mean nothing here.
-///
-/// # Errors
-/// [`Error::Unsupported`] if it is none, or the destination no layout; [`Error`].
+/// Writes containerd's checkpoint again, in containerd's form. Adds the files of the store's entry to CRIU's images,
+/// and removes the reference. Ignores level, compression, names and annotations of the options. Fails with
+/// [`Error::Unsupported`] if the source is not such a checkpoint, or if the destination is not a layout.
 pub fn complete(
     source: &Source,
     stored: &Found,
@@ -81,8 +79,7 @@ struct Complete<'c> {
     limits: &'c Limits,
 }
 
-/// The layout's index as it is now, and, where that of the checkpoint is a blob, the digest that this had and it as it is
-/// now.
+/// The new index of the layout. If the checkpoint's index is a blob: also its old digest and its new content.
 struct Indexes {
     old: Option<Digest>,
     nested: Option<Vec<u8>>,
@@ -154,7 +151,7 @@ impl Complete<'_> {
         })
     }
 
-    /// The indexes with another descriptor of CRIU's images.
+    /// Builds the indexes with another descriptor of CRIU's images.
     fn indexes(&self, criu: &Descriptor) -> Result<Indexes, Error> {
         let bad = |bad| Error::bad(self.blobs.path(), bad);
         let text = self.blobs.document(names::OCI_INDEX)?;
@@ -187,7 +184,7 @@ impl Complete<'_> {
         Err(bad(Bad::NoImage))
     }
 
-    /// Copies a blob; how many bytes it has.
+    /// Copies a blob. Returns its size in bytes.
     fn copy(&self, out: &Store, digest: &Digest) -> Result<u64, Error> {
         let mut section = self.blobs.raw(digest)?;
         let bytes = section.left();
@@ -216,7 +213,6 @@ impl Complete<'_> {
     }
 }
 
-/// Puts a descriptor in the place of another.
 fn replace(index: &mut Index, old: &Descriptor, new: &Descriptor) -> bool {
     let mut places = index
         .manifests

@@ -1,16 +1,17 @@
-//! Is it worth while to give bytes shorter codes by how often they come?
+//! Decides whether entropy coding is worth its time.
 //!
-//! Pages of noise and zeros shrink by their repetitions alone. What is left between them are evenly distributed bytes,
-//! at which an entropy coder works for a long time and gains nothing: four times as long, for the same size.
+//! Pages of noise and zeros shrink through their repetitions alone. The bytes between the repetitions are evenly
+//! distributed. An entropy coder works on them for a long time and gains nothing: four times as long, for the same
+//! size.
 
-/// Bytes that are looked at together, and how far apart. Both are odd to pages.
+/// Length of a run of sampled bytes, and the distance between runs. Neither divides a page.
 const RUN: usize = 61;
 const STRIDE: usize = 16_183;
-/// Fewer bytes tell nothing.
+/// Fewer samples are not significant.
 const ENOUGH: u64 = 512;
 
-/// Are the bytes, but for the most frequent one, evenly distributed? A sample of every 16 KiB decides, always the
-/// same one, in whole numbers: the answer depends on nothing but the data.
+/// Returns true if the bytes, except the most frequent one, are evenly distributed. Samples every 16 KiB at fixed
+/// places, in integers: the answer depends only on the data.
 pub(super) fn even(data: &[u8]) -> bool {
     let mut counts = [0u64; 256];
     for run in data.chunks(STRIDE) {
@@ -25,7 +26,7 @@ pub(super) fn even(data: &[u8]) -> bool {
     if n < ENOUGH {
         return false;
     }
-    // The sum of squares of n even bytes is n * n / 256 + n on average; a quarter more is allowed.
+    // The sum of squares of n evenly distributed bytes is n * n / 256 + n on average; a quarter more is allowed.
     let squares: u64 = counts.iter().map(|c| c * c).sum();
     squares * 1024 <= 5 * n * n + 1024 * n
 }
@@ -67,7 +68,7 @@ mod tests {
         let mut half = noise(1 << 20);
         half[..1 << 19].copy_from_slice(&text[..1 << 19]);
         assert!(!even(&half));
-        // Floating point numbers: an exponent of few values beside an even mantissa.
+        // Floating point numbers: an exponent with few values beside an evenly distributed mantissa.
         let mut floats = noise(1 << 20);
         for (n, exponent) in floats.iter_mut().skip(3).step_by(4).enumerate() {
             *exponent = 0x3c + (n % 4) as u8;

@@ -1,4 +1,4 @@
-//! What an image says of its checkpoint: annotations and config.
+//! Builds an image's annotations and config, which describe its checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::source::Kind;
 /// Longest value that is copied into an annotation, in bytes.
 const MAX_VALUE: usize = 512;
 
-/// The annotations of a checkpoint's manifest, for podman, CRI-O, containerd and people.
+/// Returns the annotations of a checkpoint's manifest, for podman, CRI-O, containerd and people.
 pub(super) fn annotations(known: &Known, kind: Kind) -> BTreeMap<String, String> {
     let json = |name: &str| -> Value {
         known
@@ -152,7 +152,7 @@ fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
     for (vendor, version) in &gpu.drivers {
         put(&format!("dev.cryopod.driver.{vendor}"), Some(version));
     }
-    // The metadata's record of the VRAM files; its fields are the VRAM files'.
+    // The metadata's record of the VRAM files; its fields are those of `VramFacts`.
     if metadata.extra.get("vram").is_some_and(|l| !l.is_null()) {
         put("dev.cryopod.vram", Some("true"));
     }
@@ -174,7 +174,7 @@ fn engine(config: &Value, kind: Kind) -> Option<&'static str> {
     }
 }
 
-/// When the checkpoint was made: never when it was packed, as the same input gives the same digests.
+/// Returns the time of the checkpoint, never that of packing: the same input must give the same digests.
 fn created(config: &Value, metadata: Option<&Metadata>) -> Option<String> {
     let times = [config.get("checkpointedTime"), config.get("createdTime")];
     let valid = |t: &&str| t.len() >= 20 && t.as_bytes()[4] == b'-' && !t.starts_with("0001");
@@ -185,7 +185,7 @@ fn created(config: &Value, metadata: Option<&Metadata>) -> Option<String> {
     all.filter(|t| t.is_ascii()).find(valid).map(str::to_owned)
 }
 
-/// The image's config: an image that is never run as it is.
+/// Builds the image's config. The image is never run as it is.
 pub(super) fn config(
     known: &Known,
     annotations: &BTreeMap<String, String>,
@@ -204,7 +204,7 @@ pub(super) fn config(
     }
 }
 
-/// A machine's name in Go's words.
+/// Returns Go's name of a machine.
 fn go_arch(machine: &str) -> &str {
     match machine {
         "x86_64" => "amd64",

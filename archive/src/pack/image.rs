@@ -1,4 +1,4 @@
-//! Writing an OCI image: as a layout directory or a tar of one.
+//! Writes an OCI image, as a layout directory or a tar of one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -25,11 +25,10 @@ use crate::stream::Compression;
 const SAMPLES: u64 = 64;
 const SAMPLE_BYTES: usize = 16 << 10;
 
-/// Where blobs go.
 pub(super) enum Store {
-    /// A layout: each blob a file, several at once.
+    /// A layout: each blob is a file; several can be written at once.
     Directory { dir: PathBuf, next: AtomicU64 },
-    /// A tar: one blob after the other. The header is written when size and digest are known.
+    /// A tar: one blob after the other. The header is written once size and digest are known.
     Tar { file: File, path: PathBuf },
 }
 
@@ -67,7 +66,6 @@ impl Store {
         Ok(store)
     }
 
-    /// `true` if several blobs can be written at once.
     pub(super) fn parallel(&self) -> bool {
         matches!(self, Self::Directory { .. })
     }
@@ -170,12 +168,11 @@ impl Store {
         }
     }
 
-    /// Writes a blob that is a document.
     pub(super) fn blob(&mut self, content: &[u8]) -> Result<(), Error> {
         self.document(&blob_name(&Digest::of(content)), content)
     }
 
-    /// Writes what makes a layout of the blobs: the last that is written.
+    /// Writes the files that turn the blobs into a layout. Call this last.
     pub(super) fn close(&mut self, index: &[u8]) -> Result<(), Error> {
         self.document(names::OCI_INDEX, index)?;
         self.document(names::OCI_LAYOUT, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
@@ -194,7 +191,7 @@ impl Store {
         }
     }
 
-    /// Writes all that stands around the layers.
+    /// Writes config, manifest and index.
     pub(super) fn finish(
         mut self,
         layers: Vec<Descriptor>,
@@ -273,7 +270,6 @@ fn run(
     .map_err(|e| e.into_error(path))
 }
 
-/// An error of either side of a stream.
 pub(super) enum Carried {
     Ours(Error),
     Io(io::Error),
@@ -306,7 +302,6 @@ pub(super) fn put(input: &mut Input<'_>, item: &Item, source: &Source) -> Result
     put_entry(input, &item.entry, &mut *reader, source.path())
 }
 
-/// Puts an entry and its content into a tar.
 pub(super) fn put_entry(
     input: &mut Input<'_>,
     entry: &Entry,
@@ -336,14 +331,12 @@ pub(super) fn put_entry(
     })
 }
 
-/// Puts the end mark of a tar.
 pub(super) fn put_end(input: &mut Input<'_>, path: &Path) -> Result<(), Error> {
     input
         .zeros(2 * tarwrite::BLOCK)
         .map_err(|e| Error::from_io(path, "read it", e))
 }
 
-/// The descriptor of a layer that was written.
 pub(super) fn descriptor(
     written: &Written,
     compression: Compression,
@@ -371,7 +364,7 @@ pub(super) fn descriptor(
     Ok(descriptor)
 }
 
-/// Is a file worth compressing? Pieces from all over it are tried, the same ones every time.
+/// Returns true if a file is worth compressing. Tries pieces from all over it, always the same ones.
 pub(super) fn shrinks(item: &Item, source: &Source) -> Result<bool, Error> {
     let section = item.section(source)?;
     let read = |e| Error::from_io(source.path(), "read it", e);

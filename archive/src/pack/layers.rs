@@ -1,4 +1,4 @@
-//! The layers of an image.
+//! Writes the layers of an image.
 
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -19,7 +19,6 @@ const AT_ONCE: usize = 16;
 
 type Layer = (Option<Digest>, Descriptor);
 
-/// Writes one layer.
 fn write(
     source: &Source,
     group: &Group,
@@ -63,7 +62,7 @@ pub(super) fn parallel(
     } else {
         1
     };
-    // The largest first, so that none is left alone at the end.
+    // The largest first, so that none runs alone at the end.
     let mut order: Vec<usize> = (0..groups.len()).collect();
     if at_once > 1 {
         order.sort_by_key(|n| {
@@ -118,7 +117,7 @@ pub(super) fn parallel(
         .collect())
 }
 
-/// Writes the layers of a source that can only be read from front to end: each large file as it comes, the small
+/// Writes the layers of a source that can only be read from front to end: each large file as it comes, and the small
 /// ones from a spool at the end.
 pub(super) fn streamed(
     run: &Run<'_>,

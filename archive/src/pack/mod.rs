@@ -1,7 +1,7 @@
-//! Writing a checkpoint as one portable thing.
+//! Writes a checkpoint as one portable file or image.
 //!
-//! [`pack`] also converts: its source is whatever [`Source`] reads. The destination appears under its name only
-//! when it is whole and on disk.
+//! [`pack`] also converts: it accepts any [`Source`]. The destination gets its name only when it is complete and on
+//! disk.
 
 mod containerd;
 mod entropy;
@@ -36,21 +36,20 @@ use crate::staging::Staging;
 use crate::stream::Compression;
 use crate::walk;
 
-/// What is written, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     /// An OCI image layout in a directory: `oci:DIR`.
     Layout(PathBuf),
     /// A tar of one: `oci-archive:FILE`.
     Archive(PathBuf),
-    /// A file as podman's `checkpoint --export` writes it, for `podman restore --import` and, not compressed, for
+    /// A file as podman's `checkpoint --export` writes it, for `podman restore --import` and, uncompressed, for
     /// Kubernetes.
     Tar(PathBuf, Compression),
 }
 
 impl Destination {
-    /// Reads `oci:DIR`, `oci-archive:FILE`, or a file name: `.tar` is not compressed, `.tar.gz` and `.tgz` are gzip,
-    /// everything else zstd.
+    /// Parses `oci:DIR`, `oci-archive:FILE`, or a file name: `.tar` is uncompressed, `.tar.gz` and `.tgz` are gzip,
+    /// everything else is zstd.
     pub fn parse(text: &str) -> Self {
         if let Some(dir) = text.strip_prefix("oci:") {
             return Self::Layout(dir.into());
@@ -66,8 +65,8 @@ impl Destination {
         Self::Tar(text.into(), compression)
     }
 
-    /// May it be written? What lies there already is replaced only where that is wanted, and a directory only if it is an
-    /// image layout: whoever mistypes a name is not to lose a directory.
+    /// Checks that the destination may be written. An existing one is replaced only if `replace` is set, and a
+    /// directory only if it is an image layout: a mistyped name must not cost a directory.
     ///
     /// # Errors
     /// [`Error::Exists`], [`Error::Unsupported`].
@@ -94,7 +93,6 @@ impl Destination {
         Ok(())
     }
 
-    /// Where it will lie.
     pub fn path(&self) -> &Path {
         match self {
             Self::Layout(path) | Self::Archive(path) | Self::Tar(path, _) => path,
@@ -102,28 +100,22 @@ impl Destination {
     }
 }
 
-/// How to write.
 #[derive(Debug, Clone)]
 pub struct PackOptions {
     /// zstd level, -7 to 19, or gzip level 1 to 9.
     pub level: i32,
-    /// How an image's layers are compressed. Data that does not shrink is stored as it is.
+    /// Compression of an image's layers. Data that does not shrink is stored uncompressed.
     pub compression: Compression,
-    /// Threads that compress; 0: as many as there are cores. The result does not depend on it.
+    /// Threads that compress; 0: one per core. The result does not depend on it.
     pub threads: usize,
-    /// Everything in one layer, for engines that need it.
     pub single_layer: bool,
-    /// Annotations of the image, beside those that come from the checkpoint.
+    /// Annotations of the image, in addition to those of the checkpoint.
     pub annotations: BTreeMap<String, String>,
-    /// The image's name in the layout's index.
     pub name: Option<String>,
     /// Files that replace or complete those of the source, by their normalised names.
     pub extra_files: BTreeMap<String, Vec<u8>>,
-    /// Replace what lies under the destination's name.
     pub replace: bool,
-    /// Bounds on the source.
     pub limits: Limits,
-    /// Counters for a progress bar, and a way to stop.
     pub progress: Arc<Progress>,
 }
 
@@ -144,24 +136,18 @@ impl Default for PackOptions {
     }
 }
 
-/// What was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packed {
-    /// Digest of an image's manifest; of a tar none.
+    /// Digest of an image's manifest; `None` for a tar.
     pub digest: Option<Digest>,
-    /// An image's layers.
     pub layers: Vec<Descriptor>,
     /// Bytes of all files of the checkpoint.
     pub content_bytes: u64,
-    /// Bytes that were written.
     pub stored_bytes: u64,
 }
 
-/// Writes a checkpoint to a destination.
-///
-/// # Errors
-/// [`Error`]; then nothing lies under the destination's name, or, with [`PackOptions::replace`], what lay there
-/// before.
+/// Writes a checkpoint to a destination. After an error nothing has the destination's name or, with
+/// [`PackOptions::replace`], the old content still has it.
 pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<Packed, Error> {
     to.check(options.replace)?;
     check_options(source, options)?;
@@ -171,7 +157,7 @@ pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<
     {
         return Err(no_engine(source));
     }
-    // What can only be read from front to end is counted as it is stored, by the decoder.
+    // If the source can only be read from front to end, the decoder counts progress, in stored bytes.
     let counts = items.is_some();
     options.progress.set_total(match &items {
         Some(items) => items.iter().map(|i| i.entry.size).sum(),
@@ -183,7 +169,7 @@ pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<
         }
         _ => options.level,
     };
-    // Decompression takes a fraction of what compression takes.
+    // Decompression takes a fraction of the time of compression.
     let decoders = threads_or_cores(options.threads).div_ceil(2);
     let unseen = Progress::default();
     let seen = if counts { &unseen } else { &*options.progress };
@@ -219,7 +205,7 @@ pub fn pack(source: &Source, to: &Destination, options: &PackOptions) -> Result<
     })
 }
 
-/// An export file says which container it is of, and CRIU's images do not.
+/// An export file names its container; CRIU's images do not.
 fn no_engine(source: &Source) -> Error {
     Error::Unsupported {
         path: source.path().into(),
@@ -252,7 +238,6 @@ fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// One run of [`pack`].
 struct Run<'r> {
     source: &'r Source,
     pool: &'r Pool<'r>,
@@ -261,7 +246,7 @@ struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// podman's tar: the files that say what it is first, as podman writes them, then by name.
+    /// Writes podman's tar: first the files that identify it, in podman's order, then the others by name.
     fn tarball(
         &self,
         items: Option<Vec<Item>>,
@@ -293,7 +278,6 @@ impl Run<'_> {
         })
     }
 
-    /// All of a source as one tar.
     fn everything(
         &self,
         items: Option<Vec<Item>>,
@@ -305,7 +289,7 @@ impl Run<'_> {
             Some(items) => {
                 let mut groups = plan::layers(items, false);
                 for group in &mut groups {
-                    group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable: the others keep their order
+                    group.items.sort_by_key(|i| !plan::early(&i.entry)); // stable sort
                 }
                 let mut directories = BTreeSet::new();
                 for item in groups.iter().flat_map(|g| &g.items) {
@@ -334,7 +318,7 @@ impl Run<'_> {
         put_end(input, source.path())
     }
 
-    /// The entries of a source that is read from front to end, but for those that the caller replaces.
+    /// Visits the entries of a source that is read from front to end, except those that the caller replaces.
     fn visit(&self, visitor: &mut Visitor<'_>) -> Result<(), Error> {
         let options = self.options;
         let mut kept = |entry: &Entry, reader: &mut dyn Read| {

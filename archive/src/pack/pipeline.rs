@@ -1,9 +1,9 @@
-//! From a stream of bytes to compressed, hashed, written bytes, on all cores and in bounded memory.
+//! Compresses, hashes and writes streams, on all cores and in bounded memory.
 //!
-//! A stream is cut into chunks of [`CHUNK_BYTES`]. Each becomes a zstd frame or gzip member of its own, so that
-//! workers compress them at the same time, and the result depends on nothing but content and level. A stream has one
-//! thread beside its producer, which writes what comes out. The workers, the threads that hash and the chunks are
-//! shared by all streams; a producer waits for a free chunk, and that bounds memory.
+//! A stream is cut into chunks of [`CHUNK_BYTES`]. Each becomes its own zstd frame or gzip member. So workers compress
+//! them in parallel, and the result depends only on content and level. Besides its producer, a stream has one thread,
+//! which writes the output. All streams share the workers, the hashing threads and the chunks. A producer waits for a
+//! free chunk, which bounds memory.
 
 use std::io::{self, Read, Write};
 use std::ops::Deref;
@@ -25,7 +25,7 @@ use crate::stream::Compression;
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 /// Up to this level speed counts more than size.
 const FAST_LEVEL: i32 = 3;
-/// Levels beyond this need tens of MiB for each thread.
+/// Higher levels need tens of MiB per thread.
 const HEAVY_LEVEL: i32 = 12;
 
 /// A chunk's memory; returns to its pool when dropped.
@@ -55,7 +55,7 @@ impl Drop for Chunk {
     }
 }
 
-/// What comes out of a chunk; keeps the chunk, so that the pool bounds both.
+/// The compressed form of a chunk. Keeps the chunk, so that the pool bounds both.
 struct Output {
     data: Vec<u8>,
     spare: Spare,
@@ -75,7 +75,7 @@ impl Drop for Output {
     }
 }
 
-/// Memory for outputs, used again; there is no more than for each chunk.
+/// Output buffers for reuse; at most one per chunk.
 type Spare = Arc<Mutex<Vec<Vec<u8>>>>;
 
 struct Job {
@@ -91,12 +91,11 @@ pub(crate) struct Pool<'p> {
     home: Sender<Aligned>,
     hashers: Hashers,
     progress: &'p Progress,
-    /// What goes in counts as done.
+    /// Input bytes count as progress.
     counts: bool,
     threads: usize,
 }
 
-/// Runs `work` with a pool.
 pub(crate) fn with_pool<T>(
     threads: usize,
     level: i32,
@@ -156,11 +155,10 @@ fn worker(queue: &Receiver<Job>, level: i32, spare: &Spare) {
     }
 }
 
-/// A worker's compressors.
 struct ZstdFrames {
     level: i32,
     usual: Option<zstd::bulk::Compressor<'static>>,
-    /// Finds repetitions as the usual one does at its fastest, and leaves what is between them as it is.
+    /// Finds repetitions like zstd's fastest level, and stores literals without entropy coding.
     plain: Option<zstd::bulk::Compressor<'static>>,
 }
 
@@ -200,16 +198,13 @@ fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// What a stream became.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Written {
-    /// Bytes that went in.
     pub(crate) input: u64,
-    /// Bytes that came out.
     pub(crate) output: u64,
-    /// Digest of what went in; all zeros if it was not asked for.
+    /// Digest of the input, if the caller asked for it.
     pub(crate) content: Option<Digest>,
-    /// Digest of what came out.
+    /// Digest of the output.
     pub(crate) blob: Option<Digest>,
 }
 
@@ -219,15 +214,11 @@ enum Piece {
 }
 
 impl Pool<'_> {
-    /// Threads that work at the same time.
     pub(crate) fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Writes what `produce` puts into its [`Input`].
-    ///
-    /// # Errors
-    /// What `produce` or `out` said.
+    /// Writes what `produce` puts into its [`Input`]. Returns errors of `produce` and `out`.
     pub(crate) fn write<E: From<io::Error>>(
         &self,
         compression: Compression,
@@ -251,7 +242,7 @@ impl Pool<'_> {
             let produced = produce(&mut input).and_then(|()| input.flush().map_err(E::from));
             let bytes = input.bytes;
             drop(input);
-            // The writer's error is the cause, when the producer found it gone.
+            // If the writer failed, its error is the cause of the producer's.
             let written = writer.join().map_err(|_| panicked())?;
             let (output, blob) = match (written, produced) {
                 (Err(e), _) => return Err(e.into()),
@@ -316,7 +307,7 @@ fn panicked() -> io::Error {
     io::Error::other("a worker thread ended unexpectedly")
 }
 
-/// The entrance of a stream.
+/// The input side of a stream.
 pub(crate) struct Input<'p> {
     pool: &'p Pool<'p>,
     compression: Compression,
@@ -327,10 +318,10 @@ pub(crate) struct Input<'p> {
 }
 
 impl Input<'_> {
-    /// Takes exactly `size` bytes from a reader, straight into the chunks.
+    /// Copies exactly `size` bytes from a reader, straight into the chunks.
     ///
     /// # Errors
-    /// What the reader said; `UnexpectedEof` if it ends too early.
+    /// `UnexpectedEof` if the reader ends too early.
     pub(crate) fn take(&mut self, reader: &mut (impl Read + ?Sized), size: u64) -> io::Result<()> {
         let mut left = size;
         while left > 0 {
@@ -353,7 +344,6 @@ impl Input<'_> {
         Ok(())
     }
 
-    /// Zeros.
     pub(crate) fn zeros(&mut self, n: u64) -> io::Result<()> {
         io::copy(&mut io::repeat(0).take(n), self).map(drop)
     }
@@ -384,7 +374,7 @@ impl Write for Input<'_> {
         Ok(n)
     }
 
-    /// Sends the current chunk on its way, full or not.
+    /// Submits the current chunk, full or not.
     fn flush(&mut self) -> io::Result<()> {
         let Some(chunk) = self.chunk.take() else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What is written, in which order, in which layer.
+//! Plans which files are written, in which order, in which layer.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, Write};
@@ -11,18 +11,18 @@ use crate::names;
 use crate::source::{Inner, Source};
 use crate::stream::Section;
 
-/// Files from this size on get a layer of their own.
+/// Files of at least this size get a layer of their own.
 pub(super) const LARGE_BYTES: u64 = 32 << 20;
-/// Layers of one large file each; what is beyond shares the last. Container engines take 127 layers.
+/// Layers of one large file each; further files share the last. Container engines take 127 layers.
 pub(super) const LARGE_LAYERS: usize = 96;
-/// Files that say what the checkpoint is.
+/// Files that identify the checkpoint.
 const FACT_FILES: [&str; 3] = [
     names::CONFIG_DUMP,
     names::SPEC_DUMP,
     "checkpoint/cryopod.json",
 ];
 
-/// An entry and where its content comes from.
+/// An entry and the source of its content.
 #[derive(Debug)]
 pub(super) struct Item {
     pub(super) entry: Entry,
@@ -34,12 +34,11 @@ pub(super) enum Content {
     None,
     Bytes(Vec<u8>),
     Section(Section),
-    /// Opened when it is its turn, as a directory may have more files than a process may open.
+    /// Opened when it is written, because a directory may have more files than a process may open.
     Lazy,
 }
 
 impl Item {
-    /// Opens the content.
     pub(super) fn open<'i>(&'i self, source: &Source) -> Result<Box<dyn Read + Send + 'i>, Error> {
         Ok(match &self.content {
             Content::None => Box::new(io::empty()),
@@ -49,7 +48,7 @@ impl Item {
         })
     }
 
-    /// The content as a part of a file.
+    /// Returns the content as a section of a file.
     pub(super) fn section(&self, source: &Source) -> Result<Section, Error> {
         match (&self.content, &source.inner) {
             (Content::Section(section), _) => Ok(section.clone()),
@@ -63,19 +62,17 @@ impl Item {
     }
 }
 
-/// What is known of a checkpoint from its small files.
+/// Facts about a checkpoint from its small files.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// The files of [`FACT_FILES`] that there are.
+    /// The files of [`FACT_FILES`] that exist.
     pub(super) files: BTreeMap<String, Vec<u8>>,
-    /// Bytes of all files.
     pub(super) bytes: u64,
-    /// Names of all files, for facts that lie in them.
+    /// `inventory.img` was seen.
     pub(super) inventory: bool,
 }
 
 impl Known {
-    /// Takes note of an entry.
     pub(super) fn note(&mut self, entry: &Entry) {
         self.bytes += entry.size;
         self.inventory |=
@@ -90,7 +87,7 @@ impl Known {
         self.files.insert(name.into(), content.to_vec());
     }
 
-    /// An archive without CRIU's inventory is no checkpoint.
+    /// An archive without CRIU's inventory is not a checkpoint.
     pub(super) fn check(&self, path: &Path) -> Result<(), Error> {
         if self.inventory {
             return Ok(());
@@ -123,7 +120,7 @@ pub(super) fn read_small(
     Ok(text)
 }
 
-/// The entries of a source whose content can be read in any order, or `None`.
+/// Lists the entries of a source whose content can be read in any order; otherwise returns `None`.
 pub(super) fn random_access(
     source: &Source,
     options: &PackOptions,
@@ -165,7 +162,6 @@ pub(super) fn random_access(
     Ok(Some(items))
 }
 
-/// The files that the caller adds.
 pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
     options.extra_files.iter().map(|(name, content)| Item {
         entry: Entry {
@@ -179,12 +175,11 @@ pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
     })
 }
 
-/// Files that stand at a tar's start, so that whoever reads it soon knows what it is.
+/// Returns true for files at the start of a tar, which let a reader identify it early.
 pub(super) fn early(entry: &Entry) -> bool {
     FACT_FILES.contains(&entry.name.as_str())
 }
 
-/// A part of an image: the items of one layer.
 #[derive(Debug, Default)]
 pub(super) struct Group {
     pub(super) items: Vec<Item>,
@@ -192,12 +187,12 @@ pub(super) struct Group {
     pub(super) large: Option<Vec<String>>,
 }
 
-/// Sorts items by name, directories before what lies in them.
+/// Sorts items by name, directories before their content.
 pub(super) fn sort(items: &mut [Item]) {
     items.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
 }
 
-/// The layers of an image: small files in the first, each large one in its own.
+/// Assigns items to layers: small files to the first, each large file to its own.
 pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
     sort(&mut items);
     let (small, large): (Vec<_>, Vec<_>) = items
@@ -226,7 +221,8 @@ pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
     groups
 }
 
-/// The directories above a name, as every layer has to name them: engines make missing ones with modes of their own.
+/// Returns the directories above a name. Every layer must list them: engines create missing ones with modes of their
+/// own.
 pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
     let find = |directory: &str| {
         known
@@ -252,7 +248,7 @@ pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
         .collect()
 }
 
-/// Small files of a source that can only be read from front to end, kept on disk until it is their turn.
+/// Keeps small files on disk until they are written, for a source that can only be read from front to end.
 #[derive(Debug)]
 pub(super) struct Spool {
     file: std::fs::File,
@@ -260,7 +256,7 @@ pub(super) struct Spool {
 }
 
 impl Spool {
-    /// A nameless file in a directory.
+    /// Creates an unnamed file in a directory.
     pub(super) fn new(dir: &Path) -> Result<Self, Error> {
         use std::os::unix::fs::OpenOptionsExt;
         let mut open = std::fs::OpenOptions::new();
@@ -270,7 +266,7 @@ impl Spool {
             .open(dir)
         {
             Ok(file) => file,
-            // Not every file system has nameless files.
+            // Not every file system supports unnamed files.
             Err(_) => {
                 let path = dir.join(".spool");
                 let file = open
@@ -285,7 +281,7 @@ impl Spool {
         Ok(Self { file, at: 0 })
     }
 
-    /// Adds a file's content and says where it is.
+    /// Adds a file's content and returns its position.
     pub(super) fn add(&mut self, reader: &mut dyn Read, size: u64) -> io::Result<Section> {
         self.file.seek(io::SeekFrom::Start(self.at))?;
         let copied = io::copy(&mut reader.take(size), &mut self.file)?;

@@ -1,4 +1,4 @@
-//! Tar headers, the same for the same content: owner 0, time 0.
+//! Writes tar headers that are the same for the same content: owner 0, time 0.
 
 use std::io;
 
@@ -7,10 +7,10 @@ use tar::{EntryType, Header};
 use crate::entry::{Entry, EntryKind};
 
 pub(super) const BLOCK: u64 = 512;
-/// Names that fit into the header itself.
+/// Longest name that fits into the header itself.
 const SHORT: usize = 100;
 
-/// The header of an entry, with a GNU long name ahead of it where the name needs one.
+/// Returns the header of an entry, preceded by a GNU long name if needed.
 pub(super) fn header(entry: &Entry) -> io::Result<Vec<u8>> {
     let mut name = entry.name.clone();
     let (kind, mode) = match entry.kind {
@@ -59,7 +59,7 @@ fn set_name(header: &mut Header, name: &[u8]) {
     header.as_old_mut().name[..name.len()].copy_from_slice(name);
 }
 
-/// Bytes after a file's content up to the next block.
+/// Returns the bytes from a file's end to the next block.
 pub(super) fn padding(size: u64) -> u64 {
     size.next_multiple_of(BLOCK) - size
 }

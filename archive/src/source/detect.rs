@@ -1,4 +1,4 @@
-//! What lies at a path.
+//! Detects the kind of checkpoint at a path.
 
 use std::fs;
 use std::io::{self, Read};
@@ -84,7 +84,6 @@ fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind,
     ))
 }
 
-/// What a tar's entries say, so far as they had to be read.
 #[derive(Default)]
 struct Seen {
     layout: bool,
@@ -140,8 +139,8 @@ enum Config {
     Cri,
 }
 
-/// Whose `config.dump` it is: CRI-O and containerd write checkpointctl's schema, which has the time of the
-/// checkpoint in it; podman its own.
+/// Determines who wrote a `config.dump`. CRI-O and containerd use checkpointctl's schema, which has the time of the
+/// checkpoint; podman uses its own.
 fn config_of(seen: &Seen, path: &Path) -> Result<Config, Error> {
     let Some(text) = &seen.config else {
         return Err(Error::bad(
@@ -167,7 +166,7 @@ fn config_of(seen: &Seen, path: &Path) -> Result<Config, Error> {
     )
 }
 
-/// Reads a plain tar's headers; a compressed tar up to the entry that decides.
+/// Reads all headers of a plain tar; of a compressed tar only up to the entry that decides.
 fn look(tar: &Tarball, limits: &Limits) -> io::Result<Seen> {
     let mut seen = Seen::default();
     let mut reader = tar.reader(limits)?;
@@ -196,7 +195,7 @@ fn look(tar: &Tarball, limits: &Limits) -> io::Result<Seen> {
             name if name.starts_with("blobs/") => seen.layout = true,
             _ => {}
         }
-        // podman writes config.dump ahead of the images, and only podman compresses.
+        // podman writes config.dump before the images, and only podman compresses.
         let decided = seen.layout
             || (seen.config.is_some() && seen.checkpoint)
             || (seen.bare && seen.entries > 1);

@@ -1,4 +1,4 @@
-//! A checkpoint in a directory.
+//! Reads a checkpoint in a directory.
 
 use std::fs;
 use std::io::Read;
@@ -14,13 +14,13 @@ use crate::names;
 use crate::store::{Found, Stored};
 use crate::stream::{Section, open_regular};
 
-/// A directory: CRIU's images alone, or with the engine's files around them.
+/// A directory: CRIU's images alone, or with the engine's files beside them.
 #[derive(Debug, Clone)]
 pub(crate) struct Directory {
     root: PathBuf,
-    /// `true`: the directory is what `checkpoint/` is elsewhere.
+    /// `true`: the directory itself is what `checkpoint/` is elsewhere.
     bare: bool,
-    /// The entry of a store that has what the directory has not.
+    /// The store's entry with the files that the directory lacks.
     stored: Option<Found>,
 }
 
@@ -33,12 +33,12 @@ impl Directory {
         }
     }
 
-    /// From now on the files of a store's entry are as if they were here, and the reference to them is not.
+    /// Adds the files of a store's entry as if they were here, and hides the reference to them.
     pub(crate) fn join(&mut self, stored: Found) {
         self.stored = Some(stored);
     }
 
-    /// The file of the store that an entry is.
+    /// Returns the store's file for an entry.
     fn stored(&self, name: &str) -> Option<(&Found, &Stored)> {
         let found = self.stored.as_ref()?;
         let name = name
@@ -48,7 +48,6 @@ impl Directory {
         Some((found, file))
     }
 
-    /// Where an entry lies.
     pub(crate) fn place(&self, name: &str) -> PathBuf {
         let inner = match self.bare {
             true => name
@@ -59,7 +58,7 @@ impl Directory {
         self.root.join(inner)
     }
 
-    /// All entries, sorted by name, directories before their content.
+    /// Lists all entries, sorted by name, directories before their content.
     pub(crate) fn list(&self, limits: &Limits) -> Result<Vec<Entry>, Error> {
         let mut entries = Vec::new();
         if self.bare {
@@ -142,7 +141,6 @@ impl Directory {
         Ok(entries)
     }
 
-    /// The content of an entry.
     pub(crate) fn content(&self, entry: &Entry) -> Result<Section, Error> {
         let path = self.place(&entry.name);
         let file = match self.stored(&entry.name) {

@@ -1,4 +1,4 @@
-//! A checkpoint in an OCI image layout: as an image, or as containerd's own index.
+//! Reads a checkpoint in an OCI image layout: as an image, or as containerd's own index.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,20 +16,17 @@ use crate::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
 use crate::stream::{Allowance, Compression, Decoded, Hashed, Stream};
 use crate::tarread::TarReader;
 
-/// An OCI image: its documents, all of them checked against their digests.
+/// An OCI image: its documents, all checked against their digests.
 #[derive(Debug, Clone)]
 pub struct Image {
     /// Digest of the manifest.
     pub digest: Digest,
-    /// Its name in the layout's index, if it has one.
+    /// Its name in the layout's index.
     pub name: Option<String>,
-    /// The manifest.
     pub manifest: Manifest,
-    /// The config.
     pub config: Config,
 }
 
-/// A layer of an image.
 #[derive(Debug, Clone)]
 pub(crate) struct Layer {
     pub(crate) index: usize,
@@ -44,7 +41,7 @@ impl Layer {
         serde_json::from_str(self.descriptor.annotations.get(annotation::LAYER_FILES)?).ok()
     }
 
-    /// How much may come out of it.
+    /// Returns how many bytes the layer may decompress to.
     pub(crate) fn allowance(&self, limits: &Limits) -> Allowance {
         let stated = self.descriptor.annotations.get(annotation::LAYER_BYTES);
         match stated.and_then(|n| n.parse().ok()) {
@@ -61,14 +58,12 @@ pub(crate) struct ImageSource {
     layers: Vec<Layer>,
 }
 
-/// The parts of containerd's own checkpoint.
 #[derive(Debug, Clone)]
 pub struct ContainerdParts {
-    /// Its name in the layout's index, if it has one.
+    /// Its name in the layout's index.
     pub name: Option<String>,
     /// The index that lists the parts.
     pub index: Index,
-    /// CRIU's images.
     pub criu: Descriptor,
     /// What the root file system has beyond its image (`--rw`).
     pub rw: Option<Descriptor>,
@@ -84,7 +79,6 @@ pub(crate) struct ContainerdSource {
     pub(crate) parts: ContainerdParts,
 }
 
-/// Opens what a layout holds.
 pub(super) fn open(
     blobs: Blobs,
     wanted: Option<&str>,
@@ -233,7 +227,7 @@ fn containerd_parts(index: Index, name: Option<String>) -> Result<ContainerdPart
             kind if kind.contains(".rootfs.diff.tar") || kind.starts_with(media::LAYER) => {
                 put(&mut parts.rw, descriptor)?;
             }
-            // Docker's names for an image.
+            // Docker's media types of an image.
             kind if kind.starts_with("application/vnd.docker.distribution.manifest") => {
                 put(&mut parts.image, descriptor)?;
             }
@@ -285,7 +279,7 @@ fn read_image(
     })
 }
 
-/// The layers, if manifest and config agree on them.
+/// Returns the layers if manifest and config agree on them.
 fn layers_of(manifest: &Manifest, config: &Config, limits: &Limits) -> Result<Vec<Layer>, Bad> {
     if let Some(other) = manifest
         .media_type
@@ -390,8 +384,8 @@ impl ContainerdSource {
             .sum()
     }
 
-    /// The images as `checkpoint/*`, the records as `containerd/NAME`. The root file system's difference is a
-    /// layer with whiteouts and not podman's `rootfs-diff.tar`: it is `containerd/rw.tar` as it is.
+    /// Visits the images as `checkpoint/*` and the records as `containerd/NAME`. The root file system's difference has
+    /// whiteouts, unlike podman's `rootfs-diff.tar`, so it becomes `containerd/rw.tar` unchanged.
     pub(super) fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
         let path = self.blobs.path();
         let wrap = |e| Error::from_io(path, "read it", e);
@@ -426,7 +420,7 @@ impl ContainerdSource {
         Ok(())
     }
 
-    /// The names come from a stranger's media types.
+    /// The names come from untrusted media types.
     fn named_parts(&self, limits: &Limits) -> Result<BTreeMap<String, &Descriptor>, Bad> {
         let mut named = BTreeMap::new();
         let mut put = |name: &str, part| {

@@ -1,8 +1,8 @@
-//! Reading checkpoints of every kind as one set of files with one set of names.
+//! Reads checkpoints of every kind as one set of files with one set of names.
 //!
-//! Whatever the kind, CRIU's images are `checkpoint/NAME`, and the engine's files lie beside that directory as in
-//! podman's export file: `config.dump`, `spec.dump`, `rootfs-diff.tar`. Nothing is trusted: names, types, sizes
-//! and counts are checked before a caller sees an entry.
+//! For every kind, CRIU's images are `checkpoint/NAME`. The engine's files lie beside that directory as in podman's
+//! export file: `config.dump`, `spec.dump`, `rootfs-diff.tar`. Nothing is trusted: names, types, sizes and counts are
+//! checked before a caller sees an entry.
 
 mod detect;
 mod directory;
@@ -25,12 +25,10 @@ pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
 pub(crate) use tarball::visit_tar;
 
-/// What a checkpoint is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// podman's export file.
     PodmanTar(Compression),
-    /// A directory with the content of such a file: `checkpoint/`, `config.dump`, ...
+    /// A directory with the content of an export file of podman: `checkpoint/`, `config.dump`, ...
     Directory,
     /// A directory of CRIU's images.
     CriuDirectory,
@@ -38,14 +36,14 @@ pub enum Kind {
     OciLayout,
     /// A tar of an OCI image layout.
     OciArchive,
-    /// containerd's own checkpoint (`ctr c checkpoint`, `ctr i export`) in a tar, or in a directory.
+    /// containerd's own checkpoint (`ctr c checkpoint`, `ctr i export`) in a tar or a directory.
     Containerd {
         /// `true` for a tar.
         archive: bool,
     },
-    /// A checkpoint file by CRI-O.
+    /// CRI-O's checkpoint file.
     CrioTar(Compression),
-    /// A checkpoint file by containerd's CRI plugin.
+    /// The checkpoint file of containerd's CRI plugin.
     CriContainerdTar(Compression),
     /// A tar of CRIU's images.
     CriuTar(Compression),
@@ -68,7 +66,6 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A checkpoint that was found at a path.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
@@ -84,23 +81,19 @@ pub(crate) enum Inner {
     Containerd(image::ContainerdSource),
 }
 
-/// What [`Source::visit`] calls for each entry.
 pub type Visitor<'v> = dyn FnMut(&Entry, &mut dyn Read) -> Result<(), Error> + 'v;
 
 impl Source {
-    /// Finds out what lies at the path, within the default [`Limits`]. Of a large archive only so much is read as
-    /// tells its kind.
+    /// Detects the kind of checkpoint at the path, within the default [`Limits`]. Reads only as much of a large archive
+    /// as this needs.
     ///
     /// # Errors
-    /// [`Error::NotACheckpoint`], or what is wrong with it.
+    /// [`Error::NotACheckpoint`], or what is wrong with the checkpoint.
     pub fn open(path: &Path) -> Result<Self, Error> {
         Self::open_image(path, None, &Limits::default())
     }
 
-    /// As [`Source::open`], with other limits, and the name of the image where a layout holds several.
-    ///
-    /// # Errors
-    /// As [`Source::open`].
+    /// Like [`Source::open`], with other limits. `image` names the image where a layout holds several.
     pub fn open_image(path: &Path, image: Option<&str>, limits: &Limits) -> Result<Self, Error> {
         let (kind, inner) = detect::detect(path, image, limits)?;
         Ok(Self {
@@ -110,17 +103,15 @@ impl Source {
         })
     }
 
-    /// What it is stored as.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Where it lies.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// CRIU's image directory, if the checkpoint is a directory.
+    /// Returns CRIU's image directory, if the checkpoint is a directory.
     pub fn images_directory(&self) -> Option<PathBuf> {
         match &self.inner {
             Inner::Directory(directory) => Some(directory.place(crate::names::CHECKPOINT_DIR)),
@@ -128,8 +119,9 @@ impl Source {
         }
     }
 
-    /// Takes the files of a store's entry as if they were in the directory that the checkpoint is, without the reference
-    /// to them: what is made of it needs no store. `false`: it is no directory, unpack it first.
+    /// Adds the files of a store's entry as if they were in the checkpoint's directory, and hides the reference to
+    /// them. So a copy of this source needs no store. Returns `false` if the checkpoint is not a directory; unpack it
+    /// first.
     pub fn join(&mut self, stored: Found) -> bool {
         match &mut self.inner {
             Inner::Directory(directory) => {
@@ -140,7 +132,6 @@ impl Source {
         }
     }
 
-    /// The image, if it is one.
     pub fn image(&self) -> Option<&Image> {
         match &self.inner {
             Inner::Image(image) => Some(&image.image),
@@ -148,7 +139,6 @@ impl Source {
         }
     }
 
-    /// The parts of containerd's own checkpoint, if it is one.
     pub fn containerd(&self) -> Option<&ContainerdParts> {
         match &self.inner {
             Inner::Containerd(source) => Some(&source.parts),
@@ -156,10 +146,8 @@ impl Source {
         }
     }
 
-    /// An image's manifest as it is stored, which is what its digest is of.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if it is no image; [`Error::Bad`] if it has changed since it was opened.
+    /// Returns an image's manifest as it is stored; the image's digest covers these bytes. Fails with
+    /// [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if it has changed since it was opened.
     pub fn manifest(&self) -> Result<Vec<u8>, Error> {
         match &self.inner {
             Inner::Image(image) => image.blobs.checked(&image.image.digest),
@@ -177,10 +165,9 @@ impl Source {
         }
     }
 
-    /// The content of an image's blob, whose size is the descriptor's; its digest is yet to be checked.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if it is no image; [`Error::Bad`] if there is no such blob, or one of another size.
+    /// Opens the content of an image's blob and checks its size against the descriptor. The caller must check the
+    /// digest. Fails with [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if the blob is missing or has
+    /// another size.
     pub fn blob(&self, descriptor: &Descriptor) -> Result<impl Read + Send + use<>, Error> {
         match &self.inner {
             Inner::Image(image) => image.blobs.open(descriptor),
@@ -190,9 +177,6 @@ impl Source {
     }
 
     /// Bytes on disk: the file, or all files of the directory or image.
-    ///
-    /// # Errors
-    /// What the system said.
     pub fn stored_bytes(&self) -> Result<u64, Error> {
         match &self.inner {
             Inner::Directory(directory) => Ok(directory
@@ -206,19 +190,16 @@ impl Source {
         }
     }
 
-    /// Every entry, directories before what lies in them, in the archive's order (a directory's: by name).
+    /// Visits every entry, directories before their content, in the archive's order (for a directory: by name).
     ///
-    /// The visitor may read an entry's content or leave it; nothing is held in memory. An image's digests are
-    /// checked on the way, so content is to be trusted only when this has returned. It may return early with an
-    /// error of its own.
-    ///
-    /// # Errors
-    /// [`Error::Bad`] at the first thing that is wrong, and what the visitor returned.
+    /// The visitor may read an entry's content or skip it; nothing is held in memory. An image's digests are checked on
+    /// the way, so trust content only after this has returned. The visitor may stop early with its own error. Fails
+    /// with [`Error::Bad`] at the first fault, and errors of the visitor.
     pub fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
         self.walk(limits, &|_| true, visitor)
     }
 
-    /// As `visit`; layers for which `layer` says no are left out and not checked.
+    /// Like `visit`, but skips the layers for which `layer` returns false, without checking them.
     fn walk(
         &self,
         limits: &Limits,
@@ -239,11 +220,9 @@ impl Source {
         }
     }
 
-    /// The small files that `wanted` says yes to, by name. Content of other files is not kept; of an image written
-    /// by cryopod, layers without a wanted file are not read.
-    ///
-    /// # Errors
-    /// [`Error::Bad`], also if a wanted file is larger than [`Limits::small_file_bytes`].
+    /// Reads the small files that `wanted` accepts, by name. Skips the content of other files. In an image written by
+    /// cryopod, it also skips layers without a wanted file. Fails with [`Error::Bad`], also if a wanted file is larger
+    /// than [`Limits::small_file_bytes`].
     pub fn small_files(
         &self,
         wanted: &dyn Fn(&str) -> bool,

@@ -1,4 +1,4 @@
-//! A checkpoint in a tar, compressed or not.
+//! Reads a checkpoint in a tar, compressed or not.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,12 @@ use crate::names;
 use crate::stream::{Allowance, Compression, Decoded, Section, Stream};
 use crate::tarread::TarReader;
 
-/// A tar file.
 #[derive(Debug, Clone)]
 pub(crate) struct Tarball {
     path: PathBuf,
     section: Section,
     compression: Compression,
-    /// `true`: CRIU's images lie at the top.
+    /// `true`: CRIU's images are at the top level.
     bare: bool,
 }
 
@@ -43,7 +42,7 @@ impl Tarball {
         self.compression
     }
 
-    /// The directory that its entries lie below, if it is not in their names.
+    /// Returns the directory to prepend to all names, if the tar does not have it.
     pub(crate) fn below(&self) -> Option<&'static str> {
         self.bare.then_some(names::CHECKPOINT_DIR)
     }
@@ -52,7 +51,7 @@ impl Tarball {
         &self.section
     }
 
-    /// A reader of its entries. A plain tar is skipped through, a compressed one read through.
+    /// Returns a reader of its entries. It seeks through a plain tar, and reads through a compressed one.
     pub(crate) fn reader(&self, limits: &Limits) -> io::Result<TarReader<Box<dyn Stream + '_>>> {
         let section = self.section.clone();
         let stream: Box<dyn Stream> = match self.compression {
@@ -62,7 +61,7 @@ impl Tarball {
         Ok(TarReader::new(stream, limits, None))
     }
 
-    /// The entries and where their content lies, if the tar is not compressed.
+    /// Returns the entries and the position of their content; `None` if the tar is compressed.
     pub(crate) fn index(&self, limits: &Limits) -> Result<Option<Vec<(Entry, Section)>>, Error> {
         if self.compression != Compression::None {
             return Ok(None);
@@ -129,7 +128,7 @@ pub(crate) fn visit_tar<S: Stream>(
     Ok(())
 }
 
-/// The directory that a tar of bare images does not name.
+/// The directory that a tar of bare images lacks.
 fn checkpoint_directory() -> Entry {
     Entry {
         name: names::CHECKPOINT_DIR.into(),

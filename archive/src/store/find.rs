@@ -1,4 +1,4 @@
-//! From a reference to the files.
+//! Finds the files of a reference.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,22 +15,17 @@ use super::{Reference, StoreError, Stored};
 use crate::handover::own_directory;
 use crate::names;
 
-/// Bytes that are hashed at a time.
 const READ_BYTES: usize = 1 << 20;
 
-/// An entry of a store, whose files are there and have their sizes.
+/// An entry of a store; its files exist and have the right sizes.
 #[derive(Debug, Clone)]
 pub struct Found {
-    /// The reference.
     pub reference: Reference,
-    /// The entry's directory.
     pub entry: PathBuf,
 }
 
-/// The reference of an image directory, and the entry that it is of; `None` if it has none.
-///
-/// # Errors
-/// [`StoreError`]: nothing has the entry, or it is not whole.
+/// Finds the store's entry of an image directory's reference; `None` if there is no reference. Fails with
+/// [`StoreError`] if no store has the entry, or if the entry is incomplete.
 pub fn find(images: &Path, stores: &[PathBuf]) -> Result<Option<Found>, StoreError> {
     match Reference::open(images)? {
         Some(reference) => {
@@ -40,10 +35,7 @@ pub fn find(images: &Path, stores: &[PathBuf]) -> Result<Option<Found>, StoreErr
     }
 }
 
-/// As [`find`], of a reference that was read; `path` is only named in errors.
-///
-/// # Errors
-/// As [`find`].
+/// Like [`find`], for a reference that was read before; `path` only appears in errors.
 pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<Found, StoreError> {
     let mut looked = Vec::new();
     for store in stores {
@@ -51,7 +43,7 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
         let what = match (store.symlink_metadata(), entry.symlink_metadata()) {
             (Err(_), _) => "is not there",
             (_, Err(_)) => "has no such entry",
-            // A link to a store is the administrator's; an entry that is one nobody's.
+            // An administrator may link to a store, but nobody may replace an entry by a link.
             _ if !own_directory(&store.canonicalize().unwrap_or_default())
                 || !own_directory(&entry) =>
             {
@@ -84,15 +76,11 @@ pub fn find_in(reference: Reference, path: &Path, stores: &[PathBuf]) -> Result<
 }
 
 impl Found {
-    /// Where a file is.
     pub fn path(&self, file: &Stored) -> PathBuf {
         self.entry.join(&file.name)
     }
 
-    /// Opens a file: a regular one, of the size that it had.
-    ///
-    /// # Errors
-    /// [`StoreError::Damaged`].
+    /// Opens a file. Checks that it is a regular file of the recorded size.
     pub fn open(&self, file: &Stored) -> Result<File, StoreError> {
         let path = self.path(file);
         let gone = |e: nix::Error| StoreError::damaged(&path, io::Error::from(e).to_string());
@@ -114,10 +102,8 @@ impl Found {
         Ok(opened)
     }
 
-    /// Reads the files whose digests the reference has, several at once, and compares.
-    ///
-    /// # Errors
-    /// [`StoreError::Damaged`]: the first that differs, or the time is over.
+    /// Reads the files whose digests the reference has, several at once, and compares. Fails with
+    /// [`StoreError::Damaged`] for the first file that differs, or if the time is over.
     pub fn verify(&self, threads: usize, until: Option<Instant>) -> Result<(), StoreError> {
         let files = self.reference.files.iter().filter(|f| f.blake3.is_some());
         each(threads, files, |file| {
@@ -134,7 +120,7 @@ impl Found {
     }
 }
 
-/// The digest of what a file still has, in hexadecimal. What is read goes on to `then`.
+/// Hashes the rest of a file, in hexadecimal. Passes what it reads on to `then`.
 pub(super) fn hash(
     file: &mut impl Read,
     path: &Path,
@@ -159,7 +145,7 @@ pub(super) fn hash(
     }
 }
 
-/// Does something with each item, on several threads; the first error is returned.
+/// Processes each item, on several threads; returns the first error.
 pub(super) fn each<'a, T: Sync + 'a>(
     threads: usize,
     items: impl Iterator<Item = &'a T> + Send,

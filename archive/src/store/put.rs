@@ -1,4 +1,4 @@
-//! From an image directory to a store.
+//! Moves the files of an image directory to a store.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -18,31 +18,25 @@ use crate::names;
 use crate::staging::{self, Staging};
 use crate::stream::open_regular;
 
-/// What a killed checkpoint left in a store is removed after so long. Another host may be writing, whose locks a
-/// network's file system need not show.
+/// Age at which leftovers of a killed checkpoint are removed from a store. Another host may still be writing, and a
+/// network file system need not show its locks.
 const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 
-/// What a reference says for people.
+/// Facts that a reference records for people.
 #[derive(Debug, Clone, Copy)]
 pub struct About<'a> {
-    /// The container.
     pub container: &'a str,
-    /// When, RFC 3339.
+    /// RFC 3339.
     pub created: &'a str,
-    /// Threads.
     pub threads: usize,
-    /// When to give up.
     pub until: Option<Instant>,
 }
 
-/// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. `None`: it has
-/// none.
+/// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. Returns `None`
+/// if the checkpoint has no large files.
 ///
-/// Whatever happens, and whenever the process is killed, the image directory has either all of its files, or the reference
-/// to an entry that has them. On one file system nothing is copied.
-///
-/// # Errors
-/// [`StoreError`]: the image directory is as it was.
+/// At any time, even if the process is killed, the image directory has either all of its files or the reference to an
+/// entry with them. On one file system nothing is copied. After a [`StoreError`] the image directory is unchanged.
 pub fn put(
     images: &Path,
     store: &Path,
@@ -98,7 +92,7 @@ pub fn put(
     })?;
     write(&staging.path().join(names::STORE_REFERENCE), &text)?;
     staging.commit().map_err(staged(&entry))?;
-    // The entry is whole. From the next step on the directory refers to it, and its own files are not needed.
+    // The entry is complete. From the next step on the directory refers to it and no longer needs its own files.
     let noted = note(images, &text);
     if noted.is_err() {
         let _ = fs::remove_file(images.join(names::STORE_REFERENCE_PARTIAL));
@@ -118,7 +112,7 @@ pub fn put(
     Ok(Some(reference))
 }
 
-/// The large files, yet without digests.
+/// Lists the large files, without digests.
 fn large(images: &Path) -> Result<Vec<Stored>, StoreError> {
     let list = StoreError::io;
     let mut files = Vec::new();
@@ -140,7 +134,7 @@ fn large(images: &Path) -> Result<Vec<Stored>, StoreError> {
     Ok(files)
 }
 
-/// Gives the files second names. `false`: that does not go from this file system to that one.
+/// Hard-links the files into the store. Returns `false` if they are on different file systems.
 fn link(images: &Path, to: &Path, files: &[Stored]) -> Result<bool, StoreError> {
     for (n, file) in files.iter().enumerate() {
         let place = to.join(&file.name);
@@ -164,7 +158,6 @@ fn cannot_link(e: &io::Error) -> bool {
     e.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Is there room for copies?
 fn room(store: &Path, at: &Path, files: &[Stored]) -> Result<(), StoreError> {
     let stat = nix::sys::statvfs::statvfs(at)
         .map_err(|e| StoreError::io(at, "ask for the free space")(e.into()))?;
@@ -181,7 +174,7 @@ fn room(store: &Path, at: &Path, files: &[Stored]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Copies a file unless it has its name there already, and hashes it unless it is the VRAM files'.
+/// Copies a file unless the store has it already. Hashes it unless it is a VRAM shard.
 fn one(
     images: &Path,
     to: &Path,
@@ -266,7 +259,7 @@ fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
         .map_err(StoreError::io(path, "write it"))
 }
 
-/// Puts the reference into the image directory, in one step, on disk.
+/// Writes the reference into the image directory, atomically and durably.
 fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
     let partial = images.join(names::STORE_REFERENCE_PARTIAL);
     let path = images.join(names::STORE_REFERENCE);
@@ -278,7 +271,7 @@ fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
         .map_err(StoreError::io(images, "write it to disk"))
 }
 
-/// Removes what killed checkpoints left, long ago.
+/// Removes old leftovers of killed checkpoints.
 fn sweep(store: &Path) {
     let entries = fs::read_dir(store).into_iter().flatten().flatten();
     for path in entries.map(|e| e.path()) {

@@ -11,7 +11,7 @@ const ABOUT: About<'_> = About {
     until: None,
 };
 
-/// A directory for all, a checkpoint's image directory with large and small files, a store.
+/// A directory for everything, an image directory with large and small files, a store.
 fn set_up() -> (tempfile::TempDir, PathBuf, PathBuf) {
     set_up_in(tempfile::tempdir().unwrap())
 }
@@ -101,7 +101,7 @@ fn the_large_files_go_and_are_found() {
             1,
             "nothing is left beside the entry"
         );
-        // A second time there is nothing to be done, and the reference stays.
+        // The second time does nothing, and the reference stays.
         assert_eq!(super::put(&images, &store, &ABOUT).unwrap(), None);
         assert!(find(&images, &stores).unwrap().is_some());
     }
@@ -127,7 +127,7 @@ fn what_is_wrong_with_a_store_is_told_and_the_images_stay() {
     };
     says(&store, &late, "in time");
     assert!(names_of(&store).is_empty(), "no entry is left");
-    // A link to a store is one.
+    // A link to a store is accepted.
     let link = dir.path().join("link");
     symlink(&store, &link).unwrap();
     put(&images, &link, &ABOUT).unwrap().unwrap();
@@ -149,7 +149,7 @@ fn an_entry_that_is_not_what_it_was() {
     };
     let page = entry.join("pages-3.img");
     let whole = fs::read(&page).unwrap();
-    // Another byte; shorter; a link to the same; a directory; gone.
+    // Another byte; shorter; a link to the same; a directory; missing.
     let mut other = whole.clone();
     other[77] ^= 1;
     fs::write(&page, &other).unwrap();
@@ -168,7 +168,7 @@ fn an_entry_that_is_not_what_it_was() {
     fs::remove_dir(&page).unwrap();
     fs::rename(&aside, &page).unwrap();
     look().unwrap();
-    // The entry is another user's to write, a link, gone; the store is gone.
+    // The entry is writable for another user, a link, missing; the store is missing.
     fs::set_permissions(&entry, fs::Permissions::from_mode(0o777)).unwrap();
     says(&["is not this user's alone"]);
     fs::set_permissions(&entry, fs::Permissions::from_mode(0o700)).unwrap();
@@ -261,7 +261,7 @@ fn references_of_strangers() {
             "{bad}: {error}"
         );
     }
-    // A reference that is a link is none.
+    // A reference that is a link is refused.
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("real"), text(id, &file("pages-1.img"))).unwrap();
     symlink("real", dir.path().join(names::STORE_REFERENCE)).unwrap();

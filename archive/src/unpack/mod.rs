@@ -1,4 +1,4 @@
-//! From an archive to a directory.
+//! Unpacks an archive into a directory.
 
 mod tree;
 
@@ -24,38 +24,29 @@ use crate::source::Source;
 use crate::staging::Staging;
 use crate::walk::{Sink, walk};
 
-/// How to unpack.
 #[derive(Debug, Clone, Default)]
 pub struct UnpackOptions {
-    /// Only CRIU's images, directly in the target directory (`checkpoint/` left out), as runtimes want them.
+    /// Only CRIU's images, directly in the target directory (without `checkpoint/`), as runtimes want them.
     pub images_only: bool,
     /// Leave out the shards and the table of GPU memory.
     pub without_vram: bool,
-    /// Threads; 0: as many as there are cores.
+    /// 0: one per core.
     pub threads: usize,
-    /// Bounds on the archive.
     pub limits: Limits,
-    /// Counters for a progress bar, and a way to stop.
     pub progress: Arc<Progress>,
 }
 
-/// What was unpacked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unpacked {
-    /// Files.
     pub files: u64,
-    /// Bytes of all files.
     pub bytes: u64,
 }
 
-/// Unpacks a checkpoint into a directory that does not exist yet, or is empty.
+/// Unpacks a checkpoint into a directory that does not exist yet or is empty.
 ///
-/// All is written below a temporary name beside the target, checked, synced and renamed: the target is whole or
-/// absent. What an interrupted run left is removed by the next. Files belong to the caller, without set-id bits;
-/// devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
-///
-/// # Errors
-/// [`Error`].
+/// Everything is written under a temporary name beside the target, checked, synced and renamed: the target is complete
+/// or absent. The next run removes what an interrupted run left. Files belong to the caller, without set-id bits.
+/// Devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
 pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
     let staging = Staging::directory(to, false)?;
     room(to, &staging, stated_bytes(source))?;
@@ -74,7 +65,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
         done: Mutex::new(Unpacked { files: 0, bytes: 0 }),
     };
     let done = thread::scope(|scope| {
-        // Files are written to disk as they become whole.
+        // Syncs each file as soon as it is complete.
         let syncer = scope.spawn(move || {
             for (file, name) in to_sync {
                 file.sync_all()
@@ -96,7 +87,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
     Ok(done)
 }
 
-/// Bytes that the archive says it has, where it does.
+/// The total size that the archive states, if it does.
 fn stated_bytes(source: &Source) -> u64 {
     let stated = source.image().and_then(|i| {
         i.manifest
@@ -108,7 +99,6 @@ fn stated_bytes(source: &Source) -> u64 {
     stated.unwrap_or(0)
 }
 
-/// Is there room for so much?
 fn room(to: &Path, staging: &Staging, needed: u64) -> Result<(), Error> {
     if needed < CHECK_ROOM {
         return Ok(());
@@ -126,7 +116,7 @@ fn room(to: &Path, staging: &Staging, needed: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// Files from this size on must have room before they are begun.
+/// For files of at least this size, the room is checked before writing.
 const CHECK_ROOM: u64 = 16 << 20;
 
 struct Unpacker<'u> {
@@ -142,7 +132,6 @@ struct Unpacker<'u> {
     done: Mutex<Unpacked>,
 }
 
-/// What is done when all files are written.
 #[derive(Default)]
 struct Later {
     modes: BTreeMap<String, u32>,
@@ -150,7 +139,7 @@ struct Later {
 }
 
 impl Unpacker<'_> {
-    /// Where an entry goes, if it is wanted.
+    /// Returns where an entry goes, if it is wanted.
     fn place<'n>(&self, name: &'n str) -> Option<&'n str> {
         let inner = name.strip_prefix(names::CHECKPOINT_DIR);
         if self.without_vram && inner.is_some_and(|n| n.starts_with("/vram-")) {
@@ -227,7 +216,7 @@ impl Unpacker<'_> {
             self.progress.add_written(n as u64);
         }
         out.flush().map_err(Error::io(&path, "write it"))?;
-        // Directories that the archive does not name are written to disk like those that it names.
+        // Directories that the archive does not name need a sync like the others.
         let mut later = self.later.lock().unwrap_or_else(PoisonError::into_inner);
         for (at, _) in name.match_indices('/') {
             later.modes.entry(name[..at].into()).or_insert(0o700);
@@ -241,7 +230,7 @@ impl Unpacker<'_> {
     }
 }
 
-/// Bytes that are written at once: as much as the file system takes as one piece of memory.
+/// Bytes per write: as much as the file system takes as one piece of memory.
 const COPY_BYTES: usize = 1 << 20;
 
 impl Sink for Unpacker<'_> {

@@ -1,14 +1,13 @@
-//! A directory that is filled from an archive: nothing is written outside of it.
+//! Fills a directory from an archive. Nothing is written outside of it.
 //!
-//! Every name is walked from the directory's descriptor, part by part, without following a link, and every file is
-//! created new. So even another process that plants links meanwhile gains nothing.
+//! Every name is walked from the directory's descriptor, component by component, without following links, and every
+//! file is created new. So another process that plants links meanwhile gains nothing.
 
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-/// The directory.
 #[derive(Debug)]
 pub(super) struct Tree {
     root: OwnedFd,
@@ -19,7 +18,7 @@ impl Tree {
         Self { root: root.into() }
     }
 
-    /// Creates a file, and the directories above it as far as they are missing.
+    /// Creates a file, and the missing directories above it.
     pub(super) fn file(&self, name: &str, mode: u32) -> io::Result<File> {
         let (parent, last) = self.parent(name)?;
         let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
@@ -32,7 +31,6 @@ impl Tree {
         enter(&parent, last)
     }
 
-    /// Sets a directory's permissions.
     pub(super) fn set_mode(&self, name: &str, mode: u32) -> io::Result<()> {
         let directory = self.directory(name)?;
         nix::sys::stat::fchmod(
@@ -42,7 +40,6 @@ impl Tree {
         Ok(())
     }
 
-    /// Creates a symbolic link.
     pub(super) fn link(&self, name: &str, target: &str) -> io::Result<()> {
         let (parent, last) = self.parent(name)?;
         nix::unistd::symlinkat(target, parent.as_fd(), last)?;
@@ -57,7 +54,7 @@ impl Tree {
             dir = enter(&dir, last)?;
             last = part;
         }
-        // Names were checked when they were read; a mistake there must not lead out.
+        // Names were checked when they were read. This check is a safeguard against a mistake there.
         if matches!(last, "" | "." | "..") {
             return Err(io::ErrorKind::InvalidInput.into());
         }
@@ -78,7 +75,7 @@ fn enter(dir: &OwnedFd, name: &str) -> io::Result<OwnedFd> {
 
 fn open(dir: &OwnedFd, name: &str, flags: i32, mode: u32) -> io::Result<OwnedFd> {
     let name = CString::new(name)?;
-    // SAFETY: an open descriptor, a string that ends with a zero, and a mode, as the call wants with O_CREAT.
+    // SAFETY: an open descriptor, a string that ends with a zero, and a mode, as the call requires with O_CREAT.
     let fd = unsafe {
         libc::openat(
             dir.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! The VRAM files of an archive, chunk by chunk, as its shards stream by.
+//! Checks the VRAM files of an archive chunk by chunk, as its shards stream by.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -10,7 +10,7 @@ use crate::metadata::Metadata;
 use crate::names;
 use crate::vram::{Chunk, Digest, Index, Kind, codec};
 
-/// What the VRAM files' table says of its shards.
+/// The shards and chunks that the VRAM files' table lists.
 #[derive(Debug)]
 pub(super) struct Shards {
     table: Index,
@@ -21,12 +21,11 @@ pub(super) struct Shards {
 #[derive(Debug, Default)]
 struct Shard {
     bytes: u64,
-    /// The stored chunks by their place, and the length of each decompressed.
+    /// The stored chunks by their position, and the decompressed length of each.
     chunks: Vec<(Chunk, u32)>,
 }
 
 impl Shards {
-    /// Reads the table.
     pub(super) fn new(table: &[u8]) -> Result<Self, Bad> {
         let name = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
         let bad = |reason: String| Bad::Content {
@@ -68,7 +67,7 @@ impl Shards {
         })
     }
 
-    /// Is it the table that cryopod's record vouches for?
+    /// Checks that the metadata has the digest of this table.
     pub(super) fn recorded(shards: Option<&Self>, metadata: &Metadata) -> Result<(), Bad> {
         let Some(vram) = &metadata.gpu.vram else {
             return Ok(());
@@ -89,12 +88,11 @@ impl Shards {
         }
     }
 
-    /// The table.
     pub(super) fn table(&self) -> &Index {
         &self.table
     }
 
-    /// The chunks that are in the parent, by their numbers there.
+    /// Returns the parent's numbers of the chunks that are stored there.
     pub(super) fn in_parent(&self) -> Vec<usize> {
         let chunks = self.table.chunks.iter();
         let mut numbers: Vec<usize> = chunks
@@ -106,17 +104,15 @@ impl Shards {
         numbers
     }
 
-    /// Chunks that were checked.
     pub(super) fn checked(&self) -> u64 {
         self.checked.load(Ordering::Relaxed)
     }
 
-    /// The shards that the table names.
     pub(super) fn names(&self) -> impl Iterator<Item = &String> {
         self.by_name.keys()
     }
 
-    /// Checks a shard's chunks; `false` if it is no shard of the vram.
+    /// Checks a shard's chunks; `false` if the file is not a shard of the VRAM files.
     pub(super) fn check(&self, name: &str, bytes: u64, reader: &mut dyn Read) -> io::Result<bool> {
         let Some(shard) = self.by_name.get(name) else {
             return Ok(false);

@@ -1,4 +1,4 @@
-//! Compression of one chunk, and which one is worth while.
+//! Compresses and decompresses chunks, and decides whether compression pays.
 
 use std::io;
 
@@ -6,28 +6,25 @@ use serde::{Deserialize, Serialize};
 
 use super::index::Kind;
 
-/// What to compress with.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Codec {
-    /// LZ4 where a sample of the data shrinks by a tenth, else nothing.
+    /// LZ4 if a sample of the data shrinks by a tenth, else no compression.
     #[default]
     Auto,
-    /// Nothing.
     None,
-    /// LZ4: GiB a second and core.
+    /// LZ4: GiB per second and core.
     Lz4,
-    /// zstd, with a level.
     Zstd,
 }
 
-/// Compressed data must be this much smaller, in 64ths, to be worth its decompression.
+/// Compressed data must be at most this many 64ths of the original size to be worth its decompression.
 const WORTH: u64 = 60;
-/// The sample: so many pieces of this size.
+/// The sample: this many pieces of this size.
 const SAMPLES: usize = 32;
 const SAMPLE_BYTES: usize = 64 << 10;
 
-/// Compresses chunks; one for each thread.
+/// Compresses chunks; one per thread.
 pub struct Encoder {
     codec: Codec,
     zstd: Option<zstd::bulk::Compressor<'static>>,
@@ -35,7 +32,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// For chunks of at most `chunk_bytes`. `codec` has been decided: [`Codec::Auto`] counts as none.
+    /// For chunks of at most `chunk_bytes`. The caller has resolved [`Codec::Auto`], which here means no compression.
     pub fn new(codec: Codec, level: i32, chunk_bytes: usize) -> io::Result<Self> {
         let (room, zstd) = match codec {
             Codec::Auto | Codec::None => (0, None),
@@ -52,7 +49,7 @@ impl Encoder {
         })
     }
 
-    /// The chunk as it is to be stored.
+    /// Returns the chunk in its stored form.
     pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (Kind, &'a [u8]) {
         let (kind, size) = match (self.codec, &mut self.zstd) {
             (Codec::Lz4, _) => (
@@ -90,7 +87,7 @@ pub fn decode(kind: Kind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Settles [`Codec::Auto`] by compressing a sample of what is not zero.
+/// Resolves [`Codec::Auto`] by compressing a sample of the non-zero data.
 pub fn decide(codec: Codec, sources: &[&[u8]]) -> Codec {
     if codec != Codec::Auto {
         return codec;
@@ -116,7 +113,6 @@ pub fn decide(codec: Codec, sources: &[&[u8]]) -> Codec {
     }
 }
 
-/// Whether all bytes are zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
     bytes
         .chunks(1024)

@@ -1,6 +1,6 @@
-//! VRAM files that builds upon others becomes one that does not.
+//! Makes VRAM files that build on others independent of them.
 //!
-//! Chunks are copied as they are stored, compressed or not, after their digests have been checked.
+//! Chunks are copied in their stored form, compressed or not, after their digests have been checked.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,11 +13,8 @@ use super::shards::{Own, Shards, remove};
 use super::write::{WriteOptions, Written, micros};
 use super::{Codec, Vram, VramError, VramFacts};
 
-/// Writes the whole of `vram` into a directory. Of the options count the threads, the size of shards, and
-/// whether to sync.
-///
-/// # Errors
-/// [`VramError`]; nothing of the VRAM files is left in the directory.
+/// Writes the complete `vram` into a directory. Of the options, it uses the threads, the size of shards, and whether to
+/// sync. After a [`VramError`] no VRAM files are left in the directory.
 pub fn flatten(
     vram: &Vram,
     dir: &Path,
@@ -39,7 +36,7 @@ fn run(
 ) -> Result<Written, VramError> {
     let start = Instant::now();
     let shards = Shards::new(dir, options.shard_bytes, options.sync);
-    // The first chunk of each content takes the room.
+    // The first chunk of each content is stored; the others refer to it.
     let mut first: HashMap<(Digest, u32), usize> = HashMap::new();
     let mut chunks = vram.index.chunks.clone();
     let mut stored = Vec::new();

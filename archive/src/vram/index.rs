@@ -1,8 +1,8 @@
-//! The table of chunks, `vram-index.img`.
+//! Reads and writes the table of chunks, `vram-index.img`.
 //!
-//! Little-endian: magic (8 bytes), version (u32), length of the header (u32), number of chunks (u64); the
-//! header, JSON; 48 bytes a chunk: kind (u8), zero (u8), shard (u16), stored bytes (u32), place (u64),
-//! BLAKE3 (32 bytes); at the end the BLAKE3 of everything before it (32 bytes).
+//! Little-endian: magic (8 bytes), version (u32), length of the header (u32), number of chunks (u64); the header, JSON;
+//! 48 bytes per chunk: kind (u8), zero (u8), shard (u16), stored bytes (u32), place (u64), BLAKE3 (32 bytes); at the
+//! end the BLAKE3 of everything before it (32 bytes).
 
 use std::fmt;
 use std::fs::File;
@@ -13,9 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{MAX_CHUNK, MIN_CHUNK, VramError};
 
-/// The version written and the newest read.
+/// The version written, and the newest read.
 pub const VERSION: u32 = 1;
-/// First bytes of the file.
 const MAGIC: &[u8; 8] = b"CRYOVRAM";
 const PREFIX: usize = 24;
 const ROW: usize = 48;
@@ -25,20 +24,16 @@ const MAX_HEADER: u32 = 16 << 20;
 const MAX_CHUNKS: u64 = 1 << 24;
 const MAX_REGIONS: usize = 1 << 16;
 const MAX_ID: usize = 256;
-/// Places of a parent that a table may name.
 const MAX_PLACES: usize = 8;
 const MAX_PLACE: usize = 4096;
 /// A shard's number is 16 bits.
 pub const MAX_SHARDS: usize = 1 << 16;
-/// Largest table, in bytes.
 const MAX_BYTES: u64 = PREFIX as u64 + MAX_HEADER as u64 + MAX_CHUNKS * ROW as u64 + DIGEST as u64;
 
-/// A BLAKE3 digest.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Digest(pub [u8; DIGEST]);
 
 impl Digest {
-    /// Of some bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
@@ -66,21 +61,20 @@ impl std::str::FromStr for Digest {
     }
 }
 
-/// How a chunk is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// All bytes are zero; nothing is stored, and no digest either.
+    /// All bytes are zero; neither data nor digest is stored.
     Zero = 0,
-    /// In a shard, as it is.
+    /// In a shard, uncompressed.
     Raw = 1,
     /// In a shard, an LZ4 block.
     Lz4 = 2,
     /// In a shard, a zstd frame.
     Zstd = 3,
-    /// The same as the chunk of this checkpoint whose number is in `place`; that one is not `Same`.
+    /// The same as the chunk of this checkpoint with number `place`; that one is not `Same`.
     Same = 4,
-    /// The same as the chunk of the parent checkpoint whose number is in `place`.
+    /// The same as the chunk of the parent checkpoint with number `place`.
     Parent = 5,
 }
 
@@ -98,23 +92,20 @@ impl Kind {
     }
 }
 
-/// A row of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// How it is kept.
     pub kind: Kind,
-    /// The number of its shard; 0 where there is none.
+    /// The number of its shard; 0 if it is in no shard.
     pub shard: u16,
-    /// Its size in the shard; 0 where there is none.
+    /// Its size in the shard; 0 if it is in no shard.
     pub stored: u32,
-    /// Its offset in the shard, or the number of the chunk that it is the same as.
+    /// Its offset in the shard, or the number of the identical chunk.
     pub place: u64,
-    /// BLAKE3 of its contents, not compressed; zeros for a chunk of zeros.
+    /// BLAKE3 of its uncompressed contents; zeros for a chunk of zeros.
     pub digest: Digest,
 }
 
 impl Chunk {
-    /// A chunk of zeros.
     pub const ZERO: Self = Self {
         kind: Kind::Zero,
         shard: 0,
@@ -124,29 +115,26 @@ impl Chunk {
     };
 }
 
-/// A buffer whose contents are in the vram.
+/// A buffer whose contents are in the VRAM files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Region {
-    /// Its name, unique within the checkpoint.
+    /// Unique within the checkpoint.
     pub id: String,
-    /// Its size.
     pub bytes: u64,
 }
 
-/// The whole table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Index {
     /// Size of a chunk; the last of a region may be shorter.
     pub chunk_bytes: u32,
-    /// The buffers, whose chunks follow each other in the table.
+    /// The buffers; their chunks follow each other in the table.
     pub regions: Vec<Region>,
-    /// The sizes of the shards.
     pub shards: Vec<u64>,
     /// Digest of the parent's table.
     pub parent: Option<Digest>,
-    /// Where the parent was: paths, absolute or from this directory. Wherever it is found, the digest counts.
+    /// Paths of the parent at the checkpoint, absolute or relative to this directory. Only the digest decides whether a
+    /// table is the parent.
     pub parent_at: Vec<String>,
-    /// The rows.
     pub chunks: Vec<Chunk>,
     /// Digest of this table; set when it is encoded or parsed.
     pub digest: Digest,
@@ -163,7 +151,6 @@ struct Header {
     parent_at: Vec<String>,
 }
 
-/// How many chunks a region has.
 pub fn chunks_of(bytes: u64, chunk_bytes: u32) -> u64 {
     bytes.div_ceil(u64::from(chunk_bytes))
 }
@@ -176,12 +163,11 @@ impl Index {
         Some(start..start + count(self.regions.get(region)?))
     }
 
-    /// The region of that name, and its number.
+    /// Finds a region by name; also returns its number.
     pub fn find(&self, id: &str) -> Option<(usize, &Region)> {
         self.regions.iter().enumerate().find(|(_, r)| r.id == id)
     }
 
-    /// The size of every chunk, in the order of the table.
     pub fn lengths(&self) -> Vec<u32> {
         let mut lengths = Vec::with_capacity(self.chunks.len());
         for region in &self.regions {
@@ -195,10 +181,8 @@ impl Index {
         lengths
     }
 
-    /// The file's bytes; sets the digest.
-    ///
-    /// # Errors
-    /// [`VramError::Invalid`] when the table would not be read back.
+    /// Encodes the file's bytes; sets the digest. Fails with [`VramError::Invalid`] if the table could not be read
+    /// back.
     pub fn encode(&mut self) -> Result<Vec<u8>, VramError> {
         self.check().map_err(VramError::Invalid)?;
         let header = Header {
@@ -232,10 +216,6 @@ impl Index {
         Ok(bytes)
     }
 
-    /// Reads the file.
-    ///
-    /// # Errors
-    /// [`VramError`] names the path.
     pub fn read(file: &File, path: &Path) -> Result<Self, VramError> {
         let size = file
             .metadata()
@@ -254,7 +234,7 @@ impl Index {
         Self::parse(&bytes, path)
     }
 
-    /// Parses and checks the file's bytes; `path` is only named in errors.
+    /// Parses and checks the file's bytes; `path` only appears in errors.
     ///
     /// # Errors
     /// [`VramError::Damaged`] or [`VramError::Version`].
@@ -319,7 +299,6 @@ impl Index {
         Ok(index)
     }
 
-    /// Checks every value.
     fn check(&self) -> Result<(), String> {
         let size = self.chunk_bytes;
         if !size.is_power_of_two() || !(MIN_CHUNK..=MAX_CHUNK).contains(&size) {

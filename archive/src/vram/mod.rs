@@ -1,16 +1,16 @@
-//! The vram: GPU memory in the image directory, beside CRIU's own images.
+//! Reads and writes the VRAM files: GPU memory in the image directory, beside CRIU's own images.
 //!
-//! The contents of each buffer (a *region*) are cut into chunks of one fixed size. A chunk is zero, or
-//! the same as another one, or lies in a shard (`vram-0000.img`, ...) as it is or compressed. The table
-//! of all chunks, `vram-index.img`, is written last and in one step: without it the shards mean
-//! nothing. Each chunk's BLAKE3 digest stands in the table, the table's own at its end, and that one
-//! again in the metadata, so that one digest vouches for everything.
+//! The contents of each buffer (a *region*) are cut into chunks of one fixed size. A chunk is zero, or the same as
+//! another one, or lies in a shard (`vram-0000.img`, ...), compressed or not. The table of all chunks,
+//! `vram-index.img`, is written last and atomically: without it the shards mean nothing. The table has the BLAKE3
+//! digest of each chunk, and ends with its own digest. The metadata repeats that digest, so one digest covers
+//! everything.
 //!
-//! * [`index`]: the table, as bytes
+//! * [`index`]: the table's format
 //! * [`write`](mod@write): from memory to a directory, with several threads
 //! * [`read`]: from a directory to memory, and the verification
-//! * [`parent`]: where the VRAM files before this one is found
-//! * [`flatten`](mod@flatten): one that builds upon others becomes one that does not
+//! * [`parent`]: finds the VRAM files that others build on
+//! * [`flatten`](mod@flatten): makes VRAM files independent of their parents
 //!
 //! docs/vram-format.md describes every byte.
 
@@ -32,62 +32,41 @@ pub use index::{Chunk, Digest, Index, Kind, Region};
 pub use read::{ReadOptions, Vram};
 pub use write::{Source, WriteOptions, Written, remove, write};
 
-/// Smallest size of a chunk, in bytes.
+/// In bytes.
 pub const MIN_CHUNK: u32 = 64 << 10;
-/// Largest size of a chunk, in bytes.
+/// In bytes.
 pub const MAX_CHUNK: u32 = 64 << 20;
-/// The size of a chunk unless another is wanted, in bytes.
+/// In bytes.
 pub const DEFAULT_CHUNK: u32 = 1 << 20;
 
-/// Why VRAM files cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum VramError {
-    /// The system refused.
     #[error("{path}: {what}: {source}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What was tried.
         what: &'static str,
-        /// What the system said.
         source: io::Error,
     },
-    /// A file is not what it should be.
     #[error("{path}: {reason}; the checkpoint is damaged or incomplete")]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
-    /// Written by a later version.
+    Damaged { path: PathBuf, reason: String },
     #[error(
         "{path}: version {found} of the format; this cryopod reads {}: update it",
         index::VERSION
     )]
-    Version {
-        /// The file.
-        path: PathBuf,
-        /// The version that the file names.
-        found: u32,
-    },
-    /// The checkpoint before this one, which it builds upon, cannot be used.
+    Version { path: PathBuf, found: u32 },
+    /// The parent checkpoint, on which this one builds, is unusable.
     #[error(
         "{path}: the parent checkpoint, without which this one cannot be read, {reason}; put it back, name its directory in `vram.parents`, or make checkpoints whole before they are moved (cryopod flatten)"
     )]
     Parent {
-        /// Where it should be.
+        /// The expected path.
         path: PathBuf,
-        /// What is wrong with it.
         reason: String,
     },
-    /// The shards are in a store that cannot be used.
     #[error(transparent)]
     Store(#[from] crate::store::StoreError),
-    /// The work was called off.
     #[error("called off")]
     Cancelled,
-    /// What was asked for makes no sense.
     #[error("{0}")]
     Invalid(String),
 }
@@ -106,40 +85,32 @@ impl VramError {
     }
 }
 
-/// What VRAM files holds, in numbers: for the metadata, and for a user.
+/// Statistics of VRAM files, for the metadata and for users.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramFacts {
     /// Digest of the table, in hexadecimal.
     pub digest: String,
-    /// GPU memory, in bytes.
     pub bytes: u64,
-    /// What it takes in the shards, in bytes.
+    /// Size in the shards, in bytes.
     pub stored_bytes: u64,
-    /// Size of a chunk, in bytes.
     pub chunk_bytes: u32,
-    /// Shards.
     pub shards: usize,
-    /// All chunks.
     pub chunks: usize,
-    /// Chunks that are zero.
     pub zero: usize,
-    /// Chunks that lie in a shard as they are.
+    /// Chunks that are stored uncompressed.
     pub raw: usize,
-    /// Chunks compressed with LZ4.
     pub lz4: usize,
-    /// Chunks compressed with zstd.
     pub zstd: usize,
     /// Chunks that are the same as another of this checkpoint.
     pub same: usize,
     /// Chunks that are the same as one of the parent checkpoint.
     pub parent: usize,
-    /// Digest of the parent's table, where there are such chunks.
+    /// Digest of the parent's table, if there are such chunks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent_digest: Option<String>,
 }
 
 impl VramFacts {
-    /// Counts.
     pub fn of(index: &Index) -> Self {
         let mut facts = Self {
             digest: index.digest.to_string(),
@@ -165,7 +136,7 @@ impl VramFacts {
     }
 }
 
-/// How many threads to use where nobody says: one a core, at most 16.
+/// The default number of threads: one per core, at most 16.
 pub fn usual_threads() -> usize {
     std::thread::available_parallelism().map_or(2, |n| n.get().min(16))
 }

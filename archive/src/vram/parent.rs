@@ -1,5 +1,5 @@
-//! Where the VRAM files is that another one builds upon. Whatever a table says of places, only a table with
-//! the digest that it names is taken.
+//! Finds the VRAM files that others build on. Whatever paths a table names, only a table with the recorded digest is
+//! accepted.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -10,18 +10,15 @@ use super::read::open_file;
 use super::{Vram, VramError};
 use crate::names;
 
-/// Longest chain of parents.
 const MAX_DEPTH: usize = 1024;
-/// Directories in one that is searched.
+/// Most entries that are read of a searched directory.
 const MAX_ENTRIES: usize = 100_000;
 
-/// Opens the VRAM files that a table builds upon; `dir` is the table's directory, where it lies in one.
+/// Opens the VRAM files that a table builds on; `dir` is the table's directory, if it lies in one.
 ///
-/// In this order: CRIU's link to the checkpoint before, the places that the table names, the directories
-/// of `search`, the directories in those.
-///
-/// # Errors
-/// [`VramError::Parent`] if there is none, or another one, or it cannot be used.
+/// Searches in this order: CRIU's link to the previous checkpoint, the paths that the table names, the directories of
+/// `search`, the directories in those. Fails with [`VramError::Parent`] if the parent is missing, or another one, or
+/// unusable.
 pub fn find(
     index: &Index,
     dir: Option<&Path>,
@@ -58,7 +55,7 @@ pub(super) fn open(
                 Ok(Some(vram)) => return Ok(Some(vram)),
                 Ok(None) => {}
                 Err(error @ VramError::Parent { .. }) => return Err(error),
-                // Another copy may be whole.
+                // Another copy may be intact.
                 Err(error) => failed = Some((place, format!("cannot be used: {error}"))),
             }
         }
@@ -70,7 +67,7 @@ pub(super) fn open(
     Err(VramError::Parent { path, reason })
 }
 
-/// The places that are known without searching.
+/// The paths that are known without a search.
 fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
     let link = dir.map(|dir| dir.join(names::PARENT_LINK));
     let link = link.filter(|link| fs::symlink_metadata(link).is_ok());
@@ -85,7 +82,7 @@ fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
     link.into_iter().chain(places).collect()
 }
 
-/// A path from a directory, without the steps back.
+/// Joins a path to a directory and resolves `..`.
 fn from(dir: &Path, place: &Path) -> PathBuf {
     let mut path = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
     for part in place.components() {
@@ -110,7 +107,7 @@ fn below(place: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// What a directory's table says that its digest is; `None`: there is none.
+/// Reads the digest that a directory's table states; `None` if there is no table.
 fn table_digest(dir: &Path) -> Option<Digest> {
     let file = open_file(&dir.join(names::VRAM_INDEX)).ok()?;
     let mut digest = Digest::default();

@@ -1,4 +1,4 @@
-//! Shards to memory, and the verification.
+//! Reads shards into memory, and verifies them.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,17 +15,14 @@ use crate::{names, store};
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_NONBLOCK: i32 = 0o4_000;
 
-/// What a thread does: asks now and then whether to stop, and has a buffer of its own.
+/// A thread's work. It polls whether to stop, and has its own buffer.
 type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
 
-/// How to read.
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
-    /// Threads.
     pub threads: usize,
-    /// Check each chunk's digest.
     pub check: bool,
-    /// The memory is zero already: zeros are not written.
+    /// The memory is already zero: do not write zeros.
     pub zeroed: bool,
 }
 
@@ -39,10 +36,9 @@ impl Default for ReadOptions {
     }
 }
 
-/// VRAM files in a directory, with those it builds upon.
+/// VRAM files in a directory, with those that they build on.
 #[derive(Debug)]
 pub struct Vram {
-    /// The table.
     pub index: Index,
     dir: PathBuf,
     shards: Vec<File>,
@@ -66,20 +62,14 @@ pub(super) fn open_file(path: &Path) -> Result<File, VramError> {
 }
 
 impl Vram {
-    /// Opens the VRAM files of an image directory; `None` where there is none. `digest` is what the metadata says of
-    /// the table.
-    ///
-    /// # Errors
-    /// [`VramError`].
+    /// Opens the VRAM files of an image directory; `None` if there are none. `digest` is the table's digest in the
+    /// metadata.
     pub fn open(dir: &Path, digest: Option<Digest>) -> Result<Option<Self>, VramError> {
         Self::open_with(dir, digest, &[])
     }
 
-    /// As [`Vram::open`]; parents that are not where they were are searched in these directories too, and in
-    /// the directories in them. Shards that are in a store are found in the one of these directories that has them.
-    ///
-    /// # Errors
-    /// [`VramError`].
+    /// Like [`Vram::open`], but also searches the directories of `search` and the directories in them for parents that
+    /// have moved. Shards in a store are found in the same directories.
     pub fn open_with(
         dir: &Path,
         digest: Option<Digest>,
@@ -114,7 +104,7 @@ impl Vram {
         for (number, bytes) in index.shards.iter().enumerate() {
             let mut path = dir.join(names::vram_shard(number));
             if path.symlink_metadata().is_err() {
-                // A store is one of the directories that are searched.
+                // A store is one of the searched directories.
                 if stored.is_none() {
                     stored = store::find(dir, search)?;
                 }
@@ -157,7 +147,7 @@ impl Vram {
         }
     }
 
-    /// Whether the chunks that a table has in its parent are in this one. `path` is the table's, for the message.
+    /// Checks that this holds the chunks that a table has in its parent. `path` is the table's, for the message.
     pub(crate) fn holds(&self, child: &Index, path: &Path) -> Result<(), VramError> {
         for (number, (chunk, length)) in child.chunks.iter().zip(child.lengths()).enumerate() {
             if chunk.kind != Kind::Parent {
@@ -176,17 +166,16 @@ impl Vram {
         Ok(())
     }
 
-    /// The VRAM files that this one builds upon.
+    /// The VRAM files on which these build.
     pub fn parent(&self) -> Option<&Vram> {
         self.parent.as_deref()
     }
 
-    /// How many VRAM files this one builds upon, one upon another.
+    /// The length of the chain of parents.
     pub fn depth(&self) -> usize {
         std::iter::successors(self.parent(), |vram| vram.parent()).count()
     }
 
-    /// In numbers.
     pub fn facts(&self) -> VramFacts {
         VramFacts::of(&self.index)
     }
@@ -196,10 +185,8 @@ impl Vram {
         &self.dir
     }
 
-    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early.
-    ///
-    /// # Errors
-    /// [`VramError`]; the memory's contents are then undefined.
+    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early. After a [`VramError`]
+    /// the memory's contents are undefined.
     pub fn read(
         &self,
         region: usize,
@@ -233,15 +220,12 @@ impl Vram {
     }
 
     /// Reads every chunk and checks its digest, without keeping it.
-    ///
-    /// # Errors
-    /// [`VramError`]: the first thing that is wrong.
     pub fn verify(&self, threads: usize, cancel: &AtomicBool) -> Result<(), VramError> {
         let all: Vec<usize> = (0..self.lengths.len()).collect();
         self.verify_chunks(&all, threads, cancel)
     }
 
-    /// As [`Vram::verify`], of these chunks.
+    /// Like [`Vram::verify`], for these chunks.
     pub(crate) fn verify_chunks(
         &self,
         numbers: &[usize],
@@ -291,7 +275,7 @@ impl Vram {
                 let done = worker
                     .join()
                     .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
-                // What made the others stop is what there is to tell.
+                // Report the error that made the others stop.
                 if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
                     first = done;
                 }
@@ -300,7 +284,7 @@ impl Vram {
         })
     }
 
-    /// One chunk into memory of its size.
+    /// Reads one chunk into memory of its size.
     fn chunk(
         &self,
         number: usize,
@@ -315,7 +299,7 @@ impl Vram {
                 to.fill(0);
                 return Ok(());
             }
-            // The digests of both have been compared when the table was read.
+            // Reading the table has compared the digests of both.
             (Kind::Same, _) => return self.chunk(place, to, check, scratch),
             (Kind::Parent, Some(parent)) => return parent.chunk(place, to, check, scratch),
             (Kind::Parent, None) => {
@@ -337,7 +321,7 @@ impl Vram {
         Ok(())
     }
 
-    /// A chunk as it is stored, wherever that is, once its digest has been checked; `plain` is room.
+    /// Returns a chunk in its stored form, wherever it lies, after checking its digest; `plain` is a scratch buffer.
     pub(super) fn as_stored(
         &self,
         number: usize,

@@ -1,4 +1,4 @@
-//! The files of VRAM files in the making.
+//! Writes the shards and the table.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
@@ -10,7 +10,7 @@ use super::VramError;
 use super::index::{Index, MAX_SHARDS};
 use crate::names;
 
-/// The shards of one vram, of which each thread appends to one of its own.
+/// The shards being written; each thread appends to its own.
 pub(super) struct Shards<'a> {
     dir: &'a Path,
     shard_bytes: u64,
@@ -18,7 +18,7 @@ pub(super) struct Shards<'a> {
     sizes: Mutex<Vec<u64>>,
 }
 
-/// A thread's shards, of which the last is appended to.
+/// A thread's shards; it appends to the last.
 #[derive(Default)]
 pub(super) struct Own(Vec<Shard>);
 
@@ -43,12 +43,11 @@ impl<'a> Shards<'a> {
         self.sizes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sizes of all shards.
     pub(super) fn take_sizes(&self) -> Vec<u64> {
         std::mem::take(&mut *self.sizes())
     }
 
-    /// Appends to the thread's shard; the number of the shard, and the place in it.
+    /// Appends to the thread's shard. Returns the shard's number and the offset in it.
     pub(super) fn append(&self, own: &mut Own, stored: &[u8]) -> Result<(u16, u64), VramError> {
         if own.0.last().is_none_or(|s| s.end >= self.shard_bytes) {
             own.0.push(self.open()?);
@@ -85,7 +84,7 @@ impl<'a> Shards<'a> {
         })
     }
 
-    /// Waits until all threads' shards are on the disk.
+    /// Waits until all threads' shards are on disk.
     pub(super) fn sync(&self, all: &[Own]) -> Result<(), VramError> {
         if !self.sync {
             return Ok(());
@@ -107,7 +106,7 @@ impl<'a> Shards<'a> {
         })
     }
 
-    /// The table, in one step.
+    /// Writes the table atomically.
     pub(super) fn put(&self, index: &mut Index) -> Result<(), VramError> {
         let partial = self.dir.join(names::VRAM_INDEX_PARTIAL);
         let path = self.dir.join(names::VRAM_INDEX);
@@ -129,7 +128,7 @@ impl<'a> Shards<'a> {
     }
 }
 
-/// Removes whatever of VRAM files is in a directory, the table first.
+/// Removes all VRAM files from a directory, the table first.
 pub fn remove(dir: &Path) {
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX));
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX_PARTIAL));

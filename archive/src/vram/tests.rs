@@ -191,7 +191,7 @@ fn a_chain_of_parents() {
     }
     open(&dirs[2]).verify(2, &NEVER).unwrap();
     assert_eq!(open(&dirs[2]).depth(), 2);
-    // Whole, without the others.
+    // Complete, without the others.
     let whole = root.path().join("whole");
     std::fs::create_dir(&whole).unwrap();
     let facts = flatten::flatten(&open(&dirs[2]), &whole, &options(Codec::None), &NEVER)
@@ -199,7 +199,7 @@ fn a_chain_of_parents() {
         .facts;
     assert_eq!((facts.raw, facts.parent), (64, 0));
     assert_eq!(load(&open(&whole), 0).unwrap(), data);
-    // All of them elsewhere, and the first somewhere else again.
+    // All of them elsewhere, and the first at a third place.
     let moved = TempDir::new().unwrap();
     for dir in &dirs[1..] {
         std::fs::rename(dir, moved.path().join(dir.file_name().unwrap())).unwrap();
@@ -269,7 +269,7 @@ fn what_fails_leaves_nothing() {
     );
 }
 
-/// A table of every kind of chunk.
+/// A table with every kind of chunk.
 fn sample() -> Index {
     let digest = Digest::of(b"x");
     let size = MIN_CHUNK;
@@ -363,7 +363,7 @@ proptest! {
         prop_assert!(parse(&bytes).is_err());
     }
 
-    /// With a digest that fits, so that what lies behind it is reached.
+    /// With a matching digest, so that the parser reaches what follows.
     #[test]
     fn a_spoilt_table_is_an_error_or_valid(at: prop::sample::Index, value: u8) {
         let mut index = sample();

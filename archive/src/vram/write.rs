@@ -1,8 +1,8 @@
-//! Memory to shards.
+//! Writes memory to shards.
 //!
-//! Each thread takes a run of chunks, looks whether they are zero, hashes, compresses, and appends them
-//! to a shard of its own, so that hashing and writing overlap and no thread waits for another. The
-//! shards are synced before the table is written, and the table is renamed into place last.
+//! Each thread takes a run of chunks, finds those that are zero, hashes, compresses, and appends them to its own shard.
+//! So hashing and writing overlap and no thread waits for another. The shards are synced before the table is written,
+//! and the table is renamed into place last.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -18,21 +18,17 @@ use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, usual_threads};
 
 /// Chunks that a thread takes at a time.
 const RUN: usize = 8;
-/// A thread that has less than this to do costs more than it brings.
+/// With less work than this, a thread costs more than it gains.
 const MIN_PER_THREAD: usize = 16 << 20;
 
-/// How to write.
 #[derive(Debug, Clone)]
 pub struct WriteOptions {
     /// Size of a chunk: a power of two between [`super::MIN_CHUNK`] and [`super::MAX_CHUNK`].
     pub chunk_bytes: u32,
     /// A shard is closed once it is this large.
     pub shard_bytes: u64,
-    /// Threads.
     pub threads: usize,
-    /// Compression.
     pub codec: Codec,
-    /// zstd's level.
     pub level: i32,
     /// Sync everything before the table is put in place.
     pub sync: bool,
@@ -51,21 +47,18 @@ impl Default for WriteOptions {
     }
 }
 
-/// A buffer to write. Its contents must not change meanwhile; a chunk that does will not fit its digest.
+/// A buffer to write. Its contents must not change during the write: a changed chunk would not match its digest.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// [`Region::id`].
     pub id: &'a str,
-    /// The contents.
     pub bytes: &'a [u8],
 }
 
-/// What was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
-    /// In numbers.
     pub facts: VramFacts,
-    /// The compression that was decided on.
+    /// The resolved compression.
     pub codec: Codec,
     /// Hashing, compressing and writing, in microseconds.
     pub write_us: u64,
@@ -73,13 +66,10 @@ pub struct Written {
     pub sync_us: u64,
 }
 
-/// Writes VRAM files into an image directory. Files of an earlier one there are replaced.
+/// Writes VRAM files into an image directory and replaces older ones there.
 ///
-/// `parent` is the VRAM files before this one: chunks that are in it are not stored again. `cancel` makes it
-/// end early.
-///
-/// # Errors
-/// [`VramError`]; nothing of the VRAM files is left in the directory.
+/// `parent` is the previous checkpoint's VRAM files: chunks that it has are not stored again. `cancel` makes it end
+/// early. After a [`VramError`] no VRAM files are left in the directory.
 pub fn write(
     dir: &Path,
     sources: &[Source<'_>],
@@ -176,7 +166,7 @@ impl<'a> Job<'a> {
             for worker in workers {
                 match worker.join() {
                     Ok(Ok(own)) => open.push(own),
-                    // What made the others stop is what there is to tell.
+                    // Report the error that made the others stop.
                     Ok(Err(error)) => match first {
                         None | Some(VramError::Cancelled) => first = Some(error),
                         Some(_) => {}
@@ -216,7 +206,6 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// One thread.
     fn work(&self, table: &Mutex<&mut Vec<Chunk>>) -> Result<Own, VramError> {
         let longest = self
             .pieces
@@ -281,7 +270,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// How a directory is found again from another: from beside it, where it is, and by its full path.
+/// Paths from one directory to another: relative to its parent directory, and absolute.
 fn places(from: &Path, to: &Path) -> Vec<String> {
     let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize()) else {
         return Vec::new();

@@ -1,5 +1,5 @@
-//! `cryopod check ARCHIVE`: would this checkpoint restore here? The same checks as at the start of a restore, on podman's
-//! export file, an unpacked checkpoint, an OCI layout and whatever else [`Source`] knows; nothing is unpacked or changed.
+//! `cryopod check ARCHIVE`: reports whether this checkpoint would restore here. Runs the checks of a restore on every
+//! kind that [`Source`] reads; unpacks and changes nothing.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,30 +33,27 @@ use serde_json::Value;
 use super::engine;
 use crate::engine::Engine;
 
-/// containerd's record of a container, as its checkpoint is read.
+/// containerd's record of a container, as [`Source`] names it.
 const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
-/// The exit code where the question makes no sense.
+/// Exit code for a question that makes no sense.
 const UNUSABLE: u8 = 2;
 
-/// The question.
 pub struct Ask<'a> {
-    /// The archive or directory.
     pub path: &'a Path,
-    /// Which image, where a layout holds several.
+    /// The name of the image, if a layout holds several.
     pub image: Option<&'a str>,
-    /// Where the GPUs are to go, in place of what annotation and configuration say.
+    /// The GPU map, instead of those of annotation and configuration.
     pub map: Option<&'a str>,
-    /// Checks that are switched off.
+    /// Disabled checks.
     pub off: &'a [String],
-    /// The engine that is to restore it, in place of that which made it.
+    /// The engine for the restore, instead of the one that made the checkpoint.
     pub engine: Option<Engine>,
-    /// podman's `--ignore-volumes` will be given.
+    /// The restore will use podman's `--ignore-volumes`.
     pub ignore_volumes: bool,
-    /// JSON in place of a table.
     pub json: bool,
 }
 
-/// A checkpoint as far as the checks need it.
+/// The parts of a checkpoint that the checks need.
 struct Checkpoint {
     kind: String,
     metadata: Option<Metadata>,
@@ -64,9 +61,7 @@ struct Checkpoint {
     amd: Images,
     /// `inventory.img`; empty if there is none.
     inventory: Vec<u8>,
-    /// What it has in a store.
     reference: Option<Reference>,
-    /// What its engine wrote down.
     records: engine::Records,
 }
 
@@ -95,10 +90,6 @@ struct Move<'a> {
     why: &'a str,
 }
 
-/// Runs it.
-///
-/// # Errors
-/// If standard output cannot be written.
 pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
     match answer(ask) {
         Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),
@@ -150,7 +141,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     .without(ask.off);
     let criu = facts::criu(&tools, config.limits.tool());
     let nvidia = plugins::uses(metadata, Vendor::Nvidia);
-    // The driver agent wants a directory to listen in; without one (not root) the driver is not asked.
+    // The driver agent needs a directory for its socket. Without one (not root) the driver is not asked.
     let op = match nvidia.then(Operation::new) {
         Some(Ok(op)) => Some(op),
         Some(Err(e)) => {
@@ -180,7 +171,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     Ok((checkpoint, answer))
 }
 
-/// Large files that are in a store which is not here.
+/// Refuses if large files are in a store that is not here.
 fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refusal> {
     let reference = checkpoint.reference.clone()?;
     let path = ask.path.join(names::STORE_REFERENCE);
@@ -248,7 +239,6 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     })
 }
 
-/// What the engine wrote down of the container.
 fn records(
     source: &Source,
     files: &BTreeMap<String, Vec<u8>>,
@@ -289,7 +279,7 @@ fn metadata(path: &Path, files: &BTreeMap<String, Vec<u8>>) -> Result<Option<Met
     Ok(Some(metadata))
 }
 
-/// The container's spec, if the archive has it; its annotations and limits are asked.
+/// Reads the container's spec, if the archive has it, for its annotations and limits.
 fn spec(files: &BTreeMap<String, Vec<u8>>) -> Spec {
     let json = files
         .get(names::SPEC_DUMP)

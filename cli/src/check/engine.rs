@@ -1,5 +1,5 @@
-//! What an engine must have here before it can restore an archive: the container's image, volumes, networks, bind mounts,
-//! runtime. An engine looks at these before it calls its runtime, so the runtime's own checks come too late for them.
+//! Checks what an engine needs here to restore an archive: the container's image, volumes, networks, bind mounts,
+//! runtime. An engine needs these before it calls its runtime, so the runtime's own checks come too late.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -17,11 +17,10 @@ use serde_json::Value;
 
 use crate::engine::Engine;
 
-/// How long an engine may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
-/// Volumes, networks and bind mounts that are asked for; an archive may come from a stranger.
+/// Most volumes, networks and bind mounts to check; an archive may come from a stranger.
 const MAX_ASKED: usize = 256;
-/// Bind mounts that podman makes anew.
+/// Bind mounts that podman creates anew.
 const MADE_BY_PODMAN: [&str; 8] = [
     "/dev/shm",
     "/etc/resolv.conf",
@@ -33,10 +32,8 @@ const MADE_BY_PODMAN: [&str; 8] = [
     "/var/run/secrets",
 ];
 
-/// What an archive says of its container.
 #[derive(Default)]
 pub struct Records {
-    /// Read for people.
     pub facts: Facts,
     /// podman's `config.dump`.
     pub config: Value,
@@ -46,25 +43,19 @@ pub struct Records {
     pub volumes: BTreeSet<String>,
 }
 
-/// The question.
 pub struct Question<'a> {
-    /// This host.
     pub host: &'a Host,
-    /// The engines.
     pub tools: &'a dyn Tools,
-    /// The engine that is to restore; `None`: the one that made the archive.
+    /// The engine for the restore; `None`: the one that made the archive.
     pub engine: Option<Engine>,
-    /// podman's `--ignore-volumes` will be given.
+    /// The restore will use podman's `--ignore-volumes`.
     pub ignore_volumes: bool,
-    /// What the archive says.
     pub records: &'a Records,
-    /// The container's spec.
     pub spec: &'a Spec,
-    /// cryopod's record.
     pub metadata: Option<&'a Metadata>,
 }
 
-/// Everything that the engine would miss.
+/// Returns everything that the engine would miss.
 pub fn missing(question: &Question<'_>) -> Vec<Refusal> {
     let engine = question.engine.or(match question.records.facts.engine {
         Some("podman") => Some(Engine::Podman),
@@ -108,7 +99,7 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
     }
 }
 
-/// A name as the engines have them: nothing that a shell or a terminal would take for something else.
+/// Checks a name: it may only hold characters that are safe for shells and terminals.
 fn plain(name: &str) -> Result<&str, Refusal> {
     let usual = |c: char| c.is_ascii_alphanumeric() || "._-/:@+".contains(c);
     match !name.is_empty() && !name.starts_with('-') && name.chars().all(usual) {
@@ -127,7 +118,7 @@ struct Asked<'a> {
 }
 
 impl Asked<'_> {
-    /// What the engine writes if it says yes; `None` if it says no, by the exit code 1 that the engines have for it.
+    /// Asks the engine. Returns its output, or `None` if it exits with code 1, which means no.
     fn ask(&self, args: &[&str]) -> Result<Option<String>, Refusal> {
         let words: Vec<&OsStr> = args.iter().map(OsStr::new).collect();
         let remedy = || format!("see whether {} works", self.name);
@@ -182,8 +173,8 @@ impl Asked<'_> {
         all
     }
 
-    /// podman makes the container's storage from the image with this id, and before that pulls what is not there by
-    /// its name.
+    /// podman creates the container's storage from the image with this id. Before that it pulls a missing image by its
+    /// name.
     fn podman_image(&self, image: &str, id: &str) -> Result<(), Refusal> {
         let (image, id) = (plain(image)?, plain(id)?);
         let short = id.get(..12).unwrap_or(id);
@@ -218,13 +209,13 @@ impl Asked<'_> {
         ))
     }
 
-    /// podman calls the runtime of the name that the archive has.
+    /// podman calls the runtime with the name in the archive.
     fn podman_runtime(&self) -> Result<(), Refusal> {
         let Some(name) = &self.question.records.facts.runtime else {
             return Ok(());
         };
         let name = plain(name)?;
-        // podman has no better question, and fails with the exit code of any error.
+        // podman has no better query, and its exit code for a missing runtime is the same as for any error.
         let path = [
             "--runtime",
             name,
@@ -255,8 +246,8 @@ impl Asked<'_> {
         ))
     }
 
-    /// podman writes the pid files of a restored container where those of the old one were, unless that is below the
-    /// directory for its running state here, where it makes a new one.
+    /// podman writes the pid files of a restored container where the old ones were. Below its directory for running
+    /// state it creates new ones.
     fn podman_pid_files(&self) -> Result<Vec<Refusal>, Refusal> {
         let said = self.ask(&["info", "--format", "{{.Store.RunRoot}}"])?;
         let made = said.unwrap_or_default();
@@ -279,7 +270,7 @@ impl Asked<'_> {
             .collect())
     }
 
-    /// podman makes the container's volumes and fills them from the archive; it refuses those that are there already.
+    /// podman creates the container's volumes and fills them from the archive; it refuses existing ones.
     fn podman_volume(&self, name: &str) -> Result<(), Refusal> {
         let name = plain(name)?;
         let here = self.has(&["volume", "exists", "--", name])?;
@@ -309,7 +300,7 @@ impl Asked<'_> {
         }
     }
 
-    /// podman connects the container to the networks of these names, with the addresses that it had.
+    /// podman connects the container to the networks of these names, with its old addresses.
     fn podman_network(&self, name: &str) -> Result<(), Refusal> {
         let name = plain(name)?;
         let interfaces = self.question.records.network_status.get(name);
@@ -355,10 +346,10 @@ impl Asked<'_> {
         }
     }
 
-    /// docker restores into a container that is made of the image beforehand.
+    /// docker restores into a container that was created from the image beforehand.
     fn docker(&self) -> Vec<Refusal> {
         let facts = &self.question.records.facts;
-        // Without a daemon docker says null, and may call that a success.
+        // Without a daemon docker prints null, and may report success.
         let runtimes: Runtimes = match self.ask(&["info", "--format", "{{json .Runtimes}}"]) {
             Ok(said) => match serde_json::from_str(&said.unwrap_or_default()) {
                 Ok(runtimes) => runtimes,
@@ -413,10 +404,10 @@ impl Asked<'_> {
         image.and_then(Result::err).into_iter().collect()
     }
 
-    /// What is bound into the container must be where it was.
+    /// Sources of bind mounts must be where they were.
     fn bind_mounts(&self, engine: Engine) -> Vec<Refusal> {
         let records = self.question.records;
-        // The engines that make a container anew take these from its new description.
+        // Engines that create a container anew take these from its new description.
         if engine != Engine::Podman || records.facts.engine != Some("podman") {
             return Vec::new();
         }
@@ -426,7 +417,7 @@ impl Asked<'_> {
             .flatten()
             .filter_map(|v| v.get("dest")?.as_str())
             .collect();
-        // Those of GPUs lead elsewhere after a restore, as the map says.
+        // The bind mounts of GPUs change at a restore, as the map says.
         let nodes = self.question.metadata.map_or(&[][..], |s| &s.gpu.nodes);
         let elsewhere = |at: &str| {
             MADE_BY_PODMAN.contains(&at)
@@ -458,10 +449,9 @@ impl Asked<'_> {
     }
 }
 
-/// docker's runtimes by their names.
 type Runtimes = BTreeMap<String, Value>;
 
-/// Is the runtime among those that docker's daemon lists?
+/// Checks that docker's daemon lists the runtime.
 fn docker_runtime(name: &str, known: &Runtimes) -> Result<(), Refusal> {
     let name = plain(name)?;
     match known.contains_key(name) {
@@ -473,7 +463,7 @@ fn docker_runtime(name: &str, known: &Runtimes) -> Result<(), Refusal> {
     }
 }
 
-/// The networks that podman's container is connected to: a list since podman 6, before that a map.
+/// Returns the networks of podman's container: a list since podman 6, before that a map.
 fn networks(config: &Value) -> BTreeSet<&str> {
     let listed = config.get("orderedNetworks").and_then(Value::as_array);
     let listed = listed.into_iter().flatten();
@@ -485,7 +475,7 @@ fn networks(config: &Value) -> BTreeSet<&str> {
         .collect()
 }
 
-/// An address and its network: `10.89.0.2/24`.
+/// An address and its prefix length: `10.89.0.2/24`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Subnet {
     address: IpAddr,
@@ -501,7 +491,6 @@ impl Subnet {
         (bits <= most).then_some(Self { address, bits })
     }
 
-    /// The network's own address.
     fn base(&self) -> IpAddr {
         match self.address {
             IpAddr::V4(a) => {

@@ -1,4 +1,4 @@
-//! The facts behind `cryopod check`.
+//! Gathers the facts for `cryopod check`.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -22,24 +22,18 @@ use super::{Line, tested};
 const LIMIT: Duration = Duration::from_secs(30);
 /// The oldest CRIU that the plugin works with.
 const OLDEST_CRIU: [u32; 2] = [4, 1];
-/// The first NVIDIA driver branch whose processes can be checkpointed whole, and the first that can restore on
-/// other GPUs.
+/// The first NVIDIA driver branch that can checkpoint whole processes, and the first that can restore on other GPUs.
 const DRIVER_CHECKPOINT: u32 = 570;
 const DRIVER_OTHER_GPU: u32 = 580;
 
-/// Where the facts come from.
 pub struct Input<'a> {
-    /// Files.
     pub host: &'a Host,
-    /// Programs.
     pub tools: &'a dyn Tools,
-    /// Is this root?
     pub root: bool,
-    /// Can this shared library be loaded?
     pub has_library: &'a dyn Fn(&str) -> bool,
 }
 
-/// Can this shared library be loaded here?
+/// Returns true if the dynamic linker can load this shared library.
 pub fn can_load(name: &str) -> bool {
     let Ok(name) = std::ffi::CString::new(name) else {
         return false;
@@ -51,7 +45,6 @@ pub fn can_load(name: &str) -> bool {
     }
 }
 
-/// All lines.
 pub fn check(input: &Input<'_>) -> Vec<Line> {
     let mut lines = Vec::new();
     lines.push(if input.root {
@@ -207,7 +200,6 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     });
 }
 
-/// The programs that CRIU runs.
 fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     let probe = Probe {
         tools: input.tools,
@@ -220,7 +212,7 @@ fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     lines.push(line("tar", probe.tar()));
     let runc = LowLevel::find(config).is_ok_and(|low| low.kind == Kind::Runc);
     lines.push(match probe.ip() {
-        // runc has CRIU save no network.
+        // runc does not let CRIU save networks.
         Err(fault) if runc => Line::note("ip", fault.what, fault.remedy),
         found => line("ip", found),
     });
@@ -379,7 +371,7 @@ mod tests {
     use cryopod_host::programs::{Output, ToolError};
     use std::path::{Path, PathBuf};
 
-    /// Programs by name, with what they say to any question.
+    /// Programs by name, with a fixed output.
     struct Says(&'static [(&'static str, &'static str)]);
     impl Tools for Says {
         fn find(&self, name: &str) -> Option<PathBuf> {

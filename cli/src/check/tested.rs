@@ -1,4 +1,4 @@
-//! The versions of other programs that cryopod was tested with (docs/compatibility.md), and which found here are newer.
+//! Compares the versions of other programs with those that cryopod was tested with (docs/compatibility.md).
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ const TESTED: [(&str, [u32; 2], [u32; 2]); 6] = [
     ("docker", [26, 1], [28, 5]),
 ];
 
-/// One line: what was tested, and what is newer here.
+/// Returns one line: the tested versions, and what is newer here.
 pub fn line(tools: &dyn Tools, limit: Duration) -> Line {
     let dotted = |[major, minor]: [u32; 2]| format!("{major}.{minor}");
     let range = |(name, oldest, newest)| format!("{name} {} to {}", dotted(oldest), dotted(newest));

@@ -1,5 +1,5 @@
-//! containerd: `ctr containers checkpoint`, which takes task, root file system and record at one moment, and its
-//! export from the content store.
+//! Checkpoints with containerd: `ctr containers checkpoint` takes task, root file system and record at one moment; then
+//! exports the result from the content store.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,13 +11,9 @@ use super::{Args, Taken};
 use crate::engine::Call;
 use crate::ui::Steps;
 
-/// How long removing the image may take.
+/// Time limit for removing the image.
 const REMOVE: Duration = Duration::from_secs(60);
 
-/// Checkpoints.
-///
-/// # Errors
-/// containerd's.
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if !args.leave_running {
         bail!(
@@ -55,8 +51,8 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
             .args([&image])
             .run()
     };
-    // Otherwise ctr 2.0 and 2.1 end when containerd has sent all, which may be ahead of having written it: the file is
-    // cut off and nothing is said. Older ones have no such option, and write it themselves.
+    // Without this option ctr 2.0 and 2.1 exit when containerd has sent everything, perhaps before it is written: the
+    // file is silently truncated. Older versions lack the option, and write the file themselves.
     export(true).or_else(|e| match e.to_string().contains("not defined: -local") {
         true => export(false),
         false => Err(e),

@@ -1,5 +1,5 @@
-//! docker: `docker checkpoint create`, which writes CRIU's images alone. What it says of the container is added as
-//! config.dump and spec.dump. The root file system stays with the container: docker has no difference of it.
+//! Checkpoints with docker: `docker checkpoint create` writes only CRIU's images. Adds config.dump and spec.dump from
+//! docker's own data. The root file system stays with the container: docker cannot export its difference.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,15 +13,10 @@ use super::{Args, Taken};
 use crate::engine::Call;
 use crate::ui::Steps;
 
-/// The checkpoint's name, below the directory that docker is told.
+/// The checkpoint's name, below the directory that docker gets.
 const NAME: &str = "checkpoint";
-/// How long docker may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
 
-/// Checkpoints.
-///
-/// # Errors
-/// docker's.
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if args.tcp_established || args.file_locks {
         bail!(

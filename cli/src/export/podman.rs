@@ -1,6 +1,6 @@
-//! podman: its own export file, not compressed, of which the archive is made. (Without `--export` podman writes
-//! neither config.dump nor the difference of the root file system.) Large files of a GPU container do not go through that
-//! file: they are packed from where the runtime has written them.
+//! Checkpoints with podman: makes the archive from podman's uncompressed export file. (Without `--export` podman writes
+//! neither config.dump nor the difference of the root file system.) Large files of a GPU container bypass that file:
+//! they are packed from where the runtime wrote them.
 
 use std::cell::Cell;
 use std::fs;
@@ -18,13 +18,9 @@ use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
-/// How long podman may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
 
-/// Checkpoints.
-///
-/// # Errors
-/// podman's; the container runs on then, if podman says nothing else.
+/// After an error the container still runs, unless podman says otherwise.
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     let bundle = Call::new("podman", ASK)
         .args(["container", "inspect", "--format", "{{.StaticDir}}"])
@@ -74,7 +70,7 @@ struct Away {
 }
 
 impl Away {
-    /// `None` where there can be none: then all goes through podman's file.
+    /// `None` if there can be none: then everything goes through podman's file.
     fn beside(bundle: &Path) -> anyhow::Result<Option<Self>> {
         match handover::ask(&bundle.join(names::CHECKPOINT_DIR)) {
             Ok(request) => Ok(Some(Self {
@@ -82,7 +78,7 @@ impl Away {
                 request,
                 is_back: Cell::new(false),
             })),
-            // The other one would get the large files of this one's checkpoint.
+            // The other export would get the large files of this one's checkpoint.
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(e.into()),
             Err(e) => {
                 tracing::debug!("all goes through podman's file: {e}");
@@ -95,7 +91,7 @@ impl Away {
         fs::read_dir(self.request.away()).map_or(0, Iterator::count)
     }
 
-    /// Gives the files a second name in another directory of the same file system.
+    /// Hard-links the files into another directory of the same file system.
     fn link(&self, directory: &Path) -> anyhow::Result<()> {
         let link = || -> io::Result<()> {
             for item in fs::read_dir(self.request.away())? {
@@ -107,7 +103,7 @@ impl Away {
         link().with_context(|| format!("{}: the files cannot be linked", directory.display()))
     }
 
-    /// Puts the files where podman has its checkpoint, from which it can restore too.
+    /// Moves the files back to podman's checkpoint, from which podman can restore too.
     fn bring_back(&self) -> anyhow::Result<()> {
         if self.is_back.get() {
             return Ok(());

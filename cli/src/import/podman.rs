@@ -1,4 +1,4 @@
-//! podman's restore of an archive, at once.
+//! Restores an archive with podman at once.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,13 +16,8 @@ use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::{self, Steps};
 
-/// How long podman may take to answer a question.
 const ASK: Duration = Duration::from_secs(60);
 
-/// Restores.
-///
-/// # Errors
-/// podman's; the library's.
 pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Result<String> {
     if let Some(parts) = Parts::unpack(args, source)? {
         steps.done("unpack");
@@ -30,7 +25,7 @@ pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Resul
         let restored = import(args, &file);
         steps.done("podman container restore");
         match restored {
-            // Another runtime than cryopod's does not know where the large files are.
+            // A runtime other than cryopod's does not know where the large files are.
             Err(error) if parts.taken() == 0 => {
                 tracing::debug!("the large files were not fetched: {error:#}");
             }
@@ -63,7 +58,7 @@ fn import(args: &Args, file: &Path) -> anyhow::Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// A checkpoint of which podman gets the small files, and cryopod's runtime the large ones.
+/// A checkpoint whose small files go to podman, and whose large files go to cryopod's runtime.
 struct Parts {
     whole: PathBuf,
     away: PathBuf,
@@ -74,10 +69,10 @@ struct Parts {
 }
 
 impl Parts {
-    /// `None` if podman is to get all.
+    /// `None` if podman is to get all files.
     fn unpack(args: &Args, source: &Source) -> anyhow::Result<Option<Self>> {
         let metadata = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
-        // Only cryopod's runtime records; and only root's tickets are good.
+        // Only cryopod's runtime writes the metadata, and only root's tickets are valid.
         if !nix::unistd::geteuid().is_root()
             || source
                 .small_files(&|name| name == metadata, &Limits::default())?
@@ -107,7 +102,7 @@ impl Parts {
         }))
     }
 
-    /// podman's file, with a ticket in place of the large files.
+    /// Writes podman's file, with a ticket instead of the large files.
     fn small_file(&self, args: &Args) -> anyhow::Result<PathBuf> {
         let file = self.temp.path().join("checkpoint.tar");
         let small = Source::open(&self.whole)?;
@@ -115,7 +110,7 @@ impl Parts {
         Ok(file)
     }
 
-    /// Large files that the runtime has fetched.
+    /// Number of large files that the runtime has fetched.
     fn taken(&self) -> usize {
         tracing::debug!("{:?}", self.ticket);
         let left = fs::read_dir(&self.away).map_or(0, Iterator::count);

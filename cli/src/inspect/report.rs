@@ -1,4 +1,4 @@
-//! The facts of a checkpoint, from all that describes it.
+//! Collects the facts of a checkpoint from all of its records.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,41 +16,31 @@ use cryopod_archive::{criu, engine, names};
 use serde::Serialize;
 use serde_json::Value;
 
-/// containerd's record of a container, as its checkpoint is read.
+/// containerd's record of a container, as [`Source`] names it.
 const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
 
-/// What `inspect` says.
+/// The output of `inspect`.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Where the checkpoint lies.
     pub path: PathBuf,
-    /// What it is stored as.
     pub kind: String,
-    /// The image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image: Option<ImageFacts>,
-    /// Bytes of all files.
     pub content_bytes: u64,
-    /// Bytes on disk.
     pub stored_bytes: u64,
-    /// Files, where they were all looked at.
+    /// Number of files, if all were read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub files: Option<u64>,
-    /// What the engine wrote down.
     pub container: engine::Facts,
-    /// cryopod's record, as it is in the archive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<MetadataFacts>,
-    /// Large files that are in a store and not in the checkpoint.
+    /// The large files in a store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store: Option<Reference>,
-    /// What is on the GPUs, process by process.
     pub gpu: GpuFacts,
-    /// CRIU's images; `None` if there are none (a damaged checkpoint is an error).
     pub criu: criu::Facts,
 }
 
-/// An image, from its manifest.
 #[derive(Debug, Serialize)]
 pub struct ImageFacts {
     /// Digest of the manifest.
@@ -58,73 +48,57 @@ pub struct ImageFacts {
     /// Its name in the layout.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Layers.
     pub layers: usize,
-    /// Annotations of the manifest.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Of cryopod's record what is not about GPUs.
+/// The metadata without its GPU part.
 #[derive(Debug, Serialize)]
 pub struct MetadataFacts {
-    /// Version of the record.
     pub schema: String,
-    /// Version of cryopod.
     pub cryopod: String,
-    /// When, RFC 3339, UTC.
+    /// RFC 3339, UTC.
     pub created: String,
-    /// Container id.
     pub id: String,
     /// `crun` or `runc`.
     pub low_level: String,
-    /// The container went on running.
     pub leave_running: bool,
-    /// The kernel.
     pub kernel: String,
-    /// The machine.
     pub arch: String,
-    /// CRIU's version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub criu: Option<String>,
-    /// From the start of the wrapper until the low-level runtime was started, in microseconds.
+    /// From the start of the wrapper to that of the low-level runtime, in microseconds.
     pub plan_us: u64,
     /// From there until the images were complete, in microseconds.
     pub dump_us: u64,
 }
 
-/// What is on the GPUs.
 #[derive(Debug, Default, Serialize)]
 pub struct GpuFacts {
-    /// Driver versions by vendor.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub drivers: BTreeMap<String, String>,
-    /// CUDA's version by NVIDIA's driver: 13000 is 13.0.
+    /// NVIDIA's CUDA driver version: 13000 is 13.0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cuda_version: Option<u64>,
     /// The GPUs behind the container's nodes.
     pub gpus: Vec<Gpu>,
-    /// Device nodes of GPUs in the container.
     pub nodes: Vec<String>,
-    /// Processes with a driver in use.
     pub processes: Vec<GpuProcess>,
-    /// Bytes of GPU memory of all of them.
+    /// GPU memory of all processes, in bytes.
     pub vram_bytes: u64,
-    /// GPU memory in files of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramFacts>,
 }
 
-/// A process with a driver in use.
+/// A process that uses a GPU driver.
 #[derive(Debug, Default, Serialize)]
 pub struct GpuProcess {
-    /// Process id inside the container.
     pub pid: u32,
-    /// Its name.
     pub comm: String,
-    /// Bytes of GPU memory, where the plugin could tell.
+    /// GPU memory in bytes, if the plugin could tell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram_bytes: Option<u64>,
-    /// Its GPUs, where the plugin could tell.
+    /// Its GPUs, if the plugin could tell.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
     /// The driver's steps, in microseconds.
@@ -132,10 +106,6 @@ pub struct GpuProcess {
     pub steps: Vec<(String, u64)>,
 }
 
-/// Gathers the facts.
-///
-/// # Errors
-/// The archive cannot be read, or one of the records in it.
 pub fn of(source: &Source) -> anyhow::Result<Report> {
     let gathered = gather(source)?;
     let path = source.path();
@@ -180,7 +150,7 @@ pub fn of(source: &Source) -> anyhow::Result<Report> {
     })
 }
 
-/// The small files, sorted by what they are for.
+/// The small files, sorted by use.
 #[derive(Default)]
 struct Gathered {
     /// The engine's records and cryopod's, by name.
@@ -197,7 +167,7 @@ enum Place<'a> {
     Criu(&'a str),
 }
 
-/// What a file is for; `None`: it is not looked at.
+/// Returns the use of a file; `None` if it is not read.
 fn place(name: &str) -> Option<Place<'_>> {
     if engine::FILES.contains(&name) || name == CONTAINERD_RECORD {
         return Some(Place::Small(name));
@@ -227,7 +197,7 @@ impl Gathered {
 fn gather(source: &Source) -> Result<Gathered, Error> {
     let limits = Limits::default();
     let mut gathered = Gathered::default();
-    // An image that states its size: only the layers with small files need to be read.
+    // The image states its size: only the layers with small files need reading.
     let stated = source.image().and_then(|image| {
         let text = image.manifest.annotations.get(annotation::CONTENT_BYTES)?;
         text.parse().ok()

@@ -1,4 +1,4 @@
-//! The facts for people.
+//! Formats the facts as a table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -12,7 +12,6 @@ use crate::ui::{bytes, micros, plain};
 /// Deepest process tree that is drawn as one.
 const MAX_DEPTH: usize = 32;
 
-/// The whole table.
 pub fn text(report: &Report) -> String {
     let mut out = String::new();
     for (name, value) in facts(report) {
@@ -301,8 +300,8 @@ fn processes(report: &Report, out: &mut String) {
     }
 }
 
-/// Each process with its depth, children after their parents. The images are a stranger's: a process whose parent
-/// is missing, or comes round to itself, stands at the root.
+/// Returns each process with its depth, children after their parents. The images are untrusted: a process whose parent
+/// is missing, or that is its own ancestor, becomes a root.
 fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
     let known: BTreeSet<u32> = list.iter().map(|p| p.pid).collect();
     let mut children: BTreeMap<u32, Vec<&Process>> = BTreeMap::new();
@@ -333,7 +332,7 @@ fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
     }
 }
 
-/// The first twelve digits of an id, the whole of anything else.
+/// Returns the first twelve digits of an id; other text unchanged.
 fn short(id: &str) -> String {
     let digits = id.strip_prefix("sha256:").unwrap_or(id);
     if digits.len() == 64 && digits.bytes().all(|b| b.is_ascii_hexdigit()) {
