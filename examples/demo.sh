@@ -1,7 +1,7 @@
 #!/bin/bash
-# demo.sh: a counter in a container is checkpointed into a file, removed, and restored from the file; it goes
-# on where it was. Once with crun and once with runc below cryopod-runtime. Run it with `make demo`: it needs
-# the test bed, and ends with an error if a counter does not go on.
+# demo.sh: checkpoints a counter in a container into a file, removes the container, and restores it from the file.
+# Does so with crun and with runc below cryopod-runtime. Fails if the counter does not continue where it was.
+# Run it with `make demo`, because it needs the test bed.
 set -euo pipefail
 # shellcheck source=tests/testbed/lib.sh
 . "$(dirname "$0")/../tests/testbed/lib.sh"
@@ -12,7 +12,7 @@ if [ -t 1 ]; then bold=$'\e[1m' dim=$'\e[2m' plain=$'\e[0m'; fi
 
 say() { printf '%s\n' "$@"; }
 
-# step COMMAND...: shows the command, runs it, shows how long it took; leaves that in `took`.
+# step COMMAND...: prints the command, runs it, prints how long it took, and leaves that in `took`.
 step() {
     local word line='' start end
     for word; do
