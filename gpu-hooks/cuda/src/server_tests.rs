@@ -185,7 +185,7 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         "{suspended:?}"
     );
     drop(client);
-    // Here the agent has not been told, and brings it back, if no resume comes before: one that comes after says so.
+    // Here the agent was not told, and brings it back unless a resume comes first; a later one reports that.
     let processes = noted.unwrap();
     let mut client = server.connect();
     let deadline = Instant::now() + LIMIT;
