@@ -147,7 +147,7 @@ fn named(processes: &[&Process]) -> String {
     all.join(", ")
 }
 
-// ---- NCCL ------------------------------------------------------------------------------------------------------------
+// ---- NCCL ----
 
 /// Finds NCCL between several of the processes, unless each of them is known to use a transport that can be restored.
 fn nccl(host: &Host, processes: &[&Process]) -> Option<Refusal> {
@@ -364,7 +364,7 @@ fn with_common_files<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     processes.iter().filter(|p| common(p)).copied().collect()
 }
 
-// ---- CUDA IPC --------------------------------------------------------------------------------------------------------
+// ---- CUDA IPC ----
 
 /// Returns the processes that have memory of another process mapped by CUDA IPC.
 fn importers(processes: &[&Process]) -> Vec<Refusal> {

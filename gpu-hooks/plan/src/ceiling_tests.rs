@@ -60,7 +60,7 @@ fn gpus_are_those_that_the_engine_gave() {
     let podman = spec(json!({"io.container.manager": "libpod"}), deny());
     assert_eq!(given(&podman, OtherGpus::Auto), None);
     assert_eq!(given(&podman, OtherGpus::Never), one);
-    // A pod says that it is podman's.
+    // A pod claims to be podman's.
     let pod = spec(
         json!({"io.container.manager": "libpod", "io.kubernetes.cri.container-type": "container"}),
         deny(),
