@@ -113,7 +113,6 @@ fn no_process(cgroup: &Path) -> bool {
     fs::read_to_string(cgroup.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty())
 }
 
-/// A cgroup and its descendants, parents first.
 fn below(path: &Path) -> Vec<PathBuf> {
     let mut directories = vec![path.to_owned()];
     let mut next = 0;
@@ -130,7 +129,6 @@ fn below(path: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// Removes one; its processes may still be exiting.
 fn remove_one(directory: &Path, end: Instant) -> io::Result<()> {
     loop {
         match fs::remove_dir(directory) {

@@ -91,7 +91,6 @@ pub fn split_rdev(rdev: u64) -> (u64, u64) {
     (libc::major(rdev).into(), libc::minor(rdev).into())
 }
 
-/// Reads a file of at most `limit` bytes; more is an error.
 pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_bounded_from(std::fs::File::open(path)?, limit)
 }

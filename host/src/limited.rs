@@ -6,7 +6,6 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most that is read of an answer, in bytes.
 const MAX_BYTES: u64 = 4 << 20;
 /// The longest pause between two checks whether a program has ended.
 const PAUSE: Duration = Duration::from_millis(5);

@@ -19,7 +19,6 @@ pub struct Mount {
     pub root: PathBuf,
     /// The mount point, from the process's root.
     pub point: PathBuf,
-    /// Per-mount options.
     pub options: Vec<String>,
     pub fs_type: String,
 }

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::files::Host;
 
-/// DRM's fixed character major.
 pub const DRM_MAJOR: u64 = 226;
 /// The fixed character major of `/dev/nvidiaN` and `/dev/nvidiactl`.
 pub const NVIDIA_MAJOR: u64 = 195;

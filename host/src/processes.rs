@@ -16,9 +16,7 @@ use std::thread;
 
 use crate::files::{Host, split_rdev};
 
-/// Descriptors and mapped files of one process that are kept.
 const MAX_PER_PROCESS: usize = 1 << 16;
-/// Lines of one process's maps that are examined.
 const MAX_LINES: usize = 1 << 20;
 /// Threads that read; more would wait for the same locks of the kernel.
 const MAX_THREADS: usize = 8;
@@ -215,7 +213,6 @@ fn in_a_file_system(target: &str) -> bool {
     target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
 }
 
-/// The result of one call about an open file.
 struct Looked {
     device: Option<(u64, u64)>,
     mount: u64,

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// At most so many bytes of a program's output are kept.
 const MAX_OUTPUT: u64 = 4 << 20;
 
 #[derive(Debug, Clone, Default)]

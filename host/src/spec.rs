@@ -15,7 +15,6 @@ use serde_json::Value;
 use crate::files::Host;
 use crate::nodes;
 
-/// Largest config.json that is read, in bytes.
 const MAX_SPEC: u64 = 64 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +87,6 @@ impl Spec {
         self.list("/mounts")
     }
 
-    /// `linux.resources.devices`, in order.
     pub fn device_rules(&self) -> Vec<LinuxDeviceCgroup> {
         self.list("/linux/resources/devices")
     }

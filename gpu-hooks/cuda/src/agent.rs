@@ -22,7 +22,6 @@ const LOCK_GRACE: Duration = Duration::from_secs(3);
 const RACE_PAUSE: Duration = Duration::from_millis(250);
 const TICK: Duration = Duration::from_millis(20);
 
-/// Limits of the undoing at the end.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// How long a process may stay traced before it is put back all the same.
@@ -46,11 +45,8 @@ impl Default for Limits {
 struct Tracked {
     start_time: u64,
     comm: String,
-    /// State before the first step.
     found: ProcessState,
-    /// State after our steps.
     now: ProcessState,
-    /// The running call.
     busy: Option<&'static str>,
 }
 
@@ -230,7 +226,6 @@ impl<D: Driver> Agent<D> {
             .map_or(ProcessState::Unknown, |entry| entry.found)
     }
 
-    /// Records the state before our first change.
     fn note_found(&self, pid: i32) -> Result<(), DriverError> {
         if self.found(pid) == ProcessState::Unknown {
             let state = self.driver.state(pid).map_err(|e| e.describe("query"))?;

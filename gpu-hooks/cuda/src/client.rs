@@ -46,7 +46,6 @@ impl Client {
         std::os::fd::AsFd::as_fd(&self.stream)
     }
 
-    /// Sends a request and returns its id.
     pub fn send(&mut self, op: Op) -> Result<u64, ClientError> {
         let id = self.next_id;
         self.next_id += 1;

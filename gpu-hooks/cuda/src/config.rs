@@ -13,7 +13,6 @@ use std::path::{Path, PathBuf};
 pub const FILE_NAME: &str = "cryopod_nvidia.json";
 /// The version written and the only one read.
 pub const VERSION: u32 = 1;
-/// A larger file is refused unread.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 const MAX_PIDS: usize = 1 << 16;

@@ -26,7 +26,6 @@ const CAPABILITY_MINOR: c_int = 76;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallError {
-    /// The `CUresult`.
     pub code: i32,
     /// Its name and text, as the driver gives them.
     pub text: String,
@@ -38,7 +37,6 @@ impl CallError {
         self.code == code::ILLEGAL_STATE
     }
 
-    /// Converts to the protocol's error, for the step `what`.
     pub fn describe(&self, what: &str) -> DriverError {
         let kind = match self.code {
             code::OUT_OF_MEMORY => ErrorKind::OutOfMemory,
@@ -147,7 +145,6 @@ impl LoadError {
     }
 }
 
-/// The usual paths of libcuda.
 pub fn usual_libraries() -> Vec<PathBuf> {
     [
         "libcuda.so.1",
@@ -215,7 +212,6 @@ impl Handle {
 }
 
 impl LibCuda {
-    /// Loads the first library that works.
     pub fn load_first(paths: &[PathBuf]) -> Result<Self, LoadError> {
         let mut errors: Vec<LoadError> = Vec::new();
         for path in paths {

@@ -70,7 +70,6 @@ impl<'de> Deserialize<'de> for GpuUuid {
     }
 }
 
-/// A GPU at checkpoint, and the GPU that replaces it at restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuPair {
     pub old: GpuUuid,

@@ -11,11 +11,9 @@ use serde::{Deserialize, Serialize};
 pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
 /// The version written without VRAM files: an older plugin can restore it.
 pub const VERSION: u32 = 1;
-/// The version written with VRAM files.
 pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes, and the newest read.
 pub const MAPS_VERSION: u32 = 3;
-/// A larger file is refused.
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
@@ -93,12 +91,9 @@ impl std::fmt::Display for Step {
     }
 }
 
-/// One open device file, reopened at restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
-    /// CRIU's id of the file.
     pub id: i32,
-    /// The device node's path in the container.
     pub path: String,
     pub flags: i32,
     #[serde(default)]

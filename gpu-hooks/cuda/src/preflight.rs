@@ -69,7 +69,6 @@ type Finding = Option<(String, String)>;
 struct Process {
     pid: i32,
     comm: String,
-    /// Targets of its descriptors.
     files: BTreeSet<String>,
     maps: Vec<Mapping>,
     environment: Vec<(String, String)>,

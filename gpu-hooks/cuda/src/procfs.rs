@@ -37,7 +37,6 @@ pub fn parse_stat(text: &str) -> Option<Stat> {
     })
 }
 
-/// `/proc/PID/stat`; `None` when there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     parse_stat(&text(&format!("/proc/{pid}/stat")).ok()?)
 }
@@ -170,7 +169,6 @@ pub fn gpus_by_minor() -> Vec<(u32, super::gpu::GpuUuid)> {
         .collect()
 }
 
-/// Parses minor and UUID from a GPU's `information` file.
 pub fn parse_gpu_information(text: &str) -> Option<(u32, super::gpu::GpuUuid)> {
     let field = |name: &str| {
         text.lines().find_map(|line| {

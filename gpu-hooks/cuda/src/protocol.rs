@@ -25,7 +25,6 @@ pub enum ProcessState {
     Checkpointing,
     /// A restore is under way (drivers that report it).
     Restoring,
-    /// A state this program does not know.
     Unknown,
 }
 
@@ -180,7 +179,6 @@ impl Op {
         }
     }
 
-    /// Its name, for logs and messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello => "hello",
@@ -245,7 +243,6 @@ pub struct Hello {
     pub gpus: Vec<AgentGpu>,
 }
 
-/// A GPU as libcuda reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentGpu {
     pub uuid: GpuUuid,
@@ -257,7 +254,6 @@ pub struct AgentGpu {
     /// Unused memory in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub free_memory: Option<u64>,
-    /// Divided into MIG instances.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<bool>,
 }
@@ -286,7 +282,6 @@ pub enum ErrorKind {
     WrongState,
     /// The driver refused: unsupported feature (UVM, IPC, MPS, MIG) or driver too old.
     NotSupported,
-    /// GPU or host memory ran out.
     OutOfMemory,
     NoProcess,
     /// The VRAM files failed, for a reason outside of the driver.
@@ -297,7 +292,6 @@ pub enum ErrorKind {
 
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// A line longer than [`MAX_LINE`].
     #[error("line longer than {MAX_LINE} bytes")]
     TooLong,
     #[error("malformed message: {0}")]

@@ -55,7 +55,6 @@ pub fn own_pid() -> Option<i32> {
     link.to_str()?.parse().ok()
 }
 
-/// The ptrace options that CRIU has set for a thread.
 fn criu_options(tid: i32) -> io::Result<libc::c_ulong> {
     let filtered = procfs::status(tid)?.seccomp != 0;
     Ok(O_TRACESYSGOOD | if filtered { O_SUSPEND_SECCOMP } else { 0 })

@@ -8,7 +8,6 @@ use super::vram::VramDone;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The version of both report files.
 pub const VERSION: u32 = 1;
 
 /// The agent's only line on stdout, when it listens or has given up.
@@ -29,10 +28,8 @@ pub struct AgentReady {
     /// Processes that use their memory, as far as the driver reports them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub users: Vec<GpuUser>,
-    /// Not ready: why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Not ready: what to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
@@ -127,7 +124,6 @@ pub enum AgentOutcome {
     /// It is putting processes back. A driver call that hangs can make this take long: there is no need to wait, the
     /// agent ends by itself.
     RollingBack,
-    /// Some process could not be put back.
     RollbackFailed,
 }
 

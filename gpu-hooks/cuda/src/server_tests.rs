@@ -39,7 +39,6 @@ impl Running {
         Client::connect(&self.directory.path().join("driver.sock")).unwrap()
     }
 
-    /// Ends the server as the wrapper does, and reads what it wrote.
     fn end(mut self) -> (AgentOutcome, Option<AgentReport>) {
         drop(self.stop.take());
         let outcome = self.thread.join().unwrap();

@@ -39,7 +39,6 @@ pub const ANNOTATION: &str = "dev.cryopod.gpu.sharing";
 const FIRST_IPC_DRIVER: u32 = 610;
 /// Bytes read of a namespace's list of unix sockets: about 600,000 sockets.
 const MAX_SOCKETS: u64 = 64 << 20;
-/// At most so many processes are named in one message.
 const MAX_NAMED: usize = 8;
 
 /// What happens to a container whose processes share GPU memory.
@@ -125,14 +124,12 @@ fn with_context<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     }
 }
 
-/// The names of all files that a process has open or mapped.
 fn files(process: &Process) -> impl Iterator<Item = &str> {
     let open = process.fds.iter().map(|fd| fd.target.as_str());
     open.chain(process.mapped.iter().map(String::as_str))
         .map(|name| name.strip_suffix(" (deleted)").unwrap_or(name))
 }
 
-/// The name of a file in a directory of shared memory.
 fn in_shm(path: &str) -> Option<&str> {
     let (directory, name) = path.rsplit_once('/')?;
     directory.ends_with("/shm").then_some(name)

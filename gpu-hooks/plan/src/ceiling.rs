@@ -78,7 +78,6 @@ pub enum Asked<'a> {
         given: &'a str,
         host_path: &'a str,
     },
-    /// A GPU that an annotation's map names, among those of this host.
     Gpu {
         gpu: &'a Gpu,
         here: &'a [Gpu],
@@ -93,7 +92,6 @@ pub enum Asked<'a> {
 }
 
 impl Ceiling<'_> {
-    /// Refuses a value that goes beyond the spec and the configuration.
     pub fn admit(&self, asked: Asked<'_>) -> Result<(), Refusal> {
         let (what, remedy) = match asked {
             Asked::Node { given, host_path } => match self.node(given, host_path) {

@@ -16,7 +16,6 @@ fn gpu(minor: u64) -> Gpu {
     }
 }
 
-/// A spec with the node of GPU 0, and these annotations and rules.
 fn spec(annotations: Value, rules: Value) -> Spec {
     Spec::from_json(json!({
         "annotations": annotations,

@@ -22,7 +22,6 @@ pub use crate::wish::{ANNOTATION, Wish};
 use cryopod_cuda::gpu::{GpuPair, GpuUuid};
 
 impl Wish {
-    /// Removes the pairs that name one of these GPUs.
     #[must_use]
     pub fn without(self, gpus: &[&Gpu]) -> Self {
         let Self::Pairs(pairs) = self else {

@@ -31,7 +31,6 @@ const MAX_TOLD: usize = 20;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connection {
-    /// The process that has it: host pid and name.
     pub process: (i32, String),
     /// Both ends, `10.0.0.2:8000 - 10.0.0.9:40000`.
     pub ends: String,
@@ -130,7 +129,6 @@ pub struct CriuLimits {
 }
 
 impl Default for CriuLimits {
-    /// CRIU's own.
     fn default() -> Self {
         Self {
             ghost_limit: 1 << 20,

@@ -18,7 +18,6 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 
-/// Directories of a container's `/dev` that hold GPU nodes.
 const DIRECTORYS: [&str; 4] = [
     "dev",
     "dev/dri",

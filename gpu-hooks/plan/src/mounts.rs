@@ -26,7 +26,6 @@ use cryopod_host::spec::Spec;
 
 /// Files up to this size are recorded with a digest, in bytes.
 const MAX_DIGEST: u64 = 64 << 10;
-/// At most so many mounts are recorded.
 const MAX_UNNAMED: usize = 4096;
 
 /// Returns the mounts of the container with init process `init` that its spec does not name, and those among them that
@@ -211,11 +210,8 @@ fn digest(path: &Path) -> Option<String> {
 pub struct Provider<'a> {
     /// This host, the spec of the bundle that is restored, and the configuration's `mounts.allow`.
     pub ceiling: Ceiling<'a>,
-    /// The mounts of the bundle that is restored.
     pub mounts: &'a Destinations,
-    /// Driver version at the checkpoint.
     pub recorded_driver: Option<&'a str>,
-    /// This host's driver version.
     pub driver: Option<&'a str>,
     /// Replacements of a path's parts: PCI addresses of GPUs that replace others.
     pub renamed: &'a [(String, String)],
@@ -225,9 +221,7 @@ pub struct Provider<'a> {
 
 #[derive(Debug)]
 pub struct Provided {
-    /// Mount point in the container.
     pub path: String,
-    /// Where its content lies on this host.
     pub source: PathBuf,
     pub kind: MountKind,
     /// The content itself, as it was compared: an O_PATH descriptor.

@@ -148,7 +148,6 @@ pub fn memory_limit(spec: &Spec) -> Option<u64> {
         .filter(|n| *n > 0)
 }
 
-/// A recorded GPU and the one chosen for it.
 pub type Pair<'a> = (&'a Gpu, &'a Gpu);
 
 /// Makes all checks. `pairs` are the GPUs chosen, `None` if no choice could be made.

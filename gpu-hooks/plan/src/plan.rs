@@ -23,14 +23,12 @@ use cryopod_host::spec::Spec;
 pub struct Plugins {
     /// cryopod's own.
     pub nvidia: Option<PathBuf>,
-    /// CRIU's `amdgpu_plugin.so`.
     pub amd: Option<PathBuf>,
     /// Known faults of a plugin: it is absent, or CRIU would not load it.
     pub faults: BTreeMap<Vendor, Refusal>,
 }
 
 impl Plugins {
-    /// Returns the plugin of a vendor, or why it cannot be used.
     pub fn usable(&self, vendor: Vendor) -> Result<&PathBuf, Refusal> {
         if let Some(fault) = self.faults.get(&vendor) {
             return Err(fault.clone());
@@ -63,7 +61,6 @@ fn list(refusals: &[Refusal]) -> String {
 
 #[derive(Debug, Clone)]
 pub struct CheckpointPlan {
-    /// For the metadata.
     pub gpu: GpuFacts,
     /// The CRIU plugins that it needs, and no others.
     pub plugins: Vec<PathBuf>,
@@ -74,7 +71,6 @@ pub struct CheckpointPlan {
 }
 
 impl CheckpointPlan {
-    /// Host pids of the processes that use this vendor's driver.
     pub fn users_of(&self, vendor: Vendor) -> Vec<i32> {
         self.gpu
             .processes

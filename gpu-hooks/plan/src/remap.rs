@@ -36,7 +36,6 @@ pub struct Remap {
     /// The nodes, those of the checkpoint in their order, then the new names.
     pub targets: Vec<Target>,
     pub recorded: Vec<DeviceNode>,
-    /// What an earlier restore moved.
     pub moved: Vec<MovedNode>,
 }
 
@@ -237,7 +236,6 @@ fn behind<'a>(gpu: &'a GpuFacts, node: &'a DeviceNode) -> &'a DeviceNode {
         .unwrap_or(node)
 }
 
-/// The number in the native name of a GPU's node.
 fn number_of(gpu: &Gpu) -> Option<u64> {
     match gpu.vendor {
         Vendor::Nvidia => gpu.minor,

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 
 use cryopod_host::spec::Spec;
 
-/// Prefix of the annotations.
 pub const ANNOTATION: &str = "dev.cryopod.check.";
 pub const NVIDIA: [&str; 9] = [
     "nvidia-model",
@@ -109,12 +108,10 @@ impl Switches {
         self.named.get(name).copied().unwrap_or(true)
     }
 
-    /// The explicit setting, if there is one.
     pub fn said(&self, name: &str) -> Option<bool> {
         self.named.get(name).copied()
     }
 
-    /// How to disable a check, for messages.
     pub fn how(name: &str) -> String {
         format!(
             "`{name} = false` under [checks] in the configuration, or the annotation {ANNOTATION}{name}=off"

@@ -48,7 +48,6 @@ pub fn log(level: Level, message: &str) {
     }
 }
 
-/// CRIU's image directory.
 pub fn image_dir() -> Option<BorrowedFd<'static>> {
     let get = symbol::<unsafe extern "C" fn() -> c_int>(c"criu_get_image_dir")?;
     // SAFETY: takes nothing, returns a descriptor or a negative number.

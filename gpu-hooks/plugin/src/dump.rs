@@ -322,7 +322,6 @@ impl Dump {
         Ok(())
     }
 
-    /// Writes the image, and our name into the inventory.
     pub fn write_image(&mut self) -> Result<(), Failed> {
         let failed = |cause: String| failure("image", None, cause);
         if !self.in_inventory {
@@ -425,7 +424,6 @@ impl Dump {
             .map_or(ProcessState::Unknown, |task| task.now)
     }
 
-    /// Ends the dump, with CRIU's result.
     pub fn finish(&mut self, succeeded: bool) {
         let mut good = succeeded && self.session.failed().is_none();
         let leave_running = self.session.config.leave_running;

@@ -17,7 +17,6 @@ use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// How long killed processes may take to end.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 pub struct Restore {
@@ -211,7 +210,6 @@ impl Restore {
         }
     }
 
-    /// Ends the restore, with CRIU's result.
     pub fn finish(&mut self, succeeded: bool) {
         self.session.disconnect();
         if succeeded && !self.done && !self.session.image.processes.is_empty() {
@@ -329,7 +327,6 @@ fn kill_tree(root: i32) -> Result<(), Failed> {
     }
 }
 
-/// Reaps a traced thread, once it has ended.
 fn reaped(tid: i32) -> bool {
     let mut status = 0;
     // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.

@@ -23,7 +23,6 @@ const MARGIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(5);
 /// The same for threads that stop at each of their system calls.
 const WATCH_TICK: Duration = Duration::from_micros(50);
-/// Limit of a query, which does no work.
 pub const QUERY_MS: u64 = 10_000;
 
 /// Boxed: it is rare and large.
@@ -79,9 +78,7 @@ pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
 /// One operation of CRIU, from init to exit.
 pub struct Session {
     pub config: PluginConfig,
-    /// The image, being written or read.
     pub image: NvidiaImage,
-    /// GPU memory that does not go through CRIU.
     pub vram: Vram,
     pub vram_done: Option<VramDone>,
     client: Option<Client>,
@@ -147,7 +144,6 @@ impl Session {
         }
     }
 
-    /// The first failure.
     pub fn failed(&self) -> Option<&Failure> {
         self.failed.as_deref()
     }
@@ -166,7 +162,6 @@ impl Session {
         }
     }
 
-    /// Fails when the operation was cancelled.
     pub fn check_abort(&self, step: &str) -> Result<(), Failed> {
         match &self.config.abort_file {
             Some(file) if file.exists() => Err(failure(step, None, "the operation was called off")),
@@ -342,7 +337,6 @@ impl Session {
         Ok((result?, not_stopped))
     }
 
-    /// Commits the complete dump at the agent.
     pub fn commit(&mut self) -> Result<(), Failed> {
         self.batch(vec![Op::Commit], &mut []).map(drop)
     }
@@ -408,7 +402,6 @@ pub struct Thread {
     pub tid: i32,
 }
 
-/// Turns a driver's error into a failure of the step.
 pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> {
     let Outcome::Error(error) = outcome else {
         return None;

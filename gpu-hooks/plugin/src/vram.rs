@@ -115,7 +115,6 @@ impl Vram {
     }
 }
 
-/// Fails where the configuration of a test says so.
 #[cfg(feature = "test-hooks")]
 pub(crate) fn test_fails(config: &VramConfig, step: &str) -> io::Result<()> {
     match &config.test_fail_at {

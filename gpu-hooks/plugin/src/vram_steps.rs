@@ -173,7 +173,6 @@ impl Session {
         }
     }
 
-    /// Ends the writing and removes what was written.
     pub fn vram_cancel(&mut self) {
         if std::mem::take(&mut self.vram.writes) {
             let _ = self.ask(Op::VramCancel);

@@ -43,7 +43,6 @@ pub enum AgentError {
 #[derive(Debug)]
 pub struct Agent {
     child: Child,
-    /// What the agent reported about the driver.
     pub ready: AgentReady,
 }
 

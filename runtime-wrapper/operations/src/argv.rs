@@ -34,7 +34,6 @@ pub struct Globals {
 pub struct Invocation {
     pub globals: Globals,
     pub verb: Verb,
-    /// Index of the verb among the arguments.
     pub verb_at: usize,
     /// Flags of `checkpoint` and `restore`; empty for other verbs.
     pub flags: Flags,
@@ -51,7 +50,6 @@ impl Invocation {
             .map_or_else(|| "checkpoint".into(), PathBuf::from)
     }
 
-    /// Directory for CRIU's log.
     pub fn work_path(&self) -> PathBuf {
         self.flags
             .value("work-path")

@@ -181,7 +181,6 @@ struct Job<'a> {
     surroundings: Surroundings,
     /// The checkpoint carries the container's changes of files.
     carried: bool,
-    /// The store for the large files.
     store: Option<PathBuf>,
     started: Instant,
 }
@@ -389,7 +388,6 @@ impl Job<'_> {
         ExitCode::FAILURE
     }
 
-    /// Builds the command line, with the flags that CRIU's options need.
     fn line(&self, low_version: Option<&str>) -> Vec<OsString> {
         let kind = self.ctx.low.kind;
         let newer = surroundings::newer_runc(kind, low_version);
@@ -404,7 +402,6 @@ impl Job<'_> {
         self.ask("resume", tools);
     }
 
-    /// Runs a verb of the low-level runtime on this container.
     fn ask(&self, verb: &str, tools: &dyn Tools) {
         match state::verb(self.ctx, self.inv, verb, tools) {
             Ok(out) if out.code == 0 => {}
@@ -498,7 +495,6 @@ impl Drop for Thawed<'_> {
     }
 }
 
-/// Returns the plugin's report from the image directory, as it is.
 fn plugin_report(images: &Path) -> Value {
     std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
         .ok()

@@ -61,9 +61,7 @@ impl Kind {
 pub struct Watch<'a> {
     pub kind: Kind,
     pub action_script: &'a ActionScript,
-    /// Time for the whole operation.
     pub limit: Duration,
-    /// Time for an interrupted operation to give up by itself.
     pub abort_limit: Duration,
     /// Created when the operation is interrupted or refused: the plugin looks for it.
     pub abort_file: PathBuf,
@@ -77,7 +75,6 @@ pub struct Watch<'a> {
 pub struct Ended {
     /// Its exit code; 128 + the number of the signal that ended it.
     pub code: i32,
-    /// Why the operation was interrupted, if it was.
     pub interrupted: Option<String>,
     /// CRIU went through its final stage.
     pub passed: bool,
@@ -224,7 +221,6 @@ struct Watcher<'a> {
     killed: bool,
     lost_processes: bool,
     code: Option<i32>,
-    /// The CRIU of a restore.
     criu: Criu,
 }
 

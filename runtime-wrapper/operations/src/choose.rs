@@ -20,9 +20,7 @@ use crate::error::Error;
 
 #[derive(Debug)]
 pub struct Chosen {
-    /// Every recorded GPU and the one that takes its place.
     pub gpus: Vec<Choice>,
-    /// Every device node and the host node that it maps to.
     pub remap: Remap,
 }
 
@@ -36,12 +34,9 @@ impl Chosen {
     }
 }
 
-/// Constraints on the choice.
 #[derive(Debug, Default)]
 pub struct Given {
-    /// Skip GPUs without enough free memory.
     pub by_memory: bool,
-    /// Allow GPUs of another model.
     pub any_model: bool,
     /// The AMD GPUs, if CRIU's plugin has to restore on these.
     pub amd: Option<Vec<Choice>>,

@@ -190,12 +190,10 @@ impl Limits {
         Duration::from_secs(self.tool_s)
     }
 
-    /// Limit for a whole checkpoint of this many bytes.
     pub fn checkpoint(&self, bytes: u64) -> Duration {
         self.at_least(self.checkpoint_s, bytes)
     }
 
-    /// Limit for a whole restore of this many bytes.
     pub fn restore(&self, bytes: u64) -> Duration {
         self.at_least(self.restore_s, bytes)
     }

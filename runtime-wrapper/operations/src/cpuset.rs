@@ -59,7 +59,6 @@ fn above(spec: &Spec) -> Option<Vec<PathBuf>> {
     Some(all)
 }
 
-/// Returns why crun could not restore here.
 pub fn obstacle(host: &Host, spec: &Spec) -> Option<Refusal> {
     let controllers = needed(host)?;
     let why = match above(spec) {
@@ -75,7 +74,6 @@ pub fn obstacle(host: &Host, spec: &Spec) -> Option<Refusal> {
     })
 }
 
-/// Makes the cgroups that a restore by crun needs.
 pub fn prepare(host: &Host, spec: &Spec) -> Result<(), Error> {
     let (Some(controllers), Some(above)) = (needed(host), above(spec)) else {
         return Ok(());

@@ -37,17 +37,13 @@ pub enum ElfError {
 pub struct Descriptor {
     /// The ABI version: major << 16 | minor << 8 | sublevel; 0x200 is 0.2.0.
     pub version: u32,
-    /// The number of hooks that it has room for.
     pub max_hooks: u32,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CriuElf {
-    /// The number of hooks that it knows.
     pub hooks: Option<u32>,
-    /// The dynamic loader that starts CRIU and loads its plugins.
     pub loader: Option<PathBuf>,
-    /// Symbols that it exports to plugins.
     pub symbols: BTreeSet<String>,
     /// Built with LZ4, for compressed memory pages (CRIU 4.3).
     pub lz4: bool,
@@ -197,7 +193,6 @@ mod tests {
         ));
     }
 
-    /// The bytes of a plugin to damage, read once.
     fn plugin() -> Vec<u8> {
         let dir = tempfile::tempdir().unwrap();
         let source = "struct { void *p[3]; unsigned a, b; } CR_PLUGIN_DESC = {{0}, 0x200, 12};\n";

@@ -126,7 +126,6 @@ impl Fault {
 #[derive(Clone, Copy)]
 pub struct Probe<'a> {
     pub tools: &'a dyn Tools,
-    /// How long each may take.
     pub limit: Duration,
 }
 
@@ -368,7 +367,6 @@ pub struct Found {
     pub refusals: Vec<Refusal>,
 }
 
-/// Runs what CRIU will run for this container.
 pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
     let network = network(
         subject.host,

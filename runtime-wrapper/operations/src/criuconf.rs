@@ -37,14 +37,12 @@ pub enum CriuConfError {
     /// A container may not name this file.
     #[error("the annotation {ANNOTATION} cannot be followed: {0}")]
     Refused(String),
-    /// `libdir` in a file that CRIU reads after ours.
     #[error(
         "{path}: `libdir` there overrides cryopod's private plugin directory, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
     )]
     Libdir { path: PathBuf },
 }
 
-/// Further settings of this operation for CRIU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Extra {
     pub options: Options,
@@ -83,7 +81,6 @@ fn split(text: &str) -> UserConf {
     conf
 }
 
-/// How the low-level runtime handles configuration files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reader {
     pub kind: Kind,

@@ -6,7 +6,6 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Largest file, in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Reads a file that the administrator or the runtime names.

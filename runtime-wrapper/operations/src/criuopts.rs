@@ -53,7 +53,6 @@ pub enum OptionError {
         /// Why, and what can be done.
         refused: String,
     },
-    /// The value is not a single word.
     #[error("annotation {ANNOTATION}{name}: {value:?} is neither true, false, a number nor a word")]
     Value { name: String, value: String },
 }
@@ -119,7 +118,6 @@ impl Options {
             .is_some_and(|v| *v != CriuValue::Flag(false))
     }
 
-    /// The values of an option that may be given several times.
     pub fn texts(&self, name: &str) -> Vec<String> {
         match self.0.get(name) {
             Some(CriuValue::Text(word)) => vec![word.clone()],

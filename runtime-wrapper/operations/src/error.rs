@@ -12,7 +12,6 @@ pub enum Error {
     Plan(#[from] cryopod_gpu_plan::plan::PlanError),
     #[error(transparent)]
     Tool(#[from] cryopod_host::programs::ToolError),
-    /// The comparison of the images with the spec failed.
     #[error("the restore was refused and the checkpoint is untouched: {0}")]
     Privileges(#[from] crate::privileges::PrivilegesError),
     #[error("{what}: {source}")]
@@ -26,7 +25,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns a closure that makes an [`Error::Io`] with this context.
     pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

@@ -52,7 +52,6 @@ pub struct Criu {
     pub version: Option<String>,
 }
 
-/// Finds CRIU on PATH and asks for its version.
 pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     let path = tools.find("criu")?;
     let version = version_line(tools, &path, limit)

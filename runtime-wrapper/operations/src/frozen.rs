@@ -12,7 +12,6 @@ use cryopod_archive::text::printable;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 
-/// How long the kernel may take to freeze a cgroup.
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
 
@@ -23,7 +22,6 @@ pub struct Frozen {
     thaw: Option<(PathBuf, &'static str)>,
 }
 
-/// A freezer of cgroup version 1 or 2.
 struct Freezer {
     dir: PathBuf,
     v2: bool,
@@ -114,7 +112,6 @@ impl Freezer {
         Ok(frozen)
     }
 
-    /// Returns the members of the cgroup and of its descendants.
     fn members(&self) -> Vec<i32> {
         let mut found = Vec::new();
         let mut dirs = vec![self.dir.clone()];
@@ -169,7 +166,6 @@ impl Frozen {
     }
 }
 
-/// CRIU's image of the cgroups.
 const CGROUP_IMAGE: &str = "cgroup.img";
 const IMAGE_MAX: u64 = 16 << 20;
 /// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.

@@ -81,7 +81,6 @@ impl LowLevel {
         })
     }
 
-    /// `crun` or `runc`, for messages and the metadata.
     pub fn label(&self) -> String {
         self.path
             .file_name()

@@ -7,7 +7,6 @@ use cryopod_host::files::Host;
 
 use crate::argv::Flags;
 
-/// How much of a CRIU log is read, in bytes.
 const MAX_LOG: u64 = 64 << 20;
 
 /// Returns the low-level runtime's flags for a container whose new spec has another label than its checkpoint: CRIU
@@ -33,7 +32,6 @@ pub fn flags(recorded: &LsmFacts, now: &LsmFacts, given: &Flags) -> Vec<String> 
     flags
 }
 
-/// The active security modules of this host.
 fn active(host: &Host) -> Vec<&'static str> {
     let yes = |path: &str, value: &str| host.line(path).is_some_and(|t| t.starts_with(value));
     let mut found = Vec::new();

@@ -123,7 +123,6 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     hand_on(inv, &resumed)
 }
 
-/// Returns true if the spec asks for the lock.
 fn wanted(spec: &Spec) -> Result<bool, Error> {
     match spec.annotation(ANNOTATION) {
         None | Some("off") => Ok(false),

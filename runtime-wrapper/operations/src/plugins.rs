@@ -43,7 +43,6 @@ const INTERFACES: [([u32; 2], u32, u32); 3] = [
     ([4, 4], 0x300, 17),
 ];
 
-/// Finds the plugins whose files exist.
 pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
@@ -107,7 +106,6 @@ pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Ve
     }
 }
 
-/// Returns true if a process of the checkpoint used this vendor's driver.
 pub fn uses(metadata: &Metadata, vendor: Vendor) -> bool {
     metadata
         .gpu
@@ -175,7 +173,6 @@ fn amd_absent(directories: &[PathBuf], host: &Host) -> Refusal {
     }
 }
 
-/// How to install the plugin on this distribution.
 fn package(host: &Host) -> String {
     let text = host.text("/etc/os-release").unwrap_or_default();
     let field = |key: &str| {
@@ -201,7 +198,6 @@ fn package(host: &Host) -> String {
     }
 }
 
-/// Refuses a plugin that CRIU would not load.
 fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Result<(), Refusal> {
     let fault = |what: String, remedy: &str| Refusal {
         process: None,

@@ -37,7 +37,6 @@ pub struct Means {
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
     pub agent: Option<Agent>,
-    /// What is missing.
     pub faults: Vec<Refusal>,
 }
 
@@ -120,12 +119,10 @@ pub struct Answer {
     pub chosen: Option<Chosen>,
     /// The only render minors that the container may see, so that the AMD plugin can choose no others.
     pub amd_visible: Option<Vec<u32>>,
-    /// Further variables for CRIU's environment.
     pub env: Vec<(&'static str, OsString)>,
 }
 
 impl Answer {
-    /// Every reason to refuse; empty if there is none.
     pub fn refusals(&self) -> Vec<Refusal> {
         let mut all = self.other.clone();
         all.extend(compat::refusals(&self.checks));

@@ -18,7 +18,6 @@ use serde_json::Value;
 
 use crate::config::{Config, PRIVILEGES_CHECK};
 
-/// Largest image that is read, in bytes.
 const MAX_IMAGE: u64 = 16 << 20;
 /// At most so many refusals are reported.
 const MAX_TOLD: usize = 20;
@@ -109,7 +108,6 @@ pub struct Given<'a> {
     pub relabelled: bool,
 }
 
-/// Reads the images of a directory and compares them.
 pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
     let found = privileges::read(|name| open(images, name))?;
     Ok(beyond(&found, given))
@@ -225,7 +223,6 @@ fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
     })
 }
 
-/// Returns everything in which the images go beyond the spec.
 pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let bounds = Bounds::of(given);
     let mut told: Vec<String> = Vec::new();

@@ -10,12 +10,9 @@ use std::path::{Path, PathBuf};
 
 use crate::argv::Globals;
 
-/// How much of the engine's log is read, in bytes.
 const MAX_READ: u64 = 1 << 20;
-/// Prefix of our own lines in that log.
 const OURS: &str = "cryopod: ";
 
-/// The logs as they were before the low-level runtime started.
 #[derive(Debug)]
 pub struct Before {
     criu_log: PathBuf,

@@ -252,7 +252,6 @@ fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
     }
 }
 
-/// Returns the edits of the new container's spec, in order.
 fn edits<'a>(
     ctx: &'a Context,
     chosen: &'a Chosen,

@@ -19,7 +19,6 @@ use crate::preflight::{self, Question};
 use crate::privileges;
 use crate::surroundings::{self, Bundle};
 
-/// What a checkpoint knows of its restore.
 #[derive(Debug, Clone, Copy)]
 pub struct Prospect<'a> {
     pub ctx: &'a Context,

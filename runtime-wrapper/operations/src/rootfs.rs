@@ -21,7 +21,6 @@ use crate::config::rootfs::{Carry, Options};
 use crate::error::Error;
 use crate::frozen::Frozen;
 
-/// The file, in CRIU's image directory.
 pub const FILE: &str = "cryopod-rootfs.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
@@ -108,7 +107,6 @@ pub struct Container<'a> {
 }
 
 impl Container<'_> {
-    /// The path of the engine's root.
     fn root(&self) -> Option<PathBuf> {
         let root = self.spec.json().pointer("/root/path")?.as_str()?;
         Some(self.bundle.join(root))

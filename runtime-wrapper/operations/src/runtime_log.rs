@@ -17,7 +17,6 @@ use crate::lowlevel::{Kind, LowLevel};
 use crate::operation::Operation;
 
 const FILE: &str = "runtime.log";
-/// Most that is copied, in bytes.
 const MAX: u64 = 4 << 20;
 
 /// The file that crun logs to, and the engine's log.

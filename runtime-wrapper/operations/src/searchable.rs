@@ -15,9 +15,7 @@ use cryopod_host::spec::Spec;
 
 use crate::error::Error;
 
-/// Permission to enter a directory.
 const ENTER: u32 = 0o001;
-/// crun's default state directory.
 const CRUN_ROOT: &str = "/run/crun";
 
 /// A directory that anybody can enter; dropped, it is as it was.

@@ -36,7 +36,6 @@ pub fn no_criu() -> Error {
     )
 }
 
-/// Inserts arguments after the verb of the command line.
 pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsString> {
     let mut line = args.to_vec();
     let at = (verb_at + 1).min(line.len());
@@ -82,7 +81,6 @@ fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
     plan.memory_bytes.saturating_add(gpu_memory.sum())
 }
 
-/// Everything that must be ready before the low-level runtime starts.
 #[derive(Debug)]
 pub struct Ready {
     pub action_script: ActionScript,
@@ -92,12 +90,10 @@ pub struct Ready {
     pub agent: Option<Agent>,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
-    /// How long the whole operation may take.
     pub limit: Duration,
 }
 
 impl Setup<'_> {
-    /// Sets up a checkpoint. On error nothing was touched.
     pub fn checkpoint(
         &self,
         op: &Operation,
@@ -251,7 +247,6 @@ impl Ready {
 
 #[derive(Debug, Default)]
 pub struct Finished {
-    /// The plugin's first error.
     pub error: Option<String>,
     /// The processes whose GPU state could not be put back.
     pub not_put_back: Vec<String>,

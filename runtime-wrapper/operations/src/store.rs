@@ -122,7 +122,6 @@ pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<F
     store::find(images, &config.store.directories()).map_err(|e| refused(&inv.id, &e.to_string()))
 }
 
-/// The error for a reference without metadata.
 pub fn unrecorded(stored: &Found, images: &Path) -> Error {
     Error::Failed(format!(
         "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",

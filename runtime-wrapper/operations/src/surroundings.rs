@@ -43,15 +43,12 @@ use crate::{criu_helpers, lsm};
 /// What a checkpoint records and configures in CRIU.
 #[derive(Debug, Clone, Default)]
 pub struct Surroundings {
-    /// For CRIU's configuration.
     pub extra: Extra,
-    /// For the metadata.
     pub mounts: MountFacts,
     pub criu: CriuFacts,
     pub lsm: LsmFacts,
 }
 
-/// CRIU's options for this container.
 fn options(ctx: &Context, host: &Host, spec: &Spec) -> Result<Options, Error> {
     let ceiling = ctx.config.ceiling(host, spec);
     let texts = texts(ctx, &ceiling);
@@ -205,7 +202,6 @@ pub fn labels(spec: &Spec) -> LsmFacts {
 /// What a restore has to provide around the container.
 #[derive(Debug, Clone, Default)]
 pub struct Provision {
-    /// For CRIU's configuration.
     pub extra: Extra,
     /// Flags for labels that have changed.
     labels: Vec<String>,
@@ -218,7 +214,6 @@ pub struct Provision {
 #[derive(Debug, Clone, Copy)]
 pub struct Bundle<'a> {
     pub spec: &'a Spec,
-    /// Destinations of the spec's mounts.
     pub mounts: &'a Destinations,
 }
 
@@ -333,7 +328,6 @@ impl Provision {
         inv.flags.has("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
     }
 
-    /// Builds the command line, with the flags that CRIU's options need.
     pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
         let flags = self
             .extra

@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 use crate::operation;
 
 const DIRECTORY: &str = "suspended";
-/// Larger records are not read.
 const MAX_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,7 +67,6 @@ impl Record {
         let _ = fs::remove_dir(operation::base().join(DIRECTORY));
     }
 
-    /// Describes where the memory is.
     pub fn place(&self) -> String {
         match &self.directory {
             Some(directory) => format!("in {}", directory.display()),
@@ -81,7 +79,6 @@ pub fn any() -> bool {
     operation::base().join(DIRECTORY).exists()
 }
 
-/// Removes the records of containers that are gone.
 pub fn sweep(host: &Host) {
     let directory = operation::base().join(DIRECTORY);
     let Ok(entries) = fs::read_dir(&directory) else {

@@ -27,7 +27,6 @@ pub const ANNOTATION: &str = "dev.cryopod.vram";
 pub const ACTION_SCRIPT_FILE: &str = "action-script-asked";
 /// Host memory that must be available at a checkpoint beside a copy of the GPU memory, in bytes.
 const SPARE_BYTES: u64 = 1 << 30;
-/// How much later than its own limit the agent's answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 
 /// Returns the plugin's VRAM settings for a checkpoint; `None`: without VRAM files.
@@ -178,9 +177,7 @@ pub fn restore(
 /// Progress of the VRAM files.
 #[derive(Debug)]
 pub enum Progress {
-    /// There is nothing to wait for.
     Unused,
-    /// All data is on the disk.
     Durable(VramDone),
     Writing,
 }

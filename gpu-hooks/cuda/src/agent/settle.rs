@@ -157,7 +157,6 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// Waits for the process's other calls, however many there are.
     fn perform_in_turn(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {
         let deadline = Instant::now() + limit;
         loop {

@@ -8,7 +8,6 @@ use std::os::unix::fs::FileExt;
 
 /// Bytes below the stack pointer that the ABI lets a function use without moving it.
 const RED_ZONE: u64 = 128;
-/// Room on the stack for a message with one descriptor.
 const SCRATCH: usize = 256;
 
 impl Injection {
@@ -72,7 +71,6 @@ fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
     new(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
 }
 
-/// Sends one byte and a descriptor.
 fn send_descriptor(socket: &OwnedFd, file: &File) -> io::Result<()> {
     let mut byte = [0u8; 1];
     let mut vector = libc::iovec {

@@ -48,7 +48,6 @@ pub fn set_signal_mask(tid: i32, mask: u64) -> io::Result<()> {
     )
 }
 
-/// An event of a traced thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     Ended,
@@ -103,7 +102,6 @@ pub(super) fn wait_event(tid: i32) -> io::Result<Event> {
     }
 }
 
-/// A system call that a thread is about to make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
     pub nr: u64,

@@ -10,7 +10,6 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Checkpoints all processes at once, into memory for VRAM files.
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,

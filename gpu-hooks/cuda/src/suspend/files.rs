@@ -99,7 +99,6 @@ pub(super) fn injected(
     worked.and(ended)
 }
 
-/// Unmaps the memory from processes: it is in the files.
 pub(super) fn away<'a>(loaded: impl Iterator<Item = &'a (i32, i32, VramBuffer)>) {
     for (pid, tid, buffer) in loaded {
         let done = injected(*pid, *tid, |inject| {

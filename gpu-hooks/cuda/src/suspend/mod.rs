@@ -23,7 +23,6 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Limit of a query, which does no work, in milliseconds.
 const QUERY_MS: u64 = 10_000;
 /// How much later than the agent's own limit its answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
@@ -45,9 +44,7 @@ pub struct How {
     pub vram: VramConfig,
     /// The directory that the memory is written to; `None`: it stays in host memory.
     pub directory: Option<PathBuf>,
-    /// How long the driver may wait for GPU work to end.
     pub lock_timeout_ms: u64,
-    /// How long each step may take.
     pub step_timeout_ms: u64,
 }
 
@@ -65,7 +62,6 @@ pub struct Done {
 pub enum SuspendError {
     #[error("the driver agent: {0}")]
     Agent(#[from] ClientError),
-    /// No process uses the driver.
     #[error("none of its processes uses CUDA: there is nothing to suspend")]
     Unused,
     #[error(
@@ -176,7 +172,6 @@ fn leave(
     kept.map_err(SuspendError::Unsettled).map(drop)
 }
 
-/// Locks the processes that run.
 fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done), SuspendError> {
     let threads = find(client, pids)?;
     if threads.is_empty() {
@@ -318,7 +313,6 @@ fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, VramBu
     }
 }
 
-/// Finds the CUDA processes among these.
 fn find(client: &mut Client, pids: &[i32]) -> Result<Threads, SuspendError> {
     let mut threads = Vec::new();
     for pid in pids {

@@ -14,7 +14,6 @@ const SLACK: u64 = 1 << 30;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ceiling {
-    /// By process, as far as the driver reports it.
     processes: BTreeMap<i32, u64>,
     /// Of all processes: the memory of all GPUs. `None`: not known.
     all: Option<u64>,
@@ -25,7 +24,6 @@ fn with_slack(bytes: u64) -> u64 {
 }
 
 impl Ceiling {
-    /// Derives the bounds from the driver's GPUs and their users.
     pub fn new(gpus: &[AgentGpu], users: &[GpuUser]) -> Self {
         let mut processes = BTreeMap::<i32, u64>::new();
         for user in users {

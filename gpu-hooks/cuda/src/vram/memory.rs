@@ -106,7 +106,6 @@ pub struct Mapped {
 unsafe impl Send for Mapped {}
 
 impl Mapped {
-    /// Maps the file's first bytes.
     pub fn new(file: &File, bytes: u64, writable: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         if file.metadata()?.len() < bytes || len == 0 {

@@ -31,14 +31,12 @@ pub const MIN_BYTES: u64 = 64 << 20;
 /// Bytes that must remain free on the host beside a buffer.
 pub const SPARE_BYTES: u64 = 256 << 20;
 
-/// More threads are refused.
 const MAX_THREADS: usize = 256;
 
 /// Settings for VRAM files in the plugin's configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VramConfig {
-    /// A checkpoint without VRAM files fails.
     pub required: bool,
     /// Smaller mappings of the driver stay where they are.
     pub min_bytes: u64,
@@ -55,7 +53,6 @@ pub struct VramConfig {
     /// Directories to search for parents that were moved.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub search: Vec<PathBuf>,
-    /// Restore: check the digest of each chunk.
     pub check: bool,
     /// Restore: the digest in the metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -132,7 +129,6 @@ impl VramConfig {
         }
     }
 
-    /// Checks every value. An error names the key.
     pub fn validate(&self) -> Result<(), String> {
         use cryopod_archive::vram::{MAX_CHUNK, MIN_CHUNK};
         if self.threads > MAX_THREADS {
@@ -174,7 +170,6 @@ pub struct SharedBuffer {
     pub reserved: bool,
 }
 
-/// Memory that a process will need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     pub pid: i32,
@@ -182,7 +177,6 @@ pub struct Wanted {
     pub bytes: u64,
 }
 
-/// A buffer and its name in the VRAM files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamedBuffer {
     pub id: u64,

@@ -42,7 +42,6 @@ impl Reserve {
         Some((file, bytes.saturating_sub(had)))
     }
 
-    /// Frees memory that nobody has taken.
     pub fn clear(&self) {
         let unused = std::mem::take(&mut *self.files());
         drop(unused);

@@ -16,7 +16,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// Bytes to copy at a time, where memory cannot be mapped.
 const COPY: usize = 16 << 20;
 
 #[derive(Default)]
@@ -86,7 +85,6 @@ impl VramFiles {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bounds what processes get from here on.
     pub fn bound(&self, ceiling: Ceiling) {
         self.inner().ceiling = ceiling;
     }
@@ -181,7 +179,6 @@ impl VramFiles {
         filled.map_err(failed("host memory for the GPU's"))
     }
 
-    /// Makes memory for a checkpoint, all of it allocated.
     fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
         self.may_have(&Wanted { pid, bytes })?;
         let (buffer, shared) = match self.reserve.take(pid, bytes) {
@@ -355,7 +352,6 @@ impl VramFiles {
         Ok(())
     }
 
-    /// Waits for the worker's result; `None` when there was none.
     fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
         let deadline = Instant::now() + limit;
         let mut inner = self.inner();
@@ -390,7 +386,6 @@ impl VramFiles {
         }
     }
 
-    /// Ends the worker and removes what it wrote.
     fn cancel(&self) {
         let dir = {
             let mut inner = self.inner();
@@ -451,7 +446,6 @@ impl VramFiles {
     }
 }
 
-/// Refuses more memory than this host has free.
 fn there_is(bytes: u64) -> Result<(), DriverError> {
     let available = memory::available();
     if bytes.saturating_add(SPARE_BYTES) <= available {
@@ -493,7 +487,6 @@ fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
     Ok((opened, path.unwrap_or(held)))
 }
 
-/// Returns true if the process has the buffer mapped at its place.
 fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
     let inode = buffer.file.metadata()?.ino();
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", place.pid))?;

@@ -17,11 +17,9 @@ use std::time::Instant;
 /// The agent's argument that makes it a worker.
 pub const ARGUMENT: &str = "--vram-worker";
 
-/// Memory of the agent's and its name in the VRAM files.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Memory {
     pub name: String,
-    /// Path to open it by.
     pub path: PathBuf,
     pub bytes: u64,
 }
@@ -39,7 +37,6 @@ pub enum Job {
         threads: usize,
         /// The previous VRAM files.
         parent: Option<VramParent>,
-        /// Where to search for its parents.
         search: Vec<PathBuf>,
     },
     Load {
@@ -47,7 +44,6 @@ pub enum Job {
         memory: Vec<Memory>,
         /// The table's digest in the metadata.
         digest: Option<String>,
-        /// Check each chunk's digest.
         check: bool,
         threads: usize,
         search: Vec<PathBuf>,
@@ -81,7 +77,6 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
     Ok(child)
 }
 
-/// Waits for a worker, and returns its result or error.
 pub fn finish(mut child: Child) -> Result<VramDone, String> {
     let mut answer = String::new();
     if let Some(stdout) = child.stdout.take() {
@@ -95,7 +90,6 @@ pub fn finish(mut child: Child) -> Result<VramDone, String> {
     })
 }
 
-/// Runs the worker; returns its exit status.
 pub fn main() -> u8 {
     // When memory runs out, the OOM killer should take this process before the container.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");

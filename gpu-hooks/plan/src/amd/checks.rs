@@ -8,7 +8,6 @@ use std::fmt::Write as _;
 use super::topology::{Node, Properties, Topology};
 use crate::compat::{Check, Verdict};
 
-/// At most so many targets are named in one check.
 const NAMED: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

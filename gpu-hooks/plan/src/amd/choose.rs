@@ -11,7 +11,6 @@ use super::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use crate::compat::{Check, Verdict};
 use crate::wish::Wish;
 
-/// At most so many sets of GPUs are tried on the plugin's model.
 const SETS: usize = 24;
 
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +39,6 @@ pub struct Choice {
     /// The only render minors that CRIU and the container may see; ascending.
     pub visible: Vec<u32>,
     pub checks: Vec<Check>,
-    /// The choice in a sentence for people.
     pub sentence: String,
 }
 
@@ -53,7 +51,6 @@ pub struct Refused {
 }
 
 impl Choice {
-    /// Returns true if any GPU gets another render node.
     pub fn moves(&self) -> bool {
         self.pairs
             .iter()

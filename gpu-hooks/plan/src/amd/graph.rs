@@ -5,7 +5,6 @@ use super::topology::{LINK_XGMI, Node, Topology};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct CpuLink {
     pub(super) kind: u32,
-    /// Index of the CPU in [`Graph::cpus`].
     pub(super) cpu: usize,
     /// The CPU has a link of the same kind back.
     pub(super) peered: bool,
@@ -116,7 +115,6 @@ impl<'a> Graph<'a> {
         u32::try_from(self.cpu_links[gpu].len()).unwrap_or(u32::MAX)
     }
 
-    /// The CPUs that the GPU is linked to, each once.
     pub(super) fn cpus_of(&self, gpu: usize) -> Vec<usize> {
         let mut cpus: Vec<usize> = self.cpu_links[gpu].iter().map(|l| l.cpu).collect();
         cpus.sort_unstable();

@@ -22,7 +22,6 @@ use super::topology::{
 pub const MAX_IMAGE: u64 = 256 << 20;
 const MAX_NODES: usize = 256;
 const MAX_LINKS: usize = 1024;
-/// Largest entry of a device or buffer, in bytes.
 const MAX_ENTRY: usize = 64 << 10;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` of the kernel's interface.
 const ALLOC_VRAM: u32 = 1;
@@ -31,7 +30,6 @@ const ALLOC_VRAM: u32 = 1;
 #[error("{file}: {field}: {reason}; the checkpoint is damaged or not of CRIU's amdgpu plugin")]
 pub struct ImageError {
     pub file: String,
-    /// The field, with the entry that it belongs to.
     pub field: String,
     pub reason: String,
 }
@@ -40,7 +38,6 @@ pub struct ImageError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KfdImage {
     pub file: String,
-    /// The process, in its PID namespace.
     pub pid: u32,
     /// The CPUs and GPUs that it saw, in the image's order.
     pub topology: Topology,
@@ -155,7 +152,6 @@ fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError
     ))
 }
 
-/// A field's value: a number or bytes.
 enum Value<'a> {
     Number(u64),
     Bytes(&'a [u8]),

@@ -14,7 +14,6 @@ use super::topology::{Node, Topology};
 
 /// Most GPUs, CPUs or hives of either side.
 pub const MAX_GPUS: usize = 64;
-/// Steps after which the search gives up.
 pub const BUDGET: u64 = 20_000;
 
 /// Rules to leave out, to find out which of them prevents a mapping.

@@ -42,7 +42,6 @@ pub fn driver_version(host: &Host) -> Option<String> {
         .flatten()
 }
 
-/// The host's GPUs in the order of the KFD's nodes.
 pub fn gpus(host: &Host) -> Vec<Gpu> {
     let mut found = Vec::new();
     for node in host.names(TOPOLOGY) {

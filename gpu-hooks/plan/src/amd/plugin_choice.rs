@@ -195,7 +195,6 @@ impl<'a> System<'a> {
         self.nodes.iter().filter(|n| n.is_gpu()).count()
     }
 
-    /// A group's members in order.
     fn group(&self, group: usize) -> Result<Vec<usize>, Stop> {
         let mut all = Vec::new();
         self.members.find(self.heads[group], |n| {

@@ -18,7 +18,6 @@ use cryopod_host::files::Host;
 pub const LINK_PCIE: u32 = 2;
 /// XGMI (`HSA_IOLINK_TYPE_XGMI`).
 pub const LINK_XGMI: u32 = 11;
-/// First minor of a render node.
 pub const RENDER_FIRST: u32 = 128;
 /// Last minor that the plugin opens as a render node.
 pub const RENDER_LAST: u32 = 255;
@@ -74,7 +73,6 @@ pub struct Node {
     pub properties: Properties,
     /// Links to other nodes, also to hidden ones.
     pub links: Vec<Link>,
-    /// PCI address, where known.
     pub pci: Option<String>,
     /// The GPU's unique id, 16 hex digits, or else its PCI address; where known.
     pub unique_id: Option<String>,
@@ -111,9 +109,7 @@ impl fmt::Display for Node {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
     pub node: u32,
-    /// Its render minor, if readable.
     pub render_minor: Option<u32>,
-    /// Which file, and why.
     pub what: String,
     /// The plugin gives up on the whole topology because of it; otherwise it skips the node.
     pub stops_plugin: bool,

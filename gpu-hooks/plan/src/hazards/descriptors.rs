@@ -212,7 +212,6 @@ fn is_watched(process: &Process, epoll: u32, number: u32, other: u32) -> Option<
     }
 }
 
-/// Finds the driver of a character device in `/proc/devices`.
 fn driver_of(host: &Host, major: u64) -> String {
     let text = host.text("/proc/devices").unwrap_or_default();
     let lines = text.lines().take_while(|l| !l.starts_with("Block"));

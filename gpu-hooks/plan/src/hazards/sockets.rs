@@ -9,7 +9,6 @@ use cryopod_host::files::Host;
 use cryopod_host::processes::{Fd, Process, Scan};
 use cryopod_host::sock_diag::{self, UnixSocket};
 
-/// At most so many network namespaces are read; each takes a thread.
 const MAX_NAMESPACES: usize = 16;
 /// The kernel's `TCP_ESTABLISHED`, used for Unix sockets as well.
 const ESTABLISHED: u8 = 1;
@@ -169,7 +168,6 @@ fn has_unix_socket(process: &Process) -> bool {
     process.fds.iter().any(is_unix)
 }
 
-/// A socket as `/proc/PID/fd` shows it.
 #[cfg(test)]
 fn socket(inode: u32, protocol: &str) -> Fd {
     Fd {

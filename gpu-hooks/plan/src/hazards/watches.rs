@@ -30,7 +30,6 @@ const HINTS: [&str; 8] = [
 /// At most so many files in those directories are examined; with more CRIU decides.
 const MAX_SEARCHED: usize = 50_000;
 const MAX_WATCHES: usize = 65_536;
-/// Largest file handle, in bytes (`MAX_HANDLE_SZ`).
 const MAX_HANDLE: usize = 128;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -127,7 +126,6 @@ struct Place<'a> {
 #[derive(Debug, Default)]
 struct Searched {
     inodes: HashSet<((u64, u64), u64)>,
-    /// More exist than were examined.
     cut: bool,
 }
 

@@ -61,7 +61,6 @@ fn arguments() -> Result<Arguments, String> {
     Ok(parsed)
 }
 
-/// The driver, and its facts about its GPUs.
 struct Loaded {
     cuda: LibCuda,
     gpus: Vec<AgentGpu>,

@@ -19,7 +19,6 @@ use serde_json::{Map, Value, json};
 use super::Edit;
 use crate::error::Error;
 
-/// Replaces every GPU node by the one that it maps to on this host.
 #[derive(Debug)]
 pub struct Devices<'a> {
     pub remap: &'a Remap,

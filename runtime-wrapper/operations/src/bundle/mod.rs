@@ -24,7 +24,6 @@ pub use hooks::Hooks;
 use crate::error::Error;
 
 pub trait Edit {
-    /// Describes the edit, for the log.
     fn name(&self) -> &'static str;
 
     /// Changes the spec. An edit that finds nothing to do leaves it exactly as it was.

@@ -15,10 +15,8 @@ use flate2::write::GzEncoder;
 use tar::{EntryType, Header};
 
 const BLOCK: usize = 512;
-/// Largest accepted extension header (a long name), in bytes.
 const MAX_EXTENSION: u64 = 1 << 20;
 
-/// A device node to put into the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// Its path below the archived directory.
@@ -145,7 +143,6 @@ impl<R: Read, W: Write> Copy<'_, R, W> {
         }
     }
 
-    /// Reads one block; `false` at the end.
     fn block(&mut self, into: &mut [u8; BLOCK]) -> io::Result<bool> {
         match self.input.read_exact(into) {
             Ok(()) => Ok(true),
@@ -182,7 +179,6 @@ fn content(input: &mut impl Read, out: &mut dyn Write, header: &Header) -> io::R
     }
 }
 
-/// Makes a header for a node without a model.
 fn fresh(node: &Node) -> Option<Header> {
     let (mode, uid, gid) = node.otherwise?;
     let mut header = Header::new_gnu();

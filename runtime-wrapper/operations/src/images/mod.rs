@@ -25,7 +25,6 @@ use crate::operation::Operation;
 pub use devtar::TarError;
 pub use mountpoints::MountsError;
 
-/// The overlay's name in the operation's directory.
 const DIRECTORY: &str = "images";
 /// The most entries of an image directory to link; CRIU makes a few for each process.
 const MAX_ENTRIES: usize = 1 << 20;
@@ -182,7 +181,6 @@ fn changed(remap: &Remap) -> Vec<&Target> {
     changed
 }
 
-/// Links every entry that the overlay does not have itself.
 fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
     let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;

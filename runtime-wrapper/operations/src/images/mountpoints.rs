@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 
 /// CRIU's magic numbers: of any image, and of this one.
 const MAGIC: [u32; 2] = [0x5456_4319, 0x5556_3928];
-/// Largest file that is read, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 /// CRIU's numbers of `devtmpfs` and `tmpfs`.
 const ARCHIVED: [u64; 2] = [3, 5];

@@ -18,7 +18,6 @@ use super::records::{Record, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::Options;
 
-/// A file's name while it is written.
 const PARTIAL: &str = ".cryopod-unpacked";
 
 pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {

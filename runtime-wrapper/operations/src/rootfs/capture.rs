@@ -47,7 +47,6 @@ pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Something in the directory, held open.
 struct Entry(File);
 
 impl Entry {

@@ -17,7 +17,6 @@ use crate::config::rootfs::Options;
 
 /// Longest name in bytes, as the kernel takes it.
 const MAX_NAME: u64 = 4096;
-/// Largest PAX record, in bytes.
 const MAX_PAX: u64 = 64 << 10;
 
 pub struct Record<'r> {
@@ -37,7 +36,6 @@ struct Ahead {
     capability: Option<Vec<u8>>,
 }
 
-/// Calls `visit` with each entry of a tar, from its start.
 pub fn each(
     tar: &File,
     bounds: &Options,

@@ -79,7 +79,6 @@ proptest! {
         agree(&source, &target, &switches)?;
     }
 
-    /// The same machine listed otherwise always takes the checkpoint.
     #[test]
     fn a_shuffled_machine_is_found(seed: u64, gpus in 1_u32..=16) {
         let (source, target, switches) = case(seed, gpus, 0, 0);

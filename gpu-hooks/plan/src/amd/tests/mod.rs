@@ -71,7 +71,6 @@ fn at(topology: &mut Topology, id: u32) -> &mut Node {
     topology.nodes.iter_mut().find(|n| n.id == id).unwrap()
 }
 
-/// A link one way.
 fn one(topology: &mut Topology, kind: u32, from: u32, to: u32) {
     at(topology, from).links.push(Link { kind, to });
 }
