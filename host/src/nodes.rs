@@ -220,7 +220,7 @@ pub fn registered(host: &Host, path: &str, major: u64) -> Result<(), (String, St
 
 /// Returns vendor and role of the node at `path` with this device number.
 ///
-/// A DRM node whose device the host does not describe counts as AMD's if it is a render node: only AMD's compute stack
+/// A DRM node whose device the host does not describe counts as AMD's if it is a render node. Only AMD's compute stack
 /// needs one, and an extra node in the record does no harm.
 pub fn identify(host: &Host, path: &str, major: u64, minor: u64) -> Option<(Vendor, NodeRole)> {
     match classify(path)? {

@@ -1,5 +1,5 @@
-//! Asks NVIDIA's management library, `libnvidia-ml.so.1`, for what libcuda does not report without a context on each
-//! GPU: free memory, memory by process, and whether a GPU is divided into MIG instances.
+//! Asks NVIDIA's management library, `libnvidia-ml.so.1`, for what libcuda reports only with a context on each GPU:
+//! free memory, memory by process, and whether a GPU is divided into MIG instances.
 //!
 //! It comes with the driver. Without it these facts are unknown, and nothing fails.
 

@@ -98,9 +98,9 @@ pub enum Op {
         pid: i32,
         limit_ms: u64,
     },
-    /// The dump is complete and CRIU is about to kill its processes: nothing is undone when the connection ends, unless
-    /// a process is still alive well after that (a failed post-dump script lets the tasks go on after the plugin's
-    /// end).
+    /// The dump is complete and CRIU is about to kill its processes: nothing is undone when the connection ends. The
+    /// exception is a process that is still alive well after that: a failed post-dump script lets the tasks go on after
+    /// the plugin's end.
     Commit,
     /// Keeps the processes as they are when the connection ends; the agent then holds none of their memory.
     Keep,

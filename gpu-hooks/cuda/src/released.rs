@@ -1,11 +1,11 @@
 //! Lets a stopped thread run that this thread traces, and stops it again.
 //!
 //! A thread of each process does the driver's work there. At a dump CRIU has stopped it with all the others, and is its
-//! tracer; ptrace takes calls from the tracing thread alone, so everything here runs on CRIU's main thread. While the
+//! tracer. ptrace takes calls from the tracing thread alone, so everything here runs on CRIU's main thread. While the
 //! thread runs, it gets no signal (its mask is saved and put back) and its seccomp filter is in force again.
 //!
-//! A thread can also be watched: it then stops at each system call, and is held where the driver asks for the memory
-//! that is to take what the GPU holds.
+//! A thread can also be watched: it then stops at each system call. It is held where the driver asks for the memory
+//! into which it will copy the GPU's.
 
 use super::inject::{
     ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,

@@ -1,7 +1,9 @@
-//! Chooses which GPU of this host replaces which GPU of the checkpoint, for both vendors.
+//! Chooses which GPU of this host replaces which GPU of the checkpoint, for both vendors. In this order:
 //!
-//! In this order: the user's map; the GPUs that the engine gave the new container, where they differ from the
-//! checkpoint's; the same GPU, if it is here and has room; another that matches, the closest first.
+//! 1. the user's map;
+//! 2. the GPUs that the engine gave the new container, where they differ from the checkpoint's;
+//! 3. the same GPU, if it is here and has room;
+//! 4. another that matches, the closest first.
 //!
 //! Where a host describes no GPUs (no driver is loaded, or a container merely carries nodes) the nodes themselves stand
 //! for GPUs: [`of_nodes`].

@@ -1,8 +1,8 @@
 //! Maps each GPU device node of a checkpoint to its place on this host.
 //!
-//! The driver's library opens nodes by their native names (`/dev/nvidia1` is the GPU of minor 1, `renderD130` the
-//! render node of minor 130), so the nodes of a GPU that moves get the native names of the new one. The old names are
-//! kept as aliases for processes that hold them, except where they are now the native name of another GPU: when two
+//! The driver's library opens nodes by their native names: `/dev/nvidia1` is the GPU of minor 1, `renderD130` the
+//! render node of minor 130. So the nodes of a GPU that moves get the native names of the new one. The old names are
+//! kept as aliases for processes that hold them, except where they are now the native name of another GPU. When two
 //! GPUs are swapped, every name keeps its meaning. Numbers are those of this host's nodes, as the majors of
 //! `nvidia-uvm`, `nvidia-caps` and `kfd` differ between hosts.
 

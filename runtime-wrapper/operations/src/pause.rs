@@ -1,7 +1,7 @@
 //! Runs `pause` and `resume` for a container whose checkpoint must show the moment of its pause.
 //!
 //! Engines that checkpoint several containers as one pause all of them, checkpoint each, and resume all. The GPU driver
-//! must lock a process's CUDA calls while the process runs, so the checkpoint of a paused container would resume it,
+//! must lock a process's CUDA calls while the process runs. So the checkpoint of a paused container would resume it,
 //! and it would move while the others stand still. With [`ANNOTATION`] the lock is taken at the pause. The checkpoint
 //! finds it, needs only the drivers' threads from then on, and leaves the container paused and locked; `resume`
 //! unlocks.

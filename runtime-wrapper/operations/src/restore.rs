@@ -1,11 +1,14 @@
 //! Runs `restore`: opens the metadata, chooses GPUs, checks, prepares images and bundle, restores.
 //!
-//! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed
-//! ([`Metadata`]), what this host has and which GPU takes which place ([`preflight`]), the image directory of this
-//! operation ([`images`]), the edits of the new container's spec ([`bundle`]).
+//! The steps hand data to each other and touch nothing of the user's until the last:
+//!
+//! 1. what was checkpointed ([`Metadata`]);
+//! 2. what this host has, and which GPU takes which place ([`preflight`]);
+//! 3. the image directory of this operation ([`images`]);
+//! 4. the edits of the new container's spec ([`bundle`]).
 //!
 //! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime
-//! restores it as it is. Two fixes apply to every restore under crun, GPU or not: cryopod drops a runc flag that
+//! restores it as it is. Two fixes apply to every restore under crun, GPU or not. cryopod drops a runc flag that
 //! containerd passes to any runtime, and makes CRIU leave cgroups alone where it would fail on them.
 
 use std::ffi::{OsStr, OsString};

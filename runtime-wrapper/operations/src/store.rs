@@ -131,7 +131,7 @@ pub fn unrecorded(stored: &Found, images: &Path) -> Error {
     ))
 }
 
-/// Compares the digests of CRIU's images. The plugin checks those of the VRAM files. On error nothing was started.
+/// Compares the digests of CRIU's images. The VRAM worker checks those of the VRAM files. On error nothing was started.
 pub fn verify(config: &Config, id: &str, stored: &Found, limit: Duration) -> Result<(), Error> {
     if config.store.verify == Some(false) {
         return Ok(());

@@ -36,7 +36,7 @@ pub struct Criu {
 
 impl Criu {
     /// Finds CRIU among the descendants of `parent`. Must be called while CRIU waits for the answer to its first
-    /// question: then the container's init process, which has CRIU's name, does not exist yet, and every other process
+    /// question. Then the container's init process, which has CRIU's name, does not exist yet, and every other process
     /// of that name is CRIU's child.
     pub fn find(&mut self, parent: i32) {
         if self.process.is_none() {

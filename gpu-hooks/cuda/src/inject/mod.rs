@@ -1,7 +1,7 @@
 //! Makes system calls in a stopped thread of another process, for its tracer.
 //!
-//! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO), runs from one syscall stop
-//! to the next, and gets its registers and signal mask back; it never runs anything else. The last stop is an
+//! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO). It runs from one syscall
+//! stop to the next, and gets its registers and signal mask back; it never runs anything else. The last stop is an
 //! interrupt's: there the kernel restarts a system call that the stop had cut short as if nothing had been.
 //!
 //! Everything here must be called on the thread that traces.

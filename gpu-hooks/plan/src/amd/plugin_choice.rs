@@ -1,6 +1,6 @@
 //! Predicts which GPUs the amdgpu plugin of CRIU 4.1.1 and 4.2 will choose. The plugin takes no instructions.
 //!
-//! It takes the image's nodes and the host's in the order in which it reads them, and groups the nodes that are joined
+//! It takes the image's nodes and the host's in the order in which it reads them. It groups the nodes that are joined
 //! by XGMI both ways (CPUs count as one, by their id 0). It gives each group of the checkpoint the first group of the
 //! host that fits, and then goes through the remaining GPUs with both lists reversed. When it backtracks it puts a
 //! target back at the front of the list that it is walking, so that some targets are skipped and some tried for ever.

@@ -1,5 +1,5 @@
 //! Models circular doubly linked lists in one array, with the properties that decide what CRIU's amdgpu plugin does. An
-//! element that is put into a second list still hangs in the first; one that was removed leads nowhere; a walk takes
+//! element that is put into a second list still hangs in the first. One that was removed leads nowhere. A walk takes
 //! the next element before it looks at this one.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

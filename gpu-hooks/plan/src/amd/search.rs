@@ -1,6 +1,6 @@
 //! Searches for a mapping.
 //!
-//! The search assigns the GPU with the fewest targets left and narrows the others: hives and CPUs are variables of
+//! The search assigns the GPU with the fewest targets left and narrows the others. Hives and CPUs are variables of
 //! their own, and matchings tell early that too few targets are left. GPUs that are alike are tried once. When a group
 //! of GPUs that share no hive or CPU with the others is done, a failure of the rest is remembered. A budget of steps
 //! ends a search that takes too long.

@@ -1,5 +1,5 @@
 //! Detects descriptors that CRIU does not dump: files of the kernel without a path, devices, `O_PATH` descriptors of
-//! special files, epoll files that watch descriptors that their process has closed.
+//! special files, and epoll files with watches of closed descriptors.
 
 use std::collections::HashSet;
 

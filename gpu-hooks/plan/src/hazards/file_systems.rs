@@ -30,8 +30,8 @@ const MADE: [&str; 20] = [
     "autofs",
 ];
 
-/// Returns whole file systems among `mounts`, those of the init process, that CRIU does not know and that are not bound
-/// from the host (by the spec, or as `foreign` ones, which CRIU leaves out).
+/// Returns whole file systems among `mounts`, those of the init process, that CRIU does not know. Leaves out those
+/// bound from the host, by the spec or as `foreign` ones, which CRIU does not dump.
 pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) -> Vec<Refusal> {
     let bound = |mount: &Mount| {
         let by_spec = spec.mounts().iter().any(|m| {
