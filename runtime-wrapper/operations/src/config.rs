@@ -1,4 +1,4 @@
-//! `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
+//! Reads `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -55,7 +55,6 @@ pub enum Helper {
     Lock(Lock),
 }
 
-/// How CRIU keeps packets from a container whose sockets it handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lock {
     Iptables,

@@ -46,7 +46,7 @@ const FOR_THE_RESTORE: [&str; 5] = [
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
-    /// Not one of those that a container may set.
+    /// A container may not set this option.
     #[error("annotation {ANNOTATION}{name}: {refused}")]
     Unknown {
         name: String,

@@ -135,7 +135,7 @@ mod tests {
             .spawn()
             .unwrap();
         let parent = i32::try_from(runtime.id()).unwrap();
-        // Once it has the name.
+        // Waits until it has the name.
         let pid_of = |name: &str| loop {
             let text = std::fs::read_to_string(dir.path().join(name)).unwrap_or_default();
             match text.trim().parse() {

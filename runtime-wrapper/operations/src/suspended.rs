@@ -18,7 +18,6 @@ const MAX_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// 1.
     pub version: u32,
     pub name: String,
     pub init: i32,

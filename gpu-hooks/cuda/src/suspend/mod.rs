@@ -113,7 +113,6 @@ struct Captured {
     bytes: u64,
 }
 
-/// The processes and the driver's thread in each.
 type Threads = Vec<(i32, i32)>;
 
 /// Suspends the CUDA processes among `pids`. Calls `note` with them when all is done, before it leaves them so. On

@@ -1,4 +1,4 @@
-//! `[rootfs]`.
+//! Parses the table `[rootfs]`.
 
 use serde::Deserialize;
 

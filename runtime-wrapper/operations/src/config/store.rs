@@ -1,4 +1,4 @@
-//! `[store]`.
+//! Parses the table `[store]`.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `[vram]` and `nvidia.vram`.
+//! Parses the table `[vram]` and the key `nvidia.vram`.
 
 use std::path::PathBuf;
 use std::str::FromStr;

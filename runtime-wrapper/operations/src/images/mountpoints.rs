@@ -24,7 +24,6 @@ pub struct Mount {
     pub device: u64,
     /// CRIU archives its content.
     pub archived: bool,
-    /// It comes from outside the container.
     pub external: bool,
 }
 
