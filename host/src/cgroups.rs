@@ -1,4 +1,4 @@
-//! The host's cgroup set-up, and the cgroups of a container that nobody is in.
+//! Detects the host's cgroup set-up; finds, kills and removes the cgroups of a container.
 
 use std::fs;
 use std::io;
@@ -11,10 +11,9 @@ use nix::unistd::Pid;
 use crate::files::Host;
 use crate::mountinfo;
 
-/// Cgroups below one that are looked at; a container can make as many as it likes.
+/// Cgroups below one that are examined; a container can make as many as it likes.
 const MAX_BELOW: usize = 10_000;
 
-/// A cgroup set-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Setup {
     /// Version 1 controllers only.
@@ -26,7 +25,6 @@ pub enum Setup {
 }
 
 impl Setup {
-    /// As the metadata names it.
     pub fn label(self) -> &'static str {
         match self {
             Self::V1 => "v1",
@@ -36,8 +34,8 @@ impl Setup {
     }
 }
 
-/// The set-up, from the hierarchies that this process is in. A mount namespace can hide hierarchies, but CRIU
-/// goes by what `/proc/PID/cgroup` says, and so does this.
+/// Detects the set-up from the hierarchies that this process is in. A mount namespace can hide hierarchies, but CRIU
+/// goes by `/proc/PID/cgroup`, and so does this.
 pub fn setup(host: &Host) -> Setup {
     let text = host.text("/proc/self/cgroup").unwrap_or_default();
     let unified = text.lines().any(|l| l.starts_with("0::"));
@@ -53,8 +51,8 @@ pub fn setup(host: &Host) -> Setup {
     }
 }
 
-/// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there are
-/// none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
+/// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there
+/// are none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
 /// cgroupv2" (`libcrun_cgroup_enter`, which reads the same file).
 pub fn beside_v1(host: &Host) -> Option<String> {
     if setup(host) != Setup::Hybrid {
@@ -64,8 +62,8 @@ pub fn beside_v1(host: &Host) -> Option<String> {
     controllers.filter(|c| !c.is_empty())
 }
 
-/// A container's cgroups, one in each hierarchy, that had no process when they were looked up: whatever is in them
-/// later belongs to what was started since. Most do not exist yet; a runtime that was killed leaves its own behind, empty.
+/// A container's cgroups, one in each hierarchy, that had no process when they were looked up: processes that are in
+/// them later were started since. Most do not exist yet; a runtime that was killed leaves its own behind, empty.
 #[derive(Debug, Clone, Default)]
 pub struct Cgroups(Vec<PathBuf>);
 
@@ -99,8 +97,8 @@ impl Cgroups {
         any
     }
 
-    /// Removes those that exist. Waits at most `patience` for processes that are still exiting. Returns those that stay,
-    /// with the reason.
+    /// Removes those that exist. Waits at most `patience` for processes that are still exiting. Returns those that
+    /// stay, with the reason.
     pub fn remove(&self, patience: Duration) -> Vec<(PathBuf, io::Error)> {
         let end = Instant::now() + patience;
         let there = self.0.iter().filter(|p| p.is_dir());
@@ -110,12 +108,11 @@ impl Cgroups {
     }
 }
 
-/// One that cannot be read, as a cgroup of threads cannot, may have some.
+/// A cgroup that cannot be read, such as a threaded one, may have some.
 fn no_process(cgroup: &Path) -> bool {
     fs::read_to_string(cgroup.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty())
 }
 
-/// A cgroup and those in it, parents first.
 fn below(path: &Path) -> Vec<PathBuf> {
     let mut directories = vec![path.to_owned()];
     let mut next = 0;
@@ -132,7 +129,6 @@ fn below(path: &Path) -> Vec<PathBuf> {
     directories
 }
 
-/// Removes one; its processes may still be exiting.
 fn remove_one(directory: &Path, end: Instant) -> io::Result<()> {
     loop {
         match fs::remove_dir(directory) {

@@ -1,10 +1,10 @@
-//! Where the mounts of a spec end up inside the container's root.
+//! Finds where the mounts of a spec end up inside the container's root.
 //!
 //! A destination may pass through a symbolic link of the root file system: `/var/run/secrets` of every Kubernetes pod,
-//! where `/var/run` leads to `/run`. The kernel names such a mount by the place that the link leads to. runc and crun
-//! resolve the link within the container's root directory on the host, at creation, at a checkpoint and at a restore; this
-//! does the same, so that the spec's mounts are known under the names that the kernel gives them. A link that is itself
-//! inside another mount is not seen there, by the runtimes neither.
+//! where `/var/run` leads to `/run`. The kernel names such a mount by the link's target. runc and crun resolve the link
+//! within the container's root directory on the host, at creation, at a checkpoint and at a restore. This module does
+//! the same, so that the spec's mounts are known under the kernel's names. Like the runtimes it does not see a link
+//! that is itself inside another mount.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -20,20 +20,15 @@ use crate::spec::Spec;
 /// Links that are followed in one path, as many as the kernel follows.
 const MAX_LINKS: usize = 40;
 
-/// A mount of the spec.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Destination {
     /// Where the spec puts it, without `.` and `..`.
     pub named: PathBuf,
-    /// Where it is.
     pub path: PathBuf,
-    /// Whether it is a bind mount.
     pub bind: bool,
-    /// What is mounted.
     pub source: Option<PathBuf>,
 }
 
-/// The mounts of a spec, in its order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Destinations(pub Vec<Destination>);
 
@@ -65,13 +60,13 @@ impl Destinations {
         self.0.iter().filter(|d| d.bind && d.path != d.named)
     }
 
-    /// `true` if a path is in one of the mounts, or is one.
+    /// Returns true if a path is in one of the mounts, or is one.
     pub fn hold(&self, path: &Path) -> bool {
         self.0.iter().any(|d| path.starts_with(&d.path))
     }
 }
 
-/// A path without `.` and `..`, as far as that shows in the text.
+/// Removes `.` and `..` from a path, by its text alone.
 pub fn clean(path: &Path) -> PathBuf {
     let mut out = PathBuf::from("/");
     for part in path.components() {
@@ -86,8 +81,8 @@ pub fn clean(path: &Path) -> PathBuf {
     out
 }
 
-/// The path that `path` means with `root` as its root: links are followed and do not lead out of it. What does not exist
-/// stays as it is.
+/// Resolves `path` with `root` as its root: follows links, which do not lead out of it. Missing entries stay as they
+/// are.
 fn resolve(root: &File, path: &Path) -> PathBuf {
     let mut out = PathBuf::from("/");
     let mut rest: VecDeque<OsString> = parts(path);
@@ -123,8 +118,8 @@ fn parts(path: &Path) -> VecDeque<OsString> {
     parts.collect()
 }
 
-/// The entry itself, be it a link. The directories above it are resolved already; were one swapped for a link meanwhile, it
-/// would still not lead out of the root.
+/// Opens the entry itself, be it a link. The directories above it are resolved already; were one swapped for a link
+/// meanwhile, it would still not lead out of the root.
 fn entry(root: &File, path: &Path) -> Option<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)

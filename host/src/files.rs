@@ -1,4 +1,4 @@
-//! The seam to the host's files: `/proc`, `/sys`, `/dev`, `/etc`.
+//! Reads the host's files: `/proc`, `/sys`, `/dev`, `/etc`. Tests replace the root.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -15,31 +15,25 @@ pub struct Host {
 }
 
 impl Host {
-    /// This host.
     pub fn system() -> Self {
         Self { root: "/".into() }
     }
 
-    /// The files below `root` in place of those of this host.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The root itself.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// Where the absolute path `path` lies below the root.
+    /// The location of the absolute path `path` below the root.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// A text file, decoded leniently, at most 16 MiB of it.
-    ///
-    /// # Errors
-    /// What the system says.
+    /// Reads a text file, decoded leniently, at most 16 MiB of it.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let mut bytes = Vec::new();
         File::open(self.path(path))?
@@ -51,7 +45,7 @@ impl Host {
         })
     }
 
-    /// A one-line file of `/sys` or `/proc`, trimmed; `None` if it cannot be read.
+    /// Reads a one-line file of `/sys` or `/proc`, trimmed; `None` if it cannot be read.
     pub fn line(&self, path: impl AsRef<Path>) -> Option<String> {
         Some(self.text(path).ok()?.trim().to_owned())
     }
@@ -72,9 +66,6 @@ impl Host {
     }
 
     /// The names in a directory, in the order in which the system lists them.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn listed(&self, path: impl AsRef<Path>) -> io::Result<Vec<String>> {
         let entries = fs::read_dir(self.path(path))?.collect::<io::Result<Vec<_>>>()?;
         Ok(entries
@@ -91,26 +82,19 @@ impl Host {
             .then(|| split_rdev(meta.rdev()))
     }
 
-    /// `true` if the path is a directory.
     pub fn is_dir(&self, path: impl AsRef<Path>) -> bool {
         self.path(path).is_dir()
     }
 }
 
-/// Major and minor of a device number.
 pub fn split_rdev(rdev: u64) -> (u64, u64) {
     (libc::major(rdev).into(), libc::minor(rdev).into())
 }
 
-/// Reads a file of at most `limit` bytes; more is an error.
-///
-/// # Errors
-/// What the system says.
 pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     read_bounded_from(std::fs::File::open(path)?, limit)
 }
 
-/// Reads at most `limit` bytes; more is an error.
 pub fn read_bounded_from(source: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     source.take(limit + 1).read_to_end(&mut bytes)?;

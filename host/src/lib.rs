@@ -1,13 +1,13 @@
-//! What a Linux host and its containers look like. No policy: what follows from these facts is decided elsewhere.
+//! Describes a Linux host and its containers. It sets no policy: other crates decide what follows from these facts.
 //!
-//! Everything that is read from `/proc`, `/sys` or `/dev` goes through [`files::Host`], whose root tests replace; every
+//! Everything that is read from `/proc`, `/sys` or `/dev` goes through [`files::Host`], whose root tests replace. Every
 //! program that is started goes through [`programs::Tools`].
 //!
 //! - [`files`]: the host's files, bounded.
 //! - [`mountinfo`]: mounts of a process.
 //! - [`spec`]: a container's OCI spec; [`destinations`]: where its mounts end up inside the container's root.
 //! - [`nodes`]: device nodes of GPUs, by the vendors' naming.
-//! - [`processes`]: the processes of a container, looked at once; [`sock_diag`]: their Unix sockets.
+//! - [`processes`]: the processes of a container, examined once; [`sock_diag`]: their Unix sockets.
 //! - [`cgroups`]: the host's cgroup set-up, and cgroups of a container.
 //! - [`programs`], [`limited`]: other programs, within a time limit.
 

@@ -1,4 +1,4 @@
-//! Other programs, with a time limit each.
+//! Runs other programs, with a time limit each.
 
 use std::io::{self, Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -6,13 +6,12 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most that is read of an answer.
 const MAX_BYTES: u64 = 4 << 20;
-/// The longest pause between two looks at whether a program has ended.
+/// The longest pause between two checks whether a program has ended.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Runs a program to its end. It gets `stdin`, and what it prints is returned; its standard error is as `command`
-/// has it. After `limit` it is killed; what it has started itself is not.
+/// Runs a program to its end. Passes it `stdin`, and returns what it prints; its standard error is as `command` has it.
+/// Kills it after `limit`, but not its children.
 ///
 /// # Errors
 /// It cannot be run; [`io::ErrorKind::TimedOut`].
@@ -29,7 +28,7 @@ pub fn run(
     let (input, output) = (child.stdin.take(), child.stdout.take());
     let stdin = stdin.to_vec();
     let said = within(&mut child, until, limit, move || {
-        // One that does not read it has no need of it.
+        // A program that does not read its input does not need it.
         if let Some(mut input) = input {
             let _ = input.write_all(&stdin);
         }
@@ -52,7 +51,7 @@ pub fn run(
     }
 }
 
-/// Does what may hang because of a child; after the limit the child is killed.
+/// Does work that may hang because of a child; kills the child after the limit.
 ///
 /// # Errors
 /// The work's own; [`io::ErrorKind::TimedOut`].

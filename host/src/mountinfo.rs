@@ -1,4 +1,4 @@
-//! `/proc/PID/mountinfo`, parsed.
+//! Parses `/proc/PID/mountinfo`.
 
 use std::path::{Path, PathBuf};
 
@@ -6,23 +6,20 @@ use nix::mount::{MntFlags, umount2};
 
 use crate::files::Host;
 
-/// Mounts of one namespace that are looked at; a container can make as many as it likes.
+/// Mounts of one namespace that are examined; a container can make as many as it likes.
 const MAX_MOUNTS: usize = 100_000;
 
-/// A line of `mountinfo`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     /// The mount's id, which `/proc/PID/fdinfo` names.
     pub id: u64,
     /// The file system's device number, `0:48`.
     pub device: String,
-    /// What of the file system is mounted.
+    /// The mounted directory of the file system.
     pub root: PathBuf,
     /// The mount point, from the process's root.
     pub point: PathBuf,
-    /// Per-mount options.
     pub options: Vec<String>,
-    /// Type of the file system.
     pub fs_type: String,
 }
 
@@ -74,15 +71,12 @@ fn unescape(text: &str) -> String {
     out
 }
 
-/// `path` below `base`, which may be `/`: what follows, `""` for `base` itself.
+/// The rest of `path` below `base`, which may be `/`; `""` for `base` itself.
 pub fn below<'a>(path: &'a Path, base: &Path) -> Option<&'a Path> {
     path.strip_prefix(base).ok()
 }
 
-/// Can CRIU's configuration and its `external mnt[PATH]:KEY` hold this path?
-///
-/// # Errors
-/// Why not.
+/// Checks that CRIU's configuration and its `external mnt[PATH]:KEY` can hold this path. The error says why not.
 pub fn declarable(path: &str) -> Result<(), &'static str> {
     let odd = |c: char| c.is_whitespace() || c.is_control() || "[]\"'\\#".contains(c);
     if path.chars().any(odd) || path.contains(char::REPLACEMENT_CHARACTER) {

@@ -1,24 +1,22 @@
-//! What a device path is, by the vendors' naming.
+//! Classifies device paths by the vendors' naming.
 //!
-//! NVIDIA's names are those of its driver's `nvidia-modprobe`; AMD's come from the amdkfd and DRM drivers.
-//! Render nodes belong to every DRM driver, so their vendor is asked of the host.
+//! NVIDIA's names are those of its driver's `nvidia-modprobe`; AMD's come from the amdkfd and DRM drivers. Render nodes
+//! belong to every DRM driver, so the host's files tell their vendor.
 
 use serde::{Deserialize, Serialize};
 
 use crate::files::Host;
 
-/// DRM's fixed character major.
 pub const DRM_MAJOR: u64 = 226;
 /// The fixed character major of `/dev/nvidiaN` and `/dev/nvidiactl`.
 pub const NVIDIA_MAJOR: u64 = 195;
 
-/// A GPU vendor whose containers cryopod knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Vendor {
-    /// NVIDIA: `/dev/nvidia*`.
+    /// `/dev/nvidia*`.
     Nvidia,
-    /// AMD: `/dev/kfd` and render nodes.
+    /// `/dev/kfd` and render nodes.
     Amd,
 }
 
@@ -31,7 +29,6 @@ impl std::fmt::Display for Vendor {
     }
 }
 
-/// What a GPU device node is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NodeRole {
@@ -61,20 +58,15 @@ pub enum NodeSource {
     Live,
 }
 
-/// A GPU device node of the container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNode {
     /// Path inside the container.
     pub path: String,
-    /// Whose it is.
     pub vendor: Vendor,
-    /// What it is for.
     pub role: NodeRole,
-    /// How it came into the container.
     pub source: NodeSource,
     /// Device major, as the container saw it.
     pub major: u64,
-    /// Device minor.
     pub minor: u64,
     /// For a bind mount: its source on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -82,30 +74,26 @@ pub struct DeviceNode {
     /// Permission bits, where the spec gives them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_mode: Option<u32>,
-    /// Owner, where the spec gives one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
-    /// Group, where the spec gives one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gid: Option<u32>,
-    /// `true` if a cgroup rule of the spec lets the container open it.
+    /// True if a cgroup rule of the spec lets the container open it.
     #[serde(default)]
     pub allowed: bool,
-    /// The id of the GPU behind the node, where it can be told.
+    /// The id of the GPU behind the node, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
 }
 
-/// A device path's meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// Certainly this vendor's, in this role.
     Known(Vendor, NodeRole),
-    /// A DRM node: whose it is depends on the device behind it.
+    /// A DRM node: its vendor depends on the device behind it.
     Drm(NodeRole),
 }
 
-/// What the path names; `None` if it is no GPU node.
+/// Classifies a path; `None` if it is no GPU node.
 pub fn classify(path: &str) -> Option<Class> {
     use Class::{Drm, Known};
     let name = path.strip_prefix("/dev/")?;
@@ -146,8 +134,8 @@ pub fn classify(path: &str) -> Option<Class> {
         .then_some(Drm(NodeRole::Other))
 }
 
-/// `true` if both names are of one kind of node: the same name, or two GPUs' nodes of one vendor that differ in their
-/// number. `/dev/nvidia-modeset` and `/dev/nvidia-nvswitchctl` have a role in common and are two kinds.
+/// Returns true if both names are of one kind of node: the same name, or two GPUs' nodes of one vendor that differ in
+/// their number. `/dev/nvidia-modeset` and `/dev/nvidia-nvswitchctl` have a role in common and are two kinds.
 pub fn same_kind(a: &str, b: &str) -> bool {
     let (Some(of_a), Some(of_b)) = (classify(a), classify(b)) else {
         return false;
@@ -187,7 +175,7 @@ fn drivers(path: &str) -> (&'static [&'static str], Option<u64>) {
     }
 }
 
-/// Whether `major` belongs to the driver whose node `path` is, as `/proc/devices` of this host says.
+/// Checks in this host's `/proc/devices` that `major` belongs to the driver of the node `path`.
 ///
 /// # Errors
 /// What the major is instead, and what to do, in a sentence each.
@@ -230,10 +218,10 @@ pub fn registered(host: &Host, path: &str, major: u64) -> Result<(), (String, St
     })
 }
 
-/// Vendor and role of the node at `path` with this device number.
+/// Returns vendor and role of the node at `path` with this device number.
 ///
-/// A DRM node whose device the host does not describe counts as AMD's if it is a render node: only AMD's
-/// compute stack needs one, and a node too many in the record does no harm.
+/// A DRM node whose device the host does not describe counts as AMD's if it is a render node. Only AMD's compute stack
+/// needs one, and an extra node in the record does no harm.
 pub fn identify(host: &Host, path: &str, major: u64, minor: u64) -> Option<(Vendor, NodeRole)> {
     match classify(path)? {
         Class::Known(vendor, role) => Some((vendor, role)),
@@ -249,8 +237,8 @@ pub fn identify(host: &Host, path: &str, major: u64, minor: u64) -> Option<(Vend
     }
 }
 
-/// The minor of the NVIDIA GPU behind a node: the node's own under NVIDIA's major; of a node that is none of the driver's
-/// (a simulated one), the number in its name.
+/// The minor of the NVIDIA GPU behind a node: under NVIDIA's major the node's own; for other nodes (simulated ones) the
+/// number in its name.
 pub fn nvidia_minor(node: &DeviceNode) -> Option<u64> {
     ((node.vendor, node.role) == (Vendor::Nvidia, NodeRole::Gpu))
         .then(|| number(node))
@@ -291,7 +279,7 @@ pub fn of_host(host: &Host, vendor: Vendor) -> Vec<DeviceNode> {
         .iter()
         .filter_map(|name| {
             let path = format!("{directory}/{name}");
-            // Names first: most of /dev is none of a GPU's, and what is left is looked at.
+            // Names first: most of /dev belongs to no GPU, and only the rest is examined.
             classify(&path)?;
             let (major, minor) = host.char_device(&path)?;
             let identified = identify(host, &path, major, minor)?;

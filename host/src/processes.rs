@@ -1,7 +1,7 @@
-//! The container's processes, looked at once: what each has open and mapped, who traces it, how much memory it has.
+//! Examines the container's processes once: what each has open and mapped, who traces it, how much memory it has.
 //!
-//! A checkpoint's plan reads `/proc` for every process, while it may have hundreds with thousands of descriptors: so all
-//! that the plan asks of a process is read together, by several threads. The container is not trusted: its files are
+//! A checkpoint's plan reads `/proc` for every process, perhaps hundreds with thousands of descriptors. So everything
+//! that the plan needs of a process is read together, by several threads. The container is not trusted: its files are
 //! never opened, only looked at.
 
 use std::collections::{BTreeMap, HashSet};
@@ -16,13 +16,11 @@ use std::thread;
 
 use crate::files::{Host, split_rdev};
 
-/// Descriptors and mapped files of one process that are kept.
 const MAX_PER_PROCESS: usize = 1 << 16;
-/// Lines of one process's maps that are looked at.
 const MAX_LINES: usize = 1 << 20;
 /// Threads that read; more would wait for the same locks of the kernel.
 const MAX_THREADS: usize = 8;
-/// Processes for which one more thread is worth its while.
+/// Processes that justify one more thread.
 const PER_THREAD: usize = 16;
 
 /// Namespaces of a process, as `/proc/PID/ns` names them. CRIU looks at the time namespace that children get.
@@ -37,14 +35,12 @@ const NAMESPACES: [&str; 8] = [
     "time_for_children",
 ];
 
-/// A descriptor.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Fd {
     /// The number, as `/proc/PID/fd` lists it.
     pub number: String,
-    /// Where it leads.
     pub target: String,
-    /// The device number, if that is a character device in a file system.
+    /// The device number, for a character device in a file system.
     pub device: Option<(u64, u64)>,
     /// The mount, if it is in a file system.
     pub mount: Option<u64>,
@@ -54,59 +50,49 @@ pub struct Fd {
     pub protocol: Option<String>,
 }
 
-/// An open file, as `stat` tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileFacts {
     /// `S_IFREG` and its like.
     pub kind: u32,
-    /// Names that the file has.
+    /// Number of the file's names.
     pub links: u64,
-    /// What it takes up, in bytes.
+    /// Disk space, in bytes.
     pub bytes: u64,
     /// Major and minor of the file system.
     pub device: (u64, u64),
-    /// Its number in that file system.
     pub inode: u64,
 }
 
-/// What is looked at of one process.
 #[derive(Debug, Clone, Default)]
 pub struct Process {
-    /// The process id on the host.
     pub pid: i32,
-    /// The process id in its own namespace.
     pub ns_pid: i32,
-    /// Its name, as it gave it: not fit to be printed as it is.
+    /// Its name, as it chose it: not fit to be printed as it is.
     pub comm: String,
-    /// Its open descriptors.
     pub fds: Vec<Fd>,
-    /// Files that it has mapped.
     pub mapped: HashSet<String>,
-    /// Who traces it; 0 for nobody.
+    /// The tracer's pid; 0 for nobody.
     pub tracer: i32,
-    /// Memory of its own: what CRIU writes.
+    /// Its own memory: what CRIU writes.
     pub memory_bytes: u64,
-    /// Where `/proc/PID/ns/mnt` leads.
+    /// Target of `/proc/PID/ns/mnt`.
     pub mount_namespace: Option<PathBuf>,
-    /// Where the links in `/proc/PID/ns` lead: `pid:[4026531836]`.
+    /// Targets of the links in `/proc/PID/ns`: `pid:[4026531836]`.
     pub namespaces: BTreeMap<&'static str, String>,
     /// `R`, `S`, `Z` ...
     pub state: char,
-    /// How many threads it has.
     pub threads: usize,
-    /// Mappings of files that have been deleted: the range, the file's name.
+    /// Mappings of deleted files: the range, the file's name.
     pub deleted_maps: Vec<(String, String)>,
 }
 
-/// The container's processes.
 #[derive(Debug, Clone, Default)]
 pub struct Scan {
-    /// In the order of the ids that were asked for.
+    /// In the order of the given pids.
     pub processes: Vec<Process>,
 }
 
 impl Scan {
-    /// Looks at the processes `pids`.
     pub fn of(host: &Host, pids: &[i32]) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         let threads = pids.len().div_ceil(PER_THREAD).min(cores).min(MAX_THREADS);
@@ -129,13 +115,11 @@ impl Scan {
         Self { processes }
     }
 
-    /// Host pids, in the order given.
     pub fn pids(&self) -> Vec<i32> {
         self.processes.iter().map(|p| p.pid).collect()
     }
 
-    /// Memory of the processes' own, swapped or not, in bytes: about what CRIU writes. What several share is counted for
-    /// each.
+    /// The processes' own memory, swapped or not, in bytes: about what CRIU writes. Shared memory counts for each.
     pub fn memory_bytes(&self) -> u64 {
         self.processes.iter().map(|p| p.memory_bytes).sum()
     }
@@ -161,7 +145,7 @@ impl Process {
         Self {
             pid,
             ns_pid: innermost.unwrap_or(pid),
-            // Without another file, as its name is there, too.
+            // From this file, as the name is there, too.
             comm: field("Name")
                 .map(str::to_owned)
                 .or_else(|| host.line(format!("/proc/{pid}/comm")))
@@ -229,19 +213,18 @@ fn in_a_file_system(target: &str) -> bool {
     target.starts_with('/') && !NOT.iter().any(|start| target.starts_with(start))
 }
 
-/// What one call tells of an open file.
 struct Looked {
     device: Option<(u64, u64)>,
     mount: u64,
     file: FileFacts,
 }
 
-/// All in one call: a third of what asking twice takes. `None` where the kernel does not tell the mount (before 5.8).
+/// All in one call: a third of the time of two. `None` where the kernel does not report the mount (before 5.8).
 fn statx(path: &Path) -> Option<Looked> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let mut stat = std::mem::MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_BASIC_STATS | libc::STATX_MNT_ID;
-    // What the kernel knows already: a network file system is not asked.
+    // Cached values: a network file system is not asked.
     let flags = libc::AT_STATX_DONT_SYNC;
     // SAFETY: a NUL-terminated path, and a structure that the call fills in.
     let done = unsafe {
@@ -290,7 +273,7 @@ fn stat(path: &Path) -> (Option<(u64, u64)>, Option<FileFacts>) {
     (device, Some(file))
 }
 
-/// The name of a socket's protocol. Nothing else tells from outside what family a socket is of.
+/// The name of a socket's protocol. Nothing else shows a socket's family from outside.
 fn protocol(path: &Path) -> Option<String> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let mut name = [0u8; 32];
@@ -314,7 +297,7 @@ fn mount_of(host: &Host, pid: i32, number: &str) -> Option<u64> {
     id.trim().parse().ok()
 }
 
-/// The files that a process has mapped, each once; and the mappings of those that have been deleted.
+/// The files that a process has mapped, each once; and the mappings of deleted ones.
 fn mapped(host: &Host, pid: i32) -> (HashSet<String>, Vec<(String, String)>) {
     let mut files = HashSet::new();
     let mut deleted = Vec::new();

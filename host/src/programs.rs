@@ -1,4 +1,4 @@
-//! The seam to other programs: finding them and asking them something, within a time limit.
+//! Finds other programs and runs them within a time limit. Tests replace them.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
@@ -7,52 +7,34 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What is kept of a program's output, in bytes.
 const MAX_OUTPUT: u64 = 4 << 20;
 
-/// What a program said.
 #[derive(Debug, Clone, Default)]
 pub struct Output {
     /// Exit code; 128 + the signal's number if one ended it.
     pub code: i32,
-    /// Standard output.
     pub stdout: String,
-    /// Standard error.
     pub stderr: String,
 }
 
-/// Why a program gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ToolError {
-    /// It could not be started or read.
     #[error("{program}: cannot be run: {source}")]
-    Run {
-        /// The program.
-        program: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    Run { program: PathBuf, source: io::Error },
     /// It did not end in time and was killed.
     #[error("{program} {args}: no answer within {limit:?}; it was killed")]
     Timeout {
-        /// The program.
         program: PathBuf,
-        /// Its arguments.
         args: String,
-        /// The limit.
         limit: Duration,
     },
 }
 
-/// Finds and runs programs.
 pub trait Tools: Sync {
     /// The path of a program; a name with `/` is a path already.
     fn find(&self, name: &str) -> Option<PathBuf>;
 
-    /// Runs a program to its end, with no standard input.
-    ///
-    /// # Errors
-    /// [`ToolError`] if it cannot be run or does not end within `limit`.
+    /// Runs a program to its end, with no standard input. Fails if it does not end within `limit`.
     fn output(&self, program: &Path, args: &[&OsStr], limit: Duration)
     -> Result<Output, ToolError>;
 }

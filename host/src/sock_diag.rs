@@ -1,5 +1,5 @@
-//! The Unix sockets of a network namespace, as the kernel lists them by netlink (`sock_diag(7)`): what CRIU asks, too.
-//! `/proc/net/unix` does not tell who is connected to whom.
+//! Lists the Unix sockets of a network namespace by netlink (`sock_diag(7)`), as CRIU does. `/proc/net/unix` does not
+//! show who is connected to whom.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,7 @@ use std::thread;
 
 use nix::sched::{CloneFlags, setns};
 
-/// Sockets that are looked at; a container can make as many as it likes.
+/// Sockets that are examined; a container can make as many as it likes.
 const MAX_SOCKETS: usize = 1 << 20;
 /// Parts of an answer, 32 KiB at most each.
 const BUFFER: usize = 64 << 10;
@@ -21,7 +21,6 @@ const PEER: u16 = 2;
 const ICONS: u16 = 3;
 const SHUTDOWN: u16 = 6;
 
-/// A Unix socket.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UnixSocket {
     /// As in `socket:[INODE]`.
@@ -41,9 +40,6 @@ pub struct UnixSocket {
 }
 
 /// The Unix sockets of this network namespace. A thread of its own enters it and ends.
-///
-/// # Errors
-/// What the system says.
 pub fn unix_sockets(namespace: File) -> io::Result<Vec<UnixSocket>> {
     let ask = move || {
         setns(namespace, CloneFlags::CLONE_NEWNET)?;
@@ -132,7 +128,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-/// Messages of an answer. `true`: the last one was among them.
+/// Parses messages of an answer. Returns true after the last one.
 fn parse(mut bytes: &[u8], found: &mut Vec<UnixSocket>) -> io::Result<bool> {
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
         let length = length as usize;
@@ -184,7 +180,7 @@ fn name(value: &[u8]) -> String {
         _ => ("", value),
     };
     let text = String::from_utf8_lossy(value);
-    // It may hold anything, and lands in a message.
+    // It may hold anything, and goes into a message.
     let shown: String = text.trim_end_matches('\0').chars().take(108).collect();
     format!("{start}{}", shown.escape_debug())
 }

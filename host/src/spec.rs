@@ -1,8 +1,7 @@
-//! The container's OCI spec.
+//! Reads the container's OCI spec.
 //!
-//! The spec is kept as JSON, so that fields which this version does not know survive an edit; devices, mounts
-//! and rules are read out of it one entry at a time, leniently: an entry that does not parse is none of ours
-//! and the low-level runtime will say so.
+//! The spec is kept as JSON, so that fields unknown to this version survive an edit. Devices, mounts and rules are read
+//! one entry at a time, leniently: the low-level runtime reports entries that do not parse.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -16,41 +15,22 @@ use serde_json::Value;
 use crate::files::Host;
 use crate::nodes;
 
-/// Largest config.json that is read, in bytes.
 const MAX_SPEC: u64 = 64 << 20;
 
-/// Why a spec could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
-    /// The file cannot be read.
     #[error("{path}: cannot read the container's spec: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// The file is no OCI spec.
+    Read { path: PathBuf, source: io::Error },
     #[error("{path}: not an OCI runtime spec: {reason}")]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    Invalid { path: PathBuf, reason: String },
 }
 
-/// An OCI runtime spec.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Spec {
     json: Value,
 }
 
 impl Spec {
-    /// Reads `config.json` of a bundle.
-    ///
-    /// # Errors
-    /// [`SpecError`].
     pub fn of_bundle(bundle: &Path) -> Result<Self, SpecError> {
         let path = bundle.join("config.json");
         let read = |source| SpecError::Read {
@@ -76,12 +56,10 @@ impl Spec {
         Ok(Self { json })
     }
 
-    /// A spec from JSON that is at hand.
     pub fn from_json(json: Value) -> Self {
         Self { json }
     }
 
-    /// The spec as JSON.
     pub fn json(&self) -> &Value {
         &self.json
     }
@@ -101,17 +79,14 @@ impl Spec {
             .collect()
     }
 
-    /// `linux.devices`.
     pub fn devices(&self) -> Vec<LinuxDevice> {
         self.list("/linux/devices")
     }
 
-    /// `mounts`.
     pub fn mounts(&self) -> Vec<Mount> {
         self.list("/mounts")
     }
 
-    /// `linux.resources.devices`, in order.
     pub fn device_rules(&self) -> Vec<LinuxDeviceCgroup> {
         self.list("/linux/resources/devices")
     }
@@ -137,12 +112,10 @@ impl Spec {
         self.json.pointer("/linux/cgroupsPath")?.as_str()
     }
 
-    /// An annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.json.get("annotations")?.get(key)?.as_str()
     }
 
-    /// The same spec without an annotation.
     #[must_use]
     pub fn without_annotation(mut self, key: &str) -> Self {
         if let Some(all) = self
@@ -155,7 +128,7 @@ impl Spec {
         self
     }
 
-    /// The annotations whose keys begin with `prefix`: what follows it, and the value.
+    /// The annotations whose keys begin with `prefix`: the rest of the key, and the value.
     pub fn annotations<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a str)> {
         let all = self.json.get("annotations").and_then(Value::as_object);
         all.into_iter()
@@ -163,8 +136,8 @@ impl Spec {
             .filter_map(move |(key, value)| Some((key.strip_prefix(prefix)?, value.as_str()?)))
     }
 
-    /// `true` if the device rules let the container open a character device for reading and writing. The
-    /// last rule that matches decides; with no rule at all everything is allowed, as in the runtimes.
+    /// Returns true if the device rules let the container open a character device for reading and writing. The last
+    /// rule that matches decides; with no rule at all everything is allowed, as in the runtimes.
     pub fn allows(&self, major: u64, minor: u64) -> bool {
         let hits = |want: Option<i64>, got: u64| match want {
             None | Some(-1) => true,
@@ -185,8 +158,8 @@ impl Spec {
             .fold(true, |_, r| r.allow())
     }
 
-    /// The GPU device nodes that the spec names: its devices, and bind mounts of nodes or of directories that
-    /// hold nodes. Each container path once.
+    /// The GPU device nodes that the spec names: its devices, and bind mounts of nodes or of directories that hold
+    /// nodes. Each container path once.
     pub fn gpu_nodes(&self, host: &Host) -> Vec<DeviceNode> {
         let mut found: Vec<DeviceNode> = Vec::new();
         let mut add = |node: DeviceNode| {
@@ -263,8 +236,8 @@ impl Spec {
     }
 }
 
-/// Host path and container path of what a bind mount brings: the node itself, or what lies in a directory
-/// under `/dev` (`/dev`, `/dev/dri`, `/dev/nvidia-caps`).
+/// Host path and container path of the nodes in a bind mount: the node itself, or the nodes in a directory under `/dev`
+/// (`/dev`, `/dev/dri`, `/dev/nvidia-caps`).
 fn bound_nodes(host: &Host, source: &Path, destination: &Path) -> Vec<(String, String)> {
     let text = |p: &Path| p.to_str().map(str::to_owned);
     let (Some(from), Some(to)) = (text(source), text(destination)) else {

@@ -1,4 +1,4 @@
-//! `cryopod-runtime`: names itself as the OCI runtime and hands everything on to runc or crun. See the library.
+//! Runs `cryopod-runtime`, the OCI runtime: hands everything on to runc or crun. See the library.
 
 use std::process::ExitCode;
 

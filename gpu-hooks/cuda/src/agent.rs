@@ -1,10 +1,9 @@
-//! The agent's memory and its driver calls: which process was found in which state, what was done
-//! to it since, and how to undo that.
+//! Makes the driver calls and remembers them: in which state each process was found, what was done to it since, and how
+//! to undo that.
 //!
-//! A driver call cannot be cancelled. Each runs on a thread of its own; a caller that has waited
-//! long enough is told [`ErrorKind::TimedOut`] while the call goes on, and further calls for the
-//! same process are [`ErrorKind::Busy`] until it returns. Whatever it then did is recorded, so that
-//! the undoing knows of it.
+//! A driver call cannot be cancelled, so each runs on a thread of its own. A caller that has waited long enough gets
+//! [`ErrorKind::TimedOut`] while the call goes on, and further calls for the same process get [`ErrorKind::Busy`] until
+//! it returns. The result is recorded in any case, so that it can be undone.
 
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
@@ -23,14 +22,12 @@ const LOCK_GRACE: Duration = Duration::from_secs(3);
 const RACE_PAUSE: Duration = Duration::from_millis(250);
 const TICK: Duration = Duration::from_millis(20);
 
-/// Limits of the undoing at the end.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// How long a process may stay traced before it is put back all the same.
     pub settle: Duration,
     /// How long a process that CRIU let go of after a commit may take to die.
     pub killed: Duration,
-    /// How long each driver call may take.
     pub step: Duration,
 }
 
@@ -44,20 +41,15 @@ impl Default for Limits {
     }
 }
 
-/// What is known of one process.
 #[derive(Debug, Clone)]
 struct Tracked {
     start_time: u64,
     comm: String,
-    /// As found before the first step.
     found: ProcessState,
-    /// What our steps made of it.
     now: ProcessState,
-    /// The call that runs.
     busy: Option<&'static str>,
 }
 
-/// The agent: a driver and what was done through it.
 pub struct Agent<D> {
     driver: D,
     vram_files: Arc<VramFiles>,
@@ -65,7 +57,6 @@ pub struct Agent<D> {
     idle: Condvar,
 }
 
-/// A driver call that runs.
 #[derive(Debug)]
 pub struct Begun {
     name: &'static str,
@@ -74,7 +65,7 @@ pub struct Begun {
 }
 
 impl Begun {
-    /// What came of it; [`ErrorKind::TimedOut`] if it goes on beyond the limit.
+    /// Waits for the result; [`ErrorKind::TimedOut`] if the call exceeds its limit.
     pub fn wait(self) -> Outcome {
         self.result().unwrap_or_else(Outcome::Error)
     }
@@ -105,7 +96,6 @@ fn error(kind: ErrorKind, message: impl Into<String>) -> DriverError {
 }
 
 impl<D: Driver> Agent<D> {
-    /// An agent that has done nothing yet.
     pub fn new(driver: D) -> Arc<Self> {
         Arc::new(Self {
             driver,
@@ -115,17 +105,15 @@ impl<D: Driver> Agent<D> {
         })
     }
 
-    /// The driver.
     pub fn driver(&self) -> &D {
         &self.driver
     }
 
-    /// the VRAM files' memory.
     pub fn vram_files(&self) -> &Arc<VramFiles> {
         &self.vram_files
     }
 
-    /// Every process stays as it is now, and keeps its memory itself.
+    /// Keeps every process as it is now; each keeps its memory itself.
     pub fn keep(&self) {
         self.table().retain(|_, entry| entry.busy.is_some());
         self.vram_files.clear();
@@ -143,10 +131,10 @@ impl<D: Driver> Agent<D> {
         self.begin(op).map_or_else(Outcome::Error, Begun::wait)
     }
 
-    /// Begins to carry out a request about a process: from here on the process is known to have a call running.
+    /// Starts a request about a process, and marks the process as busy.
     ///
     /// # Errors
-    /// The request makes no sense, or a call for the process runs already.
+    /// The request makes no sense, or another call for the process still runs.
     pub fn begin(self: &Arc<Self>, op: &Op) -> Result<Begun, DriverError> {
         let limit = match op {
             Op::Lock { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + LOCK_GRACE,
@@ -177,7 +165,7 @@ impl<D: Driver> Agent<D> {
             .spawn(move || {
                 let outcome = agent.call(pid, &op);
                 agent.leave(pid);
-                // Nobody listens any more when the limit has passed; the table knows all.
+                // After the limit nobody listens any more; the table has the result.
                 let _ = sender.send(outcome);
             });
         if let Err(cause) = spawned {
@@ -238,7 +226,6 @@ impl<D: Driver> Agent<D> {
             .map_or(ProcessState::Unknown, |entry| entry.found)
     }
 
-    /// Notes the state before our first change.
     fn note_found(&self, pid: i32) -> Result<(), DriverError> {
         if self.found(pid) == ProcessState::Unknown {
             let state = self.driver.state(pid).map_err(|e| e.describe("query"))?;
@@ -288,8 +275,8 @@ impl<D: Driver> Agent<D> {
     }
 
     fn find(&self, pid: i32) -> Option<i32> {
-        // Any error here means that the process has no driver thread. One that uses CUDA after all
-        // is caught by the device files and mappings that CRIU then finds.
+        // Any error here means that the process has no driver thread. One that uses CUDA after all is caught by the
+        // device files and mappings that CRIU then finds.
         match self.driver.restore_tid(pid) {
             Ok(tid) => Some(tid),
             Err(cause) => {
@@ -328,7 +315,7 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// After a failed step the driver alone knows the state.
+    /// Asks the driver for the state: after a failed step only the driver knows it.
     fn after_failure(&self, pid: i32, cause: &CallError, what: &str) -> DriverError {
         let mut described = cause.describe(what);
         match self.driver.state(pid) {

@@ -4,13 +4,12 @@ use crate::report::AgentOutcome;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A driver whose processes are any processes; states live here.
+/// A driver that accepts any process as a CUDA process; it holds their states.
 #[derive(Default)]
 pub(crate) struct FakeDriver {
     pub states: Mutex<HashMap<i32, ProcessState>>,
     /// Fails the next lock with "illegal state".
     pub racing: AtomicUsize,
-    /// Every checkpoint takes this long.
     pub checkpoint_takes: Duration,
     pub refuse_restore: bool,
     pub running: AtomicUsize,
@@ -90,7 +89,6 @@ impl Driver for FakeDriver {
     }
 }
 
-/// A process to act on.
 pub(crate) struct Victim(Child);
 
 impl Victim {

@@ -1,5 +1,5 @@
-//! The plugin's end of the socket. Nothing here blocks longer than it is told, and a lost agent
-//! never raises SIGPIPE in CRIU.
+//! Connects the plugin to the agent. No call blocks longer than its limit, and a lost agent never raises SIGPIPE in
+//! CRIU.
 
 use super::protocol::{FrameError, LineBuffer, Op, Reply, Request, encode};
 use std::io::{ErrorKind, Read};
@@ -11,24 +11,18 @@ use std::time::{Duration, Instant};
 /// How long a write may take: the agent always reads.
 const SEND_LIMIT: Duration = Duration::from_secs(5);
 
-/// Why the agent cannot be reached.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The connection cannot be made or broke.
     #[error("{0}")]
     Io(#[from] std::io::Error),
-    /// The agent ended.
     #[error("the driver agent ended unexpectedly")]
     Closed,
-    /// It sent something else than a reply.
     #[error("{0}")]
     Frame(#[from] FrameError),
-    /// It did not answer.
     #[error("the driver agent did not answer within {0:.1} s")]
     Silent(f64),
 }
 
-/// A connection to the agent.
 #[derive(Debug)]
 pub struct Client {
     stream: UnixStream,
@@ -37,7 +31,6 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the agent's socket.
     pub fn connect(path: &Path) -> Result<Self, ClientError> {
         let stream = UnixStream::connect(path)?;
         stream.set_nonblocking(true)?;
@@ -53,7 +46,6 @@ impl Client {
         std::os::fd::AsFd::as_fd(&self.stream)
     }
 
-    /// Sends a request and returns its id.
     pub fn send(&mut self, op: Op) -> Result<u64, ClientError> {
         let id = self.next_id;
         self.next_id += 1;
@@ -90,7 +82,7 @@ impl Client {
         Ok(id)
     }
 
-    /// The next reply, waiting at most `limit`; `None` when there is none yet or a signal came.
+    /// Returns the next reply, waiting at most `limit`; `None` if none came, or a signal did.
     pub fn receive(&mut self, limit: Duration) -> Result<Option<Reply>, ClientError> {
         if let Some(reply) = self.buffer.next_message()? {
             return Ok(Some(reply));

@@ -1,8 +1,8 @@
-//! The plugin's configuration: `cryopod_nvidia.json`, written by the runtime wrapper into the
-//! private plugin directory of one operation, beside the symlink to the plugin.
+//! Reads the plugin's configuration: `cryopod_nvidia.json`, written by the runtime wrapper into the private plugin
+//! directory of one operation, beside the symlink to the plugin.
 //!
-//! A missing or invalid file fails the operation: a plugin that is silently off would let CRIU
-//! dump a process whose GPU state is lost.
+//! A missing or invalid file fails the operation: with a silently disabled plugin CRIU would dump a process whose GPU
+//! state is lost.
 
 use super::gpu::GpuPair;
 use super::vram::VramConfig;
@@ -13,31 +13,25 @@ use std::path::{Path, PathBuf};
 pub const FILE_NAME: &str = "cryopod_nvidia.json";
 /// The version written and the only one read.
 pub const VERSION: u32 = 1;
-/// A larger file is refused unread.
 pub const MAX_BYTES: u64 = 1 << 20;
 
 const MAX_PIDS: usize = 1 << 16;
 const MAX_GPUS: usize = 1024;
 const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
 
-/// What CRIU is about to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operation {
-    /// `criu dump`.
     Checkpoint,
-    /// `criu restore`.
     Restore,
-    /// `criu pre-dump`: the plugin stays out of it.
+    /// `criu pre-dump`: the plugin does nothing.
     PreDump,
 }
 
-/// The configuration of one operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PluginConfig {
-    /// [`VERSION`].
     pub version: u32,
-    /// What CRIU is about to do; checked against the stage CRIU announces.
+    /// CRIU's operation; checked against the stage CRIU announces.
     pub operation: Operation,
     /// The agent's socket (absolute). Not used by [`Operation::PreDump`].
     pub socket: PathBuf,
@@ -53,25 +47,25 @@ pub struct PluginConfig {
     /// How long any other single driver call (checkpoint, restore, unlock) may take.
     #[serde(default = "default_step_timeout_ms")]
     pub step_timeout_ms: u64,
-    /// Checkpoint only: host pids that the plan knows to use CUDA. They are locked together at the
-    /// first hook; the plugin finds others by itself.
+    /// Checkpoint only: host pids of the CUDA processes in the plan. The first hook locks them together; the plugin
+    /// finds others by itself.
     #[serde(default)]
     pub pids: Vec<i32>,
     /// Checkpoint only: host pids whose CUDA calls were locked when the container was paused. Its cgroup is frozen, so
-    /// that their driver cannot be asked before CRIU has stopped them. They run again after a restore.
+    /// their driver cannot be asked before CRIU has stopped them. They run again after a restore.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub locked: Vec<i32>,
-    /// Restore only: every GPU of the checkpoint and where it goes.
+    /// Restore only: every GPU of the checkpoint and its replacement.
     #[serde(default)]
     pub gpu_map: Vec<GpuPair>,
-    /// Where [`super::report::PluginReport`] is written.
+    /// Path for [`super::report::PluginReport`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<PathBuf>,
-    /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may
-    /// become final, and whoever answers waits for the vram. Else the plugin waits itself, earlier.
+    /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may become final, and
+    /// whoever answers waits for the VRAM files. Else the plugin waits itself, earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub action_script_file: Option<PathBuf>,
-    /// GPU memory goes by the VRAM files where it can; absent: never.
+    /// Settings for VRAM files, which are used where possible; absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramConfig>,
     /// Tests only (a plugin built with the feature `test-hooks`): the hook that panics, by name.
@@ -87,27 +81,20 @@ fn default_step_timeout_ms() -> u64 {
     600_000
 }
 
-/// Why a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
     #[error("cannot read {path}: {source}")]
     Read {
-        /// The file.
         path: PathBuf,
-        /// Why.
         source: std::io::Error,
     },
-    /// The file is not JSON of the expected form.
     #[error("not a plugin configuration: {0}")]
     Json(#[from] serde_json::Error),
-    /// A value is out of range.
     #[error("invalid plugin configuration: {0}")]
     Invalid(String),
 }
 
 impl PluginConfig {
-    /// A configuration with every default.
     pub fn new(operation: Operation, socket: impl Into<PathBuf>) -> Self {
         Self {
             version: VERSION,
@@ -127,7 +114,6 @@ impl PluginConfig {
         }
     }
 
-    /// Reads and checks the file.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let bytes = cryopod_host::files::read_bounded(path, MAX_BYTES).map_err(|source| {
             ConfigError::Read {
@@ -138,14 +124,12 @@ impl PluginConfig {
         Self::parse(&bytes)
     }
 
-    /// Parses and checks the contents of the file.
     pub fn parse(bytes: &[u8]) -> Result<Self, ConfigError> {
         let config: Self = serde_json::from_slice(bytes)?;
         config.validate()?;
         Ok(config)
     }
 
-    /// Checks every value.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let invalid = |what: String| Err(ConfigError::Invalid(what));
         if self.version != VERSION {

@@ -1,8 +1,8 @@
-//! The driver's checkpoint API (`cuCheckpointProcess*`, libcuda 12.8 and later), behind a trait so
-//! that the agent can be tested without a driver.
+//! Calls the driver's checkpoint API (`cuCheckpointProcess*`, libcuda 12.8 and later), behind a trait so that the agent
+//! can be tested without a driver.
 //!
-//! libcuda is loaded at run time: it belongs to the driver installed on the host, not to us. Every
-//! call acts on another process by pid and needs `cuInit` alone; no CUDA context is ever made here.
+//! libcuda is loaded at run time: it belongs to the driver installed on the host. Every call acts on another process by
+//! pid and needs only `cuInit`; no CUDA context is ever made here.
 
 use super::gpu::{GpuPair, GpuUuid};
 use super::protocol::{AgentGpu, DriverError, ErrorKind, ProcessState};
@@ -10,7 +10,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Error codes of `cuda.h` that are told apart.
+/// Error codes of `cuda.h` that need different handling.
 mod code {
     pub const OUT_OF_MEMORY: i32 = 2;
     pub const NO_DEVICE: i32 = 100;
@@ -24,22 +24,19 @@ mod code {
 const CAPABILITY_MAJOR: c_int = 75;
 const CAPABILITY_MINOR: c_int = 76;
 
-/// A driver call that did not return success.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallError {
-    /// The `CUresult`.
     pub code: i32,
     /// Its name and text, as the driver gives them.
     pub text: String,
 }
 
 impl CallError {
-    /// Whether it is the "illegal state" of a process that is just initialising CUDA.
+    /// Returns true for the "illegal state" of a process that is just initialising CUDA.
     pub fn is_illegal_state(&self) -> bool {
         self.code == code::ILLEGAL_STATE
     }
 
-    /// As the protocol's error, for the step `what`.
     pub fn describe(&self, what: &str) -> DriverError {
         let kind = match self.code {
             code::OUT_OF_MEMORY => ErrorKind::OutOfMemory,
@@ -56,19 +53,17 @@ impl CallError {
     }
 }
 
-/// The driver, as far as the agent uses it. Calls may run on several threads at once.
+/// The driver calls that the agent uses. They may run on several threads at once.
 pub trait Driver: Send + Sync + 'static {
-    /// The thread of the process that does the driver's work; an error if it has none.
+    /// Returns the process's thread that does the driver's work; an error if it has none.
     fn restore_tid(&self, pid: i32) -> Result<i32, CallError>;
-    /// The process's state.
     fn state(&self, pid: i32) -> Result<ProcessState, CallError>;
     /// Blocks CUDA calls, waiting at most that long for GPU work.
     fn lock(&self, pid: i32, timeout_ms: u32) -> Result<(), CallError>;
-    /// GPU memory to host memory.
+    /// Moves GPU memory to host memory.
     fn checkpoint(&self, pid: i32) -> Result<(), CallError>;
-    /// Host memory to GPU memory; `map` is empty or names every GPU.
+    /// Moves host memory to GPU memory; `map` is empty or names every GPU.
     fn restore(&self, pid: i32, map: &[GpuPair]) -> Result<(), CallError>;
-    /// Lets CUDA calls through.
     fn unlock(&self, pid: i32) -> Result<(), CallError>;
 }
 
@@ -119,7 +114,6 @@ type Step<A> = unsafe extern "C" fn(Pid, *mut A) -> Result32;
 type ErrorText = unsafe extern "C" fn(Result32, *mut *const c_char) -> Result32;
 type DeviceString = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Result32;
 
-/// libcuda, loaded and initialised.
 pub struct LibCuda {
     path: PathBuf,
     version: c_int,
@@ -138,9 +132,7 @@ pub struct LibCuda {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{cause}")]
 pub struct LoadError {
-    /// Why.
     pub cause: String,
-    /// What to do about it.
     pub remedy: String,
 }
 
@@ -153,7 +145,6 @@ impl LoadError {
     }
 }
 
-/// Where libcuda usually is, when nothing better is known.
 pub fn usual_libraries() -> Vec<PathBuf> {
     [
         "libcuda.so.1",
@@ -198,7 +189,7 @@ impl Handle {
         ))
     }
 
-    /// The function `name` as `T`, which must be its C type.
+    /// Returns the function `name` as `T`, which must be its C type.
     pub(super) fn optional<T: Copy>(self, name: &CStr) -> Option<T> {
         assert_eq!(size_of::<T>(), size_of::<*mut c_void>());
         // SAFETY: a live handle and a NUL-terminated name.
@@ -221,7 +212,6 @@ impl Handle {
 }
 
 impl LibCuda {
-    /// Loads the first library that works.
     pub fn load_first(paths: &[PathBuf]) -> Result<Self, LoadError> {
         let mut errors: Vec<LoadError> = Vec::new();
         for path in paths {
@@ -280,7 +270,6 @@ impl LibCuda {
         Ok(cuda)
     }
 
-    /// The library that was loaded.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -290,7 +279,6 @@ impl LibCuda {
         self.version
     }
 
-    /// The GPUs it sees.
     pub fn gpus(&self) -> &[AgentGpu] {
         &self.gpus
     }
@@ -322,7 +310,7 @@ impl LibCuda {
     }
 }
 
-/// The file behind a bare library name, from our own memory map.
+/// Finds the file behind a bare library name in our own memory map.
 fn loaded_path(path: &Path) -> PathBuf {
     if path.is_absolute() {
         return path.to_owned();

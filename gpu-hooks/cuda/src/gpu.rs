@@ -1,10 +1,9 @@
-//! GPU identity: the UUID that NVIDIA's driver and tools print, and the map from old to new GPUs.
+//! Defines GPU identity: the UUID that NVIDIA's driver and tools print, and the map from old to new GPUs.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What is wrong with the text of a UUID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a GPU UUID (expected GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx)")]
 pub struct BadUuid(String);
@@ -71,17 +70,14 @@ impl<'de> Deserialize<'de> for GpuUuid {
     }
 }
 
-/// One line of the map: the GPU that was checkpointed and the GPU it is restored onto.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuPair {
-    /// The GPU at checkpoint.
     pub old: GpuUuid,
-    /// The GPU at restore.
     pub new: GpuUuid,
 }
 
-/// The map as the driver wants it: `None` when every GPU stays where it was (drivers before 580
-/// know no map, and later ones need none then).
+/// Returns the map for the driver: `None` when every GPU stays where it was (drivers before 580 know no map, and later
+/// ones need none then).
 pub fn effective_map(map: &[GpuPair]) -> Option<&[GpuPair]> {
     map.iter().any(|pair| pair.old != pair.new).then_some(map)
 }

@@ -1,22 +1,19 @@
-//! `cryopod-nvidia.img`: what the plugin leaves in CRIU's image directory, and what a restore reads.
+//! Reads and writes `cryopod-nvidia.img`, which the plugin leaves in CRIU's image directory for the restore.
 //!
-//! JSON, versioned. It travels with the checkpoint and may come from anyone: size, counts, pids and
-//! paths are checked, and paths can only name NVIDIA device nodes.
+//! JSON, versioned. It travels with the checkpoint and may come from anyone: size, counts, pids and paths are checked,
+//! and paths can only name NVIDIA device nodes.
 
 use super::gpu::GpuUuid;
 use super::protocol::ProcessState;
 use super::vram::VramBuffer;
 use serde::{Deserialize, Serialize};
 
-/// Name of the file in the image directory.
 pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
-/// The version written where nothing is in the vram: what an older plugin can restore.
+/// The version written without VRAM files: an older plugin can restore it.
 pub const VERSION: u32 = 1;
-/// The version written where GPU memory is in the vram.
 pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes, and the newest read.
 pub const MAPS_VERSION: u32 = 3;
-/// A larger file is refused.
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
@@ -24,78 +21,60 @@ const MAX_FILES: usize = 1 << 16;
 const MAX_PATH: usize = 256;
 const MAX_VRAM: usize = 256;
 
-/// The whole file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NvidiaImage {
-    /// [`VERSION`].
     pub version: u32,
-    /// The kernel driver's version at checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
     /// `cuDriverGetVersion` at checkpoint; 0 when no driver was asked.
     #[serde(default)]
     pub cuda_version: i32,
-    /// The CUDA processes.
     pub processes: Vec<ProcessRecord>,
     /// Open device files that the driver did not close.
     #[serde(default)]
     pub files: Vec<FileRecord>,
-    /// How many mappings of device nodes processes have that do not use CUDA: a child has them from the CUDA process that
-    /// forked it. They are not kept.
+    /// Number of mappings of device nodes in processes that do not use CUDA: a child has them from the CUDA process
+    /// that forked it. They are not kept.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub inherited_maps: u64,
 }
 
-/// One CUDA process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessRecord {
-    /// Its pid in the pid namespace of the dump's root process, then in each namespace nested
-    /// below that one.
+    /// Its pid in the PID namespace of the dump's root process, then in each namespace nested below that one.
     pub ns_pids: Vec<i32>,
-    /// Its host pid at checkpoint.
     pub host_pid: i32,
-    /// Its command name.
     pub comm: String,
     /// The state it was found in, and is brought back to: running, locked or checkpointed.
     pub initial_state: ProcessState,
-    /// The GPUs whose device nodes it had open, where they can be told.
+    /// The GPUs whose device nodes it had open, where known.
     #[serde(default)]
     pub gpus: Vec<GpuUuid>,
-    /// How much the process's memory grew by the driver's checkpoint: its GPU memory, closely.
+    /// Bytes by which the process's memory grew in the driver's checkpoint: closely its GPU memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram_bytes: Option<u64>,
-    /// Its GPU memory that is in the vram.
+    /// Its GPU memory in VRAM files.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vram: Vec<VramBuffer>,
-    /// How long each step took.
     #[serde(default)]
     pub steps: Vec<StepTiming>,
 }
 
-/// The time of one step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTiming {
-    /// The step.
     pub step: Step,
-    /// The driver's time in microseconds.
     pub micros: u64,
 }
 
-/// A step of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
-    /// Asking for its state.
     Query,
-    /// Locking it.
     Lock,
-    /// Checkpointing it.
     Checkpoint,
-    /// Restoring it.
     Restore,
-    /// Unlocking it.
     Unlock,
-    /// Memory for the VRAM files, and its way out of the process.
+    /// Memory for the VRAM files, and its removal from the process.
     Vram,
 }
 
@@ -112,16 +91,11 @@ impl std::fmt::Display for Step {
     }
 }
 
-/// One open device file, reopened at restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
-    /// CRIU's id of the file.
     pub id: i32,
-    /// The device node's path in the container.
     pub path: String,
-    /// Its open flags.
     pub flags: i32,
-    /// Its position.
     #[serde(default)]
     pub pos: i64,
 }
@@ -131,16 +105,12 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
-/// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// Not JSON of the expected form.
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
-    /// Written by a later version.
     #[error("{FILE_NAME} has version {0}; this plugin reads {MAPS_VERSION}")]
     Version(u32),
-    /// A value is out of range.
     #[error("{FILE_NAME} is invalid: {0}")]
     Invalid(String),
 }
@@ -159,7 +129,6 @@ impl Default for NvidiaImage {
 }
 
 impl NvidiaImage {
-    /// Parses and checks the contents of the file.
     pub fn parse(bytes: &[u8]) -> Result<Self, ImageError> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -177,7 +146,6 @@ impl NvidiaImage {
         Ok(image)
     }
 
-    /// Checks every value.
     pub fn validate(&self) -> Result<(), ImageError> {
         let invalid = |what: String| Err(ImageError::Invalid(what));
         if self.processes.len() > MAX_PROCESSES || self.files.len() > MAX_FILES {
@@ -226,7 +194,7 @@ impl NvidiaImage {
     }
 }
 
-/// Memory of the VRAM files lies in whole pages, within what a process can have, and nowhere twice.
+/// Memory in VRAM files must consist of whole pages, within a process's address space, without overlaps.
 fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     const PAGE: u64 = 4096;
     const END: u64 = 1 << 56;
@@ -249,7 +217,7 @@ fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a path can only name one of NVIDIA's device nodes.
+/// Returns true if a path can only name one of NVIDIA's device nodes.
 pub fn is_device_path(path: &str) -> bool {
     let Some(rest) = path.strip_prefix("/dev/nvidia") else {
         return false;

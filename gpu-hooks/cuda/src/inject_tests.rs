@@ -2,7 +2,7 @@ use super::*;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 
-/// A process that answers each line with "N line", so that what was done to it shows.
+/// A process that answers each line with "N line", so that changes to it show.
 fn echo() -> (Child, BufReader<std::process::ChildStdout>) {
     let mut child = Command::new("sh")
         .args([
@@ -84,7 +84,7 @@ fn mappings_of_another_process_are_exchanged() {
     assert!(child.wait().unwrap().success());
 }
 
-/// What another thread of the process can do while the call is under way: other code where the call is made from.
+/// Another thread of the process can change the code that the call is made from, while the call runs.
 #[test]
 fn a_process_that_changes_its_code_makes_no_other_call() {
     if !SUPPORTED {
@@ -127,7 +127,7 @@ fn a_process_that_changes_its_code_makes_no_other_call() {
             assert!(error.to_string().contains("another system call"), "{error}");
             inject.memory.write_all_at(&code, inject.site).unwrap();
         }
-        // Its own code again: as ever.
+        // Its own code again: works as before.
         assert_eq!(inject.call(libc::SYS_getpid, [0; 6]).unwrap(), pid as u64);
         inject.end().unwrap();
     }

@@ -1,21 +1,18 @@
-//! CUDA processes, checkpointed through the driver.
+//! Checkpoints CUDA processes through the driver.
 //!
-//! Three programs take part in one operation, and this module holds what they share:
+//! Three programs take part in one operation; this crate holds what they share:
 //!
-//! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the
-//!   agent before anything is frozen, and reads both reports afterwards;
-//! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace
-//!   call, decides the order of the steps and writes [`image::NvidiaImage`] into the image directory.
-//!   It never loads libcuda;
-//! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once, makes every driver call, each
-//!   on a thread of its own so that the calls of several processes overlap, and remembers what it
-//!   did: when the plugin goes away without [`protocol::Op::Commit`], it puts every process back
-//!   into the state it was found in.
+//! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the agent before
+//!   anything is frozen, and reads both reports afterwards;
+//! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace call, decides the order
+//!   of the steps and writes [`image::NvidiaImage`] into the image directory. It never loads libcuda;
+//! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once and makes every driver call, each on a thread of
+//!   its own so that the calls of several processes overlap. It remembers what it did: when the plugin goes away
+//!   without [`protocol::Op::Commit`], it puts every process back into the state it was found in.
 //!
 //! Plugin and agent talk newline-delimited JSON over a Unix socket ([`protocol`]).
 //!
-//! Everything read here may come from another host or from a damaged file: parsers are bounded,
-//! validate, and return errors.
+//! All input here may come from another host or from a damaged file: parsers are bounded, validate, and return errors.
 
 use std::path::Path;
 
@@ -39,9 +36,6 @@ pub mod suspend;
 pub mod vram;
 
 /// Writes a JSON file in one step: a reader sees the old contents or the new, never a part.
-///
-/// # Errors
-/// What the system says.
 pub fn write_json(path: &Path, value: &impl serde::Serialize) -> std::io::Result<()> {
     let mut text = serde_json::to_vec_pretty(value)?;
     text.push(b'\n');

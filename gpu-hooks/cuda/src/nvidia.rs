@@ -1,6 +1,6 @@
-//! The host's NVIDIA GPUs, as `/proc/driver/nvidia` describes them.
+//! Reads the host's NVIDIA GPUs from `/proc/driver/nvidia`.
 //!
-//! No library of the driver is loaded: the same facts are there for a program that cannot run CUDA.
+//! It loads no library of the driver, so a program that cannot run CUDA gets the same facts.
 
 use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
@@ -8,7 +8,6 @@ use serde_json::{Map, Value};
 
 use cryopod_host::files::Host;
 
-/// The driver's own directory.
 pub const PROC: &str = "/proc/driver/nvidia";
 
 /// The loaded kernel driver's version, `580.159.04`; `None` if no driver is loaded.
@@ -25,7 +24,7 @@ pub fn driver_version(host: &Host) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// A driver version's first number, the branch: 580.
+/// Returns a driver version's first number, the branch: 580.
 pub fn branch(version: &str) -> Option<u32> {
     version.split('.').next()?.parse().ok()
 }

@@ -1,7 +1,7 @@
-//! NVIDIA's management library, `libnvidia-ml.so.1`: what libcuda does not tell without a context on each GPU. How much
-//! memory is free, which process uses how much, whether a GPU is divided into MIG instances.
+//! Asks NVIDIA's management library, `libnvidia-ml.so.1`, for what libcuda reports only with a context on each GPU:
+//! free memory, memory by process, and whether a GPU is divided into MIG instances.
 //!
-//! It comes with the driver. Where it is not there the facts are unknown, and nothing fails.
+//! It comes with the driver. Without it these facts are unknown, and nothing fails.
 
 use super::driver::Handle;
 use super::gpu::GpuUuid;
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 
 const NAME: &str = "libnvidia-ml.so.1";
 const SUCCESS: c_int = 0;
-/// `NVML_ERROR_NOT_SUPPORTED`: a GPU that knows no MIG.
+/// `NVML_ERROR_NOT_SUPPORTED`: a GPU without MIG.
 const NOT_SUPPORTED: c_int = 3;
 /// `NVML_ERROR_INSUFFICIENT_SIZE`: more processes than there was room for.
 const TOO_SMALL: c_int = 7;
 /// `NVML_VALUE_NOT_AVAILABLE`.
 const NO_VALUE: u64 = u64::MAX;
-/// Processes of one GPU that are looked at.
+/// At most so many processes of one GPU are examined.
 const MOST_PROCESSES: usize = 4096;
 
 type Device = *mut c_void;
@@ -118,8 +118,8 @@ impl Nvml {
     }
 }
 
-/// Adds to the GPUs what the library says of them, and tells who uses how much of their memory. The library is looked
-/// for beside libcuda first.
+/// Adds the library's facts to the GPUs, and returns who uses how much of their memory. Looks for the library beside
+/// libcuda first.
 pub fn ask(libcuda: &Path, gpus: &mut [AgentGpu]) -> Vec<GpuUser> {
     let beside = libcuda.parent().map(|d| d.join(NAME));
     let places = beside

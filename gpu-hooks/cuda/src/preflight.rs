@@ -1,12 +1,11 @@
-//! What the driver cannot checkpoint, as far as it shows from outside and before anything is
-//! locked.
+//! Detects from outside, before anything is locked, what the driver cannot checkpoint.
 //!
-//! Pure functions over the host's files. A finding here is certain enough to refuse; what does not
-//! show is left to the driver, whose refusal leaves the process locked and is undone by the plugin.
+//! Pure functions over the host's files. A finding here is certain enough to refuse. Everything else is left to the
+//! driver; if it refuses, the process stays locked and the plugin undoes that.
 //!
-//! Seen on driver 580.159.04 (H200): a plain CUDA process has one mapping of `/dev/nvidia-uvm`, of
-//! 2 MiB; `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. Memory that
-//! processes share is [`super::sharing`]'s.
+//! Seen on driver 580.159.04 (H200): a plain CUDA process has one mapping of `/dev/nvidia-uvm`, of 2 MiB;
+//! `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. [`super::sharing`] detects memory
+//! that processes share.
 
 use crate::nvidia;
 use cryopod_host::files::Host;
@@ -14,23 +13,19 @@ use std::collections::BTreeSet;
 
 /// The first driver that can checkpoint through the API.
 const FIRST_DRIVER: u32 = 570;
-/// Mappings of a process that are looked at.
+/// At most so many mappings of a process are examined.
 const MAX_LINES: usize = 1 << 20;
 
-/// One reason why a process cannot be checkpointed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The process; 0: the host.
     pub pid: i32,
-    /// Its command name.
     pub comm: String,
-    /// What stands in the way.
     pub what: String,
-    /// What the user can do.
     pub remedy: String,
 }
 
-/// Looks at the CUDA processes `pids` of one container. Empty: nothing was found.
+/// Examines the CUDA processes `pids` of one container. Empty: nothing was found.
 pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
     if pids.is_empty() {
         return Vec::new();
@@ -70,19 +65,16 @@ fn too_old(branch: u32) -> Option<Refusal> {
 
 type Finding = Option<(String, String)>;
 
-/// What is looked at of one process.
 #[derive(Debug, Default)]
 struct Process {
     pid: i32,
     comm: String,
-    /// Where its descriptors lead.
     files: BTreeSet<String>,
     maps: Vec<Mapping>,
     environment: Vec<(String, String)>,
 }
 
-/// A mapping of `/dev/nvidia-uvm` larger than this is managed memory: those that the driver makes
-/// for its own use are not.
+/// A mapping of `/dev/nvidia-uvm` larger than this is managed memory; the driver's own are not.
 const MANAGED_BYTES: u64 = 2 << 20;
 
 impl Process {
@@ -168,7 +160,6 @@ impl Process {
     }
 }
 
-/// A mapped file.
 #[derive(Debug, PartialEq, Eq)]
 struct Mapping {
     path: String,
@@ -176,7 +167,7 @@ struct Mapping {
 }
 
 impl Mapping {
-    /// From a line of `/proc/PID/maps`; `None` for one without a file.
+    /// Parses a line of `/proc/PID/maps`; `None` for one without a file.
     fn parse(line: &str) -> Option<Self> {
         let (range, rest) = line.split_once(' ')?;
         let (start, end) = range.split_once('-')?;
@@ -189,7 +180,6 @@ impl Mapping {
     }
 }
 
-/// Where a process's descriptors lead.
 fn links(host: &Host, pid: i32) -> BTreeSet<String> {
     let directory = format!("/proc/{pid}/fd");
     let target = |fd: &String| std::fs::read_link(host.path(format!("{directory}/{fd}"))).ok();
@@ -239,7 +229,7 @@ mod tests {
     use std::os::unix::fs::symlink;
     use std::path::Path;
 
-    /// What a plain CUDA process shows, as seen on a real one.
+    /// Mappings of a plain CUDA process, as seen on a real one.
     const PLAIN: &str = "204a00000-204c00000 rw-s 204a00000 00:06 7 /dev/nvidia-uvm\n7f0000000000-7f0000001000 r--p 00000000 08:01 9 /usr/lib/libcuda.so.580.159.04\n7f0000002000-7f0000003000 rw-p 00000000 00:00 0 \n";
 
     fn machine(driver: &str) -> tempfile::TempDir {

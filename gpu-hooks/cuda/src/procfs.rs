@@ -1,4 +1,4 @@
-//! The little of `/proc/PID` that plugin and agent look at, each read once and bounded.
+//! Reads the few facts of `/proc/PID` that plugin and agent need, each read once and bounded.
 //!
 //! Unlike the plan, they look at live processes by pid, on this host only.
 
@@ -8,7 +8,6 @@ use std::path::Path;
 
 const MAX_BYTES: u64 = 1 << 20;
 
-/// `PF_EXITING` in the flags of `/proc/PID/stat`.
 const PF_EXITING: u64 = 0x4;
 
 fn text(path: &str) -> io::Result<String> {
@@ -16,18 +15,15 @@ fn text(path: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
-    /// The state letter.
     pub state: char,
-    /// Whether it is on its way out (or gone: zombie, dead).
+    /// Exiting, zombie or dead.
     pub exiting: bool,
-    /// When it started; with the pid it names a process for good.
+    /// Its start time; with the pid it identifies a process.
     pub start_time: u64,
 }
 
-/// Parses `/proc/PID/stat`.
 pub fn parse_stat(text: &str) -> Option<Stat> {
     let rest = &text[text.rfind(')')? + 1..];
     let mut fields = rest.split_ascii_whitespace();
@@ -41,19 +37,15 @@ pub fn parse_stat(text: &str) -> Option<Stat> {
     })
 }
 
-/// `/proc/PID/stat`; `None` when there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     parse_stat(&text(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Fields of `/proc/PID/status`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
-    /// The command name.
     pub comm: String,
-    /// Thread group, that is the process.
     pub tgid: i32,
-    /// Who traces it; 0: nobody.
+    /// The tracer's pid; 0: none.
     pub tracer: i32,
     /// Its pid in each namespace, the reader's first.
     pub ns_pids: Vec<i32>,
@@ -63,7 +55,6 @@ pub struct Status {
     pub rss: u64,
 }
 
-/// Parses `/proc/PID/status`.
 pub fn parse_status(text: &str) -> Status {
     let mut status = Status::default();
     for line in text.lines() {
@@ -96,19 +87,16 @@ pub fn parse_status(text: &str) -> Status {
     status
 }
 
-/// `/proc/PID/status`.
 pub fn status(pid: i32) -> io::Result<Status> {
     Ok(parse_status(&text(&format!("/proc/{pid}/status"))?))
 }
 
-/// The command name, or `?`.
 pub fn comm(pid: i32) -> String {
     text(&format!("/proc/{pid}/comm"))
         .map(|comm| comm.trim_end().to_owned())
         .unwrap_or_else(|_| "?".to_owned())
 }
 
-/// Every process there is.
 pub fn pids() -> Vec<i32> {
     numbers("/proc")
 }
@@ -130,7 +118,6 @@ fn numbers(directory: &str) -> Vec<i32> {
     pids
 }
 
-/// The kernel driver's version, when the host shows it.
 pub fn driver_version() -> Option<String> {
     if let Ok(version) = text("/sys/module/nvidia/version") {
         return Some(version.trim().to_owned());
@@ -138,8 +125,7 @@ pub fn driver_version() -> Option<String> {
     parse_driver_version(&text("/proc/driver/nvidia/version").ok()?)
 }
 
-/// The version within `/proc/driver/nvidia/version`: the first word of its first line that is
-/// digits and dots.
+/// Parses the version in `/proc/driver/nvidia/version`: the first word of its first line that is digits and dots.
 pub fn parse_driver_version(text: &str) -> Option<String> {
     let digits =
         |word: &&str| word.contains('.') && word.bytes().all(|b| b.is_ascii_digit() || b == b'.');
@@ -183,7 +169,6 @@ pub fn gpus_by_minor() -> Vec<(u32, super::gpu::GpuUuid)> {
         .collect()
 }
 
-/// Minor and UUID from a GPU's `information` file.
 pub fn parse_gpu_information(text: &str) -> Option<(u32, super::gpu::GpuUuid)> {
     let field = |name: &str| {
         text.lines().find_map(|line| {

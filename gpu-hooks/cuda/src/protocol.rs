@@ -1,8 +1,7 @@
-//! The messages between the plugin and the driver agent: one JSON object a line, both ways.
+//! Defines the messages between the plugin and the driver agent: one JSON object a line, both ways.
 //!
-//! A request carries an id of the client's choosing; the answer repeats it. Several requests may be
-//! in flight, answers come in the order the driver finishes. A request for a process that still has
-//! a driver call running is answered [`ErrorKind::Busy`].
+//! The client chooses a request's id; the answer repeats it. Several requests may be in flight, and answers come in the
+//! order the driver finishes. A request for a process whose previous driver call still runs gets [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
 use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
@@ -16,9 +15,7 @@ pub const MAX_LINE: usize = 256 * 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ProcessState {
-    /// CUDA calls go through.
     Running,
-    /// CUDA calls block until unlock.
     Locked,
     /// GPU memory is in host memory, no GPU is held.
     Checkpointed,
@@ -28,7 +25,6 @@ pub enum ProcessState {
     Checkpointing,
     /// A restore is under way (drivers that report it).
     Restoring,
-    /// A state this program does not know.
     Unknown,
 }
 
@@ -61,141 +57,105 @@ impl std::fmt::Display for ProcessState {
     }
 }
 
-/// What is asked of the agent. Pids are host pids (of the agent's pid namespace); `limit_ms` is how
-/// long the agent waits before it answers [`ErrorKind::TimedOut`] while the call goes on.
+/// A request to the agent. Pids are host pids (of the agent's PID namespace). `limit_ms` is how long the agent waits
+/// before it answers [`ErrorKind::TimedOut`] while the call goes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "op", deny_unknown_fields)]
 pub enum Op {
-    /// Who is there. Answered by [`Outcome::Hello`].
+    /// Identifies the agent. Answered by [`Outcome::Hello`].
     Hello,
-    /// Is this a CUDA process. Needs nothing of the process, which may be stopped. Answered by
-    /// [`Outcome::Thread`].
+    /// Checks for a CUDA process. Needs nothing of the process, which may be stopped. Answered by [`Outcome::Thread`].
     Find {
-        /// The process.
         pid: i32,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// The state of a CUDA process, which its driver's thread tells: it must be running. Answered
-    /// by [`Outcome::State`].
+    /// Asks for the state of a CUDA process, which must be running: its driver's thread answers. Answered by
+    /// [`Outcome::State`].
     Query {
-        /// The process.
         pid: i32,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// Block its CUDA calls and wait for its GPU work.
+    /// Blocks its CUDA calls and waits for its GPU work.
     Lock {
-        /// The process.
         pid: i32,
         /// How long the driver may wait for the GPU work.
         timeout_ms: u64,
     },
-    /// Move its GPU memory to host memory and let go of the GPUs.
+    /// Moves its GPU memory to host memory and releases the GPUs.
     Checkpoint {
-        /// The process.
         pid: i32,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// The reverse of checkpoint.
     Restore {
-        /// The process.
         pid: i32,
         /// Where each GPU goes; empty: the same GPUs.
         #[serde(default)]
         gpu_map: Vec<GpuPair>,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// Let CUDA calls through again.
+    /// Lets CUDA calls through again.
     Unlock {
-        /// The process.
         pid: i32,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// The dump is complete and its processes are about to be killed: nothing is undone when the
-    /// connection ends, unless a process is still alive well after that (a failed post-dump script
-    /// lets the tasks go on after the plugin's end).
+    /// The dump is complete and CRIU is about to kill its processes: nothing is undone when the connection ends. The
+    /// exception is a process that is still alive well after that: a failed post-dump script lets the tasks go on after
+    /// the plugin's end.
     Commit,
-    /// What was done to the processes stays when the connection ends, and no memory of theirs is kept here.
+    /// Keeps the processes as they are when the connection ends; the agent then holds none of their memory.
     Keep,
-    /// Allocate, ahead of the freeze, what processes are about to need.
+    /// Allocates, ahead of the freeze, what processes are about to need.
     VramReserve {
-        /// The processes.
         wanted: Vec<Wanted>,
-        /// How many threads may allocate.
         threads: usize,
     },
-    /// Memory for what the GPU holds of a process, all of it allocated. Answered by
-    /// [`Outcome::Buffer`].
+    /// Allocates all the memory for a process's GPU memory. Answered by [`Outcome::Buffer`].
     VramPrepare {
-        /// The process it is for.
         pid: i32,
-        /// How much.
         bytes: u64,
-        /// How many threads may allocate.
         threads: usize,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// Where a buffer belongs: when the process is put back, it must be there.
+    /// Records the place of a buffer: when the process is put back, it must be there.
     VramPlaced {
-        /// The buffer.
         id: u64,
-        /// The process.
         pid: i32,
         /// The thread to do it with.
         tid: i32,
-        /// The address.
         address: u64,
     },
     /// Copies a buffer into private memory of the process, and frees it.
     VramCopy {
-        /// The buffer.
         id: u64,
-        /// The process.
         pid: i32,
         /// The address, at which memory is mapped.
         address: u64,
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// The buffer is not needed any more.
     VramDrop {
-        /// The buffer.
         id: u64,
     },
-    /// Begin to write buffers into the image directory.
+    /// Begins to write buffers into the image directory.
     VramWrite {
-        /// The directory.
         dir: PathBuf,
-        /// The buffers.
         buffers: Vec<NamedBuffer>,
-        /// How.
         config: VramConfig,
     },
-    /// Begin to read regions of the image directory. Answered by [`Outcome::Buffers`].
+    /// Begins to read regions of the image directory. Answered by [`Outcome::Buffers`].
     VramLoad {
-        /// The directory.
         dir: PathBuf,
-        /// The regions.
         regions: Vec<WantedRegion>,
-        /// How.
         config: VramConfig,
     },
-    /// Wait for the writing or reading. Answered by [`Outcome::Vram`].
+    /// Waits for the writing or reading. Answered by [`Outcome::Vram`].
     VramWait {
-        /// Longest wait.
         limit_ms: u64,
     },
-    /// End it; what was written is removed.
+    /// Ends it and removes what was written.
     VramCancel,
 }
 
 impl Op {
-    /// The process it is about.
     pub fn pid(&self) -> Option<i32> {
         match self {
             Self::Hello
@@ -219,7 +179,6 @@ impl Op {
         }
     }
 
-    /// Its name, for logs and messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello => "hello",
@@ -244,50 +203,36 @@ impl Op {
     }
 }
 
-/// A request line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// Repeated in the reply.
     pub id: u64,
-    /// What is asked.
     pub request: Op,
 }
 
-/// A reply line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reply {
-    /// The request's id.
     pub id: u64,
-    /// How long the driver took.
+    /// The driver's time in microseconds.
     pub micros: u64,
-    /// What came of it.
     pub outcome: Outcome,
 }
 
-/// What came of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// Answer to [`Op::Hello`].
     Hello(Hello),
-    /// Answer to [`Op::Find`]: the thread that does the driver's work in the process; `None`: it
-    /// does not use CUDA.
+    /// Answer to [`Op::Find`]: the thread that does the driver's work in the process; `None`: it does not use CUDA.
     Thread(Option<i32>),
-    /// Answer to [`Op::Query`].
     State(ProcessState),
-    /// The step is done.
     Done,
-    /// Answer to [`Op::VramPrepare`].
     Buffer(SharedBuffer),
     /// Answer to [`Op::VramLoad`], in the order of the regions.
     Buffers(Vec<SharedBuffer>),
-    /// Answer to [`Op::VramWait`]: what was written or read; `None` when that was never begun.
+    /// Answer to [`Op::VramWait`]: what was written or read; `None` if it was never begun.
     Vram(Option<VramDone>),
-    /// The step failed.
     Error(DriverError),
 }
 
-/// The agent and its driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// The kernel driver's version ("580.159.04"), when it can be read.
@@ -295,44 +240,35 @@ pub struct Hello {
     pub driver_version: Option<String>,
     /// `cuDriverGetVersion`: 13000 is CUDA 13.0.
     pub cuda_version: i32,
-    /// The GPUs the agent sees.
     pub gpus: Vec<AgentGpu>,
 }
 
-/// A GPU as libcuda reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentGpu {
-    /// Its UUID.
     pub uuid: GpuUuid,
-    /// Its product name.
     pub name: String,
-    /// Its memory in bytes.
     pub total_memory: u64,
     /// Its compute capability, (9, 0).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_capability: Option<(u32, u32)>,
-    /// How much of its memory nobody uses, in bytes.
+    /// Unused memory in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub free_memory: Option<u64>,
-    /// Whether it is divided into MIG instances.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<bool>,
 }
 
-/// Why a step failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct DriverError {
-    /// The kind, to act on.
     pub kind: ErrorKind,
-    /// The driver's error code, when the driver spoke.
+    /// The driver's error code, if the driver returned one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<i32>,
     /// What to print: the step, the driver's name of the error and its text.
     pub message: String,
 }
 
-/// Kinds of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ErrorKind {
@@ -346,30 +282,22 @@ pub enum ErrorKind {
     WrongState,
     /// The driver refused: unsupported feature (UVM, IPC, MPS, MIG) or driver too old.
     NotSupported,
-    /// GPU or host memory ran out.
     OutOfMemory,
-    /// The process is gone.
     NoProcess,
     /// The VRAM files failed, for a reason outside of the driver.
     Vram,
-    /// Any other driver error.
     Driver,
-    /// The request is malformed.
     BadRequest,
 }
 
-/// A message that cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
-    /// A line longer than [`MAX_LINE`].
     #[error("line longer than {MAX_LINE} bytes")]
     TooLong,
-    /// Not the expected JSON.
     #[error("malformed message: {0}")]
     Json(#[from] serde_json::Error),
 }
 
-/// Splits a byte stream into lines.
 #[derive(Debug, Default)]
 pub struct LineBuffer {
     bytes: Vec<u8>,
@@ -377,12 +305,10 @@ pub struct LineBuffer {
 }
 
 impl LineBuffer {
-    /// Adds what was received.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole message, if there is one.
     pub fn next_message<T: serde::de::DeserializeOwned>(
         &mut self,
     ) -> Result<Option<T>, FrameError> {
@@ -404,7 +330,6 @@ impl LineBuffer {
     }
 }
 
-/// The line of a message.
 pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
     let mut line = serde_json::to_vec(message)?;
     if line.len() > MAX_LINE {

@@ -1,12 +1,11 @@
-//! Letting a stopped thread run that this thread traces, and stopping it again.
+//! Lets a stopped thread run that this thread traces, and stops it again.
 //!
-//! The driver's work in a process is done by a thread of that process. At a dump CRIU has stopped it with
-//! all the others, and is its tracer; as ptrace takes calls from the tracing thread alone, everything here
-//! then runs on CRIU's main thread. While it runs, the thread gets no signal (its mask is saved and put
-//! back) and its seccomp filter is in force again.
+//! A thread of each process does the driver's work there. At a dump CRIU has stopped it with all the others, and is its
+//! tracer. ptrace takes calls from the tracing thread alone, so everything here runs on CRIU's main thread. While the
+//! thread runs, it gets no signal (its mask is saved and put back) and its seccomp filter is in force again.
 //!
-//! A thread can also be watched: it then stops at each system call, and is held where the driver asks
-//! for the memory that is to take what the GPU holds.
+//! A thread can also be watched: it then stops at each system call. It is held where the driver asks for the memory
+//! into which it will copy the GPU's.
 
 use super::inject::{
     ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,
@@ -20,36 +19,31 @@ use std::time::{Duration, Instant};
 
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(200);
-/// How long after one system call of a watched thread the next is waited for.
+/// How long to wait for the next system call of a watched thread.
 const NEXT_CALL: Duration = Duration::from_micros(100);
 const PAGE: u64 = 4096;
 
-/// A thread that runs while its process is stopped.
 #[derive(Debug)]
 pub struct Released {
     pid: i32,
     tid: i32,
     mask: u64,
     ended: bool,
-    /// Mappings of at least this size are of interest.
+    /// Smallest size of mapping to hold at.
     watched: Option<u64>,
     /// Stopped at the entry of this call.
     held: Option<Call>,
 }
 
-/// What has become of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attention {
-    /// Nothing.
     Quiet,
-    /// It made system calls.
     Busy,
-    /// It is held where it asks for this much memory: to be let go by [`Released::pass`] or
-    /// [`Released::substitute`].
+    /// It is held where it asks for this much memory: call [`Released::pass`] or [`Released::substitute`].
     Asks(u64),
 }
 
-/// Whether the thread is stopped and this process is its tracer.
+/// Returns true if the thread is stopped and this process is its tracer.
 pub fn is_ours(tid: i32) -> bool {
     procfs::status(tid).is_ok_and(|status| status.tracer != 0 && Some(status.tracer) == own_pid())
         && procfs::stat(tid).is_some_and(|stat| stat.state == 't')
@@ -61,21 +55,17 @@ pub fn own_pid() -> Option<i32> {
     link.to_str()?.parse().ok()
 }
 
-/// The options that CRIU has set for a thread.
 fn criu_options(tid: i32) -> io::Result<libc::c_ulong> {
     let filtered = procfs::status(tid)?.seccomp != 0;
     Ok(O_TRACESYSGOOD | if filtered { O_SUSPEND_SECCOMP } else { 0 })
 }
 
-/// System calls of a thread that CRIU has stopped.
-///
-/// # Errors
-/// What the system says; the thread is as it was.
+/// Begins system calls in a thread that CRIU has stopped. On error the thread is as it was.
 pub fn inject(pid: i32, tid: i32) -> io::Result<Injection> {
     Injection::begin(pid, tid, criu_options(tid)?)
 }
 
-/// Whether a call is the driver's for memory: anonymous, private, and all of it at once.
+/// Returns the size if a call is the driver's for memory: anonymous, private, and all of it at once.
 fn asked_memory(call: &Call) -> Option<u64> {
     let [address, bytes, prot, flags, fd, _] = call.args;
     let number = |value: i32| value as u64;
@@ -137,18 +127,15 @@ impl Released {
         set_signal_mask(self.tid, self.mask)
     }
 
-    /// The process and the thread.
     pub fn ids(&self) -> (i32, i32) {
         (self.pid, self.tid)
     }
 
-    /// Whether it is watched.
     pub fn is_watched(&self) -> bool {
         self.watched.is_some()
     }
 
-    /// Handles what the kernel has to say about the thread: any stop is continued, but for the one
-    /// that is waited for.
+    /// Handles the thread's stops: continues each, except the one that is waited for.
     pub fn attend(&mut self) -> Attention {
         let mut last: Option<Instant> = None;
         while !self.ended && self.held.is_none() {
@@ -198,8 +185,8 @@ impl Released {
         }
     }
 
-    /// Answers the held call with this file's memory, at an address aligned to hugepages, which is
-    /// returned. On an error the call is made as it was meant, and no other is held.
+    /// Answers the held call with this file's memory, at an address aligned to hugepages, and returns the address. On
+    /// an error the call is made unchanged, and no other is held.
     pub fn substitute(&mut self, file: &File, bytes: u64) -> io::Result<u64> {
         let Some(call) = self.held else {
             return Err(io::Error::other("no call is held"));
@@ -243,7 +230,7 @@ impl Released {
         mapped
     }
 
-    /// Stops the thread again, its options and signal mask as CRIU left them.
+    /// Stops the thread again, with its options and signal mask as CRIU left them.
     pub fn stop(mut self) -> io::Result<()> {
         self.pass();
         self.attend();
@@ -259,7 +246,7 @@ impl Released {
                     return Err(io::Error::other(format!("thread {} ended", self.tid)));
                 }
                 Some(Event::Interrupted) => return self.put_back(),
-                // Any stop clears the interrupt that is under way.
+                // Any stop clears the pending interrupt.
                 Some(Event::Syscall) => {
                     interrupt()?;
                     ptrace(libc::PTRACE_CONT, self.tid, 0, 0)?;

@@ -1,12 +1,11 @@
-//! The agent as a server: accepts connections, answers requests, and settles the processes when a
-//! connection has ended.
+//! Runs the agent as a server: accepts connections, answers requests, and settles the processes when a connection has
+//! ended.
 //!
-//! A connection has ended when its socket is closed or the process at its other end has: CRIU's
-//! children inherit the socket, so its end alone may come late.
+//! A connection has ended when its socket is closed or the process at its other end has ended: CRIU's children inherit
+//! the socket, so it may be closed late.
 //!
-//! When `stop` is set (the wrapper closed our stdin, or died), no further connection is accepted,
-//! but those that are open are served to their end: CRIU may well outlive the wrapper, and a
-//! process must not be put back in the middle of its dump.
+//! When `stop` is set (the wrapper closed our stdin, or died), no further connection is accepted. Open ones are served
+//! to their end: CRIU may well outlive the wrapper, and a process must not be put back in the middle of its dump.
 
 use super::agent::{Agent, Begun, Limits};
 use super::driver::Driver;
@@ -19,22 +18,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// How the server runs.
 pub struct Server<D> {
-    /// The agent.
     pub agent: Arc<Agent<D>>,
-    /// Answer to [`Op::Hello`].
     pub hello: Hello,
-    /// Where the report goes.
     pub report: Option<PathBuf>,
-    /// Limits of the settling.
     pub limits: Limits,
 }
 
 /// Listens on a socket that only its owner can reach.
-///
-/// # Errors
-/// What the system says.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     use std::os::unix::fs::PermissionsExt;
     let listener = UnixListener::bind(path)?;
@@ -44,11 +35,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 }
 
 impl<D: Driver> Server<D> {
-    /// Serves until `stop` is readable or closed and no connection is left. Returns the worst of
-    /// what had to be done at the ends of the connections.
-    ///
-    /// # Errors
-    /// What the system says of the listening socket.
+    /// Serves until `stop` is readable or closed and no connection is left. Returns the worst outcome of all
+    /// connections.
     pub fn run(
         self: Arc<Self>,
         listener: &UnixListener,
@@ -112,7 +100,7 @@ impl<D: Driver> Server<D> {
             ];
             let ready = poll_in(&fds, -1)?;
             if !ready[0] {
-                // Everything that was sent has been read and the other process is gone.
+                // Everything that was sent has been read and the other process has ended.
                 return Ok(());
             }
             let mut reader = stream;
@@ -219,11 +207,10 @@ impl<D: Driver> Server<D> {
     }
 }
 
-/// How a connection stood when it ended.
 #[derive(Default)]
 struct ConnectionEnd {
     committed: bool,
-    /// Whether it asked for anything but information.
+    /// True if it asked for anything but information.
     worked: bool,
 }
 
@@ -240,7 +227,7 @@ fn send(writer: &Mutex<UnixStream>, reply: &Reply) {
     }
 }
 
-/// A descriptor that becomes readable when the process at the other end is gone.
+/// Opens a descriptor that becomes readable when the process at the other end ends.
 fn peer_process(stream: &UnixStream) -> Option<OwnedFd> {
     let mut cred = libc::ucred {
         pid: 0,
@@ -268,7 +255,7 @@ fn peer_process(stream: &UnixStream) -> Option<OwnedFd> {
     Some(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Which of the descriptors are readable or at their end; a negative one never is.
+/// Returns which descriptors are readable or at their end; a negative one never is.
 fn poll_in(fds: &[RawFd; 2], timeout_ms: i32) -> io::Result<[bool; 2]> {
     let mut polls = fds.map(|fd| libc::pollfd {
         fd,

@@ -39,7 +39,6 @@ impl Running {
         Client::connect(&self.directory.path().join("driver.sock")).unwrap()
     }
 
-    /// Ends the server as the wrapper does, and reads what it wrote.
     fn end(mut self) -> (AgentOutcome, Option<AgentReport>) {
         drop(self.stop.take());
         let outcome = self.thread.join().unwrap();
@@ -185,7 +184,7 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         "{suspended:?}"
     );
     drop(client);
-    // Here the agent has not been told, and brings it back, if no resume comes before: one that comes after says so.
+    // Here the agent was not told, and brings it back unless a resume comes first; a later one reports that.
     let processes = noted.unwrap();
     let mut client = server.connect();
     let deadline = Instant::now() + LIMIT;

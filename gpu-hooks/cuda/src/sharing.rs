@@ -1,4 +1,4 @@
-//! GPU memory that processes of one container share, as far as it shows from outside.
+//! Detects from outside GPU memory that processes of one container share.
 //!
 //! The driver checkpoints processes that have each other's memory mapped, and then fails to restore them; they stay
 //! checkpointed for ever. Seen with driver 580.159.04 and NCCL 2.28.9, torch 2.11, on two H200:
@@ -9,12 +9,12 @@
 //! | NCCL over P2P/IPC (`NCCL_CUMEM_ENABLE=0`) | `INVALID_VALUE` |
 //! | a tensor by CUDA IPC | exporter: works; importer: `INVALID_VALUE` |
 //! | NCCL over `/dev/shm` files, and over sockets | works |
-//! | nothing any more: the process groups are destroyed | works |
+//! | nothing: the process groups have been destroyed | works |
 //!
 //! Imported cuMem memory shows nowhere in `/proc`. What shows:
 //!
-//! * NCCL from 2.17 on has one abstract socket `@tmp/nccl-socket-RANK-HASH` for each rank while a communicator is
-//!   up. The socket does not tell the transport; the environment at the process's start does.
+//! * NCCL from 2.17 on has one abstract socket `@tmp/nccl-socket-RANK-HASH` for each rank while a communicator is up.
+//!   The socket does not reveal the transport; the environment at the process's start does.
 //! * NCCL's files in `/dev/shm`.
 //! * An importer by CUDA IPC has `/dev/shm/cuda.shm.UID.PID.N` of the exporter mapped, PID in hexadecimal.
 //!
@@ -33,23 +33,21 @@ use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 use cryopod_host::spec::Spec;
 
-/// The annotation of a container that comes before the configuration's `nvidia.sharing`.
+/// The container's annotation; it overrides the configuration's `nvidia.sharing`.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.sharing";
 /// The first driver that can restore CUDA IPC, for jobs that `cuda-checkpoint --launch-job` started.
 const FIRST_IPC_DRIVER: u32 = 610;
-/// How much of a namespace's list of unix sockets is read, in bytes: about 600,000 sockets.
+/// Bytes read of a namespace's list of unix sockets: about 600,000 sockets.
 const MAX_SOCKETS: u64 = 64 << 20;
-/// Processes that one message names.
 const MAX_NAMED: usize = 8;
 
 /// What happens to a container whose processes share GPU memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// The checkpoint is refused.
     #[default]
     Refuse,
-    /// A warning is logged: the user says that nothing is shared at the time.
+    /// A warning is logged: the user declares that nothing is shared at that time.
     Allow,
 }
 
@@ -66,10 +64,7 @@ impl FromStr for Policy {
 }
 
 impl Policy {
-    /// What the container's annotation says, else the configuration.
-    ///
-    /// # Errors
-    /// The annotation has another value; the message names it.
+    /// Returns the annotation's policy, else the configured one. An error names the annotation's bad value.
     pub fn of(spec: &Spec, configured: Self) -> Result<Self, String> {
         match spec.annotation(ANNOTATION) {
             Some(text) => text
@@ -79,7 +74,7 @@ impl Policy {
         }
     }
 
-    /// The findings that refuse. Those that are allowed are logged.
+    /// Returns the findings that refuse; logs those that are allowed.
     pub fn settle(self, found: Vec<Refusal>) -> Vec<Refusal> {
         if self == Self::Refuse {
             return found;
@@ -119,8 +114,8 @@ pub fn preflight(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
     found
 }
 
-/// The processes that have a CUDA context. `/dev/nvidia-uvm` is mapped in each, and the driver keeps that mapping from
-/// forked children, which inherit descriptors and every other mapping. Where none has it, all count.
+/// Returns the processes with a CUDA context. `/dev/nvidia-uvm` is mapped in each, and the driver keeps that mapping
+/// from forked children, which inherit descriptors and every other mapping. If none has it, all count.
 fn with_context<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     let has = |p: &&&Process| p.mapped.contains("/dev/nvidia-uvm");
     match processes.iter().any(|p| has(&p)) {
@@ -129,14 +124,12 @@ fn with_context<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     }
 }
 
-/// The names of all files that a process has open or mapped.
 fn files(process: &Process) -> impl Iterator<Item = &str> {
     let open = process.fds.iter().map(|fd| fd.target.as_str());
     open.chain(process.mapped.iter().map(String::as_str))
         .map(|name| name.strip_suffix(" (deleted)").unwrap_or(name))
 }
 
-/// The name of a file in a directory of shared memory.
 fn in_shm(path: &str) -> Option<&str> {
     let (directory, name) = path.rsplit_once('/')?;
     directory.ends_with("/shm").then_some(name)
@@ -151,9 +144,9 @@ fn named(processes: &[&Process]) -> String {
     all.join(", ")
 }
 
-// ---- NCCL ------------------------------------------------------------------------------------------------------------
+// ---- NCCL ----
 
-/// NCCL between several of the processes, unless each of them is known to use a transport that comes back.
+/// Finds NCCL between several of the processes, unless each of them is known to use a transport that can be restored.
 fn nccl(host: &Host, processes: &[&Process]) -> Option<Refusal> {
     let sockets = Sockets::of(host, processes);
     let mut group: BTreeMap<i32, &Process> = BTreeMap::new();
@@ -210,8 +203,8 @@ fn too_many_sockets(process: &Process) -> Refusal {
     }
 }
 
-/// Sets of variables with which NCCL uses memory that comes back, as measured: files in `/dev/shm`, and sockets. From
-/// 2.28 on NCCL uses NVLS between two GPUs already, and `NCCL_P2P_DISABLE` leaves that on.
+/// Sets of variables with which NCCL uses restorable memory, as measured: files in `/dev/shm`, and sockets. From 2.28
+/// on NCCL uses NVLS between two GPUs already, and `NCCL_P2P_DISABLE` leaves that on.
 pub const SAFE: [[(&str, &str); 3]; 2] = [
     [
         ("NCCL_P2P_DISABLE", "1"),
@@ -225,7 +218,7 @@ pub const SAFE: [[(&str, &str); 3]; 2] = [
     ],
 ];
 
-/// The environment with which a process was started; what it sets itself does not show.
+/// The environment with which a process was started; later changes do not show.
 struct Environment(Vec<(String, String)>);
 
 impl Environment {
@@ -241,13 +234,13 @@ impl Environment {
         )
     }
 
-    /// Of a variable that is there twice the first counts, as for `getenv`.
+    /// If a variable is set twice, the first counts, as for `getenv`.
     fn is(&self, name: &str, value: &str) -> bool {
         let found = self.0.iter().find(|(other, _)| other == name);
         found.is_some_and(|(_, text)| text.trim() == value)
     }
 
-    /// NCCL's transport, if it is not known to come back.
+    /// Returns NCCL's transport, unless it is known to be restorable.
     fn unsafe_way(&self) -> Option<&'static str> {
         // Such a plugin answers in place of the environment.
         let plugin = self.0.iter().any(|(name, _)| name == "NCCL_ENV_PLUGIN");
@@ -271,18 +264,18 @@ impl Environment {
     }
 }
 
-/// The ranks of communicators that are up.
+/// The ranks of existing communicators.
 #[derive(Debug, Default)]
 struct Sockets {
     /// By process.
     ranks: HashMap<i32, BTreeSet<u32>>,
-    /// A list was longer than what is read of it.
+    /// A list was longer than the part that was read.
     cut: bool,
 }
 
 impl Sockets {
-    /// Reads the lists of the processes' network namespaces. Only sockets that the processes hold count: a namespace can
-    /// be shared with other containers.
+    /// Reads the lists of the processes' network namespaces. Only sockets that the processes hold count: a namespace
+    /// can be shared with other containers.
     fn of(host: &Host, processes: &[&Process]) -> Self {
         let mut owners: HashMap<u64, i32> = HashMap::new();
         let mut namespaces: BTreeMap<_, Vec<i32>> = BTreeMap::new();
@@ -302,7 +295,7 @@ impl Sockets {
             }
         }
         let mut sockets = Self::default();
-        // One process has nobody to share with.
+        // A single process shares with nobody.
         if owners.values().collect::<BTreeSet<_>>().len() < 2 {
             return sockets;
         }
@@ -343,7 +336,7 @@ impl Sockets {
     }
 }
 
-/// Inode and rank, from a line of `/proc/net/unix` for a socket `@tmp/nccl-socket-RANK-HASH`.
+/// Parses inode and rank from a line of `/proc/net/unix` for a socket `@tmp/nccl-socket-RANK-HASH`.
 fn rank_of(line: &str) -> Option<(u64, u32)> {
     let mut words = line.split_ascii_whitespace().skip(6);
     let (inode, name) = (words.next()?, words.next()?);
@@ -351,8 +344,8 @@ fn rank_of(line: &str) -> Option<(u64, u32)> {
     Some((inode.parse().ok()?, rank.parse().ok()?))
 }
 
-/// The processes that have one of NCCL's files in `/dev/shm` in common with another: all that shows of an NCCL before
-/// 2.17.
+/// Returns the processes that share one of NCCL's files in `/dev/shm` with another: the only visible trace of an NCCL
+/// before 2.17.
 fn with_common_files<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     let processes = with_context(processes);
     let own = |p: &'a Process| -> BTreeSet<&'a str> {
@@ -368,9 +361,9 @@ fn with_common_files<'a>(processes: &[&'a Process]) -> Vec<&'a Process> {
     processes.iter().filter(|p| common(p)).copied().collect()
 }
 
-// ---- CUDA IPC --------------------------------------------------------------------------------------------------------
+// ---- CUDA IPC ----
 
-/// The processes that have memory of another process mapped by CUDA IPC.
+/// Returns the processes that have memory of another process mapped by CUDA IPC.
 fn importers(processes: &[&Process]) -> Vec<Refusal> {
     let mut found = Vec::new();
     for process in with_context(processes) {

@@ -1,7 +1,6 @@
 use super::*;
 use std::os::unix::fs::symlink;
 
-/// A process that has a CUDA context.
 const CONTEXT: &str = "204a00000-204c00000 rw-s 204a00000 00:06 7                /dev/nvidia-uvm\n";
 const SHM: [&str; 3] = [
     "NCCL_P2P_DISABLE=1",
@@ -41,7 +40,6 @@ impl Machine {
         }
     }
 
-    /// The namespace's sockets: inode and rank.
     fn sockets(&self, of: &[i32], ranks: &[(u64, &str)]) {
         let mut text = "Num       RefCount Protocol Flags    Type St Inode Path\n".to_owned();
         text += "0000000000000000: 00000002 00000000 00010000 0001 01 11 /run/x y\n";
@@ -68,7 +66,6 @@ impl Machine {
     }
 }
 
-/// Two ranks with these variables.
 fn pair(environment: [&[&str]; 2]) -> Machine {
     let machine = Machine::new("580.159.04");
     machine.process(107, &[31, 32], CONTEXT, environment[0]);

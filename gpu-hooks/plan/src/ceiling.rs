@@ -1,8 +1,9 @@
-//! How far an archive or an annotation may reach: what the engine's spec gives, and what the administrator's
+//! Limits how far an archive or an annotation may reach: to what the engine's spec gives, and what the administrator's
 //! configuration adds.
 //!
-//! An archive comes from a registry or from another tenant, and in Kubernetes a pod's author writes its annotations. Each
-//! value of theirs that becomes a device, a GPU, a path or an option of CRIU passes [`Ceiling::admit`] before it is used.
+//! An archive comes from a registry or from another tenant, and in Kubernetes a pod's author writes its annotations.
+//! Each of their values that becomes a device, a GPU, a path or an option of CRIU passes [`Ceiling::admit`] before it
+//! is used.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -46,13 +47,11 @@ pub enum OtherGpus {
     /// than the archive's own list of devices.
     #[default]
     Auto,
-    /// Under every engine.
     Always,
-    /// Never, but for the configuration's own `gpu.map`.
+    /// Never, except by the configuration's own `gpu.map`.
     Never,
 }
 
-/// What the administrator's configuration adds to the engine's spec.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Lifts<'a> {
     /// `gpu.allow_others`.
@@ -63,52 +62,36 @@ pub struct Lifts<'a> {
     pub criu_directories: &'a [PathBuf],
 }
 
-/// The engine's spec and the configuration, to compare with.
 #[derive(Debug, Clone, Copy)]
 pub struct Ceiling<'a> {
-    /// This host.
     pub host: &'a Host,
-    /// The spec that the engine wrote.
     pub spec: &'a Spec,
-    /// What the configuration adds.
     pub lifts: Lifts<'a>,
 }
 
-/// A value of an archive or an annotation, with what it is to become.
+/// A value of an archive or an annotation, and its intended use.
 #[derive(Debug, Clone, Copy)]
 pub enum Asked<'a> {
-    /// A node of the container becomes the host's node at `host_path`, with the number that this has.
+    /// A node of the container becomes the host's node at `host_path`, with that node's number.
     Node {
         /// The native name of the node that the engine gives, or that the record names.
         given: &'a str,
-        /// The host's node.
         host_path: &'a str,
     },
-    /// A GPU that an annotation's map names, among those of this host.
     Gpu {
-        /// The GPU.
         gpu: &'a Gpu,
-        /// The GPUs of this host.
         here: &'a [Gpu],
     },
     /// The source of a mount that the spec does not name: a path of the host without symbolic links.
     Mount {
-        /// The source.
         source: &'a Path,
-        /// What it is.
         kind: MountKind,
     },
-    /// A configuration file of CRIU.
     CriuFile(&'a Path),
-    /// An option of CRIU.
     CriuOption(&'a str),
 }
 
 impl Ceiling<'_> {
-    /// Decides.
-    ///
-    /// # Errors
-    /// What is asked goes beyond the spec and the configuration; the refusal says what, why and the remedy.
     pub fn admit(&self, asked: Asked<'_>) -> Result<(), Refusal> {
         let (what, remedy) = match asked {
             Asked::Node { given, host_path } => match self.node(given, host_path) {
@@ -193,7 +176,7 @@ impl Ceiling<'_> {
             ));
         }
         let Some((major, minor)) = self.host.char_device(host_path) else {
-            return Ok(()); // whoever wants to use it says that it is absent
+            return Ok(()); // the code that uses it reports that it is absent
         };
         nodes::registered(self.host, host_path, major).map_err(|(what, remedy)| {
             (
@@ -203,10 +186,10 @@ impl Ceiling<'_> {
         })
     }
 
-    /// The GPUs among `here` that a restore may use, by [`Gpu::id`]; `None` if any.
+    /// Returns the GPUs among `here` that a restore may use, by [`Gpu::id`]; `None` if any.
     ///
-    /// Given is what the spec names by a node, or what its device rules let the container open. A spec that gives
-    /// none by either lets the container open none, whatever is chosen.
+    /// The spec gives a GPU by naming its node, or by device rules that let the container open it. With a spec that
+    /// does neither the container can open none, whatever is chosen.
     pub fn gpus(&self, here: &[Gpu]) -> Option<BTreeSet<String>> {
         let free = match self.lifts.other_gpus {
             OtherGpus::Always => true,
@@ -220,14 +203,14 @@ impl Ceiling<'_> {
         let named_by = |g: &Gpu| named.iter().any(|n| inventory::same_place(g, n));
         let given: BTreeSet<String> = here
             .iter()
-            // Where the driver's library alone describes the GPUs, no node can be compared.
+            // Where only the driver's library describes the GPUs, no node can be compared.
             .filter(|g| !inventory::has_place(g) || named_by(g) || self.opens(g))
             .map(|g| g.id.clone())
             .collect();
         (!named.is_empty() || !given.is_empty()).then_some(given)
     }
 
-    /// Do the device rules let the container open the GPU's own node?
+    /// Returns true if the device rules let the container open the GPU's own node.
     fn opens(&self, gpu: &Gpu) -> bool {
         match gpu.vendor {
             Vendor::Nvidia => gpu

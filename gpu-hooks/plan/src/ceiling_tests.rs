@@ -16,7 +16,6 @@ fn gpu(minor: u64) -> Gpu {
     }
 }
 
-/// A spec with the node of GPU 0, and these annotations and rules.
 fn spec(annotations: Value, rules: Value) -> Spec {
     Spec::from_json(json!({
         "annotations": annotations,
@@ -60,7 +59,7 @@ fn gpus_are_those_that_the_engine_gave() {
     let podman = spec(json!({"io.container.manager": "libpod"}), deny());
     assert_eq!(given(&podman, OtherGpus::Auto), None);
     assert_eq!(given(&podman, OtherGpus::Never), one);
-    // A pod says that it is podman's.
+    // A pod claims to be podman's.
     let pod = spec(
         json!({"io.container.manager": "libpod", "io.kubernetes.cri.container-type": "container"}),
         deny(),

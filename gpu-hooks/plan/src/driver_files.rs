@@ -1,11 +1,11 @@
-//! Where the files of a GPU driver lie on a host.
+//! Knows where the files of a GPU driver lie on a host.
 
 use std::path::Path;
 
 use cryopod_host::mountinfo::below;
 
-/// Where drivers and their sockets lie: files, and directories with all below them. A checkpoint may come from a stranger:
-/// what it may have mounted without the administrator's word is this.
+/// Places of drivers and their sockets: files, and directories with all below them. A checkpoint may come from a
+/// stranger: without the administrator's permission it may have only these mounted.
 const DRIVER_PLACES: [&str; 11] = [
     "/proc/driver/nvidia",
     "/dev/dri",
@@ -23,13 +23,13 @@ const DRIVER_PLACES: [&str; 11] = [
 /// Directories of libraries and firmware: files in them, and directories below one whose name begins with `nvidia`.
 const LIBRARY_PLACES: [&str; 5] = ["/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64"];
 
-/// Where NVIDIA's driver container shows its root, a whole tree of a system: only the places above within it.
+/// Where NVIDIA's driver container shows its root, a whole tree of a system: only the places above within it count.
 const DRIVER_ROOT: &str = "/run/nvidia/driver";
 
-/// Beginnings of names: of files, or of directories with all below them.
+/// Prefixes of names: of files, or of directories with all below them.
 const DRIVER_NAMES: [&str; 3] = ["/dev/nvidia", "/usr/bin/nvidia-", "/run/nvidia-"];
 
-/// Is this a file or directory of a GPU driver? `path` is one of the host without symbolic links.
+/// Returns true for a file or directory of a GPU driver. `path` is one of the host without symbolic links.
 pub fn is_driver_place(path: &Path, directory: bool) -> bool {
     if let Some(within) = below(path, Path::new(DRIVER_ROOT)) {
         let within = Path::new("/").join(within);

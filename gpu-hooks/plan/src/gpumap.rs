@@ -1,13 +1,15 @@
-//! Which GPU of this host takes the place of which GPU of the checkpoint, for both vendors.
+//! Chooses which GPU of this host replaces which GPU of the checkpoint, for both vendors. In this order:
 //!
-//! In this order: what the user's map says; the GPUs that the engine gave the new container, where it names others than
-//! the checkpoint has; the same GPU, if it is here and has room; another that matches, the closest first.
+//! 1. the user's map;
+//! 2. the GPUs that the engine gave the new container, where they differ from the checkpoint's;
+//! 3. the same GPU, if it is here and has room;
+//! 4. another that matches, the closest first.
 //!
 //! Where a host describes no GPUs (no driver is loaded, or a container merely carries nodes) the nodes themselves stand
 //! for GPUs: [`of_nodes`].
 //!
-//! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes. Whether the GPUs
-//! chosen can hold the checkpoint is for [`crate::nvidia_compat`] to check.
+//! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes.
+//! [`crate::nvidia_compat`] checks whether the chosen GPUs can hold the checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +24,6 @@ pub use crate::wish::{ANNOTATION, Wish};
 use cryopod_cuda::gpu::{GpuPair, GpuUuid};
 
 impl Wish {
-    /// The same without the pairs that name one of these GPUs.
     #[must_use]
     pub fn without(self, gpus: &[&Gpu]) -> Self {
         let Self::Pairs(pairs) = self else {
@@ -36,29 +37,25 @@ impl Wish {
     }
 }
 
-/// What is known for the decision. GPUs of both vendors stand side by side in the lists.
+/// The facts for the choice. GPUs of both vendors stand side by side in the lists.
 #[derive(Debug, Clone, Default)]
 pub struct Situation {
-    /// The checkpoint's GPUs: [`recorded`].
     pub recorded: Vec<Gpu>,
-    /// This host's GPUs: [`here`].
     pub here: Vec<Gpu>,
-    /// The GPUs among which a choice is made, by [`Gpu::id`]: [`offered`]. `None`: any.
+    /// The GPUs to choose from, by [`Gpu::id`]: [`offered`]. `None`: any.
     pub offered: Option<BTreeSet<String>>,
-    /// Why a map that an annotation gives may not name a GPU, by [`Gpu::id`]: what [`Ceiling::admit`] says.
+    /// Why an annotation's map may not name a GPU, by [`Gpu::id`]: from [`Ceiling::admit`].
     pub refused: BTreeMap<String, Refusal>,
     /// Free memory of this host's GPUs in bytes, by [`Gpu::id`], where it is known.
     pub free: BTreeMap<String, u64>,
     /// Memory that the checkpoint needs on each of its GPUs, in bytes, by [`Gpu::id`], where it is known.
     pub need: BTreeMap<String, u64>,
-    /// GPUs of another model may take the place of one where none of its own is left.
+    /// Another model may replace a GPU where none of its own model is left.
     pub any_model: bool,
 }
 
-/// A recorded GPU and the one that takes its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    /// The checkpoint's.
     pub old: Gpu,
     /// This host's; the same one if nothing changes.
     pub new: Gpu,
@@ -67,15 +64,14 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// `true` if it is another GPU.
     pub fn moved(&self) -> bool {
         !same(&self.old, &self.new)
     }
 }
 
-/// The GPUs among which a choice is made: those that the engine's spec names or, where it names none, lets the
-/// container open. Where the ceiling allows others (podman repeats the archive's own spec) a spec that names what the old
-/// container had, or nothing, says nothing.
+/// Returns the GPUs to choose from: those that the engine's spec names or, where it names none, lets the container
+/// open. Where the ceiling allows others (podman repeats the archive's own spec), a spec that names the old container's
+/// GPUs, or none, sets no limit.
 pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BTreeSet<String>> {
     let now = ceiling.spec.gpu_nodes(ceiling.host);
     let nodes = of_nodes(&now);
@@ -91,7 +87,7 @@ pub fn offered(ceiling: &Ceiling<'_>, gpu: &GpuFacts, here: &[Gpu]) -> Option<BT
     }
 }
 
-/// Does a spec name nothing but what the checkpoint has?
+/// Returns true if a spec names nothing but what the checkpoint has.
 fn repeats(now: &[DeviceNode], gpu: &GpuFacts) -> bool {
     let leads_to_gpu = |n: &&DeviceNode| {
         matches!(
@@ -113,10 +109,7 @@ fn repeats(now: &[DeviceNode], gpu: &GpuFacts) -> bool {
     named.is_subset(&before)
 }
 
-/// Decides where every GPU of the checkpoint goes.
-///
-/// # Errors
-/// Every reason why the checkpoint cannot be restored here.
+/// Decides where every GPU of the checkpoint goes. The error has every reason why it cannot be restored here.
 pub fn decide(situation: &Situation, wish: &Wish) -> Result<Vec<Choice>, Vec<Refusal>> {
     let mut refusals = Vec::new();
     let chosen = match wish {
@@ -130,7 +123,7 @@ pub fn decide(situation: &Situation, wish: &Wish) -> Result<Vec<Choice>, Vec<Ref
     }
 }
 
-/// The map as NVIDIA's driver wants it: all GPUs, or none if all stay.
+/// Returns the map for NVIDIA's driver: all GPUs, or none if all stay.
 ///
 /// # Errors
 /// A GPU that moves has no UUID.
@@ -166,7 +159,7 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
 }
 
 impl Situation {
-    /// `false` if it is known that what was on `old` does not fit on `new`.
+    /// Returns `false` if the memory used on `old` is known not to fit on `new`.
     fn room(&self, old: &Gpu, new: &Gpu) -> bool {
         match (self.need.get(&old.id), self.free.get(&new.id)) {
             (Some(need), Some(free)) => need <= free,
@@ -212,7 +205,7 @@ fn auto(situation: &Situation, refusals: &mut Vec<Refusal>) -> Vec<Choice> {
             .filter(|g| situation.model_fits(old, g) && !taken.contains(g.id.as_str()))
             .filter(|g| situation.engine_allows(g))
             .collect();
-        // The same model before others, those with room before those without (which the checks then tell); closest
+        // The same model before others, those with room before those without (which the checks then report); closest
         // first: the same node, the same slot, then in order.
         matching.sort_by_key(|g| {
             let far = (!same_place(g, old), g.pci != old.pci, g.index);
@@ -335,7 +328,7 @@ fn explicit(
     chosen
 }
 
-/// The GPUs that a name means: id, PCI address, node, render minor, index.
+/// Finds the GPUs with this id, PCI address, node, render minor or index.
 fn find<'a>(gpus: &'a [Gpu], name: &str, vendor: Option<Vendor>) -> Vec<&'a Gpu> {
     let number = |prefix: &str| {
         name.strip_prefix(prefix)

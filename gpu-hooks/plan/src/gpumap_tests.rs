@@ -128,7 +128,7 @@ fn a_gpu_without_room_is_left_for_one_that_has_it() {
     assert_eq!((chosen[0].new.index, chosen[0].moved()), (3, true));
     assert!(chosen[0].why.contains("memory"));
     situation.free.insert(gpu(3, "").id, 29 << 30);
-    // None has room: it keeps its place, and the checks say what is wrong with it.
+    // None has room: it keeps its place, and the checks report the problem.
     assert!(!decide(&situation, &Wish::Auto).unwrap()[0].moved());
     situation.here.remove(0);
     assert_eq!(decide(&situation, &Wish::Auto).unwrap()[0].new.index, 2);
@@ -308,7 +308,7 @@ fn what_an_engine_says_by_its_devices() {
     assert_eq!(said(&facts, &[0, 1]), None);
     assert_eq!(said(&facts, &[2, 3]), Some(vec![2, 3]));
     assert_eq!(said(&facts, &[1, 2]), Some(vec![1, 2]));
-    // A container that was moved from 0 to 1 before, and whose engine does not know.
+    // A container that was moved from 0 to 1 before, unknown to its engine.
     facts.nodes = vec![node(1)];
     facts.moved = vec![MovedNode {
         path: "/dev/nvidia1".into(),

@@ -1,9 +1,9 @@
-//! What CRIU cannot dump, seen before anything is frozen: in the descriptors, mappings and tracers of the
+//! Detects what CRIU cannot dump, before anything is frozen: in the descriptors, mappings and tracers of the
 //! container's processes, and in its spec.
 //!
-//! CRIU meets these after the GPUs have been checkpointed, when the container has stood still for long. A finding here
-//! is certain enough to refuse; what does not show is left to CRIU. The container is not trusted: its files are never
-//! opened, only looked at. docs/criu-errors.md lists CRIU's errors, and which of them are foreseen where.
+//! CRIU finds these after the GPUs have been checkpointed, when the container has been stopped for long. A finding here
+//! is certain enough to refuse; everything else is left to CRIU. The container is not trusted: its files are never
+//! opened, only looked at. docs/criu-errors.md lists CRIU's errors, and where each is predicted.
 
 mod descriptors;
 mod file_systems;
@@ -26,13 +26,11 @@ use cryopod_host::spec::Spec;
 /// Majors of terminals: consoles, `/dev/tty`, the slaves of pseudo terminals.
 const TERMINALS: [u64; 10] = [4, 5, 136, 137, 138, 139, 140, 141, 142, 143];
 
-/// Reasons that are told in one refusal; there may be one for each of many processes.
+/// At most so many reasons are reported in one refusal; there may be one for each of many processes.
 const MAX_TOLD: usize = 20;
 
-/// A TCP connection of the container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connection {
-    /// The process that has it: host pid and name.
     pub process: (i32, String),
     /// Both ends, `10.0.0.2:8000 - 10.0.0.9:40000`.
     pub ends: String,
@@ -40,7 +38,7 @@ pub struct Connection {
     pub loopback: bool,
 }
 
-/// Something that CRIU cannot dump: how a descriptor's or mapping's target begins, what it is, the remedy.
+/// Things that CRIU cannot dump: prefix of a descriptor's or mapping's target, description, remedy.
 const UNDUMPABLE: [(&str, &str, &str); 15] = [
     (
         "anon_inode:[io_uring]",
@@ -119,19 +117,18 @@ const UNDUMPABLE: [(&str, &str, &str); 15] = [
     ),
 ];
 
-/// What of CRIU's options decides whether it can dump something.
+/// The CRIU options that decide whether it can dump something.
 #[derive(Debug, Clone)]
 pub struct CriuLimits {
     /// `ghost-limit`, in bytes.
     pub ghost_limit: u64,
-    /// What `irmap-scan-path` names.
+    /// `irmap-scan-path`.
     pub searched: Vec<String>,
-    /// The runtime has CRIU leave out the container's network namespace (`--empty-ns`).
+    /// CRIU leaves out the container's network namespace (`--empty-ns`).
     pub own_network: bool,
 }
 
 impl Default for CriuLimits {
-    /// CRIU's own.
     fn default() -> Self {
         Self {
             ghost_limit: 1 << 20,
@@ -141,12 +138,13 @@ impl Default for CriuLimits {
     }
 }
 
-/// Mounts of the container whose first process is `init` that CRIU cannot make anew. `foreign`: those that it leaves out.
+/// Returns mounts of the container with init process `init` that CRIU cannot make anew. `foreign`: mounts that it
+/// leaves out.
 pub fn file_systems(host: &Host, spec: &Spec, init: i32, foreign: &[ForeignMount]) -> Vec<Refusal> {
     file_systems::refusals(&mountinfo::of(host, &init.to_string()), spec, foreign)
 }
 
-/// Everything that stands in the way, a line each.
+/// Returns everything that CRIU cannot dump, a line each.
 pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> Vec<Refusal> {
     let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
     let mounts = mount_ids(scan, host);
@@ -200,8 +198,8 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
     refusals
 }
 
-/// The mounts of all the processes' mount namespaces: a process that has made itself one keeps the files that it has open
-/// in the container's.
+/// The mounts of all the processes' mount namespaces: a process that has made itself one keeps the files that it has
+/// open in the container's.
 fn mount_ids(scan: &Scan, host: &Host) -> HashSet<u64> {
     let mut seen = HashSet::new();
     let mut mounts = HashSet::new();
@@ -218,7 +216,7 @@ fn mount_ids(scan: &Scan, host: &Host) -> HashSet<u64> {
     mounts
 }
 
-/// Marks the mounts of which a process has a file open or mapped.
+/// Marks the mounts with a file that a process has open or mapped.
 pub fn mark_used(scan: &Scan, mounts: &mut [ForeignMount]) {
     for mount in mounts {
         let below = |target: &String| {
@@ -234,8 +232,8 @@ pub fn mark_used(scan: &Scan, mounts: &mut [ForeignMount]) {
     }
 }
 
-/// A process with an IPv4 or IPv6 socket, in the network namespace of `init`: CRIU before 4.2 cannot dump any on Linux 6.16
-/// and newer, which answers its question for `SO_PASSCRED` with an error (seen with 4.1.1 on 6.18).
+/// Detects IPv4 and IPv6 sockets in the network namespace of `init`. CRIU before 4.2 cannot dump any on Linux 6.16 and
+/// newer, which answers its question for `SO_PASSCRED` with an error (seen with 4.1.1 on 6.18).
 pub fn undumpable_sockets(
     scan: &Scan,
     host: &Host,
@@ -246,7 +244,7 @@ pub fn undumpable_sockets(
     if criu.is_empty() || criu >= [4, 2].as_slice() || kernel < [6, 16].as_slice() {
         return None;
     }
-    // The kernel's tables are long to read.
+    // The kernel's tables take long to read.
     if !scan.processes.iter().any(has_socket) {
         return None;
     }
@@ -280,7 +278,7 @@ pub fn undumpable_sockets(
     })
 }
 
-/// The container's established TCP connections, as the network namespace of `init` shows them.
+/// Returns the container's established TCP connections, as the network namespace of `init` shows them.
 pub fn connections(scan: &Scan, host: &Host, init: i32) -> Vec<Connection> {
     let mut owners: HashMap<&str, &Process> = HashMap::new();
     for process in &scan.processes {
@@ -303,7 +301,7 @@ pub fn connections(scan: &Scan, host: &Host, init: i32) -> Vec<Connection> {
             else {
                 continue;
             };
-            // What CRIU calls connected: neither closed (07) nor listening (0A).
+            // CRIU's definition of connected: neither closed (07) nor listening (0A).
             if matches!(state, "07" | "0A") {
                 continue;
             }
@@ -321,7 +319,7 @@ pub fn connections(scan: &Scan, host: &Host, init: i32) -> Vec<Connection> {
     found
 }
 
-/// A seccomp profile whose decisions a process outside takes: after a restore nobody would.
+/// A seccomp profile whose decisions a process outside makes: after a restore nobody would.
 fn spec_hazards(spec: &Spec) -> Option<Refusal> {
     let path = spec
         .json()
@@ -334,7 +332,7 @@ fn spec_hazards(spec: &Spec) -> Option<Refusal> {
     })
 }
 
-/// An address of `/proc/net/tcp`, readable, and whether it is loopback.
+/// Formats an address of `/proc/net/tcp`; also returns whether it is loopback.
 fn end(text: &str) -> (String, bool) {
     let (address, port) = text.split_once(':').unwrap_or((text, "0"));
     let port = u16::from_str_radix(port, 16).unwrap_or(0);
@@ -364,7 +362,7 @@ fn has_socket(process: &Process) -> bool {
     targets.any(|t| t.starts_with("socket:["))
 }
 
-/// What CRIU cannot dump, each kind once.
+/// Returns what CRIU cannot dump, each kind once.
 fn undumpable(process: &Process) -> impl Iterator<Item = (&'static str, &'static str)> {
     let mut seen = HashSet::new();
     UNDUMPABLE
@@ -377,10 +375,11 @@ fn undumpable(process: &Process) -> impl Iterator<Item = (&'static str, &'static
         .filter(move |(what, _)| seen.insert(*what))
 }
 
-/// Files, directories, named pipes and terminals whose mount is none of `mounts`, the container's: number and name.
+/// Returns files, directories, named pipes and terminals whose mount is not in `mounts`, the container's: number and
+/// name.
 fn outside(process: &Process, mounts: &HashSet<u64>) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    // Other devices from outside are another matter, and a plugin's.
+    // Other devices from outside are handled by a plugin.
     for (fd, id) in process.fds.iter().filter_map(|f| Some((f, f.mount?))) {
         if mounts.is_empty() || mounts.contains(&id) {
             continue;

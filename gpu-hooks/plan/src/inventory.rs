@@ -1,4 +1,4 @@
-//! GPUs as a checkpoint recorded them, as this host has them, and as device nodes name them.
+//! Collects GPUs from a checkpoint's record, from this host, and from device nodes.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts};
 use cryopod_cuda::nvidia;
@@ -25,7 +25,7 @@ pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {
     all
 }
 
-/// This host's GPUs of a vendor: what its driver describes, else its device nodes.
+/// This host's GPUs of a vendor, from its driver, else from its device nodes.
 pub fn here(host: &Host, vendor: Vendor) -> Vec<Gpu> {
     let described = match vendor {
         Vendor::Nvidia => nvidia::gpus(host),
@@ -38,7 +38,7 @@ pub fn here(host: &Host, vendor: Vendor) -> Vec<Gpu> {
     }
 }
 
-/// GPUs of which nothing is known but their nodes; the node's path is the id. One for each device.
+/// Makes GPUs from device nodes alone, one for each device; the node's path is the id.
 pub fn of_nodes(nodes: &[DeviceNode]) -> Vec<Gpu> {
     let mut found: Vec<Gpu> = Vec::new();
     for node in nodes {
@@ -66,18 +66,17 @@ pub fn of_nodes(nodes: &[DeviceNode]) -> Vec<Gpu> {
     found
 }
 
-/// The same GPU: the same identity, or the same node where one of them is only a node.
+/// Returns true for the same GPU: the same identity, or the same node where one of them is only a node.
 pub(crate) fn same(a: &Gpu, b: &Gpu) -> bool {
     let only_node = |g: &Gpu| g.id.starts_with('/');
     a.vendor == b.vendor && (a.id == b.id || (only_node(a) || only_node(b)) && same_place(a, b))
 }
 
-/// Is the node of this GPU known? The driver's library alone does not tell it.
+/// Returns true if the node of this GPU is known. The driver's library alone does not report it.
 pub(crate) fn has_place(gpu: &Gpu) -> bool {
     gpu.minor.is_some() || gpu.render_minor.is_some()
 }
 
-/// Behind the same node.
 pub(crate) fn same_place(a: &Gpu, b: &Gpu) -> bool {
     a.vendor == b.vendor
         && match a.vendor {

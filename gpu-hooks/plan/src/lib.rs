@@ -1,14 +1,14 @@
-//! What GPUs a container uses, what GPUs this host has, and the plan of a checkpoint or restore.
+//! Finds the GPUs of a container and of this host, and plans a checkpoint or restore.
 //!
 //! - [`plan`]: all of it put together, with the reasons for which a checkpoint is refused ([`refusal`]).
 //! - [`live`]: what the running container really has: nodes made by hooks, processes using a driver.
 //! - [`amd`]: the host's AMD GPUs (NVIDIA's: `cryopod_cuda::nvidia`).
-//! - [`gpumap`]: which GPU takes the place of which at a restore; [`remap`]: where each device node then leads.
+//! - [`gpumap`]: which GPU replaces which at a restore; [`remap`]: where each device node then leads.
 //! - [`ceiling`]: the limit of what an archive or annotation may ask for.
-//! - [`compat`]: what must hold for a restore on this host, as data; [`nvidia_compat`]: NVIDIA's checks; [`switches`]:
+//! - [`compat`]: the requirements of a restore on this host, as data; [`nvidia_compat`]: NVIDIA's checks; [`switches`]:
 //!   what relaxes a check.
-//! - [`hazards`], [`mounts`], [`own_nodes`]: what stands in the way of a checkpoint beside GPUs, mounts that no spec
-//!   names, and device nodes that the runtimes bind.
+//! - [`hazards`], [`mounts`], [`own_nodes`]: what else prevents a checkpoint, mounts that no spec names, and device
+//!   nodes that the runtimes bind.
 
 pub mod amd;
 pub mod ceiling;

@@ -1,8 +1,8 @@
-//! What a running container really has, whatever its spec says.
+//! Examines what a running container really has, whatever its spec says.
 //!
-//! NVIDIA's hooks make device nodes that no spec names, so the container's own `/dev` is looked at; and whether
-//! a process uses a driver is told by what it has open or mapped. The container is not trusted: its `/dev` is
-//! resolved inside its own root, and its files are never opened.
+//! NVIDIA's hooks make device nodes that no spec names, so this looks into the container's own `/dev`. A process uses a
+//! driver if it has the driver's files open or mapped. The container is not trusted: its `/dev` is resolved inside its
+//! own root, and its files are never opened.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -18,21 +18,20 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 
-/// Directories of a container's `/dev` that hold GPU nodes.
 const DIRECTORYS: [&str; 4] = [
     "dev",
     "dev/dri",
     "dev/nvidia-caps",
     "dev/nvidia-caps-imex-channels",
 ];
-/// Entries of one such directory that are looked at; a container can make as many as it likes.
+/// Entries of one such directory that are examined; a container can make as many as it likes.
 const MAX_ENTRIES: usize = 4096;
 
 /// The kernel's own memory devices (`/dev/null`, `/dev/zero`): a node of this major is no GPU, whatever its
 /// name, and nearly every process has one open.
 const MEM_MAJOR: u64 = 1;
 
-/// The GPU nodes in the `/dev` of the container whose first process is `init`.
+/// The GPU nodes in the `/dev` of the container with the init process `init`.
 pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
     let mut found = Vec::new();
     let Ok(root) = File::open(host.path(format!("/proc/{init}/root"))) else {
@@ -118,7 +117,6 @@ pub fn tree(host: &Host, init: i32) -> Vec<i32> {
     found
 }
 
-/// State and parent of a process, from `/proc/PID/stat`.
 fn stat(host: &Host, pid: i32) -> Option<(char, i32)> {
     let text = host.text(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may hold anything, parentheses too.
@@ -136,8 +134,8 @@ pub fn start_time(host: &Host, pid: i32) -> Option<u64> {
         .ok()
 }
 
-/// The processes that have a GPU driver open or mapped. `nodes` are the container's GPU nodes: an open file counts by its
-/// device number, under whatever name.
+/// Returns the processes that have a GPU driver open or mapped. `nodes` are the container's GPU nodes: an open file
+/// counts by its device number, under whatever name.
 pub fn users(scan: &Scan, nodes: &[DeviceNode]) -> Vec<GpuProcess> {
     let users = scan.processes.iter().filter_map(|process| {
         let names = process.fds.iter().map(|fd| fd.target.as_str());
@@ -162,8 +160,8 @@ pub fn users(scan: &Scan, nodes: &[DeviceNode]) -> Vec<GpuProcess> {
     users.collect()
 }
 
-/// Whose driver an open or mapped file belongs to. NVIDIA's user library counts too: a process that another
-/// tool has checkpointed has no node open, but needs the plugin all the same.
+/// The vendor of the driver that an open or mapped file belongs to. NVIDIA's user library counts too: a process that
+/// another tool has checkpointed has no node open, but needs the plugin all the same.
 fn vendor_of_file(path: &Path) -> Option<Vendor> {
     let text = path.to_str()?;
     let text = text.strip_suffix(" (deleted)").unwrap_or(text);

@@ -1,10 +1,10 @@
-//! Mounts of a container that its spec does not name: found at a checkpoint, provided at a restore.
+//! Finds mounts of a container that its spec does not name at a checkpoint, and provides them at a restore.
 //!
-//! NVIDIA's hooks bind the driver's files, firmware and `/proc` directories into a container, and no spec says so.
-//! CRIU cannot dump a mount whose file system begins outside the container ("doesn't have a proper root mount",
-//! "has unreachable sharing"), so each such mount is declared external to it, by its mount point. At a restore CRIU
-//! is told for each where it is now. Mounts that live in the container alone (a tmpfs over `/proc/driver/nvidia`)
-//! are CRIU's: it carries their content.
+//! NVIDIA's hooks bind the driver's files, firmware and `/proc` directories into a container, and no spec says so. CRIU
+//! cannot dump a mount whose file system begins outside the container ("doesn't have a proper root mount", "has
+//! unreachable sharing"). So each such mount is declared external to CRIU, by its mount point, and a restore tells CRIU
+//! where it is now. Mounts that exist in the container alone (a tmpfs over `/proc/driver/nvidia`) are left to CRIU,
+//! which saves their content.
 
 use std::fs;
 use std::io;
@@ -26,11 +26,10 @@ use cryopod_host::spec::Spec;
 
 /// Files up to this size are recorded with a digest, in bytes.
 const MAX_DIGEST: u64 = 64 << 10;
-/// Mounts that are recorded.
 const MAX_UNNAMED: usize = 4096;
 
-/// The mounts of the container whose first process is `init` that its spec does not name, and those among them that
-/// cannot be carried.
+/// Returns the mounts of the container with init process `init` that its spec does not name, and those among them that
+/// cannot be saved.
 pub fn unnamed(
     host: &Host,
     spec: &Spec,
@@ -85,9 +84,7 @@ fn refusal(path: &str, what: &str, remedy: &str) -> Refusal {
     }
 }
 
-/// What the spec says about mounts, and what the runtimes add.
 struct Known<'a> {
-    /// The spec's mounts.
     mounts: &'a Destinations,
     /// Masked and read-only paths: mounts of the runtime's own.
     made: Vec<PathBuf>,
@@ -122,7 +119,7 @@ impl<'a> Known<'a> {
     }
 }
 
-/// Only the last mount at a mount point can be seen.
+/// Only the last mount at a mount point is visible.
 fn visible(all: Vec<Mount>) -> Vec<Mount> {
     let mut seen: Vec<Mount> = Vec::with_capacity(all.len());
     for mount in all {
@@ -135,7 +132,8 @@ fn visible(all: Vec<Mount>) -> Vec<Mount> {
     seen
 }
 
-/// Can CRIU make this mount again from what it carries: a file system of the container's own, or part of one?
+/// Returns true if CRIU can make this mount again from what it saves: a file system of the container's own, or part of
+/// one.
 fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known<'_>) -> bool {
     inside
         .iter()
@@ -165,7 +163,7 @@ fn on_host(host: &Host, init: i32, mount: &Mount, outside: &[Mount]) -> Option<P
         .find(|path: &PathBuf| wanted.is_some() && identity(&host.path(path)) == wanted)
 }
 
-/// What lies at a path; `None` if nothing does, or what no mount can be of.
+/// The type of what lies at a path; `None` if nothing does, or a type that cannot be mounted.
 fn kind(path: &Path) -> Option<(MountKind, fs::Metadata)> {
     let meta = fs::metadata(path).ok()?;
     let of = meta.file_type();
@@ -209,30 +207,22 @@ fn digest(path: &Path) -> Option<String> {
     Some(hash.iter().map(|b| format!("{b:02x}")).collect())
 }
 
-/// What a restore knows when it provides the mounts of a checkpoint.
 pub struct Provider<'a> {
     /// This host, the spec of the bundle that is restored, and the configuration's `mounts.allow`.
     pub ceiling: Ceiling<'a>,
-    /// The mounts of the bundle that is restored.
     pub mounts: &'a Destinations,
-    /// Driver version at the checkpoint.
     pub recorded_driver: Option<&'a str>,
-    /// This host's driver version.
     pub driver: Option<&'a str>,
-    /// Replacements of a path's parts: PCI addresses of GPUs that take others' places.
+    /// Replacements of a path's parts: PCI addresses of GPUs that replace others.
     pub renamed: &'a [(String, String)],
     /// Device nodes that lead elsewhere now: path in the container, path on this host.
     pub nodes: &'a [(String, String)],
 }
 
-/// A mount as CRIU is told of it at a restore.
 #[derive(Debug)]
 pub struct Provided {
-    /// Mount point in the container.
     pub path: String,
-    /// Where its content lies on this host.
     pub source: PathBuf,
-    /// What it is.
     pub kind: MountKind,
     /// The content itself, as it was compared: an O_PATH descriptor.
     pub opened: OwnedFd,
@@ -243,10 +233,7 @@ pub struct Provided {
 }
 
 impl Provider<'_> {
-    /// Finds the place of every mount on this host.
-    ///
-    /// # Errors
-    /// Every mount that has none, by name.
+    /// Finds the source of every mount on this host. The error names every mount that has none.
     pub fn provide(&self, recorded: &[ForeignMount]) -> Result<Vec<Provided>, Vec<Refusal>> {
         let mut provided = Vec::new();
         let mut refusals = Vec::new();
@@ -293,7 +280,7 @@ impl Provider<'_> {
             .of_spec(mount)
             .filter(|(root, rest)| root.join(rest) == *source);
         let opened = match &of_spec {
-            // The container writes there: no link of its own leads out of what the engine gave.
+            // The container writes there: none of its links may lead out of what the engine gave.
             Some((root, rest)) => open_beneath(&host.path(root), rest),
             // The file itself counts, not a link to it from an allowed place.
             None => fs::canonicalize(host.path(source)).and_then(|real| {
@@ -379,7 +366,7 @@ impl Provider<'_> {
     /// Where a mount's content may be, best first.
     fn candidates(&self, mount: &ForeignMount) -> Vec<PathBuf> {
         let mut moved = mount.host_path.clone();
-        // One at most: GPUs may have changed places with each other.
+        // At most one replacement: GPUs may have been swapped with each other.
         let named = |(old, _): &&(String, String)| !old.is_empty() && moved.contains(old.as_str());
         if let Some((old, new)) = self.renamed.iter().find(named) {
             moved = moved.replace(old.as_str(), new);
@@ -401,7 +388,8 @@ impl Provider<'_> {
         places
     }
 
-    /// A mount below a bind mount of the spec: at the same place below that one's source now. The source, and the place.
+    /// For a mount below a bind mount of the spec: the same place below that one's source now. Returns the source and
+    /// the place.
     fn of_spec(&self, mount: &ForeignMount) -> Option<(PathBuf, PathBuf)> {
         let path = Path::new(&mount.path);
         let mounts = self.mounts.0.iter();
@@ -412,8 +400,8 @@ impl Provider<'_> {
         (directory && !rest.as_os_str().is_empty()).then_some((source, rest))
     }
 
-    /// The one path that differs from a missing one in its version only: `lib/560.35.03/libcuda.so.560.35.03` now
-    /// lies in `lib/570.10/libcuda.so.570.10`.
+    /// The one path that differs from a missing one in its version only: `lib/560.35.03/libcuda.so.560.35.03` is now
+    /// `lib/570.10/libcuda.so.570.10`.
     fn other_version(&self, path: &str) -> Option<PathBuf> {
         let old = self
             .recorded_driver
@@ -438,7 +426,7 @@ impl Provider<'_> {
     }
 }
 
-/// Opens what lies at `rest` below a directory, through no link. The directory itself is the caller's word.
+/// Opens `rest` below a directory, through no link. The caller vouches for the directory itself.
 fn open_beneath(directory: &Path, rest: &Path) -> io::Result<OwnedFd> {
     let directory = fs::File::open(directory)?;
     let how = OpenHow::new()

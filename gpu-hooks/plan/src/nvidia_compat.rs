@@ -1,9 +1,8 @@
-//! Would a checkpoint of NVIDIA GPUs restore on the GPUs chosen for it? Every check with what was recorded, what was found
-//! and what to do, whether it holds or not.
+//! Checks whether a checkpoint of NVIDIA GPUs would restore on the GPUs chosen for it. Every check has the recorded and
+//! found values and a remedy, whether it holds or not.
 //!
-//! NVIDIA documents for its driver's checkpoints: restored where the GPU's type is the same, by a driver of the same
-//! version or a later one. Memory is checked beforehand because the driver does not give a process back that it could
-//! not restore.
+//! According to NVIDIA the driver restores on GPUs of the same type, by a driver of the same version or a later one.
+//! Memory is checked beforehand because the driver does not give back a process that it could not restore.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,10 +25,11 @@ const FIRST_MAPPING_DRIVER: u32 = 580;
 pub const COMPUTE_CAPABILITY: &str = "compute_capability";
 /// Key of [`Gpu::properties`]: whether the GPU is divided into MIG instances.
 pub const MIG: &str = "mig";
-/// Host memory that a restore needs beside what was in GPU memory: buffers of CRIU, the agent and the driver, in bytes.
+/// Host memory in bytes that a restore needs beside the content of GPU memory: buffers of CRIU, the agent and the
+/// driver.
 const HOST_MARGIN: u64 = 256 << 20;
 
-/// Adds to the host's GPUs what the driver's libraries say of them.
+/// Adds the facts of the driver's libraries to the host's GPUs.
 pub fn enrich(gpus: &mut [Gpu], said: &[AgentGpu]) {
     for known in said {
         let id = known.uuid.to_string();
@@ -50,7 +50,7 @@ pub fn enrich(gpus: &mut [Gpu], said: &[AgentGpu]) {
     }
 }
 
-/// Notes how much of which GPU's memory each process uses.
+/// Records how much of which GPU's memory each process uses.
 pub fn note_use(processes: &mut [GpuProcess], users: &[GpuUser]) {
     for process in processes {
         let own = users.iter().filter(|u| u.pid == process.pid);
@@ -63,17 +63,16 @@ pub fn note_use(processes: &mut [GpuProcess], users: &[GpuUser]) {
     }
 }
 
-/// The memory that a checkpoint needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Need {
-    /// Of each recorded GPU's memory, by [`Gpu::id`], in bytes. GPUs of which nothing is known are not named.
+    /// Of each recorded GPU's memory, by [`Gpu::id`], in bytes. Unknown GPUs are left out.
     pub gpus: BTreeMap<String, u64>,
-    /// Of the host's memory while the driver restores, in bytes: what was in GPU memory.
+    /// Of the host's memory while the driver restores, in bytes: the content of GPU memory.
     pub host: Option<u64>,
 }
 
-/// What the checkpoint needs, from what was recorded of each process: the driver's own account of its GPU memory, and how
-/// much the process grew when that was moved into it. Where only the latter is known, it counts for a process with one GPU.
+/// Computes the need from each process's record: the driver's own number for its GPU memory, and how much the process
+/// grew when that was moved into it. If only the latter is known, it counts for a process with one GPU.
 pub fn need(facts: &GpuFacts) -> Need {
     let mut need = Need::default();
     for process in facts
@@ -112,23 +111,19 @@ fn gpus_of(facts: &GpuFacts, process: &GpuProcess) -> Option<Vec<String>> {
     own.iter().map(|g| g.as_str().map(str::to_owned)).collect()
 }
 
-/// The host's side.
 #[derive(Debug, Clone, Default)]
 pub struct Found {
-    /// Its NVIDIA GPUs, enriched.
     pub gpus: Vec<Gpu>,
-    /// Its driver.
     pub driver: Option<String>,
     /// Free memory of each GPU, by [`Gpu::id`], in bytes, where it is known.
     pub free: BTreeMap<String, u64>,
-    /// Host memory that can be had, in bytes.
+    /// Available host memory, in bytes.
     pub available: Option<u64>,
-    /// What the container may use of it, in bytes.
+    /// The container's memory limit, in bytes.
     pub container_limit: Option<u64>,
 }
 
 impl Found {
-    /// Free memory as the driver's libraries say.
     pub fn free_of(said: &[AgentGpu]) -> BTreeMap<String, u64> {
         said.iter()
             .filter_map(|g| Some((g.uuid.to_string(), g.free_memory?)))
@@ -153,10 +148,9 @@ pub fn memory_limit(spec: &Spec) -> Option<u64> {
         .filter(|n| *n > 0)
 }
 
-/// A recorded GPU and the one chosen for it.
 pub type Pair<'a> = (&'a Gpu, &'a Gpu);
 
-/// All checks. `pairs` are the GPUs chosen, `None` if no choice could be made.
+/// Makes all checks. `pairs` are the GPUs chosen, `None` if no choice could be made.
 pub fn checks(
     recorded: &GpuFacts,
     found: &Found,

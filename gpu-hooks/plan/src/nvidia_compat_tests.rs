@@ -39,7 +39,6 @@ fn process(pid: i32, parts: &[(&str, u64)]) -> GpuProcess {
     }
 }
 
-/// Two GPUs, a process on the first.
 fn recorded() -> GpuFacts {
     GpuFacts {
         gpus: vec![gpu(0, |_| ()), gpu(1, |_| ())],
@@ -285,7 +284,7 @@ fn what_a_checkpoint_needs() {
             host: Some(79 * G)
         }
     );
-    // Without the driver's account: what the process grew by counts for its only GPU, and says nothing of two.
+    // Without the driver's number: the process's growth counts for its only GPU, and says nothing of two.
     facts.processes = vec![process(7, &[]), process(8, &[]), process(9, &[])];
     facts.plugin_report = json!({"processes": [
         {"host_pid": 7, "vram_bytes": G, "gpus": ["GPU-1"]},

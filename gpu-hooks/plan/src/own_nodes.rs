@@ -1,9 +1,9 @@
-//! Device nodes that a runtime binds into a container by itself.
+//! Finds device nodes that a runtime binds into a container by itself.
 //!
-//! Where a container is in a user namespace of its own, or the runtime in one, no node can be made: runc and crun bind the
-//! host's, those of `linux.devices` and six that every container has. runc declares them external to CRIU, at a
-//! checkpoint and at a restore; crun declares none, and CRIU then fails on them ("doesn't have a proper root mount"). So
-//! both operations declare what is bound.
+//! Where a container is in a user namespace of its own, or the runtime in one, no node can be made. Then runc and crun
+//! bind the host's: those of `linux.devices` and six that every container has. runc declares them external to CRIU, at
+//! a checkpoint and at a restore; crun declares none, and CRIU then fails on them ("doesn't have a proper root mount").
+//! So both operations declare the bound nodes.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,7 +14,7 @@ use cryopod_host::mountinfo;
 use cryopod_host::mountinfo::declarable;
 use cryopod_host::spec::Spec;
 
-/// What the runtimes put into every container.
+/// The nodes that the runtimes put into every container.
 const DEFAULT: [&str; 6] = [
     "/dev/null",
     "/dev/zero",
@@ -24,7 +24,7 @@ const DEFAULT: [&str; 6] = [
     "/dev/urandom",
 ];
 
-/// Is the container in a user namespace of its own, or this process in one?
+/// Returns true if the container is in a user namespace of its own, or this process in one.
 pub fn in_user_namespace(host: &Host, spec: &Spec) -> bool {
     let namespaces = spec.json().pointer("/linux/namespaces");
     let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
@@ -49,7 +49,7 @@ pub fn paths(host: &Host, spec: &Spec) -> Vec<PathBuf> {
     all
 }
 
-/// Is what the container whose first process is `init` has at `point` the node of that name of the host?
+/// Returns true if the container with init process `init` has the host's node of that name at `point`.
 pub(crate) fn bound(host: &Host, init: i32, paths: &[PathBuf], point: &Path) -> bool {
     let number = |path: &Path| {
         let meta = fs::symlink_metadata(path).ok()?;
@@ -61,7 +61,7 @@ pub(crate) fn bound(host: &Host, init: i32, paths: &[PathBuf], point: &Path) -> 
     paths.iter().any(|p| p == point) && there.is_some() && there == host.char_device(point)
 }
 
-/// The nodes that are bound in the container whose first process is `init`.
+/// The nodes that are bound in the container with init process `init`.
 pub fn found(host: &Host, spec: &Spec, init: i32) -> Vec<PathBuf> {
     let paths = paths(host, spec);
     if paths.is_empty() {

@@ -1,6 +1,6 @@
-//! The plan of a checkpoint: everything that it will do about GPUs, as data, before it is done.
+//! Plans a checkpoint: everything that it will do about GPUs, as data, before it is done.
 //!
-//! What cannot work is refused here, while the container still runs untouched, with every reason at once.
+//! The plan refuses what cannot work while the container still runs untouched, with every reason at once.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,22 +18,17 @@ use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 
-/// Where the CRIU plugins of this host are; `None`: not installed.
+/// Paths of this host's CRIU plugins; `None`: not installed.
 #[derive(Debug, Clone, Default)]
 pub struct Plugins {
-    /// Ours, for NVIDIA.
+    /// cryopod's own.
     pub nvidia: Option<PathBuf>,
-    /// CRIU's `amdgpu_plugin.so`.
     pub amd: Option<PathBuf>,
-    /// What is known to be wrong with one: it is absent, or CRIU would not load it.
+    /// Known faults of a plugin: it is absent, or CRIU would not load it.
     pub faults: BTreeMap<Vendor, Refusal>,
 }
 
 impl Plugins {
-    /// The plugin of a vendor.
-    ///
-    /// # Errors
-    /// Why there is none that can be used.
     pub fn usable(&self, vendor: Vendor) -> Result<&PathBuf, Refusal> {
         if let Some(fault) = self.faults.get(&vendor) {
             return Err(fault.clone());
@@ -46,16 +41,12 @@ impl Plugins {
     }
 }
 
-/// Why there is no plan.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// The container's first process is gone.
     #[error("the container's process {0} has exited; there is nothing left to checkpoint")]
     Gone(i32),
-    /// The checkpoint cannot work; nothing was touched.
     #[error("the checkpoint was refused and the container goes on running: {}", list(.0))]
     Refused(Vec<Refusal>),
-    /// The restore cannot work; nothing was started.
     #[error("the restore was refused and the checkpoint is untouched: {}", list(.0))]
     RestoreRefused(Vec<Refusal>),
 }
@@ -68,21 +59,18 @@ fn list(refusals: &[Refusal]) -> String {
         .join(" | ")
 }
 
-/// What a checkpoint will do about GPUs.
 #[derive(Debug, Clone)]
 pub struct CheckpointPlan {
-    /// What goes into the metadata.
     pub gpu: GpuFacts,
     /// The CRIU plugins that it needs, and no others.
     pub plugins: Vec<PathBuf>,
-    /// All processes of the container, host pids, the first process first.
+    /// All processes of the container, host pids, the init process first.
     pub pids: Vec<i32>,
-    /// Memory of the processes' own, in bytes: about what CRIU writes.
+    /// The processes' own memory, in bytes: about what CRIU writes.
     pub memory_bytes: u64,
 }
 
 impl CheckpointPlan {
-    /// Host pids of the processes that use this vendor's driver.
     pub fn users_of(&self, vendor: Vendor) -> Vec<i32> {
         self.gpu
             .processes
@@ -105,12 +93,9 @@ pub fn container_nodes(host: &Host, spec: &Spec, init: i32) -> Vec<DeviceNode> {
     nodes
 }
 
-/// Makes the plan for a container with the GPU nodes `nodes` whose first process is `init`, and finds what it does that
-/// cannot be checkpointed. `scan`: its processes; empty if `init` is gone.
-/// `sharing`: what becomes of processes that share GPU memory.
-///
-/// # Errors
-/// [`PlanError::Gone`].
+/// Makes the plan for a container with the GPU nodes `nodes` and the init process `init`, and finds what it does that
+/// cannot be checkpointed. `scan`: its processes; empty if `init` is gone. `sharing`: the policy for processes that
+/// share GPU memory.
 pub fn checkpoint(
     host: &Host,
     nodes: Vec<DeviceNode>,
@@ -168,7 +153,6 @@ pub fn checkpoint(
     Ok((plan, refusals))
 }
 
-/// Host pids of the processes that use NVIDIA's driver.
 pub fn cuda_users(processes: &[GpuProcess]) -> Vec<i32> {
     let users = processes
         .iter()
@@ -176,7 +160,7 @@ pub fn cuda_users(processes: &[GpuProcess]) -> Vec<i32> {
     users.map(|p| p.pid).collect()
 }
 
-/// Why the CUDA processes `cuda` cannot be checkpointed: GPU memory that they share.
+/// Returns why the CUDA processes `cuda` cannot be checkpointed: GPU memory that they share.
 pub fn shared_memory(
     host: &Host,
     scan: &Scan,

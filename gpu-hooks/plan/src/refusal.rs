@@ -1,17 +1,14 @@
-//! Reasons for which a checkpoint or restore is refused, each with the remedy.
+//! Defines a reason to refuse a checkpoint or restore, with its remedy.
 
 use std::fmt;
 
 use cryopod_cuda::preflight;
 
-/// One reason why a checkpoint cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The process it is about, if it is about one: pid on the host and name.
+    /// The process, if it is about one: pid on the host and name.
     pub process: Option<(i32, String)>,
-    /// What stands in the way.
     pub what: String,
-    /// What the user can do.
     pub remedy: String,
 }
 

@@ -1,9 +1,9 @@
-//! Where each GPU device node of a checkpoint leads on this host.
+//! Maps each GPU device node of a checkpoint to its place on this host.
 //!
-//! The driver's library opens nodes by their native names (`/dev/nvidia1` is the GPU of minor 1, `renderD130` the render
-//! node of minor 130), so the nodes of a GPU that moves get the native names of the new one. The old names are kept as
-//! aliases for processes that hold them, except where they are now the native name of another GPU: when two GPUs are
-//! swapped, every name leads to where it always does. Numbers are those of this host's nodes, for the majors of
+//! The driver's library opens nodes by their native names: `/dev/nvidia1` is the GPU of minor 1, `renderD130` the
+//! render node of minor 130. So the nodes of a GPU that moves get the native names of the new one. The old names are
+//! kept as aliases for processes that hold them, except where they are now the native name of another GPU. When two
+//! GPUs are swapped, every name keeps its meaning. Numbers are those of this host's nodes, as the majors of
 //! `nvidia-uvm`, `nvidia-caps` and `kfd` differ between hosts.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
@@ -15,39 +15,32 @@ use crate::refusal::Refusal;
 use cryopod_host::nodes;
 use cryopod_host::spec::Spec;
 
-/// The annotation in which a restored container's spec says which of its nodes were moved: JSON, a list of [`MovedNode`].
+/// The annotation in a restored container's spec that lists its moved nodes: JSON, a list of [`MovedNode`].
 pub const ANNOTATION: &str = "dev.cryopod.gpu.moved";
 
-/// A node of the restored container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// Path inside the container.
     pub path: String,
-    /// The node of this host that it is.
+    /// The node of this host.
     pub host_path: String,
-    /// Device major on this host.
     pub major: u64,
-    /// Device minor on this host.
     pub minor: u64,
-    /// Path of the recorded node in whose place it is.
+    /// Path of the recorded node that it replaces.
     pub from: String,
-    /// Its native name, if this is only kept for those who know it.
+    /// Its native name, if this is only an alias.
     pub alias_of: Option<String>,
 }
 
-/// All GPU nodes of the restored container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remap {
     /// The nodes, those of the checkpoint in their order, then the new names.
     pub targets: Vec<Target>,
-    /// What the checkpoint has.
     pub recorded: Vec<DeviceNode>,
-    /// What an earlier restore moved.
     pub moved: Vec<MovedNode>,
 }
 
 impl Remap {
-    /// The nodes that are not in the checkpoint as they are to be.
+    /// The nodes that the checkpoint lacks or has otherwise.
     pub fn changed(&self) -> Vec<&Target> {
         self.targets
             .iter()
@@ -60,22 +53,21 @@ impl Remap {
             .collect()
     }
 
-    /// The recorded node of a path.
     pub fn recorded(&self, path: &str) -> Option<&DeviceNode> {
         self.recorded.iter().find(|n| n.path == path)
     }
 
-    /// The paths under which an engine's spec may name what the checkpoint has at `path`.
+    /// The paths under which an engine's spec may name the checkpoint's node at `path`.
     pub fn engine_paths<'a>(&'a self, path: &'a str) -> impl Iterator<Item = &'a str> {
         let moved = self.moved.iter().filter(move |m| m.path == path);
         std::iter::once(path).chain(moved.map(|m| m.engine.path.as_str()))
     }
 }
 
-/// Finds the place of every node.
+/// Maps every node.
 ///
 /// # Errors
-/// Every node that has none on this host, or whose place is no GPU node of the same kind.
+/// Every node that has no place on this host, or whose place is no GPU node of the same kind.
 pub fn remap(
     ceiling: &Ceiling<'_>,
     gpu: &GpuFacts,
@@ -122,7 +114,7 @@ pub fn remap(
     })
 }
 
-/// The node's new place, and whether that is more than an alias.
+/// Returns the node's new place, and whether that is more than an alias.
 fn place(
     ceiling: &Ceiling<'_>,
     gpu: &GpuFacts,
@@ -215,8 +207,8 @@ fn place(
     Some((target, native))
 }
 
-/// Is this host's node that of a GPU which takes some GPU's place? A node that is no GPU's always is, and so is every
-/// one where the driver's library alone describes the GPUs: it tells no nodes.
+/// Returns true if this host's node belongs to a GPU that replaces some GPU. A node that is no GPU's always counts, and
+/// so does every one where only the driver's library describes the GPUs: it reports no nodes.
 fn of_a_choice(
     node: &DeviceNode,
     host_path: &str,
@@ -244,7 +236,6 @@ fn behind<'a>(gpu: &'a GpuFacts, node: &'a DeviceNode) -> &'a DeviceNode {
         .unwrap_or(node)
 }
 
-/// The number in the native name of a GPU's node.
 fn number_of(gpu: &Gpu) -> Option<u64> {
     match gpu.vendor {
         Vendor::Nvidia => gpu.minor,
@@ -275,15 +266,15 @@ fn absent(node: &DeviceNode, host_path: &str) -> Refusal {
     }
 }
 
-/// The nodes that an earlier restore has moved, as the container's spec says.
+/// The nodes that an earlier restore has moved, from the container's spec.
 pub fn moved(spec: &Spec) -> Vec<MovedNode> {
     spec.annotation(ANNOTATION)
         .and_then(|text| serde_json::from_str(text).ok())
         .unwrap_or_default()
 }
 
-/// Completes the record of a container that was restored before: which nodes were moved, and that an alias is no GPU of
-/// its own.
+/// Completes the record of a container that was restored before: records the moved nodes, and that an alias is no GPU
+/// of its own.
 pub fn complete(gpu: &mut GpuFacts, spec: &Spec) {
     gpu.moved = moved(spec);
     gpu.moved

@@ -1,17 +1,15 @@
-//! The switches of the checks: a check that is switched off is still made and told, and does not refuse.
+//! Reads the switches of the checks. A disabled check still runs and is reported; it no longer blocks the restore.
 //!
-//! One scheme for both vendors. Each check has a name: NVIDIA's begin with `nvidia-`, AMD's are the environment variables
-//! of CRIU's amdgpu plugin, `KFD_FW_VER_CHECK` and its like; [`RESTORE_HERE`] is neither's. In order of rank: the container's annotation
-//! `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]` (`NAME = false` or `true`), and for
-//! AMD's the environment variable of that name.
+//! Both vendors use one scheme. Each check has a name: NVIDIA's begin with `nvidia-`; AMD's are the environment
+//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`] belongs to neither. In order of
+//! rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
+//! (`NAME = false` or `true`), and for AMD's the environment variable of that name.
 
 use std::collections::BTreeMap;
 
 use cryopod_host::spec::Spec;
 
-/// What the annotations begin with.
 pub const ANNOTATION: &str = "dev.cryopod.check.";
-/// NVIDIA's checks.
 pub const NVIDIA: [&str; 9] = [
     "nvidia-model",
     "nvidia-compute-capability",
@@ -23,7 +21,7 @@ pub const NVIDIA: [&str; 9] = [
     "nvidia-free-memory",
     "nvidia-host-memory",
 ];
-/// AMD's checks that can be switched off, under the names of the plugin's environment variables.
+/// AMD's checks that can be disabled, under the names of the plugin's environment variables.
 pub const AMD: [&str; 7] = [
     "KFD_FW_VER_CHECK",
     "KFD_SDMA_FW_VER_CHECK",
@@ -34,22 +32,20 @@ pub const AMD: [&str; 7] = [
     "KFD_CAPABILITY_CHECK",
 ];
 
-/// What a checkpoint's plan says of its own restore on this host. Off: it is said and does not refuse, for containers
-/// that are to go on elsewhere.
+/// The plan of the checkpoint's own restore on this host. Off: it is reported but does not refuse, for containers that
+/// will go on elsewhere.
 pub const RESTORE_HERE: &str = "restore-here";
 
-/// Which checks are on. Those that nobody has named are.
+/// The enabled checks; all by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Switches {
     named: BTreeMap<String, bool>,
 }
 
-/// Is there a check of this name?
 pub fn known(name: &str) -> bool {
     NVIDIA.contains(&name) || AMD.contains(&name) || name == RESTORE_HERE
 }
 
-/// The names of all checks, for messages.
 pub fn names() -> String {
     let all: Vec<&str> = NVIDIA
         .into_iter()
@@ -59,7 +55,7 @@ pub fn names() -> String {
     all.join(", ")
 }
 
-/// `true` for on and `false` for off, in the words that annotations and the plugin's environment take.
+/// Parses on (`true`) and off (`false`), in the words that annotations and the plugin's environment take.
 pub fn state(text: &str) -> Option<bool> {
     match text.trim().to_ascii_lowercase().as_str() {
         "on" | "1" | "yes" | "true" => Some(true),
@@ -69,7 +65,7 @@ pub fn state(text: &str) -> Option<bool> {
 }
 
 impl Switches {
-    /// All three sources.
+    /// Reads all three sources.
     ///
     /// # Errors
     /// An annotation that names no check, or is neither `on` nor `off`.
@@ -80,7 +76,7 @@ impl Switches {
     ) -> Result<Self, String> {
         let mut named = BTreeMap::new();
         for name in AMD {
-            // What the plugin does not understand it ignores too.
+            // The plugin ignores other values, too.
             if let Some(on) = environment(name).as_deref().and_then(state) {
                 named.insert(name.to_owned(), on);
             }
@@ -101,7 +97,6 @@ impl Switches {
         Ok(Self { named })
     }
 
-    /// The same with some checks switched off.
     #[must_use]
     pub fn without(mut self, names: &[String]) -> Self {
         self.named
@@ -109,17 +104,14 @@ impl Switches {
         self
     }
 
-    /// Is this check on?
     pub fn on(&self, name: &str) -> bool {
         self.named.get(name).copied().unwrap_or(true)
     }
 
-    /// What somebody has said of it.
     pub fn said(&self, name: &str) -> Option<bool> {
         self.named.get(name).copied()
     }
 
-    /// How a check is switched off, for messages.
     pub fn how(name: &str) -> String {
         format!(
             "`{name} = false` under [checks] in the configuration, or the annotation {ANNOTATION}{name}=off"

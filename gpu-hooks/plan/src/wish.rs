@@ -1,12 +1,11 @@
-//! Which GPUs a user asks for.
+//! Parses which GPUs a user asks for.
 
-/// The annotation of a container that says how its GPUs are mapped.
+/// The container's annotation that maps its GPUs.
 pub const ANNOTATION: &str = "dev.cryopod.gpu.map";
 
-/// What the user asks for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Wish {
-    /// The same GPUs where they are there, else others that match.
+    /// The same GPUs where they exist, else others that match.
     #[default]
     Auto,
     /// These: each side a UUID (AMD: unique id), an index, a PCI address, a device node or a render minor

@@ -1,27 +1,21 @@
-//! What CRIU offers its plugins: the log, the image directory, the inventory.
+//! Calls what CRIU offers its plugins: the log, the image directory, the inventory.
 //!
-//! Every symbol is looked up at run time and may be absent: which ones exist differs between CRIU's
-//! versions, and a plugin with an unresolved symbol does not load at all.
+//! Every symbol is looked up at run time and may be absent: CRIU's versions differ, and a plugin with an unresolved
+//! symbol does not load at all.
 
 use cryopod_archive::text::printable;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::path::PathBuf;
 
-/// The name in CRIU's inventory.
 pub const NAME: &CStr = c"cryopod_nvidia";
 
-/// CRIU's log levels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Level {
-    /// An error.
     Error = 1,
-    /// A warning.
     Warn = 2,
-    /// What happens.
     Info = 3,
-    /// Details.
     Debug = 4,
 }
 
@@ -38,7 +32,6 @@ fn symbol<T: Copy>(name: &CStr) -> Option<T> {
     Some(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&found) })
 }
 
-/// One line into CRIU's log.
 pub fn log(level: Level, message: &str) {
     let prefix = match level {
         Level::Error => "cryopod: Error: ",
@@ -55,7 +48,6 @@ pub fn log(level: Level, message: &str) {
     }
 }
 
-/// CRIU's image directory.
 pub fn image_dir() -> Option<BorrowedFd<'static>> {
     let get = symbol::<unsafe extern "C" fn() -> c_int>(c"criu_get_image_dir")?;
     // SAFETY: takes nothing, returns a descriptor or a negative number.
@@ -64,7 +56,7 @@ pub fn image_dir() -> Option<BorrowedFd<'static>> {
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Names this plugin in the inventory, so that a restore without it fails. True when done.
+/// Names this plugin in the inventory, so that a restore without it fails. Returns true on success.
 pub fn add_to_inventory() -> bool {
     type Add = unsafe extern "C" fn(*const c_char) -> c_int;
     let Some(add) = symbol::<Add>(c"add_inventory_plugin") else {
@@ -78,7 +70,7 @@ pub fn add_to_inventory() -> bool {
     unsafe { add(NAME.as_ptr()) == 0 }
 }
 
-/// Whether the images name this plugin; `None` when this CRIU cannot tell.
+/// Returns true if the images name this plugin; `None` when this CRIU cannot tell.
 pub fn take_from_inventory() -> Option<bool> {
     type Check = unsafe extern "C" fn(*const c_char, usize) -> bool;
     let check = symbol::<Check>(c"check_and_remove_inventory_plugin")?;
@@ -98,13 +90,14 @@ pub fn interrupt_only() {
     }
 }
 
-/// Whether this CRIU hands `bool *retry` to RESTORE_EXT_FILE, as from 4.3 on. It reads the value without having set it.
+/// Returns true if this CRIU passes `bool *retry` to RESTORE_EXT_FILE, as from 4.3 on. It reads the value without
+/// having set it.
 pub fn wants_retry() -> bool {
     // New in the same version of the plugin interface.
     symbol::<*const c_void>(c"criu_plugin_get_options").is_some()
 }
 
-/// Whether CRIU's timeout for stopping the processes has passed. CRIU aborts itself 5 s later.
+/// Returns true if CRIU's timeout for stopping the processes has passed. CRIU aborts itself 5 s later.
 pub fn alarm_passed() -> bool {
     symbol::<unsafe extern "C" fn() -> bool>(c"alarm_timeouted")
         // SAFETY: takes nothing, reads a counter.

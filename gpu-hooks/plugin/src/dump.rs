@@ -1,17 +1,16 @@
-//! `criu dump`: lock, checkpoint, and the way back.
+//! Runs `criu dump`: locks, checkpoints, and puts back.
 //!
-//! CRIU calls PAUSE_DEVICES for each process while it still runs, just before it stops it. The first
-//! call locks every CUDA process of the plan at once. When all are stopped, CRIU calls
-//! CHECKPOINT_DEVICES for each; the first call checkpoints all at once, each process's driver thread
-//! released for the time, so that N processes take as long as the slowest.
+//! CRIU calls PAUSE_DEVICES for each process while it still runs, just before it stops it. The first call locks every
+//! CUDA process of the plan at once. When all are stopped, CRIU calls CHECKPOINT_DEVICES for each. The first call
+//! checkpoints all at once, with each process's driver thread released meanwhile, so that N processes take as long as
+//! the slowest.
 //!
 //! Processes that were locked when the container was paused stay in their frozen cgroup until CRIU has stopped them:
-//! nothing of them runs between the pause and the engine's resume but their drivers' threads.
+//! between the pause and the engine's resume only their drivers' threads run.
 //!
-//! At the end, when the dump failed or the container goes on running, every process is brought back
-//! to the state it was found in while CRIU still holds it stopped (it unseizes after our exit, in
-//! 4.1 as in 4.2). A dump that succeeded is committed to the agent; whatever is left undone when
-//! the connection closes is the agent's.
+//! At the end, when the dump failed or the container goes on running, every process is brought back to the state it was
+//! found in while CRIU still holds it stopped (it unseizes after our exit, in 4.1 as in 4.2). A successful dump is
+//! committed to the agent. The agent undoes whatever is left when the connection closes.
 
 use crate::criu::{self, Level};
 use crate::maps;
@@ -27,7 +26,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 mod vram_out;
 
-/// A CUDA process during the dump.
 struct Task {
     tid: i32,
     found: ProcessState,
@@ -40,23 +38,20 @@ impl Task {
     }
 }
 
-/// The dump.
 pub struct Dump {
-    /// Configuration, connection, image.
     pub session: Session,
     tasks: BTreeMap<i32, Task>,
     /// Processes that CRIU has named, CUDA or not.
     seen: BTreeSet<i32>,
     /// Processes asked about.
     asked: BTreeSet<i32>,
-    /// How many pid namespaces lie outside that of the root process.
+    /// Number of PID namespaces outside that of the root process.
     depth: usize,
     checkpointed: bool,
     in_inventory: bool,
 }
 
 impl Dump {
-    /// A dump that has done nothing yet.
     pub fn new(session: Session) -> Self {
         Self {
             session,
@@ -116,7 +111,7 @@ impl Dump {
         self.lock(&lock)
     }
 
-    /// Takes in a CUDA process: as it is now, and as a restore is to leave it.
+    /// Adds a CUDA process, with its present state and the state after a restore.
     fn take_in_one(&mut self, thread: Thread, found: ProcessState, restored: ProcessState) {
         let Thread { pid, tid } = thread;
         let now = found;
@@ -125,7 +120,6 @@ impl Dump {
         self.session.image.processes.push(record);
     }
 
-    /// The states of CUDA processes.
     fn states(&mut self, threads: &[Thread]) -> Result<Vec<(Thread, ProcessState, u64)>, Failed> {
         let query = |pid| Op::Query {
             pid,
@@ -188,8 +182,8 @@ impl Dump {
         })
     }
 
-    /// One step of several processes at once. Driver threads of stopped processes are released for
-    /// it; every process's outcome is recorded, the first error is returned.
+    /// Does one step of several processes at once. Releases driver threads of stopped processes meanwhile, records
+    /// every process's outcome, and returns the first error.
     fn step(
         &mut self,
         step: Step,
@@ -229,7 +223,7 @@ impl Dump {
                     if let (Some(task), Outcome::Error(error)) =
                         (self.tasks.get_mut(pid), &reply.outcome)
                     {
-                        // What the driver made of it is asked again before anything else is done.
+                        // The driver is asked for the new state before anything else is done.
                         task.now = match error.kind {
                             ErrorKind::LockTimeout | ErrorKind::NoProcess => task.now,
                             _ => ProcessState::Unknown,
@@ -253,7 +247,7 @@ impl Dump {
             return Ok(());
         }
         self.checkpointed = true;
-        // The plan may know processes that are outside of the tree CRIU dumps.
+        // The plan may know processes outside the tree that CRIU dumps.
         let strays: Vec<i32> = self
             .tasks
             .keys()
@@ -272,7 +266,7 @@ impl Dump {
                 .processes
                 .retain(|record| !strays.contains(&record.host_pid));
         }
-        // One that was within cuInit when it was asked about uses CUDA by now.
+        // A process that was within cuInit when it was asked about uses CUDA by now.
         let late: Vec<i32> = self
             .seen
             .iter()
@@ -308,7 +302,7 @@ impl Dump {
         self.write_image()
     }
 
-    /// What is still mapped of the device nodes.
+    /// Records the remaining mappings of the device nodes.
     fn maps(&mut self) -> Result<(), Failed> {
         for pid in &self.seen {
             let count = maps::count(*pid);
@@ -328,7 +322,6 @@ impl Dump {
         Ok(())
     }
 
-    /// Writes the image, and our name into the inventory.
     pub fn write_image(&mut self) -> Result<(), Failed> {
         let failed = |cause: String| failure("image", None, cause);
         if !self.in_inventory {
@@ -343,7 +336,6 @@ impl Dump {
             .map_err(|error| failed(format!("cannot write {FILE_NAME}: {error}")))
     }
 
-    /// Brings processes back to the state they were found in.
     fn bring_back(&mut self, pids: &[i32]) -> Result<(), Failed> {
         let changed: Vec<i32> = pids
             .iter()
@@ -357,7 +349,7 @@ impl Dump {
         if changed.is_empty() {
             return Ok(());
         }
-        // After an error the driver alone knows.
+        // After an error only the driver knows.
         let unknown: Vec<Thread> = changed
             .iter()
             .filter_map(|pid| Some(self.tasks.get(pid)?.thread(*pid)))
@@ -432,12 +424,11 @@ impl Dump {
             .map_or(ProcessState::Unknown, |task| task.now)
     }
 
-    /// The end, with CRIU's result.
     pub fn finish(&mut self, succeeded: bool) {
         let mut good = succeeded && self.session.failed().is_none();
         let leave_running = self.session.config.leave_running;
         if good && self.session.vram.writes && !leave_running {
-            // Where the wrapper waited for it at post-dump, it has long been done.
+            // If the wrapper waited for it at post-dump, it is long done.
             match self.session.vram_wait() {
                 Ok(done) => self.session.vram_done = done,
                 Err(failed) => {
@@ -447,7 +438,7 @@ impl Dump {
             }
         }
         if !good {
-            // What CRIU failed of may be what the VRAM files fails of as well, and tells better: a full disk.
+            // The VRAM files may fail for the same reason as CRIU, and report it better: a full disk.
             if let Err(failed) = self.session.vram_look() {
                 self.session.fail(failed);
             }

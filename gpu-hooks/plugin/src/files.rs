@@ -1,6 +1,6 @@
-//! Open NVIDIA device files that CRIU does not know how to dump: those of NVML users, and those that
-//! a forked child inherited from a CUDA process and never uses. They hold no state worth keeping:
-//! path and flags are recorded, and the node is opened again.
+//! Dumps and reopens NVIDIA device files that CRIU cannot dump: those of NVML users, and those that a forked child
+//! inherited from a CUDA process and never uses. They hold no state worth keeping: path and flags are recorded, and the
+//! node is opened again.
 
 use crate::session::{Failed, failure};
 use cryopod_cuda::image::{FileRecord, is_device_path};
@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 /// Major of `/dev/nvidia0` and `/dev/nvidiactl`; those of the other nodes differ between hosts.
 const NVIDIA_MAJOR: u32 = 195;
 
-/// Flags that mean something when a device node is opened again.
+/// Flags that matter when a device node is opened again.
 const KEPT_FLAGS: i32 = libc::O_ACCMODE | libc::O_NONBLOCK | libc::O_SYNC | libc::O_APPEND;
 
 fn stat(fd: RawFd) -> std::io::Result<libc::stat> {
@@ -27,7 +27,7 @@ fn is_char_device(stat: &libc::stat) -> bool {
     stat.st_mode & libc::S_IFMT == libc::S_IFCHR
 }
 
-/// DUMP_EXT_FILE: the record of the file, or `None` when it is not one of NVIDIA's.
+/// DUMP_EXT_FILE: returns the record of the file, or `None` when it is not one of NVIDIA's.
 pub fn describe(fd: BorrowedFd<'_>, id: i32) -> Result<Option<FileRecord>, Failed> {
     let raw = fd.as_raw_fd();
     let failed = |what: String| failure("device file", None, what);
@@ -64,7 +64,7 @@ pub fn describe(fd: BorrowedFd<'_>, id: i32) -> Result<Option<FileRecord>, Faile
     }))
 }
 
-/// RESTORE_EXT_FILE: the device node opened again, in the process being restored.
+/// RESTORE_EXT_FILE: opens the device node again, in the process being restored.
 pub fn reopen(record: &FileRecord) -> Result<OwnedFd, Failed> {
     let failed = |what: String| failure("device file", None, format!("{}: {what}", record.path));
     let last = || std::io::Error::last_os_error().to_string();
@@ -84,13 +84,12 @@ pub fn reopen(record: &FileRecord) -> Result<OwnedFd, Failed> {
         return Err(failed("not a device".into()));
     }
     if record.pos > 0 {
-        // SAFETY: moves the position; a device without one answers -1, which is as good.
+        // SAFETY: moves the position; a device without one answers -1, which does no harm.
         unsafe { libc::lseek(fd.as_raw_fd(), record.pos, libc::SEEK_SET) };
     }
     Ok(fd)
 }
 
-/// The descriptor that CRIU takes over.
 pub fn into_criu(fd: OwnedFd) -> i32 {
     fd.into_raw_fd()
 }

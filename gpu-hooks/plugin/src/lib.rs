@@ -1,8 +1,8 @@
-//! CRIU plugin that checkpoints and restores CUDA processes through NVIDIA's driver.
+//! Implements the CRIU plugin that checkpoints and restores CUDA processes through NVIDIA's driver.
 //!
-//! This file is the C boundary: the descriptor that CRIU reads and the hooks it calls. CRIU calls
-//! them one at a time on its main thread, which is also the one that traces the processes. Behind
-//! the boundary lies one value, the operation under way; no panic gets across.
+//! This file is the C boundary: the descriptor that CRIU reads and the hooks it calls. CRIU calls them one at a time on
+//! its main thread, which also traces the processes. The only state behind the boundary is the current operation; no
+//! panic crosses it.
 //!
 //! * [`session`]: configuration, connection to the driver agent, overlapping driver calls, report
 //! * [`dump`], [`restore`]: the two operations
@@ -41,7 +41,7 @@ const STAGE_PRE_DUMP: c_int = 1;
 const STAGE_RESTORE: c_int = 2;
 
 const FAILED: c_int = -1;
-/// "Not mine": CRIU asks the next plugin, and takes it for success where nobody has to answer.
+/// "Not mine": CRIU asks the next plugin, and takes it for success where no plugin has to answer.
 const NOT_MINE: c_int = -libc::ENOTSUP;
 
 /// `cr_plugin_desc_t`.
@@ -58,7 +58,7 @@ pub struct Descriptor {
 // SAFETY: pointers to static strings and functions, never changed.
 unsafe impl Sync for Descriptor {}
 
-/// What CRIU looks for in a plugin.
+/// The symbol that CRIU looks for in a plugin.
 #[unsafe(no_mangle)]
 pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
     name: criu::NAME.as_ptr(),
@@ -79,7 +79,6 @@ pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
     },
 };
 
-/// What CRIU is doing.
 enum Work {
     /// Nothing that concerns us.
     Idle,
@@ -103,8 +102,7 @@ fn hook(name: &str, run: impl FnOnce(&mut Work) -> Result<c_int, Failed>) -> c_i
         }
     });
     catch_unwind(run).unwrap_or_else(|_| {
-        // The state is whole: every change to it is one assignment. What it owes the processes is
-        // done at the exit.
+        // The state is whole: every change to it is one assignment. The exit does what it owes the processes.
         let after = AssertUnwindSafe(|| {
             let mut work = WORK.lock().unwrap_or_else(PoisonError::into_inner);
             let failed = failure_with(
@@ -281,7 +279,7 @@ extern "C" fn dump_file(fd: c_int, id: c_int) -> c_int {
     })
 }
 
-/// `retry`: whether CRIU is to ask again later. Before CRIU 4.3 there is no such argument, and it holds anything.
+/// `retry`: whether CRIU should ask again later. Before CRIU 4.3 there is no such argument, and it holds anything.
 extern "C" fn restore_file(id: c_int, retry: *mut bool) -> c_int {
     hook("restore file", |work| {
         if criu::wants_retry() && !retry.is_null() {
@@ -304,7 +302,7 @@ extern "C" fn restore_file(id: c_int, retry: *mut bool) -> c_int {
     })
 }
 
-/// Says that the mappings of a file are taken care of: those that [`Dump::checkpoint`] recorded.
+/// Accepts the mappings of a file: [`Dump::checkpoint`] has recorded them.
 extern "C" fn device_map(fd: c_int, _stat: *const libc::stat) -> c_int {
     hook("device mapping", |work| match work {
         Work::Dump(dump) if dump.session.image.inherited_maps > 0 && maps::is_ours(fd) => Ok(0),
@@ -312,7 +310,7 @@ extern "C" fn device_map(fd: c_int, _stat: *const libc::stat) -> c_int {
     })
 }
 
-/// Gives a restored mapping something to map. 1: it did.
+/// Gives a restored mapping something to map. Returns 1 if it did.
 extern "C" fn update_map(
     path: *const c_char,
     _address: u64,

@@ -1,9 +1,9 @@
-//! Mappings of NVIDIA's device nodes in processes that do not use CUDA.
+//! Handles mappings of NVIDIA's device nodes in processes that do not use CUDA.
 //!
-//! A child that a CUDA process forks (PyTorch's DataLoader workers, say) inherits most of its mappings of `/dev/nvidia0`
-//! and `/dev/nvidiactl` (36 of 37 on an H200, driver 580). They are the driver's own, queues and registers, and CUDA
-//! refuses to work in such a child. Pinned host memory is no such mapping: it is shared memory, which CRIU keeps. So
-//! the mappings are not dumped, and a restored child finds empty memory in their place.
+//! A child that a CUDA process forks (PyTorch's DataLoader workers, say) inherits most of its mappings of
+//! `/dev/nvidia0` and `/dev/nvidiactl` (36 of 37 on an H200, driver 580). They are the driver's own, queues and
+//! registers, and CUDA refuses to work in such a child. Pinned host memory is no such mapping: it is shared memory,
+//! which CRIU keeps. So the mappings are not dumped, and a restored child finds empty memory in their place.
 
 use crate::session::{Failed, failure};
 use cryopod_cuda::image::is_device_path;
@@ -15,7 +15,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 /// `/dev/zero`, which CRIU dumps by itself.
 const ZERO: u64 = libc::makedev(1, 5);
 
-/// The address range, as it is written, and the path of a line of `/proc/PID/maps` with a file.
+/// The address range (unparsed) and the path of a line of `/proc/PID/maps` with a file.
 fn parse(line: &str) -> Option<(&str, &str)> {
     let mut words = line.splitn(6, ' ');
     let range = words.next()?;
@@ -23,7 +23,7 @@ fn parse(line: &str) -> Option<(&str, &str)> {
     (!path.is_empty()).then_some((range, path))
 }
 
-/// How many mappings of NVIDIA's device nodes a process has, those apart that CRIU dumps by itself.
+/// Counts a process's mappings of NVIDIA's device nodes, except those that CRIU dumps by itself.
 pub fn count(pid: i32) -> u64 {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let ours = maps.lines().filter_map(parse).filter(|(range, path)| {
@@ -34,21 +34,21 @@ pub fn count(pid: i32) -> u64 {
     ours.count() as u64
 }
 
-/// HANDLE_DEVICE_VMA: whether the file is one of NVIDIA's nodes.
+/// HANDLE_DEVICE_VMA: returns true if the file is one of NVIDIA's nodes.
 pub fn is_ours(fd: RawFd) -> bool {
     let link = format!("/proc/self/fd/{fd}");
     let device = fs::metadata(&link).is_ok_and(|m| m.file_type().is_char_device());
     device && fs::read_link(&link).is_ok_and(|path| is_device_path(&path.to_string_lossy()))
 }
 
-/// Whether CRIU's name of a file, which may lack the first slash or have two, is that of one of NVIDIA's nodes.
+/// Returns true if CRIU's name of a file, which may lack the first slash or have two, is that of one of NVIDIA's nodes.
 pub fn names_ours(path: &CStr) -> bool {
     let path = path.to_string_lossy();
     is_device_path(&format!("/{}", path.trim_start_matches('/')))
 }
 
-/// UPDATE_VMA_MAP: a descriptor of memory that is empty at first. CRIU maps and closes it; it needs one for each mapping
-/// of a device, for it gives each a file of its own (`fd_id_generate_special`).
+/// UPDATE_VMA_MAP: returns a descriptor of memory that is empty at first. CRIU maps and closes it. It needs one for
+/// each mapping of a device, for it gives each a file of its own (`fd_id_generate_special`).
 pub fn empty() -> Result<RawFd, Failed> {
     // SAFETY: a NUL-terminated path; no file is created. The descriptor becomes CRIU's.
     let fd = unsafe { libc::open(c"/dev/zero".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };

@@ -1,11 +1,10 @@
-//! `criu restore`: the driver's restore of every process at once, then unlock.
+//! Runs `criu restore`: the driver's restore of every process at once, then unlock.
 //!
-//! CRIU calls RESUME_DEVICES_LATE for each process when the whole tree is rebuilt and stopped. The
-//! first call finds every recorded process in the restored tree and restores all at once.
+//! CRIU calls RESUME_DEVICES_LATE for each process when the whole tree is rebuilt and stopped. The first call finds
+//! every recorded process in the restored tree and restores all at once.
 //!
-//! CRIU ignores what this hook returns (4.1 and 4.2 alike) and would let a container run whose GPU
-//! state is lost. So on an error the restored processes are killed: CRIU then fails to let go of
-//! them, and reports the restore as failed.
+//! CRIU ignores what this hook returns (4.1 and 4.2 alike) and would run a container whose GPU state is lost. So on an
+//! error the restored processes are killed: CRIU then fails to resume them, and reports the restore as failed.
 
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
@@ -18,16 +17,13 @@ use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// How long killed processes may take to go.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 
-/// The restore.
 pub struct Restore {
-    /// Configuration, connection, image.
     pub session: Session,
     done: bool,
     killed: bool,
-    /// The agent's memory for each region of the vram.
+    /// The agent's memory for each region of the VRAM files.
     vram: HashMap<String, SharedBuffer>,
 }
 
@@ -49,7 +45,7 @@ pub fn read_image() -> Result<Option<NvidiaImage>, Failed> {
 }
 
 impl Restore {
-    /// A restore that has done nothing yet. Fails early when the agent cannot be reached.
+    /// Fails early when the agent cannot be reached.
     pub fn new(mut session: Session) -> Result<Self, Failed> {
         for record in &mut session.image.processes {
             // The times and the host pid were the dump's.
@@ -84,7 +80,7 @@ impl Restore {
         self.resume_all(&tree)
     }
 
-    /// After a failure, whatever its cause: nothing of the container may run.
+    /// Kills the processes after a failure, whatever its cause: nothing of the container may run.
     pub fn kill(&mut self, root: i32) -> Result<(), Failed> {
         if std::mem::replace(&mut self.killed, true) {
             return Ok(());
@@ -128,7 +124,7 @@ impl Restore {
             gpu_map: gpu_map.clone(),
             limit_ms,
         })?;
-        // The driver has copied it to the GPU and let go of it.
+        // The driver has copied it to the GPU and unmapped it.
         for buffer in std::mem::take(&mut self.vram).into_values() {
             self.session.vram_drop(buffer.id);
         }
@@ -147,7 +143,7 @@ impl Restore {
         self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
     }
 
-    /// the VRAM files' memory into the processes, once all of it has been read.
+    /// Maps the memory of the VRAM files into the processes, once all of it has been read.
     fn vram_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
         if self.vram.is_empty() {
             return Ok(());
@@ -180,7 +176,7 @@ impl Restore {
         Ok(())
     }
 
-    /// One step of several processes at once, their driver threads released for it.
+    /// Does one step of several processes at once, with their driver threads released.
     fn step(
         &mut self,
         step: Step,
@@ -214,7 +210,6 @@ impl Restore {
         }
     }
 
-    /// The end, with CRIU's result.
     pub fn finish(&mut self, succeeded: bool) {
         self.session.disconnect();
         if succeeded && !self.done && !self.session.image.processes.is_empty() {
@@ -300,10 +295,10 @@ impl Tree {
     }
 }
 
-/// Kills the restored processes, so that CRIU cannot let them run.
+/// Kills the restored processes, so that CRIU cannot resume them.
 ///
-/// Their threads are reaped here as well: CRIU waits for the root process alone, and where that is
-/// the init of a pid namespace it ends last, after every traced thread in it has been reaped.
+/// Also reaps their threads. CRIU waits for the root process alone. If that is the init of a PID namespace it ends
+/// last, after every traced thread in it has been reaped.
 fn kill_tree(root: i32) -> Result<(), Failed> {
     let tree = Tree::of(root)?;
     criu::log(
@@ -332,7 +327,6 @@ fn kill_tree(root: i32) -> Result<(), Failed> {
     }
 }
 
-/// Reaps a traced thread, once it has ended.
 fn reaped(tid: i32) -> bool {
     let mut status = 0;
     // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.

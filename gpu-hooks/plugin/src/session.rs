@@ -1,5 +1,5 @@
-//! What dump and restore have in common: the configuration, the connection to the agent, batches of
-//! driver calls that overlap, and the report.
+//! Holds what dump and restore share: the configuration, the connection to the agent, batches of overlapping driver
+//! calls, and the report.
 
 use crate::criu::{self, Level};
 use crate::vram::Vram;
@@ -19,17 +19,15 @@ use std::time::{Duration, Instant};
 
 /// How much later than the agent's own limit its answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
-/// How often the released threads are looked after while the driver works.
+/// How often the released threads are handled while the driver works.
 const TICK: Duration = Duration::from_millis(5);
 /// The same for threads that stop at each of their system calls.
 const WATCH_TICK: Duration = Duration::from_micros(50);
-/// Limit of a query, which does no work.
 pub const QUERY_MS: u64 = 10_000;
 
-/// A failure, boxed: it is rare and large.
+/// Boxed: it is rare and large.
 pub type Failed = Box<Failure>;
 
-/// A failure of a step of a process.
 pub fn failure(step: &str, pid: Option<i32>, cause: impl Into<String>) -> Failed {
     Box::new(Failure {
         pid,
@@ -40,7 +38,6 @@ pub fn failure(step: &str, pid: Option<i32>, cause: impl Into<String>) -> Failed
     })
 }
 
-/// The same with a remedy.
 pub fn failure_with(
     step: &str,
     pid: Option<i32>,
@@ -52,7 +49,7 @@ pub fn failure_with(
     failure
 }
 
-/// What can be done about a driver's error, in words for a user.
+/// The remedy for a driver's error, in words for a user.
 pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
     Some(match kind {
         ErrorKind::LockTimeout => {
@@ -80,19 +77,15 @@ pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
 
 /// One operation of CRIU, from init to exit.
 pub struct Session {
-    /// The configuration.
     pub config: PluginConfig,
-    /// The image, being written or read.
     pub image: NvidiaImage,
-    /// GPU memory that does not go through CRIU.
     pub vram: Vram,
-    /// What the agent wrote.
     pub vram_done: Option<VramDone>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
 
-/// Reads the configuration beside this plugin and checks that it is meant for this operation.
+/// Reads the configuration beside this plugin and checks that it is for this operation.
 pub fn read_config(
     own_symbol: *const c_void,
     operation: Operation,
@@ -121,10 +114,7 @@ pub fn read_config(
 }
 
 impl Session {
-    /// Asks the agent one thing about the vram.
-    ///
-    /// # Errors
-    /// What the agent says, or that it is gone.
+    /// Sends the agent one request about VRAM files.
     pub fn ask(&mut self, op: Op) -> Result<Reply, Failed> {
         let pid = op.pid();
         let reply = self
@@ -143,7 +133,6 @@ impl Session {
         }
     }
 
-    /// A session that has done nothing yet.
     pub fn new(config: PluginConfig, image: NvidiaImage) -> Self {
         Self {
             config,
@@ -155,7 +144,6 @@ impl Session {
         }
     }
 
-    /// The first thing that went wrong.
     pub fn failed(&self) -> Option<&Failure> {
         self.failed.as_deref()
     }
@@ -174,7 +162,6 @@ impl Session {
         }
     }
 
-    /// Fails when the operation was called off.
     pub fn check_abort(&self, step: &str) -> Result<(), Failed> {
         match &self.config.abort_file {
             Some(file) if file.exists() => Err(failure(step, None, "the operation was called off")),
@@ -191,7 +178,6 @@ impl Session {
         )
     }
 
-    /// Connects to the agent unless that is done.
     pub fn connect(&mut self) -> Result<(), Failed> {
         if self.client.is_some() {
             return Ok(());
@@ -207,7 +193,6 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the connection.
     pub fn disconnect(&mut self) {
         self.client = None;
     }
@@ -226,11 +211,11 @@ impl Session {
         }
     }
 
-    /// Sends all requests at once and waits for all answers, in the order of the requests. The
-    /// `released` threads are looked after meanwhile.
+    /// Sends all requests at once and waits for all answers, in the order of the requests. Handles the `released`
+    /// threads meanwhile.
     ///
-    /// The driver cannot be stopped half-way, so this waits for every answer even when one is an
-    /// error; an answer that does not come in time is an error of the whole batch.
+    /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does
+    /// not come in time is an error of the whole batch.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
         let vram = self.config.vram.clone().unwrap_or_default();
         let watching = released.iter().any(Released::is_watched);
@@ -310,7 +295,7 @@ impl Session {
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
     }
 
-    /// Which of the processes use CUDA: each with its driver's thread.
+    /// Finds the processes that use CUDA: each with its driver's thread.
     pub fn find(&mut self, pids: &[i32]) -> Result<Vec<Thread>, Failed> {
         let find = |pid: &i32| Op::Find {
             pid: *pid,
@@ -331,16 +316,15 @@ impl Session {
         Ok(found)
     }
 
-    /// One request for each process, all at once, the drivers' threads of stopped processes
-    /// released for the time. Replies come in the order of the processes; the text says that a
-    /// thread could not be stopped again.
+    /// Sends one request for each process, all at once, with the drivers' threads of stopped processes released.
+    /// Returns the replies in the order of the processes, and a text if a thread could not be stopped again.
     pub fn released_batch(
         &mut self,
         step: &str,
         threads: &[Thread],
         op: impl Fn(i32) -> Op,
     ) -> Result<(Vec<Reply>, Option<String>), Failed> {
-        // Only the checkpoint's memory is of interest.
+        // Only a checkpoint asks for memory that matters here.
         let vram = self
             .config
             .vram
@@ -353,17 +337,15 @@ impl Session {
         Ok((result?, not_stopped))
     }
 
-    /// Tells the agent that the dump is complete.
     pub fn commit(&mut self) -> Result<(), Failed> {
         self.batch(vec![Op::Commit], &mut []).map(drop)
     }
 
-    /// Writes the report file, when one is wanted.
     pub fn write_report(&self, outcome: PluginOutcome) {
         let Some(path) = &self.config.report else {
             return;
         };
-        // A child of CRIU, forked with this plugin in it, may have been the one that failed.
+        // The failing process may have been a child of CRIU, forked with this plugin in it.
         let theirs = || {
             let earlier = std::fs::read(path).ok()?;
             serde_json::from_slice::<PluginReport>(&earlier).ok()?.error
@@ -416,13 +398,10 @@ fn limit_of(op: &Op) -> Duration {
 /// A CUDA process and the thread in it that does the driver's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thread {
-    /// The process.
     pub pid: i32,
-    /// The thread.
     pub tid: i32,
 }
 
-/// Turns a driver's error into a failure of the step.
 pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> {
     let Outcome::Error(error) = outcome else {
         return None;
@@ -432,14 +411,14 @@ pub fn reply_failure(step: &str, pid: i32, outcome: &Outcome) -> Option<Failed> 
     Some(failure)
 }
 
-/// A driver's error, or an answer that makes no sense, as a failure of the step.
+/// Turns a driver's error or an invalid answer into a failure of the step.
 pub fn unexpected(step: &str, pid: i32, outcome: &Outcome) -> Failed {
     reply_failure(step, pid, outcome)
         .unwrap_or_else(|| failure(step, Some(pid), "unexpected answer of the agent"))
 }
 
-/// Lets the drivers' threads run, each in its stopped process; a process that CRIU has not stopped
-/// needs nothing. All or none.
+/// Lets the drivers' threads run, each in its stopped process; a process that CRIU has not stopped needs nothing. All
+/// or none.
 fn release(step: &str, threads: &[Thread], watched: Option<u64>) -> Result<Vec<Released>, Failed> {
     let mut released = Vec::new();
     for Thread { pid, tid } in threads {
@@ -458,7 +437,7 @@ fn release(step: &str, threads: &[Thread], watched: Option<u64>) -> Result<Vec<R
     Ok(released)
 }
 
-/// Stops them again. The first error is told; all are tried.
+/// Stops them again. Tries all, and returns the first error.
 fn stop(released: Vec<Released>) -> Option<String> {
     let mut first = None;
     for thread in released {
@@ -471,7 +450,6 @@ fn stop(released: Vec<Released>) -> Option<String> {
     first
 }
 
-/// Finds a process's record.
 pub fn record_of(records: &mut [ProcessRecord], pid: i32) -> Option<&mut ProcessRecord> {
     records.iter_mut().find(|record| record.host_pid == pid)
 }

@@ -1,5 +1,5 @@
-//! The VRAM files, the plugin's part: which memory the driver was given in place of its own, and where that
-//! memory is at the moment.
+//! Tracks the VRAM files in the plugin: which memory the driver was given in place of its own, and where that memory is
+//! now.
 
 use crate::criu::{self, Level};
 use cryopod_cuda::protocol::Outcome;
@@ -11,50 +11,41 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Memory that the driver was given.
 pub struct Captured {
-    /// The process.
     pub pid: i32,
-    /// The driver's thread in it.
     pub tid: i32,
-    /// The agent's number of the buffer.
     pub id: u64,
     /// Where the driver has it.
     pub address: u64,
-    /// Its size.
     pub bytes: u64,
     /// How long the driver waited for it, in microseconds.
     pub micros: u64,
     /// Kept open, so that the memory outlives the agent.
     pub(crate) file: File,
-    /// Whether an empty mapping is in its place.
+    /// An empty mapping is in its place.
     pub(crate) away: bool,
 }
 
-/// The VRAM files during one dump.
 #[derive(Default)]
 pub struct Vram {
-    /// What the driver was given.
     pub captured: Vec<Captured>,
-    /// Why the VRAM files was not used where it might have been.
+    /// Why VRAM files were not used where they might have been.
     pub left_out: Option<String>,
-    /// Whether the agent writes.
     pub writes: bool,
 }
 
-/// Opens memory of the agent's.
 pub(crate) fn open(buffer: &SharedBuffer) -> io::Result<File> {
     File::options().read(true).write(true).open(&buffer.path)
 }
 
-/// CRIU's image directory, as another process can open it.
+/// CRIU's image directory, as a path that another process can open.
 pub fn image_directory() -> Option<PathBuf> {
     let fd = criu::image_dir()?.as_raw_fd();
     Some(format!("/proc/{}/fd/{fd}", own_pid()?).into())
 }
 
 impl Vram {
-    /// The agent's answer for a thread that is held: it gets the memory, or goes its own way.
+    /// Applies the agent's answer to a thread that is held: the driver gets the memory, or its own call is made.
     pub fn answer(
         &mut self,
         config: &VramConfig,
@@ -116,7 +107,7 @@ impl Vram {
         }
     }
 
-    /// The VRAM files is not used for a process.
+    /// Records that VRAM files are not used for a process.
     pub fn leave_out(&mut self, pid: i32, reason: String) {
         let text = format!("process {pid}: its GPU memory goes through CRIU: {reason}");
         criu::log(Level::Warn, &text);
@@ -124,7 +115,6 @@ impl Vram {
     }
 }
 
-/// Fails where the configuration says so.
 #[cfg(feature = "test-hooks")]
 pub(crate) fn test_fails(config: &VramConfig, step: &str) -> io::Result<()> {
     match &config.test_fail_at {

@@ -1,4 +1,4 @@
-//! The steps of a dump and a restore that concern the vram.
+//! Runs the steps of a dump and a restore that concern VRAM files.
 
 use crate::criu::{self, Level};
 use crate::session::{Failed, QUERY_MS, Session, failure};
@@ -9,15 +9,15 @@ use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
 use std::fs::File;
 use std::io;
 
-/// How long a failed dump waits for the VRAM files' own failure.
+/// How long a failed dump waits for a failure of the VRAM files.
 const LOOK_MS: u64 = 300;
 
 impl Session {
-    /// After the driver's checkpoint: the agent begins to write, and the processes lose the memory, so
-    /// that CRIU has nothing to dump. `names` gives each buffer its name in the vram.
+    /// After the driver's checkpoint: has the agent begin to write, and unmaps the memory from the processes, so that
+    /// CRIU has nothing to dump. `names` gives each buffer its name in the VRAM files.
     ///
-    /// Where that fails the processes get private memory with the same contents, which CRIU dumps; an
-    /// error is one after which they have lost it.
+    /// If that fails the processes get private memory with the same contents, which CRIU dumps. An error means that
+    /// they have lost it.
     pub fn vram_out(&mut self, config: &VramConfig, names: &[String]) -> Result<bool, Failed> {
         if self.vram.captured.is_empty() {
             return Ok(false);
@@ -85,7 +85,7 @@ impl Session {
         Ok(())
     }
 
-    /// The process's memory as it would have been without the vram.
+    /// Restores the process's memory as it would have been without VRAM files.
     fn make_private(&mut self, i: usize) -> Result<(), Failed> {
         let Captured {
             pid,
@@ -113,7 +113,7 @@ impl Session {
         Ok(())
     }
 
-    /// Before the driver restores a process: the memory where it was.
+    /// Before the driver restores a process: maps the memory where it was.
     pub fn vram_back(&mut self, pid: i32) -> Result<(), Failed> {
         for i in 0..self.vram.captured.len() {
             let captured = &self.vram.captured[i];
@@ -158,7 +158,7 @@ impl Session {
         }
     }
 
-    /// Whether the writing has failed, or does so in a moment.
+    /// Returns the error if the writing has failed, or does so in a moment.
     pub fn vram_look(&mut self) -> Result<(), Failed> {
         if !self.vram.writes {
             return Ok(());
@@ -173,19 +173,18 @@ impl Session {
         }
     }
 
-    /// Ends the writing; what there is of it is removed.
     pub fn vram_cancel(&mut self) {
         if std::mem::take(&mut self.vram.writes) {
             let _ = self.ask(Op::VramCancel);
         }
     }
 
-    /// Gives up a buffer that was not used.
+    /// Frees a buffer that was not used.
     pub fn vram_drop(&mut self, id: u64) {
         let _ = self.ask(Op::VramDrop { id });
     }
 
-    /// At a restore: memory of the agent's into a restored process.
+    /// At a restore: maps memory of the agent's into a restored process.
     pub fn vram_in(
         &mut self,
         pid: i32,

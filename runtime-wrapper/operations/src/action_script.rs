@@ -1,9 +1,9 @@
-//! The action script: CRIU asks before each of its stages, and above all before a checkpoint becomes final.
+//! The action script: lets CRIU ask cryopod before each of its stages, above all before a checkpoint becomes final.
 //!
-//! CRIU runs the `action-script` of its configuration at each stage and stops with an error if the script
-//! fails. At `post-dump` the images are complete but the container still exists: a failure there lets it run on
-//! (`cr_dump_finish`). The script is this program under the name [`HOOK_NAME`]; it knocks at the socket beside
-//! it and passes the answer on. If nobody answers (the wrapper was killed), the answer is no.
+//! CRIU runs the `action-script` of its configuration at each stage and stops with an error if the script fails. At
+//! `post-dump` the images are complete but the container still exists: after a failure there it runs on
+//! (`cr_dump_finish`). The script is this program under the name [`HOOK_NAME`]. It asks the wrapper through the socket
+//! beside it and passes the answer on. If nobody answers (the wrapper was killed), the answer is no.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,24 +15,19 @@ use crate::error::Error;
 use crate::loopback;
 use crate::operation::Operation;
 
-/// The name under which CRIU runs this program.
 pub const HOOK_NAME: &str = "cryopod-criu-hook";
 const SOCKET: &str = "action-script.sock";
-/// How long the hook waits for an answer: GPU memory may still be on its way to a slow disk. The wrapper itself has
-/// limits, and a wrapper that dies is noticed at once.
+/// How long the hook waits for an answer: GPU memory may still be on its way to a slow disk. The wrapper has limits of
+/// its own, and the hook notices at once if the wrapper dies.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
-/// The wrapper's side.
 #[derive(Debug)]
 pub struct ActionScript {
     listener: UnixListener,
 }
 
 impl ActionScript {
-    /// Opens the action script of an operation and puts the hook beside it.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
+    /// Opens the socket in the operation's directory and puts the hook beside it.
     pub fn open(op: &Operation) -> Result<Self, Error> {
         let path = op.file(SOCKET);
         let what = format!("{}: cannot listen", path.display());
@@ -46,12 +41,11 @@ impl ActionScript {
         Ok(Self { listener })
     }
 
-    /// The socket, to wait on.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
 
-    /// Answers everybody who knocks; `decide` gets the stage's name and says whether CRIU may go on.
+    /// Answers every waiting hook. `decide` gets the stage's name and returns true if CRIU may go on.
     pub fn answer(&self, mut decide: impl FnMut(&str) -> bool) {
         while let Ok((stream, _)) = self.listener.accept() {
             if let Err(e) = answer_one(stream, &mut decide) {
@@ -74,7 +68,7 @@ fn answer_one(mut stream: UnixStream, decide: &mut impl FnMut(&str) -> bool) -> 
     stream.write_all(if yes { b"y" } else { b"n" })
 }
 
-/// The hook's side: CRIU's action script.
+/// Runs as CRIU's action script: asks the wrapper and exits with its answer.
 pub fn hook(called_as: &Path) -> ExitCode {
     let stage = std::env::var("CRTOOLS_SCRIPT_ACTION").unwrap_or_default();
     let dir = called_as.parent().unwrap_or(Path::new("/"));
@@ -95,7 +89,7 @@ pub fn hook(called_as: &Path) -> ExitCode {
     }
 }
 
-/// A container without loopback is better than none, so a failure is only told.
+/// A container without loopback is better than none, so a failure is only logged.
 fn set_loopback_up() {
     let init = std::env::var("CRTOOLS_INIT_PID").unwrap_or_default();
     let namespace = format!("/proc/{init}/ns/net");

@@ -1,5 +1,5 @@
-//! The driver agent of one operation: started before the freeze, so that loading the driver's library costs no
-//! frozen time, and ended with the operation.
+//! Starts and ends the driver agent of one operation. It starts before the freeze, so that loading the driver's library
+//! costs no frozen time.
 
 use crate::error::Error;
 use std::io::{BufRead, BufReader, Read};
@@ -14,54 +14,39 @@ use crate::config::{Config, Nvidia};
 use crate::operation::Operation;
 use crate::plugins::NVIDIA_PLUGIN;
 
-/// The agent's socket in the operation's directory.
 pub const SOCKET: &str = "driver.sock";
-/// The agent's report in the operation's directory.
 pub const REPORT: &str = "agent-report.json";
 /// How long the agent may take to put processes back in order when the operation is over.
 const GOODBYE: Duration = Duration::from_secs(300);
 
-/// Why there is no agent.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// It is not installed.
     #[error(
         "cryopod-cuda-agent was not found beside the plugin; install it, or name it as `nvidia.agent` in {}",
         crate::config::PATH
     )]
     Missing,
-    /// It cannot be started.
     #[error("{path}: cannot be started: {source}")]
     Start {
-        /// The program.
         path: PathBuf,
-        /// What the system said.
         source: std::io::Error,
     },
-    /// It says that the driver does not work.
     #[error("the NVIDIA driver cannot be used for a checkpoint: {error}; {remedy}")]
-    Driver {
-        /// What is wrong.
-        error: String,
-        /// What to do.
-        remedy: String,
-    },
-    /// It says nothing.
+    Driver { error: String, remedy: String },
     #[error(
         "the NVIDIA driver's library gave no answer within {0:?}; look at the kernel log for driver errors, or raise limits.agent_s"
     )]
     Silent(Duration),
 }
 
-/// A running agent. Dropped, it is let go: it puts back what was not committed, and ends.
+/// A running agent. Dropped, it puts back what was not committed, and ends.
 #[derive(Debug)]
 pub struct Agent {
     child: Child,
-    /// What it said of the driver.
     pub ready: AgentReady,
 }
 
-/// The agent's program: configured, else beside the plugin, else on PATH.
+/// Finds the agent's program: the configured one, else beside the plugin, else on PATH.
 pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf> {
     if let Some(path) = &config.agent {
         return path.is_file().then(|| path.clone());
@@ -72,10 +57,7 @@ pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf
 }
 
 impl Agent {
-    /// Starts the agent that stands beside one of these plugins, or the configured one.
-    ///
-    /// # Errors
-    /// [`AgentError`]; nothing is left running.
+    /// Starts the configured agent, or the one beside one of these plugins. On failure nothing is left running.
     pub fn of_operation(
         config: &Config,
         plugins: &[PathBuf],
@@ -90,10 +72,7 @@ impl Agent {
         Self::start(program, &config.nvidia, op, limit)
     }
 
-    /// Starts the agent and waits until it is ready.
-    ///
-    /// # Errors
-    /// [`AgentError`]; nothing is left running.
+    /// Starts the agent and waits until it is ready. On failure nothing is left running.
     pub fn start(
         program: PathBuf,
         config: &Nvidia,
@@ -142,7 +121,6 @@ impl Agent {
 }
 
 impl Agent {
-    /// Its process.
     pub fn pid(&self) -> Option<i32> {
         i32::try_from(self.child.id()).ok()
     }
@@ -158,7 +136,7 @@ impl Drop for Agent {
                 _ => return,
             }
         }
-        // It is not killed: a driver call that hangs is undone by it when it returns, and then it ends by itself.
+        // Not killed: when a driver call that hangs returns, the agent undoes it and ends by itself.
         tracing::error!(
             "the driver agent (process {}) still waits for the driver after {GOODBYE:?}; a process of the container may stay locked until the driver answers",
             self.child.id()

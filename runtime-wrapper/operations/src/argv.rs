@@ -1,55 +1,39 @@
-//! Just enough of runc's and crun's command lines to know what is asked.
+//! Decodes just enough of runc's and crun's command lines to know the verb and its arguments.
 //!
-//! Global flags are a closed set, decoded exactly, so that the first word after them is the verb: in
-//! `delete checkpoint` the verb is `delete`. runc takes Go's flag syntax (`-flag`, `--flag`, `--flag=value`,
-//! `--flag value`), crun GNU's (`--flag`, unique prefixes of it, `-b DIR`). Whatever is not understood is no
-//! [`Invocation`]: the low-level runtime gets the line as it is and says what is wrong with it.
+//! Global flags are a closed set, decoded exactly, so that the first word after them is the verb: in `delete
+//! checkpoint` the verb is `delete`. runc takes Go's flag syntax (`-flag`, `--flag`, `--flag=value`, `--flag value`),
+//! crun GNU's (`--flag`, unique prefixes of it, `-b DIR`). A line that is not fully understood gives no [`Invocation`]:
+//! the low-level runtime gets it unchanged and reports the error.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use crate::lowlevel::Kind;
 
-/// A verb, as far as it matters here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
-    /// `checkpoint`.
     Checkpoint,
-    /// `restore`.
     Restore,
     /// `create` or `run`.
     Create,
-    /// `pause`.
     Pause,
-    /// `resume`.
     Resume,
-    /// Any other.
     Other,
 }
 
-/// Flags in front of the verb.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Globals {
-    /// `--root`: the directory of container states.
     pub root: Option<PathBuf>,
-    /// `--log`: where errors go.
     pub log: Option<PathBuf>,
-    /// `--log-format json`.
     pub log_json: bool,
-    /// `--systemd-cgroup`.
     pub systemd_cgroup: bool,
-    /// `--debug`.
     pub debug: bool,
 }
 
-/// A decoded command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invocation {
-    /// Flags in front of the verb.
     pub globals: Globals,
-    /// The verb.
     pub verb: Verb,
-    /// Where the verb stands among the arguments.
     pub verb_at: usize,
     /// Flags of `checkpoint` and `restore`; empty for other verbs.
     pub flags: Flags,
@@ -58,7 +42,7 @@ pub struct Invocation {
 }
 
 impl Invocation {
-    /// Where a checkpoint's images go: the flag, or what runc and crun take without one.
+    /// Directory for a checkpoint's images: the flag, or the default of runc and crun.
     pub fn image_path(&self) -> PathBuf {
         self.flags
             .value("image-path")
@@ -66,7 +50,6 @@ impl Invocation {
             .map_or_else(|| "checkpoint".into(), PathBuf::from)
     }
 
-    /// Where CRIU's log goes.
     pub fn work_path(&self) -> PathBuf {
         self.flags
             .value("work-path")
@@ -75,12 +58,12 @@ impl Invocation {
     }
 }
 
-/// Flags of `checkpoint` and `restore`: name without dashes, value if it takes one, place in the arguments.
+/// Flags of `checkpoint` and `restore`: name without dashes, value if it takes one, index among the arguments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Flags(Vec<(String, Option<OsString>, usize)>);
 
 impl Flags {
-    /// `true` if the flag was given (and not as `--flag=false`).
+    /// Returns true if the flag was given (and not as `--flag=false`).
     pub fn has(&self, name: &str) -> bool {
         self.0
             .iter()
@@ -94,18 +77,17 @@ impl Flags {
         self.0.iter().rev().find(|(n, ..)| n == name)?.1.as_ref()
     }
 
-    /// Where the flag stands among the arguments, the last time if it is there several times.
+    /// Index of the flag's last occurrence among the arguments.
     pub fn last_place(&self, name: &str) -> Option<usize> {
         Some(self.0.iter().rev().find(|(n, ..)| n == name)?.2)
     }
 
-    /// Where the flag stands among the arguments.
     pub fn place(&self, name: &str) -> Option<usize> {
         Some(self.0.iter().find(|(n, ..)| n == name)?.2)
     }
 }
 
-/// A flag: its name, and whether it takes a value.
+/// A flag's name, and whether it takes a value.
 type Flag = (&'static str, bool);
 
 const RUNC_GLOBALS: &[Flag] = &[
@@ -182,7 +164,7 @@ const RUNC_RESTORE: &[Flag] = &[
     ("lsm-mount-context", true),
     ("no-new-keyring", false),
 ];
-// With what engines made for runc pass besides; see `restore::fit_arguments`.
+// Engines made for runc pass flags that crun lacks; see `restore::fit_arguments`.
 const CRUN_RESTORE: &[Flag] = &[
     ("bundle", true),
     ("b", true),
@@ -206,8 +188,8 @@ const CRUN_RESTORE: &[Flag] = &[
     ("no-new-keyring", false),
 ];
 
-/// Decodes a command line (without the program's name); `None` if it is not fully understood, asks for help
-/// or has no verb.
+/// Decodes a command line (without the program's name). Returns `None` if it is not fully understood, asks for help or
+/// has no verb.
 pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     let globals_set = match kind {
         Kind::Crun => CRUN_GLOBALS,
@@ -253,7 +235,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     };
     let (flags, id_at) = take_flags(kind, set, args, verb_at + 1)?;
     let id = args.get(id_at)?.to_str()?.to_owned();
-    // One container and nothing after it; everything else is an error for the runtime to tell.
+    // One container and nothing after it; the runtime reports everything else as an error.
     (id_at + 1 == args.len() && !id.is_empty()).then_some(Invocation {
         globals,
         verb,
@@ -263,7 +245,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     })
 }
 
-/// Reads flags from `at` on; gives them and the place of the first word that is none.
+/// Reads flags from `at` on. Returns them and the index of the first word that is not a flag.
 fn take_flags(
     kind: Kind,
     set: &[Flag],
@@ -272,7 +254,7 @@ fn take_flags(
 ) -> Option<(Flags, usize)> {
     let mut flags = Flags::default();
     while let Some(arg) = args.get(at) {
-        // A word that is not UTF-8 can be no known flag.
+        // No known flag contains bytes that are not UTF-8.
         let Some(text) = arg.to_str() else {
             return Some((flags, at)).filter(|_| !starts_with_dash(arg));
         };
@@ -296,7 +278,7 @@ fn take_flags(
                 at += 1;
                 Some(v)
             }
-            // Go takes --flag=true; getopt refuses a value that is not wanted.
+            // Go takes --flag=true; getopt refuses a value for a flag that takes none.
             (false, Some(v)) if kind == Kind::Runc && (v == "true" || v == "false") => Some(v),
             (false, Some(_)) => return None,
             (false, None) => None,
@@ -313,7 +295,7 @@ fn starts_with_dash(arg: &OsString) -> bool {
 
 fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
     let exact = |name: &str| set.iter().find(|(n, _)| *n == name).copied();
-    // Long spellings of short flags count as the long ones.
+    // Records short flags under their long names.
     let canonical = |(n, v): Flag| match n {
         "b" => ("bundle", v),
         "d" => ("detach", v),
@@ -334,7 +316,7 @@ fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
         }
         (None, Kind::Crun) => {
             let name = word.strip_prefix('-')?;
-            // containerd passes runc's single-dash spelling to whatever runtime there is.
+            // containerd passes runc's single-dash spelling to any runtime.
             if name == "no-subreaper" {
                 return exact(name);
             }

@@ -1,12 +1,12 @@
-//! What a container must not use if it is to be checkpointed, kept off by its environment: the annotation
-//! `dev.cryopod.env.avoid = "io_uring,nccl"`, followed when the container is created.
+//! Keeps a container from using what cannot be checkpointed: follows the annotation `dev.cryopod.env.avoid =
+//! "io_uring,nccl"` when the container is created.
 //!
-//! The variables go into `process.env` of the bundle, before the low-level runtime reads it, and the annotation
-//! `dev.cryopod.env.set` there says which. Variables that the container has already stay as they are. Where the
-//! annotation is not, nothing is read but the spec's text, once.
+//! The variables go into `process.env` of the bundle before the low-level runtime reads it. The annotation
+//! `dev.cryopod.env.set` there lists them. Variables that the container already has stay as they are. Without the
+//! annotation the only cost is one read of the spec's text.
 //!
-//! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53), so for `io_uring` the
-//! spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.
+//! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53). So for `io_uring`
+//! the spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,12 +19,11 @@ use crate::bundle::{self, Edit};
 use crate::context::Context;
 use crate::error::Error;
 
-/// The annotation.
 pub const ANNOTATION: &str = "dev.cryopod.env.avoid";
-/// The annotation that tells what was set.
+/// Lists the variables that cryopod set.
 pub const SET: &str = "dev.cryopod.env.set";
 
-/// What can be avoided, and the variables that do it.
+/// What can be avoided, and the variables that do so.
 const KNOWN: [(&str, &[(&str, &str)]); 5] = [
     ("io_uring", &[("UV_USE_IO_URING", "0")]),
     (
@@ -49,13 +48,13 @@ const KNOWN: [(&str, &[(&str, &str)]); 5] = [
     ),
 ];
 
-/// `create` or `run`: sets what the container's annotation asks for.
+/// On `create` or `run`, sets what the container's annotation asks for.
 ///
 /// # Errors
-/// [`Error::Failed`] for a word that is not known; what [`bundle::edit`] says.
+/// [`Error::Failed`] for an unknown word in the annotation; those of [`bundle::edit`].
 pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
     let bundle = bundle_of(&ctx.args, verb_at);
-    // A bundle that cannot be read is the low-level runtime's to complain of.
+    // The low-level runtime reports a bundle that cannot be read.
     let Ok(spec) = Spec::of_bundle(&bundle) else {
         return Ok(());
     };
@@ -71,7 +70,7 @@ pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// `--bundle DIR`, `-b DIR` and their other spellings; else the working directory.
+/// Returns the value of `--bundle DIR`, `-b DIR` or their other spellings; else the working directory.
 fn bundle_of(args: &[OsString], verb_at: usize) -> PathBuf {
     let mut found = PathBuf::from(".");
     let mut args = args.iter().skip(verb_at + 1);
@@ -114,7 +113,7 @@ struct Avoid {
 const RING_CALLS: [&str; 3] = ["io_uring_setup", "io_uring_enter", "io_uring_register"];
 const ENOSYS: u32 = 38;
 
-/// Forbids io_uring in the spec's seccomp profile; one that has none gets one that forbids nothing else.
+/// Forbids io_uring in the spec's seccomp profile. A spec without one gets a profile that forbids nothing else.
 fn forbid_io_uring(spec: &mut Value) {
     let Some(linux) = spec.get_mut("linux").and_then(Value::as_object_mut) else {
         return;

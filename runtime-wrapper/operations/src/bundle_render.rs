@@ -1,7 +1,7 @@
-//! The container's device rules leave CRIU's amdgpu plugin only the GPUs chosen for it.
+//! Leaves CRIU's amdgpu plugin only the GPUs chosen for it, through the container's device rules.
 //!
-//! The plugin takes what the kernel shows it of the KFD's topology, and the kernel shows a reader the GPUs whose render
-//! nodes its device cgroup allows. It wants as many as the checkpoint has, and chooses among them by itself.
+//! The plugin uses what the kernel shows it of the KFD's topology. The kernel shows a reader only the GPUs whose render
+//! nodes its device cgroup allows. The plugin wants as many GPUs as the checkpoint has, and chooses among them itself.
 
 use std::collections::BTreeSet;
 

@@ -1,8 +1,8 @@
-//! `checkpoint`: plan, freeze, metadata.
+//! Runs `checkpoint`: plans, freezes, writes the metadata.
 //!
-//! Everything that can go wrong for a reason known beforehand goes wrong before the container is frozen. The
-//! metadata is written at CRIU's `post-dump`, when the images are complete and the container still exists: if it
-//! cannot be written, the container runs on.
+//! Every failure that can be foreseen happens before the container is frozen. The metadata is written at CRIU's
+//! `post-dump`, when the images are complete and the container still exists: if it cannot be written, the container
+//! runs on.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -37,15 +37,13 @@ use crate::surroundings::{self, Bundle, Surroundings};
 use crate::suspended::Record;
 use crate::{facts, frozen, log, lsm, passthrough, plugins, rootfs, store, vram};
 
-/// Checkpoints a container; one without GPU nodes by exec of the low-level runtime.
-///
-/// # Errors
-/// [`Error`]: the container goes on running.
+/// Checkpoints a container. Execs the low-level runtime for one without GPU nodes. On error the container goes on
+/// running.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let started = Instant::now();
     let host = Host::system();
     let tools = SystemTools::from_env();
-    // Whatever is wrong with the container's state is the low-level runtime's to say.
+    // The low-level runtime reports whatever is wrong with the container's state.
     let Some(state) = State::ask(ctx, inv, &tools) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
@@ -54,7 +52,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let carried =
         !inv.flags.has("pre-dump") && rootfs::wanted(&ctx.config.rootfs, &spec, &state.bundle);
     if nodes.is_empty() {
-        // Nobody is there to ask when the container stands still; but an engine that carries no files has paused it.
+        // A paused container cannot be asked; but an engine that carries no files has paused it.
         if carried && state.paused {
             rootfs::capture(
                 &ctx.config.rootfs,
@@ -66,7 +64,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     if state.created {
-        // What runs in it is the runtime's own, with files of the host: crun has CRIU try it all the same.
+        // A created container runs the runtime's own code, with files of the host. crun would have CRIU dump it anyway.
         return Err(Error::Failed(format!(
             "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first. Nothing was touched",
             inv.id
@@ -82,7 +80,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let sharing = sharing::Policy::of(&spec, ctx.config.nvidia.sharing)
         .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
-    // Programs are asked while the processes are looked at.
+    // Tools run while the processes are scanned.
     let limit = ctx.config.limits.tool();
     let (criu, low_version, scan) = std::thread::scope(|scope| {
         let criu = scope.spawn(|| facts::criu(&tools, limit));
@@ -123,7 +121,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         plan: &plan,
     };
     if !refusals.is_empty() {
-        // The driver is not asked any more; what can be told without it is told with the rest.
+        // The driver is not asked from here on; reasons that need no driver are reported with the rest.
         if !inv.flags.has("pre-dump") {
             let metadata = recorded(
                 &setup,
@@ -153,10 +151,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     job.run(&setup, &prospect)
 }
 
-/// The processes whose CUDA calls were locked when the container was paused.
+/// Returns the processes whose CUDA calls were locked when the container was paused.
 ///
 /// # Errors
-/// The container is suspended, or was thawed by somebody who did not unlock it.
+/// The container is suspended, or somebody thawed it without unlocking them.
 fn locked_at_pause(inv: &Invocation, state: &State, record: &Record) -> Result<Vec<i32>, Error> {
     if record.locked_at_pause && state.paused {
         return Ok(record.processes.iter().map(|p| p.pid).collect());
@@ -181,9 +179,8 @@ struct Job<'a> {
     state: State,
     plan: &'a CheckpointPlan,
     surroundings: Surroundings,
-    /// The container's changes of files go with the checkpoint.
+    /// The checkpoint carries the container's changes of files.
     carried: bool,
-    /// The store that the large files go to.
     store: Option<PathBuf>,
     started: Instant,
 }
@@ -197,14 +194,14 @@ impl Job<'_> {
         let pre_dump = self.inv.flags.has("pre-dump");
         let leave_running = self.inv.flags.has("leave-running");
         let signals = child::Signals::watch()?;
-        // Dropped last, when all else is settled.
+        // Dropped last, when all else is done.
         let _thawed = match setup.locked {
             [] => Thawed::of(self, setup.tools),
             _ => None,
         };
         let op = Operation::new()?;
         let images = ImageDir::ready(self.inv.image_path())?;
-        // A pre-dump is no checkpoint that could be restored: nothing to metadata.
+        // A pre-dump cannot be restored by itself: it gets no metadata.
         let mut slot = match pre_dump {
             true => None,
             false => Some(MetadataSlot::reserve(&images.path)?),
@@ -236,7 +233,7 @@ impl Job<'_> {
             false => prospect.settled(&metadata, said),
         });
         if let Err(error) = fits {
-            // The agent is ended, and nothing was touched.
+            // Ends the agent; nothing was touched.
             ready.finish(&op);
             return Err(error);
         }
@@ -277,7 +274,7 @@ impl Job<'_> {
             &signals,
             &mut |stage| {
                 if stage != "post-dump" {
-                    // From the first question on the plugin knows that there will be this last one.
+                    // From its first question on the plugin knows that the final one will come.
                     let _ = std::fs::write(op.file(vram::ACTION_SCRIPT_FILE), "");
                     return true;
                 }
@@ -302,7 +299,7 @@ impl Job<'_> {
                 }
                 metadata.timings.dump_us = micros(dump_started.elapsed());
                 metadata.gpu.plugin_report = plugin_report(&images.path);
-                // A container that goes on running need not wait for the VRAM files; the metadata does.
+                // A container that goes on running need not wait for the VRAM files; the metadata must.
                 let limit = if leave_running {
                     Duration::ZERO
                 } else {
@@ -322,8 +319,8 @@ impl Job<'_> {
             },
         )?;
         if ended.code == 0 && recording.is_none() && slot.is_some() {
-            // The VRAM files of a container that runs again; or a runtime whose CRIU does not ask (its environment was
-            // cleared).
+            // Waits for the VRAM files of a container that runs again, or of a CRIU that does not ask (the runtime
+            // cleared its environment).
             metadata.gpu.plugin_report = plugin_report(&images.path);
             let written = vram::note(&op, watch.limit, dump_started, &mut metadata);
             recording = match written {
@@ -332,7 +329,7 @@ impl Job<'_> {
                 Err(e) => Some(e),
             };
         }
-        // The agent puts back what was not committed before anything is said about the container.
+        // The agent puts back what was not committed before anything is reported about the container.
         let finished = ready.finish(&op);
         if ended.killed {
             self.thaw(setup.tools);
@@ -341,7 +338,7 @@ impl Job<'_> {
             if let Some(slot) = slot.take() {
                 slot.commit(&metadata)?;
             }
-            // `cryopod export` makes an archive of all.
+            // `cryopod export` makes an archive of everything.
             if let (false, false, Some(directory)) =
                 (pre_dump, handover::asked(&images.path), &self.store)
             {
@@ -358,11 +355,11 @@ impl Job<'_> {
         }
         let said = runtime_log.as_ref().filter(|_| ended.code != 0);
         let said = said.and_then(RuntimeLog::own_error);
-        // Asked while the metadata's place still takes up its room.
+        // Checked while the space reserved for the metadata is still taken.
         let full = facts::full_disk(&images.path);
         drop(slot);
         if !ended.passed || self.alive() {
-            // No metadata under a checkpoint that failed.
+            // A failed checkpoint leaves no metadata.
             let _ = std::fs::remove_file(images.path.join(names::METADATA));
         }
         let denied = before
@@ -374,12 +371,12 @@ impl Job<'_> {
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
     }
 
-    /// The images are complete; but a container that goes on running may lack its GPU.
+    /// Returns the exit code for complete images. A container that goes on running may still lack its GPU.
     fn succeeded(&self, finished: &crate::setup::Finished) -> ExitCode {
         if let Some(error) = &finished.error {
             tracing::warn!("the checkpoint is complete; on the way: {error}");
         }
-        // What the plugin could not bring back, the agent has tried again: its word counts.
+        // The agent has retried what the plugin could not put back: its report counts.
         if finished.not_put_back.is_empty() || !self.alive() {
             return ExitCode::SUCCESS;
         }
@@ -391,7 +388,6 @@ impl Job<'_> {
         ExitCode::FAILURE
     }
 
-    /// The command line, with the flags that CRIU's options need.
     fn line(&self, low_version: Option<&str>) -> Vec<OsString> {
         let kind = self.ctx.low.kind;
         let newer = surroundings::newer_runc(kind, low_version);
@@ -400,12 +396,12 @@ impl Job<'_> {
         crate::setup::with_flags(&self.ctx.args, self.inv.verb_at, &flags)
     }
 
-    /// CRIU was killed in the middle of the container: what can be done from outside is to thaw its cgroup.
+    /// Thaws the container's cgroup after CRIU was killed in the middle of a dump: nothing else can be done from
+    /// outside.
     fn thaw(&self, tools: &dyn Tools) {
         self.ask("resume", tools);
     }
 
-    /// A verb of the low-level runtime on this container.
     fn ask(&self, verb: &str, tools: &dyn Tools) {
         match state::verb(self.ctx, self.inv, verb, tools) {
             Ok(out) if out.code == 0 => {}
@@ -434,7 +430,7 @@ impl Job<'_> {
     }
 }
 
-/// What is recorded, but for what the dump itself adds.
+/// Returns the metadata without what the dump itself adds.
 fn recorded(
     setup: &crate::setup::Setup<'_>,
     host: &Host,
@@ -474,8 +470,8 @@ fn recorded(
     }
 }
 
-/// A container that its engine had paused (containerd and docker do, ahead of every checkpoint), thawed: the driver
-/// asks the processes' own threads to do its work. Dropped, it is paused again, for the engine to resume.
+/// A container that its engine had paused (containerd and docker do, before every checkpoint), thawed: the driver does
+/// its work in the processes' own threads. Dropped, it is paused again, for the engine to resume.
 struct Thawed<'a> {
     job: &'a Job<'a>,
     tools: &'a dyn Tools,
@@ -499,7 +495,6 @@ impl Drop for Thawed<'_> {
     }
 }
 
-/// What the plugin wrote into the image directory, as it is.
 fn plugin_report(images: &Path) -> Value {
     std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
         .ok()
@@ -511,12 +506,11 @@ fn micros(d: Duration) -> u64 {
     u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// A child's exit code as ours.
 pub fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// The image directory: made if it is missing, and removed again if it was made for nothing.
+/// The image directory: made if it is missing, and removed again if it stays empty.
 struct ImageDir {
     path: PathBuf,
     made: bool,
@@ -551,7 +545,7 @@ impl ImageDir {
 impl Drop for ImageDir {
     fn drop(&mut self) {
         if self.made {
-            // Only if it is empty: logs and half-made images are the runtime's to keep or remove.
+            // Succeeds only on an empty directory: logs and half-made images belong to the runtime.
             let _ = std::fs::remove_dir(&self.path);
         }
     }

@@ -1,9 +1,9 @@
-//! The low-level runtime as a child, watched until it ends.
+//! Runs the low-level runtime as a child and watches it until it ends.
 //!
-//! The child dies with this process, signals reach it, CRIU's questions are answered ([`ActionScript`]), and no wait is
-//! without a limit. A checkpoint that is interrupted is not killed: CRIU is in the middle of the container's
-//! processes, and only CRIU can leave them as they were. It is told no at its next question, resumes the
-//! container and ends; only if it does not is it killed.
+//! The child dies with this process, signals reach it, CRIU's questions are answered ([`ActionScript`]), and every wait
+//! has a limit. An interrupted checkpoint is not killed: CRIU is in the middle of the container's processes, and only
+//! CRIU can leave them as they were. CRIU's next question is answered with no; CRIU then resumes the container and
+//! ends. It is killed only if it does not.
 
 use std::ffi::OsString;
 use std::io;
@@ -26,31 +26,29 @@ use crate::error::Error;
 use crate::lowlevel::LowLevel;
 use crate::stuck_restore::{Criu, is_criu};
 
-/// Signals that interrupt an operation.
 const INTERRUPTS: [Signal; 4] = [
     Signal::SIGTERM,
     Signal::SIGINT,
     Signal::SIGHUP,
     Signal::SIGQUIT,
 ];
-/// Signals that are only handed on.
+/// Signals that are only forwarded.
 const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
-/// Which operation the child does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// The container exists already and must survive an interruption.
     Checkpoint,
-    /// The container is being made; an interruption takes away what there is of it.
+    /// The container is being made; an interruption removes what exists of it.
     Restore {
-        /// `true` if the runtime ends when the container runs (`--detach`).
+        /// True if the runtime ends when the container runs (`--detach`).
         detach: bool,
     },
 }
 
 impl Kind {
-    /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU does not listen to
-    /// what it is told at `pre-resume`.)
+    /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU ignores the answer at
+    /// `pre-resume`.)
     fn final_stage(self) -> &'static str {
         match self {
             Self::Checkpoint => "post-dump",
@@ -59,18 +57,13 @@ impl Kind {
     }
 }
 
-/// What is to be watched, and how long.
 #[derive(Debug)]
 pub struct Watch<'a> {
-    /// The operation.
     pub kind: Kind,
-    /// Where CRIU asks.
     pub action_script: &'a ActionScript,
-    /// Time for the whole operation.
     pub limit: Duration,
-    /// Time for an interrupted operation to give up by itself.
     pub abort_limit: Duration,
-    /// Made when the operation is interrupted or refused: the plugin looks for it.
+    /// Created when the operation is interrupted or refused: the plugin looks for it.
     pub abort_file: PathBuf,
     /// The directory that a checkpoint writes to: as long as it grows, CRIU is not stuck.
     pub images: Option<PathBuf>,
@@ -78,22 +71,20 @@ pub struct Watch<'a> {
     pub agent: Option<i32>,
 }
 
-/// How the child ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
     /// Its exit code; 128 + the number of the signal that ended it.
     pub code: i32,
-    /// Why the operation was interrupted, if it was.
     pub interrupted: Option<String>,
     /// CRIU went through its final stage.
     pub passed: bool,
     /// CRIU did not end in time and was killed: it could not leave the container as it was.
     pub killed: bool,
-    /// The processes that CRIU restored were killed under its hands, and it was then itself.
+    /// Something killed the restored processes; we then killed CRIU, which would wait for them for ever.
     pub lost_processes: bool,
 }
 
-/// The signals that an operation watches, from its first step on; before that they end the process as ever.
+/// The signals that an operation watches from its first step on; before that they end the process as usual.
 #[derive(Debug)]
 pub struct Signals {
     fd: SignalFd,
@@ -101,10 +92,7 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Starts to watch. They stay blocked until the process ends: what is tidied up at the end is not cut short.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
+    /// Starts to watch. The signals stay blocked until the process ends, so that they cannot cut the clean-up short.
     pub fn watch() -> Result<Self, Error> {
         let mut set = SigSet::empty();
         for signal in INTERRUPTS
@@ -129,11 +117,8 @@ impl Signals {
     }
 }
 
-/// Runs the low-level runtime and watches it. `decide` answers CRIU's questions by stage while the operation
-/// is not interrupted.
-///
-/// # Errors
-/// [`Error::Io`] if the child cannot be started.
+/// Runs the low-level runtime and watches it. `decide` answers CRIU's questions by stage while the operation is not
+/// interrupted.
 pub fn run(
     low: &LowLevel,
     args: &[OsString],
@@ -224,19 +209,18 @@ fn spawn(
 struct Watcher<'a> {
     child: Pid,
     watch: &'a Watch<'a>,
-    /// When patience ends; `None`: the container runs in the foreground.
+    /// `None`: no limit, as the container runs in the foreground.
     deadline: Option<Instant>,
     interrupted: Option<String>,
-    /// The runtime is gone before CRIU: whatever CRIU does now, nobody waits for it.
+    /// The runtime ended before CRIU: nobody waits for CRIU's result.
     refuse: bool,
     passed: bool,
-    /// How much the images held when last looked at, in bytes.
+    /// Bytes in the images when last checked.
     written: u64,
     escalated: bool,
     killed: bool,
     lost_processes: bool,
     code: Option<i32>,
-    /// Of a restore.
     criu: Criu,
 }
 
@@ -261,7 +245,7 @@ impl Watcher<'_> {
                     PollFlags::POLLIN,
                 ),
             ];
-            // A second at most: an orphan's end is not always signalled.
+            // At most a second: the end of an orphan is not always signalled.
             let pause = self
                 .deadline
                 .map_or(Duration::from_secs(1), |d| {
@@ -296,11 +280,12 @@ impl Watcher<'_> {
 
     fn ended(&mut self, code: i32) {
         self.code = Some(code);
-        // CRIU, if it is still there, gets as long as an interrupted operation.
+        // CRIU, if it still runs, gets as long as an interrupted operation.
         self.deadline = Some(Instant::now() + self.watch.abort_limit);
     }
 
-    /// After the runtime's end: is CRIU still at work? Only for a checkpoint, where this process is the reaper.
+    /// Returns true if CRIU still works after the runtime's end. Only for a checkpoint, where this process is the
+    /// reaper.
     fn orphans(&self) -> bool {
         let me = this_process();
         self.watch.kind == Kind::Checkpoint
@@ -316,7 +301,7 @@ impl Watcher<'_> {
         if !INTERRUPTS.contains(&signal) {
             let _ = kill(self.child, signal);
         } else if !self.passed {
-            // Not handed on: the runtime would die, and CRIU go on without it.
+            // Not forwarded: the runtime would die, and CRIU go on without it.
             self.interrupt(&format!("it was interrupted by {signal}"));
         } else if self.watch.kind == (Kind::Restore { detach: false }) {
             let _ = kill(self.child, signal);
@@ -347,7 +332,7 @@ impl Watcher<'_> {
             if watch.kind != Kind::Checkpoint {
                 criu.find(this_process());
             }
-            // CRIU restores on whatever it is told from here on: then it was no interruption.
+            // From here on CRIU restores whatever it is answered, so this was no interruption.
             if stage == last && watch.kind != Kind::Checkpoint {
                 *interrupted = None;
             }
@@ -366,13 +351,13 @@ impl Watcher<'_> {
         });
     }
 
-    /// What waits for a CRIU that was killed would keep the runtime waiting, as would a CRIU for what was killed.
+    /// Ends a restore that would hang: the container waits for a dead CRIU, or CRIU for killed processes.
     fn stuck_restore(&mut self) {
         if self.code.is_some() {
             return;
         }
         if self.criu.end_waiting(this_process()) {
-            // Whatever CRIU was told before: there is no container.
+            // Whatever CRIU was answered before: there is no container.
             self.passed = false;
             self.lost_processes = true;
             self.interrupt("the container's processes were killed in the middle of it, and CRIU waited for their end in vain; see the kernel's log for why, memory that ran out for one");
@@ -383,7 +368,7 @@ impl Watcher<'_> {
         }
     }
 
-    /// The deadline is over. `true`: nothing more can be waited for.
+    /// Acts on a passed deadline. Returns true if nothing is left to wait for.
     fn patience_ends(&mut self) -> bool {
         if self.code.is_none() && self.interrupted.is_none() && !self.passed {
             let limit = self.watch.limit.as_secs();
@@ -394,7 +379,7 @@ impl Watcher<'_> {
             return false;
         }
         self.deadline = Some(Instant::now() + self.watch.abort_limit);
-        // CRIU writing out a large memory asks nothing for long, and is not stuck.
+        // CRIU asks nothing for long while it writes a large memory, and is not stuck.
         let written = self.watch.images.as_deref().map_or(0, size_of_directory);
         if written > self.written {
             self.written = written;
@@ -425,7 +410,7 @@ fn size_of_directory(dir: &std::path::Path) -> u64 {
     entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
 }
 
-/// Makes the file that tells the plugin to give up.
+/// Creates the file that tells the plugin to give up.
 fn abort(file: &std::path::Path) {
     if let Err(e) = std::fs::File::create(file) {
         tracing::warn!("{}: cannot be made: {e}", file.display());

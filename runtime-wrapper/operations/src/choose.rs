@@ -1,5 +1,4 @@
-//! Which GPUs a restore uses: everything that is known, put together for [`gpumap::decide`], and where every device node
-//! then leads.
+//! Chooses the GPUs of a restore: gathers what is known for [`gpumap::decide`], and maps every device node accordingly.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts, Metadata};
 use cryopod_cuda::gpu::GpuPair;
@@ -19,17 +18,14 @@ use cryopod_host::spec::Spec;
 use crate::config::Config;
 use crate::error::Error;
 
-/// The GPUs of a restore.
 #[derive(Debug)]
 pub struct Chosen {
-    /// Every recorded GPU and the one that takes its place.
     pub gpus: Vec<Choice>,
-    /// Every device node and where it leads.
     pub remap: Remap,
 }
 
 impl Chosen {
-    /// What NVIDIA's driver is told.
+    /// Returns the map for NVIDIA's driver.
     ///
     /// # Errors
     /// A GPU that moves has no UUID.
@@ -38,18 +34,15 @@ impl Chosen {
     }
 }
 
-/// What is laid down for the choice.
 #[derive(Debug, Default)]
 pub struct Given {
-    /// Whether GPUs without enough free memory are passed over.
     pub by_memory: bool,
-    /// Whether GPUs of another model may be taken.
     pub any_model: bool,
     /// The AMD GPUs, if CRIU's plugin has to restore on these.
     pub amd: Option<Vec<Choice>>,
 }
 
-/// Chooses. `agent` is the driver agent's answer, if the images hold the state of NVIDIA GPUs.
+/// Chooses the GPUs. `agent` is the driver agent's answer, if the images hold the state of NVIDIA GPUs.
 ///
 /// # Errors
 /// Every reason why the checkpoint cannot be restored here.
@@ -64,7 +57,7 @@ pub fn choose(
     let wish = wish(config, spec)?;
     let ceiling = config.ceiling(host, spec);
     let mut situation = situation(&ceiling, metadata, agent);
-    // The configuration's own map is the administrator's word.
+    // The administrator wrote the configuration's own map.
     if spec.annotation(gpumap::ANNOTATION).is_some() {
         let here = &situation.here;
         situation.refused = here
@@ -84,7 +77,7 @@ pub fn choose(
         situation.here.retain(|g| g.vendor != Vendor::Amd);
     }
     let wish = match &given.amd {
-        // What the map says of AMD's GPUs has been heeded already.
+        // The map's entries for AMD's GPUs have been applied already.
         Some(amd) => wish.without(&amd.iter().map(|c| &c.old).collect::<Vec<_>>()),
         None => wish,
     };
@@ -98,7 +91,7 @@ pub fn choose(
     Ok(Chosen { gpus, remap })
 }
 
-/// This host's NVIDIA GPUs: as `/proc` describes them, else as the driver's library does, else their nodes.
+/// Returns this host's NVIDIA GPUs from `/proc`, else from the driver's library, else from their nodes.
 pub fn nvidia_here(host: &Host, agent: Option<&AgentReady>) -> Vec<Gpu> {
     let found = nvidia::gpus(host);
     match agent {
@@ -108,12 +101,11 @@ pub fn nvidia_here(host: &Host, agent: Option<&AgentReady>) -> Vec<Gpu> {
     }
 }
 
-/// This host's NVIDIA driver.
 pub fn nvidia_driver(host: &Host, agent: Option<&AgentReady>) -> Option<String> {
     nvidia::driver_version(host).or_else(|| agent.and_then(|a| a.driver_version.clone()))
 }
 
-/// The render minors among which AMD's GPUs are chosen; `None`: any, or the configuration's own map names them.
+/// Returns the render minors to choose AMD's GPUs from; `None`: any, or the configuration's own map names them.
 pub fn amd_offered(host: &Host, config: &Config, spec: &Spec, gpu: &GpuFacts) -> Option<Vec<u32>> {
     if spec.annotation(gpumap::ANNOTATION).is_none() && config.gpu.map.is_some() {
         return None;
@@ -125,10 +117,10 @@ pub fn amd_offered(host: &Host, config: &Config, spec: &Spec, gpu: &GpuFacts) ->
     Some(minors.collect())
 }
 
-/// What the annotation says, else the configuration, else `auto`.
+/// Returns the map of the annotation, else of the configuration, else `auto`.
 ///
 /// # Errors
-/// It is no map.
+/// The text is no map.
 pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
     let said = spec.annotation(gpumap::ANNOTATION);
     said.or(config.gpu.map.as_deref())
@@ -140,8 +132,7 @@ pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
 fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentReady>) -> Situation {
     let host = ceiling.host;
     let recorded = inventory::recorded(&metadata.gpu);
-    // GPUs that the checkpoint knows by their nodes alone are looked for among nodes: the driver's library tells no
-    // nodes.
+    // GPUs that the checkpoint knows only by their nodes are matched by nodes: the driver's library reports none.
     let by_id = |g: &Gpu| g.vendor == Vendor::Nvidia && g.id.starts_with("GPU-");
     let by_node = !recorded.iter().any(by_id);
     let mut here: Vec<Gpu> = Vec::new();
@@ -163,7 +154,7 @@ fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentRea
     }
 }
 
-/// A GPU as far as the driver's library describes it, where `/proc/driver/nvidia` cannot be read.
+/// Describes a GPU as far as the driver's library does, where `/proc/driver/nvidia` cannot be read.
 fn from_agent((index, gpu): (u32, &AgentGpu)) -> Gpu {
     Gpu {
         id: gpu.uuid.to_string(),

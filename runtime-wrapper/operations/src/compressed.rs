@@ -1,4 +1,5 @@
-//! Memory pages that CRIU 4.3 and newer can compress with LZ4: whether the CRIU of this host reads them.
+//! Refuses memory pages compressed with LZ4 (CRIU 4.3 and newer can write them) where this host's CRIU cannot read
+//! them.
 
 use std::path::Path;
 
@@ -8,17 +9,15 @@ use cryopod_gpu_plan::refusal::Refusal;
 
 use crate::facts::{self, Criu};
 
-/// The first CRIU that reads compressed pages.
 const FIRST: [u32; 2] = [4, 3];
 
-/// Why images in this directory cannot be restored by this CRIU; `None` if their pages are plain, or it can.
+/// Returns why this CRIU cannot restore the images in this directory; `None` if their pages are plain, or it can.
 pub fn refusal(directory: &Path, criu: Option<&Criu>) -> Option<Refusal> {
-    // What is wrong with the image itself CRIU says.
+    // CRIU itself reports a damaged image.
     let inventory = std::fs::read(directory.join(names::CRIU_INVENTORY)).ok()?;
     of_inventory(&inventory, criu)
 }
 
-/// [`refusal`] with the content of `inventory.img`.
 pub fn of_inventory(inventory: &[u8], criu: Option<&Criu>) -> Option<Refusal> {
     if !criu::has_compressed_pages(inventory).unwrap_or(false) {
         return None;

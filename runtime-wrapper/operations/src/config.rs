@@ -1,4 +1,4 @@
-//! `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
+//! Reads `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,64 +16,42 @@ pub mod rootfs;
 pub mod store;
 pub mod vram;
 
-/// The key under `[checks]` for the privileges in the images.
+/// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
 
-/// Where the configuration lies, unless `CRYOPOD_CONFIG` names another file.
+/// The configuration, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
 
-/// Why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// It cannot be read.
     #[error("{path}: cannot read cryopod's configuration: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// It is not what it should be.
+    Read { path: PathBuf, source: io::Error },
     #[error("{path}: {reason}; see docs/configuration.md")]
     Invalid {
-        /// The file.
         path: PathBuf,
         /// What is wrong, with line and key.
         reason: String,
     },
 }
 
-/// The configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// `[runtime]`.
     pub runtime: Runtime,
-    /// `[criu]`.
     pub criu: Criu,
-    /// `[gpu]`.
     pub gpu: GpuChoice,
-    /// `[nvidia]`.
     pub nvidia: Nvidia,
-    /// `[amd]`.
     pub amd: Amd,
-    /// `[checks]`: `false` switches a check of a restore off.
+    /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
-    /// `[mounts]`.
     pub mounts: Mounts,
-    /// `[hooks]`.
     pub hooks: Hooks,
-    /// `[vram]`.
     pub vram: vram::Options,
-    /// `[rootfs]`.
     pub rootfs: rootfs::Options,
-    /// `[store]`.
     pub store: store::Options,
-    /// `[limits]`.
     pub limits: Limits,
 }
 
-/// `[runtime]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Runtime {
@@ -81,7 +59,6 @@ pub struct Runtime {
     pub low_level: Option<String>,
 }
 
-/// `[criu]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Criu {
@@ -100,34 +77,29 @@ impl Default for Criu {
     }
 }
 
-/// The value of a CRIU option.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 pub enum CriuValue {
     /// `true`: the option alone; `false`: not given.
     Flag(bool),
-    /// A number.
     Number(i64),
-    /// A word.
     Text(String),
-    /// Given several times.
+    /// The option is given several times.
     List(Vec<String>),
 }
 
-/// `[mounts]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Mounts {
-    /// Directories and files of the host that a restore may mount into a container whose spec does not name them, beside
-    /// the places of GPU drivers.
+    /// Directories and files of the host that a restore may mount into a container whose spec does not name them,
+    /// beside the places of GPU drivers.
     pub allow: Vec<PathBuf>,
 }
 
-/// `[hooks]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Hooks {
-    /// OCI hooks that are taken out of a bundle before it is restored: paths, or names of programs.
+    /// OCI hooks to remove from a bundle before a restore: paths, or names of programs.
     pub drop: Vec<String>,
 }
 
@@ -146,18 +118,16 @@ impl Default for Hooks {
     }
 }
 
-/// `[gpu]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GpuChoice {
-    /// Where the GPUs of a checkpoint go: `auto`, or `OLD=NEW,...`; the annotation `dev.cryopod.gpu.map` comes
-    /// before it.
+    /// Where the GPUs of a checkpoint go: `auto`, or `OLD=NEW,...`. The annotation `dev.cryopod.gpu.map` takes
+    /// precedence.
     pub map: Option<String>,
     /// Whether a restore may use GPUs that the engine did not give: `auto` (under podman), `always`, `never`.
     pub allow_others: OtherGpus,
 }
 
-/// `[nvidia]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Nvidia {
@@ -167,17 +137,16 @@ pub struct Nvidia {
     pub agent: Option<PathBuf>,
     /// `libcuda.so.1` of the host, tried before the usual places.
     pub libcuda: Vec<PathBuf>,
-    /// How long a process's running GPU work may take to finish before the checkpoint gives up, in
-    /// milliseconds.
+    /// How long a process's running GPU work may take to finish before the checkpoint gives up, in milliseconds.
     pub lock_timeout_ms: Option<u64>,
-    /// Whether GPU memory goes by the vram: `auto`, `on`, `off`; the annotation `dev.cryopod.vram` comes before it.
+    /// Whether GPU memory goes into VRAM files: `auto`, `on`, `off`. The annotation `dev.cryopod.vram` takes
+    /// precedence.
     pub vram: vram::Mode,
-    /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`; the annotation
-    /// `dev.cryopod.gpu.sharing` comes before it.
+    /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`. The annotation
+    /// `dev.cryopod.gpu.sharing` takes precedence.
     pub sharing: sharing::Policy,
 }
 
-/// `[amd]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Amd {
@@ -185,22 +154,21 @@ pub struct Amd {
     pub plugin: Option<PathBuf>,
 }
 
-/// `[limits]`: how long each thing may take, in seconds.
+/// `[limits]`: how long each step may take, in seconds.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// A whole checkpoint.
     pub checkpoint_s: u64,
     /// A whole restore, until the container runs.
     pub restore_s: u64,
-    /// One question to another program (`crun state`, `criu --version`).
+    /// One call of another program (`crun state`, `criu --version`).
     pub tool_s: u64,
     /// The driver agent's start: loading the driver's library.
     pub agent_s: u64,
     /// How long an interrupted checkpoint may take to give up by itself.
     pub abort_s: u64,
-    /// What a disk takes or gives at the least, in MiB a second: a checkpoint or restore of much data may take longer than
-    /// `checkpoint_s` or `restore_s`, as long as the data would at this rate.
+    /// The slowest expected disk, in MiB a second. A checkpoint or restore of much data may exceed `checkpoint_s` or
+    /// `restore_s`, up to the time that the data needs at this rate.
     pub slowest_mib_s: u64,
 }
 
@@ -218,17 +186,14 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// One question to another program.
     pub fn tool(&self) -> Duration {
         Duration::from_secs(self.tool_s)
     }
 
-    /// A whole checkpoint of this many bytes.
     pub fn checkpoint(&self, bytes: u64) -> Duration {
         self.at_least(self.checkpoint_s, bytes)
     }
 
-    /// A whole restore of this many bytes.
     pub fn restore(&self, bytes: u64) -> Duration {
         self.at_least(self.restore_s, bytes)
     }
@@ -239,10 +204,7 @@ impl Limits {
 }
 
 impl Config {
-    /// The configuration of this host; the defaults if there is no file.
-    ///
-    /// # Errors
-    /// [`ConfigError`].
+    /// Loads the configuration of this host; the defaults if there is no file.
     pub fn load() -> Result<Self, ConfigError> {
         match std::env::var_os("CRYOPOD_CONFIG") {
             Some(path) => Self::read(Path::new(&path), true),
@@ -250,13 +212,13 @@ impl Config {
         }
     }
 
-    /// Directories in which checkpoints are searched that others build upon, and the large files of checkpoints.
+    /// Directories to search for checkpoints that others build upon, and for large files of checkpoints.
     pub fn search(&self) -> Vec<PathBuf> {
         let parents = self.vram.parents.iter().cloned();
         parents.chain(self.store.directories()).collect()
     }
 
-    /// How far archives and annotations may reach.
+    /// Returns how far archives and annotations may reach.
     pub fn ceiling<'a>(&'a self, host: &'a Host, spec: &'a Spec) -> Ceiling<'a> {
         Ceiling {
             host,
@@ -340,7 +302,7 @@ impl Config {
             map.parse::<cryopod_gpu_plan::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
-        // Of privileges only this file decides, and no annotation.
+        // Only this file decides on privileges, never an annotation.
         let known = |key: &&String| switches::known(key) || *key == PRIVILEGES_CHECK;
         if let Some(key) = config.checks.keys().find(|key| !known(key)) {
             return Err(invalid(format!(

@@ -1,11 +1,12 @@
-//! crun where the unified hierarchy alone is mounted and the kernel has version 1 hierarchies besides.
+//! Prepares cgroups for a restore by crun where only the unified hierarchy is mounted and the kernel has version 1
+//! hierarchies besides.
 //!
-//! crun names the container's cgroup to CRIU for all hierarchies (`criu_add_cg_root(NULL, path)`) although it makes the one
-//! of version 2 only. CRIU makes the others, and fails at `cpuset`: a new cgroup of that controller has no CPUs, and none
-//! below it can have any (`Failed writing 0-1 to cpuset//.../cpuset.cpus: Permission denied`, seen with crun 1.21 and
-//! 1.28, CRIU 4.1.1 and 4.2.1). crun's `--manage-cgroups-mode ignore` does not reach CRIU at a restore, and CRIU that
-//! left cgroups alone would leave all processes but the first in crun's own. So the cgroups above the container's are made
-//! beforehand, with the CPUs of the one above: as crun does itself where it sees version 1.
+//! crun names the container's cgroup to CRIU for all hierarchies (`criu_add_cg_root(NULL, path)`) although it makes the
+//! one of version 2 only. CRIU makes the others, and fails at `cpuset`: a new cgroup of that controller has no CPUs,
+//! and none below it can have any (`Failed writing 0-1 to cpuset//.../cpuset.cpus: Permission denied`, seen with crun
+//! 1.21 and 1.28, CRIU 4.1.1 and 4.2.1). crun's `--manage-cgroups-mode ignore` does not reach CRIU at a restore. A CRIU
+//! that ignores cgroups would leave all processes but the first in crun's own. So this module makes the parent cgroups
+//! beforehand, each with the CPUs of its parent, as crun does itself where it sees version 1.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, File};
@@ -23,7 +24,7 @@ use cryopod_host::cgroups::{self, Setup};
 /// `f_type` of the unified hierarchy.
 const CGROUP2: i64 = 0x6367_7270;
 
-/// The controllers in the hierarchy of `cpuset`, if crun's restore needs something there.
+/// Returns the controllers in the hierarchy of `cpuset`, if crun's restore needs cgroups there.
 fn needed(host: &Host) -> Option<Vec<String>> {
     let unified = nix::sys::statfs::statfs(&host.path("/sys/fs/cgroup")).ok()?;
     if cgroups::setup(host) != Setup::Hybrid || unified.filesystem_type().0 as i64 != CGROUP2 {
@@ -36,7 +37,7 @@ fn needed(host: &Host) -> Option<Vec<String>> {
     Some(line.split(',').map(str::to_owned).collect())
 }
 
-/// The cgroups above the container's, the first one first; `None` where systemd names them.
+/// Returns the parents of the container's cgroup, from the root down; `None` where systemd names them.
 fn above(spec: &Spec) -> Option<Vec<PathBuf>> {
     let path = spec.json().pointer("/linux/cgroupsPath");
     let path = path.and_then(|p| p.as_str()).unwrap_or_default();
@@ -58,7 +59,6 @@ fn above(spec: &Spec) -> Option<Vec<PathBuf>> {
     Some(all)
 }
 
-/// Why crun could not restore here.
 pub fn obstacle(host: &Host, spec: &Spec) -> Option<Refusal> {
     let controllers = needed(host)?;
     let why = match above(spec) {
@@ -74,10 +74,6 @@ pub fn obstacle(host: &Host, spec: &Spec) -> Option<Refusal> {
     })
 }
 
-/// Makes what a restore by crun needs.
-///
-/// # Errors
-/// [`Error::Io`].
 pub fn prepare(host: &Host, spec: &Spec) -> Result<(), Error> {
     let (Some(controllers), Some(above)) = (needed(host), above(spec)) else {
         return Ok(());
@@ -92,7 +88,7 @@ pub fn prepare(host: &Host, spec: &Spec) -> Result<(), Error> {
     ))
 }
 
-/// A cgroup with the CPUs and memory nodes of the one above it.
+/// Makes a cgroup with the CPUs and memory nodes of its parent.
 fn inherit(directory: &Path) -> io::Result<()> {
     match fs::create_dir(directory) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
@@ -107,7 +103,7 @@ fn inherit(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The root of a version 1 hierarchy, as this process's cgroup namespace has it, without a mount point.
+/// Opens the root of a version 1 hierarchy, as this process's cgroup namespace has it, without a mount point.
 fn hierarchy(controllers: &[String]) -> io::Result<File> {
     const SET_FLAG: u32 = 0;
     const CREATE: u32 = 6;

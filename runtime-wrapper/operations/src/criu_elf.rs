@@ -1,8 +1,8 @@
-//! What a CRIU plugin demands and what the installed CRIU takes, read from their ELF files.
+//! Reads from ELF files what a CRIU plugin demands and what the installed CRIU supports.
 //!
 //! CRIU looks at a plugin's descriptor (`CR_PLUGIN_DESC`: two pointers-to-function and a name, then the ABI version and
-//! the number of hooks, both 32 bits) and gives up the whole operation if either is above its own. Its own number of hooks
-//! follows from the size of its exported `cr_plugin_ctl`: one list head, then one for each hook.
+//! the number of hooks, both 32 bits) and gives up the whole operation if either is above its own. Its own number of
+//! hooks follows from the size of its exported `cr_plugin_ctl`: one list head, then one for each hook.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -12,56 +12,40 @@ use std::path::{Path, PathBuf};
 use object::read::{Object, ObjectSegment, ObjectSymbol};
 use object::{Architecture, BinaryFormat};
 
-/// A larger file is no plugin and no CRIU, in bytes.
+/// No plugin and no CRIU is larger, in bytes.
 const MAX_FILE: u64 = 256 << 20;
 const DESCRIPTOR: &str = "CR_PLUGIN_DESC";
 const CONTROL: &str = "cr_plugin_ctl";
-/// Where the descriptor has its ABI version; the number of hooks follows.
+/// Offset of the ABI version in the descriptor; the number of hooks follows.
 const VERSION_AT: u64 = 24;
 /// Two pointers.
 const LIST_HEAD: u64 = 16;
 
-/// Why a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ElfError {
-    /// It cannot be read.
     #[error("cannot be read: {0}")]
     Read(#[from] io::Error),
-    /// It is no ELF file of a kind that is understood.
     #[error("is not a 64-bit ELF file: {0}")]
     NotElf(String),
-    /// It is for another machine.
     #[error("is built for {found}, and this machine is {here}")]
-    Machine {
-        /// The file's machine.
-        found: String,
-        /// This one.
-        here: &'static str,
-    },
-    /// It has no descriptor.
+    Machine { found: String, here: &'static str },
     #[error("has no {DESCRIPTOR}: it is no CRIU plugin")]
     NoDescriptor,
 }
 
-/// A plugin's descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// The ABI version: major << 16 | minor << 8 | sublevel; 0x200 is 0.2.0.
     pub version: u32,
-    /// The number of hooks that it has places for.
     pub max_hooks: u32,
 }
 
-/// What CRIU's own program tells.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CriuElf {
-    /// The number of hooks that it knows.
     pub hooks: Option<u32>,
-    /// The dynamic loader that starts it, and that loads its plugins.
     pub loader: Option<PathBuf>,
-    /// What it offers to its plugins.
     pub symbols: BTreeSet<String>,
-    /// It was built with LZ4, for compressed memory pages (CRIU 4.3).
+    /// Built with LZ4, for compressed memory pages (CRIU 4.3).
     pub lz4: bool,
 }
 
@@ -97,10 +81,6 @@ fn parse(bytes: &[u8]) -> Result<object::File<'_>, ElfError> {
     Ok(file)
 }
 
-/// Reads a plugin's descriptor.
-///
-/// # Errors
-/// [`ElfError`].
 pub fn descriptor(path: &Path) -> Result<Descriptor, ElfError> {
     let bytes = read(path)?;
     let file = parse(&bytes)?;
@@ -125,10 +105,7 @@ pub fn descriptor(path: &Path) -> Result<Descriptor, ElfError> {
     })
 }
 
-/// Reads what CRIU's program tells.
-///
-/// # Errors
-/// [`ElfError`]; a `criu` that is a script is no ELF file.
+/// Reads CRIU's program. A `criu` that is a script is an error.
 pub fn criu(path: &Path) -> Result<CriuElf, ElfError> {
     use object::read::elf::{FileHeader, ProgramHeader};
     let bytes = read(path)?;
@@ -136,7 +113,7 @@ pub fn criu(path: &Path) -> Result<CriuElf, ElfError> {
     let mut found = CriuElf::default();
     for symbol in file.dynamic_symbols() {
         let Ok(name) = symbol.name() else { continue };
-        // Of a library, or of its own: CRIU exports all that it has.
+        // From a library or its own: CRIU exports all symbols that it has.
         found.lz4 |= name.starts_with("LZ4_");
         if !symbol.is_definition() {
             continue;
@@ -171,7 +148,7 @@ mod tests {
     use proptest::prelude::*;
     use std::process::Command;
 
-    /// Built by the machine's C compiler, which Rust's linker is anyhow.
+    /// Built by the machine's C compiler, which Rust needs as a linker anyway.
     fn built(dir: &Path, name: &str, source: &str, flags: &[&str]) -> PathBuf {
         let (c, out) = (dir.join("x.c"), dir.join(name));
         std::fs::write(&c, source).unwrap();
@@ -216,7 +193,6 @@ mod tests {
         ));
     }
 
-    /// A plugin with damage: the bytes are read once.
     fn plugin() -> Vec<u8> {
         let dir = tempfile::tempdir().unwrap();
         let source = "struct { void *p[3]; unsigned a, b; } CR_PLUGIN_DESC = {{0}, 0x200, 12};\n";

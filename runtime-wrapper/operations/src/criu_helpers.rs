@@ -1,13 +1,14 @@
-//! The programs that CRIU runs: `tar` with gzip, `ip`, and what locks a network. Missing or unfit ones fail a dump after the
-//! GPUs have been checkpointed, so the plan runs each as CRIU will, before anything is frozen.
+//! Tests the programs that CRIU runs: `tar` with gzip, `ip`, and the network lock. Missing or unfit ones fail a dump
+//! after the GPUs have been checkpointed, so the plan runs each as CRIU will, before anything is frozen.
 //!
 //! When CRIU 4.1 to 4.2 calls which, from its sources:
 //!
-//! | program | checkpoint | restore |
-//! |---|---|---|
-//! | `tar --gzip` (filesystems.c) | every tmpfs that is not external | the same |
-//! | `ip` (net.c) | every network namespace that is neither CRIU's own nor external, unless the runtime asks for an empty one, as runc always does | the same |
-//! | the network lock (net.c, netfilter.c) | a network namespace that is not CRIU's own, external or not; in CRIU's own each TCP connection | by runc always; by crun to take off the lock that the images hold |
+//! - `tar --gzip` (filesystems.c), at checkpoint and restore: for every tmpfs that is not external.
+//! - `ip` (net.c), at checkpoint and restore: for every network namespace that is neither CRIU's own nor external,
+//!   unless the runtime asks for an empty one, as runc always does.
+//! - The network lock (net.c, netfilter.c), at a checkpoint: for a network namespace that is not CRIU's own, external
+//!   or not; in CRIU's own for each TCP connection. At a restore: by runc always; by crun to remove the lock that the
+//!   images hold.
 //!
 //! The lock is `iptables-restore`, or libnftables within CRIU, as the option `network-lock` says.
 
@@ -30,7 +31,7 @@ use crate::config::Config;
 use crate::loopback;
 use crate::lowlevel::{Kind, LowLevel};
 
-/// The environment variable by which CRIU takes another `ip`.
+/// The environment variable that names another `ip` to CRIU.
 const IP_TOOL: &str = "CR_IP_TOOL";
 /// CRIU's rules that block a network namespace (net.c), fed to the program `$0`.
 const LOCK_NAMESPACE: &str = r#"exec "$0" -w --noflush << END
@@ -45,30 +46,24 @@ END"#;
 /// CRIU's rule that blocks one connection (netfilter.c), of the program `$0` for the address `$1`.
 const LOCK_CONNECTION: &str = r#"exec "$0" -w -t filter -I INPUT --protocol tcp -m mark ! --mark 0xC114 --source "$1" --sport 1 --destination "$1" --dport 1 -j DROP"#;
 
-/// What CRIU needs another program for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Helper {
-    /// The content of tmpfs.
+    /// Archives the content of tmpfs.
     Tar,
-    /// Addresses, routes and rules of a network namespace.
+    /// Saves addresses, routes and rules of a network namespace.
     Ip,
-    /// The lock of a network.
     Lock(Lock),
 }
 
-/// How CRIU keeps packets from a container whose sockets it handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lock {
-    /// By iptables.
     Iptables,
-    /// By libnftables.
     Nftables,
-    /// Not at all.
     Skip,
 }
 
 impl Lock {
-    /// In CRIU's words, those of the option `network-lock`.
+    /// CRIU's word for it, as in the option `network-lock`.
     pub fn word(self) -> &'static str {
         match self {
             Self::Iptables => "iptables",
@@ -77,7 +72,6 @@ impl Lock {
         }
     }
 
-    /// The lock of that name.
     pub fn of(word: &str) -> Option<Self> {
         let all = [Self::Iptables, Self::Nftables, Self::Skip];
         all.into_iter().find(|l| l.word() == word)
@@ -94,7 +88,7 @@ impl Helper {
         }
     }
 
-    /// The helper of that name; `None` for what this version does not know.
+    /// `None` for a helper that this version does not know.
     fn of(word: &str) -> Option<Self> {
         match word {
             "tar" => Some(Self::Tar),
@@ -104,12 +98,9 @@ impl Helper {
     }
 }
 
-/// A helper that is missing or does not work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// What is wrong.
     pub what: String,
-    /// What to do.
     pub remedy: String,
 }
 
@@ -133,17 +124,12 @@ impl Fault {
 /// Runs the helpers as CRIU does, without touching the container or the host's network.
 #[derive(Clone, Copy)]
 pub struct Probe<'a> {
-    /// Finds and runs them.
     pub tools: &'a dyn Tools,
-    /// How long each may take.
     pub limit: Duration,
 }
 
 impl Probe<'_> {
-    /// Packs nothing, with the options that CRIU packs a tmpfs with.
-    ///
-    /// # Errors
-    /// [`Fault`], with the package to install.
+    /// Packs nothing, with the options that CRIU packs a tmpfs with. The error names the package to install.
     pub fn tar(&self) -> Result<String, Fault> {
         let fault = |why: String| {
             Fault::new(
@@ -183,10 +169,7 @@ impl Probe<'_> {
         }
     }
 
-    /// Saves the addresses of a new network namespace.
-    ///
-    /// # Errors
-    /// [`Fault`], with the package to install.
+    /// Saves the addresses of a new network namespace. The error names the package to install.
     pub fn ip(&self) -> Result<String, Fault> {
         let fault = |why: String| {
             Fault::new(
@@ -214,10 +197,7 @@ impl Probe<'_> {
         }
     }
 
-    /// Locks a new network namespace, all of it or one connection in it.
-    ///
-    /// # Errors
-    /// [`Fault`], with the package to install.
+    /// Locks a new network namespace, all of it or one connection in it. The error names the package to install.
     pub fn lock(&self, lock: Lock, connections_only: bool) -> Result<String, Fault> {
         let done = match lock {
             Lock::Skip => Ok("not locked (network-lock skip)".into()),
@@ -240,10 +220,7 @@ impl Probe<'_> {
         })
     }
 
-    /// The first lock that works, for a CRIU that was not told which.
-    ///
-    /// # Errors
-    /// [`Fault`] if none does.
+    /// Returns the first lock that works, for a CRIU that was not told which.
     pub fn any_lock(&self, connections_only: bool) -> Result<(Lock, String), Fault> {
         let by_iptables = match self.iptables(connections_only) {
             Ok(found) => return Ok((Lock::Iptables, found)),
@@ -279,7 +256,7 @@ impl Probe<'_> {
             let path = self.tools.find(&name);
             let path = path.ok_or_else(|| format!("{name} is not on PATH"))?;
             let text = path.display().to_string();
-            // Never in the host's own namespace, where the rules would count.
+            // Never in the host's own namespace, where the rules would take effect.
             let locked = in_new_network(|| self.run(&sh, &["-c", script, &text, address]));
             if let Some(Err(why)) = locked {
                 return Err(format!("{name} cannot lock it: {why}"));
@@ -310,10 +287,10 @@ impl Probe<'_> {
     }
 }
 
-/// Runs something in a network namespace that is gone afterwards; `None` where none can be made.
+/// Runs something in a temporary network namespace; `None` where none can be made.
 fn in_new_network<T: Send>(run: impl FnOnce() -> T + Send) -> Option<T> {
     std::thread::scope(|scope| {
-        // A thread of its own, as it stays in that namespace.
+        // In a thread of its own, as the thread stays in that namespace.
         let thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).ok()?;
             Some(run())
@@ -322,12 +299,12 @@ fn in_new_network<T: Send>(run: impl FnOnce() -> T + Send) -> Option<T> {
     })
 }
 
-/// What a container's networks ask of CRIU.
+/// What a container's networks require of CRIU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Network {
     /// CRIU's own namespace, with connections or without.
     Hosts { connections: bool },
-    /// Another one. `saved`: CRIU saves addresses and routes.
+    /// Another namespace. `saved`: CRIU saves addresses and routes.
     Apart { saved: bool },
 }
 
@@ -362,7 +339,7 @@ fn network(
     Network::Apart { saved }
 }
 
-/// Has the container a tmpfs that is its own? CRIU carries no other's content.
+/// Returns true if the container has a tmpfs of its own: only its content does CRIU dump.
 fn has_tmpfs(host: &Host, init: i32) -> bool {
     let outside = mountinfo::of(host, "self");
     mountinfo::of(host, &init.to_string())
@@ -370,36 +347,25 @@ fn has_tmpfs(host: &Host, init: i32) -> bool {
         .any(|m| m.fs_type == "tmpfs" && !outside.iter().any(|o| o.device == m.device))
 }
 
-/// A container that is to be checkpointed.
 pub struct Subject<'a> {
-    /// This host.
     pub host: &'a Host,
-    /// The low-level runtime.
     pub kind: Kind,
-    /// The container's spec.
     pub spec: &'a Spec,
-    /// Its first process.
     pub init: i32,
-    /// Its processes.
     pub scan: &'a Scan,
-    /// Its TCP connections.
     pub connections: &'a [Connection],
-    /// The lock that CRIU is told to use, if any.
     pub lock: Option<Lock>,
 }
 
-/// What a checkpoint found.
 #[derive(Debug, Default)]
 pub struct Found {
     /// What a restore needs, in the metadata's words.
     pub recorded: Vec<String>,
-    /// The lock that CRIU is to be told to use.
+    /// The lock to configure in CRIU.
     pub lock: Option<Lock>,
-    /// What is missing.
     pub refusals: Vec<Refusal>,
 }
 
-/// Runs what CRIU will run for this container.
 pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
     let network = network(
         subject.host,
@@ -424,7 +390,7 @@ pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
             Some(lock) => {
                 wanted.insert(Helper::Lock(lock));
             }
-            // Built by some distributions with another default than CRIU's own.
+            // Some distributions build CRIU with another default.
             None => match probe.any_lock(connections_only) {
                 Ok((lock, _)) => found.lock = Some(lock),
                 Err(fault) => found.refusals.push(fault.refusal()),
@@ -435,13 +401,13 @@ pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
         .refusals
         .extend(missing(probe, &wanted, connections_only));
     wanted.extend(found.lock.map(Helper::Lock));
-    // In CRIU's own namespace a restore need not take anything off.
+    // In CRIU's own namespace a restore has no lock to remove.
     wanted.retain(|helper| !(connections_only && matches!(helper, Helper::Lock(_))));
     found.recorded = wanted.iter().map(|h| h.word().to_owned()).collect();
     found
 }
 
-/// What this host lacks for a restore of a checkpoint with these helpers in its metadata.
+/// Returns what this host lacks for a restore of a checkpoint with these helpers in its metadata.
 pub fn restore(config: &Config, tools: &dyn Tools, recorded: &[String]) -> Vec<Refusal> {
     let Ok(low) = LowLevel::find(config) else {
         return Vec::new();
@@ -455,7 +421,7 @@ pub fn restore(config: &Config, tools: &dyn Tools, recorded: &[String]) -> Vec<R
     let needed = |helper: &Helper| match helper {
         Helper::Tar => true,
         Helper::Ip => low.kind == Kind::Crun,
-        // crun's CRIU takes off the lock that the images hold; runc's locks an empty namespace first.
+        // crun's CRIU removes the lock that the images hold; runc's locks an empty namespace first.
         Helper::Lock(_) => low.kind == Kind::Runc || saved,
     };
     let wanted = recorded.into_iter().filter(needed).collect();

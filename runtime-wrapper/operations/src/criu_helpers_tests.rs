@@ -3,7 +3,7 @@ use cryopod_host::programs::ToolError;
 use serde_json::json;
 use std::os::unix::fs::symlink;
 
-/// Programs by name: the exit code and what they say.
+/// Programs by name: the exit code and the output.
 struct Has(&'static [(&'static str, i32, &'static str)]);
 
 impl Tools for Has {

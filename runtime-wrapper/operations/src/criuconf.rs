@@ -1,12 +1,12 @@
-//! CRIU's configuration for one operation, with the user's own kept.
+//! Writes CRIU's configuration for one operation, and keeps the user's own.
 //!
-//! CRIU reads, each overriding the one before: `/etc/criu/default.conf`, `$HOME/.criu/default.conf`, the file
-//! that `$CRIU_CONFIG_FILE` names, what the runtime sends, and last the file that the runtime names: the
-//! annotation `org.criu.config`, else `/etc/criu/runc.conf` (crun: `crun.conf`, then `runc.conf`). Ours is
-//! `$CRIU_CONFIG_FILE`: what the user put there before is copied into it, and so is the runtime's file where
-//! the runtime does not name one to CRIU (crun before 1.26, or CRIU before 4.2). Where it does, CRIU reads that
-//! file itself, after ours. Only `libdir` cannot be the user's: it would hide the private plugin directory, so it is
-//! taken out, and the other plugins found there are linked into the private directory.
+//! CRIU reads, each overriding the one before: `/etc/criu/default.conf`, `$HOME/.criu/default.conf`, the file that
+//! `$CRIU_CONFIG_FILE` names, what the runtime sends, and last the file that the runtime names: the annotation
+//! `org.criu.config`, else `/etc/criu/runc.conf` (crun: `crun.conf`, then `runc.conf`). Ours is `$CRIU_CONFIG_FILE`: it
+//! contains a copy of the file that the user named there before. It also contains the runtime's file where the runtime
+//! does not name one to CRIU (crun before 1.26, or CRIU before 4.2). Otherwise CRIU reads that file itself, after ours.
+//! Only `libdir` cannot be the user's: it would hide the private plugin directory. So it is removed, and the plugins
+//! found there are linked into the private directory.
 
 use crate::error::Error;
 use std::fmt::Write as _;
@@ -24,39 +24,27 @@ use crate::criuopts::Options;
 use crate::lowlevel::Kind;
 use crate::operation::Operation;
 
-/// The annotation that names a CRIU configuration file.
 pub const ANNOTATION: &str = "org.criu.config";
 
-/// Why the user's CRIU configuration cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum CriuConfError {
-    /// A file cannot be read.
     #[error("{path}: cannot read the CRIU configuration that {who} names: {source}")]
     Read {
-        /// The file.
         path: PathBuf,
-        /// Who names it.
         who: String,
-        /// What the system said.
         source: io::Error,
     },
-    /// A file that a container may not name.
+    /// A container may not name this file.
     #[error("the annotation {ANNOTATION} cannot be followed: {0}")]
     Refused(String),
-    /// `libdir` in a file that CRIU reads after ours.
     #[error(
         "{path}: `libdir` there overrides cryopod's private plugin directory, and the GPU state would be lost; remove that line (name other plugins in CRIU_CONFIG_FILE or /etc/criu/default.conf)"
     )]
-    Libdir {
-        /// The file.
-        path: PathBuf,
-    },
+    Libdir { path: PathBuf },
 }
 
-/// What this operation tells CRIU besides.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Extra {
-    /// Options by their names.
     pub options: Options,
     /// Further lines: mounts that are external.
     pub lines: Vec<String>,
@@ -74,7 +62,7 @@ struct UserConf {
 fn split(text: &str) -> UserConf {
     let mut conf = UserConf::default();
     for line in text.lines() {
-        // CRIU takes `libdir X`, `libdir=X`, and any beginning of the name that is no other option's.
+        // CRIU takes `libdir X`, `libdir=X`, and any unambiguous prefix of the name.
         let mut words = line
             .split(|c: char| c.is_whitespace() || c == '=')
             .filter(|w| !w.is_empty());
@@ -93,23 +81,21 @@ fn split(text: &str) -> UserConf {
     conf
 }
 
-/// What the low-level runtime does about configuration files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reader {
-    /// Whose command line it takes.
     pub kind: Kind,
-    /// `true` if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
+    /// True if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
     pub names_file: bool,
-    /// `true` for a restore, whose spec and annotations come from the archive, and so perhaps from a stranger.
+    /// True for a restore, whose spec and annotations come from the archive, and so perhaps from a stranger.
     pub restore: bool,
 }
 
 /// A file that the runtime names to CRIU, or would name if it could.
 #[derive(Debug, PartialEq, Eq)]
 enum Named {
-    /// By the container's annotation, which may be a stranger's.
+    /// By the container's annotation, perhaps a stranger's.
     Annotation(PathBuf),
-    /// The runtime's own.
+    /// The runtime's default file.
     Runtime(PathBuf),
 }
 
@@ -120,7 +106,7 @@ impl Named {
         }
     }
 
-    /// Its text. A file that an annotation names counts only where the configuration allows it.
+    /// Reads the file. One that an annotation names is read only where the configuration allows it.
     fn read(&self, ceiling: &Ceiling<'_>) -> Result<String, CriuConfError> {
         let (path, who, text) = match self {
             Self::Annotation(path) => {
@@ -141,7 +127,7 @@ impl Named {
 }
 
 fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> Option<Named> {
-    // Where the runtime would not follow a stranger's annotation, this does not either.
+    // Where the runtime would not follow a stranger's annotation, cryopod does not either.
     let trusted = reader.names_file || !reader.restore;
     match spec.annotation(ANNOTATION).filter(|_| trusted) {
         Some("") => None,
@@ -157,7 +143,7 @@ fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> 
     }
 }
 
-/// The text of the file that the runtime names to CRIU, or would; `None`: there is none, or it does not count.
+/// Returns the text of the file that the runtime names to CRIU, or would; `None`: no file, or it may not be used.
 pub fn runtime_text(kind: Kind, ceiling: &Ceiling<'_>) -> Option<String> {
     let reader = Reader {
         kind,
@@ -168,11 +154,8 @@ pub fn runtime_text(kind: Kind, ceiling: &Ceiling<'_>) -> Option<String> {
     named.read(ceiling).ok()
 }
 
-/// Puts the text together. `env` is what `CRIU_CONFIG_FILE` named before. Gives the text and the directories of
-/// plugins that the user named.
-///
-/// # Errors
-/// [`CriuConfError`].
+/// Merges the configurations. `env` is the old value of `CRIU_CONFIG_FILE`. Returns the text and the plugin directories
+/// that the user named.
 pub fn merge(
     op: &Operation,
     config: &Config,
@@ -207,7 +190,7 @@ pub fn merge(
         }
     }
     text.push_str("# cryopod's own:\n");
-    // CRIU's alarm of 10 seconds for stopping the processes would cut off the driver's lock.
+    // CRIU's default alarm of 10 seconds for stopping the processes would cut off the driver's lock.
     let limit = extra.limit_s.max(config.limits.checkpoint_s);
     let _ = writeln!(text, "timeout {limit}");
     for line in extra.options.lines().iter().chain(&extra.lines) {
@@ -222,8 +205,8 @@ pub fn merge(
     Ok((text, libdirs))
 }
 
-/// The plugins in the directories that the user named, less those of the GPU vendors: which of these an operation
-/// needs is the plan's business.
+/// Returns the plugins in the directories that the user named, without those of the GPU vendors: the plan decides about
+/// these.
 pub fn user_plugins(libdirs: &[PathBuf]) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = libdirs
         .iter()

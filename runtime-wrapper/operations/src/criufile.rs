@@ -1,18 +1,14 @@
-//! Reads configuration files of CRIU: regular files of a size that such a file has, and for those that a container's
-//! annotation names, files of root that nobody else can write.
+//! Reads CRIU's configuration files: only regular files up to a size limit. A file that a container's annotation names
+//! must belong to root and be writable by nobody else.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Largest file, in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
-/// A file that the administrator or the runtime names.
-///
-/// # Errors
-/// What the system says, or why this is no such file.
+/// Reads a file that the administrator or the runtime names.
 pub fn read(path: &Path) -> io::Result<String> {
     text(
         OpenOptions::new()
@@ -22,10 +18,7 @@ pub fn read(path: &Path) -> io::Result<String> {
     )
 }
 
-/// A file that an annotation names: not by a link, of root, writable by nobody else.
-///
-/// # Errors
-/// Likewise.
+/// Reads a file that an annotation names: no link, owned by root, writable by nobody else.
 pub fn read_roots(path: &Path) -> io::Result<String> {
     let file = OpenOptions::new()
         .read(true)

@@ -1,8 +1,8 @@
-//! The CRIU options of one operation: cryopod's defaults, the configuration's `[criu.options]`, the container's
-//! annotations `dev.cryopod.criu.NAME`, each overriding the one before.
+//! Collects the CRIU options of one operation: cryopod's defaults, the configuration's `[criu.options]`, the
+//! container's annotations `dev.cryopod.criu.NAME`, each overriding the one before.
 //!
-//! Some of them a runtime sends to CRIU itself, switched off where its command line does not say otherwise, and what
-//! it sends counts more than a configuration: those are passed as its flags, too.
+//! A runtime sends some of them to CRIU itself, switched off unless its command line sets them, and these override any
+//! configuration file. So cryopod passes those as the runtime's flags, too.
 
 use crate::error::Error;
 use std::collections::BTreeMap;
@@ -18,10 +18,10 @@ use crate::criu_helpers::Lock;
 use crate::criufile;
 use crate::lowlevel::Kind;
 
-/// Annotations of this beginning name a CRIU option.
+/// Prefix of annotations that set a CRIU option.
 pub const ANNOTATION: &str = "dev.cryopod.criu.";
 
-/// What GPU workloads need, where nothing else is said. Limits in CRIU's words.
+/// Defaults for GPU workloads. Limits in CRIU's units.
 const DEFAULTS: [(&str, Option<&str>); 5] = [
     // Deleted files that are still open: CRIU's own limit is 1 MiB, PyTorch's shared tensors are larger.
     ("ghost-limit", Some("2G")),
@@ -33,10 +33,9 @@ const DEFAULTS: [(&str, Option<&str>); 5] = [
     ("skip-in-flight", None),
 ];
 
-/// The option that says how CRIU locks a network.
 const NETWORK_LOCK: &str = "network-lock";
 
-/// Options that a restore of the images needs as their checkpoint had them.
+/// Options that a restore needs as their checkpoint had them.
 const FOR_THE_RESTORE: [&str; 5] = [
     "tcp-established",
     "tcp-close",
@@ -45,37 +44,25 @@ const FOR_THE_RESTORE: [&str; 5] = [
     "mntns-compat-mode",
 ];
 
-/// An annotation that cannot be followed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
-    /// Not one of those that a container may set.
+    /// A container may not set this option.
     #[error("annotation {ANNOTATION}{name}: {refused}")]
     Unknown {
-        /// The option.
         name: String,
         /// Why, and what can be done.
         refused: String,
     },
-    /// A value that is no single word.
     #[error("annotation {ANNOTATION}{name}: {value:?} is neither true, false, a number nor a word")]
-    Value {
-        /// The option.
-        name: String,
-        /// Its value.
-        value: String,
-    },
+    Value { name: String, value: String },
 }
 
-/// The options of one operation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Options(BTreeMap<String, CriuValue>);
 
 impl Options {
-    /// Puts them together. `user_texts`: CRIU configurations that come before cryopod's; a default does not override
-    /// what they say.
-    ///
-    /// # Errors
-    /// [`OptionError`].
+    /// Collects the options. `user_texts`: CRIU configurations that come before cryopod's; a default does not override
+    /// them.
     pub fn of(
         config: &BTreeMap<String, CriuValue>,
         ceiling: &Ceiling<'_>,
@@ -125,14 +112,12 @@ impl Options {
         Ok(Self(all))
     }
 
-    /// `true` if the option is on.
     pub fn on(&self, name: &str) -> bool {
         self.0
             .get(name)
             .is_some_and(|v| *v != CriuValue::Flag(false))
     }
 
-    /// The words of an option that may be given several times.
     pub fn texts(&self, name: &str) -> Vec<String> {
         match self.0.get(name) {
             Some(CriuValue::Text(word)) => vec![word.clone()],
@@ -141,7 +126,8 @@ impl Options {
         }
     }
 
-    /// How large a deleted file CRIU carries, in bytes. No limit is known where a CRIU configuration of the user's sets it.
+    /// The largest deleted file that CRIU dumps, in bytes. No limit is known where the user's CRIU configuration sets
+    /// it.
     pub fn ghost_limit(&self) -> u64 {
         let text = match self.0.get("ghost-limit") {
             Some(CriuValue::Number(n)) => return u64::try_from(*n).unwrap_or(u64::MAX),
@@ -166,8 +152,8 @@ impl Options {
         self.0.insert(name.to_owned(), CriuValue::Flag(true));
     }
 
-    /// What a checkpoint does about established TCP connections. Those within the container's own loopback can be
-    /// restored anywhere; about others the user must say.
+    /// Decides about established TCP connections at a checkpoint. Those within the container's own loopback can be
+    /// restored anywhere; about others the user must decide.
     pub fn settle_tcp(&mut self, flags: &Flags, connections: &[Connection]) -> Vec<Refusal> {
         let keep = self.on("tcp-established") || flags.has("tcp-established");
         let close = self.on("tcp-close") || flags.has("tcp-close");
@@ -192,15 +178,15 @@ impl Options {
         }]
     }
 
-    /// The lock of the network that CRIU is told to use: by the command line, by these options, or else by the last of
-    /// the user's configurations `texts` that names one.
+    /// The network lock for CRIU: from the command line, from these options, or else from the last of the user's
+    /// configurations `texts` that names one.
     pub fn network_lock(&self, flags: &Flags, texts: &[String]) -> Option<Lock> {
         let flag = flags.value(NETWORK_LOCK).and_then(|v| v.to_str());
         flag.and_then(Lock::of)
             .or_else(|| Self::in_texts(texts, &self.0))
     }
 
-    /// The same where no container is asked about. `options`: the configuration's.
+    /// The same without a container. `options`: the configuration's.
     pub fn in_files(files: &[PathBuf], options: &BTreeMap<String, CriuValue>) -> Option<Lock> {
         let texts = files.iter().filter_map(|p| criufile::read(p).ok());
         Self::in_texts(&texts.collect::<Vec<_>>(), options)
@@ -217,7 +203,6 @@ impl Options {
         texts.iter().filter_map(|text| of(text)).next_back()
     }
 
-    /// Has CRIU use this lock.
     pub fn use_lock(&mut self, lock: Option<Lock>) {
         if let Some(lock) = lock {
             let value = CriuValue::Text(lock.word().to_owned());
@@ -225,7 +210,7 @@ impl Options {
         }
     }
 
-    /// Those that a restore of the images needs again, for the metadata.
+    /// The options that a restore of the images needs again, for the metadata.
     pub fn for_the_restore(&self, flags: &Flags) -> Vec<String> {
         FOR_THE_RESTORE
             .iter()
@@ -234,7 +219,7 @@ impl Options {
             .collect()
     }
 
-    /// Takes over what the checkpoint had on; names that are not known are left out, as the metadata may be anybody's.
+    /// Takes over what the checkpoint had on. Unknown names are ignored, as anybody may have written the metadata.
     pub fn as_at_the_checkpoint(&mut self, recorded: &[String], flags: &Flags) {
         let close = flags.has("tcp-close") || self.on("tcp-close");
         for name in recorded {
@@ -245,7 +230,7 @@ impl Options {
         }
     }
 
-    /// The flags for the low-level runtime's command line that are not there yet. `newer`: runc 1.3 or later.
+    /// Returns the missing flags for the low-level runtime's command line. `newer`: runc 1.3 or later.
     pub fn flags(
         &self,
         kind: Kind,
@@ -269,7 +254,6 @@ impl Options {
             .collect()
     }
 
-    /// As lines of a CRIU configuration.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for (name, value) in &self.0 {
@@ -287,12 +271,11 @@ impl Options {
     }
 }
 
-/// Does a CRIU configuration set this option?
 fn mentions(text: &str, name: &str) -> bool {
     text.lines().any(|line| value_of(line, name).is_some())
 }
 
-/// What a line of a CRIU configuration gives this option, `""` for one without a value; `None` if it is of another.
+/// Returns the value that a configuration line gives this option, `""` for one without a value; `None` for other lines.
 fn value_of<'a>(line: &'a str, name: &str) -> Option<&'a str> {
     let words = line.split(|c: char| c.is_whitespace() || c == '=');
     let mut words = words.filter(|w| !w.is_empty());
@@ -300,7 +283,7 @@ fn value_of<'a>(line: &'a str, name: &str) -> Option<&'a str> {
         .then(|| words.next().unwrap_or_default().trim_matches('"'))
 }
 
-/// The CRIU configurations that CRIU reads before cryopod's, and the one that cryopod's holds a copy of.
+/// The files that CRIU reads before cryopod's, and the one that cryopod's contains a copy of.
 pub fn earlier_files() -> Vec<PathBuf> {
     let mut files = vec![PathBuf::from("/etc/criu/default.conf")];
     if let Some(home) = std::env::var_os("HOME").filter(|h| !h.is_empty()) {

@@ -1,4 +1,4 @@
-//! Facts about this host and its tools, for the metadata and for messages.
+//! Gathers facts about this host and its tools, for the metadata and for messages.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::lowlevel::LowLevel;
 use crate::reasons::Before;
 use cryopod_host::cgroups;
 
-/// A time as the metadata and the logs write it: RFC 3339, UTC, whole seconds.
+/// Formats a time as the metadata and the logs write it: RFC 3339, UTC, whole seconds.
 pub fn rfc3339(time: SystemTime) -> String {
     let whole = time
         .duration_since(SystemTime::UNIX_EPOCH)
@@ -29,7 +29,7 @@ pub fn rfc3339(time: SystemTime) -> String {
         .unwrap_or_else(|| format!("{whole} seconds after 1970"))
 }
 
-/// The first line of `PROGRAM --version`, if it answers.
+/// Returns the first line of `PROGRAM --version`, if it answers.
 pub fn version_line(tools: &dyn Tools, program: &Path, limit: Duration) -> Option<String> {
     let out = tools
         .output(program, &[OsStr::new("--version")], limit)
@@ -37,7 +37,7 @@ pub fn version_line(tools: &dyn Tools, program: &Path, limit: Duration) -> Optio
     Some(out.stdout.lines().next()?.trim().to_owned()).filter(|l| !l.is_empty())
 }
 
-/// The numbers of a dotted version in a line, `[4, 1, 1]` of `Version: 4.1.1`.
+/// Parses the dotted version in a line: `[4, 1, 1]` from `Version: 4.1.1`.
 pub fn numbers(line: &str) -> Option<Vec<u32>> {
     line.split(|c: char| c.is_whitespace() || c == '-' || c == '+' || c == '~')
         .map(|w| w.trim_start_matches('v'))
@@ -45,16 +45,13 @@ pub fn numbers(line: &str) -> Option<Vec<u32>> {
         .find_map(|w| w.split('.').map(|n| n.parse().ok()).collect())
 }
 
-/// CRIU on the search path.
 #[derive(Debug, Clone)]
 pub struct Criu {
-    /// The program.
     pub path: PathBuf,
     /// `4.1.1`.
     pub version: Option<String>,
 }
 
-/// Finds CRIU and asks for its version.
 pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     let path = tools.find("criu")?;
     let version = version_line(tools, &path, limit)
@@ -64,7 +61,6 @@ pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     Some(Criu { path, version })
 }
 
-/// The host as the metadata describes it.
 pub fn host(host: &Host, criu: Option<&Criu>) -> HostFacts {
     let (kernel, arch) = match nix::sys::utsname::uname() {
         Ok(u) => (
@@ -81,7 +77,7 @@ pub fn host(host: &Host, criu: Option<&Criu>) -> HostFacts {
     }
 }
 
-/// The first real error in a CRIU log. CRIU reports a few things as errors that are none: it tries to raise a
+/// Returns the first real error in a CRIU log. CRIU logs some failures as errors that are harmless: it tries to raise a
 /// limit and to join cgroups as far as it is allowed.
 pub fn first_criu_error(log: &Path) -> Option<String> {
     let text = std::fs::read(log).ok()?;
@@ -99,7 +95,7 @@ pub fn first_criu_error(log: &Path) -> Option<String> {
         .next()
 }
 
-/// Says so if the file system of a directory has no room left.
+/// Returns a message if the file system of a directory has no room left.
 pub fn full_disk(dir: &Path) -> Option<String> {
     let stat = nix::sys::statvfs::statvfs(dir).ok()?;
     let free = stat.blocks_available().saturating_mul(stat.fragment_size());
@@ -111,7 +107,7 @@ pub fn full_disk(dir: &Path) -> Option<String> {
     })
 }
 
-/// How much the files of an image directory hold, in bytes; those in directories in it count too.
+/// Sums the files of an image directory and its subdirectories, in bytes.
 pub fn directory_bytes(dir: &Path) -> u64 {
     let bytes_of = |dir: &Path, below: &dyn Fn(&Path) -> u64| {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
@@ -125,8 +121,8 @@ pub fn directory_bytes(dir: &Path) -> u64 {
     bytes_of(dir, &|directory| bytes_of(directory, &|_| 0))
 }
 
-/// Why an operation failed: the interruption, or else what is known besides and CRIU's first error, or else the low-level
-/// runtime's own: engines that read the last error of a log alone read this one.
+/// Returns why an operation failed: the interruption, else the known reasons and CRIU's first error, else the low-level
+/// runtime's own error. It repeats the latter because some engines read only the last error of a log.
 pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, before: &Before) -> String {
     if let Some(interruption) = &ended.interrupted {
         return interruption.clone();

@@ -1,7 +1,7 @@
 //! Freezes a container's cgroup while its files are read.
 //!
-//! For a container with a GPU, CRIU stops the processes of its tree by ptrace and leaves the cgroup alone. Processes that
-//! an engine's `exec` started are in the cgroup, and no part of that tree: they would go on writing.
+//! For a container with a GPU, CRIU stops the processes of its tree by ptrace and leaves the cgroup alone. Processes
+//! that an engine's `exec` started are in the cgroup but not in that tree: they would go on writing.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -12,18 +12,16 @@ use cryopod_archive::text::printable;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 
-/// How long the kernel may take to freeze a cgroup.
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
 
-/// The cgroup of a container's first process, frozen. Dropped, it is as it was.
+/// The frozen cgroup of a container's init process. Dropped, it is as it was.
 #[derive(Debug)]
 pub struct Frozen {
-    /// The file to write to, and what thaws; `None` if the cgroup was frozen already, or nobody has to be.
+    /// The file to write to, and the text that thaws; `None` if the cgroup was frozen already, or needs no freezing.
     thaw: Option<(PathBuf, &'static str)>,
 }
 
-/// A freezer of either version.
 struct Freezer {
     dir: PathBuf,
     v2: bool,
@@ -35,7 +33,8 @@ impl Freezer {
         let own = host.text("/proc/self/cgroup").unwrap_or_default();
         let found = cgroups.lines().filter_map(|line| {
             let (kind, path) = parsed(line)?;
-            // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze itself.
+            // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze
+            // itself.
             let mut ours = own.lines().filter_map(parsed);
             if ours.any(|(of, own)| of == kind && own.starts_with(path)) {
                 return None;
@@ -89,7 +88,6 @@ impl Freezer {
         }
     }
 
-    /// Freezes it.
     fn freeze(&self) -> io::Result<Frozen> {
         if self.is_frozen() {
             return Ok(Frozen { thaw: None });
@@ -100,7 +98,7 @@ impl Freezer {
             ("FROZEN", "THAWED")
         };
         write(&self.file(), freeze)?;
-        // From here on it is thawed again, whatever happens.
+        // From here on the drop thaws it, whatever happens.
         let frozen = Frozen {
             thaw: Some((self.file(), thaw)),
         };
@@ -114,7 +112,6 @@ impl Freezer {
         Ok(frozen)
     }
 
-    /// Members of the cgroup, and of those below it.
     fn members(&self) -> Vec<i32> {
         let mut found = Vec::new();
         let mut dirs = vec![self.dir.clone()];
@@ -129,7 +126,7 @@ impl Freezer {
     }
 }
 
-/// Controllers and path of a line of `/proc/PID/cgroup`.
+/// Parses controllers and path from a line of `/proc/PID/cgroup`.
 fn parsed(line: &str) -> Option<(&str, &Path)> {
     let mut parts = line.splitn(3, ':').skip(1);
     Some((parts.next()?, Path::new(parts.next()?)))
@@ -141,8 +138,8 @@ fn write(file: &Path, text: &str) -> io::Result<()> {
 }
 
 impl Frozen {
-    /// Freezes the cgroup of the container whose first process is `init`, and whose process tree is stopped. Where no
-    /// cgroup can be frozen, the tree must be all that the cgroup has.
+    /// Freezes the cgroup of the container with the init process `init`, whose process tree is stopped. Where no cgroup
+    /// can be frozen, the tree must be all that the cgroup has.
     ///
     /// # Errors
     /// A text that names a process which would go on running.
@@ -169,18 +166,14 @@ impl Frozen {
     }
 }
 
-/// CRIU's image of the cgroups.
 const CGROUP_IMAGE: &str = "cgroup.img";
 const IMAGE_MAX: u64 = 16 << 20;
 /// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.
 const RESTORED_FROZEN: &[u8] = b"freezer.state\x12\x06FROZEN";
 const RESTORED_THAWED: &[u8] = b"freezer.state\x12\x06THAWED";
 
-/// A container that was dumped while it was paused is to run when it is restored: CRIU notes that version 1's freezer was
-/// frozen, and freezes again.
-///
-/// # Errors
-/// What the system says.
+/// Edits the images so that a container dumped while paused runs after its restore: CRIU records that version 1's
+/// freezer was frozen, and freezes again.
 pub fn restored_thawed(images: &Path) -> io::Result<()> {
     let path = images.join(CGROUP_IMAGE);
     let mut image = match cryopod_host::files::read_bounded(&path, IMAGE_MAX) {
@@ -294,7 +287,7 @@ mod tests {
         }
     }
 
-    /// A cgroup that does not freeze: nobody else may be in it.
+    /// A cgroup that does not freeze may have no other members.
     #[test]
     fn members_outside_of_the_tree_are_refused_where_nothing_freezes() {
         let (dir, host) = host(

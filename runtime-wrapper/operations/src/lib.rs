@@ -1,15 +1,15 @@
-//! The OCI runtime wrapper.
+//! Implements the OCI runtime wrapper.
 //!
 //! `cryopod-runtime` stands where an engine expects runc or crun and takes the same command line. It finds the
-//! low-level runtime ([`lowlevel`]), decodes just enough of the command line to know the verb ([`argv`]), and
-//! for every verb but two becomes the low-level runtime by exec: same arguments, descriptors, environment and
-//! exit code, and no cryopod process afterwards.
+//! low-level runtime ([`lowlevel`]) and decodes just enough of the command line to know the verb ([`argv`]). For most
+//! verbs it becomes the low-level runtime by exec: same arguments, descriptors, environment and exit code, and no
+//! cryopod process afterwards.
 //!
-//! `checkpoint` and `restore` of a container with GPU device nodes go another way ([`checkpoint`],
-//! [`restore`]): plan, a private directory for the operation with the CRIU plugins it needs and no others
-//! ([`operation`]), a CRIU configuration that keeps the user's ([`criuconf`]), and the low-level runtime as a child
-//! ([`child`]) that is watched until it ends. CRIU asks back before a checkpoint becomes final ([`action_script`]): only
-//! when the metadata is safely on disk may the container die.
+//! For `checkpoint` and `restore` of a container with GPU device nodes ([`checkpoint`], [`restore`]) it makes a plan, a
+//! private directory for the operation with only the CRIU plugins it needs ([`operation`]), and a CRIU configuration
+//! that keeps the user's ([`criuconf`]). It runs the low-level runtime as a child ([`child`]) and watches it until it
+//! ends. CRIU asks back before a checkpoint becomes final ([`action_script`]): the container may end only once the
+//! metadata is safely on disk.
 
 pub mod action_script;
 pub mod agent;
@@ -69,7 +69,7 @@ use context::Context;
 use error::Error;
 use lowlevel::LowLevel;
 
-/// The whole program. Returns only if it did not become the low-level runtime.
+/// Runs the whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
     let called_as = argv.first().map(Path::new).and_then(Path::file_name);
     if called_as == Some(action_script::HOOK_NAME.as_ref()) {
@@ -91,7 +91,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
         other => {
-            // Before the container exists, where it asks for it.
+            // Runs before the container exists, if the container asks for it.
             if let Some(inv) = other.as_ref().filter(|i| i.verb == Verb::Create)
                 && let Err(e) = avoid::create(&ctx, inv.verb_at)
             {

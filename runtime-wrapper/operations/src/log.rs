@@ -1,8 +1,8 @@
-//! Messages where the engine looks for them.
+//! Writes messages where the engine looks for them.
 //!
-//! Engines read the file that `--log` names: JSON lines of `level`, `msg` and `time` with `--log-format json`,
-//! logrus's text otherwise; podman shows what stands on standard error. Errors go to both, as runc's do.
-//! `tracing` events below an error go to the log file alone, and only with `--debug` below a warning.
+//! Engines read the file that `--log` names: JSON lines of `level`, `msg` and `time` with `--log-format json`, logrus's
+//! text otherwise; podman shows standard error. Errors go to both, as runc's do. `tracing` events below an error go to
+//! the log file alone, and only with `--debug` below a warning.
 
 use std::fmt::Write as _;
 use std::fs::OpenOptions;
@@ -25,7 +25,6 @@ struct Lines {
     level: Level,
 }
 
-/// Sends `tracing` events to the log that the command line names.
 pub fn init(globals: Option<&Globals>) {
     let lines = Lines {
         file: globals.and_then(|g| g.log.clone()),
@@ -36,11 +35,10 @@ pub fn init(globals: Option<&Globals>) {
             Level::WARN
         },
     };
-    // A second call finds the first one's subscriber in place, which is as well.
+    // A second call keeps the first one's subscriber.
     let _ = tracing_subscriber::registry().with(lines).try_init();
 }
 
-/// Reports the error that ends the program.
 pub fn error(message: &str) {
     tracing::error!("{message}");
 }
@@ -53,13 +51,13 @@ impl<S: Subscriber> Layer<S> for Lines {
         }
         let mut text = Text::default();
         event.record(&mut text);
-        // Names of processes and files are what somebody chose; podman shows what is in the log on a terminal.
+        // Somebody else chose the names of processes and files, and podman prints the log on a terminal.
         let message = format!("cryopod: {}{}", text.message, text.fields);
         let message = printable(&message);
         let written = self.file.as_ref().is_some_and(|path| {
             append(path, &line(&message, level, self.json, SystemTime::now())).is_ok()
         });
-        // With no log file standard error is the log; an error is shown to a person besides.
+        // Without a log file standard error is the log. Errors go there in any case, for people to see.
         if level == Level::ERROR || !written {
             let shown = if self.json && self.file.is_none() {
                 line(&message, level, true, SystemTime::now())
@@ -80,7 +78,6 @@ fn append(path: &Path, line: &str) -> std::io::Result<()> {
         .write_all(line.as_bytes())
 }
 
-/// One line of the log.
 fn line(message: &str, level: Level, json: bool, now: SystemTime) -> String {
     let level = match level {
         Level::ERROR => "error",

@@ -1,6 +1,8 @@
-//! The loopback device of a network namespace that runc has made: CRIU gets it as one that it need not restore ("Runc
-//! doesn't manage network devices"), and at a restore runc leaves its loopback device down, which a new container has up.
-//! Nothing in the restored container could reach 127.0.0.1. CRIU's hook sets it up, before sockets are restored.
+//! Sets up the loopback device of a restored network namespace that runc has made.
+//!
+//! runc tells CRIU not to restore it ("Runc doesn't manage network devices") and leaves it down at a restore; a new
+//! container has it up. Nothing in the restored container could reach 127.0.0.1. CRIU's hook sets it up before sockets
+//! are restored.
 
 use std::fs::File;
 use std::io;
@@ -11,12 +13,12 @@ use std::path::Path;
 use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 
-/// In an operation's directory: the hook is to do this.
+/// File in an operation's directory that asks the hook for this.
 pub const FILE: &str = "loopback";
-/// The stage of CRIU's restore at which the network namespace is there, and no socket yet.
+/// The stage of CRIU's restore at which the network namespace exists, but no socket yet.
 pub const STAGE: &str = "setup-namespaces";
 
-/// Has the runtime made the container's network namespace? One with a path is the engine's.
+/// Returns true if the runtime has made the container's network namespace. One with a path is the engine's.
 pub fn own_network(spec: &Spec) -> bool {
     let namespaces = spec.json().pointer("/linux/namespaces");
     let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
@@ -27,9 +29,6 @@ pub fn own_network(spec: &Spec) -> bool {
 }
 
 /// Sets the loopback device up in the network namespace of this file. The calling thread stays in that namespace.
-///
-/// # Errors
-/// What the system says.
 pub fn up(namespace: &Path) -> io::Result<()> {
     setns(File::open(namespace)?, CloneFlags::CLONE_NEWNET)?;
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;

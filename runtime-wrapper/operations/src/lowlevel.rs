@@ -1,4 +1,4 @@
-//! The low-level runtime underneath: runc, crun, or one that takes their command line.
+//! Finds the low-level runtime: runc, crun, or one that takes their command line.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -10,53 +10,37 @@ use crate::config::Config;
 /// Environment variable that names the low-level runtime where the configuration does not.
 pub const ENV: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 
-/// Whose command line a runtime takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// crun's (argp).
     Crun,
-    /// runc's (Go flags); also taken for a runtime of another name.
+    /// runc's (Go flags); also assumed for a runtime of another name.
     Runc,
 }
 
-/// There is no low-level runtime.
 #[derive(Debug, thiserror::Error)]
 pub enum LowLevelError {
-    /// The one that was named is not there.
     #[error("the low-level runtime {name:?} ({origin}) was not found{}; install it or name another one", if name.contains('/') { "" } else { " on PATH" })]
-    Named {
-        /// The name.
-        name: String,
-        /// Who named it.
-        origin: String,
-    },
-    /// Neither of the two is there.
+    Named { name: String, origin: String },
     #[error(
         "no low-level runtime: neither crun nor runc is on PATH; install one or name it as `runtime.low_level` in {}",
         crate::config::PATH
     )]
     None,
-    /// It is this very program.
+    /// The name leads to this very program.
     #[error("the low-level runtime {0:?} is cryopod-runtime itself; name crun or runc")]
     Myself(PathBuf),
 }
 
-/// The low-level runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LowLevel {
-    /// As it was named: becomes its argv[0], so that its messages read as when it is called directly.
+    /// The name as given: becomes argv[0], so that its messages read as when it is called directly.
     pub name: OsString,
-    /// The file.
     pub path: PathBuf,
-    /// Whose command line it takes.
     pub kind: Kind,
 }
 
 impl LowLevel {
     /// Finds it: the configuration, then the environment variable [`ENV`], then crun, then runc on PATH.
-    ///
-    /// # Errors
-    /// [`LowLevelError`].
     pub fn find(config: &Config) -> Result<Self, LowLevelError> {
         let env = std::env::var(ENV).ok().filter(|v| !v.is_empty());
         Self::search(
@@ -97,7 +81,6 @@ impl LowLevel {
         })
     }
 
-    /// `crun` or `runc`, for messages and the metadata.
     pub fn label(&self) -> String {
         self.path
             .file_name()
@@ -112,7 +95,7 @@ fn same_file(a: &Path, b: &Path) -> bool {
     matches!((a.metadata(), b.metadata()), (Ok(x), Ok(y)) if (x.dev(), x.ino()) == (y.dev(), y.ino()))
 }
 
-/// crun if the name says so, or if it is a link to a file whose name does.
+/// Returns `Crun` if the name says so, or if it is a link to a file whose name does.
 fn kind_of(path: &Path) -> Kind {
     let says_crun = |p: &Path| {
         p.file_name()

@@ -1,4 +1,4 @@
-//! AppArmor and SELinux: what a restore passes on, and denials told as such.
+//! Passes AppArmor and SELinux labels on at a restore, and recognizes denials.
 
 use std::path::Path;
 
@@ -7,11 +7,10 @@ use cryopod_host::files::Host;
 
 use crate::argv::Flags;
 
-/// Most of a CRIU log that is read, in bytes.
 const MAX_LOG: u64 = 64 << 20;
 
-/// The low-level runtime's flags for a container whose new spec has another label than its checkpoint: CRIU would
-/// give it the old one.
+/// Returns the low-level runtime's flags for a container whose new spec has another label than its checkpoint: CRIU
+/// would restore the old one.
 pub fn flags(recorded: &LsmFacts, now: &LsmFacts, given: &Flags) -> Vec<String> {
     let mut flags = Vec::new();
     let mut profile = |kind: &str, old: &Option<String>, new: &Option<String>| {
@@ -33,7 +32,6 @@ pub fn flags(recorded: &LsmFacts, now: &LsmFacts, given: &Flags) -> Vec<String> 
     flags
 }
 
-/// The security modules at work on this host.
 fn active(host: &Host) -> Vec<&'static str> {
     let yes = |path: &str, value: &str| host.line(path).is_some_and(|t| t.starts_with(value));
     let mut found = Vec::new();
@@ -46,18 +44,18 @@ fn active(host: &Host) -> Vec<&'static str> {
     found
 }
 
-/// What a checkpoint's labels need and this host does not have: CRIU restores the processes under the recorded profile, or
-/// under the new spec's where that names another.
+/// Returns what a checkpoint's labels need and this host lacks. CRIU restores the processes under the recorded profile,
+/// or under the new spec's where that names another.
 pub fn warnings(host: &Host, recorded: &LsmFacts, now: &LsmFacts) -> Vec<String> {
     let mut warnings = Vec::new();
     let modules = active(host);
     let mut warn = |what: String| warnings.push(what);
-    // crun and runc name it to the kernel with "unconfined" for none.
+    // crun and runc pass "unconfined" to the kernel for none.
     let confined = |name: &&String| name.as_str() != "unconfined";
     let profile = recorded.apparmor.as_ref().and(now.apparmor.as_ref());
     if let Some(name) = profile.or(recorded.apparmor.as_ref()).filter(confined) {
         let loaded = host.text("/sys/kernel/security/apparmor/profiles");
-        // A line each, `NAME (enforce)`.
+        // One profile a line, `NAME (enforce)`.
         let has = |text: &String| {
             let mut lines = text.lines();
             lines.any(|l| l.rsplit_once(" (").is_some_and(|(n, _)| n == name))
@@ -82,7 +80,7 @@ pub fn warnings(host: &Host, recorded: &LsmFacts, now: &LsmFacts) -> Vec<String>
     warnings
 }
 
-/// A sentence, if CRIU failed for want of a permission while a security module is at work: root lacks none otherwise.
+/// Returns a message if CRIU lacked a permission while a security module is active: root lacks none otherwise.
 pub fn denial(host: &Host, log: &Path, labels: &LsmFacts) -> Option<String> {
     use std::io::Read;
     let modules = active(host);

@@ -1,8 +1,8 @@
-//! The private directory of one operation, `/run/cryopod/PID-STARTTIME`.
+//! Makes and removes the private directory of one operation, `/run/cryopod/PID-STARTTIME`.
 //!
-//! It holds the CRIU plugins of this operation and no others, CRIU's configuration, the sockets of the action script and
-//! of the driver agent. Its name is the identity of the process that owns it, so that a directory left by a killed
-//! wrapper is known as such and swept by the next operation.
+//! It holds the CRIU plugins of this operation and no others, CRIU's configuration, the sockets of the action script
+//! and of the driver agent. Its name identifies the process that owns it, so that the next operation can recognize and
+//! remove the directory of a killed wrapper.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -20,28 +20,23 @@ use nix::sys::statvfs::FsFlags;
 
 use crate::error::Error;
 
-/// Where the directories lie, unless `CRYOPOD_RUN_DIR` names another place.
+/// Parent of these directories, unless `CRYOPOD_RUN_DIR` names another.
 pub const BASE: &str = "/run/cryopod";
 
-/// Where an operation's directory shows what is mounted into the container.
+/// Where an operation's directory shows the files that are mounted into the container.
 const SHOWN: &str = "mounts";
 
-/// Where the directories lie.
 pub fn base() -> PathBuf {
     std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
 }
 
-/// The directory of one operation; removed when dropped.
 #[derive(Debug)]
 pub struct Operation {
     dir: PathBuf,
 }
 
 impl Operation {
-    /// Makes the directory for this process, and sweeps those of processes that are gone.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if it cannot be made.
+    /// Makes the directory for this process, and removes those of dead processes.
     pub fn new() -> Result<Self, Error> {
         Self::below(&base(), &Host::system())
     }
@@ -77,25 +72,20 @@ impl Operation {
             .map_err(Error::io(what))
     }
 
-    /// The directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A file in it.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// CRIU's plugin directory of this operation.
     pub fn plugins(&self) -> PathBuf {
         self.dir.join("plugins")
     }
 
-    /// Shows what an O_PATH descriptor leads to at a path of its own in the directory, until the directory is removed.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
+    /// Bind-mounts the target of an O_PATH descriptor at a path of its own in the directory, until the directory is
+    /// removed.
     pub fn show(&self, provided: &Provided) -> Result<PathBuf, Error> {
         let (opened, kind) = (provided.opened.as_fd(), provided.kind);
         let directory = self.dir.join(SHOWN);
@@ -122,10 +112,7 @@ impl Operation {
         shown().map_err(Error::io(what))
     }
 
-    /// Puts a plugin into the directory, under its own file name; CRIU skips what does not end in `.so`.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
+    /// Links a plugin into the directory under its own file name; CRIU skips names that do not end in `.so`.
     pub fn link_plugin(&self, plugin: &Path) -> Result<(), Error> {
         let mut name = plugin.file_name().unwrap_or_default().to_owned();
         if !name.as_encoded_bytes().ends_with(b".so") {
@@ -159,7 +146,7 @@ fn ours(base: &Path) -> Result<(), Error> {
     )))
 }
 
-/// The flags of a mount that a bind mount of it is not to lose.
+/// The flags of a mount that a bind mount of it must keep.
 fn kept(opened: BorrowedFd<'_>) -> MsFlags {
     let flags = nix::sys::statvfs::fstatvfs(opened).map(|s| s.flags());
     let flags = flags.unwrap_or(FsFlags::empty());
@@ -213,7 +200,7 @@ impl Drop for Operation {
     }
 }
 
-/// Removes the directories whose owner is gone. Best effort: another wrapper may sweep at the same time.
+/// Removes the directories of dead processes. Best effort: another wrapper may do so at the same time.
 fn sweep(base: &Path, host: &Host) {
     let Ok(entries) = fs::read_dir(base) else {
         return;

@@ -1,4 +1,4 @@
-//! Becoming the low-level runtime.
+//! Execs the low-level runtime.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;

@@ -1,12 +1,13 @@
-//! `pause` and `resume` of a container whose checkpoint is to be of the moment of its pause.
+//! Runs `pause` and `resume` for a container whose checkpoint must show the moment of its pause.
 //!
 //! Engines that checkpoint several containers as one pause all of them, checkpoint each, and resume all. The GPU driver
-//! must lock a process's CUDA calls while the process runs, and the checkpoint of a paused container resumes it for that:
-//! it would move while the others stand still. With [`ANNOTATION`] the lock is taken at the pause. The checkpoint finds it,
-//! needs the drivers' threads alone from then on, and leaves the container paused and locked; `resume` unlocks.
+//! must lock a process's CUDA calls while the process runs. So the checkpoint of a paused container would resume it,
+//! and it would move while the others stand still. With [`ANNOTATION`] the lock is taken at the pause. The checkpoint
+//! finds it, needs only the drivers' threads from then on, and leaves the container paused and locked; `resume`
+//! unlocks.
 //!
-//! A lock outlives the programs that took it. A container that is never checkpointed is unlocked by its `resume`; one that
-//! is killed needs nothing. If somebody else thawed its cgroup, `cryopod resume` unlocks it.
+//! A lock outlives the programs that took it. `resume` unlocks a container that is never checkpointed; a killed one
+//! needs nothing. If somebody else thawed its cgroup, `cryopod resume` unlocks it.
 
 use std::process::ExitCode;
 use std::time::SystemTime;
@@ -32,10 +33,7 @@ use crate::{facts, passthrough, plugins};
 /// Asks for the driver's lock at the pause: `on` or `off`.
 pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
 
-/// Pauses a container.
-///
-/// # Errors
-/// [`Error`]: the container goes on running.
+/// Pauses a container. On error the container goes on running.
 pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
@@ -50,7 +48,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     }
     suspended::sweep(&host);
     if Record::of(&host, state.init).is_some() {
-        // `cryopod suspend` has done the driver's part.
+        // `cryopod suspend` has locked it already.
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     let pids = live::tree(&host, state.init);
@@ -100,10 +98,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     hand_on(inv, &paused?)
 }
 
-/// Resumes a container.
-///
-/// # Errors
-/// [`Error`]; the message says whether it runs.
+/// Resumes a container. An error says whether it runs.
 pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
@@ -128,7 +123,6 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     hand_on(inv, &resumed)
 }
 
-/// Does the spec ask for the lock?
 fn wanted(spec: &Spec) -> Result<bool, Error> {
     match spec.annotation(ANNOTATION) {
         None | Some("off") => Ok(false),
@@ -139,7 +133,7 @@ fn wanted(spec: &Spec) -> Result<bool, Error> {
     }
 }
 
-/// Unlocks the processes of a record and removes it; `false` if the driver would not.
+/// Unlocks the processes of a record and removes it; `false` if the driver failed.
 fn unlock(driver: &Driver, host: &Host, record: &Record) -> bool {
     let done = driver.connect().and_then(|mut client| {
         match suspend::resume(&mut client, &record.processes, &[], &driver.how) {
@@ -161,7 +155,7 @@ fn unlock(driver: &Driver, host: &Host, record: &Record) -> bool {
     }
 }
 
-/// What the low-level runtime said, as it would have.
+/// Prints the low-level runtime's output and returns its exit code.
 fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
     if out.code == 0 {
         return Ok(ExitCode::SUCCESS);
@@ -175,7 +169,6 @@ fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
     Err(Error::Failed(format!("{word} of {}: {why}", inv.id)))
 }
 
-/// The driver agent and its operation.
 struct Driver {
     agent: Option<Agent>,
     op: Operation,
@@ -205,7 +198,7 @@ impl Driver {
 }
 
 impl Drop for Driver {
-    /// Waits for the agent, which puts things in order, before its directory goes.
+    /// Waits until the agent has put things in order; its directory goes after that.
     fn drop(&mut self) {
         drop(self.agent.take());
     }

@@ -1,8 +1,8 @@
-//! The CRIU plugins of this host: where they are, and whether the installed CRIU can load them.
+//! Finds the CRIU plugins of this host, and checks whether the installed CRIU can load them.
 //!
-//! A plugin that CRIU cannot load ends the whole operation in the middle, or worse is skipped silently. So CRIU's amdgpu
-//! plugin, which comes from elsewhere, is looked at before anything is frozen: its descriptor against CRIU's own, and
-//! what it needs by the very loader that CRIU is started with.
+//! A plugin that CRIU cannot load ends the whole operation in the middle, or worse, CRIU skips it silently. So CRIU's
+//! amdgpu plugin, which is not ours, is checked before anything is frozen: its descriptor against CRIU's own, and its
+//! libraries and symbols with the loader that CRIU is started with.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -19,11 +19,8 @@ use cryopod_host::programs::Tools;
 use crate::config::Config;
 use crate::facts::{self, Criu};
 
-/// cryopod's own plugin.
 pub const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
-/// CRIU's plugin for AMD GPUs.
 pub const AMD_PLUGIN: &str = "amdgpu_plugin.so";
-/// Where cryopod's own plugin is looked for.
 const OUR_DIRECTORYS: [&str; 3] = [
     "/usr/local/lib/cryopod",
     "/usr/lib/cryopod",
@@ -39,14 +36,13 @@ const CRIU_DIRECTORYS: [&str; 7] = [
     "/usr/lib/x86_64-linux-gnu/criu",
     "/opt/rocm/lib/criu",
 ];
-/// Plugin interfaces of CRIU: the first version that no longer has it, its ABI, its number of hooks.
+/// CRIU's plugin interfaces: the first version that no longer has it, its ABI, its number of hooks.
 const INTERFACES: [([u32; 2], u32, u32); 3] = [
     ([4, 2], 0x200, 12),
     ([4, 3], 0x200, 13),
     ([4, 4], 0x300, 17),
 ];
 
-/// The plugins of this host, as far as their files are there.
 pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
@@ -68,7 +64,7 @@ pub fn find(config: &Config, host: &Host) -> Plugins {
     plugins
 }
 
-/// [`find`], and CRIU's amdgpu plugin checked against CRIU, if this operation needs it.
+/// [`find`], and checks CRIU's amdgpu plugin against CRIU, if this operation needs it.
 pub fn checked(
     config: &Config,
     host: &Host,
@@ -86,11 +82,8 @@ pub fn checked(
     plugins
 }
 
-/// The plugins that a checkpoint's images need: those of the vendors whose driver a process used. All that is wrong
-/// with them at once.
-///
-/// # Errors
-/// The reasons.
+/// Returns the plugins that a checkpoint's images need: those of the vendors whose driver a process used. The error
+/// lists everything that is wrong with them.
 pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Vec<Refusal>> {
     let mut needed = Vec::new();
     let mut refusals = Vec::new();
@@ -113,7 +106,6 @@ pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Ve
     }
 }
 
-/// Did a process of the checkpoint use this vendor's driver?
 pub fn uses(metadata: &Metadata, vendor: Vendor) -> bool {
     metadata
         .gpu
@@ -181,7 +173,6 @@ fn amd_absent(directories: &[PathBuf], host: &Host) -> Refusal {
     }
 }
 
-/// How this distribution gives one the plugin.
 fn package(host: &Host) -> String {
     let text = host.text("/etc/os-release").unwrap_or_default();
     let field = |key: &str| {
@@ -207,7 +198,6 @@ fn package(host: &Host) -> String {
     }
 }
 
-/// Would CRIU load this plugin?
 fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Result<(), Refusal> {
     let fault = |what: String, remedy: &str| Refusal {
         process: None,
@@ -255,15 +245,15 @@ fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Res
     }
 }
 
-/// The plugin ABI of a CRIU and its number of hooks; `None` if it is newer than what is known here.
+/// Returns a CRIU's plugin ABI and its number of hooks; `None` if it is newer than all known here.
 fn interface(version: &[u32]) -> Option<(u32, u32)> {
     let mut known = INTERFACES.iter();
     let of = known.find(|(before, ..)| version.iter().take(2).lt(before.iter()));
     of.map(|&(_, abi, hooks)| (abi, hooks))
 }
 
-/// What the loader does not find for the plugin: libraries, and symbols that are not CRIU's either. Asked of the loader as
-/// `ldd -r` does, which runs nothing of the plugin.
+/// Returns libraries and symbols that the loader does not find for the plugin and CRIU does not have either. Asks the
+/// loader as `ldd -r` does, which runs nothing of the plugin.
 fn missing(path: &Path, known: &CriuElf, tools: &dyn Tools, limit: Duration) -> Option<String> {
     let (loader, env) = (known.loader.as_ref()?, tools.find("env")?);
     let mut args: Vec<OsString> = [

@@ -1,5 +1,5 @@
-//! Would this checkpoint restore on this host? Everything that must hold, looked at before anything is started; a restore
-//! refuses with all that does not hold at once, and `cryopod check ARCHIVE` prints it.
+//! Checks whether a checkpoint would restore on this host, before anything is started. A restore refuses with
+//! everything that does not hold at once; `cryopod check ARCHIVE` prints it.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -31,19 +31,17 @@ use crate::operation::Operation;
 use crate::plugins;
 use crate::{cpuset, criu_helpers, setup};
 
-/// What this host has for a restore.
+/// This host's programs for a restore.
 #[derive(Debug, Default)]
 pub struct Means {
-    /// The plugins that the images need.
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
     pub agent: Option<Agent>,
-    /// What is not there.
     pub faults: Vec<Refusal>,
 }
 
 impl Means {
-    /// Finds it. Without an operation's directory the driver agent is not started.
+    /// Finds them. Without an operation's directory the driver agent is not started.
     pub fn gather(
         config: &Config,
         host: &Host,
@@ -70,7 +68,7 @@ impl Means {
         if let (true, Some(op)) = (plugins::uses(metadata, Vendor::Nvidia), op) {
             match Agent::of_operation(config, &means.plugins, op) {
                 Ok(agent) => means.agent = Some(agent),
-                // Where the plugin is missing the agent beside it is too, and that has been said.
+                // The agent lies beside the plugin. Where the plugin is missing, that is already reported.
                 Err(AgentError::Missing) if !means.faults.is_empty() => {}
                 Err(AgentError::Driver { error, remedy }) => means.faults.push(refusal(
                     format!("the NVIDIA driver of this host cannot be used: {error}"),
@@ -96,21 +94,13 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
     }
 }
 
-/// What is asked.
 pub struct Question<'a> {
-    /// This host.
     pub host: &'a Host,
-    /// The configuration.
     pub config: &'a Config,
-    /// The checkpoint's record.
     pub metadata: &'a Metadata,
-    /// The new container's spec.
     pub spec: &'a Spec,
-    /// Which checks are on.
     pub switches: &'a Switches,
-    /// The runtime underneath.
     pub low: Kind,
-    /// What this host lacks.
     pub faults: &'a [Refusal],
     /// The driver agent's answer, if the images hold the state of NVIDIA GPUs.
     pub agent: Option<&'a AgentReady>,
@@ -120,38 +110,30 @@ pub struct Question<'a> {
     pub freed: u64,
 }
 
-/// What came out.
 #[derive(Debug, Default)]
 pub struct Answer {
     /// Every check, whether it holds or not.
     pub checks: Vec<Check>,
     /// Reasons to refuse that are no comparison.
     pub other: Vec<Refusal>,
-    /// The GPUs chosen, if they could be.
     pub chosen: Option<Chosen>,
-    /// Render minors that the container may see and no others, where the AMD plugin is to have only the right choice.
+    /// The only render minors that the container may see, so that the AMD plugin can choose no others.
     pub amd_visible: Option<Vec<u32>>,
-    /// What CRIU's environment must hold besides.
     pub env: Vec<(&'static str, OsString)>,
 }
 
 impl Answer {
-    /// Every reason to refuse; empty if there is none.
     pub fn refusals(&self) -> Vec<Refusal> {
         let mut all = self.other.clone();
         all.extend(compat::refusals(&self.checks));
         all
     }
 
-    /// Which GPU takes the place of which.
     pub fn choices(&self) -> impl Iterator<Item = &Choice> {
         self.chosen.iter().flat_map(|c| &c.gpus)
     }
 
-    /// The choice, if nothing stands in the way.
-    ///
-    /// # Errors
-    /// Every reason at once.
+    /// Returns the choice if nothing prevents the restore, else every reason at once.
     pub fn settled(&mut self) -> Result<Chosen, Error> {
         let refusals = self.refusals();
         match self.chosen.take() {
@@ -161,11 +143,10 @@ impl Answer {
     }
 }
 
-/// Looks at everything.
+/// Runs every check.
 ///
 /// # Errors
-/// Only what makes the question meaningless, as a map that cannot be read. What stands in the way of a restore is in the
-/// answer.
+/// Only what makes the checks meaningless, as a map that cannot be read. Reasons against a restore are in the answer.
 pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     let metadata = question.metadata;
     let mut answer = Answer {
@@ -184,15 +165,14 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
         None => None,
     };
     let agent = question.agent;
-    // A check that is off must not steer the choice either; where checks are made, a GPU of another model is for them
-    // to refuse, with everything else that does not fit.
+    // A disabled check must not steer the choice either. Where checks are on, they refuse a GPU of another model,
+    // together with everything else that does not fit.
     let given = choose::Given {
         by_memory: question.switches.on("nvidia-free-memory"),
         any_model: plugins::uses(metadata, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
     };
     if images.is_some() && given.amd.is_none() {
-        // There is no choice to go on from.
     } else {
         let (host, config, spec) = (question.host, question.config, question.spec);
         match choose::choose(host, config, metadata, spec, agent, given) {
@@ -244,7 +224,7 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
     ));
 }
 
-/// The GPUs that CRIU's amdgpu plugin is to restore on; `None` if the images do not say what they need.
+/// Returns the GPUs that CRIU's amdgpu plugin must restore on; `None` if the images do not say what they need.
 fn amd(
     question: &Question<'_>,
     images: &Images,
@@ -280,7 +260,7 @@ fn amd(
                 "the checks that follow say what differs",
             ));
             answer.checks.extend(refused.checks);
-            // Nodes may still be chosen, so that all that is wrong with the others is told.
+            // Continues with a choice by nodes, so that all other faults are reported too.
             return Ok(None);
         }
     };

@@ -1,8 +1,8 @@
 //! Compares what CRIU's images give the restored processes with what the engine's spec gives them.
 //!
 //! CRIU restores credentials, seccomp, labels, namespaces and mounts as the images say; no runtime applies its spec to
-//! them. The images come with the archive, perhaps from a stranger. So whatever they give beyond the spec is refused,
-//! unless the configuration switches the check `privileges` off: an annotation cannot.
+//! them. The images come with the archive, perhaps from a stranger. So cryopod refuses whatever they give beyond the
+//! spec, unless the configuration disables the check `privileges`; an annotation cannot.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
@@ -18,9 +18,8 @@ use serde_json::Value;
 
 use crate::config::{Config, PRIVILEGES_CHECK};
 
-/// Largest image that is read, in bytes.
 const MAX_IMAGE: u64 = 16 << 20;
-/// Refusals that are told.
+/// At most so many refusals are reported.
 const MAX_TOLD: usize = 20;
 
 /// Capabilities by their numbers.
@@ -90,48 +89,34 @@ const GUARDED: [&str; 6] = [
 /// File systems that any container may have new instances of.
 const ORDINARY: [&str; 3] = ["tmpfs", "devpts", "mqueue"];
 
-/// Why the images could not be compared.
 #[derive(Debug, thiserror::Error)]
 pub enum PrivilegesError {
-    /// An image cannot be opened or read.
     #[error("{path}: cannot be read: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// An image is damaged, or says too little.
     #[error(transparent)]
     Image(#[from] ImageError),
 }
 
-/// What is compared with.
 #[derive(Debug, Clone, Copy)]
 pub struct Given<'a> {
-    /// This host.
     pub host: &'a Host,
-    /// The engine's spec.
     pub spec: &'a Spec,
-    /// Mounts that no spec names, of the host's own files: read-only whatever the images say.
+    /// Mount points of the host's own files that no spec names: read-only whatever the images say.
     pub read_only: &'a [String],
     /// CRIU gives every process the label of the new spec (`--lsm-profile`).
     pub relabelled: bool,
 }
 
-/// Reads the images of a directory and compares them.
-///
-/// # Errors
-/// [`PrivilegesError`]: they cannot be compared.
 pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
     let found = privileges::read(|name| open(images, name))?;
     Ok(beyond(&found, given))
 }
 
-/// What to do about what goes beyond the spec: an empty list if nothing does, or the check is off.
+/// Returns the refusals: none if nothing goes beyond the spec, or the check is off.
 ///
 /// # Errors
-/// [`PrivilegesError`]: they cannot be compared, and the check is on.
+/// The images cannot be compared, and the check is on.
 pub fn settle(
     config: &Config,
     images: &Path,
@@ -153,8 +138,8 @@ pub fn settle(
     }
 }
 
-/// What the running processes `pids` have beyond their own spec: a restore of their checkpoint would be refused for it.
-/// Empty if the check is off.
+/// Returns what the running processes `pids` have beyond their own spec: a restore of their checkpoint would be refused
+/// for it. Empty if the check is off.
 pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<Refusal> {
     if !config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true) || !spec.json().is_object() {
         return Vec::new();
@@ -179,7 +164,7 @@ pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<R
     told.into_iter().map(refusal).collect()
 }
 
-/// The threads of a running process, as `/proc` shows them; those that are gone are left out.
+/// The threads of a running process, as `/proc` shows them; those that have ended are left out.
 fn threads(host: &Host, pid: i32) -> Vec<Thread> {
     let directory = format!("/proc/{pid}/task");
     let comm = host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
@@ -238,7 +223,6 @@ fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
     })
 }
 
-/// Everything in which the images go beyond the spec.
 pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let bounds = Bounds::of(given);
     let mut told: Vec<String> = Vec::new();
@@ -261,7 +245,7 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     told.into_iter().map(refusal).collect()
 }
 
-/// What the spec gives a process.
+/// What the spec allows a process.
 struct Bounds<'a> {
     given: Given<'a>,
     capabilities: u64,
@@ -411,7 +395,8 @@ impl<'a> Bounds<'a> {
         told
     }
 
-    /// A new instance of a file system that the spec does not mount there. `root`: the device of the container's own.
+    /// Refuses a new instance of a file system that the spec does not mount there. `root`: the device of the
+    /// container's own.
     fn file_system(&self, mount: &Mount, root: Option<u32>) -> Option<String> {
         let name = privileges::fs_type(mount.fs_type)?;
         let own = mount.path == "/" || name == "overlay" && root == Some(mount.device);
@@ -435,7 +420,7 @@ impl<'a> Bounds<'a> {
     }
 }
 
-/// The bounding set, and whatever else the spec names.
+/// The bounding set, and all other capabilities that the spec names.
 fn capabilities(spec: &Value) -> u64 {
     let sets = spec
         .pointer("/process/capabilities")
@@ -460,7 +445,8 @@ fn name(number: usize) -> String {
     }
 }
 
-/// Is this entry of the spec's namespaces the host's own: a path (of a pod on the host's network, say) that leads there?
+/// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)
+/// that leads there.
 fn of_host(host: &Host, entry: &Value) -> bool {
     let text = |key: &str| entry.get(key).and_then(Value::as_str);
     let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
@@ -479,7 +465,7 @@ fn of_host(host: &Host, entry: &Value) -> bool {
     hosts.is_some() && hosts == identity(host.path(path))
 }
 
-/// The spec's own namespaces: no process shares them with the host.
+/// The spec's own namespaces: no process may share them with the host.
 fn namespaces(found: &Privileges, given: Given<'_>) -> Vec<String> {
     let list = given
         .spec
@@ -496,7 +482,7 @@ fn namespaces(found: &Privileges, given: Given<'_>) -> Vec<String> {
         let Some(i) = NAMESPACES.iter().position(|n| *n == named) else {
             continue;
         };
-        // Not recorded is CRIU's 0, the same for both: the process would stay in CRIU's.
+        // A missing record is CRIU's 0, the same for both: the process would stay in CRIU's.
         let shared = found
             .namespaces
             .iter()

@@ -34,7 +34,7 @@ fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
     }
 }
 
-/// What such a spec gives.
+/// The privileges that such a spec gives.
 fn images() -> Privileges {
     let ids = |of: u32, base: u32| Namespaces {
         of,

@@ -1,7 +1,7 @@
-//! Arbitrary metadata, annotations and images against an engine's spec: nothing that a restore writes or mounts goes beyond
-//! that spec and the configuration.
+//! Tests that nothing that a restore writes or mounts goes beyond the engine's spec and the configuration, with
+//! arbitrary metadata, annotations and images.
 //!
-//! What is right is said here a second time, in other words than the code's: a table of the host's nodes and files.
+//! The tests state the rules independently of the code: as a table of the host's nodes and files.
 //! `PROPTEST_CASES=100000 cargo test -p cryopod-runtime reach` runs more cases than the 2000 of every run.
 
 use std::collections::BTreeSet;
@@ -31,7 +31,7 @@ use crate::lowlevel::Kind;
 use crate::operation::Operation;
 use crate::privileges;
 
-/// The host's nodes: path, number, and of which kind of GPU node it is; empty: none.
+/// The host's nodes: path, number, and kind of GPU node; empty: none.
 const NODES: [(&str, (u64, u64), &str); 12] = [
     ("/dev/nvidia0", (195, 0), "gpu"),
     ("/dev/nvidia1", (195, 1), "gpu"),
@@ -429,7 +429,7 @@ fn number(entry: &Value) -> (u64, u64) {
     (n("major"), n("minor"))
 }
 
-/// The spec that was written: it differs in GPU nodes alone, and those are of what was given.
+/// Asserts that the written spec differs in GPU nodes alone, and only within what was given.
 fn spec_is_within(before: &Value, after: &Value, gave: &Gave) {
     let (old, new) = (
         Spec::from_json(before.clone()),

@@ -1,7 +1,7 @@
-//! What CRIU and the low-level runtime say of a failure, as far as it belongs to this operation.
+//! Quotes what CRIU and the low-level runtime report about a failure of this operation.
 //!
-//! An engine reuses work directories and logs, so both hold the words of earlier operations. What is there is noted
-//! before the low-level runtime starts; only what was written since is quoted.
+//! An engine reuses work directories and logs, so both hold messages of earlier operations. [`Before::note`] notes
+//! their state before the low-level runtime starts; only what was written since is quoted.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
@@ -10,21 +10,18 @@ use std::path::{Path, PathBuf};
 
 use crate::argv::Globals;
 
-/// How much of the engine's log is read, in bytes.
 const MAX_READ: u64 = 1 << 20;
-/// How our own lines begin in that log.
 const OURS: &str = "cryopod: ";
 
-/// The logs as they were before the low-level runtime started.
 #[derive(Debug)]
 pub struct Before {
     criu_log: PathBuf,
     stamp: Option<Stamp>,
-    /// The file of `--log`, and how much it held.
+    /// The file of `--log`, and its length.
     runtime_log: Option<(PathBuf, u64)>,
 }
 
-/// What changes when a file is written or replaced: inode, length, time of the last change.
+/// Changes when a file is written or replaced: inode, length, time of the last change.
 type Stamp = (u64, u64, i64, i64);
 
 fn stamp(path: &Path) -> Option<Stamp> {
@@ -33,7 +30,7 @@ fn stamp(path: &Path) -> Option<Stamp> {
 }
 
 impl Before {
-    /// Notes CRIU's log and the log that the command line names.
+    /// Notes the state of CRIU's log and of the log that the command line names.
     pub fn note(criu_log: PathBuf, globals: &Globals) -> Self {
         let length = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
         Self {
@@ -43,14 +40,14 @@ impl Before {
         }
     }
 
-    /// CRIU's log, if CRIU has written to it since.
+    /// Returns CRIU's log, if CRIU has written to it since.
     pub fn criu_log(&self) -> Option<&Path> {
         let now = stamp(&self.criu_log)?;
         (Some(now) != self.stamp).then_some(&*self.criu_log)
     }
 
-    /// The last error that the low-level runtime has written since to the log that its engine reads. `None` without such
-    /// a log: then it has gone to standard error, where the engine sees it beside ours.
+    /// Returns the last error that the low-level runtime has written since to the log that its engine reads. `None`
+    /// without such a log: then it went to standard error, where the engine sees it beside ours.
     pub fn runtime_error(&self) -> Option<String> {
         let (path, offset) = self.runtime_log.as_ref()?;
         let mut file = File::open(path).ok()?;
@@ -69,7 +66,7 @@ impl Before {
     }
 }
 
-/// The message of a log line, if it is an error: JSON, logrus's text, or crun's text, a time and the message.
+/// Returns the message of a log line, if it is an error: JSON, logrus's text, or crun's text (time and message).
 fn error_of(line: &str) -> Option<String> {
     let line = line.trim();
     let message = if line.starts_with('{') {
@@ -95,7 +92,7 @@ fn error_of(line: &str) -> Option<String> {
         .filter(|m| !m.is_empty())
 }
 
-/// The value of `msg=`, which is quoted as Go quotes where it has more than a word.
+/// Returns the value of `msg=`, quoted as Go does where it has more than a word.
 fn logrus_message(line: &str) -> Option<String> {
     let rest = line.split_once(" msg=")?.1;
     let Some(quoted) = rest.strip_prefix('"') else {

@@ -1,13 +1,15 @@
-//! `restore`: open the metadata, choose GPUs, check, prepare images and bundle, restore.
+//! Runs `restore`: opens the metadata, chooses GPUs, checks, prepares images and bundle, restores.
 //!
-//! The steps hand data to each other and touch nothing of the user's until the last: what was checkpointed ([`Metadata`]),
-//! what this host has and which GPUs take which place ([`preflight`]), the image directory of this operation ([`images`]), the edits of the new
-//! container's spec ([`bundle`]).
+//! The steps hand data to each other and touch nothing of the user's until the last:
 //!
-//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level
-//! runtime restores it as it is. Two things are set right for every restore under crun, GPU or not: a flag of
-//! runc's that containerd passes to any runtime is dropped, and CRIU is told to leave cgroups alone where it
-//! would fail on them.
+//! 1. what was checkpointed ([`Metadata`]);
+//! 2. what this host has, and which GPU takes which place ([`preflight`]);
+//! 3. the image directory of this operation ([`images`]);
+//! 4. the edits of the new container's spec ([`bundle`]).
+//!
+//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime
+//! restores it as it is. Two fixes apply to every restore under crun, GPU or not. cryopod drops a runc flag that
+//! containerd passes to any runtime, and makes CRIU leave cgroups alone where it would fail on them.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -49,10 +51,10 @@ use cryopod_host::cgroups::{self, Cgroups};
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
-/// Restores a container; one whose checkpoint has no metadata by exec of the low-level runtime.
+/// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
 ///
 /// # Errors
-/// [`Error`]: nothing was started, and the checkpoint is untouched.
+/// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let args = fit_arguments(ctx, inv, &host);
@@ -80,7 +82,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let criu = facts::criu(&tools, ctx.config.limits.tool());
     let signals = child::Signals::watch()?;
     let op = Operation::new()?;
-    // 2. What this host has for it, which GPUs it gets, and whether all holds that must.
+    // 2. What this host has for it, which GPUs it gets, and whether all requirements hold.
     let mut means = Means::gather(
         &ctx.config,
         &host,
@@ -105,7 +107,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         freed: 0,
     })?;
     let chosen = answer.settled()?;
-    // 3. Nothing stands in the way.
+    // 3. Nothing prevents the restore.
     let Means { plugins, agent, .. } = means;
     let low_version = facts::version_line(&tools, &ctx.low.path, ctx.config.limits.tool());
     for warning in lsm::warnings(&host, &metadata.lsm, &surroundings::labels(&spec)) {
@@ -144,7 +146,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         let what = format!("{}: cannot be written", file.display());
         std::fs::write(file, "").map_err(Error::io(what))?;
     }
-    // 4. The images, with the archived /dev as it must be here, and what is in a store.
+    // 4. The images, with the archived /dev rewritten for this host, and the files that are in a store.
     if let Some(stored) = &stored {
         store::verify(
             &ctx.config,
@@ -200,10 +202,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         .criu_log()
         .and_then(|log| lsm::denial(&host, log, &surroundings::labels(&spec)));
     let finished = ready.finish(&op);
-    // The GPU part comes after CRIU's last stage, and kills what cannot have its memory back.
+    // The GPU restore comes after CRIU's last stage, and kills processes whose memory cannot be restored.
     let lost = ended.code != 0 && finished.error.is_some();
     let reasons = finished.reasons().chain(denied).chain(said).collect();
-    // One in the foreground ends with the container's own exit code, and leaves nobody behind.
+    // A container in the foreground ends with its own exit code, and leaves no process behind.
     let ran = ended.code == 0 || !detach && ended.passed && !lost;
     let left = ended.code != 0 && cgroups.kill();
     if ran && !left {
@@ -225,8 +227,9 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     Ok(exit_code(ended.code))
 }
 
-/// The runtime, or CRIU late in its work, was killed in the middle of making the container: what it noted of it would
-/// stand in the way of the next try. Never asked after a failure of the runtime's own, which may be that a container of this name runs already.
+/// Removes the remains of a container when the runtime, or CRIU late in its work, was killed in the middle: its state
+/// would block the next try. Never called after a failure of the runtime's own: a container of this name may be running
+/// already.
 fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
     let mut args: Vec<&OsStr> = Vec::new();
     if let Some(root) = &inv.globals.root {
@@ -237,7 +240,7 @@ fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
         OsStr::new("--force"),
         OsStr::new(&inv.id),
     ]);
-    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is there.
+    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is mounted.
     let root = inv.globals.root.as_deref();
     let directory = root.unwrap_or(Path::new("/run/runc")).join(&inv.id);
     mountinfo::unmount_below(&directory);
@@ -252,7 +255,6 @@ fn remove_remains(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
     }
 }
 
-/// The edits of the new container's spec, in order.
 fn edits<'a>(
     ctx: &'a Context,
     chosen: &'a Chosen,
@@ -272,7 +274,7 @@ fn edits<'a>(
     edits
 }
 
-/// The command line: the arguments that the low-level runtime takes, and the overlay if there is one.
+/// Builds the command line: the arguments that the low-level runtime takes, and the overlay if there is one.
 fn line(
     ctx: &Context,
     inv: &Invocation,
@@ -287,7 +289,7 @@ fn line(
         "{}: cannot be found",
         directory.display()
     )))?;
-    // Replaced first, as the places of flags are those of the line as it was given.
+    // Replaced first, while the indices of flags still match the original line.
     let args = images::with_image_path(&ctx.args, inv, overlay, &original);
     let ctx = Context {
         config: ctx.config.clone(),
@@ -302,7 +304,7 @@ fn line(
     }
 }
 
-/// Where the images are: crun takes a relative path as one below the bundle, runc as one below the working directory.
+/// Returns the image directory: crun takes a relative path below the bundle, runc below the working directory.
 fn image_directory(ctx: &Context, inv: &Invocation) -> PathBuf {
     match ctx.low.kind {
         Kind::Crun => bundle_directory(inv).join(inv.image_path()),
@@ -317,16 +319,17 @@ fn bundle_directory(inv: &Invocation) -> PathBuf {
         .map_or_else(|| ".".into(), PathBuf::from)
 }
 
-/// The command line as the low-level runtime takes it.
+/// Adapts the command line to the low-level runtime.
 fn fit_arguments(ctx: &Context, inv: &Invocation, host: &Host) -> Vec<OsString> {
     if ctx.low.kind != Kind::Crun {
         return ctx.args.clone();
     }
     fit_crun(
         &ctx.args,
-        inv, // CRIU, started by crun on a hybrid host, fails to restore cgroups: it finds the controllers of version 1 in the image
-        // and writes to files that the unified hierarchy of crun has not got (`cpuset.cpus: Permission denied`, CRIU 4.1.1
-        // and 4.2.1). crun sets up the container's cgroup itself.
+        inv,
+        // On a hybrid host a CRIU started by crun fails to restore cgroups. It finds the controllers of version 1 in
+        // the image and writes to files that the unified hierarchy of crun lacks (`cpuset.cpus: Permission denied`,
+        // CRIU 4.1.1 and 4.2.1). crun sets up the container's cgroup itself.
         cgroups::setup(host) == cgroups::Setup::Hybrid,
     )
 }

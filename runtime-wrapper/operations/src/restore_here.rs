@@ -1,9 +1,10 @@
-//! The plan of a checkpoint's own restore, on this host and with this container's spec, made before anything is frozen.
+//! Plans a checkpoint's own restore, on this host and with this container's spec, before anything is frozen.
 //!
-//! A container whose restore would be refused is not checkpointed: its processes would be gone. The questions are those of
-//! the restore ([`preflight::answer`], [`surroundings::provided`]), asked of the metadata that would be written. Two things will
-//! differ by then, and are counted so: the GPU and host memory that the container itself uses is free, and CRIU's
-//! amdgpu plugin has written its images. docs/containers.md lists what a restore refuses and what of it is seen here.
+//! A container whose restore would be refused is not checkpointed: its processes would be lost. The checks are those of
+//! the restore ([`preflight::answer`], [`surroundings::provided`]), applied to the metadata that would be written. Two
+//! things will differ by then, and are accounted for: the GPU and host memory that the container itself uses is free,
+//! and CRIU's amdgpu plugin has written its images. docs/containers.md lists what a restore refuses and what of it this
+//! check sees.
 
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::report::AgentReady;
@@ -18,21 +19,16 @@ use crate::preflight::{self, Question};
 use crate::privileges;
 use crate::surroundings::{self, Bundle};
 
-/// What a checkpoint knows of its restore.
 #[derive(Debug, Clone, Copy)]
 pub struct Prospect<'a> {
-    /// Configuration, low-level runtime.
     pub ctx: &'a Context,
-    /// This host.
     pub host: &'a Host,
-    /// The container's bundle.
     pub bundle: Bundle<'a>,
-    /// The checkpoint's plan.
     pub plan: &'a CheckpointPlan,
 }
 
 impl Prospect<'_> {
-    /// Would the checkpoint restore here? `agent`: the driver agent's answer, if there is one.
+    /// Returns an error unless the checkpoint would restore here. `agent`: the driver agent's answer, if there is one.
     ///
     /// # Errors
     /// Every reason why not; an annotation that the restore could not follow.
@@ -44,7 +40,8 @@ impl Prospect<'_> {
         }
     }
 
-    /// Every reason why the checkpoint could not be restored here. CRIU and the plugins are the checkpoint's own need.
+    /// Returns every reason why the checkpoint could not be restored here. CRIU and the plugins are left out: the
+    /// checkpoint itself needs them.
     ///
     /// # Errors
     /// An annotation that the restore could not follow.
@@ -58,7 +55,7 @@ impl Prospect<'_> {
         let switches = Switches::gather(spec, checks, &|name| std::env::var(name).ok())
             .map_err(Error::Failed)?;
         let agent = agent.map(|ready| as_if_gone(ready, &self.plan.pids));
-        // The configuration's map is for a restore, and changed before it; the container's own stays.
+        // The configuration's map is for another restore, before which it may change; the container's own map stays.
         let mut config = self.ctx.config.clone();
         config.gpu.map = None;
         let answer = preflight::answer(&Question {
@@ -99,7 +96,7 @@ impl Prospect<'_> {
     }
 }
 
-/// A refusal of the restore as one of the checkpoint.
+/// Words a refusal of the restore as one of the checkpoint.
 fn of_checkpoint(refusal: Refusal) -> Refusal {
     Refusal {
         process: refusal.process,
@@ -112,7 +109,7 @@ fn of_checkpoint(refusal: Refusal) -> Refusal {
     }
 }
 
-/// The driver's answer as it will be when these processes are gone: what they use is free.
+/// The driver's answer as it will be when these processes are gone: the memory that they use is free.
 fn as_if_gone(ready: &AgentReady, pids: &[i32]) -> AgentReady {
     let mut ready = ready.clone();
     let (own, others) = ready.users.into_iter().partition(|u| pids.contains(&u.pid));

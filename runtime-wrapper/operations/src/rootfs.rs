@@ -1,11 +1,11 @@
-//! The container's own changes of its root file system, carried with the checkpoint.
+//! Carries the container's own changes of its root file system with the checkpoint.
 //!
-//! podman, containerd's CRI and `ctr c checkpoint --rw` put them into their archives; docker and nerdctl do not, and a
-//! restore in a fresh container then lacks the files that its processes have open. So for those two the writable layer
-//! is packed into the image directory, while the container stands still, and unpacked before a restore.
+//! podman, containerd's CRI and `ctr c checkpoint --rw` put them into their archives. docker and nerdctl do not, and a
+//! restore in a fresh container then lacks the files that its processes have open. So for those two cryopod packs the
+//! writable layer into the image directory while the container is frozen, and unpacks it before a restore.
 //!
-//! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for what is deleted. Devices and sockets are left
-//! out.
+//! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for deleted files. Devices and sockets are
+//! left out.
 
 mod apply;
 mod capture;
@@ -21,23 +21,22 @@ use crate::config::rootfs::{Carry, Options};
 use crate::error::Error;
 use crate::frozen::Frozen;
 
-/// The file, in CRIU's image directory.
 pub const FILE: &str = "cryopod-rootfs.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
-/// containerd's namespace of docker, which is a directory of its bundles.
+/// docker's namespace in containerd, a directory in the path of its bundles.
 const DOCKER: &str = "moby";
-/// What nerdctl's annotations begin with.
+/// Prefix of nerdctl's annotations.
 const NERDCTL: &str = "nerdctl/";
 
-/// A whiteout's name: this and the name of what is deleted.
+/// Prefix of a whiteout's name; the name of the deleted file follows.
 const WHITEOUT: &str = ".wh.";
-/// In a directory of which nothing below shows through.
+/// Marks a directory through which nothing from below shows.
 const OPAQUE: &str = ".wh..wh..opq";
 /// The extended attribute that is carried: a program's capabilities.
 const CAPABILITY: &str = "security.capability";
 
-/// Are this container's changes to be carried?
+/// Returns true if this container's changes must be carried.
 pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
     match (spec.annotation(ANNOTATION), options.carry) {
         (Some("on"), _) | (None, Carry::Always) => true,
@@ -55,8 +54,8 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
     }
 }
 
-/// Packs the changes of the container whose first process is `init` into the image directory, with its cgroup frozen.
-/// Nothing but a warning where the root is no overlay, as then nobody knows what has changed.
+/// Packs the changes of the container with the init process `init` into the image directory, with its cgroup frozen.
+/// Only logs a warning where the root is no overlay, as then nobody knows what has changed.
 ///
 /// # Errors
 /// [`Error::Failed`]: something in the container cannot be stopped, or has been mounted over the engine's root.
@@ -101,28 +100,24 @@ pub fn capture(
     })
 }
 
-/// The container whose files are captured.
 pub struct Container<'a> {
-    /// Its first process.
     pub init: i32,
-    /// Its bundle.
     pub bundle: &'a Path,
-    /// The bundle's spec.
     pub spec: &'a Spec,
 }
 
 impl Container<'_> {
-    /// Where the engine has its root.
     fn root(&self) -> Option<PathBuf> {
         let root = self.spec.json().pointer("/root/path")?.as_str()?;
         Some(self.bundle.join(root))
     }
 }
 
-/// Unpacks what a checkpoint carries over the root of a container that is about to be restored.
+/// Unpacks the carried changes over the root of a container that is about to be restored.
 ///
 /// # Errors
-/// [`Error::Io`] naming the entry. Nothing was written if the tar breaks its bounds, or names what is out of the root.
+/// [`Error::Io`] names the entry. Nothing was written if the tar exceeds its bounds or names something outside the
+/// root.
 pub fn apply(options: &Options, images: &Path, bundle: &Path) -> Result<(), Error> {
     let path = images.join(FILE);
     // A stranger's link would have other files of the host unpacked.

@@ -1,9 +1,9 @@
-//! crun's log of an operation, kept apart until it is known how that ended.
+//! Keeps crun's log of an operation apart until the operation has ended.
 //!
 //! crun from 1.23 on copies every line of CRIU's log with the word "Error" to its own, the harmless first one included
 //! (`Can't setup RLIMIT_NOFILE`), and podman shows the first error of that log as the reason. So crun logs to a file of
-//! the operation. Its lines reach the engine's log after a success. After a failure the one error there is this
-//! program's, which has crun's reason and CRIU's: podman reads a log of one line alone.
+//! the operation. After a success its lines are copied to the engine's log. After a failure the only error there is
+//! this program's, which includes crun's reason and CRIU's: podman reads a one-line log.
 
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -16,12 +16,10 @@ use crate::argv::Invocation;
 use crate::lowlevel::{Kind, LowLevel};
 use crate::operation::Operation;
 
-/// The file in the operation's directory.
 const FILE: &str = "runtime.log";
-/// Most that is handed on, in bytes.
 const MAX: u64 = 4 << 20;
 
-/// Where crun's lines are, and where they belong.
+/// The file that crun logs to, and the engine's log.
 #[derive(Debug)]
 pub struct RuntimeLog {
     apart: PathBuf,
@@ -29,7 +27,7 @@ pub struct RuntimeLog {
 }
 
 impl RuntimeLog {
-    /// Changes the command line; `None` where the runtime writes where the engine says.
+    /// Changes the command line; `None` where the runtime may write to the engine's log directly.
     pub fn apart(
         op: &Operation,
         low: &LowLevel,
@@ -41,14 +39,14 @@ impl RuntimeLog {
         replace(args, inv.verb_at, &engine, &apart).then_some(Self { apart, engine })
     }
 
-    /// What crun itself said last of a failure, if it is more than that CRIU failed.
+    /// Returns crun's last error, if it says more than that CRIU failed.
     pub fn own_error(&self) -> Option<String> {
         let text = self.read().ok()?;
         let mut said = text.lines().rev().filter_map(said);
         said.find(|s| own(s))
     }
 
-    /// Hands the lines on, after a success.
+    /// Copies the lines to the engine's log, after a success.
     pub fn hand_on(&self) {
         if let Err(e) = self.read().and_then(|text| self.append(&text)) {
             tracing::debug!("{}: {e}", self.engine.display());
@@ -69,7 +67,6 @@ impl RuntimeLog {
     }
 }
 
-/// The message of an error.
 fn said(line: &str) -> Option<String> {
     match serde_json::from_str::<Value>(line) {
         Ok(json) if json.get("level")? == "error" => Some(json.get("msg")?.as_str()?.to_owned()),
@@ -78,7 +75,7 @@ fn said(line: &str) -> Option<String> {
     }
 }
 
-/// Lines of CRIU's log, and that CRIU failed, are told otherwise.
+/// Returns false for lines of CRIU's log and for "CRIU failed": both are reported elsewhere.
 fn own(said: &str) -> bool {
     !["(", "--- ", "CRIU "]
         .iter()

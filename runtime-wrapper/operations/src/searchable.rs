@@ -1,8 +1,8 @@
-//! Directories that CRIU's processes enter as the container's user: a container in a user namespace.
+//! Opens directories to CRIU's processes that run as the user of a container in a user namespace.
 //!
-//! CRIU's restored processes open images themselves, as the user that they are mapped to, and runc, crun and podman make
-//! image directories that root alone may enter: `Unable to open tty-info.img: Permission denied`. The directory is opened to
-//! others for the time of the restore; what leads to it stays closed to them, as CRIU goes by a descriptor.
+//! CRIU's restored processes open images themselves, as the user that they are mapped to, and runc, crun and podman
+//! make image directories that only root may enter: `Unable to open tty-info.img: Permission denied`. The directory is
+//! opened to others for the time of the restore. Its parents stay closed to them, as CRIU uses a descriptor.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -15,12 +15,10 @@ use cryopod_host::spec::Spec;
 
 use crate::error::Error;
 
-/// Leave to enter a directory.
 const ENTER: u32 = 0o001;
-/// Where crun keeps its containers.
 const CRUN_ROOT: &str = "/run/crun";
 
-/// A directory that can be entered by anybody; dropped, it is as it was.
+/// A directory that anybody can enter; dropped, it is as it was.
 #[derive(Debug)]
 pub struct Searchable {
     directory: PathBuf,
@@ -29,9 +27,6 @@ pub struct Searchable {
 
 impl Searchable {
     /// Opens the image directory, if this container needs it.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
     pub fn for_restore(host: &Host, spec: &Spec, directory: &Path) -> Result<Option<Self>, Error> {
         if !own_nodes::in_user_namespace(host, spec) {
             return Ok(None);
@@ -48,10 +43,7 @@ impl Searchable {
 ///
 /// crun 1.24 and newer mask directories with `.empty-directory` in it, and CRIU opens that by its path: `open_tree
 /// .../.empty-directory: Permission denied`. It stays passable, as another restore may need it at the same time; each
-/// container's directory in it is root's alone.
-///
-/// # Errors
-/// [`Error::Io`].
+/// container's directory in it stays closed to all but root.
 pub fn state_directory(host: &Host, spec: &Spec, root: Option<&Path>) -> Result<(), Error> {
     if !own_nodes::in_user_namespace(host, spec) {
         return Ok(());
@@ -68,7 +60,7 @@ fn what(directory: &Path) -> String {
     format!("{directory}: cannot be opened to the container's user")
 }
 
-/// The mode of before, if the directory was closed to others.
+/// Returns the old mode, if the directory was closed to others.
 fn open(directory: &Path) -> io::Result<Option<u32>> {
     let mode = fs::metadata(directory)?.permissions().mode();
     if mode & ENTER != 0 {

@@ -1,4 +1,4 @@
-//! What checkpoint and restore set up alike: plugins, the driver agent, CRIU's configuration, the action script.
+//! Sets up what checkpoint and restore share: plugins, the driver agent, CRIU's configuration, the action script.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -25,11 +25,10 @@ use crate::lowlevel::Kind;
 use crate::operation::Operation;
 use crate::vram;
 
-/// The file that tells the plugin to give up, in the operation's directory.
+/// The file in the operation's directory that tells the plugin to give up.
 pub const ABORT_FILE: &str = "abort";
 const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "plugin-report.json";
-/// The refusal where CRIU is not installed.
 pub fn no_criu() -> Error {
     Error::Failed(
         "criu was not found on PATH; install the criu package (4.1 or newer). Nothing was touched"
@@ -37,7 +36,6 @@ pub fn no_criu() -> Error {
     )
 }
 
-/// The command line with some arguments put in after the verb.
 pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsString> {
     let mut line = args.to_vec();
     let at = (verb_at + 1).min(line.len());
@@ -45,18 +43,12 @@ pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsSt
     line
 }
 
-/// What the set-up needs to know.
 #[derive(Clone, Copy)]
 pub struct Setup<'a> {
-    /// Configuration, low-level runtime, command line.
     pub ctx: &'a Context,
-    /// The command line, decoded.
     pub inv: &'a Invocation,
-    /// The container's spec.
     pub spec: &'a Spec,
-    /// Other programs.
     pub tools: &'a dyn Tools,
-    /// CRIU.
     pub criu: &'a Criu,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<&'a str>,
@@ -64,8 +56,8 @@ pub struct Setup<'a> {
     pub locked: &'a [i32],
 }
 
-/// About how much a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver tells it,
-/// or where it does not all of the GPUs'.
+/// Estimates what a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver reports
+/// it, or else all memory of the GPUs.
 fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
     let mut gpus = plan.gpu.gpus.clone();
     let ready = agent.map(|a| &a.ready);
@@ -89,10 +81,8 @@ fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
     plan.memory_bytes.saturating_add(gpu_memory.sum())
 }
 
-/// Everything that stands ready for the low-level runtime to be started.
 #[derive(Debug)]
 pub struct Ready {
-    /// Where CRIU asks.
     pub action_script: ActionScript,
     /// Environment of the low-level runtime, and through it of CRIU.
     pub env: Vec<(&'static str, OsString)>,
@@ -100,15 +90,10 @@ pub struct Ready {
     pub agent: Option<Agent>,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
-    /// How long the whole operation may take.
     pub limit: Duration,
 }
 
 impl Setup<'_> {
-    /// Sets up a checkpoint.
-    ///
-    /// # Errors
-    /// [`Error`]; nothing was touched.
     pub fn checkpoint(
         &self,
         op: &Operation,
@@ -150,11 +135,8 @@ impl Setup<'_> {
         self.ready(op, &plan.plugins, nvidia, agent, &extra)
     }
 
-    /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the images
-    /// hold the state of NVIDIA GPUs.
-    ///
-    /// # Errors
-    /// [`Error`]; nothing was touched.
+    /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the
+    /// images hold the state of NVIDIA GPUs. On error nothing was touched.
     pub fn restore(
         &self,
         op: &Operation,
@@ -172,10 +154,6 @@ impl Setup<'_> {
         self.ready(op, plugins, config, agent, extra)
     }
 
-    /// Starts the driver agent.
-    ///
-    /// # Errors
-    /// [`Error::Agent`].
     pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
         Ok(Agent::of_operation(&self.ctx.config, plugins, op)?)
     }
@@ -214,7 +192,6 @@ impl Setup<'_> {
         })
     }
 
-    /// The plugin's configuration.
     fn nvidia(&self, op: &Operation, mut plugin: PluginConfig) -> Result<(), Error> {
         plugin.abort_file = Some(op.file(ABORT_FILE));
         plugin.report = Some(op.file(PLUGIN_REPORT));
@@ -227,7 +204,7 @@ impl Setup<'_> {
         write(&op.plugins().join(FILE_NAME), &text)
     }
 
-    /// Does the runtime name a configuration file to CRIU? crun does from 1.26 on, where libcriu can (4.2).
+    /// crun names a configuration file to CRIU from 1.26 on, where libcriu can (4.2).
     fn reader(&self, low_version: Option<&str>, restore: bool) -> Reader {
         let at_least = |line: Option<&str>, want: [u32; 2]| {
             line.and_then(facts::numbers)
@@ -268,17 +245,14 @@ impl Ready {
     }
 }
 
-/// What plugin and agent reported.
 #[derive(Debug, Default)]
 pub struct Finished {
-    /// The first thing that went wrong for the plugin.
     pub error: Option<String>,
     /// The processes whose GPU state could not be put back.
     pub not_put_back: Vec<String>,
 }
 
 impl Finished {
-    /// Everything, to be told.
     pub fn reasons(self) -> impl Iterator<Item = String> {
         self.error.into_iter().chain(self.not_put_back)
     }

@@ -1,4 +1,4 @@
-//! What the low-level runtime says of a container, and its spec.
+//! Asks the low-level runtime for a container's state, and reads its spec.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -12,20 +12,16 @@ use crate::context::Context;
 use crate::lowlevel::Kind;
 use crate::rootfs;
 
-/// A container.
 pub struct State {
-    /// Its first process.
     pub init: i32,
-    /// Its bundle.
     pub bundle: PathBuf,
-    /// Its engine has paused it.
     pub paused: bool,
     /// It is made and waits for its start.
     pub created: bool,
 }
 
 impl State {
-    /// The state; `None`: whatever is wrong is the low-level runtime's to say.
+    /// Asks for the state. `None`: the low-level runtime reports whatever is wrong.
     pub fn ask(ctx: &Context, inv: &Invocation, tools: &dyn Tools) -> Option<Self> {
         let out = verb(ctx, inv, "state", tools).ok()?;
         let out = Some(out).filter(|o| o.code == 0)?;
@@ -40,7 +36,7 @@ impl State {
         })
     }
 
-    /// The spec; an empty one, with a warning, where there is none.
+    /// Reads the spec; an empty one, with a warning, where there is none.
     pub fn spec(&self, ctx: &Context, inv: &Invocation) -> Spec {
         let spec = Spec::of_bundle(&self.bundle);
         // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
@@ -55,7 +51,6 @@ impl State {
         })
     }
 
-    /// What the carrying of the container's files asks for.
     pub fn container<'a>(&'a self, spec: &'a Spec) -> rootfs::Container<'a> {
         rootfs::Container {
             init: self.init,
@@ -66,9 +61,6 @@ impl State {
 }
 
 /// Runs a verb of the low-level runtime on the container, within `limits.tool_s`.
-///
-/// # Errors
-/// It cannot be started, or takes longer.
 pub fn verb(
     ctx: &Context,
     inv: &Invocation,

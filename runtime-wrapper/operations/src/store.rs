@@ -1,7 +1,7 @@
-//! Stores, the wrapper's part: whether a checkpoint's large files go to one, and where a restore finds them.
+//! Moves a checkpoint's large files to a store, and finds them for a restore.
 //!
-//! A store is named by the host's configuration alone. What comes with a container or an archive says whether it is
-//! used, and which entry, and never where.
+//! Only the host's configuration names a store. A container or an archive says whether a store is used, and which
+//! entry, but never where.
 
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,10 +19,10 @@ use crate::error::Error;
 
 /// The annotation that overrides `store.use`.
 pub const ANNOTATION: &str = "dev.cryopod.store";
-/// Checkpoints of CRIU that build upon each other and are looked at.
+/// Longest chain of CRIU checkpoints that is followed.
 const LONGEST: usize = 64;
 
-/// Where the large files of this container's checkpoint go; `None`: nowhere.
+/// Returns the store for this container's checkpoint; `None`: none.
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
@@ -48,7 +48,7 @@ pub fn wanted<'a>(options: &'a Options, spec: &Spec) -> Result<Option<&'a Path>,
     Ok(options.path.as_deref().filter(|_| on))
 }
 
-/// CRIU opens the images that a dump builds upon, by CRIU's own link: they must be where they were.
+/// Checks that the images that a dump builds upon lie where CRIU's own link leads.
 ///
 /// # Errors
 /// [`Error::Failed`]: they are in a store.
@@ -57,7 +57,7 @@ pub fn parent_is_here(inv: &Invocation, images: &Path) -> Result<(), Error> {
     parent.map_or(Ok(()), |parent| whole(below(images, Path::new(parent))))
 }
 
-/// A path from a directory that may not be there yet, which the system cannot follow.
+/// Resolves a path relative to a directory that may not exist yet, so that the system cannot follow it.
 fn below(directory: &Path, path: &Path) -> PathBuf {
     let there = directory.canonicalize();
     let mut at = there
@@ -92,8 +92,8 @@ fn whole(mut directory: PathBuf) -> Result<(), Error> {
     Ok(())
 }
 
-/// Moves the large files of a complete checkpoint into the store. Where that does not go they stay, and it is told: the
-/// checkpoint is as good.
+/// Moves the checkpoint's large files into the store. On failure they stay where they are and a warning is logged; the
+/// checkpoint is valid either way.
 pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration) {
     let about = About {
         container: &metadata.container.id,
@@ -113,10 +113,7 @@ pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration
     }
 }
 
-/// What an image directory has in a store; `None`: nothing.
-///
-/// # Errors
-/// [`Error::Failed`]: nothing was started.
+/// Finds an image directory's entry in a store; `None`: it has none. On error nothing was started.
 pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<Found>, Error> {
     let parent = images.join(names::PARENT_LINK);
     if parent.exists() {
@@ -125,7 +122,6 @@ pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<F
     store::find(images, &config.store.directories()).map_err(|e| refused(&inv.id, &e.to_string()))
 }
 
-/// A reference without a metadata.
 pub fn unrecorded(stored: &Found, images: &Path) -> Error {
     Error::Failed(format!(
         "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",
@@ -135,10 +131,7 @@ pub fn unrecorded(stored: &Found, images: &Path) -> Error {
     ))
 }
 
-/// Compares the digests of what CRIU reads. The VRAM files compares its own.
-///
-/// # Errors
-/// [`Error::Failed`]: nothing was started.
+/// Compares the digests of CRIU's images. The VRAM worker checks those of the VRAM files. On error nothing was started.
 pub fn verify(config: &Config, id: &str, stored: &Found, limit: Duration) -> Result<(), Error> {
     if config.store.verify == Some(false) {
         return Ok(());

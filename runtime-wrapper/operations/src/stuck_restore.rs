@@ -1,13 +1,14 @@
-//! Waits of a restore that have no end: for a CRIU that is dead, and CRIU's for processes that were killed.
+//! Ends restores that would hang for ever: CRIU died while the container's init process waits for it, or the init
+//! process was killed while CRIU waits for it.
 //!
-//! CRIU forks the container's first process, which waits without a limit for CRIU's word to go on and, until its
-//! own files are restored, holds CRIU's connection to the runtime open (`__restore_task_with_children` in CRIU's
-//! cr-restore.c). If CRIU is killed at that time, by a kernel short of memory say, nobody tells that process; the
+//! CRIU forks the container's init process, which waits without a limit for CRIU's permission to go on. Until its own
+//! files are restored it holds CRIU's connection to the runtime open (`__restore_task_with_children` in CRIU's
+//! cr-restore.c). If CRIU is killed at that time, by the OOM killer say, the init process never learns of it. The
 //! runtime never sees the connection's end and waits as long.
 //!
-//! If the container's processes are killed, by the same kernel, when CRIU has its hands on them to let them go, CRIU waits
-//! for the first of them (`out_kill` of `restore_root_task`, there). The init of a namespace of pids ends last, after every
-//! other thread in it has been reaped (`zap_pid_ns_processes` in the kernel), and those that CRIU traces only CRIU can reap.
+//! If the OOM killer ends the container's processes while CRIU is about to resume them, CRIU waits for the first of
+//! them (`out_kill` of `restore_root_task`, there). The init process of a PID namespace ends last, after every other
+//! thread in it has been reaped (`zap_pid_ns_processes` in the kernel), and only CRIU can reap those that it traces.
 
 use std::time::{Duration, Instant};
 
@@ -19,27 +20,27 @@ use nix::unistd::Pid;
 
 /// How long the runtime may take to notice CRIU's end by itself, and CRIU that of a process.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Between two looks at every process.
+/// Interval between two scans of all processes.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The CRIU of a restore.
 #[derive(Debug, Default)]
 pub struct Criu {
     /// Its pid and start time.
     process: Option<(i32, u64)>,
     gone: Option<Instant>,
-    /// When every process was looked at.
+    /// Time of the last scan.
     looked: Option<Instant>,
-    /// One that cannot end, since when.
+    /// A process that cannot end, and since when.
     unreaped: Option<(i32, Instant)>,
 }
 
 impl Criu {
-    /// Finds it among the descendants of `parent`. To be asked while CRIU waits for an answer to its first question:
-    /// the container's first process, which has CRIU's name, is not there yet, and what else has it is CRIU's child.
+    /// Finds CRIU among the descendants of `parent`. Must be called while CRIU waits for the answer to its first
+    /// question. Then the container's init process, which has CRIU's name, does not exist yet, and every other process
+    /// of that name is CRIU's child.
     pub fn find(&mut self, parent: i32) {
         if self.process.is_none() {
-            // Not the one that the runtime asked for CRIU's version, on its way out.
+            // Not the one that the runtime started for CRIU's version and that is exiting.
             self.process = live::tree(&Host::system(), parent)
                 .into_iter()
                 .filter(|pid| *pid != parent && is_criu(*pid))
@@ -49,8 +50,8 @@ impl Criu {
         }
     }
 
-    /// To be asked now and then while the runtime, a child of `parent`, has not ended: if CRIU has been gone for a while,
-    /// ends the processes that still wait for it. `true` if there were any.
+    /// Ends the processes that still wait for CRIU, if it has been gone for a while. Returns true if there were any. To
+    /// be called repeatedly while the runtime, a child of `parent`, runs.
     pub fn end_stuck_restore(&mut self, parent: i32) -> bool {
         if self.process.is_none() || self.alive().is_some() {
             return false;
@@ -68,8 +69,8 @@ impl Criu {
         any
     }
 
-    /// To be asked now and then while the runtime, a child of `parent`, has not ended: if CRIU has been waiting for a while
-    /// for a process that cannot end before CRIU does, ends CRIU. `true` if it has.
+    /// Ends CRIU if it has been waiting for a while for a process that cannot end before CRIU does. Returns true if it
+    /// has. To be called repeatedly while the runtime, a child of `parent`, runs.
     pub fn end_waiting(&mut self, parent: i32) -> bool {
         let Some(criu) = self.alive() else {
             return false;
@@ -101,13 +102,14 @@ impl Criu {
     }
 }
 
-/// Is a process that this CRIU traces on its way out, and asleep on it? One that gives a large memory back is not asleep.
+/// Returns true if CRIU traces this process and the process is stuck exiting. A process that is freeing much memory is
+/// exiting too, but runs (state R).
 fn unreaped(pid: i32, criu: i32) -> bool {
     procfs::stat(pid).is_some_and(|s| s.exiting && s.state == 'S')
         && procfs::status(pid).is_ok_and(|s| s.tracer == criu)
 }
 
-/// Does a process have CRIU's name, as what CRIU forks has it at first?
+/// Returns true if a process has CRIU's name, as CRIU's new children have at first.
 pub fn is_criu(pid: i32) -> bool {
     let comm = Host::system().line(format!("/proc/{pid}/comm"));
     comm.is_some_and(|c| c.starts_with("criu"))
@@ -133,7 +135,7 @@ mod tests {
             .spawn()
             .unwrap();
         let parent = i32::try_from(runtime.id()).unwrap();
-        // Once it has the name.
+        // Waits until it has the name.
         let pid_of = |name: &str| loop {
             let text = std::fs::read_to_string(dir.path().join(name)).unwrap_or_default();
             match text.trim().parse() {

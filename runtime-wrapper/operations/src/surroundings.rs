@@ -1,7 +1,8 @@
-//! What a container has around it beside GPUs: hazards, mounts that no spec names, CRIU's options, security labels.
+//! Handles a container's surroundings, everything but GPUs: hazards, mounts that no spec names, CRIU's options,
+//! security labels.
 //!
-//! A checkpoint looks at them, refuses what CRIU cannot dump, and records what a restore must provide; a restore
-//! provides it, before CRIU runs.
+//! A checkpoint examines them, refuses what CRIU cannot dump, and records what a restore must provide. A restore
+//! provides it before CRIU runs.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -39,23 +40,15 @@ use crate::lowlevel::Kind;
 use crate::operation::Operation;
 use crate::{criu_helpers, lsm};
 
-/// What a checkpoint records and tells CRIU.
+/// What a checkpoint records and configures in CRIU.
 #[derive(Debug, Clone, Default)]
 pub struct Surroundings {
-    /// For CRIU's configuration.
     pub extra: Extra,
-    /// For the metadata.
     pub mounts: MountFacts,
-    /// For the metadata.
     pub criu: CriuFacts,
-    /// For the metadata.
     pub lsm: LsmFacts,
 }
 
-/// CRIU's options for this container.
-///
-/// # Errors
-/// [`Error::Option`]: an annotation cannot be followed.
 fn options(ctx: &Context, host: &Host, spec: &Spec) -> Result<Options, Error> {
     let ceiling = ctx.config.ceiling(host, spec);
     let texts = texts(ctx, &ceiling);
@@ -73,7 +66,8 @@ fn texts(ctx: &Context, ceiling: &Ceiling<'_>) -> Vec<String> {
     texts
 }
 
-/// Looks at the container whose first process is `init`, and whose processes are in `scan`. The refusals are to be told with those of the GPUs.
+/// Examines the container with the init process `init` and the processes in `scan`. Its refusals are to be reported
+/// with those of the GPUs.
 ///
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
@@ -165,12 +159,12 @@ pub fn checkpoint(
     Ok((surroundings, refusals))
 }
 
-/// CRIU's word for an external mount: at a checkpoint what to call it, at a restore where it is.
+/// CRIU's option for an external mount: at a checkpoint its name, at a restore its source.
 fn external(path: &str, key: &str) -> String {
     format!("external mnt[{path}]:{key}")
 }
 
-/// Lines for mounts that the runtime knows, too, under another name or not at all.
+/// Lines for mounts that the runtime names to CRIU otherwise or not at all.
 fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
     let text = mounts.map(|(at, key)| (at.display().to_string(), key.display().to_string()));
     text.filter(|(at, key)| declarable(at).is_ok() && declarable(key).is_ok())
@@ -178,8 +172,9 @@ fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
         .collect()
 }
 
-/// crun from 1.24 on masks directories with an empty one in its state directory. At a checkpoint it names that to CRIU by the
-/// default state directory, at a restore by that of `--root`: CRIU then finds "No mapping for (null) mountpoint".
+/// crun from 1.24 on masks directories with an empty one in its state directory. At a checkpoint it names that to CRIU
+/// by the default state directory, at a restore by that of `--root`: CRIU then finds "No mapping for (null)
+/// mountpoint".
 fn empty_directories(kind: Kind, inv: &Invocation) -> Vec<(PathBuf, PathBuf)> {
     const NAME: &str = ".empty-directory";
     let Some(root) = inv.globals.root.as_ref().filter(|_| kind == Kind::Crun) else {
@@ -192,7 +187,6 @@ fn empty_directories(kind: Kind, inv: &Invocation) -> Vec<(PathBuf, PathBuf)> {
     pairs.collect()
 }
 
-/// The labels that a spec asks for.
 pub fn labels(spec: &Spec) -> LsmFacts {
     let text = |pointer: &str| {
         let value = spec.json().pointer(pointer)?.as_str()?;
@@ -205,12 +199,11 @@ pub fn labels(spec: &Spec) -> LsmFacts {
     }
 }
 
-/// What a restore has to do around the container.
+/// What a restore has to provide around the container.
 #[derive(Debug, Clone, Default)]
 pub struct Provision {
-    /// For CRIU's configuration.
     pub extra: Extra,
-    /// Flags for labels that are others now.
+    /// Flags for labels that have changed.
     labels: Vec<String>,
     provided: Vec<(String, MountKind)>,
     own: Vec<String>,
@@ -218,16 +211,13 @@ pub struct Provision {
     pub read_only: Vec<String>,
 }
 
-/// What a bundle says.
 #[derive(Debug, Clone, Copy)]
 pub struct Bundle<'a> {
-    /// Its spec.
     pub spec: &'a Spec,
-    /// Where the spec's mounts are.
     pub mounts: &'a Destinations,
 }
 
-/// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as they could be. Touches
+/// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as known. Touches
 /// nothing.
 ///
 /// # Errors
@@ -273,7 +263,7 @@ pub fn provided(
     }
 }
 
-/// Finds on this host what the checkpoint had around it, and shows it in the operation's directory.
+/// Finds the checkpoint's surroundings on this host, and shows them in the operation's directory.
 ///
 /// # Errors
 /// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
@@ -298,9 +288,9 @@ pub fn restore(
     let mut foreign = Vec::new();
     for p in &provided {
         tracing::info!("{} is provided from {}", p.path, p.source.display());
-        // What the container could exchange from here on is mounted from the open file. All else lies in directories of
-        // root, and is named by its path: CRIU copies the sharing of several mounts from one of them, and for that the
-        // mount around it must be wide enough.
+        // Sources that the container could exchange from here on are mounted from the open file. All others lie in
+        // directories of root, and are named by path: CRIU copies the propagation of several mounts from one of them,
+        // and for that the surrounding mount must be wide enough.
         let shown = match p.in_volume {
             true => op.show(p)?,
             false => p.source.clone(),
@@ -308,7 +298,7 @@ pub fn restore(
         foreign.push(external(&p.path, &shown.display().to_string()));
     }
     let empty = empty_directories(ctx.low.kind, inv).into_iter();
-    // The last one of a path counts for CRIU, and the runtime's come after these.
+    // CRIU uses the last line for a path, and the runtime's come after these.
     let lines = known(own_nodes.map(|path| (path.clone(), path)))
         .into_iter()
         .chain(known(linked.filter(|(_, source)| source.is_absolute())))
@@ -333,12 +323,11 @@ pub fn restore(
 }
 
 impl Provision {
-    /// Do the processes get the label of the new spec, whatever the images say?
+    /// Returns true if the processes get the label of the new spec, whatever the images say.
     pub fn relabels(&self, inv: &Invocation) -> bool {
         inv.flags.has("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
     }
 
-    /// The command line, with the flags that CRIU's options need.
     pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
         let flags = self
             .extra
@@ -349,10 +338,7 @@ impl Provision {
         crate::setup::with_flags(&args, inv.verb_at, &flags)
     }
 
-    /// Makes the mount points that a new root file system may lack.
-    ///
-    /// # Errors
-    /// [`Error::Io`] naming the mount point.
+    /// Makes the mount points that a new root file system may lack. An error names the mount point.
     pub fn mount_points(&self, directory: &Path, bundle: Bundle<'_>) -> Result<MountPoints, Error> {
         let mut points = MountPoints::default();
         let root = bundle.spec.json().pointer("/root/path");
@@ -364,7 +350,7 @@ impl Provision {
         }
         let what = format!("{}: cannot open the container's root", root.display());
         points.root = Some(File::open(&root).map_err(Error::io(what))?);
-        // In the spec's own mounts they are CRIU's or the volume's.
+        // Within the spec's own mounts CRIU or the volume has them.
         let files = self.provided.iter().map(|(path, kind)| (path, *kind));
         let directories = self.own.iter().map(|p| (p, MountKind::Directory));
         for (path, kind) in directories.chain(files) {
@@ -389,17 +375,17 @@ impl Provision {
 #[derive(Debug, Default)]
 pub struct MountPoints {
     root: Option<File>,
-    /// In the order in which they were made: the directory that it is in, its name, whether it is a directory.
+    /// In order of creation: the parent directory, the name, whether it is a directory.
     made: Vec<(OwnedFd, OsString, bool)>,
 }
 
 impl MountPoints {
-    /// The restore has succeeded: they are the container's.
+    /// Keeps them, after a successful restore.
     pub fn keep(mut self) {
         self.made.clear();
     }
 
-    /// Makes a mount point below the root, out of which no link leads.
+    /// Makes a mount point below the root, which no link can lead out of.
     fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
         let Some(root) = &self.root else {
             return Ok(());
@@ -454,7 +440,7 @@ fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
     openat2(root.as_fd(), path, how)
 }
 
-/// Does the low-level runtime know the flags of runc 1.3?
+/// Returns true if the low-level runtime knows the flags of runc 1.3.
 pub fn newer_runc(kind: Kind, low_version: Option<&str>) -> bool {
     kind == Kind::Runc
         && low_version

@@ -1,5 +1,5 @@
-//! The record of a suspended container, `/run/cryopod/suspended/PID-STARTTIME.json`: which processes, and where their
-//! GPU memory is. It is gone with the machine, and so are the processes.
+//! Reads and writes the record of a suspended container, `/run/cryopod/suspended/PID-STARTTIME.json`: its processes,
+//! and where their GPU memory is. A reboot removes it together with the processes.
 
 use std::fs;
 use std::io;
@@ -14,27 +14,21 @@ use serde::{Deserialize, Serialize};
 use crate::operation;
 
 const DIRECTORY: &str = "suspended";
-/// Larger records are not read.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// A suspended container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// 1.
     pub version: u32,
-    /// What the container was called.
     pub name: String,
-    /// Its first process.
     pub init: i32,
-    /// When that was started.
+    /// Its start time.
     pub start_time: u64,
     /// When it was suspended, RFC 3339.
     pub since: String,
-    /// The directory that has its GPU memory; `None`: host memory.
+    /// The directory with its GPU memory; `None`: host memory.
     pub directory: Option<PathBuf>,
     /// Digest of the table there.
     pub digest: Option<String>,
-    /// Its CUDA processes.
     pub processes: Vec<Suspended>,
     /// Only their CUDA calls are locked, since the container was paused for a checkpoint.
     #[serde(default)]
@@ -48,17 +42,13 @@ impl Record {
             .join(format!("{init}-{start_time}.json"))
     }
 
-    /// The record of the container whose first process this is.
+    /// Reads the record of the container with this init process.
     pub fn of(host: &Host, init: i32) -> Option<Self> {
         let path = Self::path(init, live::start_time(host, init)?);
         let bytes = cryopod_host::files::read_bounded(&path, MAX_BYTES).ok()?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// Writes it.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn write(&self) -> io::Result<()> {
         use std::os::unix::fs::DirBuilderExt;
         let path = Self::path(self.init, self.start_time);
@@ -71,13 +61,11 @@ impl Record {
         write_json(&path, self)
     }
 
-    /// Removes it.
     pub fn remove(&self) {
         let _ = fs::remove_file(Self::path(self.init, self.start_time));
         let _ = fs::remove_dir(operation::base().join(DIRECTORY));
     }
 
-    /// Where the memory is, in words.
     pub fn place(&self) -> String {
         match &self.directory {
             Some(directory) => format!("in {}", directory.display()),
@@ -86,12 +74,10 @@ impl Record {
     }
 }
 
-/// Is there any record?
 pub fn any() -> bool {
     operation::base().join(DIRECTORY).exists()
 }
 
-/// Removes the records of containers that are gone.
 pub fn sweep(host: &Host) {
     let directory = operation::base().join(DIRECTORY);
     let Ok(entries) = fs::read_dir(&directory) else {

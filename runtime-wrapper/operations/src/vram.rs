@@ -1,4 +1,4 @@
-//! The VRAM files, the wrapper's part: whether and how it is used, and waiting for it before a checkpoint is recorded.
+//! Decides about VRAM files: whether and how they are used. Waits for them before a checkpoint is recorded.
 
 pub mod parent;
 
@@ -23,14 +23,13 @@ use crate::operation::Operation;
 
 /// The annotation that overrides `nvidia.vram`.
 pub const ANNOTATION: &str = "dev.cryopod.vram";
-/// Exists once CRIU has asked in the action script, and so will ask before the checkpoint becomes final.
+/// Exists once CRIU has called the action script, and so will call it before the checkpoint becomes final.
 pub const ACTION_SCRIPT_FILE: &str = "action-script-asked";
 /// Host memory that must be available at a checkpoint beside a copy of the GPU memory, in bytes.
 const SPARE_BYTES: u64 = 1 << 30;
-/// How much later than its own limit the agent's answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 
-/// For a checkpoint; `None`: without the vram.
+/// Returns the plugin's VRAM settings for a checkpoint; `None`: without VRAM files.
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
@@ -63,11 +62,11 @@ fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
     }))
 }
 
-/// Whether there is host memory for what the processes have on GPUs, as far as the driver tells how much that is. By
-/// the VRAM files it is charged to this program's cgroup, else to the container's.
+/// Checks that there is host memory for the processes' GPU memory, as far as the driver reports its size. With VRAM
+/// files it is charged to this program's cgroup, else to the container's.
 ///
 /// # Errors
-/// [`Error::Failed`] tells how much is needed and how much there is.
+/// [`Error::Failed`] says how much is needed and how much there is.
 pub fn room(
     config: &Config,
     spec: &Spec,
@@ -100,8 +99,8 @@ fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
     )))
 }
 
-/// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. Where
-/// that fails it is allocated when the driver asks, and what is in the way is told then.
+/// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. On
+/// failure it is allocated when the driver asks, and the cause is reported then.
 pub fn reserve(
     config: &Config,
     spec: &Spec,
@@ -142,11 +141,8 @@ fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {
     pids.iter().map(of).collect()
 }
 
-/// For a restore of the checkpoint in this directory. The tables of the VRAM files and of all that it builds upon are read:
-/// what is missing or another one than it was is told before anything is started.
-///
-/// # Errors
-/// [`Error`].
+/// Returns the plugin's VRAM settings for a restore from this directory. Reads the tables of its VRAM files and of all
+/// that they build upon: missing or changed ones are reported before anything is started.
 pub fn restore(
     config: &Config,
     metadata: &Metadata,
@@ -178,14 +174,11 @@ pub fn restore(
     })
 }
 
-/// How far the VRAM files is.
+/// Progress of the VRAM files.
 #[derive(Debug)]
 pub enum Progress {
-    /// There is nothing to wait for.
     Unused,
-    /// All of it is on the disk.
     Durable(VramDone),
-    /// It is still being written.
     Writing,
 }
 
@@ -214,10 +207,7 @@ pub fn wait(op: &Operation, limit: Duration) -> Result<Progress, String> {
     }
 }
 
-/// Waits for the VRAM files, and notes in the metadata what there is of it. False: it is still being written.
-///
-/// # Errors
-/// As [`wait`].
+/// Waits for the VRAM files and notes them in the metadata. Returns false if they are still being written.
 pub fn note(
     op: &Operation,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! The undoing at the end: every process back into the state in which it was found.
+//! Undoes the steps at the end: puts every process back into the state in which it was found.
 
 use super::super::driver::Driver;
 use super::super::procfs;
@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl<D: Driver> Agent<D> {
-    /// Puts every process back into the state it was found in. With `committed`, processes that
-    /// are dead or die soon are as they should be.
+    /// Puts every process back into the state it was found in. With `committed`, dead or dying processes are as
+    /// expected.
     ///
-    /// Ends within a few times the limits, whatever the driver does. `begin` gets a first report if
-    /// there is something to do.
+    /// Ends within a few times the limits, whatever the driver does. `begin` gets a first report if there is work to
+    /// do.
     pub fn settle(
         self: &Arc<Self>,
         committed: bool,
@@ -131,7 +131,7 @@ impl<D: Driver> Agent<D> {
         };
         self.record(pid, |entry| entry.now = state);
         let found = self.found(pid);
-        let limit_ms = 0; // `limit` counts
+        let limit_ms = 0;
         use ProcessState::{Checkpointed, Locked, Running};
         if state == Checkpointed && matches!(found, Running | Locked) {
             self.vram_files.put_back(pid).map_err(|cause| {
@@ -157,7 +157,6 @@ impl<D: Driver> Agent<D> {
         }
     }
 
-    /// Waits for the calls that others make for the process, however many there are.
     fn perform_in_turn(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {
         let deadline = Instant::now() + limit;
         loop {
@@ -188,8 +187,8 @@ impl<D: Driver> Agent<D> {
     }
 }
 
-/// Whether our steps left the process worse than found. A restore is never undone: a process found
-/// checkpointed and now further on is what a restore is for.
+/// Returns true if our steps left the process worse than found. A restore is never undone: a process found checkpointed
+/// and now further on is the purpose of a restore.
 fn needs_undoing(entry: &Tracked) -> bool {
     use ProcessState::{Checkpointed, Locked, Running};
     match entry.found {

@@ -1,4 +1,4 @@
-//! Giving a process a descriptor of ours.
+//! Gives a process a descriptor of ours.
 
 use super::{Injection, arch};
 use std::fs::File;
@@ -6,13 +6,12 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 
-/// Below the stack pointer: what the ABI lets a function use without saying so.
+/// Bytes below the stack pointer that the ABI lets a function use without moving it.
 const RED_ZONE: u64 = 128;
-/// Room on the stack for a message with one descriptor.
 const SCRATCH: usize = 256;
 
 impl Injection {
-    /// Gives the process a descriptor of ours: over a socket of its own, of which we take one end.
+    /// Gives the process a descriptor of ours, over a socket pair that the process makes; we take one end.
     pub(super) fn give(&mut self, file: &File) -> io::Result<RawFd> {
         let at = (arch::stack(&self.regs) - RED_ZONE - SCRATCH as u64) & !63;
         let mut saved = [0u8; SCRATCH];
@@ -59,7 +58,7 @@ impl Injection {
     }
 }
 
-/// A descriptor of another process, as one of ours.
+/// Duplicates a descriptor of another process into this one.
 fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
     let new = |fd: libc::c_long| match RawFd::try_from(fd) {
         // SAFETY: a descriptor that was just made and belongs to nobody else.
@@ -72,7 +71,6 @@ fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
     new(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
 }
 
-/// Sends one byte and a descriptor.
 fn send_descriptor(socket: &OwnedFd, file: &File) -> io::Result<()> {
     let mut byte = [0u8; 1];
     let mut vector = libc::iovec {

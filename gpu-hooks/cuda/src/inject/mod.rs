@@ -1,9 +1,8 @@
-//! System calls made by a stopped thread of another process, for its tracer.
+//! Makes system calls in a stopped thread of another process, for its tracer.
 //!
-//! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO), runs from
-//! one syscall stop to the next, and gets its registers and signal mask back; it never runs anything
-//! else. The last stop is an interrupt's, in which a system call that the stop had cut short is
-//! restarted by the kernel as if nothing had been.
+//! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO). It runs from one syscall
+//! stop to the next, and gets its registers and signal mask back; it never runs anything else. The last stop is an
+//! interrupt's: there the kernel restarts a system call that the stop had cut short as if nothing had been.
 //!
 //! Everything here must be called on the thread that traces.
 
@@ -24,14 +23,10 @@ use std::os::fd::RawFd;
 use std::os::unix::fs::FileExt;
 use trace::{entered_call_at, wait_event};
 
-/// Whether this program can make other processes' threads do system calls: on x86-64.
+/// True on x86-64: this program can make other processes' threads do system calls.
 pub const SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
-/// At a syscall's entry: lets another call be made in its place and returns at its exit, with what it
-/// returned.
-///
-/// # Errors
-/// What the system says; the thread is stopped.
+/// At a syscall's entry: makes another call in its place. Returns the result at its exit, where the thread is stopped.
 pub fn replace_entered(tid: i32, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
     let mut regs = arch::get(tid)?;
     arch::replace_call(&mut regs, nr as u64, args);
@@ -46,16 +41,13 @@ pub fn replace_entered(tid: i32, nr: libc::c_long, args: [u64; 6]) -> io::Result
 }
 
 /// At a syscall's exit: the thread makes this call next, by itself.
-///
-/// # Errors
-/// What the system says.
 pub fn make_again(tid: i32, call: &Call) -> io::Result<()> {
     let mut regs = arch::get(tid)?;
     arch::again(&mut regs, call);
     arch::set(tid, &regs)
 }
 
-/// A result of a system call, in which small negative numbers are errors.
+/// Converts a system call's result, in which small negative numbers are errors.
 fn check(result: u64) -> io::Result<u64> {
     match i32::try_from(result as i64) {
         Ok(error) if (-4095..0).contains(&error) => Err(io::Error::from_raw_os_error(-error)),
@@ -63,7 +55,6 @@ fn check(result: u64) -> io::Result<u64> {
     }
 }
 
-/// A stopped thread that makes system calls for its tracer.
 pub struct Injection {
     pid: i32,
     tid: i32,
@@ -75,11 +66,8 @@ pub struct Injection {
 }
 
 impl Injection {
-    /// Begins with a thread that is stopped, and not at a syscall's entry. `options` are the tracer's
-    /// own, set again at the end.
-    ///
-    /// # Errors
-    /// What the system says; the thread is as it was.
+    /// Begins with a thread that is stopped, and not at a syscall's entry. `options` are the tracer's own, set again at
+    /// the end. On error the thread is as it was.
     pub fn begin(pid: i32, tid: i32, options: libc::c_ulong) -> io::Result<Self> {
         if !SUPPORTED {
             return Err(io::ErrorKind::Unsupported.into());
@@ -108,11 +96,11 @@ impl Injection {
         Ok(injection)
     }
 
-    /// One system call.
+    /// Makes one system call.
     ///
-    /// Other threads of the process may run and change its code. So the thread is looked at where it enters the kernel:
-    /// it must make this call, with these arguments, from where it was set to. Only from there to the call's exit is its
-    /// seccomp filter off.
+    /// Other threads of the process may run and change its code. So this checks the thread where it enters the kernel:
+    /// it must make this call, with these arguments, from where it was set to. Only from there to the call's exit is
+    /// its seccomp filter off.
     ///
     /// # Errors
     /// The call's own, or what keeps it from being made: no other call is made in its place.
@@ -137,7 +125,7 @@ impl Injection {
                 self.tid
             )));
         }
-        // Without the privilege to suspend the filter, it may still let the call pass.
+        // Without the privilege to suspend the filter, the filter may still let the call pass.
         let suspended = self.set_options(O_TRACESYSGOOD | O_SUSPEND_SECCOMP).is_ok();
         let stopped = self.next_stop();
         if suspended && stopped.is_ok() {
@@ -170,29 +158,20 @@ impl Injection {
         Ok(())
     }
 
-    /// The thread as it was at the beginning.
-    ///
-    /// # Errors
-    /// What the system says.
+    /// Puts the thread back as it was at the beginning.
     pub fn end(self) -> io::Result<()> {
         let regs = self.regs;
         self.end_with(&regs)
     }
 
-    /// Begun at a syscall's exit: the thread as if it had made that call, with that result.
-    ///
-    /// # Errors
-    /// What the system says.
+    /// If begun at a syscall's exit: ends as if the thread had made that call, with that result.
     pub fn end_as(self, call: &Call, result: u64) -> io::Result<()> {
         let mut regs = self.regs;
         arch::pretend(&mut regs, call, result);
         self.end_with(&regs)
     }
 
-    /// Begun at a syscall's exit: the thread makes that call next, by itself.
-    ///
-    /// # Errors
-    /// What the system says.
+    /// If begun at a syscall's exit: ends so that the thread makes that call next, by itself.
     pub fn end_before(self, call: &Call) -> io::Result<()> {
         let mut regs = self.regs;
         arch::again(&mut regs, call);
@@ -206,7 +185,7 @@ impl Injection {
         loop {
             match wait_event(tid)? {
                 Event::Interrupted => break,
-                // Any stop clears the interrupt that is under way.
+                // Any stop clears the pending interrupt.
                 Event::Syscall => {
                     ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
                     ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
@@ -223,10 +202,6 @@ impl Injection {
         ptrace(libc::PTRACE_SETOPTIONS, tid, 0, self.options)
     }
 
-    /// `munmap`.
-    ///
-    /// # Errors
-    /// As [`Self::call`].
     pub fn unmap(&mut self, address: u64, bytes: u64) -> io::Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -235,19 +210,13 @@ impl Injection {
             .map(drop)
     }
 
-    /// An empty mapping in place of whatever is there: CRIU has nothing to dump for it.
-    ///
-    /// # Errors
-    /// As [`Self::call`].
+    /// Puts an empty mapping in place of whatever is there: CRIU has nothing to dump for it.
     pub fn map_empty(&mut self, address: u64, bytes: u64) -> io::Result<()> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         self.map_at(address, bytes, libc::PROT_NONE, flags, -1)
     }
 
-    /// Private memory in place of whatever is there.
-    ///
-    /// # Errors
-    /// As [`Self::call`].
+    /// Puts private memory in place of whatever is there.
     pub fn map_private(&mut self, address: u64, bytes: u64) -> io::Result<()> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         self.map_at(
@@ -277,10 +246,7 @@ impl Injection {
         }
     }
 
-    /// A file of ours, shared, in place of whatever is there.
-    ///
-    /// # Errors
-    /// As [`Self::call`]; what was there may be gone.
+    /// Maps a file of ours, shared, in place of whatever is there. After an error that may be gone.
     pub fn map_file(&mut self, address: u64, bytes: u64, file: &File) -> io::Result<()> {
         let fd = self.give(file)?;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -295,7 +261,7 @@ impl Injection {
     }
 }
 
-/// Where in the process a `syscall` instruction is: in the vDSO, else in any other code.
+/// Finds a `syscall` instruction in the process: in the vDSO, else in any other code.
 fn find_site(pid: i32, memory: &File) -> io::Result<u64> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let executable = |line: &&str| {

@@ -1,9 +1,8 @@
-//! A machine whose registers are not known: nothing is done.
+//! Stands in on machines whose registers are not known: does nothing.
 
 use super::trace::Call;
 use std::io;
 
-/// Not known for this machine.
 #[derive(Debug, Clone, Copy)]
 pub struct Registers;
 

@@ -1,4 +1,4 @@
-//! What a tracer asks of the kernel: stops, events, signal masks, and which system call a thread is about to make.
+//! Wraps ptrace: stops, events, signal masks, and the system call that a thread is about to make.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -6,26 +6,20 @@ use std::time::{Duration, Instant};
 const GETSIGMASK: libc::c_uint = 0x420a;
 const SETSIGMASK: libc::c_uint = 0x420b;
 const GET_SYSCALL_INFO: libc::c_uint = 0x420e;
-/// A syscall stop's signal has this bit.
+/// Sets this bit in the signal of a syscall stop.
 pub const O_TRACESYSGOOD: libc::c_ulong = 1;
-/// No seccomp filter while the option is set.
+/// Disables seccomp filters while the option is set.
 pub const O_SUSPEND_SECCOMP: libc::c_ulong = 1 << 21;
 /// The event of a stop that `PTRACE_INTERRUPT` asked for.
 pub const EVENT_STOP: i32 = 128;
-/// The signal of a syscall stop.
 pub const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 const MASK_SIZE: libc::c_ulong = size_of::<u64>() as libc::c_ulong;
-/// Every signal but SIGTRAP.
 pub const ALL_BUT_TRAP: u64 = !(1 << (libc::SIGTRAP - 1));
 const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
 
 /// How long a thread may take from one stop to the next.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(20);
-/// One ptrace request.
-///
-/// # Errors
-/// What the system says.
 pub fn ptrace(
     request: libc::c_uint,
     tid: i32,
@@ -39,20 +33,12 @@ pub fn ptrace(
     }
 }
 
-/// The thread's signal mask.
-///
-/// # Errors
-/// What the system says.
 pub fn signal_mask(tid: i32) -> io::Result<u64> {
     let mut mask = 0u64;
     ptrace(GETSIGMASK, tid, MASK_SIZE, (&raw mut mask) as libc::c_ulong)?;
     Ok(mask)
 }
 
-/// Sets the thread's signal mask.
-///
-/// # Errors
-/// What the system says.
 pub fn set_signal_mask(tid: i32, mask: u64) -> io::Result<()> {
     ptrace(
         SETSIGMASK,
@@ -62,20 +48,18 @@ pub fn set_signal_mask(tid: i32, mask: u64) -> io::Result<()> {
     )
 }
 
-/// What the kernel has to say of a traced thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// It is gone.
     Ended,
-    /// It stands at the entry or the exit of a system call.
+    /// It stopped at the entry or the exit of a system call.
     Syscall,
-    /// It has stopped as it was asked to, or with its group.
+    /// It has stopped as requested, or with its group.
     Interrupted,
     /// A signal, or another event (0).
     Signal(i32),
 }
 
-/// The next event, if there is one. Never waits.
+/// Returns the next event, if there is one. Never waits.
 pub fn poll_event(tid: i32) -> Option<Event> {
     let mut status = 0;
     // SAFETY: writes one int; __WALL includes threads, WNOHANG never waits.
@@ -98,7 +82,6 @@ pub fn poll_event(tid: i32) -> Option<Event> {
     })
 }
 
-/// Waits for the next event.
 pub(super) fn wait_event(tid: i32) -> io::Result<Event> {
     let deadline = Instant::now() + STOP_LIMIT;
     let mut spins = 0u32;
@@ -119,12 +102,9 @@ pub(super) fn wait_event(tid: i32) -> io::Result<Event> {
     }
 }
 
-/// A system call that a thread is about to make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// Its number.
     pub nr: u64,
-    /// Its arguments.
     pub args: [u64; 6],
 }
 
@@ -139,12 +119,12 @@ struct SyscallInfo {
     words: [u64; 8],
 }
 
-/// At a syscall stop: the call, if it is the entry of a native one.
+/// At a syscall stop: returns the call, if it is the entry of a native one.
 pub fn entered_call(tid: i32) -> Option<Call> {
     entered_call_at(tid).map(|(call, _)| call)
 }
 
-/// The same, and where the thread goes on after it.
+/// The same, and the address where the thread goes on after it.
 pub(super) fn entered_call_at(tid: i32) -> Option<(Call, u64)> {
     const ENTRY: u8 = 1;
     let mut info = SyscallInfo::default();
@@ -171,10 +151,6 @@ pub struct Seized {
 }
 
 impl Seized {
-    /// Seizes and stops it.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn new(tid: i32) -> io::Result<Self> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, O_TRACESYSGOOD)?;
         let seized = Self { tid };

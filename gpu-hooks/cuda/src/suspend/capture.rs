@@ -1,4 +1,4 @@
-//! The driver's checkpoint into the VRAM files' memory, this program being the tracer of the driver's threads.
+//! Runs the driver's checkpoint into memory for VRAM files, with this program as the tracer of the driver's threads.
 
 use super::super::client::{Client, ClientError};
 use super::super::inject::Seized;
@@ -10,7 +10,6 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// The driver's checkpoint of all processes at once, into the VRAM files' memory.
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
@@ -44,7 +43,7 @@ pub(super) fn checkpoint(
     Ok((captured, micros(start)))
 }
 
-/// Looks after the driver's threads until all checkpoints have been answered.
+/// Handles the stops of the driver's threads until all checkpoints have been answered.
 fn watch(
     client: &mut Client,
     threads: &Threads,

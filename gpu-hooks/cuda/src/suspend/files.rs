@@ -1,4 +1,4 @@
-//! The memory into files, and back.
+//! Moves the memory into files, and back.
 
 use super::super::client::Client;
 use super::super::inject::{Injection, Seized};
@@ -9,7 +9,7 @@ use std::io;
 use std::path::Path;
 use std::time::Instant;
 
-/// Writes the memory to files, and takes it out of the processes when it is on the disk.
+/// Writes the memory to files, and unmaps it from the processes when it is on the disk.
 pub(super) fn to_files(
     client: &mut Client,
     directory: &Path,
@@ -51,7 +51,6 @@ pub(super) fn to_files(
     Ok((written, micros(start)))
 }
 
-/// Reads the memory from files.
 pub(super) fn from_files(
     client: &mut Client,
     directory: &Path,
@@ -87,7 +86,7 @@ fn wait(client: &mut Client, how: &How) -> Result<Option<VramDone>, SuspendError
     }
 }
 
-/// System calls in a process that nobody traces.
+/// Makes system calls in a process that nobody traces.
 pub(super) fn injected(
     pid: i32,
     tid: i32,
@@ -100,7 +99,6 @@ pub(super) fn injected(
     worked.and(ended)
 }
 
-/// Takes memory out of processes: it is in the files.
 pub(super) fn away<'a>(loaded: impl Iterator<Item = &'a (i32, i32, VramBuffer)>) {
     for (pid, tid, buffer) in loaded {
         let done = injected(*pid, *tid, |inject| {

@@ -1,12 +1,12 @@
-//! GPU memory to host memory or into files, and back, while the processes stay.
+//! Moves GPU memory to host memory or into files, and back, while the processes stay.
 //!
-//! The driver does at a suspend what it does at a checkpoint, and the memory that it asks for is the
-//! vram's, as there: this program is the tracer of the driver's thread meanwhile, everything else in the
-//! process runs on (and waits for the driver as soon as it calls it). Afterwards the process alone holds
-//! the memory, so that nothing of cryopod needs to live; or it is in files, and nobody holds it.
+//! At a suspend the driver does the same as at a checkpoint, and likewise gets memory of the agent's. Meanwhile this
+//! program is the tracer of the driver's thread; everything else in the process runs on (and waits for the driver as
+//! soon as it calls it). Afterwards only the process holds the memory, so that no program of cryopod needs to live; or
+//! it is in files, and nobody holds it.
 //!
-//! Everything here must be called on one thread. Whatever fails, and if this program dies: the agent brings
-//! the processes back unless it has been told to [`Op::Keep`] them.
+//! Everything here must be called on one thread. Whatever fails, and if this program dies: the agent brings the
+//! processes back unless it was asked to [`Op::Keep`] them.
 
 mod capture;
 mod files;
@@ -23,106 +23,75 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Limit of a query, which does no work, in milliseconds.
 const QUERY_MS: u64 = 10_000;
 /// How much later than the agent's own limit its answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(50);
 
-/// A suspended process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspended {
-    /// The process.
     pub pid: i32,
-    /// When it was started, which with the pid names it.
+    /// Its start time, which with the pid identifies it.
     pub start_time: u64,
-    /// Its name.
     pub comm: String,
-    /// The GPUs that it had open.
     pub gpus: Vec<GpuUuid>,
-    /// The memory of the VRAM files' that the driver was given.
+    /// The memory that the driver was given.
     pub buffers: Vec<VramBuffer>,
 }
 
-/// How to suspend and resume.
 #[derive(Debug, Clone)]
 pub struct How {
-    /// The vram.
     pub vram: VramConfig,
     /// The directory that the memory is written to; `None`: it stays in host memory.
     pub directory: Option<PathBuf>,
-    /// How long the driver may wait for GPU work to end.
     pub lock_timeout_ms: u64,
-    /// How long each step may take.
     pub step_timeout_ms: u64,
 }
 
-/// What was done.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Done {
-    /// The processes.
     pub processes: Vec<Suspended>,
-    /// What was written or read.
     pub vram: Option<VramFacts>,
     /// The steps and their times in microseconds, of the slowest process.
     pub steps: Vec<(&'static str, u64)>,
-    /// Why the driver's memory is not the VRAM files', where it is not.
+    /// Why the driver's memory is not the agent's, where it is not.
     pub left_out: Option<String>,
 }
 
-/// Why it was not done.
 #[derive(Debug, thiserror::Error)]
 pub enum SuspendError {
-    /// The agent cannot be reached.
     #[error("the driver agent: {0}")]
     Agent(#[from] ClientError),
-    /// No process uses the driver.
     #[error("none of its processes uses CUDA: there is nothing to suspend")]
     Unused,
-    /// It is suspended.
     #[error(
         "process {pid} ({comm}) is suspended already, or was checkpointed by another tool: resume it first"
     )]
-    Already {
-        /// The process.
-        pid: i32,
-        /// Its name.
-        comm: String,
-    },
-    /// It is not suspended: there is no process of it, or none uses the driver.
+    Already { pid: i32, comm: String },
+    /// Not suspended: the process does not exist, or none uses the driver.
     #[error("none of its processes is suspended")]
     NotSuspended,
-    /// The driver says of all of them that they run.
+    /// According to the driver all of them run.
     #[error("none of its processes is suspended: they run")]
     Running,
-    /// All was done but the end, of which nothing is known: they are suspended, or run again.
+    /// All was done but the last step, whose outcome is unknown: they are suspended, or run again.
     #[error("whether its processes stay suspended is not known: {0}")]
     Unsettled(ClientError),
     /// A process is in a state in which nothing can be done.
     #[error("process {pid} ({comm}) is {state} for the driver; {remedy}")]
     State {
-        /// The process.
         pid: i32,
-        /// Its name.
         comm: String,
-        /// The state.
         state: ProcessState,
-        /// What to do.
         remedy: &'static str,
     },
-    /// A step failed.
     #[error("{step} of process {pid} ({comm}): {cause}")]
     Step {
-        /// Which.
         step: &'static str,
-        /// The process.
         pid: i32,
-        /// Its name.
         comm: String,
-        /// Why.
         cause: String,
     },
-    /// The files cannot be written or read.
     #[error("{0}")]
     Files(String),
 }
@@ -136,7 +105,6 @@ fn step(step: &'static str, pid: i32, cause: impl ToString) -> SuspendError {
     }
 }
 
-/// Memory that the driver was given.
 struct Captured {
     pid: i32,
     tid: i32,
@@ -145,13 +113,10 @@ struct Captured {
     bytes: u64,
 }
 
-/// The processes and the driver's thread in each.
 type Threads = Vec<(i32, i32)>;
 
-/// Suspends the CUDA processes among `pids`. `note` is told of them when all is done and before they are left so.
-///
-/// # Errors
-/// [`SuspendError`]; the agent brings the processes back when the client is dropped.
+/// Suspends the CUDA processes among `pids`. Calls `note` with them when all is done, before it leaves them so. On
+/// error the agent brings the processes back when the client is dropped.
 pub fn suspend(
     client: &mut Client,
     pids: &[i32],
@@ -181,10 +146,8 @@ pub fn suspend(
     Ok(done)
 }
 
-/// Locks the CUDA processes among `pids`: their CUDA calls wait until [`resume`]. `note` as for [`suspend`].
-///
-/// # Errors
-/// [`SuspendError`]; the agent brings the processes back when the client is dropped.
+/// Locks the CUDA processes among `pids`: their CUDA calls wait until [`resume`]. `note` as for [`suspend`]. On error
+/// the agent brings the processes back when the client is dropped.
 pub fn lock(
     client: &mut Client,
     pids: &[i32],
@@ -196,19 +159,18 @@ pub fn lock(
     Ok(done)
 }
 
-/// Tells `note`, and the agent to leave the processes as they are.
+/// Calls `note`, and asks the agent to leave the processes as they are.
 fn leave(
     client: &mut Client,
     done: &Done,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<(), SuspendError> {
     note(done).map_err(SuspendError::Files)?;
-    // The agent may have taken it before it died: what is written must stay until that is known.
+    // The agent may have accepted it before it died: the written files must stay until that is known.
     let kept = client.call(Op::Keep, limit_of(&Op::Keep));
     kept.map_err(SuspendError::Unsettled).map(drop)
 }
 
-/// Locks what runs.
 fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done), SuspendError> {
     let threads = find(client, pids)?;
     if threads.is_empty() {
@@ -253,10 +215,7 @@ fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done
     Ok((threads, done))
 }
 
-/// Resumes processes; those that are gone or not suspended are left as they are.
-///
-/// # Errors
-/// [`SuspendError`]; what is suspended stays so.
+/// Resumes processes; those that are gone or not suspended are left as they are. On error suspended ones stay so.
 pub fn resume(
     client: &mut Client,
     processes: &[Suspended],
@@ -341,8 +300,8 @@ pub fn resume(
     Ok(done)
 }
 
-/// Takes the memory out of the processes that stay suspended, for it is in the files. Of the others the driver has
-/// let go of it, or is at work on it: where it was may be anything now.
+/// Unmaps the memory from the processes that stay suspended, for it is in the files. From the others the driver has
+/// removed it, or is working on it: its address may hold anything now.
 fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, VramBuffer)]) {
     match states(client, threads) {
         Ok(states) => {
@@ -353,7 +312,6 @@ fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, VramBu
     }
 }
 
-/// The CUDA processes among these.
 fn find(client: &mut Client, pids: &[i32]) -> Result<Threads, SuspendError> {
     let mut threads = Vec::new();
     for pid in pids {
@@ -403,7 +361,7 @@ fn call(client: &mut Client, op: Op) -> Result<Reply, SuspendError> {
     Ok(client.call(op, limit)?)
 }
 
-/// One step of all processes at once; the time of the slowest.
+/// Does one step of all processes at once; returns the time of the slowest.
 fn all(
     client: &mut Client,
     name: &'static str,

@@ -1,23 +1,21 @@
-//! How much host memory processes may have allocated for their GPU memory.
+//! Bounds the host memory that processes may have allocated for their GPU memory.
 //!
-//! The memory is charged outside of the container. A process in which something else than the driver maps memory as the
-//! driver does could ask for all that the host has. So it gets what the driver says that it has on GPUs, and some more.
+//! The memory is charged outside of the container. In a process where something else than the driver maps memory as the
+//! driver does, that could ask for all that the host has. So a process gets its GPU memory as the driver reports it,
+//! and a little more.
 
 use super::Wanted;
 use crate::protocol::AgentGpu;
 use crate::report::GpuUser;
 use std::collections::BTreeMap;
 
-/// What a process may have beyond the driver's number: a quarter, for what it allocates until it is locked, and this
-/// much, in bytes.
+/// Extra over the driver's number: a quarter, for what the process allocates until it is locked, and so many bytes.
 const SLACK: u64 = 1 << 30;
 
-/// The bounds, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ceiling {
-    /// By process, as far as the driver tells.
     processes: BTreeMap<i32, u64>,
-    /// Of all processes: what all GPUs have. `None`: not known.
+    /// Of all processes: the memory of all GPUs. `None`: not known.
     all: Option<u64>,
 }
 
@@ -26,7 +24,6 @@ fn with_slack(bytes: u64) -> u64 {
 }
 
 impl Ceiling {
-    /// From what the driver says of its GPUs and of their users.
     pub fn new(gpus: &[AgentGpu], users: &[GpuUser]) -> Self {
         let mut processes = BTreeMap::<i32, u64>::new();
         for user in users {
@@ -42,10 +39,8 @@ impl Ceiling {
         }
     }
 
-    /// Whether a process that was given `had` bytes, of the `all` that were given, may have more.
-    ///
-    /// # Errors
-    /// A text that names the bound.
+    /// Checks that a process that was given `had` bytes, out of `all` given bytes, may have more. An error names the
+    /// bound.
     pub fn allows(&self, had: u64, all: u64, more: &Wanted) -> Result<(), String> {
         let mib = |bytes: u64| bytes >> 20;
         let (pid, bytes) = (more.pid, had.saturating_add(more.bytes));
@@ -61,10 +56,7 @@ impl Ceiling {
         self.allows_all(all.saturating_add(more.bytes))
     }
 
-    /// Whether all together may have so much.
-    ///
-    /// # Errors
-    /// A text that names the bound.
+    /// Checks that all together may have so much. An error names the bound.
     pub fn allows_all(&self, bytes: u64) -> Result<(), String> {
         match self.all {
             Some(all) if bytes > with_slack(all) => Err(format!(
@@ -110,7 +102,7 @@ mod tests {
         let error = ask(7, 4 * GIB, 2 * GIB + 1).unwrap_err();
         assert!(error.contains("it has 4096 MiB"), "{error}");
         assert!(ask(7, u64::MAX, u64::MAX).is_err());
-        // Of which the driver says nothing: by what the GPUs have.
+        // The driver reports nothing for this one: the GPUs' memory is its bound.
         assert_eq!(ask(8, 0, 101 * GIB), Ok(()));
         assert!(ask(8, 0, 102 * GIB).is_err());
         assert!(ask(8, 60 * GIB, 60 * GIB).is_err());

@@ -1,4 +1,4 @@
-//! Memory for the vram: a file without a name, in hugepages where the kernel has them.
+//! Allocates memory for GPU memory: a file without a name, in hugepages where the kernel has them.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -6,9 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// A hugepage of x86-64, and what buffers are rounded up to.
+/// A hugepage of x86-64; buffers are rounded up to it.
 pub const HUGE: u64 = 2 << 20;
-/// What one thread touches at a time.
+/// Bytes that one thread touches at a time.
 const STRIDE: usize = 64 << 20;
 const POPULATE_WRITE: libc::c_int = 23;
 
@@ -20,10 +20,7 @@ fn new_fd(fd: libc::c_long) -> io::Result<OwnedFd> {
     }
 }
 
-/// A file of this size in memory. Nothing is allocated yet.
-///
-/// # Errors
-/// What the system says.
+/// Makes a file of this size in memory. Nothing is allocated yet.
 pub fn new_file(bytes: u64) -> io::Result<File> {
     let sealable = memfd_has_hugepages().then(plain);
     let fd = match sealable {
@@ -35,16 +32,16 @@ pub fn new_file(bytes: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Keeps the size of a file as it is, whoever gets a descriptor of it: who cuts it off ends every program that reads a
-/// mapping of it. `false` where the kernel cannot, as on a tmpfs of one's own; there the worker, a process of its own, is
-/// what ends, and with it the checkpoint.
+/// Seals the file's size against every holder of a descriptor: truncating it would kill every program that reads a
+/// mapping of it. Returns `false` where the kernel cannot, as on a private tmpfs. There a truncation kills the worker,
+/// a process of its own, and so the checkpoint fails.
 pub fn seal(file: &File) -> bool {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: numbers; changes what may be done with the file.
     unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) == 0 }
 }
 
-/// Whether the kernel gives hugepages to files that can be sealed: by its settings, which are usually against it.
+/// Returns true if the kernel gives hugepages to files that can be sealed; its usual settings do not.
 fn memfd_has_hugepages() -> bool {
     std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").is_ok_and(|text| {
         ["[always]", "[within_size]", "[advise]", "[force]"]
@@ -99,7 +96,6 @@ fn plain() -> io::Result<OwnedFd> {
     new_fd(libc::c_long::from(fd))
 }
 
-/// A file mapped into this process.
 pub struct Mapped {
     address: *mut u8,
     len: usize,
@@ -110,10 +106,6 @@ pub struct Mapped {
 unsafe impl Send for Mapped {}
 
 impl Mapped {
-    /// Maps the file's first bytes.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn new(file: &File, bytes: u64, writable: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         if file.metadata()?.len() < bytes || len == 0 {
@@ -143,17 +135,14 @@ impl Mapped {
         })
     }
 
-    /// The contents. Whoever else has the file mapped must leave it alone meanwhile; what changes all
-    /// the same is found by its digest.
+    /// The contents. Nobody else who has the file mapped may change it meanwhile; the digest reveals changes that
+    /// happen anyway.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: mapped and readable as long as `self` lives; the file does not shrink.
         unsafe { std::slice::from_raw_parts(self.address, self.len) }
     }
 
-    /// The contents, to be changed.
-    ///
-    /// # Errors
-    /// When it was not mapped so.
+    /// The contents, mutable. An error if it was mapped read-only.
     pub fn bytes_mut(&mut self) -> io::Result<&mut [u8]> {
         if !self.writable {
             return Err(io::ErrorKind::PermissionDenied.into());
@@ -213,13 +202,13 @@ impl Drop for Mapped {
     }
 }
 
-/// How much memory can be taken without anything being killed for it: what the host has, and what the
-/// limits of this program's cgroups leave.
+/// Bytes of memory that can be taken without an OOM kill: what the host has, within the limits of this program's
+/// cgroups.
 pub fn available() -> u64 {
     available_to("self")
 }
 
-/// The same for a process, by its number or `self`.
+/// The same for a process, by its pid or `self`.
 pub fn available_to(process: &str) -> u64 {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let host = read("/proc/meminfo")
@@ -254,7 +243,7 @@ pub fn available_to(process: &str) -> u64 {
 mod tests {
     use super::*;
 
-    /// A process that has the file mapped, and so had a descriptor of it, cannot cut it off.
+    /// A process that has the file mapped, and so had a descriptor of it, cannot truncate it.
     #[test]
     fn sealed_memory_keeps_its_size() {
         let file = File::from(plain().unwrap());

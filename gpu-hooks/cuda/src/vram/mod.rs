@@ -1,17 +1,16 @@
-//! The vram: a way for GPU memory around CRIU's pipe.
+//! Saves GPU memory as VRAM files, past CRIU's pipe.
 //!
-//! At a checkpoint the driver asks in the process for one large piece of memory, into which it copies
-//! all that the GPU holds. The plugin, which traces the driver's thread at that time, answers with
-//! memory of the agent's: hugepages, filled by several threads, shared between the process and the
-//! agent. When the driver is done, the plugin puts an empty mapping in its place, so that CRIU finds
-//! nothing to dump, and a worker of the agent writes the memory with several threads
-//! ([`cryopod_archive::vram`]) while CRIU dumps the rest. Whenever the process must have its memory
-//! back, the same pages are mapped where they were. docs/architecture.md tells it in one page.
+//! At a checkpoint the driver asks in the process for one large piece of memory, into which it copies all that the GPU
+//! holds. The plugin, which traces the driver's thread at that time, answers with memory of the agent's: hugepages,
+//! filled by several threads, shared between the process and the agent. When the driver is done, the plugin puts an
+//! empty mapping in its place, so that CRIU finds nothing to dump. A worker of the agent writes the memory with several
+//! threads ([`cryopod_archive::vram`]) while CRIU dumps the rest. Whenever the process must have its memory back, the
+//! same pages are mapped where they were. docs/architecture.md describes it in one page.
 //!
 //! * [`memory`]: the memory itself
 //! * [`ceiling`]: how much of it a process may have
 //! * [`reserve`]: memory allocated before the freeze
-//! * [`store`]: what the agent keeps
+//! * [`store`]: the agent's buffers
 //! * [`worker`]: the process that reads and writes the image directory
 
 use cryopod_archive::vram::{
@@ -29,39 +28,33 @@ pub mod worker;
 
 /// Smaller mappings of the driver stay where they are, in bytes.
 pub const MIN_BYTES: u64 = 64 << 20;
-/// Memory that must be left on the host beside a buffer, in bytes.
+/// Bytes that must remain free on the host beside a buffer.
 pub const SPARE_BYTES: u64 = 256 << 20;
 
-/// More threads are refused.
 const MAX_THREADS: usize = 256;
 
-/// How the VRAM files works, in the plugin's configuration.
+/// Settings for VRAM files in the plugin's configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VramConfig {
-    /// A checkpoint without the VRAM files is a failure.
     pub required: bool,
     /// Smaller mappings of the driver stay where they are.
     pub min_bytes: u64,
     /// Threads; 0: one a core, at most 16 for each process.
     pub threads: usize,
-    /// Size of a chunk.
     pub chunk_bytes: u32,
-    /// Size of a shard.
     pub shard_bytes: u64,
-    /// Compression.
     pub codec: Codec,
     /// zstd's level.
     pub level: i32,
-    /// Checkpoint: the VRAM files before, whose chunks are not stored again.
+    /// Checkpoint: the previous VRAM files, whose chunks are not stored again.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parent: Option<VramParent>,
-    /// Directories in which parents are searched that are not where they were.
+    /// Directories to search for parents that were moved.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub search: Vec<PathBuf>,
-    /// Restore: check the digest of each chunk.
     pub check: bool,
-    /// Restore: the digest that the metadata names.
+    /// Restore: the digest in the metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
     /// Restore: the checkpoint's own directory, where CRIU is given another.
@@ -99,9 +92,9 @@ impl VramConfig {
         self.threads_for(1)
     }
 
-    /// The number of threads for the memory of several processes, each on a GPU of its own, say: where none is
-    /// configured, as many for each as for one, while there are cores. With several one in eight is left to CRIU, which
-    /// then has several processes to dump.
+    /// The number of threads for the memory of several processes, each on a GPU of its own, say. If none is configured,
+    /// each gets as many as one process would, while there are cores. With several, one core in eight is left to CRIU,
+    /// which then has several processes to dump.
     pub fn threads_for(&self, buffers: usize) -> usize {
         let cores = || {
             let all = std::thread::available_parallelism().map_or(2, NonZero::get);
@@ -116,7 +109,6 @@ impl VramConfig {
         }
     }
 
-    /// For the writer of so many buffers.
     pub fn write_options(&self, buffers: usize) -> WriteOptions {
         WriteOptions {
             chunk_bytes: self.chunk_bytes,
@@ -137,10 +129,6 @@ impl VramConfig {
         }
     }
 
-    /// Checks every value.
-    ///
-    /// # Errors
-    /// A text that names the key.
     pub fn validate(&self) -> Result<(), String> {
         use cryopod_archive::vram::{MAX_CHUNK, MIN_CHUNK};
         if self.threads > MAX_THREADS {
@@ -164,10 +152,8 @@ impl VramConfig {
     }
 }
 
-/// The checkpoint before.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramParent {
-    /// Its image directory.
     pub directory: PathBuf,
     /// Digest of its table, in hexadecimal.
     pub digest: String,
@@ -176,46 +162,37 @@ pub struct VramParent {
 /// Memory of the agent's that another process can open.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedBuffer {
-    /// The agent's number for it.
     pub id: u64,
-    /// Where to open it, as long as the agent lives.
+    /// Path to open it by, as long as the agent lives.
     pub path: String,
-    /// Whether it was there before it was asked for.
+    /// Allocated before it was asked for.
     #[serde(default)]
     pub reserved: bool,
 }
 
-/// Memory that a process will need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
-    /// The process.
     pub pid: i32,
-    /// How much, about.
+    /// Approximate size.
     pub bytes: u64,
 }
 
-/// A buffer and its name in the vram.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamedBuffer {
-    /// [`SharedBuffer::id`].
     pub id: u64,
     /// [`cryopod_archive::vram::Region::id`].
     pub name: String,
 }
 
-/// A region to be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WantedRegion {
-    /// Its name.
     pub name: String,
     /// Its size, which must be the recorded one.
     pub bytes: u64,
 }
 
-/// What a worker did.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramDone {
-    /// The VRAM files in numbers.
     pub facts: VramFacts,
     /// Hashing, compressing and writing, or reading: microseconds.
     pub work_us: u64,
@@ -224,14 +201,12 @@ pub struct VramDone {
     pub sync_us: u64,
 }
 
-/// Where in a restored process the VRAM files' memory belongs; part of the process's record.
+/// The place of a region's memory in a restored process; part of the process's record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramBuffer {
-    /// Address in the process.
     pub address: u64,
     /// Size, whole pages.
     pub bytes: u64,
-    /// Name of the region.
     pub region: String,
 }
 

@@ -1,5 +1,5 @@
-//! Memory that is allocated before a container is frozen, so that this takes no frozen time: for each process as much
-//! as the driver says that it has on GPUs. What the driver then asks for in the process differs a little.
+//! Allocates memory before a container is frozen, so that this takes no frozen time: for each process as much as the
+//! driver reports for it on GPUs. What the driver then asks for in the process differs a little.
 
 use super::Wanted;
 use super::memory::{self, HUGE, Mapped};
@@ -8,8 +8,8 @@ use std::fs::File;
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Allocated memory by process. Whoever asks while memory is being allocated waits for it: it would have to allocate
-/// the same.
+/// Allocated memory by process. A caller that asks during an allocation waits for it: it would have to allocate the
+/// same.
 #[derive(Default)]
 pub struct Reserve {
     files: Mutex<BTreeMap<i32, File>>,
@@ -20,10 +20,7 @@ impl Reserve {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates memory with so many threads.
-    ///
-    /// # Errors
-    /// What the system says; nothing is kept then.
+    /// Allocates memory with so many threads. On error nothing is kept.
     pub fn fill(&self, wanted: &[Wanted], threads: usize) -> io::Result<()> {
         let mut files = self.files();
         files.clear();
@@ -37,7 +34,7 @@ impl Reserve {
         Ok(())
     }
 
-    /// The memory for a process, cut to size, and how much of it, in bytes, has not been allocated.
+    /// Takes the memory for a process, cut to size. Also returns how many bytes of it are not allocated.
     pub fn take(&self, pid: i32, bytes: u64) -> Option<(File, u64)> {
         let file = self.files().remove(&pid)?;
         let had = file.metadata().ok()?.len();
@@ -45,7 +42,6 @@ impl Reserve {
         Some((file, bytes.saturating_sub(had)))
     }
 
-    /// Frees what nobody has taken.
     pub fn clear(&self) {
         let unused = std::mem::take(&mut *self.files());
         drop(unused);
@@ -95,7 +91,8 @@ mod tests {
         assert!(reserve.take(1, 1).is_none());
     }
 
-    /// More than the machine has is refused with what is missing, and the checkpoint allocates what it needs later.
+    /// A reservation beyond the machine's memory is refused and says what is missing. The checkpoint allocates what it
+    /// needs later.
     #[test]
     fn a_reservation_that_fails_is_no_loss() {
         let vram_files = Arc::new(VramFiles::default());
@@ -167,7 +164,7 @@ mod tests {
         assert!(error.contains("process 7"), "{error}");
         let error = refused(prepare(8, (1 << 30) + (9 << 20)));
         assert!(error.contains("this host's GPUs have 8 MiB"), "{error}");
-        // What is given back counts no more.
+        // Freed memory no longer counts.
         vram_files.perform(&Op::VramDrop { id: first.id });
         assert!(matches!(prepare(7, 3 << 20), Some(Outcome::Buffer(_))));
         let region = |name: &str| WantedRegion {

@@ -1,4 +1,4 @@
-//! What the agent keeps of the vram: the buffers, where they belong, and the worker.
+//! Keeps the agent's buffers, their places, and the worker.
 
 use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
@@ -16,10 +16,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// What is copied at a time, where memory cannot be mapped.
 const COPY: usize = 16 << 20;
 
-/// See the module.
 #[derive(Default)]
 pub struct VramFiles {
     inner: Mutex<Inner>,
@@ -39,11 +37,10 @@ struct Inner {
 struct Buffer {
     file: File,
     bytes: u64,
-    /// Whose it is; `None` at a restore.
+    /// Its process; `None` at a restore.
     pid: Option<i32>,
 }
 
-/// Where a buffer belongs.
 #[derive(Clone, Copy)]
 struct Place {
     pid: i32,
@@ -58,7 +55,7 @@ enum Work {
     Running {
         number: u64,
         worker: Option<Arc<OwnedFd>>,
-        /// The directory whose vram is removed when the work fails or is called off.
+        /// The directory whose VRAM files are removed when the work fails or is cancelled.
         writes: Option<PathBuf>,
     },
     Ended(Result<VramDone, String>),
@@ -88,12 +85,11 @@ impl VramFiles {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bounds what processes get from here on.
     pub fn bound(&self, ceiling: Ceiling) {
         self.inner().ceiling = ceiling;
     }
 
-    /// Whether a process may have so much more.
+    /// Refuses more memory than a process may have.
     fn may_have(&self, more: &Wanted) -> Result<(), DriverError> {
         let inner = self.inner();
         let sum = |of: Option<i32>| {
@@ -105,7 +101,7 @@ impl VramFiles {
         allowed.map_err(|what| refused(ErrorKind::Vram, what))
     }
 
-    /// Carries out a request; `None` when it is not about the vram.
+    /// Carries out a request; `None` when it is not about VRAM files.
     pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
         let done = match op {
             Op::VramReserve { wanted, threads } => {
@@ -163,7 +159,6 @@ impl VramFiles {
         Some(done.unwrap_or_else(Outcome::Error))
     }
 
-    /// Lets go of all memory.
     pub fn clear(&self) {
         let mut inner = self.inner();
         inner.buffers.clear();
@@ -184,7 +179,6 @@ impl VramFiles {
         filled.map_err(failed("host memory for the GPU's"))
     }
 
-    /// Memory for a checkpoint, all of it allocated.
     fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
         self.may_have(&Wanted { pid, bytes })?;
         let (buffer, shared) = match self.reserve.take(pid, bytes) {
@@ -358,7 +352,6 @@ impl VramFiles {
         Ok(())
     }
 
-    /// What the worker did; `None` when there was none.
     fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
         let deadline = Instant::now() + limit;
         let mut inner = self.inner();
@@ -383,7 +376,6 @@ impl VramFiles {
         }
     }
 
-    /// Waits until no worker works.
     pub fn settle(&self) {
         let mut inner = self.inner();
         while matches!(inner.work, Work::Running { .. }) {
@@ -394,7 +386,6 @@ impl VramFiles {
         }
     }
 
-    /// Ends the worker; what it wrote is removed.
     fn cancel(&self) {
         let dir = {
             let mut inner = self.inner();
@@ -423,11 +414,8 @@ impl VramFiles {
         }
     }
 
-    /// Maps a process's memory back where the plugin did not come to it. The process must not be
-    /// traced, and this thread becomes its tracer for a moment.
-    ///
-    /// # Errors
-    /// What the system says: the driver must then not restore the process.
+    /// Maps a process's memory back if the plugin did not. The process must not be traced, and this thread becomes its
+    /// tracer for a moment. After an error the driver must not restore the process.
     pub fn put_back(&self, pid: i32) -> io::Result<()> {
         let away: Vec<(Arc<Buffer>, Place)> = {
             let inner = self.inner();
@@ -458,7 +446,6 @@ impl VramFiles {
     }
 }
 
-/// Whether this host has so much memory to give.
 fn there_is(bytes: u64) -> Result<(), DriverError> {
     let available = memory::available();
     if bytes.saturating_add(SPARE_BYTES) <= available {
@@ -473,7 +460,7 @@ fn there_is(bytes: u64) -> Result<(), DriverError> {
     Err(refused(ErrorKind::OutOfMemory, what))
 }
 
-/// The child, whatever becomes of its number.
+/// Opens a pidfd, which names the child even if its pid is reused.
 fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
     // SAFETY: a number; a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
@@ -482,7 +469,7 @@ fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
     Some(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// The directory held open, and its path: the true one where that leads there, for messages.
+/// Opens the directory and resolves its path, for messages.
 fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
     let opened = File::open(dir).map_err(failed("the image directory cannot be opened"))?;
     let held = PathBuf::from(format!(
@@ -500,7 +487,6 @@ fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
     Ok((opened, path.unwrap_or(held)))
 }
 
-/// Whether the process has the buffer mapped at its place.
 fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
     let inode = buffer.file.metadata()?.ino();
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", place.pid))?;
@@ -511,8 +497,8 @@ fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
         .any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str())))
 }
 
-/// Copies a buffer into private memory of the process; each piece is freed as soon as it is there, so
-/// that there are never two copies.
+/// Copies a buffer into private memory of the process; frees each piece as soon as it is there, so that there are never
+/// two copies.
 fn copy(buffer: &Buffer, pid: i32, address: u64) -> io::Result<()> {
     let to = File::options()
         .write(true)

@@ -1,7 +1,7 @@
-//! The worker: a process of its own that writes or reads the image directory, so that neither a full
-//! memory nor a stranger's archive can take the agent along.
+//! Writes or reads the image directory in a process of its own, so that neither a full memory nor a stranger's archive
+//! can kill the agent.
 //!
-//! It gets its job as JSON on stdin, answers with one line on stdout, and dies with the agent.
+//! The worker gets its job as JSON on stdin, answers with one line on stdout, and dies with the agent.
 
 use super::memory::Mapped;
 use super::{VramDone, VramParent};
@@ -17,63 +17,39 @@ use std::time::Instant;
 /// The agent's argument that makes it a worker.
 pub const ARGUMENT: &str = "--vram-worker";
 
-/// Memory of the agent's and its name in the vram.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Memory {
-    /// Region.
     pub name: String,
-    /// Where to open it.
     pub path: PathBuf,
-    /// Its size.
     pub bytes: u64,
 }
 
-/// What to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Job {
-    /// Memory to the directory.
     Write {
-        /// The image directory.
         dir: PathBuf,
-        /// The buffers.
         memory: Vec<Memory>,
-        /// Size of a chunk.
         chunk_bytes: u32,
-        /// Size of a shard.
         shard_bytes: u64,
-        /// Compression.
         codec: Codec,
-        /// zstd's level.
         level: i32,
-        /// Threads.
         threads: usize,
-        /// The VRAM files before.
+        /// The previous VRAM files.
         parent: Option<VramParent>,
-        /// Where its parents are searched.
         search: Vec<PathBuf>,
     },
-    /// The directory to memory.
     Load {
-        /// The image directory.
         dir: PathBuf,
-        /// The buffers.
         memory: Vec<Memory>,
-        /// What the metadata says of the table.
+        /// The table's digest in the metadata.
         digest: Option<String>,
-        /// Check each chunk's digest.
         check: bool,
-        /// Threads.
         threads: usize,
-        /// Where parents are searched.
         search: Vec<PathBuf>,
     },
 }
 
-/// Starts a worker of this program.
-///
-/// # Errors
-/// What the system says.
 pub fn start(job: &Job) -> std::io::Result<Child> {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new("/proc/self/exe");
@@ -101,7 +77,6 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
     Ok(child)
 }
 
-/// Waits for a worker, and says what it did or why not.
 pub fn finish(mut child: Child) -> Result<VramDone, String> {
     let mut answer = String::new();
     if let Some(stdout) = child.stdout.take() {
@@ -115,9 +90,8 @@ pub fn finish(mut child: Child) -> Result<VramDone, String> {
     })
 }
 
-/// The worker's whole life; its exit status.
 pub fn main() -> u8 {
-    // Better this than the container, where memory runs out after all.
+    // When memory runs out, the OOM killer should take this process before the container.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     raise_limit();
     let mut text = Vec::new();

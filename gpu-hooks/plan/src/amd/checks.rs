@@ -1,5 +1,6 @@
-//! What CRIU's amdgpu plugin compares between a GPU of the checkpoint and one of this host, and the environment
-//! variables that turn some of it off (facts of CRIU 4.1.1 and 4.2; the plugin reads them at restore only).
+//! Compares GPU properties as CRIU's amdgpu plugin does between a GPU of the checkpoint and one of this host. Handles
+//! the environment variables that disable some comparisons (facts of CRIU 4.1.1 and 4.2; the plugin reads them at
+//! restore only).
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -7,10 +8,8 @@ use std::fmt::Write as _;
 use super::topology::{Node, Properties, Topology};
 use crate::compat::{Check, Verdict};
 
-/// Most targets that one check names.
 const NAMED: usize = 4;
 
-/// A comparison that an environment variable turns off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Switch {
     /// `KFD_FW_VER_CHECK`: firmware, at least as new.
@@ -30,7 +29,6 @@ pub enum Switch {
 }
 
 impl Switch {
-    /// All of them.
     pub const ALL: [Self; 7] = [
         Self::FwVersion,
         Self::SdmaFwVersion,
@@ -41,7 +39,6 @@ impl Switch {
         Self::Capability,
     ];
 
-    /// The environment variable.
     pub fn name(self) -> &'static str {
         match self {
             Self::FwVersion => "KFD_FW_VER_CHECK",
@@ -58,31 +55,18 @@ impl Switch {
 /// The plugin's variable for the size of its copy buffer; it concerns no check.
 pub const MAX_BUFFER_SIZE: &str = "KFD_MAX_BUFFER_SIZE";
 
-/// A switch that says nothing the plugin understands (it would ignore it).
+/// A name or value that the plugin does not know (it would ignore it).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SwitchError {
-    /// No such variable.
     #[error("{0} is no variable of CRIU's amdgpu plugin; it knows {names} and {MAX_BUFFER_SIZE}", names = Switch::ALL.map(Switch::name).join(", "))]
     Unknown(String),
-    /// A value that it does not take.
     #[error("{key}: {value:?} is none of 0, NO, 1 and YES")]
-    Bool {
-        /// The variable.
-        key: String,
-        /// Its value.
-        value: String,
-    },
-    /// A size that it does not take.
+    Bool { key: String, value: String },
     #[error("{key}: {value:?} is not a size in bytes, or with K, M or G")]
-    Size {
-        /// The variable.
-        key: String,
-        /// Its value.
-        value: String,
-    },
+    Size { key: String, value: String },
 }
 
-/// Which comparisons are on. By default all.
+/// The enabled comparisons. By default all.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Switches {
     set: BTreeMap<Switch, bool>,
@@ -90,10 +74,8 @@ pub struct Switches {
 }
 
 impl Switches {
-    /// From pairs of variable and value, as the plugin would read them; a later pair wins.
-    ///
-    /// # Errors
-    /// [`SwitchError`] for a name or value that the plugin does not know.
+    /// Parses pairs of variable and value as the plugin would; a later pair wins. An error names the pair that it does
+    /// not know.
     pub fn parse<K: AsRef<str>, V: AsRef<str>>(
         pairs: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, SwitchError> {
@@ -130,19 +112,17 @@ impl Switches {
         Ok(switches)
     }
 
-    /// Whether the comparison is made.
     pub fn is_on(&self, switch: Switch) -> bool {
         self.set.get(&switch).copied().unwrap_or(true)
     }
 
-    /// The same with one comparison on or off.
     #[must_use]
     pub fn with(mut self, switch: Switch, on: bool) -> Self {
         self.set.insert(switch, on);
         self
     }
 
-    /// What CRIU's environment must hold so that the plugin does the same: every switch, said outright.
+    /// Returns the environment for CRIU that makes the plugin do the same: every switch explicitly.
     pub fn environment(&self) -> Vec<(&'static str, String)> {
         let mut env: Vec<_> = Switch::ALL
             .into_iter()
@@ -171,7 +151,6 @@ fn is_size(value: &str) -> bool {
             .is_ok_and(|n| n.leading_zeros() >= shift || n == 0)
 }
 
-/// A comparison of one property.
 pub(super) struct Rule {
     pub(super) name: &'static str,
     get: fn(&Properties) -> u64,
@@ -311,7 +290,7 @@ impl Rule {
     }
 }
 
-/// All comparisons of a GPU of the checkpoint with one of this host.
+/// Compares a GPU of the checkpoint with one of this host in every property.
 pub fn compare(source: &Node, target: &Node, switches: &Switches) -> Vec<Check> {
     RULES
         .iter()
@@ -326,14 +305,14 @@ pub fn compare(source: &Node, target: &Node, switches: &Switches) -> Vec<Check> 
         .collect()
 }
 
-/// Whether the GPU of this host can take the place of the other, as far as one looks at the two alone.
+/// Returns true if the GPU of this host can replace the other, considering only these two.
 pub fn matches(source: &Node, target: &Node, switches: &Switches) -> bool {
     RULES
         .iter()
         .all(|rule| rule.verdict(source, target, switches) != Verdict::Refused)
 }
 
-/// Why no GPU of this host can take the place of this one: for each comparison the targets that it rules out.
+/// Explains why no GPU of this host can replace this one: for each comparison the targets that it rules out.
 pub fn explain(source: &Node, targets: &Topology, switches: &Switches) -> Vec<Check> {
     RULES
         .iter()
@@ -371,7 +350,7 @@ pub fn explain(source: &Node, targets: &Topology, switches: &Switches) -> Vec<Ch
         .collect()
 }
 
-/// Some GPUs by their render nodes, not more than a message can hold.
+/// Names GPUs by their render nodes, as many as fit into a message.
 pub(super) fn names<'a>(nodes: impl IntoIterator<Item = &'a &'a Node>) -> String {
     let all: Vec<String> = nodes
         .into_iter()

@@ -1,5 +1,5 @@
-//! Which GPUs of this host take the place of the checkpoint's: a mapping that keeps all rules, and GPUs to make
-//! visible so that CRIU's amdgpu plugin, which chooses by itself, chooses one too.
+//! Chooses which GPUs of this host replace the checkpoint's: a mapping that keeps all rules. Also chooses the GPUs to
+//! make visible, so that CRIU's amdgpu plugin, which chooses by itself, finds a valid mapping too.
 
 use std::collections::HashSet;
 
@@ -11,59 +11,46 @@ use super::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use crate::compat::{Check, Verdict};
 use crate::wish::Wish;
 
-/// Sets of GPUs that are tried on the plugin's model before giving up.
 const SETS: usize = 24;
 
-/// What is known for the decision.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// The topologies of the checkpoint's images ([`super::image::KfdImage`]), one a process, best with
     /// [`Topology::label`] applied.
     pub sources: &'a [Topology],
-    /// This host's topology.
     pub target: &'a Topology,
     /// The render minors that may be used; `None` for all.
     pub permitted: Option<&'a [u32]>,
-    /// What the user asks for: OLD by `gpu_id`, render minor, index, PCI address or unique id, and NEW likewise.
+    /// The user's map: OLD by `gpu_id`, render minor, index, PCI address or unique id, and NEW likewise.
     pub wish: &'a Wish,
-    /// Which comparisons are on.
     pub switches: &'a Switches,
 }
 
-/// A GPU and its new place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pair {
-    /// The checkpoint's GPU.
     pub source: Node,
-    /// This host's.
     pub target: Node,
 }
 
-/// The decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// All GPUs of the checkpoint, in the image's order.
     pub pairs: Vec<Pair>,
-    /// The render minors that CRIU and the container must see, and no others; ascending.
+    /// The only render minors that CRIU and the container may see; ascending.
     pub visible: Vec<u32>,
-    /// What was checked.
     pub checks: Vec<Check>,
-    /// What was chosen, for people.
     pub sentence: String,
 }
 
-/// Why there is none.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Refused {
-    /// In one sentence.
     pub reason: String,
-    /// All that was checked; at least one is [`Verdict::Refused`].
+    /// All checks; at least one is [`Verdict::Refused`].
     pub checks: Vec<Check>,
 }
 
 impl Choice {
-    /// Whether any GPU gets another render node.
     pub fn moves(&self) -> bool {
         self.pairs
             .iter()
@@ -71,10 +58,7 @@ impl Choice {
     }
 }
 
-/// Decides.
-///
-/// # Errors
-/// [`Refused`], with every reason.
+/// Chooses; the error has every reason.
 pub fn choose(request: &Request<'_>) -> Result<Choice, Box<Refused>> {
     let Some(source) = request.sources.first() else {
         return Err(refuse(
@@ -163,7 +147,7 @@ fn settle(
     ))
 }
 
-/// What the plugin chooses if it sees only these, if that is a mapping that keeps all rules and wishes.
+/// Returns the plugin's choice if it sees only these, if that is a mapping that keeps all rules and wishes.
 fn plugin_agrees(
     request: &Request<'_>,
     problem: &Problem<'_>,
@@ -247,7 +231,7 @@ pub(super) fn refuse(reason: impl Into<String>, checks: Vec<Check>) -> Box<Refus
     })
 }
 
-/// This host's topology with the GPUs that may be used. GPUs without a render node of their own cannot.
+/// Returns this host's topology with only the GPUs that may be used. GPUs without a render node of their own may not.
 fn candidates(request: &Request<'_>) -> Topology {
     let mut minors: Vec<u32> = Vec::new();
     let mut twice: Vec<u32> = Vec::new();
@@ -288,7 +272,7 @@ fn gpu_count(source: &Topology, candidates: &Topology) -> Check {
     }
 }
 
-/// All processes must have seen the same GPUs.
+/// Checks that all processes have seen the same GPUs.
 fn same_gpus(sources: &[Topology]) -> Option<Check> {
     let ids = |t: &Topology| {
         let mut ids: Vec<u32> = t.gpus().map(|g| g.gpu_id).collect();
@@ -318,7 +302,7 @@ fn same_gpus(sources: &[Topology]) -> Option<Check> {
     })
 }
 
-/// A GPU by `gpu_id` (`0x...`), render node or minor, index, PCI address or unique id.
+/// Finds a GPU by `gpu_id` (`0x...`), render node or minor, index, PCI address or unique id.
 fn named<'a>(topology: &'a Topology, name: &str) -> Option<&'a Node> {
     let hex = name
         .strip_prefix("0x")

@@ -1,19 +1,17 @@
-//! Links of a topology, worked out: which are valid, which have a peer, which GPUs form a hive.
+//! Analyses the links of a topology: which are valid, which have a peer, which GPUs form a hive.
 
 use super::topology::{LINK_XGMI, Node, Topology};
 
-/// A GPU's link to a CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct CpuLink {
     pub(super) kind: u32,
-    /// Index of the CPU in [`Graph::cpus`].
     pub(super) cpu: usize,
     /// The CPU has a link of the same kind back.
     pub(super) peered: bool,
 }
 
 impl CpuLink {
-    /// XGMI can stand in for PCIe, and a link with a peer for one without.
+    /// XGMI can replace PCIe, and a link with a peer one without.
     pub(super) fn replaced_by(self, other: Self) -> bool {
         !(self.kind == LINK_XGMI && other.kind != LINK_XGMI) && (!self.peered || other.peered)
     }
@@ -23,7 +21,6 @@ impl CpuLink {
 #[derive(Debug, Clone)]
 pub(super) struct Graph<'a> {
     pub(super) gpus: Vec<&'a Node>,
-    /// Ids of the CPUs.
     pub(super) cpus: Vec<u32>,
     pub(super) cpu_links: Vec<Vec<CpuLink>>,
     /// Number of links from a GPU to another.
@@ -109,17 +106,15 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// Number of the GPU's valid links: to CPUs, and to GPUs that are there.
+    /// Number of the GPU's valid links: to CPUs, and to GPUs that exist.
     pub(super) fn valid_links(&self, gpu: usize) -> u32 {
         self.cpu_valid(gpu) + self.between[gpu].iter().sum::<u32>()
     }
 
-    /// Number of the GPU's links to CPUs.
     pub(super) fn cpu_valid(&self, gpu: usize) -> u32 {
         u32::try_from(self.cpu_links[gpu].len()).unwrap_or(u32::MAX)
     }
 
-    /// The CPUs that the GPU is linked to, each once.
     pub(super) fn cpus_of(&self, gpu: usize) -> Vec<usize> {
         let mut cpus: Vec<usize> = self.cpu_links[gpu].iter().map(|l| l.cpu).collect();
         cpus.sort_unstable();
@@ -127,7 +122,7 @@ impl<'a> Graph<'a> {
         cpus
     }
 
-    /// Whether all links of `gpu` to its CPU `cpu` find one to `other_cpu` among those of `other_gpu`.
+    /// Returns true if every link of `gpu` to its CPU `cpu` can be replaced by one of `other_gpu` to `other_cpu`.
     pub(super) fn cpu_fits(
         &self,
         gpu: usize,
@@ -146,7 +141,7 @@ impl<'a> Graph<'a> {
             })
     }
 
-    /// Whether each link of `gpu` to a CPU finds one of `other_gpu` that can replace it, to whatever CPU.
+    /// Returns true if every link of `gpu` to a CPU can be replaced by one of `other_gpu`, to whatever CPU.
     pub(super) fn cpu_links_fit(&self, gpu: usize, other: &Self, other_gpu: usize) -> bool {
         self.cpu_links[gpu]
             .iter()
@@ -154,7 +149,7 @@ impl<'a> Graph<'a> {
     }
 }
 
-/// A matching that gives each left side one of its rights (`choices[left]` is a set of bits), all different;
+/// Finds a matching that gives each left side one of its rights (`choices[left]` is a set of bits), all different;
 /// `None` if there is none.
 pub(super) fn matching(choices: &[u64]) -> Option<[u8; 64]> {
     let mut left_of = [u8::MAX; 64];
@@ -193,7 +188,6 @@ fn augment(choices: &[u64], left: usize, seen: &mut u64, left_of: &mut [u8; 64])
     false
 }
 
-/// The positions of the bits of a set.
 pub(super) fn bits(mut set: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         (set != 0).then(|| {

@@ -1,9 +1,9 @@
-//! Images of CRIU's amdgpu plugin: `amdgpu-kfd-<id>.img` and `amdgpu-renderD-<id>.img`.
+//! Reads the images of CRIU's amdgpu plugin: `amdgpu-kfd-<id>.img` and `amdgpu-renderD-<id>.img`.
 //!
 //! Each begins with the length of its contents as an 8-byte integer of the machine that wrote it; the contents are a
-//! protobuf message. Field numbers are those of `criu-amdgpu.proto` in CRIU 4.1.1 and 4.2. All fields of the
-//! plugin's messages are required, so one that is missing means a damaged file. Images come from strangers: sizes
-//! and counts are bounded, and the buffers and private data of a process are counted, not kept.
+//! protobuf message. Field numbers are those of `criu-amdgpu.proto` in CRIU 4.1.1 and 4.2. All fields of the plugin's
+//! messages are required, so a missing one means a damaged file. Images come from strangers: sizes and counts are
+//! bounded, and the buffers and private data of a process are counted, not kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -20,37 +20,27 @@ use super::topology::{
 
 /// Largest image that is read, in bytes. It holds the queues' and buffers' private data, not the VRAM.
 pub const MAX_IMAGE: u64 = 256 << 20;
-/// Most nodes in an image.
 const MAX_NODES: usize = 256;
-/// Most links of a node.
 const MAX_LINKS: usize = 1024;
-/// Largest entry of a device or buffer, in bytes.
 const MAX_ENTRY: usize = 64 << 10;
 /// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` of the kernel's interface.
 const ALLOC_VRAM: u32 = 1;
 
-/// An image that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{file}: {field}: {reason}; the checkpoint is damaged or not of CRIU's amdgpu plugin")]
 pub struct ImageError {
-    /// The file's name.
     pub file: String,
-    /// The field, with the entry that it belongs to.
     pub field: String,
-    /// What is wrong with it.
     pub reason: String,
 }
 
 /// `amdgpu-kfd-<id>.img`: the GPU state of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KfdImage {
-    /// The file's name.
     pub file: String,
-    /// The process, in its pid namespace.
     pub pid: u32,
     /// The CPUs and GPUs that it saw, in the image's order.
     pub topology: Topology,
-    /// Number of its buffers.
     pub buffers: u64,
     /// VRAM of its buffers in bytes, by `gpu_id`.
     pub vram: BTreeMap<u32, u64>,
@@ -59,13 +49,10 @@ pub struct KfdImage {
 /// `amdgpu-renderD-<id>.img`: an open render node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderImage {
-    /// The file's name.
     pub file: String,
-    /// The GPU whose node it is.
     pub gpu_id: u32,
 }
 
-/// The plugin's images of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Images {
     /// One a process, by file name.
@@ -74,7 +61,6 @@ pub struct Images {
     pub render: Vec<RenderImage>,
 }
 
-/// `true` for the name of an image that [`Images::add`] takes.
 pub fn is_image(name: &str) -> bool {
     numbered(name, "amdgpu-kfd-") || numbered(name, "amdgpu-renderD-")
 }
@@ -86,10 +72,7 @@ fn numbered(name: &str, prefix: &str) -> bool {
 }
 
 impl Images {
-    /// Takes a file of a checkpoint, if it is one of the plugin's; `false` if not.
-    ///
-    /// # Errors
-    /// [`ImageError`] for an image that cannot be used.
+    /// Parses a file of a checkpoint, if it is one of the plugin's; returns `false` if not.
     pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<bool, ImageError> {
         if numbered(name, "amdgpu-kfd-") {
             self.kfd.push(KfdImage::parse(name, bytes)?);
@@ -103,10 +86,7 @@ impl Images {
         Ok(true)
     }
 
-    /// The images in a directory.
-    ///
-    /// # Errors
-    /// [`ImageError`] for the first, by name, that cannot be read or used.
+    /// Reads the images in a directory. The error is that of the first bad one, by name.
     pub fn collect(dir: &Path) -> Result<Self, ImageError> {
         let io = |file: &str, e: &io::Error| Field(file).wrong("file", e.to_string());
         let mut names = Vec::new();
@@ -127,7 +107,6 @@ impl Images {
     }
 }
 
-/// Makes errors of one file.
 #[derive(Clone, Copy)]
 struct Field<'a>(&'a str);
 
@@ -145,7 +124,6 @@ impl Field<'_> {
     }
 }
 
-/// The contents after the length.
 fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError> {
     if bytes.len() as u64 > MAX_IMAGE {
         return Err(file.wrong(
@@ -174,7 +152,6 @@ fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError
     ))
 }
 
-/// The fields of a message: number, then a number or bytes.
 enum Value<'a> {
     Number(u64),
     Bytes(&'a [u8]),
@@ -239,10 +216,7 @@ const KFD_FIELDS: &[(u32, &str, bool)] = &[
 ];
 
 impl KfdImage {
-    /// Reads an image. `name` is for messages; `bytes` is the whole file.
-    ///
-    /// # Errors
-    /// [`ImageError`], with the field.
+    /// Parses an image. `name` is for messages; `bytes` is the whole file.
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         let file = Field(name);
         let mut numbers: BTreeMap<u32, u64> = BTreeMap::new();
@@ -396,7 +370,7 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
         },
         ..Node::default()
     };
-    // Of a node with cores the plugin takes nothing else.
+    // The plugin reads nothing else of a node with cores.
     if node.cpu_cores_count != 0 {
         if node.is_gpu() {
             return Err(wrong(
@@ -462,10 +436,7 @@ fn buffer(
 }
 
 impl RenderImage {
-    /// Reads an image. `name` is for messages; `bytes` is the whole file.
-    ///
-    /// # Errors
-    /// [`ImageError`], with the field.
+    /// Parses an image. `name` is for messages; `bytes` is the whole file.
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         let file = Field(name);
         let mut gpu_id = None;

@@ -1,10 +1,9 @@
-//! A mapping of the checkpoint's GPUs onto this host's, under the rules of CRIU's amdgpu plugin, found whenever one
-//! exists.
+//! Maps the checkpoint's GPUs onto this host's, under the rules of CRIU's amdgpu plugin, whenever a mapping exists.
 //!
-//! What is asked for: each GPU goes to one of its own; the two match ([`super::checks::matches`]); the target has at
-//! least as many valid links; GPUs of one hive stay in one hive and those of two hives in two; each link to a CPU
-//! finds one as good; and, unless switched off, GPUs of one CPU stay on one CPU and those of two CPUs on two. As the
-//! plugin wants as many visible GPUs as the checkpoint has, links and hives count among the chosen GPUs only.
+//! Each GPU goes to one of its own. The two match ([`super::checks::matches`]). The target has at least as many valid
+//! links. GPUs of one hive stay in one hive, and those of two hives in two. Each link to a CPU finds one as good.
+//! Unless disabled, GPUs of one CPU stay on one CPU, and those of two CPUs on two. The plugin wants as many visible
+//! GPUs as the checkpoint has, so links and hives count among the chosen GPUs only.
 
 use std::collections::HashSet;
 
@@ -15,75 +14,54 @@ use super::topology::{Node, Topology};
 
 /// Most GPUs, CPUs or hives of either side.
 pub const MAX_GPUS: usize = 64;
-/// Steps after which the search gives up.
 pub const BUDGET: u64 = 20_000;
 
-/// Rules that may be left out to learn which of them prevents a mapping.
+/// Rules to leave out, to find out which of them prevents a mapping.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Without {
-    /// Count of valid links.
     pub links: bool,
-    /// Hives.
     pub hives: bool,
     /// Links to CPUs, and which GPUs share one.
     pub cpus: bool,
 }
 
-/// What is searched for.
 #[derive(Debug, Clone)]
 pub struct Problem<'a> {
-    /// The checkpoint's topology.
     pub source: &'a Topology,
     /// This host's, reduced to the GPUs that may be used ([`Topology::visible`]).
     pub target: &'a Topology,
-    /// Which comparisons are on.
     pub switches: &'a Switches,
     /// `gpu_id` of a source and of the target that it must have.
     pub wishes: &'a [(u32, u32)],
-    /// Rules that are left out.
     pub without: Without,
 }
 
 /// A mapping: for each GPU of the source, in its order, the position of its target among the target's GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// Targets by source.
     pub targets: Vec<usize>,
-    /// Steps of the search.
     pub steps: u64,
 }
 
-/// Why there is no mapping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoMapping {
-    /// There is none.
     #[error("no mapping exists")]
-    None {
-        /// Steps of the search.
-        steps: u64,
-    },
-    /// The search was given up.
+    None { steps: u64 },
     #[error(
         "no mapping was found in {steps} steps, and whether one exists is not known; name the pairs"
     )]
-    Budget {
-        /// Steps of the search.
-        steps: u64,
-    },
+    Budget { steps: u64 },
     /// More than [`MAX_GPUS`] of something.
     #[error("more than {MAX_GPUS} GPUs, CPUs or hives")]
     TooMany,
 }
 
-/// Finds a mapping: one that keeps the GPUs in place where that can be, else one that moves them little.
-///
-/// # Errors
-/// [`NoMapping`].
+/// Finds a mapping: one that keeps the GPUs in place where possible, else one that moves them little.
 pub fn find(problem: &Problem<'_>) -> Result<Mapping, NoMapping> {
     find_but(problem, &HashSet::new())
 }
 
-/// [`find`], passing over sets of targets (bits by position).
+/// [`find`], skipping sets of targets (bits by position).
 pub(super) fn find_but(problem: &Problem<'_>, passed: &HashSet<u64>) -> Result<Mapping, NoMapping> {
     let mut search = Search::new(problem, passed)?;
     let start = search.start();
@@ -103,10 +81,7 @@ pub(super) fn find_but(problem: &Problem<'_>, passed: &HashSet<u64>) -> Result<M
     }
 }
 
-/// Whether a mapping keeps all rules.
-///
-/// # Errors
-/// The first rule that is broken, for people.
+/// Checks that a mapping keeps all rules. The error describes the first broken one for people.
 pub fn valid(problem: &Problem<'_>, targets: &[usize]) -> Result<(), String> {
     let all: Vec<&Node> = problem.target.gpus().collect();
     let mut chosen = Vec::new();

@@ -1,15 +1,15 @@
-//! The host's AMD GPUs, as the KFD topology and DRM describe them, and whether a checkpoint of CRIU's amdgpu plugin
+//! Reads the host's AMD GPUs from the KFD topology and DRM, and predicts whether a checkpoint of CRIU's amdgpu plugin
 //! would restore on them.
 //!
-//! - [`image`]: the plugin's images.
-//! - [`topology`]: CPUs, GPUs and links, of an image or of this host.
-//! - [`checks`]: what the plugin compares, and its switches.
-//! - [`matcher`]: a mapping, whenever one exists.
-//! - [`stock`]: what the plugin itself would choose.
-//! - [`choose`]: both put together.
+//! - [`image`]: reads the plugin's images.
+//! - [`topology`]: reads CPUs, GPUs and links, of an image or of this host.
+//! - [`checks`]: compares what the plugin compares; its switches.
+//! - [`matcher`]: finds a mapping, whenever one exists.
+//! - [`plugin_choice`]: predicts the plugin's own choice.
+//! - [`choose`]: combines both.
 //!
-//! A topology node with `gpu_id` 0 is a CPU. The kernel refuses `gpu_id` and `properties` to a reader whose
-//! device cgroup does not allow the render node; such nodes are left out (facts of CRIU's amdgpu plugin).
+//! A topology node with `gpu_id` 0 is a CPU. The kernel refuses `gpu_id` and `properties` to a reader whose device
+//! cgroup does not allow the render node; such nodes are left out (facts of CRIU's amdgpu plugin).
 
 pub mod checks;
 pub mod choose;
@@ -29,11 +29,10 @@ use serde_json::{Map, Value};
 
 use cryopod_host::files::Host;
 
-/// The KFD's topology.
 pub const TOPOLOGY: &str = "/sys/class/kfd/kfd/topology/nodes";
 
-/// The amdgpu kernel driver's version: that of the out-of-tree module, or the kernel's; `None` if the
-/// driver is not loaded.
+/// The amdgpu kernel driver's version: that of the out-of-tree module, or the kernel's; `None` if the driver is not
+/// loaded.
 pub fn driver_version(host: &Host) -> Option<String> {
     if let Some(version) = host.line("/sys/module/amdgpu/version") {
         return Some(version);
@@ -43,7 +42,6 @@ pub fn driver_version(host: &Host) -> Option<String> {
         .flatten()
 }
 
-/// The host's GPUs in the order of the KFD's nodes.
 pub fn gpus(host: &Host) -> Vec<Gpu> {
     let mut found = Vec::new();
     for node in host.names(TOPOLOGY) {

@@ -1,31 +1,28 @@
-//! What the amdgpu plugin of CRIU 4.1.1 and 4.2 itself would choose: it cannot be told, so this foresees it.
+//! Predicts which GPUs the amdgpu plugin of CRIU 4.1.1 and 4.2 will choose. The plugin takes no instructions.
 //!
-//! It takes the image's nodes and the host's in the order in which it reads them, groups the nodes that are joined by
-//! XGMI both ways (CPUs count as one, by their id 0), gives each group of the checkpoint the first of the host that
-//! takes it, and then goes through the remaining GPUs with both lists reversed. When it backtracks it puts a target
-//! back at the front of the list that it is walking, so that some targets are left out and some tried for ever; when
-//! a group fails after another had succeeded, the pairs of the latter stay behind. Hence some mappings that exist are
-//! refused, and some inputs never end. This model keeps the same lists and pairs, step by step.
+//! It takes the image's nodes and the host's in the order in which it reads them. It groups the nodes that are joined
+//! by XGMI both ways (CPUs count as one, by their id 0). It gives each group of the checkpoint the first group of the
+//! host that fits, and then goes through the remaining GPUs with both lists reversed. When it backtracks it puts a
+//! target back at the front of the list that it is walking, so that some targets are skipped and some tried for ever.
+//! When a group fails after another had succeeded, the pairs of the latter stay behind. Hence it refuses some mappings
+//! that exist, and never ends on some inputs. This model keeps the same lists and pairs, step by step.
 
 use super::checks::{Switch, Switches, matches};
 use super::ring::{Broken, Ring};
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Topology};
 
-/// Comparisons of two nodes after which the model takes it that the plugin never ends.
+/// Comparisons of two nodes after which the model assumes that the plugin never ends.
 const BUDGET: u64 = 200_000;
 
-/// What the plugin would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stock {
     /// It maps: `gpu_id` of each GPU of the checkpoint, in the image's order, and of its target.
     Picks(Vec<(u32, u32)>),
-    /// It fails.
     Refuses(String),
-    /// It never ends.
     Loops(String),
 }
 
-/// Foresees the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
+/// Predicts the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
 pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Stock {
     if let Some(trouble) = visible.unreadable.iter().find(|u| u.stops_plugin) {
         return Stock::Refuses(format!(
@@ -84,13 +81,13 @@ impl From<Broken> for Stop {
 struct Way {
     kind: u32,
     to: u32,
-    /// Whether the other end is there, and is a GPU.
+    /// True if the other end is a GPU; `None` if it does not exist.
     to_gpu: Option<bool>,
     peered: bool,
 }
 
 impl Way {
-    /// Whether `other` can stand for this link to a CPU.
+    /// Returns true if `other` can replace this link to a CPU.
     fn fits(self, other: Self) -> bool {
         other.to_gpu == Some(false)
             && (self.kind != LINK_XGMI || other.kind != LINK_PCIE)
@@ -98,7 +95,6 @@ impl Way {
     }
 }
 
-/// One side's nodes and groups.
 struct System<'a> {
     nodes: Vec<&'a Node>,
     valid: Vec<usize>,
@@ -115,7 +111,7 @@ struct System<'a> {
 impl<'a> System<'a> {
     fn new(topology: &'a Topology) -> Result<Self, Stop> {
         let nodes: Vec<&Node> = topology.nodes.iter().collect();
-        // More groups than nodes there cannot be.
+        // There cannot be more groups than nodes.
         let mut groups = Ring::new(nodes.len());
         let list = groups.head();
         let mut system = Self {
@@ -199,7 +195,6 @@ impl<'a> System<'a> {
         self.nodes.iter().filter(|n| n.is_gpu()).count()
     }
 
-    /// A group's members in order.
     fn group(&self, group: usize) -> Result<Vec<usize>, Stop> {
         let mut all = Vec::new();
         self.members.find(self.heads[group], |n| {
@@ -226,7 +221,7 @@ struct Model<'a> {
     steps: u64,
 }
 
-/// Everything that decides how a walk goes on; compared to tell that it never ends.
+/// Everything that decides how a walk goes on; compared to detect that it never ends.
 type Moment = (
     usize,
     usize,
@@ -237,7 +232,7 @@ type Moment = (
     Vec<(u32, u32)>,
 );
 
-/// Notices that a walk comes back to where it was: keeps the moments at powers of two.
+/// Detects that a walk comes back to an earlier state: keeps the states at powers of two.
 #[derive(Default)]
 struct Again {
     count: u64,
@@ -379,7 +374,7 @@ impl Model<'_> {
                     self.target.nodes[target].gpu_id,
                 );
                 if !self.push(pair, &cpus) {
-                    // It gives up here without putting the two nodes back.
+                    // The plugin gives up here without putting the two nodes back.
                     return Ok(false);
                 }
                 let (gpus_before, cpus_before) =
@@ -409,7 +404,7 @@ impl Model<'_> {
         true
     }
 
-    /// Whether a node can stand for another, and the CPUs that this binds to each other.
+    /// Returns whether a node can replace another, and the CPUs that this binds to each other.
     fn map_node(&mut self, source: usize, target: usize) -> Result<Option<Vec<(u32, u32)>>, Stop> {
         self.steps += 1;
         if self.steps > BUDGET {
@@ -426,7 +421,7 @@ impl Model<'_> {
         let mut bound: Vec<(u32, u32)> = Vec::new();
         let others = &self.target.links[target];
         for link in &self.source.links[source] {
-            // A recorded link to a node that was not recorded: it does not look whether there is one.
+            // A recorded link to a node that was not recorded: the plugin does not check that there is one.
             if link.to_gpu.ok_or(Broken::Nowhere)? {
                 continue;
             }
@@ -435,7 +430,7 @@ impl Model<'_> {
             } else if let Some(place) =
                 lookup(&self.cpus, link.to).or_else(|| lookup(&bound, link.to))
             {
-                // Only a link of the very kind counts once the CPU has its place, and only the first.
+                // Once the CPU is mapped, only a link of the same kind counts, and only the first.
                 others
                     .iter()
                     .find(|o| o.to == place && o.kind == link.kind)

@@ -1,9 +1,8 @@
-//! Messages of CRIU's amdgpu plugin, with the field numbers of CRIU 4.1.1 and 4.2. All fields are required there; they
-//! are optional here so that a missing one can be named.
+//! Defines the messages of CRIU's amdgpu plugin, with the field numbers of CRIU 4.1.1 and 4.2. All fields are required
+//! there; they are optional here so that an error can name a missing one.
 
 use prost::Message;
 
-/// `dev_iolink`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct IoLink {
     #[prost(uint32, optional, tag = "1")]
@@ -12,7 +11,6 @@ pub(super) struct IoLink {
     pub(super) node_to_id: Option<u32>,
 }
 
-/// `kfd_device_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct DeviceEntry {
     #[prost(uint32, optional, tag = "1")]
@@ -81,7 +79,6 @@ pub(super) struct DeviceEntry {
     pub(super) iolinks: Vec<IoLink>,
 }
 
-/// `kfd_bo_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct BufferEntry {
     #[prost(uint64, optional, tag = "1")]

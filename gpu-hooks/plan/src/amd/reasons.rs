@@ -1,4 +1,4 @@
-//! Why no mapping exists, all of it at once.
+//! Lists every reason why no mapping exists.
 
 use super::checks::{Switch, Switches, compare, explain, matches, names};
 use super::choose::{Refused, refuse};
@@ -7,7 +7,7 @@ use super::matcher::{self, NoMapping, Problem, Without};
 use super::topology::{Node, Topology};
 use crate::compat::{Check, Verdict};
 
-/// For each GPU of the checkpoint that none of this host can stand for, why.
+/// For each GPU of the checkpoint that no GPU of this host can replace, lists why.
 pub(super) fn unmatched(
     source: &Topology,
     candidates: &Topology,
@@ -20,7 +20,6 @@ pub(super) fn unmatched(
         .collect()
 }
 
-/// Every reason why no mapping exists.
 pub(super) fn no_mapping(
     problem: &Problem<'_>,
     why: &NoMapping,
@@ -113,7 +112,7 @@ fn too_few(problem: &Problem<'_>) -> Option<Check> {
     })
 }
 
-/// Rules of links that prevent a mapping: those without which one exists, or all of them.
+/// Returns the rules of links that prevent a mapping: those without which one exists, or all of them.
 fn structure(problem: &Problem<'_>) -> Vec<Check> {
     let without = |without: Without| {
         matcher::find(&Problem {

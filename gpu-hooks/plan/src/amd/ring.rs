@@ -1,13 +1,10 @@
-//! Circular doubly linked lists in one array, with the habits that decide what CRIU's amdgpu plugin does: an element
-//! that is put into a second list still hangs in the first, one that was taken out leads nowhere, and a walk takes
+//! Models circular doubly linked lists in one array, with the properties that decide what CRIU's amdgpu plugin does. An
+//! element that is put into a second list still hangs in the first. One that was removed leads nowhere. A walk takes
 //! the next element before it looks at this one.
 
-/// Why a walk or change cannot go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Broken {
-    /// It would never end.
     Endless,
-    /// It would follow a pointer that leads nowhere.
     Nowhere,
 }
 
@@ -21,7 +18,6 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// With `elements` that are in no list.
     pub(super) fn new(elements: usize) -> Self {
         Self {
             prev: vec![NOWHERE; elements],
@@ -29,7 +25,7 @@ impl Ring {
         }
     }
 
-    /// A new empty list; its head's number.
+    /// Makes an empty list; returns its head's number.
     pub(super) fn head(&mut self) -> usize {
         let head = self.next.len();
         self.prev.push(head);
@@ -41,7 +37,7 @@ impl Ring {
         self.next.len()
     }
 
-    /// Gives up the heads made since there were `len` elements and heads.
+    /// Removes the heads made since there were `len` elements and heads.
     pub(super) fn truncate(&mut self, len: usize) {
         self.prev.truncate(len);
         self.next.truncate(len);
@@ -91,7 +87,7 @@ impl Ring {
         mut found: impl FnMut(usize) -> bool,
     ) -> Result<Option<usize>, Broken> {
         let mut at = self.next(head)?;
-        // Longer than the array is long, and it has been everywhere it will ever be.
+        // After more steps than the array has elements, it has been everywhere it can reach.
         for _ in 0..=self.len() {
             if at == head {
                 return Ok(None);

@@ -1,9 +1,9 @@
-//! The search for a mapping.
+//! Searches for a mapping.
 //!
-//! The search assigns the GPU with the fewest targets left and narrows the others: hives and CPUs are variables of
-//! their own, and matchings tell early that too few targets are left. GPUs that are alike are tried once, and what is
-//! left after a group of GPUs that share no hive or CPU with the others is remembered if it failed. A budget of steps
-//! ends what is still too much.
+//! The search assigns the GPU with the fewest targets left and narrows the others. Hives and CPUs are variables of
+//! their own, and matchings tell early that too few targets are left. GPUs that are alike are tried once. When a group
+//! of GPUs that share no hive or CPU with the others is done, a failure of the rest is remembered. A budget of steps
+//! ends a search that takes too long.
 
 use std::collections::HashSet;
 
@@ -32,16 +32,15 @@ pub(super) struct Search<'a> {
     s: Graph<'a>,
     t: Graph<'a>,
     numa: bool,
-    /// By source and target: each CPU of the source with the CPUs that can stand for it.
+    /// By source and target: each CPU of the source with the CPUs that can replace it.
     cpus: Vec<Vec<Vec<(usize, u64)>>>,
     /// Sources of each hive, and targets of each hive.
     hive_sources: Vec<u64>,
     hive_targets: Vec<u64>,
-    /// Sources of each CPU.
     cpu_sources: Vec<u64>,
     /// Two hives of the source cannot share one of the target as the search sees them.
     hives_differ: bool,
-    /// Sources (targets) with which one can change places.
+    /// Sources (targets) that can be swapped with one.
     like_source: Vec<u64>,
     like_target: Vec<u64>,
     /// Sources joined with each source by hives and CPUs.
@@ -163,7 +162,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Which sources, and which targets, can change places without any rule noticing.
+    /// Finds the sources, and the targets, that can be swapped without breaking a rule.
     fn find_alike(&mut self, targets: &[u64]) {
         let (s, t) = (&self.s, &self.t);
         let (n, m) = (s.gpus.len(), t.gpus.len());
@@ -194,7 +193,7 @@ impl<'a> Search<'a> {
                 .fold(0_u64, |set, b| set | 1 << b)
         };
         let like_source = (0..n).map(|a| set(n, a, &sources)).collect();
-        // Sets that are passed over tell alike targets apart; so do hives that are no cliques.
+        // Skipped sets make alike targets differ; so do hives that are no cliques.
         let like_target = (0..m)
             .map(|a| {
                 if self.passed.is_empty() && t.cliques {
@@ -208,7 +207,7 @@ impl<'a> Search<'a> {
         self.like_target = like_target;
     }
 
-    /// The start with every GPU that is still there kept in its place; `None` if there is none.
+    /// Returns the start with every GPU that still exists kept in its place; `None` if there is none.
     pub(super) fn identical(&self, start: &State) -> Option<State> {
         let mut state = start.clone();
         let mut any = false;
@@ -281,7 +280,7 @@ impl<'a> Search<'a> {
         Ok(None)
     }
 
-    /// All that the rest of the search depends on when no group is half done.
+    /// Everything that the rest of the search depends on when no group is half done.
     fn remember(&self, state: &State) -> Remembered {
         let used = self.used(state);
         let mut more = Vec::new();
@@ -304,7 +303,7 @@ impl<'a> Search<'a> {
         bits(state.done).fold(0, |set, i| set | state.targets[i])
     }
 
-    /// Takes out what cannot be; `false` if nothing is left somewhere.
+    /// Removes impossible values; `false` if nothing is left somewhere.
     fn narrow(&self, state: &mut State) -> bool {
         loop {
             let before = (
@@ -457,7 +456,7 @@ impl<'a> Search<'a> {
         true
     }
 
-    /// Sources that are alike change places where that moves them less.
+    /// Swaps alike sources where that moves them less.
     pub(super) fn mapping(&self, mut targets: Vec<usize>) -> Mapping {
         let mut better = true;
         while better {

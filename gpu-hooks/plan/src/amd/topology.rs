@@ -1,5 +1,5 @@
-//! The KFD's topology: CPUs and GPUs as nodes, their properties and links. The same types hold what this host has
-//! and what an image of CRIU's amdgpu plugin has recorded.
+//! Reads the KFD's topology: CPUs and GPUs as nodes, their properties and links. The same types describe this host and
+//! an image of CRIU's amdgpu plugin.
 //!
 //! A node with `gpu_id` 0 is a CPU. Nodes and links keep the order in which the directory or image lists them, because
 //! the plugin's choice depends on it.
@@ -14,11 +14,10 @@ use cryopod_host::nodes::Vendor;
 use super::{TOPOLOGY, pci_address};
 use cryopod_host::files::Host;
 
-/// Link type 2: PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`).
+/// PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`).
 pub const LINK_PCIE: u32 = 2;
-/// Link type 11: XGMI (`HSA_IOLINK_TYPE_XGMI`).
+/// XGMI (`HSA_IOLINK_TYPE_XGMI`).
 pub const LINK_XGMI: u32 = 11;
-/// First minor of a render node.
 pub const RENDER_FIRST: u32 = 128;
 /// Last minor that the plugin opens as a render node.
 pub const RENDER_LAST: u32 = 255;
@@ -26,13 +25,11 @@ pub const RENDER_LAST: u32 = 255;
 /// A link of a node to another. Only PCIe and XGMI count; others are not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Link {
-    /// [`LINK_PCIE`] or [`LINK_XGMI`].
     pub kind: u32,
-    /// The id of the node at the other end.
     pub to: u32,
 }
 
-/// What the KFD says about a GPU, under its names. All 0 for a CPU.
+/// The KFD's properties of a GPU, under its names. All 0 for a CPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are those of the KFD's properties")]
 pub struct Properties {
@@ -61,38 +58,31 @@ pub struct Properties {
     pub fw_version: u32,
     pub capability: u32,
     pub sdma_fw_version: u32,
-    /// VRAM that the CPU can see in full: 1, else 0.
+    /// 1 if the CPU can see all VRAM, else 0.
     pub vram_public: u32,
-    /// Size of VRAM in bytes.
     pub vram_size: u64,
 }
 
-/// A CPU or a GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Node {
-    /// The node's number.
     pub id: u32,
     /// The KFD's id of a GPU; 0 for a CPU.
     pub gpu_id: u32,
     /// Cores of a CPU; 0 for a GPU.
     pub cpu_cores_count: u32,
-    /// A GPU's properties.
     pub properties: Properties,
-    /// Links to other nodes, also to those that cannot be seen.
+    /// Links to other nodes, also to hidden ones.
     pub links: Vec<Link>,
-    /// PCI address, where known.
     pub pci: Option<String>,
     /// The GPU's unique id, 16 hex digits, or else its PCI address; where known.
     pub unique_id: Option<String>,
 }
 
 impl Node {
-    /// `true` for a GPU.
     pub fn is_gpu(&self) -> bool {
         self.gpu_id != 0
     }
 
-    /// The minor of the GPU's render node.
     pub fn render_minor(&self) -> u32 {
         self.properties.drm_render_minor
     }
@@ -116,31 +106,24 @@ impl fmt::Display for Node {
     }
 }
 
-/// A part of the host's topology that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unreadable {
-    /// The node.
     pub node: u32,
-    /// Its render minor, if that could be read.
     pub render_minor: Option<u32>,
-    /// Which file, and why.
     pub what: String,
-    /// The plugin gives up on the whole topology because of it; otherwise it passes over the node.
+    /// The plugin gives up on the whole topology because of it; otherwise it skips the node.
     pub stops_plugin: bool,
 }
 
-/// CPUs, GPUs and their links.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
     /// The nodes, in the order of the directory or image.
     pub nodes: Vec<Node>,
-    /// What could not be read of a host's topology.
     pub unreadable: Vec<Unreadable>,
 }
 
 impl Topology {
-    /// The host's topology; empty where there is none. What cannot be read is left out and noted in
-    /// [`Topology::unreadable`].
+    /// Reads the host's topology; empty where there is none. Unreadable nodes are listed in [`Topology::unreadable`].
     pub fn read(host: &Host) -> Self {
         let mut topology = Self::default();
         for (id, name) in numbered(host, TOPOLOGY).unwrap_or_default() {
@@ -163,7 +146,7 @@ impl Topology {
             });
         };
         match host.text(format!("{dir}/gpu_id")) {
-            // An empty or unreadable id is what the kernel gives for a GPU that the device cgroup hides.
+            // The kernel gives an empty or unreadable id for a GPU that the device cgroup hides.
             Err(e) => return trouble(format!("gpu_id: {e}"), None, false),
             Ok(text) => match text.trim().parse() {
                 Ok(gpu_id) => node.gpu_id = gpu_id,
@@ -192,7 +175,6 @@ impl Topology {
         self.nodes.push(node);
     }
 
-    /// The GPUs, in order.
     pub fn gpus(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter().filter(|n| n.is_gpu())
     }
@@ -202,8 +184,8 @@ impl Topology {
         self.nodes.iter().find(|n| n.id == id)
     }
 
-    /// What a process sees whose device cgroup allows only these render nodes: the other GPUs are gone, links to
-    /// them lead nowhere.
+    /// Returns what a process sees whose device cgroup allows only these render nodes: the other GPUs are gone, links
+    /// to them lead nowhere.
     #[must_use]
     pub fn visible(&self, minors: &[u32]) -> Self {
         Self {
@@ -222,7 +204,7 @@ impl Topology {
         }
     }
 
-    /// Adds the PCI addresses and unique ids that metadata recorded; an image of the plugin has neither.
+    /// Adds the PCI addresses and unique ids from the metadata; an image of the plugin has neither.
     pub fn label(&mut self, recorded: &[Gpu]) {
         for gpu in recorded.iter().filter(|g| g.vendor == Vendor::Amd) {
             let minor = gpu.render_minor.and_then(|m| u32::try_from(m).ok());
@@ -295,7 +277,7 @@ fn numbered(host: &Host, dir: &str) -> io::Result<Vec<(u32, String)>> {
         .collect())
 }
 
-/// A file of lines `name value`. A line of another form is an error, as it is to the plugin.
+/// Parses lines `name value`. A line of another form is an error, as it is to the plugin.
 fn pairs(host: &Host, path: &str) -> Result<BTreeMap<String, u64>, String> {
     let text = host.text(path).map_err(|e| e.to_string())?;
     text.lines()

@@ -1,5 +1,5 @@
-//! Descriptors of a kind that CRIU does not dump: files of the kernel without a path, devices, paths held open without
-//! what they lead to, epoll files that watch what their process has no more.
+//! Detects descriptors that CRIU does not dump: files of the kernel without a path, devices, `O_PATH` descriptors of
+//! special files, and epoll files with watches of closed descriptors.
 
 use std::collections::HashSet;
 
@@ -8,8 +8,8 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes;
 use cryopod_host::processes::{Fd, Process, Scan};
 
-/// Files of the kernel that CRIU dumps (`dump_one_file`, files.c). BPF maps only where CRIU was built with libbpf, which is
-/// left to it.
+/// Files of the kernel that CRIU dumps (`dump_one_file`, files.c). BPF maps only where CRIU was built with libbpf; CRIU
+/// checks that itself.
 const DUMPED: [&str; 8] = [
     "[eventfd]",
     "[eventpoll]",
@@ -20,10 +20,11 @@ const DUMPED: [&str; 8] = [
     "[pidfd]",
     "bpf-map",
 ];
-/// Those that belong to a GPU's driver are its plugin's.
+/// A GPU plugin handles those of its driver.
 const DRIVERS: [&str; 6] = ["nvidia", "amdgpu", "drm", "kfd", "sync_file", "dmabuf"];
 
-/// Majors of devices that CRIU dumps: memory (`/dev/null`), terminals, pseudo terminals, serial lines. GPUs are a plugin's.
+/// Majors of devices that CRIU dumps: memory (`/dev/null`), terminals, pseudo terminals, serial lines. GPU plugins
+/// handle GPUs.
 const MEMORY: u64 = 1;
 const TERMINALS: [u64; 4] = [4, 5, 188, 204];
 const PSEUDO_TERMINALS: std::ops::RangeInclusive<u64> = 128..=143;
@@ -33,13 +34,12 @@ const AUTOFS: (u64, u64) = (10, 235);
 /// Majors of GPUs that never change: NVIDIA's, DRM's.
 const GPUS: [u64; 2] = [195, 226];
 
-/// Of `<fcntl.h>`: what `O_PATH` and `PIDFD_THREAD` are in `/proc/PID/fdinfo`.
+/// `O_PATH` and `PIDFD_THREAD` of `<fcntl.h>`, as in `/proc/PID/fdinfo`.
 const O_PATH: u64 = 0o10_000_000;
 const PIDFD_THREAD: u64 = 0o200;
-/// `KCMP_EPOLL_TFD` of `<linux/kcmp.h>`.
 const KCMP_EPOLL_TFD: libc::c_int = 7;
 
-/// Each kind once for each process.
+/// Returns each kind once for each process.
 pub(super) fn descriptors(scan: &Scan, host: &Host) -> Vec<Refusal> {
     let pids: HashSet<i32> = scan.processes.iter().map(|p| p.pid).collect();
     let mut refusals = Vec::new();
@@ -110,7 +110,7 @@ fn device_file(fd: &Fd, host: &Host) -> Finding {
     ))
 }
 
-/// A socket or a pipe in a file system, held by its path alone (`O_PATH`): CRIU would use it as what it is.
+/// A socket or a pipe in a file system, held by its path alone (`O_PATH`): CRIU would treat it as a normal one.
 fn special_file(fd: &Fd, host: &Host, pid: i32) -> Finding {
     let what = match fd.file?.kind {
         libc::S_IFSOCK => "Unix socket",
@@ -156,8 +156,8 @@ fn pidfd(fd: &Fd, host: &Host, pid: i32, pids: &HashSet<i32>) -> Finding {
     })
 }
 
-/// An epoll file with something on its list that the process has closed, and that lives on elsewhere: in a child, in a
-/// message under way.
+/// Detects an epoll file that watches something that the process has closed, and that still exists elsewhere: in a
+/// child, in a message under way.
 fn stale_epoll(process: &Process, fd: &Fd, host: &Host) -> Finding {
     if fd.target != "anon_inode:[eventpoll]" {
         return None;
@@ -191,7 +191,7 @@ fn stale_epoll(process: &Process, fd: &Fd, host: &Host) -> Finding {
     ))
 }
 
-/// Does descriptor `other` lead to what the epoll file has under `number`? `None`: the kernel does not tell.
+/// Returns true if descriptor `other` leads to what the epoll file has under `number`. `None`: the kernel cannot say.
 fn is_watched(process: &Process, epoll: u32, number: u32, other: u32) -> Option<bool> {
     let slot = [epoll, number, 0];
     let (pid, index) = (libc::c_long::from(process.pid), libc::c_ulong::from(other));
@@ -212,7 +212,6 @@ fn is_watched(process: &Process, epoll: u32, number: u32, other: u32) -> Option<
     }
 }
 
-/// The driver of a character device, by `/proc/devices`.
 fn driver_of(host: &Host, major: u64) -> String {
     let text = host.text("/proc/devices").unwrap_or_default();
     let lines = text.lines().take_while(|l| !l.starts_with("Block"));

@@ -1,4 +1,4 @@
-//! Mounts of the container's own whose file system CRIU cannot make anew (`unsupported id`, mount.c).
+//! Detects mounts of the container's own whose file system CRIU cannot make anew (`unsupported id`, mount.c).
 
 use cryopod_archive::surroundings::ForeignMount;
 
@@ -30,15 +30,15 @@ const MADE: [&str; 20] = [
     "autofs",
 ];
 
-/// Whole file systems among `mounts`, those of the first process, that are neither bound from the host (by the spec, or as
-/// `foreign` ones, which CRIU leaves out) nor of a kind that CRIU knows.
+/// Returns whole file systems among `mounts`, those of the init process, that CRIU does not know. Leaves out those
+/// bound from the host, by the spec or as `foreign` ones, which CRIU does not dump.
 pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) -> Vec<Refusal> {
     let bound = |mount: &Mount| {
         let by_spec = spec.mounts().iter().any(|m| {
             let options = m.options().iter().flatten();
             let bind = m.typ().as_deref() == Some("bind")
                 || options.into_iter().any(|o| o == "bind" || o == "rbind");
-            // Below a bind mount another may come with it.
+            // Another may come with a bind mount, below it.
             bind && mount.point.starts_with(m.destination())
         });
         by_spec

@@ -1,4 +1,4 @@
-//! Open files that CRIU cannot carry: deleted ones above its limit, those that another mount covers.
+//! Detects open files that CRIU cannot save: deleted ones above its limit, and those that another mount covers.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -18,7 +18,7 @@ const LOCAL: [&str; 9] = [
     "overlay", "ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "zfs", "f2fs",
 ];
 
-/// Deleted files, open or mapped, that take up more than `limit` bytes: CRIU carries their content up to that
+/// Returns deleted files, open or mapped, that take up more than `limit` bytes: CRIU saves their content up to that
 /// (`ghost-limit`).
 pub(super) fn deleted_files(scan: &Scan, host: &Host, limit: u64) -> Vec<Refusal> {
     let mut refusals = Vec::new();
@@ -58,7 +58,7 @@ pub(super) fn deleted_files(scan: &Scan, host: &Host, limit: u64) -> Vec<Refusal
     refusals
 }
 
-/// Files whose path leads elsewhere now, because something is mounted over it.
+/// Returns files whose path leads elsewhere now, because something is mounted over it.
 pub(super) fn covered_files(scan: &Scan, host: &Host) -> Vec<Refusal> {
     let Some(init) = scan.processes.first() else {
         return Vec::new();
@@ -94,8 +94,8 @@ pub(super) fn covered_files(scan: &Scan, host: &Host) -> Vec<Refusal> {
     refusals
 }
 
-/// Is there nothing, or something else, at the path of an open file that has not been deleted? CRIU refuses the one
-/// (`Unaccessible path opened`), and would link the other anew, which does not go from one mount to another.
+/// Returns true if the path of an open, not deleted file leads to nothing or to something else. CRIU refuses the former
+/// (`Unaccessible path opened`), and would link the latter anew, which does not work across mounts.
 fn covered(root: &File, fd: &Fd) -> bool {
     let Some(file) = fd
         .file

@@ -1,4 +1,4 @@
-//! Namespaces below the container's own. CRIU dumps nested mount and network namespaces and refuses all others
+//! Detects namespaces below the container's own. CRIU dumps nested mount and network namespaces and refuses all others
 //! (`Can't dump nested ... namespace`, namespaces.c).
 
 use std::collections::HashSet;
@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use crate::refusal::Refusal;
 use cryopod_host::processes::{Process, Scan};
 
-/// The kinds that may not be nested, and what they are called.
+/// The kinds that may not be nested, and their names for messages.
 const NOT_NESTED: [(&str, &str); 6] = [
     ("pid", "PID"),
     ("user", "user"),
@@ -16,9 +16,9 @@ const NOT_NESTED: [(&str, &str); 6] = [
     ("time_for_children", "time"),
 ];
 
-/// Processes in namespaces of their own, and descriptors of namespaces in which no process is. `own_network`: the
-/// runtime has CRIU leave out the container's network namespace; then there may be no second one either (`Unable to
-/// dump more than one netns if the --emptyns is set`, net.c).
+/// Returns processes in namespaces of their own, and descriptors of namespaces without a process. `own_network`: CRIU
+/// leaves out the container's network namespace; then there may be no second one either (`Unable to dump more than one
+/// netns if the --emptyns is set`, net.c).
 pub(super) fn namespaces(scan: &Scan, own_network: bool) -> Vec<Refusal> {
     let Some(init) = scan.processes.first() else {
         return Vec::new();

@@ -1,5 +1,5 @@
-//! Sockets that CRIU cannot dump: families and protocols it does not know, Unix connections to a process outside of the
-//! container.
+//! Detects sockets that CRIU cannot dump: families and protocols it does not know, Unix connections to a process
+//! outside of the container.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -9,18 +9,17 @@ use cryopod_host::files::Host;
 use cryopod_host::processes::{Fd, Process, Scan};
 use cryopod_host::sock_diag::{self, UnixSocket};
 
-/// Network namespaces that are asked; each takes a thread.
 const MAX_NAMESPACES: usize = 16;
-/// `TCP_ESTABLISHED` of the kernel, for Unix sockets as well.
+/// The kernel's `TCP_ESTABLISHED`, used for Unix sockets as well.
 const ESTABLISHED: u8 = 1;
-/// How CUDA's library names sockets of its own (`@cuda-uvmfd-NAMESPACE-PID`, seen with driver 580). The driver closes
-/// them at its checkpoint, before CRIU looks at any descriptor.
+/// Prefix of the CUDA library's own sockets (`@cuda-uvmfd-NAMESPACE-PID`, seen with driver 580). The driver closes them
+/// at its checkpoint, before CRIU looks at any descriptor.
 const OF_CUDA: &str = "@cuda-";
 /// Both directions are shut down.
 const SHUT: u8 = 3;
 
-/// The kernel's names of the protocols that CRIU dumps (`dump_socket`, sockets.c, and `can_dump_ipproto`, sk-inet.c). Those
-/// of `ping` sockets CRIU knows since 4.2.
+/// The kernel's names of the protocols that CRIU dumps (`dump_socket`, sockets.c, and `can_dump_ipproto`, sk-inet.c).
+/// CRIU knows those of `ping` sockets since 4.2.
 const DUMPED: [&str; 14] = [
     "UNIX",
     "UNIX-STREAM",
@@ -38,10 +37,10 @@ const DUMPED: [&str; 14] = [
     "NETLINK",
 ];
 
-/// Protocols by which one CRIU version fails on one kernel, see [`Scan::undumpable_sockets`].
+/// Protocols on which one CRIU version fails on one kernel, see [`Scan::undumpable_sockets`].
 pub(super) const RAW: [&str; 3] = ["RAW", "RAWv6", "PACKET"];
 
-/// Sockets of other protocols, one refusal for each process and protocol.
+/// Returns sockets of other protocols, one refusal for each process and protocol.
 pub(super) fn protocols(scan: &Scan) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     for process in &scan.processes {
@@ -71,7 +70,7 @@ pub(super) fn protocols(scan: &Scan) -> Vec<Refusal> {
     refusals
 }
 
-/// Unix connections whose other end is no process of the container: CRIU would dump half of one.
+/// Returns Unix connections whose other end is outside of the container: CRIU would dump half of one.
 pub(super) fn outside_connections(scan: &Scan, host: &Host) -> Vec<Refusal> {
     let mut sockets = HashMap::new();
     let mut seen = HashSet::new();
@@ -83,7 +82,7 @@ pub(super) fn outside_connections(scan: &Scan, host: &Host) -> Vec<Refusal> {
         let file = File::open(host.path(format!("/proc/{}/ns/net", process.pid)));
         match file.and_then(sock_diag::unix_sockets) {
             Ok(found) => sockets.extend(found.into_iter().map(|s| (s.inode, s))),
-            // What cannot be asked is left to CRIU.
+            // CRIU checks what cannot be read here.
             Err(e) => tracing::debug!("process {}: Unix sockets: {e}", process.pid),
         }
     }
@@ -93,7 +92,7 @@ pub(super) fn outside_connections(scan: &Scan, host: &Host) -> Vec<Refusal> {
     halves(scan, &sockets)
 }
 
-/// The connections that `sockets`, by inode, show to end outside.
+/// Returns the connections in `sockets`, by inode, that end outside.
 fn halves(scan: &Scan, sockets: &HashMap<u32, UnixSocket>) -> Vec<Refusal> {
     let own: HashSet<u32> = scan
         .processes
@@ -139,7 +138,7 @@ fn halves(scan: &Scan, sockets: &HashMap<u32, UnixSocket>) -> Vec<Refusal> {
     refusals
 }
 
-/// A socket may lie in a message that nobody has received yet; then whose it is does not show.
+/// A socket may be in a message that nobody has received yet; then its owner does not show.
 fn descriptors_under_way(scan: &Scan, host: &Host) -> bool {
     let under_way = |process: &Process, fd: &Fd| {
         let info = host.text(format!("/proc/{}/fdinfo/{}", process.pid, fd.number));
@@ -169,7 +168,6 @@ fn has_unix_socket(process: &Process) -> bool {
     process.fds.iter().any(is_unix)
 }
 
-/// The part of `/proc/PID/fd` that a process shows of itself; for tests of others.
 #[cfg(test)]
 fn socket(inode: u32, protocol: &str) -> Fd {
     Fd {
@@ -255,7 +253,7 @@ mod tests {
             halves(&[1, 3], vec![unix(1, 0, stream, ""), listener.clone()]),
             [""; 0]
         );
-        // By a listener of somebody else.
+        // By a listener outside.
         assert_eq!(
             halves(&[1], vec![unix(1, 0, stream, ""), listener]).len(),
             1

@@ -1,5 +1,5 @@
-//! Processes that CRIU cannot take over: no room for its own descriptors in them, a first thread that has ended, memory
-//! shared between processes by `clone(CLONE_VM)`, System V memory of the host.
+//! Detects processes that CRIU cannot handle: no room for its own descriptors in them, a main thread that has ended,
+//! memory shared between processes by `clone(CLONE_VM)`, System V memory of the host.
 
 use std::cmp::Ordering;
 use std::fs;
@@ -11,14 +11,13 @@ use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 
-/// Free descriptors that CRIU's parasite needs in each process: its socket, its log, `/proc`. With fewer the dump fails,
-/// and with one the process dies of it (seen with 4.1.1).
+/// Free descriptors that CRIU's parasite needs in each process: its socket, its log, `/proc`. With fewer the dump
+/// fails, and with one the process dies of it (seen with 4.1.1).
 const FREE_DESCRIPTORS: usize = 3;
 /// From this many open descriptors on the limit is looked up.
 const MANY: usize = 8;
 /// A process made by vfork shares its parent's memory until it calls exec.
 const VFORK: Duration = Duration::from_millis(100);
-/// `KCMP_VM` of `<linux/kcmp.h>`.
 const KCMP_VM: libc::c_int = 1;
 
 pub(super) fn tasks(scan: &Scan, host: &Host) -> Vec<Refusal> {
@@ -72,14 +71,14 @@ pub(super) fn tasks(scan: &Scan, host: &Host) -> Vec<Refusal> {
             );
         }
     }
-    // The kernel is asked by pid: never of a host that tests have made up.
+    // kcmp takes real pids: never used with the made-up hosts of tests.
     if host.root() == Path::new("/") {
         refusals.extend(shared_memory(scan, &same_memory));
     }
     refusals
 }
 
-/// Two processes with one address space. `compare`: how the kernel orders two processes by their address spaces.
+/// Finds two processes with one address space. `compare`: how the kernel orders two processes by their address spaces.
 fn shared_memory(scan: &Scan, compare: &dyn Fn(i32, i32) -> Option<Ordering>) -> Option<Refusal> {
     let same = |a: &Process, b: &Process| compare(a.pid, b.pid) == Some(Ordering::Equal);
     // Not sort_by, which may panic where processes that end meanwhile leave no order.
@@ -105,7 +104,7 @@ fn shared_memory(scan: &Scan, compare: &dyn Fn(i32, i32) -> Option<Ordering>) ->
     })
 }
 
-/// How many descriptors are free below the limit, and the limit.
+/// Returns the number of free descriptors below the limit, and the limit.
 fn free_descriptors(process: &Process, host: &Host) -> Option<(usize, usize)> {
     if process.fds.len() < MANY {
         return None;
@@ -120,7 +119,7 @@ fn free_descriptors(process: &Process, host: &Host) -> Option<(usize, usize)> {
     Some((limit.saturating_sub(used), limit))
 }
 
-/// How the kernel orders the address spaces of two processes; `None`: one is gone, or the kernel does not tell.
+/// How the kernel orders the address spaces of two processes; `None`: one is gone, or the kernel does not say.
 fn same_memory(a: i32, b: i32) -> Option<Ordering> {
     // SAFETY: takes numbers only.
     match unsafe { libc::syscall(libc::SYS_kcmp, a, b, KCMP_VM, 0, 0) } {

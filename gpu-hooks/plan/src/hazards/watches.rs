@@ -1,8 +1,8 @@
-//! Watches of files (inotify, fanotify) that CRIU cannot find again.
+//! Detects watches of files (inotify, fanotify) that CRIU cannot find again.
 //!
-//! CRIU opens what is watched by its file handle (`check_open_handle`, fsnotify.c), which overlayfs, the root of nearly
-//! every container, does not allow. Then it searches a few directories, and those that `irmap-scan-path` names, for the inode
-//! (irmap.c); a watch that is in none of them fails the dump. The same is done here.
+//! CRIU opens a watched file by its file handle (`check_open_handle`, fsnotify.c), which overlayfs, the root of nearly
+//! every container, does not allow. Then it searches a few directories, and those in `irmap-scan-path`, for the inode
+//! (irmap.c); a watch in none of them fails the dump. This module does the same.
 
 use std::collections::{BTreeSet, HashSet};
 use std::fs::{self, File};
@@ -16,7 +16,7 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::mountinfo::{self, Mount};
 use cryopod_host::processes::{Process, Scan};
 
-/// The directories that CRIU searches of itself.
+/// The directories that CRIU searches by default.
 const HINTS: [&str; 8] = [
     "/etc",
     "/var/spool",
@@ -27,24 +27,21 @@ const HINTS: [&str; 8] = [
     "/usr/share/polkit-1/actions",
     "/lib/udev",
 ];
-/// Files in those directories that are looked at; what may be among more of them is left to CRIU.
+/// At most so many files in those directories are examined; with more CRIU decides.
 const MAX_SEARCHED: usize = 50_000;
-/// Watches that are looked at.
 const MAX_WATCHES: usize = 65_536;
-/// Handles that a file system may make, in bytes (`MAX_HANDLE_SZ`).
 const MAX_HANDLE: usize = 128;
 
-/// What a line of `/proc/PID/fdinfo` says of a watch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Watch {
-    /// The device that the file system has for itself, and the inode.
+    /// The file system's own device, and the inode.
     device: (u64, u64),
     inode: u64,
     /// The file handle: its type, its bytes. Kernels before 6.6 have none for overlayfs.
     handle: Option<(i32, Vec<u8>)>,
 }
 
-/// One refusal for each process. `searched`: what `irmap-scan-path` names.
+/// Returns one refusal for each process. `searched`: `irmap-scan-path`.
 pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String]) -> Vec<Refusal> {
     let Some(init) = scan.processes.first() else {
         return Vec::new();
@@ -90,8 +87,9 @@ fn watched(process: &Process, host: &Host) -> HashSet<Watch> {
     all
 }
 
-/// `inotify wd:1 ino:9 sdev:800001 mask:fce ignored_mask:0 fhandle-bytes:8 fhandle-type:1 f_handle:0900000000000000`, or
-/// `fanotify ino:9 sdev:800001 ...`. fanotify's marks of mounts and file systems have no inode.
+/// Parses `inotify wd:1 ino:9 sdev:800001 mask:fce ignored_mask:0 fhandle-bytes:8 fhandle-type:1
+/// f_handle:0900000000000000`, or `fanotify ino:9 sdev:800001 ...`. fanotify's marks of mounts and file systems have no
+/// inode.
 fn parse(line: &str) -> Option<Watch> {
     let words = line
         .strip_prefix("inotify ")
@@ -116,7 +114,6 @@ fn parse(line: &str) -> Option<Watch> {
     })
 }
 
-/// Where watches are looked for.
 struct Place<'a> {
     host: &'a Host,
     init: i32,
@@ -129,7 +126,6 @@ struct Place<'a> {
 #[derive(Debug, Default)]
 struct Searched {
     inodes: HashSet<((u64, u64), u64)>,
-    /// There are more than were looked at.
     cut: bool,
 }
 
@@ -164,7 +160,8 @@ impl<'a> Place<'a> {
         !found.cut && !found.inodes.contains(&(watch.device, watch.inode))
     }
 
-    /// Does the handle lead to the file, on this mount? A deleted file of a tmpfs does not count: CRIU needs its path.
+    /// Returns true if the handle leads to the file on this mount. A deleted file of a tmpfs does not count: CRIU needs
+    /// its path.
     fn opens(&self, mount: &Mount, watch: &Watch) -> bool {
         let Some((kind, bytes)) = &watch.handle else {
             return false;
@@ -197,7 +194,7 @@ impl<'a> Place<'a> {
         !(deleted && matches!(mount.fs_type.as_str(), "tmpfs" | "devtmpfs"))
     }
 
-    /// A directory of the container, by a path that does not leave it.
+    /// Opens a directory of the container, by a path that does not leave it.
     fn open(&self, path: &str, flags: OFlag) -> Option<OwnedFd> {
         let root = File::open(self.host.path(format!("/proc/{}/root", self.init))).ok()?;
         inside(&root, path.trim_start_matches('/'), flags)
@@ -316,7 +313,7 @@ mod tests {
         ] {
             assert!(said.contains(want), "{want}: {said}");
         }
-        // What the administrator has CRIU search is searched here.
+        // Directories that the administrator adds for CRIU are searched here, too.
         assert_eq!(watches(&scan, &host, &["/srv".into()]), []);
         assert_eq!(watches(&scan, &host, &["/srv/app".into()]), []);
     }

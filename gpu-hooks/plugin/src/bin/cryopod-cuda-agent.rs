@@ -1,12 +1,11 @@
-//! The driver agent: loads NVIDIA's libcuda once and makes every driver call of one checkpoint or
-//! restore, so that CRIU's own process never does.
+//! Runs the driver agent: loads NVIDIA's libcuda once and makes every driver call of one checkpoint or restore, so that
+//! CRIU's own process never does.
 //!
 //! `cryopod-cuda-agent --socket PATH [--report FILE] [--libcuda PATH]...`
 //!
-//! Started before the freeze, because `cuInit` takes its time. Prints one line of JSON when it
-//! listens or has given up. Ends when its stdin is closed and no connection is left; a connection
-//! that ends without a commit has its processes put back first. Exit status: 0 done, 1 no driver,
-//! 2 a process could not be put back, 64 wrong arguments.
+//! Started before the freeze, because `cuInit` is slow. Prints one line of JSON when it listens or has given up. Ends
+//! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
+//! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
 use cryopod_cuda::agent::{Agent, Limits};
 use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
@@ -24,8 +23,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// How long loading and initialising the driver may take: minutes when it starts cold without
-/// persistence mode on a machine with many GPUs.
+/// How long loading and initialising the driver may take: minutes when it starts cold without persistence mode on a
+/// machine with many GPUs.
 const INIT_LIMIT: Duration = Duration::from_secs(120);
 
 #[derive(Default)]
@@ -62,20 +61,19 @@ fn arguments() -> Result<Arguments, String> {
     Ok(parsed)
 }
 
-/// The driver, and what it says of its GPUs.
 struct Loaded {
     cuda: LibCuda,
     gpus: Vec<AgentGpu>,
     users: Vec<GpuUser>,
 }
 
-/// Loads the driver on a thread, since a driver in trouble hangs.
+/// Loads the driver on a thread, since a faulty driver hangs.
 fn load(libraries: Vec<PathBuf>) -> Result<Loaded, LoadError> {
     let (sender, receiver) = mpsc::channel();
     let start = std::thread::Builder::new()
         .name("load".into())
         .spawn(move || {
-            // Nobody listens any more once the limit has passed.
+            // After the limit nobody listens any more.
             let _ = sender.send(LibCuda::load_first(&libraries).map(|cuda| {
                 let mut gpus = cuda.gpus().to_vec();
                 let users = nvml::ask(cuda.path(), &mut gpus);
@@ -121,8 +119,8 @@ fn prepare_process() {
     unsafe {
         // It would hide GPUs that containers have.
         std::env::remove_var("CUDA_VISIBLE_DEVICES");
-        // A terminal's ^C or a stopped service reaches the whole group; what was locked must still
-        // be put back. The end of stdin is what ends this program.
+        // A terminal's ^C or a stopped service reaches the whole group; locked processes must still be put back. Only
+        // the end of stdin ends this program.
         for signal in [libc::SIGINT, libc::SIGHUP, libc::SIGTERM, libc::SIGPIPE] {
             libc::signal(signal, libc::SIG_IGN);
         }

@@ -1,4 +1,4 @@
-//! Between the driver's checkpoint and CRIU's look at the memory: the VRAM files' memory leaves the processes.
+//! Removes the memory for VRAM files from the processes, between the driver's checkpoint and CRIU's dump of the memory.
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
@@ -7,7 +7,6 @@ use cryopod_cuda::vram::VramBuffer;
 use std::time::Instant;
 
 impl Dump {
-    /// What the driver was given by the VRAM files leaves the processes.
     pub(super) fn vram_out(&mut self) -> Result<(), Failed> {
         let Some(config) = self.session.config.vram.clone() else {
             return Ok(());
@@ -69,7 +68,7 @@ impl Dump {
             .as_ref()
             .is_some_and(|file| file.exists());
         if !asked {
-            // At the end of the dump an error could not be told any more.
+            // At the end of the dump an error could not be reported any more.
             self.session.vram_done = self.session.vram_wait()?;
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! Device nodes of the spec: `linux.devices`, the rules of the device cgroup, bind mounts of nodes.
+//! Edits the spec's device nodes: `linux.devices`, the rules of the device cgroup, bind mounts of nodes.
 //!
-//! Nothing is allowed on the word of an archive: a node of the checkpoint gets a rule only in the place of a node of the
-//! same kind that the engine's own spec names and allows.
+//! An archive's word allows nothing. A node of the checkpoint gets a rule only in place of a node of the same kind that
+//! the engine's own spec names and allows.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -19,19 +19,17 @@ use serde_json::{Map, Value, json};
 use super::Edit;
 use crate::error::Error;
 
-/// Puts every GPU node where it leads on this host.
 #[derive(Debug)]
 pub struct Devices<'a> {
-    /// Where that is.
     pub remap: &'a Remap,
 }
 
 type Number = (u64, u64);
 
-/// Majors of which every container is allowed some nodes (memory, terminals).
+/// Device majors that every container gets some nodes of (memory, terminals).
 const COMMON_MAJORS: [u64; 3] = [1, 5, 136];
 
-/// A node of the restored container, and the node of the engine's spec in whose place it is.
+/// A node of the restored container, and the node of the engine's spec that it replaces.
 struct Granted<'a> {
     target: &'a Target,
     path: String,
@@ -62,7 +60,7 @@ impl Edit for Devices<'_> {
     }
 }
 
-/// May the node that the engine gives become the host's node that the record chose?
+/// Returns an error unless the engine's node may become the host node that the record chose.
 fn admit(host: &Host, spec: &Spec, given: &str, target: &Target) -> Result<(), Error> {
     let ceiling = Ceiling {
         host,
@@ -82,10 +80,10 @@ fn number(target: &Target) -> Number {
 }
 
 impl Devices<'_> {
-    /// The nodes for which the engine's spec has one, as a device or as a mount.
+    /// Returns the nodes that the engine's spec has, as a device or as a mount.
     ///
-    /// The record comes with the archive, perhaps from a stranger: only nodes that the spec itself names as a GPU's count,
-    /// with the spec's own numbers, and each becomes a node of its own kind.
+    /// The record comes with the archive, perhaps from a stranger. Only nodes that the spec itself names as a GPU's
+    /// count, with the spec's own numbers, and each may only become a node of its own kind.
     fn granted(&self, host: &Host, spec: &Spec) -> Result<Vec<Granted<'_>>, Error> {
         let devices = spec.devices();
         let mounts = spec.mounts();
@@ -110,7 +108,7 @@ impl Devices<'_> {
             nodes::classify(&given)?;
             let node = self.remap.recorded(path)?;
             let recorded = (node.major, node.minor);
-            // A rule for a mounted node is the user's own, and names the number that the node had or has.
+            // The user wrote the rule for a mounted node. It names the number that the node had or has.
             let numbers = [host.char_device(&source), Some(recorded)];
             let mut numbers = numbers.into_iter().flatten();
             let known = numbers
@@ -142,7 +140,7 @@ impl Devices<'_> {
         Ok(granted)
     }
 
-    /// No more GPUs than the engine gave, whatever the record says.
+    /// Refuses more GPUs than the engine gave, whatever the record says.
     fn counted(&self, host: &Host, spec: &Spec, granted: &[Granted<'_>]) -> Result<(), Error> {
         let leads_to_gpu = |n: &DeviceNode| matches!(n.role, NodeRole::Gpu | NodeRole::Render);
         let named = spec.gpu_nodes(host);
@@ -153,7 +151,7 @@ impl Devices<'_> {
                 .filter(|n| ours(n))
                 .map(|n| (n.major, n.minor))
                 .chain(granted.iter().map(|g| g.number).filter(|n| {
-                    // A mounted node that is not on this host.
+                    // A mounted node that this host lacks.
                     granted
                         .iter()
                         .any(|g| g.number == *n && self.remap.recorded(&g.path).is_some_and(ours))
@@ -175,7 +173,7 @@ impl Devices<'_> {
         Ok(())
     }
 
-    /// Bind mounts of single nodes get this host's node as their source. `true` if one has changed.
+    /// Sets the source of single-node bind mounts to this host's node. Returns true if one changed.
     fn mounts(&self, host: &Host, before: &Spec, spec: &mut Value) -> Result<bool, Error> {
         let mut changed = false;
         for mount in list(spec, "/mounts") {
@@ -200,7 +198,7 @@ impl Devices<'_> {
         Ok(changed)
     }
 
-    /// Leaves a note of what was moved, for the next checkpoint of this container.
+    /// Records the moved nodes in the spec, for the next checkpoint of this container.
     fn note(&self, spec: &mut Value, granted: &[Granted<'_>]) {
         let moved: Vec<MovedNode> = granted
             .iter()
@@ -234,7 +232,7 @@ fn list<'a>(spec: &'a mut Value, pointer: &str) -> impl Iterator<Item = &'a mut 
         .flatten()
 }
 
-/// `linux.devices`: new numbers for the names that are there, and the new names behind the ones they stand for.
+/// `linux.devices`: gives existing names their new numbers, and adds the new names after those that they stand for.
 fn devices(spec: &mut Value, granted: &[Granted<'_>]) {
     let Some(devices) = spec
         .pointer_mut("/linux/devices")
@@ -248,7 +246,7 @@ fn devices(spec: &mut Value, granted: &[Granted<'_>]) {
         let at = match devices.iter().position(|v| named(v, &target.path)) {
             Some(at) => at,
             None => {
-                // A bind mount has no entry, and its further names need none: no runtime makes nodes at a restore.
+                // A bind mount has no entry here, and its further names need none: no runtime makes nodes at a restore.
                 let Some(model) = before.iter().find(|v| named(v, path)) else {
                     continue;
                 };
@@ -266,7 +264,7 @@ fn devices(spec: &mut Value, granted: &[Granted<'_>]) {
     }
 }
 
-/// `linux.resources.devices`: the access that the engine gave to the old nodes, for the new ones.
+/// `linux.resources.devices`: gives the new nodes the access that the engine gave to the old ones.
 fn rules(spec: &mut Value, before: &Spec, granted: &[Granted<'_>]) {
     let wanted: Vec<(Number, Number)> = granted
         .iter()

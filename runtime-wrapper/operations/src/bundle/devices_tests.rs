@@ -85,17 +85,15 @@ fn another_node_and_its_rule() {
     assert_eq!(note.len(), 2);
     assert_eq!((note[0].engine.major, note[0].engine.minor), (195, 0));
     assert_eq!(note[0].alias_of.as_deref(), Some("/dev/nvidia1"));
-    // Once more, nothing is left to do.
+    // A second run changes nothing.
     assert_eq!(apply(&zero_to_one(), spec.clone()), spec);
 }
 
 #[test]
 fn nothing_is_granted_that_the_engine_did_not_grant() {
     let deny = json!({"allow": false, "access": "rwm"});
-    // The metadata names a node; the engine's spec knows none.
     let spec = json!({"linux": {"devices": [], "resources": {"devices": [deny]}}});
     assert_eq!(apply(&zero_to_one(), spec.clone()), spec);
-    // The engine has the node and does not allow it.
     let spec = apply(
         &zero_to_one(),
         json!({"linux": {
@@ -104,7 +102,7 @@ fn nothing_is_granted_that_the_engine_did_not_grant() {
         }}),
     );
     assert_eq!(spec["linux"]["resources"]["devices"], json!([deny]));
-    // All is allowed by a rule for the whole major: it stays, and nothing is added.
+    // A rule for the whole major allows all: it stays, and nothing is added.
     let all = json!({"allow": true, "type": "c", "major": 195, "access": "rwm"});
     let spec = apply(
         &zero_to_one(),
@@ -223,7 +221,7 @@ fn bind_mounted_nodes_get_another_source() {
 
 #[test]
 fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
-    // The record claims that what the engine calls nvidia0 was four GPUs.
+    // The record claims that the engine's nvidia0 was four GPUs.
     let engine = EngineNode {
         path: "/dev/nvidia0".into(),
         major: 195,
@@ -262,7 +260,7 @@ fn a_stranger_gets_no_more_gpus_than_the_engine_gave() {
         e.contains("has 4 NVIDIA GPUs and the engine gave the container 1"),
         "{e}"
     );
-    // Nor does another device become a GPU by a record that says so.
+    // Nor may a record turn another device into a GPU.
     let remap = Remap {
         recorded: vec![
             recorded("/dev/fuse", 195, 0, None),

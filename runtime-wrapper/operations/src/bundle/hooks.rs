@@ -1,7 +1,8 @@
-//! Hooks that a restore must not run again.
+//! Removes OCI hooks that a restore must not run again.
 //!
 //! runc runs prestart and createRuntime hooks at a restore, before CRIU has made the mounts; crun runs none. NVIDIA's
-//! hooks fail then, and what they did is provided in another way ([`crate::around`]). Hooks that are not known stay.
+//! hooks fail then, and the restore provides what they did in another way ([`crate::surroundings`]). Unknown hooks
+//! stay.
 
 use cryopod_host::files::Host;
 use serde_json::Value;
@@ -9,7 +10,6 @@ use serde_json::Value;
 use super::Edit;
 use crate::error::Error;
 
-/// Takes hooks out of the spec.
 pub struct Hooks<'a> {
     /// Paths, or names of programs.
     pub drop: &'a [String],

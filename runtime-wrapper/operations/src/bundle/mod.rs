@@ -1,7 +1,7 @@
-//! Edits of the new container's `config.json` before the low-level runtime reads it.
+//! Edits the new container's `config.json` before the low-level runtime reads it.
 //!
-//! An edit changes the spec as JSON, so that what this version does not know survives. The edits of a restore are an
-//! ordered list; the file is written once, when all of them have succeeded, and only if anything has changed: a new
+//! An edit changes the spec as JSON, so that fields unknown to this version survive. The edits of a restore are an
+//! ordered list. The file is written once, after all of them have succeeded, and only if anything has changed: a new
 //! file is renamed over the old one. If the restore then fails, the old text comes back.
 
 mod devices;
@@ -23,33 +23,28 @@ pub use hooks::Hooks;
 
 use crate::error::Error;
 
-/// One change of the spec.
 pub trait Edit {
-    /// What it does, for the log.
     fn name(&self) -> &'static str;
 
     /// Changes the spec. An edit that finds nothing to do leaves it exactly as it was.
-    ///
-    /// # Errors
-    /// [`Error`]: the restore cannot be made to work this way; nothing is written.
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error>;
 }
 
-/// A bundle whose `config.json` was edited; dropped without [`Edited::keep`] it is what it was before.
+/// A bundle whose `config.json` was edited. Dropped without [`Edited::keep`], it is restored to the old text.
 #[derive(Debug)]
 pub struct Edited {
     /// The file and its old text; `None`: nothing was changed.
     before: Option<(PathBuf, Vec<u8>)>,
 }
 
-/// A bundle that no other restore works on until this is dropped: what a failed one puts back and ends is its own.
-/// `None`: its file system has no locks.
+/// Locks a bundle against other restores until the lock is dropped, so that a failed restore cleans up only its own
+/// work. `None`: the file system has no locks.
 ///
 /// # Errors
-/// [`Error::Failed`]: another restore does.
+/// [`Error::Failed`]: another restore holds the lock.
 pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
     let Ok(directory) = fs::File::open(bundle) else {
-        // The reader of the spec says so better.
+        // The reader of the spec reports this error better.
         return Ok(None);
     };
     match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
@@ -65,10 +60,7 @@ pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
     }
 }
 
-/// Applies the edits in order and writes the spec, if it has changed.
-///
-/// # Errors
-/// [`Error`]: nothing was written.
+/// Applies the edits in order and writes the spec, if it has changed. On error nothing is written.
 pub fn edit(
     host: &Host,
     bundle: &Path,
@@ -99,7 +91,7 @@ pub fn edit(
 }
 
 impl Edited {
-    /// The restore has succeeded: the new spec is the container's.
+    /// Keeps the new spec, after a successful restore.
     pub fn keep(mut self) {
         self.before = None;
     }
@@ -115,7 +107,7 @@ impl Drop for Edited {
     }
 }
 
-/// Writes a file anew beside the old one, with its mode and owner, and renames it.
+/// Writes a new file beside the old one, with its mode and owner, and renames it into place.
 fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
     let old = fs::metadata(path)?;
     let partial = path.with_file_name(".config.json.cryopod");

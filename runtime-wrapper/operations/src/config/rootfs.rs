@@ -1,16 +1,15 @@
-//! `[rootfs]`.
+//! Parses the table `[rootfs]`.
 
 use serde::Deserialize;
 
-/// `[rootfs]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// Whose changes are carried.
+    /// Which containers' changes of files a checkpoint carries.
     pub carry: Carry,
-    /// What a restore unpacks at most, in GiB: checkpoints may be strangers'.
+    /// The most that a restore unpacks, in GiB: checkpoints may come from strangers.
     pub max_gib: u64,
-    /// Likewise, files and directories.
+    /// The most files and directories that a restore unpacks.
     pub max_files: u64,
 }
 
@@ -30,15 +29,14 @@ impl Options {
     }
 }
 
-/// `rootfs.carry`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Carry {
-    /// docker's and nerdctl's.
+    /// Those of docker and nerdctl.
     #[default]
     Auto,
-    /// All containers'.
+    /// Those of all containers.
     Always,
-    /// Nobody's.
+    /// None.
     Never,
 }

@@ -1,38 +1,36 @@
-//! `[store]`.
+//! Parses the table `[store]`.
 
 use std::path::PathBuf;
 
 use serde::Deserialize;
 
-/// `[store]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// The directory that the large files of checkpoints go to.
+    /// The directory for the large files of checkpoints.
     pub path: Option<PathBuf>,
-    /// Whose.
+    /// Which containers use it.
     #[serde(rename = "use")]
     pub used: Use,
-    /// Further directories in which restores look.
+    /// Further directories that restores search.
     pub search: Vec<PathBuf>,
-    /// `false`: a restore does not compare the digests of CRIU's files of memory.
+    /// `false`: a restore does not compare the digests of CRIU's memory images.
     pub verify: Option<bool>,
 }
 
 impl Options {
-    /// All stores of this host, the one that checkpoints go to first.
+    /// All stores of this host; checkpoints go to the first.
     pub fn directories(&self) -> Vec<PathBuf> {
         self.path.iter().chain(&self.search).cloned().collect()
     }
 }
 
-/// `store.use`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Use {
-    /// All containers', but for those that say no.
+    /// All containers, except those that opt out.
     #[default]
     On,
-    /// Of containers that say so.
+    /// Only containers that opt in.
     Off,
 }

@@ -1,4 +1,4 @@
-//! `[vram]` and `nvidia.vram`.
+//! Parses the table `[vram]` and the key `nvidia.vram`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -7,14 +7,14 @@ use cryopod_archive::vram::{Codec, MAX_CHUNK, MIN_CHUNK};
 use cryopod_cuda::vram::VramConfig;
 use serde::Deserialize;
 
-/// Whether GPU memory goes by the vram.
+/// Whether GPU memory goes into VRAM files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Where it can, else through CRIU.
+    /// Where possible, else through CRIU.
     #[default]
     Auto,
-    /// A checkpoint without it is a failure.
+    /// A checkpoint without VRAM files fails.
     On,
     /// Never.
     Off,
@@ -33,33 +33,25 @@ impl FromStr for Mode {
     }
 }
 
-/// `[vram]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
     /// Threads; 0: one a core, at most 16.
     pub threads: usize,
-    /// Size of a chunk in KiB.
     pub chunk_kib: Option<u32>,
-    /// Size of a shard in MiB.
     pub shard_mib: Option<u64>,
-    /// Compression.
     pub codec: Codec,
-    /// zstd's level.
     pub level: Option<i32>,
     /// `false`: a restore does not check digests.
     pub verify: Option<bool>,
-    /// What a checkpoint builds upon: `auto`, `off`, or an image directory.
+    /// The checkpoint to build upon: `auto`, `off`, or an image directory.
     pub parent: Option<String>,
-    /// Directories in which parents are searched that are not where they were.
+    /// Directories to search for parents that were moved.
     pub parents: Vec<PathBuf>,
 }
 
 impl Options {
-    /// As the plugin gets them.
-    ///
-    /// # Errors
-    /// A text that names the key.
+    /// Returns the plugin's form of these options. An error names the key.
     pub fn config(&self) -> Result<VramConfig, String> {
         let usual = VramConfig::default();
         let chunk_bytes = self

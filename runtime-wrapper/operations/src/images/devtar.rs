@@ -1,7 +1,7 @@
-//! The archived `/dev`: device nodes in a gzipped tar archive are given other numbers, and nodes are added.
+//! Rewrites the archived `/dev`: renumbers device nodes in a gzipped tar archive, and adds nodes.
 //!
-//! The archive is GNU tar's, with sparse files, and only passes through: block by block, each entry as it is unless it
-//! is one of the nodes. Names longer than a header come in an entry of their own before it (types `L` and `x`).
+//! The archive is GNU tar's, with sparse files. It is copied block by block, each entry unchanged unless it is one of
+//! the nodes. Names longer than a header come in an entry of their own before it (types `L` and `x`).
 
 use crate::error::Error;
 use std::fs::File;
@@ -15,53 +15,36 @@ use flate2::write::GzEncoder;
 use tar::{EntryType, Header};
 
 const BLOCK: usize = 512;
-/// Largest extension header (a long name) that is taken, in bytes.
 const MAX_EXTENSION: u64 = 1 << 20;
 
-/// A device node that the archive is to have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// Its path below the archived directory.
     pub path: PathBuf,
     /// The archived node whose mode, owner and times it takes.
     pub model: PathBuf,
-    /// Permission bits, owner and group, if the model is not in the archive (it is mounted): without it that is an error.
+    /// Permission bits, owner and group, if the model is not in the archive (it is mounted). Without them a missing
+    /// model is an error.
     pub otherwise: Option<(u32, u32, u32)>,
-    /// Device major.
     pub major: u64,
-    /// Device minor.
     pub minor: u64,
 }
 
-/// Why an archive cannot be rewritten.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
-    /// It cannot be read or written.
     #[error("{path}: {what}: {source}")]
     Io {
-        /// The file.
         path: PathBuf,
-        /// What was tried.
         what: &'static str,
-        /// What the system said.
         source: io::Error,
     },
-    /// A node that it should hold is not in it.
     #[error(
         "{path}: the archived /dev has no device {model:?}, of which cryopod.json says that the container has it; the archive is damaged"
     )]
-    NoModel {
-        /// The file.
-        path: PathBuf,
-        /// The missing node.
-        model: PathBuf,
-    },
+    NoModel { path: PathBuf, model: PathBuf },
 }
 
-/// Copies the archive with these nodes.
-///
-/// # Errors
-/// [`TarError`]; `to` may then be left incomplete.
+/// Copies the archive with these nodes. After an error `to` may be incomplete.
 pub fn rewrite(from: &Path, to: &Path, nodes: &[Node]) -> Result<(), TarError> {
     let io = |path: &Path, what| {
         let path = path.to_owned();
@@ -150,7 +133,7 @@ impl<R: Read, W: Write> Copy<'_, R, W> {
                     }
                 }
             }
-            // What has the name of a node makes way: the node comes at the end.
+            // Drops an entry with the name of a node: the node comes at the end.
             let mut sink = io::sink();
             let dropped = self.nodes.iter().any(|n| n.path == name);
             let out: &mut dyn Write = if dropped { &mut sink } else { &mut self.output };
@@ -160,7 +143,6 @@ impl<R: Read, W: Write> Copy<'_, R, W> {
         }
     }
 
-    /// Reads one block; `false` at the end.
     fn block(&mut self, into: &mut [u8; BLOCK]) -> io::Result<bool> {
         match self.input.read_exact(into) {
             Ok(()) => Ok(true),
@@ -197,7 +179,6 @@ fn content(input: &mut impl Read, out: &mut dyn Write, header: &Header) -> io::R
     }
 }
 
-/// A header for a node without a model.
 fn fresh(node: &Node) -> Option<Header> {
     let (mode, uid, gid) = node.otherwise?;
     let mut header = Header::new_gnu();
@@ -221,7 +202,7 @@ fn add(out: &mut impl Write, header: &mut Header, node: &Node) -> io::Result<()>
 
 fn checked(header: &Header) -> io::Result<()> {
     let bytes = header.as_bytes();
-    // The sum of all bytes, its own eight taken as blanks.
+    // The sum of all bytes, with the eight of the checksum taken as blanks.
     let sum: u32 = bytes
         .iter()
         .enumerate()
@@ -234,7 +215,7 @@ fn checked(header: &Header) -> io::Result<()> {
     }
 }
 
-/// The name that an extension header gives to the next entry.
+/// Returns the name that an extension header gives to the next entry.
 fn named(kind: EntryType, content: &[u8]) -> Option<PathBuf> {
     use std::os::unix::ffi::OsStrExt;
     let path = |bytes: &[u8]| PathBuf::from(std::ffi::OsStr::from_bytes(bytes));

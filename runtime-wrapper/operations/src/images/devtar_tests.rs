@@ -2,7 +2,6 @@ use super::*;
 use std::fs;
 use std::process::Command;
 
-/// Packs a directory as CRIU does.
 fn pack(dir: &Path, to: &Path) {
     let done = Command::new("tar")
         .args([
@@ -130,7 +129,7 @@ fn a_dev_of_gnu_tar() {
         let same = fs::read(out.join(name)).unwrap() == fs::read(dev.join(name)).unwrap();
         assert!(same, "{name}");
     }
-    // The same nodes leave the list of an archive as it is.
+    // Rewriting with the same nodes leaves the list unchanged.
     let again = dir.path().join("c.tar.gz");
     rewrite(&to, &again, &nodes).unwrap();
     assert_eq!(list(&again), list(&to));

@@ -1,9 +1,9 @@
-//! An image directory with some files rewritten, for one restore; the user's directory is only read.
+//! Makes an image directory with some files rewritten, for one restore; the user's directory is only read.
 //!
-//! The overlay lies in the operation's directory: the rewritten files, and for every other entry of the image directory a
-//! link. The links are relative and name no other link on their way: CRIU opens images by the directory's descriptor from
-//! within the container as well, where an absolute path would lead elsewhere, while a relative one is followed from
-//! the directory on, through the mounts of the host.
+//! The overlay lies in the operation's directory: the rewritten files, and a link for every other entry of the image
+//! directory. The links are relative and pass through no other link. CRIU opens images by the directory's descriptor
+//! from within the container as well. There an absolute path would lead elsewhere, while a relative one is followed
+//! from the directory on, through the mounts of the host.
 
 pub mod devtar;
 pub mod mountpoints;
@@ -25,13 +25,12 @@ use crate::operation::Operation;
 pub use devtar::TarError;
 pub use mountpoints::MountsError;
 
-/// The overlay's name in the operation's directory.
 const DIRECTORY: &str = "images";
-/// Entries of an image directory that are linked; CRIU makes a few for each process.
+/// The most entries of an image directory to link; CRIU makes a few for each process.
 const MAX_ENTRIES: usize = 1 << 20;
 
-/// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`, and CRIU would
-/// read any file of the host in place of memory, and rewrite it as the container's.
+/// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`. CRIU would
+/// read any file of the host through a link in place of memory, and rewrite it as the container's.
 ///
 /// # Errors
 /// [`Error::Failed`] names the link.
@@ -52,11 +51,8 @@ pub fn no_links(images: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the overlay if the archived `/dev` has to change, or files are in a store; `None`: the images can be used as
+/// Makes the overlay if the archived `/dev` has to change, or files are in a store. `None`: the images can be used as
 /// they are.
-///
-/// # Errors
-/// [`Error`]: nothing was started.
 pub fn overlay(
     op: &Operation,
     images: &Path,
@@ -116,7 +112,7 @@ fn link_stored(stored: &Found, directory: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The archives of `/dev` that have to change, and their new nodes.
+/// Returns the archives of `/dev` that have to change, and their new nodes.
 fn rewritten(
     images: &Path,
     remap: &Remap,
@@ -172,8 +168,8 @@ fn access(path: &str) -> Option<(u32, u32, u32)> {
     Some((meta.mode() & 0o7777, meta.uid(), meta.gid()))
 }
 
-/// The nodes that the archived `/dev` has not as they are to be. A bind mount's node is none of them: the mount is made
-/// anew, from the spec.
+/// Returns the nodes that the archived `/dev` lacks or has with other numbers. Bind-mounted nodes are left out: the
+/// mount is made anew, from the spec.
 fn changed(remap: &Remap) -> Vec<&Target> {
     let bound = |t: &&Target| {
         remap
@@ -185,7 +181,6 @@ fn changed(remap: &Remap) -> Vec<&Target> {
     changed
 }
 
-/// Links everything that the overlay does not have itself.
 fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
     let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
@@ -201,7 +196,7 @@ fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
         if link.symlink_metadata().is_ok() {
             continue;
         }
-        // CRIU's `parent`, the only link (`no_links`), is followed here, as later on nothing may depend on it.
+        // Resolves CRIU's `parent`, the only link (`no_links`), here: later nothing may depend on it.
         if entry.file_type().is_ok_and(|t| t.is_symlink())
             && entry.file_name() != names::PARENT_LINK
         {
@@ -218,7 +213,7 @@ fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The way from a directory to a file, both absolute and without links.
+/// Returns the relative path from a directory to a file; both are absolute and without links.
 fn relative(directory: &Path, file: &Path) -> PathBuf {
     let shared = directory
         .components()
@@ -231,7 +226,7 @@ fn relative(directory: &Path, file: &Path) -> PathBuf {
     way
 }
 
-/// The command line with another image directory. CRIU's log stays where it would have been.
+/// Replaces the image directory on the command line. CRIU's log stays where it would have been.
 pub fn with_image_path(
     args: &[OsString],
     inv: &Invocation,

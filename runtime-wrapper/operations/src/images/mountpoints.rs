@@ -1,9 +1,9 @@
-//! The mounts of a checkpoint, as CRIU's `mountpoints-N.img` lists them: just enough to know which archive holds the
-//! files of which directory.
+//! Reads the mounts of a checkpoint from CRIU's `mountpoints-N.img`: just enough to know which archive holds the files
+//! of which directory.
 //!
 //! The file is two magic numbers and then entries, each with its length in front: protobuf messages `mnt_entry` with
-//! fstype = 1, root_dev = 3, root = 6, mountpoint = 7, ext_mount = 13, ext_key = 18 (CRIU's `images/mnt.proto`). A tmpfs is archived
-//! as `tmpfs-dev-ROOT_DEV.tar.gz.img`.
+//! fstype = 1, root_dev = 3, root = 6, mountpoint = 7, ext_mount = 13, ext_key = 18 (CRIU's `images/mnt.proto`). A
+//! tmpfs is archived as `tmpfs-dev-ROOT_DEV.tar.gz.img`.
 
 use crate::error::Error;
 use std::fs::{self, File};
@@ -12,49 +12,32 @@ use std::path::{Path, PathBuf};
 
 /// CRIU's magic numbers: of any image, and of this one.
 const MAGIC: [u32; 2] = [0x5456_4319, 0x5556_3928];
-/// Largest file that is read, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 /// CRIU's numbers of `devtmpfs` and `tmpfs`.
 const ARCHIVED: [u64; 2] = [3, 5];
 
-/// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// Where, inside the container.
+    /// Mount point inside the container.
     pub path: PathBuf,
     /// CRIU's number of the file system's device.
     pub device: u64,
-    /// CRIU archives what is in it.
+    /// CRIU archives its content.
     pub archived: bool,
-    /// It comes from outside the container.
     pub external: bool,
 }
 
-/// Why the list cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MountsError {
-    /// The file cannot be read.
     #[error("{path}: cannot read the checkpoint's mounts: {source}")]
     Read {
-        /// The file.
         path: PathBuf,
-        /// What the system said.
         source: std::io::Error,
     },
-    /// The file is not what it should be.
     #[error("{path}: not a list of CRIU's mounts ({what}); the archive is damaged")]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        what: String,
-    },
+    Invalid { path: PathBuf, what: String },
 }
 
-/// All mounts of an image directory.
-///
-/// # Errors
-/// [`MountsError`].
 pub fn read(images: &Path) -> Result<Vec<Mount>, MountsError> {
     let unread = |path: &Path| {
         let path = path.to_owned();
@@ -79,7 +62,7 @@ pub fn read(images: &Path) -> Result<Vec<Mount>, MountsError> {
     Ok(mounts)
 }
 
-/// The mount in which a path of the container lies; the last of those with the longest path.
+/// Returns the mount that contains a path of the container: the longest match, and the last of those.
 pub fn covering<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
     mounts
         .iter()
@@ -179,7 +162,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// An entry by another hand: tags as CRIU's compiler writes them.
+    /// An entry encoded independently: tags as CRIU's compiler writes them.
     fn entry(fstype: u8, device: u8, root: &str, path: &str, external: Option<u8>) -> Vec<u8> {
         let mut e = vec![0x08, fstype, 0x10, 0x8c, 0x01, 0x18, device, 0x20, 0x7a];
         for (tag, text) in [(0x32, root), (0x3a, path), (0x42, "src"), (0x4a, "")] {

@@ -1,5 +1,5 @@
-//! A tar of changes, unpacked over a container's root. The tar may be a stranger's: every path is resolved as within
-//! that root, whatever links are there.
+//! Unpacks a tar of changes over a container's root. The tar may be a stranger's: every path is resolved within that
+//! root, whatever links are there.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
@@ -18,10 +18,8 @@ use super::records::{Record, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::Options;
 
-/// A file's name while it is written.
 const PARTIAL: &str = ".cryopod-unpacked";
 
-/// Unpacks it, if it keeps to the bounds.
 pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
     let root = File::open(root)?;
     let mut options = OpenOptions::new();
@@ -29,12 +27,11 @@ pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
         .read(true)
         .custom_flags(libc::O_NOFOLLOW)
         .open(tar)?;
-    // All of it is looked at before anything of the container is changed.
+    // Checks all of it before changing anything of the container.
     each(&tar, bounds, &mut |record| record.place().map(drop))?;
     each(&tar, bounds, &mut |record| one(record, &root))
 }
 
-/// A directory of the root.
 struct Directory(OwnedFd);
 
 impl Directory {
@@ -50,7 +47,7 @@ impl Directory {
         Ok(Self(openat2(root.as_fd(), path, how)?))
     }
 
-    /// The directory of a path, made where it is missing.
+    /// Opens the directory of a path; makes missing ones.
     fn make(root: &File, path: &Path) -> io::Result<Self> {
         match Self::open(root, path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
@@ -66,7 +63,7 @@ impl Directory {
         }
     }
 
-    /// An entry of it; only for calls that do not follow a link there.
+    /// Path of an entry; only for calls that do not follow a link there.
     fn at(&self, name: &OsStr) -> PathBuf {
         Path::new(&format!("/proc/self/fd/{}", self.0.as_raw_fd())).join(name)
     }
@@ -86,7 +83,7 @@ impl Directory {
 }
 
 impl Record<'_> {
-    /// What the entry is about: a directory within the root, and a name in it; `None` for the root itself.
+    /// Splits the entry's path into a directory within the root and a name in it; `None` for the root itself.
     fn place(&self) -> io::Result<Option<(PathBuf, Name)>> {
         let Some((parent, name)) = parts(&self.path)? else {
             return Ok(None);
@@ -106,7 +103,7 @@ impl Record<'_> {
     }
 }
 
-/// What becomes of a name.
+/// What happens to a name.
 enum Name {
     /// It is made, or replaced.
     There(OsString),
@@ -194,7 +191,7 @@ fn cut_off() -> io::Error {
     io::Error::other("a link to nothing; the archive is damaged")
 }
 
-/// Writes a file beside its place and renames it: what is there is whole, the old or the new.
+/// Writes a file beside its place and renames it, so that the old or the new one is there in full.
 fn file(
     entry: &mut Record<'_>,
     directory: &Directory,
@@ -230,7 +227,7 @@ fn file(
     written
 }
 
-/// Owner and, but for links, mode.
+/// Sets the owner and, except for links, the mode.
 fn settle(entry: &Record<'_>, target: &Path, mode: bool) -> io::Result<()> {
     let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
     let header = &entry.header;
@@ -247,7 +244,7 @@ fn settle(entry: &Record<'_>, target: &Path, mode: bool) -> io::Result<()> {
 
 fn set(file: &File, value: &[u8]) -> io::Result<()> {
     let name = CString::new(CAPABILITY)?;
-    // SAFETY: the descriptor is open, the name ends with NUL, the value is as long as is told.
+    // SAFETY: the descriptor is open, the name ends with NUL, the value is as long as the size passed.
     let done = unsafe {
         libc::fsetxattr(
             file.as_raw_fd(),

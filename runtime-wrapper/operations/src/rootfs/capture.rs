@@ -1,4 +1,4 @@
-//! An overlay's upper directory as a tar.
+//! Packs an overlay's upper directory as a tar.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsStr};
@@ -15,18 +15,18 @@ use tar::{Builder, EntryType, Header};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::Options;
 
-/// Directories in directories that are followed; a descriptor is open for each.
+/// Deepest nesting of directories; a descriptor is open for each.
 const MAX_DEPTH: usize = 512;
-/// Bytes of a path, as [`super::records`] takes them.
+/// Longest path in bytes, as [`super::records`] takes it.
 const MAX_PATH: usize = 4096;
 
 /// Packs the directory into a new file, which only this user may read.
 ///
-/// Somebody may still change the directory: every entry is opened once, without following a link, and what was opened is
-/// looked at and read. Nothing but directories and regular files is opened for more than a look at it.
+/// Somebody may still change the directory. So every entry is opened once, without following a link, and only the
+/// opened file is examined and read. Other types than directories and regular files are opened with O_PATH only.
 ///
 /// # Errors
-/// What the system says, or what goes beyond `bounds`.
+/// An I/O error, or what exceeds `bounds`.
 pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
     let _ = fs::remove_file(to);
     let mut options = OpenOptions::new();
@@ -47,11 +47,10 @@ pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Something in the directory, held open.
 struct Entry(File);
 
 impl Entry {
-    /// What has this name in the directory now; a link itself, not where it leads.
+    /// Opens what has this name in the directory now; a link itself, not its target.
     fn open(directory: &Self, name: &OsStr) -> io::Result<Self> {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
@@ -64,25 +63,22 @@ impl Entry {
         Ok(Self(openat2(directory.0.as_fd(), name, how)?.into()))
     }
 
-    /// It, whatever has its name by now.
+    /// A path to the opened file, whatever its name leads to by now.
     fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
 
-    /// Where a link leads.
     fn link(&self) -> io::Result<PathBuf> {
         let target = nix::fcntl::readlinkat(self.0.as_fd(), "")?;
         Ok(target.into())
     }
 
-    /// A regular file's contents.
     fn contents(&self) -> io::Result<File> {
         let mut options = OpenOptions::new();
         let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
         options.read(true).custom_flags(flags).open(self.path())
     }
 
-    /// An extended attribute of a file or directory.
     fn attribute(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let path = CString::new(self.path().as_os_str().as_bytes())?;
         let name = CString::new(name)?;
@@ -125,7 +121,7 @@ impl<W: Write> Walk<'_, W> {
                 path.display()
             )));
         }
-        // A directory that was renamed without a copy of what is in it.
+        // A directory that was renamed without a copy of its content.
         if at.attribute("trusted.overlay.redirect")?.is_some() {
             let what = format!(
                 "/{}: a directory that overlayfs has renamed",
@@ -138,7 +134,7 @@ impl<W: Write> Walk<'_, W> {
         }
         let mut names = fs::read_dir(at.path())?
             .map(|entry| Ok(entry?.file_name()))
-            // One more than may be, which is then refused.
+            // One more than allowed, which is then refused.
             .take(
                 usize::try_from(self.bounds.max_files).map_or(usize::MAX, |n| n.saturating_add(1)),
             )
@@ -148,7 +144,7 @@ impl<W: Write> Walk<'_, W> {
             let path = path.join(&name);
             match Entry::open(at, &name) {
                 Ok(entry) => self.entry(&entry, &path, &name, depth)?,
-                // It was removed or renamed meanwhile.
+                // Removed or renamed meanwhile.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
             }
@@ -226,7 +222,7 @@ impl<W: Write> Walk<'_, W> {
         }
         let mut header = header(meta, EntryType::Regular);
         header.set_size(meta.len());
-        // Exactly as long as it is told, whatever somebody writes to it meanwhile.
+        // Exactly as long as the header says, whatever somebody writes to it meanwhile.
         let contents = io::Read::chain(entry.contents()?, io::repeat(0));
         let data = io::Read::take(contents, meta.len());
         self.tar.append_data(&mut header, name, data)

@@ -1,7 +1,8 @@
-//! Which directory has the container's own changes: the upper directory of the overlay that the engine mounted as its root.
+//! Finds the directory with the container's own changes: the upper directory of the overlay that the engine mounted as
+//! its root.
 //!
-//! A container that may mount can show any overlay as its `/`, with `upperdir=/etc` say. So its own mounts are not asked:
-//! the engine's root, as this program's mount namespace has it, is opened, and its mount found by the mount's id.
+//! A container that may mount can show any overlay as its `/`, with `upperdir=/etc` say. So its own mounts are not
+//! used: this module opens the engine's root in this program's mount namespace, and finds its mount by the mount's id.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,15 +17,10 @@ use cryopod_host::files::Host;
 pub struct Upper(PathBuf);
 
 impl Upper {
-    /// Its path, for messages.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Opens it.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn open(&self) -> io::Result<File> {
         directory(&self.0)
     }
@@ -38,10 +34,10 @@ fn directory(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// The upper directory of the overlay that is mounted at `root`; `None` where no overlay of one is.
+/// Returns the upper directory of the overlay that is mounted at `root`; `None` where no overlay with one is.
 ///
 /// # Errors
-/// A text: something was mounted over the engine's mount. Where a container's mounts propagate to the host, it can do so.
+/// A text: something was mounted over the engine's mount. A container can do so where its mounts propagate to the host.
 pub fn upper(host: &Host, root: &Path) -> Result<Option<Upper>, String> {
     let (Ok(opened), Ok(path)) = (directory(root), root.canonicalize()) else {
         return Ok(None);
@@ -142,7 +138,7 @@ mod tests {
         let host = Host::system();
         assert_eq!(upper(&host, dir.path()), Ok(None));
         assert_eq!(upper(&host, &dir.path().join("none")), Ok(None));
-        // A mount that is there, and no overlay of one's own.
+        // A mount, but no overlay.
         assert_eq!(upper(&host, Path::new("/proc")), Ok(None));
     }
 }

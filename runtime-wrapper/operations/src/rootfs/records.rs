@@ -1,8 +1,8 @@
-//! The entries of a tar of changes, within bounds: the tar may be a stranger's.
+//! Reads the entries of a tar of changes, within bounds: the tar may be a stranger's.
 //!
-//! Names that do not fit into a header come as GNU's long names and a program's capabilities as a PAX record, as
-//! [`super::capture`] writes them. What else PAX can say (another size, another name) is refused, so that nothing reads
-//! the tar in two ways.
+//! Names that do not fit into a header come as GNU's long names, and a program's capabilities as a PAX record, as
+//! [`super::capture`] writes them. Everything else in PAX (another size, another name) is refused, so that no two
+//! readers can understand the tar differently.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -15,26 +15,20 @@ use tar::{Archive, EntryType, Header, PaxExtensions};
 use super::CAPABILITY;
 use crate::config::rootfs::Options;
 
-/// Bytes of a name, as the kernel takes them.
+/// Longest name in bytes, as the kernel takes it.
 const MAX_NAME: u64 = 4096;
-/// Bytes of a PAX record.
 const MAX_PAX: u64 = 64 << 10;
 
-/// An entry.
 pub struct Record<'r> {
-    /// Its name.
     pub path: PathBuf,
-    /// Where it leads, if it is a link.
+    /// Target, if it is a link.
     pub link: Option<PathBuf>,
-    /// The capabilities of a program.
     pub capability: Option<Vec<u8>>,
-    /// All else that is said of it.
     pub header: Header,
-    /// What is in it.
     pub content: &'r mut dyn Read,
 }
 
-/// What came ahead of an entry.
+/// Extension records before an entry.
 #[derive(Default)]
 struct Ahead {
     path: Option<PathBuf>,
@@ -42,7 +36,6 @@ struct Ahead {
     capability: Option<Vec<u8>>,
 }
 
-/// Calls `visit` with each entry of a tar, from its start.
 pub fn each(
     tar: &File,
     bounds: &Options,
@@ -115,7 +108,7 @@ fn text(entry: &mut impl Read, size: u64, max: u64) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Up to a NUL.
+/// The bytes up to a NUL.
 fn name(bytes: &[u8]) -> PathBuf {
     let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
     Path::new(OsStr::from_bytes(&bytes[..end])).to_owned()

@@ -92,7 +92,7 @@ fn there_and_back() {
     assert_eq!(fs::read_dir(&root).unwrap().count(), 3);
 }
 
-/// Entries by another hand.
+/// Writes entries independently of the code under test.
 fn tar(images: &Path, entries: &[(&str, tar::EntryType, &str)]) {
     let mut tar = tar::Builder::new(fs::File::create(images.join(FILE)).unwrap());
     for (name, kind, text) in entries {
@@ -176,7 +176,7 @@ fn whiteouts_of_dots_are_no_directories() {
     fs::create_dir(root.join("kept")).unwrap();
     let file = tar::EntryType::Regular;
     for name in [".wh.", ".wh..", ".wh...", "kept/.wh...", "kept/.wh.."] {
-        // What is ahead of it is not unpacked either.
+        // The entries before it are not unpacked either.
         tar(dir.path(), &[("new", file, "x"), (name, file, "")]);
         let e = restore(dir.path(), &bundle).unwrap_err().to_string();
         assert!(e.contains(name) && e.contains("no name"), "{e}");
@@ -217,7 +217,7 @@ fn bounds() {
     fs::write(dir.path().join(FILE), header.as_bytes()).unwrap();
     let e = refused(&Options::default());
     assert!(e.contains("more than 64 GiB (rootfs.max_gib"), "{e}");
-    // Records that would be read into memory, and such as nobody writes who means well.
+    // Records that would be read into memory, and malicious ones.
     let write = |kind, size: u64, text: &[u8]| {
         let mut header = tar::Header::new_gnu();
         header.set_entry_type(kind);
@@ -321,7 +321,7 @@ fn what_changes_while_it_is_packed_leads_nowhere() {
     std::thread::scope(|scope| {
         scope.spawn(swap);
         for _ in 0..400 {
-            // In the way of another that was ended.
+            // The left-over of an earlier attempt that was killed.
             fs::write(images.join(FILE), "").unwrap();
             pack(&upper, &images, &Options::default()).unwrap();
             let tar = fs::read(images.join(FILE)).unwrap();

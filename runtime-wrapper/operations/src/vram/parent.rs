@@ -1,8 +1,8 @@
-//! Which checkpoint a new one builds upon: chunks of GPU memory that are in that one are not stored again.
+//! Chooses the parent of a new checkpoint: chunks of GPU memory that the parent has are not stored again.
 //!
 //! The annotation `dev.cryopod.parent`, else `vram.parent`, names it, or says `auto`: the newest of this container
-//! beside the image directory. Without either it is the one that the engine names with `--parent-path`, or what that
-//! one builds upon in turn: a pre-dump has no GPU memory.
+//! beside the image directory. Without either it is the one that the engine names with `--parent-path`, or that one's
+//! own parent: a pre-dump has no GPU memory.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -19,15 +19,15 @@ use crate::error::Error;
 
 /// The annotation that overrides `vram.parent`.
 pub const ANNOTATION: &str = "dev.cryopod.parent";
-/// A checkpoint that would build upon so many others is made whole instead: a restore needs all of them.
+/// A checkpoint with so many ancestors is made whole instead: a restore needs all of them.
 const LONGEST: usize = 64;
-/// Directories beside the image directory that are looked at.
+/// The most directories beside the image directory that are searched.
 const MAX_SIBLINGS: usize = 100_000;
 
-/// The checkpoint before this one; `None`: this one is whole.
+/// Returns the parent of this checkpoint; `None`: this one is whole.
 ///
 /// # Errors
-/// [`Error::Failed`]: it is there and cannot be used. Nothing was touched.
+/// [`Error::Failed`]: it exists and cannot be used. Nothing was touched.
 pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<VramParent>, Error> {
     let images = std::path::absolute(inv.image_path()).map_err(Error::io("the image directory"))?;
     let wish = spec.annotation(ANNOTATION);
@@ -94,8 +94,8 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
     }))
 }
 
-/// An annotation is the word of whoever made the container: it may name a checkpoint beside the new one, or where the
-/// administrator keeps them, and no other directory of the host.
+/// Refuses a directory that an annotation may not name. Whoever made the container wrote the annotation: it may name a
+/// checkpoint beside the new one, or where the administrator keeps them, and no other directory of the host.
 fn within(config: &Config, images: &Path, directory: &Path) -> Result<(), String> {
     let beside = images.parent().and_then(|p| p.canonicalize().ok());
     let listed = config.search();
@@ -106,7 +106,7 @@ fn within(config: &Config, images: &Path, directory: &Path) -> Result<(), String
     Err("is neither beside the image directory nor below one of vram.parents of the configuration; name such a directory, or let the administrator list its parent there".into())
 }
 
-/// A directory that is not there yet is none: the first checkpoint has no parent.
+/// Returns `None` for a missing directory: the first checkpoint has no parent.
 fn present(path: &Path) -> Option<PathBuf> {
     let found = path.canonicalize().ok();
     if found.is_none() {
@@ -115,7 +115,7 @@ fn present(path: &Path) -> Option<PathBuf> {
     found
 }
 
-/// The newest complete checkpoint of the container in the directories beside its image directory.
+/// Returns the newest complete checkpoint of the container in the directories beside its image directory.
 fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(images.parent()?).ok()?;
     let mut found: Vec<(SystemTime, PathBuf)> = entries
@@ -143,7 +143,7 @@ fn newest_beside(images: &Path, id: &str) -> Option<PathBuf> {
         .and_then(|path| path.canonicalize().ok())
 }
 
-/// The directory, or the first one that CRIU's links lead to from it, that has GPU memory.
+/// Returns the directory, or the first one along CRIU's links from it, that has GPU memory.
 fn upwards(from: &Path) -> Option<PathBuf> {
     let mut at = from.canonicalize().ok()?;
     for _ in 0..LONGEST {

@@ -1,4 +1,4 @@
-//! The rules of a mapping once more, by trying everything.
+//! Implements the rules of a mapping once more, by brute force.
 
 use std::collections::BTreeMap;
 
@@ -70,7 +70,7 @@ fn good(a: (Link, bool), b: (Link, bool)) -> bool {
     (a.0.kind != LINK_XGMI || b.0.kind == LINK_XGMI) && (!a.1 || b.1)
 }
 
-/// Whether this mapping keeps all rules: `targets` are node ids by source.
+/// Returns true if this mapping keeps all rules: `targets` are node ids by source.
 pub(super) fn valid(
     source: &Topology,
     target: &Topology,
@@ -161,7 +161,6 @@ fn place(left: &[u32], free: &[u32], map: &mut Places, good: &dyn Fn(&Places) ->
     false
 }
 
-/// Whether any mapping exists.
 pub(super) fn feasible(source: &Topology, target: &Topology, switches: &Switches) -> bool {
     fn go(
         s: &[&Node],

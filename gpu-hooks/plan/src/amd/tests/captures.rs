@@ -1,5 +1,5 @@
-//! A real machine: 8 MI210 in two XGMI hives of 4, each hive on its own CPU. The numbers are those of the topology
-//! that ROCm's k8s-device-plugin carries for its tests (testdata/topo-mi210-xgmi-pcie, Apache-2.0); it has no
+//! Tests with a real machine: 8 MI210 in two XGMI hives of 4, each hive on its own CPU. The numbers are those of the
+//! topology that ROCm's k8s-device-plugin carries for its tests (testdata/topo-mi210-xgmi-pcie, Apache-2.0). It has no
 //! `gpu_id` and no `mem_banks`, which are made up here.
 
 use super::super::checks::Switches;
@@ -31,7 +31,7 @@ fn mi210() -> Topology {
     t
 }
 
-/// What the plugin records where only some GPUs can be seen: links that lead nowhere are not stored.
+/// What the plugin records where only some GPUs are visible: links that lead nowhere are not stored.
 fn recorded(minors: &[u32]) -> Topology {
     let mut t = mi210().visible(minors);
     let ids: Vec<u32> = t.nodes.iter().map(|n| n.id).collect();
@@ -41,7 +41,7 @@ fn recorded(minors: &[u32]) -> Topology {
     t
 }
 
-/// The same machine whose KFD lists the nodes the other way round, with other ids.
+/// The same machine whose KFD lists the nodes in reverse, with other ids.
 fn elsewhere() -> Topology {
     let mut t = mi210();
     t.nodes.reverse();

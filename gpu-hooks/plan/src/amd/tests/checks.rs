@@ -1,4 +1,4 @@
-//! Each comparison and each switch, on and off.
+//! Tests each comparison and each switch, on and off.
 
 use super::super::checks::{Switch, SwitchError, Switches, compare, explain, matches};
 use super::*;
@@ -12,7 +12,6 @@ macro_rules! change {
     };
 }
 
-/// The names of the comparisons that fail.
 fn failing(source: &Node, target: &Node, switches: &Switches) -> Vec<(String, Verdict)> {
     compare(source, target, switches)
         .into_iter()
@@ -72,7 +71,7 @@ fn properties_that_must_be_equal() {
             && e.contains("the checkpoint has public VRAM, this host has private VRAM"),
         "{e}"
     );
-    // What the plugin does not look at.
+    // Properties that the plugin ignores.
     for (_, change) in change!(domain, hive_id) {
         let mut target = source.clone();
         change(&mut target.properties, 1);
@@ -133,13 +132,13 @@ fn each_switch_relaxes_its_own_comparison() {
             [(title.clone(), Verdict::Relaxed)]
         );
         assert!(matches(&source, &less, &off) && matches(&source, &more, &off));
-        // The other switches do nothing for it.
+        // The other switches do not affect it.
         let others = Switch::ALL
             .into_iter()
             .filter(|s| *s != switch)
             .fold(on.clone(), |s, o| s.with(o, false));
         assert!(!matches(&source, &less, &others));
-        // Recorded, found, remedy and switch are in the message.
+        // The message has the recorded and found values, the remedy and the switch.
         let check = compare(&source, &less, &on)
             .into_iter()
             .find(|c| c.verdict == Verdict::Refused)

@@ -1,4 +1,4 @@
-//! The decision as a whole.
+//! Tests the choice as a whole.
 
 use super::super::checks::{Switch, Switches};
 use super::super::choose::{Choice, Refused, Request, choose};
@@ -312,7 +312,7 @@ fn a_wish_that_the_plugin_would_not_keep_is_refused() {
     );
 }
 
-/// What is chosen is what the plugin chooses when it sees no more than what is made visible.
+/// The plugin chooses the same when it sees only the visible GPUs.
 #[test]
 fn the_plugin_chooses_it_too() {
     let (mut chosen, mut refused) = (0, 0);

@@ -1,4 +1,5 @@
-//! Images by an encoder that knows protobuf and the published field numbers, and nothing of the parser.
+//! Tests the image parser with an encoder that knows protobuf and the published field numbers, and nothing of the
+//! parser.
 
 use proptest::prelude::*;
 
@@ -26,7 +27,6 @@ fn bytes(out: &mut Vec<u8>, field: u64, value: &[u8]) {
     out.extend_from_slice(value);
 }
 
-/// The values of `kfd_device_entry`, fields 1 to 31.
 fn device_values(n: &Node) -> [u64; 31] {
     let p = &n.properties;
     [
@@ -385,7 +385,6 @@ fn a_directory_is_searched() {
 }
 
 proptest! {
-    /// Whatever the bytes, there is an answer.
     #[test]
     fn no_bytes_panic(random in proptest::collection::vec(any::<u8>(), 0..400), at in 0_usize..900, value: u8, cut in 0_usize..900) {
         let _ = KfdImage::parse(NAME, &random);

@@ -1,4 +1,4 @@
-//! The host's GPUs, as the metadata records them.
+//! Tests the host's GPUs as the metadata records them.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! The search against trying everything, and its worst cases.
+//! Tests the search against brute force, and its worst cases.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::super::matcher::{Mapping, NoMapping, Problem, Without, find, valid};
 use super::super::topology::{LINK_PCIE, LINK_XGMI, Topology};
 use super::*;
 
-/// What this thread has used of a processor: other programs on the machine do not count.
+/// CPU time of this thread: other programs on the machine do not count.
 fn used() -> Duration {
     let mut t = libc::timespec {
         tv_sec: 0,
@@ -79,7 +79,6 @@ proptest! {
         agree(&source, &target, &switches)?;
     }
 
-    /// The same machine listed otherwise always takes the checkpoint.
     #[test]
     fn a_shuffled_machine_is_found(seed: u64, gpus in 1_u32..=16) {
         let (source, target, switches) = case(seed, gpus, 0, 0);
@@ -335,7 +334,6 @@ fn a_gpu_that_is_still_there_keeps_its_place() {
     let switches = Switches::default();
     let mapping = find(&problem(&t, &t, &switches)).unwrap();
     assert_eq!(mapping.targets, (0..8).collect::<Vec<_>>());
-    // Four of eight: the same four.
     let half = t.visible(&[132, 133, 134, 135]);
     assert_eq!(
         find(&problem(&half, &t, &switches)).unwrap().targets,

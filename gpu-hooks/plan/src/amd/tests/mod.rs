@@ -1,5 +1,5 @@
-//! Tests of the AMD library, and what they share: topologies made by hand or at random, and an encoder of the
-//! plugin's images that knows nothing of the parser.
+//! Holds what the tests of the AMD library share: topologies made by hand or at random, and an encoder of the plugin's
+//! images that knows nothing of the parser.
 
 mod brute;
 mod captures;
@@ -71,18 +71,15 @@ fn at(topology: &mut Topology, id: u32) -> &mut Node {
     topology.nodes.iter_mut().find(|n| n.id == id).unwrap()
 }
 
-/// A link one way.
 fn one(topology: &mut Topology, kind: u32, from: u32, to: u32) {
     at(topology, from).links.push(Link { kind, to });
 }
 
-/// A link both ways.
 fn both(topology: &mut Topology, kind: u32, a: u32, b: u32) {
     one(topology, kind, a, b);
     one(topology, kind, b, a);
 }
 
-/// Links of all these with each other.
 fn mesh(topology: &mut Topology, kind: u32, nodes: &[u32]) {
     for (i, a) in nodes.iter().enumerate() {
         for b in &nodes[i + 1..] {
@@ -176,7 +173,7 @@ fn random(dice: &mut Dice, gpus: u32) -> Topology {
     t
 }
 
-/// The same machine with its nodes numbered and listed in another order, `more` GPUs added, and some things changed.
+/// The same machine with its nodes renumbered and reordered, `more` GPUs added, and some things changed.
 fn other(dice: &mut Dice, from: &Topology, more: u32, changes: usize) -> Topology {
     let mut t = from.clone();
     let n = t.nodes.len() as u32;
@@ -239,7 +236,7 @@ fn other(dice: &mut Dice, from: &Topology, more: u32, changes: usize) -> Topolog
     t
 }
 
-/// The link back to a GPU that is like another, if that one has it.
+/// Adds the link back to a GPU that is like another, if that one has it.
 fn one_back(t: &mut Topology, like: &Node, link: Link, id: u32) {
     let peer = at(t, link.to);
     if peer

@@ -1,4 +1,4 @@
-//! The plugin's own choice. What it does with these was seen with the plugin's own code (CRIU 4.2).
+//! Tests the prediction against what the plugin's own code did with these inputs (CRIU 4.2).
 
 use super::super::checks::{Switch, Switches};
 use super::super::plugin_choice::{Stock, choose};

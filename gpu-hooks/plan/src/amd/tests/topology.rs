@@ -1,4 +1,4 @@
-//! The topology of a host from its files.
+//! Tests reading the topology of a host from its files.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,6 @@ use super::super::topology::Topology;
 use super::*;
 use cryopod_host::files::Host;
 
-/// Writes a topology as the KFD shows it.
 fn write(root: &Path, t: &Topology) {
     for n in &t.nodes {
         let dir = root.join(format!("sys/class/kfd/kfd/topology/nodes/{}", n.id));
