@@ -135,7 +135,7 @@ fn say(args: &Args, done: &Done, took: Duration) {
         done.processes.len(),
     );
     if let Some(reason) = &done.left_out {
-        println!("not by the vram: {}", ui::plain(reason));
+        println!("without VRAM files: {}", ui::plain(reason));
     }
 }
 

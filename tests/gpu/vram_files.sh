@@ -1,4 +1,4 @@
-# vram_files.sh: the cases of the vram: checkpoints in place, two GPUs at once, suspend and resume, a chain of checkpoints of a
+# vram_files.sh: the cases of VRAM files: checkpoints in place, two GPUs at once, suspend and resume, a chain of checkpoints of a
 # training. Sourced by inside.sh.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with machine.sh, cases.sh and inside.sh
 

@@ -18,7 +18,7 @@ use cryopod_host::files::{Host, split_rdev};
 use cryopod_host::nodes;
 use cryopod_host::processes::Scan;
 
-const DIRECTORYS: [&str; 4] = [
+const DIRECTORIES: [&str; 4] = [
     "dev",
     "dev/dri",
     "dev/nvidia-caps",
@@ -37,7 +37,7 @@ pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
     let Ok(root) = File::open(host.path(format!("/proc/{init}/root"))) else {
         return found;
     };
-    for directory in DIRECTORYS {
+    for directory in DIRECTORIES {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
             .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);

@@ -21,13 +21,13 @@ use crate::facts::{self, Criu};
 
 pub const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
 pub const AMD_PLUGIN: &str = "amdgpu_plugin.so";
-const OUR_DIRECTORYS: [&str; 3] = [
+const OUR_DIRECTORIES: [&str; 3] = [
     "/usr/local/lib/cryopod",
     "/usr/lib/cryopod",
     "/usr/libexec/cryopod",
 ];
 /// Where CRIU's plugins are looked for, by distribution. ROCm's directories are added to them.
-const CRIU_DIRECTORYS: [&str; 7] = [
+const CRIU_DIRECTORIES: [&str; 7] = [
     "/usr/lib/criu",
     "/usr/lib64/criu",
     "/usr/libexec/criu",
@@ -47,7 +47,7 @@ pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
         Some(path) => named(&mut plugins, Vendor::Nvidia, path, "nvidia.plugin", host),
-        None => plugins.nvidia = search(&OUR_DIRECTORYS.map(PathBuf::from), NVIDIA_PLUGIN, host),
+        None => plugins.nvidia = search(&OUR_DIRECTORIES.map(PathBuf::from), NVIDIA_PLUGIN, host),
     }
     match &config.amd.plugin {
         Some(path) => named(&mut plugins, Vendor::Amd, path, "amd.plugin", host),
@@ -143,7 +143,7 @@ fn named(plugins: &mut Plugins, vendor: Vendor, path: &Path, key: &str, host: &H
 }
 
 fn amd_directories(host: &Host) -> Vec<PathBuf> {
-    let mut directories: Vec<PathBuf> = CRIU_DIRECTORYS.iter().map(PathBuf::from).collect();
+    let mut directories: Vec<PathBuf> = CRIU_DIRECTORIES.iter().map(PathBuf::from).collect();
     let versions = host.names("/opt");
     directories.extend(
         versions

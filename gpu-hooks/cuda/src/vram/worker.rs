@@ -217,7 +217,7 @@ fn load(
     })?;
     let never = AtomicBool::new(false);
     for memory in memory {
-        let missing = || format!("the VRAM files has no region {}", memory.name);
+        let missing = || format!("the VRAM files have no region {}", memory.name);
         let (region, _) = vram.index.find(&memory.name).ok_or_else(missing)?;
         let mut map = map(memory, true)?;
         let bytes = map.bytes_mut().map_err(|error| error.to_string())?;

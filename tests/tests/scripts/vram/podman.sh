@@ -50,7 +50,7 @@ check 'its memory was allocated before the freeze' grep -Eq 'for the driver at .
 check 'allocated before the freeze: it goes on' goes_on
 rm -rf /tmp/ahead
 
-# The image directory's disk is full in the middle of the vram.
+# The image directory's disk is full in the middle of the VRAM files.
 mkdir -p /tmp/small
 for flag in '' --leave-running; do
     mount -t tmpfs -o size=40m tmpfs /tmp/small
