@@ -14,7 +14,7 @@ use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use self::split::Splitter;
 use crate::digest::Digest;
 use crate::error::{Bad, Cancelled};
-use crate::hash::{self, Hashers};
+use crate::hash;
 use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::{Allowance, Compression, Stream};
@@ -91,7 +91,6 @@ pub(crate) struct Decoder<'p> {
     free: Receiver<()>,
     home: Sender<()>,
     spare: Spare,
-    hashers: Hashers,
     progress: &'p Progress,
     threads: usize,
 }
@@ -119,7 +118,6 @@ pub(crate) fn with_decoder<T>(
             free,
             home,
             spare,
-            hashers: Hashers::new(scope, threads),
             progress,
             threads,
         };
@@ -245,7 +243,7 @@ impl Decoder<'_> {
             let both = hash == Hash::Both || (plain && hash == Hash::Stored);
             let stored = !plain && hash != Hash::No;
             let (to_consumer, next) = unbounded::<Next>();
-            let content = both.then(|| self.hashers.stream());
+            let content = both.then(hash::Stream::new);
             let mut raw = Counted {
                 inner: raw,
                 progress: self.progress,
@@ -257,7 +255,7 @@ impl Decoder<'_> {
                     input: 0,
                     output: 0,
                     out: to_consumer,
-                    hash: stored.then(|| self.hashers.stream()),
+                    hash: stored.then(hash::Stream::new),
                 };
                 split.run(&mut raw, compression)
             });

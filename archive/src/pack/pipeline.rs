@@ -16,7 +16,7 @@ use super::entropy;
 use crate::digest::Digest;
 use crate::direct_io::Aligned;
 use crate::error::Cancelled;
-use crate::hash::{self, Hashers};
+use crate::hash;
 use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::Compression;
@@ -89,7 +89,6 @@ pub(crate) struct Pool<'p> {
     jobs: Sender<Job>,
     free: Receiver<Aligned>,
     home: Sender<Aligned>,
-    hashers: Hashers,
     progress: &'p Progress,
     /// Input bytes count as progress.
     counts: bool,
@@ -125,7 +124,6 @@ pub(crate) fn with_pool<T>(
             jobs,
             free,
             home,
-            hashers: Hashers::new(scope, threads),
             progress,
             counts,
             threads,
@@ -228,7 +226,7 @@ impl Pool<'_> {
     ) -> Result<Written, E> {
         thread::scope(|scope| {
             let (to_write, write_in) = unbounded::<Piece>();
-            let content = hash.then(|| self.hashers.stream());
+            let content = hash.then(hash::Stream::new);
             let twice = hash && compression != Compression::None;
             let writer = scope.spawn(move || self.write_pieces(&write_in, twice, out));
             let mut input = Input {
@@ -266,7 +264,7 @@ impl Pool<'_> {
         hash: bool,
         out: &mut (dyn Write + Send),
     ) -> io::Result<(u64, Option<Digest>)> {
-        let digest = hash.then(|| self.hashers.stream());
+        let digest = hash.then(hash::Stream::new);
         let mut bytes = 0;
         let mut put = |data: &[u8]| {
             out.write_all(data)?;
