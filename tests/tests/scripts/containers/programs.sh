@@ -129,18 +129,7 @@ begun '^tick' 3
 cycle
 fine 'file locks, deleted files'
 
-# Sockets: CRIU before 4.2 cannot dump them on newer kernels, and cryopod says so beforehand.
-if ! grep -qE 'Version: (4\.[2-9]|[5-9])' <<< "$(criu --version)" && [ "$(printf '%s\n' 6.16 "$(uname -r)" | sort -V | head -n 1)" = 6.16 ]; then
-    start sockets /usr/bin/python3 -c 'import socket, time
-s = socket.create_server(("127.0.0.1", 7000))
-for n in range(100): print("tick", n, flush=True); time.sleep(0.1)'
-    begun '^tick' 2
-    if pod container checkpoint --export /tmp/p.tar sockets > /tmp/said 2>&1; then echo 'sockets: checkpointed'; exit 1; fi
-    grep -q 'process [0-9]* (python3): has a network socket, and CRIU [0-9.]* cannot dump one on Linux [0-9.]*; install CRIU 4.2' /tmp/said || { cat /tmp/said; exit 1; }
-    fine 'sockets are refused'
-    exit 0
-fi
-
+with_sockets() {
 # redis with established connections over loopback, under load.
 cat > /srv/app/load.py <<'PY'
 import socket, subprocess, time
@@ -209,3 +198,17 @@ start web /usr/bin/python3 /app/web.py
 begun '^requests' 3
 cycle
 fine 'uvicorn without io_uring'
+}
+
+# Sockets: CRIU before 4.2 cannot dump them on newer kernels, and cryopod says so beforehand.
+if ! grep -qE 'Version: (4\.[2-9]|[5-9])' <<< "$(criu --version)" && [ "$(printf '%s\n' 6.16 "$(uname -r)" | sort -V | head -n 1)" = 6.16 ]; then
+    start sockets /usr/bin/python3 -c 'import socket, time
+s = socket.create_server(("127.0.0.1", 7000))
+for n in range(100): print("tick", n, flush=True); time.sleep(0.1)'
+    begun '^tick' 2
+    if pod container checkpoint --export /tmp/p.tar sockets > /tmp/said 2>&1; then echo 'sockets: checkpointed'; exit 1; fi
+    grep -q 'process [0-9]* (python3): has a network socket, and CRIU [0-9.]* cannot dump one on Linux [0-9.]*; install CRIU 4.2' /tmp/said || { cat /tmp/said; exit 1; }
+    fine 'sockets are refused'
+else
+    with_sockets
+fi
