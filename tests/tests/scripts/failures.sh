@@ -160,7 +160,8 @@ cat > "/tmp/late/$low" <<EOF
 "$real" "\$@" > /tmp/late/answer
 pod_pid=\$(jq .pid /tmp/late/answer)
 kill -9 \$pod_pid
-while [ -e /proc/\$pod_pid/root/bin ]; do sleep 0.01; done
+# A zombie, or gone: on its way there a process is one that lives.
+while grep -q "^State:.[^ZX]" /proc/\$pod_pid/status 2> /dev/null; do sleep 0.01; done
 cat /tmp/late/answer
 EOF
 chmod 755 "/tmp/late/$low"
