@@ -24,9 +24,9 @@ test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests --test real-stack -- $(T)
 
-test-long: ## hours: hostile containers, the property test and the fuzz targets, each for long
+test-long: ## hours: hostile containers, all moments at which something dies, the property test and the fuzz targets, each for long
 	PROPTEST_CASES=100000 cargo test --quiet --package cryopod-operations reach
-	HOSTILE_ROUNDS=500 CRYOPOD_REQUIRE_REAL=1 cargo test --package cryopod-tests --test real-stack -- --test-threads=2 hostile::
+	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --package cryopod-tests --test real-stack -- --test-threads=2 hostile:: shim::what_dies
 	fuzz/run 4200
 
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones

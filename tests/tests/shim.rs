@@ -6,7 +6,6 @@ use cryopod_tests::bed::Cgroup;
 crate::scenarios! {
     checkpoint_and_restore: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/checkpoint.sh";
     locked_at_the_pause: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/at_pause.sh";
-    what_dies_in_the_middle: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/faults.sh";
 }
 
 #[test]
@@ -44,4 +43,19 @@ fn as_containerds_own() {
     ] {
         assert!(shown.contains(&line), "{line}: {shown:#?}");
     }
+}
+
+/// A sample of the moments, or with `FAULTS=all` all of them.
+#[test]
+fn what_dies_in_the_middle() {
+    let which = std::env::var("FAULTS").unwrap_or_else(|_| "some".into());
+    crate::run(
+        Cgroup::V1,
+        &[&which],
+        &[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/shim/faults.sh"),
+        ],
+    );
 }
