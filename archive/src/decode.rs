@@ -268,8 +268,8 @@ impl Decoder<'_> {
             let value = consume(&mut output)?;
             drop(output);
             let gone = || io::Error::other("a worker thread ended unexpectedly");
-            let blob = splitter.join().map_err(|_| gone())?;
-            let content = content.map(hash::Stream::finish);
+            let blob = splitter.join().map_err(|_| gone())??;
+            let content = content.map(hash::Stream::finish).transpose()?;
             let blob = if plain { content.clone() } else { blob };
             Ok((value, Digests { blob, content }))
         })

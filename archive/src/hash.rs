@@ -1,5 +1,6 @@
 //! Computes SHA-256 of streams, each on a thread of its own.
 
+use std::io;
 use std::sync::Arc;
 use std::thread;
 
@@ -24,18 +25,20 @@ impl Stream {
     pub(crate) fn new() -> Self {
         let (pieces, to_hash) = bounded::<Shared>(AHEAD);
         let (done, digest) = bounded(1);
-        thread::spawn(move || {
+        let work = move || {
             let mut hash = Sha256::new();
             for piece in to_hash {
                 hash.update((*piece).as_ref());
             }
             let _ = done.send(Digest::from_hash(hash));
-        });
+        };
+        // Without a thread both channels are closed, and `finish` fails.
+        let _ = thread::Builder::new().name("sha256".into()).spawn(work);
         Self { pieces, digest }
     }
 
     pub(crate) fn feed(&self, piece: Shared) {
-        // The thread ends when this is gone, not before.
+        // Fails only without a thread; `finish` reports that.
         let _ = self.pieces.send(piece);
     }
 
@@ -44,10 +47,15 @@ impl Stream {
         self.feed(Arc::new(data.to_vec()));
     }
 
-    /// Waits for the digest. A thread that died leaves that of nothing, which no comparison takes for the stream's.
-    pub(crate) fn finish(self) -> Digest {
+    /// Waits for the digest. Fails if the thread could not be started or died.
+    pub(crate) fn finish(self) -> io::Result<Digest> {
         drop(self.pieces);
-        self.digest.recv().unwrap_or_else(|_| Digest::of(b""))
+        let lost = |_| {
+            io::Error::other(
+                "no thread to compute a digest could be started; free some processes and try again",
+            )
+        };
+        self.digest.recv().map_err(lost)
     }
 }
 
@@ -73,10 +81,19 @@ mod tests {
                             _ => stream.feed(Arc::new(data)),
                         }
                     }
-                    assert_eq!(stream.finish(), Digest::of(&all));
+                    assert_eq!(stream.finish().unwrap(), Digest::of(&all));
                 });
             }
         });
-        assert_eq!(Stream::new().finish(), Digest::of(b""));
+        assert_eq!(Stream::new().finish().unwrap(), Digest::of(b""));
+    }
+
+    #[test]
+    fn without_a_thread_there_is_no_digest() {
+        let (pieces, _) = bounded(1);
+        let (_, digest) = bounded(1);
+        let stream = Stream { pieces, digest };
+        stream.update(b"data");
+        assert!(stream.finish().is_err());
     }
 }

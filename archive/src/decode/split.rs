@@ -63,7 +63,7 @@ impl Splitter<'_> {
         mut self,
         raw: &mut (impl Read + Send),
         compression: Compression,
-    ) -> Option<Digest> {
+    ) -> io::Result<Option<Digest>> {
         let done = match compression {
             Compression::Zstd => self.frames(raw),
             other => self.alone(raw, other),
@@ -71,7 +71,7 @@ impl Splitter<'_> {
         if let Err(Stop::Failed(e)) = done {
             let _ = self.out.send(Next::Failed(e));
         }
-        self.hash.map(hash::Stream::finish)
+        self.hash.map(hash::Stream::finish).transpose()
     }
 
     /// Reads frame by frame, as long as they are small.

@@ -247,7 +247,7 @@ impl Pool<'_> {
                 (Ok(_), Err(e)) => return Err(e),
                 (Ok(written), Ok(())) => written,
             };
-            let content = content.map(hash::Stream::finish);
+            let content = content.map(hash::Stream::finish).transpose()?;
             let blob = if twice { blob } else { content.clone() };
             Ok(Written {
                 input: bytes,
@@ -285,7 +285,7 @@ impl Pool<'_> {
             }
         }
         out.flush()?;
-        Ok((bytes, digest.map(hash::Stream::finish)))
+        Ok((bytes, digest.map(hash::Stream::finish).transpose()?))
     }
 
     fn chunk(&self) -> io::Result<Chunk> {

@@ -123,7 +123,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if !refusals.is_empty() {
         // The driver is not asked from here on; reasons that need no driver are reported with the rest.
         if !inv.flags.has("pre-dump") {
-            let metadata = recorded(
+            let metadata = metadata_of(
                 &setup,
                 &host,
                 &plan,
@@ -210,7 +210,7 @@ impl Job<'_> {
         let users = self.plan.users_of(Vendor::Nvidia);
         let said = ready.agent.as_ref().map(|a| &a.ready);
         let low_version = ready.low_version.clone();
-        let mut metadata = recorded(
+        let mut metadata = metadata_of(
             setup,
             self.host,
             self.plan,
@@ -257,7 +257,7 @@ impl Job<'_> {
             agent: ready.agent.as_ref().and_then(crate::agent::Agent::pid),
         };
         let whole_limit = watch.limit;
-        let mut recording = None;
+        let mut metadata_error = None;
         let before = Before::note(
             self.inv.work_path().join(names::DUMP_LOG),
             &self.inv.globals,
@@ -281,7 +281,7 @@ impl Job<'_> {
                 if !setup.locked.is_empty()
                     && let Err(e) = frozen::restored_thawed(&images.path)
                 {
-                    recording = Some(format!("cgroup.img: {e}"));
+                    metadata_error = Some(format!("cgroup.img: {e}"));
                     return false;
                 }
                 let Some(this) = slot.take() else { return true };
@@ -294,7 +294,7 @@ impl Job<'_> {
                         &images.path,
                     )
                 {
-                    recording = Some(e.to_string());
+                    metadata_error = Some(e.to_string());
                     return false;
                 }
                 metadata.timings.dump_us = micros(dump_started.elapsed());
@@ -305,7 +305,7 @@ impl Job<'_> {
                 } else {
                     watch.limit
                 };
-                let recorded = match vram::note(&op, limit, dump_started, &mut metadata) {
+                let noted = match vram::note(&op, limit, dump_started, &mut metadata) {
                     Ok(true) => this.commit(&metadata).map_err(|e| e.to_string()),
                     Ok(false) if leave_running => {
                         slot = Some(this);
@@ -314,16 +314,16 @@ impl Job<'_> {
                     Ok(false) => Err("the GPU memory was not written in time".into()),
                     Err(e) => Err(e),
                 };
-                recording = recorded.err();
-                recording.is_none()
+                metadata_error = noted.err();
+                metadata_error.is_none()
             },
         )?;
-        if ended.code == 0 && recording.is_none() && slot.is_some() {
+        if ended.code == 0 && metadata_error.is_none() && slot.is_some() {
             // Waits for the VRAM files of a container that runs again, or of a CRIU that does not ask (the runtime
             // cleared its environment).
             metadata.gpu.plugin_report = plugin_report(&images.path);
             let written = vram::note(&op, watch.limit, dump_started, &mut metadata);
-            recording = match written {
+            metadata_error = match written {
                 Ok(true) => None,
                 Ok(false) => Some("the GPU memory was not written in time".into()),
                 Err(e) => Some(e),
@@ -334,7 +334,7 @@ impl Job<'_> {
         if ended.killed {
             self.thaw(setup.tools);
         }
-        if ended.code == 0 && recording.is_none() {
+        if ended.code == 0 && metadata_error.is_none() {
             if let Some(slot) = slot.take() {
                 slot.commit(&metadata)?;
             }
@@ -365,7 +365,7 @@ impl Job<'_> {
         let denied = before
             .criu_log()
             .and_then(|log| lsm::denial(self.host, log, &self.surroundings.lsm));
-        let reasons = recording.into_iter().chain(finished.reasons());
+        let reasons = metadata_error.into_iter().chain(finished.reasons());
         let reasons = reasons.chain(full).chain(denied).chain(said).collect();
         log::error(&self.explain(&ended, reasons, &before));
         Ok(exit_code(if ended.code == 0 { 1 } else { ended.code }))
@@ -431,7 +431,7 @@ impl Job<'_> {
 }
 
 /// Returns the metadata without what the dump itself adds.
-fn recorded(
+fn metadata_of(
     setup: &crate::setup::Setup<'_>,
     host: &Host,
     plan: &CheckpointPlan,

@@ -64,7 +64,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let stored = store::find(&ctx.config, inv, &directory)?;
     let Some(metadata) = Metadata::open(&directory)? else {
         if let Some(stored) = &stored {
-            return Err(store::unrecorded(stored, &directory));
+            return Err(store::without_metadata(stored, &directory));
         }
         rootfs::apply(&ctx.config.rootfs, &directory, &bundle_directory(inv))?;
         return Err(passthrough::exec(&ctx.low, &args));

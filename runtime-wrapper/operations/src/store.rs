@@ -122,7 +122,7 @@ pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<F
     store::find(images, &config.store.directories()).map_err(|e| refused(&inv.id, &e.to_string()))
 }
 
-pub fn unrecorded(stored: &Found, images: &Path) -> Error {
+pub fn without_metadata(stored: &Found, images: &Path) -> Error {
     Error::Failed(format!(
         "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",
         images.display(),

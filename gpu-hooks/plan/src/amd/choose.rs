@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use super::checks::{Switches, compare, names};
 use super::matcher::{self, Problem, Without};
-use super::plugin_choice::{self, Stock};
+use super::plugin_choice::{self, PluginChoice};
 use super::reasons::{no_mapping, unmatched};
 use super::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
 use crate::compat::{Check, Verdict};
@@ -157,9 +157,9 @@ fn plugin_agrees(
     let mut agreed: Option<Vec<(u32, u32)>> = None;
     for source in request.sources {
         let mut picks = match plugin_choice::choose(source, &view, request.switches) {
-            Stock::Picks(picks) => picks,
-            Stock::Refuses(why) => return Err(format!("would refuse ({why})")),
-            Stock::Loops(why) => return Err(format!("would never end ({why})")),
+            PluginChoice::Picks(picks) => picks,
+            PluginChoice::Refuses(why) => return Err(format!("would refuse ({why})")),
+            PluginChoice::Loops(why) => return Err(format!("would never end ({why})")),
         };
         picks.sort_unstable();
         match &agreed {

@@ -15,7 +15,7 @@ use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Topology};
 const BUDGET: u64 = 200_000;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Stock {
+pub enum PluginChoice {
     /// It maps: `gpu_id` of each GPU of the checkpoint, in the image's order, and of its target.
     Picks(Vec<(u32, u32)>),
     Refuses(String),
@@ -23,9 +23,9 @@ pub enum Stock {
 }
 
 /// Predicts the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
-pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Stock {
+pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> PluginChoice {
     if let Some(trouble) = visible.unreadable.iter().find(|u| u.stops_plugin) {
-        return Stock::Refuses(format!(
+        return PluginChoice::Refuses(format!(
             "node {} cannot be read: {}",
             trouble.node, trouble.what
         ));
@@ -50,15 +50,15 @@ pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Sto
         })
     });
     match model.and_then(|mut m| m.choose()) {
-        Ok(pairs) => Stock::Picks(pairs),
-        Err(Stop::Refuses(reason)) => Stock::Refuses(reason),
+        Ok(pairs) => PluginChoice::Picks(pairs),
+        Err(Stop::Refuses(reason)) => PluginChoice::Refuses(reason),
         Err(Stop::Broken(Broken::Nowhere)) => {
-            Stock::Refuses("it would crash on a list or link that leads nowhere".into())
+            PluginChoice::Refuses("it would crash on a list or link that leads nowhere".into())
         }
         Err(Stop::Broken(Broken::Endless)) => {
-            Stock::Loops("its search comes back to where it was".into())
+            PluginChoice::Loops("its search comes back to where it was".into())
         }
-        Err(Stop::Budget) => Stock::Loops(format!(
+        Err(Stop::Budget) => PluginChoice::Loops(format!(
             "its search has not ended after {BUDGET} comparisons"
         )),
     }

@@ -4,7 +4,7 @@
 
 use super::super::checks::Switches;
 use super::super::choose::{Request, choose};
-use super::super::plugin_choice::{Stock, choose as stock};
+use super::super::plugin_choice::{PluginChoice, choose as stock};
 use super::*;
 use crate::wish::Wish;
 
@@ -81,7 +81,7 @@ fn the_whole_machine() {
     );
     assert!(matches!(
         stock(&mi210(), &elsewhere(), &Switches::default()),
-        Stock::Picks(_)
+        PluginChoice::Picks(_)
     ));
 }
 

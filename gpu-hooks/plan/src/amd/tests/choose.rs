@@ -333,7 +333,7 @@ fn the_plugin_chooses_it_too() {
                     .collect();
                 assert_eq!(
                     plugin_choice::choose(&source, &view, &Switches::default()),
-                    plugin_choice::Stock::Picks(pairs),
+                    plugin_choice::PluginChoice::Picks(pairs),
                     "seed {seed}"
                 );
                 let ids: Vec<u32> = choice.pairs.iter().map(|p| p.target.id).collect();

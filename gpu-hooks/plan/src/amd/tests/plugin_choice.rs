@@ -1,20 +1,20 @@
 //! Tests the prediction against what the plugin's own code did with these inputs (CRIU 4.2).
 
 use super::super::checks::{Switch, Switches};
-use super::super::plugin_choice::{Stock, choose};
+use super::super::plugin_choice::{PluginChoice, choose};
 use super::super::topology::Unreadable;
 use super::*;
 
 fn picks(source: &Topology, target: &Topology) -> Vec<(u32, u32)> {
     match choose(source, target, &Switches::default()) {
-        Stock::Picks(pairs) => pairs,
+        PluginChoice::Picks(pairs) => pairs,
         other => panic!("{other:?}"),
     }
 }
 
 fn refuses(source: &Topology, target: &Topology) -> String {
     match choose(source, target, &Switches::default()) {
-        Stock::Refuses(why) => why,
+        PluginChoice::Refuses(why) => why,
         other => panic!("{other:?}"),
     }
 }
@@ -111,5 +111,5 @@ fn numa_follows_its_switch() {
     );
     refuses(&a, &b);
     let off = Switches::default().with(Switch::Numa, false);
-    assert!(matches!(choose(&a, &b, &off), Stock::Picks(_)));
+    assert!(matches!(choose(&a, &b, &off), PluginChoice::Picks(_)));
 }
