@@ -1,7 +1,8 @@
 #!/bin/bash
-# suspend.sh [DOCKER-OPTION...]: checkpoints a container under docker, and starts it again from the checkpoint. Needs root, docker
-# with `"experimental": true` and the runtime `cryopod` in daemon.json (docs/containerd.md), CRIU. IMAGE: default busybox. For a
-# container with GPUs add the options of `docker run`, say `--device /dev/nvidia0 --device /dev/nvidiactl --device /dev/nvidia-uvm`.
+# suspend.sh [DOCKER-OPTION...]: checkpoints a container under docker, and starts it again from the checkpoint. Needs root,
+# docker with `"experimental": true` and the runtime `cryopod` in daemon.json, the shim in place of containerd's
+# (docs/containerd.md), CRIU. IMAGE: default busybox. For a container with GPUs add the options of `docker run`, say
+# `--device /dev/nvidia0 --device /dev/nvidiactl --device /dev/nvidia-uvm`.
 set -euo pipefail
 image=${IMAGE:-busybox}
 cleanup() { docker rm --force example > /dev/null 2>&1 || true; }
