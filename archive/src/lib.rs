@@ -15,7 +15,6 @@ pub mod entry;
 pub mod error;
 pub mod flatten;
 mod frames;
-pub mod handover;
 mod hash;
 pub mod limits;
 pub mod metadata;

@@ -70,3 +70,18 @@ pub fn volume(file: &str) -> Option<&str> {
     let name = file.strip_prefix(VOLUMES_DIR)?.strip_prefix('/')?;
     name.strip_suffix(".tar").filter(|n| !n.contains('/'))
 }
+
+/// Smaller files are not worth a place of their own. In bytes.
+const LARGE: u64 = 1 << 20;
+
+/// Returns true for a file of pages or a shard of the VRAM files that is large enough to be moved away from the others.
+pub fn is_large(name: &str, bytes: u64) -> bool {
+    bytes >= LARGE && (is_numbered(name, VRAM_SHARD) || is_numbered(name, PAGES))
+}
+
+/// Returns true for a prefix, a number and `.img`.
+pub fn is_numbered(name: &str, prefix: &str) -> bool {
+    let number = name.strip_prefix(prefix);
+    let number = number.and_then(|rest| rest.strip_suffix(".img"));
+    number.is_some_and(|n| (1..=10).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit()))
+}

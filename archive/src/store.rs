@@ -20,7 +20,6 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::handover::is_numbered;
 use crate::names;
 
 mod find;
@@ -191,8 +190,8 @@ impl Reference {
         }
         let mut seen = BTreeSet::new();
         for file in &self.files {
-            let pages = is_numbered(&file.name, names::PAGES);
-            if !pages && !is_numbered(&file.name, names::VRAM_SHARD) {
+            let pages = names::is_numbered(&file.name, names::PAGES);
+            if !pages && !names::is_numbered(&file.name, names::VRAM_SHARD) {
                 let name: String = file.name.chars().take(100).collect();
                 return Err(format!("{name:?} is no large file of a checkpoint"));
             }
@@ -224,7 +223,7 @@ impl Reference {
         let pages = self
             .files
             .iter()
-            .filter(|f| is_numbered(&f.name, names::PAGES));
+            .filter(|f| names::is_numbered(&f.name, names::PAGES));
         pages.map(|f| f.bytes).fold(0, u64::saturating_add)
     }
 }

@@ -46,7 +46,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let stores = stores(&args.store)?;
     let found = found(&source, &stores)?.with_context(|| {
         format!(
-            "{}: has no files in a store; `cryopod pack` or `convert` make an archive of it",
+            "{}: has no files in a store; `cryopod pack` makes an archive of it",
             source.path().display()
         )
     })?;

@@ -156,7 +156,7 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
             Ok(packed)
         });
     steps.done("pack");
-    let again = format!("cryopod convert PATH -o {}", args.output);
+    let again = format!("cryopod pack PATH -o {}", args.output);
     keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
 }
 

@@ -97,7 +97,7 @@ impl Args {
 
     fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
         let how = How::plain(self.quiet).named(self.name.as_deref());
-        how.write_silently("convert", source, to)
+        how.write_silently("pack", source, to)
     }
 }
 

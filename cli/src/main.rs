@@ -3,7 +3,6 @@
 mod bundle;
 mod check;
 mod container;
-mod convert;
 mod engine;
 mod export;
 mod flatten;
@@ -41,8 +40,6 @@ enum Command {
     Pack(pack::Args),
     /// Unpacks an archive into a directory.
     Unpack(unpack::Args),
-    /// Converts an archive to another kind.
-    Convert(convert::Args),
     /// Reads a whole archive and verifies it.
     Verify(verify::Args),
     /// Makes a self-contained archive of a checkpoint whose large files are in a store.
@@ -70,7 +67,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             // The message may hold names from archives and containers.
-            eprintln!("Error: {}", printable(&format!("{error:?}")));
+            eprintln!("Error: {}", printable(&one_line(&error)));
             ExitCode::FAILURE
         }
     }
@@ -89,7 +86,6 @@ fn run() -> anyhow::Result<ExitCode> {
         Command::Check(args) => check::run(&args),
         Command::Pack(args) => pack::run(&args),
         Command::Unpack(args) => unpack::run(&args),
-        Command::Convert(args) => convert::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Bundle(args) => bundle::run(&args),
         Command::Flatten(args) => flatten::run(&args),
@@ -100,5 +96,34 @@ fn run() -> anyhow::Result<ExitCode> {
         Command::Import(args) => import::run(&args),
         Command::Push(args) => push::run(&args),
         Command::Pull(args) => pull::run(&args),
+    }
+}
+
+/// Joins an error with its causes. A cause that the text names already is left out.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::one_line;
+
+    #[test]
+    fn a_cause_is_named_once() {
+        let cause = std::io::Error::other("disk full");
+        let error = anyhow!(cause).context("a: cannot be written: disk full");
+        assert_eq!(one_line(&error), "a: cannot be written: disk full");
+        assert_eq!(
+            one_line(&error.context("pack")),
+            "pack: a: cannot be written: disk full"
+        );
     }
 }

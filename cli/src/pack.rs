@@ -1,4 +1,4 @@
-//! `cryopod pack`: packs a checkpoint into one portable archive.
+//! `cryopod pack`: packs a checkpoint into one portable archive, or makes an archive of another kind of one.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -20,8 +20,8 @@ use crate::ui;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// The checkpoint: a directory of CRIU images, podman's export file, an exported containerd checkpoint, a
-    /// Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
+    /// The checkpoint: a directory of CRIU images, or an archive: podman's export file, an exported containerd
+    /// checkpoint, a Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
     /// The output: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
     /// zstd).
@@ -216,12 +216,8 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    write("pack", &args.source, &args.output, &args.how)
-}
-
-pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<ExitCode> {
-    let to = destination(to)?;
-    let source = Place::parse(from).open()?;
+    let to = destination(&args.output)?;
+    let source = Place::parse(&args.source).open()?;
     let images = source.images_directory();
     if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
         eprintln!(
@@ -229,6 +225,7 @@ pub fn write(what: &str, from: &str, to: &str, how: &How) -> anyhow::Result<Exit
             reference, reference.id
         );
     }
-    how.write(what, &source, &to, completed(&source)?)?;
+    let files = completed(&source)?;
+    args.how.write("pack", &source, &to, files)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -33,7 +33,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let layout = temp.path().join("image");
             pull(args, &layout)?;
             let how = How::plain(args.registry.quiet());
-            how.write("convert", &Source::open(&layout)?, &to, Default::default())?;
+            how.write("pack", &Source::open(&layout)?, &to, Default::default())?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -13,7 +13,7 @@ use crate::ui;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack, convert and export write it.
+    /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack and export write it.
     source: String,
     /// REGISTRY/REPOSITORY:TAG.
     image: String,

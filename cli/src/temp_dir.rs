@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use cryopod_archive::handover;
+use cryopod_operations::handover;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use tempfile::TempDir;
@@ -124,7 +124,7 @@ fn clean(parent: &Path, holds: Holds) {
         };
         match holds {
             Holds::Checkpoint => tracing::warn!(
-                "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod convert`, or remove it",
+                "{}: a checkpoint that an export has left, which failed or was killed; go on with `cryopod pack`, or remove it",
                 path.display()
             ),
             // An engine outlives the process that called it.

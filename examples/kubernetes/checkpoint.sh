@@ -7,6 +7,6 @@ set -euo pipefail
 kubectl create --raw "/api/v1/nodes/$1/proxy/checkpoint/$2/$3/$4" -f /dev/null
 
 # To restore, make an image of the archive, on the node or wherever the archive is:
-#   cryopod convert ARCHIVE -o docker://registry.example/train:checkpoint
+#   cryopod pack ARCHIVE -o docker://registry.example/train:checkpoint
 # Then create a pod with that image and the same runtimeClassName. This works with containerd 2.1 to 2.3.
 # 2.3.4 and later 2.3 need enable_experimental_restore_via_create = true, as in containerd.toml.

@@ -104,3 +104,9 @@ pub fn read_bounded_from(source: impl Read, limit: u64) -> io::Result<Vec<u8>> {
     }
     Ok(bytes)
 }
+/// Returns true for a directory, not a link, that belongs to this user and that nobody else can write to.
+pub fn own_directory(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|m| {
+        m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
+    })
+}

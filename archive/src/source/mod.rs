@@ -159,7 +159,7 @@ impl Source {
         Error::Unsupported {
             path: self.path.clone(),
             reason: format!(
-                "a {} is no image; make one of it first: cryopod convert",
+                "a {} is no image; make one of it first: cryopod pack",
                 self.kind
             ),
         }

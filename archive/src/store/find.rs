@@ -12,7 +12,8 @@ use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
 
 use super::{Reference, StoreError, Stored};
-use crate::handover::own_directory;
+use cryopod_host::files::own_directory;
+
 use crate::names;
 
 const READ_BYTES: usize = 1 << 20;

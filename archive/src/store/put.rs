@@ -12,8 +12,9 @@ use nix::fcntl::{Flock, FlockArg};
 
 use super::find::{each, hash};
 use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION};
+use cryopod_host::files::own_directory;
+
 use crate::direct_io::Through;
-use crate::handover::{is_large, is_numbered, own_directory};
 use crate::names;
 use crate::staging::{self, Staging};
 use crate::stream::open_regular;
@@ -122,7 +123,7 @@ fn large(images: &Path) -> Result<Vec<Stored>, StoreError> {
         let name = item.file_name();
         let name = name
             .to_str()
-            .filter(|n| meta.is_file() && is_large(n, meta.len()));
+            .filter(|n| meta.is_file() && names::is_large(n, meta.len()));
         if let Some(name) = name.filter(|_| files.len() < MAX_FILES) {
             files.push(Stored {
                 name: name.to_owned(),
@@ -182,7 +183,7 @@ fn one(
     linked: bool,
     until: Option<Instant>,
 ) -> Result<(), StoreError> {
-    let hashed = is_numbered(&file.name, names::PAGES);
+    let hashed = names::is_numbered(&file.name, names::PAGES);
     if linked && !hashed {
         return Ok(());
     }

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
+use cryopod_archive::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{UnpackOptions, unpack};
-use cryopod_archive::{handover, names};
+use cryopod_operations::handover;
 
 use super::{Args, Taken};
 use crate::engine::Call;

@@ -9,7 +9,8 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
-use cryopod_archive::{Compression, handover, names};
+use cryopod_archive::{Compression, names};
+use cryopod_operations::handover;
 
 use super::Args;
 use crate::engine::Call;

@@ -50,6 +50,23 @@ impl Invocation {
             .map_or_else(|| "checkpoint".into(), PathBuf::from)
     }
 
+    /// The bundle of a restore: the flag, or the working directory.
+    pub fn bundle(&self) -> PathBuf {
+        self.flags
+            .value("bundle")
+            .filter(|p| !p.is_empty())
+            .map_or_else(|| ".".into(), PathBuf::from)
+    }
+
+    /// The image directory of a restore: crun takes a relative path below the bundle, runc below the working directory.
+    pub fn images_of_restore(&self, kind: Kind) -> PathBuf {
+        match kind {
+            Kind::Crun => self.bundle().join(self.image_path()),
+            Kind::Runc => self.image_path(),
+        }
+    }
+
+    /// Directory for CRIU's logs: the flag, or that of the images.
     pub fn work_path(&self) -> PathBuf {
         self.flags
             .value("work-path")
@@ -164,7 +181,7 @@ const RUNC_RESTORE: &[Flag] = &[
     ("lsm-mount-context", true),
     ("no-new-keyring", false),
 ];
-// Engines made for runc pass flags that crun lacks; see `restore::fit_arguments`.
+// Engines made for runc pass flags that crun lacks; see `restore::arguments`.
 const CRUN_RESTORE: &[Flag] = &[
     ("bundle", true),
     ("b", true),

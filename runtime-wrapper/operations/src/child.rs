@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -162,6 +162,11 @@ pub fn run(
         killed: watcher.killed,
         lost_processes: watcher.lost_processes,
     })
+}
+
+/// This program's exit code for that of the low-level runtime.
+pub fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
 fn this_process() -> i32 {

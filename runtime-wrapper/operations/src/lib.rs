@@ -32,6 +32,7 @@ pub mod criuopts;
 pub mod error;
 pub mod facts;
 mod frozen;
+pub mod handover;
 pub mod images;
 pub mod log;
 mod loopback;
@@ -46,6 +47,7 @@ pub mod privileges;
 #[cfg(test)]
 mod reach_tests;
 pub mod reasons;
+mod request;
 pub mod restore;
 pub mod restore_here;
 pub mod rootfs;

@@ -11,19 +11,15 @@ use cryopod_cuda::report::AgentReady;
 use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
-use cryopod_host::files::Host;
 
-use crate::context::Context;
 use crate::error::Error;
 use crate::preflight::{self, Question};
-use crate::privileges;
-use crate::surroundings::{self, Bundle};
+use crate::request::Request;
+use crate::{privileges, surroundings};
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct Prospect<'a> {
-    pub ctx: &'a Context,
-    pub host: &'a Host,
-    pub bundle: Bundle<'a>,
+    pub request: &'a Request<'a>,
     pub plan: &'a CheckpointPlan,
 }
 
@@ -50,37 +46,32 @@ impl Prospect<'_> {
         metadata: &Metadata,
         agent: Option<&AgentReady>,
     ) -> Result<Vec<Refusal>, Error> {
-        let spec = self.bundle.spec;
-        let checks = &self.ctx.config.checks;
+        let request = self.request;
+        let (host, spec) = (&request.host, &request.spec);
+        let checks = &request.config().checks;
         let switches = Switches::gather(spec, checks, &|name| std::env::var(name).ok())
             .map_err(Error::Failed)?;
         let agent = agent.map(|ready| as_if_gone(ready, &self.plan.pids));
         // The configuration's map is for another restore, before which it may change; the container's own map stays.
-        let mut config = self.ctx.config.clone();
+        let mut config = request.config().clone();
         config.gpu.map = None;
         let answer = preflight::answer(&Question {
-            host: self.host,
+            host,
             config: &config,
             metadata,
             spec,
             switches: &switches,
-            low: self.ctx.low.kind,
+            low: request.low(),
             faults: &[],
             agent: agent.as_ref(),
             amd: None,
             freed: self.plan.memory_bytes,
         })?;
         let mut refusals = answer.refusals();
-        let provided = surroundings::provided(
-            self.ctx,
-            self.host,
-            self.bundle,
-            metadata,
-            answer.chosen.as_ref(),
-        );
+        let provided = surroundings::provided(request, metadata, answer.chosen.as_ref());
         refusals.extend(provided.err().into_iter().flatten());
         let pids = &self.plan.pids;
-        refusals.extend(privileges::running(&self.ctx.config, self.host, spec, pids));
+        refusals.extend(privileges::running(request.config(), host, spec, pids));
         if let (Some(_), Some(chosen)) = (&agent, &answer.chosen)
             && let Err(Error::Plan(PlanError::RestoreRefused(more))) = chosen.driver_map()
         {

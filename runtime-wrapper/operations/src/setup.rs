@@ -11,24 +11,23 @@ use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
 use cryopod_host::nodes::Vendor;
-use cryopod_host::programs::Tools;
-use cryopod_host::spec::Spec;
 
 use crate::action_script::ActionScript;
 use crate::agent::{self, Agent};
-use crate::argv::{Invocation, Verb};
-use crate::context::Context;
+use crate::argv::Verb;
 use crate::criuconf::{self, Extra, Reader};
 use crate::error::Error;
 use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
 use crate::operation::Operation;
+use crate::request::Request;
 use crate::vram;
 
 /// The file in the operation's directory that tells the plugin to give up.
 pub const ABORT_FILE: &str = "abort";
 const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "plugin-report.json";
+
 pub fn no_criu() -> Error {
     Error::Failed(
         "criu was not found on PATH; install the criu package (4.1 or newer). Nothing was touched"
@@ -36,19 +35,9 @@ pub fn no_criu() -> Error {
     )
 }
 
-pub fn with_flags(args: &[OsString], verb_at: usize, flags: &[&str]) -> Vec<OsString> {
-    let mut line = args.to_vec();
-    let at = (verb_at + 1).min(line.len());
-    line.splice(at..at, flags.iter().map(OsString::from));
-    line
-}
-
 #[derive(Clone, Copy)]
 pub struct Setup<'a> {
-    pub ctx: &'a Context,
-    pub inv: &'a Invocation,
-    pub spec: &'a Spec,
-    pub tools: &'a dyn Tools,
+    pub request: &'a Request<'a>,
     pub criu: &'a Criu,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<&'a str>,
@@ -98,13 +87,13 @@ impl Setup<'_> {
         &self,
         op: &Operation,
         plan: &CheckpointPlan,
-        pre_dump: bool,
         extra: &Extra,
     ) -> Result<Ready, Error> {
+        let pre_dump = self.request.pre_dump();
         let users = plan.users_of(Vendor::Nvidia);
         let vram = match pre_dump {
             true => None,
-            false => vram::checkpoint(&self.ctx.config, self.spec, self.inv)?,
+            false => vram::checkpoint(self.request)?,
         };
         let operation = if pre_dump {
             PluginOperation::PreDump
@@ -114,7 +103,7 @@ impl Setup<'_> {
         let nvidia = (!users.is_empty()).then(|| PluginConfig {
             pids: users,
             locked: self.locked.to_vec(),
-            leave_running: self.inv.flags.has("leave-running"),
+            leave_running: self.request.leave_running(),
             action_script_file: Some(op.file(vram::ACTION_SCRIPT_FILE)),
             vram,
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
@@ -123,11 +112,8 @@ impl Setup<'_> {
             Some(_) if !pre_dump => Some(self.agent(op, &plan.plugins)?),
             _ => None,
         };
-        let limit = self
-            .ctx
-            .config
-            .limits
-            .checkpoint(data(plan, agent.as_ref()));
+        let limits = &self.request.config().limits;
+        let limit = limits.checkpoint(data(plan, agent.as_ref()));
         let extra = Extra {
             limit_s: limit.as_secs(),
             ..extra.clone()
@@ -155,7 +141,7 @@ impl Setup<'_> {
     }
 
     pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
-        Ok(Agent::of_operation(&self.ctx.config, plugins, op)?)
+        Ok(Agent::of_operation(self.request.config(), plugins, op)?)
     }
 
     fn ready(
@@ -166,13 +152,15 @@ impl Setup<'_> {
         agent: Option<Agent>,
         extra: &Extra,
     ) -> Result<Ready, Error> {
-        let config = &self.ctx.config;
-        let reader = self.reader(self.low_version, self.inv.verb == Verb::Restore);
+        let config = self.request.config();
+        let restore = self.request.inv.verb == Verb::Restore;
+        let reader = self.reader(self.low_version, restore);
         let env_conf = std::env::var_os("CRIU_CONFIG_FILE")
             .filter(|v| !v.is_empty())
             .map(PathBuf::from);
+        let spec = &self.request.spec;
         let (text, libdirs) =
-            criuconf::merge(op, config, reader, self.spec, env_conf.as_deref(), extra)?;
+            criuconf::merge(op, config, reader, spec, env_conf.as_deref(), extra)?;
         for plugin in plugins.iter().chain(&criuconf::user_plugins(&libdirs)) {
             op.link_plugin(plugin)?;
         }
@@ -195,7 +183,7 @@ impl Setup<'_> {
     fn nvidia(&self, op: &Operation, mut plugin: PluginConfig) -> Result<(), Error> {
         plugin.abort_file = Some(op.file(ABORT_FILE));
         plugin.report = Some(op.file(PLUGIN_REPORT));
-        if let Some(limit) = self.ctx.config.nvidia.lock_timeout_ms {
+        if let Some(limit) = self.request.config().nvidia.lock_timeout_ms {
             plugin.lock_timeout_ms = limit;
         }
         let text = serde_json::to_vec_pretty(&plugin).map_err(|e| {
@@ -210,7 +198,7 @@ impl Setup<'_> {
             line.and_then(facts::numbers)
                 .is_some_and(|n| n.as_slice() >= want.as_slice())
         };
-        let kind = self.ctx.low.kind;
+        let kind = self.request.low();
         Reader {
             restore,
             kind,
@@ -264,27 +252,4 @@ fn read_report<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
 
 fn write(path: &Path, text: &[u8]) -> Result<(), Error> {
     std::fs::write(path, text).map_err(Error::io(format!("{}: cannot be written", path.display())))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn flags_go_behind_the_verb() {
-        let line: Vec<OsString> = ["--root", "/r", "restore", "c1"]
-            .map(OsString::from)
-            .to_vec();
-        assert_eq!(
-            with_flags(&line, 2, &["--manage-cgroups-mode", "ignore"]),
-            [
-                "--root",
-                "/r",
-                "restore",
-                "--manage-cgroups-mode",
-                "ignore",
-                "c1"
-            ]
-        );
-    }
 }

@@ -12,10 +12,10 @@ use cryopod_archive::store::{self, About, Found};
 use cryopod_archive::vram::usual_threads;
 use cryopod_host::spec::Spec;
 
-use crate::argv::Invocation;
 use crate::config::Config;
 use crate::config::store::{Options, Use};
 use crate::error::Error;
+use crate::request::Request;
 
 /// The annotation that overrides `store.use`.
 pub const ANNOTATION: &str = "dev.cryopod.store";
@@ -52,9 +52,12 @@ pub fn wanted<'a>(options: &'a Options, spec: &Spec) -> Result<Option<&'a Path>,
 ///
 /// # Errors
 /// [`Error::Failed`]: they are in a store.
-pub fn parent_is_here(inv: &Invocation, images: &Path) -> Result<(), Error> {
-    let parent = inv.flags.value("parent-path").filter(|p| !p.is_empty());
-    parent.map_or(Ok(()), |parent| whole(below(images, Path::new(parent))))
+pub fn parent_is_here(request: &Request<'_>) -> Result<(), Error> {
+    let flags = &request.inv.flags;
+    let parent = flags.value("parent-path").filter(|p| !p.is_empty());
+    parent.map_or(Ok(()), |parent| {
+        whole(below(&request.images, Path::new(parent)))
+    })
 }
 
 /// Resolves a path relative to a directory that may not exist yet, so that the system cannot follow it.
@@ -114,12 +117,12 @@ pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration
 }
 
 /// Finds an image directory's entry in a store; `None`: it has none. On error nothing was started.
-pub fn find(config: &Config, inv: &Invocation, images: &Path) -> Result<Option<Found>, Error> {
+pub fn find(config: &Config, id: &str, images: &Path) -> Result<Option<Found>, Error> {
     let parent = images.join(names::PARENT_LINK);
     if parent.exists() {
         whole(parent)?;
     }
-    store::find(images, &config.store.directories()).map_err(|e| refused(&inv.id, &e.to_string()))
+    store::find(images, &config.store.directories()).map_err(|e| refused(id, &e.to_string()))
 }
 
 pub fn without_metadata(stored: &Found, images: &Path) -> Error {
@@ -132,13 +135,13 @@ pub fn without_metadata(stored: &Found, images: &Path) -> Error {
 }
 
 /// Compares the digests of CRIU's images. The VRAM worker checks those of the VRAM files. On error nothing was started.
-pub fn verify(config: &Config, id: &str, stored: &Found, limit: Duration) -> Result<(), Error> {
-    if config.store.verify == Some(false) {
+pub fn verify(request: &Request<'_>, stored: &Found, limit: Duration) -> Result<(), Error> {
+    if request.config().store.verify == Some(false) {
         return Ok(());
     }
     let until = Instant::now().checked_add(limit);
     let verified = stored.verify(usual_threads(), until);
-    verified.map_err(|e| refused(id, &e.to_string()))
+    verified.map_err(|e| refused(request.id(), &e.to_string()))
 }
 
 fn refused(id: &str, what: &str) -> Error {

@@ -12,32 +12,28 @@ use std::path::{Component, Path, PathBuf};
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_cuda::nvidia;
-use cryopod_gpu_plan::ceiling::Ceiling;
 use cryopod_gpu_plan::hazards::{self, CriuLimits};
 use cryopod_gpu_plan::mounts::{self, Provided, Provider};
 use cryopod_gpu_plan::own_nodes;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::Destinations;
-use cryopod_host::files::Host;
 use cryopod_host::mountinfo::declarable;
 use cryopod_host::processes::Scan;
-use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use crate::argv::Invocation;
 use crate::choose::Chosen;
-use crate::context::Context;
 use crate::criuconf::Extra;
 use crate::criuopts::{self, Options};
 use crate::error::Error;
 use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
 use crate::operation::Operation;
+use crate::request::Request;
 use crate::{criu_helpers, lsm};
 
 /// What a checkpoint records and configures in CRIU.
@@ -49,20 +45,25 @@ pub struct Surroundings {
     pub lsm: LsmFacts,
 }
 
-fn options(ctx: &Context, host: &Host, spec: &Spec) -> Result<Options, Error> {
-    let ceiling = ctx.config.ceiling(host, spec);
-    let texts = texts(ctx, &ceiling);
-    Ok(Options::of(&ctx.config.criu.options, &ceiling, &texts)?)
+fn options(request: &Request<'_>) -> Result<Options, Error> {
+    let ceiling = request.config().ceiling(&request.host, &request.spec);
+    let texts = texts(request);
+    Ok(Options::of(
+        &request.config().criu.options,
+        &ceiling,
+        &texts,
+    )?)
 }
 
 /// The CRIU configurations beside cryopod's own.
-fn texts(ctx: &Context, ceiling: &Ceiling<'_>) -> Vec<String> {
+fn texts(request: &Request<'_>) -> Vec<String> {
+    let ceiling = request.config().ceiling(&request.host, &request.spec);
     let files = criuopts::earlier_files();
     let mut texts: Vec<String> = files
         .iter()
         .filter_map(|path| crate::criufile::read(path).ok())
         .collect();
-    texts.extend(crate::criuconf::runtime_text(ctx.low.kind, ceiling));
+    texts.extend(crate::criuconf::runtime_text(request.low(), &ceiling));
     texts
 }
 
@@ -71,40 +72,36 @@ fn texts(ctx: &Context, ceiling: &Ceiling<'_>) -> Vec<String> {
 ///
 /// # Errors
 /// [`Error::Option`]: an annotation cannot be followed.
-#[allow(clippy::too_many_arguments)]
 pub fn checkpoint(
-    ctx: &Context,
-    inv: &Invocation,
-    host: &Host,
-    tools: &dyn Tools,
-    bundle: Bundle<'_>,
+    request: &Request<'_>,
     init: i32,
     scan: &Scan,
     criu: &Criu,
 ) -> Result<(Surroundings, Vec<Refusal>), Error> {
-    let Bundle { spec, mounts } = bundle;
-    let mut options = options(ctx, host, spec)?;
+    let (host, spec, flags) = (&request.host, &request.spec, &request.inv.flags);
+    let mounts = &request.mounts;
+    let mut options = options(request)?;
     let limits = CriuLimits {
-        own_network: ctx.low.kind == Kind::Runc && crate::loopback::own_network(spec),
+        own_network: request.low() == Kind::Runc && crate::loopback::own_network(spec),
         ghost_limit: options.ghost_limit(),
         searched: options.texts("irmap-scan-path"),
     };
     let mut refusals = hazards::refusals(scan, host, spec, &limits);
     let connections = hazards::connections(scan, host, init);
-    refusals.extend(options.settle_tcp(&inv.flags, &connections));
+    refusals.extend(options.settle_tcp(flags, &connections));
     let helpers = criu_helpers::checkpoint(
         criu_helpers::Probe {
-            tools,
-            limit: ctx.config.limits.tool(),
+            tools: &request.tools,
+            limit: request.tool_limit(),
         },
         &criu_helpers::Subject {
             host,
-            kind: ctx.low.kind,
+            kind: request.low(),
             spec,
             init,
             scan,
             connections: &connections,
-            lock: options.network_lock(&inv.flags, &texts(ctx, &ctx.config.ceiling(host, spec))),
+            lock: options.network_lock(flags, &texts(request)),
         },
     );
     refusals.extend(helpers.refusals);
@@ -145,7 +142,7 @@ pub fn checkpoint(
         ));
     let surroundings = Surroundings {
         criu: CriuFacts {
-            options: options.for_the_restore(&inv.flags),
+            options: options.for_the_restore(flags),
             helpers: helpers.recorded,
         },
         lsm: labels(spec),
@@ -175,9 +172,10 @@ fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
 /// crun from 1.24 on masks directories with an empty one in its state directory. At a checkpoint it names that to CRIU
 /// by the default state directory, at a restore by that of `--root`: CRIU then finds "No mapping for (null)
 /// mountpoint".
-fn empty_directories(kind: Kind, inv: &Invocation) -> Vec<(PathBuf, PathBuf)> {
+fn empty_directories(request: &Request<'_>) -> Vec<(PathBuf, PathBuf)> {
     const NAME: &str = ".empty-directory";
-    let Some(root) = inv.globals.root.as_ref().filter(|_| kind == Kind::Crun) else {
+    let root = request.state_root();
+    let Some(root) = root.filter(|_| request.low() == Kind::Crun) else {
         return Vec::new();
     };
     let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty());
@@ -211,24 +209,17 @@ pub struct Provision {
     pub read_only: Vec<String>,
 }
 
-#[derive(Debug, Clone, Copy)]
-pub struct Bundle<'a> {
-    pub spec: &'a Spec,
-    pub mounts: &'a Destinations,
-}
-
 /// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as known. Touches
 /// nothing.
 ///
 /// # Errors
 /// Every mount that cannot be provided.
 pub fn provided(
-    ctx: &Context,
-    host: &Host,
-    bundle: Bundle<'_>,
+    request: &Request<'_>,
     metadata: &Metadata,
     chosen: Option<&Chosen>,
 ) -> Result<Vec<Provided>, Vec<Refusal>> {
+    let (host, spec) = (&request.host, &request.spec);
     let moved = chosen.iter().flat_map(|c| &c.gpus).filter(|c| c.moved());
     let renamed: Vec<(String, String)> = moved
         .map(|c| (c.old.pci.clone(), c.new.pci.clone()))
@@ -241,15 +232,15 @@ pub fn provided(
         .collect();
     let driver = nvidia::driver_version(host);
     let provider = Provider {
-        ceiling: ctx.config.ceiling(host, bundle.spec),
-        mounts: bundle.mounts,
+        ceiling: request.config().ceiling(host, spec),
+        mounts: &request.mounts,
         recorded_driver: metadata.gpu.drivers.get("nvidia").map(String::as_str),
         driver: driver.as_deref(),
         renamed: &renamed,
         nodes: &nodes,
     };
     let provided = provider.provide(&metadata.mounts.foreign);
-    match (own_nodes::paths(host, bundle.spec).is_empty(), chosen) {
+    match (own_nodes::paths(host, spec).is_empty(), chosen) {
         (false, Some(chosen)) if !chosen.remap.changed().is_empty() => {
             let mut refusals = provided.err().unwrap_or_default();
             refusals.push(Refusal {
@@ -268,22 +259,18 @@ pub fn provided(
 /// # Errors
 /// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
 pub fn restore(
-    ctx: &Context,
-    inv: &Invocation,
-    host: &Host,
-    bundle: Bundle<'_>,
+    request: &Request<'_>,
     metadata: &Metadata,
     chosen: &Chosen,
     op: &Operation,
 ) -> Result<Provision, Error> {
-    let spec = bundle.spec;
-    let mut options = options(ctx, host, spec)?;
-    options.as_at_the_checkpoint(&metadata.criu.options, &inv.flags);
-    let provided =
-        provided(ctx, host, bundle, metadata, Some(chosen)).map_err(PlanError::RestoreRefused)?;
+    let (host, spec, flags) = (&request.host, &request.spec, &request.inv.flags);
+    let mut options = options(request)?;
+    options.as_at_the_checkpoint(&metadata.criu.options, flags);
+    let provided = provided(request, metadata, Some(chosen)).map_err(PlanError::RestoreRefused)?;
     let own_nodes = own_nodes::paths(host, spec).into_iter();
     let own_nodes = own_nodes.filter(|p| host.char_device(p).is_some());
-    let linked = bundle.mounts.linked();
+    let linked = request.mounts.linked();
     let linked = linked.filter_map(|d| Some((d.path.clone(), d.source.clone()?)));
     let mut foreign = Vec::new();
     for p in &provided {
@@ -297,7 +284,7 @@ pub fn restore(
         };
         foreign.push(external(&p.path, &shown.display().to_string()));
     }
-    let empty = empty_directories(ctx.low.kind, inv).into_iter();
+    let empty = empty_directories(request).into_iter();
     // CRIU uses the last line for a path, and the runtime's come after these.
     let lines = known(own_nodes.map(|path| (path.clone(), path)))
         .into_iter()
@@ -316,7 +303,7 @@ pub fn restore(
             .filter(|p| p.read_only)
             .map(|p| p.path.clone())
             .collect(),
-        labels: lsm::flags(&metadata.lsm, &labels(spec), &inv.flags),
+        labels: lsm::flags(&metadata.lsm, &labels(spec), flags),
         provided: provided.into_iter().map(|p| (p.path, p.kind)).collect(),
         own: metadata.mounts.own.clone(),
     })
@@ -324,24 +311,28 @@ pub fn restore(
 
 impl Provision {
     /// Returns true if the processes get the label of the new spec, whatever the images say.
-    pub fn relabels(&self, inv: &Invocation) -> bool {
-        inv.flags.has("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
+    pub fn relabels(&self, request: &Request<'_>) -> bool {
+        request.flag("lsm-profile") || self.labels.iter().any(|flag| flag == "--lsm-profile")
     }
 
-    pub fn line(&self, ctx: &Context, inv: &Invocation, args: Vec<OsString>) -> Vec<OsString> {
-        let flags = self
-            .extra
-            .options
-            .flags(ctx.low.kind, false, false, &inv.flags);
+    /// Adds CRIU's options and changed labels to the command line.
+    pub fn arguments(&self, request: &Request<'_>, args: &[OsString]) -> Vec<OsString> {
+        let (kind, given) = (request.low(), &request.inv.flags);
+        let flags = self.extra.options.flags(kind, false, false, given);
         let labels = self.labels.iter().map(String::as_str);
         let flags: Vec<&str> = flags.into_iter().chain(labels).collect();
-        crate::setup::with_flags(&args, inv.verb_at, &flags)
+        request.with_flags(args, &flags)
     }
 
     /// Makes the mount points that a new root file system may lack. An error names the mount point.
-    pub fn mount_points(&self, directory: &Path, bundle: Bundle<'_>) -> Result<MountPoints, Error> {
+    pub fn mount_points(
+        &self,
+        directory: &Path,
+        spec: &Spec,
+        mounts: &Destinations,
+    ) -> Result<MountPoints, Error> {
         let mut points = MountPoints::default();
-        let root = bundle.spec.json().pointer("/root/path");
+        let root = spec.json().pointer("/root/path");
         let Some(root) = root.and_then(|p| p.as_str()).map(|r| directory.join(r)) else {
             return Ok(points);
         };
@@ -355,7 +346,7 @@ impl Provision {
         let directories = self.own.iter().map(|p| (p, MountKind::Directory));
         for (path, kind) in directories.chain(files) {
             let path = Path::new(path);
-            if bundle.mounts.hold(path) {
+            if mounts.hold(path) {
                 continue;
             }
             let what = format!(
@@ -454,14 +445,8 @@ mod tests {
     use serde_json::json;
 
     fn make(provision: &Provision, bundle: &Path, spec: &Spec) -> Result<MountPoints, Error> {
-        let mounts = Destinations::of(&Host::system(), spec, bundle);
-        provision.mount_points(
-            bundle,
-            Bundle {
-                spec,
-                mounts: &mounts,
-            },
-        )
+        let mounts = Destinations::of(&cryopod_host::files::Host::system(), spec, bundle);
+        provision.mount_points(bundle, spec, &mounts)
     }
 
     #[test]

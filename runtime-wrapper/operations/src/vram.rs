@@ -2,7 +2,6 @@
 
 pub mod parent;
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cryopod_archive::metadata::Metadata;
@@ -15,11 +14,11 @@ use cryopod_cuda::vram::memory::available_to;
 use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
 use cryopod_host::spec::Spec;
 
-use crate::argv::Invocation;
 use crate::config::Config;
 use crate::config::vram::Mode;
 use crate::error::Error;
 use crate::operation::Operation;
+use crate::request::Request;
 
 /// The annotation that overrides `nvidia.vram`.
 pub const ANNOTATION: &str = "dev.cryopod.vram";
@@ -33,15 +32,12 @@ const MARGIN: Duration = Duration::from_secs(10);
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
-pub fn checkpoint(
-    config: &Config,
-    spec: &Spec,
-    inv: &Invocation,
-) -> Result<Option<VramConfig>, Error> {
+pub fn checkpoint(request: &Request<'_>) -> Result<Option<VramConfig>, Error> {
+    let (config, spec) = (request.config(), &request.spec);
     let Some(vram) = wanted(config, spec)? else {
         return Ok(None);
     };
-    let parent = parent::choose(config, spec, inv)?;
+    let parent = parent::choose(config, spec, request.inv)?;
     Ok(Some(VramConfig { parent, ..vram }))
 }
 
@@ -68,8 +64,7 @@ fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
 /// # Errors
 /// [`Error::Failed`] says how much is needed and how much there is.
 pub fn room(
-    config: &Config,
-    spec: &Spec,
+    request: &Request<'_>,
     init: i32,
     pids: &[i32],
     users: &[GpuUser],
@@ -79,7 +74,7 @@ pub fn room(
     if need == 0 {
         return Ok(());
     }
-    let (process, whose) = match wanted(config, spec)? {
+    let (process, whose) = match wanted(request.config(), &request.spec)? {
         Some(_) => ("self".to_owned(), "this program's"),
         None => (init.to_string(), "the container's"),
     };
@@ -102,14 +97,13 @@ fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
 /// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. On
 /// failure it is allocated when the driver asks, and the cause is reported then.
 pub fn reserve(
-    config: &Config,
-    spec: &Spec,
+    request: &Request<'_>,
     op: &Operation,
     pids: &[i32],
     users: &[GpuUser],
     limit: Duration,
 ) {
-    let Ok(Some(vram)) = wanted(config, spec) else {
+    let Ok(Some(vram)) = wanted(request.config(), &request.spec) else {
         return;
     };
     let mut wanted = by_process(pids, users);
@@ -143,11 +137,8 @@ fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {
 
 /// Returns the plugin's VRAM settings for a restore from this directory. Reads the tables of its VRAM files and of all
 /// that they build upon: missing or changed ones are reported before anything is started.
-pub fn restore(
-    config: &Config,
-    metadata: &Metadata,
-    directory: &Path,
-) -> Result<VramConfig, Error> {
+pub fn restore(request: &Request<'_>, metadata: &Metadata) -> Result<VramConfig, Error> {
+    let (config, directory) = (request.config(), request.images.as_path());
     let vram = config.vram.config().map_err(Error::Failed)?;
     let what = format!(
         "{}: the image directory cannot be read",

@@ -58,7 +58,7 @@ check 'CRI checkpoint: checkpointctl' says /tmp/said 'busybox'
 cri StopContainer "[[1,\"$id\"],[2,0]]"
 cri RemoveContainer "[[1,\"$id\"]]"
 rm /tmp/logs/job.log
-check 'CRI checkpoint -> our image' cryopod convert -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1
+check 'CRI checkpoint -> our image' cryopod pack -q /tmp/cri.tar -o oci-archive:/tmp/image.tar --name localhost:5000/checkpoint:1
 check 'our image: several layers' jq -e '.image.layers > 1' <(cryopod inspect --json oci-archive:/tmp/image.tar)
 cryopod import oci-archive:/tmp/image.tar -e containerd --namespace k8s.io -q
 if cri_restores; then
@@ -103,11 +103,11 @@ done
 cryopod inspect /tmp/ctr.tar
 check 'inspect: containerd by its own record' sh -c 'cryopod inspect --json /tmp/ctr.tar |
     jq -e ".container.engine == \"containerd-ctr\" and .container.id == \"job\" and (.container.command | index(\"--mib\"))"'
-check 'ctr -> podman file' cryopod convert -q /tmp/ctr.tar -o /tmp/ctr-as.tar.zst
+check 'ctr -> podman file' cryopod pack -q /tmp/ctr.tar -o /tmp/ctr-as.tar.zst
 check 'ctr -> podman file: verified' cryopod verify -q /tmp/ctr-as.tar.zst
 checkpointctl inspect --ps-tree /tmp/ctr-as.tar.zst > /tmp/said 2>&1 || true
 echo "checkpointctl of what came of ctr's: $(tail -n 3 /tmp/said)"
-check 'ctr -> archive' cryopod convert -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/job:1
+check 'ctr -> archive' cryopod pack -q /tmp/ctr.tar -o oci-archive:/tmp/ctr.oci.tar --name localhost/job:1
 
 ctr tasks kill -s SIGKILL job && wait_for sh -c 'ctr tasks ls | grep -q STOPPED'
 ctr tasks rm job > /dev/null && ctr containers rm job

@@ -17,7 +17,7 @@ podman save -q -o /tmp/image.tar localhost/busybox > /dev/null
 pod container checkpoint --leave-running --ignore-volumes --export /tmp/bare.tar.zst job > /dev/null
 pod container checkpoint --export /tmp/job.tar.zst job > /dev/null
 pod rm -f -t 0 job > /dev/null
-cryopod convert -q /tmp/job.tar.zst -o oci:/tmp/layout
+cryopod pack -q /tmp/job.tar.zst -o oci:/tmp/layout
 
 # Another host: another storage (overlay wants another file system below), no network of that name, no runtime of that name.
 cp /etc/containers/containers.conf /tmp/first.conf

@@ -1,4 +1,4 @@
-# killed.sh: cryopod pack, convert and unpack killed at 20 random points each: nothing under the final name, a second run succeeds, and
+# killed.sh: cryopod pack and unpack killed at 20 random points each: nothing under the final name, a second run succeeds, and
 # what it made is whole.
 mkdir -p /tmp/in/checkpoint
 printf '{"id":"a","name":"job","lockID":1,"runtime":"crun"}' > /tmp/in/config.dump
@@ -50,7 +50,7 @@ killed() { # NAME PATH COMMAND...: kills it at points spread over the time that 
 }
 check 'pack to a layout' killed 'pack to a layout' /tmp/out/layout cryopod pack -q /tmp/in -o oci:/tmp/out/layout
 check 'pack to an archive' killed 'pack to an archive' /tmp/out/a.tar cryopod pack -q /tmp/in -o oci-archive:/tmp/out/a.tar
-check 'convert' killed convert /tmp/out/a.tar.zst cryopod convert -q oci:/tmp/image -o /tmp/out/a.tar.zst
+check 'pack an image' killed 'pack an image' /tmp/out/a.tar.zst cryopod pack -q oci:/tmp/image -o /tmp/out/a.tar.zst
 check 'unpack' killed unpack /tmp/out/directory cryopod unpack -q oci:/tmp/image -o /tmp/out/directory
 
 # how far it is: a bar on a terminal, nothing of it elsewhere

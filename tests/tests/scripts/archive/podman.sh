@@ -7,8 +7,8 @@ before=$(sum job)
 # podman's own export, as an image
 pod container checkpoint --export /tmp/job.tar.zst job > /dev/null
 pod rm -f -t 0 job > /dev/null
-check 'podman -> layout' cryopod convert -q /tmp/job.tar.zst -o oci:/tmp/layout
-check 'podman -> archive' cryopod convert -q /tmp/job.tar.zst -o oci-archive:/tmp/job.oci.tar --name localhost/job:1
+check 'podman -> layout' cryopod pack -q /tmp/job.tar.zst -o oci:/tmp/layout
+check 'podman -> archive' cryopod pack -q /tmp/job.tar.zst -o oci-archive:/tmp/job.oci.tar --name localhost/job:1
 check 'verify: the layout' cryopod verify -q oci:/tmp/layout
 check 'verify: the archive' cryopod verify -q oci-archive:/tmp/job.oci.tar
 
@@ -26,7 +26,7 @@ pod rm -f -t 0 job > /dev/null
 podman rmi -f localhost/job:1 "$id" > /dev/null 2>&1 || true
 
 # and back: podman imports what comes of our image
-check 'layout -> podman' cryopod convert -q oci:/tmp/layout -o /tmp/back.tar.zst
+check 'layout -> podman' cryopod pack -q oci:/tmp/layout -o /tmp/back.tar.zst
 pod container restore --import /tmp/back.tar.zst > /dev/null
 check 'layout -> podman: the sum goes on' goes_on job
 check 'layout -> podman: the same sum' test "$(sum job)" = "$before"
@@ -80,7 +80,7 @@ check 'images alone: inspect' sh -c 'cryopod inspect --json /tmp/images | jq -e 
 check 'images alone -> layout' cryopod pack -q /tmp/images -o oci:/tmp/bare
 check 'images alone: the layout is whole' cryopod verify -q oci:/tmp/bare
 for source in /tmp/images oci:/tmp/bare; do
-    if cryopod convert -q "$source" -o /tmp/never.tar > /tmp/said 2>&1; then echo "made podman's file of images alone" && exit 1; fi
+    if cryopod pack -q "$source" -o /tmp/never.tar > /tmp/said 2>&1; then echo "made podman's file of images alone" && exit 1; fi
     check "$source -> podman's file: refused, and why" says /tmp/said 'has no config.dump.*unpack --images-only'
     if cryopod import -q "$source" -e podman > /tmp/said 2>&1; then echo "imported images alone" && exit 1; fi
     check "$source -> podman: refused, and why" says /tmp/said 'without config.dump'

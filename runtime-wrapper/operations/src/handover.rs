@@ -21,7 +21,8 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::names;
+use cryopod_archive::names::is_large;
+use cryopod_host::files::own_directory;
 
 /// The directory beside the image directory that takes the large files.
 pub const AWAY: &str = "cryopod-away";
@@ -29,24 +30,11 @@ pub const AWAY: &str = "cryopod-away";
 pub const TICKET: &str = "cryopod-away.ticket";
 /// The directory of the links that tickets name.
 pub const DESK: &str = "/run/cryopod/away";
-/// Smaller files stay where they are. In bytes.
-const LARGE: u64 = 1 << 20;
 const DIGITS: usize = 32;
 
 fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
     let text = format!("{}: {what}", path.display());
     move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
-}
-
-/// Returns true for a file of pages or a shard of the VRAM files that is large enough to move.
-pub(crate) fn is_large(name: &str, bytes: u64) -> bool {
-    bytes >= LARGE && (is_numbered(name, names::VRAM_SHARD) || is_numbered(name, names::PAGES))
-}
-
-pub(crate) fn is_numbered(name: &str, prefix: &str) -> bool {
-    let number = name.strip_prefix(prefix);
-    let number = number.and_then(|rest| rest.strip_suffix(".img"));
-    number.is_some_and(|n| (1..=10).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Returns true if `cryopod export` has asked for the large files of this image directory.
@@ -368,13 +356,6 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.link);
     }
-}
-
-/// Returns true for a directory, not a link, that belongs to this user and that nobody else can write to.
-pub(crate) fn own_directory(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|m| {
-        m.is_dir() && m.uid() == nix::unistd::geteuid().as_raw() && m.mode() & 0o022 == 0
-    })
 }
 
 #[cfg(test)]

@@ -1,0 +1,103 @@
+//! Concludes a checkpoint: keeps what was made, or removes it and explains the failure.
+
+use std::process::ExitCode;
+
+use cryopod_archive::names;
+
+use super::dump::Dumped;
+use super::prepare::Prepared;
+use super::{alive, ask};
+use crate::child::exit_code;
+use crate::error::Error;
+use crate::request::Request;
+use crate::runtime_log::RuntimeLog;
+use crate::setup::Finished;
+use crate::state::State;
+use crate::{facts, handover, log, lsm, store};
+
+pub(super) fn conclude(prepared: Prepared<'_>, dumped: Dumped) -> Result<ExitCode, Error> {
+    let Prepared {
+        request,
+        state,
+        planned,
+        metadata,
+        op,
+        images,
+        slot,
+        ready,
+    } = prepared;
+    let limit = ready.limit;
+    // The agent puts back what was not committed before anything is reported about the container.
+    let finished = ready.finish(&op);
+    if dumped.ended.killed {
+        // CRIU was killed in the middle of a dump: nothing else can be done from outside.
+        ask(request, "resume");
+    }
+    if dumped.ended.code == 0 && dumped.metadata_error.is_none() {
+        // `cryopod export` makes an archive of everything.
+        if let (false, false, Some(directory)) = (
+            request.pre_dump(),
+            handover::asked(&images.path),
+            &planned.store,
+        ) {
+            store::put(directory, &images.path, &metadata, limit);
+        }
+        if let Err(e) = handover::after_checkpoint(&images.path) {
+            tracing::warn!("the large files are not moved aside: {e}");
+        }
+        images.keep();
+        if let Some(log) = &dumped.runtime_log {
+            log.hand_on();
+        }
+        return Ok(succeeded(request, state, &finished));
+    }
+    // Checked while the space reserved for the metadata is still taken.
+    let full = facts::full_disk(&images.path);
+    drop(slot);
+    if !dumped.ended.passed || alive(&request.host, state) {
+        // A failed checkpoint leaves no metadata.
+        let _ = std::fs::remove_file(images.path.join(names::METADATA));
+    }
+    let criu_log = dumped.before.criu_log();
+    let denied =
+        criu_log.and_then(|log| lsm::denial(&request.host, log, &planned.surroundings.lsm));
+    let runtime_log = dumped.runtime_log.as_ref();
+    let runtime_error = runtime_log
+        .filter(|_| dumped.ended.code != 0)
+        .and_then(RuntimeLog::own_error);
+    let reasons = dumped.metadata_error.iter().cloned();
+    let reasons = reasons.chain(finished.reasons()).chain(full);
+    let reasons = reasons.chain(denied).chain(runtime_error).collect();
+    log::error(&explain(request, state, &dumped, reasons));
+    Ok(exit_code(dumped.ended.code.max(1)))
+}
+
+/// Returns the exit code for complete images. A container that goes on running may still lack its GPU.
+fn succeeded(request: &Request<'_>, state: &State, finished: &Finished) -> ExitCode {
+    if let Some(error) = &finished.error {
+        tracing::warn!("the checkpoint is complete; on the way: {error}");
+    }
+    // The agent has retried what the plugin could not put back: its report counts.
+    if finished.not_put_back.is_empty() || !alive(&request.host, state) {
+        return ExitCode::SUCCESS;
+    }
+    log::error(&format!(
+        "the checkpoint of {} is complete, but the container that was to go on running could not be brought back: {}; restore it from the checkpoint",
+        request.id(),
+        finished.not_put_back.join("; ")
+    ));
+    ExitCode::FAILURE
+}
+
+fn explain(request: &Request<'_>, state: &State, dumped: &Dumped, reasons: Vec<String>) -> String {
+    let container = if dumped.ended.killed {
+        "CRIU had to be killed: see whether the container still answers, and restart it if not"
+    } else if alive(&request.host, state) {
+        "the container goes on running"
+    } else {
+        "the container is no longer running"
+    };
+    let why = facts::why(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
+    let id = request.id();
+    format!("checkpoint of {id} failed and {container}: {why}")
+}

@@ -1,0 +1,175 @@
+//! Dumps a container: runs the low-level runtime, and writes the metadata when CRIU asks whether the container may go.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use cryopod_archive::metadata::{Metadata, MetadataSlot};
+use cryopod_archive::names;
+use serde_json::Value;
+
+use super::plan::Planned;
+use super::prepare::Prepared;
+use super::{capture_files, micros};
+use crate::agent::Agent;
+use crate::child::{self, Ended, Watch};
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::reasons::Before;
+use crate::request::Request;
+use crate::runtime_log::RuntimeLog;
+use crate::state::State;
+use crate::{frozen, setup, surroundings, vram};
+
+pub(super) struct Dumped {
+    pub ended: Ended,
+    /// Why the metadata could not be written.
+    pub metadata_error: Option<String>,
+    pub before: Before,
+    pub runtime_log: Option<RuntimeLog>,
+}
+
+/// Runs the low-level runtime until it ends. An error means that it could not be started.
+pub(super) fn dump(
+    prepared: &mut Prepared<'_>,
+    signals: &child::Signals,
+    started: Instant,
+) -> Result<Dumped, Error> {
+    let (request, op) = (prepared.request, &prepared.op);
+    let low = &request.ctx.low;
+    let before = Before::note(request.log(names::DUMP_LOG), &request.inv.globals);
+    let mut args = arguments(request, prepared.planned);
+    let runtime_log = RuntimeLog::apart(op, low, request.inv, &mut args);
+    let watch = Watch {
+        kind: child::Kind::Checkpoint,
+        action_script: &prepared.ready.action_script,
+        limit: prepared.ready.limit,
+        abort_limit: Duration::from_secs(request.config().limits.abort_s),
+        abort_file: op.file(setup::ABORT_FILE),
+        images: Some(prepared.images.path.clone()),
+        agent: prepared.ready.agent.as_ref().and_then(Agent::pid),
+    };
+    let since = Instant::now();
+    prepared.metadata.timings.plan_us = micros(since - started);
+    let mut completion = Completion {
+        request,
+        state: prepared.state,
+        planned: prepared.planned,
+        op,
+        limit: watch.limit,
+        since,
+        slot: &mut prepared.slot,
+        metadata: &mut prepared.metadata,
+    };
+    let mut metadata_error = None;
+    let env = &prepared.ready.env;
+    let ended = child::run(low, &args, env, &watch, signals, &mut |stage| {
+        let answer = completion.at(stage);
+        let go_on = answer.is_ok();
+        metadata_error = metadata_error.take().or(answer.err());
+        go_on
+    })?;
+    if ended.code == 0 && metadata_error.is_none() {
+        metadata_error = completion.after_all().err();
+    }
+    Ok(Dumped {
+        ended,
+        metadata_error,
+        before,
+        runtime_log,
+    })
+}
+
+fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
+    let kind = request.low();
+    let newer = surroundings::newer_runc(kind, planned.low_version.as_deref());
+    let options = &planned.surroundings.extra.options;
+    let flags = options.flags(kind, newer, true, &request.inv.flags);
+    request.with_flags(&request.ctx.args, &flags)
+}
+
+/// Completes the metadata when the images are complete.
+struct Completion<'a> {
+    request: &'a Request<'a>,
+    state: &'a State,
+    planned: &'a Planned,
+    op: &'a Operation,
+    limit: Duration,
+    /// The start of the dump.
+    since: Instant,
+    slot: &'a mut Option<MetadataSlot>,
+    metadata: &'a mut Metadata,
+}
+
+impl Completion<'_> {
+    /// Answers CRIU at a stage.
+    ///
+    /// # Errors
+    /// Why the container must not go.
+    fn at(&mut self, stage: &str) -> Result<(), String> {
+        if stage != "post-dump" {
+            // From its first question on the plugin knows that the final one will come.
+            let _ = std::fs::write(self.op.file(vram::ACTION_SCRIPT_FILE), "");
+            return Ok(());
+        }
+        if !self.planned.locked.is_empty() {
+            frozen::restored_thawed(&self.request.images)
+                .map_err(|e| format!("cgroup.img: {e}"))?;
+        }
+        if self.slot.is_none() {
+            return Ok(());
+        }
+        if self.planned.carries_files {
+            capture_files(self.request, self.state).map_err(|e| e.to_string())?;
+        }
+        self.metadata.timings.dump_us = micros(self.since.elapsed());
+        // A container that goes on running need not wait for the VRAM files; the metadata must.
+        let leave_running = self.request.leave_running();
+        let limit = if leave_running {
+            Duration::ZERO
+        } else {
+            self.limit
+        };
+        if self.vram_written(limit)? {
+            return self.commit();
+        }
+        match leave_running {
+            true => Ok(()),
+            false => Err(NOT_IN_TIME.into()),
+        }
+    }
+
+    /// Waits for the VRAM files of a container that runs again, or of a CRIU that did not ask (the runtime cleared its
+    /// environment), and writes the metadata.
+    fn after_all(&mut self) -> Result<(), String> {
+        if self.slot.is_none() {
+            return Ok(());
+        }
+        match self.vram_written(self.limit)? {
+            true => self.commit(),
+            false => Err(NOT_IN_TIME.into()),
+        }
+    }
+
+    /// Waits for the VRAM files. Returns false if they are still being written after `limit`.
+    fn vram_written(&mut self, limit: Duration) -> Result<bool, String> {
+        self.metadata.gpu.plugin_report = plugin_report(&self.request.images);
+        vram::note(self.op, limit, self.since, self.metadata)
+    }
+
+    fn commit(&mut self) -> Result<(), String> {
+        let slot = self.slot.take();
+        slot.map_or(Ok(()), |slot| {
+            slot.commit(self.metadata).map_err(|e| e.to_string())
+        })
+    }
+}
+
+const NOT_IN_TIME: &str = "the GPU memory was not written in time";
+
+fn plugin_report(images: &Path) -> Value {
+    std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .unwrap_or(Value::Null)
+}

@@ -1,0 +1,160 @@
+//! Plans a checkpoint: what has to be saved, and every reason why that cannot work. Makes and changes nothing.
+
+use std::path::{Path, PathBuf};
+
+use cryopod_cuda::sharing;
+use cryopod_gpu_plan::live;
+use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::nodes::{DeviceNode, Vendor};
+use cryopod_host::processes::Scan;
+
+use super::prepare::metadata_of;
+use crate::error::Error;
+use crate::facts::Criu;
+use crate::request::Request;
+use crate::restore_here::Prospect;
+use crate::setup::no_criu;
+use crate::state::State;
+use crate::surroundings::{self, Surroundings};
+use crate::suspended::Record;
+use crate::{facts, plugins, store};
+
+pub(super) struct Planned {
+    pub gpus: CheckpointPlan,
+    pub surroundings: Surroundings,
+    pub criu: Criu,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<String>,
+    /// The processes whose CUDA calls were locked when the container was paused.
+    pub locked: Vec<i32>,
+    /// The checkpoint carries the container's changes of files.
+    pub carries_files: bool,
+    /// The store that takes the large files.
+    pub store: Option<PathBuf>,
+}
+
+/// Plans the checkpoint of a container with these GPU nodes.
+///
+/// # Errors
+/// Every reason why it cannot work, at once.
+pub(super) fn plan(
+    request: &Request<'_>,
+    state: &State,
+    nodes: Vec<DeviceNode>,
+) -> Result<Planned, Error> {
+    refuse_created(request, state)?;
+    let locked = locked_at_pause(request, state)?;
+    let (criu, low_version, scan) = examine(request, state.init);
+    let criu = criu.ok_or_else(no_criu)?;
+    let (surroundings, hazards) = surroundings::checkpoint(request, state.init, &scan, &criu)?;
+    let (gpus, mut refusals) = gpus(request, state.init, nodes, &scan, &criu)?;
+    refusals.extend(hazards);
+    let planned = Planned {
+        gpus,
+        surroundings,
+        criu,
+        low_version,
+        locked,
+        carries_files: super::carries_files(request, state),
+        store: store::wanted(&request.config().store, &request.spec)?.map(Path::to_owned),
+    };
+    planned.refuse(request, refusals)?;
+    store::parent_is_here(request)?;
+    Ok(planned)
+}
+
+impl Planned {
+    /// Refuses if there is a reason to. Adds those against a restore on this host, as far as they need no driver: the
+    /// driver is not asked from here on.
+    fn refuse(&self, request: &Request<'_>, mut refusals: Vec<Refusal>) -> Result<(), Error> {
+        if refusals.is_empty() {
+            return Ok(());
+        }
+        if !request.pre_dump() {
+            let metadata = metadata_of(request, self, None);
+            refusals.extend(self.prospect(request).refusals(&metadata, None)?);
+        }
+        Err(PlanError::Refused(refusals).into())
+    }
+
+    /// The restore of this checkpoint on this host.
+    pub fn prospect<'a>(&'a self, request: &'a Request<'a>) -> Prospect<'a> {
+        Prospect {
+            request,
+            plan: &self.gpus,
+        }
+    }
+}
+
+/// Refuses a created container: it runs the runtime's own code, with files of the host. crun would have CRIU dump it
+/// anyway.
+fn refuse_created(request: &Request<'_>, state: &State) -> Result<(), Error> {
+    match state.created {
+        false => Ok(()),
+        true => Err(Error::Failed(format!(
+            "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first. Nothing was touched",
+            request.id()
+        ))),
+    }
+}
+
+/// Returns the processes whose CUDA calls were locked when the container was paused.
+///
+/// # Errors
+/// The container is suspended, or somebody thawed it without unlocking them.
+fn locked_at_pause(request: &Request<'_>, state: &State) -> Result<Vec<i32>, Error> {
+    let Some(record) = Record::of(&request.host, state.init) else {
+        return Ok(Vec::new());
+    };
+    if record.locked_at_pause && state.paused {
+        return Ok(record.processes.iter().map(|p| p.pid).collect());
+    }
+    let (id, since) = (request.id(), &record.since);
+    Err(Error::Failed(match record.locked_at_pause {
+        true => format!(
+            "checkpoint of {id} refused: its CUDA calls are locked since it was paused at {since}, and it runs: unlock it first: cryopod resume pid:{}. Nothing was touched",
+            state.init
+        ),
+        false => format!(
+            "checkpoint of {id} refused: it is suspended since {since}, its GPU memory is {}; resume it first: cryopod resume {id}. Nothing was touched",
+            record.place()
+        ),
+    }))
+}
+
+/// Asks CRIU and the low-level runtime for their versions, and scans the container's processes meanwhile.
+fn examine(request: &Request<'_>, init: i32) -> (Option<Criu>, Option<String>, Scan) {
+    let (tools, limit) = (&request.tools, request.tool_limit());
+    std::thread::scope(|scope| {
+        let criu = scope.spawn(|| facts::criu(tools, limit));
+        let low = scope.spawn(|| facts::version_line(tools, &request.ctx.low.path, limit));
+        let scan = Scan::of(&request.host, &live::tree(&request.host, init));
+        (
+            criu.join().unwrap_or_default(),
+            low.join().unwrap_or_default(),
+            scan,
+        )
+    })
+}
+
+/// Plans for the container's GPUs.
+///
+/// # Errors
+/// An annotation cannot be followed. Reasons to refuse are returned beside the plan.
+fn gpus(
+    request: &Request<'_>,
+    init: i32,
+    nodes: Vec<DeviceNode>,
+    scan: &Scan,
+    criu: &Criu,
+) -> Result<(CheckpointPlan, Vec<Refusal>), Error> {
+    let (config, host) = (request.config(), &request.host);
+    let sharing = sharing::Policy::of(&request.spec, config.nvidia.sharing)
+        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
+    let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
+    let plugins = plugins::checked(config, host, &request.tools, criu, amd);
+    Ok(plan::checkpoint(
+        host, nodes, init, scan, &plugins, sharing,
+    )?)
+}

@@ -1,0 +1,136 @@
+//! Prepares a dump: makes what it needs, and checks with the driver's help what is left to check. Nothing is frozen.
+
+use std::time::SystemTime;
+
+use cryopod_archive::metadata::{ContainerFacts, Metadata, MetadataSlot, Timings};
+use cryopod_cuda::report::AgentReady;
+use cryopod_gpu_plan::{nvidia_compat, remap};
+use cryopod_host::nodes::Vendor;
+
+use super::image_directory::ImageDirectory;
+use super::plan::Planned;
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::request::Request;
+use crate::setup::{Ready, Setup};
+use crate::state::State;
+use crate::{facts, handover, vram};
+
+pub(super) struct Prepared<'a> {
+    pub request: &'a Request<'a>,
+    pub state: &'a State,
+    pub planned: &'a Planned,
+    /// Without what the dump itself adds.
+    pub metadata: Metadata,
+    pub ready: Ready,
+    /// The place of the metadata in the image directory; `None`: a pre-dump, which cannot be restored by itself, or
+    /// the metadata is written.
+    pub slot: Option<MetadataSlot>,
+    pub images: ImageDirectory,
+    pub op: Operation,
+}
+
+/// Makes what a dump needs. After an error nothing is left of it.
+pub(super) fn prepare<'a>(
+    request: &'a Request<'a>,
+    state: &'a State,
+    planned: &'a Planned,
+) -> Result<Prepared<'a>, Error> {
+    let op = Operation::new()?;
+    let images = ImageDirectory::ready(&request.images)?;
+    let mut slot = None;
+    if !request.pre_dump() {
+        handover::before_checkpoint(&images.path).map_err(|e| Error::Failed(e.to_string()))?;
+        slot = Some(MetadataSlot::reserve(&images.path)?);
+    }
+    let setup = Setup {
+        request,
+        criu: &planned.criu,
+        low_version: planned.low_version.as_deref(),
+        locked: &planned.locked,
+    };
+    let ready = setup.checkpoint(&op, &planned.gpus, &planned.surroundings.extra)?;
+    let said = ready.agent.as_ref().map(|a| &a.ready);
+    let metadata = metadata_of(request, planned, said);
+    if let Err(error) = check(request, state, planned, &metadata, said) {
+        // Ends the agent; nothing was touched.
+        ready.finish(&op);
+        return Err(error);
+    }
+    reserve_memory(request, planned, &ready, &op);
+    Ok(Prepared {
+        request,
+        state,
+        planned,
+        metadata,
+        ready,
+        slot,
+        images,
+        op,
+    })
+}
+
+/// Checks what only the driver can answer: whether there is host memory for the GPU memory, and whether this host
+/// would restore the checkpoint.
+fn check(
+    request: &Request<'_>,
+    state: &State,
+    planned: &Planned,
+    metadata: &Metadata,
+    said: Option<&AgentReady>,
+) -> Result<(), Error> {
+    if let Some(said) = said {
+        let users = planned.gpus.users_of(Vendor::Nvidia);
+        vram::room(request, state.init, &users, &said.users)?;
+    }
+    match request.pre_dump() {
+        true => Ok(()),
+        false => planned.prospect(request).settled(metadata, said),
+    }
+}
+
+/// Has the agent allocate host memory for the GPU memory while the container still runs.
+fn reserve_memory(request: &Request<'_>, planned: &Planned, ready: &Ready, op: &Operation) {
+    if let (Some(agent), false) = (&ready.agent, request.pre_dump()) {
+        let users = planned.gpus.users_of(Vendor::Nvidia);
+        vram::reserve(request, op, &users, &agent.ready.users, ready.limit);
+    }
+}
+
+/// Returns the metadata without what the dump itself adds. `agent`: the driver agent's answer, if there is one.
+pub(super) fn metadata_of(
+    request: &Request<'_>,
+    planned: &Planned,
+    agent: Option<&AgentReady>,
+) -> Metadata {
+    let mut gpu = planned.gpus.gpu.clone();
+    remap::complete(&mut gpu, &request.spec);
+    if let Some(agent) = agent {
+        if let Some(version) = &agent.driver_version {
+            gpu.drivers
+                .entry("nvidia".into())
+                .or_insert_with(|| version.clone());
+        }
+        nvidia_compat::enrich(&mut gpu.gpus, &agent.gpus);
+        nvidia_compat::note_use(&mut gpu.processes, &agent.users);
+    }
+    let surroundings = &planned.surroundings;
+    Metadata {
+        schema: Metadata::current_schema(),
+        cryopod: env!("CARGO_PKG_VERSION").into(),
+        created: facts::rfc3339(SystemTime::now()),
+        container: ContainerFacts {
+            id: request.id().to_owned(),
+            low_level: request.ctx.low.label(),
+            low_level_version: planned.low_version.clone(),
+            leave_running: request.leave_running(),
+        },
+        host: facts::host(&request.host, Some(&planned.criu)),
+        gpu,
+        mounts: surroundings.mounts.clone(),
+        criu: surroundings.criu.clone(),
+        lsm: surroundings.lsm.clone(),
+        timings: Timings::default(),
+        extra: serde_json::Map::new(),
+    }
+}

@@ -1,0 +1,63 @@
+//! Changes the bundle for a restore: its spec, its files and its mount points.
+
+use cryopod_host::cgroups::Cgroups;
+
+use super::prepare::Prepared;
+use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
+use crate::bundle_render::OnlyRender;
+use crate::error::Error;
+use crate::lowlevel::Kind;
+use crate::request::Request;
+use crate::surroundings::MountPoints;
+use crate::{cpuset, rootfs};
+
+/// The changes. Dropped without [`Changed::keep`], spec and mount points are as they were.
+pub(super) struct Changed {
+    edited: Edited,
+    mount_points: MountPoints,
+    /// The container's cgroups, as far as they were vacant before.
+    pub cgroups: Cgroups,
+}
+
+pub(super) fn change(request: &Request<'_>, prepared: &Prepared) -> Result<Changed, Error> {
+    let (host, spec, bundle) = (&request.host, &request.spec, &request.bundle);
+    let edited = edit(host, bundle, spec, &edits(request, prepared))?;
+    let path = spec.cgroup(request.id());
+    let cgroups = path
+        .map(|path| Cgroups::vacant(host, path))
+        .unwrap_or_default();
+    rootfs::apply(&request.config().rootfs, &request.images, bundle)?;
+    let provision = &prepared.provision;
+    let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;
+    if request.low() == Kind::Crun {
+        cpuset::prepare(host, spec)?;
+    }
+    Ok(Changed {
+        edited,
+        mount_points,
+        cgroups,
+    })
+}
+
+impl Changed {
+    /// Keeps them, after a successful restore.
+    pub fn keep(self) {
+        self.edited.keep();
+        self.mount_points.keep();
+    }
+}
+
+fn edits<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Edit + 'a>> {
+    let mut edits: Vec<Box<dyn Edit + 'a>> = vec![
+        Box::new(Devices {
+            remap: &prepared.chosen.remap,
+        }),
+        Box::new(Hooks {
+            drop: &request.config().hooks.drop,
+        }),
+    ];
+    if let Some(visible) = prepared.amd_visible.clone() {
+        edits.push(Box::new(OnlyRender { visible }));
+    }
+    edits
+}

@@ -1,0 +1,113 @@
+//! Concludes a restore: keeps what was made, or removes it and explains the failure.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use cryopod_host::cgroups::Cgroups;
+use cryopod_host::mountinfo;
+use cryopod_host::programs::Tools;
+
+use super::bundle::Changed;
+use super::prepare::Prepared;
+use super::run::Ran;
+use crate::child::exit_code;
+use crate::operation::Operation;
+use crate::request::Request;
+use crate::runtime_log::RuntimeLog;
+use crate::setup::Finished;
+use crate::{facts, log, lsm, plugins, surroundings};
+
+/// How long the processes of a failed restore may take to exit.
+const EXIT_LIMIT: Duration = Duration::from_secs(5);
+
+/// `amd`: CRIU's amdgpu plugin took part.
+pub(super) fn conclude(
+    request: &Request<'_>,
+    prepared: Prepared,
+    changed: Changed,
+    ran: Ran,
+    op: &Operation,
+    amd: bool,
+) -> ExitCode {
+    let ended = &ran.ended;
+    let failed = ended.code != 0;
+    let log = prepared.runtime_log.as_ref();
+    let runtime_error = log.filter(|_| failed).and_then(RuntimeLog::own_error);
+    let finished = prepared.ready.finish(op);
+    // The GPU restore comes after CRIU's last stage, and kills processes whose memory cannot be restored.
+    let lost = failed && finished.error.is_some();
+    // A container in the foreground ends with its own exit code, and leaves no process behind.
+    let lives = !failed || !ran.detach && ended.passed && !lost;
+    let left = failed && changed.cgroups.kill();
+    if lives && !left {
+        changed.keep();
+    } else {
+        if ended.killed || ended.lost_processes || left {
+            remove_container(request);
+        }
+        remove(&changed.cgroups);
+        log::error(&explain(request, &ran, finished, runtime_error, amd));
+    }
+    if let Some(log) = log.filter(|_| !failed) {
+        log.hand_on();
+    }
+    exit_code(ended.code)
+}
+
+/// Removes the cgroups of a failed restore.
+fn remove(cgroups: &Cgroups) {
+    for (cgroup, error) in cgroups.remove(EXIT_LIMIT) {
+        tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());
+    }
+}
+
+/// Removes what is left of a container when the runtime, or CRIU late in its work, was killed in the middle: its state
+/// would block the next try. Never called after a failure of the runtime's own: a container of this name may be running
+/// already.
+fn remove_container(request: &Request<'_>) {
+    let mut args: Vec<&OsStr> = Vec::new();
+    if let Some(root) = request.state_root() {
+        args.extend([OsStr::new("--root"), root.as_os_str()]);
+    }
+    let id = OsStr::new(request.id());
+    args.extend([OsStr::new("delete"), OsStr::new("--force"), id]);
+    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is mounted.
+    let root = request.state_root().unwrap_or(Path::new("/run/runc"));
+    mountinfo::unmount_below(&root.join(request.id()));
+    // More than once, as files may still appear while the last processes end.
+    for _ in 0..3 {
+        let low = &request.ctx.low.path;
+        match request.tools.output(low, &args, request.tool_limit()) {
+            Ok(out) if out.code == 0 => return,
+            Ok(out) => tracing::debug!("delete --force: {}", out.stderr),
+            Err(e) => tracing::debug!("delete --force: {e}"),
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+fn explain(
+    request: &Request<'_>,
+    ran: &Ran,
+    finished: Finished,
+    runtime_error: Option<String>,
+    amd: bool,
+) -> String {
+    let labels = surroundings::labels(&request.spec);
+    let criu_log = ran.before.criu_log();
+    let denied = criu_log.and_then(|log| lsm::denial(&request.host, log, &labels));
+    let reasons = finished.reasons().chain(denied).chain(runtime_error);
+    let why = facts::why(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
+    let stuck = match amd && ran.ended.killed {
+        true => format!(
+            ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",
+            plugins::AMD_PLUGIN,
+            crate::config::PATH
+        ),
+        false => String::new(),
+    };
+    let id = request.id();
+    format!("restore of {id} failed and the checkpoint is untouched: {why}{stuck}")
+}

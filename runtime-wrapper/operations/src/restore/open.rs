@@ -1,0 +1,33 @@
+//! Opens a checkpoint: brings its files together and reads its metadata.
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_archive::store::Found;
+
+use crate::argv::Invocation;
+use crate::context::Context;
+use crate::error::Error;
+use crate::{handover, images, store};
+
+pub(super) struct Checkpoint {
+    pub metadata: Metadata,
+    /// The store's entry with the large files, if they are in one.
+    pub stored: Option<Found>,
+}
+
+/// Opens the checkpoint in the image directory that the command line names. `None`: it has no metadata.
+///
+/// # Errors
+/// The checkpoint is incomplete, or has links.
+pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>, Error> {
+    let directory = inv.images_of_restore(ctx.low.kind);
+    handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
+    let stored = store::find(&ctx.config, &inv.id, &directory)?;
+    match (Metadata::open(&directory)?, stored) {
+        (Some(metadata), stored) => {
+            images::no_links(&directory)?;
+            Ok(Some(Checkpoint { metadata, stored }))
+        }
+        (None, Some(stored)) => Err(store::without_metadata(&stored, &directory)),
+        (None, None) => Ok(None),
+    }
+}

@@ -1,0 +1,112 @@
+//! Plans a restore: which GPU takes which place, what must be provided, and every reason why it cannot work.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use cryopod_gpu_plan::amd::image::Images;
+use cryopod_gpu_plan::plan::PlanError;
+use cryopod_gpu_plan::switches::Switches;
+use cryopod_host::nodes::Vendor;
+
+use super::open::Checkpoint;
+use crate::agent::Agent;
+use crate::choose::Chosen;
+use crate::error::Error;
+use crate::facts::Criu;
+use crate::operation::Operation;
+use crate::preflight::{self, Means, Question};
+use crate::request::Request;
+use crate::setup::no_criu;
+use crate::surroundings::{self, Provision};
+use crate::{compressed, facts, lsm, plugins, privileges};
+
+pub(super) struct Planned {
+    pub chosen: Chosen,
+    /// The only render minors of AMD's GPUs that the container may see.
+    pub amd_visible: Option<Vec<u32>>,
+    pub provision: Provision,
+    pub plugins: Vec<PathBuf>,
+    /// The driver agent, if the images hold the state of NVIDIA GPUs.
+    pub agent: Option<Agent>,
+    /// Environment for CRIU's amdgpu plugin.
+    pub env: Vec<(&'static str, OsString)>,
+    pub criu: Criu,
+    /// The first line of the low-level runtime's `--version`.
+    pub low_version: Option<String>,
+}
+
+/// Plans the restore. Starts the driver agent if the checkpoint needs it.
+///
+/// # Errors
+/// Every reason why the checkpoint cannot be restored here.
+pub(super) fn plan(
+    request: &Request<'_>,
+    checkpoint: &Checkpoint,
+    op: &Operation,
+) -> Result<Planned, Error> {
+    let (config, metadata) = (request.config(), &checkpoint.metadata);
+    let criu = facts::criu(&request.tools, request.tool_limit());
+    let (means, answer, chosen) = gpus(request, checkpoint, criu.as_ref(), op)?;
+    let low = &request.ctx.low.path;
+    let low_version = facts::version_line(&request.tools, low, request.tool_limit());
+    let labels = surroundings::labels(&request.spec);
+    for warning in lsm::warnings(&request.host, &metadata.lsm, &labels) {
+        tracing::warn!("{warning}");
+    }
+    let provision = surroundings::restore(request, metadata, &chosen, op)?;
+    let given = privileges::Given {
+        host: &request.host,
+        spec: &request.spec,
+        read_only: &provision.read_only,
+        relabelled: provision.relabels(request),
+    };
+    let beyond = privileges::settle(config, &request.images, given)?;
+    if !beyond.is_empty() {
+        return Err(PlanError::RestoreRefused(beyond).into());
+    }
+    Ok(Planned {
+        chosen,
+        amd_visible: answer.amd_visible,
+        provision,
+        plugins: means.plugins,
+        agent: means.agent,
+        env: answer.env,
+        criu: criu.ok_or_else(no_criu)?,
+        low_version,
+    })
+}
+
+/// Chooses the GPUs, and checks what this host has for them.
+fn gpus(
+    request: &Request<'_>,
+    checkpoint: &Checkpoint,
+    criu: Option<&Criu>,
+    op: &Operation,
+) -> Result<(Means, preflight::Answer, Chosen), Error> {
+    let (config, host, metadata) = (request.config(), &request.host, &checkpoint.metadata);
+    let switches = Switches::gather(&request.spec, &config.checks, &|name| {
+        std::env::var(name).ok()
+    })
+    .map_err(Error::Failed)?;
+    let amd = match plugins::uses(metadata, Vendor::Amd) {
+        true => Images::collect(&request.images).map_err(|e| Error::Failed(e.to_string()))?,
+        false => Images::default(),
+    };
+    let mut means = Means::gather(config, host, &request.tools, criu, metadata, Some(op));
+    let unreadable = compressed::refusal(&request.images, criu);
+    means.faults.extend(unreadable);
+    let mut answer = preflight::answer(&Question {
+        host,
+        config,
+        metadata,
+        spec: &request.spec,
+        switches: &switches,
+        low: request.low(),
+        faults: &means.faults,
+        agent: means.agent.as_ref().map(|a| &a.ready),
+        amd: Some(&amd),
+        freed: 0,
+    })?;
+    let chosen = answer.settled()?;
+    Ok((means, answer, chosen))
+}

@@ -1,0 +1,109 @@
+//! Prepares what CRIU needs for a restore, all in the operation's directory.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use super::arguments;
+use super::open::Checkpoint;
+use super::plan::Planned;
+use crate::choose::Chosen;
+use crate::error::Error;
+use crate::lowlevel::Kind;
+use crate::operation::Operation;
+use crate::request::Request;
+use crate::runtime_log::RuntimeLog;
+use crate::searchable::{self, Searchable};
+use crate::setup::{Ready, Setup};
+use crate::surroundings::Provision;
+use crate::{facts, images, loopback, store, vram};
+
+pub(super) struct Prepared {
+    pub ready: Ready,
+    pub arguments: Vec<OsString>,
+    pub runtime_log: Option<RuntimeLog>,
+    pub chosen: Chosen,
+    pub amd_visible: Option<Vec<u32>>,
+    pub provision: Provision,
+    /// The image directory, passable for a container in a user namespace.
+    _searchable: Option<Searchable>,
+}
+
+pub(super) fn prepare(
+    request: &Request<'_>,
+    checkpoint: &Checkpoint,
+    planned: Planned,
+    op: &Operation,
+) -> Result<Prepared, Error> {
+    let Planned {
+        chosen,
+        amd_visible,
+        mut provision,
+        plugins,
+        agent,
+        mut env,
+        criu,
+        low_version,
+    } = planned;
+    let limit = limit(request, checkpoint);
+    provision.extra.limit_s = limit.as_secs();
+    ask_for_loopback(request, op)?;
+    if let Some(stored) = &checkpoint.stored {
+        store::verify(request, stored, limit)?;
+    }
+    // The archived /dev is rewritten for this host.
+    let stored = checkpoint.stored.as_ref();
+    let overlay = images::overlay(op, &request.images, &chosen.remap, stored)?;
+    let args = arguments::with_overlay(request, overlay.as_deref())?;
+    let nvidia = match agent {
+        Some(agent) => Some((agent, chosen.driver_map()?)),
+        None => None,
+    };
+    let vram = vram::restore(request, &checkpoint.metadata)?;
+    let setup = Setup {
+        request,
+        criu: &criu,
+        low_version: low_version.as_deref(),
+        locked: &[],
+    };
+    let mut ready = setup.restore(op, &plugins, nvidia, vram, &provision.extra)?;
+    ready.env.append(&mut env);
+    let mut arguments = provision.arguments(request, &args);
+    let runtime_log = RuntimeLog::apart(op, &request.ctx.low, request.inv, &mut arguments);
+    Ok(Prepared {
+        ready,
+        arguments,
+        runtime_log,
+        chosen,
+        amd_visible,
+        provision,
+        _searchable: searchable(request)?,
+    })
+}
+
+/// Returns how long the restore may take, by the size of its data.
+fn limit(request: &Request<'_>, checkpoint: &Checkpoint) -> Duration {
+    let stored = checkpoint.stored.as_ref();
+    let away = stored.map_or(0, |found| found.reference.bytes());
+    let data = facts::directory_bytes(&request.images).saturating_add(away);
+    request.config().limits.restore(data)
+}
+
+/// Has the action script bring the loopback interface up where the container has a network of its own: runc does not.
+fn ask_for_loopback(request: &Request<'_>, op: &Operation) -> Result<(), Error> {
+    if request.low() != Kind::Runc || !loopback::own_network(&request.spec) {
+        return Ok(());
+    }
+    let file = op.file(loopback::FILE);
+    let what = format!("{}: cannot be written", file.display());
+    std::fs::write(file, "").map_err(Error::io(what))
+}
+
+/// Lets the processes of a container in a user namespace pass the directories that CRIU opens as them.
+fn searchable(request: &Request<'_>) -> Result<Option<Searchable>, Error> {
+    let (host, spec) = (&request.host, &request.spec);
+    let searchable = Searchable::for_restore(host, spec, &request.images)?;
+    if request.low() == Kind::Crun {
+        searchable::state_directory(host, spec, request.state_root())?;
+    }
+    Ok(searchable)
+}

@@ -1,0 +1,48 @@
+//! Runs the low-level runtime for a restore.
+
+use std::time::Duration;
+
+use cryopod_archive::names;
+
+use super::prepare::Prepared;
+use crate::agent::Agent;
+use crate::child::{self, Ended, Signals, Watch};
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::reasons::Before;
+use crate::request::Request;
+use crate::setup;
+
+pub(super) struct Ran {
+    pub ended: Ended,
+    pub before: Before,
+    pub detach: bool,
+}
+
+/// Runs it until it ends. An error means that it could not be started.
+pub(super) fn run(
+    request: &Request<'_>,
+    prepared: &Prepared,
+    op: &Operation,
+    signals: &Signals,
+) -> Result<Ran, Error> {
+    let (low, ready) = (&request.ctx.low, &prepared.ready);
+    let detach = request.flag("detach");
+    let watch = Watch {
+        kind: child::Kind::Restore { detach },
+        action_script: &ready.action_script,
+        limit: ready.limit,
+        abort_limit: Duration::from_secs(request.config().limits.abort_s),
+        abort_file: op.file(setup::ABORT_FILE),
+        images: None,
+        agent: ready.agent.as_ref().and_then(Agent::pid),
+    };
+    let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
+    let arguments = &prepared.arguments;
+    let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut |_| true)?;
+    Ok(Ran {
+        ended,
+        before,
+        detach,
+    })
+}
