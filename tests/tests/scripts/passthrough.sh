@@ -30,6 +30,7 @@ call() { # INPUT ARG...: one line of the table
     esac
 }
 
+in_its_program() { grep -q sleep "/proc/$("$low" state c1 | jq .pid)/comm"; }
 table() {
     n=0
     call /dev/null --version
@@ -56,6 +57,7 @@ table() {
     call /dev/null start c1
     call /dev/null state c1
     call /dev/null start c1
+    wait_for in_its_program # `start` returns before runc's init has become the container's program
     call /dev/null ps c1
     call /dev/null ps --format json c1
     call /dev/null list -q
