@@ -1,5 +1,8 @@
 //! `cryopod`: the command line for GPU container checkpoints. Each subcommand has a file.
 
+// The comments on arguments are the command's help, where `[:NAME]` is no link.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 mod bundle;
 mod check;
 mod container;

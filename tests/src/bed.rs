@@ -119,7 +119,9 @@ impl Bed {
             command.args(["--bind", bind]);
         }
         command.args(["--", "bash", "-eu", "-o", "pipefail", "-c", &script]);
+        let started = Instant::now();
         let (output, in_time) = run(command, self.limit);
+        note_duration(started.elapsed());
         assert!(
             in_time,
             "the script ran longer than {:?} and was ended\n{output}",
@@ -127,6 +129,18 @@ impl Bed {
         );
         output
     }
+}
+
+/// Adds a line with seconds and the test's name to the file `CRYOPOD_DURATIONS`, if there is one.
+fn note_duration(took: Duration) {
+    let Some(path) = env::var_os("CRYOPOD_DURATIONS") else {
+        return;
+    };
+    let suite = env::var("SUITE").unwrap_or_default();
+    let name = thread::current().name().unwrap_or_default().to_owned();
+    let file = OpenOptions::new().append(true).create(true).open(path);
+    let line = format!("{:5} s  {suite} {name}\n", took.as_secs());
+    let _ = file.and_then(|mut file| file.write_all(line.as_bytes()));
 }
 
 /// What a script did.

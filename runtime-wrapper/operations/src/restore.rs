@@ -6,7 +6,7 @@
 //! 2. [`plan`]: what this host has, which GPU takes which place, and every reason why it cannot work.
 //! 3. [`prepare`]: the image directory of this operation, plugins, CRIU's configuration, the command line.
 //! 4. [`bundle`]: the edits of the new container's spec, files and mount points. A later failure puts them back.
-//! 5. [`run`]: the low-level runtime and CRIU.
+//! 5. [`mod@run`]: the low-level runtime and CRIU.
 //! 6. [`conclude`]: what was made is kept or removed.
 //!
 //! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime

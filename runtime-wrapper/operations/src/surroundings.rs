@@ -71,7 +71,7 @@ fn texts(request: &Request<'_>) -> Vec<String> {
 /// with those of the GPUs.
 ///
 /// # Errors
-/// [`Error::Option`]: an annotation cannot be followed.
+/// An annotation cannot be followed.
 pub fn checkpoint(
     request: &Request<'_>,
     init: i32,
@@ -257,7 +257,7 @@ pub fn provided(
 /// Finds the checkpoint's surroundings on this host, and shows them in the operation's directory.
 ///
 /// # Errors
-/// [`Error::Plan`] with every mount that cannot be provided; [`Error::Option`].
+/// [`Error::Plan`] with every mount that cannot be provided; an annotation that cannot be followed.
 pub fn restore(
     request: &Request<'_>,
     metadata: &Metadata,

@@ -1,4 +1,4 @@
-//! bench-vram DIRECTORY [GIB]: how fast the VRAM files writes, verifies and reads back memory that is random, zero, and half of each.
+//! `bench-vram DIRECTORY [GIB]`: measures how fast VRAM files are written, verified and read back, from memory that is random, zero, and half of each.
 #![allow(clippy::unwrap_used, reason = "a benchmark ends at the first error")]
 
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Reads the entries of a tar of changes, within bounds: the tar may be a stranger's.
 //!
 //! Names that do not fit into a header come as GNU's long names, and a program's capabilities as a PAX record, as
-//! [`super::capture`] writes them. Everything else in PAX (another size, another name) is refused, so that no two
+//! [`mod@super::capture`] writes them. Everything else in PAX (another size, another name) is refused, so that no two
 //! readers can understand the tar differently.
 
 use std::ffi::OsStr;
