@@ -37,10 +37,12 @@ wait_for() { within 300 "$@" || { echo "wait_for: in vain: $*" >&2 && return 1; 
 
 # within SECONDS COMMAND...: the same with another limit, for what need not succeed.
 within() {
-    local end=$((SECONDS + $1)) && shift
+    local end=$((SECONDS + $1)) pause=05 && shift
     until "$@"; do
         if [ "$SECONDS" -gt "$end" ]; then return 1; fi
-        sleep 0.05
+        sleep "0.$pause"
+        # Each look may cost more than what is waited for.
+        case $pause in 05) pause=10 ;; 10) pause=20 ;; *) pause=40 ;; esac
     done
 }
 

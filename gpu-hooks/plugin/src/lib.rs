@@ -9,7 +9,6 @@
 //! * [`files`]: leftover device files
 //! * [`maps`]: leftover mappings of device files
 //! * [`vram`]: GPU memory that does not go through CRIU
-//! * [`ptrace`]: letting the driver's thread of a stopped process run
 //! * [`criu`]: what CRIU offers, looked up at run time
 
 mod criu;

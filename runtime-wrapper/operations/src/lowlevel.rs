@@ -33,7 +33,7 @@ pub enum LowLevelError {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LowLevel {
-    /// The name as given: becomes argv[0], so that its messages read as when it is called directly.
+    /// The name as given: becomes `argv[0]`, so that its messages read as when it is called directly.
     pub name: OsString,
     pub path: PathBuf,
     pub kind: Kind,

@@ -37,7 +37,7 @@ const DUMPED: [&str; 14] = [
     "NETLINK",
 ];
 
-/// Protocols on which one CRIU version fails on one kernel, see [`Scan::undumpable_sockets`].
+/// Protocols on which one CRIU version fails on one kernel.
 pub(super) const RAW: [&str; 3] = ["RAW", "RAWv6", "PACKET"];
 
 /// Returns sockets of other protocols, one refusal for each process and protocol.

@@ -18,7 +18,7 @@ struct Args {
     /// Driver socket; the control socket is this path with .ctl added
     #[arg(long, env = "CUSIM_SOCKET", default_value = DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// TOML file: driver, context_mib, [[gpu]] uuid name memory_mib minor pci mig
+    /// TOML file: driver, context_mib, `[[gpu]]` with uuid, name, memory_mib, minor, pci, mig
     #[arg(long)]
     config: Option<PathBuf>,
     /// Number of GPUs, where the file names none
