@@ -14,7 +14,7 @@
 //! * [`worker`]: the process that reads and writes the image directory
 
 use cryopod_archive::vram::{
-    Codec, DEFAULT_CHUNK, ReadOptions, VramFacts, WriteOptions, usual_threads,
+    Codec, DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK, ReadOptions, VramFacts, WriteOptions, usual_threads,
 };
 use serde::{Deserialize, Serialize};
 use std::num::NonZero;
@@ -32,6 +32,7 @@ pub const MIN_BYTES: u64 = 64 << 20;
 pub const SPARE_BYTES: u64 = 256 << 20;
 
 const MAX_THREADS: usize = 256;
+const MAX_SHARD: u64 = 1 << 40;
 
 /// Settings for VRAM files in the plugin's configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,8 +130,8 @@ impl VramConfig {
         }
     }
 
+    /// Checks every value. An error names the key of the configuration.
     pub fn validate(&self) -> Result<(), String> {
-        use cryopod_archive::vram::{MAX_CHUNK, MIN_CHUNK};
         if self.threads > MAX_THREADS {
             return Err(format!(
                 "vram: {} threads (at most {MAX_THREADS})",
@@ -140,10 +141,16 @@ impl VramConfig {
         if !self.chunk_bytes.is_power_of_two()
             || !(MIN_CHUNK..=MAX_CHUNK).contains(&self.chunk_bytes)
         {
-            return Err(format!("vram: chunks of {} bytes", self.chunk_bytes));
+            return Err(format!(
+                "vram: chunk_kib: {} bytes are not a power of two between 64 KiB and 64 MiB",
+                self.chunk_bytes
+            ));
         }
-        if self.shard_bytes < 1 << 20 {
-            return Err(format!("vram: shards of {} bytes", self.shard_bytes));
+        if !(1 << 20..=MAX_SHARD).contains(&self.shard_bytes) {
+            return Err(format!(
+                "vram: shard_mib: {} bytes are not between 1 MiB and 1 TiB",
+                self.shard_bytes
+            ));
         }
         if !(-7..=19).contains(&self.level) {
             return Err(format!("vram: level {} (-7 to 19)", self.level));

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use cryopod_archive::vram::{Codec, MAX_CHUNK, MIN_CHUNK};
+use cryopod_archive::vram::Codec;
 use cryopod_cuda::vram::VramConfig;
 use serde::Deserialize;
 
@@ -54,22 +54,12 @@ impl Options {
     /// Returns the plugin's form of these options. An error names the key.
     pub fn config(&self) -> Result<VramConfig, String> {
         let usual = VramConfig::default();
-        let chunk_bytes = self
-            .chunk_kib
-            .map_or(Some(usual.chunk_bytes), |kib| kib.checked_mul(1024));
-        let chunk_bytes = chunk_bytes
-            .filter(|b| b.is_power_of_two() && (MIN_CHUNK..=MAX_CHUNK).contains(b))
-            .ok_or("chunk_kib is not a power of two between 64 and 65536")?;
-        let shard_bytes = self
-            .shard_mib
-            .map_or(Some(usual.shard_bytes), |mib| mib.checked_mul(1 << 20));
-        let shard_bytes = shard_bytes
-            .filter(|b| *b > 0)
-            .ok_or("shard_mib is out of range")?;
+        let chunk = self.chunk_kib.map(|kib| kib.saturating_mul(1 << 10));
+        let shard = self.shard_mib.map(|mib| mib.saturating_mul(1 << 20));
         let config = VramConfig {
             threads: self.threads,
-            chunk_bytes,
-            shard_bytes,
+            chunk_bytes: chunk.unwrap_or(usual.chunk_bytes),
+            shard_bytes: shard.unwrap_or(usual.shard_bytes),
             codec: self.codec,
             level: self.level.unwrap_or(usual.level),
             check: self.verify.unwrap_or(usual.check),

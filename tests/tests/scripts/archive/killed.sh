@@ -4,8 +4,8 @@ mkdir -p /tmp/in/checkpoint
 printf '{"id":"a","name":"job","lockID":1,"runtime":"crun"}' > /tmp/in/config.dump
 printf '{}' > /tmp/in/spec.dump
 printf '\x19CVT\x16\x311X\0\0\0\0' > /tmp/in/checkpoint/inventory.img
-head -c 48M /dev/urandom > /tmp/in/checkpoint/pages-1.img
-seq 10000000 14000000 > /tmp/in/checkpoint/pages-2.img
+head -c 24M /dev/urandom > /tmp/in/checkpoint/pages-1.img
+seq 10000000 12000000 > /tmp/in/checkpoint/pages-2.img
 cryopod pack -q /tmp/in -o oci:/tmp/image
 
 whole() { # PLACE

@@ -32,7 +32,7 @@ for step, x in zip(range(int(sys.argv[1])), loader):
     time.sleep(0.03)
 print("end", flush=True)
 PY
-steps=240
+steps=160
 mapfile -t environment < /opt/torch/environment
 python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /opt/torch:/opt/torch:ro -v /srv/app:/app:ro)
 python+=(-e PYTHONDONTWRITEBYTECODE=1 -e HOME=/tmp)
@@ -43,7 +43,7 @@ train --rm > /tmp/whole 2>&1 || { tail /tmp/whole; exit 1; }
 [ "$(grep -c '^loss' /tmp/whole)" = $steps ] && [ "$(tail -n 1 /tmp/whole)" = end ]
 
 train -d --name train > /dev/null
-begun() { [ "$(podman logs train 2> /dev/null | grep -c '^loss')" -ge 50 ]; }
+begun() { [ "$(podman logs train 2> /dev/null | grep -c '^loss')" -ge 30 ]; }
 wait_for begun || { podman logs train | tail; exit 1; }
 [ "$(podman top train pid | grep -c '[0-9]')" -ge 4 ] || { podman top train; exit 1; }
 if ! pod container checkpoint --export /tmp/p.tar train > /tmp/said 2>&1; then
