@@ -72,3 +72,14 @@ fake_gpu_nodes() {
     mknod -m 666 /dev/kfd c 510 0
     mknod -m 666 /dev/dri/renderD128 c 226 128
 }
+
+# simulate LOW [OPTION-OF-THE-SERVER...]: the simulated driver with two GPUs, and cryopod-runtime over LOW.
+sim=/run/cusim/server.sock
+simulate() {
+    low_level "$1" && shift
+    printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
+    mkdir -p /run/cusim
+    /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
+    /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 "$@" > /tmp/server.log 2>&1 &
+    wait_for test -S "$sim"
+}

@@ -2,20 +2,8 @@
 # then `ctr` and docker on the same containerd. The stock shim, with cryopod-runtime as its binary.
 simulate runc
 registry
-# The CRI runs an image's own command, and pulls the image again at a restore.
-podman import -q --change 'CMD ["/bin/sleep", "100000"]' /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null
-podman push -q --tls-verify=false localhost/busybox docker://localhost:5000/busybox:1
-cat > /etc/containerd/config.toml <<'T'
-version = 3
-[plugins.'io.containerd.cri.v1.images']
-  snapshotter = 'overlayfs'
-  [plugins.'io.containerd.cri.v1.images'.pinned_images]
-    sandbox = 'localhost:5000/busybox:1'
-[plugins.'io.containerd.cri.v1.runtime']
-  enable_selinux = false
-  disable_apparmor = true
-  restrict_oom_score_adj = true
-  enable_experimental_restore_via_create = true # from 2.3.4 on
+cri_configure
+cat >> /etc/containerd/config.toml << 'T'
   [plugins.'io.containerd.cri.v1.runtime'.containerd]
     default_runtime_name = 'runc'
     [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
@@ -24,11 +12,6 @@ version = 3
         BinaryName = '/usr/local/bin/cryopod-runtime'
 T
 containerd > /tmp/containerd.log 2>&1 &
-cri() {
-    python3 /src/tests/tests/scripts/archive/cri.py /run/containerd/containerd.sock "$@" ||
-        { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
-}
-cri_quiet() { cri "$@" > /dev/null 2>&1; }
 wait_for ctr version > /dev/null 2>&1
 wait_for cri_quiet Version '[[1,"v1"]]'
 sandbox='[[1,[[1,"pod"],[2,"uid1"],[3,"ns"]]],[3,"/tmp/logs"],[8,[[2,[[1,[[1,2],[2,1],[3,1]]]]]]]]'

@@ -1,18 +1,9 @@
 # lib.sh: GPU containers on the simulated driver, and archives of them.
 # shellcheck shell=bash disable=SC2154
-sim=/run/cusim/server.sock
 nodes=(/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia0 /dev/nvidia1)
 # SOURCE:TARGET of what a client needs that busybox has not
 binds=(/run/cusim:/run/cusim /opt/cusim:/cusim /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu /usr/lib64:/lib64)
 
-simulate() { # LOW: the driver, and cryopod-runtime over LOW
-    low_level "$1"
-    printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
-    mkdir -p /run/cusim
-    /opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-    /opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-    wait_for test -S "$sim"
-}
 run_job() { # cusim-client ARG...: under podman
     pod run -d --name job --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" \
         -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client "$@" > /dev/null
@@ -37,4 +28,30 @@ registry() { # the registry 127.0.0.1:5000, its blobs below /tmp/registry
         > /tmp/registry.yml
     docker-registry serve /tmp/registry.yml > /tmp/registry.log 2>&1 &
     wait_for curl -sf http://127.0.0.1:5000/v2/ -o /dev/null
+}
+
+# A call to containerd's CRI, by curl, as Debian has no crictl.
+cri() { # METHOD JSON
+    local service=Runtime
+    if [ "$1" = PullImage ]; then service=Image; fi
+    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock "runtime.v1.${service}Service/$1" "$2" ||
+        { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
+}
+cri_quiet() { cri "$@" > /dev/null 2>&1; }
+cri_configure() { # containerd's configuration, and an image that the CRI can run, in the registry
+    # The CRI runs an image's own command, and pulls the image again at a restore.
+    podman import -q --change 'CMD ["/bin/sleep", "100000"]' /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null
+    podman push -q --tls-verify=false localhost/busybox docker://localhost:5000/busybox:1
+    cat > /etc/containerd/config.toml << 'T'
+version = 3
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = 'overlayfs'
+  [plugins.'io.containerd.cri.v1.images'.pinned_images]
+    sandbox = 'localhost:5000/busybox:1'
+[plugins.'io.containerd.cri.v1.runtime']
+  enable_selinux = false
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+  enable_experimental_restore_via_create = true # from 2.3.4 on
+T
 }

@@ -3,13 +3,8 @@
 low=$1 count=$2 mode=$3
 . /src/tests/tests/scripts/hostile/lib.sh
 mkimage
-low_level "$low"
-printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n[rootfs]\ncarry = "always"\n' >> /etc/cryopod/config.toml
-mkdir -p /run/cusim
-sim=/run/cusim/server.sock
-/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+simulate "$low" --proc-root /run/simulated
+printf '[rootfs]\ncarry = "always"\n' >> /etc/cryopod/config.toml
 # A namespace of users gets a /proc of its own only where nothing lies over parts of the one outside.
 if [ "$mode" = admin ]; then mount --bind /run/simulated/driver /proc/driver; fi
 

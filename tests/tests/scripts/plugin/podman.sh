@@ -2,13 +2,7 @@
 # remove, restore from the archive; the sums go on.
 low=$1
 mkimage
-low_level "$low"
-printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
-mkdir -p /run/cusim
-sim=/run/cusim/server.sock
-/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-/opt/build/cusim-server --socket "$sim" --dev-root /dev --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+simulate "$low"
 
 run() { # cusim-client ARG...
     pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm \

@@ -2,28 +2,10 @@
 # a restore into a new pod. CRI checkpoints exist from containerd 2.1 on.
 simulate runc
 registry
-podman import -q --change 'CMD ["/bin/sleep", "100000"]' /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null
-podman push -q --tls-verify=false localhost/busybox docker://localhost:5000/busybox:1
-cat > /etc/containerd/config.toml <<'T'
-version = 3
-[plugins.'io.containerd.cri.v1.images']
-  snapshotter = 'overlayfs'
-  [plugins.'io.containerd.cri.v1.images'.pinned_images]
-    sandbox = 'localhost:5000/busybox:1'
-[plugins.'io.containerd.cri.v1.runtime']
-  enable_selinux = false
-  disable_apparmor = true
-  restrict_oom_score_adj = true
-  enable_experimental_restore_via_create = true # from 2.3.4 on
-T
+cri_configure
 # As a user would write it, in the directory of examples.
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
 containerd_up
-cri() {
-    python3 /src/tests/tests/scripts/archive/cri.py /run/containerd/containerd.sock "$@" ||
-        { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
-}
-cri_quiet() { cri "$@" > /dev/null 2>&1; }
 wait_for cri_quiet Version '[[1,"v1"]]'
 cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
 mkdir -p /tmp/logs

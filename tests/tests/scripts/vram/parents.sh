@@ -1,12 +1,7 @@
 # parents.sh LOW: checkpoints that build upon each other, with cryopod-runtime alone, CRIU and the simulated driver.
 low=$1
-low_level "$low"
-printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
-mkdir -p /run/cusim /srv/c
-sim=/run/cusim/server.sock
-/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+mkdir -p /srv/c
+simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 
 made() { # BUNDLE PARENT cusim-client ARG...: a bundle whose checkpoints build upon PARENT

@@ -1,13 +1,7 @@
 # podman.sh LOW: the VRAM files under podman with cryopod-runtime.
 low=$1
 mkimage
-low_level "$low"
-printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
-mkdir -p /run/cusim
-sim=/run/cusim/server.sock
-/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 
 run() { # MODE cusim-client ARG...

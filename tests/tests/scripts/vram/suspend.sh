@@ -1,13 +1,7 @@
 # suspend.sh LOW: suspend and resume under podman and with the runtime alone, with the simulated driver.
 low=$1
 mkimage
-low_level "$low"
-printf '[nvidia]\nlibcuda = ["/opt/cusim/libcuda.so.1"]\n' >> /etc/cryopod/config.toml
-mkdir -p /run/cusim
-sim=/run/cusim/server.sock
-/opt/build/cusim-ctl --socket "$sim" install /opt/cusim > /dev/null
-/opt/build/cusim-server --socket "$sim" --dev-root /dev --proc-root /run/simulated --gpus 2 --memory-mib 4096 > /tmp/server.log 2>&1 &
-wait_for test -S "$sim"
+simulate "$low" --proc-root /run/simulated
 mount --bind /run/simulated/driver /proc/driver
 GPU0=GPU-c0da0000-5130-4d00-8000-000000000000
 GPU1=GPU-c0da0000-5130-4d00-8000-000000000001
