@@ -73,11 +73,12 @@ pub struct Bed {
 impl Bed {
     /// The bed with this cgroup set-up, built if need be; `None`, said and counted, where it cannot run.
     ///
-    /// With `SUITE=experimental` version 2 in place of 1: podman 6 takes no other.
+    /// With `SUITE=experimental` version 2 alone in place of 1: podman 6 starts nothing where version 1 is mounted.
     pub fn new(cgroup: Cgroup) -> Option<Self> {
         let experimental = env::var("SUITE").is_ok_and(|suite| suite == "experimental");
         let cgroup = match cgroup {
             Cgroup::V1 if experimental => Cgroup::V2,
+            Cgroup::Host if experimental => Cgroup::HostV2,
             cgroup => cgroup,
         };
         match unavailable(cgroup) {

@@ -59,6 +59,9 @@ check() {
 }
 on_failure() { :; }
 
+# criu_from X.Y: is the bed's CRIU of this version or a newer one?
+criu_from() { printf '%s\n' "$1" "$(criu --version | sed -n 's/^Version: //p')" | sort --check=quiet --version-sort; }
+
 # says FILE PATTERN: the file has a line that matches the extended regular expression.
 says() { grep -Eq -- "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }; }
 

@@ -117,7 +117,7 @@ const UNDUMPABLE: [(&str, &str, &str); 15] = [
     ),
 ];
 
-/// The CRIU options that decide whether it can dump something.
+/// CRIU's options and version, which decide whether it can dump something.
 #[derive(Debug, Clone)]
 pub struct CriuLimits {
     /// `ghost-limit`, in bytes.
@@ -126,6 +126,8 @@ pub struct CriuLimits {
     pub searched: Vec<String>,
     /// CRIU leaves out the container's network namespace (`--empty-ns`).
     pub own_network: bool,
+    /// CRIU's version; empty if it is unknown.
+    pub version: Vec<u32>,
 }
 
 impl Default for CriuLimits {
@@ -134,6 +136,7 @@ impl Default for CriuLimits {
             ghost_limit: 1 << 20,
             searched: Vec::new(),
             own_network: false,
+            version: Vec::new(),
         }
     }
 }
@@ -183,7 +186,12 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
     refusals.extend(sockets::protocols(scan));
     refusals.extend(descriptors::descriptors(scan, host));
     refusals.extend(sockets::outside_connections(scan, host));
-    refusals.extend(watches::watches(scan, host, &limits.searched));
+    refusals.extend(watches::watches(
+        scan,
+        host,
+        &limits.searched,
+        &limits.version,
+    ));
     refusals.extend(files::deleted_files(scan, host, limits.ghost_limit));
     refusals.extend(files::covered_files(scan, host));
     let more = refusals.len().saturating_sub(MAX_TOLD);

@@ -233,15 +233,8 @@ impl Watcher<'_> {
     fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&str) -> bool) {
         let mut cut_off = false;
         while !cut_off {
-            self.reap();
-            if self.code.is_some() {
-                if !self.orphans() {
-                    return;
-                }
-                if !self.passed && !self.refuse {
-                    self.refuse = true;
-                    abort(&self.watch.abort_file);
-                }
+            if self.over() {
+                return;
             }
             let mut fds = [
                 PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN),
@@ -262,12 +255,32 @@ impl Watcher<'_> {
             while let Some(signal) = signals.next() {
                 self.signal(signal);
             }
+            // The runtime may have died before CRIU asked.
+            if self.over() {
+                return;
+            }
             self.questions(decide);
             self.stuck_restore();
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 cut_off = self.patience_ends();
             }
         }
+    }
+
+    /// Notes the runtime's end. Returns true if CRIU has ended, too.
+    fn over(&mut self) -> bool {
+        self.reap();
+        if self.code.is_none() {
+            return false;
+        }
+        if !self.orphans() {
+            return true;
+        }
+        if !self.passed && !self.refuse {
+            self.refuse = true;
+            abort(&self.watch.abort_file);
+        }
+        false
     }
 
     fn reap(&mut self) {

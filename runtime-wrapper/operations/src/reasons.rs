@@ -8,6 +8,8 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use serde_json::{Deserializer, Map, Value};
+
 use crate::argv::Globals;
 
 const MAX_READ: u64 = 1 << 20;
@@ -61,16 +63,35 @@ impl Before {
         let mut bytes = Vec::new();
         file.take(MAX_READ).read_to_end(&mut bytes).ok()?;
         let text = String::from_utf8_lossy(&bytes);
-        let mut errors = text.lines().rev().filter_map(error_of);
+        let mut errors = records(&text).into_iter().rev().filter_map(error_of);
         errors.find(|message| !message.starts_with(OURS))
     }
 }
 
-/// Returns the message of a log line, if it is an error: JSON, logrus's text, or crun's text (time and message).
+/// Splits a runtime's log into its messages: each a line, or a JSON object, which crun 1.28 and newer write in several
+/// lines.
+pub fn records(text: &str) -> Vec<&str> {
+    let mut records = Vec::new();
+    let mut rest = text.trim_start();
+    while !rest.is_empty() {
+        let line = rest.find('\n').unwrap_or(rest.len());
+        let mut objects = Deserializer::from_str(rest).into_iter::<Map<String, Value>>();
+        let end = match rest.starts_with('{').then(|| objects.next()) {
+            Some(Some(Ok(_))) => objects.byte_offset(),
+            _ => line,
+        };
+        let (record, after) = rest.split_at(end);
+        records.push(record);
+        rest = after.trim_start();
+    }
+    records
+}
+
+/// Returns the text of a message, if it is an error: JSON, logrus's text, or crun's text (time and message).
 fn error_of(line: &str) -> Option<String> {
     let line = line.trim();
     let message = if line.starts_with('{') {
-        let json: serde_json::Value = serde_json::from_str(line).ok()?;
+        let json: Value = serde_json::from_str(line).ok()?;
         // crun before 1.9 wrote no level, and errors only.
         let level = json.get("level").and_then(|l| l.as_str());
         level
@@ -158,6 +179,36 @@ mod tests {
         assert_eq!(before.runtime_error().unwrap(), "begun anew");
         let none = Before::note("x".into(), &Globals::default());
         assert_eq!(none.runtime_error(), None);
+    }
+
+    #[test]
+    fn json_over_several_lines() {
+        // As crun 1.28 writes it.
+        let crun = "{\n  \"msg\": \"error creating CRIU work directory `\\/tmp\\/x`: Not a directory\",\n  \"level\": \"error\",\n  \"time\": \"2026-11-23T00:40:51.042359Z\"\n}\n";
+        let ours = "{\"level\":\"warning\",\"msg\":\"cryopod: {\"}";
+        let text =
+            format!("{ours}\n\n{crun}time=\"x\" level=error msg={{\n{crun}{{ broken\n{crun}");
+        let crun = crun.trim_end();
+        assert_eq!(
+            records(&text),
+            [
+                ours,
+                crun,
+                "time=\"x\" level=error msg={",
+                crun,
+                "{ broken",
+                crun
+            ]
+        );
+        assert_eq!(
+            error_of(crun).unwrap(),
+            "error creating CRIU work directory `/tmp/x`: Not a directory"
+        );
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log.json");
+        let before = Before::note("x".into(), &globals(&log));
+        fs::write(&log, format!("{crun}\n{ours}\n")).unwrap();
+        assert!(before.runtime_error().unwrap().contains("/tmp/x"));
     }
 
     #[test]

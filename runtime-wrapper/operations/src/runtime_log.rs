@@ -15,6 +15,7 @@ use serde_json::Value;
 use crate::argv::Invocation;
 use crate::lowlevel::{Kind, LowLevel};
 use crate::operation::Operation;
+use crate::reasons::records;
 
 const FILE: &str = "runtime.log";
 const MAX: u64 = 4 << 20;
@@ -42,7 +43,7 @@ impl RuntimeLog {
     /// Returns crun's last error, if it says more than that CRIU failed.
     pub fn own_error(&self) -> Option<String> {
         let text = self.read().ok()?;
-        let mut said = text.lines().rev().filter_map(said);
+        let mut said = records(&text).into_iter().rev().filter_map(said);
         said.find(|s| own(s))
     }
 
@@ -67,11 +68,11 @@ impl RuntimeLog {
     }
 }
 
-fn said(line: &str) -> Option<String> {
-    match serde_json::from_str::<Value>(line) {
+fn said(record: &str) -> Option<String> {
+    match serde_json::from_str::<Value>(record) {
         Ok(json) if json.get("level")? == "error" => Some(json.get("msg")?.as_str()?.to_owned()),
         Ok(_) => None,
-        Err(_) => Some(line.split_once("level=error")?.1.trim().to_owned()),
+        Err(_) => Some(record.split_once("level=error")?.1.trim().to_owned()),
     }
 }
 

@@ -85,6 +85,11 @@ pub fn checkpoint(
         own_network: request.low() == Kind::Runc && crate::loopback::own_network(spec),
         ghost_limit: options.ghost_limit(),
         searched: options.texts("irmap-scan-path"),
+        version: criu
+            .version
+            .as_deref()
+            .and_then(facts::numbers)
+            .unwrap_or_default(),
     };
     let mut refusals = hazards::refusals(scan, host, spec, &limits);
     let connections = hazards::connections(scan, host, init);
@@ -106,13 +111,12 @@ pub fn checkpoint(
     );
     refusals.extend(helpers.refusals);
     options.use_lock(helpers.lock);
-    let criu = criu.version.as_deref().and_then(facts::numbers);
     let kernel = facts::numbers(&facts::host(host, None).kernel);
     refusals.extend(hazards::undumpable_sockets(
         scan,
         host,
         init,
-        &criu.unwrap_or_default(),
+        &limits.version,
         &kernel.unwrap_or_default(),
     ));
     let (mut found, unfit) = match spec.json().is_object() {

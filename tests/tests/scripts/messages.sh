@@ -32,7 +32,10 @@ echo 'ok: an old dump.log'
 
 # Engines that read the last error of a JSON log alone find the runtime's reason in ours.
 case $low in
-runc) args=(--manage-cgroups-mode bogus) reason='Invalid manage cgroups mode' ;;
+runc)
+    args=(--manage-cgroups-mode bogus) reason='Invalid manage cgroups mode'
+    case $(runc --version) in *' 1.'[01].*) ;; *) reason='invalid manage-cgroups-mode value' ;; esac # from 1.2 on
+    ;;
 crun) args=(--work-path /tmp/file/x) reason=/tmp/file/x ;;
 esac
 echo '{"level":"error","msg":"of an earlier operation"}' > /tmp/log.json

@@ -2,12 +2,18 @@
 //!
 //! CRIU opens a watched file by its file handle (`check_open_handle`, fsnotify.c), which overlayfs, the root of nearly
 //! every container, does not allow. Then it searches a few directories, and those in `irmap-scan-path`, for the inode
-//! (irmap.c); a watch in none of them fails the dump. This module does the same.
+//! (irmap.c); a watch in none of them fails the dump.
+//!
+//! CRIU 4.3 searches all of an overlayfs (`alloc_openable`). A watch that it does not find there passes the dump and
+//! fails the restore, which can only open the file by its handle, unless it is a deleted file whose content CRIU saves.
+//! This module searches as CRIU of either version.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashSet};
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
@@ -27,7 +33,9 @@ const HINTS: [&str; 8] = [
     "/usr/share/polkit-1/actions",
     "/lib/udev",
 ];
-/// At most so many files in those directories are examined; with more CRIU decides.
+/// The first CRIU that searches overlayfs.
+const SEARCHES_OVERLAYFS: [u32; 2] = [4, 3];
+/// At most so many files in those directories, or on overlayfs, are examined; with more CRIU decides.
 const MAX_SEARCHED: usize = 50_000;
 const MAX_WATCHES: usize = 65_536;
 const MAX_HANDLE: usize = 128;
@@ -41,8 +49,8 @@ struct Watch {
     handle: Option<(i32, Vec<u8>)>,
 }
 
-/// Returns one refusal for each process. `searched`: `irmap-scan-path`.
-pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String]) -> Vec<Refusal> {
+/// Returns one refusal for each process. `searched`: `irmap-scan-path`. `criu`: its version.
+pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String], criu: &[u32]) -> Vec<Refusal> {
     let Some(init) = scan.processes.first() else {
         return Vec::new();
     };
@@ -53,20 +61,28 @@ pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String]) -> Vec<Refu
         if watches.is_empty() {
             continue;
         }
-        let place = place.get_or_insert_with(|| Place::of(host, init.pid, searched));
-        let lost: BTreeSet<String> = watches
-            .iter()
-            .filter(|w| place.is_lost(w))
-            .map(|w| place.file_system(w))
-            .collect();
+        let place = place.get_or_insert_with(|| Place::of(scan, host, init.pid, searched, criu));
+        let lost: Vec<&Watch> = watches.iter().filter(|w| place.is_lost(w)).collect();
         if lost.is_empty() {
             continue;
         }
-        let lost: Vec<String> = lost.into_iter().collect();
+        let on: BTreeSet<String> = lost.iter().map(|w| place.file_system(w)).collect();
+        let on: Vec<String> = on.into_iter().collect();
+        let remedy = match lost.iter().all(|w| place.searched_whole(w)) {
+            true => {
+                "another mount covers them, or they are on an overlayfs whose layers are on several file systems: unmount what covers them, or start it without watching (as uvicorn without --reload)"
+            }
+            false => {
+                "name the directory that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)"
+            }
+        };
         refusals.push(Refusal {
             process: Some((process.pid, process.comm.clone())),
-            what: format!("watches files that CRIU cannot find again (inotify or fanotify, on {})", lost.join(", ")),
-            remedy: "name the directory that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)".into(),
+            what: format!(
+                "watches files that CRIU cannot find again (inotify or fanotify, on {})",
+                on.join(", ")
+            ),
+            remedy: remedy.into(),
         });
     }
     refusals
@@ -115,12 +131,16 @@ fn parse(line: &str) -> Option<Watch> {
 }
 
 struct Place<'a> {
+    scan: &'a Scan,
     host: &'a Host,
     init: i32,
     mounts: Vec<Mount>,
-    searched: &'a [String],
+    hints: &'a [String],
+    searches_overlayfs: bool,
     /// The inodes in the directories that CRIU searches; filled in when one is needed.
-    found: std::cell::OnceCell<Searched>,
+    in_hints: OnceCell<Searched>,
+    /// The inodes on overlayfs, likewise.
+    on_overlayfs: OnceCell<Searched>,
 }
 
 #[derive(Debug, Default)]
@@ -130,13 +150,16 @@ struct Searched {
 }
 
 impl<'a> Place<'a> {
-    fn of(host: &'a Host, init: i32, searched: &'a [String]) -> Self {
+    fn of(scan: &'a Scan, host: &'a Host, init: i32, hints: &'a [String], criu: &[u32]) -> Self {
         Self {
+            scan,
             host,
             init,
             mounts: mountinfo::of(host, &init.to_string()),
-            searched,
-            found: std::cell::OnceCell::new(),
+            hints,
+            searches_overlayfs: criu >= SEARCHES_OVERLAYFS.as_slice(),
+            in_hints: OnceCell::new(),
+            on_overlayfs: OnceCell::new(),
         }
     }
 
@@ -152,12 +175,46 @@ impl<'a> Place<'a> {
         )
     }
 
+    /// Returns true if CRIU searches all of the watch's file system.
+    fn searched_whole(&self, watch: &Watch) -> bool {
+        self.searches_overlayfs && self.mounts(watch).any(is_overlayfs)
+    }
+
     fn is_lost(&self, watch: &Watch) -> bool {
         if self.mounts(watch).any(|mount| self.opens(mount, watch)) {
             return false;
         }
-        let found = self.found.get_or_init(|| self.search());
-        !found.cut && !found.inodes.contains(&(watch.device, watch.inode))
+        if self.searched_whole(watch) {
+            let found = self.on_overlayfs.get_or_init(|| self.search_overlayfs());
+            if found.may_have(watch) || self.saves(watch) {
+                return false;
+            }
+        }
+        let found = self.in_hints.get_or_init(|| self.search_hints());
+        !found.may_have(watch)
+    }
+
+    /// Returns true if the file was deleted and CRIU saves it, because a process has it open or mapped, or is in it.
+    fn saves(&self, watch: &Watch) -> bool {
+        let its = |meta: fs::Metadata| (split_rdev(meta.dev()), meta.ino());
+        self.scan.processes.iter().any(|process| {
+            let open = process.fds.iter().filter_map(|fd| {
+                let deleted = fd.target.ends_with(" (deleted)");
+                fd.file.filter(|_| deleted).map(|f| (f.device, f.inode))
+            });
+            let mapped = process
+                .deleted_maps
+                .iter()
+                .map(|(range, _)| format!("map_files/{range}"));
+            let others = mapped.chain(["cwd".into()]).filter_map(|name| {
+                let path = self.host.path(format!("/proc/{}/{name}", process.pid));
+                let link = fs::read_link(&path).ok()?;
+                let deleted = link.to_string_lossy().ends_with(" (deleted)");
+                fs::metadata(path).ok().filter(|_| deleted).map(its)
+            });
+            open.chain(others)
+                .any(|file| file == (watch.device, watch.inode))
+        })
     }
 
     /// Returns true if the handle leads to the file on this mount. A deleted file of a tmpfs does not count: CRIU needs
@@ -166,8 +223,7 @@ impl<'a> Place<'a> {
         let Some((kind, bytes)) = &watch.handle else {
             return false;
         };
-        let Some(directory) = self.open(&mount.point.display().to_string(), OFlag::O_DIRECTORY)
-        else {
+        let Some(directory) = self.open(&mount.point, OFlag::O_DIRECTORY) else {
             return false;
         };
         // `struct file_handle`: length, type, bytes.
@@ -195,69 +251,91 @@ impl<'a> Place<'a> {
     }
 
     /// Opens a directory of the container, by a path that does not leave it.
-    fn open(&self, path: &str, flags: OFlag) -> Option<OwnedFd> {
+    fn open(&self, path: impl AsRef<Path>, flags: OFlag) -> Option<OwnedFd> {
         let root = File::open(self.host.path(format!("/proc/{}/root", self.init))).ok()?;
-        inside(&root, path.trim_start_matches('/'), flags)
+        inside(&root, path.as_ref(), flags)
     }
 
-    fn search(&self) -> Searched {
+    fn search_hints(&self) -> Searched {
         let mut found = Searched::default();
         if let Some(root) = self.open("/", OFlag::O_DIRECTORY) {
             found.note(&root);
         }
-        for path in HINTS
-            .iter()
-            .copied()
-            .chain(self.searched.iter().map(String::as_str))
-        {
-            let mut directories: Vec<OwnedFd> =
-                self.open(path, OFlag::empty()).into_iter().collect();
-            directories
-                .iter()
-                .for_each(|directory| found.note(directory));
-            while let Some(directory) = directories.pop() {
-                let entries = fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd()));
-                for entry in entries.into_iter().flatten().flatten() {
-                    let Ok(meta) = entry.metadata() else { continue };
-                    found.inodes.insert((split_rdev(meta.dev()), meta.ino()));
-                    if found.inodes.len() >= MAX_SEARCHED {
-                        found.cut = true;
-                        return found;
-                    }
-                    if meta.is_dir() {
-                        let name = entry.file_name();
-                        directories.extend(
-                            name.to_str()
-                                .and_then(|n| inside(&directory, n, OFlag::O_DIRECTORY)),
-                        );
-                    }
-                }
+        let paths = HINTS.iter().copied();
+        for path in paths.chain(self.hints.iter().map(String::as_str)) {
+            if let Some(file) = self.open(path, OFlag::empty()) {
+                found.note(&file);
+                self.search(path.into(), None, &mut found);
             }
         }
         found
     }
+
+    fn search_overlayfs(&self) -> Searched {
+        let mut found = Searched::default();
+        for mount in self.mounts.iter().filter(|m| is_overlayfs(m)) {
+            if let Some(root) = self.open(&mount.point, OFlag::O_DIRECTORY) {
+                let device = found.note(&root);
+                self.search(mount.point.clone(), device, &mut found);
+            }
+        }
+        found
+    }
+
+    /// Notes what is in and below a directory: if `device` is given, only in directories of that file system.
+    fn search(&self, path: PathBuf, device: Option<(u64, u64)>, found: &mut Searched) {
+        // Names, not descriptors: a directory may have more directories than this process may open.
+        let mut directories = vec![path];
+        while let Some(path) = directories.pop() {
+            let Some(directory) = self.open(&path, OFlag::O_DIRECTORY) else {
+                continue;
+            };
+            let entries = fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+            for entry in entries.into_iter().flatten().flatten() {
+                let Ok(meta) = entry.metadata() else { continue };
+                let its = split_rdev(meta.dev());
+                found.inodes.insert((its, meta.ino()));
+                if found.inodes.len() >= MAX_SEARCHED {
+                    found.cut = true;
+                    return;
+                }
+                if meta.is_dir() && device.is_none_or(|device| device == its) {
+                    directories.push(path.join(entry.file_name()));
+                }
+            }
+        }
+    }
 }
 
-fn inside(from: &impl AsFd, path: &str, flags: OFlag) -> Option<OwnedFd> {
+fn is_overlayfs(mount: &Mount) -> bool {
+    mount.fs_type == "overlay"
+}
+
+fn inside(from: &impl AsFd, path: &Path, flags: OFlag) -> Option<OwnedFd> {
     let how = OpenHow::new()
         .flags(OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_NOCTTY | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    let path = if path.is_empty() { "." } else { path };
     openat2(from.as_fd(), path, how).ok()
 }
 
 impl Searched {
-    fn note(&mut self, file: &OwnedFd) {
-        if let Ok(meta) = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())) {
-            self.inodes.insert((split_rdev(meta.dev()), meta.ino()));
-        }
+    /// Notes a file. Returns its device.
+    fn note(&mut self, file: &OwnedFd) -> Option<(u64, u64)> {
+        let meta = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+        let device = split_rdev(meta.dev());
+        self.inodes.insert((device, meta.ino()));
+        Some(device)
+    }
+
+    fn may_have(&self, watch: &Watch) -> bool {
+        self.cut || self.inodes.contains(&(watch.device, watch.inode))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_host::processes::Fd;
+    use cryopod_host::processes::{Fd, FileFacts};
     use proptest::prelude::*;
     use std::path::Path;
 
@@ -303,7 +381,7 @@ mod tests {
         machine(dir.path(), 0, 0);
         let (device, inode) = kernel_device(&dir.path().join("root/srv/app"));
         let scan = machine(dir.path(), device, inode);
-        let said = watches(&scan, &host, &[]);
+        let said = watches(&scan, &host, &[], &[4, 2, 1]);
         assert_eq!(said.len(), 1, "{said:?}");
         let said = said[0].to_string();
         for want in [
@@ -314,8 +392,75 @@ mod tests {
             assert!(said.contains(want), "{want}: {said}");
         }
         // Directories that the administrator adds for CRIU are searched here, too.
-        assert_eq!(watches(&scan, &host, &["/srv".into()]), []);
-        assert_eq!(watches(&scan, &host, &["/srv/app".into()]), []);
+        assert_eq!(watches(&scan, &host, &["/srv".into()], &[4, 2, 1]), []);
+        assert_eq!(watches(&scan, &host, &["/srv/app".into()], &[4, 2, 1]), []);
+    }
+
+    #[test]
+    fn criu_4_3_searches_all_of_overlayfs() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        machine(dir.path(), 0, 0);
+        let path = dir.path().join("root/srv/app/one/more");
+        fs::create_dir_all(&path).unwrap();
+        let (device, inode) = kernel_device(&path);
+        let scan = machine(dir.path(), device, inode);
+        for (criu, lost) in [
+            (&[][..], 1),
+            (&[4, 2, 1], 1),
+            (&[4, 3], 0),
+            (&[4, 3, 1], 0),
+            (&[5, 0], 0),
+        ] {
+            assert_eq!(watches(&scan, &host, &[], criu).len(), lost, "{criu:?}");
+        }
+        // One that no path leads to any more, which CRIU would not miss before the restore.
+        let away = dir.path().join("away");
+        fs::rename(&path, &away).unwrap();
+        for (criu, remedy) in [
+            (&[4, 2, 1][..], "irmap-scan-path"),
+            (&[4, 3], "another mount covers"),
+        ] {
+            let said = watches(&scan, &host, &["/srv".into()], criu);
+            assert!(said[0].to_string().contains(remedy), "{criu:?}: {said:?}");
+        }
+        // A deleted one that its process has open.
+        let mut scan = scan;
+        scan.processes[0].fds.push(Fd {
+            number: "6".into(),
+            target: "/srv/app/one/more (deleted)".into(),
+            file: Some(FileFacts {
+                kind: libc::S_IFDIR,
+                links: 0,
+                bytes: 0,
+                device: split_rdev(fs::metadata(&away).unwrap().dev()),
+                inode,
+            }),
+            ..Fd::default()
+        });
+        assert_eq!(watches(&scan, &host, &[], &[4, 3]), []);
+        assert_eq!(watches(&scan, &host, &[], &[4, 2, 1]).len(), 1);
+        // As its working directory.
+        scan.processes[0].fds.pop();
+        assert_eq!(watches(&scan, &host, &[], &[4, 3]).len(), 1);
+        let deleted = dir.path().join("x (deleted)");
+        fs::rename(&away, &deleted).unwrap();
+        let cwd = dir.path().join("proc/700000001/cwd");
+        std::os::unix::fs::symlink(&deleted, &cwd).unwrap();
+        assert_eq!(watches(&scan, &host, &[], &[4, 3]), []);
+        fs::remove_file(cwd).unwrap();
+        // On a file system of another kind it searches as before.
+        let path = dir.path().join("root/srv/app");
+        let (device, inode) = kernel_device(&path);
+        let scan = machine(dir.path(), device, inode);
+        let mountinfo = dir.path().join("proc/700000001/mountinfo");
+        let text = fs::read_to_string(&mountinfo).unwrap();
+        fs::write(&mountinfo, text.replace("overlay", "9p")).unwrap();
+        let said = watches(&scan, &host, &[], &[4, 3])[0].to_string();
+        assert!(
+            said.contains("on 9p at /") && said.contains("irmap-scan-path"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -326,7 +471,7 @@ mod tests {
         for path in ["root/etc/app", "root/etc", "root"] {
             let (device, inode) = kernel_device(&dir.path().join(path));
             assert_eq!(
-                watches(&machine(dir.path(), device, inode), &host, &[]),
+                watches(&machine(dir.path(), device, inode), &host, &[], &[4, 2, 1]),
                 [],
                 "{path}"
             );

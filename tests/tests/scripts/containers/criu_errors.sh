@@ -1,5 +1,6 @@
 # criu_errors.sh LOW: what CRIU fails on is refused before the freeze. Each container is checkpointed twice: by cryopod, which
 # refuses and leaves it running, and by LOW alone with the same CRIU options, where CRIU does fail: so the refusal is right.
+# Where CRIU fails at the restore only, LOW restores, too.
 low=$1
 low_level "$low"
 fake_gpu_nodes
@@ -112,6 +113,17 @@ def watch(path):
     keep.append(check(libc.inotify_init()))
     check(libc.inotify_add_watch(keep[-1], path, 0xFFF))
 
+def watch_deleted():  # its descriptor keeps the watch
+    os.mkdir("/tmp/d")
+    keep.append(os.open("/tmp/d", os.O_RDONLY))
+    watch(b"/tmp/d")
+    os.rmdir("/tmp/d")
+
+def watch_covered():
+    os.mkdir("/tmp/w")
+    watch(b"/tmp/w")
+    check(libc.mount(b"t", b"/tmp/w", b"tmpfs", 0, None))
+
 def covered():
     os.makedirs("/tmp/a")
     keep.append(open("/tmp/a/x", "w"))
@@ -186,6 +198,8 @@ def everything():  # that CRIU does dump
     "epoll": epoll,
     "path": socket_path,
     "watch": lambda: watch(b"/tmp"),
+    "watch_deleted": watch_deleted,
+    "watch_covered": watch_covered,
     "covered": covered,
     "deleted": deleted,
     "deleted_map": deleted_map,
@@ -236,17 +250,26 @@ end() {
 }
 running() { [ "$(cryopod-runtime state $id | jq -r .status)" = running ]; }
 control() { # NAME CRIU-ERROR: without cryopod CRIU fails on it
+    local log=dump.log
     cp /etc/criu/default.conf /x/default.conf
     printf '%s\n' "${limit:-ghost-limit 2G}" link-remap file-locks ext-unix-sk skip-in-flight tcp-established >> /etc/criu/default.conf
     local flags=(--file-locks --ext-unix-sk --tcp-established)
     # runc 1.3 switches these off where its command line does not say otherwise.
     if [[ "$low $(runc --version)" == runc*1.[3-9].* ]]; then flags+=(--link-remap --tcp-skip-in-flight); fi
     if timeout 120 "$low" checkpoint --image-path $dir/img --work-path $dir/img "${flags[@]}" $id > /x/said 2>&1; then
-        echo "$1: CRIU does not fail: the refusal is wrong"
+        [ -n "${restores:-}" ] || { echo "$1: CRIU does not fail: the refusal is wrong"; exit 1; }
+        "$low" delete --force $id > /dev/null 2>&1 || true # as runc does not remove it itself
+        if (cd $dir && timeout 120 "$low" restore -d --image-path $dir/img --work-path $dir/img "${flags[@]:0:3}" $id < /dev/null > /x/said 2>&1); then
+            echo "$1: CRIU restores it: the refusal is wrong"
+            exit 1
+        fi
+        log=restore.log
+    elif [ -n "${restores:-}" ]; then
+        echo "$1: CRIU fails at the dump, not at the restore"
         exit 1
     fi
     mv /x/default.conf /etc/criu/default.conf
-    grep -aqE -- "$2" $dir/img/dump.log || { echo "$1: CRIU fails on something else"; grep -a 'Error (' $dir/img/dump.log; cat /x/said; exit 1; }
+    grep -aqE -- "$2" $dir/img/$log || { echo "$1: CRIU fails on something else"; grep -a 'Error (' $dir/img/$log; cat /x/said; exit 1; }
 }
 refused() { # NAME CAUSE REMEDY CRIU-ERROR KIND [JQ]
     start "$5" "${6:-.}"
@@ -259,6 +282,21 @@ refused() { # NAME CAUSE REMEDY CRIU-ERROR KIND [JQ]
     control "$1" "$4"
     end
     echo "ok: $1"
+}
+watches_something() {
+    local pid && pid=$(cryopod-runtime state $id | jq .pid)
+    grep -hs '^inotify wd:1 ' /proc/$pid/fdinfo/* > /x/said
+}
+watches() { # the container's process watches its /tmp
+    watches_something && grep -q "$(printf ' ino:%x ' "$(stat -c %i $dir/rootfs/tmp)")" /x/said
+}
+restored() { # KIND [AFTERWARDS]: it is not refused, and CRIU restores it
+    start "$1"
+    cryopod-runtime checkpoint --image-path $dir/i --work-path $dir/i $id > /x/said 2>&1 || { echo "$1: refused or failed"; cat /x/said; exit 1; }
+    (cd $dir && cryopod-runtime restore -d --image-path $dir/i --work-path $dir/i $id < /dev/null > /x/said 2>&1) || { cat /x/said; grep -a 'Error (' $dir/i/restore.log; exit 1; }
+    running
+    "${2:-running}" || { echo "$1: is not as it was"; cat /x/said; exit 1; }
+    end
 }
 refused 'a Unix connection to the host' 'is connected to a process outside of the container through a Unix socket (/srv/app/host.sock)' 'close the connection' 'Dangling connection|External socket is used|half of stream' stream
 refused 'a socket of another protocol' 'has a socket that CRIU cannot dump (' 'TCP' 'Unsupported proto|Unknown socket collected' protocol
@@ -276,7 +314,16 @@ refused 'System V memory of the host' 'has System V shared memory mapped' 'ipc=p
 refused 'a file of the kernel' 'has a file open that CRIU cannot dump (anon_inode:[fscontext])' 'close it' 'anon_inode:\[fscontext' fsopen
 refused 'an epoll file' 'which this process has closed and another still has open' 'EPOLL_CTL_DEL' 'Dump eventpoll' epoll
 refused 'the path of a socket' 'holds the path of a Unix socket open (/tmp/s, O_PATH)' 'close it' 'Bad file descriptor' path
-refused 'a watch on overlayfs' 'watches files that CRIU cannot find again (inotify or fanotify, on overlay at /)' 'irmap-scan-path' "Can't dump that handle" watch
+lost='watches files that CRIU cannot find again (inotify or fanotify, on overlay at /)'
+if criu_from 4.3; then # which searches all of overlayfs, and saves deleted files that a process has open
+    restored watch watches
+    restored watch_deleted watches_something
+    restores=1 refused 'a watch of a directory that a mount covers' "$lost" 'another mount covers them' 'Unable to open .* by handle' watch_covered
+else
+    for kind in watch watch_deleted watch_covered; do
+        refused "inotify on overlayfs: $kind" "$lost" 'irmap-scan-path' "Can't dump that handle" $kind
+    done
+fi
 refused 'a file that a mount covers' 'has /tmp/a/x open' 'unmount what covers it' "Can't link remap" covered
 refused 'a file system that CRIU does not know' 'the mount /tmp/m is of a file system of the container' 'unmount it' 'unsupported id' ramfs
 limit='ghost-limit 1M'
@@ -299,19 +346,11 @@ fi
 
 # The remedy for a watch: CRIU finds it, and the container is restored.
 printf '[criu.options]\nirmap-scan-path = "/tmp"\n' >> /etc/cryopod/config.toml
-start watch
-cryopod-runtime checkpoint --image-path $dir/i --work-path $dir/i $id > /x/said 2>&1 || { cat /x/said; exit 1; }
-(cd $dir && cryopod-runtime restore -d --image-path $dir/i --work-path $dir/i $id < /dev/null > /x/said 2>&1) || { cat /x/said; grep -a 'Error (' $dir/i/restore.log; exit 1; }
-running
-end
+restored watch watches
 low_level "$low"
 echo 'ok: a watch in a directory that CRIU searches'
 
 # What looks alike and is dumped is not refused.
-start everything
-cryopod-runtime checkpoint --image-path $dir/i --work-path $dir/i $id > /x/said 2>&1 || { echo 'everything: refused or failed'; cat /x/said; exit 1; }
-(cd $dir && cryopod-runtime restore -d --image-path $dir/i --work-path $dir/i $id < /dev/null > /x/said 2>&1) || { cat /x/said; grep -a 'Error (' $dir/i/restore.log; exit 1; }
-running
-end
+restored everything
 echo 'ok: nothing is refused that CRIU dumps'
 kill $listener $writer
