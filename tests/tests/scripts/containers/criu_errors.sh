@@ -318,7 +318,7 @@ lost='watches files that CRIU cannot find again (inotify or fanotify, on overlay
 if criu_from 4.3; then # which searches all of overlayfs, and saves deleted files that a process has open
     restored watch watches
     restored watch_deleted watches_something
-    restores=1 refused 'a watch of a directory that a mount covers' "$lost" 'another mount covers them' 'Unable to open .* by handle' watch_covered
+    restores=1 refused 'a watch of a directory that a mount covers' "$lost" 'another mount covers them' 'Unable to open inotify by handle' watch_covered
 else
     for kind in watch watch_deleted watch_covered; do
         refused "inotify on overlayfs: $kind" "$lost" 'irmap-scan-path' "Can't dump that handle" $kind
