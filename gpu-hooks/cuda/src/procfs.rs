@@ -41,6 +41,12 @@ pub fn stat(pid: i32) -> Option<Stat> {
     parse_stat(&text(&format!("/proc/{pid}/stat")).ok()?)
 }
 
+/// The number of the system call that a sleeping process is in.
+pub fn system_call(pid: i32) -> Option<i64> {
+    let line = text(&format!("/proc/{pid}/syscall")).ok()?;
+    line.split_ascii_whitespace().next()?.parse().ok()
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
     pub comm: String,

@@ -24,6 +24,7 @@ use nix::unistd::Pid;
 use crate::action_script::ActionScript;
 use crate::error::Error;
 use crate::lowlevel::LowLevel;
+use crate::stuck_freeze::Freeze;
 use crate::stuck_restore::{Criu, is_criu};
 
 const INTERRUPTS: [Signal; 4] = [
@@ -153,6 +154,7 @@ pub fn run(
         lost_processes: false,
         code: None,
         criu: Criu::default(),
+        freeze: Freeze::default(),
     };
     watcher.wait(signals, decide);
     Ok(Ended {
@@ -227,6 +229,7 @@ struct Watcher<'a> {
     lost_processes: bool,
     code: Option<i32>,
     criu: Criu,
+    freeze: Freeze,
 }
 
 impl Watcher<'_> {
@@ -260,7 +263,10 @@ impl Watcher<'_> {
                 return;
             }
             self.questions(decide);
-            self.stuck_restore();
+            match self.watch.kind {
+                Kind::Checkpoint => self.stuck_freeze(),
+                Kind::Restore { .. } => self.stuck_restore(),
+            }
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 cut_off = self.patience_ends();
             }
@@ -343,10 +349,12 @@ impl Watcher<'_> {
             passed,
             deadline,
             criu,
+            freeze,
             ..
         } = self;
         let last = watch.kind.final_stage();
         watch.action_script.answer(|stage| {
+            freeze.at(stage);
             if watch.kind != Kind::Checkpoint {
                 criu.find(this_process());
             }
@@ -367,6 +375,15 @@ impl Watcher<'_> {
             }
             yes
         });
+    }
+
+    /// Ends a checkpoint whose freeze would hang.
+    fn stuck_freeze(&mut self) {
+        if let Some(pid) = self.freeze.end_waiting(this_process()) {
+            self.interrupt(&format!(
+                "process {pid} was inside vfork(2) when CRIU froze the container, and CRIU waits in vain for it to stop; try again"
+            ));
+        }
     }
 
     /// Ends a restore that would hang: the container waits for a dead CRIU, or CRIU for killed processes.

@@ -56,6 +56,7 @@ mod searchable;
 pub mod setup;
 mod state;
 pub mod store;
+mod stuck_freeze;
 mod stuck_restore;
 pub mod surroundings;
 pub mod suspended;

@@ -122,6 +122,32 @@ for slow in '' 1; do
     rm -rf /tmp/i1
 done
 
+# A process that is inside vfork(2) at the freeze: CRIU would wait for it without an end in sight.
+mkdir -p /srv/vfork
+cat > /srv/vfork/v.py <<'PY'
+import itertools, os, time
+for i in itertools.count():
+    print(i, flush=True)
+    time.sleep(0.1)
+    if os.path.exists("/out/vfork"):  # posix_spawn(3) is a vfork; the child waits until somebody writes
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 5, "/out/fifo", os.O_RDONLY, 0)])
+PY
+mkfifo /srv/vfork/fifo
+pod run -d --name vforks --network none --device /dev/nvidia0 -v /srv/vfork:/out -v /usr:/usr:ro -v /usr/lib64:/lib64:ro \
+    -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro localhost/busybox /usr/bin/python3 /out/v.py > /dev/null
+wait_for counted vforks 1
+printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != pre-dump ] || { touch /srv/vfork/vfork; sleep 1; }\n' > /tmp/stages.sh
+if cryopod-runtime checkpoint --image-path /tmp/i8 "$(pod inspect -f '{{.Id}}' vforks)" > /tmp/said 2>&1; then echo 'inside vfork: succeeded'; exit 1; fi
+grep -q 'checkpoint of .* failed and the container goes on running: process [0-9]* was inside vfork' /tmp/said || { cat /tmp/said; exit 1; }
+unrecorded /tmp/i8
+rm /srv/vfork/vfork
+last=$(count vforks)
+timeout 10 sh -c ': > /srv/vfork/fifo'
+wait_for counted vforks $((last + 2))
+printf '#!/bin/sh\n' > /tmp/stages.sh
+pod rm -f -t 0 vforks > /dev/null
+alive 'a process inside vfork'
+
 # The user's own script says no at the last stage: the metadata goes, the container stays.
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n' > /tmp/stages.sh
 fails 'the user stops it at post-dump' 'failed and the container goes on running' checkpoint --image-path /tmp/i2
