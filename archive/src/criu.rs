@@ -6,6 +6,7 @@
 //! caller passes in the small files ([`is_wanted`]); memory pages are not read.
 
 mod image;
+pub mod mounts;
 pub mod privileges;
 mod proto;
 #[cfg(test)]
@@ -18,6 +19,7 @@ use serde::Serialize;
 pub use image::ImageError;
 use image::{Bounds, messages};
 use proto::{CoreEntry, FileEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEntry, StatsEntry};
+pub use proto::{DumpStats, RestoreStats};
 
 /// Page size in bytes where the images do not state it.
 const PAGE: u64 = 4096;
@@ -74,34 +76,6 @@ pub struct Process {
     pub memory_bytes: u64,
 }
 
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct DumpStats {
-    /// Time until all processes were frozen, in microseconds.
-    pub freezing_us: u64,
-    /// Time that the processes were frozen, in microseconds.
-    pub frozen_us: u64,
-    /// Taking the memory, in microseconds.
-    pub memdump_us: u64,
-    /// Writing the memory, in microseconds.
-    pub memwrite_us: u64,
-    pub pages_scanned: u64,
-    pub pages_skipped_parent: u64,
-    pub pages_written: u64,
-    pub pages_lazy: u64,
-}
-
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct RestoreStats {
-    /// Creating the processes, in microseconds.
-    pub forking_us: u64,
-    pub restore_us: u64,
-    /// Pages compared with those of the parent process.
-    pub pages_compared: u64,
-    /// Pages shared with the parent process.
-    pub pages_skipped_cow: u64,
-    pub pages_restored: u64,
-}
-
 /// Reads the images. `files` maps names (without directories) to contents. `pages_bytes` is the size of all
 /// `pages-*.img` together, or 0 if unknown.
 ///
@@ -129,10 +103,10 @@ pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts
         }
     }
     if let Some(stats) = stats(files, "stats-dump", &mut bounds)? {
-        facts.dump = stats.dump.map(Into::into);
+        facts.dump = stats.dump;
     }
     if let Some(stats) = stats(files, "stats-restore", &mut bounds)? {
-        facts.restore = stats.restore.map(Into::into);
+        facts.restore = stats.restore;
     }
     Ok(facts)
 }

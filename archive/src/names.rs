@@ -14,8 +14,6 @@ pub const RESTORE_LOG: &str = "restore.log";
 
 /// CRIU's images inside an engine's archive.
 pub const CHECKPOINT_DIR: &str = "checkpoint";
-/// CRIU's images of a pre-dump, beside [`CHECKPOINT_DIR`] (podman).
-pub const PRE_CHECKPOINT_DIR: &str = "pre-checkpoint";
 /// CRIU's link from the images to those of the pre-dump.
 pub const PARENT_LINK: &str = "parent";
 /// The engine's description of the container; each engine has its own schema.
@@ -25,12 +23,8 @@ pub const SPEC_DUMP: &str = "spec.dump";
 pub const STATUS_DUMP: &str = "status.dump";
 /// The container's network (podman).
 pub const NETWORK_STATUS: &str = "network.status";
-/// Files that the container's root file system has beyond its image.
-pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
 /// Files of the image that the container has deleted: a JSON list.
 pub const DELETED_FILES: &str = "deleted.files";
-/// `/dev/shm` of the container (podman).
-pub const DEVSHM: &str = "devshm-checkpoint.tar";
 /// Volumes, a tar each (podman).
 pub const VOLUMES_DIR: &str = "volumes";
 pub const STATS_DUMP: &str = "stats-dump";

@@ -26,10 +26,6 @@ pub mod media {
         "application/vnd.containerd.container.checkpoint.config.v1+proto";
     pub const CONTAINERD_OPTIONS: &str =
         "application/vnd.containerd.container.checkpoint.options.v1+proto";
-    pub const CONTAINERD_RUNTIME: &str =
-        "application/vnd.containerd.container.checkpoint.runtime.name";
-    pub const CONTAINERD_RUNTIME_OPTIONS: &str =
-        "application/vnd.containerd.container.checkpoint.runtime.options+proto";
 }
 
 pub mod annotation {

@@ -4,7 +4,7 @@ mod shards;
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -325,9 +325,4 @@ impl Sink for Verifier<'_> {
         found.bytes += entry.size;
         Ok(())
     }
-}
-
-/// Like [`verify`], for a path.
-pub fn verify_path(path: &Path, options: &VerifyOptions) -> Result<Verified, Error> {
-    verify(&Source::open_image(path, None, &options.limits)?, options)
 }

@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
                 return;
             };
             for mount in &mounts {
-                mountpoints::covering(&mounts, &mount.path.to_string_lossy());
+                mountpoints::covering(&mounts, &mount.path);
             }
         }
     }

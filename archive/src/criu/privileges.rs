@@ -9,7 +9,10 @@ use std::collections::BTreeSet;
 use prost::Message;
 
 use super::image::{Bounds, ImageError, messages};
-use super::proto::{CORE_MAGIC, INVENTORY_MAGIC, MOUNTS_MAGIC, PSTREE_MAGIC, PstreeEntry};
+use super::mounts::{self, Mount};
+use super::proto::{
+    CORE_MAGIC, CoreEntry, Creds, INVENTORY_MAGIC, Ids, InventoryEntry, PSTREE_MAGIC, PstreeEntry,
+};
 use crate::names::CRIU_INVENTORY;
 
 const IDS_MAGIC: u32 = 0x5443_2030;
@@ -57,47 +60,6 @@ pub const NAMESPACES: [&str; 8] = [
     "pid", "network", "ipc", "uts", "mount", "user", "cgroup", "time",
 ];
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Mount {
-    /// Mount point in the container, from `/`.
-    pub path: String,
-    /// CRIU's number of the file system's type: [`fs_type`].
-    pub fs_type: u32,
-    /// CRIU's number of the file system's device.
-    pub device: u32,
-    /// The `MS_*` flags of the mount and of its file system.
-    pub flags: u32,
-    /// The content comes from outside: the caller tells CRIU where it is.
-    pub external: bool,
-}
-
-/// Returns the kernel's name of a file system that CRIU mounts anew by itself; `None` for all others.
-pub fn fs_type(number: u32) -> Option<&'static str> {
-    Some(match number {
-        1 => "proc",
-        2 => "sysfs",
-        3 => "devtmpfs",
-        4 => "binfmt_misc",
-        5 => "tmpfs",
-        6 => "devpts",
-        7 => "simfs",
-        8 => "pstore",
-        9 => "securityfs",
-        10 => "fusectl",
-        11 => "debugfs",
-        12 => "cgroup",
-        13 => "aufs",
-        14 => "mqueue",
-        15 => "fuse",
-        16 => "auto",
-        17 => "overlay",
-        18 => "autofs",
-        19 => "tracefs",
-        23 => "cgroup2",
-        _ => return None,
-    })
-}
-
 /// Reads the privileges. `open` returns the content of a file of the image directory, or `None` if there is no such
 /// file. Fails with [`ImageError`] if an image is damaged, or if one is missing and CRIU would then restore a process
 /// with CRIU's own privileges. Errors of `open` pass through unchanged.
@@ -113,7 +75,7 @@ pub fn read<E: From<ImageError>>(
         reason: reason.into(),
     };
     let content = open(CRIU_INVENTORY)?.ok_or_else(|| missing(CRIU_INVENTORY))?;
-    let inventory: Vec<Inventory> =
+    let inventory: Vec<InventoryEntry> =
         messages(CRIU_INVENTORY, &content, INVENTORY_MAGIC, &mut bounds)?;
     let host = inventory.into_iter().next().and_then(|i| i.root_ids);
     let host = host.ok_or_else(|| {
@@ -159,14 +121,14 @@ pub fn read<E: From<ImageError>>(
         for tid in std::iter::once(&process.pid).chain(others) {
             let file = format!("core-{tid}.img");
             let content = open(&file)?.ok_or_else(|| missing(&file))?;
-            let cores: Vec<Core> = messages(&file, &content, CORE_MAGIC, &mut bounds)?;
+            let cores: Vec<CoreEntry> = messages(&file, &content, CORE_MAGIC, &mut bounds)?;
             let core = cores.into_iter().next();
             let core = core.ok_or_else(|| ImageError::Empty { file: file.clone() })?;
             let task = core.tc.unwrap_or_default();
             if *tid == process.pid {
                 comm = task.comm.clone();
                 // In any other state CRIU gives the process the credentials of the images, or its own.
-                if task.state == DEAD || task.state == ZOMBIE {
+                if task.task_state == DEAD || task.task_state == ZOMBIE {
                     break;
                 }
             }
@@ -200,8 +162,9 @@ pub fn read<E: From<ImageError>>(
         let Some(content) = open(&file)? else {
             continue; // the host's own mount namespace has none
         };
-        let mounts: Vec<MntEntry> = messages(&file, &content, MOUNTS_MAGIC, &mut bounds)?;
-        found.mounts.extend(mounts.into_iter().map(MntEntry::mount));
+        found
+            .mounts
+            .extend(mounts::bounded(&file, &content, &mut bounds)?);
     }
     Ok(found)
 }
@@ -241,32 +204,6 @@ struct Filter {
     flags: u32,
 }
 
-#[derive(Clone, PartialEq, Message)]
-struct Inventory {
-    #[prost(message, optional, tag = "3")]
-    root_ids: Option<Ids>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Ids {
-    #[prost(uint32, optional, tag = "5")]
-    pid: Option<u32>,
-    #[prost(uint32, optional, tag = "6")]
-    net: Option<u32>,
-    #[prost(uint32, optional, tag = "7")]
-    ipc: Option<u32>,
-    #[prost(uint32, optional, tag = "8")]
-    uts: Option<u32>,
-    #[prost(uint32, optional, tag = "9")]
-    mnt: Option<u32>,
-    #[prost(uint32, optional, tag = "10")]
-    user: Option<u32>,
-    #[prost(uint32, optional, tag = "11")]
-    cgroup: Option<u32>,
-    #[prost(uint32, optional, tag = "12")]
-    time: Option<u32>,
-}
-
 impl Ids {
     fn namespaces(&self, of: u32) -> Namespaces {
         let ids = [
@@ -286,52 +223,6 @@ impl Ids {
     }
 }
 
-#[derive(Clone, PartialEq, Message)]
-struct Core {
-    #[prost(message, optional, tag = "3")]
-    tc: Option<Task>,
-    #[prost(message, optional, tag = "5")]
-    thread_core: Option<ThreadCore>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Task {
-    #[prost(uint32, tag = "1")]
-    state: u32,
-    #[prost(string, tag = "6")]
-    comm: String,
-    #[prost(uint32, optional, tag = "11")]
-    old_seccomp_mode: Option<u32>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ThreadCore {
-    #[prost(message, optional, tag = "10")]
-    creds: Option<Creds>,
-    #[prost(uint32, optional, tag = "11")]
-    seccomp_mode: Option<u32>,
-    #[prost(uint32, optional, tag = "12")]
-    seccomp_filter: Option<u32>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Creds {
-    #[prost(uint32, repeated, packed = "false", tag = "9")]
-    cap_inh: Vec<u32>,
-    #[prost(uint32, repeated, packed = "false", tag = "10")]
-    cap_prm: Vec<u32>,
-    #[prost(uint32, repeated, packed = "false", tag = "11")]
-    cap_eff: Vec<u32>,
-    #[prost(uint32, repeated, packed = "false", tag = "12")]
-    cap_bnd: Vec<u32>,
-    #[prost(string, optional, tag = "15")]
-    lsm_profile: Option<String>,
-    #[prost(uint32, optional, tag = "18")]
-    no_new_privs: Option<u32>,
-    #[prost(uint32, repeated, packed = "false", tag = "19")]
-    cap_amb: Vec<u32>,
-}
-
 impl Creds {
     /// Returns the union of all sets; `None` if one lacks the two words that CRIU writes. CRIU before 4.1 has no
     /// ambient set.
@@ -347,43 +238,6 @@ impl Creds {
             _ => return None,
         }
         Some(all)
-    }
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct MntEntry {
-    #[prost(uint32, tag = "1")]
-    fstype: u32,
-    #[prost(uint32, tag = "3")]
-    root_dev: u32,
-    #[prost(uint32, tag = "5")]
-    flags: u32,
-    #[prost(string, tag = "7")]
-    mountpoint: String,
-    #[prost(bool, optional, tag = "13")]
-    ext_mount: Option<bool>,
-    #[prost(uint32, optional, tag = "17")]
-    sb_flags: Option<u32>,
-    #[prost(string, optional, tag = "18")]
-    ext_key: Option<String>,
-}
-
-impl MntEntry {
-    fn mount(self) -> Mount {
-        let external = self.ext_mount == Some(true) || self.ext_key.is_some_and(|k| !k.is_empty());
-        // CRIU does not create the file system of an external mount.
-        let of_file_system = self.sb_flags.filter(|_| !external).unwrap_or(0);
-        Mount {
-            // CRIU writes paths with or without a leading dot.
-            path: format!(
-                "/{}",
-                self.mountpoint.trim_start_matches('.').trim_matches('/')
-            ),
-            fs_type: self.fstype,
-            device: self.root_dev,
-            flags: self.flags | of_file_system,
-            external,
-        }
     }
 }
 

@@ -1,5 +1,6 @@
 use super::*;
-use crate::criu::proto::COMMON_MAGIC;
+use crate::criu::mounts::fs_type;
+use crate::criu::proto::{COMMON_MAGIC, MOUNTS_MAGIC, MntEntry, TaskCoreEntry, ThreadCore};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -29,11 +30,12 @@ fn ids(base: u32) -> Ids {
     }
 }
 
-fn core(capabilities: [u32; 2]) -> Core {
+fn core(capabilities: [u32; 2]) -> CoreEntry {
     let set = capabilities.to_vec();
-    Core {
-        tc: Some(Task {
-            state: 1,
+    CoreEntry {
+        mtype: 1,
+        tc: Some(TaskCoreEntry {
+            task_state: 1,
             comm: "sh".into(),
             old_seccomp_mode: None,
         }),
@@ -67,14 +69,19 @@ fn files() -> Files {
         root_dev: 60,
         flags: 1,
         mountpoint: "./dev/shm".into(),
-        ext_mount: None,
         sb_flags: Some(2),
-        ext_key: None,
+        ..MntEntry::default()
     };
     [
         (
             "inventory.img",
-            image(&[INVENTORY_MAGIC], &[Inventory { root_ids }]),
+            image(
+                &[INVENTORY_MAGIC],
+                &[InventoryEntry {
+                    root_ids,
+                    ..InventoryEntry::default()
+                }],
+            ),
         ),
         ("pstree.img", image(&common(PSTREE_MAGIC), &[tree])),
         ("ids-1.img", image(&common(IDS_MAGIC), &[ids(0)])),
@@ -115,7 +122,8 @@ fn what_would_give_a_process_crius_own_credentials_is_an_error() {
         (3, "which namespaces are the host's"),
     ] {
         let mut files = files();
-        let with = |core: &Core| image(&[COMMON_MAGIC, CORE_MAGIC], std::slice::from_ref(core));
+        let with =
+            |core: &CoreEntry| image(&[COMMON_MAGIC, CORE_MAGIC], std::slice::from_ref(core));
         let mut one = core([0, 0]);
         match change {
             0 => drop(files.remove("core-7.img")),
@@ -129,7 +137,7 @@ fn what_would_give_a_process_crius_own_credentials_is_an_error() {
                 files.insert("core-7.img".into(), with(&one));
             }
             _ => {
-                let empty = image(&[INVENTORY_MAGIC], &[Inventory { root_ids: None }]);
+                let empty = image(&[INVENTORY_MAGIC], &[InventoryEntry::default()]);
                 files.insert("inventory.img".into(), empty);
             }
         }

@@ -2,8 +2,7 @@
 //! `images/*.proto` and its list of magics. A missing `required` field reads as 0.
 
 use prost::Message;
-
-use super::{DumpStats, RestoreStats};
+use serde::Serialize;
 
 pub const COMMON_MAGIC: u32 = 0x5456_4319;
 pub const SERVICE_MAGIC: u32 = 0x5510_5940;
@@ -22,6 +21,9 @@ const PRESENT: u32 = 4;
 pub struct InventoryEntry {
     #[prost(uint32, tag = "1")]
     pub img_version: u32,
+    /// The namespaces that CRIU ran in at the checkpoint.
+    #[prost(message, optional, tag = "3")]
+    pub root_ids: Option<Ids>,
     #[prost(message, optional, tag = "12")]
     pub plugins: Option<PluginsEntry>,
     /// Compression of the memory pages; 0: none.
@@ -51,6 +53,8 @@ pub struct CoreEntry {
     pub mtype: u32,
     #[prost(message, optional, tag = "3")]
     pub tc: Option<TaskCoreEntry>,
+    #[prost(message, optional, tag = "5")]
+    pub thread_core: Option<ThreadCore>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -59,6 +63,56 @@ pub struct TaskCoreEntry {
     pub task_state: u32,
     #[prost(string, tag = "6")]
     pub comm: String,
+    #[prost(uint32, optional, tag = "11")]
+    pub old_seccomp_mode: Option<u32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct ThreadCore {
+    #[prost(message, optional, tag = "10")]
+    pub creds: Option<Creds>,
+    #[prost(uint32, optional, tag = "11")]
+    pub seccomp_mode: Option<u32>,
+    #[prost(uint32, optional, tag = "12")]
+    pub seccomp_filter: Option<u32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Creds {
+    #[prost(uint32, repeated, packed = "false", tag = "9")]
+    pub cap_inh: Vec<u32>,
+    #[prost(uint32, repeated, packed = "false", tag = "10")]
+    pub cap_prm: Vec<u32>,
+    #[prost(uint32, repeated, packed = "false", tag = "11")]
+    pub cap_eff: Vec<u32>,
+    #[prost(uint32, repeated, packed = "false", tag = "12")]
+    pub cap_bnd: Vec<u32>,
+    #[prost(string, optional, tag = "15")]
+    pub lsm_profile: Option<String>,
+    #[prost(uint32, optional, tag = "18")]
+    pub no_new_privs: Option<u32>,
+    #[prost(uint32, repeated, packed = "false", tag = "19")]
+    pub cap_amb: Vec<u32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Ids {
+    #[prost(uint32, optional, tag = "5")]
+    pub pid: Option<u32>,
+    #[prost(uint32, optional, tag = "6")]
+    pub net: Option<u32>,
+    #[prost(uint32, optional, tag = "7")]
+    pub ipc: Option<u32>,
+    #[prost(uint32, optional, tag = "8")]
+    pub uts: Option<u32>,
+    #[prost(uint32, optional, tag = "9")]
+    pub mnt: Option<u32>,
+    #[prost(uint32, optional, tag = "10")]
+    pub user: Option<u32>,
+    #[prost(uint32, optional, tag = "11")]
+    pub cgroup: Option<u32>,
+    #[prost(uint32, optional, tag = "12")]
+    pub time: Option<u32>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -110,10 +164,22 @@ impl PagemapEntry {
 
 #[derive(Clone, PartialEq, Message)]
 pub struct MntEntry {
+    #[prost(uint32, tag = "1")]
+    pub fstype: u32,
+    #[prost(uint32, tag = "3")]
+    pub root_dev: u32,
+    #[prost(uint32, tag = "5")]
+    pub flags: u32,
+    #[prost(string, tag = "6")]
+    pub root: String,
+    #[prost(string, tag = "7")]
+    pub mountpoint: String,
     #[prost(bool, optional, tag = "12")]
     pub with_plugin: Option<bool>,
     #[prost(bool, optional, tag = "13")]
     pub ext_mount: Option<bool>,
+    #[prost(uint32, optional, tag = "17")]
+    pub sb_flags: Option<u32>,
     #[prost(string, optional, tag = "18")]
     pub ext_key: Option<String>,
 }
@@ -127,21 +193,26 @@ pub struct FileEntry {
 #[derive(Clone, PartialEq, Message)]
 pub struct StatsEntry {
     #[prost(message, optional, tag = "1")]
-    pub dump: Option<DumpStatsEntry>,
+    pub dump: Option<DumpStats>,
     #[prost(message, optional, tag = "2")]
-    pub restore: Option<RestoreStatsEntry>,
+    pub restore: Option<RestoreStats>,
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub struct DumpStatsEntry {
+/// CRIU's statistics of a dump; times in microseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Message)]
+pub struct DumpStats {
+    /// Until all processes were frozen.
     #[prost(uint32, tag = "1")]
-    pub freezing_time: u32,
+    pub freezing_us: u32,
+    /// How long the processes were frozen.
     #[prost(uint32, tag = "2")]
-    pub frozen_time: u32,
+    pub frozen_us: u32,
+    /// Taking the memory.
     #[prost(uint32, tag = "3")]
-    pub memdump_time: u32,
+    pub memdump_us: u32,
+    /// Writing the memory.
     #[prost(uint32, tag = "4")]
-    pub memwrite_time: u32,
+    pub memwrite_us: u32,
     #[prost(uint64, tag = "5")]
     pub pages_scanned: u64,
     #[prost(uint64, tag = "6")]
@@ -152,45 +223,22 @@ pub struct DumpStatsEntry {
     pub pages_lazy: u64,
 }
 
-impl From<DumpStatsEntry> for DumpStats {
-    fn from(e: DumpStatsEntry) -> Self {
-        Self {
-            freezing_us: e.freezing_time.into(),
-            frozen_us: e.frozen_time.into(),
-            memdump_us: e.memdump_time.into(),
-            memwrite_us: e.memwrite_time.into(),
-            pages_scanned: e.pages_scanned,
-            pages_skipped_parent: e.pages_skipped_parent,
-            pages_written: e.pages_written,
-            pages_lazy: e.pages_lazy,
-        }
-    }
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub struct RestoreStatsEntry {
+/// CRIU's statistics of a restore; times in microseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Message)]
+pub struct RestoreStats {
+    /// Creating the processes.
+    #[prost(uint32, tag = "3")]
+    pub forking_us: u32,
+    #[prost(uint32, tag = "4")]
+    pub restore_us: u32,
+    /// Pages compared with those of the parent process.
     #[prost(uint64, tag = "1")]
     pub pages_compared: u64,
+    /// Pages shared with the parent process.
     #[prost(uint64, tag = "2")]
     pub pages_skipped_cow: u64,
-    #[prost(uint32, tag = "3")]
-    pub forking_time: u32,
-    #[prost(uint32, tag = "4")]
-    pub restore_time: u32,
     #[prost(uint64, tag = "5")]
     pub pages_restored: u64,
-}
-
-impl From<RestoreStatsEntry> for RestoreStats {
-    fn from(e: RestoreStatsEntry) -> Self {
-        Self {
-            forking_us: e.forking_time.into(),
-            restore_us: e.restore_time.into(),
-            pages_compared: e.pages_compared,
-            pages_skipped_cow: e.pages_skipped_cow,
-            pages_restored: e.pages_restored,
-        }
-    }
 }
 
 pub fn task_state(state: u32) -> &'static str {

@@ -38,7 +38,9 @@ fn core(comm: &str, task_state: u32) -> Vec<u8> {
         tc: Some(proto::TaskCoreEntry {
             task_state,
             comm: comm.into(),
+            ..Default::default()
         }),
+        ..CoreEntry::default()
     };
     image(proto::CORE_MAGIC, &[core.encode_to_vec()])
 }

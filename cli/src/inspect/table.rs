@@ -228,10 +228,10 @@ fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
             "CRIU dump",
             format!(
                 "frozen {}: freezing {}, taking memory {}, writing it {}; {} of {} pages written",
-                micros(dump.frozen_us),
-                micros(dump.freezing_us),
-                micros(dump.memdump_us),
-                micros(dump.memwrite_us),
+                micros(dump.frozen_us.into()),
+                micros(dump.freezing_us.into()),
+                micros(dump.memdump_us.into()),
+                micros(dump.memwrite_us.into()),
                 dump.pages_written,
                 dump.pages_scanned
             ),
@@ -242,8 +242,8 @@ fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
             "CRIU restore",
             format!(
                 " {}, processes made in {}; {} pages",
-                micros(restore.restore_us),
-                micros(restore.forking_us),
+                micros(restore.restore_us.into()),
+                micros(restore.forking_us.into()),
                 restore.pages_restored
             ),
         ));

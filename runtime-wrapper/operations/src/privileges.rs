@@ -10,7 +10,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
-use cryopod_archive::criu::privileges::{self, Mount, NAMESPACES, Privileges, Thread};
+use cryopod_archive::criu::mounts::{Mount, fs_type};
+use cryopod_archive::criu::privileges::{self, NAMESPACES, Privileges, Thread};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
@@ -398,7 +399,7 @@ impl<'a> Bounds<'a> {
     /// Refuses a new instance of a file system that the spec does not mount there. `root`: the device of the
     /// container's own.
     fn file_system(&self, mount: &Mount, root: Option<u32>) -> Option<String> {
-        let name = privileges::fs_type(mount.fs_type)?;
+        let name = fs_type(mount.fs_type)?;
         let own = mount.path == "/" || name == "overlay" && root == Some(mount.device);
         if mount.external || own || ORDINARY.contains(&name) {
             return None;

@@ -29,6 +29,7 @@ fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
         path: path.into(),
         fs_type,
         device: fs_type,
+        root: "/".into(),
         flags,
         external: false,
     }

@@ -11,7 +11,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use cryopod_archive::criu::privileges::{Mount, Namespaces, Privileges, Thread};
+use cryopod_archive::criu::mounts::Mount;
+use cryopod_archive::criu::privileges::{Namespaces, Privileges, Thread};
 use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::ceiling::OtherGpus;
 use cryopod_gpu_plan::mounts::Provider;
@@ -366,8 +367,7 @@ fn any_images() -> impl Strategy<Value = Privileges> {
                     path: path.into(),
                     fs_type,
                     device: fs_type,
-                    flags: 0,
-                    external: false,
+                    ..Mount::default()
                 }],
             },
         )

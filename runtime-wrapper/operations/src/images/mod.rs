@@ -23,7 +23,6 @@ use crate::error::Error;
 use crate::operation::Operation;
 
 pub use devtar::TarError;
-pub use mountpoints::MountsError;
 
 const DIRECTORY: &str = "images";
 /// The most entries of an image directory to link; CRIU makes a few for each process.
@@ -122,7 +121,7 @@ fn rewritten(
     let mut rewritten: Vec<(String, Vec<devtar::Node>)> = Vec::new();
     for target in changed {
         let mount = mountpoints::covering(&mounts, &target.path);
-        let Some(mount) = mount.filter(|m| m.archived) else {
+        let Some(mount) = mount.filter(|m| mountpoints::is_archived(m)) else {
             let bound = remap
                 .recorded(&target.from)
                 .is_some_and(|n| n.source == NodeSource::BindMount);

@@ -1,0 +1,82 @@
+//! Reads the mounts of a checkpoint: `mountpoints-ID.img`, one for each mount namespace.
+
+use super::image::{Bounds, ImageError, messages};
+use super::proto::{MOUNTS_MAGIC, MntEntry};
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Mount {
+    /// Mount point in the container, from `/`.
+    pub path: String,
+    /// CRIU's number of the file system's type: [`fs_type`].
+    pub fs_type: u32,
+    /// CRIU's number of the file system's device.
+    pub device: u32,
+    /// The `MS_*` flags of the mount and of its file system.
+    pub flags: u32,
+    /// The directory of the file system that is mounted.
+    pub root: String,
+    /// The content comes from outside: the caller tells CRIU where it is.
+    pub external: bool,
+}
+
+/// Reads an image with the name `file`.
+///
+/// # Errors
+/// [`ImageError`]: it is damaged.
+pub fn read(file: &str, content: &[u8]) -> Result<Vec<Mount>, ImageError> {
+    bounded(file, content, &mut Bounds::default())
+}
+
+pub(super) fn bounded(
+    file: &str,
+    content: &[u8],
+    bounds: &mut Bounds,
+) -> Result<Vec<Mount>, ImageError> {
+    let mounts: Vec<MntEntry> = messages(file, content, MOUNTS_MAGIC, bounds)?;
+    Ok(mounts.into_iter().map(mount).collect())
+}
+
+fn mount(entry: MntEntry) -> Mount {
+    let external = entry.ext_mount == Some(true) || entry.ext_key.is_some_and(|k| !k.is_empty());
+    // CRIU does not create the file system of an external mount.
+    let of_file_system = entry.sb_flags.filter(|_| !external).unwrap_or(0);
+    Mount {
+        // CRIU writes paths with or without a leading dot.
+        path: format!(
+            "/{}",
+            entry.mountpoint.trim_start_matches('.').trim_matches('/')
+        ),
+        fs_type: entry.fstype,
+        device: entry.root_dev,
+        flags: entry.flags | of_file_system,
+        root: entry.root,
+        external,
+    }
+}
+
+/// Returns the kernel's name of a file system that CRIU mounts anew by itself; `None` for all others.
+pub fn fs_type(number: u32) -> Option<&'static str> {
+    Some(match number {
+        1 => "proc",
+        2 => "sysfs",
+        3 => "devtmpfs",
+        4 => "binfmt_misc",
+        5 => "tmpfs",
+        6 => "devpts",
+        7 => "simfs",
+        8 => "pstore",
+        9 => "securityfs",
+        10 => "fusectl",
+        11 => "debugfs",
+        12 => "cgroup",
+        13 => "aufs",
+        14 => "mqueue",
+        15 => "fuse",
+        16 => "auto",
+        17 => "overlay",
+        18 => "autofs",
+        19 => "tracefs",
+        23 => "cgroup2",
+        _ => return None,
+    })
+}
