@@ -51,6 +51,26 @@ pub fn setup(host: &Host) -> Setup {
     }
 }
 
+/// Returns the version 1 hierarchies in which no runtime makes a cgroup, because `/sys/fs/cgroup` is the unified
+/// hierarchy: each controller, and the cgroup that this process is in and hands on to its containers.
+pub fn unmanaged_v1(host: &Host) -> Vec<(String, String)> {
+    let mount = nix::sys::statfs::statfs(&host.path("/sys/fs/cgroup"));
+    if !mount.is_ok_and(|m| m.filesystem_type() == nix::sys::statfs::CGROUP2_SUPER_MAGIC) {
+        return Vec::new();
+    }
+    memberships_in_v1(&host.text("/proc/self/cgroup").unwrap_or_default())
+}
+
+fn memberships_in_v1(text: &str) -> Vec<(String, String)> {
+    // "4:cpu,cpuacct:/path", "1:name=systemd:/path", "0::/path"
+    text.lines()
+        .filter_map(|line| line.split_once(':')?.1.split_once(':'))
+        .flat_map(|(names, path)| names.split(',').map(move |name| (name, path)))
+        .filter(|(name, _)| !name.is_empty())
+        .map(|(name, path)| (name.to_owned(), path.to_owned()))
+        .collect()
+}
+
 /// Controllers of the unified hierarchy on a host where other controllers are version 1's (`hugetlb`); `None`: there
 /// are none. With any crun starts no container: "cgroups in hybrid mode not supported, drop all controllers from
 /// cgroupv2" (`libcrun_cgroup_enter`, which reads the same file).
@@ -143,6 +163,21 @@ fn remove_one(directory: &Path, end: Instant) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn own_cgroups_in_version_1() {
+        let text = "4:cpu,cpuacct:/a/b\n1:name=systemd:/c:d\n0::/e\n";
+        let pair = |name: &str, path: &str| (name.to_owned(), path.to_owned());
+        assert_eq!(
+            memberships_in_v1(text),
+            [
+                pair("cpu", "/a/b"),
+                pair("cpuacct", "/a/b"),
+                pair("name=systemd", "/c:d")
+            ]
+        );
+        assert!(memberships_in_v1("0::/e\n").is_empty());
+    }
 
     #[test]
     fn only_what_was_not_there() {

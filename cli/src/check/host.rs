@@ -6,16 +6,15 @@ use std::time::Duration;
 use cryopod_cuda::nvidia;
 use cryopod_gpu_plan::amd;
 use cryopod_gpu_plan::plan::Plugins;
-use cryopod_host::cgroups::{self, Setup};
+use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
-use cryopod_host::spec::Spec;
 use cryopod_operations::config::{Config, Nvidia};
 use cryopod_operations::criu_helpers::{Fault, Probe};
 use cryopod_operations::criuopts::{self, Options};
 use cryopod_operations::lowlevel::{Kind, LowLevel};
-use cryopod_operations::{agent, cpuset, facts, plugins};
+use cryopod_operations::{agent, facts, plugins};
 
 use super::{Line, tested};
 
@@ -261,10 +260,6 @@ fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             format!("hybrid (v1 and v2), v2 has {controllers}"),
             "crun starts no container here (\"cgroups in hybrid mode not supported, drop all controllers from cgroupv2\"); use runc, or a host with v2 alone",
         ),
-(Setup::Hybrid, _) if crun => match cpuset::obstacle(input.host, &Spec::from_json(serde_json::Value::Null)) {
-            Some(obstacle) => Line::note("cgroups", "hybrid (v1 and v2)", obstacle.to_string()),
-            None => Line::ok("cgroups", "hybrid"),
-        },
         (other, _) => Line::ok("cgroups", other.label()),
     });
 }

@@ -23,7 +23,6 @@ pub mod choose;
 pub mod compressed;
 pub mod config;
 pub mod context;
-pub mod cpuset;
 mod criu_elf;
 pub mod criu_helpers;
 pub mod criuconf;

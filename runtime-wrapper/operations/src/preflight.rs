@@ -29,7 +29,7 @@ use crate::facts::Criu;
 use crate::lowlevel::Kind;
 use crate::operation::Operation;
 use crate::plugins;
-use crate::{cpuset, criu_helpers, setup};
+use crate::{criu_helpers, setup};
 
 /// This host's programs for a restore.
 #[derive(Debug, Default)]
@@ -153,10 +153,6 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
         other: question.faults.to_vec(),
         ..Answer::default()
     };
-    if question.low == Kind::Crun {
-        let obstacle = cpuset::obstacle(question.host, question.spec);
-        answer.other.extend(obstacle);
-    }
     let images = question
         .amd
         .filter(|_| plugins::uses(metadata, Vendor::Amd));

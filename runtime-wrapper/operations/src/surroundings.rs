@@ -17,7 +17,9 @@ use cryopod_gpu_plan::mounts::{self, Provided, Provider};
 use cryopod_gpu_plan::own_nodes;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::cgroups;
 use cryopod_host::destinations::Destinations;
+use cryopod_host::files::Host;
 use cryopod_host::mountinfo::declarable;
 use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
@@ -258,6 +260,16 @@ pub fn provided(
     }
 }
 
+/// Keeps CRIU from making cgroups in version 1 hierarchies where only the unified one is mounted.
+///
+/// crun names the container's cgroup to CRIU for all hierarchies (`criu_add_cg_root(NULL, path)`), although it makes the
+/// one of version 2 only. CRIU would make the others, each with a copy of all cgroups that the hierarchy had at the
+/// checkpoint, and nothing would remove them. In `cpuset` it fails: a new cgroup has no CPUs there.
+fn cgroup_roots(host: &Host) -> impl Iterator<Item = String> {
+    let hierarchies = cgroups::unmanaged_v1(host).into_iter();
+    hierarchies.map(|(controller, path)| format!("cgroup-root {controller}:{path}"))
+}
+
 /// Finds the checkpoint's surroundings on this host, and shows them in the operation's directory.
 ///
 /// # Errors
@@ -295,6 +307,7 @@ pub fn restore(
         .chain(known(linked.filter(|(_, source)| source.is_absolute())))
         .chain(known(empty))
         .chain(foreign)
+        .chain(cgroup_roots(host))
         .collect();
     Ok(Provision {
         extra: Extra {

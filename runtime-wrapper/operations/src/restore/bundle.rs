@@ -6,10 +6,9 @@ use super::prepare::Prepared;
 use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
 use crate::bundle_render::OnlyRender;
 use crate::error::Error;
-use crate::lowlevel::Kind;
 use crate::request::Request;
+use crate::rootfs;
 use crate::surroundings::MountPoints;
-use crate::{cpuset, rootfs};
 
 /// The changes. Dropped without [`Changed::keep`], spec and mount points are as they were.
 pub(super) struct Changed {
@@ -29,9 +28,6 @@ pub(super) fn change(request: &Request<'_>, prepared: &Prepared) -> Result<Chang
     rootfs::apply(&request.config().rootfs, &request.images, bundle)?;
     let provision = &prepared.provision;
     let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;
-    if request.low() == Kind::Crun {
-        cpuset::prepare(host, spec)?;
-    }
     Ok(Changed {
         edited,
         mount_points,

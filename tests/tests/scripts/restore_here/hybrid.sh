@@ -5,12 +5,16 @@ fake_gpu_nodes
 pod run -d --name c1 --network none --cgroup-parent "$TESTBED_CGROUP_PARENT/engine" --device /dev/nvidia0 \
     localhost/busybox "${counter[@]}" > /dev/null
 wait_for counted c1 3
+cgroups() { cat "/proc/$(podman inspect -f '{{.State.Pid}}' c1)/cgroup"; }
+cgroups > /tmp/before
 pod container checkpoint --export /tmp/c1.tar c1 > /dev/null
 last=$(count c1)
 podman rm -f -t 0 c1 > /dev/null
 pod container restore --import /tmp/c1.tar > /dev/null
 wait_for counted c1 $((last + 3))
-grep -q "^0::$TESTBED_CGROUP_PARENT/engine/" "/proc/$(podman inspect -f '{{.State.Pid}}' c1)/cgroup"
+cgroups > /tmp/after
+grep -q "^0::$TESTBED_CGROUP_PARENT/engine/" /tmp/after
+diff /tmp/before /tmp/after
 podman rm -f -t 0 c1 > /dev/null
 echo 'ok: restored'
 
