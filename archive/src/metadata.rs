@@ -192,7 +192,7 @@ pub struct Timings {
     pub durable_us: Option<u64>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metadata {
     /// `MAJOR.MINOR`.
     pub schema: String,

@@ -116,6 +116,24 @@ impl Spec {
         self.json.get("annotations")?.get(key)?.as_str()
     }
 
+    /// The value of a variable in the environment of the container's process.
+    pub fn variable(&self, name: &str) -> Option<&str> {
+        let env = self.json.pointer("/process/env")?.as_array()?;
+        let mut pairs = env.iter().filter_map(|e| e.as_str()?.split_once('='));
+        pairs.find(|(n, _)| *n == name).map(|(_, value)| value)
+    }
+
+    /// Returns true if the runtime makes the container a namespace of this type (`network`, `uts`). One with a path is
+    /// the engine's.
+    pub fn has_own_namespace(&self, kind: &str) -> bool {
+        let namespaces = self.json.pointer("/linux/namespaces");
+        let mut namespaces = namespaces.and_then(Value::as_array).into_iter().flatten();
+        namespaces.any(|n| {
+            let path = n.get("path").and_then(Value::as_str).unwrap_or_default();
+            n.get("type").is_some_and(|t| t == kind) && path.is_empty()
+        })
+    }
+
     #[must_use]
     pub fn without_annotation(mut self, key: &str) -> Self {
         if let Some(all) = self
@@ -275,6 +293,17 @@ mod tests {
 
     fn spec(json: Value) -> Spec {
         Spec::from_json(json)
+    }
+
+    #[test]
+    fn whose_namespace_it_is() {
+        let own = |namespaces| {
+            let spec = Spec::from_json(json!({"linux": {"namespaces": namespaces}}));
+            spec.has_own_namespace("network")
+        };
+        assert!(own(json!([{"type": "pid"}, {"type": "network"}])));
+        assert!(!own(json!([{"type": "network", "path": "/run/netns/x"}])));
+        assert!(!own(json!([{"type": "pid"}])));
     }
 
     #[test]

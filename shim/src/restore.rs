@@ -171,11 +171,9 @@ pub fn remove(bundle: &Path) {
 
 /// Returns the bundle's spec, if it asks the runtime for a new network namespace.
 fn own_network(bundle: &Path) -> Result<Option<Value>, SpecError> {
-    let mut spec = Spec::of_bundle(bundle)?.into_json();
-    let own = network_namespaces(&mut spec)
-        .next()
-        .is_some_and(|n| n.get("path").is_none_or(|p| p.as_str() == Some("")));
-    Ok(own.then_some(spec))
+    let spec = Spec::of_bundle(bundle)?;
+    let own = spec.has_own_namespace("network");
+    Ok(own.then(|| spec.into_json()))
 }
 
 fn network_namespaces(spec: &mut Value) -> impl Iterator<Item = &mut Value> {

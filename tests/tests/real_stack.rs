@@ -96,6 +96,15 @@ mod cri {
     }
 }
 
+/// A `create` that is a restore: containers that name a checkpoint.
+mod create_from {
+    crate::scenarios! {
+        podman_crun: V2 ["crun"] "archive/lib.sh" + "create_from/podman.sh";
+        podman_runc: V1 ["runc"] "archive/lib.sh" + "create_from/podman.sh";
+        engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/engines.sh";
+    }
+}
+
 /// The user's own CRIU configuration is merged, never lost.
 mod criu_conf {
     crate::scenarios! {

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 use crate::loopback;
+use crate::new_container::{self, NewContainer};
 use crate::operation::Operation;
 
 pub const HOOK_NAME: &str = "cryopod-criu-hook";
@@ -77,6 +78,12 @@ pub fn hook(called_as: &Path) -> ExitCode {
             if stage == loopback::STAGE && dir.join(loopback::FILE).exists() {
                 set_loopback_up();
             }
+            if stage == new_container::STAGE
+                && let Some(new) = NewContainer::asked(dir)
+                && let Err(e) = new.give(init_pid())
+            {
+                eprintln!("cryopod: {e}");
+            }
             ExitCode::SUCCESS
         }
         Ok(false) => ExitCode::FAILURE,
@@ -91,11 +98,16 @@ pub fn hook(called_as: &Path) -> ExitCode {
 
 /// A container without loopback is better than none, so a failure is only logged.
 fn set_loopback_up() {
-    let init = std::env::var("CRTOOLS_INIT_PID").unwrap_or_default();
-    let namespace = format!("/proc/{init}/ns/net");
+    let namespace = format!("/proc/{}/ns/net", init_pid());
     if let Err(e) = loopback::up(Path::new(&namespace)) {
         eprintln!("cryopod: the loopback device of {namespace} could not be set up: {e}");
     }
+}
+
+/// The container's init process, as CRIU names it to its action script; 0: not known.
+fn init_pid() -> i32 {
+    let pid = std::env::var("CRTOOLS_INIT_PID").ok();
+    pid.and_then(|p| p.parse().ok()).unwrap_or(0)
 }
 
 fn ask(socket: &Path, stage: &str) -> io::Result<bool> {

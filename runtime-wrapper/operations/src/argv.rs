@@ -14,8 +14,11 @@ use crate::lowlevel::Kind;
 pub enum Verb {
     Checkpoint,
     Restore,
-    /// `create` or `run`.
     Create,
+    Run,
+    Start,
+    State,
+    Kill,
     Pause,
     Resume,
     Other,
@@ -35,9 +38,9 @@ pub struct Invocation {
     pub globals: Globals,
     pub verb: Verb,
     pub verb_at: usize,
-    /// Flags of `checkpoint` and `restore`; empty for other verbs.
+    /// Flags of `checkpoint`, `restore`, `create` and `run`; empty for other verbs.
     pub flags: Flags,
-    /// The container's id; empty for other verbs.
+    /// The container's id; empty for [`Verb::Other`].
     pub id: String,
 }
 
@@ -50,7 +53,7 @@ impl Invocation {
             .map_or_else(|| "checkpoint".into(), PathBuf::from)
     }
 
-    /// The bundle of a restore: the flag, or the working directory.
+    /// The bundle of a restore, `create` or `run`: the flag, or the working directory.
     pub fn bundle(&self) -> PathBuf {
         self.flags
             .value("bundle")
@@ -205,6 +208,25 @@ const CRUN_RESTORE: &[Flag] = &[
     ("no-new-keyring", false),
 ];
 
+const CREATE: &[Flag] = &[
+    ("bundle", true),
+    ("b", true),
+    ("config", true),
+    ("f", true),
+    ("console-socket", true),
+    ("pidfd-socket", true),
+    ("pid-file", true),
+    ("no-pivot", false),
+    ("no-new-keyring", false),
+    ("no-subreaper", false),
+    ("preserve-fds", true),
+    // of `run`
+    ("detach", false),
+    ("d", false),
+    ("keep", false),
+];
+const KILL: &[Flag] = &[("all", false), ("a", false)];
+
 /// Decodes a command line (without the program's name). Returns `None` if it is not fully understood, asks for help or
 /// has no verb.
 pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
@@ -216,7 +238,11 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     let verb = match args.get(verb_at)?.to_str() {
         Some("checkpoint") => Verb::Checkpoint,
         Some("restore") => Verb::Restore,
-        Some("create" | "run") => Verb::Create,
+        Some("create") => Verb::Create,
+        Some("run") => Verb::Run,
+        Some("start") => Verb::Start,
+        Some("state") => Verb::State,
+        Some("kill") => Verb::Kill,
         Some("pause") => Verb::Pause,
         Some("resume") => Verb::Resume,
         _ => Verb::Other,
@@ -235,8 +261,10 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
         debug: flags.has("debug"),
     };
     let set = match (verb, kind) {
-        (Verb::Pause | Verb::Resume, _) => &[],
-        (Verb::Create | Verb::Other, _) => {
+        (Verb::Pause | Verb::Resume | Verb::Start | Verb::State, _) => &[],
+        (Verb::Kill, _) => KILL,
+        (Verb::Create | Verb::Run, _) => CREATE,
+        (Verb::Other, _) => {
             return Some(Invocation {
                 globals,
                 verb,
@@ -252,8 +280,10 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
     };
     let (flags, id_at) = take_flags(kind, set, args, verb_at + 1)?;
     let id = args.get(id_at)?.to_str()?.to_owned();
-    // One container and nothing after it; the runtime reports everything else as an error.
-    (id_at + 1 == args.len() && !id.is_empty()).then_some(Invocation {
+    // One container and nothing after it but a signal; the runtime reports everything else as an error.
+    let rest = args.len() - id_at - 1;
+    (rest == 0 || verb == Verb::Kill && rest == 1).then_some(())?;
+    (!id.is_empty()).then_some(Invocation {
         globals,
         verb,
         verb_at,
@@ -359,7 +389,16 @@ mod tests {
     fn the_verb_is_the_first_word_after_the_global_flags() {
         for kind in [Kind::Runc, Kind::Crun] {
             for (line, want) in [
-                ("state x", Some((Verb::Other, 0))),
+                ("state x", Some((Verb::State, 0))),
+                ("kill c1 9", Some((Verb::Kill, 0))),
+                ("kill --all c1 KILL", Some((Verb::Kill, 0))),
+                ("kill c1 9 9", None),
+                ("--root /r start c1", Some((Verb::Start, 2))),
+                (
+                    "create --pid-file /p --bundle /b c1",
+                    Some((Verb::Create, 0)),
+                ),
+                ("run -b /b -d c1", Some((Verb::Run, 0))),
                 ("delete checkpoint", Some((Verb::Other, 0))),
                 ("--root /r pause c1", Some((Verb::Pause, 2))),
                 ("resume c1", Some((Verb::Resume, 0))),

@@ -8,15 +8,13 @@
 //! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53). So for `io_uring`
 //! the spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.
 
-use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
 use crate::bundle::{self, Edit};
-use crate::context::Context;
 use crate::error::Error;
 
 pub const ANNOTATION: &str = "dev.cryopod.env.avoid";
@@ -52,12 +50,7 @@ const KNOWN: [(&str, &[(&str, &str)]); 5] = [
 ///
 /// # Errors
 /// [`Error::Failed`] for an unknown word in the annotation; those of [`bundle::edit`].
-pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
-    let bundle = bundle_of(&ctx.args, verb_at);
-    // The low-level runtime reports a bundle that cannot be read.
-    let Ok(spec) = Spec::of_bundle(&bundle) else {
-        return Ok(());
-    };
+pub fn create(bundle: &Path, spec: &Spec) -> Result<(), Error> {
     let Some(words) = spec.annotation(ANNOTATION) else {
         return Ok(());
     };
@@ -66,28 +59,8 @@ pub fn create(ctx: &Context, verb_at: usize) -> Result<(), Error> {
         io_uring: words.split(',').any(|w| w.trim() == "io_uring"),
     };
     let edits: [Box<dyn Edit>; 1] = [Box::new(edit)];
-    bundle::edit(&Host::system(), &bundle, &spec, &edits)?.keep();
+    bundle::edit(&Host::system(), bundle, spec, &edits)?.keep();
     Ok(())
-}
-
-/// Returns the value of `--bundle DIR`, `-b DIR` or their other spellings; else the working directory.
-fn bundle_of(args: &[OsString], verb_at: usize) -> PathBuf {
-    let mut found = PathBuf::from(".");
-    let mut args = args.iter().skip(verb_at + 1);
-    while let Some(arg) = args.next() {
-        let Some(text) = arg.to_str() else { continue };
-        let value = match text {
-            "--bundle" | "-bundle" | "-b" | "--b" => args.next().map(Path::new),
-            _ => ["--bundle=", "-bundle=", "-b=", "--b="]
-                .iter()
-                .find_map(|start| text.strip_prefix(start))
-                .map(Path::new),
-        };
-        if let Some(value) = value {
-            found = value.to_owned();
-        }
-    }
-    found
 }
 
 fn variables(words: &str) -> Result<Vec<(&'static str, &'static str)>, Error> {
@@ -255,19 +228,5 @@ mod tests {
             e.contains("dev.cryopod.env.avoid: \"iouring\"") && e.contains("io_uring, nccl, rdma"),
             "{e}"
         );
-    }
-
-    #[test]
-    fn bundles() {
-        for (line, want) in [
-            ("create c1", "."),
-            ("create --bundle /b --pid-file /p c1", "/b"),
-            ("create -b /b c1", "/b"),
-            ("create --bundle=/b c1", "/b"),
-            ("create -bundle /a -bundle=/b c1", "/b"),
-        ] {
-            let args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
-            assert_eq!(bundle_of(&args, 0), Path::new(want), "{line}");
-        }
     }
 }

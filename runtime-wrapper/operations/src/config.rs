@@ -45,6 +45,7 @@ pub struct Config {
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
     pub mounts: Mounts,
+    pub restore: Restore,
     pub hooks: Hooks,
     pub vram: vram::Options,
     pub rootfs: rootfs::Options,
@@ -93,6 +94,13 @@ pub enum CriuValue {
 pub struct Mounts {
     /// Directories and files of the host that a restore may mount into a container whose spec does not name them,
     /// beside the places of GPU drivers.
+    pub allow: Vec<PathBuf>,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Restore {
+    /// Directories with checkpoints from which a container may ask to be created.
     pub allow: Vec<PathBuf>,
 }
 
@@ -279,24 +287,18 @@ impl Config {
                 1 << 20
             )));
         }
-        if let Some(path) = config.mounts.allow.iter().find(|p| !p.is_absolute()) {
-            return Err(invalid(format!(
-                "mounts.allow: {} is no absolute path",
-                path.display()
-            )));
-        }
-        let directories = &config.criu.config_directories;
-        if let Some(path) = directories.iter().find(|p| !p.is_absolute()) {
-            return Err(invalid(format!(
-                "criu.config_directories: {} is no absolute path",
-                path.display()
-            )));
-        }
-        if let Some(path) = config.store.directories().iter().find(|p| !p.is_absolute()) {
-            return Err(invalid(format!(
-                "store: {} is no absolute path",
-                path.display()
-            )));
+        for (key, paths) in [
+            ("mounts.allow", &config.mounts.allow),
+            ("restore.allow", &config.restore.allow),
+            ("criu.config_directories", &config.criu.config_directories),
+            ("store", &config.store.directories()),
+        ] {
+            if let Some(path) = paths.iter().find(|p| !p.is_absolute()) {
+                return Err(invalid(format!(
+                    "{key}: {} is no absolute path",
+                    path.display()
+                )));
+            }
         }
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_plan::gpumap::Wish>()
@@ -379,6 +381,7 @@ mod tests {
             ("[checks]\nnvidia-memry = false", "checks.nvidia-memry"),
             ("[checks]\nnvidia-memory = 1", "nvidia-memory"),
             ("[mounts]\nallow = [\"opt\"]", "mounts.allow: opt"),
+            ("[restore]\nallow = [\"opt\"]", "restore.allow: opt"),
             (
                 "[criu]\nconfig_directories = [\"etc\"]",
                 "criu.config_directories: etc",

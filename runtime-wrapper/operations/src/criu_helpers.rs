@@ -28,7 +28,6 @@ use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::config::Config;
-use crate::loopback;
 use crate::lowlevel::{Kind, LowLevel};
 
 /// The environment variable that names another `ip` to CRIU.
@@ -332,7 +331,7 @@ fn network(
         let connections = !connections.is_empty();
         return Network::Hosts { connections };
     }
-    if let (false, Some(own)) = (loopback::own_network(spec), &own) {
+    if let (false, Some(own)) = (spec.has_own_namespace("network"), &own) {
         others.remove(own);
     }
     let saved = kind == Kind::Crun && !others.is_empty();

@@ -24,19 +24,27 @@ pub struct Frozen {
 
 struct Freezer {
     dir: PathBuf,
+    /// The cgroup of the process beside it, in the same hierarchy.
+    beside: PathBuf,
     v2: bool,
 }
 
 impl Freezer {
-    fn of(host: &Host, init: i32) -> Option<Self> {
+    /// Finds the cgroup of the container with the init process `init`. None that would freeze the process `beside`
+    /// (`self` or a PID), too.
+    fn of(host: &Host, init: i32, beside: &str) -> Option<Self> {
         let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
-        let own = host.text("/proc/self/cgroup").unwrap_or_default();
+        let own = host
+            .text(format!("/proc/{beside}/cgroup"))
+            .unwrap_or_default();
         let found = cgroups.lines().filter_map(|line| {
             let (kind, path) = parsed(line)?;
             // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze
             // itself.
             let mut ours = own.lines().filter_map(parsed);
-            if ours.any(|(of, own)| of == kind && own.starts_with(path)) {
+            let ours = ours.find(|(of, _)| *of == kind).map(|(_, own)| own);
+            let ours = ours.unwrap_or(Path::new("/"));
+            if ours.starts_with(path) {
                 return None;
             }
             // Never the root; `..` leads out of this program's cgroup namespace.
@@ -58,9 +66,13 @@ impl Freezer {
                 ),
                 _ => return None,
             };
-            let dirs = roots.iter().map(|root| host.path(root).join(path));
-            let dir = dirs.into_iter().find(|dir| dir.join(file).exists())?;
-            Some(Self { dir, v2 })
+            let mut roots = roots.iter().map(|root| host.path(root));
+            let root = roots.find(|root| root.join(path).join(file).exists())?;
+            Some(Self {
+                dir: root.join(path),
+                beside: root.join(ours.strip_prefix("/").unwrap_or(ours)),
+                v2,
+            })
         });
         // On a hybrid host the container's limits, and so its members, are in version 1.
         found.min_by_key(|freezer| freezer.v2)
@@ -145,7 +157,7 @@ impl Frozen {
     /// A text that names a process which would go on running.
     pub fn of(host: &Host, init: i32) -> Result<Self, String> {
         let nothing = Self { thaw: None };
-        let Some(freezer) = Freezer::of(host, init) else {
+        let Some(freezer) = Freezer::of(host, init, "self") else {
             return Ok(nothing);
         };
         let why = match freezer.freeze() {
@@ -163,6 +175,30 @@ impl Frozen {
             printable(&comm),
             freezer.dir.display()
         ))
+    }
+}
+
+impl Frozen {
+    /// Freezes the cgroup of a container that CRIU restores, and leaves it so. CRIU itself must go on: runc starts it in
+    /// the container's cgroup. It is moved to the cgroup of the process `beside`, which is not in the container.
+    ///
+    /// # Errors
+    /// A text that says what cannot be moved or frozen.
+    pub fn at_restore(host: &Host, init: i32, beside: u32) -> Result<(), String> {
+        let freezer = Freezer::of(host, init, &beside.to_string());
+        let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
+        let tree = live::tree(host, init);
+        for pid in freezer.members() {
+            if !tree.contains(&pid) {
+                let procs = freezer.beside.join("cgroup.procs");
+                let text = pid.to_string();
+                write(&procs, &text).map_err(|e| format!("{}: {text}: {e}", procs.display()))?;
+            }
+        }
+        let frozen = freezer.freeze();
+        let mut frozen = frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))?;
+        frozen.thaw = None;
+        Ok(())
     }
 }
 
@@ -271,7 +307,7 @@ mod tests {
                     ("sys/fs/cgroup/x/cgroup.freeze", "0"),
                 ],
             );
-            assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
+            assert!(Freezer::of(&host, 7, "self").is_none(), "{cgroups}");
         }
     }
 
@@ -283,7 +319,7 @@ mod tests {
                 ("sys/fs/cgroup/c/cgroup.freeze", "0"),
             ];
             let (_dir, host) = host("0::/c\n", &files);
-            assert_eq!(Freezer::of(&host, 7).is_some(), frozen, "{own}");
+            assert_eq!(Freezer::of(&host, 7, "self").is_some(), frozen, "{own}");
         }
     }
 

@@ -5,6 +5,9 @@
 //! verbs it becomes the low-level runtime by exec: same arguments, descriptors, environment and exit code, and no
 //! cryopod process afterwards.
 //!
+//! `create` of a container that names a checkpoint is a restore, too ([`create_from`]); the container then waits for its
+//! `start` ([`waiting`]).
+//!
 //! For `checkpoint` and `restore` of a container with GPU device nodes ([`checkpoint`], [`restore`]) it makes a plan, a
 //! private directory for the operation with only the CRIU plugins it needs ([`operation`]), and a CRIU configuration
 //! that keeps the user's ([`criuconf`]). It runs the low-level runtime as a child ([`child`]) and watches it until it
@@ -23,6 +26,7 @@ pub mod choose;
 pub mod compressed;
 pub mod config;
 pub mod context;
+mod create_from;
 mod criu_elf;
 pub mod criu_helpers;
 pub mod criuconf;
@@ -37,6 +41,7 @@ pub mod log;
 mod loopback;
 pub mod lowlevel;
 pub mod lsm;
+mod new_container;
 pub mod operation;
 pub mod passthrough;
 mod pause;
@@ -60,6 +65,7 @@ mod stuck_restore;
 pub mod surroundings;
 pub mod suspended;
 pub mod vram;
+mod waiting;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -68,6 +74,7 @@ use std::process::ExitCode;
 use argv::{Invocation, Verb};
 use config::Config;
 use context::Context;
+use cryopod_host::spec::Spec;
 use error::Error;
 use lowlevel::LowLevel;
 
@@ -92,19 +99,27 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
+        Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => run(&ctx, &inv, create),
+        Some(inv) if waiting::is(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
-            // Runs before the container exists, if the container asks for it.
-            if let Some(inv) = other.as_ref().filter(|i| i.verb == Verb::Create)
-                && let Err(e) = avoid::create(&ctx, inv.verb_at)
-            {
-                log::init(Some(&inv.globals));
-                return fail(&e);
-            }
             let e = passthrough::exec(&ctx.low, &ctx.args);
             log::init(other.map(|i| i.globals).as_ref());
             fail(&e)
         }
     }
+}
+
+/// Creates a container: from a checkpoint if it names one, else by the low-level runtime.
+fn create(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let bundle = inv.bundle();
+    // The low-level runtime reports a bundle that cannot be read.
+    if let Ok(spec) = Spec::of_bundle(&bundle) {
+        if let Some(code) = create_from::create(ctx, inv, &spec)? {
+            return Ok(code);
+        }
+        avoid::create(&bundle, &spec)?;
+    }
+    Err(passthrough::exec(&ctx.low, &ctx.args))
 }
 
 fn context(args: Vec<OsString>) -> Result<Context, (Vec<OsString>, Error)> {

@@ -10,23 +10,12 @@ use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 
 /// File in an operation's directory that asks the hook for this.
 pub const FILE: &str = "loopback";
 /// The stage of CRIU's restore at which the network namespace exists, but no socket yet.
 pub const STAGE: &str = "setup-namespaces";
-
-/// Returns true if the runtime has made the container's network namespace. One with a path is the engine's.
-pub fn own_network(spec: &Spec) -> bool {
-    let namespaces = spec.json().pointer("/linux/namespaces");
-    let mut namespaces = namespaces.and_then(|n| n.as_array()).into_iter().flatten();
-    namespaces.any(|n| {
-        let path = n.get("path").and_then(|p| p.as_str()).unwrap_or_default();
-        n.get("type").is_some_and(|t| t == "network") && path.is_empty()
-    })
-}
 
 /// Sets the loopback device up in the network namespace of this file. The calling thread stays in that namespace.
 pub fn up(namespace: &Path) -> io::Result<()> {
@@ -48,22 +37,4 @@ pub fn up(namespace: &Path) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn whose_network_it_is() {
-        let own = |namespaces| {
-            own_network(&Spec::from_json(
-                json!({"linux": {"namespaces": namespaces}}),
-            ))
-        };
-        assert!(own(json!([{"type": "pid"}, {"type": "network"}])));
-        assert!(!own(json!([{"type": "network", "path": "/run/netns/x"}])));
-        assert!(!own(json!([{"type": "pid"}])));
-    }
 }

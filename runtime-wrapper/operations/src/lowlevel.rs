@@ -17,6 +17,16 @@ pub enum Kind {
     Runc,
 }
 
+impl Kind {
+    /// The directory for the containers' state, where the command line names none.
+    pub fn default_root(self) -> &'static str {
+        match self {
+            Self::Crun => "/run/crun",
+            Self::Runc => "/run/runc",
+        }
+    }
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum LowLevelError {
     #[error("the low-level runtime {name:?} ({origin}) was not found{}; install it or name another one", if name.contains('/') { "" } else { " on PATH" })]

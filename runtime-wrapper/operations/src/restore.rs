@@ -10,8 +10,8 @@
 //! 6. [`conclude`]: what was made is kept or removed.
 //!
 //! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime
-//! restores it as it is. Two fixes apply to every restore under crun, GPU or not. cryopod drops a runc flag that
-//! containerd passes to any runtime, and makes CRIU leave cgroups alone where it would fail on them.
+//! restores it as it is, without runc's flag that crun does not know. Only a container that is created from such a
+//! checkpoint goes through all steps ([`run_new`]).
 
 mod arguments;
 mod bundle;
@@ -30,6 +30,7 @@ use crate::bundle::hold;
 use crate::child::Signals;
 use crate::context::Context;
 use crate::error::Error;
+use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::{passthrough, plugins, rootfs};
@@ -39,15 +40,39 @@ use crate::{passthrough, plugins, rootfs};
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
-    let Some(checkpoint) = open::open(ctx, inv)? else {
-        return Err(without_metadata(ctx, inv));
+    match open::open(ctx, inv)? {
+        Some(checkpoint) => restore(ctx, inv, &checkpoint, None),
+        None => Err(without_metadata(ctx, inv)),
+    }
+}
+
+/// Restores into a container that is being created.
+///
+/// # Errors
+/// Nothing was started, and the checkpoint is untouched.
+pub fn run_new(ctx: &Context, inv: &Invocation, new: &NewContainer) -> Result<ExitCode, Error> {
+    let checkpoint = match open::open(ctx, inv)? {
+        Some(checkpoint) => checkpoint,
+        None => open::without_gpus(ctx, inv)?,
     };
+    restore(ctx, inv, &checkpoint, Some(new))
+}
+
+fn restore(
+    ctx: &Context,
+    inv: &Invocation,
+    checkpoint: &open::Checkpoint,
+    new: Option<&NewContainer>,
+) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
     let request = Request::restore(ctx, inv)?;
     let signals = Signals::watch()?;
     let op = Operation::new()?;
-    let planned = plan::plan(&request, &checkpoint, &op)?;
-    let prepared = prepare::prepare(&request, &checkpoint, planned, &op)?;
+    let planned = plan::plan(&request, checkpoint, &op)?;
+    let prepared = prepare::prepare(&request, checkpoint, planned, &op)?;
+    if let Some(new) = new {
+        new.ask(&op)?;
+    }
     let changed = bundle::change(&request, &prepared)?;
     let ran = run::run(&request, &prepared, &op, &signals)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);

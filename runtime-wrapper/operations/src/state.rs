@@ -1,8 +1,10 @@
 //! Asks the low-level runtime for a container's state, and reads its spec.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use cryopod_host::mountinfo;
 use cryopod_host::programs::{Output, ToolError, Tools};
 use cryopod_host::spec::Spec;
 use serde_json::Value;
@@ -40,9 +42,8 @@ impl State {
     pub fn spec(&self, ctx: &Context, inv: &Invocation) -> Spec {
         let spec = Spec::of_bundle(&self.bundle);
         // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
-        let copy = inv.globals.root.clone().unwrap_or("/run/crun".into());
         let spec = spec.or_else(|e| match ctx.low.kind {
-            Kind::Crun => Spec::of_bundle(&copy.join(&inv.id)).map_err(|_| e),
+            Kind::Crun => Spec::of_bundle(&directory(ctx, inv)).map_err(|_| e),
             Kind::Runc => Err(e),
         });
         spec.unwrap_or_else(|e| {
@@ -67,10 +68,44 @@ pub fn verb(
     verb: &str,
     tools: &dyn Tools,
 ) -> Result<Output, ToolError> {
+    run(ctx, inv, &[verb], tools)
+}
+
+fn run(
+    ctx: &Context,
+    inv: &Invocation,
+    words: &[&str],
+    tools: &dyn Tools,
+) -> Result<Output, ToolError> {
     let mut args: Vec<&OsStr> = Vec::new();
     if let Some(root) = &inv.globals.root {
         args.extend([OsStr::new("--root"), root.as_os_str()]);
     }
-    args.extend([OsStr::new(verb), OsStr::new(&inv.id)]);
+    args.extend(words.iter().map(OsStr::new));
+    args.push(OsStr::new(&inv.id));
     tools.output(&ctx.low.path, &args, ctx.config.limits.tool())
+}
+
+/// The directory in which the low-level runtime keeps what it knows of the container.
+pub fn directory(ctx: &Context, inv: &Invocation) -> PathBuf {
+    let root = inv.globals.root.as_deref();
+    root.unwrap_or_else(|| Path::new(ctx.low.kind.default_root()))
+        .join(&inv.id)
+}
+
+/// Removes what is left of a container when the runtime, or CRIU late in its work, was killed in the middle: its state
+/// would block the next try. Never called after a failure of the runtime's own: a container of this name may be running
+/// already.
+pub fn remove(ctx: &Context, inv: &Invocation, tools: &dyn Tools) {
+    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is mounted.
+    mountinfo::unmount_below(&directory(ctx, inv));
+    // More than once, as files may still appear while the last processes end.
+    for _ in 0..3 {
+        match run(ctx, inv, &["delete", "--force"], tools) {
+            Ok(out) if out.code == 0 => return,
+            Ok(out) => tracing::debug!("delete --force: {}", out.stderr),
+            Err(e) => tracing::debug!("delete --force: {e}"),
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
 }

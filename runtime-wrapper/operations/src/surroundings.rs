@@ -84,7 +84,7 @@ pub fn checkpoint(
     let mounts = &request.mounts;
     let mut options = options(request)?;
     let limits = CriuLimits {
-        own_network: request.low() == Kind::Runc && crate::loopback::own_network(spec),
+        own_network: request.low() == Kind::Runc && spec.has_own_namespace("network"),
         ghost_limit: options.ghost_limit(),
         searched: options.texts("irmap-scan-path"),
         version: criu

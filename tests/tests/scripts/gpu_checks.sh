@@ -34,7 +34,7 @@ pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidi
     -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
     -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
     localhost/busybox /cusim/cusim-client --mib 100 --gpus 0 > /dev/null
-ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticks() { printed job | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
 wait_for ticked 3
 pod container checkpoint --leave-running --export /tmp/job.tar --compress none job > /dev/null

@@ -26,11 +26,11 @@ run() { # NODES cusim-client ARG...
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
     wait_for ticked 3
 }
-ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticks() { printed job | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
 goes_on() {
     local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
 }
 used() { # the minors of the GPUs that hold memory
     /opt/build/cusim-ctl --socket "$sim" status | jq -r '[.gpus[] | select(.pids != {}) | .minor] | join(" ")'

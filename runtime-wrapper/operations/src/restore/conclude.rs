@@ -1,13 +1,9 @@
 //! Concludes a restore: keeps what was made, or removes it and explains the failure.
 
-use std::ffi::OsStr;
-use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use cryopod_host::cgroups::Cgroups;
-use cryopod_host::mountinfo;
-use cryopod_host::programs::Tools;
 
 use super::bundle::Changed;
 use super::prepare::Prepared;
@@ -17,7 +13,7 @@ use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::setup::Finished;
-use crate::{facts, log, lsm, plugins, surroundings};
+use crate::{facts, log, lsm, plugins, state, surroundings};
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
@@ -45,7 +41,7 @@ pub(super) fn conclude(
         changed.keep();
     } else {
         if ended.killed || ended.lost_processes || left {
-            remove_container(request);
+            state::remove(request.ctx, request.inv, &request.tools);
         }
         remove(&changed.cgroups);
         log::error(&explain(request, &ran, finished, runtime_error, amd));
@@ -60,31 +56,6 @@ pub(super) fn conclude(
 fn remove(cgroups: &Cgroups) {
     for (cgroup, error) in cgroups.remove(EXIT_LIMIT) {
         tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());
-    }
-}
-
-/// Removes what is left of a container when the runtime, or CRIU late in its work, was killed in the middle: its state
-/// would block the next try. Never called after a failure of the runtime's own: a container of this name may be running
-/// already.
-fn remove_container(request: &Request<'_>) {
-    let mut args: Vec<&OsStr> = Vec::new();
-    if let Some(root) = request.state_root() {
-        args.extend([OsStr::new("--root"), root.as_os_str()]);
-    }
-    let id = OsStr::new(request.id());
-    args.extend([OsStr::new("delete"), OsStr::new("--force"), id]);
-    // runc mounts the root for CRIU in its own directory of the container, and cannot remove that while it is mounted.
-    let root = request.state_root().unwrap_or(Path::new("/run/runc"));
-    mountinfo::unmount_below(&root.join(request.id()));
-    // More than once, as files may still appear while the last processes end.
-    for _ in 0..3 {
-        let low = &request.ctx.low.path;
-        match request.tools.output(low, &args, request.tool_limit()) {
-            Ok(out) if out.code == 0 => return,
-            Ok(out) => tracing::debug!("delete --force: {}", out.stderr),
-            Err(e) => tracing::debug!("delete --force: {e}"),
-        }
-        std::thread::sleep(Duration::from_millis(200));
     }
 }
 

@@ -1,6 +1,7 @@
 //! Opens a checkpoint: brings its files together and reads its metadata.
 
 use cryopod_archive::metadata::Metadata;
+use cryopod_archive::names;
 use cryopod_archive::store::Found;
 
 use crate::argv::Invocation;
@@ -12,6 +13,26 @@ pub(super) struct Checkpoint {
     pub metadata: Metadata,
     /// The store's entry with the large files, if they are in one.
     pub stored: Option<Found>,
+}
+
+/// Opens a checkpoint without metadata: of a container without GPUs, or of another tool.
+///
+/// # Errors
+/// The directory holds no images of CRIU, or has links.
+pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint, Error> {
+    let directory = inv.images_of_restore(ctx.low.kind);
+    images::no_links(&directory)?;
+    if !directory.join(names::CRIU_INVENTORY).is_file() {
+        return Err(Error::Failed(format!(
+            "{}: no checkpoint: it has no {}",
+            directory.display(),
+            names::CRIU_INVENTORY
+        )));
+    }
+    Ok(Checkpoint {
+        metadata: Metadata::default(),
+        stored: None,
+    })
 }
 
 /// Opens the checkpoint in the image directory that the command line names. `None`: it has no metadata.

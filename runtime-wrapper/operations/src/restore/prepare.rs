@@ -90,7 +90,7 @@ fn limit(request: &Request<'_>, checkpoint: &Checkpoint) -> Duration {
 
 /// Has the action script bring the loopback interface up where the container has a network of its own: runc does not.
 fn ask_for_loopback(request: &Request<'_>, op: &Operation) -> Result<(), Error> {
-    if request.low() != Kind::Runc || !loopback::own_network(&request.spec) {
+    if request.low() != Kind::Runc || !request.spec.has_own_namespace("network") {
         return Ok(());
     }
     let file = op.file(loopback::FILE);

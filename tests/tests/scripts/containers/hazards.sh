@@ -92,7 +92,7 @@ start() { # KIND ARG...
     local kind=$1 && shift
     pod run -d --name c1 --network "${network:-none}" --security-opt seccomp=unconfined --device /dev/nvidia0 "${python[@]}" "$@" localhost/busybox \
         /usr/bin/python3 /app/hold.py "$kind" > /dev/null
-    wait_for counted c1 2 || { podman logs c1; exit 1; }
+    wait_for counted c1 2 || { printed c1; exit 1; }
 }
 refused() { # NAME KIND CAUSE REMEDY ARG...
     local name=$1 kind=$2 cause=$3 remedy=$4 now

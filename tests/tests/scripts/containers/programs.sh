@@ -11,9 +11,9 @@ start() { # NAME COMMAND...
     pod run -d --name "$name" --network "${network:-none}" --security-opt seccomp=unconfined --device /dev/nvidia0 --shm-size 512m "${options[@]}" "${python[@]}" localhost/busybox "$@" > /dev/null
 }
 options=()
-lines() { podman logs "$name" 2> /dev/null | grep -c -E "$1" || true; }
+lines() { printed "$name" | grep -c -E "$1" || true; }
 more() { [ "$(lines "$1")" -ge "$2" ]; }
-begun() { wait_for more "$1" "$2" || { podman logs "$name" | tail -n 20; exit 1; }; }
+begun() { wait_for more "$1" "$2" || { printed "$name" | tail -n 20; exit 1; }; }
 cycle() {
     if ! pod container checkpoint --export /tmp/p.tar "$name" > /tmp/said 2>&1; then
         cat /tmp/said; grep -h Error "$(podman inspect -f '{{.StaticDir}}' "$name")/dump.log"; exit 1
@@ -28,8 +28,8 @@ cycle() {
 not_yet() { [ "$(lines verified)" = 0 ] || { echo 'too late'; exit 1; }; }
 ended() { [ "$(podman inspect -f '{{.State.Status}}' "$name")" = exited ]; }
 fine() { # NAME: it ended well
-    wait_for ended || { podman logs "$name" | tail; exit 1; }
-    [ "$(podman inspect -f '{{.State.ExitCode}}' "$name")" = 0 ] || { podman logs "$name" | tail -n 20; exit 1; }
+    wait_for ended || { printed "$name" | tail; exit 1; }
+    [ "$(podman inspect -f '{{.State.ExitCode}}' "$name")" = 0 ] || { printed "$name" | tail -n 20; exit 1; }
     pod rm -f "$name" > /dev/null
     echo "ok: $1"
 }

@@ -43,20 +43,20 @@ train --rm > /tmp/whole 2>&1 || { tail /tmp/whole; exit 1; }
 [ "$(grep -c '^loss' /tmp/whole)" = $steps ] && [ "$(tail -n 1 /tmp/whole)" = end ]
 
 train -d --name train > /dev/null
-begun() { [ "$(podman logs train 2> /dev/null | grep -c '^loss')" -ge 30 ]; }
-wait_for begun || { podman logs train | tail; exit 1; }
+begun() { [ "$(printed train | grep -c '^loss')" -ge 30 ]; }
+wait_for begun || { printed train | tail; exit 1; }
 [ "$(podman top train pid | grep -c '[0-9]')" -ge 4 ] || { podman top train; exit 1; }
 if ! pod container checkpoint --export /tmp/p.tar train > /tmp/said 2>&1; then
     cat /tmp/said; grep -h Error "$(podman inspect -f '{{.StaticDir}}' train)/dump.log"; exit 1
 fi
-! podman logs train | grep -q '^end' || { echo 'too late'; exit 1; }
+! printed train | grep -q '^end' || { echo 'too late'; exit 1; }
 pod rm -f -t 0 train > /dev/null
 if ! pod container restore --import /tmp/p.tar --keep > /tmp/said 2>&1; then
     cat /tmp/said; find /var/lib/containers -name restore.log -exec grep -h Error {} +; exit 1
 fi
 ended() { [ "$(podman inspect -f '{{.State.Status}}' train)" = exited ]; }
-wait_for ended || { podman logs train | tail; exit 1; }
-[ "$(podman inspect -f '{{.State.ExitCode}}' train)" = 0 ] || { podman logs train | tail -n 20; exit 1; }
-podman logs train > /tmp/restored 2>&1
+wait_for ended || { printed train | tail; exit 1; }
+[ "$(podman inspect -f '{{.State.ExitCode}}' train)" = 0 ] || { printed train | tail -n 20; exit 1; }
+printed train > /tmp/restored
 cmp /tmp/whole /tmp/restored || { diff /tmp/whole /tmp/restored | head; exit 1; }
 echo "ok: $steps losses, bit for bit"

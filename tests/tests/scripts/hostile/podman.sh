@@ -9,7 +9,7 @@ printf '[rootfs]\ncarry = "always"\n' >> /etc/cryopod/config.toml
 if [ "$mode" = admin ]; then mount --bind /run/simulated/driver /proc/driver; fi
 
 alive() { [ "$(pod inspect -f '{{.State.Status}}' job 2> /dev/null)" = running ]; }
-ticked() { [ "$(podman logs job 2>&1 | grep -c ok)" -ge 3 ]; }
+ticked() { [ "$(printed job | grep -c ok)" -ge 3 ]; }
 mounts=no
 begin() {
     local how=(--cap-add SYS_ADMIN --security-opt apparmor=unconfined -e MOUNTS="$mounts")

@@ -12,18 +12,18 @@ run() { # cusim-client ARG...
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
     wait_for ticked 3
 }
-ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticks() { printed job | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { podman logs job 2>&1 | tail -n 5; }
+on_failure() { printed job | tail -n 5; }
 goes_on() {
     local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
 }
 cycle() { # NAME cusim-client ARG...
     local name=$1 && shift
     run "$@"
     local last times
-    last=$(podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2)
+    last=$(printed job | tail -n 1 | cut -d' ' -f2)
     pod container checkpoint --leave-running --export /tmp/job.tar job > /dev/null
     check "$name: left running" goes_on
     for times in once twice; do
@@ -34,7 +34,7 @@ cycle() { # NAME cusim-client ARG...
             jq -e '.processes | length > 0 and all(.steps | length >= 3)' /tmp/image
         pod container restore --import /tmp/job.tar > /dev/null
         check "$name: restored $times" goes_on
-        check "$name: the same sum" test "$(podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2)" = "$last"
+        check "$name: the same sum" test "$(printed job | tail -n 1 | cut -d' ' -f2)" = "$last"
     done
     pod rm -f -t 0 job > /dev/null
 }

@@ -25,19 +25,19 @@ run() { # ARG... -- COMMAND...
     pod run -d --name job "${common[@]}" "${args[@]}" localhost/busybox "$@" > /dev/null
     wait_for ticked 6
 }
-ticks() { podman logs job 2>&1 | grep -c ' ok ' || true; }
+ticks() { printed job | grep -c ' ok ' || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { podman logs job 2>&1 | tail -n 5; cat /tmp/said; }
+on_failure() { printed job | tail -n 5; cat /tmp/said; }
 goes_on() {
     local now && now=$(ticks)
-    wait_for ticked $((now + 8)) && ! podman logs job 2>&1 | grep -E 'CORRUPT|rror'
+    wait_for ticked $((now + 8)) && ! printed job | grep -E 'CORRUPT|rror'
 }
 one_sum() { # of each process, from the first line to the last
-    [ "$(podman logs job 2>&1 | awk '$3 == "ok" {print $2, $5}' | sort -u | wc -l)" = "$(podman logs job 2>&1 | awk '$3 == "ok" {print $5}' | sort -u | wc -l)" ]
+    [ "$(printed job | awk '$3 == "ok" {print $2, $5}' | sort -u | wc -l)" = "$(printed job | awk '$3 == "ok" {print $5}' | sort -u | wc -l)" ]
 }
 end() { pod rm -f -t 0 job > /dev/null; }
-said() { podman logs job 2>&1 | grep "^# $1" > /dev/null; }
-both_said() { [ "$(podman logs job 2>&1 | grep -c "^# $1 p")" = 2 ]; }
+said() { printed job | grep "^# $1" > /dev/null; }
+both_said() { [ "$(printed job | grep -c "^# $1 p")" = 2 ]; }
 
 refused() { # NAME PATTERN: nothing is frozen, and no driver is asked
     rm -f /tmp/job.tar

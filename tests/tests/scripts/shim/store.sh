@@ -152,7 +152,7 @@ check 'export: nothing is left in the store' test -z "$(ls -A $store)"
 away job
 
 # podman
-logs() { podman logs "$1" 2>&1; }
+logs() { printed "$1"; }
 low_level_config=$(cat /etc/cryopod/config.toml)
 printf '%s\n' "${low_level_config/runc/crun}" > /etc/cryopod/config.toml
 run_job --mib 60

@@ -13,14 +13,14 @@ run() { # MODE cusim-client ARG...
         localhost/busybox /cusim/cusim-client "$@" > /dev/null
     wait_for ticked 3
 }
-ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticks() { printed job | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { podman logs job 2>&1 | tail -n 5; cat /tmp/said; }
+on_failure() { printed job | tail -n 5; cat /tmp/said; }
 goes_on() {
     local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
 }
-sum() { podman logs job 2>&1 | tail -n 1 | cut -d' ' -f2; }
+sum() { printed job | tail -n 1 | cut -d' ' -f2; }
 recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
 : > /tmp/said
 

@@ -17,12 +17,12 @@ run() { # NODES cusim-client ARG...
     wait_for ticked 3
 }
 end() { pod rm -f -t 0 job > /dev/null; }
-ticks() { podman logs job 2>&1 | grep -c ok || true; }
+ticks() { printed job | grep -c ok || true; }
 ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { podman logs job 2>&1 | tail -n 5; cat /tmp/said; }
+on_failure() { printed job | tail -n 5; cat /tmp/said; }
 goes_on() { # the sums come again, are right, and what they were
     local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! podman logs job 2>&1 | grep CORRUPT
+    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
 }
 does() { "$@" > /tmp/said 2>&1; }
 refused() { # PATTERN COMMAND...
@@ -39,9 +39,9 @@ none() { used 'all(. == 0)' && here && ! holders; }
 
 run '0 1' --mib 100 --procs 2 --gpus 0,1
 id=$(pod inspect -f '{{.Id}}' job)
-both() { [ "$(podman logs job 2>&1 | awk '{print $5}' | sort -u | grep -c '^p[01]$')" = 2 ]; }
+both() { [ "$(printed job | awk '{print $5}' | sort -u | grep -c '^p[01]$')" = 2 ]; }
 wait_for both
-last=$(podman logs job 2>&1 | awk '{print $2, $5}' | sort -u)
+last=$(printed job | awk '{print $2, $5}' | sort -u)
 check 'before: both GPUs are in use' used 'all(. > 100000000)'
 check 'suspend, by name' does cryopod suspend job
 check 'nothing is in use, the container is there, and nothing of cryopod' none
@@ -50,7 +50,7 @@ check 'a checkpoint is refused, with the remedy' refused 'it is suspended since 
 check 'resume, by a part of the id' does cryopod resume "${id:0:12}"
 check 'it goes on' goes_on
 check 'on both GPUs' used 'all(. > 100000000)'
-check 'the same sums' test "$(podman logs job 2>&1 | awk '{print $2, $5}' | sort -u)" = "$last"
+check 'the same sums' test "$(printed job | awk '{print $2, $5}' | sort -u)" = "$last"
 check 'resume, and it is not suspended: refused' refused 'none of its processes is suspended' cryopod resume job
 check 'and it goes on' goes_on
 check 'suspended again' does cryopod suspend job

@@ -1,0 +1,217 @@
+//! Creates a container from a checkpoint: `create` of a container that names one becomes a restore.
+//!
+//! The container names the checkpoint by the annotation [`ANNOTATION`], or by the variable [`VARIABLE`] of its process
+//! where the engine passes no annotations. Whoever makes a container writes both, and the runtime is root: only
+//! directories below one of `restore.allow` are taken.
+//!
+//! The engine's command line is rewritten as that of a restore. CRIU's hook gives the container its own host name and
+//! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`crate::waiting`]). `run`
+//! restores without the wait.
+
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
+use std::process::ExitCode;
+
+use cryopod_gpu_plan::ceiling::OtherGpus;
+use cryopod_host::spec::Spec;
+
+use crate::argv::{self, Invocation, Verb};
+use crate::config::CriuValue;
+use crate::context::Context;
+use crate::error::Error;
+use crate::new_container::NewContainer;
+use crate::{config, restore, waiting};
+
+pub const ANNOTATION: &str = "dev.cryopod.restore";
+pub const VARIABLE: &str = "CRYOPOD_RESTORE";
+
+/// The directory in the bundle for the logs of CRIU.
+const LOGS: &str = "cryopod-restore";
+
+/// Creates the container if it names a checkpoint. `None`: it names none.
+///
+/// # Errors
+/// The checkpoint may not be used, or cannot be restored. No container is left.
+pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<ExitCode>, Error> {
+    let Some(named) = named(spec) else {
+        return Ok(None);
+    };
+    let images = allowed(named, &ctx.config.restore.allow)?;
+    let mut config = ctx.config.clone();
+    if config.gpu.allow_others == OtherGpus::Auto {
+        // The spec is the new container's and not the archive's, also under podman.
+        config.gpu.allow_others = OtherGpus::Never;
+    }
+    // A copy has no peers, and what the checkpoint's connections led to may still talk to another copy.
+    let established = spec
+        .annotation("dev.cryopod.criu.tcp-established")
+        .is_some();
+    if !established && !config.criu.options.contains_key("tcp-established") {
+        let options = &mut config.criu.options;
+        options
+            .entry("tcp-close".into())
+            .or_insert(CriuValue::Flag(true));
+    }
+    let restoring = Context {
+        config,
+        low: ctx.low.clone(),
+        args: restore_line(ctx, inv, &images)?,
+    };
+    let inv_of_restore = argv::decode(restoring.low.kind, &restoring.args).ok_or_else(|| {
+        Error::Failed("the restore's command line cannot be understood".to_owned())
+    })?;
+    let wait = inv.verb == Verb::Create;
+    let new = NewContainer::of(spec, wait);
+    let code = restore::run_new(&restoring, &inv_of_restore, &new)?;
+    if wait && code == ExitCode::SUCCESS {
+        waiting::begin(&restoring, &inv_of_restore)?;
+    }
+    Ok(Some(code))
+}
+
+/// Returns the checkpoint that the container names. The annotation takes precedence.
+fn named(spec: &Spec) -> Option<&str> {
+    let annotation = spec.annotation(ANNOTATION);
+    let named = annotation.or_else(|| spec.variable(VARIABLE));
+    named.filter(|n| !n.is_empty())
+}
+
+/// Returns the image directory without symbolic links, if `restore.allow` has it.
+fn allowed(named: &str, allow: &[PathBuf]) -> Result<PathBuf, Error> {
+    let refused = |why: String| {
+        Error::Failed(format!(
+            "the container is to be created from the checkpoint {named} ({ANNOTATION}), and {why}. Nothing was started"
+        ))
+    };
+    let path = Path::new(named);
+    if !path.is_absolute() || path.components().any(|c| c == Component::ParentDir) {
+        return Err(refused(
+            "that is no absolute path of an image directory".into(),
+        ));
+    }
+    let within = |path: &Path| allow.iter().any(|directory| path.starts_with(directory));
+    if !within(path) {
+        // Says nothing of what exists there: whoever asks may not know.
+        return Err(refused(format!(
+            "that is not allowed: if it may be, add its directory to `restore.allow` in {}",
+            config::PATH
+        )));
+    }
+    let real = path.canonicalize();
+    let real = real.map_err(|e| refused(format!("it cannot be opened: {e}")))?;
+    let directories = allow.iter().filter_map(|d| d.canonicalize().ok());
+    let Some(directory) = directories.into_iter().find(|d| real.starts_with(d)) else {
+        return Err(refused(
+            "a link there leads out of the directories of `restore.allow`".into(),
+        ));
+    };
+    if !real.is_dir() {
+        return Err(refused(
+            "that is no directory: unpack an archive first (`cryopod unpack`)".into(),
+        ));
+    }
+    // Whoever can write there could exchange the images while they are read.
+    let below = real.ancestors().take_while(|p| p.starts_with(&directory));
+    for path in below {
+        let meta = path.metadata();
+        let meta = meta.map_err(|e| refused(format!("{}: {e}", path.display())))?;
+        if meta.uid() != 0 || meta.mode() & 0o022 != 0 {
+            return Err(refused(format!(
+                "{} is not root's alone: chown it to root and take write permission from group and others",
+                path.display()
+            )));
+        }
+    }
+    Ok(real)
+}
+
+/// Rewrites the command line of `create` or `run` as that of a restore.
+fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
+    let bundle = inv.bundle();
+    let bundle = std::path::absolute(&bundle)
+        .map_err(Error::io(format!("{}: cannot be found", bundle.display())))?;
+    let logs = bundle.join(LOGS);
+    std::fs::create_dir_all(&logs)
+        .map_err(Error::io(format!("{}: cannot be made", logs.display())))?;
+    let mut line: Vec<OsString> = ctx.args.iter().take(inv.verb_at).cloned().collect();
+    line.push("restore".into());
+    let mut flag =
+        |name: &str, value: &OsString| line.extend([format!("--{name}").into(), value.clone()]);
+    flag("bundle", &bundle.into());
+    flag("image-path", &images.into());
+    flag("work-path", &logs.into());
+    for name in ["pid-file", "console-socket"] {
+        if let Some(value) = inv.flags.value(name) {
+            flag(name, value);
+        }
+    }
+    if inv.verb == Verb::Create || inv.flags.has("detach") {
+        line.push("--detach".into());
+    }
+    line.push(inv.id.clone().into());
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn the_annotation_comes_before_the_variable() {
+        let spec = |annotation: Option<&str>, env: &[&str]| {
+            let annotations = annotation.map(|a| json!({ANNOTATION: a}));
+            Spec::from_json(json!({"annotations": annotations, "process": {"env": env}}))
+        };
+        for (annotation, env, want) in [
+            (Some("/a"), &["CRYOPOD_RESTORE=/b"][..], Some("/a")),
+            (None, &["A=1", "CRYOPOD_RESTORE=/b=c"], Some("/b=c")),
+            (None, &["CRYOPOD_RESTORES=/b", "CRYOPOD_RESTORE="], None),
+            (Some(""), &["CRYOPOD_RESTORE=/b"], None),
+            (None, &[], None),
+        ] {
+            assert_eq!(
+                named(&spec(annotation, env)),
+                want,
+                "{annotation:?} {env:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn only_what_the_administrator_allows() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
+        fs::create_dir_all(&inside).unwrap();
+        fs::create_dir(&outside).unwrap();
+        symlink(&outside, root.join("allowed/link")).unwrap();
+        fs::write(root.join("allowed/file"), "").unwrap();
+        for directory in ["allowed", "allowed/c1"] {
+            fs::set_permissions(root.join(directory), Permissions::from_mode(0o755)).unwrap();
+        }
+        let allow = [root.join("allowed")];
+        let ask = |path: &Path| {
+            let allowed = allowed(path.to_str().unwrap(), &allow);
+            allowed.map_err(|e| e.to_string())
+        };
+        let says = |path: &str, want: &str| {
+            let said = ask(&root.join(path)).unwrap_err();
+            assert!(said.contains(want), "{path}: {said}");
+        };
+        if nix::unistd::geteuid().is_root() {
+            assert_eq!(ask(&inside).unwrap(), inside);
+        }
+        says("other", "add its directory to `restore.allow`");
+        says("allowed/../other", "no absolute path");
+        says("allowed/link", "a link there leads out");
+        says("allowed/none", "cannot be opened");
+        says("allowed/file", "is no directory");
+        assert!(allowed("c1", &allow).is_err());
+        fs::set_permissions(&inside, Permissions::from_mode(0o777)).unwrap();
+        says("allowed/c1", "is not root's alone");
+    }
+}

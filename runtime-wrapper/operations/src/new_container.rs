@@ -1,0 +1,96 @@
+//! Gives a container that was created from a checkpoint what is its own, before it runs an instruction.
+//!
+//! CRIU's hook does this at the stage [`STAGE`]: all of the container is there, devices too, and CRIU still holds the
+//! processes. The host name comes from the images with their UTS namespace. It is replaced by that of the new
+//! container, and the cgroup is frozen if the container has to wait for its start.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use nix::sched::{CloneFlags, setns};
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::frozen::Frozen;
+use crate::operation::Operation;
+
+/// CRIU's last stage of a restore: then it lets the processes go.
+pub const STAGE: &str = "pre-resume";
+const FILE: &str = "new-container.json";
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NewContainer {
+    /// The container waits for its start. The process that made this is outside of it.
+    wait: bool,
+    made_by: u32,
+    /// The names of its own UTS namespace.
+    hostname: Option<String>,
+    domainname: Option<String>,
+}
+
+impl NewContainer {
+    pub fn of(spec: &Spec, wait: bool) -> Self {
+        let own = spec.has_own_namespace("uts");
+        let name = |key| {
+            spec.json()
+                .get(key)
+                .and_then(|n| n.as_str())
+                .filter(|_| own)
+        };
+        Self {
+            wait,
+            made_by: std::process::id(),
+            hostname: name("hostname").map(str::to_owned),
+            domainname: name("domainname").map(str::to_owned),
+        }
+    }
+
+    /// Asks the hook of this operation.
+    pub fn ask(&self, op: &Operation) -> Result<(), Error> {
+        let file = op.file(FILE);
+        let text = serde_json::to_vec(self).map_err(|e| Error::Failed(e.to_string()))?;
+        let what = format!("{}: cannot be written", file.display());
+        fs::write(file, text).map_err(Error::io(what))
+    }
+
+    /// What the operation in this directory asks for, if anything.
+    pub fn asked(directory: &Path) -> Option<Self> {
+        let text = fs::read(directory.join(FILE)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// Gives the container with this init process what it asks for.
+    ///
+    /// # Errors
+    /// A text for CRIU's log.
+    pub fn give(&self, init: i32) -> Result<(), String> {
+        if self.wait {
+            // Before anything that can fail: the container must not run.
+            Frozen::at_restore(&Host::system(), init, self.made_by)?;
+        }
+        self.names(init)
+            .map_err(|e| format!("the host name cannot be set: {e}"))
+    }
+
+    fn names(&self, init: i32) -> std::io::Result<()> {
+        if self.hostname.is_none() && self.domainname.is_none() {
+            return Ok(());
+        }
+        setns(
+            File::open(format!("/proc/{init}/ns/uts"))?,
+            CloneFlags::CLONE_NEWUTS,
+        )?;
+        if let Some(name) = &self.hostname {
+            nix::unistd::sethostname(name)?;
+        }
+        if let Some(name) = &self.domainname {
+            // SAFETY: reads as many bytes of the text as it is told to.
+            if unsafe { libc::setdomainname(name.as_ptr().cast(), name.len()) } != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,84 @@
+# podman.sh LOW: containers that are created from a checkpoint, under podman; with the simulated driver's GPU and without.
+low=$1
+mkimage
+simulate "$low"
+from=/srv/checkpoints
+mkdir -p "$from"
+printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
+on_failure() { cat /tmp/said; find /var/lib/containers/storage/overlay-containers -name restore.log -exec grep Error {} +; }
+saved() { # CONTAINER: its images, and the container removed
+    pod container checkpoint --keep "$1" > /dev/null
+    cp -r "$(podman inspect -f '{{.StaticDir}}' "$1")/checkpoint" "$from/$1"
+    podman rm -f -t 0 "$1" > /dev/null
+}
+ours() { cryopod-runtime state "$(podman inspect -f '{{.Id}}' "$1")" | jq -r .status; }
+nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ]; }
+
+# ---- without a GPU ----
+plain=(--network none localhost/busybox "${counter[@]}")
+pod run -d --name c1 --hostname first "${plain[@]}" > /dev/null
+wait_for counted c1 5
+saved c1
+copy() { pod "$1" -d --name "$2" --hostname "$2" --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null 2> /tmp/said; }
+for i in 1 2 3; do
+    check "copy $i" copy run "copy$i"
+    wait_for counted "copy$i" 6
+    # The images' count, and none before it: it did not begin anew.
+    check 'it goes on' test "$(printed "copy$i" | head -n 1)" -ge 4
+    check 'its own name' test "$(podman exec "copy$i" hostname)" = "copy$i"
+done
+check 'a copy is checkpointed' saved copy1
+pod run -d --name again --annotation dev.cryopod.restore=$from/copy1 "${plain[@]}" > /dev/null
+wait_for counted again 8
+check 'a copy of a copy' test "$(printed again | head -n 1)" -ge 6
+podman pause copy2 > /dev/null && podman unpause copy2 > /dev/null
+check 'it ends by a signal' podman stop -t 1 copy2
+check 'and starts again from the checkpoint' podman start copy2
+wait_for counted copy2 6
+podman rm -f -t 0 copy2 copy3 again > /dev/null
+
+# Between create and start.
+pod create --name c2 --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null
+podman init c2 > /dev/null
+check 'created' test "$(ours c2)" = created
+sleep 0.5
+check 'it runs no instruction' test -z "$(printed c2)"
+podman start c2 > /dev/null
+wait_for counted c2 6
+check 'running' test "$(ours c2)" = running
+podman rm -f -t 0 c2 > /dev/null
+pod create --name c3 --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null
+podman init c3 > /dev/null
+check 'removed before its start' podman rm -f -t 0 c3
+check 'nothing is left' wait_for nothing_left
+
+# podman shows the reason if it knows that the runtime's log is JSON (docs/usage.md).
+mkdir -p /etc/containers/containers.conf.d
+echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
+refused() { # NAME WANT ARG...
+    local name=$1 want=$2 && shift 2
+    if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then echo "$name: started" && exit 1; fi
+    podman rm -f -t 0 no > /dev/null 2>&1 || true
+    check "refused: $name" grep -qF -- "$want" /tmp/said
+    check 'nothing is left' wait_for nothing_left
+}
+refused 'not allowed' 'add its directory to `restore.allow`' --annotation dev.cryopod.restore=/srv/other
+refused 'not there' 'it cannot be opened' -e CRYOPOD_RESTORE=$from/none
+mkdir "$from/empty"
+refused 'no checkpoint' 'no checkpoint: it has no inventory.img' --annotation dev.cryopod.restore=$from/empty
+cp -r "$from/c1" "$from/damaged"
+truncate -s 30 "$from/damaged/mm-1.img"
+refused 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
+refused 'more than the spec gives' 'has capabilities in the images that the spec does not give' --cap-drop all --annotation dev.cryopod.restore=$from/c1
+
+# ---- with a GPU ----
+run_job
+saved job
+for i in 1 2; do
+    pod run -d --name "gpu$i" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" \
+        -e LD_LIBRARY_PATH=/cusim --annotation dev.cryopod.restore=$from/job localhost/busybox /cusim/cusim-client > /tmp/said 2>&1 ||
+        { cat /tmp/said && exit 1; }
+    check "GPU copy $i goes on" goes_on "gpu$i"
+done
+podman rm -f -t 0 gpu1 gpu2 > /dev/null
+check 'nothing is left' wait_for nothing_left
