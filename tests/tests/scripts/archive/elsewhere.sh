@@ -26,6 +26,7 @@ sed -i 's,/var/lib/containers/storage,/var/lib/second,; s,/run/containers/storag
 mkdir -p /var/lib/second && mount -t tmpfs second /var/lib/second
 podman network rm -f backend > /dev/null
 mv /srv/data /srv/away
+logs() { podman logs "$1" 2>&1; }
 podman images -q > /tmp/images
 check 'another storage' test ! -s /tmp/images
 
