@@ -14,22 +14,31 @@ use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
 use cryopod_gpu_plan::ceiling::OtherGpus;
+use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
+use serde_json::{Value, json};
 
 use crate::argv::{self, Invocation, Verb};
-use crate::config::CriuValue;
+use crate::bundle::{self, Edit};
+use crate::config::{Config, CriuValue};
 use crate::context::Context;
 use crate::error::Error;
 use crate::new_container::NewContainer;
-use crate::{config, restore, waiting};
+use crate::{config, images, restore, waiting};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 
+/// What happens if the restore is refused or fails: `fail`, or `start` without the checkpoint.
+const OTHERWISE: &str = "dev.cryopod.restore.otherwise";
+/// Tells in the container's annotations why it started without its checkpoint.
+const WITHOUT: &str = "dev.cryopod.restore.failed";
+const TCP_ESTABLISHED: &str = "dev.cryopod.criu.tcp-established";
+
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
 
-/// Creates the container if it names a checkpoint. `None`: it names none.
+/// Creates the container if it names a checkpoint. `None`: it names none, or is to start without.
 ///
 /// # Errors
 /// The checkpoint may not be used, or cannot be restored. No container is left.
@@ -37,24 +46,52 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
     let Some(named) = named(spec) else {
         return Ok(None);
     };
+    let start_without = match spec.annotation(OTHERWISE) {
+        None | Some("fail") => false,
+        Some("start") => true,
+        Some(other) => {
+            return Err(Error::Failed(format!(
+                "{OTHERWISE}: {other:?} is neither \"fail\" nor \"start\". Nothing was started"
+            )));
+        }
+    };
+    match restored(ctx, inv, spec, named) {
+        Err(e) if start_without => {
+            let why = e.to_string();
+            tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
+            let edits: [Box<dyn Edit>; 1] = [Box::new(Without { why })];
+            bundle::edit(&Host::system(), &inv.bundle(), spec, &edits)?.keep();
+            Ok(None)
+        }
+        result => result.map(Some),
+    }
+}
+
+/// Tells in the container's annotations, which `state` shows, why it started without its checkpoint.
+struct Without {
+    why: String,
+}
+
+impl Edit for Without {
+    fn name(&self) -> &'static str {
+        "the reason why it starts without its checkpoint"
+    }
+
+    fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+        if let Some(spec) = spec.as_object_mut() {
+            let annotations = spec.entry("annotations").or_insert_with(|| json!({}));
+            if let Some(annotations) = annotations.as_object_mut() {
+                annotations.insert(WITHOUT.into(), json!(self.why));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn restored(ctx: &Context, inv: &Invocation, spec: &Spec, named: &str) -> Result<ExitCode, Error> {
     let images = allowed(named, &ctx.config.restore.allow)?;
-    let mut config = ctx.config.clone();
-    if config.gpu.allow_others == OtherGpus::Auto {
-        // The spec is the new container's and not the archive's, also under podman.
-        config.gpu.allow_others = OtherGpus::Never;
-    }
-    // A copy has no peers, and what the checkpoint's connections led to may still talk to another copy.
-    let established = spec
-        .annotation("dev.cryopod.criu.tcp-established")
-        .is_some();
-    if !established && !config.criu.options.contains_key("tcp-established") {
-        let options = &mut config.criu.options;
-        options
-            .entry("tcp-close".into())
-            .or_insert(CriuValue::Flag(true));
-    }
     let restoring = Context {
-        config,
+        config: config_of_copy(&ctx.config, spec),
         low: ctx.low.clone(),
         args: restore_line(ctx, inv, &images)?,
     };
@@ -62,12 +99,27 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
         Error::Failed("the restore's command line cannot be understood".to_owned())
     })?;
     let wait = inv.verb == Verb::Create;
-    let new = NewContainer::of(spec, wait);
-    let code = restore::run_new(&restoring, &inv_of_restore, &new)?;
-    if wait && code == ExitCode::SUCCESS {
+    let code = restore::run_new(&restoring, &inv_of_restore, &NewContainer::of(spec, wait))?;
+    if wait {
         waiting::begin(&restoring, &inv_of_restore)?;
     }
-    Ok(Some(code))
+    Ok(code)
+}
+
+fn config_of_copy(config: &Config, spec: &Spec) -> Config {
+    let mut config = config.clone();
+    if config.gpu.allow_others == OtherGpus::Auto {
+        // The spec is the new container's and not the archive's, also under podman.
+        config.gpu.allow_others = OtherGpus::Never;
+    }
+    // A copy has no peers, and what the checkpoint's connections led to may still talk to another copy.
+    let kept = spec.annotation(TCP_ESTABLISHED).is_some();
+    let options = &mut config.criu.options;
+    if !kept && !options.contains_key("tcp-established") {
+        let close = options.entry("tcp-close".into());
+        close.or_insert(CriuValue::Flag(true));
+    }
+    config
 }
 
 /// Returns the checkpoint that the container names. The annotation takes precedence.
@@ -112,11 +164,13 @@ fn allowed(named: &str, allow: &[PathBuf]) -> Result<PathBuf, Error> {
         ));
     }
     // Whoever can write there could exchange the images while they are read.
-    let below = real.ancestors().take_while(|p| p.starts_with(&directory));
-    for path in below {
-        let meta = path.metadata();
-        let meta = meta.map_err(|e| refused(format!("{}: {e}", path.display())))?;
-        if meta.uid() != 0 || meta.mode() & 0o022 != 0 {
+    let unreadable = |e: std::io::Error| refused(format!("{}: {e}", real.display()));
+    let files = std::fs::read_dir(&real).map_err(unreadable)?;
+    let files = files.take(images::MAX_ENTRIES).flatten().map(|f| f.path());
+    let above = real.ancestors().take_while(|p| p.starts_with(&directory));
+    for path in above.map(Path::to_owned).chain(files) {
+        let meta = path.symlink_metadata().map_err(unreadable)?;
+        if meta.uid() != 0 || meta.mode() & 0o022 != 0 && !meta.is_symlink() {
             return Err(refused(format!(
                 "{} is not root's alone: chown it to root and take write permission from group and others",
                 path.display()
@@ -156,7 +210,6 @@ fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<Os
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
     use std::fs::{self, Permissions};
     use std::os::unix::fs::{PermissionsExt, symlink};
 
@@ -211,7 +264,10 @@ mod tests {
         says("allowed/none", "cannot be opened");
         says("allowed/file", "is no directory");
         assert!(allowed("c1", &allow).is_err());
+        fs::write(inside.join("pages-1.img"), "").unwrap();
+        fs::set_permissions(inside.join("pages-1.img"), Permissions::from_mode(0o666)).unwrap();
+        says("allowed/c1", "pages-1.img is not root's alone");
         fs::set_permissions(&inside, Permissions::from_mode(0o777)).unwrap();
-        says("allowed/c1", "is not root's alone");
+        says("allowed/c1", "c1 is not root's alone");
     }
 }

@@ -33,7 +33,7 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{passthrough, plugins, rootfs};
+use crate::{passthrough, plugins, rootfs, state};
 
 /// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
 ///
@@ -66,6 +66,7 @@ fn restore(
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
     let request = Request::restore(ctx, inv)?;
+    let is_free = new.is_some() && !state::directory(ctx, inv).exists();
     let signals = Signals::watch()?;
     let op = Operation::new()?;
     let planned = plan::plan(&request, checkpoint, &op)?;
@@ -76,9 +77,12 @@ fn restore(
     let changed = bundle::change(&request, &prepared)?;
     let ran = run::run(&request, &prepared, &op, &signals)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
-    Ok(conclude::conclude(
-        &request, prepared, changed, ran, &op, amd,
-    ))
+    let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
+    if is_free && result.is_err() {
+        // crun keeps the state of a failed restore, and a failed `create` leaves nothing.
+        state::remove(ctx, inv, &request.tools);
+    }
+    result
 }
 
 /// Leaves a checkpoint without metadata to the low-level runtime. Returns only if that fails.

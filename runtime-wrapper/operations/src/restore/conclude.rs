@@ -9,16 +9,20 @@ use super::bundle::Changed;
 use super::prepare::Prepared;
 use super::run::Ran;
 use crate::child::exit_code;
+use crate::error::Error;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::setup::Finished;
-use crate::{facts, log, lsm, plugins, state, surroundings};
+use crate::{facts, lsm, plugins, state, surroundings};
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// `amd`: CRIU's amdgpu plugin took part.
+///
+/// # Errors
+/// Nothing was restored. What is left of the container is removed, and the checkpoint is untouched.
 pub(super) fn conclude(
     request: &Request<'_>,
     prepared: Prepared,
@@ -26,7 +30,7 @@ pub(super) fn conclude(
     ran: Ran,
     op: &Operation,
     amd: bool,
-) -> ExitCode {
+) -> Result<ExitCode, Error> {
     let ended = &ran.ended;
     let failed = ended.code != 0;
     let log = prepared.runtime_log.as_ref();
@@ -37,19 +41,19 @@ pub(super) fn conclude(
     // A container in the foreground ends with its own exit code, and leaves no process behind.
     let lives = !failed || !ran.detach && ended.passed && !lost;
     let left = failed && changed.cgroups.kill();
-    if lives && !left {
-        changed.keep();
-    } else {
+    if !lives || left {
         if ended.killed || ended.lost_processes || left {
             state::remove(request.ctx, request.inv, &request.tools);
         }
         remove(&changed.cgroups);
-        log::error(&explain(request, &ran, finished, runtime_error, amd));
+        let why = explain(request, &ran, finished, runtime_error, amd);
+        return Err(Error::Failed(why));
     }
+    changed.keep();
     if let Some(log) = log.filter(|_| !failed) {
         log.hand_on();
     }
-    exit_code(ended.code)
+    Ok(exit_code(ended.code))
 }
 
 /// Removes the cgroups of a failed restore.

@@ -71,6 +71,21 @@ truncate -s 30 "$from/damaged/mm-1.img"
 refused 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
 refused 'more than the spec gives' 'has capabilities in the images that the spec does not give' --cap-drop all --annotation dev.cryopod.restore=$from/c1
 
+otherwise() { # NAME WANT ARG...: it starts without the checkpoint, and says why
+    local name=$1 want=$2 && shift 2
+    pod run -d --name cold --annotation dev.cryopod.restore.otherwise=start "$@" "${plain[@]}" > /tmp/said
+    wait_for counted cold 1
+    # podman's log of the container has the runtime's messages as well.
+    check "otherwise: $name" test "$(printed cold | grep -v '[^0-9]' | head -n 1)" = 0
+    cryopod-runtime state "$(podman inspect -f '{{.Id}}' cold)" | jq -r '.annotations["dev.cryopod.restore.failed"]' > /tmp/said
+    check 'it says why' grep -qF -- "$want" /tmp/said
+    podman rm -f -t 0 cold > /dev/null
+    check 'nothing is left' wait_for nothing_left
+}
+otherwise 'not there' 'it cannot be opened' -e CRYOPOD_RESTORE=$from/none
+otherwise 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
+refused 'an unknown word' 'is neither "fail" nor "start"' --annotation dev.cryopod.restore.otherwise=maybe -e CRYOPOD_RESTORE=$from/c1
+
 # ---- with a GPU ----
 run_job
 saved job
