@@ -23,6 +23,8 @@ pub const SPEC_DUMP: &str = "spec.dump";
 pub const STATUS_DUMP: &str = "status.dump";
 /// The container's network (podman).
 pub const NETWORK_STATUS: &str = "network.status";
+/// The files that the container has made or changed.
+pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
 /// Files of the image that the container has deleted: a JSON list.
 pub const DELETED_FILES: &str = "deleted.files";
 /// Volumes, a tar each (podman).
@@ -38,6 +40,8 @@ pub const OCI_INDEX: &str = "index.json";
 pub const OCI_BLOBS: &str = "blobs";
 /// The parts of containerd's checkpoint that no other engine has, as files of this directory.
 pub const CONTAINERD_DIR: &str = "containerd";
+/// In it: the changes of files, with whiteouts.
+pub const CONTAINERD_RW: &str = "rw.tar";
 
 /// The reference to the store that has a checkpoint's large files. In CRIU's image directory and in the store's entry.
 pub const STORE_REFERENCE: &str = "cryopod-store.json";

@@ -10,6 +10,7 @@
 //!
 //! * [`put`](fn@put): moves files from an image directory to a store
 //! * [`find`](fn@find): finds the files of a reference
+//! * [`list`](fn@list) and [`remove`]: the entries of a store
 //!
 //! docs/archive-format.md describes the reference.
 
@@ -23,9 +24,11 @@ use serde::{Deserialize, Serialize};
 use crate::names;
 
 mod find;
+mod list;
 mod put;
 
 pub use find::{Found, find, find_in};
+pub use list::{Entry, list, remove};
 pub use put::{About, put};
 
 /// The version that this cryopod writes, and the newest that it reads.

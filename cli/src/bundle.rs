@@ -16,9 +16,10 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::verify::{VerifyOptions, verify};
 
 use crate::pack::{How, completed, destination};
-use crate::place::{Place, stores};
+use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -16,8 +16,8 @@ use cryopod_registry::parse_reference;
 use crate::bundle;
 use crate::engine::Engine;
 use crate::pack::{self, How};
-use crate::place::stores;
 use crate::push::RegistryArgs;
+use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 

@@ -14,9 +14,10 @@ use cryopod_archive::source::{Kind, Source};
 
 use crate::bundle::found;
 use crate::pack::{How, destination};
-use crate::place::{Place, stores};
+use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

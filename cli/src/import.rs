@@ -16,9 +16,9 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 
 use crate::engine::{Call, Engine};
 use crate::pack::How;
-use crate::place::Place;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
+use cryopod_archive::source::Place;
 
 const ASK: Duration = Duration::from_secs(60);
 

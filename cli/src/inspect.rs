@@ -6,7 +6,7 @@ mod table;
 use std::io::Write;
 use std::process::ExitCode;
 
-use crate::place::Place;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

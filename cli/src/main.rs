@@ -4,6 +4,7 @@
 #![allow(rustdoc::broken_intra_doc_links)]
 
 mod bundle;
+mod cache;
 mod check;
 mod container;
 mod engine;
@@ -12,10 +13,10 @@ mod flatten;
 mod import;
 mod inspect;
 mod pack;
-mod place;
 mod pull;
 mod push;
 mod resume;
+mod store;
 mod suspend;
 mod temp_dir;
 mod ui;
@@ -59,6 +60,12 @@ enum Command {
     Resume(resume::Args),
     /// Hands an archive to an engine.
     Import(import::Args),
+    /// The unpacked checkpoints from which containers are created on this host.
+    #[command(subcommand)]
+    Cache(cache::Args),
+    /// The stores of this host, with the large files of checkpoints.
+    #[command(subcommand)]
+    Store(store::Args),
     /// Pushes an image to a registry.
     Push(push::Args),
     /// Pulls an image from a registry.
@@ -97,6 +104,8 @@ fn run() -> anyhow::Result<ExitCode> {
         Command::Suspend(args) => suspend::run(&args),
         Command::Resume(args) => resume::run(&args),
         Command::Import(args) => import::run(&args),
+        Command::Cache(args) => cache::run(&args),
+        Command::Store(args) => store::run(&args),
         Command::Push(args) => push::run(&args),
         Command::Pull(args) => pull::run(&args),
     }

@@ -15,8 +15,8 @@ use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, engine};
 
-use crate::place::Place;
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

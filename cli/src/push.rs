@@ -8,8 +8,8 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
 use cryopod_registry::{Credentials, Options, Transferred, parse_reference};
 
-use crate::place::Place;
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::progress::Progress;
 use cryopod_archive::text::hostile;
@@ -133,6 +133,16 @@ pub fn micros(n: u64) -> String {
         1_000..100_000 => format!("{} ms", n / 1_000),
         100_000..10_000_000 => format!("{:.2} s", n as f64 / 1e6),
         _ => format!("{} s", n / 1_000_000),
+    }
+}
+
+/// How long ago a time was: `8 s`, `75 min`, `3 days`.
+pub fn age(time: SystemTime) -> String {
+    match time.elapsed().unwrap_or_default().as_secs() {
+        s @ 0..120 => format!("{s} s"),
+        s @ 120..7_200 => format!("{} min", s / 60),
+        s @ 7_200..172_800 => format!("{} h", s / 3_600),
+        s => format!("{} days", s / 86_400),
     }
 }
 

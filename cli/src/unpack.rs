@@ -7,8 +7,8 @@ use std::sync::Arc;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 
-use crate::place::Place;
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

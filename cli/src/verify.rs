@@ -7,8 +7,9 @@ use std::sync::Arc;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::verify::{VerifyOptions, verify};
 
-use crate::place::{Place, stores};
+use crate::store::stores;
 use crate::ui;
+use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
 pub struct Args {

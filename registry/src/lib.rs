@@ -21,7 +21,7 @@ use cryopod_archive::progress::Progress;
 use oci_client::Reference;
 
 pub use auth::Credentials;
-pub use pull::pull;
+pub use pull::{digest, pull};
 pub use push::push;
 
 #[derive(Debug, Clone)]

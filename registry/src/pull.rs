@@ -35,6 +35,19 @@ pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transf
     run(pull_all(from, layout, options), &from.to_string())
 }
 
+/// Asks a registry for the digest of an image's manifest.
+///
+/// # Errors
+/// [`Error::NotFound`], no connection, no access, or a manifest that is none of a checkpoint.
+pub fn digest(of: &Reference, options: &Options) -> Result<Digest, Error> {
+    let ask = async {
+        let registry = Registry::connect(of, RegistryOperation::Pull, options).await?;
+        let (raw, _) = manifest(&registry, options).await?;
+        Ok(Digest::of(&raw))
+    };
+    run(ask, &of.to_string())
+}
+
 async fn pull_all(
     from: &Reference,
     layout: &Path,

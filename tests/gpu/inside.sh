@@ -10,6 +10,8 @@ set -uo pipefail
 . /opt/work/vram_files.sh
 # shellcheck source=/dev/null
 . /opt/work/sharing.sh
+# shellcheck source=/dev/null
+. /opt/work/copies.sh
 
 failed=0 started=$SECONDS
 mkdir -p /etc/cryopod
@@ -371,6 +373,7 @@ for part in $parts; do
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;
+        copies) for shape in "14 2048" "26 4096"; do run_case "copies-${shape// /x}" copies "${runtimes%% *}" ${shape% *} ${shape#* }; done ;;
         ipc) run_case "ipc-${runtimes%% *}" ipc "${runtimes%% *}" ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
         *) say "no such part: $part" && failed=$((failed + 1)) ;;

@@ -1,6 +1,6 @@
-"""An inference server of about 1 B parameters with random weights behind HTTP, and a client that keeps asking it.
+"""An inference server of about 1 B parameters (26 layers of 4096: 7 B) with random weights behind HTTP, and a client that keeps asking it.
 
-serve.py REQUESTS tcp|unix: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
+serve.py REQUESTS tcp|unix [LAYERS WIDTH]: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
 same seed must give the same answer, whenever it is asked; the runs with and without a checkpoint are compared line by line.
 `unix` serves over a Unix socket: CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer. On a CPU the model is small.
 """
@@ -20,7 +20,8 @@ import torch
 
 requests, family = int(sys.argv[1]), sys.argv[2]
 device = "cuda" if torch.cuda.is_available() else "cpu"
-words, width, layers = (32000, 2048, 14) if device == "cuda" else (1000, 128, 2)
+layers, width = map(int, sys.argv[3:5] or (14, 2048)) if device == "cuda" else (2, 128)
+words = 32000 if device == "cuda" else 1000
 PATH = "/tmp/serve.sock"
 
 torch.manual_seed(0)

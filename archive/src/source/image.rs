@@ -442,7 +442,7 @@ impl ContainerdSource {
             put(&name, record)?;
         }
         if let Some(rw) = &self.parts.rw {
-            put("rw.tar", rw)?;
+            put(names::CONTAINERD_RW, rw)?;
         }
         Ok(named)
     }

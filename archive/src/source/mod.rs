@@ -7,6 +7,7 @@
 mod detect;
 mod directory;
 mod image;
+mod place;
 mod tarball;
 
 use std::collections::BTreeMap;
@@ -23,6 +24,7 @@ use crate::stream::Compression;
 
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
+pub use place::Place;
 pub(crate) use tarball::visit_tar;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -283,3 +283,22 @@ fn only_old_leftovers_are_swept() {
     put(&images, &store, &ABOUT).unwrap().unwrap();
     assert!(new.exists() && !old.exists());
 }
+
+#[test]
+fn entries_are_listed_and_removed() {
+    let (_dir, images, store) = set_up();
+    let put = put(&images, &store, &ABOUT).unwrap().unwrap();
+    fs::create_dir(store.join("other")).unwrap();
+    let unfinished = store.join(format!(".{}{}1-1", put.id, crate::staging::MARK));
+    fs::create_dir(&unfinished).unwrap();
+    let entries = list(&store).unwrap();
+    assert_eq!(entries.len(), 1);
+    assert_eq!(entries[0].reference, put);
+    remove(&entries[0]).unwrap();
+    assert!(list(&store).unwrap().is_empty());
+    assert!(remove(&entries[0]).is_err());
+    assert!(unfinished.exists() && store.join("other").exists());
+    let error = find(&images, &[store]).unwrap_err().to_string();
+    assert!(error.contains("has no such entry"), "{error}");
+    assert!(list(&images.join("none")).is_err());
+}

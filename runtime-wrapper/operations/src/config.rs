@@ -12,6 +12,7 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
+pub mod cache;
 pub mod rootfs;
 pub mod store;
 pub mod vram;
@@ -50,6 +51,7 @@ pub struct Config {
     pub vram: vram::Options,
     pub rootfs: rootfs::Options,
     pub store: store::Options,
+    pub cache: cache::Options,
     pub limits: Limits,
 }
 
@@ -100,8 +102,20 @@ pub struct Mounts {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Restore {
-    /// Directories with checkpoints from which a container may ask to be created.
-    pub allow: Vec<PathBuf>,
+    /// Checkpoints from which a container may ask to be created: directories with checkpoints, and registries and
+    /// repositories as `docker://REGISTRY[/REPOSITORY]`.
+    pub allow: Vec<String>,
+}
+
+/// What an image in a registry is named with.
+pub const REGISTRY: &str = "docker://";
+
+impl Restore {
+    fn directories(&self) -> Vec<PathBuf> {
+        let images = |name: &&String| name.starts_with(REGISTRY);
+        let names = self.allow.iter().filter(|name| !images(name));
+        names.map(PathBuf::from).collect()
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -289,9 +303,10 @@ impl Config {
         }
         for (key, paths) in [
             ("mounts.allow", &config.mounts.allow),
-            ("restore.allow", &config.restore.allow),
             ("criu.config_directories", &config.criu.config_directories),
             ("store", &config.store.directories()),
+            ("cache.path", &vec![config.cache.path.clone()]),
+            ("restore.allow", &config.restore.directories()),
         ] {
             if let Some(path) = paths.iter().find(|p| !p.is_absolute()) {
                 return Err(invalid(format!(

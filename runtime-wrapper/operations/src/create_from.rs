@@ -2,15 +2,14 @@
 //!
 //! The container names the checkpoint by the annotation [`ANNOTATION`], or by the variable [`VARIABLE`] of its process
 //! where the engine passes no annotations. Whoever makes a container writes both, and the runtime is root: only
-//! directories below one of `restore.allow` are taken.
+//! checkpoints of `restore.allow` are taken ([`crate::restore_source`]).
 //!
 //! The engine's command line is rewritten as that of a restore. CRIU's hook gives the container its own host name and
 //! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`crate::waiting`]). `run`
 //! restores without the wait.
 
 use std::ffi::OsString;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Component, Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use cryopod_gpu_plan::ceiling::OtherGpus;
@@ -24,7 +23,7 @@ use crate::config::{Config, CriuValue};
 use crate::context::Context;
 use crate::error::Error;
 use crate::new_container::NewContainer;
-use crate::{config, images, restore, waiting};
+use crate::{restore, restore_source, waiting};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
@@ -89,11 +88,15 @@ impl Edit for Without {
 }
 
 fn restored(ctx: &Context, inv: &Invocation, spec: &Spec, named: &str) -> Result<ExitCode, Error> {
-    let images = allowed(named, &ctx.config.restore.allow)?;
+    let images = restore_source::find(&ctx.config, named).map_err(|why| {
+        Error::Failed(format!(
+            "the container is to be created from the checkpoint {named} ({ANNOTATION}), and {why}. Nothing was started"
+        ))
+    })?;
     let restoring = Context {
         config: config_of_copy(&ctx.config, spec),
         low: ctx.low.clone(),
-        args: restore_line(ctx, inv, &images)?,
+        args: restore_line(ctx, inv, images.directory())?,
     };
     let inv_of_restore = argv::decode(restoring.low.kind, &restoring.args).ok_or_else(|| {
         Error::Failed("the restore's command line cannot be understood".to_owned())
@@ -129,57 +132,6 @@ fn named(spec: &Spec) -> Option<&str> {
     named.filter(|n| !n.is_empty())
 }
 
-/// Returns the image directory without symbolic links, if `restore.allow` has it.
-fn allowed(named: &str, allow: &[PathBuf]) -> Result<PathBuf, Error> {
-    let refused = |why: String| {
-        Error::Failed(format!(
-            "the container is to be created from the checkpoint {named} ({ANNOTATION}), and {why}. Nothing was started"
-        ))
-    };
-    let path = Path::new(named);
-    if !path.is_absolute() || path.components().any(|c| c == Component::ParentDir) {
-        return Err(refused(
-            "that is no absolute path of an image directory".into(),
-        ));
-    }
-    let within = |path: &Path| allow.iter().any(|directory| path.starts_with(directory));
-    if !within(path) {
-        // Says nothing of what exists there: whoever asks may not know.
-        return Err(refused(format!(
-            "that is not allowed: if it may be, add its directory to `restore.allow` in {}",
-            config::PATH
-        )));
-    }
-    let real = path.canonicalize();
-    let real = real.map_err(|e| refused(format!("it cannot be opened: {e}")))?;
-    let directories = allow.iter().filter_map(|d| d.canonicalize().ok());
-    let Some(directory) = directories.into_iter().find(|d| real.starts_with(d)) else {
-        return Err(refused(
-            "a link there leads out of the directories of `restore.allow`".into(),
-        ));
-    };
-    if !real.is_dir() {
-        return Err(refused(
-            "that is no directory: unpack an archive first (`cryopod unpack`)".into(),
-        ));
-    }
-    // Whoever can write there could exchange the images while they are read.
-    let unreadable = |e: std::io::Error| refused(format!("{}: {e}", real.display()));
-    let files = std::fs::read_dir(&real).map_err(unreadable)?;
-    let files = files.take(images::MAX_ENTRIES).flatten().map(|f| f.path());
-    let above = real.ancestors().take_while(|p| p.starts_with(&directory));
-    for path in above.map(Path::to_owned).chain(files) {
-        let meta = path.symlink_metadata().map_err(unreadable)?;
-        if meta.uid() != 0 || meta.mode() & 0o022 != 0 && !meta.is_symlink() {
-            return Err(refused(format!(
-                "{} is not root's alone: chown it to root and take write permission from group and others",
-                path.display()
-            )));
-        }
-    }
-    Ok(real)
-}
-
 /// Rewrites the command line of `create` or `run` as that of a restore.
 fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<OsString>, Error> {
     let bundle = inv.bundle();
@@ -210,8 +162,6 @@ fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<Os
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs::{self, Permissions};
-    use std::os::unix::fs::{PermissionsExt, symlink};
 
     #[test]
     fn the_annotation_comes_before_the_variable() {
@@ -232,42 +182,5 @@ mod tests {
                 "{annotation:?} {env:?}"
             );
         }
-    }
-
-    #[test]
-    fn only_what_the_administrator_allows() {
-        let dir = tempfile::tempdir().unwrap();
-        let root = dir.path().canonicalize().unwrap();
-        let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
-        fs::create_dir_all(&inside).unwrap();
-        fs::create_dir(&outside).unwrap();
-        symlink(&outside, root.join("allowed/link")).unwrap();
-        fs::write(root.join("allowed/file"), "").unwrap();
-        for directory in ["allowed", "allowed/c1"] {
-            fs::set_permissions(root.join(directory), Permissions::from_mode(0o755)).unwrap();
-        }
-        let allow = [root.join("allowed")];
-        let ask = |path: &Path| {
-            let allowed = allowed(path.to_str().unwrap(), &allow);
-            allowed.map_err(|e| e.to_string())
-        };
-        let says = |path: &str, want: &str| {
-            let said = ask(&root.join(path)).unwrap_err();
-            assert!(said.contains(want), "{path}: {said}");
-        };
-        if nix::unistd::geteuid().is_root() {
-            assert_eq!(ask(&inside).unwrap(), inside);
-        }
-        says("other", "add its directory to `restore.allow`");
-        says("allowed/../other", "no absolute path");
-        says("allowed/link", "a link there leads out");
-        says("allowed/none", "cannot be opened");
-        says("allowed/file", "is no directory");
-        assert!(allowed("c1", &allow).is_err());
-        fs::write(inside.join("pages-1.img"), "").unwrap();
-        fs::set_permissions(inside.join("pages-1.img"), Permissions::from_mode(0o666)).unwrap();
-        says("allowed/c1", "pages-1.img is not root's alone");
-        fs::set_permissions(&inside, Permissions::from_mode(0o777)).unwrap();
-        says("allowed/c1", "c1 is not root's alone");
     }
 }

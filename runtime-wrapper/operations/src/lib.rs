@@ -54,6 +54,7 @@ pub mod reasons;
 mod request;
 pub mod restore;
 pub mod restore_here;
+mod restore_source;
 pub mod rootfs;
 mod runtime_log;
 mod searchable;

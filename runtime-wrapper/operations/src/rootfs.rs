@@ -7,6 +7,7 @@
 //! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for deleted files. Devices and sockets are
 //! left out.
 
+mod adopt;
 mod apply;
 mod capture;
 mod layer;
@@ -20,6 +21,8 @@ use cryopod_host::spec::Spec;
 use crate::config::rootfs::{Carry, Options};
 use crate::error::Error;
 use crate::frozen::Frozen;
+
+pub use adopt::adopt;
 
 pub const FILE: &str = "cryopod-rootfs.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.

@@ -229,7 +229,8 @@ impl<W: Write> Walk<'_, W> {
     }
 }
 
-fn empty<W: Write>(tar: &mut Builder<W>, name: &Path) -> io::Result<()> {
+/// Appends an empty file: a whiteout.
+pub fn empty<W: Write>(tar: &mut Builder<W>, name: &Path) -> io::Result<()> {
     let mut header = Header::new_gnu();
     header.set_entry_type(EntryType::Regular);
     header.set_mode(0o600);

@@ -364,3 +364,49 @@ fn what_is_packed_is_bounded() {
     let error = pack(&upper, dir.path(), &few).map(drop);
     assert!(error.is_err());
 }
+
+#[test]
+fn an_engines_tar_is_adopted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (unpacked, images) = (dir.path(), dir.path().join("checkpoint"));
+    fs::create_dir(&images).unwrap();
+    adopt(&Options::default(), unpacked, &images).unwrap();
+    assert!(!images.join(FILE).exists());
+    let mut tar = tar::Builder::new(fs::File::create(unpacked.join("rootfs-diff.tar")).unwrap());
+    // As Go's writer does for what a header cannot hold.
+    let long = "d/".repeat(80) + "new";
+    tar.append_pax_extensions([("mtime", &b"1.5"[..]), ("path", long.as_bytes())])
+        .unwrap();
+    let mut header = tar::Header::new_gnu();
+    header.set_mode(0o640);
+    header.set_uid(nix::unistd::geteuid().as_raw().into());
+    header.set_gid(nix::unistd::getegid().as_raw().into());
+    header.set_mtime(0);
+    header.set_size(3);
+    tar.append_data(&mut header, "short", &b"abc"[..]).unwrap();
+    tar.into_inner().unwrap();
+    fs::write(
+        unpacked.join("deleted.files"),
+        r#"["/gone", "a/gone", "../out"]"#,
+    )
+    .unwrap();
+    adopt(&Options::default(), unpacked, &images).unwrap();
+    let bundle = bundle(dir.path());
+    let root = bundle.join("rootfs");
+    fs::create_dir(root.join("a")).unwrap();
+    for path in ["gone", "a/gone", "a/stays"] {
+        fs::write(root.join(path), "").unwrap();
+    }
+    fs::write(dir.path().join("out"), "").unwrap();
+    restore(&images, &bundle).unwrap();
+    assert_eq!(fs::read_to_string(root.join(long)).unwrap(), "abc");
+    assert!(!root.join("gone").exists() && !root.join("a/gone").exists());
+    assert!(root.join("a/stays").exists() && dir.path().join("out").exists());
+    let few = Options {
+        max_files: 0,
+        ..Options::default()
+    };
+    fs::remove_file(images.join(FILE)).unwrap();
+    let e = adopt(&few, unpacked, &images).unwrap_err().to_string();
+    assert!(e.contains("rootfs.max_files"), "{e}");
+}

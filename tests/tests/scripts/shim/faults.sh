@@ -59,10 +59,13 @@ nothing() { # is left
     no_shims && ! grep -q runtime.v2.task /proc/mounts &&
         [ -z "$(ls /run/containerd/io.containerd.runtime.v2.task/default 2> /dev/null)" ] && [ -z "$(ls /run/containerd/runc/default 2> /dev/null)" ]
 }
+moved() { # TICKS: at least so many. Whoever was to resume a paused container was killed; the pause itself may come late
+    if is job PAUSED; then ctr tasks resume job > /dev/null || true; fi
+    ticked job "$1"
+}
 alive_or_gone() { # as containerd reports it
     case $(status job) in
-        RUNNING) goes_on job ;;
-        PAUSED) ctr tasks resume job && goes_on job ;; # who was to resume it was killed
+        RUNNING | PAUSED) wait_for moved $(($(ticks job) + 3)) && ! logs job | grep CORRUPT ;;
         *) wait_for no_job ;;
     esac
 }

@@ -28,9 +28,14 @@ away() { # NAME: the container and its snapshot are no more
     ctr tasks delete "$1" > /dev/null 2>&1 || true
     ctr containers rm "$1"
 }
+exported() { # FILE
+    # Without the option ctr 2.0 and 2.1 may exit before the file is written whole. 1.7 writes it itself.
+    local option && option=$(ctr images export --help | grep -o -m 1 -- --local || true)
+    ctr images export ${option:+"$option"} --skip-manifest-json "$1" localhost/checkpoint:1
+}
 # The bytes of CRIU's images as containerd has them, and those in the store.
 tar_bytes() {
-    ctr images export --skip-manifest-json /tmp/size.tar localhost/checkpoint:1
+    exported /tmp/size.tar
     cryopod inspect --json /tmp/size.tar | jq .stored_bytes && rm /tmp/size.tar
 }
 store_bytes() { du -sb $store | cut -f 1; }
@@ -79,7 +84,7 @@ check 'the store is back: the sum goes on' goes_on_from "$before"
 away job
 
 # One that needs no store
-ctr images export --skip-manifest-json /tmp/ctr.tar localhost/checkpoint:1
+exported /tmp/ctr.tar
 cryopod verify /tmp/ctr.tar > /tmp/said
 check 'verify: with the store' says /tmp/said "whole.*in the store's $store/.*chunks"
 cryopod inspect /tmp/ctr.tar > /tmp/said
@@ -169,3 +174,11 @@ pod rm -f -t 0 job > /dev/null
 if pod container restore --import /tmp/pod.tar.zst > /tmp/said 2>&1; then exit 1; fi
 check 'podman: without the store: told' says /tmp/said "large files.*$store is not there"
 check 'no operation is left' test -z "$(ls -A /run/cryopod)"
+
+mv $store.away $store
+id=$(cryopod store ls --json | jq -r '.[-1].id')
+check 'store ls: the container' test "$(cryopod store ls --json | jq -r '.[-1].container')" = "$(jq -r .container "$store/$id/cryopod-store.json")"
+cryopod store prune "$id" > /dev/null
+check 'store prune: by id' test ! -e "$store/$id"
+cryopod store prune --older-than 0 -q
+check 'store prune: by age' test -z "$(ls -A $store)"

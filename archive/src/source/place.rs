@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::limits::Limits;
-use cryopod_archive::source::Source;
-use cryopod_operations::config::Config;
+use super::Source;
+use crate::error::Error;
+use crate::limits::Limits;
 
 /// An archive to read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,19 +46,18 @@ impl Place {
         &self.path
     }
 
-    pub fn open(&self) -> anyhow::Result<Source> {
-        Ok(Source::open_image(
-            &self.path,
-            self.image.as_deref(),
-            &Limits::default(),
-        )?)
+    /// The image's name in a layout that may hold several.
+    pub fn image(&self) -> Option<&str> {
+        self.image.as_deref()
     }
-}
 
-/// Returns the given stores, then those of this host's configuration.
-pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
-    let configured = Config::load()?.store.directories();
-    Ok(named.iter().cloned().chain(configured).collect())
+    /// Opens the archive within the default limits.
+    ///
+    /// # Errors
+    /// As for [`Source::open`].
+    pub fn open(&self) -> Result<Source, Error> {
+        Source::open_image(&self.path, self.image.as_deref(), &Limits::default())
+    }
 }
 
 #[cfg(test)]

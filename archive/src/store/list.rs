@@ -1,0 +1,58 @@
+//! Lists and removes the entries of a store.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use cryopod_host::files::own_directory;
+
+use super::{Reference, StoreError, is_id};
+use crate::names;
+use crate::staging;
+
+/// An entry: the large files of one checkpoint.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    pub path: PathBuf,
+    pub reference: Reference,
+    /// When it was complete.
+    pub made: SystemTime,
+}
+
+/// Lists the entries of a store, the oldest first. Leaves out what is not readable as an entry.
+///
+/// # Errors
+/// [`StoreError::Io`]: the store cannot be read.
+pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
+    let items = fs::read_dir(store).map_err(StoreError::io(store, "list it"))?;
+    let entry = |item: fs::DirEntry| {
+        let path = item.path();
+        let named = item.file_name().to_str().is_some_and(is_id) && own_directory(&path);
+        let record = path.join(names::STORE_REFERENCE);
+        let made = record.symlink_metadata().ok()?.modified().ok()?;
+        Some(Entry {
+            reference: Reference::open(&path).ok().flatten().filter(|_| named)?,
+            path,
+            made,
+        })
+    };
+    let mut entries: Vec<_> = items.flatten().filter_map(entry).collect();
+    entries.sort_by_key(|e| e.made);
+    Ok(entries)
+}
+
+/// Removes an entry. The checkpoint that refers to it, and those that build upon it, cannot be restored any more.
+///
+/// # Errors
+/// [`StoreError::Io`]: it cannot be removed.
+pub fn remove(entry: &Entry) -> Result<(), StoreError> {
+    let gone = || -> io::Result<()> {
+        // Under a leftover's name, so that the next checkpoint removes what is left if this is interrupted.
+        let name = format!(".{}{}removed", entry.reference.id, staging::MARK);
+        let renamed = entry.path.with_file_name(name);
+        fs::rename(&entry.path, &renamed)?;
+        fs::remove_dir_all(renamed)
+    };
+    gone().map_err(StoreError::io(&entry.path, "remove it"))
+}

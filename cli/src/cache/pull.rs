@@ -1,0 +1,154 @@
+//! `cryopod cache pull`: brings a checkpoint into the cache.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::bail;
+use cryopod_archive::digest::Digest;
+use cryopod_archive::names;
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::{Kind, Place, Source};
+use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_operations::config::{Config, REGISTRY};
+use cryopod_operations::rootfs;
+use cryopod_registry::{Options, parse_reference};
+
+use super::directory::Cache;
+use crate::ui;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// docker://REGISTRY/REPOSITORY@DIGEST or :TAG, oci:DIR[:NAME], oci-archive:FILE[:NAME], or an archive file.
+    source: String,
+    /// Print only the directory of CRIU's images.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let config = Config::load()?;
+    let cache = Cache::open(&config.cache)?;
+    let pull = Pull {
+        args,
+        config: &config,
+    };
+    let images = match args.source.starts_with(REGISTRY) {
+        true => pull.image(&cache)?,
+        false => pull.archive(&cache)?,
+    };
+    println!("{}", images.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+struct Pull<'a> {
+    args: &'a Args,
+    config: &'a Config,
+}
+
+impl Pull<'_> {
+    fn image(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
+        let source = &self.args.source;
+        let image = parse_reference(source)?;
+        let insecure = &self.config.cache.insecure_registries;
+        let options = Options {
+            tls_verify: !insecure.iter().any(|r| r == image.registry()),
+            ..Options::default()
+        };
+        let digest = match image.digest() {
+            Some(digest) => Digest::parse(digest)?,
+            None => cryopod_registry::digest(&image, &options)?,
+        };
+        if let Some(images) = cache.find(digest.hex()) {
+            return Ok(images);
+        }
+        self.make(cache, &digest, |work| {
+            let layout = work.join("image");
+            if !layout.exists() {
+                let exact = image.clone_with_digest(digest.to_string());
+                let progress = Arc::clone(&options.progress);
+                ui::with_progress("pull", self.args.quiet, &progress, || {
+                    cryopod_registry::pull(&exact, &layout, &options)
+                })?;
+            }
+            let made = Source::open(&layout)
+                .map_err(anyhow::Error::from)
+                .and_then(|pulled| self.unpack(&pulled, work));
+            fs::remove_dir_all(&layout)?;
+            made
+        })
+    }
+
+    fn archive(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
+        let source = Place::parse(&self.args.source).open()?;
+        let digest = match source.image() {
+            Some(image) => image.digest.clone(),
+            None => identity(&source)?,
+        };
+        if let Some(images) = cache.find(digest.hex()) {
+            return Ok(images);
+        }
+        self.make(cache, &digest, |work| self.unpack(&source, work))
+    }
+
+    fn make(
+        &self,
+        cache: &Cache,
+        digest: &Digest,
+        make: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
+    ) -> anyhow::Result<PathBuf> {
+        let limit = self.config.limits.restore(0);
+        cache.make(digest.hex(), &self.args.source, limit, make)
+    }
+
+    /// Unpacks it below `work`, with the container's changes of files where a restore takes them from.
+    fn unpack(&self, source: &Source, work: &Path) -> anyhow::Result<PathBuf> {
+        let made = work.join("unpacked");
+        // Complete, but not yet in the cache when its process was killed.
+        let _ = fs::remove_dir_all(&made);
+        let options = UnpackOptions {
+            progress: Arc::new(Progress::default()),
+            ..UnpackOptions::default()
+        };
+        let progress = Arc::clone(&options.progress);
+        ui::with_progress("unpack", self.args.quiet, &progress, || {
+            unpack(source, &made, &options)
+        })?;
+        let images = made.join(names::CHECKPOINT_DIR);
+        if !images.join(names::CRIU_INVENTORY).is_file() {
+            bail!("{}: it has no images of CRIU", self.args.source);
+        }
+        rootfs::adopt(&self.config.rootfs, &made, &images)?;
+        Ok(made)
+    }
+}
+
+/// Identifies an archive without a digest by its file: path, inode, size and times. Reading all of it would take as long
+/// as to unpack it.
+fn identity(source: &Source) -> anyhow::Result<Digest> {
+    if matches!(
+        source.kind(),
+        Kind::Directory | Kind::CriuDirectory | Kind::Containerd { archive: false }
+    ) {
+        bail!(
+            "{}: a {} needs no cache: name CRIU's image directory itself, or an archive",
+            source.path().display(),
+            source.kind()
+        );
+    }
+    let path = fs::canonicalize(source.path())?;
+    let m = File::open(&path)?.metadata()?;
+    let text = format!(
+        "{path:?} {} {} {} {}.{} {}.{}",
+        m.dev(),
+        m.ino(),
+        m.size(),
+        m.mtime(),
+        m.mtime_nsec(),
+        m.ctime(),
+        m.ctime_nsec()
+    );
+    Ok(Digest::of(text.as_bytes()))
+}

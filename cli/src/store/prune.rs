@@ -1,0 +1,50 @@
+//! `cryopod store prune`: removes entries from the stores.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use cryopod_archive::store::remove;
+
+use crate::ui;
+
+#[derive(clap::Args)]
+#[command(arg_required_else_help = true)]
+pub struct Args {
+    /// The entries to remove, as `cryopod store ls` shows them.
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    /// Remove all entries that are older than so many days.
+    #[arg(long, value_name = "DAYS", conflicts_with = "ids")]
+    older_than: Option<u64>,
+    /// A store beside those of the configuration.
+    #[arg(long)]
+    store: Vec<PathBuf>,
+    /// Print only errors.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let entries = super::entries(&args.store)?;
+    let unknown = |id: &&String| !entries.iter().any(|e| e.reference.id == **id);
+    if let Some(id) = args.ids.iter().find(unknown) {
+        bail!("{id}: no store has such an entry");
+    }
+    let age = args
+        .older_than
+        .map(|days| Duration::from_secs(days.saturating_mul(24 * 3600)));
+    let mut freed = 0;
+    for entry in entries {
+        let old = age.is_some_and(|age| entry.made.elapsed().unwrap_or_default() >= age);
+        if old || args.ids.contains(&entry.reference.id) {
+            remove(&entry)?;
+            freed += entry.reference.bytes();
+        }
+    }
+    if !args.quiet {
+        println!("{} freed", ui::bytes(freed));
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,32 @@
+//! Parses the table `[cache]`.
+
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Options {
+    /// The directory for the images of archives from which containers are created.
+    pub path: PathBuf,
+    /// The most that it holds. Beyond it, what was not used for the longest time is removed.
+    pub max_gib: u64,
+    /// Registries (`HOST[:PORT]`) whose certificate is not checked, or that have no TLS.
+    pub insecure_registries: Vec<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            path: "/var/cache/cryopod".into(),
+            max_gib: 64,
+            insecure_registries: Vec::new(),
+        }
+    }
+}
+
+impl Options {
+    pub fn max_bytes(&self) -> u64 {
+        self.max_gib.saturating_mul(1 << 30)
+    }
+}

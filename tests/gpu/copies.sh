@@ -1,0 +1,46 @@
+# copies.sh: containers that are created from a checkpoint. Sourced by inside.sh.
+# shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
+
+log_of() { podman inspect -f '{{.HostConfig.LogConfig.Path}}' "$1"; }
+answered() { grep -q ' ok ' "$1"; }
+
+# first_answer NAME ARG...: starts a container; prints the seconds until it has written its first line.
+first_answer() {
+    local name=$1 from && shift
+    from=$(now)
+    pod run -d --name "$name" "$@" > "/logs/$label.$name.err" 2>&1 || { cat "/logs/$label.$name.err" >&2 && return 1; }
+    wait_for answered "$(log_of "$name")" >&2 || return
+    since "$from"
+}
+
+copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache
+    local label=$4 archive=/var/lib/containers/copies.tar cold pull warm=() digests=() i from
+    [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
+    low_level "$1"
+    printf '[restore]\nallow = ["/var/lib/containers"]\n[cache]\npath = "/var/lib/containers/cache"\n' >> /etc/cryopod/config.toml
+    train_command 1 any
+    gpu+=("${torch_env[@]}")
+    command=("$python" /work/serve.py 1000000 unix "$2" "$3")
+    cold=$(first_answer server "${gpu[@]}" "$image" "${command[@]}") || return
+    wait_for more_lines server 60 || return
+    checkpoint server "$label" "$archive" || return
+    pod rm -f -t 0 server > /dev/null || return
+    from=$(now)
+    cryopod cache pull -q "$archive" > /dev/null || return
+    pull=$(since "$from")
+    for i in 1 2; do
+        warm+=("$(first_answer "copy$i" --annotation dev.cryopod.restore="$archive" "${gpu[@]}" "$image" true)") || return
+        wait_for more_lines "copy$i" 60 || return
+    done
+    for i in 1 2; do
+        podman logs "copy$i" > "/logs/$label.copy$i.out" 2>&1
+        if grep -q CORRUPT "/logs/$label.copy$i.out"; then say "$label: another answer to the same seed" && return 1; fi
+        digests+=("$(awk '$3 == "ok" {print $2}' "/logs/$label.copy$i.out" | sort -u | sha256sum)")
+    done
+    [ "${digests[0]}" = "${digests[1]}" ] || { say "$label: the copies answer differently" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson pull "$pull" \
+        --argjson warm "$(jq -n '$ARGS.positional | map(tonumber)' --args "${warm[@]}")" \
+        --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
+        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cache_pull_s: $pull, warm_s: $warm, info: $info}')"
+    jq -c '{case, cold_s, cache_pull_s, warm_s, info}' <<< "$(tail -n 1 /out/results.jsonl)"
+}
