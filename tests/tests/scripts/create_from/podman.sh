@@ -65,7 +65,7 @@ refused() { # NAME WANT ARG...
 refused 'not allowed' 'add its directory to `restore.allow`' --annotation dev.cryopod.restore=/srv/other
 refused 'not there' 'it cannot be opened' -e CRYOPOD_RESTORE=$from/none
 mkdir "$from/empty"
-refused 'no checkpoint' 'no checkpoint: it has no inventory.img' --annotation dev.cryopod.restore=$from/empty
+refused 'no checkpoint' 'not a checkpoint: the directory has no inventory.img' --annotation dev.cryopod.restore=$from/empty
 cp -r "$from/c1" "$from/damaged"
 truncate -s 30 "$from/damaged/mm-1.img"
 refused 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
