@@ -14,10 +14,11 @@ first_answer() {
 }
 
 copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache
-    local label=$4 archive=/var/lib/containers/copies.tar cold pull warm=() digests=() i from
+    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull warm=() digests=() i from
     [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$1"
-    printf '[restore]\nallow = ["/var/lib/containers"]\n[cache]\npath = "/var/lib/containers/cache"\n' >> /etc/cryopod/config.toml
+    printf '[restore]\nallow = ["/var/lib/containers/copies"]\n[cache]\npath = "/var/lib/containers/cache"\n' >> /etc/cryopod/config.toml
+    mkdir -p -m 755 /var/lib/containers/copies
     train_command 1 any
     gpu+=("${torch_env[@]}")
     command=("$python" /work/serve.py 1000000 unix "$2" "$3")
@@ -42,5 +43,7 @@ copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpo
         --argjson warm "$(jq -n '$ARGS.positional | map(tonumber)' --args "${warm[@]}")" \
         --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
         '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cache_pull_s: $pull, warm_s: $warm, info: $info}')"
+    rm -r /var/lib/containers/copies
+    cryopod cache prune -q
     jq -c '{case, cold_s, cache_pull_s, warm_s, info}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
