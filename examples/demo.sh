@@ -1,6 +1,7 @@
 #!/bin/bash
-# demo.sh: checkpoints a counter in a container into a file, removes the container, and restores it from the file.
-# Does so with crun and with runc below cryopod-runtime. Fails if the counter does not continue where it was.
+# demo.sh: checkpoints a counter in a container into a file, removes the container, restores it from the file, and starts
+# three copies from the file. Does so with crun and with runc below cryopod-runtime. Fails if a counter does not continue
+# where it was.
 # Run it with `make demo`, because it needs the test bed.
 set -euo pipefail
 # shellcheck source=tests/testbed/lib.sh
@@ -30,10 +31,25 @@ step() {
 
 numbers() { podman logs counter | tail -n "+$1" | tr '\n' ' '; }
 
+copies() { # ARCHIVE LAST: three containers that begin where the checkpoint ended
+    local i first
+    for i in 1 2 3; do
+        step podman --runtime cryopod-runtime run --detach --name "copy$i" --annotation "dev.cryopod.restore=$1" localhost/busybox true
+    done
+    for i in 1 2 3; do
+        wait_for counted "copy$i" $(($2 + 5))
+        first=$(podman logs "copy$i" | sed -n 1p)
+        say "  copy$i began with ${bold}$first${plain}"
+        if [ "$first" != $(($2 + 1)) ]; then say "  that is not the number after $2" >&2 && exit 1; fi
+    done
+    podman --runtime cryopod-runtime rm --force --time 0 copy1 copy2 copy3 > /dev/null
+}
+
 demo() {
-    local runtime=$1 archive=/tmp/counter-$1.tar.zst last size checkpoint
+    local runtime=$1 archive=$checkpoints/counter-$1.tar.zst last size checkpoint
     say "" "${bold}== $runtime below cryopod-runtime ==${plain}"
     low_level "$runtime"
+    printf '[restore]\nallow = ["%s"]\n' "$checkpoints" >> /etc/cryopod/config.toml
     step podman --runtime cryopod-runtime run --detach --name counter localhost/busybox "${counter[@]}"
     wait_for counted counter 20
 
@@ -53,9 +69,11 @@ demo() {
     fi
     summary+=("$(printf '%-6s %10s ms %10s ms %10s KiB   %s -> %s' "$runtime" "$checkpoint" "$took" $((size / 1024)) "$last" $((last + 1)))")
     podman --runtime cryopod-runtime rm --force --time 0 counter > /dev/null
+    copies "$archive" "$last"
 }
 
-summary=()
+summary=() checkpoints=/srv/checkpoints
+mkdir -p "$checkpoints"
 say "podman $(podman version -f '{{.Client.Version}}'), criu $(criu --version | sed -n 's/^Version: //p'), $(crun --version | head -n 1), $(runc --version | head -n 1), Debian $TESTBED_SUITE, cgroup $TESTBED_CGROUP"
 mkimage
 demo crun

@@ -35,4 +35,4 @@ pub mod vram;
 mod walk;
 
 pub use error::{Bad, Error};
-pub use stream::Compression;
+pub use stream::{Compression, decompressed};

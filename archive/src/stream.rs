@@ -1,7 +1,7 @@
 //! Reads byte streams: a section of a file, and decompression with bounds.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -269,6 +269,18 @@ impl<'a> Decoded<'a> {
             output: 0,
         })
     }
+}
+
+/// Reads a file, decompressed if it is gzip or zstd, within the default [`Limits`].
+///
+/// # Errors
+/// The file cannot be read. Errors of the reader name the format.
+pub fn decompressed(mut file: File) -> io::Result<impl Read + Send> {
+    let mut start = [0; 4];
+    let n = file.read_at(&mut start, 0)?;
+    file.rewind()?;
+    let compression = Compression::detect(&start[..n]);
+    Decoded::new(file, compression, Allowance::of(&Limits::default()))
 }
 
 struct Gunzip<R> {

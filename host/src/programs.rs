@@ -5,9 +5,13 @@ use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const MAX_OUTPUT: u64 = 4 << 20;
+/// How long the output of a program that has ended may take to end: its children may hold it open.
+const REST: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Clone, Default)]
 pub struct Output {
@@ -124,20 +128,42 @@ impl Tools for SystemTools {
             code: status
                 .code()
                 .unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
-            stdout: readers.0.join().unwrap_or_default(),
-            stderr: readers.1.join().unwrap_or_default(),
+            stdout: readers.0.text(),
+            stderr: readers.1.text(),
         })
     }
 }
 
-fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> std::thread::JoinHandle<String> {
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        if let Some(pipe) = pipe {
-            let _ = pipe.take(MAX_OUTPUT).read_to_end(&mut bytes);
+/// What a thread has read so far.
+struct Reader {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Reader {
+    fn text(self) -> String {
+        let end = Instant::now() + REST;
+        while !self.thread.is_finished() && Instant::now() < end {
+            std::thread::sleep(Duration::from_micros(200));
         }
+        let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         String::from_utf8_lossy(&bytes).into_owned()
-    })
+    }
+}
+
+fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> Reader {
+    let bytes = Arc::new(Mutex::new(Vec::new()));
+    let read = Arc::clone(&bytes);
+    let thread = std::thread::spawn(move || {
+        let Some(pipe) = pipe else { return };
+        let mut pipe = pipe.take(MAX_OUTPUT);
+        let mut part = vec![0; 64 << 10];
+        while let Ok(n @ 1..) = pipe.read(&mut part) {
+            let mut bytes = read.lock().unwrap_or_else(PoisonError::into_inner);
+            bytes.extend_from_slice(&part[..n]);
+        }
+    });
+    Reader { bytes, thread }
 }
 
 #[cfg(test)]
@@ -161,6 +187,9 @@ mod tests {
             (3, "out\n", "err\n")
         );
         assert_eq!(run("kill -9 $$", 5000).unwrap().code, 137);
+        let begun = Instant::now();
+        assert_eq!(run("echo out; sleep 60 &", 5000).unwrap().stdout, "out\n");
+        assert!(begun.elapsed() < Duration::from_secs(30));
         assert!(matches!(
             run("exec sleep 60", 50),
             Err(ToolError::Timeout { .. })

@@ -14,6 +14,8 @@ crate::scenarios! {
     criu_errors_runc: V1 ["runc"] "containers/criu_errors.sh";
     programs_crun: V2 ["crun"] "containers/programs.sh";
     programs_runc: V2 ["runc"] "containers/programs.sh";
+    application_crun: V2 ["crun"] "containers/application.sh";
+    application_runc: V1 ["runc"] "containers/application.sh";
     failed_restore_crun: V2 ["crun"] "containers/failed_restore.sh";
     failed_restore_runc: V1 ["runc"] "containers/failed_restore.sh";
     helpers_crun: V2 ["crun"] "archive/lib.sh" + "containers/helpers.sh";

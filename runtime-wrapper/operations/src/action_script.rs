@@ -46,8 +46,8 @@ impl ActionScript {
         &self.listener
     }
 
-    /// Answers every waiting hook. `decide` gets the stage's name and returns true if CRIU may go on.
-    pub fn answer(&self, mut decide: impl FnMut(&str) -> bool) {
+    /// Answers every waiting hook. `decide` returns true if CRIU may go on.
+    pub fn answer(&self, mut decide: impl FnMut(&Question) -> bool) {
         while let Ok((stream, _)) = self.listener.accept() {
             if let Err(e) = answer_one(stream, &mut decide) {
                 tracing::warn!("CRIU's question could not be answered: {e}");
@@ -56,16 +56,37 @@ impl ActionScript {
     }
 }
 
-fn answer_one(mut stream: UnixStream, decide: &mut impl FnMut(&str) -> bool) -> io::Result<()> {
+/// What CRIU asks at a stage.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Question {
+    pub stage: String,
+    /// The container's init process in CRIU's PID namespace; 0: not known.
+    pub init: i32,
+}
+
+impl Question {
+    fn parse(line: &str) -> Self {
+        let (stage, init) = line.split_once(' ').unwrap_or((line, ""));
+        Self {
+            stage: stage.to_owned(),
+            init: init.parse().unwrap_or(0),
+        }
+    }
+}
+
+fn answer_one(
+    mut stream: UnixStream,
+    decide: &mut impl FnMut(&Question) -> bool,
+) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
     stream.set_write_timeout(Some(Duration::from_secs(5)))?;
-    let mut stage = Vec::new();
+    let mut line = Vec::new();
     let mut byte = [0];
-    while stage.len() < 64 && stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
-        stage.push(byte[0]);
+    while line.len() < 64 && stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
     }
-    let yes = decide(&String::from_utf8_lossy(&stage));
+    let yes = decide(&Question::parse(&String::from_utf8_lossy(&line)));
     stream.write_all(if yes { b"y" } else { b"n" })
 }
 
@@ -73,16 +94,17 @@ fn answer_one(mut stream: UnixStream, decide: &mut impl FnMut(&str) -> bool) -> 
 pub fn hook(called_as: &Path) -> ExitCode {
     let stage = std::env::var("CRTOOLS_SCRIPT_ACTION").unwrap_or_default();
     let dir = called_as.parent().unwrap_or(Path::new("/"));
-    match ask(&dir.join(SOCKET), &stage) {
+    let init = init_pid();
+    match ask(&dir.join(SOCKET), &stage, init) {
         Ok(true) => {
             if stage == loopback::STAGE && dir.join(loopback::FILE).exists() {
-                set_loopback_up();
+                set_loopback_up(init);
             }
             if stage == new_container::STAGE
                 && let Some(new) = NewContainer::asked(dir)
-                && let Err(e) = new.give(init_pid())
+                && let Err(e) = new.set_names(init)
             {
-                eprintln!("cryopod: {e}");
+                eprintln!("cryopod: the host name cannot be set: {e}");
             }
             ExitCode::SUCCESS
         }
@@ -97,8 +119,8 @@ pub fn hook(called_as: &Path) -> ExitCode {
 }
 
 /// A container without loopback is better than none, so a failure is only logged.
-fn set_loopback_up() {
-    let namespace = format!("/proc/{}/ns/net", init_pid());
+fn set_loopback_up(init: i32) {
+    let namespace = format!("/proc/{init}/ns/net");
     if let Err(e) = loopback::up(Path::new(&namespace)) {
         eprintln!("cryopod: the loopback device of {namespace} could not be set up: {e}");
     }
@@ -110,10 +132,10 @@ fn init_pid() -> i32 {
     pid.and_then(|p| p.parse().ok()).unwrap_or(0)
 }
 
-fn ask(socket: &Path, stage: &str) -> io::Result<bool> {
+fn ask(socket: &Path, stage: &str, init: i32) -> io::Result<bool> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;
-    stream.write_all(format!("{stage}\n").as_bytes())?;
+    stream.write_all(format!("{stage} {init}\n").as_bytes())?;
     let mut answer = [0];
     stream.read_exact(&mut answer)?;
     Ok(answer[0] == b'y')
@@ -127,18 +149,18 @@ mod tests {
     fn questions_and_answers() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join(SOCKET);
-        assert!(ask(&socket, "post-dump").is_err(), "nobody there is no");
+        assert!(ask(&socket, "post-dump", 7).is_err(), "nobody there is no");
         let listener = UnixListener::bind(&socket).unwrap();
         let action_script = ActionScript { listener };
         let server = std::thread::spawn(move || {
             action_script.listener.set_nonblocking(false).unwrap();
             for _ in 0..2 {
                 let (stream, _) = action_script.listener.accept().unwrap();
-                answer_one(stream, &mut |stage| stage == "pre-dump").unwrap();
+                answer_one(stream, &mut |q| q.stage == "pre-dump" && q.init == 7).unwrap();
             }
         });
-        assert!(ask(&socket, "pre-dump").unwrap());
-        assert!(!ask(&socket, "post-dump").unwrap());
+        assert!(ask(&socket, "pre-dump", 7).unwrap());
+        assert!(!ask(&socket, "post-dump", 7).unwrap());
         server.join().unwrap();
     }
 }

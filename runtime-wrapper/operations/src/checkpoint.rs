@@ -21,6 +21,7 @@ use cryopod_gpu_plan::plan::container_nodes;
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 
+use crate::application::{self, Told};
 use crate::argv::Invocation;
 use crate::context::Context;
 use crate::error::Error;
@@ -38,16 +39,21 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let request = Request::checkpoint(ctx, inv, &state);
     let nodes = container_nodes(&request.host, &request.spec, state.init);
-    if nodes.is_empty() {
+    if nodes.is_empty() && !application::takes_part(&request.spec) {
         return Err(without_gpu(&request, &state));
     }
-    let planned = plan::plan(&request, &state, nodes)?;
+    let mut planned = plan::plan(&request, &state, nodes.clone())?;
     let signals = child::Signals::watch()?;
     // Dropped last, when all else is done.
     let _thawed = planned
         .locked
         .is_empty()
         .then(|| Thawed::of(&request, &state));
+    let told = Told::before_checkpoint(&request, &state)?;
+    if told.is_some() {
+        // The application may have changed everything.
+        planned = plan::plan(&request, &state, nodes)?;
+    }
     let mut prepared = prepare::prepare(&request, &state, &planned)?;
     let dumped = dump::dump(&mut prepared, &signals, started)?;
     conclude::conclude(prepared, dumped)

@@ -21,7 +21,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-use crate::action_script::ActionScript;
+use crate::action_script::{ActionScript, Question};
 use crate::error::Error;
 use crate::lowlevel::LowLevel;
 use crate::stuck_freeze::Freeze;
@@ -126,7 +126,7 @@ pub fn run(
     env: &[(&str, OsString)],
     watch: &Watch<'_>,
     signals: &Signals,
-    decide: &mut dyn FnMut(&str) -> bool,
+    decide: &mut dyn FnMut(&Question) -> bool,
 ) -> Result<Ended, Error> {
     while let Some(signal) = signals.next() {
         if INTERRUPTS.contains(&signal) {
@@ -233,7 +233,7 @@ struct Watcher<'a> {
 }
 
 impl Watcher<'_> {
-    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&str) -> bool) {
+    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&Question) -> bool) {
         let mut cut_off = false;
         while !cut_off {
             if self.over() {
@@ -341,7 +341,7 @@ impl Watcher<'_> {
         abort(&self.watch.abort_file);
     }
 
-    fn questions(&mut self, decide: &mut dyn FnMut(&str) -> bool) {
+    fn questions(&mut self, decide: &mut dyn FnMut(&Question) -> bool) {
         let Self {
             watch,
             interrupted,
@@ -353,7 +353,8 @@ impl Watcher<'_> {
             ..
         } = self;
         let last = watch.kind.final_stage();
-        watch.action_script.answer(|stage| {
+        watch.action_script.answer(|question| {
+            let stage = question.stage.as_str();
             freeze.at(stage);
             if watch.kind != Kind::Checkpoint {
                 criu.find(this_process());
@@ -362,7 +363,7 @@ impl Watcher<'_> {
             if stage == last && watch.kind != Kind::Checkpoint {
                 *interrupted = None;
             }
-            let yes = interrupted.is_none() && !*refuse && decide(stage);
+            let yes = interrupted.is_none() && !*refuse && decide(question);
             tracing::debug!("CRIU at {stage}: {}", if yes { "go on" } else { "stop" });
             if !yes {
                 abort(&watch.abort_file);

@@ -17,6 +17,7 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
+use crate::application::{self, Moment};
 use crate::argv::{self, Invocation, Verb};
 use crate::bundle::{self, Edit};
 use crate::config::{Config, CriuValue};
@@ -105,6 +106,8 @@ fn restored(ctx: &Context, inv: &Invocation, spec: &Spec, named: &str) -> Result
     let code = restore::run_new(&restoring, &inv_of_restore, &NewContainer::of(spec, wait))?;
     if wait {
         waiting::begin(&restoring, &inv_of_restore)?;
+    } else if inv.flags.has("detach") {
+        application::tell(ctx, inv, spec, Moment::AfterRestore);
     }
     Ok(code)
 }

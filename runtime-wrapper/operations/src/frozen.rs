@@ -24,19 +24,16 @@ pub struct Frozen {
 
 struct Freezer {
     dir: PathBuf,
-    /// The cgroup of the process beside it, in the same hierarchy.
+    /// The cgroup of this program, in the same hierarchy.
     beside: PathBuf,
     v2: bool,
 }
 
 impl Freezer {
-    /// Finds the cgroup of the container with the init process `init`. None that would freeze the process `beside`
-    /// (`self` or a PID), too.
-    fn of(host: &Host, init: i32, beside: &str) -> Option<Self> {
+    /// Finds the cgroup of the container with the init process `init`. None that would freeze this program, too.
+    fn of(host: &Host, init: i32) -> Option<Self> {
         let cgroups = host.text(format!("/proc/{init}/cgroup")).ok()?;
-        let own = host
-            .text(format!("/proc/{beside}/cgroup"))
-            .unwrap_or_default();
+        let own = host.text("/proc/self/cgroup").unwrap_or_default();
         let found = cgroups.lines().filter_map(|line| {
             let (kind, path) = parsed(line)?;
             // A container without a cgroup of its own (podman's `--cgroups=disabled`): this program would freeze
@@ -157,7 +154,7 @@ impl Frozen {
     /// A text that names a process which would go on running.
     pub fn of(host: &Host, init: i32) -> Result<Self, String> {
         let nothing = Self { thaw: None };
-        let Some(freezer) = Freezer::of(host, init, "self") else {
+        let Some(freezer) = Freezer::of(host, init) else {
             return Ok(nothing);
         };
         let why = match freezer.freeze() {
@@ -180,12 +177,13 @@ impl Frozen {
 
 impl Frozen {
     /// Freezes the cgroup of a container that CRIU restores, and leaves it so. CRIU itself must go on: runc starts it in
-    /// the container's cgroup. It is moved to the cgroup of the process `beside`, which is not in the container.
+    /// the container's cgroup. It is moved to the cgroup of this program, which must be outside of the container and of
+    /// its PID namespace.
     ///
     /// # Errors
     /// A text that says what cannot be moved or frozen.
-    pub fn at_restore(host: &Host, init: i32, beside: u32) -> Result<(), String> {
-        let freezer = Freezer::of(host, init, &beside.to_string());
+    pub fn at_restore(host: &Host, init: i32) -> Result<(), String> {
+        let freezer = Freezer::of(host, init);
         let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
         let tree = live::tree(host, init);
         for pid in freezer.members() {
@@ -307,7 +305,7 @@ mod tests {
                     ("sys/fs/cgroup/x/cgroup.freeze", "0"),
                 ],
             );
-            assert!(Freezer::of(&host, 7, "self").is_none(), "{cgroups}");
+            assert!(Freezer::of(&host, 7).is_none(), "{cgroups}");
         }
     }
 
@@ -319,7 +317,7 @@ mod tests {
                 ("sys/fs/cgroup/c/cgroup.freeze", "0"),
             ];
             let (_dir, host) = host("0::/c\n", &files);
-            assert_eq!(Freezer::of(&host, 7, "self").is_some(), frozen, "{own}");
+            assert_eq!(Freezer::of(&host, 7).is_some(), frozen, "{own}");
         }
     }
 

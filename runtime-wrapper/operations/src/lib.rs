@@ -16,6 +16,7 @@
 
 pub mod action_script;
 pub mod agent;
+mod application;
 pub mod argv;
 pub mod avoid;
 pub mod bundle;

@@ -1,8 +1,9 @@
 //! Gives a container that was created from a checkpoint what is its own, before it runs an instruction.
 //!
-//! CRIU's hook does this at the stage [`STAGE`]: all of the container is there, devices too, and CRIU still holds the
-//! processes. The host name comes from the images with their UTS namespace. It is replaced by that of the new
-//! container, and the cgroup is frozen if the container has to wait for its start.
+//! This happens at CRIU's stage [`STAGE`]: all of the container is there, devices too, and CRIU still holds the
+//! processes. First the wrapper freezes the cgroup if the container has to wait for its start. The hook cannot do that:
+//! where the container shares the PID namespace of a pod, the hook is in it, and sees no processes outside. Then the hook
+//! replaces the host name, which comes from the images with their UTS namespace, by that of the new container.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -22,9 +23,8 @@ const FILE: &str = "new-container.json";
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NewContainer {
-    /// The container waits for its start. The process that made this is outside of it.
+    /// The container waits for its start.
     wait: bool,
-    made_by: u32,
     /// The names of its own UTS namespace.
     hostname: Option<String>,
     domainname: Option<String>,
@@ -41,7 +41,6 @@ impl NewContainer {
         };
         Self {
             wait,
-            made_by: std::process::id(),
             hostname: name("hostname").map(str::to_owned),
             domainname: name("domainname").map(str::to_owned),
         }
@@ -61,20 +60,19 @@ impl NewContainer {
         serde_json::from_slice(&text).ok()
     }
 
-    /// Gives the container with this init process what it asks for.
+    /// Freezes the container with this init process if it has to wait.
     ///
     /// # Errors
-    /// A text for CRIU's log.
-    pub fn give(&self, init: i32) -> Result<(), String> {
-        if self.wait {
-            // Before anything that can fail: the container must not run.
-            Frozen::at_restore(&Host::system(), init, self.made_by)?;
+    /// A text: what cannot be frozen.
+    pub fn stop(&self, host: &Host, init: i32) -> Result<(), String> {
+        match self.wait {
+            true => Frozen::at_restore(host, init),
+            false => Ok(()),
         }
-        self.names(init)
-            .map_err(|e| format!("the host name cannot be set: {e}"))
     }
 
-    fn names(&self, init: i32) -> std::io::Result<()> {
+    /// Gives the container with this init process its own names.
+    pub fn set_names(&self, init: i32) -> std::io::Result<()> {
         if self.hostname.is_none() && self.domainname.is_none() {
             return Ok(());
         }

@@ -24,7 +24,10 @@ mod run;
 use std::process::ExitCode;
 
 use cryopod_host::nodes::Vendor;
+use cryopod_host::spec::Spec;
+use serde_json::Value;
 
+use crate::application::{self, Moment};
 use crate::argv::Invocation;
 use crate::bundle::hold;
 use crate::child::Signals;
@@ -40,10 +43,18 @@ use crate::{passthrough, plugins, rootfs, state};
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
-    match open::open(ctx, inv)? {
-        Some(checkpoint) => restore(ctx, inv, &checkpoint, None),
-        None => Err(without_metadata(ctx, inv)),
+    // The low-level runtime reports a bundle that cannot be read.
+    let spec = Spec::of_bundle(&inv.bundle()).unwrap_or_else(|_| Spec::from_json(Value::Null));
+    let told = Moment::AfterRestore.is_asked(&spec);
+    let code = match open::open(ctx, inv)? {
+        Some(checkpoint) => restore(ctx, inv, &checkpoint, None)?,
+        None if told => restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?,
+        None => return Err(without_metadata(ctx, inv)),
+    };
+    if inv.flags.has("detach") {
+        application::tell(ctx, inv, &spec, Moment::AfterRestore);
     }
+    Ok(code)
 }
 
 /// Restores into a container that is being created.
@@ -75,7 +86,7 @@ fn restore(
         new.ask(&op)?;
     }
     let changed = bundle::change(&request, &prepared)?;
-    let ran = run::run(&request, &prepared, &op, &signals)?;
+    let ran = run::run(&request, &prepared, &op, &signals, new)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
     if is_free && result.is_err() {

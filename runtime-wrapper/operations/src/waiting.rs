@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use cryopod_host::programs::{Output, SystemTools, Tools};
 use serde_json::Value;
 
+use crate::application::{self, Moment};
 use crate::argv::{Invocation, Verb};
 use crate::context::Context;
 use crate::error::Error;
@@ -69,13 +70,16 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         )));
     }
     let path = file(ctx, inv);
-    match std::fs::remove_file(&path) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(format!(
-            "{}: the container runs, and its note cannot be removed",
-            path.display()
-        ))(e)),
-        _ => Ok(ExitCode::SUCCESS),
+    if let Err(e) = std::fs::remove_file(&path)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
+        let what = "the container runs, and its note cannot be removed";
+        return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
+    if let Some(state) = State::ask(ctx, inv, tools) {
+        application::tell(ctx, inv, &state.spec(ctx, inv), Moment::AfterRestore);
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints the state, with `created` for `paused`.

@@ -63,8 +63,8 @@ pub(super) fn dump(
     };
     let mut metadata_error = None;
     let env = &prepared.ready.env;
-    let ended = child::run(low, &args, env, &watch, signals, &mut |stage| {
-        let answer = completion.at(stage);
+    let ended = child::run(low, &args, env, &watch, signals, &mut |question| {
+        let answer = completion.at(&question.stage);
         let go_on = answer.is_ok();
         metadata_error = metadata_error.take().or(answer.err());
         go_on

@@ -5,9 +5,11 @@ use std::time::Duration;
 use cryopod_archive::names;
 
 use super::prepare::Prepared;
+use crate::action_script::Question;
 use crate::agent::Agent;
 use crate::child::{self, Ended, Signals, Watch};
 use crate::error::Error;
+use crate::new_container::{self, NewContainer};
 use crate::operation::Operation;
 use crate::reasons::Before;
 use crate::request::Request;
@@ -19,12 +21,13 @@ pub(super) struct Ran {
     pub detach: bool,
 }
 
-/// Runs it until it ends. An error means that it could not be started.
+/// Runs it until it ends. `new`: the container that is being created. An error means that it could not be started.
 pub(super) fn run(
     request: &Request<'_>,
     prepared: &Prepared,
     op: &Operation,
     signals: &Signals,
+    new: Option<&NewContainer>,
 ) -> Result<Ran, Error> {
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
@@ -39,7 +42,15 @@ pub(super) fn run(
     };
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
-    let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut |_| true)?;
+    let mut decide = |question: &Question| {
+        if let Some(new) = new.filter(|_| question.stage == new_container::STAGE)
+            && let Err(e) = new.stop(&request.host, question.init)
+        {
+            tracing::error!("{e}");
+        }
+        true
+    };
+    let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut decide)?;
     Ok(Ran {
         ended,
         before,

@@ -1,7 +1,7 @@
 //! Rewrites an engine's tar of changes as the one that a restore unpacks.
 //!
 //! podman and CRI-O pack the new files into `rootfs-diff.tar`, and list the deleted ones in `deleted.files`. containerd
-//! packs both into one tar, the deleted ones as OCI's whiteouts. Their PAX records may hold anything; here only a
+//! packs both into one tar, which its CRI compresses, the deleted ones as OCI's whiteouts. Their PAX records may hold anything; here only a
 //! program's capabilities are kept.
 
 use std::ffi::OsString;
@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Write};
 use std::path::{Component, Path, PathBuf};
 
-use cryopod_archive::names;
+use cryopod_archive::{decompressed, names};
 use tar::{Archive, Builder, EntryType, Header};
 
 use super::capture::empty;
@@ -84,7 +84,7 @@ fn whiteout<W: Write>(out: &mut Builder<W>, path: &Path) -> io::Result<()> {
 }
 
 fn changes<W: Write>(bounds: &Options, diff: &Path, out: &mut Builder<W>) -> io::Result<()> {
-    let mut archive = Archive::new(BufReader::with_capacity(1 << 20, File::open(diff)?));
+    let mut archive = Archive::new(decompressed(File::open(diff)?)?);
     let (mut files, mut bytes) = (0u64, 0u64);
     for entry in archive.entries()? {
         let mut entry = entry?;

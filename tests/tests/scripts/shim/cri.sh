@@ -1,10 +1,17 @@
 # cri.sh: containerd's CRI with our shim as a runtime class, without a kubelet: two containers in a pod, a checkpoint,
-# a restore into a new pod. CRI checkpoints exist from containerd 2.1 on.
+# a restore into a new pod, copies by `create`, with containerd's shim too. CRI checkpoints exist from containerd 2.1 on.
 simulate runc
+printf '[restore]\nallow = ["/srv/checkpoints"]\n' >> /etc/cryopod/config.toml
 registry
 cri_configure
 # As a user would write it, in the directory of examples.
 sed -n '/^\[plugins.*runtimes.cryopod/,$p' /src/examples/kubernetes/containerd.toml >> /etc/containerd/config.toml
+cat >> /etc/containerd/config.toml << 'T'
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.stock]
+  runtime_type = 'io.containerd.runc.v2'
+  [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.stock.options]
+    BinaryName = '/usr/local/bin/cryopod-runtime'
+T
 containerd_up
 wait_for cri_quiet Version '[[1,"v1"]]'
 cri PullImage '[[1,[[1,"localhost:5000/busybox:1"]]]]' > /dev/null
@@ -12,11 +19,11 @@ mkdir -p /tmp/logs
 sandbox() { # UID
     printf '[[1,[[1,"pod%s"],[2,"uid%s"],[3,"ns"]]],[3,"/tmp/logs"],[8,[[2,[[1,[[1,2],[2,1],[3,1]]]]]]]]' "$1" "$1"
 }
-container() { # POD UID NAME IMAGE COMMAND...: a request
+container() { # POD UID NAME IMAGE COMMAND...: a request; `from`: the checkpoint that its environment names
     local pod=$1 uid=$2 name=$3 image=$4 && shift 4
-    jq -nc --arg pod "$pod" --arg name "$name" --arg image "$image" --argjson sandbox "$(sandbox "$uid")" \
+    jq -nc --arg from "${from:-}" --arg pod "$pod" --arg name "$name" --arg image "$image" --argjson sandbox "$(sandbox "$uid")" \
         --argjson command "$(printf '%s\n' "$@" | jq -Rnc '[inputs | [3, .]]')" '[[1, $pod], [2, [
-        [1, [[1, $name]]], [2, [[1, $image]]]] + $command + [[6, [[1, "LD_LIBRARY_PATH"], [2, "/cusim"]]], [11, ($name + ".log")]]
+        [1, [[1, $name]]], [2, [[1, $image]]]] + $command + [[6, [[1, "LD_LIBRARY_PATH"], [2, "/cusim"]]], [6, [[1, "CRYOPOD_RESTORE"], [2, $from]]], [11, ($name + ".log")]]
         + [$ARGS.positional[] | if contains(":") then split(":") | [7, [[1, .[1]], [2, .[0]]]]
         else [8, [[1, .], [2, .], [3, "rwm"]]] end]], [3, $sandbox]]' --args "${binds[@]}" "${nodes[@]}"
 }
@@ -80,3 +87,23 @@ if cri_restores; then
     cri RemovePodSandbox "[[1,\"$pod\"]]"
     check 'no shim is left' wait_for no_shims
 fi
+
+mkdir -p /srv/checkpoints
+mv /tmp/cri.tar /srv/checkpoints/cri.tar
+for class in stock "$handler"; do
+    rm -f /tmp/logs/*.log
+    pod=$(cri RunPodSandbox "[[1,$(sandbox 3)],[2,\"$class\"]]")
+    job=$(from=/srv/checkpoints/cri.tar && cri CreateContainer "$(container "$pod" 3 job localhost:5000/busybox:1 true)")
+    sleep 0.3
+    check "$class: a copy: it waits" test ! -s /tmp/logs/job.log
+    cri StartContainer "[[1,\"$job\"]]"
+    wait_for ticked job 3
+    check "$class: a copy: the sum goes on" goes_on job
+    check "$class: a copy: not from its beginning" at_tick job 30
+    check "$class: a copy: the same sum" test "$(sum job)" = "$before"
+    cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"grep mine /made; hostname\"]]" > /tmp/said
+    check "$class: a copy: its file is there" says /tmp/said mine
+    cri StopPodSandbox "[[1,\"$pod\"]]"
+    cri RemovePodSandbox "[[1,\"$pod\"]]"
+    check "$class: nothing is left" wait_for no_shims
+done
