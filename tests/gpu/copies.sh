@@ -13,24 +13,63 @@ first_answer() {
     since "$from"
 }
 
-copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache
-    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull warm=() digests=() i from
+# served RUNTIME LAYERS WIDTH: a server that has answered, its checkpoint in the host's cache. Sets gpu, cold and pull.
+served() {
+    local from
     [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$1"
     printf '[restore]\nallow = ["/var/lib/containers/copies"]\n[cache]\npath = "/var/lib/containers/cache"\n' >> /etc/cryopod/config.toml
     mkdir -p -m 755 /var/lib/containers/copies
     train_command 1 any
     gpu+=("${torch_env[@]}")
-    command=("$python" /work/serve.py 1000000 unix "$2" "$3")
-    cold=$(first_answer server "${gpu[@]}" "$image" "${command[@]}") || return
+    cold=$(first_answer server "${gpu[@]}" "$image" "$python" /work/serve.py 1000000 unix "$2" "$3") || return
     wait_for more_lines server 60 || return
     checkpoint server "$label" "$archive" || return
     pod rm -f -t 0 server > /dev/null || return
     from=$(now)
     cryopod cache pull -q "$archive" > /dev/null || return
     pull=$(since "$from")
+}
+
+# copy NAME GPU: a copy on the GPU of this number; prints the seconds until its first answer.
+copy() {
+    local other
+    other=/dev/nvidia$(minor_of "$2")
+    first_answer "$1" --annotation dev.cryopod.restore="$archive" "${gpu[@]/#"/dev/nvidia$(minor_of 0)"/$other}" "$image" true
+}
+
+copies_two() { # RUNTIME LAYERS WIDTH LABEL: one copy, then one on each of two GPUs at once
+    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull one two i copying=()
+    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    served "$1" "$2" "$3" || return
+    copy first 0 > /tmp/first || return # whatever is read for the first time
+    pod rm -f -t 0 first > /dev/null
+    one=$(copy one 0) || return
+    pod rm -f -t 0 one > /dev/null
+    for i in 0 1; do
+        copy "copy$i" "$i" > "/tmp/copy$i" &
+        copying+=($!)
+    done
+    wait "${copying[0]}" || return
+    wait "${copying[1]}" || return
+    for i in 0 1; do
+        wait_for more_lines "copy$i" 60 || return
+        if podman logs "copy$i" 2>&1 | grep CORRUPT; then return 1; fi
+    done
+    two=$(cat /tmp/copy0 /tmp/copy1 | sort -n | tail -n 1)
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson pull "$pull" \
+        --argjson one "$one" --argjson two "$two" --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
+        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cache_pull_s: $pull, one_s: $one, two_s: $two, times: ($two / $one), info: $info}')"
+    rm -r /var/lib/containers/copies
+    cryopod cache prune -q
+    jq -c '{case, cold_s, one_s, two_s, times, info}' <<< "$(tail -n 1 /out/results.jsonl)"
+}
+
+copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache
+    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull warm=() digests=() i
+    served "$1" "$2" "$3" || return
     for i in 1 2; do
-        warm+=("$(first_answer "copy$i" --annotation dev.cryopod.restore="$archive" "${gpu[@]}" "$image" true)") || return
+        warm+=("$(copy "copy$i" 0)") || return
         wait_for more_lines "copy$i" 60 || return
     done
     for i in 1 2; do
