@@ -29,6 +29,10 @@ use crate::request::Request;
 use crate::state::{self, State};
 use crate::{child, passthrough, rootfs};
 
+/// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze, and
+/// under load every program that a shell starts is such a moment.
+const FREEZES: u32 = 3;
+
 /// Checkpoints a container. Execs the low-level runtime for one without GPU nodes. On error the container goes on
 /// running.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
@@ -54,9 +58,17 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         // The application may have changed everything.
         planned = plan::plan(&request, &state, nodes)?;
     }
-    let mut prepared = prepare::prepare(&request, &state, &planned)?;
-    let dumped = dump::dump(&mut prepared, &signals, started)?;
-    conclude::conclude(prepared, dumped)
+    let mut tries = FREEZES;
+    loop {
+        let mut prepared = prepare::prepare(&request, &state, &planned)?;
+        let dumped = dump::dump(&mut prepared, &signals, started)?;
+        tries -= 1;
+        let again = dumped.ended.inside_vfork && tries > 0;
+        let result = conclude::conclude(prepared, dumped, again);
+        if !again || !alive(&request.host, &state) {
+            return result;
+        }
+    }
 }
 
 /// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.

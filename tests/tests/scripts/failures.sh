@@ -144,6 +144,17 @@ rm /srv/vfork/vfork
 last=$(count vforks)
 timeout 10 sh -c ': > /srv/vfork/fifo'
 wait_for counted vforks $((last + 2))
+# At the second try it is out of it.
+cat > /tmp/stages.sh <<'S'
+#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
+if mkdir /srv/vfork/first; then touch /srv/vfork/vfork && sleep 1
+else rm -f /srv/vfork/vfork && timeout 10 sh -c ': > /srv/vfork/fifo'; fi
+S
+cryopod-runtime checkpoint --leave-running --image-path /tmp/i9 "$(pod inspect -f '{{.Id}}' vforks)" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
+test -e /srv/vfork/first && grep -q 'not frozen; another try' /tmp/said && test -e /tmp/i9/cryopod.json
+wait_for counted vforks $(($(count vforks) + 2))
+rm -r /tmp/i9
 printf '#!/bin/sh\n' > /tmp/stages.sh
 pod rm -f -t 0 vforks > /dev/null
 alive 'a process inside vfork'

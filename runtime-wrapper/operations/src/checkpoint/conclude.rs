@@ -15,7 +15,12 @@ use crate::setup::Finished;
 use crate::state::State;
 use crate::{facts, handover, log, lsm, store};
 
-pub(super) fn conclude(prepared: Prepared<'_>, dumped: Dumped) -> Result<ExitCode, Error> {
+/// Concludes a dump. `again`: if it failed, another one follows.
+pub(super) fn conclude(
+    prepared: Prepared<'_>,
+    dumped: Dumped,
+    again: bool,
+) -> Result<ExitCode, Error> {
     let Prepared {
         request,
         state,
@@ -68,7 +73,10 @@ pub(super) fn conclude(prepared: Prepared<'_>, dumped: Dumped) -> Result<ExitCod
     let reasons = dumped.metadata_error.iter().cloned();
     let reasons = reasons.chain(finished.reasons()).chain(full);
     let reasons = reasons.chain(denied).chain(runtime_error).collect();
-    log::error(&explain(request, state, &dumped, reasons));
+    match again {
+        true => tracing::warn!("{}: not frozen; another try", request.id()),
+        false => log::error(&explain(request, state, &dumped, reasons)),
+    }
     Ok(exit_code(dumped.ended.code.max(1)))
 }
 
