@@ -7,6 +7,7 @@
 
 mod image;
 pub mod mounts;
+pub mod network;
 pub mod privileges;
 mod proto;
 #[cfg(test)]

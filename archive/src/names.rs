@@ -27,6 +27,8 @@ pub const NETWORK_STATUS: &str = "network.status";
 pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
 /// Files of the image that the container has deleted: a JSON list.
 pub const DELETED_FILES: &str = "deleted.files";
+/// The files of `/dev/shm` (podman).
+pub const DEVSHM: &str = "devshm-checkpoint.tar";
 /// Volumes, a tar each (podman).
 pub const VOLUMES_DIR: &str = "volumes";
 pub const STATS_DUMP: &str = "stats-dump";

@@ -102,6 +102,15 @@ impl Cgroups {
         Self(vacant.collect())
     }
 
+    /// These, which had no process when they were looked up.
+    pub fn named(paths: impl Iterator<Item = PathBuf>) -> Self {
+        Self(paths.collect())
+    }
+
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.iter().map(PathBuf::as_path)
+    }
+
     /// Kills the processes in them. Returns true if there were any.
     pub fn kill(&self) -> bool {
         let mut any = false;

@@ -4,7 +4,7 @@
 //! program that is started goes through [`programs::Tools`].
 //!
 //! - [`files`]: the host's files, bounded.
-//! - [`mountinfo`]: mounts of a process.
+//! - [`mountinfo`]: mounts of a process; [`detached`]: mounts for another mount namespace.
 //! - [`spec`]: a container's OCI spec; [`destinations`]: where its mounts end up inside the container's root.
 //! - [`nodes`]: device nodes of GPUs, by the vendors' naming.
 //! - [`processes`]: the processes of a container, examined once; [`sock_diag`]: their Unix sockets.
@@ -13,6 +13,7 @@
 
 pub mod cgroups;
 pub mod destinations;
+pub mod detached;
 pub mod files;
 pub mod limited;
 pub mod mountinfo;

@@ -17,6 +17,8 @@ pub struct Mount {
     pub root: String,
     /// The content comes from outside: the caller tells CRIU where it is.
     pub external: bool,
+    /// The name by which CRIU asks for an external mount's source; otherwise empty.
+    pub key: String,
 }
 
 /// Reads an image with the name `file`.
@@ -37,7 +39,10 @@ pub(super) fn bounded(
 }
 
 fn mount(entry: MntEntry) -> Mount {
-    let external = entry.ext_mount == Some(true) || entry.ext_key.is_some_and(|k| !k.is_empty());
+    // Old images have the name in place of the root.
+    let old = (entry.ext_mount == Some(true)).then(|| entry.root.clone());
+    let key = entry.ext_key.filter(|k| !k.is_empty()).or(old);
+    let external = key.is_some();
     // CRIU does not create the file system of an external mount.
     let of_file_system = entry.sb_flags.filter(|_| !external).unwrap_or(0);
     Mount {
@@ -51,6 +56,7 @@ fn mount(entry: MntEntry) -> Mount {
         flags: entry.flags | of_file_system,
         root: entry.root,
         external,
+        key: key.unwrap_or_default(),
     }
 }
 

@@ -11,11 +11,11 @@ use prost::Message;
 use super::image::{Bounds, ImageError, messages};
 use super::mounts::{self, Mount};
 use super::proto::{
-    CORE_MAGIC, CoreEntry, Creds, INVENTORY_MAGIC, Ids, InventoryEntry, PSTREE_MAGIC, PstreeEntry,
+    CORE_MAGIC, CoreEntry, Creds, IDS_MAGIC, INVENTORY_MAGIC, Ids, InventoryEntry, PSTREE_MAGIC,
+    PstreeEntry,
 };
 use crate::names::CRIU_INVENTORY;
 
-const IDS_MAGIC: u32 = 0x5443_2030;
 const SECCOMP_MAGIC: u32 = 0x6441_3049;
 const MAX_THREADS: usize = 1 << 20;
 

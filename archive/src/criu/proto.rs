@@ -12,6 +12,8 @@ pub const CORE_MAGIC: u32 = 0x5505_3847;
 pub const PAGEMAP_MAGIC: u32 = 0x5608_4025;
 pub const MOUNTS_MAGIC: u32 = 0x5556_3928;
 pub const FILES_MAGIC: u32 = 0x5630_3138;
+pub const IDS_MAGIC: u32 = 0x5443_2030;
+pub const NETNS_MAGIC: u32 = 0x5593_3752;
 pub const STATS_MAGIC: u32 = 0x5709_3306;
 
 const PARENT: u32 = 1;
@@ -113,6 +115,12 @@ pub struct Ids {
     pub cgroup: Option<u32>,
     #[prost(uint32, optional, tag = "12")]
     pub time: Option<u32>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct NetnsEntry {
+    #[prost(string, optional, tag = "8")]
+    pub ext_key: Option<String>,
 }
 
 #[derive(Clone, PartialEq, Message)]

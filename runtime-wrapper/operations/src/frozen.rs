@@ -14,6 +14,8 @@ use cryopod_host::files::Host;
 
 const LIMIT: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(1);
+/// crun's own cgroup in that of a container which it restores, where systemd or version 1 manages cgroups.
+const OF_CRUN: &str = ".proxy-crun";
 
 /// The frozen cgroup of a container's init process. Dropped, it is as it was.
 #[derive(Debug)]
@@ -187,7 +189,7 @@ impl Frozen {
         let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
         let tree = live::tree(host, init);
         for pid in freezer.members() {
-            if !tree.contains(&pid) {
+            if !tree.contains(&pid) && !move_crun_aside(host, pid) {
                 let procs = freezer.beside.join("cgroup.procs");
                 let text = pid.to_string();
                 write(&procs, &text).map_err(|e| format!("{}: {text}: {e}", procs.display()))?;
@@ -197,6 +199,57 @@ impl Frozen {
         let mut frozen = frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))?;
         frozen.thaw = None;
         Ok(())
+    }
+}
+
+/// Moves the process that crun has waiting in the container's cgroup while CRIU restores, and that crun waits for in the
+/// end. That process goes to the parent of the cgroup where it is, and removes this one. So it gets one of its own, in
+/// each hierarchy below the cgroup of this program. Returns false for any other process, and if it would be frozen.
+fn move_crun_aside(host: &Host, pid: i32) -> bool {
+    let of = |process: &str| host.text(format!("/proc/{process}/cgroup"));
+    let (Ok(all), Ok(ours)) = (of(&pid.to_string()), of("self")) else {
+        return false;
+    };
+    let mut aside = false;
+    for (kind, path) in all.lines().filter_map(parsed) {
+        if !path.ends_with(OF_CRUN) {
+            continue;
+        }
+        let mut ours = ours.lines().filter_map(parsed);
+        let beside = ours.find(|(of, _)| *of == kind).map(|(_, own)| own);
+        let beside = beside.unwrap_or(Path::new("/"));
+        let below = |root: &Path, path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+        let Some(root) = hierarchy(host, kind, path) else {
+            continue;
+        };
+        let to = below(&root, beside).join(format!("{OF_CRUN}-{pid}"));
+        // Of a helper with this pid that was killed.
+        let _ = std::fs::remove_dir(&to);
+        let moved = std::fs::create_dir(&to)
+            .and_then(|()| write(&to.join("cgroup.procs"), &pid.to_string()));
+        match moved {
+            Ok(()) => aside |= kind.is_empty() || kind.split(',').any(|k| k == "freezer"),
+            Err(e) => tracing::warn!("{}: process {pid} of crun: {e}", to.display()),
+        }
+        let _ = std::fs::remove_dir(below(&root, path));
+    }
+    aside
+}
+
+/// Returns where the hierarchy of these controllers is mounted, by a cgroup that it has.
+fn hierarchy(host: &Host, controllers: &str, has: &Path) -> Option<PathBuf> {
+    let names = [controllers].into_iter().chain(controllers.split(','));
+    let names = names.map(|name| name.trim_start_matches("name="));
+    let roots = names.chain(["unified"]);
+    let roots = roots.map(|name| host.path("/sys/fs/cgroup").join(name));
+    let has = has.strip_prefix("/").unwrap_or(has);
+    roots.into_iter().find(|root| root.join(has).is_dir())
+}
+
+/// Thaws a cgroup, so that its killed processes end.
+pub fn thaw(cgroup: &Path) {
+    for (file, text) in [("cgroup.freeze", "0"), ("freezer.state", "THAWED")] {
+        let _ = write(&cgroup.join(file), text);
     }
 }
 

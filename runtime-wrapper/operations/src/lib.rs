@@ -14,6 +14,7 @@
 //! ends. CRIU asks back before a checkpoint becomes final ([`action_script`]): the container may end only once the
 //! metadata is safely on disk.
 
+mod abandoned;
 pub mod action_script;
 pub mod agent;
 mod application;
@@ -43,6 +44,9 @@ mod loopback;
 pub mod lowlevel;
 pub mod lsm;
 mod new_container;
+mod new_environ;
+mod new_mounts;
+mod new_network;
 pub mod operation;
 pub mod passthrough;
 mod pause;
@@ -104,6 +108,12 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => run(&ctx, &inv, create),
         Some(inv) if waiting::is(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
+            let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
+            if other.as_ref().is_some_and(is_delete) {
+                // What a killed wrapper left of this container is in no state of the low-level runtime.
+                log::init(other.as_ref().map(|i| &i.globals));
+                operation::sweep_dead();
+            }
             let e = passthrough::exec(&ctx.low, &ctx.args);
             log::init(other.map(|i| i.globals).as_ref());
             fail(&e)
@@ -113,6 +123,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 
 /// Creates a container: from a checkpoint if it names one, else by the low-level runtime.
 fn create(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    // A dead wrapper's note of a container must not outlive the next one of that name.
+    operation::sweep_dead();
     let bundle = inv.bundle();
     // The low-level runtime reports a bundle that cannot be read.
     if let Ok(spec) = Spec::of_bundle(&bundle) {

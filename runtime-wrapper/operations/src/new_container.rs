@@ -6,6 +6,7 @@
 //! replaces the host name, which comes from the images with their UTS namespace, by that of the new container.
 
 use std::fs::{self, File};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use cryopod_host::files::Host;
@@ -58,6 +59,25 @@ impl NewContainer {
     pub fn asked(directory: &Path) -> Option<Self> {
         let text = fs::read(directory.join(FILE)).ok()?;
         serde_json::from_slice(&text).ok()
+    }
+
+    /// Has the kernel make new random numbers.
+    ///
+    /// `getrandom` of the vDSO (Linux 6.11) keeps its state in the process, and so in the images. It starts anew if the
+    /// kernel's generator was seeded meanwhile. Else all copies would go on with the same numbers.
+    pub fn reseed() {
+        /// `_IO('R', 7)` of linux/random.h
+        const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+        let done = File::open("/dev/urandom").and_then(|device| {
+            // SAFETY: the request has no argument.
+            match unsafe { libc::ioctl(device.as_raw_fd(), RNDRESEEDCRNG as _) } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+        if let Err(e) = done {
+            tracing::warn!("/dev/urandom: the kernel's random numbers cannot be made anew: {e}");
+        }
     }
 
     /// Freezes the container with this init process if it has to wait.

@@ -15,9 +15,11 @@ use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mounts::Provided;
 use cryopod_host::files::Host;
 use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::FsFlags;
 
+use crate::abandoned;
 use crate::error::Error;
 
 /// Parent of these directories, unless `CRYOPOD_RUN_DIR` names another.
@@ -28,6 +30,14 @@ const SHOWN: &str = "mounts";
 
 pub fn base() -> PathBuf {
     std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
+}
+
+/// Removes the directories of dead processes, and what these have left of containers.
+pub fn sweep_dead() {
+    let base = base();
+    if ours(&base).is_ok() {
+        sweep(&base, &Host::system());
+    }
 }
 
 #[derive(Debug)]
@@ -87,10 +97,23 @@ impl Operation {
     /// Bind-mounts the target of an O_PATH descriptor at a path of its own in the directory, until the directory is
     /// removed.
     pub fn show(&self, provided: &Provided) -> Result<PathBuf, Error> {
-        let (opened, kind) = (provided.opened.as_fd(), provided.kind);
+        let path = self.place(provided.kind)?;
+        let (opened, none) = (provided.opened.as_fd(), None::<&str>);
+        self.bind(opened, &path)?;
+        if provided.read_only {
+            let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+            let what = format!("{}: cannot be made read-only", path.display());
+            mount(none, &path, none, flags | kept(opened), none)
+                .map_err(|e| Error::io(what)(e.into()))?;
+        }
+        Ok(path)
+    }
+
+    /// Makes an empty file or directory to mount something at. What is there is unmounted when the directory is removed.
+    pub fn place(&self, kind: MountKind) -> Result<PathBuf, Error> {
         let directory = self.dir.join(SHOWN);
         let what = format!("{}: a mount cannot be made below it", directory.display());
-        let shown = || -> io::Result<PathBuf> {
+        let made = || -> io::Result<PathBuf> {
             match DirBuilder::new().mode(0o700).create(&directory) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
                 _ => {}
@@ -100,16 +123,18 @@ impl Operation {
                 MountKind::Directory => DirBuilder::new().mode(0o700).create(&path)?,
                 _ => drop(fs::File::create_new(&path)?),
             }
-            let from = format!("/proc/self/fd/{}", opened.as_raw_fd());
-            let none = None::<&str>;
-            mount(Some(from.as_str()), &path, none, MsFlags::MS_BIND, none)?;
-            if provided.read_only {
-                let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-                mount(none, &path, none, flags | kept(opened), none)?;
-            }
             Ok(path)
         };
-        shown().map_err(Error::io(what))
+        made().map_err(Error::io(what))
+    }
+
+    /// Bind-mounts the target of a descriptor at such a place.
+    pub fn bind(&self, opened: BorrowedFd<'_>, place: &Path) -> Result<(), Error> {
+        let none = None::<&str>;
+        let from = format!("/proc/self/fd/{}", opened.as_raw_fd());
+        let what = format!("{}: cannot mount anything there", place.display());
+        mount(Some(from.as_str()), place, none, MsFlags::MS_BIND, none)
+            .map_err(|e| Error::io(what)(e.into()))
     }
 
     /// Links a plugin into the directory under its own file name; CRIU skips names that do not end in `.so`.
@@ -213,6 +238,13 @@ fn sweep(base: &Path, host: &Host) {
         if live::start_time(host, pid) == Some(start) {
             continue;
         }
+        // Another process may be at it. What it is to end may exist anew once that one is done.
+        let held = fs::File::open(entry.path()).ok();
+        let held = held.and_then(|d| Flock::lock(d, FlockArg::LockExclusiveNonblock).ok());
+        if held.is_none() {
+            continue;
+        }
+        abandoned::end(&entry.path());
         match remove(&entry.path()) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => {
                 tracing::warn!("{}: cannot be removed: {e}", entry.path().display());

@@ -4,6 +4,7 @@
 //! them. The images come with the archive, perhaps from a stranger. So cryopod refuses whatever they give beyond the
 //! spec, unless the configuration disables the check `privileges`; an annotation cannot.
 
+use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -107,6 +108,8 @@ pub struct Given<'a> {
     pub read_only: &'a [String],
     /// CRIU gives every process the label of the new spec (`--lsm-profile`).
     pub relabelled: bool,
+    /// The restore itself, where a path has one mount and all processes see the same ones, sets `nosuid`, `nodev` and `noexec` as the spec says ([`crate::new_mounts`]).
+    pub limited: bool,
 }
 
 pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
@@ -150,6 +153,7 @@ pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<R
         spec,
         read_only: &[],
         relabelled: false,
+        limited: false,
     });
     let threads = pids.iter().flat_map(|pid| threads(host, *pid));
     let mut told: Vec<String> = threads.flat_map(|t| bounds.thread(&t)).collect();
@@ -196,7 +200,7 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
         .collect()
 }
 
-fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
+pub(crate) fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
     let path = images.join(name);
     let read = || -> io::Result<Option<Vec<u8>>> {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
@@ -225,6 +229,12 @@ fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
 }
 
 pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
+    let mount = NAMESPACES.iter().position(|n| *n == "mount").unwrap_or(0);
+    let seen: BTreeSet<u32> = found.namespaces.iter().map(|n| n.ids[mount]).collect();
+    let given = Given {
+        limited: given.limited && seen.len() == 1,
+        ..given
+    };
     let bounds = Bounds::of(given);
     let mut told: Vec<String> = Vec::new();
     told.extend(found.threads.iter().flat_map(|t| bounds.thread(t)));
@@ -322,9 +332,8 @@ impl<'a> Bounds<'a> {
     fn mounts(&self, mounts: &[Mount]) -> Vec<String> {
         let mut told = Vec::new();
         for path in self.given.read_only {
-            let open = mounts
-                .iter()
-                .any(|m| m.path == *path && m.flags & READ_ONLY == 0);
+            let of = |m: &&Mount| m.path == *path || m.external && m.key == *path;
+            let open = mounts.iter().filter(of).any(|m| m.flags & READ_ONLY == 0);
             if open {
                 told.push(format!(
                     "the images mount the host's files at {path} writable, and the spec does not name them"
@@ -362,8 +371,13 @@ impl<'a> Bounds<'a> {
                     .find(|o| **o == limit.0 || **o == limit.1);
                 said == Some(&limit.0)
             };
-            for (option, _, flag) in LIMITS.iter().filter(|l| on(l)) {
-                let is = |m: &&Mount| m.path == at.trim_end_matches('/');
+            // Its source may be mounted elsewhere, too.
+            let at = at.trim_end_matches('/');
+            let is = |m: &&Mount| m.path == at || m.external && m.key == at;
+            let limited = self.given.limited && mounts.iter().filter(is).count() == 1;
+            let limits = LIMITS.iter().filter(|l| on(l));
+            let limits = limits.filter(|l| !limited || l.2 == READ_ONLY);
+            for (option, _, flag) in limits {
                 if mounts.iter().filter(is).any(|m| m.flags & flag == 0) {
                     told.push(format!(
                         "the images mount {at} without {option}, and the spec says {option}"
@@ -448,7 +462,7 @@ fn name(number: usize) -> String {
 
 /// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)
 /// that leads there.
-fn of_host(host: &Host, entry: &Value) -> bool {
+pub(crate) fn of_host(host: &Host, entry: &Value) -> bool {
     let text = |key: &str| entry.get(key).and_then(Value::as_str);
     let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
         return false;

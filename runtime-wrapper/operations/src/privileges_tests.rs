@@ -32,6 +32,7 @@ fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
         root: "/".into(),
         flags,
         external: false,
+        key: String::new(),
     }
 }
 
@@ -86,6 +87,7 @@ fn told(spec: Value, change: impl FnOnce(&mut Privileges)) -> String {
         spec: &Spec::from_json(spec),
         read_only: &["/usr/lib/libcuda.so.1".to_owned()],
         relabelled: false,
+        limited: false,
     };
     let lines: Vec<String> = beyond(&found, given)
         .iter()
@@ -214,6 +216,7 @@ fn the_configuration_alone_switches_it_off() {
         spec: &spec,
         read_only: &[],
         relabelled: false,
+        limited: false,
     };
     let mut config = Config::default();
     let e = settle(&config, dir.path(), given).unwrap_err().to_string();

@@ -553,7 +553,7 @@ proptest! {
         }
 
         // Images.
-        let compared = privileges::Given { host, spec: &engine, read_only: &[], relabelled: false };
+        let compared = privileges::Given { host, spec: &engine, read_only: &[], relabelled: false, limited: false };
         if privileges::beyond(&images, compared).is_empty() {
             let thread = &images.threads[0];
             prop_assert!(thread.capabilities & !1 == 0 && thread.no_new_privs);

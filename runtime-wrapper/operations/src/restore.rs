@@ -80,12 +80,13 @@ fn restore(
     let is_free = new.is_some() && !state::directory(ctx, inv).exists();
     let signals = Signals::watch()?;
     let op = Operation::new()?;
-    let planned = plan::plan(&request, checkpoint, &op)?;
+    let planned = plan::plan(&request, checkpoint, &op, new.is_some())?;
     let prepared = prepare::prepare(&request, checkpoint, planned, &op)?;
     if let Some(new) = new {
         new.ask(&op)?;
+        NewContainer::reseed();
     }
-    let changed = bundle::change(&request, &prepared)?;
+    let changed = bundle::change(&request, &prepared, &op)?;
     let ran = run::run(&request, &prepared, &op, &signals, new)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);

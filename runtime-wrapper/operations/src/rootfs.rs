@@ -25,6 +25,8 @@ use crate::frozen::Frozen;
 pub use adopt::adopt;
 
 pub const FILE: &str = "cryopod-rootfs.tar";
+/// The files of `/dev/shm`, where that is a mount from outside of the container.
+pub const SHM_FILE: &str = "cryopod-shm.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
 /// docker's namespace in containerd, a directory in the path of its bundles.
@@ -140,6 +142,22 @@ pub fn apply(options: &Options, images: &Path, bundle: &Path) -> Result<(), Erro
         "the files of the checkpoint ({}) cannot be put into {}",
         path.display(),
         root.display()
+    )))
+}
+
+/// Unpacks the carried files of `/dev/shm` into the directory that the new container has there.
+///
+/// # Errors
+/// Those of [`apply()`].
+pub fn apply_shm(options: &Options, images: &Path, directory: &Path) -> Result<(), Error> {
+    let path = images.join(SHM_FILE);
+    if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
+        return Ok(());
+    }
+    apply::unpack(&path, directory, options).map_err(Error::io(format!(
+        "the files of /dev/shm ({}) cannot be put into {}",
+        path.display(),
+        directory.display()
     )))
 }
 

@@ -163,7 +163,7 @@ pub fn checkpoint(
 }
 
 /// CRIU's option for an external mount: at a checkpoint its name, at a restore its source.
-fn external(path: &str, key: &str) -> String {
+pub fn external(path: &str, key: &str) -> String {
     format!("external mnt[{path}]:{key}")
 }
 
@@ -213,6 +213,8 @@ pub struct Provision {
     own: Vec<String>,
     /// Mount points of the host's own files.
     pub read_only: Vec<String>,
+    /// External mounts that are named to CRIU, beside those that the low-level runtime names.
+    pub named: Vec<String>,
 }
 
 /// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as known. Touches
@@ -298,23 +300,26 @@ pub fn restore(
             true => op.show(p)?,
             false => p.source.clone(),
         };
-        foreign.push(external(&p.path, &shown.display().to_string()));
+        foreign.push((PathBuf::from(&p.path), shown));
     }
     let empty = empty_directories(request).into_iter();
     // CRIU uses the last line for a path, and the runtime's come after these.
-    let lines = known(own_nodes.map(|path| (path.clone(), path)))
-        .into_iter()
-        .chain(known(linked.filter(|(_, source)| source.is_absolute())))
-        .chain(known(empty))
+    let pairs: Vec<(PathBuf, PathBuf)> = own_nodes
+        .map(|path| (path.clone(), path))
+        .chain(linked.filter(|(_, source)| source.is_absolute()))
+        .chain(empty)
         .chain(foreign)
-        .chain(cgroup_roots(host))
         .collect();
+    let named = pairs.iter().map(|(path, _)| path.display().to_string());
+    let named = named.collect();
+    let lines = known(pairs.into_iter());
     Ok(Provision {
         extra: Extra {
             options,
-            lines,
+            lines: lines.into_iter().chain(cgroup_roots(host)).collect(),
             ..Extra::default()
         },
+        named,
         read_only: provided
             .iter()
             .filter(|p| p.read_only)
@@ -388,13 +393,21 @@ pub struct MountPoints {
 }
 
 impl MountPoints {
+    /// Those below this directory.
+    pub fn below(root: File) -> Self {
+        Self {
+            root: Some(root),
+            made: Vec::new(),
+        }
+    }
+
     /// Keeps them, after a successful restore.
     pub fn keep(mut self) {
         self.made.clear();
     }
 
     /// Makes a mount point below the root, which no link can lead out of.
-    fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
+    pub fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
         let Some(root) = &self.root else {
             return Ok(());
         };
@@ -442,8 +455,14 @@ impl Drop for MountPoints {
 }
 
 fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
+    opened_in(root, path, OFlag::O_DIRECTORY)
+}
+
+/// Opens a path below `root`, which no link can lead out of, without access to its content.
+pub fn opened_in(root: &File, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
+    let path = path.strip_prefix("/").unwrap_or(path);
     let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
     openat2(root.as_fd(), path, how)
 }

@@ -50,16 +50,17 @@ pub fn no_links(images: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the overlay if the archived `/dev` has to change, or files are in a store. `None`: the images can be used as
-/// they are.
+/// Makes the overlay if the archived `/dev` has to change, files are in a store, or one is `written` anew (name and
+/// content). `None`: the images can be used as they are.
 pub fn overlay(
     op: &Operation,
     images: &Path,
     remap: &Remap,
     stored: Option<&Found>,
+    written: Option<(String, Vec<u8>)>,
 ) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
-    if changed.is_empty() && stored.is_none() {
+    if changed.is_empty() && stored.is_none() && written.is_none() {
         return Ok(None);
     }
     let images = images.canonicalize().map_err(Error::io(format!(
@@ -70,7 +71,7 @@ pub fn overlay(
         true => Vec::new(),
         false => rewritten(&images, remap, changed)?,
     };
-    if rewritten.is_empty() && stored.is_none() {
+    if rewritten.is_empty() && stored.is_none() && written.is_none() {
         return Ok(None);
     }
     let directory = op.file(DIRECTORY);
@@ -87,6 +88,11 @@ pub fn overlay(
     )))?;
     for (file, nodes) in &rewritten {
         devtar::rewrite(&images.join(file), &directory.join(file), nodes)?;
+    }
+    if let Some((name, content)) = written {
+        let path = directory.join(name);
+        let what = format!("{}: cannot be written", path.display());
+        fs::write(path, content).map_err(Error::io(what))?;
     }
     link_rest(&images, &directory)?;
     if let Some(stored) = stored {

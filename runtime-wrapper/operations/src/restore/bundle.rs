@@ -3,9 +3,11 @@
 use cryopod_host::cgroups::Cgroups;
 
 use super::prepare::Prepared;
+use crate::abandoned::Restoring;
 use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
 use crate::bundle_render::OnlyRender;
 use crate::error::Error;
+use crate::operation::Operation;
 use crate::request::Request;
 use crate::rootfs;
 use crate::surroundings::MountPoints;
@@ -14,24 +16,38 @@ use crate::surroundings::MountPoints;
 pub(super) struct Changed {
     edited: Edited,
     mount_points: MountPoints,
+    of_new: Option<MountPoints>,
     /// The container's cgroups, as far as they were vacant before.
     pub cgroups: Cgroups,
+    pub restoring: Restoring,
 }
 
-pub(super) fn change(request: &Request<'_>, prepared: &Prepared) -> Result<Changed, Error> {
+pub(super) fn change(
+    request: &Request<'_>,
+    prepared: &Prepared,
+    op: &Operation,
+) -> Result<Changed, Error> {
     let (host, spec, bundle) = (&request.host, &request.spec, &request.bundle);
     let edited = edit(host, bundle, spec, &edits(request, prepared))?;
     let path = spec.cgroup(request.id());
     let cgroups = path
         .map(|path| Cgroups::vacant(host, path))
         .unwrap_or_default();
+    let restoring = Restoring::of(request, cgroups.clone());
+    if request.flag("detach") {
+        restoring.note(op.dir())?;
+    }
     rootfs::apply(&request.config().rootfs, &request.images, bundle)?;
     let provision = &prepared.provision;
     let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;
+    let of_new = prepared.new_mounts.as_ref();
+    let of_new = of_new.map(|m| m.provide(request, op)).transpose()?;
     Ok(Changed {
         edited,
         mount_points,
+        of_new,
         cgroups,
+        restoring,
     })
 }
 
@@ -40,6 +56,9 @@ impl Changed {
     pub fn keep(self) {
         self.edited.keep();
         self.mount_points.keep();
+        if let Some(points) = self.of_new {
+            points.keep();
+        }
     }
 }
 

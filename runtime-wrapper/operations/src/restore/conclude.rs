@@ -8,8 +8,10 @@ use cryopod_host::cgroups::Cgroups;
 use super::bundle::Changed;
 use super::prepare::Prepared;
 use super::run::Ran;
+use crate::abandoned::Restoring;
 use crate::child::exit_code;
 use crate::error::Error;
+use crate::frozen;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
@@ -41,14 +43,20 @@ pub(super) fn conclude(
     // A container in the foreground ends with its own exit code, and leaves no process behind.
     let lives = !failed || !ran.detach && ended.passed && !lost;
     let left = failed && changed.cgroups.kill();
+    if left {
+        // CRIU may have died after the container was frozen for its start.
+        changed.cgroups.paths().for_each(frozen::thaw);
+    }
     if !lives || left {
         if ended.killed || ended.lost_processes || left {
             state::remove(request.ctx, request.inv, &request.tools);
         }
+        changed.restoring.unmount();
         remove(&changed.cgroups);
         let why = explain(request, &ran, finished, runtime_error, amd);
         return Err(Error::Failed(why));
     }
+    Restoring::done(op.dir());
     changed.keep();
     if let Some(log) = log.filter(|_| !failed) {
         log.hand_on();
@@ -73,7 +81,9 @@ fn explain(
     let labels = surroundings::labels(&request.spec);
     let criu_log = ran.before.criu_log();
     let denied = criu_log.and_then(|log| lsm::denial(&request.host, log, &labels));
-    let reasons = finished.reasons().chain(denied).chain(runtime_error);
+    let reasons = ran.unfit.clone().into_iter();
+    let reasons = reasons.chain(finished.reasons());
+    let reasons = reasons.chain(denied).chain(runtime_error);
     let why = facts::why(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
     let stuck = match amd && ran.ended.killed {
         true => format!(

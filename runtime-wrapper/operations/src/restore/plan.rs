@@ -13,6 +13,8 @@ use crate::agent::Agent;
 use crate::choose::Chosen;
 use crate::error::Error;
 use crate::facts::Criu;
+use crate::new_mounts::NewMounts;
+use crate::new_network::NewNetwork;
 use crate::operation::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::request::Request;
@@ -33,9 +35,12 @@ pub(super) struct Planned {
     pub criu: Criu,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
+    /// Of a container that is created from the checkpoint.
+    pub new_mounts: Option<NewMounts>,
+    pub new_network: Option<NewNetwork>,
 }
 
-/// Plans the restore. Starts the driver agent if the checkpoint needs it.
+/// Plans the restore. Starts the driver agent if the checkpoint needs it. `new`: into a container that is being created.
 ///
 /// # Errors
 /// Every reason why the checkpoint cannot be restored here.
@@ -43,6 +48,7 @@ pub(super) fn plan(
     request: &Request<'_>,
     checkpoint: &Checkpoint,
     op: &Operation,
+    new: bool,
 ) -> Result<Planned, Error> {
     let (config, metadata) = (request.config(), &checkpoint.metadata);
     let criu = facts::criu(&request.tools, request.tool_limit());
@@ -53,14 +59,31 @@ pub(super) fn plan(
     for warning in lsm::warnings(&request.host, &metadata.lsm, &labels) {
         tracing::warn!("{warning}");
     }
-    let provision = surroundings::restore(request, metadata, &chosen, op)?;
+    let mut provision = surroundings::restore(request, metadata, &chosen, op)?;
     let given = privileges::Given {
         host: &request.host,
         spec: &request.spec,
         read_only: &provision.read_only,
         relabelled: provision.relabels(request),
+        limited: new,
     };
-    let beyond = privileges::settle(config, &request.images, given)?;
+    let mut beyond = privileges::settle(config, &request.images, given)?;
+    let (mut new_mounts, mut new_network) = (None, None);
+    if new {
+        let (mounts, refusals) = NewMounts::of(request, &provision.named, op)?;
+        provision.extra.lines.extend(mounts.lines());
+        beyond.extend(refusals);
+        new_mounts = Some(mounts);
+        let low = request.low();
+        match NewNetwork::of(&request.images, &request.host, &request.spec, low)? {
+            Ok(network) => {
+                let line = network.line.map(str::to_owned);
+                provision.extra.lines.extend(line);
+                new_network = Some(network);
+            }
+            Err(refusal) => beyond.push(refusal),
+        }
+    }
     if !beyond.is_empty() {
         return Err(PlanError::RestoreRefused(beyond).into());
     }
@@ -73,6 +96,8 @@ pub(super) fn plan(
         env: answer.env,
         criu: criu.ok_or_else(no_criu)?,
         low_version,
+        new_mounts,
+        new_network,
     })
 }
 

@@ -9,6 +9,7 @@ use super::plan::Planned;
 use crate::choose::Chosen;
 use crate::error::Error;
 use crate::lowlevel::Kind;
+use crate::new_mounts::NewMounts;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
@@ -24,6 +25,7 @@ pub(super) struct Prepared {
     pub chosen: Chosen,
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
+    pub new_mounts: Option<NewMounts>,
     /// The image directory, passable for a container in a user namespace.
     _searchable: Option<Searchable>,
 }
@@ -43,16 +45,20 @@ pub(super) fn prepare(
         mut env,
         criu,
         low_version,
+        new_mounts,
+        new_network,
     } = planned;
     let limit = limit(request, checkpoint);
     provision.extra.limit_s = limit.as_secs();
-    ask_for_loopback(request, op)?;
+    let loopback = new_network.as_ref().map(|n| n.loopback);
+    ask_for_loopback(request, op, loopback)?;
     if let Some(stored) = &checkpoint.stored {
         store::verify(request, stored, limit)?;
     }
     // The archived /dev is rewritten for this host.
     let stored = checkpoint.stored.as_ref();
-    let overlay = images::overlay(op, &request.images, &chosen.remap, stored)?;
+    let written = new_network.and_then(|n| n.image);
+    let overlay = images::overlay(op, &request.images, &chosen.remap, stored, written)?;
     let args = arguments::with_overlay(request, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),
@@ -76,6 +82,7 @@ pub(super) fn prepare(
         chosen,
         amd_visible,
         provision,
+        new_mounts,
         _searchable: searchable(request)?,
     })
 }
@@ -89,8 +96,14 @@ fn limit(request: &Request<'_>, checkpoint: &Checkpoint) -> Duration {
 }
 
 /// Has the action script bring the loopback interface up where the container has a network of its own: runc does not.
-fn ask_for_loopback(request: &Request<'_>, op: &Operation) -> Result<(), Error> {
-    if request.low() != Kind::Runc || !request.spec.has_own_namespace("network") {
+/// `of_new`: what is known of a container that is being created.
+fn ask_for_loopback(
+    request: &Request<'_>,
+    op: &Operation,
+    of_new: Option<bool>,
+) -> Result<(), Error> {
+    let needed = of_new.unwrap_or(request.low() == Kind::Runc);
+    if !needed || !request.spec.has_own_namespace("network") {
         return Ok(());
     }
     let file = op.file(loopback::FILE);

@@ -10,6 +10,7 @@ use crate::agent::Agent;
 use crate::child::{self, Ended, Signals, Watch};
 use crate::error::Error;
 use crate::new_container::{self, NewContainer};
+use crate::new_mounts;
 use crate::operation::Operation;
 use crate::reasons::Before;
 use crate::request::Request;
@@ -19,6 +20,8 @@ pub(super) struct Ran {
     pub ended: Ended,
     pub before: Before,
     pub detach: bool,
+    /// Why the new container cannot have what is its own.
+    pub unfit: Option<String>,
 }
 
 /// Runs it until it ends. `new`: the container that is being created. An error means that it could not be started.
@@ -42,18 +45,31 @@ pub(super) fn run(
     };
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
+    let mut unfit = None;
     let mut decide = |question: &Question| {
         if let Some(new) = new.filter(|_| question.stage == new_container::STAGE)
             && let Err(e) = new.stop(&request.host, question.init)
         {
             tracing::error!("{e}");
         }
-        true
+        if let Some(mounts) = prepared.new_mounts.as_ref()
+            && question.stage == new_container::STAGE
+        {
+            mounts.put_environ(&request.host, question.init);
+        }
+        if let Some(mounts) = prepared.new_mounts.as_ref()
+            && question.stage == new_mounts::STAGE
+            && let Err(e) = mounts.attach(question.init)
+        {
+            unfit = Some(e);
+        }
+        unfit.is_none()
     };
     let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut decide)?;
     Ok(Ran {
         ended,
         before,
         detach,
+        unfit,
     })
 }

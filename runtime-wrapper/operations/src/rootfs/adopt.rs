@@ -1,8 +1,8 @@
 //! Rewrites an engine's tar of changes as the one that a restore unpacks.
 //!
 //! podman and CRI-O pack the new files into `rootfs-diff.tar`, and list the deleted ones in `deleted.files`. containerd
-//! packs both into one tar, which its CRI compresses, the deleted ones as OCI's whiteouts. Their PAX records may hold anything; here only a
-//! program's capabilities are kept.
+//! packs both into one tar, which its CRI compresses, the deleted ones as OCI's whiteouts. podman packs the files of
+//! `/dev/shm` into a tar of their own. The PAX records may hold anything; here only a program's capabilities are kept.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use cryopod_archive::{decompressed, names};
 use tar::{Archive, Builder, EntryType, Header};
 
 use super::capture::empty;
-use super::{CAPABILITY, FILE, WHITEOUT};
+use super::{CAPABILITY, FILE, SHM_FILE, WHITEOUT};
 use crate::config::rootfs::Options;
 use crate::error::Error;
 
@@ -26,6 +26,10 @@ const MAX_LIST: u64 = 64 << 20;
 /// # Errors
 /// The tar or the list cannot be read, or exceeds the bounds of `[rootfs]`.
 pub fn adopt(bounds: &Options, unpacked: &Path, images: &Path) -> Result<(), Error> {
+    let shm = unpacked.join(names::DEVSHM);
+    if shm.is_file() {
+        adopt_one(bounds, unpacked, Some(&shm), None, &images.join(SHM_FILE))?;
+    }
     let containerd = Path::new(names::CONTAINERD_DIR).join(names::CONTAINERD_RW);
     let tars = [Path::new(names::ROOTFS_DIFF), &containerd];
     let diff = tars
@@ -37,9 +41,19 @@ pub fn adopt(bounds: &Options, unpacked: &Path, images: &Path) -> Result<(), Err
     if to.exists() || diff.is_none() && list.is_none() {
         return Ok(());
     }
-    let partial = images.join(format!(".{FILE}.partial"));
-    rewrite(bounds, diff.as_deref(), list.as_deref(), &partial)
-        .and_then(|()| fs::rename(&partial, &to))
+    adopt_one(bounds, unpacked, diff.as_deref(), list.as_deref(), &to)
+}
+
+fn adopt_one(
+    bounds: &Options,
+    unpacked: &Path,
+    diff: Option<&Path>,
+    list: Option<&Path>,
+    to: &Path,
+) -> Result<(), Error> {
+    let partial = to.with_extension("partial");
+    rewrite(bounds, diff, list, &partial)
+        .and_then(|()| fs::rename(&partial, to))
         .map_err(Error::io(format!(
             "{}: the container's changes of files cannot be read",
             unpacked.display()

@@ -14,6 +14,10 @@ saved() { # CONTAINER: its images, and the container removed
 ours() { cryopod-runtime state "$(podman inspect -f '{{.Id}}' "$1")" | jq -r .status; }
 nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ]; }
 
+# podman shows the reason if it knows that the runtime's log is JSON (docs/usage.md).
+mkdir -p /etc/containers/containers.conf.d
+echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
+
 # ---- without a GPU ----
 plain=(--network none localhost/busybox "${counter[@]}")
 pod run -d --name c1 --hostname first "${plain[@]}" > /dev/null
@@ -37,6 +41,28 @@ check 'and starts again from the checkpoint' podman start copy2
 wait_for counted copy2 6
 podman rm -f -t 0 copy2 copy3 again > /dev/null
 
+# From an archive: an open file in /dev/shm, which podman mounts from outside.
+shared=(--network none localhost/busybox sh -c 'exec 3> /dev/shm/own; i=0; while :; do echo $i; echo $i >&3; i=$((i + 1)); sleep 0.1; done')
+pod run -d --name c4 -v /srv/checkpoints:/volume "${shared[@]}" > /dev/null
+wait_for counted c4 5
+pod container checkpoint --export "$from/c4.tar" c4 > /dev/null
+chmod go-w "$from/c4.tar"
+podman rm -f -t 0 c4 > /dev/null
+copy() { pod run -d --name shm --annotation dev.cryopod.restore=$from/c4.tar "$@" > /dev/null 2> /tmp/said; }
+check 'a copy' copy -v /srv/checkpoints:/volume -e RANK=7 "${shared[@]}"
+wait_for counted shm 8
+check 'its file in /dev/shm' podman exec shm sh -c 'test $(head -n 1 /dev/shm/own) = 0; test $(tail -n 1 /dev/shm/own) -ge 8'
+check 'the new environment' podman exec shm grep -qz '^RANK=7$' /run/cryopod/environ
+podman rm -f -t 0 shm > /dev/null
+for unfit in "-v /srv:/srv|the checkpoint has a mount at /volume that the new container lacks" \
+    "-v /srv/checkpoints:/volume -v /srv:/etc|a mount at /etc, which would hide the checkpoint's at /etc/" \
+    "-v /srv/checkpoints:/volume --network host|a network of its own, and the new container the host's"; do
+    # shellcheck disable=SC2086 # several words
+    if copy ${unfit%|*} localhost/busybox true; then exit 1; fi
+    podman rm -f -t 0 shm > /dev/null 2>&1 || true
+    check "refused: ${unfit#*|}" grep -qF "${unfit#*|}" /tmp/said
+done
+
 # Between create and start.
 pod create --name c2 --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null
 podman init c2 > /dev/null
@@ -52,9 +78,6 @@ podman init c3 > /dev/null
 check 'removed before its start' podman rm -f -t 0 c3
 check 'nothing is left' wait_for nothing_left
 
-# podman shows the reason if it knows that the runtime's log is JSON (docs/usage.md).
-mkdir -p /etc/containers/containers.conf.d
-echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
 refused() { # NAME WANT ARG...
     local name=$1 want=$2 && shift 2
     if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then echo "$name: started" && exit 1; fi

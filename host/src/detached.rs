@@ -1,0 +1,116 @@
+//! Mounts that are made apart and then attached, also in another mount namespace.
+//!
+//! A bind mount cannot reach from one mount namespace into another. A detached copy of a mount can: `open_tree(2)` makes
+//! it, `mount_setattr(2)` (Linux 5.12) limits it, `move_mount(2)` attaches it.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// A mount that no directory shows yet. Dropped, it is gone.
+#[derive(Debug)]
+pub struct Detached(OwnedFd);
+
+impl Detached {
+    /// Copies the mount of `source`: that file, or that directory with all that is in it. `recursive`: also with what is
+    /// mounted below it.
+    pub fn of(source: &Path, recursive: bool) -> io::Result<Self> {
+        let path = CString::new(source.as_os_str().as_bytes())?;
+        let mut flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
+        if recursive {
+            flags |= libc::AT_RECURSIVE as libc::c_uint;
+        }
+        // SAFETY: reads the path, which ends with a zero.
+        let fd =
+            unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
+        let fd = RawFd::try_from(checked(fd)?).map_err(io::Error::other)?;
+        // SAFETY: the call has just opened it, and nobody else has it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Sets attributes (`MOUNT_ATTR_*`) and the propagation (`MS_PRIVATE`, ...; 0: as it is), of all that is mounted below
+    /// too.
+    pub fn set(&self, attributes: u64, propagation: u64) -> io::Result<()> {
+        let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
+        set(self.0.as_fd(), attributes, propagation, flags)
+    }
+
+    /// Mounts it over a file or directory, of which a descriptor with `O_PATH` is enough.
+    pub fn attach(self, over: BorrowedFd<'_>) -> io::Result<()> {
+        let flags = libc::MOVE_MOUNT_F_EMPTY_PATH | libc::MOVE_MOUNT_T_EMPTY_PATH;
+        // SAFETY: reads two empty paths.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_move_mount,
+                self.0.as_raw_fd(),
+                c"".as_ptr(),
+                over.as_raw_fd(),
+                c"".as_ptr(),
+                flags,
+            )
+        };
+        checked(done).map(drop)
+    }
+}
+
+/// Sets attributes (`MOUNT_ATTR_*`) of the mount whose root this is.
+pub fn limit(root: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
+    set(root, attributes, 0, libc::AT_EMPTY_PATH)
+}
+
+fn set(mount: BorrowedFd<'_>, attributes: u64, propagation: u64, flags: i32) -> io::Result<()> {
+    let attr = libc::mount_attr {
+        attr_set: attributes,
+        attr_clr: 0,
+        propagation,
+        userns_fd: 0,
+    };
+    // SAFETY: reads an empty path and the structure, whose size is given.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            flags,
+            &raw const attr,
+            size_of_val(&attr),
+        )
+    };
+    checked(done).map(drop)
+}
+
+fn checked(result: libc::c_long) -> io::Result<libc::c_long> {
+    match result {
+        -1 => Err(io::Error::last_os_error()),
+        result => Ok(result),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File};
+
+    /// Needs root and a mount namespace that can be changed, as the test bed and CI have.
+    #[test]
+    fn a_read_only_copy() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        fs::create_dir(&from).unwrap();
+        fs::create_dir(&to).unwrap();
+        fs::write(from.join("file"), "text").unwrap();
+        let copy = match Detached::of(&from, true) {
+            Ok(copy) => copy,
+            Err(e) => return eprintln!("skipped: no mounts can be made here: {e}"),
+        };
+        copy.set(libc::MOUNT_ATTR_RDONLY, libc::MS_PRIVATE).unwrap();
+        copy.attach(File::open(&to).unwrap().as_fd()).unwrap();
+        assert_eq!(fs::read(to.join("file")).unwrap(), b"text");
+        assert!(fs::write(to.join("file"), "").is_err());
+        crate::mountinfo::unmount_below(&to);
+        assert!(!to.join("file").exists());
+        assert!(Detached::of(&from.join("none"), false).is_err());
+    }
+}
