@@ -26,7 +26,7 @@ call() { # INPUT ARG...: one line of the table
     sed -i -E 's/"pid": ?[0-9]+/"pid": PID/; s/[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z?/TIME/g' "$file.stdout" "$file.stderr"
     case "$*" in
         ps* | list* | "--root /tmp/root list"*) sed -i -E 's/[0-9]+/N/g; s/ +/ /g' "$file.stdout" ;;
-        events*) sed -i -E 's/[0-9]+/N/g; s/,?"[a-z_]+":N//g' "$file.stdout" ;;
+        events*) sed -i -E 's/[0-9]+/N/g; s/,?"[a-z_]+":N//g; s/\{,/{/g' "$file.stdout" ;;
     esac
 }
 
