@@ -131,6 +131,7 @@ for i in itertools.count():
     time.sleep(0.1)
     if os.path.exists("/out/vfork"):  # posix_spawn(3) is a vfork; the child waits until somebody writes
         os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 5, "/out/fifo", os.O_RDONLY, 0)])
+        open("/out/spawned", "w")
 PY
 mkfifo /srv/vfork/fifo
 pod run -d --name vforks --network none --device /dev/nvidia0 -v /srv/vfork:/out -v /usr:/usr:ro -v /usr/lib64:/lib64:ro \
@@ -149,7 +150,10 @@ cat > /tmp/stages.sh <<'S'
 #!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-dump ] || exit 0
 if mkdir /srv/vfork/first; then touch /srv/vfork/vfork && sleep 1
-else rm -f /srv/vfork/vfork && timeout 10 sh -c ': > /srv/vfork/fifo'; fi
+else
+    rm -f /srv/vfork/vfork /srv/vfork/spawned
+    timeout 10 sh -c ': > /srv/vfork/fifo; until [ -e /srv/vfork/spawned ]; do sleep 0.05; done'
+fi
 S
 cryopod-runtime checkpoint --leave-running --image-path /tmp/i9 "$(pod inspect -f '{{.Id}}' vforks)" > /tmp/said 2>&1 || { cat /tmp/said; exit 1; }
 test -e /srv/vfork/first && grep -q 'not frozen; another try' /tmp/said && test -e /tmp/i9/cryopod.json
