@@ -106,6 +106,7 @@ mod create_from {
         many_runc: V1 ["runc"] "archive/lib.sh" + "create_from/many.sh";
         matrix: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/matrix.sh";
         sources: V2 ["crun"] "archive/lib.sh" + "create_from/sources.sh";
+        swarm: V1 [] "archive/lib.sh" + "create_from/swarm.sh";
     }
 }
 

@@ -23,11 +23,11 @@ at_tick() { # CONTAINER N: the last line has a number of at least N; the first h
 cri_restores() { # does the CRI make a container of a checkpoint? containerd 2.4 does not any more
     ! containerd --version | grep -Eq ' v?(2\.([4-9]|[1-9][0-9])|[3-9]\.)' || { echo 'no restore by the CRI' && return 1; }
 }
-registry() { # the registry 127.0.0.1:5000, its blobs below /tmp/registry
-    printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}, delete: {enabled: true}}\nhttp: {addr: "127.0.0.1:5000"}\n' \
-        > /tmp/registry.yml
+registry() { # [ADDRESS]: a registry at port 5000, its blobs below /tmp/registry
+    printf 'version: 0.1\nstorage: {filesystem: {rootdirectory: /tmp/registry}, delete: {enabled: true}}\nhttp: {addr: "%s:5000"}\n' \
+        "${1:-127.0.0.1}" > /tmp/registry.yml
     docker-registry serve /tmp/registry.yml > /tmp/registry.log 2>&1 &
-    wait_for curl -sf http://127.0.0.1:5000/v2/ -o /dev/null
+    wait_for curl -sf "http://${1:-127.0.0.1}:5000/v2/" -o /dev/null
 }
 
 # A call to containerd's CRI, by curl, as Debian has no crictl.

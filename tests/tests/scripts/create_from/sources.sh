@@ -101,7 +101,29 @@ for i in $(seq 10); do
 done
 check 'nothing is left' nothing_left
 
+# The registry is lost in the middle.
+sed -i 's|5000/team"|&, "docker://127.0.0.1:5001/team"|; s|"127.0.0.1:5000"\]|"127.0.0.1:5000", "127.0.0.1:5001"]|' /etc/cryopod/config.toml
+listens() { (: < /dev/tcp/127.0.0.1/5001) 2> /dev/null; }
+size=$(du -sb /tmp/registry | cut -f 1)
+for part in 0 1 20 50 90; do
+    cryopod cache prune -q
+    python3 /src/tests/tests/scripts/create_from/cut.py $((size * part / 100)) &
+    wait_for listens
+    refused "lost after $part %" 127.0.0.1:5001 docker://127.0.0.1:5001/team/counter:1
+    kill $! 2> /dev/null || true
+    wait $! || true
+done
+python3 /src/tests/tests/scripts/create_from/cut.py $((size / 2)) &
+wait_for listens
+check 'otherwise it starts without the checkpoint' pod run -d --name cold --network none --annotation dev.cryopod.restore.otherwise=start \
+    --annotation dev.cryopod.restore=docker://127.0.0.1:5001/team/counter:1 localhost/busybox "${counter[@]}" > /dev/null
+wait_for counted cold 1
+check 'from its beginning' test "$(printed cold | grep -v '[^0-9]' | head -n 1)" = 0
+podman rm -f -t 0 cold > /dev/null
+check 'nothing is left' wait_for nothing_left
+
 # The registry is gone: by digest from the cache, by tag not.
+check 'pull' cryopod cache pull -q "docker://$at@$digest"
 pkill docker-registry
 check 'without the registry, from the cache' copy away "docker://$at@$digest"
 podman rm -f -t 0 away > /dev/null

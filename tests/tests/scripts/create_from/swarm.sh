@@ -1,0 +1,108 @@
+# swarm.sh: a cluster of three dockerd, each in namespaces of its own, and a service whose replicas are copies of one
+# checkpoint in a registry. The services are on their hosts' network: the kernel may have no IPVS.
+ip link add cluster type bridge
+ip addr add 10.9.0.254/24 dev cluster
+ip link set cluster up
+registry 10.9.0.254
+at=10.9.0.254:5000/team/counter
+mkdir -p /etc/docker /etc/cryopod
+cat > /etc/docker/daemon.json << 'T'
+{"experimental": true, "iptables": false, "ip6tables": false, "bridge": "none", "default-runtime": "cryopod",
+ "runtimes": {"cryopod": {"path": "/usr/local/bin/cryopod-runtime"}}}
+T
+cat > /etc/cryopod/config.toml << 'T'
+[runtime]
+low_level = "runc"
+[restore]
+allow = ["docker://10.9.0.254:5000/team"]
+[cache]
+insecure_registries = ["10.9.0.254:5000"]
+T
+nodes=() # the process that is init of each node
+node() { # N
+    # shellcheck disable=SC2016 # the node's shell expands it
+    unshare --mount --propagation private --net --uts --ipc --pid --fork --kill-child --mount-proc bash -euc '
+        hostname "node$1"
+        for dir in /run /tmp /var/lib/docker /var/cache; do mount -t tmpfs node "$dir"; done
+        ip link set lo up
+        until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
+        ip addr add "10.9.0.$1/24" dev eth0
+        ip link set eth0 up
+        exec dockerd -H "unix:///srv/node$1.sock"' node "$1" > "/tmp/node$1.log" 2>&1 &
+    wait_for pgrep -P $! > /dev/null
+    nodes[$1]=$(pgrep -P $!)
+    ip link add "veth$1" type veth peer name eth0 netns "${nodes[$1]}"
+    ip link set "veth$1" master cluster up
+    wait_for on "$1" version > /dev/null 2>&1
+    on "$1" import /usr/local/share/testbed/busybox.tar busybox > /dev/null
+}
+on() { local n=$1 && shift && docker -H "unix:///srv/node$n.sock" "$@"; }
+inside() { nsenter --target "${nodes[$1]}" --mount --net --uts --ipc --pid "${@:2}"; } # NODE COMMAND...
+on_failure() {
+    on 1 service ps --no-trunc warm
+    on 1 node ls
+    grep -hiE 'level=(error|warn)' /tmp/node*.log | tail -n 15
+}
+for n in 1 2 3; do node $n; done
+on 1 swarm init --advertise-addr 10.9.0.1 > /dev/null
+token=$(on 1 swarm join-token -q worker)
+for n in 2 3; do check "node $n joins" on "$n" swarm join --token "$token" 10.9.0.1:2377; done
+
+# ---- the one warm container ----
+on 1 run -d --name first --network host busybox "${counter[@]}" > /dev/null
+number() { on "$1" logs "$2" 2> /dev/null | sed -n "$3p"; } # NODE CONTAINER LINE
+beyond() { local last && last=$(number "$1" "$2" '$') && [ "${last:-0}" -gt "$3" ]; }
+wait_for beyond 1 first 20
+check 'checkpoint' on 1 checkpoint create --checkpoint-dir /var/cache first warm
+on 1 rm -f first > /dev/null
+check 'pack' inside 1 cryopod pack /var/cache/warm -o oci:/var/cache/layout -q
+check 'push' inside 1 cryopod push oci:/var/cache/layout "$at:1" --tls-verify=false -q
+oci=application/vnd.oci.image.manifest.v1+json
+digest=$(curl -sfI -H "Accept: $oci" "http://${at%%/*}/v2/team/counter/manifests/1" |
+    tr -d '\r' | awk 'tolower($1) == "docker-content-digest:" {print $2}')
+
+# ---- a service ----
+replicas() { # NODE: its running containers of the service
+    on "$1" ps -q --filter label=com.docker.swarm.service.name=warm
+}
+running() { # REPLICAS NODE...
+    local want=$1 n have=0
+    shift
+    for n; do have=$((have + $(replicas "$n" | wc -l))); done
+    [ "$have" = "$want" ]
+}
+all_warm() { # NODE...: each copy began where the checkpoint ended, and goes on
+    local n copy
+    for n; do
+        for copy in $(replicas "$n"); do
+            wait_for beyond "$n" "$copy" 21
+            [ "$(number "$n" "$copy" 1)" -ge 20 ] || { echo "node $n, $copy: began anew" && return 1; }
+        done
+    done
+}
+fetched() { grep -c '"GET /v2/[a-z/]*/blobs/' /tmp/registry.log || true; }
+check 'a service of 12' on 1 service create -d -q --name warm --network host --no-resolve-image --replicas 12 \
+    --restart-delay 1s --env "CRYOPOD_RESTORE=docker://$at@$digest" busybox "${counter[@]}"
+check '12 run' wait_for running 12 1 2 3
+check 'all are warm' all_warm 1 2 3
+for n in 1 2 3; do
+    check "node $n has copies" test "$(replicas $n | wc -l)" -ge 2
+    check "node $n has the checkpoint once" test "$(inside $n cryopod cache ls | wc -l)" = 1
+done
+once=$(fetched)
+blobs=$(curl -sf -H "Accept: $oci" "http://${at%%/*}/v2/team/counter/manifests/1" | jq '[.config, .layers[]] | length')
+check 'each node fetched each blob once' test "$once" = $((3 * blobs))
+on 1 service scale -d warm=3 > /dev/null
+check 'down to 3' wait_for running 3 1 2 3
+on 1 service scale -d warm=12 > /dev/null
+check 'up to 12' wait_for running 12 1 2 3
+check 'all are warm' all_warm 1 2 3
+check 'no node fetched it again' test "$(fetched)" = "$once"
+
+kill -KILL "${nodes[3]}"
+check 'the others take over' wait_for running 12 1 2
+check 'all are warm' all_warm 1 2
+check 'the service is removed' on 1 service rm warm
+check 'none runs' wait_for running 0 1 2
+nothing_left() { [ -z "$(inside "$1" ls -A /run/cryopod)" ] && [ -z "$(inside "$1" runc --root /run/docker/runtime-runc/moby list -q)" ]; }
+for n in 1 2; do check "nothing is left on node $n" wait_for nothing_left $n; done
