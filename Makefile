@@ -37,7 +37,8 @@ test-vm: ## the tests that need real device nodes, in an emulated machine; docs/
 	$(MAKE) --no-print-directory build
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/vm/run $(CASES)
 
-demo: build testbed ## a container is checkpointed, removed and restored, with crun and with runc
+demo: build testbed ## containers with and without GPUs are checkpointed, removed, restored and copied
+	cargo build --quiet --release --package cryopod-simdriver
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
 
 picture: ## the README's picture, docs/picture.svg, from what a terminal shows

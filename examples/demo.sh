@@ -1,11 +1,13 @@
 #!/bin/bash
 # demo.sh: checkpoints a counter in a container into a file, removes the container, restores it from the file, and starts
-# three copies from the file. Does so with crun and with runc below cryopod-runtime. Fails if a counter does not continue
-# where it was.
+# three copies from the file. Does so with crun and with runc below cryopod-runtime, and then with a container that has two
+# GPUs of the simulated driver (`make gpu-test` is for real ones). Fails if one does not continue where it was.
 # Run it with `make demo`, because it needs the test bed.
 set -euo pipefail
 # shellcheck source=tests/testbed/lib.sh
 . "$(dirname "$0")/../tests/testbed/lib.sh"
+# shellcheck source=tests/tests/scripts/archive/lib.sh
+. "$(dirname "$0")/../tests/tests/scripts/archive/lib.sh"
 [ -n "${TESTBED_CGROUP:-}" ] || { echo "demo.sh: run it with: make demo" >&2 && exit 1; }
 
 bold='' dim='' plain=''
@@ -45,6 +47,28 @@ copies() { # ARCHIVE LAST: three containers that begin where the checkpoint ende
     podman --runtime cryopod-runtime rm --force --time 0 copy1 copy2 copy3 > /dev/null
 }
 
+gpu_demo() { # a CUDA program that sums up its GPU memory again and again: step, sum, and whether the sum is right
+    local gpus=(--network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" --env LD_LIBRARY_PATH=/cusim)
+    local archive=$checkpoints/job.tar.zst i steps
+    say "" "${bold}== a container with two GPUs (simulated driver) ==${plain}"
+    simulate crun
+    printf '[restore]\nallow = ["%s"]\n' "$checkpoints" >> /etc/cryopod/config.toml
+    step podman --runtime cryopod-runtime run --detach --name job "${gpus[@]}" localhost/busybox /cusim/cusim-client
+    wait_for ticked job 5
+    step podman --runtime cryopod-runtime container checkpoint --export "$archive" job
+    steps=$(ticks job)
+    step podman --runtime cryopod-runtime rm job
+    for i in 1 2 3; do
+        step podman --runtime cryopod-runtime run --detach --name "copy$i" --annotation "dev.cryopod.restore=$archive" "${gpus[@]}" localhost/busybox true
+    done
+    for i in 1 2 3; do
+        goes_on "copy$i"
+        say "  after step $steps copy$i went on with ${bold}$(logs "copy$i" | head -n 1)${plain}"
+        logs "copy$i" | head -n 1 | grep -Eq '^[1-9].* ok' || { say "  that is not the step after it" >&2 && exit 1; }
+    done
+    podman --runtime cryopod-runtime rm --force --time 0 copy1 copy2 copy3 > /dev/null
+}
+
 demo() {
     local runtime=$1 archive=$checkpoints/counter-$1.tar.zst last size checkpoint
     say "" "${bold}== $runtime below cryopod-runtime ==${plain}"
@@ -78,5 +102,6 @@ say "podman $(podman version -f '{{.Client.Version}}'), criu $(criu --version | 
 mkimage
 demo crun
 demo runc
+gpu_demo
 say "" "       checkpoint       restore      archive   last number -> first number"
 printf '%s\n' "${summary[@]}"

@@ -6,7 +6,8 @@ set -euo pipefail
 [ $# = 4 ] || { echo "usage: $0 NODE NAMESPACE POD CONTAINER" >&2 && exit 2; }
 kubectl create --raw "/api/v1/nodes/$1/proxy/checkpoint/$2/$3/$4" -f /dev/null
 
-# To restore, make an image of the archive, on the node or wherever the archive is:
-#   cryopod pack ARCHIVE -o docker://registry.example/train:checkpoint
-# Then create a pod with that image and the same runtimeClassName. This works with containerd 2.1 to 2.3.
-# 2.3.4 and later 2.3 need enable_experimental_restore_via_create = true, as in containerd.toml.
+# Put the archive into a registry, on the node or wherever the archive is:
+#   cryopod pack ARCHIVE -o docker://registry.example/team/server:checkpoint
+# Then start as many copies as wanted: deployment.yaml. This works with every containerd.
+# containerd 2.1 to 2.3 can also create a pod with that image and the same runtimeClassName, which is one restore.
+# 2.3.4 and later 2.3 need enable_experimental_restore_via_create = true for it, as in containerd.toml.

@@ -72,6 +72,14 @@ criu_from() { printf '%s\n' "$1" "$(criu --version | sed -n 's/^Version: //p')" 
 # says FILE PATTERN: the file has a line that matches the extended regular expression.
 says() { grep -Eq -- "$2" "$1" || { echo "$1 has no $2:" && cat "$1" && return 1; }; }
 
+# damage FILE OFFSET: another byte than the one that is there.
+damage() {
+    local byte
+    byte=$(od -An -tu1 -j "$2" -N 1 "$1")
+    # shellcheck disable=SC2059
+    printf "\\x$(printf %02x $((byte ^ 255)))" | dd of="$1" bs=1 seek="$2" conv=notrunc status=none
+}
+
 # fake_gpu_nodes: device nodes named and numbered like those of an NVIDIA and an AMD GPU. No driver is
 # behind them: to open one fails.
 fake_gpu_nodes() {

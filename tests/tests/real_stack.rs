@@ -131,6 +131,7 @@ mod examples {
         podman: V2 [] "examples/podman.sh";
         containerd: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/containerd.sh";
         docker: V1 [] "archive/lib.sh" + "shim/lib.sh" + "examples/docker.sh";
+        kubernetes: V2 [] "examples/kubernetes.sh";
     }
 }
 

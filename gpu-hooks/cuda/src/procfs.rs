@@ -20,6 +20,8 @@ pub struct Stat {
     pub state: char,
     /// Exiting, zombie or dead.
     pub exiting: bool,
+    /// A zombie that a signal ended. The kernel shows this to root.
+    pub killed: bool,
     /// Its start time; with the pid it identifies a process.
     pub start_time: u64,
 }
@@ -30,9 +32,14 @@ pub fn parse_stat(text: &str) -> Option<Stat> {
     let state = fields.next()?.chars().next()?;
     let flags: u64 = fields.nth(5)?.parse().ok()?;
     let start_time = fields.nth(12)?.parse().ok()?;
+    let exit_code: u32 = fields
+        .nth(29)
+        .and_then(|code| code.parse().ok())
+        .unwrap_or(0);
     Some(Stat {
         state,
         exiting: matches!(state, 'Z' | 'X' | 'x') || flags & PF_EXITING != 0,
+        killed: state == 'Z' && exit_code & 0x7f != 0,
         start_time,
     })
 }

@@ -21,6 +21,7 @@ use crate::error::Error;
 use crate::frozen;
 use crate::request::Request;
 use crate::state;
+use crate::stuck_restore::criu_with;
 
 const FILE: &str = "restoring";
 const MAX_BYTES: u64 = 1 << 20;
@@ -144,20 +145,6 @@ pub fn end(directory: &Path) {
         tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());
     }
     Restoring::done(directory);
-}
-
-/// Finds the CRIU that writes this log.
-fn criu_with(log: &Path) -> Vec<i32> {
-    let host = Host::system();
-    let pids = host.names("/proc").into_iter();
-    let pids = pids.filter_map(|name| name.parse().ok().filter(|pid: &i32| *pid > 1));
-    let criu = pids.filter(|pid| comm(*pid).starts_with("criu"));
-    criu.filter(|pid| {
-        let open = fs::read_dir(format!("/proc/{pid}/fd"));
-        let mut open = open.into_iter().flatten().flatten();
-        open.any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == log))
-    })
-    .collect()
 }
 
 fn comm(pid: i32) -> String {

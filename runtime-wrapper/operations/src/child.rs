@@ -68,6 +68,7 @@ pub struct Watch<'a> {
     pub abort_file: PathBuf,
     /// The directory that a checkpoint writes to: as long as it grows, CRIU is not stuck.
     pub images: Option<PathBuf>,
+    pub criu_log: PathBuf,
     /// The driver agent, which puts processes back when all else has failed: never killed here.
     pub agent: Option<i32>,
 }
@@ -268,6 +269,7 @@ impl Watcher<'_> {
                 return;
             }
             self.questions(decide);
+            self.end_orphans();
             match self.watch.kind {
                 Kind::Checkpoint => self.stuck_freeze(),
                 Kind::Restore { .. } => self.stuck_restore(),
@@ -393,6 +395,24 @@ impl Watcher<'_> {
         }
     }
 
+    /// Ends what holds the connection of a killed CRIU open, for which the runtime would wait.
+    fn end_orphans(&mut self) {
+        let waits = self.code.is_none() && !self.passed;
+        if waits
+            && self
+                .criu
+                .end_orphans(self.child.as_raw(), &self.watch.criu_log)
+        {
+            self.criu_was_killed();
+        }
+    }
+
+    fn criu_was_killed(&mut self) {
+        if self.interrupted.is_none() {
+            self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
+        }
+    }
+
     /// Ends a restore that would hang: the container waits for a dead CRIU, or CRIU for killed processes.
     fn stuck_restore(&mut self) {
         if self.code.is_some() {
@@ -404,9 +424,8 @@ impl Watcher<'_> {
             self.lost_processes = true;
             self.interrupt("the container's processes were killed in the middle of it, and CRIU waited for their end in vain; see the kernel's log for why, memory that ran out for one");
         }
-        if !self.passed && self.criu.end_stuck_restore(this_process()) && self.interrupted.is_none()
-        {
-            self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
+        if !self.passed && self.criu.end_stuck_restore(this_process()) {
+            self.criu_was_killed();
         }
     }
 

@@ -24,6 +24,7 @@ use crate::config::{Config, CriuValue};
 use crate::context::Context;
 use crate::error::Error;
 use crate::new_container::NewContainer;
+use crate::new_hooks::NewHooks;
 use crate::{restore, restore_source, waiting};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
@@ -34,6 +35,12 @@ const OTHERWISE: &str = "dev.cryopod.restore.otherwise";
 /// Tells in the container's annotations why it started without its checkpoint.
 const WITHOUT: &str = "dev.cryopod.restore.failed";
 const TCP_ESTABLISHED: &str = "dev.cryopod.criu.tcp-established";
+
+/// The annotations by which containerd and CRI-O tell what a container of a pod is.
+const HOLDS_POD: [&str; 2] = [
+    "io.kubernetes.cri.container-type",
+    "io.kubernetes.cri-o.ContainerType",
+];
 
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
@@ -103,7 +110,9 @@ fn restored(ctx: &Context, inv: &Invocation, spec: &Spec, named: &str) -> Result
         Error::Failed("the restore's command line cannot be understood".to_owned())
     })?;
     let wait = inv.verb == Verb::Create;
-    let code = restore::run_new(&restoring, &inv_of_restore, &NewContainer::of(spec, wait))?;
+    let hooks = NewHooks::of(ctx, &inv.id, inv.bundle(), spec)?;
+    let new = NewContainer::of(spec, wait, hooks);
+    let code = restore::run_new(&restoring, &inv_of_restore, &new)?;
     if wait {
         waiting::begin(&restoring, &inv_of_restore)?;
     } else if inv.flags.has("detach") {
@@ -128,9 +137,13 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
     config
 }
 
-/// Returns the checkpoint that the container names. The annotation takes precedence.
+/// Returns the checkpoint that the container names. The annotation takes precedence. That of a pod is for the pod's
+/// containers, and not for the one that only holds its namespaces.
 fn named(spec: &Spec) -> Option<&str> {
-    let annotation = spec.annotation(ANNOTATION);
+    let holds_pod = HOLDS_POD
+        .iter()
+        .any(|key| spec.annotation(key) == Some("sandbox"));
+    let annotation = spec.annotation(ANNOTATION).filter(|_| !holds_pod);
     let named = annotation.or_else(|| spec.variable(VARIABLE));
     named.filter(|n| !n.is_empty())
 }
@@ -185,5 +198,10 @@ mod tests {
                 "{annotation:?} {env:?}"
             );
         }
+        let holds_pod = json!({ANNOTATION: "/a", HOLDS_POD[0]: "sandbox"});
+        assert_eq!(
+            named(&Spec::from_json(json!({"annotations": holds_pod}))),
+            None
+        );
     }
 }

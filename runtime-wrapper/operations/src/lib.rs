@@ -45,6 +45,7 @@ pub mod lowlevel;
 pub mod lsm;
 mod new_container;
 mod new_environ;
+mod new_hooks;
 mod new_mounts;
 mod new_network;
 pub mod operation;

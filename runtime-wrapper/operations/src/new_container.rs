@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::frozen::Frozen;
+use crate::new_hooks::NewHooks;
 use crate::operation::Operation;
 
 /// CRIU's last stage of a restore: then it lets the processes go.
@@ -29,10 +30,13 @@ pub struct NewContainer {
     /// The names of its own UTS namespace.
     hostname: Option<String>,
     domainname: Option<String>,
+    /// For the wrapper, which runs them.
+    #[serde(skip)]
+    hooks: NewHooks,
 }
 
 impl NewContainer {
-    pub fn of(spec: &Spec, wait: bool) -> Self {
+    pub fn of(spec: &Spec, wait: bool, hooks: NewHooks) -> Self {
         let own = spec.has_own_namespace("uts");
         let name = |key| {
             spec.json()
@@ -44,7 +48,17 @@ impl NewContainer {
             wait,
             hostname: name("hostname").map(str::to_owned),
             domainname: name("domainname").map(str::to_owned),
+            hooks,
         }
+    }
+
+    pub fn hooks(&self) -> &NewHooks {
+        &self.hooks
+    }
+
+    /// Returns true if the container waits for its start.
+    pub fn waits(&self) -> bool {
+        self.wait
     }
 
     /// Asks the hook of this operation.

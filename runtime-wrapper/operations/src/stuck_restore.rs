@@ -10,6 +10,8 @@
 //! them (`out_kill` of `restore_root_task`, there). The init process of a PID namespace ends last, after every other
 //! thread in it has been reaped (`zap_pid_ns_processes` in the kernel), and only CRIU can reap those that it traces.
 
+use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cryopod_cuda::procfs;
@@ -28,6 +30,8 @@ pub struct Criu {
     /// Its pid and start time.
     process: Option<(i32, u64)>,
     gone: Option<Instant>,
+    /// Since when there is a CRIU that a signal ended.
+    killed: Option<Instant>,
     /// Time of the last scan.
     looked: Option<Instant>,
     /// A process that cannot end, and since when.
@@ -95,6 +99,25 @@ impl Criu {
         }
     }
 
+    /// Ends what a killed CRIU left: before its first question it may have a child with which it tries the kernel out. The
+    /// child sleeps, and holds CRIU's connection to the runtime open (`fork_and_ptrace_attach` in CRIU's util.c). Returns
+    /// true if there was any. To be called repeatedly while the runtime runs. `log` is CRIU's.
+    pub fn end_orphans(&mut self, runtime: i32, log: &Path) -> bool {
+        // The runtime reaps CRIU when the connection ends.
+        let killed = |pid| is_criu(pid) && procfs::stat(pid).is_some_and(|s| s.killed);
+        if !live::tree(&Host::system(), runtime).into_iter().any(killed) {
+            self.killed = None;
+            return false;
+        }
+        if self.killed.get_or_insert_with(Instant::now).elapsed() < PATIENCE {
+            return false;
+        }
+        let lives = |pid: &i32| procfs::stat(*pid).is_some_and(|s| !s.exiting);
+        let orphans = criu_with(log).into_iter().filter(lives);
+        let ended = orphans.filter(|pid| kill(Pid::from_raw(*pid), Signal::SIGKILL).is_ok());
+        ended.count() > 0
+    }
+
     fn alive(&self) -> Option<i32> {
         let (criu, start_time) = self.process?;
         let stat = procfs::stat(criu)?;
@@ -107,6 +130,20 @@ impl Criu {
 fn unreaped(pid: i32, criu: i32) -> bool {
     procfs::stat(pid).is_some_and(|s| s.exiting && s.state == 'S')
         && procfs::status(pid).is_ok_and(|s| s.tracer == criu)
+}
+
+/// Finds the processes of the CRIU that writes this log.
+pub fn criu_with(log: &Path) -> Vec<i32> {
+    let Ok(log) = fs::canonicalize(log) else {
+        return Vec::new();
+    };
+    let criu = procfs::pids().into_iter().filter(|pid| is_criu(*pid));
+    criu.filter(|pid| {
+        let open = fs::read_dir(format!("/proc/{pid}/fd"));
+        let mut open = open.into_iter().flatten().flatten();
+        open.any(|fd| fs::read_link(fd.path()).is_ok_and(|to| to == log))
+    })
+    .collect()
 }
 
 /// Returns true if a process has CRIU's name, as CRIU's new children have at first.

@@ -13,6 +13,7 @@ use crate::application::{self, Moment};
 use crate::argv::{Invocation, Verb};
 use crate::context::Context;
 use crate::error::Error;
+use crate::new_hooks::NewHooks;
 use crate::state::{self, State, verb};
 use crate::{child, passthrough};
 
@@ -77,7 +78,12 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
     if let Some(state) = State::ask(ctx, inv, tools) {
-        application::tell(ctx, inv, &state.spec(ctx, inv), Moment::AfterRestore);
+        let spec = state.spec(ctx, inv);
+        match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
+            Ok(hooks) => hooks.poststart(state.init),
+            Err(e) => tracing::warn!("the poststart hooks are not run: {e}"),
+        }
+        application::tell(ctx, inv, &spec, Moment::AfterRestore);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -74,6 +74,23 @@ killed() { # WHO STAGE SAYS: the restore fails and says so; nothing is left
 }
 # The container's first process waits for CRIU without a limit, and the runtime with it.
 killed criu setup-namespaces 'CRIU was killed'
+# Before its first question CRIU has a child for a moment, which sleeps. It outlives a killed CRIU, and holds its connection
+# to the runtime and its log open.
+mkdir /tmp/early
+mkfifo /tmp/early/fifo
+cat > /tmp/early/criu <<'EOF'
+#!/bin/bash
+[ "$1" = swrk ] || exec /usr/sbin/criu "$@"
+exec 9>> /tmp/restore.log
+(exec 8<> /tmp/early/fifo && read -r _ <&8) &
+kill -KILL $$
+EOF
+chmod 755 /tmp/early/criu
+if PATH=/tmp/early:$PATH cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1; then exit 1; fi
+grep -q 'the checkpoint is untouched: CRIU was killed' /tmp/said || { cat /tmp/said; exit 1; }
+"$low" delete --force c1 > /dev/null 2>&1 || true
+wait_for nothing_left || { pgrep -ax 'criu|sleep|cryopod-runtime'; ls /run/cryopod; exit 1; }
+echo 'ok: criu killed before its first question'
 # CRIU is about to let the processes go. It waits for the first of them, which waits for the others, which only CRIU can reap.
 # CRIU 4.3 reaps them and ends by itself.
 lost="the container's processes were killed"

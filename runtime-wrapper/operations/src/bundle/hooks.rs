@@ -42,7 +42,8 @@ impl Edit for Hooks<'_> {
 }
 
 impl Hooks<'_> {
-    fn drops(&self, path: &str) -> bool {
+    /// Returns true for the path of a hook that is to be removed.
+    pub fn drops(&self, path: &str) -> bool {
         let name = path.rsplit('/').next().unwrap_or_default();
         self.drop.iter().any(|d| match d.contains('/') {
             true => d == path,

@@ -47,6 +47,7 @@ pub(super) fn dump(
         abort_limit: Duration::from_secs(request.config().limits.abort_s),
         abort_file: op.file(setup::ABORT_FILE),
         images: Some(prepared.images.path.clone()),
+        criu_log: request.log(names::DUMP_LOG),
         agent: prepared.ready.agent.as_ref().and_then(Agent::pid),
     };
     let since = Instant::now();

@@ -9,8 +9,8 @@ use crate::bundle_render::OnlyRender;
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::rootfs;
 use crate::surroundings::MountPoints;
+use crate::{new_hooks, rootfs};
 
 /// The changes. Dropped without [`Changed::keep`], spec and mount points are as they were.
 pub(super) struct Changed {
@@ -71,6 +71,9 @@ fn edits<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Ed
             drop: &request.config().hooks.drop,
         }),
     ];
+    if prepared.new_mounts.is_some() {
+        edits.push(Box::new(new_hooks::Taken));
+    }
     if let Some(visible) = prepared.amd_visible.clone() {
         edits.push(Box::new(OnlyRender { visible }));
     }

@@ -41,6 +41,7 @@ pub(super) fn run(
         abort_limit: Duration::from_secs(request.config().limits.abort_s),
         abort_file: op.file(setup::ABORT_FILE),
         images: None,
+        criu_log: request.log(names::RESTORE_LOG),
         agent: ready.agent.as_ref().and_then(Agent::pid),
     };
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
@@ -51,6 +52,11 @@ pub(super) fn run(
             && let Err(e) = new.stop(&request.host, question.init)
         {
             tracing::error!("{e}");
+        }
+        if let Some(new) = new
+            && let Err(e) = new.hooks().at(&question.stage, question.init, new.waits())
+        {
+            unfit = Some(e);
         }
         if let Some(mounts) = prepared.new_mounts.as_ref()
             && question.stage == new_container::STAGE

@@ -96,7 +96,7 @@ unset REGISTRY_AUTH_FILE
 rm -rf /tmp/pulled
 large=$(jq -r '[.layers[]] | max_by(.size).digest' "/tmp/image/blobs/sha256/${digest#sha256:}")
 data=/tmp/registry/docker/registry/v2/blobs/sha256/${large:7:2}/${large:7}/data
-printf 'X' | dd of="$data" bs=1 seek=4096 conv=notrunc status=none
+damage "$data" 4096
 if cryopod pull "$to:1" -o oci:/tmp/pulled --tls-verify=false > /tmp/said 2>&1; then echo 'pulled a damaged blob' && exit 1; fi
 check 'pull: a damaged blob is named' says /tmp/said "$large"
 check 'pull: a damaged blob: no layout' test ! -e /tmp/pulled
@@ -104,7 +104,7 @@ for name in nothing:1 "job@sha256:$(printf '0%.0s' {1..64})"; do
     if cryopod pull "127.0.0.1:5000/team/$name" -o oci:/tmp/pulled --tls-verify=false > /tmp/said 2>&1; then exit 1; fi
     check "pull $name: not there" says /tmp/said 'not in the registry'
 done
-printf 'X' | dd of=/tmp/image/blobs/sha256/"${large#sha256:}" bs=1 seek=4096 conv=notrunc status=none
+damage /tmp/image/blobs/sha256/"${large#sha256:}" 4096
 if push 127.0.0.1:5000/damaged/job:1 > /tmp/said 2>&1; then echo 'pushed a damaged blob' && exit 1; fi
 check 'push: a damaged blob is named' says /tmp/said "${large}.*it is damaged"
 check 'push: a damaged blob: no name' sh -c '! curl -sf http://127.0.0.1:5000/v2/damaged/job/manifests/1'

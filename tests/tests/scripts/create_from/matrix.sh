@@ -13,6 +13,7 @@ if containerd --version | grep -Eq ' v?1\.'; then with_cri=(); else
     cat >> /etc/containerd/config.toml << 'T'
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.stock]
   runtime_type = 'io.containerd.runc.v2'
+  pod_annotations = ['dev.cryopod.restore']
   [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.stock.options]
     BinaryName = '/usr/local/bin/cryopod-runtime'
 T
@@ -71,8 +72,15 @@ starts() { # ENGINE NAME [SOURCE]
         ctr) ctr run -d --allow-new-privs --mount type=cgroup,src=cgroup,dst=/sys/fs/cgroup,options=ro:nosuid:noexec:nodev "${mount[@]}" --runtime $STOCK --runc-binary /usr/local/bin/cryopod-runtime --log-uri "file:///tmp/logs/$name" \
             ${source:+--env "CRYOPOD_RESTORE=$source"} $image "$name" "${program[@]}" ;;
         cri)
-            pod=$(cri RunPodSandbox "[[1,$sandbox],[2,\"stock\"]]")
-            container=$(cri CreateContainer "$(jq -nc --arg from "$source" --arg pod "$pod" --arg name "$name" --argjson sandbox "$sandbox" \
+            # podman's checkpoints by the pod's annotation, the others by the container's variable.
+            local variable=$source config=$sandbox
+            case $source in *podman*)
+                variable=''
+                config=$(jq -nc --argjson of "$sandbox" --arg from "$source" '$of + [[7, [[1, "dev.cryopod.restore"], [2, $from]]]]')
+                ;;
+            esac
+            pod=$(cri RunPodSandbox "[[1,$config],[2,\"stock\"]]")
+            container=$(cri CreateContainer "$(jq -nc --arg from "$variable" --arg pod "$pod" --arg name "$name" --argjson sandbox "$config" \
                 '[[1, $pod], [2, [[1, [[1, $name]]], [2, [[1, "localhost:5000/busybox:1"]]]]
                 + ($ARGS.positional | map([3, .])) + $mounts + [[6, [[1, "CRYOPOD_RESTORE"], [2, $from]]], [11, ($name + ".log")], [15, $linux]]], [3, $sandbox]]' --argjson linux "$limits" --argjson mounts "$cri" \
                 --args -- "${program[@]}")") && cri StartContainer "[[1,\"$container\"]]"

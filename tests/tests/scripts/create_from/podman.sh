@@ -78,6 +78,35 @@ podman init c3 > /dev/null
 check 'removed before its start' podman rm -f -t 0 c3
 check 'nothing is left' wait_for nothing_left
 
+# Hooks, each at its point.
+mkdir /srv/hooks
+cat > /srv/hook.sh << 'T'
+#!/bin/bash
+echo "$1 $(jq -r '"\(.status) \(.id) \(.pid)"') $(readlink /proc/self/ns/net)" >> /tmp/hooks
+[ ! -e "/tmp/fails-$1" ]
+T
+chmod 755 /srv/hook.sh
+hook() { # STAGE
+    jq -n --arg stage "$1" '{version: "1.0.0", when: {always: true}, stages: [$stage], hook: {path: "/srv/hook.sh", args: ["hook.sh", $stage]}}' \
+        > "/srv/hooks/$1.json"
+}
+hooked() { podman --runtime cryopod-runtime --hooks-dir /srv/hooks "$@"; }
+stages() { cut -d ' ' -f 1,2 /tmp/hooks | tr '\n' ','; }
+for stage in prestart createRuntime createContainer poststart poststop; do hook $stage; done
+hooked create --name hooks --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null
+hooked init hooks > /dev/null
+check 'the hooks of create' test "$(stages)" = 'createRuntime creating,prestart creating,createContainer creating,'
+pid=$(podman inspect -f '{{.State.Pid}}' hooks)
+check 'with the state' test "$(cut -d ' ' -f 3,4 /tmp/hooks | sort -u)" = "$(podman inspect -f '{{.Id}}' hooks) $pid"
+check 'in the namespaces' test "$(awk '{print $5}' /tmp/hooks | tr '\n' ' ')" = \
+    "$(readlink /proc/self/ns/net) $(readlink /proc/self/ns/net) $(readlink "/proc/$pid/ns/net") "
+rm /tmp/hooks
+hooked start hooks > /dev/null
+check 'the hook of start' test "$(stages)" = 'poststart running,'
+wait_for counted hooks 6
+hooked rm -f -t 0 hooks > /dev/null
+check 'the hook of delete' grep -q '^poststop ' /tmp/hooks
+
 refused() { # NAME WANT ARG...
     local name=$1 want=$2 && shift 2
     if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then echo "$name: started" && exit 1; fi
@@ -93,6 +122,14 @@ cp -r "$from/c1" "$from/damaged"
 truncate -s 30 "$from/damaged/mm-1.img"
 refused 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
 refused 'more than the spec gives' 'has capabilities in the images that the spec does not give' --cap-drop all --annotation dev.cryopod.restore=$from/c1
+
+pod() { hooked "$@"; }
+touch /tmp/fails-createContainer
+refused 'a hook that fails' 'the createContainer hook /srv/hook.sh failed: exit status: 1' --annotation dev.cryopod.restore=$from/c1
+rm /tmp/fails-createContainer
+hook startContainer
+refused 'a hook that cannot be run' 'has the startContainer hook /srv/hook.sh' --annotation dev.cryopod.restore=$from/c1
+pod() { podman --runtime cryopod-runtime "$@"; }
 
 otherwise() { # NAME WANT ARG...: it starts without the checkpoint, and says why
     local name=$1 want=$2 && shift 2

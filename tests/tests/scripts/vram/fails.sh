@@ -108,7 +108,7 @@ stop
 start --mib 100
 dump '{"vram": {}}'
 cp /img/vram-0000.img /tmp/shard
-printf x | dd of=/img/vram-0000.img bs=1 seek=5000000 conv=notrunc status=none
+damage /img/vram-0000.img 5000000
 restore_fails
 check 'a damaged shard: said' grep -Eq 'cryopod: Error: .*vram-0000.img: chunk .* does not fit its digest' /img/restore.log
 check 'a damaged shard: nothing is left' wait_for gone

@@ -97,7 +97,7 @@ cp -a /srv/c/1 /srv/true
 cp /srv/c/2/vram-index.img /srv/c/1/
 check 'another one in its place: refused' refused 'is not the one that it was' load job /srv/c/3
 cp /srv/true/vram-index.img /srv/c/1/
-printf x | dd of=/srv/c/1/vram-0000.img bs=1 seek=25000000 conv=notrunc status=none
+damage /srv/c/1/vram-0000.img 25000000
 check 'damaged: verify says so' refused 'vram-0000.img: chunk .* does not fit its digest' cryopod verify -q /srv/c/3
 check 'damaged: not restored' refused 'vram-0000.img: chunk .* does not fit its digest' load job /srv/c/3
 end job || true
@@ -113,7 +113,7 @@ check 'by path: the first is whole' vram /srv/d1 '.parent == 0'
 ln -sfn /srv/d1 /srv/latest
 check 'by path: the second' save by /srv/d2 --leave-running
 check 'by path: nothing has changed' vram /srv/d2 '.parent > 90 and .stored_bytes < 5000000'
-printf x | dd of=/srv/d1/vram-index.img bs=1 seek=3000 conv=notrunc status=none
+damage /srv/d1/vram-index.img 3000
 fails() { ! save by /srv/d3 --leave-running && grep -q 'cannot build upon that one: .*vram-index.img' /tmp/said && [ ! -e /srv/d3/cryopod.json ]; }
 check 'by path: a damaged one is refused' fails
 check 'by path: and it goes on' goes_on by

@@ -87,7 +87,7 @@ pod container checkpoint --export /tmp/job.tar job > /dev/null
 pod rm -f -t 0 job > /dev/null
 mkdir /tmp/open
 tar -C /tmp/open -xf /tmp/job.tar
-printf x | dd of=/tmp/open/checkpoint/vram-0000.img bs=1 seek=5000000 conv=notrunc status=none
+damage /tmp/open/checkpoint/vram-0000.img 5000000
 tar -C /tmp/open -cf /tmp/bad.tar .
 if pod container restore --import /tmp/bad.tar > /tmp/said 2>&1; then
     echo 'restored from a damaged archive' && exit 1

@@ -65,7 +65,7 @@ check 'into files: nothing is in use' none
 shmem() { awk '/^Rss(Shmem|Anon)/ {n += $2} END {exit n > 60000}' "/proc/$(pgrep -x cusim-client | tail -n 1)/status"; }
 check 'into files: not in host memory either' shmem
 check 'into files: a name that is taken is refused' refused 'suspended already' cryopod suspend --to /tmp/files job
-printf x | dd of=/tmp/files/vram-0000.img bs=1 seek=5000000 conv=notrunc status=none iflag=fullblock
+damage /tmp/files/vram-0000.img 5000000
 cp -a /tmp/files /tmp/damaged
 check 'a damaged file: refused, and it stays suspended' refused 'stays suspended, with its GPU memory in /tmp/files.*vram-0000.img: chunk .* does not fit its digest' cryopod resume job
 check 'still nothing is in use' none
