@@ -65,6 +65,12 @@ pub fn vram_shard(number: usize) -> String {
     format!("{VRAM_SHARD}{number:04}.img")
 }
 
+/// Returns true for the path of a shard in an archive.
+pub fn is_vram_shard(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or_default();
+    is_numbered(name, VRAM_SHARD)
+}
+
 /// Returns the podman volume whose content is in the file of this name.
 pub fn volume(file: &str) -> Option<&str> {
     let name = file.strip_prefix(VOLUMES_DIR)?.strip_prefix('/')?;

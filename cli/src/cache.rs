@@ -1,6 +1,7 @@
 //! `cryopod cache`: the unpacked checkpoints from which containers are created on this host.
 
 mod directory;
+mod known;
 mod ls;
 mod prune;
 mod pull;

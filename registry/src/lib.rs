@@ -6,6 +6,7 @@
 
 mod auth;
 mod client;
+mod known;
 mod pull;
 mod push;
 mod session;
@@ -21,7 +22,8 @@ use cryopod_archive::progress::Progress;
 use oci_client::Reference;
 
 pub use auth::Credentials;
-pub use pull::{digest, pull};
+pub use known::{Known, Piece};
+pub use pull::{digest, pull, pull_with};
 pub use push::push;
 
 #[derive(Debug, Clone)]

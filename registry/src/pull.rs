@@ -1,6 +1,6 @@
 //! Pulls an image from a registry into an OCI image layout.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -20,6 +20,7 @@ use oci_client::{Reference, RegistryOperation};
 use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
+use crate::known::{Known, Parts, put_together};
 use crate::text::causes;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
@@ -32,7 +33,17 @@ const MAX_MANIFEST: usize = 4 << 20;
 /// Pulls an image into a layout that does not exist yet. A hidden directory beside it keeps partial data, so the next
 /// try continues from there. After an [`Error`] no layout has that name.
 pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transferred, Error> {
-    run(pull_all(from, layout, options), &from.to_string())
+    pull_with(from, layout, options, &())
+}
+
+/// Pulls an image as [`pull`] does, except for what this host has of it already.
+pub fn pull_with(
+    from: &Reference,
+    layout: &Path,
+    options: &Options,
+    known: &dyn Known,
+) -> Result<Transferred, Error> {
+    run(pull_all(from, layout, options, known), &from.to_string())
 }
 
 /// Asks a registry for the digest of an image's manifest.
@@ -52,6 +63,7 @@ async fn pull_all(
     from: &Reference,
     layout: &Path,
     options: &Options,
+    known: &dyn Known,
 ) -> Result<Transferred, Error> {
     let work = Work::begin(layout)?;
     let registry = Registry::connect(from, RegistryOperation::Pull, options).await?;
@@ -65,7 +77,7 @@ async fn pull_all(
         .collect();
     let total = blobs.iter().fold(0u64, |sum, d| sum.saturating_add(d.size));
     options.progress.set_total(total);
-    let missing: Vec<&Descriptor> = blobs.iter().copied().filter(|d| !work.has(d)).collect();
+    let mut missing: Vec<&Descriptor> = blobs.iter().copied().filter(|d| !work.has(d)).collect();
     let have = blobs.len() - missing.len();
     let needed = missing
         .iter()
@@ -73,13 +85,38 @@ async fn pull_all(
     options.progress.add_done(total - needed);
     work.room_for(needed, layout)?;
     let (skipped, bytes) = (AtomicUsize::new(have), AtomicU64::new(0));
-    stream::iter(missing.into_iter().map(Ok))
-        .try_for_each_concurrent(options.parallel.max(1), |blob| {
-            let (registry, work, bytes) = (&registry, &work, &bytes);
+    let whole = async |blob: &Descriptor| {
+        with_tries(options.tries, || pull_blob(&registry, &work, blob, options)).await?;
+        bytes.fetch_add(blob.size, Ordering::Relaxed);
+        Ok::<_, Error>(())
+    };
+    // It tells what the others hold.
+    let mut parts = BTreeMap::new();
+    if let Some(first) = manifest.layers.first() {
+        if missing.first().is_some_and(|d| d.digest == first.digest) {
+            whole(missing.remove(0)).await?;
+        }
+        parts = known.pieces(&work.blob(&first.digest), &manifest);
+    }
+    let planned = missing.into_iter().map(|blob| {
+        let pieces = parts.remove(&blob.digest).unwrap_or_default();
+        Ok((blob, Parts::of(pieces, blob.size)))
+    });
+    let planned: Vec<_> = planned.collect();
+    stream::iter(planned)
+        .try_for_each_concurrent(options.parallel.max(1), |(blob, parts)| {
+            let (registry, work, bytes, whole) = (&registry, &work, &bytes, &whole);
             async move {
-                with_tries(options.tries, || pull_blob(registry, work, blob, options)).await?;
-                bytes.fetch_add(blob.size, Ordering::Relaxed);
-                Ok::<_, Error>(())
+                if let Some(parts) = parts {
+                    match pull_parts(registry, work, blob, parts, options).await {
+                        Ok(fetched) => {
+                            bytes.fetch_add(fetched, Ordering::Relaxed);
+                            return Ok(());
+                        }
+                        Err(e) => tracing::warn!("{e}; all of it is fetched"),
+                    }
+                }
+                whole(blob).await
             }
         })
         .await?;
@@ -130,6 +167,25 @@ async fn manifest(registry: &Registry, options: &Options) -> Result<(Vec<u8>, Ma
         return Err(wrong("it has more layers than a checkpoint has"));
     }
     Ok((raw, manifest))
+}
+
+/// Returns how many bytes came from the registry.
+async fn pull_parts(
+    registry: &Registry,
+    work: &Work,
+    blob: &Descriptor,
+    parts: Parts,
+    options: &Options,
+) -> Result<u64, Error> {
+    let partial = work.partial(&blob.digest);
+    let _ = fs::remove_file(&partial);
+    let fetched = put_together(registry, &partial, blob, parts, options).await;
+    let fetched = fetched.inspect_err(|_| {
+        let _ = fs::remove_file(&partial);
+    })?;
+    let name = work.blob(&blob.digest);
+    fs::rename(&partial, &name).map_err(ArchiveError::io(&name, "name it"))?;
+    Ok(fetched)
 }
 
 async fn pull_blob(

@@ -6,11 +6,12 @@
 //! `oci-client`.
 
 use std::net::IpAddr;
+use std::ops::Range;
 use std::sync::Mutex;
 
 use futures_util::StreamExt;
 use oci_client::{Reference, RegistryOperation};
-use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderValue, WWW_AUTHENTICATE};
+use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue, RANGE, WWW_AUTHENTICATE};
 use reqwest::{Client, Response, StatusCode, Url};
 use serde::Deserialize;
 
@@ -94,7 +95,7 @@ impl Session {
 
     /// Checks that the registry answers, and asks for access.
     pub(crate) async fn connect(&self) -> Result<(), Error> {
-        let answer = self.send(self.registry.clone(), &[]).await?;
+        let answer = self.send(self.registry.clone(), HeaderMap::new()).await?;
         self.authorize(&answer).await.map(|_| ())
     }
 
@@ -105,13 +106,50 @@ impl Session {
         what: &str,
         accept: &[&str],
     ) -> Result<Response, Error> {
+        let mut headers = HeaderMap::new();
+        if !accept.is_empty() {
+            let accept = accept.join(", ").parse();
+            headers.insert(
+                ACCEPT,
+                accept.map_err(|_| self.failed(step, "no media type"))?,
+            );
+        }
+        self.get_with(step, what, headers).await
+    }
+
+    /// Gets a part of a blob.
+    ///
+    /// # Errors
+    /// Those of [`Self::get`]; the registry sends no parts.
+    pub(crate) async fn get_part(
+        &self,
+        step: &str,
+        what: &str,
+        part: Range<u64>,
+    ) -> Result<Response, Error> {
+        let mut headers = HeaderMap::new();
+        let range = format!("bytes={}-{}", part.start, part.end.saturating_sub(1)).parse();
+        headers.insert(RANGE, range.map_err(|_| self.failed(step, "no range"))?);
+        let answer = self.get_with(step, what, headers).await?;
+        match answer.status() {
+            StatusCode::PARTIAL_CONTENT => Ok(answer),
+            _ => Err(self.failed(step, "the registry sends blobs only whole")),
+        }
+    }
+
+    async fn get_with(
+        &self,
+        step: &str,
+        what: &str,
+        headers: HeaderMap,
+    ) -> Result<Response, Error> {
         let place = format!("{}/{what}", self.image.repository());
         let url = self.registry.join(&place);
         let url = url.map_err(|e| self.failed(step, e.to_string()))?;
-        let mut answer = self.send(url.clone(), accept).await?;
+        let mut answer = self.send(url.clone(), headers.clone()).await?;
         // The first request, or an expired token.
         if answer.status() == StatusCode::UNAUTHORIZED && self.authorize(&answer).await? {
-            answer = self.send(url, accept).await?;
+            answer = self.send(url, headers).await?;
         }
         match answer.status() {
             status if status.is_success() => Ok(answer),
@@ -125,11 +163,8 @@ impl Session {
         }
     }
 
-    async fn send(&self, url: Url, accept: &[&str]) -> Result<Response, Error> {
-        let mut request = self.http.get(url);
-        if !accept.is_empty() {
-            request = request.header(ACCEPT, accept.join(", "));
-        }
+    async fn send(&self, url: Url, headers: HeaderMap) -> Result<Response, Error> {
+        let mut request = self.http.get(url).headers(headers);
         let known = self.authorization.lock().ok().and_then(|a| a.clone());
         if let Some(known) = known {
             request = request.header(AUTHORIZATION, known);

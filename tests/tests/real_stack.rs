@@ -105,6 +105,7 @@ mod create_from {
         many_crun: V2 ["crun"] "archive/lib.sh" + "create_from/many.sh";
         many_runc: V1 ["runc"] "archive/lib.sh" + "create_from/many.sh";
         matrix: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/matrix.sh";
+        parts: V2 ["crun"] "archive/lib.sh" + "create_from/parts.sh";
         sources: V2 ["crun"] "archive/lib.sh" + "create_from/sources.sh";
         swarm: V1 [] "archive/lib.sh" + "create_from/swarm.sh";
     }

@@ -9,6 +9,7 @@ use super::plan::{self, Content, Group, Item, Known, LARGE_BYTES, LARGE_LAYERS, 
 use super::{PackOptions, Run};
 use crate::digest::Digest;
 use crate::error::Error;
+use crate::names;
 use crate::oci::Descriptor;
 use crate::source::Source;
 use crate::staging::Staging;
@@ -26,7 +27,10 @@ fn write(
     pool: &Pool<'_>,
     options: &PackOptions,
 ) -> Result<Layer, Error> {
-    let mut compression = options.compression;
+    let mut compression = match group.large.as_deref() {
+        Some([name]) => compression_of(name, options),
+        _ => options.compression,
+    };
     if compression != Compression::None && group.large.is_some() {
         // A plain layer is hashed once, a compressed one twice.
         let mut any = false;
@@ -47,6 +51,15 @@ fn write(
         written.content.clone(),
         descriptor(&written, compression, group.large.as_deref())?,
     ))
+}
+
+/// Returns how a layer with this one file is compressed. The writer of VRAM files has compressed what shrinks. A layer with
+/// one as it is can be put together from chunks that the reader has.
+fn compression_of(name: &str, options: &PackOptions) -> Compression {
+    match names::is_vram_shard(name) {
+        true => Compression::None,
+        false => options.compression,
+    }
 }
 
 /// Writes layers whose content can be read in any order, several at a time.
@@ -168,7 +181,7 @@ pub(super) fn streamed(
                 content: Content::Section(section),
             });
         } else {
-            let compression = options.compression;
+            let compression = compression_of(&entry.name, options);
             let written = store.layer(pool, compression, |input| {
                 for parent in plan::parents(&entry.name, &small) {
                     put(input, &parent, source)?;

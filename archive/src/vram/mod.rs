@@ -10,6 +10,7 @@
 //! * [`write`](mod@write): from memory to a directory, with several threads
 //! * [`read`]: from a directory to memory, and the verification
 //! * [`parent`]: finds the VRAM files that others build on
+//! * [`layers`]: finds them in the layers of an image
 //! * [`flatten`](mod@flatten): makes VRAM files independent of their parents
 //!
 //! docs/vram-format.md describes every byte.
@@ -17,6 +18,7 @@
 pub mod codec;
 pub mod flatten;
 pub mod index;
+pub mod layers;
 pub mod parent;
 pub mod read;
 mod shards;

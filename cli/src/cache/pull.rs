@@ -17,6 +17,7 @@ use cryopod_operations::rootfs;
 use cryopod_registry::{Options, parse_reference};
 
 use super::directory::Cache;
+use super::known::InCache;
 use crate::ui;
 
 #[derive(clap::Args)]
@@ -70,7 +71,7 @@ impl Pull<'_> {
                 let exact = image.clone_with_digest(digest.to_string());
                 let progress = Arc::clone(&options.progress);
                 ui::with_progress("pull", self.args.quiet, &progress, || {
-                    cryopod_registry::pull(&exact, &layout, &options)
+                    cryopod_registry::pull_with(&exact, &layout, &options, &InCache::of(cache))
                 })?;
             }
             let made = Source::open(&layout)

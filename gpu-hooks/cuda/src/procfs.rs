@@ -207,6 +207,26 @@ mod tests {
     }
 
     #[test]
+    fn a_zombie_that_a_signal_ended() {
+        for (arg, killed) in [("100", true), ("0", false)] {
+            let mut child = std::process::Command::new("sleep")
+                .arg(arg)
+                .spawn()
+                .unwrap();
+            let pid = child.id() as i32;
+            if killed {
+                assert!(!stat(pid).unwrap().killed);
+                child.kill().unwrap();
+            }
+            while stat(pid).unwrap().state != 'Z' {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            assert_eq!(stat(pid).unwrap().killed, killed);
+            child.wait().unwrap();
+        }
+    }
+
+    #[test]
     fn own_process_is_alive() {
         let pid = std::process::id() as i32;
         assert!(!stat(pid).unwrap().exiting);

@@ -5,6 +5,9 @@ mkdir -p "$from"
 printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
 containerd_up
 images
+ctr events > /tmp/events &
+# shellcheck disable=SC2016
+counter=(sh -c 'trap "exit 7" TERM; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
 counted_file() { [ "$(tail -n 1 "$1" 2> /dev/null || echo 0)" -ge "$2" ]; } # FILE N
 runs() { # ID ARG...: with ctr; its output in /tmp/ID
     local id=$1 && shift
@@ -28,8 +31,16 @@ for shim in $STOCK $OURS; do
         check 'exec' test "$(ctr tasks exec --exec-id e "c$i" echo inside)" = inside
     done
     ended c1
-    ended c2
-    rm /tmp/c1 /tmp/c2
+    ctr tasks kill -s SIGTERM c2
+    wait_for is c2 STOPPED
+    check 'its exit code' grep -q 'code 7' <<< "$(ctr tasks delete c2 2>&1)"
+    ctr containers rm c2
+    check 'a copy with little memory' runs oom "${with[@]}" --memory-limit 33554432 --annotation "dev.cryopod.restore=$from/ctr"
+    ctr tasks exec --exec-id eat oom tail /dev/zero > /dev/null 2>&1 || true
+    check 'the event of its lack' wait_for grep -q '/tasks/oom.*"oom"' /tmp/events
+    ended oom
+    rm /tmp/c1 /tmp/c2 /tmp/oom
+    : > /tmp/events
 done
 
 dockerd --containerd /run/containerd/containerd.sock --experimental --iptables=false --ip6tables=false \

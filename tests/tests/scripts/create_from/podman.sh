@@ -63,6 +63,22 @@ for unfit in "-v /srv:/srv|the checkpoint has a mount at /volume that the new co
     check "refused: ${unfit#*|}" grep -qF "${unfit#*|}" /tmp/said
 done
 
+# A terminal, and an exit code.
+# shellcheck disable=SC2016
+terminal=(--network none localhost/busybox sh -c 'trap "exit 7" TERM; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
+typed() { printed "$1" | tr -d '\r' | sed -n "$2p"; } # NAME LINE
+typed_past() { local n && n=$(typed "$1" '$') && [ "${n:--1}" -ge "$2" ]; }
+pod run -d --tty --name tty "${terminal[@]}" > /dev/null
+wait_for typed_past tty 5
+saved tty
+check 'a copy with a terminal' pod run -d --tty --name tty1 --annotation dev.cryopod.restore=$from/tty "${terminal[@]}" > /dev/null
+wait_for typed_past tty1 6
+check 'it goes on' test "$(typed tty1 1)" -ge 4
+check 'on its terminal' podman exec tty1 sh -c 'test -c /proc/1/fd/1 && case $(readlink /proc/1/fd/1) in /dev/pts/*) ;; *) false ;; esac'
+podman stop -t 60 tty1 > /dev/null
+check 'its exit code' test "$(podman inspect -f '{{.State.ExitCode}}' tty1)" = 7
+podman rm tty1 > /dev/null
+
 # Between create and start.
 pod create --name c2 --annotation dev.cryopod.restore=$from/c1 "${plain[@]}" > /dev/null
 podman init c2 > /dev/null

@@ -1,0 +1,93 @@
+//! Finds GPU memory that checkpoints in the cache have in common with one that is pulled.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use cryopod_archive::digest::Digest;
+use cryopod_archive::names;
+use cryopod_archive::oci::Manifest;
+use cryopod_archive::vram::{self, Chunk, Index, Kind, layers};
+use cryopod_registry::{Known, Piece};
+
+use super::directory::Cache;
+
+/// Where the chunks of GPU memory are that the cache has, by their digest and how they are stored.
+pub struct InCache {
+    chunks: HashMap<(vram::Digest, u8, u32), (Arc<File>, u64)>,
+}
+
+impl InCache {
+    /// Reads the tables of all checkpoints in the cache. The opened shards stay readable if a checkpoint is removed.
+    pub fn of(cache: &Cache) -> Self {
+        let mut chunks = HashMap::new();
+        for entry in cache.entries().unwrap_or_default() {
+            let images = cache.path_of(&entry.digest).join(names::CHECKPOINT_DIR);
+            let path = images.join(names::VRAM_INDEX);
+            let Some(index) = File::open(&path)
+                .ok()
+                .and_then(|file| Index::read(&file, &path).ok())
+            else {
+                continue;
+            };
+            let shard =
+                |number: u16| File::open(images.join(names::vram_shard(number.into()))).ok();
+            let shards: Vec<_> = (0u16..)
+                .take(index.shards.len())
+                .map(|number| shard(number).map(Arc::new))
+                .collect();
+            for chunk in index.chunks.iter().filter(|chunk| is_stored(chunk)) {
+                if let Some(Some(file)) = shards.get(usize::from(chunk.shard)) {
+                    chunks
+                        .entry(key(chunk))
+                        .or_insert_with(|| (Arc::clone(file), chunk.place));
+                }
+            }
+        }
+        Self { chunks }
+    }
+}
+
+impl Known for InCache {
+    fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<Piece>> {
+        if self.chunks.is_empty() {
+            return BTreeMap::new();
+        }
+        let index = match layers::index(first) {
+            Ok(Some(index)) => index,
+            Ok(None) => return BTreeMap::new(),
+            Err(e) => {
+                tracing::warn!("all of the GPU memory is fetched: {e}");
+                return BTreeMap::new();
+            }
+        };
+        let of_layer = |layer: layers::ShardLayer| {
+            let chunks = index.chunks.iter();
+            let chunks = chunks.filter(|chunk| is_stored(chunk) && chunk.shard == layer.shard);
+            let pieces = chunks.filter_map(|chunk| {
+                let (file, offset) = self.chunks.get(&key(chunk))?;
+                Some(Piece {
+                    at: layer.at.checked_add(chunk.place)?,
+                    bytes: u64::from(chunk.stored),
+                    file: Arc::clone(file),
+                    offset: *offset,
+                })
+            });
+            let pieces = pieces.collect();
+            (layer.digest, pieces)
+        };
+        layers::shards(manifest, &index)
+            .into_iter()
+            .map(of_layer)
+            .collect()
+    }
+}
+
+fn is_stored(chunk: &Chunk) -> bool {
+    matches!(chunk.kind, Kind::Raw | Kind::Lz4 | Kind::Zstd)
+}
+
+fn key(chunk: &Chunk) -> (vram::Digest, u8, u32) {
+    (chunk.digest, chunk.kind as u8, chunk.stored)
+}
