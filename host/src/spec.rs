@@ -100,6 +100,28 @@ impl Spec {
         (!path.as_os_str().is_empty() && path.components().all(plain)).then_some(path)
     }
 
+    /// The absolute path of the container's cgroup in each hierarchy; systemd's form as systemd makes it. `None`: the
+    /// runtime chooses it.
+    pub fn cgroup_path(&self) -> Option<String> {
+        let path = self.cgroups_path()?;
+        if path.starts_with('/') {
+            return Some(path.to_owned());
+        }
+        let mut parts = path.split(':');
+        let (slice, prefix, name) = (parts.next()?, parts.next()?, parts.next()?);
+        let inner = slice
+            .strip_suffix(".slice")
+            .filter(|_| parts.next().is_none())?;
+        // "a-b.slice" is in "a.slice".
+        let mut above = String::new();
+        if inner != "-" {
+            for (at, _) in inner.match_indices('-').chain([(inner.len(), "")]) {
+                above.push_str(&format!("/{}.slice", &inner[..at]));
+            }
+        }
+        Some(format!("{above}/{prefix}-{name}.scope"))
+    }
+
     /// Returns true if the container's cgroup has systemd's form (`SLICE:PREFIX:NAME`).
     pub fn names_a_slice(&self) -> bool {
         self.cgroups_path().is_some_and(|path| {
@@ -304,6 +326,29 @@ mod tests {
         assert!(own(json!([{"type": "pid"}, {"type": "network"}])));
         assert!(!own(json!([{"type": "network", "path": "/run/netns/x"}])));
         assert!(!own(json!([{"type": "pid"}])));
+    }
+
+    #[test]
+    fn paths_of_cgroups() {
+        for (named, path) in [
+            ("/libpod_parent/libpod-1", Some("/libpod_parent/libpod-1")),
+            (
+                "machine.slice:libpod:1",
+                Some("/machine.slice/libpod-1.scope"),
+            ),
+            (
+                "user-1000.slice:docker:1",
+                Some("/user.slice/user-1000.slice/docker-1.scope"),
+            ),
+            ("-.slice:docker:1", Some("/docker-1.scope")),
+            ("below/this", None),
+            ("a.slice:b:c:d", None),
+            ("", None),
+        ] {
+            let s = spec(json!({"linux": {"cgroupsPath": named}}));
+            assert_eq!(s.cgroup_path().as_deref(), path, "{named}");
+        }
+        assert_eq!(spec(json!({})).cgroup_path(), None);
     }
 
     #[test]

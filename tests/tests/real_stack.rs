@@ -101,6 +101,7 @@ mod create_from {
     crate::scenarios! {
         podman_crun: V2 ["crun"] "archive/lib.sh" + "create_from/podman.sh";
         podman_runc: V1 ["runc"] "archive/lib.sh" + "create_from/podman.sh";
+        podman_runc_v2: V2 ["runc"] "archive/lib.sh" + "create_from/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/engines.sh";
         many_crun: V2 ["crun"] "archive/lib.sh" + "create_from/many.sh";
         many_runc: V1 ["runc"] "archive/lib.sh" + "create_from/many.sh";

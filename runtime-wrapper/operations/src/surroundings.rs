@@ -272,6 +272,18 @@ fn cgroup_roots(host: &Host) -> impl Iterator<Item = String> {
     hierarchies.map(|(controller, path)| format!("cgroup-root {controller}:{path}"))
 }
 
+/// Has CRIU restore a new container into its own cgroup of version 2, and not into one with the path of the checkpoint's.
+///
+/// crun names it for all hierarchies, runc for those of version 1 alone.
+pub fn own_cgroup(request: &Request<'_>) -> Option<String> {
+    let v2 = cgroups::setup(&request.host) != cgroups::Setup::V1;
+    let path = request
+        .spec
+        .cgroup_path()
+        .filter(|_| v2 && request.low() == Kind::Runc)?;
+    Some(format!("cgroup-root {path}"))
+}
+
 /// Finds the checkpoint's surroundings on this host, and shows them in the operation's directory.
 ///
 /// # Errors

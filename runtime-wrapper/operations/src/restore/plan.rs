@@ -72,6 +72,10 @@ pub(super) fn plan(
     if new {
         let (mounts, refusals) = NewMounts::of(request, &provision.named, op)?;
         provision.extra.lines.extend(mounts.lines());
+        provision
+            .extra
+            .lines
+            .extend(surroundings::own_cgroup(request));
         beyond.extend(refusals);
         new_mounts = Some(mounts);
         let low = request.low();
