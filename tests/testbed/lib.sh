@@ -15,8 +15,17 @@ bundle() {
     mv "$dir/config.json.new" "$dir/config.json"
 }
 
-# pod ARG...: podman with $RUNTIME as its runtime, by default cryopod's.
-pod() { podman --runtime "${RUNTIME:-cryopod-runtime}" "$@"; }
+# pod ARG...: podman with $RUNTIME as its runtime, by default cryopod's. A checkpoint has a second try where the freezer
+# of cgroup v1 left a process frozen, as happens once in some thousand: cryopod leaves a container without a GPU to runc,
+# which does not try again.
+pod() {
+    local podman=(podman --runtime "${RUNTIME:-cryopod-runtime}") said=/tmp/checkpoint.said
+    if [ "${1:-} ${2:-}" != "container checkpoint" ]; then
+        "${podman[@]}" "$@"
+    elif ! "${podman[@]}" "$@" 2> $said; then
+        if grep -q 'Unseizable non-zombie .* state D' $said; then "${podman[@]}" "$@"; else cat $said >&2 && return 1; fi
+    else cat $said >&2; fi
+}
 
 # low_level NAME: the runtime that cryopod-runtime is to put underneath.
 low_level() { mkdir -p /etc/cryopod && printf '[runtime]\nlow_level = "%s"\n' "$1" > /etc/cryopod/config.toml; }

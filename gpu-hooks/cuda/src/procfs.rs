@@ -48,10 +48,12 @@ pub fn stat(pid: i32) -> Option<Stat> {
     parse_stat(&text(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// The number of the system call that a sleeping process is in.
-pub fn system_call(pid: i32) -> Option<i64> {
+/// The number and the first argument of the system call that a sleeping process is in.
+pub fn system_call(pid: i32) -> Option<(i64, u64)> {
     let line = text(&format!("/proc/{pid}/syscall")).ok()?;
-    line.split_ascii_whitespace().next()?.parse().ok()
+    let (number, arguments) = line.split_once(" 0x")?;
+    let first = arguments.split_ascii_whitespace().next()?;
+    Some((number.parse().ok()?, u64::from_str_radix(first, 16).ok()?))
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

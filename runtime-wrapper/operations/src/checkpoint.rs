@@ -29,8 +29,8 @@ use crate::request::Request;
 use crate::state::{self, State};
 use crate::{child, passthrough, rootfs};
 
-/// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze, and
-/// under load every program that a shell starts is such a moment.
+/// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze (under
+/// load every program that a shell starts is such a moment), and the freezer of cgroup v1 does at times.
 const FREEZES: u32 = 3;
 
 /// Checkpoints a container. Execs the low-level runtime for one without GPU nodes. On error the container goes on
@@ -63,7 +63,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         let mut prepared = prepare::prepare(&request, &state, &planned)?;
         let dumped = dump::dump(&mut prepared, &signals, started)?;
         tries -= 1;
-        let again = dumped.ended.inside_vfork && tries > 0;
+        let again = dumped.ended.not_frozen && tries > 0;
         let result = conclude::conclude(prepared, dumped, again);
         if !again || !alive(&request.host, &state) {
             return result;

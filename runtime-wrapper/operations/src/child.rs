@@ -84,8 +84,8 @@ pub struct Ended {
     pub killed: bool,
     /// Something killed the restored processes; we then killed CRIU, which would wait for them for ever.
     pub lost_processes: bool,
-    /// CRIU gave up the freeze, because a process was inside vfork(2).
-    pub inside_vfork: bool,
+    /// CRIU gave up the freeze, because a process did not stop.
+    pub not_frozen: bool,
 }
 
 /// The signals that an operation watches from its first step on; before that they end the process as usual.
@@ -158,7 +158,7 @@ pub fn run(
         code: None,
         criu: Criu::default(),
         freeze: Freeze::default(),
-        inside_vfork: false,
+        not_frozen: false,
     };
     watcher.wait(signals, decide);
     Ok(Ended {
@@ -167,7 +167,7 @@ pub fn run(
         passed: watcher.passed,
         killed: watcher.killed,
         lost_processes: watcher.lost_processes,
-        inside_vfork: watcher.inside_vfork,
+        not_frozen: watcher.not_frozen,
     })
 }
 
@@ -235,7 +235,7 @@ struct Watcher<'a> {
     code: Option<i32>,
     criu: Criu,
     freeze: Freeze,
-    inside_vfork: bool,
+    not_frozen: bool,
 }
 
 impl Watcher<'_> {
@@ -387,11 +387,9 @@ impl Watcher<'_> {
 
     /// Ends a checkpoint whose freeze would hang.
     fn stuck_freeze(&mut self) {
-        if let Some(pid) = self.freeze.end_waiting(this_process()) {
-            self.inside_vfork = true;
-            self.interrupt(&format!(
-                "process {pid} was inside vfork(2) when CRIU froze the container, and CRIU waits in vain for it to stop; try again"
-            ));
+        if let Some(process) = self.freeze.end_waiting(this_process()) {
+            self.not_frozen = true;
+            self.interrupt(&process.to_string());
         }
     }
 
