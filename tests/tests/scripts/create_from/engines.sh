@@ -14,7 +14,7 @@ runs() { # ID ARG...: with ctr; its output in /tmp/ID
     ctr run -d --log-uri "file:///tmp/$id" "$@" $image "$id" "${counter[@]}" > /tmp/said 2>&1 || { cat /tmp/said && return 1; }
 }
 ended() { # ID
-    ctr tasks kill -s SIGKILL "$1" && wait_for is "$1" STOPPED && ctr tasks rm "$1" > /dev/null && ctr containers rm "$1"
+    { is "$1" STOPPED || ctr tasks kill -s SIGKILL "$1" || true; } && wait_for is "$1" STOPPED && ctr tasks rm "$1" > /dev/null && ctr containers rm "$1"
 }
 stock=(--runtime "$STOCK" --runc-binary /usr/local/bin/cryopod-runtime)
 runs first "${stock[@]}"
