@@ -194,6 +194,19 @@ impl Vram {
         options: &ReadOptions,
         cancel: &AtomicBool,
     ) -> Result<(), VramError> {
+        self.read_with(region, to, options, cancel, &|_, _| Ok(()))
+    }
+
+    /// Like [`Vram::read`], and calls `done` with the offset and the contents of each chunk that has been read and
+    /// checked. Threads take the chunks in ascending order.
+    pub fn read_with(
+        &self,
+        region: usize,
+        to: &mut [u8],
+        options: &ReadOptions,
+        cancel: &AtomicBool,
+        done: &(dyn Fn(usize, &mut [u8]) -> io::Result<()> + Sync),
+    ) -> Result<(), VramError> {
         let range = self.index.range(region);
         let bytes = self.index.regions.get(region).map(|region| region.bytes);
         let (Some(range), true) = (range, bytes == Some(to.len() as u64)) else {
@@ -202,18 +215,21 @@ impl Vram {
                 to.len()
             )));
         };
-        let pieces = to.chunks_mut(self.index.chunk_bytes as usize);
-        let queue = Mutex::new(range.zip(pieces));
+        let size = self.index.chunk_bytes as usize;
+        let first = range.start;
+        let queue = Mutex::new(range.zip(to.chunks_mut(size)));
         let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
         self.on_threads(options.threads, cancel, &|failed, scratch| {
             while let Some((number, piece)) = next() {
                 if failed() {
                     return Err(VramError::Cancelled);
                 }
-                if self.index.chunks[number].kind == Kind::Zero && options.zeroed {
-                    continue;
+                let zeros = self.index.chunks[number].kind == Kind::Zero;
+                if !(zeros && options.zeroed) {
+                    self.chunk(number, piece, options.check, scratch)?;
                 }
-                self.chunk(number, piece, options.check, scratch)?;
+                done((number - first) * size, piece)
+                    .map_err(VramError::io(&self.dir, "cannot be read into memory"))?;
             }
             Ok(())
         })

@@ -147,6 +147,14 @@ pub enum Op {
         regions: Vec<WantedRegion>,
         config: VramConfig,
     },
+    /// A restored process has a buffer mapped, and is to wait where it touches what has not been read yet.
+    VramUserfault {
+        id: u64,
+        address: u64,
+        /// A userfaultfd of the process, as a descriptor of the process `holder`.
+        fd: i32,
+        holder: i32,
+    },
     /// Waits for the writing or reading. Answered by [`Outcome::Vram`].
     VramWait {
         limit_ms: u64,
@@ -165,6 +173,7 @@ impl Op {
             | Self::VramDrop { .. }
             | Self::VramWrite { .. }
             | Self::VramLoad { .. }
+            | Self::VramUserfault { .. }
             | Self::VramWait { .. }
             | Self::VramCancel => None,
             Self::VramPrepare { pid, .. }
@@ -197,6 +206,7 @@ impl Op {
             Self::VramDrop { .. } => "vram-drop",
             Self::VramWrite { .. } => "vram-write",
             Self::VramLoad { .. } => "vram-load",
+            Self::VramUserfault { .. } => "vram-userfault",
             Self::VramWait { .. } => "vram-wait",
             Self::VramCancel => "vram-cancel",
         }

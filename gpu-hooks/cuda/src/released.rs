@@ -131,6 +131,12 @@ impl Released {
         (self.pid, self.tid)
     }
 
+    /// Kills its process.
+    pub fn kill(&self) {
+        // SAFETY: a signal to a process that this one traces, so that its pid is not reused.
+        unsafe { libc::kill(self.pid, libc::SIGKILL) };
+    }
+
     pub fn is_watched(&self) -> bool {
         self.watched.is_some()
     }

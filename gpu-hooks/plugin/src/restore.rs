@@ -124,6 +124,13 @@ impl Restore {
             gpu_map: gpu_map.clone(),
             limit_ms,
         })?;
+        if let Some(done) = &self.session.vram_done {
+            let (mib, ms) = (done.facts.bytes >> 20, done.work_us / 1000);
+            criu::log(
+                Level::Info,
+                &format!("{mib} MiB of GPU memory read in {ms} ms"),
+            );
+        }
         // The driver has copied it to the GPU and unmapped it.
         for buffer in std::mem::take(&mut self.vram).into_values() {
             self.session.vram_drop(buffer.id);
@@ -143,22 +150,13 @@ impl Restore {
         self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
     }
 
-    /// Maps the memory of the VRAM files into the processes, once all of it has been read.
+    /// Maps the memory of the VRAM files into the processes. The driver may then begin: what it touches too early is
+    /// waited for, or all has been read.
     fn vram_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
         if self.vram.is_empty() {
             return Ok(());
         }
-        let start = Instant::now();
-        if let Some(done) = self.session.vram_wait()? {
-            let text = format!(
-                "{} MiB of GPU memory read in {} ms, of which {} ms were waited for",
-                done.facts.bytes >> 20,
-                done.work_us / 1000,
-                start.elapsed().as_millis()
-            );
-            criu::log(Level::Info, &text);
-            self.session.vram_done = Some(done);
-        }
+        let mut all_wait = true;
         for Thread { pid, tid } in threads {
             let start = Instant::now();
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
@@ -167,11 +165,16 @@ impl Restore {
             for buffer in record.vram.clone() {
                 let missing = || failure("vram", Some(*pid), "its memory was not read");
                 let shared = self.vram.get(&buffer.region).ok_or_else(missing)?.clone();
-                self.session
-                    .vram_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
+                all_wait &=
+                    self.session
+                        .vram_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
                 let what = format!("process {pid}: vram in {} ms", start.elapsed().as_millis());
                 criu::log(Level::Info, &what);
             }
+        }
+        self.session.vram.reading = all_wait;
+        if !all_wait {
+            self.session.vram_done = self.session.vram_wait()?;
         }
         Ok(())
     }

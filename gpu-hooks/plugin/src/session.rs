@@ -23,6 +23,8 @@ const MARGIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(5);
 /// The same for threads that stop at each of their system calls.
 const WATCH_TICK: Duration = Duration::from_micros(50);
+/// How long the driver may take to notice that a process was killed.
+const KILLED: Duration = Duration::from_secs(10);
 pub const QUERY_MS: u64 = 10_000;
 
 /// Boxed: it is rare and large.
@@ -215,7 +217,8 @@ impl Session {
     /// threads meanwhile.
     ///
     /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does
-    /// not come in time is an error of the whole batch.
+    /// not come in time is an error of the whole batch. If memory that the released threads wait for cannot be read
+    /// (an error as the answer to [`Op::VramWait`]), their processes are killed: only that ends the driver's work.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
         let vram = self.config.vram.clone().unwrap_or_default();
         let watching = released.iter().any(Released::is_watched);
@@ -224,10 +227,14 @@ impl Session {
             return Err(failure("driver agent", None, "not connected"));
         };
         let longest = ops.iter().map(limit_of).max().unwrap_or_default();
-        let deadline = Instant::now() + longest + MARGIN;
+        let mut deadline = Instant::now() + longest + MARGIN;
         let mut ids = Vec::with_capacity(ops.len());
+        let (mut reading, mut unreadable) = (None, None);
         for op in ops {
-            ids.push(client.send(op).map_err(|e| Self::agent_failure(&e))?);
+            let waits = matches!(op, Op::VramWait { .. });
+            let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
+            ids.push(id);
+            reading = reading.or((waits && !released.is_empty()).then_some(id));
         }
         let mut replies: HashMap<u64, Reply> = HashMap::new();
         // Threads that are held until the agent has memory for them.
@@ -272,6 +279,13 @@ impl Session {
                     }
                 }
                 Some(reply) => {
+                    if let (true, Outcome::Error(error)) =
+                        (reading == Some(reply.id), &reply.outcome)
+                    {
+                        unreadable = Some(failure("vram", None, error.message.clone()));
+                        deadline = Instant::now() + KILLED;
+                        released.iter().for_each(Released::kill);
+                    }
                     replies.insert(reply.id, reply);
                 }
                 None if criu::alarm_passed() => {
@@ -282,6 +296,7 @@ impl Session {
                         "raise CRIU's `timeout` above the lock timeout",
                     ));
                 }
+                None if Instant::now() >= deadline && unreadable.is_some() => break,
                 None if Instant::now() >= deadline => {
                     let what = ClientError::Silent((longest + MARGIN).as_secs_f64());
                     return Err(Self::agent_failure(&what));
@@ -291,6 +306,9 @@ impl Session {
         }
         for id in dropped {
             self.vram_drop(id);
+        }
+        if let Some(failed) = unreadable {
+            return Err(failed);
         }
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
     }
@@ -331,10 +349,21 @@ impl Session {
             .as_ref()
             .filter(|_| step == "checkpoint" && SUPPORTED);
         let mut released = release(step, threads, vram.map(|vram| vram.min_bytes))?;
-        let ops = threads.iter().map(|thread| op(thread.pid)).collect();
+        let mut ops: Vec<Op> = threads.iter().map(|thread| op(thread.pid)).collect();
+        let reading = std::mem::take(&mut self.vram.reading);
+        if reading {
+            let limit_ms = self.config.step_timeout_ms;
+            ops.push(Op::VramWait { limit_ms });
+        }
         let result = self.batch(ops, &mut released);
         let not_stopped = stop(released);
-        Ok((result?, not_stopped))
+        let mut replies = result?;
+        if reading {
+            if let Some(Outcome::Vram(done)) = replies.pop().map(|reply| reply.outcome) {
+                self.vram_done = done;
+            }
+        }
+        Ok((replies, not_stopped))
     }
 
     pub fn commit(&mut self) -> Result<(), Failed> {
@@ -382,6 +411,7 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramDrop { .. }
         | Op::VramWrite { .. }
         | Op::VramLoad { .. }
+        | Op::VramUserfault { .. }
         | Op::VramCancel => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
         Op::Find { limit_ms, .. }

@@ -32,6 +32,8 @@ pub struct Vram {
     /// Why VRAM files were not used where they might have been.
     pub left_out: Option<String>,
     pub writes: bool,
+    /// A restore: the processes wait for what has not been read yet, and the driver may begin.
+    pub reading: bool,
 }
 
 pub(crate) fn open(buffer: &SharedBuffer) -> io::Result<File> {

@@ -4,10 +4,11 @@ use crate::criu::{self, Level};
 use crate::session::{Failed, QUERY_MS, Session, failure};
 use crate::vram::{Captured, image_directory, open, test_fails};
 use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
-use cryopod_cuda::released::inject;
-use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
+use cryopod_cuda::released::{inject, own_pid};
+use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, userfault};
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 /// How long a failed dump waits for a failure of the VRAM files.
 const LOOK_MS: u64 = 300;
@@ -184,7 +185,8 @@ impl Session {
         let _ = self.ask(Op::VramDrop { id });
     }
 
-    /// At a restore: maps memory of the agent's into a restored process.
+    /// At a restore: maps memory of the agent's into a restored process. Returns true if the process waits where it
+    /// touches what has not been read yet; else nothing may touch the memory before all has been read.
     pub fn vram_in(
         &mut self,
         pid: i32,
@@ -192,20 +194,55 @@ impl Session {
         buffer: &SharedBuffer,
         address: u64,
         bytes: u64,
-    ) -> Result<(), Failed> {
+    ) -> Result<bool, Failed> {
         let config = self.config.vram.clone().unwrap_or_default();
-        let map = || {
+        let mut userfault = Err(io::Error::other("not asked for"));
+        let mut map = || {
             test_fails(&config, "in")?;
             let file = open(buffer)?;
             let mut injection = inject(pid, tid)?;
             let mapped = injection.map_file(address, bytes, &file);
+            if mapped.is_ok() {
+                userfault = test_fails(&config, "userfault")
+                    .and_then(|()| injection.userfaultfd(&userfault::device()?));
+            }
             mapped.and(injection.end())
         };
-        let Err(error) = map() else { return Ok(()) };
-        criu::log(
-            Level::Warn,
-            &format!("process {pid}: its memory is copied: {error}"),
-        );
+        if let Err(error) = map() {
+            let text = format!("process {pid}: its memory is copied: {error}");
+            criu::log(Level::Warn, &text);
+            self.copy_in(pid, tid, buffer, address, bytes)?;
+            return Ok(false);
+        }
+        let held_back = userfault
+            .map_err(|error| error.to_string())
+            .and_then(|fd| self.hold_back(buffer.id, address, &fd));
+        if let Err(error) = &held_back {
+            let text = format!("process {pid}: the driver waits until all has been read: {error}");
+            criu::log(Level::Info, &text);
+        }
+        Ok(held_back.is_ok())
+    }
+
+    fn hold_back(&mut self, id: u64, address: u64, fd: &OwnedFd) -> Result<(), String> {
+        let op = Op::VramUserfault {
+            id,
+            address,
+            fd: fd.as_raw_fd(),
+            holder: own_pid().ok_or("/proc is not there")?,
+        };
+        self.ask(op).map(drop).map_err(|failed| failed.cause)
+    }
+
+    fn copy_in(
+        &mut self,
+        pid: i32,
+        tid: i32,
+        buffer: &SharedBuffer,
+        address: u64,
+        bytes: u64,
+    ) -> Result<(), Failed> {
+        self.vram_wait()?;
         let map = || {
             let mut injection = inject(pid, tid)?;
             let mapped = injection.map_private(address, bytes);

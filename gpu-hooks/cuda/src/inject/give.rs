@@ -9,6 +9,8 @@ use std::os::unix::fs::FileExt;
 /// Bytes below the stack pointer that the ABI lets a function use without moving it.
 const RED_ZONE: u64 = 128;
 const SCRATCH: usize = 256;
+/// linux/userfaultfd.h: makes a userfaultfd for the caller's memory.
+const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
 
 impl Injection {
     /// Gives the process a descriptor of ours, over a socket pair that the process makes; we take one end.
@@ -19,6 +21,22 @@ impl Injection {
         let given = self.give_at(file, at);
         let back = self.memory.write_all_at(&saved, at);
         given.and_then(|fd| back.map(|()| fd))
+    }
+
+    /// Has the process make a userfaultfd of its memory, and takes it from the process. `device` is `/dev/userfaultfd`:
+    /// who can open that may handle the kernel's faults too, which the process itself may not.
+    pub fn userfaultfd(&mut self, device: &File) -> io::Result<OwnedFd> {
+        let device = self.give(device)?;
+        let flags = libc::O_CLOEXEC as u64;
+        let made = self.call(
+            libc::SYS_ioctl,
+            [device as u64, USERFAULTFD_IOC_NEW, flags, 0, 0, 0],
+        );
+        let closed = self.close(device);
+        let fd = RawFd::try_from(made?).map_err(io::Error::other)?;
+        let taken = take_descriptor(self.pid, fd);
+        self.close(fd).and(closed)?;
+        taken
     }
 
     fn give_at(&mut self, file: &File, at: u64) -> io::Result<RawFd> {
@@ -59,7 +77,7 @@ impl Injection {
 }
 
 /// Duplicates a descriptor of another process into this one.
-fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
+pub fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
     let new = |fd: libc::c_long| match RawFd::try_from(fd) {
         // SAFETY: a descriptor that was just made and belongs to nobody else.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),

@@ -165,22 +165,8 @@ impl Mapped {
                     return Ok(());
                 }
                 let len = STRIDE.min(all - from);
-                let at = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address + from);
-                // SAFETY: within the mapping; allocates, and changes no contents.
-                if unsafe { libc::madvise(at, len, POPULATE_WRITE) } != 0 {
-                    let error = io::Error::last_os_error();
-                    match error.raw_os_error() {
-                        Some(libc::EINVAL) => return Ok(()),
-                        Some(libc::EINTR | libc::EAGAIN) => {
-                            // Once more, on its own: the others go on.
-                            // SAFETY: as above.
-                            if unsafe { libc::madvise(at, len, POPULATE_WRITE) } != 0 {
-                                return Err(io::Error::last_os_error());
-                            }
-                        }
-                        _ => return Err(error),
-                    }
-                }
+                // SAFETY: within the mapping.
+                unsafe { populate(address + from, len)? };
             }
         };
         let threads = threads.clamp(1, 256).min(self.len.div_ceil(STRIDE));
@@ -192,6 +178,31 @@ impl Mapped {
                     .unwrap_or_else(|_| Err(io::Error::other("a thread died")))
             })
         })
+    }
+}
+
+/// Has the kernel allocate a part of a mapping. Changes no contents.
+pub fn populate_part(part: &mut [u8]) -> io::Result<()> {
+    // SAFETY: memory that is mapped, by its type.
+    unsafe { populate(part.as_mut_ptr().expose_provenance(), part.len()) }
+}
+
+/// # Safety
+/// The range must be mapped.
+unsafe fn populate(address: usize, len: usize) -> io::Result<()> {
+    let at = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address);
+    loop {
+        // SAFETY: the caller's promise; allocates, and changes no contents.
+        if unsafe { libc::madvise(at, len, POPULATE_WRITE) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            // A kernel before 5.14: pages come as they are used.
+            Some(libc::EINVAL) => return Ok(()),
+            Some(libc::EINTR | libc::EAGAIN) => {}
+            _ => return Err(error),
+        }
     }
 }
 

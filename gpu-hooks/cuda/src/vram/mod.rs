@@ -11,6 +11,7 @@
 //! * [`ceiling`]: how much of it a process may have
 //! * [`reserve`]: memory allocated before the freeze
 //! * [`store`]: the agent's buffers
+//! * [`userfault`]: a process that reads memory waits until it is there
 //! * [`worker`]: the process that reads and writes the image directory
 
 use cryopod_archive::vram::{
@@ -24,6 +25,7 @@ pub mod ceiling;
 pub mod memory;
 pub mod reserve;
 pub mod store;
+pub mod userfault;
 pub mod worker;
 
 /// Smaller mappings of the driver stay where they are, in bytes.

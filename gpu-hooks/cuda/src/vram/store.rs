@@ -3,9 +3,10 @@
 use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
+use super::userfault::Userfault;
 use super::worker::{self, Job, Memory};
 use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
-use crate::inject::{Injection, Seized};
+use crate::inject::{Injection, Seized, take_descriptor};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,6 +31,8 @@ struct Inner {
     last: u64,
     buffers: BTreeMap<u64, Arc<Buffer>>,
     places: BTreeMap<u64, Place>,
+    /// Buffers into which regions are read.
+    read: BTreeMap<u64, Reading>,
     work: Work,
     ceiling: Ceiling,
 }
@@ -39,6 +42,22 @@ struct Buffer {
     bytes: u64,
     /// Its process; `None` at a restore.
     pid: Option<i32>,
+}
+
+/// A buffer that is being read into.
+#[derive(Default)]
+struct Reading {
+    /// Bytes from the start that have been read.
+    bytes: u64,
+    /// Its mapping in the process. Kept after a failure: the process must not run on.
+    mapping: Option<Userfault>,
+}
+
+impl Reading {
+    fn open(&mut self) -> io::Result<()> {
+        let mapping = self.mapping.as_mut();
+        mapping.map_or(Ok(()), |mapping| mapping.open_to(self.bytes))
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -135,6 +154,7 @@ impl VramFiles {
                 let mut inner = self.inner();
                 inner.buffers.remove(id);
                 inner.places.remove(id);
+                inner.read.remove(id);
                 Ok(Outcome::Done)
             }
             Op::VramWrite {
@@ -147,6 +167,14 @@ impl VramFiles {
                 regions,
                 config,
             } => self.load(dir, regions, config).map(Outcome::Buffers),
+            Op::VramUserfault {
+                id,
+                address,
+                fd,
+                holder,
+            } => self
+                .hold_back(*id, *address, *holder, *fd)
+                .map(|()| Outcome::Done),
             Op::VramWait { limit_ms } => self
                 .wait(Duration::from_millis(*limit_ms))
                 .map(Outcome::Vram),
@@ -163,6 +191,7 @@ impl VramFiles {
         let mut inner = self.inner();
         inner.buffers.clear();
         inner.places.clear();
+        inner.read.clear();
         drop(inner);
         self.reserve.clear();
     }
@@ -289,6 +318,7 @@ impl VramFiles {
             shared.push(buffer);
         }
         let options = config.read_options(regions.len());
+        self.inner().read = shared.iter().map(|b| (b.id, Reading::default())).collect();
         let job = Job::Load {
             dir,
             memory,
@@ -299,6 +329,35 @@ impl VramFiles {
         };
         self.start(job, directory, None)?;
         Ok(shared)
+    }
+
+    /// Closes a buffer's mapping in a restored process, but for what has been read.
+    fn hold_back(&self, id: u64, address: u64, holder: i32, fd: RawFd) -> Result<(), DriverError> {
+        let buffer = self.buffer(id)?;
+        let failed = || failed("userfaultfd");
+        let fd = take_descriptor(holder, fd).map_err(failed())?;
+        let mut inner = self.inner();
+        let reading = inner.read.entry(id).or_default();
+        let mapping = Userfault::close_all(fd, address, buffer.bytes).map_err(failed())?;
+        reading.mapping = Some(mapping);
+        let opened = reading.open();
+        if opened.is_err() {
+            reading.mapping = None;
+        }
+        opened.map_err(failed())
+    }
+
+    /// Notes how much of a buffer has been read.
+    fn has_read(&self, id: u64, bytes: u64) {
+        let mut inner = self.inner();
+        let Some(reading) = inner.read.get_mut(&id) else {
+            return;
+        };
+        reading.bytes = bytes;
+        if let Err(error) = reading.open() {
+            // The driver unmaps it as soon as it is done.
+            tracing::debug!("userfaultfd: {error}");
+        }
     }
 
     /// Starts a worker; `directory` stays open as long as it works.
@@ -319,6 +378,7 @@ impl VramFiles {
         let number = inner.last;
         let (sender, receiver) = mpsc::channel();
         let (vram_files, dir) = (Arc::clone(self), writes.clone());
+        let read_into: Vec<u64> = inner.read.keys().copied().collect();
         let work = move || {
             // It dies with the thread that starts it: with this one, which waits for it.
             let child = match worker::start(&job) {
@@ -326,7 +386,11 @@ impl VramFiles {
                 Err(error) => return drop(sender.send(Err(error))),
             };
             let _ = sender.send(Ok(pidfd(&child)));
-            let result = worker::finish(child);
+            let result = worker::finish(child, |memory, bytes| {
+                if let Some(id) = read_into.get(memory) {
+                    vram_files.has_read(*id, bytes);
+                }
+            });
             if let (Err(error), Some(dir)) = (&result, &dir) {
                 tracing::error!("{error}");
                 cryopod_archive::vram::write::remove(dir);

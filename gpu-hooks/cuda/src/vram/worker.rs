@@ -1,21 +1,27 @@
 //! Writes or reads the image directory in a process of its own, so that neither a full memory nor a stranger's archive
 //! can kill the agent.
 //!
-//! The worker gets its job as JSON on stdin, answers with one line on stdout, and dies with the agent.
+//! The worker gets its job as JSON on stdin, answers with lines of JSON on stdout, and dies with the agent.
 
-use super::memory::Mapped;
+use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent};
 use cryopod_archive::vram::{self, Codec, Digest, ReadOptions, Source, Vram, WriteOptions};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 /// The agent's argument that makes it a worker.
 pub const ARGUMENT: &str = "--vram-worker";
+/// Longest line that a worker says, in bytes.
+const MAX_LINE: u64 = 1 << 20;
+/// A reader says how far it is after so many bytes.
+const STEP: usize = 16 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Memory {
@@ -77,13 +83,41 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
     Ok(child)
 }
 
-pub fn finish(mut child: Child) -> Result<VramDone, String> {
-    let mut answer = String::new();
+/// A line of a worker's.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Said {
+    /// So many bytes from the start of a memory, by its number in the job, have been read and checked.
+    Read {
+        memory: usize,
+        bytes: u64,
+    },
+    Done(Result<VramDone, String>),
+}
+
+fn say(said: &Said) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(said)?;
+    line.push(b'\n');
+    std::io::stdout().lock().write_all(&line)
+}
+
+/// Waits for a worker's end. Calls `read` with the number of a memory and how many bytes from its start have been read.
+pub fn finish(mut child: Child, mut read: impl FnMut(usize, u64)) -> Result<VramDone, String> {
+    let mut done = None;
     if let Some(stdout) = child.stdout.take() {
-        let _ = stdout.take(1 << 20).read_to_string(&mut answer);
+        let mut stdout = BufReader::new(stdout);
+        let mut line = Vec::new();
+        while let Ok(1..) = stdout.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
+            match serde_json::from_slice(&line) {
+                Ok(Said::Read { memory, bytes }) => read(memory, bytes),
+                Ok(Said::Done(result)) => done = Some(result),
+                Err(_) => break,
+            }
+            line.clear();
+        }
     }
     let status = child.wait().map_err(|error| error.to_string())?;
-    serde_json::from_str::<Result<VramDone, String>>(&answer).unwrap_or_else(|_| {
+    done.unwrap_or_else(|| {
         Err(format!(
             "the VRAM files' worker ended without an answer ({status})"
         ))
@@ -101,9 +135,9 @@ pub fn main() -> u8 {
         .map_err(|error| error.to_string())
         .and_then(|_| serde_json::from_slice::<Job>(&text).map_err(|error| error.to_string()))
         .and_then(|job| run(&job));
-    let line = serde_json::to_string(&done).unwrap_or_default();
-    let told = writeln!(std::io::stdout(), "{line}");
-    u8::from(done.is_err() || told.is_err())
+    let failed = done.is_err();
+    let told = say(&Said::Done(done));
+    u8::from(failed || told.is_err())
 }
 
 /// A chain of parents has many files.
@@ -216,20 +250,93 @@ fn load(
         )
     })?;
     let never = AtomicBool::new(false);
-    for memory in memory {
+    // All at once: each process's driver waits for its own.
+    let each = ReadOptions {
+        threads: (options.threads / memory.len().max(1)).max(1),
+        ..options.clone()
+    };
+    let read = |(number, memory): (usize, &Memory)| -> Result<(), String> {
         let missing = || format!("the VRAM files have no region {}", memory.name);
         let (region, _) = vram.index.find(&memory.name).ok_or_else(missing)?;
         let mut map = map(memory, true)?;
         let bytes = map.bytes_mut().map_err(|error| error.to_string())?;
-        vram.read(region, bytes, options, &never)
-            .map_err(|error| error.to_string())?;
-        // Zeros have not been written; the driver would wait for each of their pages.
-        map.populate(options.threads)
-            .map_err(|error| error.to_string())?;
-    }
+        let front = Mutex::new(Front::new(bytes.len()));
+        vram.read_with(region, bytes, &each, &never, &|at, piece| {
+            // Zeros have not been written; the driver would wait for each of their pages.
+            populate_part(piece)?;
+            let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
+            match front.advance(at, piece.len()) {
+                Some(bytes) => say(&Said::Read {
+                    memory: number,
+                    bytes,
+                }),
+                None => Ok(()),
+            }
+        })
+        .map_err(|error| error.to_string())
+    };
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (memory.iter().enumerate())
+            .map(|one| scope.spawn(move || read(one)))
+            .collect();
+        readers.into_iter().try_for_each(|reader| {
+            let joined = reader.join();
+            joined.unwrap_or_else(|_| Err("a thread died".into()))
+        })
+    })?;
     Ok(VramDone {
         facts: vram.facts(),
         work_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
         sync_us: 0,
     })
+}
+
+/// How much of a memory has been read without a gap from its start.
+struct Front {
+    all: usize,
+    bytes: usize,
+    said: usize,
+    /// Pieces above the first gap: lengths by offset.
+    above: BTreeMap<usize, usize>,
+}
+
+impl Front {
+    fn new(all: usize) -> Self {
+        Self {
+            all,
+            bytes: 0,
+            said: 0,
+            above: BTreeMap::new(),
+        }
+    }
+
+    /// Notes a piece that has been read. Returns where the first gap is now, if that is worth saying.
+    fn advance(&mut self, at: usize, len: usize) -> Option<u64> {
+        self.above.insert(at, len);
+        while let Some(len) = self.above.remove(&self.bytes) {
+            self.bytes += len;
+        }
+        if self.bytes < self.said + STEP && (self.bytes < self.all || self.said == self.all) {
+            return None;
+        }
+        self.said = self.bytes;
+        Some(self.bytes as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_front_is_where_the_first_gap_is() {
+        let mut front = Front::new(3 * STEP + 1);
+        assert_eq!(front.advance(STEP, STEP), None);
+        assert_eq!(front.advance(0, STEP / 2), None);
+        assert_eq!(front.advance(STEP / 2, STEP / 2), Some(2 * STEP as u64));
+        assert_eq!(front.advance(2 * STEP, STEP - 1), None);
+        assert_eq!(front.advance(3 * STEP, 1), None);
+        assert_eq!(front.advance(3 * STEP - 1, 1), Some(3 * STEP as u64 + 1));
+        assert_eq!(front.above.len(), 0);
+    }
 }

@@ -50,3 +50,32 @@ for times in once twice; do
 done
 check 'left running: the same sum' test "$(tail -n 1 /tmp/out | cut -d' ' -f2)" = "$last"
 stop
+
+# The driver begins while the VRAM files are being read; the process waits where it touches what is not there yet.
+reader='^/proc/self/exe --vram-worker'
+reader_gets() { # SIGNAL: stops the reader, and sends it SIGNAL once the driver is at work
+    until pkill -STOP -f "$reader"; do :; done
+    wait_for grep -qs 'cryopod: .*: vram in' /img/restore.log
+    sleep 1
+    if grep -q 'cryopod: .*: restore in' /img/restore.log; then touch /tmp/too-early; fi
+    pkill "-$1" -f "$reader"
+}
+start --mib 512
+last=$(tail -n 1 /tmp/out | cut -d' ' -f2)
+dump "$on"
+reader_gets KILL &
+restore_fails "$on"
+wait $!
+check 'a killed reader: the driver waited for it' test ! -e /tmp/too-early
+check 'a killed reader: said' grep -q 'cryopod: Error: .*worker ended without an answer' /img/restore.log
+check 'a killed reader: nothing is left' wait_for gone
+ctl clear
+wait_for freed
+reader_gets CONT &
+restore "$on"
+wait $!
+check 'a slow reader: the driver waited for it' test ! -e /tmp/too-early
+check 'a slow reader: restored' goes_on
+check 'a slow reader: the same sum' test "$(tail -n 1 /tmp/out | cut -d' ' -f2)" = "$last"
+check 'a slow reader: nothing is left of it' unmapped
+stop

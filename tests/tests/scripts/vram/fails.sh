@@ -32,6 +32,12 @@ dump '{"vram": {"required": true}}'
 restore '{"vram": {"test_fail_at": "in"}}'
 check 'in: restored' goes_on
 stop
+start --mib 100
+dump '{"vram": {"required": true}}'
+restore '{"vram": {"test_fail_at": "userfault"}}'
+check 'userfault: the driver waits' grep -q 'the driver waits until all has been read: test' /img/restore.log
+check 'userfault: restored' goes_on
+stop
 unset PLUGIN
 
 start --mib 100
