@@ -52,6 +52,35 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
     jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
+nothing_on_gpus() { [ -z "$(memory_on)" ]; }
+no_process() { ! grep -qsE '[g]pujob|[c]usim-client|[v]ram-worker|[c]ryopod-cuda-agent' /proc/[0-9]*/cmdline; }
+unreadable() { # RUNTIME SIZE LABEL: a damaged chunk, met while the driver restores: nothing is left; the whole checkpoint comes back
+    local label=$3 dir shard end before from took
+    low_level "$1"
+    gpu_args 1
+    job_command "$2" 0
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    pod container checkpoint --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }
+    dir=$(static_dir job)/checkpoint
+    # A shard's last chunk is among the last of the memory.
+    shard=$dir/vram-0000.img end=$(($(stat -c %s "$dir/vram-0000.img") - 4096))
+    dd if="$shard" of=/tmp/whole bs=4096 count=1 iflag=skip_bytes skip="$end" status=none
+    dd if=/dev/urandom of="$shard" bs=4096 count=1 oflag=seek_bytes seek="$end" conv=notrunc status=none
+    before=$(lines job) from=$(now)
+    if pod container restore --keep job > "/logs/$label.said" 2>&1; then say "$label: restored from a damaged chunk" && return 1; fi
+    took=$(since "$from")
+    keep_logs job "$label"
+    grep -h 'cryopod: ' "/logs/$label.restore.log" | sed "s/^/gpu-test: $label: /" || true
+    grep -q 'cryopod: Error: .*does not fit its digest' "/logs/$label.restore.log" || return
+    wait_for no_process || return
+    wait_for nothing_on_gpus || { memory_on && return 1; }
+    dd if=/tmp/whole of="$shard" bs=4096 count=1 oflag=seek_bytes seek="$end" conv=notrunc status=none
+    pod container restore --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }
+    verdict job "$label" "$before" || return
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit" --argjson took "$took" \
+        '{case: $case, ok: true, runtime: $runtime, size: $size, failed_after_s: $took}')"
+}
+
 vram_files() { # every way of the VRAM files, and each beside the way through CRIU
     local rt=${runtimes%% *} i
     for i in $(seq "$vram_runs"); do

@@ -45,6 +45,7 @@ mount_devices() {
     cp -a /dev/{null,zero,full,random,urandom,tty} dev/
     mknod -m 666 dev/fuse c 10 229
     mknod -m 666 dev/net/tun c 10 200
+    awk '$2 == "userfaultfd" {print $1}' /proc/misc | xargs -r mknod -m 600 dev/userfaultfd c 10
     ln -s pts/ptmx dev/ptmx
     ln -s /proc/self/fd dev/fd
     ln -s /proc/self/fd/0 dev/stdin

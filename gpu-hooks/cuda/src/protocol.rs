@@ -4,7 +4,9 @@
 //! order the driver finishes. A request for a process whose previous driver call still runs gets [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
-use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use super::vram::{
+    Descriptor, NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion,
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -151,9 +153,8 @@ pub enum Op {
     VramUserfault {
         id: u64,
         address: u64,
-        /// A userfaultfd of the process, as a descriptor of the process `holder`.
-        fd: i32,
-        holder: i32,
+        /// A userfaultfd of the process.
+        userfaultfd: Descriptor,
     },
     /// Waits for the writing or reading. Answered by [`Outcome::Vram`].
     VramWait {

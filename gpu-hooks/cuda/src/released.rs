@@ -29,6 +29,7 @@ pub struct Released {
     tid: i32,
     mask: u64,
     ended: bool,
+    killed: bool,
     /// Smallest size of mapping to hold at.
     watched: Option<u64>,
     /// Stopped at the entry of this call.
@@ -88,6 +89,7 @@ impl Released {
             tid,
             mask,
             ended: false,
+            killed: false,
             watched,
             held: None,
         };
@@ -131,8 +133,9 @@ impl Released {
         (self.pid, self.tid)
     }
 
-    /// Kills its process.
-    pub fn kill(&self) {
+    /// Kills its process, which then need not be stopped again.
+    pub fn kill(&mut self) {
+        self.killed = true;
         // SAFETY: a signal to a process that this one traces, so that its pid is not reused.
         unsafe { libc::kill(self.pid, libc::SIGKILL) };
     }
@@ -240,6 +243,9 @@ impl Released {
     pub fn stop(mut self) -> io::Result<()> {
         self.pass();
         self.attend();
+        if self.killed {
+            return Ok(());
+        }
         if self.ended {
             return Err(io::Error::other(format!("thread {} ended", self.tid)));
         }

@@ -284,7 +284,7 @@ impl Session {
                     {
                         unreadable = Some(failure("vram", None, error.message.clone()));
                         deadline = Instant::now() + KILLED;
-                        released.iter().for_each(Released::kill);
+                        released.iter_mut().for_each(Released::kill);
                     }
                     replies.insert(reply.id, reply);
                 }

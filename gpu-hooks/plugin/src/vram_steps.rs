@@ -3,9 +3,10 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, QUERY_MS, Session, failure};
 use crate::vram::{Captured, image_directory, open, test_fails};
+use cryopod_cuda::inject::take_descriptor;
 use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
 use cryopod_cuda::released::{inject, own_pid};
-use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, userfault};
+use cryopod_cuda::vram::{Descriptor, NamedBuffer, SharedBuffer, VramConfig, VramDone};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -203,8 +204,10 @@ impl Session {
             let mut injection = inject(pid, tid)?;
             let mapped = injection.map_file(address, bytes, &file);
             if mapped.is_ok() {
-                userfault = test_fails(&config, "userfault")
-                    .and_then(|()| injection.userfaultfd(&userfault::device()?));
+                userfault = test_fails(&config, "userfault").and_then(|()| {
+                    let device = buffer.userfault.ok_or(io::ErrorKind::NotFound)?;
+                    injection.userfaultfd(&take_descriptor(device)?.into())
+                });
             }
             mapped.and(injection.end())
         };
@@ -228,8 +231,10 @@ impl Session {
         let op = Op::VramUserfault {
             id,
             address,
-            fd: fd.as_raw_fd(),
-            holder: own_pid().ok_or("/proc is not there")?,
+            userfaultfd: Descriptor {
+                pid: own_pid().ok_or("/proc is not there")?,
+                fd: fd.as_raw_fd(),
+            },
         };
         self.ask(op).map(drop).map_err(|failed| failed.cause)
     }

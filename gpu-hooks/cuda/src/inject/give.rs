@@ -1,6 +1,7 @@
 //! Gives a process a descriptor of ours.
 
 use super::{Injection, arch};
+use crate::vram::Descriptor;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -23,8 +24,8 @@ impl Injection {
         given.and_then(|fd| back.map(|()| fd))
     }
 
-    /// Has the process make a userfaultfd of its memory, and takes it from the process. `device` is `/dev/userfaultfd`:
-    /// who can open that may handle the kernel's faults too, which the process itself may not.
+    /// Has the process make a userfaultfd of its memory, and takes it from the process. `device` is `/dev/userfaultfd`.
+    /// Who can open that may handle the kernel's faults too, which the process itself may not.
     pub fn userfaultfd(&mut self, device: &File) -> io::Result<OwnedFd> {
         let device = self.give(device)?;
         let flags = libc::O_CLOEXEC as u64;
@@ -34,9 +35,13 @@ impl Injection {
         );
         let closed = self.close(device);
         let fd = RawFd::try_from(made?).map_err(io::Error::other)?;
-        let taken = take_descriptor(self.pid, fd);
+        let taken = take_descriptor(self.descriptor(fd));
         self.close(fd).and(closed)?;
         taken
+    }
+
+    fn descriptor(&self, fd: RawFd) -> Descriptor {
+        Descriptor { pid: self.pid, fd }
     }
 
     fn give_at(&mut self, file: &File, at: u64) -> io::Result<RawFd> {
@@ -55,7 +60,7 @@ impl Injection {
     }
 
     fn receive(&mut self, file: &File, at: u64, ours: RawFd, theirs: RawFd) -> io::Result<RawFd> {
-        send_descriptor(&take_descriptor(self.pid, ours)?, file)?;
+        send_descriptor(&take_descriptor(self.descriptor(ours))?, file)?;
         // A msghdr, an iovec, one byte, and room for one descriptor's control message.
         let (vector, byte, control) = (at + 64, at + 80, at + 96);
         let words: [u64; 10] = [0, 0, vector, 1, control, 24, 0, 0, byte, 1];
@@ -77,7 +82,7 @@ impl Injection {
 }
 
 /// Duplicates a descriptor of another process into this one.
-pub fn take_descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
+pub fn take_descriptor(Descriptor { pid, fd }: Descriptor) -> io::Result<OwnedFd> {
     let new = |fd: libc::c_long| match RawFd::try_from(fd) {
         // SAFETY: a descriptor that was just made and belongs to nobody else.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),

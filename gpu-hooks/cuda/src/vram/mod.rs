@@ -177,6 +177,17 @@ pub struct SharedBuffer {
     /// Allocated before it was asked for.
     #[serde(default)]
     pub reserved: bool,
+    /// A restore: the agent's descriptor of [`userfault::DEVICE`]. CRIU may be in the container's cgroup already, which
+    /// may not open the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub userfault: Option<Descriptor>,
+}
+
+/// A descriptor of another process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Descriptor {
+    pub pid: i32,
+    pub fd: i32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

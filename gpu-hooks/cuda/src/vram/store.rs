@@ -3,9 +3,11 @@
 use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
-use super::userfault::Userfault;
+use super::userfault::{self, Userfault};
 use super::worker::{self, Job, Memory};
-use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use super::{
+    Descriptor, NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion,
+};
 use crate::inject::{Injection, Seized, take_descriptor};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
@@ -33,6 +35,8 @@ struct Inner {
     places: BTreeMap<u64, Place>,
     /// Buffers into which regions are read.
     read: BTreeMap<u64, Reading>,
+    /// [`userfault::DEVICE`], for the plugin.
+    userfault: Option<File>,
     work: Work,
     ceiling: Ceiling,
 }
@@ -170,10 +174,9 @@ impl VramFiles {
             Op::VramUserfault {
                 id,
                 address,
-                fd,
-                holder,
+                userfaultfd,
             } => self
-                .hold_back(*id, *address, *holder, *fd)
+                .hold_back(*id, *address, *userfaultfd)
                 .map(|()| Outcome::Done),
             Op::VramWait { limit_ms } => self
                 .wait(Duration::from_millis(*limit_ms))
@@ -252,6 +255,7 @@ impl VramFiles {
             id,
             path,
             reserved: false,
+            userfault: None,
         };
         (buffer, shared)
     }
@@ -318,7 +322,16 @@ impl VramFiles {
             shared.push(buffer);
         }
         let options = config.read_options(regions.len());
-        self.inner().read = shared.iter().map(|b| (b.id, Reading::default())).collect();
+        let device = userfault::device()
+            .inspect_err(|error| tracing::info!("{}: {error}", userfault::DEVICE))
+            .ok();
+        for buffer in &mut shared {
+            buffer.userfault = device.as_ref().map(own_descriptor);
+        }
+        let mut inner = self.inner();
+        inner.read = shared.iter().map(|b| (b.id, Reading::default())).collect();
+        inner.userfault = device;
+        drop(inner);
         let job = Job::Load {
             dir,
             memory,
@@ -332,10 +345,10 @@ impl VramFiles {
     }
 
     /// Closes a buffer's mapping in a restored process, but for what has been read.
-    fn hold_back(&self, id: u64, address: u64, holder: i32, fd: RawFd) -> Result<(), DriverError> {
+    fn hold_back(&self, id: u64, address: u64, fd: Descriptor) -> Result<(), DriverError> {
         let buffer = self.buffer(id)?;
         let failed = || failed("userfaultfd");
-        let fd = take_descriptor(holder, fd).map_err(failed())?;
+        let fd = take_descriptor(fd).map_err(failed())?;
         let mut inner = self.inner();
         let reading = inner.read.entry(id).or_default();
         let mapping = Userfault::close_all(fd, address, buffer.bytes).map_err(failed())?;
@@ -507,6 +520,13 @@ impl VramFiles {
             tracing::info!(pid, "GPU memory mapped back");
         }
         Ok(())
+    }
+}
+
+fn own_descriptor(file: &File) -> Descriptor {
+    Descriptor {
+        pid: std::process::id() as i32,
+        fd: file.as_raw_fd(),
     }
 }
 
