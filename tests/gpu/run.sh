@@ -6,8 +6,8 @@
 # torch. No container stack is needed: it comes in dist/gpu-root.tar.gz (made by pack.sh, which needs Debian and the
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
-#   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable vram-two
-#                       suspend chain archive nccl ipc copies copies-two (default: all that the machine can do)
+#   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
+#                       vram-two suspend chain archive nccl ipc copies copies-two (default: all that the machine can do)
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
@@ -133,7 +133,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable vram-two suspend chain archive nccl ipc copies copies-two}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two suspend chain archive nccl ipc copies copies-two}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")

@@ -52,6 +52,17 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
     jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
+overlap() { # restores while the VRAM files are being read, and after, in turns
+    local rt=${runtimes%% *} i
+    for i in $(seq "$vram_runs"); do
+        run_case "vram-overlap-on.$i" vram "$rt" "$vram_size" random on ''
+        mount --bind /dev/null /dev/userfaultfd
+        run_case "vram-overlap-off.$i" vram "$rt" "$vram_size" random on ''
+        umount /dev/userfaultfd
+    done
+    medians
+}
+
 nothing_on_gpus() { [ -z "$(memory_on)" ]; }
 no_process() { ! grep -qsE '[g]pujob|[c]usim-client|[v]ram-worker|[c]ryopod-cuda-agent' /proc/[0-9]*/cmdline; }
 unreadable() { # RUNTIME SIZE LABEL: a damaged chunk, met while the driver restores: nothing is left; the whole checkpoint comes back
