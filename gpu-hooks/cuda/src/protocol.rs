@@ -4,9 +4,8 @@
 //! order the driver finishes. A request for a process whose previous driver call still runs gets [`ErrorKind::Busy`].
 
 use super::gpu::{GpuPair, GpuUuid};
-use super::vram::{
-    Descriptor, NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion,
-};
+use super::inject::Descriptor;
+use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

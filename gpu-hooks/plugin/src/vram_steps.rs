@@ -3,10 +3,10 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, QUERY_MS, Session, failure};
 use crate::vram::{Captured, image_directory, open, test_fails};
-use cryopod_cuda::inject::take_descriptor;
+use cryopod_cuda::inject::{Descriptor, take_descriptor};
 use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
 use cryopod_cuda::released::{inject, own_pid};
-use cryopod_cuda::vram::{Descriptor, NamedBuffer, SharedBuffer, VramConfig, VramDone};
+use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};

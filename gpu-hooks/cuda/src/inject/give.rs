@@ -1,7 +1,7 @@
 //! Gives a process a descriptor of ours.
 
 use super::{Injection, arch};
-use crate::vram::Descriptor;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -12,6 +12,13 @@ const RED_ZONE: u64 = 128;
 const SCRATCH: usize = 256;
 /// linux/userfaultfd.h: makes a userfaultfd for the caller's memory.
 const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+
+/// A descriptor of another process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Descriptor {
+    pub pid: i32,
+    pub fd: RawFd,
+}
 
 impl Injection {
     /// Gives the process a descriptor of ours, over a socket pair that the process makes; we take one end.

@@ -12,7 +12,7 @@ mod arch;
 mod give;
 mod trace;
 
-pub use give::take_descriptor;
+pub use give::{Descriptor, take_descriptor};
 pub use trace::{
     ALL_BUT_TRAP, Call, EVENT_STOP, Event, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, SYSCALL_STOP, Seized,
     entered_call, poll_event, ptrace, set_signal_mask, signal_mask,

@@ -14,6 +14,7 @@
 //! * [`userfault`]: a process that reads memory waits until it is there
 //! * [`worker`]: the process that reads and writes the image directory
 
+use crate::inject::Descriptor;
 use cryopod_archive::vram::{
     Codec, DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK, ReadOptions, VramFacts, WriteOptions, usual_threads,
 };
@@ -181,13 +182,6 @@ pub struct SharedBuffer {
     /// may not open the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub userfault: Option<Descriptor>,
-}
-
-/// A descriptor of another process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Descriptor {
-    pub pid: i32,
-    pub fd: i32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,10 +5,8 @@ use super::memory::{self, Mapped};
 use super::reserve::Reserve;
 use super::userfault::{self, Userfault};
 use super::worker::{self, Job, Memory};
-use super::{
-    Descriptor, NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion,
-};
-use crate::inject::{Injection, Seized, take_descriptor};
+use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use crate::inject::{Descriptor, Injection, Seized, take_descriptor};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
 use std::fs::File;
