@@ -32,11 +32,13 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// For chunks of at most `chunk_bytes`. The caller has resolved [`Codec::Auto`], which here means no compression.
+    /// For chunks of at most `chunk_bytes`. [`Codec::Auto`] decides for each chunk, by a sample of it.
     pub fn new(codec: Codec, level: i32, chunk_bytes: usize) -> io::Result<Self> {
         let (room, zstd) = match codec {
-            Codec::Auto | Codec::None => (0, None),
-            Codec::Lz4 => (lz4_flex::block::get_maximum_output_size(chunk_bytes), None),
+            Codec::None => (0, None),
+            Codec::Auto | Codec::Lz4 => {
+                (lz4_flex::block::get_maximum_output_size(chunk_bytes), None)
+            }
             Codec::Zstd => (
                 zstd::zstd_safe::compress_bound(chunk_bytes),
                 Some(zstd::bulk::Compressor::new(level)?),
@@ -51,7 +53,12 @@ impl Encoder {
 
     /// Returns the chunk in its stored form.
     pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (Kind, &'a [u8]) {
-        let (kind, size) = match (self.codec, &mut self.zstd) {
+        let sample = &chunk[..chunk.len().min(SAMPLE_BYTES)];
+        let codec = match self.codec {
+            Codec::Auto => decide(Codec::Auto, &[sample]),
+            codec => codec,
+        };
+        let (kind, size) = match (codec, &mut self.zstd) {
             (Codec::Lz4, _) => (
                 Kind::Lz4,
                 lz4_flex::block::compress_into(chunk, &mut self.buffer).ok(),

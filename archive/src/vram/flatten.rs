@@ -100,6 +100,8 @@ fn run(
     };
     shards.put(&mut index)?;
     Ok(Written {
+        ahead: 0,
+        changed: 0,
         facts: VramFacts::of(&index),
         codec: Codec::None,
         write_us,

@@ -1,5 +1,5 @@
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -400,4 +400,84 @@ proptest! {
         prop_assert_eq!(load(&vram, 1).unwrap(), b);
         vram.verify(2, &NEVER).unwrap();
     }
+}
+
+/// Memory of so many chunks, each one of a few contents; 0 is zeros.
+fn memory(chunks: &[u8], tail: usize) -> Vec<u8> {
+    let chunk = |kind: &u8| match kind {
+        0 => vec![0; MIN_CHUNK as usize],
+        kind => noise(MIN_CHUNK as usize, u64::from(*kind)),
+    };
+    let mut bytes: Vec<u8> = chunks.iter().flat_map(chunk).collect();
+    bytes.truncate(bytes.len() - tail.min(bytes.len()));
+    bytes
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Whatever memory looked like when it was taken, and whatever has become of it: in the end it is as it is.
+    #[test]
+    fn what_was_written_ahead_is_checked(
+        before in proptest::collection::vec(proptest::collection::vec(0u8..5, 0..40), 0..3),
+        changes in proptest::collection::vec((0usize..3, 0usize..40, 0u8..6), 0..12),
+        filled in proptest::collection::vec(0usize..3 << 20, 3),
+        tail in 0usize..70_000,
+        order in Just(vec![0usize, 1, 2]).prop_shuffle(),
+        with_parent: bool,
+    ) {
+        let dir = TempDir::new().unwrap();
+        let parent = with_parent.then(|| {
+            let path = dir.path().join("parent");
+            std::fs::create_dir(&path).unwrap();
+            save(&path, &[("old", &memory(&[1, 2], 0))], Codec::Auto);
+            open(&path)
+        });
+        let images = dir.path().join("images");
+        std::fs::create_dir(&images).unwrap();
+        let early: Vec<Vec<u8>> = before.iter().map(|chunks| memory(chunks, tail)).collect();
+        let mut chunks = before.clone();
+        for (m, i, kind) in changes {
+            if let Some(chunk) = chunks.get_mut(m).and_then(|all| all.get_mut(i)) {
+                *chunk = kind;
+            }
+        }
+        // One that was not there before, and the others in another order.
+        chunks.resize(3, vec![1, 0, 3]);
+        let late: Vec<Vec<u8>> = chunks.iter().map(|chunks| memory(chunks, tail)).collect();
+
+        let options = options(Codec::Auto);
+        let mut writer = Writer::new(&images, &options, parent.as_ref(), &NEVER);
+        let slices: Vec<&[u8]> = early.iter().map(Vec::as_slice).collect();
+        let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
+        writer.ahead(&slices, &filled[..slices.len()], &AtomicBool::new(true)).unwrap();
+        let names = ["a", "b", "c"];
+        let sources: Vec<Source<'_>> = order
+            .iter()
+            .map(|m| Source { id: names[*m], bytes: &late[*m] })
+            .collect();
+        let ahead: Vec<Option<usize>> =
+            order.iter().map(|m| (*m < early.len()).then_some(*m)).collect();
+        writer.finish(&sources, &ahead).unwrap();
+
+        let vram = open(&images);
+        vram.verify(2, &NEVER).unwrap();
+        for (region, m) in order.iter().enumerate() {
+            prop_assert!(load(&vram, region).unwrap() == late[*m], "memory {}", m);
+        }
+    }
+}
+
+#[test]
+fn a_writer_that_has_not_finished_leaves_nothing() {
+    let dir = TempDir::new().unwrap();
+    let bytes = noise(4 << 20, 5);
+    let options = options(Codec::None);
+    let mut writer = Writer::new(dir.path(), &options, None, &NEVER);
+    let filled = [AtomicUsize::new(bytes.len())];
+    let over = AtomicBool::new(true);
+    writer.ahead(&[&bytes], &filled, &over).unwrap();
+    assert!(dir.path().join(names::vram_shard(0)).exists());
+    drop(writer);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

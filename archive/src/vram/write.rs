@@ -3,12 +3,15 @@
 //! Each thread takes a run of chunks, finds those that are zero, hashes, compresses, and appends them to its own shard.
 //! So hashing and writing overlap and no thread waits for another. The shards are synced before the table is written,
 //! and the table is renamed into place last.
+//!
+//! Memory that another program fills from its start to its end can be written meanwhile ([`Writer::ahead`]). What was
+//! taken too early does not fit its digest in the end, and is written again.
 
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::codec::{Codec, Encoder, decide, is_zero};
 use super::index::{Chunk, Digest, Index, Kind, Region};
@@ -20,6 +23,11 @@ use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, usual_threads};
 const RUN: usize = 8;
 /// With less work than this, a thread costs more than it gains.
 const MIN_PER_THREAD: usize = 16 << 20;
+/// How often a thread looks for more that has been filled.
+const POLL: Duration = Duration::from_millis(1);
+
+/// A thread's work. It has its own buffers and shards.
+type Work<'a> = dyn Fn(&mut Encoder, &mut Own) -> Result<(), VramError> + Sync + 'a;
 
 #[derive(Debug, Clone)]
 pub struct WriteOptions {
@@ -60,7 +68,11 @@ pub struct Written {
     pub facts: VramFacts,
     /// The resolved compression.
     pub codec: Codec,
-    /// Hashing, compressing and writing, in microseconds.
+    /// Chunks that were written ahead.
+    pub ahead: u64,
+    /// How many of these were written again, as they had changed.
+    pub changed: u64,
+    /// Hashing, compressing and writing in [`Writer::finish`], in microseconds.
     pub write_us: u64,
     /// Waiting for the disk, in microseconds.
     pub sync_us: u64,
@@ -77,119 +89,165 @@ pub fn write(
     parent: Option<&Vram>,
     cancel: &AtomicBool,
 ) -> Result<Written, VramError> {
-    let job = Job::new(dir, sources, options, parent, cancel)?;
-    let result = job.run();
-    if result.is_err() {
-        remove(dir);
-    }
-    result
+    Writer::new(dir, options, parent, cancel).finish(sources, &[])
 }
 
-struct Job<'a> {
+/// Writes VRAM files in two steps: ahead, what is being filled, and the rest.
+pub struct Writer<'a> {
     dir: &'a Path,
-    sources: &'a [Source<'a>],
     options: &'a WriteOptions,
     parent: Option<&'a Vram>,
     cancel: &'a AtomicBool,
     codec: Codec,
-    pieces: Vec<&'a [u8]>,
-    next: AtomicUsize,
     failed: AtomicBool,
-    /// The first chunk with that digest, here or in the parent.
+    /// The first chunk with that digest, here or in the parent, and its length.
     known: Mutex<HashMap<Digest, (Kind, u64, usize)>>,
     shards: Shards<'a>,
+    /// Shards that a thread may append to.
+    open: Mutex<Vec<Own>>,
+    /// What was written ahead: for each memory its chunks, as far as they were taken. A chunk's place is its number in
+    /// all of this.
+    ahead: Vec<Vec<Option<Chunk>>>,
+    complete: bool,
 }
 
-impl<'a> Job<'a> {
-    fn new(
+impl Drop for Writer<'_> {
+    fn drop(&mut self) {
+        if !self.complete {
+            remove(self.dir);
+        }
+    }
+}
+
+impl<'a> Writer<'a> {
+    /// Removes older VRAM files from the directory. No VRAM files are left there if the writer is dropped before it has
+    /// finished. With [`Codec::Auto`] a sample of everything decides about compression, or if something is written
+    /// ahead, a sample of each chunk.
+    pub fn new(
         dir: &'a Path,
-        sources: &'a [Source<'a>],
         options: &'a WriteOptions,
         parent: Option<&'a Vram>,
         cancel: &'a AtomicBool,
-    ) -> Result<Self, VramError> {
-        let size = options.chunk_bytes as usize;
-        if size == 0 {
-            return Err(VramError::Invalid("chunks of 0 bytes".into()));
-        }
-        let pieces: Vec<&[u8]> = sources.iter().flat_map(|s| s.bytes.chunks(size)).collect();
-        let parent = parent.filter(|vram| vram.index.chunk_bytes == options.chunk_bytes);
-        let mut known = HashMap::new();
-        if let Some(vram) = parent {
-            let lengths = vram.index.lengths();
-            for (i, (chunk, length)) in vram.index.chunks.iter().zip(lengths).enumerate() {
-                if chunk.kind != Kind::Zero {
-                    known.insert(chunk.digest, (Kind::Parent, i as u64, length as usize));
-                }
-            }
-        }
-        let data: Vec<&[u8]> = sources.iter().map(|source| source.bytes).collect();
-        let job = Self {
-            dir,
-            sources,
-            options,
-            parent,
-            cancel,
-            codec: decide(options.codec, &data),
-            pieces,
-            next: AtomicUsize::new(0),
-            failed: AtomicBool::new(false),
-            known: Mutex::new(known),
-            shards: Shards::new(dir, options.shard_bytes, options.sync),
-        };
+    ) -> Self {
         remove(dir);
-        Ok(job)
+        Self {
+            dir,
+            options,
+            parent: parent.filter(|vram| vram.index.chunk_bytes == options.chunk_bytes),
+            cancel,
+            codec: options.codec,
+            failed: AtomicBool::new(false),
+            known: Mutex::default(),
+            shards: Shards::new(dir, options.shard_bytes, options.sync),
+            open: Mutex::default(),
+            ahead: Vec::new(),
+            complete: false,
+        }
     }
 
-    fn run(&self) -> Result<Written, VramError> {
-        let start = Instant::now();
-        let total: usize = self.sources.iter().map(|source| source.bytes.len()).sum();
-        let threads = self
-            .options
-            .threads
-            .clamp(1, 256)
-            .min(total / MIN_PER_THREAD + 1);
-        let mut chunks = vec![Chunk::ZERO; self.pieces.len()];
-        let table = Mutex::new(&mut chunks);
-        let mut open = Vec::new();
-        let mut first = None;
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads)
-                .map(|_| {
-                    scope.spawn(|| {
-                        let done = self.work(&table);
-                        self.failed.fetch_or(done.is_err(), Relaxed);
-                        done
-                    })
-                })
-                .collect();
-            for worker in workers {
-                match worker.join() {
-                    Ok(Ok(own)) => open.push(own),
-                    // Report the error that made the others stop.
-                    Ok(Err(error)) => match first {
-                        None | Some(VramError::Cancelled) => first = Some(error),
-                        Some(_) => {}
-                    },
-                    Err(_) => {
-                        first.get_or_insert(VramError::Invalid("a thread died".into()));
+    /// Writes memory while another program fills it, until `over`. `filled` tells for each memory how many bytes from
+    /// its start are probably there. The memory may change in any way.
+    pub fn ahead(
+        &mut self,
+        memory: &[&[u8]],
+        filled: &[AtomicUsize],
+        over: &AtomicBool,
+    ) -> Result<(), VramError> {
+        let size = self.chunk_bytes()?;
+        self.known = Mutex::new(self.known_of_parent());
+        let counts: Vec<usize> = memory.iter().map(|m| m.len().div_ceil(size)).collect();
+        let starts = starts(&counts);
+        let rows: Vec<_> = counts.iter().map(|count| vec![None; *count]).collect();
+        let (rows, taken) = (Mutex::new(rows), Mutex::new(vec![0; memory.len()]));
+        // A run of chunks that are complete: the memory's number, and the first chunk's.
+        let next = || {
+            let mut taken = lock(&taken);
+            let ready = |(m, from): &(usize, &mut usize)| {
+                (**from + RUN) * size <= filled[*m].load(Relaxed).min(memory[*m].len())
+            };
+            let (m, from) = taken.iter_mut().enumerate().find(ready)?;
+            *from += RUN;
+            Some((m, *from - RUN))
+        };
+        self.on_threads(usize::MAX, &|encoder, own| {
+            let mut copy = vec![0; size];
+            loop {
+                self.check_cancelled()?;
+                let Some((m, from)) = next() else {
+                    if over.load(Relaxed) {
+                        return Ok(());
                     }
+                    std::thread::sleep(POLL);
+                    continue;
+                };
+                for i in from..from + RUN {
+                    let piece = &memory[m][i * size..][..size];
+                    // So that what is hashed is what is written.
+                    copy.copy_from_slice(piece);
+                    let row = self.chunk(starts[m] + i, &copy, encoder, own)?;
+                    lock(&rows)[m][i] = Some(row);
                 }
             }
-        });
-        if let Some(error) = first {
-            return Err(error);
+        })?;
+        self.ahead = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(())
+    }
+
+    /// Writes all that was not written ahead, or has changed since, and the table. `memory` tells for each source which
+    /// memory it was in [`Writer::ahead`]; it may be shorter.
+    pub fn finish(
+        mut self,
+        sources: &[Source<'_>],
+        memory: &[Option<usize>],
+    ) -> Result<Written, VramError> {
+        let start = Instant::now();
+        let size = self.chunk_bytes()?;
+        let pieces: Vec<&[u8]> = sources.iter().flat_map(|s| s.bytes.chunks(size)).collect();
+        if self.ahead.is_empty() {
+            self.codec = decide(self.codec, &pieces);
         }
+        let known = self.known_of_parent();
+        let mut rows = self.translated(sources, memory, size);
+        let (ahead, changed) = self.drop_changed(&pieces, &mut rows)?;
+        self.known = Mutex::new(known);
+        lock(&self.known).extend(rows.iter().enumerate().filter_map(|(number, row)| {
+            let row =
+                row.filter(|row| !matches!(row.kind, Kind::Zero | Kind::Same | Kind::Parent))?;
+            let length = pieces.get(number)?.len();
+            Some((row.digest, (Kind::Same, number as u64, length)))
+        }));
+        let missing: Vec<usize> = (0..pieces.len()).filter(|n| rows[*n].is_none()).collect();
+        let next = AtomicUsize::new(0);
+        let table = Mutex::new(&mut rows);
+        let bytes = missing.iter().map(|n| pieces[*n].len()).sum();
+        self.on_threads(bytes, &|encoder, own| {
+            loop {
+                self.check_cancelled()?;
+                let from = next.fetch_add(RUN, Relaxed).min(missing.len());
+                let run = &missing[from..(from + RUN).min(missing.len())];
+                if run.is_empty() {
+                    return Ok(());
+                }
+                let mut done = [Chunk::ZERO; RUN];
+                for (row, number) in done.iter_mut().zip(run) {
+                    *row = self.chunk(*number, pieces[*number], encoder, own)?;
+                }
+                let mut table = lock(&table);
+                for (row, number) in done.iter().zip(run) {
+                    table[*number] = Some(*row);
+                }
+            }
+        })?;
         let write_us = micros(start);
         let start = Instant::now();
-        self.shards.sync(&open)?;
+        self.shards.sync(&lock(&self.open))?;
         let mut index = Index {
             chunk_bytes: self.options.chunk_bytes,
-            regions: self.sources.iter().map(region).collect(),
+            regions: sources.iter().map(region).collect(),
             shards: self.shards.take_sizes(),
             parent: None,
             parent_at: Vec::new(),
-            chunks,
+            chunks: rows.into_iter().flatten().collect(),
             digest: Digest::default(),
         };
         let builds_on_it = index.chunks.iter().any(|chunk| chunk.kind == Kind::Parent);
@@ -198,54 +256,169 @@ impl<'a> Job<'a> {
             index.parent_at = places(self.dir, vram.dir());
         }
         self.shards.put(&mut index)?;
+        self.complete = true;
         Ok(Written {
             facts: VramFacts::of(&index),
             codec: self.codec,
+            ahead,
+            changed,
             write_us,
             sync_us: micros(start),
         })
     }
 
-    fn work(&self, table: &Mutex<&mut Vec<Chunk>>) -> Result<Own, VramError> {
-        let longest = self
-            .pieces
-            .iter()
-            .map(|piece| piece.len())
-            .max()
-            .unwrap_or(0);
-        let mut encoder = Encoder::new(self.codec, self.options.level, longest)
-            .map_err(|error| VramError::Invalid(format!("cannot compress: {error}")))?;
-        let mut own = Own::default();
-        loop {
-            if self.cancel.load(Relaxed) || self.failed.load(Relaxed) {
-                return Err(VramError::Cancelled);
-            }
-            let from = self.next.fetch_add(RUN, Relaxed);
-            let to = (from + RUN).min(self.pieces.len());
-            if from >= to {
-                return Ok(own);
-            }
-            let mut rows = [Chunk::ZERO; RUN];
-            for (row, number) in rows.iter_mut().zip(from..to) {
-                *row = self.chunk(number, &mut encoder, &mut own)?;
-            }
-            let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
-            table[from..to].copy_from_slice(&rows[..to - from]);
+    fn chunk_bytes(&self) -> Result<usize, VramError> {
+        match self.options.chunk_bytes {
+            0 => Err(VramError::Invalid("chunks of 0 bytes".into())),
+            bytes => Ok(bytes as usize),
         }
+    }
+
+    fn check_cancelled(&self) -> Result<(), VramError> {
+        match self.cancel.load(Relaxed) || self.failed.load(Relaxed) {
+            true => Err(VramError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    fn known_of_parent(&self) -> HashMap<Digest, (Kind, u64, usize)> {
+        let chunks = self.parent.into_iter().flat_map(|vram| {
+            let all = vram.index.chunks.iter().zip(vram.index.lengths());
+            all.enumerate().filter(|(_, (c, _))| c.kind != Kind::Zero)
+        });
+        chunks
+            .map(|(i, (chunk, length))| (chunk.digest, (Kind::Parent, i as u64, length as usize)))
+            .collect()
+    }
+
+    /// What was written ahead, by the numbers of the sources' chunks.
+    fn translated(
+        &self,
+        sources: &[Source<'_>],
+        memory: &[Option<usize>],
+        size: usize,
+    ) -> Vec<Option<Chunk>> {
+        let counts: Vec<usize> = sources
+            .iter()
+            .map(|s| s.bytes.len().div_ceil(size))
+            .collect();
+        let before: Vec<usize> = self.ahead.iter().map(Vec::len).collect();
+        let (starts, before) = (starts(&counts), starts(&before));
+        let mut rows = Vec::new();
+        // By its number ahead, a chunk's number now.
+        let mut numbers: HashMap<u64, u64> = HashMap::new();
+        for (s, count) in counts.iter().enumerate() {
+            let taken = memory.get(s).copied().flatten();
+            let taken = taken.and_then(|m| Some((before.get(m)?, self.ahead.get(m)?)));
+            match taken.filter(|(_, taken)| taken.len() == *count) {
+                Some((before, taken)) => {
+                    let pairs = (0..*count).map(|i| ((before + i) as u64, (starts[s] + i) as u64));
+                    numbers.extend(pairs);
+                    rows.extend_from_slice(taken);
+                }
+                None => rows.extend(std::iter::repeat_n(None, *count)),
+            }
+        }
+        for row in &mut rows {
+            if let Some(chunk) = row.filter(|chunk| chunk.kind == Kind::Same) {
+                *row = numbers.get(&chunk.place).map(|place| Chunk {
+                    place: *place,
+                    ..chunk
+                });
+            }
+        }
+        rows
+    }
+
+    /// Forgets what has changed since it was written, and what refers to that. Returns how many chunks there were, and
+    /// how many of them are forgotten.
+    fn drop_changed(
+        &self,
+        pieces: &[&[u8]],
+        rows: &mut [Option<Chunk>],
+    ) -> Result<(u64, u64), VramError> {
+        let taken: Vec<(usize, Chunk)> = (rows.iter().enumerate())
+            .filter_map(|(number, row)| Some((number, (*row)?)))
+            .collect();
+        let next = AtomicUsize::new(0);
+        let changed = Mutex::new(Vec::new());
+        let bytes = taken.iter().map(|(n, _)| pieces[*n].len()).sum();
+        self.on_threads(bytes, &|_, _| {
+            while let Some((number, row)) = taken.get(next.fetch_add(1, Relaxed)) {
+                self.check_cancelled()?;
+                let piece = pieces[*number];
+                let same = match row.kind {
+                    Kind::Zero => is_zero(piece),
+                    _ => Digest::of(piece) == row.digest,
+                };
+                if !same {
+                    lock(&changed).push(*number);
+                }
+            }
+            Ok(())
+        })?;
+        for number in lock(&changed).iter() {
+            rows[*number] = None;
+        }
+        for (number, row) in &taken {
+            let place = usize::try_from(row.place).unwrap_or(usize::MAX);
+            if row.kind == Kind::Same && rows.get(place).copied().flatten().is_none() {
+                rows[*number] = None;
+            }
+        }
+        let left = rows.iter().flatten().count();
+        Ok((taken.len() as u64, (taken.len() - left) as u64))
+    }
+
+    /// Runs the same work on several threads, each with its shards; the first error ends all.
+    fn on_threads(&self, bytes: usize, work: &Work<'_>) -> Result<(), VramError> {
+        let threads = self
+            .options
+            .threads
+            .clamp(1, 256)
+            .min(bytes / MIN_PER_THREAD + 1);
+        let one = || {
+            let mut own = lock(&self.open).pop().unwrap_or_default();
+            let encoder = Encoder::new(
+                self.codec,
+                self.options.level,
+                self.options.chunk_bytes as usize,
+            );
+            let done = encoder
+                .map_err(|error| VramError::Invalid(format!("cannot compress: {error}")))
+                .and_then(|mut encoder| work(&mut encoder, &mut own));
+            self.failed.fetch_or(done.is_err(), Relaxed);
+            lock(&self.open).push(own);
+            done
+        };
+        let mut first = Ok(());
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
+            for worker in workers {
+                let done = worker
+                    .join()
+                    .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
+                // Report the error that made the others stop.
+                if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
+                    first = done;
+                }
+            }
+        });
+        first
     }
 
     fn chunk(
         &self,
         number: usize,
+        piece: &[u8],
         encoder: &mut Encoder,
         own: &mut Own,
     ) -> Result<Chunk, VramError> {
-        let piece = self.pieces[number];
         if is_zero(piece) {
             return Ok(Chunk::ZERO);
         }
         let digest = Digest::of(piece);
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.known);
         match known.get(&digest) {
             Some((kind, place, length)) if *length == piece.len() => {
                 return Ok(Chunk {
@@ -268,6 +441,20 @@ impl<'a> Job<'a> {
             digest,
         })
     }
+}
+
+/// The number of the first of so many each.
+fn starts(counts: &[usize]) -> Vec<usize> {
+    let sum = |all: &mut usize, count: &usize| {
+        let start = *all;
+        *all += count;
+        Some(start)
+    };
+    counts.iter().scan(0, sum).collect()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Paths from one directory to another: relative to its parent directory, and absolute.

@@ -136,7 +136,13 @@ pub enum Op {
     VramDrop {
         id: u64,
     },
-    /// Begins to write buffers into the image directory.
+    /// Begins to write buffers into the image directory while the driver fills them. [`Op::VramWrite`] must follow.
+    VramWriteAhead {
+        dir: PathBuf,
+        buffers: Vec<u64>,
+        config: VramConfig,
+    },
+    /// Begins to write buffers into the image directory, or goes on: they are complete.
     VramWrite {
         dir: PathBuf,
         buffers: Vec<NamedBuffer>,
@@ -171,6 +177,7 @@ impl Op {
             | Self::Keep
             | Self::VramReserve { .. }
             | Self::VramDrop { .. }
+            | Self::VramWriteAhead { .. }
             | Self::VramWrite { .. }
             | Self::VramLoad { .. }
             | Self::VramUserfault { .. }
@@ -204,6 +211,7 @@ impl Op {
             Self::VramPlaced { .. } => "vram-placed",
             Self::VramCopy { .. } => "vram-copy",
             Self::VramDrop { .. } => "vram-drop",
+            Self::VramWriteAhead { .. } => "vram-write-ahead",
             Self::VramWrite { .. } => "vram-write",
             Self::VramLoad { .. } => "vram-load",
             Self::VramUserfault { .. } => "vram-userfault",

@@ -239,6 +239,7 @@ impl Session {
         let mut replies: HashMap<u64, Reply> = HashMap::new();
         // Threads that are held until the agent has memory for them.
         let mut held: HashMap<u64, (usize, u64, Instant)> = HashMap::new();
+        let mut begun = None;
         while ids.iter().any(|id| !replies.contains_key(id)) {
             let tick = match (watching, released.is_empty()) {
                 (true, _) => Duration::ZERO,
@@ -276,6 +277,14 @@ impl Session {
                             .vram
                             .answer(&vram, thread, bytes, since, &reply.outcome);
                         dropped.extend(unused);
+                        if let Some(op) = self.vram.write_ahead(&vram, released.len()) {
+                            begun = Some(client.send(op).map_err(|e| Self::agent_failure(&e))?);
+                        }
+                    }
+                }
+                Some(reply) if begun == Some(reply.id) => {
+                    if let Outcome::Error(error) = reply.outcome {
+                        criu::log(Level::Info, &format!("nothing is written ahead: {error}"));
                     }
                 }
                 Some(reply) => {
@@ -409,6 +418,7 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramReserve { .. }
         | Op::VramPlaced { .. }
         | Op::VramDrop { .. }
+        | Op::VramWriteAhead { .. }
         | Op::VramWrite { .. }
         | Op::VramLoad { .. }
         | Op::VramUserfault { .. }

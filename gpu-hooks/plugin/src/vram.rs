@@ -2,7 +2,7 @@
 //! now.
 
 use crate::criu::{self, Level};
-use cryopod_cuda::protocol::Outcome;
+use cryopod_cuda::protocol::{Op, Outcome};
 use cryopod_cuda::released::{Released, own_pid};
 use cryopod_cuda::vram::{SharedBuffer, VramConfig};
 use std::fs::File;
@@ -107,6 +107,23 @@ impl Vram {
                 dropped
             }
         }
+    }
+
+    /// Once every one of so many processes has asked for its memory: has the agent write it while the driver fills it.
+    pub fn write_ahead(&mut self, config: &VramConfig, processes: usize) -> Option<Op> {
+        let mut pids: Vec<i32> = self.captured.iter().map(|captured| captured.pid).collect();
+        pids.sort_unstable();
+        pids.dedup();
+        if self.writes || pids.len() < processes || test_fails(config, "ahead").is_err() {
+            return None;
+        }
+        let dir = image_directory()?;
+        self.writes = true;
+        Some(Op::VramWriteAhead {
+            dir,
+            buffers: self.captured.iter().map(|captured| captured.id).collect(),
+            config: config.clone(),
+        })
     }
 
     /// Records that VRAM files are not used for a process.

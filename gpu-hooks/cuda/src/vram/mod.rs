@@ -11,6 +11,7 @@
 //! * [`ceiling`]: how much of it a process may have
 //! * [`reserve`]: memory allocated before the freeze
 //! * [`store`]: the agent's buffers
+//! * [`filling`]: how far the driver has filled memory
 //! * [`userfault`]: a process that reads memory waits until it is there
 //! * [`worker`]: the process that reads and writes the image directory
 
@@ -23,6 +24,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 
 pub mod ceiling;
+pub mod filling;
 pub mod memory;
 pub mod reserve;
 pub mod store;
@@ -213,6 +215,12 @@ pub struct VramDone {
     /// Waiting for the disk, in microseconds.
     #[serde(default)]
     pub sync_us: u64,
+    /// Chunks that were written while the driver filled the memory.
+    #[serde(default)]
+    pub ahead: u64,
+    /// How many of these had changed when the driver was done, and were written again.
+    #[serde(default)]
+    pub changed: u64,
 }
 
 /// The place of a region's memory in a restored process; part of the process's record.

@@ -4,7 +4,7 @@ use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
 use super::userfault::{self, Userfault};
-use super::worker::{self, Job, Memory};
+use super::worker::{self, Complete, Job, Memory};
 use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
 use crate::inject::{Descriptor, Injection, Seized, take_descriptor};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
@@ -14,6 +14,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::process::ChildStdin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -76,6 +77,8 @@ enum Work {
     Running {
         number: u64,
         worker: Option<Arc<OwnedFd>>,
+        /// A writer that is still to be told what is complete, and the buffers that it has.
+        ahead: Option<(ChildStdin, Vec<u64>)>,
         /// The directory whose VRAM files are removed when the work fails or is cancelled.
         writes: Option<PathBuf>,
     },
@@ -159,6 +162,13 @@ impl VramFiles {
                 inner.read.remove(id);
                 Ok(Outcome::Done)
             }
+            Op::VramWriteAhead {
+                dir,
+                buffers,
+                config,
+            } => self
+                .write_ahead(dir, buffers, config)
+                .map(|()| Outcome::Done),
             Op::VramWrite {
                 dir,
                 buffers,
@@ -272,19 +282,15 @@ impl VramFiles {
         })
     }
 
-    fn write(
+    fn write_ahead(
         self: &Arc<Self>,
         dir: &Path,
-        buffers: &[NamedBuffer],
+        buffers: &[u64],
         config: &VramConfig,
     ) -> Result<(), DriverError> {
-        // The driver has asked for all that it needs.
-        self.reserve.clear();
         let (directory, dir) = directory(dir)?;
-        let memory = buffers
-            .iter()
-            .map(|b| self.memory(b.id, &b.name))
-            .collect::<Result<Vec<_>, _>>()?;
+        let memory = buffers.iter().map(|id| self.memory(*id, ""));
+        let memory = memory.collect::<Result<Vec<_>, _>>()?;
         let options = config.write_options(buffers.len());
         let job = Job::Write {
             dir: dir.clone(),
@@ -297,7 +303,48 @@ impl VramFiles {
             parent: config.parent.clone(),
             search: config.search.clone(),
         };
-        self.start(job, directory, Some(dir))
+        let stdin = self.start(job, directory, Some(dir))?;
+        if let Work::Running { ahead, .. } = &mut self.inner().work {
+            *ahead = stdin.map(|stdin| (stdin, buffers.to_vec()));
+        }
+        Ok(())
+    }
+
+    fn write(
+        self: &Arc<Self>,
+        dir: &Path,
+        buffers: &[NamedBuffer],
+        config: &VramConfig,
+    ) -> Result<(), DriverError> {
+        // The driver has asked for all that it needs.
+        self.reserve.clear();
+        let memory = buffers.iter().map(|b| self.memory(b.id, &b.name));
+        let memory = memory.collect::<Result<Vec<_>, _>>()?;
+        let begun = match &self.inner().work {
+            Work::None | Work::Ended(Ok(_)) => false,
+            Work::Running { ahead, .. } => ahead.is_some(),
+            // Whoever waits for it hears why.
+            Work::Ended(Err(_)) => return Ok(()),
+        };
+        if !begun {
+            self.write_ahead(dir, &[], config)?;
+        }
+        let ahead = match &mut self.inner().work {
+            Work::Running { ahead, .. } => ahead.take(),
+            _ => None,
+        };
+        let Some((mut stdin, filled)) = ahead else {
+            return Ok(());
+        };
+        let before = |b: &NamedBuffer| filled.iter().position(|id| *id == b.id);
+        let complete = Complete {
+            filled_before: buffers.iter().map(before).collect(),
+            memory,
+        };
+        if let Err(error) = worker::tell(&mut stdin, &complete) {
+            tracing::info!("the VRAM files' worker: {error}");
+        }
+        Ok(())
     }
 
     fn load(
@@ -338,7 +385,8 @@ impl VramFiles {
             threads: options.threads,
             search: config.search.clone(),
         };
-        self.start(job, directory, None)?;
+        // It is told nothing more.
+        drop(self.start(job, directory, None)?);
         Ok(shared)
     }
 
@@ -371,13 +419,13 @@ impl VramFiles {
         }
     }
 
-    /// Starts a worker; `directory` stays open as long as it works.
+    /// Starts a worker, and returns what it listens to. `directory` stays open as long as it works.
     fn start(
         self: &Arc<Self>,
         job: Job,
         directory: File,
         writes: Option<PathBuf>,
-    ) -> Result<(), DriverError> {
+    ) -> Result<Option<ChildStdin>, DriverError> {
         let mut inner = self.inner();
         if matches!(inner.work, Work::Running { .. }) {
             return Err(refused(
@@ -392,11 +440,11 @@ impl VramFiles {
         let read_into: Vec<u64> = inner.read.keys().copied().collect();
         let work = move || {
             // It dies with the thread that starts it: with this one, which waits for it.
-            let child = match worker::start(&job) {
+            let mut child = match worker::start(&job) {
                 Ok(child) => child,
                 Err(error) => return drop(sender.send(Err(error))),
             };
-            let _ = sender.send(Ok(pidfd(&child)));
+            let _ = sender.send(Ok((pidfd(&child), child.stdin.take())));
             let result = worker::finish(child, |memory, bytes| {
                 if let Some(id) = read_into.get(memory) {
                     vram_files.has_read(*id, bytes);
@@ -418,13 +466,15 @@ impl VramFiles {
             .name("vram".into())
             .spawn(work)
             .and_then(|_| receiver.recv().unwrap_or_else(|e| Err(io::Error::other(e))));
-        let worker = started.map_err(failed("the VRAM files' worker cannot be started"))?;
+        let (worker, stdin) =
+            started.map_err(failed("the VRAM files' worker cannot be started"))?;
         inner.work = Work::Running {
             number,
             worker: worker.map(Arc::new),
+            ahead: None,
             writes,
         };
-        Ok(())
+        Ok(stdin)
     }
 
     fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
@@ -451,7 +501,11 @@ impl VramFiles {
         }
     }
 
+    /// Waits for the worker; a writer that waits for the driver is ended.
     pub fn settle(&self) {
+        if matches!(&self.inner().work, Work::Running { ahead: Some(_), .. }) {
+            self.cancel();
+        }
         let mut inner = self.inner();
         while matches!(inner.work, Work::Running { .. }) {
             inner = self

@@ -1,18 +1,22 @@
 //! Writes or reads the image directory in a process of its own, so that neither a full memory nor a stranger's archive
 //! can kill the agent.
 //!
-//! The worker gets its job as JSON on stdin, answers with lines of JSON on stdout, and dies with the agent.
+//! The worker gets its job as a line of JSON on stdin, answers with lines of JSON on stdout, and dies with the agent. A
+//! writer begins with memory that is still being filled, and gets a second line when that is complete ([`Complete`]).
 
 use super::memory::{Mapped, populate_part};
-use super::{VramDone, VramParent};
-use cryopod_archive::vram::{self, Codec, Digest, ReadOptions, Source, Vram, WriteOptions};
+use super::{VramDone, VramParent, filling};
+use cryopod_archive::vram::{
+    Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
+};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::AtomicBool;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -20,6 +24,8 @@ use std::time::Instant;
 pub const ARGUMENT: &str = "--vram-worker";
 /// Longest line that a worker says, in bytes.
 const MAX_LINE: u64 = 1 << 20;
+/// Longest line that a worker is told, in bytes.
+const MAX_JOB: u64 = 16 << 20;
 /// A reader says how far it is after so many bytes.
 const STEP: usize = 16 << 20;
 
@@ -35,6 +41,7 @@ pub struct Memory {
 pub enum Job {
     Write {
         dir: PathBuf,
+        /// Is being filled; may be none.
         memory: Vec<Memory>,
         chunk_bytes: u32,
         shard_bytes: u64,
@@ -56,6 +63,22 @@ pub enum Job {
     },
 }
 
+/// All memory that is to be written: it is complete.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Complete {
+    pub memory: Vec<Memory>,
+    /// Which of the job's each one is, if it is one of them.
+    pub filled_before: Vec<Option<usize>>,
+}
+
+/// Tells a worker one thing.
+pub fn tell(stdin: &mut ChildStdin, what: &impl Serialize) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(what)?;
+    line.push(b'\n');
+    stdin.write_all(&line)
+}
+
+/// Starts a worker; the job of a writer is not complete yet.
 pub fn start(job: &Job) -> std::io::Result<Child> {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new("/proc/self/exe");
@@ -76,9 +99,8 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
         });
     }
     let mut child = command.spawn()?;
-    let text = serde_json::to_vec(job)?;
-    if let Some(mut stdin) = child.stdin.take() {
-        stdin.write_all(&text)?;
+    if let Some(stdin) = &mut child.stdin {
+        tell(stdin, job)?;
     }
     Ok(child)
 }
@@ -128,16 +150,21 @@ pub fn main() -> u8 {
     // When memory runs out, the OOM killer should take this process before the container.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     raise_limit();
-    let mut text = Vec::new();
-    let done = std::io::stdin()
-        .take(16 << 20)
-        .read_to_end(&mut text)
-        .map_err(|error| error.to_string())
-        .and_then(|_| serde_json::from_slice::<Job>(&text).map_err(|error| error.to_string()))
-        .and_then(|job| run(&job));
+    let done = told().and_then(|job| run(&job));
     let failed = done.is_err();
     let told = say(&Said::Done(done));
     u8::from(failed || told.is_err())
+}
+
+/// The next line of the agent's.
+fn told<T: DeserializeOwned>() -> Result<T, String> {
+    let mut line = Vec::new();
+    let read = std::io::stdin()
+        .lock()
+        .take(MAX_JOB)
+        .read_until(b'\n', &mut line);
+    read.map_err(|error| error.to_string())?;
+    serde_json::from_slice(&line).map_err(|error| error.to_string())
 }
 
 /// A chain of parents has many files.
@@ -156,7 +183,6 @@ fn raise_limit() {
 }
 
 fn run(job: &Job) -> Result<VramDone, String> {
-    let never = AtomicBool::new(false);
     match job {
         Job::Write {
             dir,
@@ -177,28 +203,17 @@ fn run(job: &Job) -> Result<VramDone, String> {
                 level: *level,
                 sync: true,
             };
-            let maps = memory
-                .iter()
-                .map(|m| map(m, false))
-                .collect::<Result<Vec<_>, _>>()?;
-            let sources: Vec<Source<'_>> = memory
-                .iter()
-                .zip(&maps)
-                .map(|(memory, map)| Source {
-                    id: &memory.name,
-                    bytes: map.bytes(),
-                })
-                .collect();
             let parent = match parent {
                 Some(parent) => open(&parent.directory, Some(&parent.digest), search)?,
                 None => None,
             };
-            let written = vram::write(dir, &sources, &options, parent.as_ref(), &never)
-                .map_err(|error| format!("the GPU memory cannot be written: {error}"))?;
+            let written = write(dir, memory, &options, parent.as_ref())?;
             Ok(VramDone {
                 facts: written.facts,
                 work_us: written.write_us,
                 sync_us: written.sync_us,
+                ahead: written.ahead,
+                changed: written.changed,
             })
         }
         Job::Load {
@@ -219,6 +234,49 @@ fn run(job: &Job) -> Result<VramDone, String> {
                 .map_err(|error| format!("the GPU memory cannot be read: {error}"))
         }
     }
+}
+
+/// Writes while the memory is being filled, and the rest when it is complete.
+fn write(
+    dir: &Path,
+    filling: &[Memory],
+    options: &WriteOptions,
+    parent: Option<&Vram>,
+) -> Result<Written, String> {
+    let failed = |error| format!("the GPU memory cannot be written: {error}");
+    let never = AtomicBool::new(false);
+    let mut writer = Writer::new(dir, options, parent, &never);
+    let complete: Complete = {
+        let maps = maps(filling)?;
+        let memory: Vec<&[u8]> = maps.iter().map(Mapped::bytes).collect();
+        let filled: Vec<_> = memory.iter().map(|_| AtomicUsize::new(0)).collect();
+        let over = AtomicBool::new(memory.is_empty());
+        std::thread::scope(|scope| {
+            scope.spawn(|| filling::watch(&memory, &filled, &over));
+            let ahead = scope.spawn(|| writer.ahead(&memory, &filled, &over));
+            let complete = told();
+            over.store(true, Relaxed);
+            let ahead = ahead.join().map_err(|_| "a thread died")?;
+            ahead.map_err(failed)?;
+            complete
+        })?
+    };
+    let maps = maps(&complete.memory)?;
+    let sources = complete
+        .memory
+        .iter()
+        .zip(&maps)
+        .map(|(memory, map)| Source {
+            id: &memory.name,
+            bytes: map.bytes(),
+        });
+    let sources: Vec<Source<'_>> = sources.collect();
+    let written = writer.finish(&sources, &complete.filled_before);
+    written.map_err(failed)
+}
+
+fn maps(memory: &[Memory]) -> Result<Vec<Mapped>, String> {
+    memory.iter().map(|m| map(m, false)).collect()
 }
 
 fn map(memory: &Memory, writable: bool) -> Result<Mapped, String> {
@@ -287,7 +345,7 @@ fn load(
     Ok(VramDone {
         facts: vram.facts(),
         work_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
-        sync_us: 0,
+        ..VramDone::default()
     })
 }
 

@@ -67,8 +67,29 @@ pub struct Inner {
     pub imports: Vec<Import>,
     /// What shows that others may import this process's memory by CUDA IPC.
     pub exported: Option<ShmFile>,
+    /// How a checkpoint fills its memory: from the start to the end, unless CUSIM_FILL says otherwise.
+    pub fill: Fill,
     /// Set when a restore ran out of memory: the real driver never recovers from that.
     pub poisoned: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    Up,
+    /// From the end to the start.
+    Down,
+    /// With something else first.
+    Twice,
+}
+
+impl Fill {
+    fn from_environment() -> Self {
+        match std::env::var("CUSIM_FILL").as_deref() {
+            Ok("down") => Self::Down,
+            Ok("twice") => Self::Twice,
+            _ => Self::Up,
+        }
+    }
 }
 
 /// The driver in this process.
@@ -197,6 +218,7 @@ pub fn init() -> Result<(), CuResult> {
         image: None,
         imports: Vec::new(),
         exported: None,
+        fill: Fill::from_environment(),
         poisoned: false,
     };
     inner.set_server(Some(server));

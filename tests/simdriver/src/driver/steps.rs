@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::mailbox::Word;
-use super::process::{self, Gpu, Image, Inner, Process, checked, gpu_info};
+use super::process::{self, Fill, Gpu, Image, Inner, Process, checked, gpu_info};
 use super::thread::Request;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
@@ -20,6 +20,10 @@ const HEADER: usize = 4096;
 const HEADER_MAGIC: u64 = u64::from_le_bytes(*b"CUSIMIMG");
 /// The real driver's mapping is not a multiple of a page either.
 const TAIL: usize = 16;
+/// How much of the memory is copied at a time.
+const PART: usize = 16 << 20;
+/// How long a driver that fills memory twice waits in between.
+const SECOND_FILL: Duration = Duration::from_millis(500);
 /// How often a hanging step looks whether it still has to.
 const HANG_POLL: Duration = Duration::from_millis(5);
 
@@ -173,17 +177,30 @@ fn save(inner: &Inner, image: Image, bytes: u64) -> Result<(), CuResult> {
     for (to, w) in memory.chunks_exact_mut(8).zip(head) {
         to.copy_from_slice(&w.to_le_bytes());
     }
+    if inner.fill == Fill::Twice {
+        memory[HEADER..].fill(0xa5);
+        thread::sleep(SECOND_FILL);
+    }
     let mut rest = &mut memory[HEADER..];
     for b in &inner.blocks {
         let len = usize::try_from(b.bytes).map_err(|_| CUDA_ERROR_UNKNOWN)?;
         let (piece, after) = rest.split_at_mut(len);
-        if len > 0 {
-            let file = device_memory(inner, b.address)?;
-            file.read_exact_at(piece, 0)
-                .map_err(|_| CUDA_ERROR_UNKNOWN)?;
-        }
         rest = after;
+        if len == 0 {
+            continue;
+        }
+        let file = device_memory(inner, b.address)?;
+        let parts = piece.chunks_mut(PART).enumerate();
+        let copy = |(i, part): (usize, &mut [u8])| {
+            file.read_exact_at(part, (i * PART) as u64)
+                .map_err(|_| CUDA_ERROR_UNKNOWN)
+        };
+        match inner.fill {
+            Fill::Down => parts.rev().try_for_each(copy)?,
+            Fill::Up | Fill::Twice => { parts }.try_for_each(copy)?,
+        }
     }
+    rest.fill(0);
     Ok(())
 }
 
