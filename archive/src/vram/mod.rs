@@ -138,6 +138,27 @@ impl VramFacts {
     }
 }
 
+/// Runs the same work on several threads, at least one. Returns the error that made the others stop.
+fn run_on(
+    threads: usize,
+    work: &(dyn Fn() -> Result<(), VramError> + Sync),
+) -> Result<(), VramError> {
+    std::thread::scope(|scope| {
+        let threads = threads.clamp(1, 256);
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut first = Ok(());
+        for worker in workers {
+            let done = worker
+                .join()
+                .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
+            if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
+                first = done;
+            }
+        }
+        first
+    })
+}
+
 /// The default number of threads: one per core, at most 16.
 pub fn usual_threads() -> usize {
     std::thread::available_parallelism().map_or(2, |n| n.get().min(16))

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
-use super::{VramError, VramFacts, parent, usual_threads};
+use super::{VramError, VramFacts, parent, run_on, usual_threads};
 use crate::{names, store};
 
 const O_NOFOLLOW: i32 = 0o400_000;
@@ -283,21 +283,7 @@ impl Vram {
             failed.fetch_or(done.is_err(), Relaxed);
             done
         };
-        std::thread::scope(|scope| {
-            let threads = threads.clamp(1, 256).min(self.lengths.len().max(1));
-            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
-            let mut first = Ok(());
-            for worker in workers {
-                let done = worker
-                    .join()
-                    .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
-                // Report the error that made the others stop.
-                if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
-                    first = done;
-                }
-            }
-            first
-        })
+        run_on(threads.min(self.lengths.len()), &one)
     }
 
     /// Reads one chunk into memory of its size.

@@ -17,7 +17,7 @@ use super::codec::{Codec, Encoder, decide, is_zero};
 use super::index::{Chunk, Digest, Index, Kind, Region};
 pub use super::shards::remove;
 use super::shards::{Own, Shards};
-use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, usual_threads};
+use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, run_on, usual_threads};
 
 /// Chunks that a thread takes at a time.
 const RUN: usize = 8;
@@ -391,20 +391,7 @@ impl<'a> Writer<'a> {
             lock(&self.open).push(own);
             done
         };
-        let mut first = Ok(());
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
-            for worker in workers {
-                let done = worker
-                    .join()
-                    .unwrap_or_else(|_| Err(VramError::Invalid("a thread died".into())));
-                // Report the error that made the others stop.
-                if matches!(first, Ok(()) | Err(VramError::Cancelled)) && done.is_err() {
-                    first = done;
-                }
-            }
-        });
-        first
+        run_on(threads, &one)
     }
 
     fn chunk(

@@ -303,11 +303,7 @@ impl VramFiles {
             parent: config.parent.clone(),
             search: config.search.clone(),
         };
-        let stdin = self.start(job, directory, Some(dir))?;
-        if let Work::Running { ahead, .. } = &mut self.inner().work {
-            *ahead = stdin.map(|stdin| (stdin, buffers.to_vec()));
-        }
-        Ok(())
+        self.start(job, directory, Some((dir, buffers.to_vec())))
     }
 
     fn write(
@@ -385,8 +381,7 @@ impl VramFiles {
             threads: options.threads,
             search: config.search.clone(),
         };
-        // It is told nothing more.
-        drop(self.start(job, directory, None)?);
+        self.start(job, directory, None)?;
         Ok(shared)
     }
 
@@ -419,13 +414,15 @@ impl VramFiles {
         }
     }
 
-    /// Starts a worker, and returns what it listens to. `directory` stays open as long as it works.
+    /// Starts a worker; `directory` stays open as long as it works. A writer has its directory's path, and the buffers
+    /// that are still being filled.
     fn start(
         self: &Arc<Self>,
         job: Job,
         directory: File,
-        writes: Option<PathBuf>,
-    ) -> Result<Option<ChildStdin>, DriverError> {
+        writer: Option<(PathBuf, Vec<u64>)>,
+    ) -> Result<(), DriverError> {
+        let (writes, filling) = writer.unzip();
         let mut inner = self.inner();
         if matches!(inner.work, Work::Running { .. }) {
             return Err(refused(
@@ -471,10 +468,10 @@ impl VramFiles {
         inner.work = Work::Running {
             number,
             worker: worker.map(Arc::new),
-            ahead: None,
+            ahead: stdin.zip(filling),
             writes,
         };
-        Ok(stdin)
+        Ok(())
     }
 
     fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
