@@ -22,12 +22,12 @@ test: ## all tests: format, lints, units, the simulated driver, the real contain
 
 test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE=forky]
 	cargo build --quiet --workspace
-	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests --test real-stack -- $(T)
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- $(T)
 
 test-long: ## hours: hostile containers, all moments at which something dies, the property test and the fuzz targets, each for long
 	PROPTEST_CASES=100000 cargo test --quiet --package cryopod-operations reach
-	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --package cryopod-tests --test real-stack -- --test-threads=2 hostile:: shim::what_dies
-	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --package cryopod-tests --test real-stack -- archive::killed archive::registry || exit 1; done
+	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2 hostile:: shim::what_dies
+	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	fuzz/run 4200
 
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones

@@ -32,7 +32,7 @@ for step, x in zip(range(int(sys.argv[1])), loader):
     time.sleep(0.03)
 print("end", flush=True)
 PY
-steps=160
+steps=100
 mapfile -t environment < /opt/torch/environment
 python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /opt/torch:/opt/torch:ro -v /srv/app:/app:ro)
 python+=(-e PYTHONDONTWRITEBYTECODE=1 -e HOME=/tmp)
