@@ -37,8 +37,8 @@ gpu_args() {
     fi
 }
 
-# job_command SIZE GPU[,GPU...] [zero]: fills `job`: the workload, SIZE in GiB (MiB with the simulated driver), on each
-# GPU, random or zero.
+# job_command SIZE GPU[,GPU...] [zero|half]: fills `job`: the workload, SIZE in GiB (MiB with the simulated driver), on each
+# GPU, random, zeros, or every other MiB random.
 job_command() {
     if [ -n "$sim" ]; then
         job=(/cusim/cusim-client --mib "$1" --chunk-mib "$1" --gpus "$2" --content "${3:-random}")

@@ -13,16 +13,22 @@ first_answer() {
     since "$from"
 }
 
-# served RUNTIME LAYERS WIDTH: a server that has answered, its checkpoint in the host's cache. Sets gpu, cold and pull.
+# served RUNTIME LAYERS WIDTH: a server that has answered, its checkpoint in the host's cache. Sets gpu, cold (its weights are
+# read from files in memory), random (it makes them on the GPU) and pull.
 served() {
-    local from
+    local from weights=/var/lib/containers/weights
     [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
     low_level "$1"
     printf '[restore]\nallow = ["/var/lib/containers/copies"]\n[cache]\npath = "/var/lib/containers/cache"\n' >> /etc/cryopod/config.toml
     mkdir -p -m 755 /var/lib/containers/copies
     train_command 1 any
     gpu+=("${torch_env[@]}")
-    cold=$(first_answer server "${gpu[@]}" "$image" "$python" /work/serve.py 1000000 unix "$2" "$3") || return
+    mkdir -p "$weights"
+    gpu+=(-v "$weights:/weights")
+    random=$(first_answer maker "${gpu[@]}" "$image" "$python" /work/serve.py 1 unix "$2" "$3" /weights) || return
+    [ "$(podman wait maker)" = 0 ] || { podman logs maker >&2; return 1; }
+    pod rm maker > /dev/null || return
+    cold=$(first_answer server "${gpu[@]}" "$image" "$python" /work/serve.py 1000000 unix "$2" "$3" /weights) || return
     wait_for more_lines server 60 || return
     checkpoint server "$label" "$archive" || return
     pod rm -f -t 0 server > /dev/null || return
@@ -39,7 +45,7 @@ copy() {
 }
 
 copies_two() { # RUNTIME LAYERS WIDTH LABEL: one copy, then one on each of two GPUs at once
-    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull one two i copying=()
+    local label=$4 archive=/var/lib/containers/copies/server.tar cold random pull one two i copying=()
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
     served "$1" "$2" "$3" || return
     copy first 0 > /tmp/first || return # whatever is read for the first time
@@ -57,16 +63,16 @@ copies_two() { # RUNTIME LAYERS WIDTH LABEL: one copy, then one on each of two G
         if podman logs "copy$i" 2>&1 | grep CORRUPT; then return 1; fi
     done
     two=$(cat /tmp/copy0 /tmp/copy1 | sort -n | tail -n 1)
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson pull "$pull" \
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson random "$random" --argjson pull "$pull" \
         --argjson one "$one" --argjson two "$two" --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
-        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cache_pull_s: $pull, one_s: $one, two_s: $two, times: ($two / $one), info: $info}')"
-    rm -r /var/lib/containers/copies
+        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cold_random_s: $random, cache_pull_s: $pull, one_s: $one, two_s: $two, times: ($two / $one), info: $info}')"
+    rm -r /var/lib/containers/copies /var/lib/containers/weights
     cryopod cache prune -q
-    jq -c '{case, cold_s, one_s, two_s, times, info}' <<< "$(tail -n 1 /out/results.jsonl)"
+    jq -c '{case, cold_s, cold_random_s, one_s, two_s, times, info}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
 copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpoint from the host's cache
-    local label=$4 archive=/var/lib/containers/copies/server.tar cold pull warm=() digests=() i
+    local label=$4 archive=/var/lib/containers/copies/server.tar cold random pull warm=() digests=() i
     served "$1" "$2" "$3" || return
     for i in 1 2; do
         warm+=("$(copy "copy$i" 0)") || return
@@ -78,13 +84,13 @@ copies() { # RUNTIME LAYERS WIDTH LABEL: a server, and two copies of its checkpo
         digests+=("$(awk '$3 == "ok" {print $2}' "/logs/$label.copy$i.out" | sort -u | sha256sum)")
     done
     [ "${digests[0]}" = "${digests[1]}" ] || { say "$label: the copies answer differently" && return 1; }
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson pull "$pull" \
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson save "$saved" --argjson cold "$cold" --argjson random "$random" --argjson pull "$pull" \
         --argjson warm "$(jq -n '$ARGS.positional | map(tonumber)' --args "${warm[@]}")" \
         --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
-        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cache_pull_s: $pull, warm_s: $warm, info: $info}')"
-    rm -r /var/lib/containers/copies
+        '{case: $case, ok: true, runtime: $runtime, checkpoint: $save, cold_s: $cold, cold_random_s: $random, cache_pull_s: $pull, warm_s: $warm, info: $info}')"
+    rm -r /var/lib/containers/copies /var/lib/containers/weights
     cryopod cache prune -q
-    jq -c '{case, cold_s, cache_pull_s, warm_s, info}' <<< "$(tail -n 1 /out/results.jsonl)"
+    jq -c '{case, cold_s, cold_random_s, cache_pull_s, warm_s, info}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
 elsewhere() { # RUNTIME LABEL: starts a copy of a checkpoint that another machine has made, or makes one for another

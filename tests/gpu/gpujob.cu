@@ -1,5 +1,5 @@
-// gpujob GIB CHUNK_MIB GPU[,GPU...] [zero]: one process a GPU, each holding GIB of device memory (plain cudaMalloc)
-// filled with random words, or zero. Prints TICK SUM ok|CORRUPT SECONDS ten times a second, and pI behind it when there are several.
+// gpujob GIB CHUNK_MIB GPU[,GPU...] [zero|half]: one process a GPU, each holding GIB of device memory (plain cudaMalloc)
+// filled with random words, zeros, or every other MiB random. Prints TICK SUM ok|CORRUPT SECONDS ten times a second, and pI behind it when there are several.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -37,7 +37,7 @@ __global__ void sum(const uint64_t *p, size_t n, unsigned long long *out) {
     atomicAdd(out, s);
 }
 
-static bool zero = false;
+static bool zero = false, half = false;
 
 static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
     CHECK(cudaSetDevice(gpu));
@@ -47,6 +47,7 @@ static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
         CHECK(cudaMalloc(&p, chunk));
         if (zero) CHECK(cudaMemset(p, 0, chunk));
         else fill<<<1024, 256>>>(p, chunk / 8, done + ((uint64_t)gpu << 48));
+        if (half) CHECK(cudaMemset2D((char *)p + (1 << 20), 2 << 20, 0, 1 << 20, chunk >> 21));
         chunks.push_back(p);
     }
     unsigned long long *out, first = 0;
@@ -69,8 +70,9 @@ static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
 
 int main(int argc, char **argv) {
     zero = argc == 5 && !strcmp(argv[4], "zero");
-    if (argc != 4 + zero) {
-        fprintf(stderr, "usage: gpujob GIB CHUNK_MIB GPU[,GPU...] [zero]\n");
+    half = argc == 5 && !strcmp(argv[4], "half");
+    if (argc != 4 + (zero || half)) {
+        fprintf(stderr, "usage: gpujob GIB CHUNK_MIB GPU[,GPU...] [zero|half]\n");
         return 2;
     }
     size_t bytes = (size_t)(atof(argv[1]) * (1ull << 30)), chunk = (size_t)atol(argv[2]) << 20;

@@ -1,8 +1,9 @@
 """An inference server of about 1 B parameters (26 layers of 4096: 7 B) with random weights behind HTTP, and a client that keeps asking it.
 
-serve.py REQUESTS tcp|unix [LAYERS WIDTH]: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
+serve.py REQUESTS tcp|unix [LAYERS WIDTH [WEIGHTS]]: request N asks for the tokens of seed N % 50; prints N SHA256 ok SECONDS for each. The
 same seed must give the same answer, whenever it is asked; the runs with and without a checkpoint are compared line by line.
-`unix` serves over a Unix socket: CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer. On a CPU the model is small.
+`unix` serves over a Unix socket: CRIU before 4.2 cannot dump TCP sockets on Linux 6.16 and newer. On a CPU the model is small. WEIGHTS is a directory: the model
+is read from it, as servers do, or at the end written to it where it is empty.
 """
 
 import hashlib
@@ -22,13 +23,16 @@ requests, family = int(sys.argv[1]), sys.argv[2]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 layers, width = map(int, sys.argv[3:5] or (14, 2048)) if device == "cuda" else (2, 128)
 words = 32000 if device == "cuda" else 1000
+weights = sys.argv[5] if len(sys.argv) > 5 else None
+stored = weights is not None and len(os.listdir(weights)) > 0
 PATH = "/tmp/serve.sock"
 
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True, warn_only=True)
-# Half precision, made where it is used.
+# Half precision. Random weights are made where they are used.
 torch.set_default_dtype(torch.bfloat16)
-torch.set_default_device(device)
+if not stored:
+    torch.set_default_device(device)
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,14 +40,23 @@ try:
         vocab_size=words, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=16,
         attn_implementation="eager",
     )
-    model = LlamaForCausalLM(config).eval()
+    if stored:
+        model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.bfloat16, attn_implementation="eager")
+    else:
+        model = LlamaForCausalLM(config)
+    model = model.to(device).eval()
+    save = lambda: model.save_pretrained(weights)
     logits = lambda tokens: model(tokens, use_cache=False).logits[:, -1]
     kind = "transformers"
 except ImportError:
     block = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True, dropout=0.0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(words, width), torch.nn.TransformerEncoder(block, layers), torch.nn.Linear(width, words)
-    ).eval()
+    )
+    if stored:
+        model.load_state_dict(torch.load(f"{weights}/model.pt", mmap=True))
+    model = model.to(device).eval()
+    save = lambda: torch.save(model.state_dict(), f"{weights}/model.pt")
     logits = lambda tokens: model(tokens)[:, -1]
     kind = "torch"
 torch.set_default_dtype(torch.float32)
@@ -106,3 +119,6 @@ for n in range(requests):
         print(n, digest, "CORRUPT", f"{time.time():.3f}", flush=True)
     print(n, digest, "ok", f"{time.time():.3f}", flush=True)
     time.sleep(0.01)
+
+if weights and not stored:
+    save()

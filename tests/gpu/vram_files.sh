@@ -97,6 +97,7 @@ vram_files() { # every way of the VRAM files, and each beside the way through CR
     for i in $(seq "$vram_runs"); do
         run_case "vram-random-on.$i" vram "$rt" "$vram_size" random on ''
         run_case "vram-running-on.$i" vram "$rt" "$vram_size" random on leave
+        run_case "vram-half-on.$i" vram "$rt" "$vram_size" half on ''
         run_case "vram-zero-on.$i" vram "$rt" "$vram_size" zero on ''
         [ "$i" -gt "$vram_off_runs" ] || run_case "vram-random-off.$i" vram "$rt" "$vram_size" random off ''
     done

@@ -19,7 +19,7 @@ ended() { # ID
 stock=(--runtime "$STOCK" --runc-binary /usr/local/bin/cryopod-runtime)
 runs first "${stock[@]}"
 wait_for counted_file /tmp/first 5
-ctr tasks checkpoint --image-path "$from/ctr" first > /dev/null
+pausing ctr tasks checkpoint --image-path "$from/ctr" first > /dev/null
 ended first
 for shim in $STOCK $OURS; do
     with=(--runtime "$shim")

@@ -120,7 +120,7 @@ checkpointed() { # ENGINE NAME [NAME-OF-CHECKPOINT]
         docker) docker checkpoint create --checkpoint-dir "$from" "$2" "$to" ;;
         ctr)
             { ctr images rm "localhost/checkpoint:$to" || true; } &&
-                ctr containers checkpoint --rw --task "$2" "localhost/checkpoint:$to" &&
+                pausing ctr containers checkpoint --rw --task "$2" "localhost/checkpoint:$to" &&
                 ctr images export $(ctr images export --help | grep -o -m 1 -- --local) --skip-manifest-json "$from/$to.tar" "localhost/checkpoint:$to"
             ;;
         cri) cri CheckpointContainer "[[1,\"$container\"],[2,\"$from/$to.tar\"],[3,60]]" ;;

@@ -102,7 +102,7 @@ away job
 
 # The checkpoint of the pause comes back as a container that runs.
 start_job --annotation $annotation=on
-ctr containers checkpoint --task --image --rw job localhost/job:1
+pausing ctr containers checkpoint --task --image --rw job localhost/job:1
 check 'ctr pauses and resumes: the sum goes on' goes_on job
 last=$(sum job)
 away job

@@ -28,7 +28,7 @@ cycle() { # NAME RUNTIME
     start_job job "$2"
     last=$(sum job)
     in_it job sh -c 'echo mine > /made'
-    ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+    pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
     check "$1: left running" goes_on job
     check "$1: not paused any more" is job RUNNING
     check "$1: can be paused" ctr tasks pause job
@@ -39,7 +39,7 @@ cycle() { # NAME RUNTIME
     check "$1: the same sum" test "$(sum job)" = "$last"
     check "$1: the file is there" test "$(in_it job cat /made)" = mine
     ctr images rm --sync localhost/checkpoint:1 > /dev/null # else containerd 1.7 makes no second one
-    ctr containers checkpoint --task --image --rw job localhost/checkpoint:2
+    pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:2
     check "$1: checkpointed again, left running" goes_on job
     away job
     ctr containers restore --rw --live job localhost/checkpoint:2
@@ -61,7 +61,7 @@ check 'a refusal: it runs' is job RUNNING
 check 'a refusal: the sum goes on' goes_on job
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 if ! ctr --version | grep -q ' v\?1\.'; then
-    ctr tasks checkpoint --exit job > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
+    pausing ctr tasks checkpoint --exit job > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
     check 'checkpoint --exit: it ends' wait_for is job STOPPED
     ctr tasks delete job > /dev/null 2>&1 || true
     ctr containers rm job
@@ -89,13 +89,13 @@ for runtime in $OURS $STOCK; do
         'i=0; while :; do i=$((i + 1)); echo $i > /tmp/m; mv /tmp/m /tmp/n; sleep 0.1; done'
     wait_for beyond 20
     reached=$(number)
-    ctr containers checkpoint --task --image --rw plain localhost/plain:0
+    pausing ctr containers checkpoint --task --image --rw plain localhost/plain:0
     away plain
     ctr containers restore --rw --live plain localhost/plain:0
     check "$runtime, restored: it goes on" counts_on
     reached=$(number)
     ctr images rm --sync localhost/plain:0 > /dev/null
-    ctr containers checkpoint --task --image --rw plain localhost/plain:1
+    pausing ctr containers checkpoint --task --image --rw plain localhost/plain:1
     away plain
     containerd_down
     path=$PATH

@@ -90,7 +90,7 @@ one() { # WHO WHAT AFTER
     return 1
 }
 start_job job
-ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'before: all is well' goes_on job
 check 'before: clean' clean
 for who in ours stock containerd; do

@@ -32,3 +32,7 @@ our_shim() { shims | awk -v id="$1" '/shim-cryopod-v2 / && $0 ~ "-id " id " .*se
 shims() { pgrep -ax containerd-shim || true; } # as the kernel cuts their names
 no_shims() { [ -z "$(shims)" ]; }
 no_sockets() { [ -z "$(ls -A /run/containerd/s 2> /dev/null)" ]; }
+
+# pausing COMMAND...: tries once more where the container could not be paused: on cgroup v1 the kernel does not always manage, and
+# runc gives up with "unable to freeze".
+pausing() { "$@" 2> /tmp/pausing.said || { cat /tmp/pausing.said >&2 && grep -q 'unable to freeze' /tmp/pausing.said && "$@"; }; }

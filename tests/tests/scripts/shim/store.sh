@@ -50,7 +50,7 @@ goes_on_from() { goes_on job && [ "$(sum job)" = "$1" ]; }
 
 start_job job
 before=$(sum job)
-ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'checkpoint: left running' goes_on job
 echo "in containerd $(tar_bytes) bytes, in the store $(store_bytes)"
 check 'checkpoint: small in containerd' test "$(tar_bytes)" -lt $((3 << 20))
@@ -117,7 +117,7 @@ check 'a path in the annotation: refused' says /tmp/said 'dev.cryopod.store: "/e
 check 'a path in the annotation: it runs' goes_on job
 away job
 start_job job --annotation dev.cryopod.store=off
-ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'off: all in containerd' test "$(tar_bytes)" -gt $((60 << 20))
 check 'off: nothing in the store' test -z "$(ls -A $store)"
 away job
@@ -126,7 +126,7 @@ ctr images rm --sync localhost/checkpoint:1 > /dev/null
 # A store on another file system with too little room: the checkpoint stays whole.
 start_job job
 mount -t tmpfs -o size=8m,mode=700 none $store
-ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'a full store: left running' goes_on job
 check 'a full store: all in containerd' test "$(tar_bytes)" -gt $((60 << 20))
 check 'a full store: nothing is left in it' test -z "$(ls -A $store)"
@@ -139,7 +139,7 @@ umount $store
 mount -t tmpfs -o size=800m,mode=700 none $store
 ctr images rm --sync localhost/checkpoint:1 > /dev/null
 start_job job
-ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
+pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:1
 check 'another file system: copied' test "$(store_bytes)" -gt $((60 << 20))
 check 'another file system: small in containerd' test "$(tar_bytes)" -lt $((3 << 20))
 away job
