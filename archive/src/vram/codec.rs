@@ -9,7 +9,7 @@ use super::index::Kind;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Codec {
-    /// LZ4 if a sample of the data shrinks by a tenth, else no compression.
+    /// For each chunk: LZ4 if by its zeros and a sample it shrinks by a tenth, else no compression.
     #[default]
     Auto,
     None,
@@ -20,8 +20,7 @@ pub enum Codec {
 
 /// Compressed data must be at most this many 64ths of the original size to be worth its decompression.
 const WORTH: u64 = 60;
-/// The sample: this many pieces of this size.
-const SAMPLES: usize = 32;
+/// Size of the sample, and of the pieces that are looked at for zeros.
 const SAMPLE_BYTES: usize = 64 << 10;
 
 /// Compresses chunks; one per thread.
@@ -32,7 +31,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// For chunks of at most `chunk_bytes`. [`Codec::Auto`] decides for each chunk, by a sample of it.
+    /// For chunks of at most `chunk_bytes`.
     pub fn new(codec: Codec, level: i32, chunk_bytes: usize) -> io::Result<Self> {
         let (room, zstd) = match codec {
             Codec::None => (0, None),
@@ -53,9 +52,9 @@ impl Encoder {
 
     /// Returns the chunk in its stored form.
     pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (Kind, &'a [u8]) {
-        let sample = &chunk[..chunk.len().min(SAMPLE_BYTES)];
         let codec = match self.codec {
-            Codec::Auto => decide(Codec::Auto, &[sample]),
+            Codec::Auto if pays(chunk) => Codec::Lz4,
+            Codec::Auto => Codec::None,
             codec => codec,
         };
         let (kind, size) = match (codec, &mut self.zstd) {
@@ -94,30 +93,20 @@ pub fn decode(kind: Kind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Resolves [`Codec::Auto`] by compressing a sample of the non-zero data.
-pub fn decide(codec: Codec, sources: &[&[u8]]) -> Codec {
-    if codec != Codec::Auto {
-        return codec;
-    }
-    let total: usize = sources.iter().map(|source| source.len()).sum();
-    let step = (total / SAMPLES).max(SAMPLE_BYTES);
+/// Whether LZ4 would shrink a chunk by a tenth or more, by its zeros and a sample of the rest.
+pub fn pays(chunk: &[u8]) -> bool {
+    let rest: Vec<&[u8]> = chunk
+        .chunks(SAMPLE_BYTES)
+        .filter(|piece| !is_zero(piece))
+        .collect();
+    let Some(sample) = rest.first() else {
+        return true;
+    };
     let mut out = vec![0; lz4_flex::block::get_maximum_output_size(SAMPLE_BYTES)];
-    let (mut before, mut after) = (0u64, 0u64);
-    for source in sources {
-        for piece in source.chunks(step) {
-            let piece = &piece[..piece.len().min(SAMPLE_BYTES)];
-            if is_zero(piece) {
-                continue;
-            }
-            before += piece.len() as u64;
-            after += lz4_flex::block::compress_into(piece, &mut out).unwrap_or(piece.len()) as u64;
-        }
-    }
-    if after * 10 <= before * 9 && before > 0 {
-        Codec::Lz4
-    } else {
-        Codec::None
-    }
+    let after = lz4_flex::block::compress_into(sample, &mut out).unwrap_or(sample.len());
+    let left: usize = rest.iter().map(|piece| piece.len()).sum();
+    let estimate = left as u64 * after as u64 / sample.len() as u64;
+    estimate * 10 <= chunk.len() as u64 * 9
 }
 
 pub fn is_zero(bytes: &[u8]) -> bool {

@@ -84,16 +84,16 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn a_sample_decides_whether_to_compress() {
-    let random = noise(4 << 20, 2);
-    let text = b"the same words again and again. ".repeat(50_000);
-    assert_eq!(codec::decide(Codec::Auto, &[&random]), Codec::None);
-    assert_eq!(codec::decide(Codec::Auto, &[&text]), Codec::Lz4);
-    assert_eq!(
-        codec::decide(Codec::Auto, &[&[0; 1 << 20], &[]]),
-        Codec::None
-    );
-    assert_eq!(codec::decide(Codec::Zstd, &[&random]), Codec::Zstd);
+fn a_chunk_is_compressed_if_it_shrinks() {
+    let random = noise(1 << 20, 2);
+    let text = b"the same words again and again. ".repeat(30_000);
+    assert!(!codec::pays(&random));
+    assert!(codec::pays(&text));
+    assert!(codec::pays(&[0; 1 << 20]));
+    // Zeros in front, in the end, and too few of them.
+    assert!(codec::pays(&[&[0; 256 << 10], &random[..]].concat()));
+    assert!(codec::pays(&[&random[..], &[0; 256 << 10]].concat()));
+    assert!(!codec::pays(&[&random[..], &[0; 64 << 10]].concat()));
 }
 
 #[test]

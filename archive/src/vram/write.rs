@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::codec::{Codec, Encoder, decide, is_zero};
+use super::codec::{Codec, Encoder, is_zero};
 use super::index::{Chunk, Digest, Index, Kind, Region};
 pub use super::shards::remove;
 use super::shards::{Own, Shards};
@@ -121,8 +121,7 @@ impl Drop for Writer<'_> {
 
 impl<'a> Writer<'a> {
     /// Removes older VRAM files from the directory. No VRAM files are left there if the writer is dropped before it has
-    /// finished. With [`Codec::Auto`] a sample of everything decides about compression, or if something is written
-    /// ahead, a sample of each chunk.
+    /// finished.
     pub fn new(
         dir: &'a Path,
         options: &'a WriteOptions,
@@ -203,9 +202,6 @@ impl<'a> Writer<'a> {
         let start = Instant::now();
         let size = self.chunk_bytes()?;
         let pieces: Vec<&[u8]> = sources.iter().flat_map(|s| s.bytes.chunks(size)).collect();
-        if self.ahead.is_empty() {
-            self.codec = decide(self.codec, &pieces);
-        }
         let known = self.known_of_parent();
         let mut rows = self.translated(sources, memory, size);
         let (ahead, changed) = self.drop_changed(&pieces, &mut rows)?;

@@ -67,7 +67,7 @@ impl Vram {
             };
             dropped = Some(buffer.id);
             if buffer.reserved {
-                ahead = ", allocated before the freeze";
+                ahead = ", allocated ahead";
             }
             let told = |error: io::Error| error.to_string();
             test_fails(config, "open").map_err(told)?;

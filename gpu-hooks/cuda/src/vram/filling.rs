@@ -14,7 +14,7 @@ const STEP: usize = 64 << 10;
 /// How far above the front to look each time.
 const NEAR: usize = 256 << 20;
 /// How often to look at all the rest, and at which distances: zeros may lie in between.
-const FAR_EVERY: u32 = 64;
+const FAR_EVERY: u32 = 256;
 const FAR_STEP: usize = 1 << 20;
 const PAUSE: Duration = Duration::from_millis(2);
 

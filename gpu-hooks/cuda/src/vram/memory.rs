@@ -3,8 +3,9 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 /// A hugepage of x86-64; buffers are rounded up to it.
 pub const HUGE: u64 = 2 << 20;
@@ -151,34 +152,62 @@ impl Mapped {
         Ok(unsafe { std::slice::from_raw_parts_mut(self.address, self.len) })
     }
 
-    /// Has the kernel allocate every page, with several threads.
+    /// Has the kernel allocate the pages of the last `bytes`, with several threads.
     ///
     /// # Errors
     /// Memory ran out. A kernel that cannot (before 5.14) is no error: pages then come as they are used.
-    pub fn populate(&self, threads: usize) -> io::Result<()> {
-        let next = AtomicUsize::new(0);
-        let (address, all) = (self.address.expose_provenance(), self.len);
-        let work = || {
-            loop {
-                let from = next.fetch_add(STRIDE, Relaxed);
-                if from >= all {
-                    return Ok(());
-                }
-                let len = STRIDE.min(all - from);
-                // SAFETY: within the mapping.
-                unsafe { populate(address + from, len)? };
-            }
-        };
-        let threads = threads.clamp(1, 256).min(self.len.div_ceil(STRIDE));
-        std::thread::scope(|scope| {
-            let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            all.into_iter().try_for_each(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|_| Err(io::Error::other("a thread died")))
-            })
-        })
+    pub fn populate_end(&self, bytes: u64, threads: usize) -> io::Result<()> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.len);
+        let range = (self.len - bytes) / HUGE as usize * HUGE as usize..self.len;
+        populate_all(&[self], range, threads, &AtomicBool::new(false))
     }
+}
+
+/// Has the kernel allocate what these mappings have between two offsets, the lowest offsets first, with several threads.
+/// Ends early at `stop`.
+///
+/// # Errors
+/// As [`Mapped::populate_end`].
+pub fn populate_all(
+    maps: &[&Mapped],
+    range: Range<usize>,
+    threads: usize,
+    stop: &AtomicBool,
+) -> io::Result<()> {
+    let mut parts: Vec<(usize, usize, usize)> = Vec::new();
+    for map in maps {
+        let end = range.end.min(map.len);
+        let offsets = (range.start..end).step_by(STRIDE);
+        let part = |at| {
+            (
+                at,
+                map.address.expose_provenance() + at,
+                STRIDE.min(end - at),
+            )
+        };
+        parts.extend(offsets.map(part));
+    }
+    parts.sort_unstable();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some((_, address, len)) = parts.get(next.fetch_add(1, Relaxed)) {
+            if stop.load(Relaxed) {
+                break;
+            }
+            // SAFETY: within the mapping.
+            unsafe { populate(*address, *len)? };
+        }
+        Ok(())
+    };
+    let threads = threads.clamp(1, 256).min(parts.len());
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        all.into_iter().try_for_each(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(io::Error::other("a thread died")))
+        })
+    })
 }
 
 /// Has the kernel allocate a part of a mapping. Changes no contents.
@@ -270,7 +299,7 @@ mod tests {
         let file = new_file(5 << 20).unwrap();
         assert_eq!(file.metadata().unwrap().len(), 6 << 20);
         let mut one = Mapped::new(&file, 5 << 20, true).unwrap();
-        one.populate(3).unwrap();
+        one.populate_end(5 << 20, 3).unwrap();
         assert!(one.bytes().iter().all(|byte| *byte == 0));
         one.bytes_mut().unwrap()[4 << 20] = 7;
         let mut other = Mapped::new(&file, 5 << 20, false).unwrap();

@@ -1,51 +1,93 @@
 //! Allocates memory before a container is frozen, so that this takes no frozen time: for each process as much as the
 //! driver reports for it on GPUs. What the driver then asks for in the process differs a little.
+//!
+//! The driver fills memory from the start at some 5 GiB/s, and several threads allocate it many times as fast. So where
+//! there is plenty of memory, only its first part is waited for.
 
 use super::Wanted;
 use super::memory::{self, HUGE, Mapped};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Allocated memory by process. A caller that asks during an allocation waits for it: it would have to allocate the
-/// same.
+/// Allocated memory by process. A caller that asks while the first part is allocated waits for it: it would have to
+/// allocate the same.
 #[derive(Default)]
 pub struct Reserve {
-    files: Mutex<BTreeMap<i32, File>>,
+    reserved: Mutex<Reserved>,
+}
+
+#[derive(Default)]
+struct Reserved {
+    files: BTreeMap<i32, File>,
+    rest: Arc<Rest>,
+}
+
+/// The allocation of what is not waited for.
+#[derive(Default)]
+struct Rest {
+    stop: AtomicBool,
+    failed: AtomicBool,
 }
 
 impl Reserve {
-    fn files(&self) -> MutexGuard<'_, BTreeMap<i32, File>> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    fn reserved(&self) -> MutexGuard<'_, Reserved> {
+        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates memory with so many threads. On error nothing is kept.
-    pub fn fill(&self, wanted: &[Wanted], threads: usize) -> io::Result<()> {
-        let mut files = self.files();
-        files.clear();
-        let mut made = BTreeMap::new();
+    /// Allocates the first `first` bytes of each memory with so many threads, and the rest when it has returned. On error
+    /// nothing is kept.
+    pub fn fill(&self, wanted: &[Wanted], threads: usize, first: usize) -> io::Result<()> {
+        let mut reserved = self.reserved();
+        *reserved = Reserved::default();
+        let (mut files, mut maps) = (BTreeMap::new(), Vec::new());
         for Wanted { pid, bytes } in wanted {
             let file = memory::new_file(*bytes)?;
-            Mapped::new(&file, *bytes, true)?.populate(threads)?;
-            made.insert(*pid, file);
+            maps.push(Mapped::new(&file, *bytes, true)?);
+            files.insert(*pid, file);
         }
-        *files = made;
+        let rest = Arc::new(Rest::default());
+        populate(&maps, 0..first, threads, &rest)?;
+        if wanted.iter().any(|w| w.bytes > first as u64) {
+            let its = Arc::clone(&rest);
+            let allocate = move || {
+                if let Err(error) = populate(&maps, first..usize::MAX, threads, &its) {
+                    its.failed.store(true, Relaxed);
+                    tracing::debug!("memory is allocated as it is used: {error}");
+                }
+            };
+            std::thread::Builder::new().spawn(allocate)?;
+        }
+        *reserved = Reserved { files, rest };
         Ok(())
     }
 
-    /// Takes the memory for a process, cut to size. Also returns how many bytes of it are not allocated.
+    /// Takes the memory for a process, cut to size; its allocation may still go on. Also returns how many bytes of it
+    /// are not allocated.
     pub fn take(&self, pid: i32, bytes: u64) -> Option<(File, u64)> {
-        let file = self.files().remove(&pid)?;
+        let mut reserved = self.reserved();
+        let file = reserved.files.remove(&pid)?;
+        if reserved.rest.failed.load(Relaxed) {
+            return None;
+        }
         let had = file.metadata().ok()?.len();
         file.set_len(bytes.next_multiple_of(HUGE)).ok()?;
         Some((file, bytes.saturating_sub(had)))
     }
 
+    /// Gives up what nobody has taken, and what has not been allocated yet.
     pub fn clear(&self) {
-        let unused = std::mem::take(&mut *self.files());
-        drop(unused);
+        let unused = std::mem::take(&mut *self.reserved());
+        unused.rest.stop.store(true, Relaxed);
     }
+}
+
+fn populate(maps: &[Mapped], range: Range<usize>, threads: usize, rest: &Rest) -> io::Result<()> {
+    let maps: Vec<&Mapped> = maps.iter().collect();
+    memory::populate_all(&maps, range, threads, &rest.stop)
 }
 
 #[cfg(test)]
@@ -54,7 +96,7 @@ mod tests {
     use super::*;
     use crate::protocol::{ErrorKind, Op, Outcome};
     use std::os::unix::fs::MetadataExt;
-    use std::sync::Arc;
+    use std::time::{Duration, Instant};
 
     fn allocated(file: &File) -> u64 {
         file.metadata().unwrap().blocks() * 512
@@ -67,7 +109,7 @@ mod tests {
             pid,
             bytes: 5 << 20,
         });
-        reserve.fill(&wanted, 2).unwrap();
+        reserve.fill(&wanted, 2, usize::MAX).unwrap();
         assert!(reserve.take(6, 1).is_none());
         let (less, missing) = reserve.take(7, 2 << 20).unwrap();
         assert_eq!((less.metadata().unwrap().len(), missing), (2 << 20, 0));
@@ -87,8 +129,27 @@ mod tests {
     fn nothing_is_kept_of_what_failed() {
         let reserve = Reserve::default();
         let too_much = [(1, 1 << 20), (2, u64::MAX >> 1)].map(|(pid, bytes)| Wanted { pid, bytes });
-        assert!(reserve.fill(&too_much, 1).is_err());
+        assert!(reserve.fill(&too_much, 1, 0).is_err());
         assert!(reserve.take(1, 1).is_none());
+    }
+
+    /// Only the start is waited for. The rest comes, until it is given up.
+    #[test]
+    fn the_rest_is_not_waited_for() {
+        let reserve = Reserve::default();
+        let (first, bytes) = (64 << 20, 160 << 20);
+        let wanted = [7, 8].map(|pid| Wanted { pid, bytes });
+        reserve.fill(&wanted, 2, first as usize).unwrap();
+        let (taken, missing) = reserve.take(7, bytes).unwrap();
+        assert_eq!(missing, 0);
+        assert!(allocated(&taken) >= first);
+        let ends = Instant::now() + Duration::from_secs(60);
+        while allocated(&taken) < bytes {
+            assert!(Instant::now() < ends, "{} bytes", allocated(&taken));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        reserve.clear();
+        assert!(reserve.take(8, bytes).is_none());
     }
 
     /// A reservation beyond the machine's memory is refused and says what is missing. The checkpoint allocates what it

@@ -214,24 +214,31 @@ impl VramFiles {
 
     fn reserve(&self, wanted: &[Wanted], threads: usize) -> Result<(), DriverError> {
         let all = wanted.iter().map(|w| w.bytes);
-        there_is(all.fold(0, u64::saturating_add))?;
-        let filled = self.reserve.fill(wanted, threads);
+        let all = all.fold(0, u64::saturating_add);
+        there_is(all)?;
+        // An allocation that fails while the driver works could cost the process its life: this makes it most unlikely.
+        let plenty = there_is(all.saturating_mul(2)).is_ok();
+        let first = if plenty { AWAITED } else { usize::MAX };
+        let filled = self.reserve.fill(wanted, threads, first);
         filled.map_err(failed("host memory for the GPU's"))
     }
 
     fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
         self.may_have(&Wanted { pid, bytes })?;
-        let (buffer, shared) = match self.reserve.take(pid, bytes) {
+        let (buffer, shared, missing) = match self.reserve.take(pid, bytes) {
             Some((file, missing)) => {
                 there_is(missing)?;
                 let (buffer, shared) = self.keep(file, bytes, Some(pid));
                 let reserved = true;
-                (buffer, SharedBuffer { reserved, ..shared })
+                (buffer, SharedBuffer { reserved, ..shared }, missing)
             }
-            None => self.allocate(bytes, Some(pid))?,
+            None => {
+                let (buffer, shared) = self.allocate(bytes, Some(pid))?;
+                (buffer, shared, bytes)
+            }
         };
-        let populated =
-            Mapped::new(&buffer.file, bytes, true).and_then(|map| map.populate(threads));
+        let populated = Mapped::new(&buffer.file, bytes, true)
+            .and_then(|map| map.populate_end(missing, threads));
         if let Err(error) = populated {
             self.inner().buffers.remove(&shared.id);
             return Err(failed("host memory for the GPU's")(error));
@@ -578,6 +585,9 @@ fn own_descriptor(file: &File) -> Descriptor {
         fd: file.as_raw_fd(),
     }
 }
+
+/// Bytes of each process's memory whose allocation is waited for where there is plenty.
+const AWAITED: usize = 1 << 30;
 
 fn there_is(bytes: u64) -> Result<(), DriverError> {
     let available = memory::available();

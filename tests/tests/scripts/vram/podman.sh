@@ -40,8 +40,8 @@ done
 
 id=$(pod inspect -f '{{.Id}}' job)
 cryopod-runtime checkpoint --leave-running --image-path /tmp/ahead --work-path /tmp/ahead "$id" > /tmp/said 2>&1
-check 'its memory was allocated before the freeze' grep -Eq 'for the driver at .*, allocated before the freeze' /tmp/ahead/dump.log
-check 'allocated before the freeze: it goes on' goes_on
+check 'its memory was allocated ahead' grep -Eq 'for the driver at .*, allocated ahead' /tmp/ahead/dump.log
+check 'allocated ahead: it goes on' goes_on
 rm -rf /tmp/ahead
 
 # The image directory's disk is full in the middle of the VRAM files.
