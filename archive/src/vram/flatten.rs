@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::index::{Chunk, Digest, Index, Kind};
 use super::shards::{Own, Shards, remove};
 use super::write::{WriteOptions, Written, micros};
-use super::{Codec, Vram, VramError, VramFacts};
+use super::{Vram, VramError, VramFacts};
 
 /// Writes the complete `vram` into a directory. Of the options, it uses the threads, the size of shards, and whether to
 /// sync. After a [`VramError`] no VRAM files are left in the directory.
@@ -103,7 +103,6 @@ fn run(
         ahead: 0,
         changed: 0,
         facts: VramFacts::of(&index),
-        codec: Codec::None,
         write_us,
         sync_us: micros(start),
     })

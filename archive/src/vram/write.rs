@@ -66,8 +66,6 @@ pub struct Source<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
     pub facts: VramFacts,
-    /// The resolved compression.
-    pub codec: Codec,
     /// Chunks that were written ahead.
     pub ahead: u64,
     /// How many of these were written again, as they had changed.
@@ -98,7 +96,6 @@ pub struct Writer<'a> {
     options: &'a WriteOptions,
     parent: Option<&'a Vram>,
     cancel: &'a AtomicBool,
-    codec: Codec,
     failed: AtomicBool,
     /// The first chunk with that digest, here or in the parent, and its length.
     known: Mutex<HashMap<Digest, (Kind, u64, usize)>>,
@@ -134,7 +131,6 @@ impl<'a> Writer<'a> {
             options,
             parent: parent.filter(|vram| vram.index.chunk_bytes == options.chunk_bytes),
             cancel,
-            codec: options.codec,
             failed: AtomicBool::new(false),
             known: Mutex::default(),
             shards: Shards::new(dir, options.shard_bytes, options.sync),
@@ -255,7 +251,6 @@ impl<'a> Writer<'a> {
         self.complete = true;
         Ok(Written {
             facts: VramFacts::of(&index),
-            codec: self.codec,
             ahead,
             changed,
             write_us,
@@ -376,7 +371,7 @@ impl<'a> Writer<'a> {
         let one = || {
             let mut own = lock(&self.open).pop().unwrap_or_default();
             let encoder = Encoder::new(
-                self.codec,
+                self.options.codec,
                 self.options.level,
                 self.options.chunk_bytes as usize,
             );

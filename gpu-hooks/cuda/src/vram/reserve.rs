@@ -38,8 +38,8 @@ impl Reserve {
         self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates the first `first` bytes of each memory with so many threads, and the rest when it has returned. On error
-    /// nothing is kept.
+    /// Allocates the first `first` bytes of each memory with so many threads, and the rest with half of them when it has
+    /// returned. On error nothing is kept.
     pub fn fill(&self, wanted: &[Wanted], threads: usize, first: usize) -> io::Result<()> {
         let mut reserved = self.reserved();
         *reserved = Reserved::default();
@@ -53,6 +53,8 @@ impl Reserve {
         populate(&maps, 0..first, threads, &rest)?;
         if wanted.iter().any(|w| w.bytes > first as u64) {
             let its = Arc::clone(&rest);
+            // CRIU and the driver begin meanwhile and need cores too.
+            let threads = threads.div_ceil(2);
             let allocate = move || {
                 if let Err(error) = populate(&maps, first..usize::MAX, threads, &its) {
                     its.failed.store(true, Relaxed);
