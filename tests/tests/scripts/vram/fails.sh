@@ -84,7 +84,27 @@ check 'left running, the writer is killed: nothing that could be taken for VRAM 
 check 'left running, the writer is killed: it goes on' goes_on
 stop
 
-# From here on as with a action script: CRIU asks at post-dump, and the memory is away at that time.
+# The application is killed while the driver copies, and while its memory is written.
+start --mib 100
+ctl set hang-checkpoint
+(wait_for grep -qs 'lock in' /img/dump.log && pkill -KILL -x cusim-client && ctl clear) &
+killer=$!
+dump_fails '{"vram": {}}'
+wait "$killer"
+check 'killed while the driver copies: the dump fails' plugin_says '.outcome == "failed"'
+check 'killed while the driver copies: nothing is left' wait_for gone
+check 'killed while the driver copies: no VRAM files' test ! -e /img/vram-index.img
+stop
+start --mib 100
+(wait_for worker && pkill -KILL -x cusim-client) &
+killer=$!
+dump_fails '{"vram": {"codec": "zstd", "level": 9}}'
+wait "$killer"
+check 'killed while its memory is written: nothing is left' wait_for gone
+check 'killed while its memory is written: the agent ends' test "$agent_code" = 0
+stop
+
+# From here on as with an action script: CRIU asks at post-dump, and the memory is away at that time.
 action_script='{"vram": {"required": true}, "action_script_file": "/etc/passwd"}'
 printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || kill -KILL $PPID\n' > /tmp/act
 chmod +x /tmp/act
