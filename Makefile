@@ -12,10 +12,10 @@ help: ## this list
 # An engine calls cryopod-runtime several times for each container: linked statically it starts in less time. The
 # others load libraries at run time and cannot be static.
 build: ## release binaries, in target/release
-	cargo build --quiet --release $(BUILD)
-	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" cargo build --quiet --release \
-		--package cryopod-runtime --target $(HOST) --target-dir $(TARGET_DIR)/static
-	install -m 755 $(TARGET_DIR)/static/$(HOST)/release/cryopod-runtime $(BIN_DIR)/cryopod-runtime
+	cargo build --release $(BUILD)
+	RUSTFLAGS="-C target-feature=+crt-static -C relocation-model=static" cargo build --release \
+		--package cryopod-runtime --target $(HOST)
+	install -m 755 $(TARGET_DIR)/$(HOST)/release/cryopod-runtime $(BIN_DIR)/cryopod-runtime
 
 test: ## all tests: format, lints, units, the simulated driver, the real container stack
 	tests/run
@@ -37,8 +37,8 @@ test-vm: ## the tests that need real device nodes, in an emulated machine; docs/
 	$(MAKE) --no-print-directory build
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/vm/run $(CASES)
 
-demo: build testbed ## containers with and without GPUs are checkpointed, removed, restored and copied
-	cargo build --quiet --release --package cryopod-simdriver
+demo: ## containers with and without GPUs are checkpointed, removed, restored and copied
+	$(MAKE) --no-print-directory --jobs 2 build testbed BUILD=--workspace
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
 
 picture: ## the README's picture, docs/picture.svg, from what a terminal shows

@@ -41,8 +41,8 @@ impl Reserve {
     /// Allocates the first `first` bytes of each memory with so many threads, and the rest with half of them when it has
     /// returned. On error nothing is kept.
     pub fn fill(&self, wanted: &[Wanted], threads: usize, first: usize) -> io::Result<()> {
+        self.clear();
         let mut reserved = self.reserved();
-        *reserved = Reserved::default();
         let (mut files, mut maps) = (BTreeMap::new(), Vec::new());
         for Wanted { pid, bytes } in wanted {
             let file = memory::new_file(*bytes)?;
