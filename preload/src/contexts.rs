@@ -1,0 +1,86 @@
+//! The process's CUDA contexts, whose work a checkpoint waits for.
+
+use crate::symbols::{call_at, other};
+use std::ffi::{CStr, c_int};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+#[derive(Clone, Copy)]
+struct Context {
+    handle: usize,
+    /// The device whose primary context it is.
+    primary: Option<i32>,
+}
+
+static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
+
+fn contexts() -> MutexGuard<'static, Vec<Context>> {
+    CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub fn add(handle: usize, primary: Option<i32>) {
+    let mut contexts = contexts();
+    if contexts.iter().all(|context| context.handle != handle) {
+        contexts.push(Context { handle, primary });
+    }
+}
+
+pub fn remove(handle: usize) {
+    contexts().retain(|context| context.handle != handle);
+}
+
+pub fn all() -> Vec<usize> {
+    contexts().iter().map(|context| context.handle).collect()
+}
+
+/// The primary context of a device, if it is no longer active; it is removed.
+pub fn ended(device: i32) -> Option<usize> {
+    let mut contexts = contexts();
+    let at = contexts.iter().position(|c| c.primary == Some(device))?;
+    let (mut flags, mut active) = (0u32, 1i32);
+    let arguments = [
+        device as usize,
+        &raw mut flags as usize,
+        &raw mut active as usize,
+    ];
+    let asked = other_call(c"cuDevicePrimaryCtxGetState", arguments);
+    (asked == 0 && active == 0).then(|| contexts.remove(at).handle)
+}
+
+/// Calls a function of the driver's that this library does not stand in front of.
+pub fn other_call(name: &CStr, [a, b, c]: [usize; 3]) -> c_int {
+    // SAFETY: each caller here names a function with at most these arguments: numbers, and pointers to live locals.
+    unsafe { call_at(other(name), [a, b, c, 0, 0, 0]) }
+}
+
+/// The context that is current in this thread; 0 if none is.
+pub fn current() -> usize {
+    let mut context = 0usize;
+    match other_call(c"cuCtxGetCurrent", [&raw mut context as usize, 0, 0]) {
+        0 => context,
+        _ => 0,
+    }
+}
+
+/// The device of the current context.
+pub fn current_device() -> Option<i32> {
+    let mut device = 0i32;
+    let code = other_call(c"cuCtxGetDevice", [&raw mut device as usize, 0, 0]);
+    (code == 0).then_some(device)
+}
+
+/// Does something with another context current in this thread.
+pub fn with<T>(context: usize, work: impl FnOnce() -> T) -> Result<T, c_int> {
+    let code = other_call(c"cuCtxPushCurrent_v2", [context, 0, 0]);
+    if code != 0 {
+        return Err(code);
+    }
+    let result = work();
+    let mut popped = 0usize;
+    other_call(c"cuCtxPopCurrent_v2", [&raw mut popped as usize, 0, 0]);
+    Ok(result)
+}
+
+/// Waits for the work in a context.
+pub fn synchronize(context: usize) -> c_int {
+    with(context, || other_call(c"cuCtxSynchronize", [0; 3])).unwrap_or_else(|code| code)
+}

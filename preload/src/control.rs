@@ -1,0 +1,311 @@
+//! The thread that answers the driver agent.
+//!
+//! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
+//! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
+
+use crate::{contexts, gate, hooks, memory, symbols};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use std::ffi::{CString, c_int};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const RELAXED: u32 = 2;
+const TICK: Duration = Duration::from_millis(1);
+const STACK: usize = 256 << 10;
+
+static STARTED: AtomicBool = AtomicBool::new(false);
+/// Descriptors that a forked child must not keep: our end, the agent's, and the memfd.
+static DESCRIPTORS: [AtomicI32; 3] = [const { AtomicI32::new(-1) }; 3];
+
+/// Starts the thread, once. A process in which that fails works, and its memory is the driver's affair.
+pub fn start() {
+    if STARTED.swap(true, SeqCst) {
+        return;
+    }
+    // SAFETY: the handler makes system calls and touches atomics.
+    unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+    let _ = try_start();
+}
+
+/// A forked child has neither the thread nor the driver.
+extern "C" fn forked() {
+    for fd in &DESCRIPTORS {
+        let fd = fd.swap(-1, SeqCst);
+        if fd >= 0 {
+            // SAFETY: the child's copy, which nobody uses there.
+            unsafe { libc::close(fd) };
+        }
+    }
+    STARTED.store(false, SeqCst);
+}
+
+fn try_start() -> io::Result<()> {
+    let (own, agents) = wire::pair()?;
+    let (sender, tid) = mpsc::channel();
+    let work = move || {
+        block_signals();
+        // SAFETY: takes nothing.
+        let tid = unsafe { libc::syscall(libc::SYS_gettid) };
+        let _ = sender.send(i32::try_from(tid).unwrap_or(-1));
+        let mut mode = RELAXED;
+        // In the default mode a capture in any thread would forbid some of our calls.
+        contexts::other_call(
+            c"cuThreadExchangeStreamCaptureMode",
+            [&raw mut mode as usize, 0, 0],
+        );
+        serve(&own);
+    };
+    DESCRIPTORS[1].store(agents.as_raw_fd(), SeqCst);
+    std::thread::Builder::new()
+        .name("cryopod-preload".into())
+        .stack_size(STACK)
+        .spawn(work)?;
+    let tid = tid.recv().map_err(io::Error::other)?;
+    let card = Card {
+        pid: i32::try_from(std::process::id()).unwrap_or(-1),
+        tid,
+        agent_end: agents.as_raw_fd(),
+    };
+    let name = CString::new(MEMFD)?;
+    // SAFETY: a C string; a new descriptor or -1.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a new descriptor that belongs to nobody else.
+    let mut file = unsafe { File::from_raw_fd(fd) };
+    file.write_all(&card.encode())?;
+    // Both stay open as long as the process lives.
+    DESCRIPTORS[2].store(file.into_raw_fd(), SeqCst);
+    let _ = agents.into_raw_fd();
+    Ok(())
+}
+
+fn block_signals() {
+    // SAFETY: a set of this thread's own, filled and applied.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+    }
+}
+
+enum State {
+    Open,
+    /// The gate is shut, until then.
+    Stopped(Instant),
+    /// The memory is in the file.
+    Away,
+}
+
+struct Control<'a> {
+    socket: &'a OwnedFd,
+    state: State,
+    kept: Option<OwnedFd>,
+}
+
+fn serve(socket: &OwnedFd) {
+    DESCRIPTORS[0].store(socket.as_raw_fd(), SeqCst);
+    let mut control = Control {
+        socket,
+        state: State::Open,
+        kept: None,
+    };
+    loop {
+        let left = match control.state {
+            State::Stopped(until) => until.saturating_duration_since(Instant::now()).max(TICK),
+            State::Open | State::Away => Duration::ZERO,
+        };
+        let _ = wire::set_receive_limit(socket, left);
+        let answer = match wire::request(socket) {
+            Ok((Some(request), fd)) => control.carry_out(request, fd),
+            Ok((None, _)) => Err(Reason::Order),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                control.go_on();
+                continue;
+            }
+            Err(_) => return,
+        };
+        let answer = answer.map_or_else(Answer::Failed, |()| Answer::Done);
+        let _ = wire::send_answer(socket, answer, None);
+    }
+}
+
+fn cuda(code: c_int) -> Reason {
+    Reason::Cuda(code.unsigned_abs())
+}
+
+impl Control<'_> {
+    fn carry_out(&mut self, request: Request, fd: Option<OwnedFd>) -> Result<(), Reason> {
+        match (request, &self.state) {
+            (Request::Stop { limit_ms }, State::Open | State::Stopped(_)) => self.stop(limit_ms),
+            (Request::Release, State::Stopped(_)) => {
+                self.state = State::Away;
+                memory::release_all().map_err(cuda)
+            }
+            (Request::Allocate, State::Away) => self.allocate(),
+            (Request::Go, State::Stopped(_)) => {
+                self.go_on();
+                Ok(())
+            }
+            (Request::Go, State::Away) => match memory::filled() {
+                true => {
+                    self.go_on();
+                    Ok(())
+                }
+                false => Err(Reason::Order),
+            },
+            (Request::Keep, State::Away) => {
+                self.kept = fd;
+                self.kept.is_some().then_some(()).ok_or(Reason::Order)
+            }
+            (Request::Kept, State::Away) => {
+                let kept = self.kept.as_ref().ok_or(Reason::Order)?;
+                self.piece(0, 0, kept);
+                Ok(())
+            }
+            (Request::Fill, State::Away) => {
+                let file = fd.or_else(|| self.kept.take());
+                self.fill(file)
+            }
+            _ => Err(Reason::Order),
+        }
+    }
+
+    /// Opens the gate.
+    fn go_on(&mut self) {
+        self.state = State::Open;
+        self.kept = None;
+        gate::open();
+    }
+
+    fn piece(&self, offset: u64, bytes: u64, fd: &OwnedFd) {
+        let piece = Answer::Piece { offset, bytes };
+        let _ = wire::send_answer(self.socket, piece, Some(fd.as_fd()));
+    }
+
+    fn stop(&mut self, limit_ms: u64) -> Result<(), Reason> {
+        let limit = Duration::from_millis(limit_ms);
+        let until = Instant::now() + limit;
+        if symbols::exhausted() {
+            return Err(Reason::Unknown);
+        }
+        loop {
+            if !gate::shut(until) {
+                return Err(Reason::Busy);
+            }
+            if !hooks::is_capturing() {
+                break;
+            }
+            // It needs calls to come to its end.
+            gate::open();
+            if Instant::now() >= until {
+                return Err(Reason::Busy);
+            }
+            std::thread::sleep(TICK);
+        }
+        let exported = finished(until).and_then(|()| {
+            memory::export_all(|one| self.piece(one.offset, one.bytes, &one.descriptor))
+                .map_err(cuda)
+        });
+        match exported {
+            // The agent has as long again to copy.
+            Ok(()) => self.state = State::Stopped(Instant::now() + limit),
+            Err(_) => self.go_on(),
+        }
+        exported
+    }
+
+    fn allocate(&mut self) -> Result<(), Reason> {
+        memory::allocate_all().map_err(cuda)?;
+        memory::export_empty(|one| self.piece(one.offset, one.bytes, &one.descriptor)).map_err(cuda)
+    }
+
+    fn fill(&mut self, file: Option<OwnedFd>) -> Result<(), Reason> {
+        let file = file.ok_or(Reason::Order)?;
+        memory::allocate_all().map_err(cuda)?;
+        let contents = Contents::map(&File::from(file)).map_err(|_| Reason::Order)?;
+        let context = contexts::all().first().copied().unwrap_or_default();
+        contexts::with(context, || memory::fill_from(contents.bytes()))
+            .and_then(|filled| filled)
+            .map_err(cuda)?;
+        match memory::filled() {
+            true => self.go_on(),
+            false => return Err(Reason::Order),
+        }
+        Ok(())
+    }
+}
+
+/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
+fn finished(until: Instant) -> Result<(), Reason> {
+    let (sender, receiver) = mpsc::channel();
+    let work = move || {
+        block_signals();
+        let mut mode = RELAXED;
+        contexts::other_call(
+            c"cuThreadExchangeStreamCaptureMode",
+            [&raw mut mode as usize, 0, 0],
+        );
+        let codes = contexts::all().into_iter().map(contexts::synchronize);
+        let _ = sender.send(codes.fold(0, |first, code| if first == 0 { code } else { first }));
+    };
+    std::thread::Builder::new()
+        .name("cryopod-wait".into())
+        .stack_size(STACK)
+        .spawn(work)
+        .map_err(|_| Reason::Busy)?;
+    match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Ok(0) => Ok(()),
+        Ok(code) => Err(cuda(code)),
+        Err(_) => Err(Reason::Busy),
+    }
+}
+
+/// A file's contents, mapped.
+struct Contents {
+    address: *const u8,
+    bytes: usize,
+}
+
+impl Contents {
+    fn map(file: &File) -> io::Result<Self> {
+        let bytes = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+        let (prot, flags) = (libc::PROT_READ, libc::MAP_SHARED);
+        // SAFETY: a new mapping of a file.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                prot,
+                flags,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self {
+            address: address.cast(),
+            bytes,
+        })
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped as long as `self` lives.
+        unsafe { std::slice::from_raw_parts(self.address, self.bytes) }
+    }
+}
+
+impl Drop for Contents {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made above, to which no reference is left.
+        unsafe { libc::munmap(self.address.cast_mut().cast(), self.bytes) };
+    }
+}

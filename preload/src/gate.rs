@@ -1,0 +1,193 @@
+//! The gate in front of all calls that enqueue GPU work or change GPU memory: open, or shut during a checkpoint.
+//!
+//! Each thread says in a word of its own that it is in such a call. Whoever shuts the gate waits until no thread is. An
+//! open gate costs a call one exchange on that word and one load.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+const OPEN: u32 = 0;
+const SHUT: u32 = 1;
+const TICK: Duration = Duration::from_micros(100);
+
+static GATE: AtomicU32 = AtomicU32::new(OPEN);
+static THREADS: Mutex<Vec<Weak<AtomicU32>>> = Mutex::new(Vec::new());
+/// Calls of threads that are ending, whose own word is gone.
+static LATE: AtomicU32 = AtomicU32::new(0);
+
+struct Thread {
+    /// 1 while it is in a call.
+    word: Arc<AtomicU32>,
+    /// Calls within calls.
+    depth: Cell<u32>,
+}
+
+thread_local! {
+    static THREAD: Thread = Thread::new();
+}
+
+impl Thread {
+    fn new() -> Self {
+        let word = Arc::new(AtomicU32::new(0));
+        let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|word| word.strong_count() > 0);
+        threads.push(Arc::downgrade(&word));
+        Self {
+            word,
+            depth: Cell::new(0),
+        }
+    }
+}
+
+fn enter(word: &AtomicU32) {
+    loop {
+        word.swap(1, SeqCst);
+        if GATE.load(SeqCst) == OPEN {
+            return;
+        }
+        word.store(0, SeqCst);
+        futex(&GATE, libc::FUTEX_WAIT, SHUT);
+    }
+}
+
+/// A thread in a call that must not be made while the gate is shut.
+struct Inside {
+    late: bool,
+}
+
+impl Inside {
+    fn new() -> Self {
+        let counted = THREAD.try_with(|thread| {
+            let depth = thread.depth.get();
+            if depth == 0 {
+                enter(&thread.word);
+            }
+            thread.depth.set(depth + 1);
+        });
+        let late = counted.is_err();
+        if late {
+            late_enter();
+        }
+        Self { late }
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        if self.late {
+            LATE.fetch_sub(1, SeqCst);
+            return;
+        }
+        let _ = THREAD.try_with(|thread| {
+            let depth = thread.depth.get() - 1;
+            thread.depth.set(depth);
+            if depth == 0 {
+                thread.word.store(0, SeqCst);
+            }
+        });
+    }
+}
+
+/// Makes a call that must not be made while the gate is shut; waits until it is open.
+#[inline]
+pub fn pass<T>(call: impl FnOnce() -> T) -> T {
+    let _inside = Inside::new();
+    call()
+}
+
+fn late_enter() {
+    loop {
+        LATE.fetch_add(1, SeqCst);
+        if GATE.load(SeqCst) == OPEN {
+            return;
+        }
+        LATE.fetch_sub(1, SeqCst);
+        futex(&GATE, libc::FUTEX_WAIT, SHUT);
+    }
+}
+
+/// Shuts the gate and waits until no thread is in a call. False if that was not so by the deadline: the gate is open
+/// then.
+pub fn shut(deadline: Instant) -> bool {
+    GATE.store(SHUT, SeqCst);
+    while is_used() {
+        if Instant::now() >= deadline {
+            open();
+            return false;
+        }
+        std::thread::sleep(TICK);
+    }
+    true
+}
+
+fn is_used() -> bool {
+    let threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    LATE.load(SeqCst) > 0
+        || threads
+            .iter()
+            .filter_map(Weak::upgrade)
+            .any(|word| word.load(SeqCst) != 0)
+}
+
+pub fn open() {
+    GATE.store(OPEN, SeqCst);
+    futex(&GATE, libc::FUTEX_WAKE, i32::MAX.unsigned_abs());
+}
+
+fn futex(word: &AtomicU32, operation: libc::c_int, value: u32) {
+    // SAFETY: the word is a static; neither operation writes to it.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            operation | libc::FUTEX_PRIVATE_FLAG,
+            value,
+            std::ptr::null::<libc::timespec>(),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(50)
+    }
+
+    /// One test, for there is one gate.
+    #[test]
+    fn nobody_is_in_a_call_while_the_gate_is_shut() {
+        assert!(!pass(|| shut(soon())), "this thread is in a call");
+        assert_eq!(pass(|| pass(|| 7)), 7);
+        let (calls, over) = (AtomicU64::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    while over.load(SeqCst) == 0 {
+                        pass(|| {
+                            calls.fetch_add(1, SeqCst);
+                            std::hint::spin_loop();
+                            calls.fetch_add(1, SeqCst);
+                        });
+                    }
+                });
+            }
+            for _ in 0..200 {
+                assert!(shut(Instant::now() + Duration::from_secs(20)));
+                let before = calls.load(SeqCst);
+                assert_eq!(before % 2, 0, "a call is half-way");
+                std::thread::yield_now();
+                assert_eq!(calls.load(SeqCst), before, "a call was made");
+                open();
+                std::thread::yield_now();
+            }
+            over.store(1, SeqCst);
+        });
+        assert!(calls.load(SeqCst) > 0);
+    }
+}

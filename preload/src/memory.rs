@@ -1,0 +1,486 @@
+//! GPU memory that this library allocates for the program: pieces of physical memory mapped at reserved addresses, which
+//! can be released and allocated again while the addresses stay.
+//!
+//! Smaller allocations, and all that the program has shared with another process, are left to the driver.
+
+use crate::contexts;
+use crate::map::{Access, Contents, Location, Map, Properties};
+use crate::symbols::{Symbol, call, call_at, other};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{CStr, c_int};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Physical memory comes in units of so many bytes; smaller allocations are the driver's.
+const UNIT: usize = 2 << 20;
+const OUT_OF_MEMORY: c_int = 2;
+const INVALID_VALUE: c_int = 1;
+
+// cuda.h
+const PINNED: u32 = 1;
+const DEVICE: u32 = 1;
+const POSIX_DESCRIPTOR: u32 = 1;
+const READ_WRITE: u32 = 3;
+
+/// An allocation of `cuMemAlloc`.
+struct Block {
+    bytes: usize,
+    /// Size of the reserved addresses.
+    reserved: usize,
+    id: u64,
+    context: usize,
+}
+
+struct Memory {
+    map: Map,
+    blocks: BTreeMap<u64, Block>,
+    /// Devices that may use another's memory: owner and user.
+    peers: BTreeSet<(i32, i32)>,
+}
+
+static MEMORY: Mutex<Memory> = Mutex::new(Memory {
+    map: Map::new(),
+    blocks: BTreeMap::new(),
+    peers: BTreeSet::new(),
+});
+
+fn memory() -> MutexGuard<'static, Memory> {
+    MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn checked(code: c_int) -> Result<(), c_int> {
+    match code {
+        0 => Ok(()),
+        code => Err(code),
+    }
+}
+
+fn driver_call(symbol: Symbol, a: [usize; 6]) -> Result<(), c_int> {
+    // SAFETY: each caller here passes what the function takes: numbers, and pointers to live locals.
+    checked(unsafe { call(symbol, a) })
+}
+
+fn other_call(name: &CStr, a: [usize; 6]) -> Result<(), c_int> {
+    // SAFETY: as above.
+    checked(unsafe { call_at(other(name), a) })
+}
+
+fn device_memory(device: i32) -> Properties {
+    Properties {
+        kind: PINNED,
+        handle_types: POSIX_DESCRIPTOR,
+        location: Location {
+            kind: DEVICE,
+            id: device,
+        },
+        win32: 0,
+        compression: 0,
+        rdma: 0,
+        usage: 0,
+        reserved: [0; 4],
+    }
+}
+
+fn create_physical(bytes: u64, properties: &Properties) -> Result<u64, c_int> {
+    let mut handle = 0u64;
+    let mut properties = *properties;
+    // So that it can be given to the driver agent.
+    properties.handle_types = POSIX_DESCRIPTOR;
+    let arguments = [
+        &raw mut handle as usize,
+        bytes as usize,
+        &raw const properties as usize,
+        0,
+        0,
+        0,
+    ];
+    driver_call(Symbol::cuMemCreate, arguments).map(|()| handle)
+}
+
+fn release_physical(handle: u64) -> Result<(), c_int> {
+    driver_call(Symbol::cuMemRelease, [handle as usize, 0, 0, 0, 0, 0])
+}
+
+fn map_physical(address: u64, bytes: u64, offset: u64, handle: u64) -> Result<(), c_int> {
+    let numbers = [address, bytes, offset, handle, 0, 0];
+    driver_call(Symbol::cuMemMap, numbers.map(|number| number as usize))
+}
+
+fn unmap_physical(address: u64, bytes: u64) -> Result<(), c_int> {
+    let arguments = [address as usize, bytes as usize, 0, 0, 0, 0];
+    driver_call(Symbol::cuMemUnmap, arguments)
+}
+
+fn set_access(address: u64, bytes: u64, access: &[Access]) -> Result<(), c_int> {
+    let arguments = [
+        address as usize,
+        bytes as usize,
+        access.as_ptr() as usize,
+        access.len(),
+        0,
+        0,
+    ];
+    driver_call(Symbol::cuMemSetAccess, arguments)
+}
+
+fn reserve(bytes: usize) -> Result<u64, c_int> {
+    let mut address = 0u64;
+    let arguments = [&raw mut address as usize, bytes, 0, 0, 0, 0];
+    other_call(c"cuMemAddressReserve", arguments).map(|()| address)
+}
+
+fn unreserve(address: u64, bytes: usize) {
+    let _ = other_call(c"cuMemAddressFree", [address as usize, bytes, 0, 0, 0, 0]);
+}
+
+impl Memory {
+    fn access_of(&self, device: i32) -> Vec<Access> {
+        let peers = self.peers.iter().filter(|(owner, _)| *owner == device);
+        let users = std::iter::once(device).chain(peers.map(|(_, user)| *user));
+        let access = |id| Access {
+            location: Location { kind: DEVICE, id },
+            flags: READ_WRITE,
+        };
+        users.map(access).collect()
+    }
+
+    fn allocate(&mut self, bytes: usize, context: usize, device: i32) -> Result<u64, c_int> {
+        let reserved = bytes.checked_next_multiple_of(UNIT).ok_or(OUT_OF_MEMORY)?;
+        let size = reserved as u64;
+        let properties = device_memory(device);
+        let handle = create_physical(size, &properties)?;
+        let address = match reserve(reserved) {
+            Ok(address) => address,
+            Err(code) => {
+                let _ = release_physical(handle);
+                return Err(code);
+            }
+        };
+        let access = self.access_of(device);
+        let mut mapped = map_physical(address, size, 0, handle);
+        if mapped.is_ok() {
+            mapped = set_access(address, size, &access);
+            if mapped.is_err() {
+                let _ = unmap_physical(address, size);
+            }
+        }
+        if let Err(code) = mapped {
+            unreserve(address, reserved);
+            let _ = release_physical(handle);
+            return Err(code);
+        }
+        let id = self.map.add(handle, size, properties);
+        self.map.map(address, size, 0, id);
+        self.map.allow(address, size, &access);
+        // The mapping keeps it.
+        self.map.release(id);
+        let block = Block {
+            bytes,
+            reserved,
+            id,
+            context,
+        };
+        self.blocks.insert(address, block);
+        Ok(address)
+    }
+
+    fn free(&mut self, address: u64) -> Option<Result<(), c_int>> {
+        let size = self.blocks.get(&address)?.reserved as u64;
+        if let Err(code) = unmap_physical(address, size) {
+            return Some(Err(code));
+        }
+        let block = self.blocks.remove(&address)?;
+        for handle in self.map.unmap(address, size) {
+            let _ = release_physical(handle);
+        }
+        unreserve(address, block.reserved);
+        Some(Ok(()))
+    }
+}
+
+/// `cuMemAlloc`; `None`: the driver is to do it.
+pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
+    let context = contexts::current();
+    if bytes < UNIT || context == 0 {
+        return None;
+    }
+    let device = contexts::current_device()?;
+    match memory().allocate(bytes, context, device) {
+        Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
+        // A device that cannot do this, say.
+        Err(_) => None,
+        done => Some(done),
+    }
+}
+
+/// `cuMemFree`; `None`: it is the driver's.
+pub fn free(address: u64) -> Option<c_int> {
+    let context = memory().blocks.get(&address)?.context;
+    // As the driver's own function it waits for the work; during a capture it fails likewise.
+    let code = contexts::synchronize(context);
+    if code != 0 {
+        return Some(code);
+    }
+    let freed = memory().free(address)?;
+    Some(freed.err().unwrap_or(0))
+}
+
+/// Frees what `cuMemAlloc` made in a context that has ended.
+pub fn free_all_of(context: usize) {
+    let mut memory = memory();
+    let blocks = memory.blocks.iter().filter(|(_, b)| b.context == context);
+    let addresses: Vec<u64> = blocks.map(|(address, _)| *address).collect();
+    for address in addresses {
+        memory.free(address);
+    }
+}
+
+/// The allocation that holds an address: start and size.
+pub fn range_of(address: u64) -> Option<(u64, usize)> {
+    let memory = memory();
+    let (start, block) = memory.blocks.range(..=address).next_back()?;
+    (address - start < block.bytes as u64).then_some((*start, block.bytes))
+}
+
+/// `cuMemCreate`; `None`: the driver is to do it.
+pub fn create(bytes: usize, properties: Properties) -> Option<Result<u64, c_int>> {
+    let plain = properties.kind == PINNED
+        && properties.location.kind == DEVICE
+        && properties.handle_types & !POSIX_DESCRIPTOR == 0
+        && properties.compression == 0
+        && properties.usage == 0;
+    let bytes = u64::try_from(bytes).ok().filter(|_| plain)?;
+    let created = create_physical(bytes, &properties);
+    Some(created.map(|handle| memory().map.add(handle, bytes, properties)))
+}
+
+/// `cuMemRelease` of one of our ids.
+pub fn release(id: u64) -> c_int {
+    let mut memory = memory();
+    if !memory.map.is_referred_to(id) {
+        return INVALID_VALUE;
+    }
+    let handle = memory.map.release(id);
+    handle.map_or(0, |handle| release_physical(handle).err().unwrap_or(0))
+}
+
+/// The driver's handle for what the program calls a handle.
+pub fn handle(handle: u64) -> u64 {
+    memory().map.handle(handle)
+}
+
+/// The same for a handle that the program gives to somebody else, who will hold the memory, too.
+pub fn shared(handle: u64) -> u64 {
+    let mut memory = memory();
+    if let Some(piece) = memory.map.piece(handle) {
+        piece.shared = true;
+    }
+    memory.map.handle(handle)
+}
+
+/// What the program asked for at `cuMemCreate`.
+pub fn properties(handle: u64) -> Option<Properties> {
+    memory().map.piece(handle).map(|piece| piece.properties)
+}
+
+pub fn retain(address: u64) -> Option<u64> {
+    memory().map.retain(address)
+}
+
+pub fn mapped(address: u64, bytes: u64, offset: u64, id: u64) {
+    let mut memory = memory();
+    if memory.map.piece(id).is_some() {
+        memory.map.map(address, bytes, offset, id);
+    }
+}
+
+pub fn unmapped(address: u64, bytes: u64) {
+    for handle in memory().map.unmap(address, bytes) {
+        let _ = release_physical(handle);
+    }
+}
+
+pub fn allowed(address: u64, bytes: u64, access: &[Access]) {
+    memory().map.allow(address, bytes, access);
+}
+
+/// `cuCtxEnablePeerAccess`: the current context's device may use the memory of the other context's.
+pub fn allow_peer(context: usize) {
+    let owner = contexts::with(context, contexts::current_device);
+    let (Ok(Some(owner)), Some(user)) = (owner, contexts::current_device()) else {
+        return;
+    };
+    let mut memory = memory();
+    if owner == user || !memory.peers.insert((owner, user)) {
+        return;
+    }
+    let access = Access {
+        location: Location {
+            kind: DEVICE,
+            id: user,
+        },
+        flags: READ_WRITE,
+    };
+    let Memory { map, blocks, .. } = &mut *memory;
+    for (address, block) in blocks {
+        let of_owner = map
+            .piece(block.id)
+            .is_some_and(|piece| piece.properties.location.id == owner);
+        let size = block.reserved as u64;
+        if of_owner && set_access(*address, size, &[access]).is_ok() {
+            map.allow(*address, size, &[access]);
+        }
+    }
+}
+
+/// A piece's place in the file and a handle of it for another process.
+pub struct Exported {
+    pub offset: u64,
+    pub bytes: u64,
+    pub descriptor: OwnedFd,
+}
+
+fn export(handle: u64, offset: u64, bytes: u64) -> Result<Exported, c_int> {
+    let mut fd = -1i32;
+    let arguments = [
+        &raw mut fd as usize,
+        handle as usize,
+        POSIX_DESCRIPTOR as usize,
+        0,
+        0,
+        0,
+    ];
+    driver_call(Symbol::cuMemExportToShareableHandle, arguments)?;
+    if fd < 0 {
+        return Err(INVALID_VALUE);
+    }
+    Ok(Exported {
+        offset,
+        bytes,
+        // SAFETY: the driver has just made it, for us.
+        descriptor: unsafe { OwnedFd::from_raw_fd(fd) },
+    })
+}
+
+/// Gives each piece its place in the file, and exports all.
+pub fn export_all(each: impl FnMut(Exported)) -> Result<(), c_int> {
+    let mut memory = memory();
+    memory.map.lay_out();
+    export_those(&mut memory.map, each)
+}
+
+fn export_those(map: &mut Map, mut each: impl FnMut(Exported)) -> Result<(), c_int> {
+    for (_, piece) in map.movable() {
+        each(export(piece.handle, piece.offset, piece.bytes)?);
+    }
+    Ok(())
+}
+
+/// Unmaps and releases all pieces. After an error some are here, and some are away.
+pub fn release_all() -> Result<(), c_int> {
+    let mut memory = memory();
+    for (address, mapping, _) in memory.map.movable_mappings() {
+        unmap_physical(address, mapping.bytes)?;
+        mapping.mapped = false;
+    }
+    for (_, piece) in memory.map.movable() {
+        release_physical(piece.handle)?;
+        (piece.handle, piece.contents) = (0, Contents::Away);
+    }
+    Ok(())
+}
+
+/// Allocates and maps again what was released. After an error it can be called once more.
+pub fn allocate_all() -> Result<(), c_int> {
+    let mut memory = memory();
+    for (_, piece) in memory.map.movable() {
+        if piece.contents == Contents::Away {
+            piece.handle = create_physical(piece.bytes, &piece.properties)?;
+            piece.contents = Contents::Empty;
+        }
+    }
+    for (address, mapping, piece) in memory.map.movable_mappings() {
+        if mapping.mapped {
+            continue;
+        }
+        map_physical(address, mapping.bytes, mapping.offset, piece.handle)?;
+        mapping.mapped = true;
+        for (start, bytes, access) in &mapping.access {
+            set_access(*start, *bytes, std::slice::from_ref(access))?;
+        }
+    }
+    Ok(())
+}
+
+/// Exports the pieces that are allocated and have no contents yet.
+pub fn export_empty(mut each: impl FnMut(Exported)) -> Result<(), c_int> {
+    for (_, piece) in memory().map.movable() {
+        if piece.contents == Contents::Empty {
+            each(export(piece.handle, piece.offset, piece.bytes)?);
+        }
+    }
+    Ok(())
+}
+
+/// Returns true if all memory is allocated; it then counts as filled.
+pub fn filled() -> bool {
+    let mut memory = memory();
+    let here = memory
+        .map
+        .movable()
+        .all(|(_, p)| p.contents != Contents::Away)
+        && memory.map.movable_mappings().all(|(_, m, _)| m.mapped);
+    if here {
+        for (_, piece) in memory.map.movable() {
+            piece.contents = Contents::Here;
+        }
+    }
+    here
+}
+
+/// Copies all pieces without contents from memory that holds them at their places.
+pub fn fill_from(contents: &[u8]) -> Result<(), c_int> {
+    let mut memory = memory();
+    let mut wanted = Vec::new();
+    for (id, piece) in memory.map.movable() {
+        if piece.contents == Contents::Empty {
+            wanted.push((
+                id,
+                piece.handle,
+                piece.offset,
+                piece.bytes,
+                piece.properties,
+            ));
+        }
+    }
+    for (_, handle, offset, bytes, properties) in wanted {
+        let place = usize::try_from(offset)
+            .ok()
+            .zip(usize::try_from(bytes).ok());
+        let from = place.and_then(|(at, len)| contents.get(at..at.checked_add(len)?));
+        let from = from.ok_or(INVALID_VALUE)?;
+        fill_one(handle, from, properties.location.id)?;
+    }
+    Ok(())
+}
+
+/// Through a mapping of its own: a piece need not be mapped anywhere.
+fn fill_one(handle: u64, from: &[u8], device: i32) -> Result<(), c_int> {
+    let (len, bytes) = (from.len(), from.len() as u64);
+    let address = reserve(len)?;
+    let access = Access {
+        location: Location {
+            kind: DEVICE,
+            id: device,
+        },
+        flags: READ_WRITE,
+    };
+    let copied = map_physical(address, bytes, 0, handle).and_then(|()| {
+        let arguments = [address as usize, from.as_ptr() as usize, len, 0, 0, 0];
+        let copied = set_access(address, bytes, &[access])
+            .and_then(|()| driver_call(Symbol::cuMemcpyHtoD_v2, arguments));
+        copied.and(unmap_physical(address, bytes))
+    });
+    unreserve(address, len);
+    copied
+}

@@ -1,0 +1,441 @@
+//! Messages between the driver agent and `libcryopod_preload.so` in a workload.
+//!
+//! The library makes a socket pair and keeps both ends. It writes a [`Card`] into a memfd named [`MEMFD`], which tells
+//! the agent the descriptor of the agent's end; the agent takes it with pidfd_getfd(2). So nothing has a name in the
+//! container, only who may trace the process can talk to the library, and CRIU sees a socket pair inside one process.
+//!
+//! Every message is one packet of three numbers, with at most one descriptor. The agent asks and the library answers: any
+//! number of [`Answer::Piece`]s, then [`Answer::Done`] or [`Answer::Failed`].
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+/// The memfd's name. `/proc/PID/fd` shows it as `/memfd:cryopod-preload (deleted)`.
+pub const MEMFD: &str = "cryopod-preload";
+/// Longest time that a message may take to be sent.
+pub const SEND_LIMIT: Duration = Duration::from_secs(10);
+
+const MAGIC: u64 = u64::from_le_bytes(*b"CRYOPRE1");
+const PACKET: usize = 24;
+
+/// Tells the agent how to reach the library. All numbers are those of the process itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Card {
+    /// The process in its PID namespace: a forked child inherits the memfd, but has another pid.
+    pub pid: i32,
+    /// The thread that answers.
+    pub tid: i32,
+    /// The agent's end of the socket pair.
+    pub agent_end: i32,
+}
+
+impl Card {
+    pub const BYTES: usize = 24;
+
+    pub fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
+        for (to, number) in bytes[8..]
+            .chunks_exact_mut(4)
+            .zip([self.pid, self.tid, self.agent_end])
+        {
+            to.copy_from_slice(&number.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// `None` if the bytes are no card, or one of another version.
+    pub fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let (magic, rest) = bytes.split_first_chunk::<8>()?;
+        if u64::from_le_bytes(*magic) != MAGIC {
+            return None;
+        }
+        let number = |at: usize| {
+            let bytes = rest.get(at..at + 4)?;
+            Some(i32::from_le_bytes(bytes.try_into().ok()?))
+        };
+        Some(Self {
+            pid: number(0)?,
+            tid: number(4)?,
+            agent_end: number(8)?,
+        })
+    }
+}
+
+/// What the agent asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// Holds all calls that enqueue GPU work, waits for the work, and answers with a piece for each allocation. Calls go
+    /// on by themselves if nothing else is asked for within `limit_ms`.
+    Stop { limit_ms: u64 },
+    /// Releases the GPU memory of all pieces; their addresses stay reserved.
+    Release,
+    /// Allocates the GPU memory of all pieces again and answers with each piece.
+    Allocate,
+    /// Lets the calls go on. All memory must be there.
+    Go,
+    /// Keeps the attached file, which holds the contents of all pieces.
+    Keep,
+    /// Answers with a piece that has the file kept.
+    Kept,
+    /// Allocates the GPU memory again, copies all pieces from the attached file, and lets the calls go on: the slow way
+    /// back for when there is no agent.
+    Fill,
+}
+
+/// What the library answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// An allocation's place in the file with all contents. The descriptor is its handle for another process.
+    Piece {
+        offset: u64,
+        bytes: u64,
+    },
+    Done,
+    Failed(Reason),
+}
+
+/// Why the library did not do what it was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// The GPU work or a call did not end in time.
+    Busy,
+    /// A call of CUDA failed, with this code.
+    Cuda(u32),
+    /// It makes no sense now: the calls went on by themselves, say.
+    Order,
+    /// The process uses a function that the library does not know and that may enqueue work.
+    Unknown,
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Busy => f.write_str("its GPU work did not end in time"),
+            Self::Cuda(code) => write!(f, "CUDA's error {code}"),
+            Self::Order => f.write_str("its calls have gone on meanwhile"),
+            Self::Unknown => {
+                f.write_str("it uses a CUDA function that the preload library does not know")
+            }
+        }
+    }
+}
+
+type Packet = [u64; 3];
+
+impl Request {
+    fn packet(self) -> Packet {
+        match self {
+            Self::Stop { limit_ms } => [1, limit_ms, 0],
+            Self::Release => [2, 0, 0],
+            Self::Allocate => [3, 0, 0],
+            Self::Go => [4, 0, 0],
+            Self::Keep => [5, 0, 0],
+            Self::Kept => [6, 0, 0],
+            Self::Fill => [7, 0, 0],
+        }
+    }
+
+    fn from_packet(packet: Packet) -> Option<Self> {
+        Some(match packet {
+            [1, limit_ms, _] => Self::Stop { limit_ms },
+            [2, ..] => Self::Release,
+            [3, ..] => Self::Allocate,
+            [4, ..] => Self::Go,
+            [5, ..] => Self::Keep,
+            [6, ..] => Self::Kept,
+            [7, ..] => Self::Fill,
+            _ => return None,
+        })
+    }
+}
+
+impl Answer {
+    fn packet(self) -> Packet {
+        match self {
+            Self::Piece { offset, bytes } => [1, offset, bytes],
+            Self::Done => [2, 0, 0],
+            Self::Failed(Reason::Busy) => [3, 0, 0],
+            Self::Failed(Reason::Cuda(code)) => [3, 1, code.into()],
+            Self::Failed(Reason::Order) => [3, 2, 0],
+            Self::Failed(Reason::Unknown) => [3, 3, 0],
+        }
+    }
+
+    fn from_packet(packet: Packet) -> Option<Self> {
+        Some(match packet {
+            [1, offset, bytes] => Self::Piece { offset, bytes },
+            [2, ..] => Self::Done,
+            [3, 0, _] => Self::Failed(Reason::Busy),
+            [3, 1, code] => Self::Failed(Reason::Cuda(u32::try_from(code).ok()?)),
+            [3, 2, _] => Self::Failed(Reason::Order),
+            [3, 3, _] => Self::Failed(Reason::Unknown),
+            _ => return None,
+        })
+    }
+}
+
+/// Makes the socket pair: the library's end and the agent's.
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
+    // SAFETY: an array of two descriptors, which the kernel fills.
+    if unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: two new descriptors that belong to nobody else.
+    let [a, b] = fds.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+    let limit = SEND_LIMIT;
+    set_limit(&a, libc::SO_SNDTIMEO, limit)?;
+    set_limit(&b, libc::SO_SNDTIMEO, limit)?;
+    Ok((a, b))
+}
+
+/// Sets how long [`request`] and [`answer`] wait for a message; zero: for ever. It holds for every copy of the
+/// descriptor.
+pub fn set_receive_limit(socket: &OwnedFd, limit: Duration) -> io::Result<()> {
+    set_limit(socket, libc::SO_RCVTIMEO, limit)
+}
+
+fn set_limit(socket: &OwnedFd, option: libc::c_int, limit: Duration) -> io::Result<()> {
+    let time = libc::timeval {
+        tv_sec: libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_usec: libc::suseconds_t::from(limit.subsec_micros()),
+    };
+    // SAFETY: the option takes a timeval of this size.
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw const time).cast(),
+            size_of::<libc::timeval>() as libc::socklen_t,
+        )
+    };
+    if set == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Discards answers to an agent that has died.
+pub fn discard_answers(socket: &OwnedFd) -> io::Result<()> {
+    let mut byte = 0u8;
+    loop {
+        let (to, flags) = ((&raw mut byte).cast(), libc::MSG_DONTWAIT);
+        // SAFETY: one byte of ours; the rest of a packet and its descriptor are dropped by the kernel.
+        if unsafe { libc::recv(socket.as_raw_fd(), to, 1, flags) } >= 0 {
+            continue;
+        }
+        let error = io::Error::last_os_error();
+        return match error.kind() {
+            io::ErrorKind::WouldBlock => Ok(()),
+            io::ErrorKind::Interrupted => continue,
+            _ => Err(error),
+        };
+    }
+}
+
+pub fn send_request(
+    socket: &OwnedFd,
+    request: Request,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    send(socket, request.packet(), fd)
+}
+
+pub fn send_answer(socket: &OwnedFd, answer: Answer, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    send(socket, answer.packet(), fd)
+}
+
+/// Waits for a request; `None` for one that this version does not know.
+///
+/// # Errors
+/// [`io::ErrorKind::WouldBlock`] when the limit has passed.
+pub fn request(socket: &OwnedFd) -> io::Result<(Option<Request>, Option<OwnedFd>)> {
+    let (packet, fd) = receive(socket)?;
+    Ok((packet.and_then(Request::from_packet), fd))
+}
+
+/// Waits for an answer.
+///
+/// # Errors
+/// [`io::ErrorKind::WouldBlock`] when the limit has passed, and for an answer that makes no sense.
+pub fn answer(socket: &OwnedFd) -> io::Result<(Answer, Option<OwnedFd>)> {
+    let (packet, fd) = receive(socket)?;
+    let answer = packet.and_then(Answer::from_packet);
+    let answer = answer.ok_or_else(|| io::Error::other("the library's answer makes no sense"))?;
+    Ok((answer, fd))
+}
+
+/// Space for one descriptor, aligned as a control header must be.
+type Control = [u64; 4];
+
+fn message(iov: &mut libc::iovec, control: Option<&mut Control>) -> libc::msghdr {
+    // SAFETY: all zeros are a valid msghdr.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = 1;
+    if let Some(control) = control {
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of::<Control>();
+    }
+    message
+}
+
+fn send(socket: &OwnedFd, packet: Packet, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let mut bytes = [0u8; PACKET];
+    for (to, number) in bytes.chunks_exact_mut(8).zip(packet) {
+        to.copy_from_slice(&number.to_le_bytes());
+    }
+    let mut iov = libc::iovec {
+        iov_base: bytes.as_mut_ptr().cast(),
+        iov_len: PACKET,
+    };
+    let mut control = Control::default();
+    let mut message = message(&mut iov, fd.is_some().then_some(&mut control));
+    if let Some(fd) = fd {
+        // SAFETY: the control buffer holds one header with one descriptor.
+        unsafe {
+            message.msg_controllen = libc::CMSG_SPACE(4) as usize;
+            let header = libc::CMSG_FIRSTHDR(&message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(4) as usize;
+            libc::CMSG_DATA(header)
+                .cast::<libc::c_int>()
+                .write_unaligned(fd.as_raw_fd());
+        }
+    }
+    loop {
+        // SAFETY: all pointers in the message are to live locals.
+        let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+        if sent >= 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+fn receive(socket: &OwnedFd) -> io::Result<(Option<Packet>, Option<OwnedFd>)> {
+    let mut bytes = [0u8; PACKET];
+    let mut iov = libc::iovec {
+        iov_base: bytes.as_mut_ptr().cast(),
+        iov_len: PACKET,
+    };
+    let mut control = Control::default();
+    let mut message = message(&mut iov, Some(&mut control));
+    // Room for one descriptor, not for a second one, which nobody would close.
+    // SAFETY: computes a number.
+    message.msg_controllen = unsafe { libc::CMSG_LEN(4) } as usize;
+    let count = loop {
+        // SAFETY: all pointers in the message are to live locals.
+        let count =
+            unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
+        if count >= 0 {
+            break count;
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    };
+    if count == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    // SAFETY: the kernel filled the control buffer; a message of descriptors holds at least one, which is ours now.
+    let fd = unsafe {
+        let header = libc::CMSG_FIRSTHDR(&message);
+        let rights = !header.is_null()
+            && (*header).cmsg_level == libc::SOL_SOCKET
+            && (*header).cmsg_type == libc::SCM_RIGHTS;
+        rights.then(|| {
+            let fd = libc::CMSG_DATA(header).cast::<libc::c_int>();
+            OwnedFd::from_raw_fd(fd.read_unaligned())
+        })
+    };
+    let whole = usize::try_from(count) == Ok(PACKET);
+    let number = |at: usize| {
+        let mut le = [0; 8];
+        le.copy_from_slice(&bytes[8 * at..8 * at + 8]);
+        u64::from_le_bytes(le)
+    };
+    Ok((whole.then(|| [number(0), number(1), number(2)]), fd))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn messages_arrive_as_they_were_sent() {
+        let (library, agent) = pair().unwrap();
+        let requests = [
+            Request::Stop { limit_ms: 7 },
+            Request::Release,
+            Request::Allocate,
+            Request::Go,
+            Request::Keep,
+            Request::Kept,
+            Request::Fill,
+        ];
+        for sent in requests {
+            send_request(&agent, sent, None).unwrap();
+            let (got, fd) = request(&library).unwrap();
+            assert_eq!(got, Some(sent));
+            assert!(fd.is_none());
+        }
+        let failed = [
+            Reason::Busy,
+            Reason::Cuda(2),
+            Reason::Order,
+            Reason::Unknown,
+        ];
+        let piece = Answer::Piece {
+            offset: 1,
+            bytes: u64::MAX,
+        };
+        for sent in [piece, Answer::Done]
+            .into_iter()
+            .chain(failed.map(Answer::Failed))
+        {
+            send_answer(&library, sent, Some(library.as_fd())).unwrap();
+            let (got, fd) = answer(&agent).unwrap();
+            assert_eq!(got, sent);
+            assert!(fd.is_some());
+        }
+    }
+
+    #[test]
+    fn silence_and_nonsense_are_errors() {
+        let (library, agent) = pair().unwrap();
+        set_receive_limit(&agent, Duration::from_millis(10)).unwrap();
+        let silent = answer(&agent).unwrap_err();
+        assert_eq!(silent.kind(), io::ErrorKind::WouldBlock);
+        send(&library, [99, 0, 0], None).unwrap();
+        assert!(answer(&agent).is_err());
+        send(&agent, [99, 0, 0], None).unwrap();
+        assert_eq!(request(&library).unwrap().0, None);
+        // SAFETY: a short message of our own.
+        unsafe { libc::send(agent.as_raw_fd(), c"x".as_ptr().cast(), 1, 0) };
+        assert_eq!(request(&library).unwrap().0, None);
+    }
+
+    #[test]
+    fn a_card_is_read_back() {
+        let card = Card {
+            pid: 1,
+            tid: -2,
+            agent_end: 30,
+        };
+        assert_eq!(Card::decode(&card.encode()), Some(card));
+        assert_eq!(Card::decode(&[0; Card::BYTES]), None);
+    }
+}
