@@ -201,7 +201,7 @@ impl Handle {
         Some(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&symbol) })
     }
 
-    fn required<T: Copy>(self, name: &CStr) -> Result<T, LoadError> {
+    pub(super) fn required<T: Copy>(self, name: &CStr) -> Result<T, LoadError> {
         self.optional(name).ok_or_else(|| {
             LoadError::new(
                 format!("the driver has no {}", name.to_string_lossy()),

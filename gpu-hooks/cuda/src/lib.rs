@@ -26,6 +26,7 @@ pub mod inject;
 pub mod nvidia;
 pub mod nvml;
 pub mod preflight;
+pub mod preload;
 pub mod procfs;
 pub mod protocol;
 pub mod released;

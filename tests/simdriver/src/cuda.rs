@@ -287,10 +287,10 @@ impl Cuda {
     /// loop with the real one.
     pub fn sum(&self, p: CuDevicePtr, bytes: usize) -> CuOutcome<u64> {
         let mut total = 0u64;
-        if !self.symbol(c"cusim_sum").is_null() {
+        if !self.symbol(c"cuLaunchCusimSum").is_null() {
             call!(
                 self,
-                c"cusim_sum",
+                c"cuLaunchCusimSum",
                 (CuDevicePtr, usize, *mut u64),
                 p,
                 bytes,

@@ -45,6 +45,8 @@ pub mod op {
     pub const MEM_INFO: u64 = 12;
     /// (step) → (1 while the step is still to hang)
     pub const STILL_HANGING: u64 = 13;
+    /// (inode of a descriptor of memory) → (uuid hi, uuid lo, bytes)
+    pub const OWNER: u64 = 14;
     /// (pid, step) → (): from a caller; returns when no other call on that pid is under way
     pub const CALL_BEGIN: u64 = 20;
     /// (code, microseconds) → ()

@@ -28,7 +28,7 @@ pub fn put<T>(to: *mut T, r: Result<T, CuResult>) -> CuResult {
 /// Contexts are ordinals in disguise.
 const CONTEXT_TAG: usize = 0x00c0_da00;
 
-fn context(ordinal: usize) -> *mut c_void {
+pub fn context(ordinal: usize) -> *mut c_void {
     std::ptr::without_provenance_mut(CONTEXT_TAG + 16 * ordinal)
 }
 
@@ -204,7 +204,7 @@ extern "C" fn cuCtxDestroy_v2(ctx: *mut c_void) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuCtxSetCurrent(ctx: *mut c_void) -> CuResult {
+pub extern "C" fn cuCtxSetCurrent(ctx: *mut c_void) -> CuResult {
     code(api(|_| ordinal(ctx).map(memory::set_current)))
 }
 
@@ -259,14 +259,14 @@ extern "C" fn cuMemFree_v2(ptr: CuDevicePtr) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) -> CuResult {
+pub extern "C" fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) -> CuResult {
     code(api(|i| {
         memory::copy(i, to, from.cast_mut(), bytes, Way::ToDevice)
     }))
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) -> CuResult {
+pub extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) -> CuResult {
     code(api(|i| memory::copy(i, from, to, bytes, Way::ToHost)))
 }
 
@@ -311,9 +311,9 @@ extern "C" fn cusim_import(ptr: *mut CuDevicePtr, handle: Handle, legacy: c_uint
     put(ptr, api(|i| shared::import(i, &handle, kind)))
 }
 
-/// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64.
+/// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64. Its name tells that it enqueues work.
 #[unsafe(no_mangle)]
-extern "C" fn cusim_sum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) -> CuResult {
+extern "C" fn cuLaunchCusimSum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) -> CuResult {
     put(total, api(|i| memory::sum(i, ptr, bytes as u64)))
 }
 

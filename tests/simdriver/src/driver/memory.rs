@@ -7,6 +7,7 @@ use super::nodes::Node;
 use super::process::{Block, Inner};
 use super::shared;
 use super::steps::device_memory;
+use super::vmm::{self, Place};
 use crate::abi::*;
 use crate::wire::{ALLOC_CONTEXT, op};
 
@@ -66,7 +67,7 @@ pub fn make_context(inner: &mut Inner, gpu: usize) -> Result<(), CuResult> {
 }
 
 /// Takes memory on the device.
-fn add(inner: &mut Inner, b: Block) -> Result<(), CuResult> {
+pub fn add(inner: &mut Inner, b: Block) -> Result<(), CuResult> {
     let [hi, lo] = inner
         .gpus
         .get(b.gpu)
@@ -157,9 +158,12 @@ pub fn copy(
     if len == 0 {
         return Ok(());
     }
-    let (file, offset) = match shared::find(inner, device, len as u64) {
-        Some((import, offset)) => (import.memory(inner)?, offset),
-        None => {
+    let mapped = vmm::find(inner, device, len as u64).transpose()?;
+    let (file, offset) = match (mapped, shared::find(inner, device, len as u64)) {
+        (Some(Place::Own(block, offset)), _) => (device_memory(inner, block)?, offset),
+        (Some(Place::Foreign(file, offset)), _) => (file, offset),
+        (None, Some((import, offset))) => (import.memory(inner)?, offset),
+        (None, None) => {
             let (block, offset) = find(inner, device, len as u64)?;
             (device_memory(inner, block.address)?, offset)
         }
@@ -186,13 +190,22 @@ pub fn copy(
     Ok(())
 }
 
+/// The block of this process that holds a range, and the offset in it.
+fn own(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(u64, u64), CuResult> {
+    match vmm::find(inner, address, len).transpose()? {
+        Some(Place::Own(block, offset)) => Ok((block, offset)),
+        Some(Place::Foreign(..)) => Err(CUDA_ERROR_NOT_SUPPORTED),
+        None => find(inner, address, len).map(|(block, offset)| (block.address, offset)),
+    }
+}
+
 /// The checksum kernel of gpujob.cu.
 pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResult> {
     if let Some((import, offset)) = shared::find(inner, address, len) {
         return import.sum(inner, offset, len);
     }
-    let (block, offset) = find(inner, address, len)?;
-    Ok(inner.ask(op::SUM, &[block.address, offset, len])?[1])
+    let (block, offset) = own(inner, address, len)?;
+    Ok(inner.ask(op::SUM, &[block, offset, len])?[1])
 }
 
 /// `cuMemsetD8`.
@@ -200,9 +213,9 @@ pub fn fill(inner: &Inner, address: CuDevicePtr, value: u8, len: u64) -> Result<
     if len == 0 {
         return Ok(());
     }
-    let (block, offset) = find(inner, address, len)?;
+    let (block, offset) = own(inner, address, len)?;
     inner
-        .ask(op::MEMSET, &[block.address, offset, len, u64::from(value)])
+        .ask(op::MEMSET, &[block, offset, len, u64::from(value)])
         .map(|_| ())
 }
 

@@ -3,6 +3,7 @@
 pub mod caller;
 pub mod exports;
 pub mod exports_checkpoint;
+pub mod exports_vmm;
 pub mod gate;
 pub mod locate;
 pub mod mailbox;
@@ -13,3 +14,4 @@ pub mod process;
 pub mod shared;
 pub mod steps;
 pub mod thread;
+pub mod vmm;

@@ -16,6 +16,7 @@ use super::mailbox::Mailbox;
 use super::nodes::Nodes;
 use super::shared::{Import, ShmFile};
 use super::thread;
+use super::vmm::Vmm;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
 use crate::wire::{self, Frame, op};
@@ -65,6 +66,7 @@ pub struct Inner {
     pub image: Option<Image>,
     /// Memory of other processes.
     pub imports: Vec<Import>,
+    pub vmm: Vmm,
     /// What shows that others may import this process's memory by CUDA IPC.
     pub exported: Option<ShmFile>,
     /// How a checkpoint fills its memory: from the start to the end, unless CUSIM_FILL says otherwise.
@@ -217,6 +219,7 @@ pub fn init() -> Result<(), CuResult> {
         context_bytes: hello[4],
         image: None,
         imports: Vec::new(),
+        vmm: Vmm::default(),
         exported: None,
         fill: Fill::from_environment(),
         poisoned: false,

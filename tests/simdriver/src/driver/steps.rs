@@ -215,6 +215,9 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
     if let Some(import) = inner.imports.first() {
         return Err(import.refusal);
     }
+    if inner.vmm.has_foreign() {
+        return Err(CUDA_ERROR_NOT_SUPPORTED);
+    }
     let image = inner.image.ok_or(CUDA_ERROR_UNKNOWN)?;
     let server = process::connect(&p.socket).map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
     let hello = checked(wire::ask(

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -274,6 +274,15 @@ fn client(
             let (m, bytes) = memory(f[1], f[2])?;
             reply[1] = bytes;
             *file = Some(m);
+            Ok(())
+        }
+        op::OWNER => {
+            let world = server.world();
+            let mut all = world.sessions.values().flat_map(|s| s.allocs.values());
+            let is = |a: &&Alloc| a.memory.metadata().is_ok_and(|m| m.ino() == f[1]);
+            let found = all.find(is).ok_or(CUDA_ERROR_INVALID_VALUE)?;
+            let [hi, lo] = found.gpu.words();
+            reply[1..4].copy_from_slice(&[hi, lo, found.bytes]);
             Ok(())
         }
         op::SUM => {

@@ -1,0 +1,169 @@
+//! GPU memory of processes that have `libcryopod_preload.so`: taken out before the driver's checkpoint, and brought back
+//! after its restore.
+//!
+//! The library hands every piece of the process's GPU memory to the agent as a descriptor. The agent imports it, copies
+//! it through a small pinned ring ([`copy`]), and lets go of it. Nothing that the library says is trusted: pieces must lie
+//! within the memory that was made for them, and every wait has a limit. A process that lies harms its own memory.
+
+pub mod copy;
+
+use crate::procfs;
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Request};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+/// Most pieces that a process may have.
+const MAX_PIECES: usize = 1 << 20;
+
+/// A piece of a process's GPU memory.
+#[derive(Debug)]
+pub struct Piece {
+    /// Its place in the file with all pieces.
+    pub offset: u64,
+    pub bytes: u64,
+    /// A shareable handle of CUDA's.
+    pub handle: OwnedFd,
+}
+
+/// The library in a process.
+#[derive(Debug)]
+pub struct Library {
+    socket: OwnedFd,
+    /// The thread that answers, in the process's PID namespace.
+    pub tid: i32,
+}
+
+impl Library {
+    /// Finds the library; `None` if the process has none that works.
+    pub fn of(pid: i32) -> Option<Self> {
+        let card = card(pid)?;
+        let own = procfs::status(pid).ok()?.ns_pids.last().copied()?;
+        // A forked child has its parent's descriptors.
+        if card.pid != own {
+            return None;
+        }
+        let socket = take(pid, card.agent_end).ok()?;
+        wire::discard_answers(&socket).ok()?;
+        Some(Self {
+            socket,
+            tid: card.tid,
+        })
+    }
+
+    /// Sends a request and collects the pieces of the answer. `limit` is for each message.
+    ///
+    /// # Errors
+    /// The library's reason, or that it did not answer.
+    pub fn ask(
+        &self,
+        request: Request,
+        file: Option<BorrowedFd<'_>>,
+        limit: Duration,
+    ) -> io::Result<Vec<Piece>> {
+        wire::set_receive_limit(&self.socket, limit)?;
+        wire::send_request(&self.socket, request, file)?;
+        let mut pieces = Vec::new();
+        loop {
+            match wire::answer(&self.socket) {
+                Ok((Answer::Done, _)) => return Ok(pieces),
+                Ok((Answer::Failed(reason), _)) => {
+                    return Err(io::Error::other(reason.to_string()));
+                }
+                Ok((Answer::Piece { offset, bytes }, Some(handle)))
+                    if pieces.len() < MAX_PIECES =>
+                {
+                    pieces.push(Piece {
+                        offset,
+                        bytes,
+                        handle,
+                    });
+                }
+                Ok((Answer::Piece { .. }, _)) => {
+                    return Err(io::Error::other(
+                        "the preload library's answer makes no sense",
+                    ));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let what = "the preload library in it does not answer";
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Gives the process the file, and has it bring its memory back by itself, however slowly.
+    pub fn fill_by_itself(&self, file: &File) -> io::Result<()> {
+        wire::send_request(&self.socket, Request::Fill, Some(file.as_fd()))
+    }
+}
+
+/// Returns the size of the file that holds all pieces.
+///
+/// # Errors
+/// A piece overflows the file.
+pub fn size(pieces: &[Piece]) -> io::Result<u64> {
+    let end = |piece: &Piece| piece.offset.checked_add(piece.bytes);
+    let ends: Option<Vec<u64>> = pieces.iter().map(end).collect();
+    let ends = ends.ok_or_else(|| io::Error::other("a piece of GPU memory has no end"))?;
+    Ok(ends.into_iter().max().unwrap_or_default())
+}
+
+fn card(pid: i32) -> Option<Card> {
+    let name = format!("/memfd:{MEMFD} (deleted)");
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let is_card = |path: &std::path::PathBuf| {
+        fs::read_link(path).is_ok_and(|to| to.as_os_str() == name.as_str())
+    };
+    let mut paths = descriptors.flatten().map(|entry| entry.path());
+    let mut bytes = [0; Card::BYTES];
+    File::open(paths.find(is_card)?)
+        .ok()?
+        .read_exact(&mut bytes)
+        .ok()?;
+    Card::decode(&bytes)
+}
+
+/// Takes a copy of a process's descriptor.
+fn take(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
+    let owned = |fd: libc::c_long| match RawFd::try_from(fd) {
+        // SAFETY: a descriptor that was just made and belongs to nobody else.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // SAFETY: numbers; new descriptors or -1.
+    let process = owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
+    // SAFETY: as above.
+    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn piece(offset: u64, bytes: u64) -> Piece {
+        let handle = File::open("/dev/null").unwrap().into();
+        Piece {
+            offset,
+            bytes,
+            handle,
+        }
+    }
+
+    #[test]
+    fn the_file_ends_where_the_last_piece_does() {
+        assert_eq!(size(&[]).unwrap(), 0);
+        assert_eq!(size(&[piece(8, 8), piece(0, 4)]).unwrap(), 16);
+        assert!(size(&[piece(u64::MAX, 1)]).is_err());
+    }
+
+    #[test]
+    fn a_process_without_the_library_has_none() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        assert!(Library::of(own).is_none());
+        assert!(Library::of(-1).is_none());
+    }
+}

@@ -1,0 +1,247 @@
+//! The exported virtual memory calls, and the streams, events and pinned memory of a program that copies.
+
+use std::cell::RefCell;
+use std::ffi::{c_int, c_uint, c_void};
+
+use super::exports::{code, context, cuCtxSetCurrent, cuMemcpyDtoH_v2, cuMemcpyHtoD_v2, put};
+use super::memory;
+use super::process::api;
+use super::vmm;
+use crate::abi::*;
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Location {
+    kind: c_uint,
+    id: c_int,
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+pub struct Properties {
+    kind: c_uint,
+    handle_types: c_uint,
+    location: Location,
+    rest: [u64; 2],
+}
+
+const DESCRIPTOR: c_uint = 1;
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAddressReserve(
+    address: *mut u64,
+    bytes: usize,
+    _align: usize,
+    _wanted: u64,
+    _flags: u64,
+) -> CuResult {
+    put(address, api(|i| vmm::reserve(i, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemAddressFree(_address: u64, _bytes: usize) -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemCreate(
+    handle: *mut u64,
+    bytes: usize,
+    properties: *const Properties,
+    _flags: u64,
+) -> CuResult {
+    if properties.is_null() {
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    // SAFETY: not null; the program promised that it may be read.
+    let device = unsafe { (*properties).location.id };
+    put(handle, api(|i| vmm::create(i, bytes as u64, device)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemRelease(handle: u64) -> CuResult {
+    code(api(|i| vmm::release(i, handle)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemMap(
+    address: u64,
+    bytes: usize,
+    offset: usize,
+    handle: u64,
+    _flags: u64,
+) -> CuResult {
+    code(api(|i| {
+        vmm::map(i, address, bytes as u64, offset as u64, handle)
+    }))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemUnmap(address: u64, bytes: usize) -> CuResult {
+    code(api(|i| vmm::unmap(i, address, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemSetAccess(
+    address: u64,
+    bytes: usize,
+    _access: *const c_void,
+    _count: usize,
+) -> CuResult {
+    code(api(|i| vmm::allow(i, address, bytes as u64)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemExportToShareableHandle(
+    shareable: *mut c_int,
+    handle: u64,
+    kind: c_uint,
+    _flags: u64,
+) -> CuResult {
+    if kind != DESCRIPTOR {
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    put(shareable, api(|i| vmm::export(i, handle)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemImportFromShareableHandle(
+    handle: *mut u64,
+    shareable: *mut c_void,
+    kind: c_uint,
+) -> CuResult {
+    let fd = c_int::try_from(shareable.addr());
+    let (DESCRIPTOR, Ok(fd)) = (kind, fd) else {
+        return CUDA_ERROR_INVALID_VALUE;
+    };
+    put(handle, api(|i| vmm::import(i, fd)))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemGetAllocationPropertiesFromHandle(
+    properties: *mut Properties,
+    handle: u64,
+) -> CuResult {
+    let told = api(|i| vmm::device_of(i, handle)).map(|id| Properties {
+        kind: 1,
+        handle_types: DESCRIPTOR,
+        location: Location { kind: 1, id },
+        rest: [0; 2],
+    });
+    put(properties, told)
+}
+
+thread_local! {
+    /// Contexts below the current one.
+    static STACK: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> CuResult {
+    let below = memory::current();
+    let set = cuCtxSetCurrent(context);
+    if set == CUDA_SUCCESS {
+        STACK.with_borrow_mut(|stack| stack.push(below));
+    }
+    set
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxPopCurrent_v2(popped: *mut *mut c_void) -> CuResult {
+    let Some(below) = STACK.with_borrow_mut(Vec::pop) else {
+        return CUDA_ERROR_INVALID_CONTEXT;
+    };
+    let was = memory::current().map_or(std::ptr::null_mut(), context);
+    memory::set_current(below);
+    put(popped, Ok(was))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxGetState(
+    _device: CuDevice,
+    flags: *mut c_uint,
+    active: *mut c_int,
+) -> CuResult {
+    let zero = put(flags, api(|_| Ok(0)));
+    if zero == CUDA_SUCCESS {
+        put(active, Ok(1))
+    } else {
+        zero
+    }
+}
+
+/// Something that is not null.
+fn token() -> *mut c_void {
+    std::ptr::without_provenance_mut(0x7ea)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> CuResult {
+    put(stream, api(|_| Ok(token())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamDestroy_v2(_stream: *mut c_void) -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) -> CuResult {
+    put(event, api(|_| Ok(token())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventDestroy_v2(_event: *mut c_void) -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventRecord(_event: *mut c_void, _stream: *mut c_void) -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuEventSynchronize(_event: *mut c_void) -> CuResult {
+    code(api(|_| Ok(())))
+}
+
+/// Copies at once, so that all events are complete.
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoHAsync_v2(
+    to: *mut c_void,
+    from: CuDevicePtr,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> CuResult {
+    cuMemcpyDtoH_v2(to, from, bytes)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyHtoDAsync_v2(
+    to: CuDevicePtr,
+    from: *const c_void,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> CuResult {
+    cuMemcpyHtoD_v2(to, from, bytes)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) -> CuResult {
+    // SAFETY: takes a number; null when there is no memory.
+    let made = unsafe { libc::malloc(bytes) };
+    put(
+        memory,
+        (!made.is_null())
+            .then_some(made)
+            .ok_or(CUDA_ERROR_OUT_OF_MEMORY),
+    )
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeHost(memory: *mut c_void) -> CuResult {
+    // SAFETY: what the function above has made.
+    unsafe { libc::free(memory) };
+    CUDA_SUCCESS
+}

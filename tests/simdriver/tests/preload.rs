@@ -1,0 +1,146 @@
+//! GPU memory of a process with `libcryopod_preload.so`, taken out and brought back by what the driver agent uses.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test that fails should stop"
+)]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use common::{Client, Machine};
+use cryopod_cuda::preload::copy::{Copier, Way};
+use cryopod_cuda::preload::{Library, size};
+use cryopod_preload_wire::Request;
+use cuda_sim::cuda::Cuda;
+
+const LIMIT: Duration = Duration::from_secs(20);
+const STOP: Request = Request::Stop { limit_ms: 20_000 };
+
+/// The library, built by `cargo build --workspace`.
+fn library() -> PathBuf {
+    let client = Path::new(env!("CARGO_BIN_EXE_cusim-client"));
+    let path = client.with_file_name("libcryopod_preload.so");
+    assert!(
+        path.exists(),
+        "{} is missing: cargo build --workspace",
+        path.display()
+    );
+    path
+}
+
+fn client(machine: &mut Machine, flags: &[&str]) -> Client {
+    machine.client_env(flags, &[("LD_PRELOAD", library().to_str().unwrap())])
+}
+
+/// Takes the memory out; the contents.
+fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
+    let pieces = library.ask(STOP, None, LIMIT).unwrap();
+    let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
+    copier.copy(pieces, &mut memory, Way::Out, 3).unwrap();
+    library.ask(Request::Release, None, LIMIT).unwrap();
+    memory
+}
+
+fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
+    let pieces = library.ask(Request::Allocate, None, LIMIT).unwrap();
+    copier.copy(pieces, memory, Way::In, 3).unwrap();
+    library.ask(Request::Go, None, LIMIT).unwrap();
+}
+
+/// One test: the environment of this process names the simulated machine.
+#[test]
+fn memory_leaves_and_comes_back() {
+    let mut machine = Machine::new(&["--gpus", "2"]);
+    // SAFETY: no other thread runs.
+    unsafe { std::env::set_var("CUSIM_DEV_ROOT", machine.path("dev")) };
+    let libcuda = machine.path("lib").join("libcuda.so.1");
+    Cuda::load(Some(&libcuda)).unwrap().init().unwrap();
+    let copier = Copier::load(&libcuda).unwrap();
+
+    // Two GPUs, pieces larger than a buffer and smaller, threads that call the driver, allocations that come and go.
+    let flags = [
+        "--mib",
+        "50",
+        "--chunk-mib",
+        "18",
+        "--gpus",
+        "0,1",
+        "--threads",
+        "3",
+        "--churn",
+    ];
+    let client = client(&mut machine, &flags);
+    client.goes_on();
+    let library = Library::of(client.pid).unwrap();
+    let before = machine.held(client.pid);
+    for _ in 0..3 {
+        let mut memory = take_out(&copier, &library);
+        assert_eq!(memory.len(), 100 << 20);
+        client.stands_still();
+        let left = machine.held(client.pid);
+        assert!(
+            left.iter()
+                .zip(&before)
+                .all(|(left, all)| left + (50 << 20) == *all),
+            "{left:?} of {before:?}"
+        );
+        // The driver has only the rest to move.
+        machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+        bring_back(&copier, &library, &mut memory);
+        client.goes_on();
+        assert_eq!(machine.held(client.pid), before);
+    }
+
+    // Nothing happened: after the pieces were given, and when the agent has died by then.
+    drop(library.ask(STOP, None, LIMIT).unwrap());
+    client.stands_still();
+    library.ask(Request::Go, None, LIMIT).unwrap();
+    client.goes_on();
+    drop(
+        library
+            .ask(Request::Stop { limit_ms: 1500 }, None, LIMIT)
+            .unwrap(),
+    );
+    client.goes_on();
+    assert!(
+        library.ask(Request::Release, None, LIMIT).is_err(),
+        "it went on"
+    );
+    client.goes_on();
+
+    // It takes the driver's own way as well.
+    machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+    client.goes_on();
+
+    // Without an agent it brings its memory back itself; what the driver still locks is waited for.
+    let memory = take_out(&copier, &library);
+    let file = tempfile::tempfile().unwrap();
+    std::io::Write::write_all(&mut &file, &memory).unwrap();
+    machine.ok(client.pid, &["lock", "checkpoint"]);
+    library.fill_by_itself(&file).unwrap();
+    machine.ok(client.pid, &["restore", "unlock"]);
+    client.goes_on();
+    assert_eq!(machine.held(client.pid), before);
+
+    // Contents that are not brought back are noticed.
+    let library = Library::of(client.pid).unwrap();
+    let mut memory = take_out(&copier, &library);
+    memory[7 << 20] ^= 1;
+    bring_back(&copier, &library, &mut memory);
+    common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
+
+    // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
+    let client = self::client(&mut machine, &["--mib", "64", "--chunk-mib", "32"]);
+    let library = Library::of(client.pid).unwrap();
+    let mut memory = take_out(&copier, &library);
+    let uuid = common::gpu(0);
+    machine.control(&format!("reserve {uuid} {}", 1u64 << 50));
+    assert!(library.ask(Request::Allocate, None, LIMIT).is_err());
+    assert!(library.ask(Request::Go, None, LIMIT).is_err());
+    machine.control(&format!("reserve {uuid} 0"));
+    bring_back(&copier, &library, &mut memory);
+    client.goes_on();
+}
