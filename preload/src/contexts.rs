@@ -1,6 +1,6 @@
 //! The process's CUDA contexts, whose work a checkpoint waits for.
 
-use crate::symbols::{call_at, other};
+use crate::driver::{call_at, other};
 use std::ffi::{CStr, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

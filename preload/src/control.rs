@@ -3,7 +3,7 @@
 //! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
-use crate::{contexts, gate, hooks, memory, symbols};
+use crate::{contexts, gate, memory};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::ffi::{CString, c_int};
 use std::fs::File;
@@ -192,14 +192,14 @@ impl Control<'_> {
     fn stop(&mut self, limit_ms: u64) -> Result<(), Reason> {
         let limit = Duration::from_millis(limit_ms);
         let until = Instant::now() + limit;
-        if symbols::exhausted() {
+        if !gate::holds_all() {
             return Err(Reason::Unknown);
         }
         loop {
             if !gate::shut(until) {
                 return Err(Reason::Busy);
             }
-            if !hooks::is_capturing() {
+            if !gate::is_capturing() {
                 break;
             }
             // It needs calls to come to its end.

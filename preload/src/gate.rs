@@ -136,6 +136,32 @@ pub fn open() {
     futex(&GATE, libc::FUTEX_WAKE, i32::MAX.unsigned_abs());
 }
 
+/// Streams of which a graph is being captured. A capture cannot be interrupted.
+static CAPTURES: AtomicU32 = AtomicU32::new(0);
+static UNHELD: AtomicU32 = AtomicU32::new(0);
+
+pub fn is_capturing() -> bool {
+    CAPTURES.load(SeqCst) > 0
+}
+
+pub fn capture_began() {
+    CAPTURES.fetch_add(1, SeqCst);
+}
+
+pub fn capture_ended() {
+    let less = |captures: u32| Some(captures.saturating_sub(1));
+    let _ = CAPTURES.fetch_update(SeqCst, SeqCst, less);
+}
+
+/// Notes that the program has a function that may enqueue work and does not pass the gate.
+pub fn cannot_hold_all() {
+    UNHELD.store(1, SeqCst);
+}
+
+pub fn holds_all() -> bool {
+    UNHELD.load(SeqCst) == 0
+}
+
 fn futex(word: &AtomicU32, operation: libc::c_int, value: u32) {
     // SAFETY: the word is a static; neither operation writes to it.
     unsafe {

@@ -1,23 +1,14 @@
 //! The functions that stand in front of the driver's and do more than pass the gate.
 
 use crate::contexts;
-use crate::control;
+use crate::driver::{Symbol, call};
 use crate::gate;
 use crate::map::{Access, Properties, is_id};
 use crate::memory;
-use crate::symbols::{Symbol, call, front_of};
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::ffi::{c_int, c_void};
 
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
-
-/// Streams of which a graph is being captured. A capture cannot be interrupted.
-static CAPTURES: AtomicUsize = AtomicUsize::new(0);
-
-pub fn is_capturing() -> bool {
-    CAPTURES.load(SeqCst) > 0
-}
 
 /// Writes a result where the program wants it.
 ///
@@ -32,71 +23,6 @@ unsafe fn put<T>(to: *mut T, result: Result<T, c_int>) -> c_int {
             SUCCESS
         }
         Err(code) => code,
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuInit(flags: usize) -> c_int {
-    // SAFETY: the program's arguments.
-    let code = unsafe { call(Symbol::cuInit, [flags, 0, 0, 0, 0, 0]) };
-    if code == SUCCESS {
-        control::start();
-    }
-    code
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(
-    name: *const c_char,
-    found: *mut *mut c_void,
-    version: usize,
-    flags: usize,
-) -> c_int {
-    let arguments = [name as usize, found as usize, version, flags, 0, 0];
-    // SAFETY: the program's arguments.
-    unsafe {
-        let code = call(Symbol::cuGetProcAddress, arguments);
-        replace_found(code, name, found);
-        code
-    }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress_v2(
-    name: *const c_char,
-    found: *mut *mut c_void,
-    version: usize,
-    flags: usize,
-    status: *mut c_int,
-) -> c_int {
-    let arguments = [
-        name as usize,
-        found as usize,
-        version,
-        flags,
-        status as usize,
-        0,
-    ];
-    // SAFETY: the program's arguments.
-    unsafe {
-        let code = call(Symbol::cuGetProcAddress_v2, arguments);
-        replace_found(code, name, found);
-        code
-    }
-}
-
-/// # Safety
-/// The pointers must be those that the driver has just been called with.
-unsafe fn replace_found(code: c_int, name: *const c_char, found: *mut *mut c_void) {
-    if code != SUCCESS || name.is_null() || found.is_null() {
-        return;
-    }
-    // SAFETY: the driver has read the one and written the other.
-    unsafe {
-        let real = found.read();
-        if !real.is_null() {
-            found.write(front_of(CStr::from_ptr(name).to_bytes(), real));
-        }
     }
 }
 
@@ -437,12 +363,11 @@ capture!(
 
 fn begun(code: c_int) {
     if code == SUCCESS {
-        CAPTURES.fetch_add(1, SeqCst);
+        gate::capture_began();
     }
 }
 
 /// A capture that has failed is over, too.
 fn ended(_code: c_int) {
-    let less = |captures: usize| Some(captures.saturating_sub(1));
-    let _ = CAPTURES.fetch_update(SeqCst, SeqCst, less);
+    gate::capture_ended();
 }

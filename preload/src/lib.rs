@@ -2,7 +2,7 @@
 //!
 //! NVIDIA's driver moves 2 to 6 GB/s at a checkpoint. A process whose GPU memory is mapped by CUDA's virtual memory calls
 //! can give that memory to another process, release it, and keep its addresses; the driver then has almost nothing to
-//! move. So this library stands in front of the driver's functions ([`symbols`]):
+//! move. So this library stands in front of the driver's functions ([`exports`]):
 //!
 //! * Allocations of 2 MiB and more become physical memory at reserved addresses ([`memory`], recorded in [`map`]).
 //! * Calls that enqueue work pass a gate, which is open until a checkpoint ([`gate`], [`hooks`]).
@@ -23,6 +23,10 @@
 mod contexts;
 #[cfg(not(test))]
 mod control;
+#[cfg(not(test))]
+mod driver;
+#[cfg(not(test))]
+mod exports;
 mod gate;
 #[cfg(not(test))]
 mod hooks;
@@ -30,4 +34,4 @@ mod map;
 #[cfg(not(test))]
 mod memory;
 #[cfg(not(test))]
-mod symbols;
+mod names;

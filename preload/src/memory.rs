@@ -4,8 +4,8 @@
 //! Smaller allocations, and all that the program has shared with another process, are left to the driver.
 
 use crate::contexts;
+use crate::driver::{Symbol, call, call_at, other};
 use crate::map::{Access, Contents, Location, Map, Properties};
-use crate::symbols::{Symbol, call, call_at, other};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_int};
 use std::os::fd::{FromRawFd, OwnedFd};

@@ -342,7 +342,7 @@ impl Copier {
             }
         };
         std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(&empty)).collect();
+            let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(empty)).collect();
             let mut begun = Ok(());
             for block in blocks {
                 let Ok(slot) = free.recv_timeout(RING_LIMIT) else {

@@ -1,0 +1,129 @@
+//! The driver's own functions.
+
+use crate::names::all_symbols;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering::SeqCst};
+
+/// `CUDA_ERROR_NOT_INITIALIZED`.
+pub const NOT_INITIALIZED: c_int = 3;
+
+type Six = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_int;
+
+macro_rules! symbols {
+    (six: $($six:ident)*; many: $($many:ident)*; own: $($own:ident)*;) => {
+        /// Every function that this library stands in front of, as an index.
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
+        #[derive(Clone, Copy)]
+        #[repr(usize)]
+        pub enum Symbol { $($six,)* $($many,)* $($own,)* Count }
+
+        const NAMES: [&CStr; SYMBOLS] = [
+            $(c_name(concat!(stringify!($six), "\0")),)*
+            $(c_name(concat!(stringify!($many), "\0")),)*
+            $(c_name(concat!(stringify!($own), "\0")),)*
+        ];
+    };
+}
+all_symbols!(symbols);
+
+pub const SYMBOLS: usize = Symbol::Count as usize;
+
+const fn c_name(name: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(name.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => c"",
+    }
+}
+
+/// The driver's library and its functions.
+struct Driver {
+    handle: usize,
+    /// By [`Symbol`]; 0 where it has none.
+    reals: [usize; SYMBOLS],
+}
+
+/// The C library's `dlsym`, for the jump in this library's.
+pub static REAL_DLSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+pub fn real_dlsym() -> unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void {
+    let mut found = REAL_DLSYM.load(SeqCst);
+    for version in [c"GLIBC_2.34", c"GLIBC_2.2.5"] {
+        if !found.is_null() {
+            break;
+        }
+        // SAFETY: two C strings; the next `dlsym` after this library's is the C library's.
+        found = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) };
+        REAL_DLSYM.store(found, SeqCst);
+    }
+    if found.is_null() {
+        // No glibc has neither.
+        std::process::abort();
+    }
+    // SAFETY: the C library's function of this type.
+    unsafe { std::mem::transmute(found) }
+}
+
+fn driver() -> Option<&'static Driver> {
+    static DRIVER: OnceLock<Driver> = OnceLock::new();
+    if let Some(driver) = DRIVER.get() {
+        return Some(driver);
+    }
+    let flags = libc::RTLD_NOLOAD | libc::RTLD_NOW;
+    // SAFETY: a C string; the library is not loaded by this.
+    let handle = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), flags) };
+    if handle.is_null() {
+        return None;
+    }
+    Some(DRIVER.get_or_init(|| {
+        let dlsym = real_dlsym();
+        // SAFETY: a live handle, which is never closed, and C strings.
+        let reals = NAMES.map(|name| unsafe { dlsym(handle, name.as_ptr()) } as usize);
+        Driver {
+            handle: handle as usize,
+            reals,
+        }
+    }))
+}
+
+/// The driver's own function; 0 if it has none or is not loaded.
+pub fn real(symbol: Symbol) -> usize {
+    driver().map_or(0, |driver| driver.reals[symbol as usize])
+}
+
+/// All of the driver's own functions, by [`Symbol`]; `None` if it is not loaded.
+pub fn reals() -> Option<&'static [usize; SYMBOLS]> {
+    driver().map(|driver| &driver.reals)
+}
+
+/// A function of the driver's that this library does not stand in front of; 0 if there is none.
+pub fn other(name: &CStr) -> usize {
+    // SAFETY: a live handle and a C string.
+    driver().map_or(0, |driver| unsafe {
+        real_dlsym()(driver.handle as *mut c_void, name.as_ptr()) as usize
+    })
+}
+
+/// Calls the driver's own function.
+///
+/// # Safety
+/// The arguments must be those of the function, numbers and pointers only.
+pub unsafe fn call(symbol: Symbol, a: [usize; 6]) -> c_int {
+    // SAFETY: the caller vouches for it.
+    unsafe { call_at(real(symbol), a) }
+}
+
+/// Calls a function of the driver's by its address.
+///
+/// # Safety
+/// As for [`call`].
+pub unsafe fn call_at(real: usize, [a, b, c, d, e, f]: [usize; 6]) -> c_int {
+    if real == 0 {
+        return NOT_INITIALIZED;
+    }
+    // SAFETY: a function of the driver's with at most six such arguments; further ones are ignored.
+    unsafe {
+        let function: Six = std::mem::transmute(real);
+        function(a, b, c, d, e, f)
+    }
+}

@@ -1,0 +1,56 @@
+//! The driver's functions that this library stands in front of, in one list.
+
+/// Calls a macro with three lists: functions of at most six arguments that pass the gate, such functions of more, and
+/// those that this library does something about.
+macro_rules! all_symbols {
+    ($then:ident) => {
+        $then! {
+            six:
+                cuGraphLaunch cuGraphLaunch_ptsz cuGraphUpload cuGraphUpload_ptsz
+                cuLaunchKernelEx cuLaunchKernelEx_ptsz cuLaunchHostFunc cuLaunchHostFunc_ptsz cuLaunchCooperativeKernelMultiDevice
+                cuLaunch cuLaunchGrid cuLaunchGridAsync
+                cuMemcpy cuMemcpy_ptds cuMemcpyAsync cuMemcpyAsync_ptsz
+                cuMemcpyPeer cuMemcpyPeer_ptds cuMemcpyPeerAsync cuMemcpyPeerAsync_ptsz
+                cuMemcpyHtoD_v2 cuMemcpyHtoD_v2_ptds cuMemcpyHtoDAsync_v2 cuMemcpyHtoDAsync_v2_ptsz
+                cuMemcpyDtoH_v2 cuMemcpyDtoH_v2_ptds cuMemcpyDtoHAsync_v2 cuMemcpyDtoHAsync_v2_ptsz
+                cuMemcpyDtoD_v2 cuMemcpyDtoD_v2_ptds cuMemcpyDtoDAsync_v2 cuMemcpyDtoDAsync_v2_ptsz
+                cuMemcpyDtoA_v2 cuMemcpyDtoA_v2_ptds cuMemcpyAtoD_v2 cuMemcpyAtoD_v2_ptds
+                cuMemcpyHtoA_v2 cuMemcpyHtoA_v2_ptds cuMemcpyHtoAAsync_v2 cuMemcpyHtoAAsync_v2_ptsz
+                cuMemcpyAtoH_v2 cuMemcpyAtoH_v2_ptds cuMemcpyAtoHAsync_v2 cuMemcpyAtoHAsync_v2_ptsz
+                cuMemcpyAtoA_v2 cuMemcpyAtoA_v2_ptds
+                cuMemcpy2D_v2 cuMemcpy2D_v2_ptds cuMemcpy2DUnaligned_v2 cuMemcpy2DUnaligned_v2_ptds
+                cuMemcpy2DAsync_v2 cuMemcpy2DAsync_v2_ptsz
+                cuMemcpy3D_v2 cuMemcpy3D_v2_ptds cuMemcpy3DAsync_v2 cuMemcpy3DAsync_v2_ptsz
+                cuMemcpy3DPeer cuMemcpy3DPeer_ptds cuMemcpy3DPeerAsync cuMemcpy3DPeerAsync_ptsz
+                cuMemsetD8_v2 cuMemsetD8_v2_ptds cuMemsetD8Async cuMemsetD8Async_ptsz
+                cuMemsetD16_v2 cuMemsetD16_v2_ptds cuMemsetD16Async cuMemsetD16Async_ptsz
+                cuMemsetD32_v2 cuMemsetD32_v2_ptds cuMemsetD32Async cuMemsetD32Async_ptsz
+                cuMemsetD2D8_v2 cuMemsetD2D8_v2_ptds cuMemsetD2D8Async cuMemsetD2D8Async_ptsz
+                cuMemsetD2D16_v2 cuMemsetD2D16_v2_ptds cuMemsetD2D16Async cuMemsetD2D16Async_ptsz
+                cuMemsetD2D32_v2 cuMemsetD2D32_v2_ptds cuMemsetD2D32Async cuMemsetD2D32Async_ptsz
+                cuMemAllocAsync cuMemAllocAsync_ptsz cuMemAllocFromPoolAsync cuMemAllocFromPoolAsync_ptsz
+                cuMemFreeAsync cuMemFreeAsync_ptsz
+                cuMemPrefetchAsync cuMemPrefetchAsync_ptsz cuMemPrefetchAsync_v2 cuMemPrefetchAsync_v2_ptsz
+                cuStreamAddCallback cuStreamAddCallback_ptsz
+                cuStreamWaitValue32_v2 cuStreamWaitValue32_v2_ptsz cuStreamWaitValue64_v2 cuStreamWaitValue64_v2_ptsz
+                cuStreamWriteValue32_v2 cuStreamWriteValue32_v2_ptsz cuStreamWriteValue64_v2 cuStreamWriteValue64_v2_ptsz
+                cuStreamBatchMemOp_v2 cuStreamBatchMemOp_v2_ptsz
+                cuSignalExternalSemaphoresAsync cuSignalExternalSemaphoresAsync_ptsz
+                cuWaitExternalSemaphoresAsync cuWaitExternalSemaphoresAsync_ptsz;
+            many:
+                cuLaunchKernel cuLaunchKernel_ptsz cuLaunchCooperativeKernel cuLaunchCooperativeKernel_ptsz
+                cuMemcpyBatchAsync cuMemcpyBatchAsync_ptsz cuMemcpy3DBatchAsync cuMemcpy3DBatchAsync_ptsz;
+            own:
+                cuInit cuGetProcAddress cuGetProcAddress_v2
+                cuMemAlloc_v2 cuMemAllocPitch_v2 cuMemFree_v2 cuMemGetAddressRange_v2
+                cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess cuMemRetainAllocationHandle
+                cuMemExportToShareableHandle cuMemGetAllocationPropertiesFromHandle cuMulticastBindMem
+                cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy_v2
+                cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2
+                cuCtxEnablePeerAccess
+                cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
+                cuStreamEndCapture cuStreamEndCapture_ptsz;
+        }
+    };
+}
+pub(crate) use all_symbols;
