@@ -4,6 +4,7 @@
 //! `cryopod check ARCHIVE`: reports whether this checkpoint would restore here. See [`archive`].
 
 mod archive;
+mod criu;
 mod engine;
 mod host;
 mod tested;
@@ -13,7 +14,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use cryopod_host::files::Host;
-use cryopod_host::programs::SystemTools;
+use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_operations::config::Config;
+use cryopod_operations::criu_program;
 use serde::Serialize;
 
 #[derive(clap::Args)]
@@ -107,12 +110,19 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             json: args.json,
         });
     }
-    let lines = host::check(&host::Input {
+    let config = Config::load();
+    let hosts_own = SystemTools::from_env().find("criu");
+    if let Ok(config) = &config {
+        criu_program::prefer(config);
+    }
+    let input = host::Input {
+        hosts_own,
         host: &Host::system(),
         tools: &SystemTools::from_env(),
         root: nix::unistd::geteuid().is_root(),
         has_library: &host::can_load,
-    });
+    };
+    let lines = host::check(&input, config);
     let ok = lines.iter().all(|l| l.status != Status::Missing);
     let mut out = std::io::stdout().lock();
     if args.json {

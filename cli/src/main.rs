@@ -10,6 +10,7 @@ mod container;
 mod engine;
 mod export;
 mod flatten;
+mod generate;
 mod import;
 mod inspect;
 mod pack;
@@ -70,6 +71,9 @@ enum Command {
     Push(push::Args),
     /// Pulls an image from a registry.
     Pull(pull::Args),
+    /// Writes man pages and completions.
+    #[command(hide = true)]
+    Generate(generate::Args),
 }
 
 fn main() -> ExitCode {
@@ -108,6 +112,7 @@ fn run() -> anyhow::Result<ExitCode> {
         Command::Store(args) => store::run(&args),
         Command::Push(args) => push::run(&args),
         Command::Pull(args) => pull::run(&args),
+        Command::Generate(args) => generate::run(&args),
     }
 }
 

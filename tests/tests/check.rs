@@ -25,7 +25,7 @@ fn on_a_bare_machine() {
     let text = String::from_utf8(out.stdout).unwrap();
     for want in [
         "missing criu ",
-        "install the criu package",
+        "install the package cryopod-criu",
         "missing low-level runtime",
         "note    engines",
         "A checkpoint cannot work on this host yet",

@@ -26,7 +26,7 @@ use cryopod_operations::config::Config;
 use cryopod_operations::lowlevel::{Kind, LowLevel};
 use cryopod_operations::operation::Operation;
 use cryopod_operations::preflight::{self, Answer, Means, Question};
-use cryopod_operations::{compressed, facts, plugins};
+use cryopod_operations::{compressed, criu_program, facts, plugins};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -108,6 +108,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         ));
     }
     let mut config = Config::load().map_err(|e| e.to_string())?;
+    criu_program::prefer(&config);
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
         map.parse::<cryopod_gpu_plan::gpumap::Wish>()

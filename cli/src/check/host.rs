@@ -1,6 +1,7 @@
 //! Gathers the facts for `cryopod check`.
 
 use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_cuda::nvidia;
@@ -10,22 +11,22 @@ use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
-use cryopod_operations::config::{Config, Nvidia};
+use cryopod_operations::config::{Config, ConfigError, Nvidia};
 use cryopod_operations::criu_helpers::{Fault, Probe};
 use cryopod_operations::criuopts::{self, Options};
 use cryopod_operations::lowlevel::{Kind, LowLevel};
-use cryopod_operations::{agent, facts, plugins};
+use cryopod_operations::{agent, criu_program, facts, plugins};
 
-use super::{Line, tested};
+use super::{Line, criu, tested};
 
-const LIMIT: Duration = Duration::from_secs(30);
-/// The oldest CRIU that the plugin works with.
-const OLDEST_CRIU: [u32; 2] = [4, 1];
+pub const LIMIT: Duration = Duration::from_secs(30);
 /// The first NVIDIA driver branch that can checkpoint whole processes, and the first that can restore on other GPUs.
 const DRIVER_CHECKPOINT: u32 = 570;
 const DRIVER_OTHER_GPU: u32 = 580;
 
 pub struct Input<'a> {
+    /// The CRIU on PATH, which need not be the one that is used.
+    pub hosts_own: Option<PathBuf>,
     pub host: &'a Host,
     pub tools: &'a dyn Tools,
     pub root: bool,
@@ -44,7 +45,7 @@ pub fn can_load(name: &str) -> bool {
     }
 }
 
-pub fn check(input: &Input<'_>) -> Vec<Line> {
+pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line> {
     let mut lines = Vec::new();
     lines.push(if input.root {
         Line::ok("user", "root")
@@ -55,7 +56,7 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
             "CRIU needs root to checkpoint containers; run engines and this check as root",
         )
     });
-    let config = match Config::load() {
+    let config = match config {
         Ok(config) => {
             lines.push(Line::ok("configuration", "valid"));
             config
@@ -69,7 +70,7 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
             Config::default()
         }
     };
-    criu(input, &mut lines);
+    criu::check(input, &mut lines);
     runtimes(input, &config, &mut lines);
     helpers(input, &config, &mut lines);
     engines(input, &mut lines);
@@ -84,66 +85,6 @@ pub fn check(input: &Input<'_>) -> Vec<Line> {
     nvidia(input.host, &config.nvidia, &plugins, &mut lines);
     amd(input.host, &plugins, &mut lines);
     lines
-}
-
-fn criu(input: &Input<'_>, lines: &mut Vec<Line>) {
-    let Some(criu) = facts::criu(input.tools, LIMIT) else {
-        lines.push(Line::missing(
-            "criu",
-            "not found on PATH",
-            "install the criu package (4.1 or newer)",
-        ));
-        return;
-    };
-    let at = criu.path.display();
-    match criu
-        .version
-        .as_deref()
-        .map(|v| (v, facts::numbers(v).unwrap_or_default()))
-    {
-        Some((v, n)) if n.as_slice() >= OLDEST_CRIU.as_slice() => {
-            lines.push(Line::ok("criu", format!("{v} at {at}")))
-        }
-        Some((v, _)) => lines.push(Line::missing(
-            "criu",
-            format!("{v} at {at}"),
-            "install CRIU 4.1 or newer",
-        )),
-        None => {
-            lines.push(Line::missing(
-                "criu",
-                format!("{at} does not say its version"),
-                "install CRIU 4.1 or newer",
-            ));
-            return;
-        }
-    }
-    if !input.root {
-        return;
-    }
-    lines.push(
-        match input
-            .tools
-            .output(&criu.path, &[OsStr::new("check")], LIMIT)
-        {
-            Ok(out) if out.code == 0 => Line::ok("kernel", "criu check: looks good"),
-            Ok(out) => {
-                let said = out
-                    .stderr
-                    .lines()
-                    .chain(out.stdout.lines())
-                    .find(|l| l.contains("Error"))
-                    .unwrap_or("no reason given")
-                    .to_owned();
-                Line::missing(
-                    "kernel",
-                    format!("criu check: {said}"),
-                    "run `criu check --all` and use a kernel with CONFIG_CHECKPOINT_RESTORE",
-                )
-            }
-            Err(e) => Line::missing("kernel", e.to_string(), "run `criu check --all`"),
-        },
-    );
 }
 
 fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
@@ -175,17 +116,23 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             .tools
             .output(&low.path, &[OsStr::new("--version")], LIMIT)
             .is_ok_and(|o| o.stdout.contains("+CRIU"));
-        lines.push(match (built_in, (input.has_library)("libcriu.so.2")) {
-            (true, true) => Line::ok("libcriu", "crun can load it"),
-            (true, false) => Line::missing(
+        let ours = criu_program::libcriu(config);
+        let ours = ours.as_deref().and_then(Path::to_str);
+        let found = ours
+            .into_iter()
+            .chain(["libcriu.so.2"])
+            .find(|l| (input.has_library)(l));
+        lines.push(match (built_in, found) {
+            (true, Some(library)) => Line::ok("libcriu", format!("crun can load {library}")),
+            (true, None) => Line::missing(
                 "libcriu",
                 "crun needs libcriu.so.2 and it is not installed",
-                "install it (Debian: libcriu2; Fedora: criu-libs), or use runc",
+                "install it (Debian: libcriu2; Fedora: criu-libs) or the package cryopod-criu, or use runc",
             ),
             (false, _) => Line::missing(
                 "libcriu",
                 "this crun was built without CRIU",
-                "install a crun with CRIU, or use runc",
+                "install a crun with CRIU, or use runc: runtime.low_level = \"runc\" in the configuration",
             ),
         });
     }
@@ -364,7 +311,6 @@ mod tests {
     use super::super::Status;
     use super::*;
     use cryopod_host::programs::{Output, ToolError};
-    use std::path::{Path, PathBuf};
 
     /// Programs by name, with a fixed output.
     struct Says(&'static [(&'static str, &'static str)]);
@@ -411,30 +357,6 @@ mod tests {
 
     fn status(lines: &[Line], name: &str) -> Option<Status> {
         lines.iter().find(|l| l.name == name).map(|l| l.status)
-    }
-
-    #[test]
-    fn criu_must_be_there_and_new_enough() {
-        let host = Host::at("/nowhere");
-        for (tools, want) in [
-            (&[][..], Status::Missing),
-            (&[("criu", "Version: 3.17.1\n")], Status::Missing),
-            (&[("criu", "Version: 4.1.1\n")], Status::Ok),
-            (&[("criu", "Version: 4.2\n")], Status::Ok),
-            (&[("criu", "")], Status::Missing),
-        ] {
-            let mut lines = Vec::new();
-            criu(
-                &Input {
-                    host: &host,
-                    tools: &Says(tools),
-                    root: true,
-                    has_library: &|_| true,
-                },
-                &mut lines,
-            );
-            assert_eq!(status(&lines, "criu"), Some(want), "{tools:?}");
-        }
     }
 
     #[test]

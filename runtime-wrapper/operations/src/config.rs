@@ -65,6 +65,8 @@ pub struct Runtime {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Criu {
+    /// CRIU, as an absolute path whose last name is `criu`, or `criu` for the host's on PATH.
+    pub program: Option<PathBuf>,
     /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
     pub options: BTreeMap<String, CriuValue>,
     /// Directories in which the annotation `org.criu.config` may name a file.
@@ -74,6 +76,7 @@ pub struct Criu {
 impl Default for Criu {
     fn default() -> Self {
         Self {
+            program: None,
             options: BTreeMap::new(),
             config_directories: vec!["/etc/criu".into()],
         }
@@ -280,6 +283,14 @@ impl Config {
             .vram
             .config()
             .map_err(|e| invalid(format!("vram: {e}")))?;
+        if let Some(program) = &config.criu.program {
+            let named = program.file_name() == Some("criu".as_ref());
+            if !named || !(program.is_absolute() || program.as_os_str() == "criu") {
+                return Err(invalid(format!(
+                    "criu.program = {program:?}: name an absolute path that ends with /criu, as runc and crun search that name, or \"criu\" for the one on PATH"
+                )));
+            }
+        }
         let l = &config.limits;
         for (key, value) in [
             ("checkpoint_s", l.checkpoint_s),
@@ -401,6 +412,8 @@ mod tests {
                 "[criu]\nconfig_directories = [\"etc\"]",
                 "criu.config_directories: etc",
             ),
+            ("[criu]\nprogram = \"/opt/criu-4.2\"", "criu.program"),
+            ("[criu]\nprogram = \"bin/criu\"", "criu.program"),
             ("[gpu]\nallow_others = \"yes\"", "allow_others"),
             ("[store]\npath = \"opt\"", "store: opt"),
             ("[store]\nsearch = [\"/a\", \"b\"]", "store: b"),

@@ -25,7 +25,7 @@ use crate::context::Context;
 use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::new_hooks::NewHooks;
-use crate::{restore, restore_source, waiting};
+use crate::{criu_program, restore, restore_source, waiting};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
@@ -62,6 +62,7 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
             )));
         }
     };
+    criu_program::prefer(&ctx.config);
     match restored(ctx, inv, spec, named) {
         Err(e) if start_without => {
             let why = e.to_string();

@@ -31,6 +31,7 @@ pub mod context;
 mod create_from;
 mod criu_elf;
 pub mod criu_helpers;
+pub mod criu_program;
 pub mod criuconf;
 pub mod criufile;
 pub mod criuopts;
@@ -102,8 +103,14 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         }
     };
     match argv::decode(ctx.low.kind, &ctx.args) {
-        Some(inv) if inv.verb == Verb::Checkpoint => run(&ctx, &inv, checkpoint::run),
-        Some(inv) if inv.verb == Verb::Restore => run(&ctx, &inv, restore::run),
+        Some(inv) if inv.verb == Verb::Checkpoint => {
+            criu_program::prefer(&ctx.config);
+            run(&ctx, &inv, checkpoint::run)
+        }
+        Some(inv) if inv.verb == Verb::Restore => {
+            criu_program::prefer(&ctx.config);
+            run(&ctx, &inv, restore::run)
+        }
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => run(&ctx, &inv, create),

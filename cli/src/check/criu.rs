@@ -1,0 +1,140 @@
+//! Checks CRIU: which one is used, whether it is new enough, and whether the kernel has what it needs.
+
+use std::ffi::OsStr;
+use std::path::Path;
+
+use cryopod_operations::{criu_program, facts};
+
+use super::Line;
+use super::host::{Input, LIMIT};
+
+/// The oldest CRIU that the plugin works with.
+const OLDEST_CRIU: [u32; 2] = [4, 1];
+const NEW_ENOUGH: &str = "install the package cryopod-criu, or, if it is 4.1 or newer, install the criu package of the distribution";
+
+pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
+    let Some(criu) = facts::criu(input.tools, LIMIT) else {
+        lines.push(Line::missing("criu", "not found on PATH", NEW_ENOUGH));
+        return;
+    };
+    let at = whose(&criu.path, input.hosts_own.as_deref());
+    match criu
+        .version
+        .as_deref()
+        .map(|v| (v, facts::numbers(v).unwrap_or_default()))
+    {
+        Some((v, n)) if n.as_slice() >= OLDEST_CRIU.as_slice() => {
+            lines.push(Line::ok("criu", format!("{v} at {at}")))
+        }
+        Some((v, _)) => lines.push(Line::missing("criu", format!("{v} at {at}"), NEW_ENOUGH)),
+        None => {
+            lines.push(Line::missing(
+                "criu",
+                format!("that at {at} does not say its version"),
+                NEW_ENOUGH,
+            ));
+            return;
+        }
+    }
+    if !input.root {
+        return;
+    }
+    lines.push(
+        match input
+            .tools
+            .output(&criu.path, &[OsStr::new("check")], LIMIT)
+        {
+            Ok(out) if out.code == 0 => Line::ok("kernel", "criu check: looks good"),
+            Ok(out) => {
+                let said = out
+                    .stderr
+                    .lines()
+                    .chain(out.stdout.lines())
+                    .find(|l| l.contains("Error"))
+                    .unwrap_or("no reason given")
+                    .to_owned();
+                Line::missing(
+                    "kernel",
+                    format!("criu check: {said}"),
+                    "run `criu check --all` and use a kernel with CONFIG_CHECKPOINT_RESTORE",
+                )
+            }
+            Err(e) => Line::missing("kernel", e.to_string(), "run `criu check --all`"),
+        },
+    );
+}
+
+/// Tells where the CRIU is, and that it goes before the host's.
+fn whose(path: &Path, hosts_own: Option<&Path>) -> String {
+    let mut text = path.display().to_string();
+    if path == Path::new(criu_program::PACKAGED) {
+        text.push_str(", of the package cryopod-criu");
+    }
+    if let Some(other) = hosts_own.filter(|other| *other != path) {
+        text.push_str(&format!(", in place of {}", other.display()));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use cryopod_host::files::Host;
+    use cryopod_host::programs::{Output, ToolError, Tools};
+
+    use super::super::Status;
+    use super::*;
+
+    /// A CRIU that says this to everything; empty: none.
+    struct Criu(&'static str);
+
+    impl Tools for Criu {
+        fn find(&self, _: &str) -> Option<PathBuf> {
+            (self.0 != "none").then(|| "/usr/sbin/criu".into())
+        }
+
+        fn output(&self, _: &Path, _: &[&OsStr], _: Duration) -> Result<Output, ToolError> {
+            Ok(Output {
+                code: 0,
+                stdout: self.0.into(),
+                stderr: String::new(),
+            })
+        }
+    }
+
+    #[test]
+    fn criu_must_be_there_and_new_enough() {
+        for (says, want) in [
+            ("none", Status::Missing),
+            ("Version: 3.17.1\n", Status::Missing),
+            ("Version: 4.1.1\n", Status::Ok),
+            ("Version: 4.2\n", Status::Ok),
+            ("", Status::Missing),
+        ] {
+            let mut lines = Vec::new();
+            let input = Input {
+                host: &Host::at("/nowhere"),
+                hosts_own: None,
+                tools: &Criu(says),
+                root: true,
+                has_library: &|_| true,
+            };
+            check(&input, &mut lines);
+            let line = lines.iter().find(|l| l.name == "criu").unwrap();
+            assert_eq!(line.status, want, "{says}");
+        }
+    }
+
+    #[test]
+    fn where_it_is() {
+        let packaged = Path::new(criu_program::PACKAGED);
+        let own = Path::new("/usr/sbin/criu");
+        assert_eq!(whose(own, Some(own)), "/usr/sbin/criu");
+        assert_eq!(
+            whose(packaged, Some(own)),
+            "/usr/lib/cryopod/criu/criu, of the package cryopod-criu, in place of /usr/sbin/criu"
+        );
+    }
+}
