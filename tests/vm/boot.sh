@@ -20,6 +20,7 @@ qemu=(
     -serial file:/tmp/console
     -device ati-vga,model=rv100 # a second render node, of an AMD device; it has no command processor
 )
+if [ -d /amd ]; then qemu+=(-virtfs local,path=/amd,mount_tag=amd,security_model=none,readonly=on); fi
 mkfifo /tmp/out # not qemu's standard output: a file it would truncate, a socket it cannot open
 cat /tmp/out &
 code=0

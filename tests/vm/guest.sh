@@ -21,6 +21,7 @@ make_root() { # for a case: the disk and cryopod's binaries, below a tmpfs
     chmod 1777 tmp && mkdir -p run/lock
     mount -t proc proc proc && mount --rbind /sys sys && mount --rbind /dev dev && mount --bind /src src || return
     mount --bind /run/build opt/build || return
+    if [ -d /run/amd ]; then mkdir -p opt/amd && mount --bind /run/amd opt/amd || return; fi
     pivot_root . old && umount -l old && rmdir old && cd /root && ip link set lo up
 }
 
@@ -64,6 +65,8 @@ boot() {
     mount -t tmpfs run /run
     mkdir /run/build
     mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose build /run/build
+    mkdir /run/amd
+    mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose amd /run/amd 2> /dev/null || rmdir /run/amd
     hostname vm
     ip link set lo up
     # vgem first: it is to be renderD128.

@@ -45,6 +45,8 @@ pub struct CriuElf {
     pub hooks: Option<u32>,
     pub loader: Option<PathBuf>,
     pub symbols: BTreeSet<String>,
+    /// The libraries that it is linked with: their symbols are there for a plugin too.
+    pub libraries: Vec<String>,
     /// Built with LZ4, for compressed memory pages (CRIU 4.3).
     pub lz4: bool,
 }
@@ -139,7 +141,25 @@ pub fn criu(path: &Path) -> Result<CriuElf, ElfError> {
         .and_then(|name| std::str::from_utf8(name).ok())
         .map(PathBuf::from)
         .filter(|p| p.is_absolute());
+    found.libraries = needed(&bytes).unwrap_or_default();
     Ok(found)
+}
+
+fn needed(bytes: &[u8]) -> Result<Vec<String>, object::Error> {
+    use object::read::elf::{Dyn, FileHeader};
+    let header = object::elf::FileHeader64::<object::Endianness>::parse(bytes)?;
+    let endian = header.endian()?;
+    let sections = header.sections(endian, bytes)?;
+    let Some((dynamic, link)) = sections.dynamic(endian, bytes)? else {
+        return Ok(Vec::new());
+    };
+    let strings = sections.strings(endian, bytes, link)?;
+    let libraries = dynamic
+        .iter()
+        .filter(|d| d.tag(endian) == object::elf::DT_NEEDED)
+        .filter_map(|d| d.string(endian, strings).ok())
+        .filter_map(|name| Some(std::str::from_utf8(name).ok()?.to_owned()));
+    Ok(libraries.collect())
 }
 
 #[cfg(test)]
@@ -176,6 +196,7 @@ mod tests {
         let said = criu(&program).unwrap();
         assert_eq!(said.hooks, Some(13));
         assert!(said.symbols.contains("main"));
+        assert!(said.libraries.iter().any(|l| l.starts_with("libc.so")));
         assert!(said.loader.unwrap().is_file());
         assert!(matches!(descriptor(&program), Err(ElfError::NoDescriptor)));
     }

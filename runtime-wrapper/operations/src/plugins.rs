@@ -253,7 +253,8 @@ fn interface(version: &[u32]) -> Option<(u32, u32)> {
 }
 
 /// Returns libraries and symbols that the loader does not find for the plugin and CRIU does not have either. Asks the
-/// loader as `ldd -r` does, which runs nothing of the plugin.
+/// loader as `ldd -r` does, which runs nothing of the plugin. CRIU's libraries are preloaded: the plugin takes
+/// libprotobuf-c's symbols from there.
 fn missing(path: &Path, known: &CriuElf, tools: &dyn Tools, limit: Duration) -> Option<String> {
     let (loader, env) = (known.loader.as_ref()?, tools.find("env")?);
     let mut args: Vec<OsString> = [
@@ -263,6 +264,7 @@ fn missing(path: &Path, known: &CriuElf, tools: &dyn Tools, limit: Duration) -> 
     ]
     .map(OsString::from)
     .to_vec();
+    args.push(format!("LD_PRELOAD={}", known.libraries.join(":")).into());
     args.extend([loader.into(), path.into()]);
     let args: Vec<&OsStr> = args.iter().map(OsString::as_os_str).collect();
     let out = match tools.output(&env, &args, limit) {

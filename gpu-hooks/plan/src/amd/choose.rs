@@ -159,6 +159,7 @@ fn plugin_agrees(
         let mut picks = match plugin_choice::choose(source, &view, request.switches) {
             PluginChoice::Picks(picks) => picks,
             PluginChoice::Refuses(why) => return Err(format!("would refuse ({why})")),
+            PluginChoice::Crashes(why) => return Err(format!("would crash ({why})")),
             PluginChoice::Loops(why) => return Err(format!("would never end ({why})")),
         };
         picks.sort_unstable();

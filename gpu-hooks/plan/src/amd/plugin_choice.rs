@@ -11,6 +11,10 @@ use super::checks::{Switch, Switches, matches};
 use super::ring::{Broken, Ring};
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Topology};
 
+/// The plugin prints each list that it walks into a buffer of this size, `0xABCD ` a node, and does not check it. The
+/// hives have `type:XGMI:` before that.
+const PRINTED: usize = 200;
+
 /// Comparisons of two nodes after which the model assumes that the plugin never ends.
 const BUDGET: u64 = 200_000;
 
@@ -20,6 +24,7 @@ pub enum PluginChoice {
     Picks(Vec<(u32, u32)>),
     Refuses(String),
     Loops(String),
+    Crashes(String),
 }
 
 /// Predicts the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
@@ -53,14 +58,27 @@ pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Plu
         Ok(pairs) => PluginChoice::Picks(pairs),
         Err(Stop::Refuses(reason)) => PluginChoice::Refuses(reason),
         Err(Stop::Broken(Broken::Nowhere)) => {
-            PluginChoice::Refuses("it would crash on a list or link that leads nowhere".into())
+            PluginChoice::Crashes("a list or link leads nowhere".into())
         }
+        Err(Stop::Broken(Broken::TooLong)) => PluginChoice::Crashes(format!(
+            "it writes {} GPUs of one list into a buffer for 27",
+            source.gpus().count()
+        )),
         Err(Stop::Broken(Broken::Endless)) => {
             PluginChoice::Loops("its search comes back to where it was".into())
         }
         Err(Stop::Budget) => PluginChoice::Loops(format!(
             "its search has not ended after {BUDGET} comparisons"
         )),
+    }
+}
+
+fn fits_print<'a>(start: usize, nodes: impl Iterator<Item = &'a Node>) -> Result<(), Broken> {
+    let text: usize = nodes.map(|n| format!("{:#06x} ", n.gpu_id).len()).sum();
+    if start + text < PRINTED {
+        Ok(())
+    } else {
+        Err(Broken::TooLong)
     }
 }
 
@@ -139,6 +157,10 @@ impl<'a> System<'a> {
                 }
             }
             system.links.push(ways);
+        }
+        for group in 0..system.heads.len() {
+            let members = system.group(group)?;
+            fits_print("type:XGMI:".len(), members.iter().map(|n| system.nodes[*n]))?;
         }
         Ok(system)
     }
@@ -357,6 +379,8 @@ impl Model<'_> {
         if self.mapping.is_empty(sources) {
             return Ok(true);
         }
+        self.print(sources)?;
+        self.print(targets)?;
         let source = self.mapping.next(sources)?;
         self.mapping.remove(source)?;
         let mut again = Again::default();
@@ -390,6 +414,26 @@ impl Model<'_> {
         }
         self.mapping.push_front(source, sources)?;
         Ok(false)
+    }
+
+    /// The plugin prints both lists before it looks at them.
+    fn print(&self, list: usize) -> Result<(), Stop> {
+        let mut all = Vec::new();
+        let ends = self.mapping.find(list, |at| {
+            all.push(at);
+            false
+        });
+        let first = self.source.nodes.len();
+        let node = |at: &usize| match at.checked_sub(first) {
+            None => self.source.nodes.get(*at),
+            Some(at) => self.target.nodes.get(at),
+        };
+        fits_print(0, all.iter().map_while(node).copied())?;
+        if all.iter().any(|at| node(at).is_none()) {
+            return Err(Broken::Nowhere.into());
+        }
+        ends?;
+        Ok(())
     }
 
     fn push(&mut self, gpu: (u32, u32), cpus: &[(u32, u32)]) -> bool {

@@ -6,6 +6,8 @@
 pub(super) enum Broken {
     Endless,
     Nowhere,
+    /// A list does not fit the buffer that the plugin prints it into.
+    TooLong,
 }
 
 const NOWHERE: usize = usize::MAX;

@@ -221,7 +221,7 @@ impl Topology {
 }
 
 impl Node {
-    fn take(&mut self, from: &BTreeMap<String, u64>) {
+    pub(super) fn take(&mut self, from: &BTreeMap<String, u64>) {
         let long = |key: &str| from.get(key).copied().unwrap_or(0);
         // The plugin keeps the low 32 bits.
         #[allow(clippy::cast_possible_truncation)]

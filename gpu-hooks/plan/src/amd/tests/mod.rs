@@ -7,8 +7,10 @@ mod checks;
 mod choose;
 mod image;
 mod inventory;
+mod machines;
 mod matcher;
 mod plugin_choice;
+mod real_matcher;
 mod topology;
 
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Properties, Topology};
