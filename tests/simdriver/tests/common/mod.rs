@@ -98,15 +98,16 @@ impl Machine {
             .stdin(Stdio::null())
             .stdout(file.try_clone().unwrap())
             .stderr(file);
-        let child = c.spawn().unwrap();
+        let mut child = c.spawn().unwrap();
         let client = Client {
             pid: i32::try_from(child.id()).unwrap(),
             out,
         };
-        self.clients.push(child);
+        // A client that fails prints its error in several writes: only its exit ends them.
         wait_for("a first tick", || {
-            client.ticks() > 0 || client.text().contains("Error")
+            client.ticks() > 0 || child.try_wait().unwrap().is_some()
         });
+        self.clients.push(child);
         client
     }
 
@@ -288,7 +289,7 @@ pub fn children(pid: i32) -> Vec<i32> {
 }
 
 /// Waits for something, half a minute at most.
-pub fn wait_for(what: &str, f: impl Fn() -> bool) {
+pub fn wait_for(what: &str, mut f: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(30);
     while !f() {
         assert!(Instant::now() < end, "waited too long for {what}");
