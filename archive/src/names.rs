@@ -56,6 +56,9 @@ pub const VRAM_INDEX_PARTIAL: &str = ".vram-index.img.partial";
 /// The record of cryopod's CRIU plugin for NVIDIA. It names the buffers whose contents are in the VRAM files.
 pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
 
+/// The preload library that the container's processes have mapped.
+pub const PRELOAD_LIBRARY: &str = "cryopod-preload.so";
+
 /// Prefix of CRIU's memory files; a number and `.img` follow.
 pub const PAGES: &str = "pages-";
 /// Prefix of the VRAM files' shards; a number and `.img` follow.

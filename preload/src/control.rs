@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: u32 = 2;
 const TICK: Duration = Duration::from_millis(1);
+/// Longest that a request may hold the calls.
+const LONGEST: Duration = Duration::from_secs(3600);
 const STACK: usize = 256 << 10;
 
 static STARTED: AtomicBool = AtomicBool::new(false);
@@ -143,7 +145,10 @@ fn cuda(code: c_int) -> Reason {
 impl Control<'_> {
     fn carry_out(&mut self, request: Request, fd: Option<OwnedFd>) -> Result<(), Reason> {
         match (request, &self.state) {
-            (Request::Stop { limit_ms }, State::Open | State::Stopped(_)) => self.stop(limit_ms),
+            (Request::Stop { limit_ms, hold_ms }, State::Open | State::Stopped(_)) => {
+                let limits = [limit_ms, hold_ms].map(Duration::from_millis);
+                self.stop(limits)
+            }
             (Request::Release, State::Stopped(_)) => {
                 self.state = State::Away;
                 memory::release_all().map_err(cuda)
@@ -173,6 +178,7 @@ impl Control<'_> {
                 let file = fd.or_else(|| self.kept.take());
                 self.fill(file)
             }
+            (Request::State, State::Away) => Ok(()),
             _ => Err(Reason::Order),
         }
     }
@@ -189,8 +195,8 @@ impl Control<'_> {
         let _ = wire::send_answer(self.socket, piece, Some(fd.as_fd()));
     }
 
-    fn stop(&mut self, limit_ms: u64) -> Result<(), Reason> {
-        let limit = Duration::from_millis(limit_ms);
+    fn stop(&mut self, [limit, hold]: [Duration; 2]) -> Result<(), Reason> {
+        let (limit, hold) = (limit.min(LONGEST), hold.min(LONGEST));
         let until = Instant::now() + limit;
         if !gate::holds_all() {
             return Err(Reason::Unknown);
@@ -214,8 +220,7 @@ impl Control<'_> {
                 .map_err(cuda)
         });
         match exported {
-            // The agent has as long again to copy.
-            Ok(()) => self.state = State::Stopped(Instant::now() + limit),
+            Ok(()) => self.state = State::Stopped(Instant::now() + hold),
             Err(_) => self.go_on(),
         }
         exported

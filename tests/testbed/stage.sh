@@ -31,6 +31,9 @@ show_binaries() { # file by file: a build that replaces one does not change it u
     if [ -e opt/build/cryopod-cuda-agent ]; then
         show opt/build/cryopod-cuda-agent usr/local/lib/cryopod/cryopod-cuda-agent
     fi
+    if [ -e opt/build/libcryopod_preload.so ]; then
+        show opt/build/libcryopod_preload.so usr/local/lib/cryopod/libcryopod_preload.so
+    fi
     if [ -e opt/build/libcryopod_nvidia.so ]; then
         show opt/build/libcryopod_nvidia.so usr/local/lib/cryopod/cryopod_nvidia.so
     fi

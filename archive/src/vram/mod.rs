@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 pub use codec::Codec;
 pub use index::{Chunk, Digest, Index, Kind, Region};
 pub use read::{ReadOptions, Vram};
-pub use write::{Source, WriteOptions, Writer, Written, remove, write};
+pub use write::{Ahead, Source, WriteOptions, Writer, Written, remove, write};
 
 /// In bytes.
 pub const MIN_CHUNK: u32 = 64 << 10;

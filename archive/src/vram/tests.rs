@@ -425,6 +425,7 @@ proptest! {
         tail in 0usize..70_000,
         order in Just(vec![0usize, 1, 2]).prop_shuffle(),
         with_parent: bool,
+        settled: bool,
     ) {
         let dir = TempDir::new().unwrap();
         let parent = with_parent.then(|| {
@@ -448,9 +449,11 @@ proptest! {
 
         let options = options(Codec::Auto);
         let mut writer = Writer::new(&images, &options, parent.as_ref(), &NEVER);
-        let slices: Vec<&[u8]> = early.iter().map(Vec::as_slice).collect();
+        let taken: Vec<Ahead<'_>> = (early.iter().zip(&late))
+            .map(|(bytes, late)| Ahead { bytes, complete: settled && bytes == late })
+            .collect();
         let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
-        writer.ahead(&slices, &filled[..slices.len()], &AtomicBool::new(true)).unwrap();
+        writer.ahead(&taken, &filled[..taken.len()], &AtomicBool::new(true)).unwrap();
         let names = ["a", "b", "c"];
         let sources: Vec<Source<'_>> = order
             .iter()
@@ -476,7 +479,11 @@ fn a_writer_that_has_not_finished_leaves_nothing() {
     let mut writer = Writer::new(dir.path(), &options, None, &NEVER);
     let filled = [AtomicUsize::new(bytes.len())];
     let over = AtomicBool::new(true);
-    writer.ahead(&[&bytes], &filled, &over).unwrap();
+    let taken = Ahead {
+        bytes: &bytes,
+        complete: false,
+    };
+    writer.ahead(&[taken], &filled, &over).unwrap();
     assert!(dir.path().join(names::vram_shard(0)).exists());
     drop(writer);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);

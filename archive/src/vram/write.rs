@@ -55,6 +55,14 @@ impl Default for WriteOptions {
     }
 }
 
+/// Memory to write ahead.
+#[derive(Debug, Clone, Copy)]
+pub struct Ahead<'a> {
+    pub bytes: &'a [u8],
+    /// It changes no more: what is written of it needs no second look.
+    pub complete: bool,
+}
+
 /// A buffer to write. Its contents must not change during the write: a changed chunk would not match its digest.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
@@ -105,6 +113,8 @@ pub struct Writer<'a> {
     /// What was written ahead: for each memory its chunks, as far as they were taken. A chunk's place is its number in
     /// all of this.
     ahead: Vec<Vec<Option<Chunk>>>,
+    /// Which memory was complete then.
+    settled: Vec<bool>,
     complete: bool,
 }
 
@@ -136,21 +146,25 @@ impl<'a> Writer<'a> {
             shards: Shards::new(dir, options.shard_bytes, options.sync),
             open: Mutex::default(),
             ahead: Vec::new(),
+            settled: Vec::new(),
             complete: false,
         }
     }
 
     /// Writes memory while another program fills it, until `over`. `filled` tells for each memory how many bytes from
-    /// its start are probably there. The memory may change in any way.
+    /// its start are probably there. Memory that is not complete may change in any way.
     pub fn ahead(
         &mut self,
-        memory: &[&[u8]],
+        memory: &[Ahead<'_>],
         filled: &[AtomicUsize],
         over: &AtomicBool,
     ) -> Result<(), VramError> {
         let size = self.chunk_bytes()?;
         self.known = Mutex::new(self.known_of_parent());
-        let counts: Vec<usize> = memory.iter().map(|m| m.len().div_ceil(size)).collect();
+        let counts: Vec<usize> = memory
+            .iter()
+            .map(|m| m.bytes.len().div_ceil(size))
+            .collect();
         let starts = starts(&counts);
         let rows: Vec<_> = counts.iter().map(|count| vec![None; *count]).collect();
         let (rows, taken) = (Mutex::new(rows), Mutex::new(vec![0; memory.len()]));
@@ -158,7 +172,7 @@ impl<'a> Writer<'a> {
         let next = || {
             let mut taken = lock(&taken);
             let ready = |(m, from): &(usize, &mut usize)| {
-                (**from + RUN) * size <= filled[*m].load(Relaxed).min(memory[*m].len())
+                (**from + RUN) * size <= filled[*m].load(Relaxed).min(memory[*m].bytes.len())
             };
             let (m, from) = taken.iter_mut().enumerate().find(ready)?;
             *from += RUN;
@@ -176,15 +190,19 @@ impl<'a> Writer<'a> {
                     continue;
                 };
                 for i in from..from + RUN {
-                    let piece = &memory[m][i * size..][..size];
-                    // So that what is hashed is what is written.
-                    copy.copy_from_slice(piece);
-                    let row = self.chunk(starts[m] + i, &copy, encoder, own)?;
+                    let mut piece = &memory[m].bytes[i * size..][..size];
+                    if !memory[m].complete {
+                        // So that what is hashed is what is written.
+                        copy.copy_from_slice(piece);
+                        piece = &copy;
+                    }
+                    let row = self.chunk(starts[m] + i, piece, encoder, own)?;
                     lock(&rows)[m][i] = Some(row);
                 }
             }
         })?;
         self.ahead = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.settled = memory.iter().map(|m| m.complete).collect();
         Ok(())
     }
 
@@ -200,7 +218,8 @@ impl<'a> Writer<'a> {
         let pieces: Vec<&[u8]> = sources.iter().flat_map(|s| s.bytes.chunks(size)).collect();
         let known = self.known_of_parent();
         let mut rows = self.translated(sources, memory, size);
-        let (ahead, changed) = self.drop_changed(&pieces, &mut rows)?;
+        let settled = self.settled(sources, memory, size);
+        let (ahead, changed) = self.drop_changed(&pieces, &settled, &mut rows)?;
         self.known = Mutex::new(known);
         lock(&self.known).extend(rows.iter().enumerate().filter_map(|(number, row)| {
             let row =
@@ -321,11 +340,26 @@ impl<'a> Writer<'a> {
         rows
     }
 
+    /// For each of the sources' chunks whether it cannot have changed since it was written.
+    fn settled(&self, sources: &[Source<'_>], memory: &[Option<usize>], size: usize) -> Vec<bool> {
+        let of = |s: usize| {
+            let number = memory.get(s).copied().flatten();
+            number.and_then(|m| self.settled.get(m)).copied()
+        };
+        let each = sources.iter().enumerate();
+        each.flat_map(|(s, source)| {
+            let count = source.bytes.len().div_ceil(size);
+            std::iter::repeat_n(of(s).unwrap_or(false), count)
+        })
+        .collect()
+    }
+
     /// Forgets what has changed since it was written, and what refers to that. Returns how many chunks there were, and
     /// how many of them are forgotten.
     fn drop_changed(
         &self,
         pieces: &[&[u8]],
+        settled: &[bool],
         rows: &mut [Option<Chunk>],
     ) -> Result<(u64, u64), VramError> {
         let taken: Vec<(usize, Chunk)> = (rows.iter().enumerate())
@@ -333,9 +367,10 @@ impl<'a> Writer<'a> {
             .collect();
         let next = AtomicUsize::new(0);
         let changed = Mutex::new(Vec::new());
-        let bytes = taken.iter().map(|(n, _)| pieces[*n].len()).sum();
+        let looked_at: Vec<_> = taken.iter().filter(|(n, _)| !settled[*n]).collect();
+        let bytes = looked_at.iter().map(|(n, _)| pieces[*n].len()).sum();
         self.on_threads(bytes, &|_, _| {
-            while let Some((number, row)) = taken.get(next.fetch_add(1, Relaxed)) {
+            while let Some((number, row)) = looked_at.get(next.fetch_add(1, Relaxed)) {
                 self.check_cancelled()?;
                 let piece = pieces[*number];
                 let same = match row.kind {

@@ -16,7 +16,10 @@ use cryopod_preload_wire::Request;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(60);
-const STOP: Request = Request::Stop { limit_ms: 60_000 };
+const STOP: Request = Request::Stop {
+    limit_ms: 60_000,
+    hold_ms: 60_000,
+};
 
 fn main() {
     let numbers: Vec<u64> = std::env::args()

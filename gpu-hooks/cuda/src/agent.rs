@@ -7,6 +7,7 @@
 
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
+use super::preload::process::Preloads;
 use super::procfs;
 use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::vram::store::VramFiles;
@@ -18,6 +19,8 @@ mod settle;
 
 /// How much longer than its own timeout a lock may take before it counts as hanging.
 const LOCK_GRACE: Duration = Duration::from_secs(3);
+/// How much longer than its own timeout the copying of a process's GPU memory may take.
+const COPY_GRACE: Duration = Duration::from_secs(180);
 /// How long after an "illegal state" a lock is tried again: the process may be within cuInit.
 const RACE_PAUSE: Duration = Duration::from_millis(250);
 const TICK: Duration = Duration::from_millis(20);
@@ -53,6 +56,7 @@ struct Tracked {
 pub struct Agent<D> {
     driver: D,
     vram_files: Arc<VramFiles>,
+    preloads: Preloads,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
 }
@@ -100,6 +104,7 @@ impl<D: Driver> Agent<D> {
         Arc::new(Self {
             driver,
             vram_files: Arc::default(),
+            preloads: Preloads::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
         })
@@ -113,9 +118,14 @@ impl<D: Driver> Agent<D> {
         &self.vram_files
     }
 
+    pub fn preloads(&self) -> &Preloads {
+        &self.preloads
+    }
+
     /// Keeps every process as it is now; each keeps its memory itself.
     pub fn keep(&self) {
         self.table().retain(|_, entry| entry.busy.is_some());
+        self.preloads.forget();
         self.vram_files.clear();
     }
 
@@ -142,7 +152,10 @@ impl<D: Driver> Agent<D> {
             | Op::Query { limit_ms, .. }
             | Op::Checkpoint { limit_ms, .. }
             | Op::Restore { limit_ms, .. }
-            | Op::Unlock { limit_ms, .. } => Duration::from_millis(*limit_ms),
+            | Op::Unlock { limit_ms, .. }
+            | Op::PreloadIn { limit_ms, .. }
+            | Op::PreloadKeep { limit_ms, .. } => Duration::from_millis(*limit_ms),
+            Op::PreloadOut { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + COPY_GRACE,
             _ => {
                 let what = format!("{} is not about a process", op.name());
                 return Err(error(ErrorKind::BadRequest, what));
@@ -270,6 +283,34 @@ impl<D: Driver> Agent<D> {
                 }
                 Err(cause) => Err(self.after_failure(pid, &cause, "unlock")),
             },
+            Op::PreloadOut {
+                timeout_ms,
+                threads,
+                ..
+            } => {
+                self.note_found(pid)?;
+                let limit = Duration::from_millis(*timeout_ms);
+                let taken = self
+                    .preloads
+                    .take_out(pid, *threads, limit, &self.vram_files);
+                taken.map(Outcome::Preloaded)
+            }
+            Op::PreloadIn {
+                buffer,
+                threads,
+                limit_ms,
+                ..
+            } => {
+                let limit = Duration::from_millis(*limit_ms);
+                self.preloads
+                    .bring_in(pid, *buffer, *threads, limit, &self.vram_files)
+                    .map(|()| Outcome::Done)
+            }
+            Op::PreloadKeep { limit_ms, .. } => {
+                let limit = Duration::from_millis(*limit_ms);
+                let kept = self.preloads.keep(pid, limit, &self.vram_files);
+                kept.map(|()| Outcome::Done)
+            }
             _ => Err(error(ErrorKind::BadRequest, op.name())),
         }
     }

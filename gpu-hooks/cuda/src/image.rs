@@ -12,8 +12,10 @@ pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
 /// The version written without VRAM files: an older plugin can restore it.
 pub const VERSION: u32 = 1;
 pub const VRAM_VERSION: u32 = 2;
-/// The version written where a process has inherited mappings of device nodes, and the newest read.
+/// The version written where a process has inherited mappings of device nodes.
 pub const MAPS_VERSION: u32 = 3;
+/// The version written where GPU memory was taken out by the preload library, and the newest read.
+pub const PRELOAD_VERSION: u32 = 4;
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
@@ -76,6 +78,8 @@ pub enum Step {
     Unlock,
     /// Memory for the VRAM files, and its removal from the process.
     Vram,
+    /// The preload library: GPU memory copied out of the process, or back.
+    Preload,
 }
 
 impl std::fmt::Display for Step {
@@ -87,6 +91,7 @@ impl std::fmt::Display for Step {
             Self::Restore => "restore",
             Self::Unlock => "unlock",
             Self::Vram => "vram",
+            Self::Preload => "preload",
         })
     }
 }
@@ -109,7 +114,7 @@ fn is_zero(n: &u64) -> bool {
 pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("{FILE_NAME} has version {0}; this plugin reads {MAPS_VERSION}")]
+    #[error("{FILE_NAME} has version {0}; this plugin reads {PRELOAD_VERSION}")]
     Version(u32),
     #[error("{FILE_NAME} is invalid: {0}")]
     Invalid(String),
@@ -138,7 +143,7 @@ impl NvidiaImage {
             return Err(ImageError::Invalid("too large".into()));
         }
         let versioned: Versioned = serde_json::from_slice(bytes)?;
-        if !(VERSION..=MAPS_VERSION).contains(&versioned.version) {
+        if !(VERSION..=PRELOAD_VERSION).contains(&versioned.version) {
             return Err(ImageError::Version(versioned.version));
         }
         let image: Self = serde_json::from_slice(bytes)?;
@@ -205,10 +210,14 @@ fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     for buffer in buffers {
         let (start, bytes) = (buffer.address, buffer.bytes);
         let end = start.checked_add(bytes).filter(|end| *end <= END);
-        let whole = start % PAGE == 0 && bytes % PAGE == 0 && bytes > 0 && start > 0;
+        let placed = (start == 0) == buffer.preload;
+        let whole = start % PAGE == 0 && bytes % PAGE == 0 && bytes > 0 && placed;
         let Some(end) = end.filter(|_| whole && buffer.region.len() <= MAX_PATH) else {
             return Err(format!("GPU memory of {bytes} bytes at {start:#x}"));
         };
+        if buffer.preload {
+            continue;
+        }
         if ends.iter().any(|(from, to)| start < *to && *from < end) {
             return Err(format!("two buffers at {start:#x}"));
         }
@@ -249,6 +258,7 @@ mod tests {
                     address: 0x7f00_0000_0000,
                     bytes: 1 << 30,
                     region: "7.0".into(),
+                    preload: false,
                 }],
                 steps: vec![StepTiming {
                     step: Step::Checkpoint,

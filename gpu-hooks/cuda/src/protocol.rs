@@ -167,6 +167,30 @@ pub enum Op {
     },
     /// Ends it and removes what was written.
     VramCancel,
+    /// Makes the GPUs of processes that have the preload library ready for a copy, ahead of the freeze.
+    PreloadPrepare {
+        pids: Vec<i32>,
+    },
+    /// Takes the GPU memory out of a process that runs and has the preload library. Answered by [`Outcome::Preloaded`].
+    PreloadOut {
+        pid: i32,
+        /// How long its GPU work may take to end.
+        timeout_ms: u64,
+        threads: usize,
+    },
+    /// Brings it back after the driver's unlock, and lets the process's calls go on. Its library's thread must run.
+    PreloadIn {
+        pid: i32,
+        /// Where the contents are; `None`: where this agent has put them, or in the file that the process keeps.
+        buffer: Option<u64>,
+        threads: usize,
+        limit_ms: u64,
+    },
+    /// Gives the process the file with its GPU memory to keep.
+    PreloadKeep {
+        pid: i32,
+        limit_ms: u64,
+    },
 }
 
 impl Op {
@@ -182,10 +206,14 @@ impl Op {
             | Self::VramLoad { .. }
             | Self::VramUserfault { .. }
             | Self::VramWait { .. }
-            | Self::VramCancel => None,
+            | Self::VramCancel
+            | Self::PreloadPrepare { .. } => None,
             Self::VramPrepare { pid, .. }
             | Self::VramPlaced { pid, .. }
             | Self::VramCopy { pid, .. }
+            | Self::PreloadOut { pid, .. }
+            | Self::PreloadIn { pid, .. }
+            | Self::PreloadKeep { pid, .. }
             | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
@@ -217,6 +245,10 @@ impl Op {
             Self::VramUserfault { .. } => "vram-userfault",
             Self::VramWait { .. } => "vram-wait",
             Self::VramCancel => "vram-cancel",
+            Self::PreloadPrepare { .. } => "preload-prepare",
+            Self::PreloadOut { .. } => "preload-out",
+            Self::PreloadIn { .. } => "preload-in",
+            Self::PreloadKeep { .. } => "preload-keep",
         }
     }
 }
@@ -248,7 +280,20 @@ pub enum Outcome {
     Buffers(Vec<SharedBuffer>),
     /// Answer to [`Op::VramWait`]: what was written or read; `None` if it was never begun.
     Vram(Option<VramDone>),
+    Preloaded(Preloaded),
     Error(DriverError),
+}
+
+/// Answer to [`Op::PreloadOut`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preloaded {
+    /// The process has no preload library, or no GPU memory behind it.
+    Without,
+    /// The process goes on with its memory; why.
+    LeftOut(String),
+    /// The memory is in this buffer of the agent's, and the process waits for it.
+    Out { buffer: u64, bytes: u64 },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -167,6 +167,8 @@ impl<D: Driver> Server<D> {
                         | Op::Checkpoint { .. }
                         | Op::Restore { .. }
                         | Op::Unlock { .. }
+                        | Op::PreloadOut { .. }
+                        | Op::PreloadIn { .. }
                 );
                 end.worked |= changes;
                 let start = Instant::now();
@@ -179,6 +181,7 @@ impl<D: Driver> Server<D> {
                         let outcome = match begun {
                             Some(begun) => begun.map_or_else(Outcome::Error, Begun::wait),
                             None => (agent.vram_files().perform(&op))
+                                .or_else(|| agent.preloads().perform(&op))
                                 .unwrap_or_else(|| agent.perform(&op)),
                         };
                         let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -108,6 +108,9 @@ impl Dump {
             self.take_in_one(thread, state, state);
             self.time(pid, Step::Query, micros);
         }
+        for (pid, micros) in self.session.preload_out(&lock)? {
+            self.time(pid, Step::Preload, micros);
+        }
         self.lock(&lock)
     }
 
@@ -317,7 +320,8 @@ impl Dump {
                 format!("process {pid}: {count} mappings of the driver's, inherited, are not kept");
             criu::log(Level::Info, &what);
             self.session.image.inherited_maps += count;
-            self.session.image.version = MAPS_VERSION;
+            let image = &mut self.session.image;
+            image.version = image.version.max(MAPS_VERSION);
         }
         Ok(())
     }
@@ -341,9 +345,9 @@ impl Dump {
             .iter()
             .copied()
             .filter(|pid| {
-                self.tasks
-                    .get(pid)
-                    .is_some_and(|task| task.now != task.found)
+                let preloaded = self.session.vram.preloaded.iter().any(|m| m.pid == *pid);
+                let task = self.tasks.get(pid);
+                preloaded || task.is_some_and(|task| task.now != task.found)
             })
             .collect();
         if changed.is_empty() {
@@ -401,6 +405,7 @@ impl Dump {
             limit_ms,
         });
         first = first.or(unlocked.err());
+        first = first.or(self.preload_back().err());
         if first.is_none() {
             let left = changed.iter().find(|pid| {
                 self.tasks
@@ -416,6 +421,22 @@ impl Dump {
             });
         }
         first.map_or(Ok(()), Err)
+    }
+
+    /// Brings the GPU memory back that the preload library handed over, to the processes that are unlocked.
+    fn preload_back(&mut self) -> Result<(), Failed> {
+        let (back, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut self.session.vram.preloaded)
+            .into_iter()
+            .partition(|memory| self.state(memory.pid) == ProcessState::Running);
+        self.session.vram.preloaded = rest;
+        let memory: Vec<(i32, u64)> = back.iter().map(|memory| (memory.pid, memory.id)).collect();
+        if memory.is_empty() {
+            return Ok(());
+        }
+        for (pid, micros) in self.session.preload_in(&memory)? {
+            self.time(pid, Step::Preload, micros);
+        }
+        Ok(())
     }
 
     fn state(&self, pid: i32) -> ProcessState {

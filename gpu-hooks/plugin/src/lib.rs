@@ -15,6 +15,7 @@ mod criu;
 mod dump;
 mod files;
 mod maps;
+mod preload_steps;
 mod restore;
 mod session;
 mod vram;

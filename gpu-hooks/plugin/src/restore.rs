@@ -131,10 +131,6 @@ impl Restore {
                 &format!("{mib} MiB of GPU memory read in {ms} ms"),
             );
         }
-        // The driver has copied it to the GPU and unmapped it.
-        for buffer in std::mem::take(&mut self.vram).into_values() {
-            self.session.vram_drop(buffer.id);
-        }
         let running: Vec<i32> = self
             .session
             .image
@@ -147,7 +143,43 @@ impl Restore {
             .into_iter()
             .filter(|thread| running.contains(&thread.pid))
             .collect();
-        self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })
+        self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })?;
+        self.preload_in(&running)?;
+        // It is on the GPU, and the driver has unmapped its part.
+        for buffer in std::mem::take(&mut self.vram).into_values() {
+            self.session.vram_drop(buffer.id);
+        }
+        Ok(())
+    }
+
+    /// Gives the preload libraries of running processes their GPU memory.
+    fn preload_in(&mut self, running: &[i32]) -> Result<(), Failed> {
+        let mut memory = Vec::new();
+        for record in &self.session.image.processes {
+            let pid = record.host_pid;
+            for buffer in record.vram.iter().filter(|buffer| buffer.preload) {
+                let what = "its GPU memory was not read, or it was not running";
+                let shared = self.vram.get(&buffer.region);
+                let shared = shared.filter(|_| running.contains(&pid));
+                let shared = shared.ok_or_else(|| failure("preload", Some(pid), what))?;
+                memory.push((pid, shared.id));
+            }
+        }
+        if memory.is_empty() {
+            return Ok(());
+        }
+        for (pid, micros) in self.session.preload_in(&memory)? {
+            if let Some(record) = record_of(&mut self.session.image.processes, pid) {
+                let step = Step::Preload;
+                record.steps.push(StepTiming { step, micros });
+            }
+            let what = format!(
+                "process {pid}: GPU memory copied back in {} ms",
+                micros / 1000
+            );
+            criu::log(Level::Info, &what);
+        }
+        Ok(())
     }
 
     /// Maps the memory of the VRAM files into the processes. The driver may then begin: what it touches too early is
@@ -162,7 +194,7 @@ impl Restore {
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
                 continue;
             };
-            for buffer in record.vram.clone() {
+            for buffer in record.vram.clone().into_iter().filter(|b| !b.preload) {
                 let missing = || failure("vram", Some(*pid), "its memory was not read");
                 let shared = self.vram.get(&buffer.region).ok_or_else(missing)?.clone();
                 all_wait &=

@@ -26,6 +26,8 @@ const WATCH_TICK: Duration = Duration::from_micros(50);
 /// How long the driver may take to notice that a process was killed.
 const KILLED: Duration = Duration::from_secs(10);
 pub const QUERY_MS: u64 = 10_000;
+/// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
+const COPY_MS: u64 = 180_000;
 
 /// Boxed: it is rare and large.
 pub type Failed = Box<Failure>;
@@ -422,8 +424,10 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramWrite { .. }
         | Op::VramLoad { .. }
         | Op::VramUserfault { .. }
-        | Op::VramCancel => QUERY_MS,
+        | Op::VramCancel
+        | Op::PreloadPrepare { .. } => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
+        Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
         Op::Find { limit_ms, .. }
         | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }
@@ -431,6 +435,8 @@ fn limit_of(op: &Op) -> Duration {
         | Op::Unlock { limit_ms, .. }
         | Op::VramPrepare { limit_ms, .. }
         | Op::VramCopy { limit_ms, .. }
+        | Op::PreloadIn { limit_ms, .. }
+        | Op::PreloadKeep { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
     })
 }

@@ -26,9 +26,17 @@ pub struct Captured {
     pub(crate) away: bool,
 }
 
+/// GPU memory that the preload library of a process has handed over: in a buffer of the agent's.
+pub struct PreloadedMemory {
+    pub pid: i32,
+    pub id: u64,
+    pub bytes: u64,
+}
+
 #[derive(Default)]
 pub struct Vram {
     pub captured: Vec<Captured>,
+    pub preloaded: Vec<PreloadedMemory>,
     /// Why VRAM files were not used where they might have been.
     pub left_out: Option<String>,
     pub writes: bool,

@@ -16,16 +16,18 @@ const LOOK_MS: u64 = 300;
 
 impl Session {
     /// After the driver's checkpoint: has the agent begin to write, and unmaps the memory from the processes, so that
-    /// CRIU has nothing to dump. `names` gives each buffer its name in the VRAM files.
+    /// CRIU has nothing to dump. `names` gives each buffer its name in the VRAM files: first those that the preload
+    /// library handed over, then the driver's.
     ///
     /// If that fails the processes get private memory with the same contents, which CRIU dumps. An error means that
-    /// they have lost it.
+    /// they have lost it, or that only VRAM files can hold it.
     pub fn vram_out(&mut self, config: &VramConfig, names: &[String]) -> Result<bool, Failed> {
-        if self.vram.captured.is_empty() {
+        if self.vram.captured.is_empty() && self.vram.preloaded.is_empty() {
             return Ok(false);
         }
         let reason = match self.try_vram_out(config, names) {
             Ok(()) => return Ok(true),
+            Err(failed) if !self.vram.preloaded.is_empty() => return Err(failed),
             Err(failed) => failed.cause,
         };
         self.vram_cancel();
@@ -43,13 +45,13 @@ impl Session {
         let failed = |pid, error: io::Error| failure("vram", pid, error.to_string());
         let dir = image_directory()
             .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
-        let buffers = self
-            .vram
-            .captured
-            .iter()
+        let preloaded = self.vram.preloaded.iter().map(|memory| memory.id);
+        let captured = self.vram.captured.iter().map(|captured| captured.id);
+        let buffers = preloaded
+            .chain(captured)
             .zip(names)
-            .map(|(captured, name)| NamedBuffer {
-                id: captured.id,
+            .map(|(id, name)| NamedBuffer {
+                id,
                 name: name.clone(),
             });
         let write = Op::VramWrite {

@@ -66,9 +66,9 @@ impl Card {
 /// What the agent asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
-    /// Holds all calls that enqueue GPU work, waits for the work, and answers with a piece for each allocation. Calls go
-    /// on by themselves if nothing else is asked for within `limit_ms`.
-    Stop { limit_ms: u64 },
+    /// Holds all calls that enqueue GPU work, waits up to `limit_ms` for the work, and answers with a piece for each
+    /// allocation. Calls go on by themselves if nothing else is asked for within `hold_ms`.
+    Stop { limit_ms: u64, hold_ms: u64 },
     /// Releases the GPU memory of all pieces; their addresses stay reserved.
     Release,
     /// Allocates the GPU memory of all pieces again and answers with each piece.
@@ -82,6 +82,8 @@ pub enum Request {
     /// Allocates the GPU memory again, copies all pieces from the attached file, and lets the calls go on: the slow way
     /// back for when there is no agent.
     Fill,
+    /// Answers [`Answer::Done`] if the memory is away.
+    State,
 }
 
 /// What the library answers.
@@ -127,25 +129,27 @@ type Packet = [u64; 3];
 impl Request {
     fn packet(self) -> Packet {
         match self {
-            Self::Stop { limit_ms } => [1, limit_ms, 0],
+            Self::Stop { limit_ms, hold_ms } => [1, limit_ms, hold_ms],
             Self::Release => [2, 0, 0],
             Self::Allocate => [3, 0, 0],
             Self::Go => [4, 0, 0],
             Self::Keep => [5, 0, 0],
             Self::Kept => [6, 0, 0],
             Self::Fill => [7, 0, 0],
+            Self::State => [8, 0, 0],
         }
     }
 
     fn from_packet(packet: Packet) -> Option<Self> {
         Some(match packet {
-            [1, limit_ms, _] => Self::Stop { limit_ms },
+            [1, limit_ms, hold_ms] => Self::Stop { limit_ms, hold_ms },
             [2, ..] => Self::Release,
             [3, ..] => Self::Allocate,
             [4, ..] => Self::Go,
             [5, ..] => Self::Keep,
             [6, ..] => Self::Kept,
             [7, ..] => Self::Fill,
+            [8, ..] => Self::State,
             _ => return None,
         })
     }
@@ -378,13 +382,17 @@ mod tests {
     fn messages_arrive_as_they_were_sent() {
         let (library, agent) = pair().unwrap();
         let requests = [
-            Request::Stop { limit_ms: 7 },
+            Request::Stop {
+                limit_ms: 7,
+                hold_ms: 8,
+            },
             Request::Release,
             Request::Allocate,
             Request::Go,
             Request::Keep,
             Request::Kept,
             Request::Fill,
+            Request::State,
         ];
         for sent in requests {
             send_request(&agent, sent, None).unwrap();

@@ -54,6 +54,7 @@ pub mod passthrough;
 mod pause;
 pub mod plugins;
 pub mod preflight;
+pub mod preload;
 pub mod privileges;
 #[cfg(test)]
 mod reach_tests;
@@ -140,6 +141,9 @@ fn create(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
             return Ok(code);
         }
         avoid::create(&bundle, &spec)?;
+        // With what the edit before has written.
+        let spec = Spec::of_bundle(&bundle).unwrap_or(spec);
+        preload::create(&ctx.config, &bundle, &spec)?;
     }
     Err(passthrough::exec(&ctx.low, &ctx.args))
 }

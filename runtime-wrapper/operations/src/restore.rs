@@ -36,7 +36,7 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{passthrough, plugins, rootfs, state};
+use crate::{passthrough, plugins, preload, rootfs, state};
 
 /// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
 ///
@@ -76,6 +76,7 @@ fn restore(
     new: Option<&NewContainer>,
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
+    preload::restore(&inv.bundle(), &inv.images_of_restore(ctx.low.kind))?;
     let request = Request::restore(ctx, inv)?;
     let is_free = new.is_some() && !state::directory(ctx, inv).exists();
     let signals = Signals::watch()?;

@@ -112,8 +112,14 @@ pub fn reserve(
         return;
     }
     let threads = vram.threads_for(wanted.len());
-    let reserved = Client::connect(&op.file(crate::agent::SOCKET))
-        .and_then(|mut client| client.call(Op::VramReserve { wanted, threads }, limit));
+    let socket = op.file(crate::agent::SOCKET);
+    let pids = wanted.iter().map(|of| of.pid).collect();
+    let reserved = std::thread::scope(|scope| {
+        let prepare = || Client::connect(&socket)?.call(Op::PreloadPrepare { pids }, limit);
+        // Without it the first copy prepares the GPUs.
+        scope.spawn(prepare);
+        Client::connect(&socket)?.call(Op::VramReserve { wanted, threads }, limit)
+    });
     let why = match reserved.map(|reply| reply.outcome) {
         Ok(Outcome::Done) => return,
         Ok(Outcome::Error(error)) => error.message,

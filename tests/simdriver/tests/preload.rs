@@ -17,7 +17,10 @@ use cryopod_preload_wire::Request;
 use cuda_sim::cuda::Cuda;
 
 const LIMIT: Duration = Duration::from_secs(20);
-const STOP: Request = Request::Stop { limit_ms: 20_000 };
+const STOP: Request = Request::Stop {
+    limit_ms: 20_000,
+    hold_ms: 20_000,
+};
 
 /// The library, built by `cargo build --workspace`.
 fn library() -> PathBuf {
@@ -101,7 +104,14 @@ fn memory_leaves_and_comes_back() {
     client.goes_on();
     drop(
         library
-            .ask(Request::Stop { limit_ms: 1500 }, None, LIMIT)
+            .ask(
+                Request::Stop {
+                    limit_ms: 1500,
+                    hold_ms: 1500,
+                },
+                None,
+                LIMIT,
+            )
             .unwrap(),
     );
     client.goes_on();

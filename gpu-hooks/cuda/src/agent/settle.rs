@@ -5,6 +5,7 @@ use super::super::procfs;
 use super::super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
 use super::{Agent, Begun, Limits, TICK, Tracked, error};
+use cryopod_archive::vram::usual_threads;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,9 @@ impl<D: Driver> Agent<D> {
         let changed: Vec<(i32, Tracked)> = self
             .table()
             .iter()
-            .filter(|(_, entry)| entry.busy.is_some() || needs_undoing(entry))
+            .filter(|(pid, entry)| {
+                entry.busy.is_some() || needs_undoing(entry) || self.preloads.is_out(**pid)
+            })
             .map(|(pid, entry)| (*pid, entry.clone()))
             .collect();
         let listed = |(pid, entry): &(i32, Tracked)| RolledBack {
@@ -148,6 +151,9 @@ impl<D: Driver> Agent<D> {
         if found == Running && matches!(state, Checkpointed | Locked) {
             self.perform_in_turn(Op::Unlock { pid, limit_ms }, limit)?;
         }
+        if self.preloads.is_out(pid) {
+            self.put_back_preloaded(pid, limit)?;
+        }
         match self.table().get(&pid) {
             Some(entry) if needs_undoing(entry) => {
                 let what = format!("the process is {} and was found {found}", entry.now);
@@ -155,6 +161,25 @@ impl<D: Driver> Agent<D> {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Brings a process's GPU memory back. If that fails the process keeps the memory, and waits.
+    fn put_back_preloaded(self: &Arc<Self>, pid: i32, limit: Duration) -> Result<(), DriverError> {
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        let bring_in = Op::PreloadIn {
+            pid,
+            buffer: None,
+            threads: usual_threads(),
+            limit_ms,
+        };
+        let Err(mut cause) = self.perform_in_turn(bring_in, limit) else {
+            return Ok(());
+        };
+        if self.preloads.keep(pid, limit, &self.vram_files).is_ok() {
+            cause.message +=
+                "; it keeps its GPU memory in host memory and waits: `cryopod resume` tries again";
+        }
+        Err(cause)
     }
 
     fn perform_in_turn(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Outcome, DriverError> {

@@ -6,16 +6,23 @@
 //! within the memory that was made for them, and every wait has a limit. A process that lies harms its own memory.
 
 pub mod copy;
+pub mod process;
 
 use crate::procfs;
-use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Request};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
 /// Most pieces that a process may have.
 const MAX_PIECES: usize = 1 << 20;
+
+/// How long the library may take to tell its state.
+const STATE_LIMIT: Duration = Duration::from_secs(5);
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+const OUT_OF_MEMORY: u32 = 2;
 
 /// A piece of a process's GPU memory.
 #[derive(Debug)]
@@ -55,7 +62,7 @@ impl Library {
     /// Sends a request and collects the pieces of the answer. `limit` is for each message.
     ///
     /// # Errors
-    /// The library's reason, or that it did not answer.
+    /// The library's reason ([`io::ErrorKind::ResourceBusy`]: GPU work that did not end), or that it did not answer.
     pub fn ask(
         &self,
         request: Request,
@@ -69,7 +76,12 @@ impl Library {
             match wire::answer(&self.socket) {
                 Ok((Answer::Done, _)) => return Ok(pieces),
                 Ok((Answer::Failed(reason), _)) => {
-                    return Err(io::Error::other(reason.to_string()));
+                    let kind = match reason {
+                        Reason::Busy => io::ErrorKind::ResourceBusy,
+                        Reason::Cuda(OUT_OF_MEMORY) => io::ErrorKind::OutOfMemory,
+                        _ => io::ErrorKind::Other,
+                    };
+                    return Err(io::Error::new(kind, reason.to_string()));
                 }
                 Ok((Answer::Piece { offset, bytes }, Some(handle)))
                     if pieces.len() < MAX_PIECES =>
@@ -92,6 +104,28 @@ impl Library {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Whether a process seems to have the library.
+    pub fn is_in(pid: i32) -> bool {
+        card(pid).is_some()
+    }
+
+    /// Whether the library in a process keeps a file with its GPU memory, or has it elsewhere: its calls wait.
+    pub fn waits(pid: i32) -> bool {
+        Self::of(pid).is_some_and(|library| library.ask(Request::State, None, STATE_LIMIT).is_ok())
+    }
+
+    /// The library's thread in a process, as this program's `/proc` numbers it.
+    pub fn thread_of(pid: i32) -> Option<i32> {
+        let tid = card(pid)?.tid;
+        let inner = |thread: &i32| {
+            let status = procfs::status(*thread).ok();
+            status.and_then(|status| status.ns_pids.last().copied())
+        };
+        procfs::threads(pid)
+            .into_iter()
+            .find(|thread| inner(thread) == Some(tid))
     }
 
     /// Gives the process the file, and has it bring its memory back by itself, however slowly.
@@ -119,7 +153,11 @@ fn card(pid: i32) -> Option<Card> {
     };
     let mut paths = descriptors.flatten().map(|entry| entry.path());
     let mut bytes = [0; Card::BYTES];
-    File::open(paths.find(is_card)?)
+    // A pipe can have such a name, too.
+    File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(paths.find(is_card)?)
         .ok()?
         .read_exact(&mut bytes)
         .ok()?;

@@ -4,6 +4,7 @@ use super::super::client::Client;
 use super::super::inject::{Injection, Seized};
 use super::super::protocol::{Op, Outcome};
 use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
+use super::preload::Out;
 use super::{Captured, Done, How, SuspendError, call, micros, step};
 use std::io;
 use std::path::Path;
@@ -14,6 +15,7 @@ pub(super) fn to_files(
     client: &mut Client,
     directory: &Path,
     captured: &[Captured],
+    out: &[Out],
     done: &Done,
     how: &How,
 ) -> Result<(VramDone, u64), SuspendError> {
@@ -29,10 +31,19 @@ pub(super) fn to_files(
             .next()
             .unwrap_or_default()
     };
-    let buffers = captured.iter().map(|one| NamedBuffer {
+    let captured_buffers = captured.iter().map(|one| NamedBuffer {
         id: one.id,
         name: region(one),
     });
+    let preloaded = out.iter().map(|one| {
+        let process = done.processes.iter().find(|p| p.pid == one.pid);
+        let buffer = process.and_then(|p| p.buffers.iter().find(|b| b.preload));
+        NamedBuffer {
+            id: one.id,
+            name: buffer.map(|b| b.region.clone()).unwrap_or_default(),
+        }
+    });
+    let buffers = preloaded.chain(captured_buffers);
     let op = Op::VramWrite {
         dir: directory.to_owned(),
         buffers: buffers.collect(),

@@ -10,12 +10,14 @@
 
 mod capture;
 mod files;
+mod preload;
 
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid};
+use super::preload::Library;
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
-use super::vram::{VramBuffer, VramConfig};
+use super::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -24,6 +26,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const QUERY_MS: u64 = 10_000;
+/// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
+const COPY_MS: u64 = 180_000;
 /// How much later than the agent's own limit its answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(50);
@@ -37,6 +41,12 @@ pub struct Suspended {
     pub gpus: Vec<GpuUuid>,
     /// The memory that the driver was given.
     pub buffers: Vec<VramBuffer>,
+}
+
+impl Suspended {
+    fn has_preload(&self) -> bool {
+        self.buffers.iter().any(|buffer| buffer.preload)
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -114,6 +124,8 @@ struct Captured {
 }
 
 type Threads = Vec<(i32, i32)>;
+/// A buffer of a process with its driver's thread, and the memory into which it was read.
+type Loaded = ((i32, i32, VramBuffer), SharedBuffer);
 
 /// Suspends the CUDA processes among `pids`. Calls `note` with them when all is done, before it leaves them so. On
 /// error the agent brings the processes back when the client is dropped.
@@ -123,9 +135,22 @@ pub fn suspend(
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
-    let (threads, mut done) = locked(client, pids, how)?;
+    let (threads, mut done) = found_running(client, pids)?;
+    let out = preload::take_out(client, &threads, how, &mut done)?;
+    lock_all(client, &threads, how, &mut done)?;
     let (captured, micros) = capture::checkpoint(client, &threads, how, &mut done.left_out)?;
     done.steps.push(("checkpoint", micros));
+    for preload::Out { pid, bytes, .. } in &out {
+        let process = done.processes.iter_mut().find(|p| p.pid == *pid);
+        if let Some(process) = process {
+            process.buffers.push(VramBuffer {
+                address: 0,
+                bytes: *bytes,
+                region: format!("{pid}-{}", process.buffers.len()),
+                preload: true,
+            });
+        }
+    }
     for captured in &captured {
         let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
         if let Some(process) = process {
@@ -134,13 +159,16 @@ pub fn suspend(
                 address: captured.address,
                 bytes: captured.bytes,
                 region,
+                preload: false,
             });
         }
     }
     if let Some(directory) = &how.directory {
-        let (written, micros) = files::to_files(client, directory, &captured, &done, how)?;
+        let (written, micros) = files::to_files(client, directory, &captured, &out, &done, how)?;
         done.steps.push(("write", micros));
         done.vram = Some(written.facts);
+    } else {
+        preload::keep(client, &out, how)?;
     }
     leave(client, &done, note)?;
     Ok(done)
@@ -154,7 +182,8 @@ pub fn lock(
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
-    let (_, done) = locked(client, pids, how)?;
+    let (threads, mut done) = found_running(client, pids)?;
+    lock_all(client, &threads, how, &mut done)?;
     leave(client, &done, note)?;
     Ok(done)
 }
@@ -171,7 +200,8 @@ fn leave(
     kept.map_err(SuspendError::Unsettled).map(drop)
 }
 
-fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done), SuspendError> {
+/// The CUDA processes among `pids`, which must all run.
+fn found_running(client: &mut Client, pids: &[i32]) -> Result<(Threads, Done), SuspendError> {
     let threads = find(client, pids)?;
     if threads.is_empty() {
         return Err(SuspendError::Unused);
@@ -202,17 +232,24 @@ fn locked(client: &mut Client, pids: &[i32], how: &How) -> Result<(Threads, Done
             .collect(),
         buffers: Vec::new(),
     };
-    let mut done = Done {
+    let done = Done {
         processes: threads.iter().map(suspended).collect(),
         ..Done::default()
     };
-    let timeout_ms = how.lock_timeout_ms;
-    let micros = all(client, "lock", &threads, &|pid| Op::Lock {
-        pid,
-        timeout_ms,
-    })?;
-    done.steps.push(("lock", micros));
     Ok((threads, done))
+}
+
+fn lock_all(
+    client: &mut Client,
+    threads: &Threads,
+    how: &How,
+    done: &mut Done,
+) -> Result<(), SuspendError> {
+    let timeout_ms = how.lock_timeout_ms;
+    let lock = |pid| Op::Lock { pid, timeout_ms };
+    let (micros, _) = all(client, "lock", threads, &lock)?;
+    done.steps.push(("lock", micros));
+    Ok(())
 }
 
 /// Resumes processes; those that are gone or not suspended are left as they are. On error suspended ones stay so.
@@ -235,7 +272,14 @@ pub fn resume(
     };
     let restore = are(ProcessState::Checkpointed);
     let mut unlock = are(ProcessState::Locked);
-    if restore.is_empty() && unlock.is_empty() {
+    // A resume may have failed after the driver's part.
+    let with_library: Vec<i32> = (alive.iter().filter(|p| p.has_preload()))
+        .map(|p| p.pid)
+        .collect();
+    let preloaded = |pid: &i32| with_library.contains(pid);
+    let mut wait = are(ProcessState::Running);
+    wait.retain(|(pid, _)| preloaded(pid) && Library::waits(*pid));
+    if restore.is_empty() && unlock.is_empty() && wait.is_empty() {
         let run = !threads.is_empty() && threads.len() == alive.len();
         return Err(
             match run && are(ProcessState::Running).len() == alive.len() {
@@ -248,7 +292,7 @@ pub fn resume(
         processes: alive,
         ..Done::default()
     };
-    let mut loaded = Vec::new();
+    let mut loaded: Vec<Loaded> = Vec::new();
     if let Some(directory) = &how.directory {
         let start = Instant::now();
         let wanted: Vec<(i32, i32, VramBuffer)> = done
@@ -257,10 +301,19 @@ pub fn resume(
             .filter_map(|p| Some((p, restore.iter().find(|(pid, _)| *pid == p.pid)?)))
             .flat_map(|(p, (pid, tid))| p.buffers.iter().map(|b| (*pid, *tid, b.clone())))
             .collect();
+        let again = done
+            .processes
+            .iter()
+            .filter_map(|p| Some((p, wait.iter().find(|(pid, _)| *pid == p.pid)?)));
+        let again = again.flat_map(|(p, (pid, tid))| {
+            let buffers = p.buffers.iter().filter(|b| b.preload);
+            buffers.map(|b| (*pid, *tid, b.clone()))
+        });
+        let wanted = wanted.into_iter().chain(again).collect::<Vec<_>>();
         let (read, buffers) = files::from_files(client, directory, &wanted, how)?;
         done.vram = read.map(|read| read.facts);
-        loaded = wanted;
-        for ((pid, tid, buffer), shared) in loaded.iter().zip(&buffers) {
+        loaded = wanted.into_iter().zip(buffers).collect();
+        for ((pid, tid, buffer), shared) in loaded.iter().filter(|((.., b), _)| !b.preload) {
             let mapped = File::options()
                 .read(true)
                 .write(true)
@@ -284,29 +337,35 @@ pub fn resume(
         limit_ms,
     });
     match restored {
-        Ok(micros) => done.steps.push(("restore", micros)),
+        Ok((micros, _)) => done.steps.push(("restore", micros)),
         Err(error) => {
             take_away(client, &threads, &loaded);
             return Err(error);
         }
     }
     unlock.extend(restore);
-    let micros = all(client, "unlock", &unlock, &|pid| Op::Unlock {
+    let (micros, _) = all(client, "unlock", &unlock, &|pid| Op::Unlock {
         pid,
         limit_ms,
     })?;
     done.steps.push(("unlock", micros));
+    wait.extend(unlock.into_iter().filter(|(pid, _)| preloaded(pid)));
+    if !wait.is_empty() {
+        let micros = preload::bring_in(client, &wait, &loaded, how)?;
+        done.steps.push(("preload", micros));
+    }
     call(client, Op::Keep)?;
     Ok(done)
 }
 
 /// Unmaps the memory from the processes that stay suspended, for it is in the files. From the others the driver has
 /// removed it, or is working on it: its address may hold anything now.
-fn take_away(client: &mut Client, threads: &Threads, loaded: &[(i32, i32, VramBuffer)]) {
+fn take_away(client: &mut Client, threads: &Threads, loaded: &[Loaded]) {
     match states(client, threads) {
         Ok(states) => {
             let stays = |pid: i32| states.contains(&(pid, ProcessState::Checkpointed));
-            files::away(loaded.iter().filter(|(pid, ..)| stays(*pid)));
+            let loaded = loaded.iter().map(|(one, _)| one);
+            files::away(loaded.filter(|(pid, _, buffer)| stays(*pid) && !buffer.preload));
         }
         Err(error) => tracing::warn!("the memory that was read stays mapped: {error}"),
     }
@@ -351,7 +410,10 @@ fn limit_of(op: &Op) -> Duration {
         Op::Checkpoint { limit_ms, .. }
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. }
+        | Op::PreloadIn { limit_ms, .. }
+        | Op::PreloadKeep { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
+        Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
         _ => QUERY_MS,
     }) + MARGIN
 }
@@ -361,13 +423,13 @@ fn call(client: &mut Client, op: Op) -> Result<Reply, SuspendError> {
     Ok(client.call(op, limit)?)
 }
 
-/// Does one step of all processes at once; returns the time of the slowest.
+/// Does one step of all processes at once; returns the time of the slowest, and the answers.
 fn all(
     client: &mut Client,
     name: &'static str,
     threads: &Threads,
     op: &dyn Fn(i32) -> Op,
-) -> Result<u64, SuspendError> {
+) -> Result<(u64, Vec<(i32, Outcome)>), SuspendError> {
     let mut sent = HashMap::new();
     let mut limit = MARGIN;
     for (pid, _) in threads {
@@ -376,7 +438,7 @@ fn all(
         sent.insert(client.send(op)?, *pid);
     }
     let deadline = Instant::now() + limit;
-    let (mut slowest, mut failed) = (0, None);
+    let (mut slowest, mut failed, mut answers) = (0, None, Vec::new());
     while !sent.is_empty() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -389,11 +451,12 @@ fn all(
             continue;
         };
         slowest = slowest.max(reply.micros);
-        if let Outcome::Error(error) = reply.outcome {
-            failed.get_or_insert(step(name, pid, error));
+        match reply.outcome {
+            Outcome::Error(error) => drop(failed.get_or_insert(step(name, pid, error))),
+            outcome => answers.push((pid, outcome)),
         }
     }
-    failed.map_or(Ok(slowest), Err)
+    failed.map_or(Ok((slowest, answers)), Err)
 }
 
 fn micros(since: Instant) -> u64 {

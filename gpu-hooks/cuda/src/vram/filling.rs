@@ -19,7 +19,7 @@ const FAR_STEP: usize = 1 << 20;
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// Keeps `filled` up to date until `over`: for each memory the bytes from its start that are probably complete.
-pub fn watch(memory: &[&[u8]], filled: &[AtomicUsize], over: &AtomicBool) {
+pub fn watch(memory: &[&[u8]], filled: &[&AtomicUsize], over: &AtomicBool) {
     let mut fronts = vec![0; memory.len()];
     let mut round = 0u32;
     while !over.load(Relaxed) {

@@ -226,10 +226,14 @@ pub struct VramDone {
 /// The place of a region's memory in a restored process; part of the process's record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramBuffer {
+    /// 0 for memory that the preload library handed over: it was never mapped in host memory.
     pub address: u64,
     /// Size, whole pages.
     pub bytes: u64,
     pub region: String,
+    /// The preload library in the process takes it back.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub preload: bool,
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -45,6 +46,8 @@ struct Buffer {
     bytes: u64,
     /// Its process; `None` at a restore.
     pid: Option<i32>,
+    /// Nobody changes it any more.
+    complete: AtomicBool,
 }
 
 /// A buffer that is being read into.
@@ -156,10 +159,7 @@ impl VramFiles {
                 })
                 .map(|()| Outcome::Done),
             Op::VramDrop { id } => {
-                let mut inner = self.inner();
-                inner.buffers.remove(id);
-                inner.places.remove(id);
-                inner.read.remove(id);
+                self.forget(*id);
                 Ok(Outcome::Done)
             }
             Op::VramWriteAhead {
@@ -207,6 +207,30 @@ impl VramFiles {
         self.reserve.clear();
     }
 
+    /// Frees a buffer.
+    pub fn forget(&self, id: u64) {
+        let mut inner = self.inner();
+        inner.buffers.remove(&id);
+        inner.places.remove(&id);
+        inner.read.remove(&id);
+    }
+
+    /// Notes that nobody changes a buffer any more: what is written of it needs no second look.
+    pub fn complete(&self, id: u64) {
+        if let Some(buffer) = self.inner().buffers.get(&id) {
+            buffer.complete.store(true, Relaxed);
+        }
+    }
+
+    /// Another descriptor of a buffer's file.
+    ///
+    /// # Errors
+    /// There is no such buffer.
+    pub fn file(&self, id: u64) -> Result<File, DriverError> {
+        let file = self.buffer(id)?.file.try_clone();
+        file.map_err(failed("a buffer's file"))
+    }
+
     fn buffer(&self, id: u64) -> Result<Arc<Buffer>, DriverError> {
         let found = self.inner().buffers.get(&id).cloned();
         found.ok_or_else(|| refused(ErrorKind::BadRequest, format!("there is no buffer {id}")))
@@ -223,7 +247,16 @@ impl VramFiles {
         filled.map_err(failed("host memory for the GPU's"))
     }
 
-    fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
+    /// Makes memory for a process's GPU memory; what was reserved for it is used first.
+    ///
+    /// # Errors
+    /// It is more than the process may have, or than the host has.
+    pub fn prepare(
+        &self,
+        pid: i32,
+        bytes: u64,
+        threads: usize,
+    ) -> Result<SharedBuffer, DriverError> {
         self.may_have(&Wanted { pid, bytes })?;
         let (buffer, shared, missing) = match self.reserve.take(pid, bytes) {
             Some((file, missing)) => {
@@ -261,7 +294,12 @@ impl VramFiles {
         if !memory::seal(&file) {
             tracing::debug!("memory for the GPU's is on a tmpfs, which has no seals");
         }
-        let buffer = Arc::new(Buffer { file, bytes, pid });
+        let buffer = Arc::new(Buffer {
+            file,
+            bytes,
+            pid,
+            complete: AtomicBool::new(false),
+        });
         let mut inner = self.inner();
         inner.last += 1;
         let id = inner.last;
@@ -286,6 +324,7 @@ impl VramFiles {
             )
             .into(),
             bytes: buffer.bytes,
+            complete: buffer.complete.load(Relaxed),
         })
     }
 

@@ -7,7 +7,7 @@
 use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
 use cryopod_archive::vram::{
-    Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
+    Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,8 @@ pub struct Memory {
     pub name: String,
     pub path: PathBuf,
     pub bytes: u64,
+    /// It changes no more.
+    pub complete: bool,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -41,7 +43,7 @@ pub struct Memory {
 pub enum Job {
     Write {
         dir: PathBuf,
-        /// Is being filled; may be none.
+        /// Complete, or being filled; may be none.
         memory: Vec<Memory>,
         chunk_bytes: u32,
         shard_bytes: u64,
@@ -248,12 +250,20 @@ fn write(
     let mut writer = Writer::new(dir, options, parent, &never);
     let complete: Complete = {
         let maps = maps(filling)?;
-        let memory: Vec<&[u8]> = maps.iter().map(Mapped::bytes).collect();
-        let filled: Vec<_> = memory.iter().map(|_| AtomicUsize::new(0)).collect();
+        let ahead = filling.iter().zip(&maps).map(|(memory, map)| Ahead {
+            bytes: map.bytes(),
+            complete: memory.complete,
+        });
+        let memory: Vec<Ahead<'_>> = ahead.collect();
+        let filled: Vec<_> = memory.iter().map(filled_so_far).collect();
         let over = AtomicBool::new(memory.is_empty());
         std::thread::scope(|scope| {
-            scope.spawn(|| filling::watch(&memory, &filled, &over));
-            let ahead = scope.spawn(|| writer.ahead(&memory, &filled, &over));
+            let watched = memory.iter().zip(&filled);
+            let watched = watched.filter(|(memory, _)| !memory.complete);
+            let (bytes, fronts): (Vec<_>, Vec<_>) = watched.map(|(m, f)| (m.bytes, f)).unzip();
+            let over = &over;
+            scope.spawn(move || filling::watch(&bytes, &fronts, over));
+            let ahead = scope.spawn(|| writer.ahead(&memory, &filled, over));
             let complete = told();
             over.store(true, Relaxed);
             let ahead = ahead.join().map_err(|_| "a thread died")?;
@@ -273,6 +283,14 @@ fn write(
     let sources: Vec<Source<'_>> = sources.collect();
     let written = writer.finish(&sources, &complete.filled_before);
     written.map_err(failed)
+}
+
+fn filled_so_far(memory: &Ahead<'_>) -> AtomicUsize {
+    AtomicUsize::new(if memory.complete {
+        memory.bytes.len()
+    } else {
+        0
+    })
 }
 
 fn maps(memory: &[Memory]) -> Result<Vec<Mapped>, String> {

@@ -176,8 +176,10 @@ fn main() -> ExitCode {
         error: None,
         remedy: None,
     });
+    let library = cuda.path().to_owned();
     let agent = Agent::new(cuda);
     agent.vram_files().bound(ceiling);
+    agent.preloads().use_driver(library, &hello.gpus);
     let server = Arc::new(Server {
         agent,
         hello,

@@ -2,7 +2,7 @@
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
-use cryopod_cuda::image::{Step, VRAM_VERSION};
+use cryopod_cuda::image::{PRELOAD_VERSION, Step, VRAM_VERSION};
 use cryopod_cuda::vram::VramBuffer;
 use std::time::Instant;
 
@@ -13,28 +13,26 @@ impl Dump {
         };
         let start = Instant::now();
         let mut given: Vec<(i32, u64, VramBuffer)> = Vec::new();
-        for captured in &self.session.vram.captured {
-            let pids = self
-                .session
-                .image
-                .processes
-                .iter()
-                .find(|r| r.host_pid == captured.pid);
-            let pids: Vec<String> = pids
+        let vram = &self.session.vram;
+        let preloaded = vram.preloaded.iter().map(|m| (m.pid, 0, 0, m.bytes));
+        let captured = vram.captured.iter();
+        let captured = captured.map(|c| (c.pid, c.micros, c.address, c.bytes));
+        for (pid, micros, address, bytes) in preloaded.chain(captured) {
+            let records = &self.session.image.processes;
+            let record = records.iter().find(|r| r.host_pid == pid);
+            let pids: Vec<String> = record
                 .iter()
                 .flat_map(|r| &r.ns_pids)
                 .map(ToString::to_string)
                 .collect();
-            let number = given
-                .iter()
-                .filter(|(pid, ..)| *pid == captured.pid)
-                .count();
+            let number = given.iter().filter(|(of, ..)| *of == pid).count();
             let buffer = VramBuffer {
-                address: captured.address,
-                bytes: captured.bytes,
+                address,
+                bytes,
                 region: format!("{}-{number}", pids.join(".")),
+                preload: address == 0,
             };
-            given.push((captured.pid, captured.micros, buffer));
+            given.push((pid, micros, buffer));
         }
         let names: Vec<String> = given
             .iter()
@@ -52,12 +50,20 @@ impl Dump {
             return Ok(());
         }
         let out = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
-        self.session.image.version = VRAM_VERSION;
+        let preloaded = given.iter().any(|(.., buffer)| buffer.preload);
+        self.session.image.version = if preloaded {
+            PRELOAD_VERSION
+        } else {
+            VRAM_VERSION
+        };
         for (pid, micros, buffer) in given {
-            let bytes = buffer.bytes;
+            let (bytes, preload) = (buffer.bytes, buffer.preload);
             if let Some(record) = record_of(&mut self.session.image.processes, pid) {
                 record.vram.push(buffer);
                 record.vram_bytes = record.vram_bytes.max(Some(bytes));
+            }
+            if preload {
+                continue;
             }
             self.time(pid, Step::Vram, micros + out);
         }

@@ -61,7 +61,9 @@ pub(super) fn conclude(
     drop(slot);
     if !dumped.ended.passed || alive(&request.host, state) {
         // A failed checkpoint leaves no metadata.
-        let _ = std::fs::remove_file(images.path.join(names::METADATA));
+        for name in [names::METADATA, names::PRELOAD_LIBRARY] {
+            let _ = std::fs::remove_file(images.path.join(name));
+        }
     }
     let criu_log = dumped.before.criu_log();
     let denied =

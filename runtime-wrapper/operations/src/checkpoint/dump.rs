@@ -19,7 +19,7 @@ use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{frozen, setup, surroundings, vram};
+use crate::{frozen, preload, setup, surroundings, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -159,6 +159,7 @@ impl Completion<'_> {
     }
 
     fn commit(&mut self) -> Result<(), String> {
+        preload::carry(&self.request.spec, &self.request.images)?;
         let slot = self.slot.take();
         slot.map_or(Ok(()), |slot| {
             slot.commit(self.metadata).map_err(|e| e.to_string())

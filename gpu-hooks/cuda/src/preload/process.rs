@@ -1,0 +1,264 @@
+//! The steps of one process: its GPU memory goes into a buffer of the agent's, and comes back.
+//!
+//! Until the library has released the memory, any failure leaves the process as it was. After that the buffer is the only
+//! place of the contents: [`Preloads::is_out`] stays true until they are back, and the process can keep the buffer's file
+//! ([`Preloads::keep`]) when the agent ends.
+
+use super::copy::{Copier, Way};
+use super::{Library, Piece, size};
+use crate::gpu::GpuUuid;
+use crate::procfs;
+use crate::protocol::{AgentGpu, DriverError, ErrorKind, Op, Outcome, Preloaded};
+use crate::vram::memory::Mapped;
+use crate::vram::store::VramFiles;
+use cryopod_preload_wire::Request;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// How long the copying may take before the process goes on by itself.
+const HOLD: Duration = Duration::from_secs(120);
+/// How much later than its limit a library's answer may come.
+const MARGIN: Duration = Duration::from_secs(5);
+/// How long releasing the memory may take.
+const RELEASE: Duration = Duration::from_secs(60);
+
+/// Processes whose GPU memory is in the agent's buffers.
+#[derive(Default)]
+pub struct Preloads {
+    driver: OnceLock<Driver>,
+    copier: OnceLock<Result<Copier, String>>,
+    /// The buffer of each process.
+    out: Mutex<BTreeMap<i32, u64>>,
+}
+
+struct Driver {
+    library: PathBuf,
+    /// In CUDA's order.
+    gpus: Vec<GpuUuid>,
+}
+
+fn failed(kind: ErrorKind, message: impl Into<String>) -> DriverError {
+    DriverError {
+        kind,
+        code: None,
+        message: message.into(),
+    }
+}
+
+fn told(error: &io::Error) -> DriverError {
+    let kind = match error.kind() {
+        io::ErrorKind::ResourceBusy => ErrorKind::LockTimeout,
+        io::ErrorKind::TimedOut => ErrorKind::TimedOut,
+        io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
+        _ => ErrorKind::Vram,
+    };
+    failed(kind, format!("the preload library: {error}"))
+}
+
+impl Preloads {
+    /// Sets the driver's library, and the GPUs in CUDA's order. Without it no process's memory is taken out.
+    pub fn use_driver(&self, library: PathBuf, gpus: &[AgentGpu]) {
+        let gpus = gpus.iter().map(|gpu| gpu.uuid).collect();
+        let _ = self.driver.set(Driver { library, gpus });
+    }
+
+    /// Carries out a request; `None` when it is not [`Op::PreloadPrepare`].
+    pub fn perform(&self, op: &Op) -> Option<Outcome> {
+        let Op::PreloadPrepare { pids } = op else {
+            return None;
+        };
+        let prepared = self.prepare(pids);
+        Some(prepared.map_or_else(Outcome::Error, |()| Outcome::Done))
+    }
+
+    fn copier(&self) -> Result<&Copier, DriverError> {
+        let copier = self.copier.get_or_init(|| {
+            let driver = self.driver.get().ok_or("the driver is not known")?;
+            Copier::load(&driver.library).map_err(|error| error.cause)
+        });
+        copier
+            .as_ref()
+            .map_err(|cause| failed(ErrorKind::NotSupported, cause.clone()))
+    }
+
+    fn prepare(&self, pids: &[i32]) -> Result<(), DriverError> {
+        let pids: Vec<i32> = pids
+            .iter()
+            .copied()
+            .filter(|p| Library::is_in(*p))
+            .collect();
+        let (Some(driver), false) = (self.driver.get(), pids.is_empty()) else {
+            return Ok(());
+        };
+        let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
+        let open = |pid: &i32| procfs::open_gpu_minors(*pid);
+        let used: Vec<GpuUuid> = pids
+            .iter()
+            .flat_map(open)
+            .filter_map(|minor| by_minor.get(&minor).copied())
+            .collect();
+        let copier = self.copier()?;
+        std::thread::scope(|scope| {
+            let devices = (0i32..).zip(&driver.gpus);
+            let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(gpu));
+            let all: Vec<_> = devices
+                .map(|(device, _)| scope.spawn(move || copier.prepare(device)))
+                .collect();
+            all.into_iter()
+                .try_for_each(|one| one.join().unwrap_or(Ok(())))
+        })
+    }
+
+    fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, u64>> {
+        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if the process's GPU memory is in a buffer here.
+    pub fn is_out(&self, pid: i32) -> bool {
+        self.out().contains_key(&pid)
+    }
+
+    /// Forgets all: the processes keep their memory themselves.
+    pub fn forget(&self) {
+        self.out().clear();
+    }
+
+    /// Takes the GPU memory out of a process.
+    ///
+    /// # Errors
+    /// Its GPU work did not end, and it goes on; or it has lost memory to a buffer from which it could not be brought back
+    /// at once.
+    pub fn take_out(
+        &self,
+        pid: i32,
+        threads: usize,
+        limit: Duration,
+        files: &VramFiles,
+    ) -> Result<Preloaded, DriverError> {
+        let Some(library) = Library::of(pid) else {
+            return Ok(Preloaded::Without);
+        };
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let stop = Request::Stop {
+            limit_ms: millis(limit),
+            hold_ms: millis(HOLD),
+        };
+        let pieces = match library.ask(stop, None, limit + MARGIN) {
+            Ok(pieces) => pieces,
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                return Err(failed(ErrorKind::LockTimeout, error.to_string()));
+            }
+            Err(error) => return Ok(Preloaded::LeftOut(told(&error).message)),
+        };
+        let go = || library.ask(Request::Go, None, MARGIN);
+        if pieces.is_empty() {
+            return Ok(match go() {
+                Ok(_) => Preloaded::Without,
+                Err(error) => Preloaded::LeftOut(told(&error).message),
+            });
+        }
+        let (buffer, bytes) = match self.copied(pid, pieces, threads, files) {
+            Ok(copied) => copied,
+            Err(error) => {
+                // Without this it goes on after a while.
+                let _ = go();
+                return Ok(Preloaded::LeftOut(error.message));
+            }
+        };
+        self.out().insert(pid, buffer);
+        let Err(error) = library.ask(Request::Release, None, RELEASE) else {
+            files.complete(buffer);
+            return Ok(Preloaded::Out { buffer, bytes });
+        };
+        tracing::warn!(pid, "releasing its GPU memory: {error}");
+        self.bring_in(pid, Some(buffer), threads, RELEASE, files)?;
+        Ok(Preloaded::LeftOut(told(&error).message))
+    }
+
+    fn copied(
+        &self,
+        pid: i32,
+        pieces: Vec<Piece>,
+        threads: usize,
+        files: &VramFiles,
+    ) -> Result<(u64, u64), DriverError> {
+        let bytes = size(&pieces).map_err(|error| told(&error))?;
+        let buffer = files.prepare(pid, bytes, threads)?.id;
+        let copied = files.file(buffer).and_then(|file| {
+            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            self.copier()?.copy(pieces, memory, Way::Out, threads)
+        });
+        match copied {
+            Ok(()) => Ok((buffer, bytes)),
+            Err(error) => {
+                files.forget(buffer);
+                Err(error)
+            }
+        }
+    }
+
+    /// Brings the GPU memory of a process back, and lets its calls go on.
+    ///
+    /// # Errors
+    /// It waits, and this can be called again.
+    pub fn bring_in(
+        &self,
+        pid: i32,
+        buffer: Option<u64>,
+        threads: usize,
+        limit: Duration,
+        files: &VramFiles,
+    ) -> Result<(), DriverError> {
+        let library = library_of(pid)?;
+        let own = self.out().get(&pid).copied();
+        let file = match buffer.or(own) {
+            Some(id) => files.file(id)?,
+            None => kept(&library, limit)?,
+        };
+        let ask = |request| {
+            let answer = library.ask(request, None, limit);
+            answer.map_err(|error| told(&error))
+        };
+        let pieces = ask(Request::Allocate)?;
+        // None: an earlier try filled them.
+        if !pieces.is_empty() {
+            let bytes = size(&pieces).map_err(|error| told(&error))?;
+            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            self.copier()?.copy(pieces, memory, Way::In, threads)?;
+        }
+        ask(Request::Go)?;
+        self.out().remove(&pid);
+        Ok(())
+    }
+
+    /// Gives a process the file with its GPU memory, which then outlives the agent.
+    pub fn keep(&self, pid: i32, limit: Duration, files: &VramFiles) -> Result<(), DriverError> {
+        let buffer = self.out().get(&pid).copied();
+        let buffer =
+            buffer.ok_or_else(|| failed(ErrorKind::WrongState, "its GPU memory is its own"))?;
+        let file = files.file(buffer)?;
+        let kept = library_of(pid)?.ask(Request::Keep, Some(file.as_fd()), limit);
+        kept.map(drop).map_err(|error| told(&error))
+    }
+}
+
+fn library_of(pid: i32) -> Result<Library, DriverError> {
+    Library::of(pid).ok_or_else(|| {
+        let what = "the preload library, which its GPU memory belongs to, is not in it";
+        failed(ErrorKind::Vram, what)
+    })
+}
+
+fn kept(library: &Library, limit: Duration) -> Result<File, DriverError> {
+    let pieces = library.ask(Request::Kept, None, limit);
+    let piece = pieces.map_err(|error| told(&error))?.pop();
+    let piece = piece.ok_or_else(|| failed(ErrorKind::Vram, "it keeps no file"))?;
+    Ok(piece.handle.into())
+}

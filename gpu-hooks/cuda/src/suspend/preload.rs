@@ -1,0 +1,91 @@
+//! The preload library at a suspend and a resume.
+
+use super::super::client::Client;
+use super::super::protocol::{Op, Outcome, Preloaded};
+use super::super::vram::{SharedBuffer, VramBuffer};
+use super::{Done, How, SuspendError, Threads, all, call, step};
+use std::collections::BTreeMap;
+
+/// A process's GPU memory in a buffer of the agent's.
+pub(super) struct Out {
+    pub pid: i32,
+    pub id: u64,
+    pub bytes: u64,
+}
+
+fn threads_each(how: &How, processes: usize) -> usize {
+    (how.vram.threads_for(processes) / processes.max(1)).max(1)
+}
+
+/// Takes the GPU memory out of the processes that have the library, while they run. What cannot be taken out is left to
+/// the driver.
+pub(super) fn take_out(
+    client: &mut Client,
+    threads: &Threads,
+    how: &How,
+    done: &mut Done,
+) -> Result<Vec<Out>, SuspendError> {
+    let each = threads_each(how, threads.len());
+    let timeout_ms = how.lock_timeout_ms;
+    let op = |pid| Op::PreloadOut {
+        pid,
+        timeout_ms,
+        threads: each,
+    };
+    let (micros, answers) = all(client, "preload", threads, &op)?;
+    let mut out = Vec::new();
+    for (pid, outcome) in answers {
+        match outcome {
+            Outcome::Preloaded(Preloaded::Without) => {}
+            Outcome::Preloaded(Preloaded::LeftOut(reason)) => {
+                tracing::warn!(pid, "its GPU memory is left to the driver: {reason}");
+            }
+            Outcome::Preloaded(Preloaded::Out { buffer: id, bytes }) => {
+                out.push(Out { pid, id, bytes });
+            }
+            other => return Err(step("preload", pid, format!("unexpected answer {other:?}"))),
+        }
+    }
+    if !out.is_empty() {
+        done.steps.push(("preload", micros));
+    }
+    Ok(out)
+}
+
+/// Has the processes keep the files with their GPU memory.
+pub(super) fn keep(client: &mut Client, out: &[Out], how: &How) -> Result<(), SuspendError> {
+    let limit_ms = how.step_timeout_ms;
+    for Out { pid, .. } in out {
+        let op = Op::PreloadKeep {
+            pid: *pid,
+            limit_ms,
+        };
+        if let Outcome::Error(error) = call(client, op)?.outcome {
+            return Err(step("preload", *pid, error));
+        }
+    }
+    Ok(())
+}
+
+/// Brings the GPU memory back: from buffers that were read, or from the files that the processes keep.
+pub(super) fn bring_in(
+    client: &mut Client,
+    threads: &Threads,
+    loaded: &[((i32, i32, VramBuffer), SharedBuffer)],
+    how: &How,
+) -> Result<u64, SuspendError> {
+    let each = threads_each(how, threads.len());
+    let buffers: BTreeMap<i32, u64> = loaded
+        .iter()
+        .filter(|((_, _, buffer), _)| buffer.preload)
+        .map(|((pid, ..), shared)| (*pid, shared.id))
+        .collect();
+    let limit_ms = how.step_timeout_ms;
+    let op = |pid| Op::PreloadIn {
+        pid,
+        buffer: buffers.get(&pid).copied(),
+        threads: each,
+        limit_ms,
+    };
+    all(client, "preload", threads, &op).map(|(micros, _)| micros)
+}

@@ -1,0 +1,98 @@
+//! Runs the steps of a dump and a restore that concern the preload library.
+
+use crate::criu::{self, Level};
+use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
+use crate::vram::{PreloadedMemory, image_directory};
+use cryopod_cuda::preload::Library;
+use cryopod_cuda::protocol::{Op, Outcome, Preloaded};
+use cryopod_cuda::released::is_ours;
+
+impl Session {
+    /// Before the driver's lock, while the processes run: takes the GPU memory out of those that have the preload library,
+    /// and has the agent begin to write it. Returns the times, in microseconds.
+    ///
+    /// Memory that cannot be taken out is left to the driver. An error means that the checkpoint cannot go on.
+    pub fn preload_out(&mut self, pids: &[i32]) -> Result<Vec<(i32, u64)>, Failed> {
+        let Some(config) = self.config.vram.clone() else {
+            return Ok(Vec::new());
+        };
+        // The library must run to answer.
+        let running: Vec<i32> = pids.iter().copied().filter(|pid| !is_ours(*pid)).collect();
+        let timeout_ms = self.config.lock_timeout_ms;
+        let threads = (config.threads_for(running.len()) / running.len().max(1)).max(1);
+        let out = |pid: &i32| Op::PreloadOut {
+            pid: *pid,
+            timeout_ms,
+            threads,
+        };
+        let replies = self.batch(running.iter().map(out).collect(), &mut [])?;
+        let (mut first, mut times, before) = (None, Vec::new(), self.vram.preloaded.len());
+        for (pid, reply) in running.into_iter().zip(replies) {
+            match reply.outcome {
+                Outcome::Preloaded(Preloaded::Without) => {}
+                Outcome::Preloaded(Preloaded::LeftOut(reason)) => {
+                    let text =
+                        format!("process {pid}: its GPU memory is left to the driver: {reason}");
+                    criu::log(Level::Warn, &text);
+                }
+                Outcome::Preloaded(Preloaded::Out { buffer: id, bytes }) => {
+                    self.vram.preloaded.push(PreloadedMemory { pid, id, bytes });
+                    times.push((pid, reply.micros));
+                }
+                outcome => {
+                    first.get_or_insert(unexpected("preload", pid, &outcome));
+                }
+            }
+        }
+        if let Some(failed) = first {
+            return Err(failed);
+        }
+        if self.vram.preloaded.len() > before && !self.vram.writes {
+            let dir = image_directory()
+                .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
+            self.ask(Op::VramWriteAhead {
+                dir,
+                buffers: self.vram.preloaded.iter().map(|memory| memory.id).collect(),
+                config,
+            })?;
+            self.vram.writes = true;
+        }
+        Ok(times)
+    }
+
+    /// After the driver's unlock: brings GPU memory back, each from its buffer. The library's thread of a stopped process
+    /// is let run meanwhile. Returns the times, in microseconds.
+    pub fn preload_in(&mut self, memory: &[(i32, u64)]) -> Result<Vec<(i32, u64)>, Failed> {
+        let mut threads = Vec::new();
+        for (pid, _) in memory {
+            let tid = Library::thread_of(*pid).ok_or_else(|| {
+                let what = "the preload library, which its GPU memory belongs to, is not in it";
+                let remedy = "the checkpoint needs the library that the container was created with";
+                failure_with("preload", Some(*pid), what, remedy)
+            })?;
+            threads.push(Thread { pid: *pid, tid });
+        }
+        let config = self.config.vram.clone().unwrap_or_default();
+        let each = (config.threads_for(memory.len()) / memory.len().max(1)).max(1);
+        let limit_ms = self.config.step_timeout_ms;
+        let op = |pid| Op::PreloadIn {
+            pid,
+            buffer: memory.iter().find(|(of, _)| *of == pid).map(|(_, id)| *id),
+            threads: each,
+            limit_ms,
+        };
+        let (replies, not_stopped) = self.released_batch("preload", &threads, op)?;
+        let (mut first, mut times) = (None, Vec::new());
+        for ((pid, _), reply) in memory.iter().zip(replies) {
+            match reply_failure("preload", *pid, &reply.outcome) {
+                Some(failed) => drop(first.get_or_insert(failed)),
+                None => times.push((*pid, reply.micros)),
+            }
+        }
+        match (first, not_stopped) {
+            (Some(failed), _) => Err(failed),
+            (None, Some(what)) => Err(failure("preload", None, what)),
+            (None, None) => Ok(times),
+        }
+    }
+}
