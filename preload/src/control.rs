@@ -5,6 +5,7 @@
 
 use crate::{contexts, gate, memory};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use std::cell::Cell;
 use std::ffi::{CString, c_int};
 use std::fs::File;
 use std::io::{self, Write};
@@ -109,6 +110,8 @@ struct Control<'a> {
     socket: &'a OwnedFd,
     state: State,
     kept: Option<OwnedFd>,
+    /// Nobody reads the answers: the agent has died.
+    deaf: Cell<bool>,
 }
 
 fn serve(socket: &OwnedFd) {
@@ -117,6 +120,7 @@ fn serve(socket: &OwnedFd) {
         socket,
         state: State::Open,
         kept: None,
+        deaf: Cell::new(false),
     };
     loop {
         let left = match control.state {
@@ -134,7 +138,9 @@ fn serve(socket: &OwnedFd) {
             Err(_) => return,
         };
         let answer = answer.map_or_else(Answer::Failed, |()| Answer::Done);
-        let _ = wire::send_answer(socket, answer, None);
+        if !control.deaf.take() {
+            let _ = wire::send_answer(socket, answer, None);
+        }
     }
 }
 
@@ -150,6 +156,7 @@ impl Control<'_> {
                 self.stop(limits)
             }
             (Request::Release, State::Stopped(_)) => {
+                self.kept = fd;
                 self.state = State::Away;
                 memory::release_all().map_err(cuda)
             }
@@ -175,8 +182,18 @@ impl Control<'_> {
                 Ok(())
             }
             (Request::Fill, State::Away) => {
-                let file = fd.or_else(|| self.kept.take());
-                self.fill(file)
+                if fd.is_some() {
+                    self.kept = fd;
+                }
+                self.fill()
+            }
+            (Request::Forget, State::Away) => {
+                self.kept = None;
+                Ok(())
+            }
+            (Request::Fill, State::Open | State::Stopped(_)) => {
+                self.go_on();
+                Ok(())
             }
             (Request::State, State::Away) => Ok(()),
             _ => Err(Reason::Order),
@@ -192,7 +209,10 @@ impl Control<'_> {
 
     fn piece(&self, offset: u64, bytes: u64, fd: &OwnedFd) {
         let piece = Answer::Piece { offset, bytes };
-        let _ = wire::send_answer(self.socket, piece, Some(fd.as_fd()));
+        if !self.deaf.get() {
+            let sent = wire::send_answer(self.socket, piece, Some(fd.as_fd()));
+            self.deaf.set(sent.is_err());
+        }
     }
 
     fn stop(&mut self, [limit, hold]: [Duration; 2]) -> Result<(), Reason> {
@@ -231,10 +251,10 @@ impl Control<'_> {
         memory::export_empty(|one| self.piece(one.offset, one.bytes, &one.descriptor)).map_err(cuda)
     }
 
-    fn fill(&mut self, file: Option<OwnedFd>) -> Result<(), Reason> {
-        let file = file.ok_or(Reason::Order)?;
+    fn fill(&mut self) -> Result<(), Reason> {
+        let file = self.kept.as_ref().ok_or(Reason::Order)?;
+        let contents = Contents::map(file).map_err(|_| Reason::Order)?;
         memory::allocate_all().map_err(cuda)?;
-        let contents = Contents::map(&File::from(file)).map_err(|_| Reason::Order)?;
         let context = contexts::all().first().copied().unwrap_or_default();
         contexts::with(context, || memory::fill_from(contents.bytes()))
             .and_then(|filled| filled)
@@ -279,8 +299,9 @@ struct Contents {
 }
 
 impl Contents {
-    fn map(file: &File) -> io::Result<Self> {
-        let bytes = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+    fn map(file: &OwnedFd) -> io::Result<Self> {
+        let size = File::from(file.try_clone()?).metadata()?.len();
+        let bytes = usize::try_from(size).map_err(io::Error::other)?;
         let (prot, flags) = (libc::PROT_READ, libc::MAP_SHARED);
         // SAFETY: a new mapping of a file.
         let address = unsafe {

@@ -153,8 +153,7 @@ impl<D: Driver> Agent<D> {
             | Op::Checkpoint { limit_ms, .. }
             | Op::Restore { limit_ms, .. }
             | Op::Unlock { limit_ms, .. }
-            | Op::PreloadIn { limit_ms, .. }
-            | Op::PreloadKeep { limit_ms, .. } => Duration::from_millis(*limit_ms),
+            | Op::PreloadIn { limit_ms, .. } => Duration::from_millis(*limit_ms),
             Op::PreloadOut { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + COPY_GRACE,
             _ => {
                 let what = format!("{} is not about a process", op.name());
@@ -305,11 +304,6 @@ impl<D: Driver> Agent<D> {
                 self.preloads
                     .bring_in(pid, *buffer, *threads, limit, &self.vram_files)
                     .map(|()| Outcome::Done)
-            }
-            Op::PreloadKeep { limit_ms, .. } => {
-                let limit = Duration::from_millis(*limit_ms);
-                let kept = self.preloads.keep(pid, limit, &self.vram_files);
-                kept.map(|()| Outcome::Done)
             }
             _ => Err(error(ErrorKind::BadRequest, op.name())),
         }

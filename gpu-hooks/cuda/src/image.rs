@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn bad_values_are_refused() {
         let cases: [fn(&mut NvidiaImage); 12] = [
-            |i| i.version = 4,
+            |i| i.version = PRELOAD_VERSION + 1,
             |i| i.processes[0].vram[0].address += 1,
             |i| i.processes[0].vram[0].bytes = 0,
             |i| i.processes[0].vram[0].address = u64::MAX - 4095,

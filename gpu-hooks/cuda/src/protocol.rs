@@ -186,11 +186,6 @@ pub enum Op {
         threads: usize,
         limit_ms: u64,
     },
-    /// Gives the process the file with its GPU memory to keep.
-    PreloadKeep {
-        pid: i32,
-        limit_ms: u64,
-    },
 }
 
 impl Op {
@@ -213,7 +208,6 @@ impl Op {
             | Self::VramCopy { pid, .. }
             | Self::PreloadOut { pid, .. }
             | Self::PreloadIn { pid, .. }
-            | Self::PreloadKeep { pid, .. }
             | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
@@ -248,7 +242,6 @@ impl Op {
             Self::PreloadPrepare { .. } => "preload-prepare",
             Self::PreloadOut { .. } => "preload-out",
             Self::PreloadIn { .. } => "preload-in",
-            Self::PreloadKeep { .. } => "preload-keep",
         }
     }
 }
@@ -292,8 +285,8 @@ pub enum Preloaded {
     Without,
     /// The process goes on with its memory; why.
     LeftOut(String),
-    /// The memory is in this buffer of the agent's, and the process waits for it.
-    Out { buffer: u64, bytes: u64 },
+    /// The memory is in this buffer of the agent's, whose file the process keeps, and the process waits for it.
+    Out { buffer: SharedBuffer, bytes: u64 },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

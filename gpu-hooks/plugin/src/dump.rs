@@ -425,15 +425,18 @@ impl Dump {
 
     /// Brings the GPU memory back that the preload library handed over, to the processes that are unlocked.
     fn preload_back(&mut self) -> Result<(), Failed> {
-        let (back, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut self.session.vram.preloaded)
-            .into_iter()
-            .partition(|memory| self.state(memory.pid) == ProcessState::Running);
-        self.session.vram.preloaded = rest;
-        let memory: Vec<(i32, u64)> = back.iter().map(|memory| (memory.pid, memory.id)).collect();
+        let preloaded = self.session.vram.preloaded.iter();
+        let memory: Vec<(i32, u64)> = preloaded
+            .filter(|memory| self.state(memory.pid) == ProcessState::Running)
+            .map(|memory| (memory.pid, memory.id))
+            .collect();
         if memory.is_empty() {
             return Ok(());
         }
-        for (pid, micros) in self.session.preload_in(&memory)? {
+        let times = self.session.preload_in(&memory)?;
+        let preloaded = &mut self.session.vram.preloaded;
+        preloaded.retain(|memory| !times.iter().any(|(pid, _)| *pid == memory.pid));
+        for (pid, micros) in times {
             self.time(pid, Step::Preload, micros);
         }
         Ok(())
@@ -478,6 +481,7 @@ impl Dump {
                     "the driver agent will try again when CRIU has ended",
                 );
                 self.session.fail(failed);
+                self.session.preload_recover();
             }
         }
         self.session.disconnect();

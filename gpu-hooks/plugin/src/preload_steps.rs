@@ -2,12 +2,61 @@
 
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
-use crate::vram::{PreloadedMemory, image_directory};
+use crate::vram::{PreloadedMemory, image_directory, open};
 use cryopod_cuda::preload::Library;
 use cryopod_cuda::protocol::{Op, Outcome, Preloaded};
 use cryopod_cuda::released::is_ours;
+use cryopod_cuda::vram::SharedBuffer;
+use std::fs::File;
+use std::os::fd::AsFd;
+
+/// Takes over the file with a process's memory. CRIU would dump a file that the process has open.
+fn taken_over(pid: i32, buffer: &SharedBuffer, bytes: u64) -> Result<PreloadedMemory, Failed> {
+    let take = || {
+        let file = open(buffer)?;
+        let library = Library::of(pid).ok_or(std::io::ErrorKind::NotFound)?;
+        library.forget()?;
+        Ok(file)
+    };
+    let file = take().map_err(|error: std::io::Error| {
+        failure(
+            "preload",
+            Some(pid),
+            format!("taking over its memory: {error}"),
+        )
+    })?;
+    let id = buffer.id;
+    Ok(PreloadedMemory {
+        pid,
+        id,
+        bytes,
+        file,
+    })
+}
+
+/// Has a process bring its memory back by itself, from this file or the one that it keeps.
+fn go_on_alone(pid: i32, file: Option<&File>) {
+    let Some(library) = Library::of(pid) else {
+        return;
+    };
+    if let Err(error) = library.go_on_alone(file.map(AsFd::as_fd)) {
+        let text = format!("process {pid}: its GPU memory stays in host memory: {error}");
+        criu::log(Level::Error, &text);
+    }
+}
 
 impl Session {
+    /// After a dump that failed: if the agent is gone, the processes bring their memory back by themselves as soon as they
+    /// run.
+    pub fn preload_recover(&mut self) {
+        if self.vram.preloaded.is_empty() || self.ask(Op::Hello).is_ok() {
+            return;
+        }
+        for memory in std::mem::take(&mut self.vram.preloaded) {
+            go_on_alone(memory.pid, Some(&memory.file));
+        }
+    }
+
     /// Before the driver's lock, while the processes run: takes the GPU memory out of those that have the preload library,
     /// and has the agent begin to write it. Returns the times, in microseconds.
     ///
@@ -25,7 +74,16 @@ impl Session {
             timeout_ms,
             threads,
         };
-        let replies = self.batch(running.iter().map(out).collect(), &mut [])?;
+        let replies = match self.batch(running.iter().map(out).collect(), &mut []) {
+            Ok(replies) => replies,
+            Err(failed) => {
+                // The agent is gone, and the processes keep their memory themselves.
+                for pid in running {
+                    go_on_alone(pid, None);
+                }
+                return Err(failed);
+            }
+        };
         let (mut first, mut times, before) = (None, Vec::new(), self.vram.preloaded.len());
         for (pid, reply) in running.into_iter().zip(replies) {
             match reply.outcome {
@@ -35,8 +93,11 @@ impl Session {
                         format!("process {pid}: its GPU memory is left to the driver: {reason}");
                     criu::log(Level::Warn, &text);
                 }
-                Outcome::Preloaded(Preloaded::Out { buffer: id, bytes }) => {
-                    self.vram.preloaded.push(PreloadedMemory { pid, id, bytes });
+                Outcome::Preloaded(Preloaded::Out { buffer, bytes }) => {
+                    match taken_over(pid, &buffer, bytes) {
+                        Ok(memory) => self.vram.preloaded.push(memory),
+                        Err(failed) => drop(first.get_or_insert(failed)),
+                    }
                     times.push((pid, reply.micros));
                 }
                 outcome => {

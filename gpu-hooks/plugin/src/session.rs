@@ -436,7 +436,6 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramPrepare { limit_ms, .. }
         | Op::VramCopy { limit_ms, .. }
         | Op::PreloadIn { limit_ms, .. }
-        | Op::PreloadKeep { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
     })
 }

@@ -31,6 +31,8 @@ pub struct PreloadedMemory {
     pub pid: i32,
     pub id: u64,
     pub bytes: u64,
+    /// Kept open, so that the memory outlives the agent.
+    pub file: File,
 }
 
 #[derive(Default)]

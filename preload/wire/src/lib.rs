@@ -69,7 +69,8 @@ pub enum Request {
     /// Holds all calls that enqueue GPU work, waits up to `limit_ms` for the work, and answers with a piece for each
     /// allocation. Calls go on by themselves if nothing else is asked for within `hold_ms`.
     Stop { limit_ms: u64, hold_ms: u64 },
-    /// Releases the GPU memory of all pieces; their addresses stay reserved.
+    /// Releases the GPU memory of all pieces; their addresses stay reserved. Keeps the attached file, which holds their
+    /// contents, so that they are not lost whoever dies.
     Release,
     /// Allocates the GPU memory of all pieces again and answers with each piece.
     Allocate,
@@ -77,10 +78,12 @@ pub enum Request {
     Go,
     /// Keeps the attached file, which holds the contents of all pieces.
     Keep,
+    /// Lets go of the file kept: somebody else has it.
+    Forget,
     /// Answers with a piece that has the file kept.
     Kept,
-    /// Allocates the GPU memory again, copies all pieces from the attached file, and lets the calls go on: the slow way
-    /// back for when there is no agent.
+    /// Lets the calls go on, whatever the state: memory that was released is allocated again and copied from the attached
+    /// file, or from the one kept. The slow way back for when there is no agent.
     Fill,
     /// Answers [`Answer::Done`] if the memory is away.
     State,
@@ -137,6 +140,7 @@ impl Request {
             Self::Kept => [6, 0, 0],
             Self::Fill => [7, 0, 0],
             Self::State => [8, 0, 0],
+            Self::Forget => [9, 0, 0],
         }
     }
 
@@ -150,6 +154,7 @@ impl Request {
             [6, ..] => Self::Kept,
             [7, ..] => Self::Fill,
             [8, ..] => Self::State,
+            [9, ..] => Self::Forget,
             _ => return None,
         })
     }
@@ -393,6 +398,7 @@ mod tests {
             Request::Kept,
             Request::Fill,
             Request::State,
+            Request::Forget,
         ];
         for sent in requests {
             send_request(&agent, sent, None).unwrap();

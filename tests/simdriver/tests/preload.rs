@@ -130,7 +130,9 @@ fn memory_leaves_and_comes_back() {
     let file = tempfile::tempfile().unwrap();
     std::io::Write::write_all(&mut &file, &memory).unwrap();
     machine.ok(client.pid, &["lock", "checkpoint"]);
-    library.fill_by_itself(&file).unwrap();
+    library
+        .go_on_alone(Some(std::os::fd::AsFd::as_fd(&file)))
+        .unwrap();
     machine.ok(client.pid, &["restore", "unlock"]);
     client.goes_on();
     assert_eq!(machine.held(client.pid), before);

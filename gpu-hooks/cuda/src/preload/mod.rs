@@ -12,7 +12,7 @@ use crate::procfs;
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
@@ -128,9 +128,18 @@ impl Library {
             .find(|thread| inner(thread) == Some(tid))
     }
 
-    /// Gives the process the file, and has it bring its memory back by itself, however slowly.
-    pub fn fill_by_itself(&self, file: &File) -> io::Result<()> {
-        wire::send_request(&self.socket, Request::Fill, Some(file.as_fd()))
+    /// Has the process let go of the file with its memory.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn forget(&self) -> io::Result<()> {
+        self.ask(Request::Forget, None, STATE_LIMIT).map(drop)
+    }
+
+    /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from this file or
+    /// the one that it keeps. Does not wait.
+    pub fn go_on_alone(&self, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        wire::send_request(&self.socket, Request::Fill, file)
     }
 }
 

@@ -1,14 +1,15 @@
 //! The steps of one process: its GPU memory goes into a buffer of the agent's, and comes back.
 //!
 //! Until the library has released the memory, any failure leaves the process as it was. After that the buffer is the only
-//! place of the contents: [`Preloads::is_out`] stays true until they are back, and the process can keep the buffer's file
-//! ([`Preloads::keep`]) when the agent ends.
+//! place of the contents. The process keeps the buffer's file until somebody else has it ([`Library::forget`]), so that
+//! they are not lost when the agent dies; [`Preloads::is_out`] stays true until they are back.
 
 use super::copy::{Copier, Way};
 use super::{Library, Piece, size};
 use crate::gpu::GpuUuid;
 use crate::procfs;
 use crate::protocol::{AgentGpu, DriverError, ErrorKind, Op, Outcome, Preloaded};
+use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
 use cryopod_preload_wire::Request;
@@ -170,13 +171,14 @@ impl Preloads {
                 return Ok(Preloaded::LeftOut(error.message));
             }
         };
-        self.out().insert(pid, buffer);
-        let Err(error) = library.ask(Request::Release, None, RELEASE) else {
-            files.complete(buffer);
+        let file = files.file(buffer.id)?;
+        self.out().insert(pid, buffer.id);
+        let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
+            files.complete(buffer.id);
             return Ok(Preloaded::Out { buffer, bytes });
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
-        self.bring_in(pid, Some(buffer), threads, RELEASE, files)?;
+        self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
         Ok(Preloaded::LeftOut(told(&error).message))
     }
 
@@ -186,10 +188,10 @@ impl Preloads {
         pieces: Vec<Piece>,
         threads: usize,
         files: &VramFiles,
-    ) -> Result<(u64, u64), DriverError> {
+    ) -> Result<(SharedBuffer, u64), DriverError> {
         let bytes = size(&pieces).map_err(|error| told(&error))?;
-        let buffer = files.prepare(pid, bytes, threads)?.id;
-        let copied = files.file(buffer).and_then(|file| {
+        let buffer = files.prepare(pid, bytes, threads)?;
+        let copied = files.file(buffer.id).and_then(|file| {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
             self.copier()?.copy(pieces, memory, Way::Out, threads)
@@ -197,7 +199,7 @@ impl Preloads {
         match copied {
             Ok(()) => Ok((buffer, bytes)),
             Err(error) => {
-                files.forget(buffer);
+                files.forget(buffer.id);
                 Err(error)
             }
         }

@@ -135,10 +135,24 @@ pub fn suspend(
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
-    let (threads, mut done) = found_running(client, pids)?;
-    let out = preload::take_out(client, &threads, how, &mut done)?;
-    lock_all(client, &threads, how, &mut done)?;
-    let (captured, micros) = capture::checkpoint(client, &threads, how, &mut done.left_out)?;
+    let (threads, done) = found_running(client, pids)?;
+    let suspended = suspend_found(client, &threads, done, how, note);
+    if let Err(SuspendError::Agent(_)) = &suspended {
+        preload::recover(&threads);
+    }
+    suspended
+}
+
+fn suspend_found(
+    client: &mut Client,
+    threads: &Threads,
+    mut done: Done,
+    how: &How,
+    note: &mut dyn FnMut(&Done) -> Result<(), String>,
+) -> Result<Done, SuspendError> {
+    let out = preload::take_out(client, threads, how, &mut done)?;
+    lock_all(client, threads, how, &mut done)?;
+    let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
     done.steps.push(("checkpoint", micros));
     for preload::Out { pid, bytes, .. } in &out {
         let process = done.processes.iter_mut().find(|p| p.pid == *pid);
@@ -167,8 +181,7 @@ pub fn suspend(
         let (written, micros) = files::to_files(client, directory, &captured, &out, &done, how)?;
         done.steps.push(("write", micros));
         done.vram = Some(written.facts);
-    } else {
-        preload::keep(client, &out, how)?;
+        preload::forget(&out)?;
     }
     leave(client, &done, note)?;
     Ok(done)
@@ -411,7 +424,6 @@ fn limit_of(op: &Op) -> Duration {
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. }
         | Op::PreloadIn { limit_ms, .. }
-        | Op::PreloadKeep { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
         Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
         _ => QUERY_MS,

@@ -1,9 +1,10 @@
 //! The preload library at a suspend and a resume.
 
 use super::super::client::Client;
+use super::super::preload::Library;
 use super::super::protocol::{Op, Outcome, Preloaded};
 use super::super::vram::{SharedBuffer, VramBuffer};
-use super::{Done, How, SuspendError, Threads, all, call, step};
+use super::{Done, How, SuspendError, Threads, all, step};
 use std::collections::BTreeMap;
 
 /// A process's GPU memory in a buffer of the agent's.
@@ -40,7 +41,8 @@ pub(super) fn take_out(
             Outcome::Preloaded(Preloaded::LeftOut(reason)) => {
                 tracing::warn!(pid, "its GPU memory is left to the driver: {reason}");
             }
-            Outcome::Preloaded(Preloaded::Out { buffer: id, bytes }) => {
+            Outcome::Preloaded(Preloaded::Out { buffer, bytes }) => {
+                let id = buffer.id;
                 out.push(Out { pid, id, bytes });
             }
             other => return Err(step("preload", pid, format!("unexpected answer {other:?}"))),
@@ -52,19 +54,25 @@ pub(super) fn take_out(
     Ok(out)
 }
 
-/// Has the processes keep the files with their GPU memory.
-pub(super) fn keep(client: &mut Client, out: &[Out], how: &How) -> Result<(), SuspendError> {
-    let limit_ms = how.step_timeout_ms;
+/// Has the processes let go of their memory, which is in files now.
+pub(super) fn forget(out: &[Out]) -> Result<(), SuspendError> {
     for Out { pid, .. } in out {
-        let op = Op::PreloadKeep {
-            pid: *pid,
-            limit_ms,
-        };
-        if let Outcome::Error(error) = call(client, op)?.outcome {
+        let forgot = Library::of(*pid).map(|library| library.forget());
+        if let Some(Err(error)) = forgot {
             return Err(step("preload", *pid, error));
         }
     }
     Ok(())
+}
+
+/// When the agent is gone: has the processes go on by themselves.
+pub(super) fn recover(threads: &Threads) {
+    for (pid, _) in threads {
+        let alone = Library::of(*pid).map(|library| library.go_on_alone(None));
+        if let Some(Err(error)) = alone {
+            tracing::error!(pid, "its GPU memory stays in host memory: {error}");
+        }
+    }
 }
 
 /// Brings the GPU memory back: from buffers that were read, or from the files that the processes keep.

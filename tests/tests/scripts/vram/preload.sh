@@ -1,0 +1,128 @@
+# preload.sh LOW: GPU memory that the preload library hands over, under podman, with the simulated driver.
+low=$1
+mkimage
+simulate "$low" --proc-root /run/simulated
+mount --bind /run/simulated/driver /proc/driver
+
+run() { # ANNOTATION cusim-client ARG...
+    local annotation=$1 && shift
+    pod run -d --name job --annotation "$annotation" --network none --device /dev/nvidiactl \
+        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
+        localhost/busybox /cusim/cusim-client "$@" > /dev/null
+    wait_for ticked 3
+}
+end() { pod rm -f -t 0 job > /dev/null; }
+ticks() { printed job | grep -c ok || true; }
+ticked() { [ "$(ticks)" -ge "$1" ]; }
+on_failure() { cat /tmp/said; printed job 2> /dev/null | tail -n 5; }
+goes_on() {
+    local now && now=$(ticks)
+    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
+}
+sum() { printed job | tail -n 1 | cut -d' ' -f2; }
+does() { "$@" > /tmp/said 2>&1; }
+refused() { # PATTERN COMMAND...
+    local pattern=$1 && shift
+    ! "$@" > /tmp/said 2>&1 && grep -Eq -- "$pattern" /tmp/said
+}
+recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
+handed_over='[.gpu.plugin_report.processes[].vram[] | select(.preload)]'
+in_use() { /opt/build/cusim-ctl --socket "$sim" status | jq -c '[.gpus[] | [.pids[]] | add // 0]'; }
+used() { local now && now=$(in_use) && jq -e "$1" > /dev/null <<< "$now" || { echo "$now"; false; }; }
+: > /tmp/said
+
+# What the annotation asks for, and what it cannot have.
+refuses_to_start() { # PATTERN ANNOTATION
+    refused "$1" pod run --rm --annotation "$2" --network none localhost/busybox true
+}
+check 'a wrong value' refuses_to_start 'dev.cryopod.preload: "yes" is neither "on" nor "off"' dev.cryopod.preload=yes
+check 'a container without glibc' refuses_to_start 'dev.cryopod.preload: the container has no glibc' dev.cryopod.preload=on
+
+on=dev.cryopod.preload=on
+run_rootfs() { # the same, of a root with the C library of this one, which the runtime looks for
+    pod create --name job --annotation "$on" --network none --device /dev/nvidiactl \
+        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
+        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
+        localhost/glibc /cusim/cusim-client "$@" > /dev/null
+    pod start job > /dev/null
+    wait_for ticked 3
+}
+mkdir -p /tmp/glibc/{lib/x86_64-linux-gnu,lib64,dev,proc,sys,run,tmp}
+cp /usr/lib/x86_64-linux-gnu/lib{c,m,gcc_s,dl,pthread,rt}.so.* /tmp/glibc/lib/x86_64-linux-gnu/ 2> /dev/null || true
+cp -L /lib64/ld-linux-x86-64.so.2 /tmp/glibc/lib64/
+tar -C /tmp/glibc -c . | pod import -q - localhost/glibc > /dev/null
+
+run_rootfs --mib 100 --chunk-mib 20 --gpus 0,1 --threads 2
+last=$(sum)
+check 'the library is in it' grep -q libcryopod_preload.so "/proc/$(pgrep -x cusim-client)/maps"
+check 'left running' does pod container checkpoint --leave-running --export /tmp/job.tar job
+check 'left running: handed over' recorded "$handed_over | length == 1 and .[0].bytes == 209715200"
+check 'left running: it goes on' goes_on
+for times in once twice; do
+    check "$times: checkpoint" does pod container checkpoint --export /tmp/job.tar job
+    end
+    check "$times: handed over" recorded "$handed_over | length == 1"
+    check "$times: the driver has moved little" recorded '[.gpu.plugin_report.processes[].vram[] | select(.preload | not)] | length == 0'
+    check "$times: verified" does cryopod verify /tmp/job.tar
+    # As after an update of cryopod, or on another host.
+    rm -rf /var/lib/cryopod/preload
+    check "$times: restore" does pod container restore --import /tmp/job.tar
+    check "$times: it goes on" goes_on
+    check "$times: the same sum" test "$(sum)" = "$last"
+    check "$times: its memory is on the GPUs" used 'all(. > 100000000)'
+done
+
+check 'suspend' does cryopod suspend job
+check 'suspended: nothing is in use' used 'all(. == 0)'
+check 'resume' does cryopod resume job
+check 'resumed: it goes on' goes_on
+check 'suspend into files' does cryopod suspend --to /tmp/files job
+check 'into files: nothing is in use' used 'all(. == 0)'
+check 'resume from files' does cryopod resume job
+check 'from files: it goes on' goes_on
+
+# What fails leaves it running, with its memory.
+id=$(pod inspect -f '{{.Id}}' job)
+for at in lock checkpoint; do
+    /opt/build/cusim-ctl --socket "$sim" set fail-$at:1 > /dev/null
+    check "$at fails: said" refused 'goes on running' cryopod-runtime checkpoint --image-path /tmp/no "$id"
+    check "$at fails: it goes on" goes_on
+    check "$at fails: suspend says so" refused 'not suspended, and it runs on|goes on' sh -c "/opt/build/cusim-ctl --socket '$sim' set fail-$at:1 > /dev/null; cryopod suspend job"
+    check "$at fails: and it goes on" goes_on
+done
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+mkdir -p /tmp/small
+for flag in '' --leave-running; do
+    mount -t tmpfs -o size=40m tmpfs /tmp/small
+    # shellcheck disable=SC2086
+    check "a full disk ($flag): said" refused 'the container goes on running: .*No space left on device' cryopod-runtime checkpoint $flag --image-path /tmp/small --work-path /tmp "$id"
+    check "a full disk ($flag): it goes on" goes_on
+    umount /tmp/small
+done
+agent() { wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep "$1" && pkill -KILL -x cryopod-cuda-ag; }
+for after in 0.2 0.6 1; do
+    agent $after & killer=$!
+    does cryopod-runtime checkpoint --leave-running --image-path /tmp/killed --work-path /tmp "$id" || true
+    wait $killer
+    rm -rf /tmp/killed
+    # What the driver holds at that moment needs another agent.
+    does cryopod resume job || true
+    check "the agent is killed after $after s: it goes on" goes_on
+done
+# The process dies while its memory is away.
+check 'suspend it once more' does cryopod suspend job
+check 'killed while suspended' does sh -c 'podman kill job && podman wait job'
+check 'nothing is in use' used 'all(. == 0)'
+end
+
+# Without the library: as ever.
+run dev.cryopod.preload=off --mib 100
+check 'off: checkpoint' does pod container checkpoint --export /tmp/job.tar job
+check 'off: nothing is handed over' recorded "$handed_over | length == 0"
+end
+check 'off: restore' does pod container restore --import /tmp/job.tar
+check 'off: it goes on' goes_on
+end
+check 'no operation is left' test -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)"
