@@ -35,6 +35,7 @@ gpu_args() {
     else
         gpu+=(-v /opt/driver:/driver:ro -e LD_LIBRARY_PATH=/driver)
     fi
+    gpu+=("${annotations[@]}")
 }
 
 # job_command SIZE GPU[,GPU...] [zero|half]: fills `job`: the workload, SIZE in GiB (MiB with the simulated driver), on each

@@ -13,7 +13,7 @@ set -uo pipefail
 # shellcheck source=/dev/null
 . /opt/work/copies.sh
 
-failed=0 started=$SECONDS
+failed=0 started=$SECONDS annotations=()
 mkdir -p /etc/cryopod
 : > /out/results.jsonl
 unit=$([ -n "$sim" ] && echo MiB || echo GiB)
@@ -41,6 +41,9 @@ mkdir -p "$tree"/{usr,dev,etc,proc,root,run,sys,tmp,work,driver}
 chmod 1777 "$tree/tmp"
 for dir in bin sbin lib lib64; do ln -s "usr/$dir" "$tree/$dir"; done
 printf 'root:x:0:0:root:/root:/bin/sh\n' > "$tree/etc/passwd"
+# cryopod looks at the C library of the image, over which the machine's is mounted.
+mkdir -p "$tree/usr/lib/x86_64-linux-gnu"
+cp -L "$(find "$usr/lib/x86_64-linux-gnu" "$usr/lib64" -maxdepth 1 -name libc.so.6 2> /dev/null | head -n 1)" "$tree/usr/lib/x86_64-linux-gnu/"
 tar -C "$tree" -cf /tmp/machine.tar . && podman import -q /tmp/machine.tar localhost/machine > /dev/null || exit 1
 image=localhost/machine
 
@@ -372,6 +375,16 @@ for part in $parts; do
         unreadable) for rt in $runtimes; do run_case "unreadable-$rt" unreadable "$rt" "$vram_size"; done ;;
         archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;
         vram-two) run_case vram-two two_vrams "${runtimes%% *}" "$two_size" ;;
+        preload)
+            annotations=(--annotation dev.cryopod.preload=on)
+            preload_ways
+            annotations=()
+            ;;
+        preload-torch)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case preload-torch torch
+            annotations=()
+            ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

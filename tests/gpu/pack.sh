@@ -14,7 +14,7 @@ die() { echo "pack.sh: $*" >&2 && exit 1; }
 "$workspace/tests/testbed/testbed" up
 bed=$("$workspace/tests/testbed/testbed" status | sed -n 's/^[^ ]*  \(.*\)  (current)$/\1/p')
 [ -d "$bed" ] || die "the test bed has no root; build it with: tests/testbed/testbed up"
-for file in cryopod-runtime cryopod cryopod-cuda-agent libcryopod_nvidia.so; do
+for file in cryopod-runtime cryopod cryopod-cuda-agent libcryopod_nvidia.so libcryopod_preload.so; do
     [ -e "$bin/$file" ] || die "$bin/$file is missing; build it with: make build"
 done
 
@@ -61,6 +61,7 @@ chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' criu crun runc podman c
 install -m 755 "$bin"/{cryopod-runtime,cryopod} "$root/usr/local/bin/"
 install -m 755 "$bin/cryopod-cuda-agent" "$root/usr/local/lib/cryopod/"
 install -m 644 "$bin/libcryopod_nvidia.so" "$root/usr/local/lib/cryopod/cryopod_nvidia.so"
+install -m 644 "$bin/libcryopod_preload.so" "$root/usr/local/lib/cryopod/"
 git -C "$workspace" describe --always --dirty > "$root/etc/cryopod-commit" 2> /dev/null || echo unknown > "$root/etc/cryopod-commit"
 if [ -e "$bin/bench-pages" ]; then install -m 755 "$bin/bench-pages" "$root/usr/local/bin/"; fi # for the part `archive`
 for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_sim.so; do # the test driver, if built
