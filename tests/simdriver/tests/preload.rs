@@ -74,10 +74,16 @@ fn memory_leaves_and_comes_back() {
         "--threads",
         "3",
         "--churn",
+        "--fork-idle",
+        "1",
     ];
     let client = client(&mut machine, &flags);
     client.goes_on();
     let library = Library::of(client.pid).unwrap();
+    // A forked child has the descriptors, and not the library's thread.
+    for child in common::children(client.pid) {
+        assert!(Library::of(child).is_none());
+    }
     let before = machine.held(client.pid);
     for _ in 0..3 {
         let mut memory = take_out(&copier, &library);
@@ -155,4 +161,36 @@ fn memory_leaves_and_comes_back() {
     machine.control(&format!("reserve {uuid} 0"));
     bring_back(&copier, &library, &mut memory);
     client.goes_on();
+
+    // A process that dies at any step is told at once, and its memory does not stay.
+    for step in 0..4 {
+        let client = self::client(&mut machine, &["--mib", "32", "--chunk-mib", "16"]);
+        let library = Library::of(client.pid).unwrap();
+        let mut die = |now| {
+            if step == now {
+                machine.kill(&client);
+            }
+        };
+        die(0);
+        let ask = |request| library.ask(request, None, LIMIT);
+        let mut failed = None;
+        let pieces = ask(STOP).unwrap_or_else(|error| {
+            failed = Some(error);
+            Vec::new()
+        });
+        die(1);
+        let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
+        let copied = copier.copy(pieces, &mut memory, Way::Out, 2);
+        assert!(copied.is_ok() || step < 2, "{copied:?}");
+        for (now, request) in [(2, Request::Release), (3, Request::Allocate)] {
+            die(now);
+            failed = failed.or(ask(request).err());
+        }
+        let failed = failed.unwrap();
+        assert!(failed.kind() != std::io::ErrorKind::TimedOut, "{failed}");
+        assert!(Library::of(client.pid).is_none());
+        common::wait_for("its memory to be free", || {
+            machine.held(client.pid).iter().all(|bytes| *bytes == 0)
+        });
+    }
 }

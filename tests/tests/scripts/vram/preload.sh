@@ -105,12 +105,19 @@ agent() { wait_for pgrep -x cryopod-cuda-ag > /dev/null && sleep "$1" && pkill -
 for after in 0.2 0.6 1; do
     agent $after & killer=$!
     does cryopod-runtime checkpoint --leave-running --image-path /tmp/killed --work-path /tmp "$id" || true
-    wait $killer
+    wait $killer || true
     rm -rf /tmp/killed
     # What the driver holds at that moment needs another agent.
     does cryopod resume job || true
     check "the agent is killed after $after s: it goes on" goes_on
 done
+# No GPU memory is left when it is to come back: it waits, and comes back when there is some.
+uuid=GPU-c0da0000-5130-4d00-8000-000000000000
+check 'suspended, and then no memory is left' does sh -c "cryopod suspend job && /opt/build/cusim-ctl --socket '$sim' reserve $uuid $((4030 << 20)) > /dev/null"
+check 'no memory: resume says so' refused 'memory' cryopod resume job
+/opt/build/cusim-ctl --socket "$sim" reserve $uuid 0 > /dev/null
+check 'memory again: resume' does cryopod resume job
+check 'memory again: it goes on' goes_on
 # The process dies while its memory is away.
 check 'suspend it once more' does cryopod suspend job
 check 'killed while suspended' does sh -c 'podman kill job && podman wait job'
@@ -121,6 +128,14 @@ end
 run dev.cryopod.preload=off --mib 100
 check 'off: checkpoint' does pod container checkpoint --export /tmp/job.tar job
 check 'off: nothing is handed over' recorded "$handed_over | length == 0"
+end
+# Images that claim a library which the process does not have.
+mkdir /tmp/forged && tar -C /tmp/forged -xf /tmp/job.tar
+jq -c '.version = 4 | .processes[].vram |= map(. + {preload: true, address: 0})' /tmp/forged/checkpoint/cryopod-nvidia.img > /tmp/img
+cp /tmp/img /tmp/forged/checkpoint/cryopod-nvidia.img
+tar -C /tmp/forged -cf /tmp/forged.tar .
+check 'no library in it: the restore fails' refused . pod container restore --import /tmp/forged.tar
+check 'no library in it: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
 end
 check 'off: restore' does pod container restore --import /tmp/job.tar
 check 'off: it goes on' goes_on
