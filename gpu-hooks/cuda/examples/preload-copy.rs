@@ -66,7 +66,9 @@ fn main() {
             library.ask(Request::Allocate, None, LIMIT).unwrap()
         });
         timed("copy in", || {
-            copier.copy(pieces, memory, Way::In, threads).unwrap()
+            copier
+                .copy(pieces, memory, Way::In(&|_| Ok(())), threads)
+                .unwrap()
         });
         timed("go", || library.ask(Request::Go, None, LIMIT).unwrap());
         std::thread::sleep(Duration::from_secs(1));

@@ -168,7 +168,11 @@ impl Restore {
         if memory.is_empty() {
             return Ok(());
         }
-        for (pid, micros) in self.session.preload_in(&memory)? {
+        let times = self.session.preload_in(&memory)?;
+        if self.session.vram_done.is_none() {
+            self.session.vram_done = self.session.vram_wait()?;
+        }
+        for (pid, micros) in times {
             if let Some(record) = record_of(&mut self.session.image.processes, pid) {
                 let step = Step::Preload;
                 record.steps.push(StepTiming { step, micros });
@@ -203,6 +207,12 @@ impl Restore {
                 let what = format!("process {pid}: vram in {} ms", start.elapsed().as_millis());
                 criu::log(Level::Info, &what);
             }
+        }
+        // Memory that the preload library takes is waited for while it is copied.
+        let preloads = &self.session.image.processes;
+        let mut buffers = preloads.iter().flat_map(|record| &record.vram);
+        if all_wait && buffers.all(|buffer| buffer.preload) {
+            return Ok(());
         }
         self.session.vram.reading = all_wait;
         if !all_wait {

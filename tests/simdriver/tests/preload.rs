@@ -49,7 +49,9 @@ fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
 
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     let pieces = library.ask(Request::Allocate, None, LIMIT).unwrap();
-    copier.copy(pieces, memory, Way::In, 3).unwrap();
+    copier
+        .copy(pieces, memory, Way::In(&|_| Ok(())), 3)
+        .unwrap();
     library.ask(Request::Go, None, LIMIT).unwrap();
 }
 

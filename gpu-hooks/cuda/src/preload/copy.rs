@@ -84,11 +84,15 @@ functions! {
     to_device c"cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, *mut c_void);
 }
 
+/// Waits until so many bytes from the start of the memory may be read.
+pub type Ready<'a> = dyn Fn(u64) -> Result<(), DriverError> + Sync + 'a;
+
 /// Which way to copy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+#[derive(Clone, Copy)]
+pub enum Way<'a> {
     Out,
-    In,
+    /// Memory that is still being filled is waited for.
+    In(&'a Ready<'a>),
 }
 
 /// The agent's own use of the GPUs.
@@ -213,7 +217,7 @@ impl Copier {
         &self,
         pieces: Vec<Piece>,
         memory: &mut [u8],
-        way: Way,
+        way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
         // Importing needs a context of some device.
@@ -296,7 +300,7 @@ impl Copier {
         ordinal: i32,
         pieces: &[Imported<'_>],
         host: &Host,
-        way: Way,
+        way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
         let device = self.device(ordinal)?;
@@ -305,7 +309,7 @@ impl Copier {
         let blocks: Vec<Block> = pieces.iter().flat_map(Block::of).collect();
         match way {
             Way::Out => self.copy_out(device, &ring, &blocks, host, threads),
-            Way::In => self.copy_in(&ring, &blocks, host, threads),
+            Way::In(ready) => self.copy_in(&ring, &blocks, host, threads, ready),
         }
     }
 
@@ -375,6 +379,7 @@ impl Copier {
         blocks: &[Block],
         host: &Host,
         threads: usize,
+        ready: &Ready<'_>,
     ) -> Result<(), DriverError> {
         let f = &self.functions;
         let (give, free) = mpsc::channel();
@@ -387,10 +392,14 @@ impl Copier {
             loop {
                 let next = {
                     let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
-                    let block = work.1.next();
-                    block.and_then(|block| Some((work.0.recv().ok()?, *block)))
+                    let Some(block) = work.1.next() else {
+                        return Ok(());
+                    };
+                    // Before a buffer is taken: after an error nobody would give it back.
+                    ready((block.offset + block.bytes) as u64)?;
+                    work.0.recv().map(|slot| (slot, *block))
                 };
-                let Some((slot, block)) = next else {
+                let Ok((slot, block)) = next else {
                     return Ok(());
                 };
                 // SAFETY: the buffer is free, and the block lies within the host memory.

@@ -233,7 +233,12 @@ impl Preloads {
             let bytes = size(&pieces).map_err(|error| told(&error))?;
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.copier()?.copy(pieces, memory, Way::In, threads)?;
+            let ready = |bytes| match buffer.or(own) {
+                Some(id) => files.has_been_read(id, bytes, limit),
+                None => Ok(()),
+            };
+            self.copier()?
+                .copy(pieces, memory, Way::In(&ready), threads)?;
         }
         ask(Request::Go)?;
         self.out().remove(&pid);

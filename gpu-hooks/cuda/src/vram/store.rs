@@ -222,6 +222,36 @@ impl VramFiles {
         }
     }
 
+    /// Waits until so many bytes from the start of a buffer have been read, if it is one that is read into.
+    ///
+    /// # Errors
+    /// They cannot be read, or not in time.
+    pub fn has_been_read(&self, id: u64, bytes: u64, limit: Duration) -> Result<(), DriverError> {
+        let deadline = Instant::now() + limit;
+        let mut inner = self.inner();
+        loop {
+            if inner.read.get(&id).is_none_or(|r| r.bytes >= bytes) {
+                return Ok(());
+            }
+            match &inner.work {
+                Work::None | Work::Ended(Ok(_)) => return Ok(()),
+                Work::Ended(Err(error)) => return Err(refused(ErrorKind::Vram, error.clone())),
+                Work::Running { .. } => {}
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(refused(
+                    ErrorKind::TimedOut,
+                    "the GPU memory was not read in time",
+                ));
+            }
+            inner = match self.changed.wait_timeout(inner, left) {
+                Ok((inner, _)) => inner,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
     /// Another descriptor of a buffer's file.
     ///
     /// # Errors
@@ -454,6 +484,7 @@ impl VramFiles {
             return;
         };
         reading.bytes = bytes;
+        self.changed.notify_all();
         if let Err(error) = reading.open() {
             // The driver unmaps it as soon as it is done.
             tracing::debug!("userfaultfd: {error}");
