@@ -12,6 +12,8 @@ set -uo pipefail
 . /opt/work/sharing.sh
 # shellcheck source=/dev/null
 . /opt/work/copies.sh
+# shellcheck source=/dev/null
+. /opt/work/preload.sh
 
 failed=0 started=$SECONDS annotations=()
 mkdir -p /etc/cryopod
@@ -385,6 +387,8 @@ for part in $parts; do
             run_case preload-torch torch
             annotations=()
             ;;
+        preload-programs) preload_programs ;;
+        preload-cost) run_case preload-cost preload_cost ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

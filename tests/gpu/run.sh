@@ -7,7 +7,7 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two preload preload-torch suspend chain archive nccl ipc copies copies-two elsewhere (default: all that the machine can do)
+#                       vram-two preload preload-torch preload-programs preload-cost suspend chain archive nccl ipc copies copies-two elsewhere (default: all that the machine can do)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
@@ -96,7 +96,7 @@ rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
 [ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
-cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,train.py,loader.py,serve.py,nccl.py,ipc.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,preload.sh,train.py,loader.py,serve.py,nccl.py,ipc.py,arrays.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -108,9 +108,11 @@ if [ -z "$sim" ]; then
         if [ -e "${libcuda%/*}/$library" ]; then cp -L "${libcuda%/*}/$library" "$work/root/opt/driver/"; fi
     done
     ln -s /opt/driver/libcuda.so.1 "$work/root/usr/lib/x86_64-linux-gnu/libcuda.so.1"
-    echo "gpu-test: building gpujob with $nvcc"
-    timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/gpujob" \
-        "$here/gpujob.cu" || die "gpujob could not be built"
+    for program in gpujob launches; do
+        echo "gpu-test: building $program with $nvcc"
+        timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/$program" \
+            "$here/$program.cu" || die "$program could not be built"
+    done
     for candidate in "${GPU_TEST_PYTHON:-}" "$(type -P python3 || true)" /opt/torch/.venv/bin/python3; do
         if [ -z "$candidate" ] || [ ! -x "$candidate" ]; then continue; fi
         # shellcheck disable=SC2016
@@ -135,7 +137,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch suspend chain archive nccl ipc copies copies-two elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")

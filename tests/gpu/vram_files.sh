@@ -63,15 +63,6 @@ overlap() { # restores while the VRAM files are being read, and after, in turns
     medians
 }
 
-preload_ways() { # what the preload library hands over: in place, suspended, in an archive
-    local rt=${runtimes%% *} i
-    for i in $(seq "$vram_runs"); do run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''; done
-    medians
-    run_case vram-preload-running vram "$rt" "$vram_size" random on leave
-    run_case preload-suspend suspend_resume "$rt" "$vram_size"
-    run_case preload-archive archive "$rt" "$vram_size"
-}
-
 nothing_on_gpus() { [ -z "$(memory_on)" ]; }
 no_process() { ! grep -qsE '[g]pujob|[c]usim-client|[v]ram-worker|[c]ryopod-cuda-agent' /proc/[0-9]*/cmdline; }
 unreadable() { # RUNTIME SIZE LABEL: a damaged chunk, met while the driver restores: nothing is left; the whole checkpoint comes back

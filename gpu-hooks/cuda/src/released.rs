@@ -30,6 +30,8 @@ pub struct Released {
     mask: u64,
     ended: bool,
     killed: bool,
+    /// The signal of a fault that has ended its process.
+    fault: Option<i32>,
     /// Smallest size of mapping to hold at.
     watched: Option<u64>,
     /// Stopped at the entry of this call.
@@ -80,6 +82,15 @@ fn asked_memory(call: &Call) -> Option<u64> {
     is.then(|| bytes.next_multiple_of(PAGE))
 }
 
+/// Returns true for the signals of a fault. They cannot be blocked, so that a fault ends its process. But the kernel does
+/// not let it end the traced init process of a container: the thread would fault for ever.
+fn is_fault(signal: i32) -> bool {
+    matches!(
+        signal,
+        libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE
+    )
+}
+
 impl Released {
     /// Lets the thread run; `watched` is the least size of a mapping at which it is to be held.
     pub fn new(pid: i32, tid: i32, watched: Option<u64>) -> io::Result<Self> {
@@ -90,6 +101,7 @@ impl Released {
             mask,
             ended: false,
             killed: false,
+            fault: None,
             watched,
             held: None,
         };
@@ -140,6 +152,11 @@ impl Released {
         unsafe { libc::kill(self.pid, libc::SIGKILL) };
     }
 
+    /// The signal of a fault (SIGSEGV, SIGBUS) that has ended the process.
+    pub fn fault(&self) -> Option<i32> {
+        self.fault
+    }
+
     pub fn is_watched(&self) -> bool {
         self.watched.is_some()
     }
@@ -171,6 +188,12 @@ impl Released {
                     0
                 }
                 Some(Event::Interrupted) => 0,
+                Some(Event::Signal(signal)) if is_fault(signal) => {
+                    self.fault = Some(signal);
+                    self.kill();
+                    self.ended = true;
+                    return Attention::Busy;
+                }
                 Some(Event::Signal(signal)) => signal,
             };
             if self.resume(signal).is_err() {

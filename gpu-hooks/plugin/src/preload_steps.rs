@@ -45,6 +45,16 @@ fn go_on_alone(pid: i32, file: Option<&File>) {
     }
 }
 
+/// The thread of the preload library in a restored process.
+pub(crate) fn library_thread(pid: i32) -> Result<Thread, Failed> {
+    let tid = Library::thread_of(pid).ok_or_else(|| {
+        let what = "the preload library, which its GPU memory belongs to, is not in it";
+        let remedy = "the checkpoint needs the library that the container was created with";
+        failure_with("preload", Some(pid), what, remedy)
+    })?;
+    Ok(Thread { pid, tid })
+}
+
 impl Session {
     /// After a dump that failed: if the agent is gone, the processes bring their memory back by themselves as soon as they
     /// run.
@@ -124,15 +134,8 @@ impl Session {
     /// After the driver's unlock: brings GPU memory back, each from its buffer. The library's thread of a stopped process
     /// is let run meanwhile. Returns the times, in microseconds.
     pub fn preload_in(&mut self, memory: &[(i32, u64)]) -> Result<Vec<(i32, u64)>, Failed> {
-        let mut threads = Vec::new();
-        for (pid, _) in memory {
-            let tid = Library::thread_of(*pid).ok_or_else(|| {
-                let what = "the preload library, which its GPU memory belongs to, is not in it";
-                let remedy = "the checkpoint needs the library that the container was created with";
-                failure_with("preload", Some(*pid), what, remedy)
-            })?;
-            threads.push(Thread { pid: *pid, tid });
-        }
+        let threads = memory.iter().map(|(pid, _)| library_thread(*pid));
+        let threads = threads.collect::<Result<Vec<_>, _>>()?;
         let config = self.config.vram.clone().unwrap_or_default();
         let each = (config.threads_for(memory.len()) / memory.len().max(1)).max(1);
         let limit_ms = self.config.step_timeout_ms;

@@ -7,6 +7,7 @@
 //! error the restored processes are killed: CRIU then fails to resume them, and reports the restore as failed.
 
 use crate::criu::{self, Level};
+use crate::preload_steps::library_thread;
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
 use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_cuda::procfs;
@@ -116,6 +117,7 @@ impl Restore {
             let remedy = "this host's driver must be able to restore that of the checkpoint";
             return Err(failure_with("restore", Some(*pid), what, remedy));
         }
+        self.preloads_are_there()?;
         self.vram_in(&threads)?;
         let limit_ms = self.session.config.step_timeout_ms;
         let gpu_map = self.session.config.gpu_map.clone();
@@ -150,6 +152,15 @@ impl Restore {
             self.session.vram_drop(buffer.id);
         }
         Ok(())
+    }
+
+    /// Fails if a process lacks the preload library to which its GPU memory belongs: the driver does not have it.
+    fn preloads_are_there(&self) -> Result<(), Failed> {
+        let processes = &self.session.image.processes;
+        let mut with = processes
+            .iter()
+            .filter(|r| r.vram.iter().any(|b| b.preload));
+        with.try_for_each(|record| library_thread(record.host_pid).map(drop))
     }
 
     /// Gives the preload libraries of running processes their GPU memory.

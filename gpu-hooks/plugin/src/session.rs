@@ -220,7 +220,8 @@ impl Session {
     ///
     /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does
     /// not come in time is an error of the whole batch. If memory that the released threads wait for cannot be read
-    /// (an error as the answer to [`Op::VramWait`]), their processes are killed: only that ends the driver's work.
+    /// (an error as the answer to [`Op::VramWait`]), their processes are killed: only that ends the driver's work. A fault in
+    /// a released thread ends its process, and fails the batch.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
         let vram = self.config.vram.clone().unwrap_or_default();
         let watching = released.iter().any(Released::is_watched);
@@ -231,7 +232,7 @@ impl Session {
         let longest = ops.iter().map(limit_of).max().unwrap_or_default();
         let mut deadline = Instant::now() + longest + MARGIN;
         let mut ids = Vec::with_capacity(ops.len());
-        let (mut reading, mut unreadable) = (None, None);
+        let (mut reading, mut over) = (None, None);
         for op in ops {
             let waits = matches!(op, Op::VramWait { .. });
             let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
@@ -257,6 +258,11 @@ impl Session {
                     Attention::Asks(bytes) => bytes,
                 };
                 busy = true;
+                if let (Some(signal), None) = (thread.fault(), &over) {
+                    let what = format!("signal {signal} ended it in the driver's thread");
+                    over = Some(failure("driver", Some(thread.ids().0), what));
+                    deadline = Instant::now() + KILLED;
+                }
                 if bytes > 0 {
                     let op = Op::VramPrepare {
                         pid: thread.ids().0,
@@ -293,7 +299,7 @@ impl Session {
                     if let (true, Outcome::Error(error)) =
                         (reading == Some(reply.id), &reply.outcome)
                     {
-                        unreadable = Some(failure("vram", None, error.message.clone()));
+                        over = Some(failure("vram", None, error.message.clone()));
                         deadline = Instant::now() + KILLED;
                         released.iter_mut().for_each(Released::kill);
                     }
@@ -307,7 +313,7 @@ impl Session {
                         "raise CRIU's `timeout` above the lock timeout",
                     ));
                 }
-                None if Instant::now() >= deadline && unreadable.is_some() => break,
+                None if Instant::now() >= deadline && over.is_some() => break,
                 None if Instant::now() >= deadline => {
                     let what = ClientError::Silent((longest + MARGIN).as_secs_f64());
                     return Err(Self::agent_failure(&what));
@@ -318,7 +324,7 @@ impl Session {
         for id in dropped {
             self.vram_drop(id);
         }
-        if let Some(failed) = unreadable {
+        if let Some(failed) = over {
             return Err(failed);
         }
         Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())

@@ -134,8 +134,14 @@ mkdir /tmp/forged && tar -C /tmp/forged -xf /tmp/job.tar
 jq -c '.version = 4 | .processes[].vram |= map(. + {preload: true, address: 0})' /tmp/forged/checkpoint/cryopod-nvidia.img > /tmp/img
 cp /tmp/img /tmp/forged/checkpoint/cryopod-nvidia.img
 tar -C /tmp/forged -cf /tmp/forged.tar .
-check 'no library in it: the restore fails' refused . pod container restore --import /tmp/forged.tar
+check 'no library in it: the restore fails' refused 'the preload library, which its GPU memory belongs to, is not in it' pod container restore --import /tmp/forged.tar
 check 'no library in it: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
+end
+# Images without the memory from which the driver restores: it faults, in the init process of the container.
+jq -c '.processes[].vram = []' /tmp/img > /tmp/forged/checkpoint/cryopod-nvidia.img
+tar -C /tmp/forged -cf /tmp/forged.tar .
+check 'no memory in it: the restore fails' refused "signal 11 ended it in the driver's thread" pod container restore --import /tmp/forged.tar
+check 'no memory in it: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
 end
 check 'off: restore' does pod container restore --import /tmp/job.tar
 check 'off: it goes on' goes_on

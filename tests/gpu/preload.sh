@@ -1,0 +1,79 @@
+# preload.sh: the cases of the preload library: what it hands over, programs with it, and what it costs. Sourced by inside.sh.
+# shellcheck shell=bash disable=SC2154,SC2034 # variables shared with machine.sh, cases.sh and inside.sh
+
+preload_ways() { # in place, left running, suspended, in an archive
+    local rt=${runtimes%% *} i
+    for i in $(seq "$vram_runs"); do run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''; done
+    medians
+    run_case vram-preload-running vram "$rt" "$vram_size" random on leave
+    run_case preload-suspend suspend_resume "$rt" "$vram_size"
+    run_case "preload-archive-$vram_size" archive "$rt" "$vram_size"
+}
+
+# handed_over METADATA: bytes by the way that GPU memory took, as JSON.
+handed_over() {
+    jq -c '[.gpu.plugin_report.processes[].vram[]?] | {preload: ([.[] | select(.preload) | .bytes] | add // 0),
+        driver: ([.[] | select(.preload | not) | .bytes] | add // 0)}' "$1"
+}
+
+preloaded_program() { # RUNTIME VARIABLE COMMAND... LABEL: as without the library, line by line, with a checkpoint in the middle
+    local label=${*: -1} rt=$1 variable=$2 command=("${@:3:$#-3}") want dir ways
+    low_level "$rt"
+    want=/logs/$label.whole.out
+    timeout 300 podman --runtime crun run --rm --name program "${gpu[@]}" -e "$variable" "$image" "${command[@]}" > "$want" 2>&1 ||
+        { tail -n 5 "$want" && return 1; }
+    pod run -d --name program --annotation dev.cryopod.preload=on "${gpu[@]}" -e "$variable" "$image" "${command[@]}" > /dev/null || return
+    wait_for more_lines program $(($(losses "$want" | wc -l) / 3)) || { podman logs program | tail -n 5 && return 1; }
+    pod container checkpoint --keep program > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs program "$label" && return 1; }
+    keep_logs program "$label"
+    ways=$(handed_over "/logs/$label.cryopod.json")
+    [ "$(lines program)" -lt "$(losses "$want" | wc -l)" ] || { say "$label: it was over before the checkpoint" && return 1; }
+    pod container restore --keep program > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs program "$label" && return 1; }
+    wait_for state_is program exited || return
+    podman logs program > "/logs/$label.out" 2>&1
+    cmp <(losses "$want") <(losses "/logs/$label.out") || { say "$label: the lines differ" && return 1; }
+    say "$label: $(losses "$want" | wc -l) lines identical; bytes $ways"
+    result "$(jq -n --arg case "$label" --arg runtime "$rt" --argjson ways "$ways" --argjson n "$(losses "$want" | wc -l)" \
+        --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson gap "$(gap "/logs/$label.out")" \
+        '{case: $case, ok: true, runtime: $runtime, lines_identical: $n, bytes: $ways, info: $info, longest_pause_s: $gap}')"
+}
+
+preload_programs() {
+    local rt=${runtimes%% *} kind allocator
+    if [ -z "$python" ]; then run_case preload-programs skip "no Python with torch on this machine" && return; fi
+    train_command 60
+    train=("$python" /work/train.py 60 2)
+    for allocator in backend:native expandable_segments:True backend:cudaMallocAsync; do
+        run_case "preload-torch-${allocator%:*}-${allocator#*:}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "${train[@]}"
+    done
+    for kind in jax cupy; do
+        run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60
+    done
+}
+
+# rates LABEL COMMAND...: a number that the command prints last, with the library and without, in turns; as JSON.
+rates() {
+    local label=$1 i value rows='[]' options && shift
+    for i in off on on off off on; do
+        options=(--annotation "dev.cryopod.preload=$i")
+        value=$(timeout 300 podman --runtime cryopod-runtime run --rm "${options[@]}" "${gpu[@]}" "$image" "$@" 2> "/logs/$label.$i.err" | tee "/logs/$label.$i.out" | rate_of) || return
+        rows=$(jq -c --arg i "$i" --argjson v "$value" '. + [{preload: $i, rate: $v}]' <<< "$rows")
+    done
+    jq -c --arg what "$label" 'def mean(i): [.[] | select(.preload == i) | .rate] | add / length; {what: $what, ratio: (mean("on") / mean("off")), runs: .}' <<< "$rows"
+}
+# The last number, or steps a second after the first fifth.
+rate_of() { awk '$3 == "ok" {at[n++] = $4} $3 != "ok" && !/^#/ {last = $1} END {from = int(n / 5); if (n > 1) printf "%.4f\n", (n - 1 - from) / (at[n - 1] - at[from]); else print last}'; }
+
+preload_cost() { # LABEL: what a container loses by the library while nothing happens
+    local all
+    low_level "${runtimes%% *}"
+    gpu_args 1
+    all=$(rates launches /work/launches 4) || return
+    if [ -n "$python" ]; then
+        train_command 100
+        all+=$'\n'$(rates train "$python" /work/train.py 100 4) || return
+        all+=$'\n'$(rates serve "$python" /work/serve.py 200 unix) || return
+    fi
+    say "$1: $(jq -c '{what, ratio, runs: [.runs[].rate]}' <<< "$all")"
+    result "$(jq -s --arg case "$1" '{case: $case, ok: true, cost: .}' <<< "$all")"
+}
