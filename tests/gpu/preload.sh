@@ -40,14 +40,17 @@ preloaded_program() { # RUNTIME VARIABLE COMMAND... LABEL: as without the librar
 
 preload_programs() {
     local rt=${runtimes%% *} kind allocator
-    if [ -z "$python" ]; then run_case preload-programs skip "no Python with torch on this machine" && return; fi
+    if [ -z "$python" ]; then
+        no_python() { skip "$1" "no Python with torch on this machine"; }
+        run_case preload-programs no_python
+        return
+    fi
     train_command 60
-    train=("$python" /work/train.py 60 2)
-    for allocator in backend:native expandable_segments:True backend:cudaMallocAsync; do
-        run_case "preload-torch-${allocator%:*}-${allocator#*:}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "${train[@]}"
-    done
     for kind in jax cupy; do
         run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60
+    done
+    for allocator in backend:native expandable_segments:True backend:cudaMallocAsync; do
+        run_case "preload-torch-${allocator//:/-}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "$python" /work/train.py 60 2
     done
 }
 
@@ -66,6 +69,7 @@ rate_of() { awk '$3 == "ok" {at[n++] = $4} $3 != "ok" && !/^#/ {last = $1} END {
 
 preload_cost() { # LABEL: what a container loses by the library while nothing happens
     local all
+    [ -z "$sim" ] || skip "$1" "the simulated driver launches no kernels"
     low_level "${runtimes%% *}"
     gpu_args 1
     all=$(rates launches /work/launches 4) || return
