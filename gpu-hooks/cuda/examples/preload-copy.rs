@@ -49,7 +49,9 @@ fn main() {
         println!("{} pieces, {} MiB", pieces.len(), bytes >> 20);
         let memory = &mut map.bytes_mut().unwrap()[..bytes];
         timed("copy out", || {
-            copier.copy(pieces, memory, Way::Out, threads).unwrap()
+            copier
+                .copy(pieces, memory, Way::Out(&|_| ()), threads)
+                .unwrap()
         });
         timed("release", || {
             library.ask(Request::Release, None, LIMIT).unwrap()

@@ -56,7 +56,7 @@ struct Tracked {
 pub struct Agent<D> {
     driver: D,
     vram_files: Arc<VramFiles>,
-    preloads: Preloads,
+    preloads: Arc<Preloads>,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
 }
@@ -104,7 +104,7 @@ impl<D: Driver> Agent<D> {
         Arc::new(Self {
             driver,
             vram_files: Arc::default(),
-            preloads: Preloads::default(),
+            preloads: Arc::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
         })
@@ -118,7 +118,7 @@ impl<D: Driver> Agent<D> {
         &self.vram_files
     }
 
-    pub fn preloads(&self) -> &Preloads {
+    pub fn preloads(&self) -> &Arc<Preloads> {
         &self.preloads
     }
 
@@ -285,13 +285,13 @@ impl<D: Driver> Agent<D> {
             Op::PreloadOut {
                 timeout_ms,
                 threads,
+                write,
                 ..
             } => {
                 self.note_found(pid)?;
                 let limit = Duration::from_millis(*timeout_ms);
-                let taken = self
-                    .preloads
-                    .take_out(pid, *threads, limit, &self.vram_files);
+                let files = &self.vram_files;
+                let taken = (self.preloads).take_out(pid, *threads, limit, write.as_ref(), files);
                 taken.map(Outcome::Preloaded)
             }
             Op::PreloadIn {

@@ -82,6 +82,12 @@ pub fn effective_map(map: &[GpuPair]) -> Option<&[GpuPair]> {
     map.iter().any(|pair| pair.old != pair.new).then_some(map)
 }
 
+/// Returns where a GPU goes: itself if the map does not name it.
+pub fn mapped(gpu: GpuUuid, map: &[GpuPair]) -> GpuUuid {
+    let pair = map.iter().find(|pair| pair.old == gpu);
+    pair.map_or(gpu, |pair| pair.new)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

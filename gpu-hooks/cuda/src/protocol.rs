@@ -165,11 +165,19 @@ pub enum Op {
     VramWait {
         limit_ms: u64,
     },
+    /// Waits until these buffers have been read.
+    VramRead {
+        buffers: Vec<u64>,
+        limit_ms: u64,
+    },
     /// Ends it and removes what was written.
     VramCancel,
-    /// Makes the GPUs of processes that have the preload library ready for a copy, ahead of the freeze.
+    /// Makes GPUs ready for a copy, ahead of it: those of processes that have the preload library, and these. Does not
+    /// wait for the latter.
     PreloadPrepare {
         pids: Vec<i32>,
+        #[serde(default)]
+        gpus: Vec<GpuUuid>,
     },
     /// Takes the GPU memory out of a process that runs and has the preload library. Answered by [`Outcome::Preloaded`].
     PreloadOut {
@@ -177,6 +185,9 @@ pub enum Op {
         /// How long its GPU work may take to end.
         timeout_ms: u64,
         threads: usize,
+        /// Where its memory is to be written while it is copied; `None`: [`Op::VramWriteAhead`] follows.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        write: Option<WriteTo>,
     },
     /// Brings it back after the driver's unlock, and lets the process's calls go on. Its library's thread must run.
     PreloadIn {
@@ -201,6 +212,7 @@ impl Op {
             | Self::VramLoad { .. }
             | Self::VramUserfault { .. }
             | Self::VramWait { .. }
+            | Self::VramRead { .. }
             | Self::VramCancel
             | Self::PreloadPrepare { .. } => None,
             Self::VramPrepare { pid, .. }
@@ -238,6 +250,7 @@ impl Op {
             Self::VramLoad { .. } => "vram-load",
             Self::VramUserfault { .. } => "vram-userfault",
             Self::VramWait { .. } => "vram-wait",
+            Self::VramRead { .. } => "vram-read",
             Self::VramCancel => "vram-cancel",
             Self::PreloadPrepare { .. } => "preload-prepare",
             Self::PreloadOut { .. } => "preload-out",
@@ -286,7 +299,19 @@ pub enum Preloaded {
     /// The process goes on with its memory; why.
     LeftOut(String),
     /// The memory is in this buffer of the agent's, whose file the process keeps, and the process waits for it.
-    Out { buffer: SharedBuffer, bytes: u64 },
+    Out {
+        buffer: SharedBuffer,
+        bytes: u64,
+        /// It is being written.
+        writes: bool,
+    },
+}
+
+/// An image directory for VRAM files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriteTo {
+    pub dir: PathBuf,
+    pub config: VramConfig,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,7 +4,7 @@ use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
 use crate::vram::{PreloadedMemory, image_directory, open};
 use cryopod_cuda::preload::Library;
-use cryopod_cuda::protocol::{Op, Outcome, Preloaded};
+use cryopod_cuda::protocol::{Op, Outcome, Preloaded, WriteTo};
 use cryopod_cuda::released::is_ours;
 use cryopod_cuda::vram::SharedBuffer;
 use std::fs::File;
@@ -79,10 +79,16 @@ impl Session {
         let running: Vec<i32> = pids.iter().copied().filter(|pid| !is_ours(*pid)).collect();
         let timeout_ms = self.config.lock_timeout_ms;
         let threads = (config.threads_for(running.len()) / running.len().max(1)).max(1);
+        let dir = image_directory()
+            .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
+        let to = WriteTo { dir, config };
+        // The writer begins with all the memory that there will be.
+        let write = Some(to.clone()).filter(|_| running.len() == 1 && !self.vram.writes);
         let out = |pid: &i32| Op::PreloadOut {
             pid: *pid,
             timeout_ms,
             threads,
+            write: write.clone(),
         };
         let replies = match self.batch(running.iter().map(out).collect(), &mut []) {
             Ok(replies) => replies,
@@ -103,7 +109,12 @@ impl Session {
                         format!("process {pid}: its GPU memory is left to the driver: {reason}");
                     criu::log(Level::Warn, &text);
                 }
-                Outcome::Preloaded(Preloaded::Out { buffer, bytes }) => {
+                Outcome::Preloaded(Preloaded::Out {
+                    buffer,
+                    bytes,
+                    writes,
+                }) => {
+                    self.vram.writes |= writes;
                     match taken_over(pid, &buffer, bytes) {
                         Ok(memory) => self.vram.preloaded.push(memory),
                         Err(failed) => drop(first.get_or_insert(failed)),
@@ -119,12 +130,10 @@ impl Session {
             return Err(failed);
         }
         if self.vram.preloaded.len() > before && !self.vram.writes {
-            let dir = image_directory()
-                .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
             self.ask(Op::VramWriteAhead {
-                dir,
+                dir: to.dir,
                 buffers: self.vram.preloaded.iter().map(|memory| memory.id).collect(),
-                config,
+                config: to.config,
             })?;
             self.vram.writes = true;
         }

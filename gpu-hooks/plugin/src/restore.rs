@@ -9,6 +9,7 @@
 use crate::criu::{self, Level};
 use crate::preload_steps::library_thread;
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
+use cryopod_cuda::gpu::{GpuUuid, mapped};
 use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_cuda::procfs;
 use cryopod_cuda::protocol::{Op, Outcome, ProcessState};
@@ -56,6 +57,7 @@ impl Restore {
         let mut vram = HashMap::new();
         if !session.image.processes.is_empty() {
             session.connect()?;
+            prepare_gpus(&mut session)?;
             vram = load_vram(&mut session)?;
             // Not kept: CRIU's children would inherit it.
             session.disconnect();
@@ -126,13 +128,6 @@ impl Restore {
             gpu_map: gpu_map.clone(),
             limit_ms,
         })?;
-        if let Some(done) = &self.session.vram_done {
-            let (mib, ms) = (done.facts.bytes >> 20, done.work_us / 1000);
-            criu::log(
-                Level::Info,
-                &format!("{mib} MiB of GPU memory read in {ms} ms"),
-            );
-        }
         let running: Vec<i32> = self
             .session
             .image
@@ -147,6 +142,7 @@ impl Restore {
             .collect();
         self.step(Step::Unlock, &unlock, |pid| Op::Unlock { pid, limit_ms })?;
         self.preload_in(&running)?;
+        self.all_is_read()?;
         // It is on the GPU, and the driver has unmapped its part.
         for buffer in std::mem::take(&mut self.vram).into_values() {
             self.session.vram_drop(buffer.id);
@@ -180,9 +176,6 @@ impl Restore {
             return Ok(());
         }
         let times = self.session.preload_in(&memory)?;
-        if self.session.vram_done.is_none() {
-            self.session.vram_done = self.session.vram_wait()?;
-        }
         for (pid, micros) in times {
             if let Some(record) = record_of(&mut self.session.image.processes, pid) {
                 let step = Step::Preload;
@@ -203,7 +196,7 @@ impl Restore {
         if self.vram.is_empty() {
             return Ok(());
         }
-        let mut all_wait = true;
+        let (mut all_wait, mut drivers) = (true, Vec::new());
         for Thread { pid, tid } in threads {
             let start = Instant::now();
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
@@ -215,19 +208,33 @@ impl Restore {
                 all_wait &=
                     self.session
                         .vram_in(*pid, *tid, &shared, buffer.address, buffer.bytes)?;
+                drivers.push(shared.id);
                 let what = format!("process {pid}: vram in {} ms", start.elapsed().as_millis());
                 criu::log(Level::Info, &what);
             }
         }
         // Memory that the preload library takes is waited for while it is copied.
-        let preloads = &self.session.image.processes;
-        let mut buffers = preloads.iter().flat_map(|record| &record.vram);
-        if all_wait && buffers.all(|buffer| buffer.preload) {
+        if all_wait {
+            self.session.vram.reading = drivers;
             return Ok(());
         }
-        self.session.vram.reading = all_wait;
-        if !all_wait {
-            self.session.vram_done = self.session.vram_wait()?;
+        let limit_ms = self.session.config.step_timeout_ms;
+        let buffers = drivers;
+        self.session
+            .ask(Op::VramRead { buffers, limit_ms })
+            .map(drop)
+    }
+
+    /// Waits until all has been read and checked, where the VRAM files are used.
+    fn all_is_read(&mut self) -> Result<(), Failed> {
+        if self.vram.is_empty() || self.session.vram_done.is_some() {
+            return Ok(());
+        }
+        self.session.vram_done = self.session.vram_wait()?;
+        if let Some(done) = &self.session.vram_done {
+            let (mib, ms) = (done.facts.bytes >> 20, done.work_us / 1000);
+            let what = format!("{mib} MiB of GPU memory read in {ms} ms");
+            criu::log(Level::Info, &what);
         }
         Ok(())
     }
@@ -280,6 +287,20 @@ impl Restore {
         };
         self.session.write_report(outcome);
     }
+}
+
+/// Has the agent make the GPUs ready to which the preload library's memory comes back.
+fn prepare_gpus(session: &mut Session) -> Result<(), Failed> {
+    let processes = session.image.processes.iter();
+    let with = processes.filter(|record| record.vram.iter().any(|buffer| buffer.preload));
+    let map = &session.config.gpu_map;
+    let gpus = with.flat_map(|record| &record.gpus);
+    let gpus: Vec<GpuUuid> = gpus.map(|gpu| mapped(*gpu, map)).collect();
+    if gpus.is_empty() {
+        return Ok(());
+    }
+    let pids = Vec::new();
+    session.ask(Op::PreloadPrepare { pids, gpus }).map(drop)
 }
 
 /// Has the agent begin to read the VRAM files, while CRIU restores everything else.

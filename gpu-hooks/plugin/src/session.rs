@@ -220,7 +220,7 @@ impl Session {
     ///
     /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does
     /// not come in time is an error of the whole batch. If memory that the released threads wait for cannot be read
-    /// (an error as the answer to [`Op::VramWait`]), their processes are killed: only that ends the driver's work. A fault in
+    /// (an error as the answer to [`Op::VramRead`]), their processes are killed: only that ends the driver's work. A fault in
     /// a released thread ends its process, and fails the batch.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
         let vram = self.config.vram.clone().unwrap_or_default();
@@ -234,7 +234,7 @@ impl Session {
         let mut ids = Vec::with_capacity(ops.len());
         let (mut reading, mut over) = (None, None);
         for op in ops {
-            let waits = matches!(op, Op::VramWait { .. });
+            let waits = matches!(op, Op::VramRead { .. });
             let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
             ids.push(id);
             reading = reading.or((waits && !released.is_empty()).then_some(id));
@@ -367,19 +367,15 @@ impl Session {
             .filter(|_| step == "checkpoint" && SUPPORTED);
         let mut released = release(step, threads, vram.map(|vram| vram.min_bytes))?;
         let mut ops: Vec<Op> = threads.iter().map(|thread| op(thread.pid)).collect();
-        let reading = std::mem::take(&mut self.vram.reading);
-        if reading {
+        let buffers = std::mem::take(&mut self.vram.reading);
+        if !buffers.is_empty() {
             let limit_ms = self.config.step_timeout_ms;
-            ops.push(Op::VramWait { limit_ms });
+            ops.push(Op::VramRead { buffers, limit_ms });
         }
         let result = self.batch(ops, &mut released);
         let not_stopped = stop(released);
         let mut replies = result?;
-        if reading {
-            if let Some(Outcome::Vram(done)) = replies.pop().map(|reply| reply.outcome) {
-                self.vram_done = done;
-            }
-        }
+        replies.truncate(threads.len());
         Ok((replies, not_stopped))
     }
 
@@ -442,6 +438,7 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramPrepare { limit_ms, .. }
         | Op::VramCopy { limit_ms, .. }
         | Op::PreloadIn { limit_ms, .. }
+        | Op::VramRead { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
     })
 }

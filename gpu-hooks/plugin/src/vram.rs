@@ -42,8 +42,8 @@ pub struct Vram {
     /// Why VRAM files were not used where they might have been.
     pub left_out: Option<String>,
     pub writes: bool,
-    /// A restore: the processes wait for what has not been read yet, and the driver may begin.
-    pub reading: bool,
+    /// A restore: the buffers that the driver reads. Processes wait for what has not been read yet, and the driver may begin.
+    pub reading: Vec<u64>,
 }
 
 pub(crate) fn open(buffer: &SharedBuffer) -> io::Result<File> {

@@ -113,13 +113,17 @@ pub fn reserve(
     }
     let threads = vram.threads_for(wanted.len());
     let socket = op.file(crate::agent::SOCKET);
-    let pids = wanted.iter().map(|of| of.pid).collect();
-    let reserved = std::thread::scope(|scope| {
-        let prepare = || Client::connect(&socket)?.call(Op::PreloadPrepare { pids }, limit);
-        // Without it the first copy prepares the GPUs.
-        scope.spawn(prepare);
-        Client::connect(&socket)?.call(Op::VramReserve { wanted, threads }, limit)
-    });
+    let prepare = Op::PreloadPrepare {
+        pids: wanted.iter().map(|of| of.pid).collect(),
+        gpus: Vec::new(),
+    };
+    let ask = |op| Client::connect(&socket)?.call(op, limit);
+    // Not at the same time: while memory is allocated, the driver takes ten times as long. If it fails, the first copy
+    // prepares the GPUs.
+    if let Err(error) = ask(prepare) {
+        tracing::debug!("the GPUs are not ready ahead: {error}");
+    }
+    let reserved = ask(Op::VramReserve { wanted, threads });
     let why = match reserved.map(|reply| reply.outcome) {
         Ok(Outcome::Done) => return,
         Ok(Outcome::Error(error)) => error.message,

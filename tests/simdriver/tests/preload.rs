@@ -42,7 +42,9 @@ fn client(machine: &mut Machine, flags: &[&str]) -> Client {
 fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
     let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
-    copier.copy(pieces, &mut memory, Way::Out, 3).unwrap();
+    copier
+        .copy(pieces, &mut memory, Way::Out(&|_| ()), 3)
+        .unwrap();
     library.ask(Request::Release, None, LIMIT).unwrap();
     memory
 }
@@ -182,7 +184,7 @@ fn memory_leaves_and_comes_back() {
         });
         die(1);
         let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
-        let copied = copier.copy(pieces, &mut memory, Way::Out, 2);
+        let copied = copier.copy(pieces, &mut memory, Way::Out(&|_| ()), 2);
         assert!(copied.is_ok() || step < 2, "{copied:?}");
         for (now, request) in [(2, Request::Release), (3, Request::Allocate)] {
             die(now);

@@ -7,6 +7,7 @@
 use super::Piece;
 use crate::driver::{Handle, LoadError};
 use crate::protocol::{DriverError, ErrorKind};
+use crate::vram::front::Front;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::AsRawFd;
@@ -51,6 +52,7 @@ type Code = c_int;
 /// Declares the functions of the driver that are used here, by their C types.
 macro_rules! functions {
     ($($field:ident $symbol:literal ($($argument:ty),*);)*) => {
+        #[derive(Clone, Copy)]
         struct Functions { $($field: unsafe extern "C" fn($($argument),*) -> Code,)* }
 
         impl Functions {
@@ -87,10 +89,13 @@ functions! {
 /// Waits until so many bytes from the start of the memory may be read.
 pub type Ready<'a> = dyn Fn(u64) -> Result<(), DriverError> + Sync + 'a;
 
+/// Hears how many bytes from the start of the memory are there.
+pub type Filled<'a> = dyn Fn(u64) + Sync + 'a;
+
 /// Which way to copy.
 #[derive(Clone, Copy)]
 pub enum Way<'a> {
-    Out,
+    Out(&'a Filled<'a>),
     /// Memory that is still being filled is waited for.
     In(&'a Ready<'a>),
 }
@@ -99,6 +104,8 @@ pub enum Way<'a> {
 pub struct Copier {
     functions: Functions,
     devices: Mutex<BTreeMap<i32, Device>>,
+    /// Rings that no copy uses, by device.
+    rings: Mutex<BTreeMap<i32, Vec<Ring>>>,
 }
 
 #[derive(Clone, Copy)]
@@ -179,12 +186,31 @@ impl Copier {
         Ok(Self {
             functions: Functions::of(Handle::open(library)?)?,
             devices: Mutex::default(),
+            rings: Mutex::default(),
         })
     }
 
-    /// Makes a GPU ready ahead of its use: a context takes some 0.2 s.
+    /// Makes a GPU ready ahead of its use. A context and a ring take some 0.4 s, and many times as long while other
+    /// threads allocate memory.
     pub fn prepare(&self, device: i32) -> Result<(), DriverError> {
-        self.device(device).map(drop)
+        self.make_current(self.device(device)?)?;
+        let ring = self.ring(device)?;
+        self.give_back(device, ring);
+        Ok(())
+    }
+
+    fn rings(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, Vec<Ring>>> {
+        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A ring of a device whose context is current.
+    fn ring(&self, device: i32) -> Result<Ring, DriverError> {
+        let unused = self.rings().get_mut(&device).and_then(Vec::pop);
+        unused.map_or_else(|| Ring::new(self.functions), Ok)
+    }
+
+    fn give_back(&self, device: i32, ring: Ring) {
+        self.rings().entry(device).or_default().push(ring);
     }
 
     fn device(&self, ordinal: i32) -> Result<Device, DriverError> {
@@ -226,6 +252,7 @@ impl Copier {
             bytes: memory.len(),
             address: memory.as_mut_ptr(),
         };
+        let front = Mutex::new(Front::new(host.bytes));
         let mut by_device: BTreeMap<i32, Vec<Imported<'_>>> = BTreeMap::new();
         for piece in pieces {
             let imported = self.import(piece, host.bytes)?;
@@ -235,7 +262,7 @@ impl Copier {
             let copies: Vec<_> = by_device
                 .iter()
                 .map(|(device, pieces)| {
-                    scope.spawn(|| self.copy_device(*device, pieces, &host, way, threads))
+                    scope.spawn(|| self.copy_device(*device, pieces, &host, &front, way, threads))
                 })
                 .collect();
             copies
@@ -300,26 +327,40 @@ impl Copier {
         ordinal: i32,
         pieces: &[Imported<'_>],
         host: &Host,
+        front: &Mutex<Front>,
         way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
         let device = self.device(ordinal)?;
         self.make_current(device)?;
-        let ring = Ring::new(&self.functions)?;
-        let blocks: Vec<Block> = pieces.iter().flat_map(Block::of).collect();
+        let ring = self.ring(ordinal)?;
+        let mut blocks: Vec<Block> = pieces.iter().flat_map(Block::of).collect();
+        blocks.sort_unstable_by_key(|block| block.offset);
         match way {
-            Way::Out => self.copy_out(device, &ring, &blocks, host, threads),
-            Way::In(ready) => self.copy_in(&ring, &blocks, host, threads, ready),
+            Way::Out(filled) => {
+                let done = |block: &Block| {
+                    let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Some(bytes) = front.advance(block.offset, block.bytes) {
+                        filled(bytes);
+                    }
+                };
+                self.copy_out(device, &ring, &blocks, host, threads, &done)?;
+            }
+            Way::In(ready) => self.copy_in(&ring, &blocks, host, threads, ready)?,
         }
+        // After an error the GPU may still use it.
+        self.give_back(ordinal, ring);
+        Ok(())
     }
 
     fn copy_out(
         &self,
         device: Device,
-        ring: &Ring<'_>,
+        ring: &Ring,
         blocks: &[Block],
         host: &Host,
         threads: usize,
+        done: &(dyn Fn(&Block) + Sync),
     ) -> Result<(), DriverError> {
         let f = &self.functions;
         let (give, free) = mpsc::channel();
@@ -342,6 +383,7 @@ impl Copier {
                     let to = host.address.add(block.offset);
                     to.copy_from_nonoverlapping(ring.buffer(slot), block.bytes);
                 }
+                done(&block);
                 let _ = give.send(slot);
             }
         };
@@ -375,7 +417,7 @@ impl Copier {
 
     fn copy_in(
         &self,
-        ring: &Ring<'_>,
+        ring: &Ring,
         blocks: &[Block],
         host: &Host,
         threads: usize,
@@ -436,7 +478,7 @@ impl Copier {
     /// Copies filled buffers to the GPU in the order in which they come; half of the ring is under way at a time.
     fn enqueue(
         &self,
-        ring: &Ring<'_>,
+        ring: &Ring,
         filled: &mpsc::Receiver<(usize, Block)>,
         give: &mpsc::Sender<usize>,
     ) -> Result<(), DriverError> {
@@ -503,18 +545,20 @@ impl Block {
 }
 
 /// Pinned buffers, with an event for each, and a stream.
-struct Ring<'a> {
-    functions: &'a Functions,
+struct Ring {
+    functions: Functions,
     memory: *mut u8,
     stream: *mut c_void,
     events: Vec<*mut c_void>,
 }
 
 // SAFETY: each buffer and its event are one thread's at a time; CUDA's objects may be used from any thread.
-unsafe impl Sync for Ring<'_> {}
+unsafe impl Sync for Ring {}
+// SAFETY: as above.
+unsafe impl Send for Ring {}
 
-impl<'a> Ring<'a> {
-    fn new(functions: &'a Functions) -> Result<Self, DriverError> {
+impl Ring {
+    fn new(functions: Functions) -> Result<Self, DriverError> {
         let mut ring = Self {
             functions,
             memory: std::ptr::null_mut(),
@@ -547,7 +591,7 @@ impl<'a> Ring<'a> {
     }
 }
 
-impl Drop for Ring<'_> {
+impl Drop for Ring {
     fn drop(&mut self) {
         // SAFETY: what this value holds; work on it is over, or the call waits for it.
         unsafe {

@@ -8,17 +8,18 @@ use super::copy::{Copier, Way};
 use super::{Library, Piece, size};
 use crate::gpu::GpuUuid;
 use crate::procfs;
-use crate::protocol::{AgentGpu, DriverError, ErrorKind, Op, Outcome, Preloaded};
+use crate::protocol::{AgentGpu, DriverError, ErrorKind, Op, Outcome, Preloaded, WriteTo};
 use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
+use crate::vram::worker::State;
 use cryopod_preload_wire::Request;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// How long the copying may take before the process goes on by itself.
@@ -69,12 +70,29 @@ impl Preloads {
     }
 
     /// Carries out a request; `None` when it is not [`Op::PreloadPrepare`].
-    pub fn perform(&self, op: &Op) -> Option<Outcome> {
-        let Op::PreloadPrepare { pids } = op else {
+    pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
+        let Op::PreloadPrepare { pids, gpus } = op else {
             return None;
         };
+        self.prepare_later(gpus);
         let prepared = self.prepare(pids);
         Some(prepared.map_or_else(Outcome::Error, |()| Outcome::Done))
+    }
+
+    /// Makes GPUs ready, without waiting for it: whoever copies waits.
+    fn prepare_later(self: &Arc<Self>, gpus: &[GpuUuid]) {
+        if gpus.is_empty() {
+            return;
+        }
+        let (own, gpus) = (Arc::clone(self), gpus.to_vec());
+        let prepare = move || {
+            if let Err(error) = own.prepare_gpus(&gpus) {
+                tracing::info!("the GPUs are not ready ahead: {error}");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().spawn(prepare) {
+            tracing::info!("the GPUs are not ready ahead: {error}");
+        }
     }
 
     fn copier(&self) -> Result<&Copier, DriverError> {
@@ -93,9 +111,9 @@ impl Preloads {
             .copied()
             .filter(|p| Library::is_in(*p))
             .collect();
-        let (Some(driver), false) = (self.driver.get(), pids.is_empty()) else {
+        if pids.is_empty() {
             return Ok(());
-        };
+        }
         let by_minor: BTreeMap<u32, GpuUuid> = procfs::gpus_by_minor().into_iter().collect();
         let open = |pid: &i32| procfs::open_gpu_minors(*pid);
         let used: Vec<GpuUuid> = pids
@@ -103,6 +121,13 @@ impl Preloads {
             .flat_map(open)
             .filter_map(|minor| by_minor.get(&minor).copied())
             .collect();
+        self.prepare_gpus(&used)
+    }
+
+    fn prepare_gpus(&self, used: &[GpuUuid]) -> Result<(), DriverError> {
+        let Some(driver) = self.driver.get() else {
+            return Ok(());
+        };
         let copier = self.copier()?;
         std::thread::scope(|scope| {
             let devices = (0i32..).zip(&driver.gpus);
@@ -139,7 +164,8 @@ impl Preloads {
         pid: i32,
         threads: usize,
         limit: Duration,
-        files: &VramFiles,
+        write: Option<&WriteTo>,
+        files: &Arc<VramFiles>,
     ) -> Result<Preloaded, DriverError> {
         let Some(library) = Library::of(pid) else {
             return Ok(Preloaded::Without);
@@ -163,7 +189,7 @@ impl Preloads {
                 Err(error) => Preloaded::LeftOut(told(&error).message),
             });
         }
-        let (buffer, bytes) = match self.copied(pid, pieces, threads, files) {
+        let (buffer, bytes, writes) = match self.copied(pid, pieces, threads, write, files) {
             Ok(copied) => copied,
             Err(error) => {
                 // Without this it goes on after a while.
@@ -174,31 +200,53 @@ impl Preloads {
         let file = files.file(buffer.id)?;
         self.out().insert(pid, buffer.id);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
-            files.complete(buffer.id);
-            return Ok(Preloaded::Out { buffer, bytes });
+            files.set_state(buffer.id, State::Complete);
+            return Ok(Preloaded::Out {
+                buffer,
+                bytes,
+                writes,
+            });
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
+        if writes {
+            files.call_off();
+        }
         self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
         Ok(Preloaded::LeftOut(told(&error).message))
     }
 
+    /// Copies the pieces into a new buffer; returns whether that is being written.
     fn copied(
         &self,
         pid: i32,
         pieces: Vec<Piece>,
         threads: usize,
-        files: &VramFiles,
-    ) -> Result<(SharedBuffer, u64), DriverError> {
+        write: Option<&WriteTo>,
+        files: &Arc<VramFiles>,
+    ) -> Result<(SharedBuffer, u64, bool), DriverError> {
         let bytes = size(&pieces).map_err(|error| told(&error))?;
-        let buffer = files.prepare(pid, bytes, threads)?;
+        // The threads that copy allocate it faster than others could ahead of them.
+        let buffer = files.make_for(pid, bytes)?;
+        files.set_state(buffer.id, State::Filling);
+        let writes = write.is_some_and(|to| {
+            let begun = files.write_ahead(&to.dir, &[buffer.id], &to.config);
+            begun
+                .inspect_err(|error| tracing::info!("it is written later: {error}"))
+                .is_ok()
+        });
+        let filled = |bytes| files.has_filled(buffer.id, bytes);
         let copied = files.file(buffer.id).and_then(|file| {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.copier()?.copy(pieces, memory, Way::Out, threads)
+            self.copier()?
+                .copy(pieces, memory, Way::Out(&filled), threads)
         });
         match copied {
-            Ok(()) => Ok((buffer, bytes)),
+            Ok(()) => Ok((buffer, bytes, writes)),
             Err(error) => {
+                if writes {
+                    files.call_off();
+                }
                 files.forget(buffer.id);
                 Err(error)
             }

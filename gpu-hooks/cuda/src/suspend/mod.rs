@@ -13,7 +13,7 @@ mod files;
 mod preload;
 
 use super::client::{Client, ClientError};
-use super::gpu::{GpuPair, GpuUuid};
+use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
@@ -150,6 +150,8 @@ fn suspend_found(
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
+    let pids = threads.iter().map(|(pid, _)| *pid).collect();
+    preload::prepare(client, pids, Vec::new());
     let out = preload::take_out(client, threads, how, &mut done)?;
     lock_all(client, threads, how, &mut done)?;
     let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
@@ -301,6 +303,9 @@ pub fn resume(
             },
         );
     }
+    let gpus = alive.iter().filter(|p| p.has_preload());
+    let gpus = gpus.flat_map(|p| &p.gpus).map(|gpu| mapped(*gpu, gpu_map));
+    preload::prepare(client, Vec::new(), gpus.collect());
     let mut done = Done {
         processes: alive,
         ..Done::default()
@@ -424,6 +429,7 @@ fn limit_of(op: &Op) -> Duration {
         | Op::Restore { limit_ms, .. }
         | Op::Unlock { limit_ms, .. }
         | Op::PreloadIn { limit_ms, .. }
+        | Op::VramRead { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
         Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
         _ => QUERY_MS,

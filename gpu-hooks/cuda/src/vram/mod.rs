@@ -12,6 +12,7 @@
 //! * [`reserve`]: memory allocated before the freeze
 //! * [`store`]: the agent's buffers
 //! * [`filling`]: how far the driver has filled memory
+//! * [`front`]: how far a memory has been read or filled
 //! * [`userfault`]: a process that reads memory waits until it is there
 //! * [`worker`]: the process that reads and writes the image directory
 
@@ -25,6 +26,7 @@ use std::path::PathBuf;
 
 pub mod ceiling;
 pub mod filling;
+pub mod front;
 pub mod memory;
 pub mod reserve;
 pub mod store;

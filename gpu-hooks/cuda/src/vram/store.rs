@@ -4,7 +4,7 @@ use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
 use super::userfault::{self, Userfault};
-use super::worker::{self, Complete, Job, Memory};
+use super::worker::{self, Complete, Job, Memory, Progress, State};
 use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
 use crate::inject::{Descriptor, Injection, Seized, take_descriptor};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
@@ -15,11 +15,12 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 const COPY: usize = 16 << 20;
+/// How long a killed worker may take to end.
+const KILLED: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 pub struct VramFiles {
@@ -46,8 +47,8 @@ struct Buffer {
     bytes: u64,
     /// Its process; `None` at a restore.
     pid: Option<i32>,
-    /// Nobody changes it any more.
-    complete: AtomicBool,
+    /// What happens to it meanwhile.
+    state: Mutex<State>,
 }
 
 /// A buffer that is being read into.
@@ -189,6 +190,13 @@ impl VramFiles {
             Op::VramWait { limit_ms } => self
                 .wait(Duration::from_millis(*limit_ms))
                 .map(Outcome::Vram),
+            Op::VramRead { buffers, limit_ms } => {
+                let limit = Duration::from_millis(*limit_ms);
+                let mut buffers = buffers.iter();
+                buffers
+                    .try_for_each(|id| self.has_been_read(*id, self.buffer(*id)?.bytes, limit))
+                    .map(|()| Outcome::Done)
+            }
             Op::VramCancel => {
                 self.cancel();
                 Ok(Outcome::Done)
@@ -215,11 +223,34 @@ impl VramFiles {
         inner.read.remove(&id);
     }
 
-    /// Notes that nobody changes a buffer any more: what is written of it needs no second look.
-    pub fn complete(&self, id: u64) {
+    /// Notes what happens to a buffer while it is written.
+    pub fn set_state(&self, id: u64, state: State) {
         if let Some(buffer) = self.inner().buffers.get(&id) {
-            buffer.complete.store(true, Relaxed);
+            *buffer.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
         }
+    }
+
+    /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
+    /// [`State::Filling`] since before the writer began.
+    pub fn has_filled(&self, id: u64, bytes: u64) {
+        let mut inner = self.inner();
+        let Work::Running { ahead, .. } = &mut inner.work else {
+            return;
+        };
+        let Some((stdin, buffers)) = ahead else {
+            return;
+        };
+        let Some(memory) = buffers.iter().position(|buffer| *buffer == id) else {
+            return;
+        };
+        // Its end shows why it does not listen.
+        let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
+    }
+
+    /// Ends a writer whose memory is not to be written after all; another may begin.
+    pub fn call_off(&self) {
+        self.cancel();
+        self.inner().work = Work::None;
     }
 
     /// Waits until so many bytes from the start of a buffer have been read, if it is one that is read into.
@@ -277,29 +308,12 @@ impl VramFiles {
         filled.map_err(failed("host memory for the GPU's"))
     }
 
-    /// Makes memory for a process's GPU memory; what was reserved for it is used first.
+    /// Makes memory for a process's GPU memory, and allocates all of it.
     ///
     /// # Errors
     /// It is more than the process may have, or than the host has.
-    pub fn prepare(
-        &self,
-        pid: i32,
-        bytes: u64,
-        threads: usize,
-    ) -> Result<SharedBuffer, DriverError> {
-        self.may_have(&Wanted { pid, bytes })?;
-        let (buffer, shared, missing) = match self.reserve.take(pid, bytes) {
-            Some((file, missing)) => {
-                there_is(missing)?;
-                let (buffer, shared) = self.keep(file, bytes, Some(pid));
-                let reserved = true;
-                (buffer, SharedBuffer { reserved, ..shared }, missing)
-            }
-            None => {
-                let (buffer, shared) = self.allocate(bytes, Some(pid))?;
-                (buffer, shared, bytes)
-            }
-        };
+    fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
+        let (buffer, shared, missing) = self.make(pid, bytes)?;
         let populated = Mapped::new(&buffer.file, bytes, true)
             .and_then(|map| map.populate_end(missing, threads));
         if let Err(error) = populated {
@@ -307,6 +321,31 @@ impl VramFiles {
             return Err(failed("host memory for the GPU's")(error));
         }
         Ok(shared)
+    }
+
+    /// Makes memory for a process's GPU memory, which is allocated as it is filled.
+    ///
+    /// # Errors
+    /// It is more than the process may have, or than the host has.
+    pub fn make_for(&self, pid: i32, bytes: u64) -> Result<SharedBuffer, DriverError> {
+        self.make(pid, bytes).map(|(_, shared, _)| shared)
+    }
+
+    /// Makes memory; what was reserved for the process is used first. Also returns how many bytes are not allocated.
+    fn make(&self, pid: i32, bytes: u64) -> Result<(Arc<Buffer>, SharedBuffer, u64), DriverError> {
+        self.may_have(&Wanted { pid, bytes })?;
+        match self.reserve.take(pid, bytes) {
+            Some((file, missing)) => {
+                there_is(missing)?;
+                let (buffer, shared) = self.keep(file, bytes, Some(pid));
+                let reserved = true;
+                Ok((buffer, SharedBuffer { reserved, ..shared }, missing))
+            }
+            None => {
+                let (buffer, shared) = self.allocate(bytes, Some(pid))?;
+                Ok((buffer, shared, bytes))
+            }
+        }
     }
 
     fn allocate(
@@ -328,7 +367,7 @@ impl VramFiles {
             file,
             bytes,
             pid,
-            complete: AtomicBool::new(false),
+            state: Mutex::new(State::Changing),
         });
         let mut inner = self.inner();
         inner.last += 1;
@@ -354,11 +393,15 @@ impl VramFiles {
             )
             .into(),
             bytes: buffer.bytes,
-            complete: buffer.complete.load(Relaxed),
+            state: *buffer.state.lock().unwrap_or_else(PoisonError::into_inner),
         })
     }
 
-    fn write_ahead(
+    /// Begins to write buffers that are being filled.
+    ///
+    /// # Errors
+    /// The worker cannot be started, or works already.
+    pub fn write_ahead(
         self: &Arc<Self>,
         dir: &Path,
         buffers: &[u64],
@@ -413,7 +456,7 @@ impl VramFiles {
             filled_before: buffers.iter().map(before).collect(),
             memory,
         };
-        if let Err(error) = worker::tell(&mut stdin, &complete) {
+        if let Err(error) = worker::tell(&mut stdin, &Progress::Complete(complete)) {
             tracing::info!("the VRAM files' worker: {error}");
         }
         Ok(())
@@ -589,28 +632,31 @@ impl VramFiles {
         }
     }
 
+    /// Ends the worker, and waits until what it wrote is removed.
     fn cancel(&self) {
-        let dir = {
-            let mut inner = self.inner();
-            let dir = match std::mem::take(&mut inner.work) {
-                Work::Running { worker, writes, .. } => {
-                    if let Some(worker) = worker {
-                        let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
-                        // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
-                        unsafe {
-                            libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0)
-                        };
-                    }
-                    writes
-                }
-                other => {
-                    inner.work = other;
-                    None
-                }
+        let deadline = Instant::now() + KILLED;
+        let mut inner = self.inner();
+        let mut dir = None;
+        if let Work::Running { worker, writes, .. } = &inner.work {
+            dir.clone_from(writes);
+            if let Some(worker) = worker {
+                let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+                // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
+                unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
+            }
+        }
+        while matches!(inner.work, Work::Running { .. }) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            inner = match self.changed.wait_timeout(inner, left) {
+                Ok((inner, _)) => inner,
+                Err(poisoned) => poisoned.into_inner().0,
             };
-            inner.work = Work::Ended(Err("called off".into()));
-            dir
-        };
+        }
+        inner.work = Work::Ended(Err("called off".into()));
+        drop(inner);
         self.changed.notify_all();
         if let Some(dir) = dir {
             cryopod_archive::vram::write::remove(&dir);

@@ -4,6 +4,7 @@
 //! The worker gets its job as a line of JSON on stdin, answers with lines of JSON on stdout, and dies with the agent. A
 //! writer begins with memory that is still being filled, and gets a second line when that is complete ([`Complete`]).
 
+use super::front::Front;
 use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
 use cryopod_archive::vram::{
@@ -11,7 +12,6 @@ use cryopod_archive::vram::{
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -26,16 +26,24 @@ pub const ARGUMENT: &str = "--vram-worker";
 const MAX_LINE: u64 = 1 << 20;
 /// Longest line that a worker is told, in bytes.
 const MAX_JOB: u64 = 16 << 20;
-/// A reader says how far it is after so many bytes.
-const STEP: usize = 16 << 20;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Memory {
     pub name: String,
     pub path: PathBuf,
     pub bytes: u64,
-    /// It changes no more.
-    pub complete: bool,
+    pub state: State,
+}
+
+/// What happens to memory while it is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// Another program fills it, in any order.
+    Changing,
+    /// The agent fills it, and tells how far it is ([`Progress::Filled`]).
+    Filling,
+    Complete,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -43,7 +51,7 @@ pub struct Memory {
 pub enum Job {
     Write {
         dir: PathBuf,
-        /// Complete, or being filled; may be none.
+        /// May be none.
         memory: Vec<Memory>,
         chunk_bytes: u32,
         shard_bytes: u64,
@@ -65,6 +73,18 @@ pub enum Job {
     },
 }
 
+/// What a writer is told after its job.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Progress {
+    /// So many bytes from the start of one of the job's memories are there, and change no more.
+    Filled {
+        memory: usize,
+        bytes: u64,
+    },
+    Complete(Complete),
+}
+
 /// All memory that is to be written: it is complete.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Complete {
@@ -72,6 +92,9 @@ pub struct Complete {
     /// Which of the job's each one is, if it is one of them.
     pub filled_before: Vec<Option<usize>>,
 }
+
+/// By how much a writer's priority is lower.
+const NICE: libc::c_int = 5;
 
 /// Tells a worker one thing.
 pub fn tell(stdin: &mut ChildStdin, what: &impl Serialize) -> std::io::Result<()> {
@@ -197,6 +220,9 @@ fn run(job: &Job) -> Result<VramDone, String> {
             parent,
             search,
         } => {
+            // The driver and CRIU, which work meanwhile, come first.
+            // SAFETY: a number; changes this process's priority.
+            unsafe { libc::nice(NICE) };
             let options = WriteOptions {
                 chunk_bytes: *chunk_bytes,
                 shard_bytes: *shard_bytes,
@@ -252,10 +278,10 @@ fn write(
         let maps = maps(filling)?;
         let ahead = filling.iter().zip(&maps).map(|(memory, map)| Ahead {
             bytes: map.bytes(),
-            complete: memory.complete,
+            complete: memory.state != State::Changing,
         });
         let memory: Vec<Ahead<'_>> = ahead.collect();
-        let filled: Vec<_> = memory.iter().map(filled_so_far).collect();
+        let filled: Vec<_> = filling.iter().map(filled_so_far).collect();
         let over = AtomicBool::new(memory.is_empty());
         std::thread::scope(|scope| {
             let watched = memory.iter().zip(&filled);
@@ -264,7 +290,7 @@ fn write(
             let over = &over;
             scope.spawn(move || filling::watch(&bytes, &fronts, over));
             let ahead = scope.spawn(|| writer.ahead(&memory, &filled, over));
-            let complete = told();
+            let complete = told_complete(&filled);
             over.store(true, Relaxed);
             let ahead = ahead.join().map_err(|_| "a thread died")?;
             ahead.map_err(failed)?;
@@ -285,12 +311,28 @@ fn write(
     written.map_err(failed)
 }
 
-fn filled_so_far(memory: &Ahead<'_>) -> AtomicUsize {
-    AtomicUsize::new(if memory.complete {
-        memory.bytes.len()
+fn filled_so_far(memory: &Memory) -> AtomicUsize {
+    let bytes = usize::try_from(memory.bytes).unwrap_or(usize::MAX);
+    AtomicUsize::new(if memory.state == State::Complete {
+        bytes
     } else {
         0
     })
+}
+
+/// Notes how far memory is filled, until all is complete.
+fn told_complete(filled: &[AtomicUsize]) -> Result<Complete, String> {
+    loop {
+        match told()? {
+            Progress::Complete(complete) => return Ok(complete),
+            Progress::Filled { memory, bytes } => {
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                if let Some(filled) = filled.get(memory) {
+                    filled.store(bytes, Relaxed);
+                }
+            }
+        }
+    }
 }
 
 fn maps(memory: &[Memory]) -> Result<Vec<Mapped>, String> {
@@ -327,9 +369,12 @@ fn load(
     })?;
     let never = AtomicBool::new(false);
     // All at once: each process's driver waits for its own.
-    let each = ReadOptions {
-        threads: (options.threads / memory.len().max(1)).max(1),
-        ..options.clone()
+    let all: u64 = memory.iter().map(|m| m.bytes).sum();
+    let threads_for = |bytes: u64| {
+        let share = bytes
+            .saturating_mul(options.threads as u64)
+            .div_ceil(all.max(1));
+        usize::try_from(share).unwrap_or(usize::MAX).max(1)
     };
     let read = |(number, memory): (usize, &Memory)| -> Result<(), String> {
         let missing = || format!("the VRAM files have no region {}", memory.name);
@@ -337,6 +382,10 @@ fn load(
         let mut map = map(memory, true)?;
         let bytes = map.bytes_mut().map_err(|error| error.to_string())?;
         let front = Mutex::new(Front::new(bytes.len()));
+        let each = ReadOptions {
+            threads: threads_for(memory.bytes),
+            ..options.clone()
+        };
         vram.read_with(region, bytes, &each, &never, &|at, piece| {
             // Zeros have not been written; the driver would wait for each of their pages.
             populate_part(piece)?;
@@ -365,54 +414,4 @@ fn load(
         work_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
         ..VramDone::default()
     })
-}
-
-/// How much of a memory has been read without a gap from its start.
-struct Front {
-    all: usize,
-    bytes: usize,
-    said: usize,
-    /// Pieces above the first gap: lengths by offset.
-    above: BTreeMap<usize, usize>,
-}
-
-impl Front {
-    fn new(all: usize) -> Self {
-        Self {
-            all,
-            bytes: 0,
-            said: 0,
-            above: BTreeMap::new(),
-        }
-    }
-
-    /// Notes a piece that has been read. Returns where the first gap is now, if that is worth saying.
-    fn advance(&mut self, at: usize, len: usize) -> Option<u64> {
-        self.above.insert(at, len);
-        while let Some(len) = self.above.remove(&self.bytes) {
-            self.bytes += len;
-        }
-        if self.bytes < self.said + STEP && (self.bytes < self.all || self.said == self.all) {
-            return None;
-        }
-        self.said = self.bytes;
-        Some(self.bytes as u64)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_front_is_where_the_first_gap_is() {
-        let mut front = Front::new(3 * STEP + 1);
-        assert_eq!(front.advance(STEP, STEP), None);
-        assert_eq!(front.advance(0, STEP / 2), None);
-        assert_eq!(front.advance(STEP / 2, STEP / 2), Some(2 * STEP as u64));
-        assert_eq!(front.advance(2 * STEP, STEP - 1), None);
-        assert_eq!(front.advance(3 * STEP, 1), None);
-        assert_eq!(front.advance(3 * STEP - 1, 1), Some(3 * STEP as u64 + 1));
-        assert_eq!(front.above.len(), 0);
-    }
 }
