@@ -3,8 +3,9 @@
 //! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
+use crate::nccl::{moves, state};
 use crate::{contexts, gate, memory};
-use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
 use std::cell::Cell;
 use std::ffi::{CString, c_int};
 use std::fs::File;
@@ -89,7 +90,7 @@ fn try_start() -> io::Result<()> {
     Ok(())
 }
 
-fn block_signals() {
+pub fn block_signals() {
     // SAFETY: a set of this thread's own, filled and applied.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
@@ -129,8 +130,11 @@ fn serve(socket: &OwnedFd) {
         };
         let _ = wire::set_receive_limit(socket, left);
         let answer = match wire::request(socket) {
-            Ok((Some(request), fd)) => control.carry_out(request, fd),
-            Ok((None, _)) => Err(Reason::Order),
+            Ok((Some(request), data, fd)) => match control.nccl(request, &data) {
+                Some(answer) => answer,
+                None => control.carry_out(request, fd),
+            },
+            Ok((None, ..)) => Err(Reason::Order),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 control.go_on();
                 continue;
@@ -149,6 +153,39 @@ fn cuda(code: c_int) -> Reason {
 }
 
 impl Control<'_> {
+    /// Carries out what is about communicators; `None` for anything else. It does not depend on where the memory is: the
+    /// agent knows the order.
+    fn nccl(&self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
+        let limit = |ms| Duration::from_millis(ms).min(LONGEST);
+        let answer = match request {
+            Request::NcclLook => Ok(moves::report().encode()),
+            Request::NcclHold { hold_ms } => {
+                let targets = nccl::decode_clocks(data);
+                let until = Instant::now() + limit(hold_ms);
+                match targets.is_some_and(|targets| state::hold(targets, until)) {
+                    true => Ok(moves::report().encode()),
+                    false => Err(Reason::Order),
+                }
+            }
+            Request::NcclOpen => {
+                state::let_go();
+                Ok(Vec::new())
+            }
+            Request::NcclDown { limit_ms } => moves::down(limit(limit_ms)).map(|()| Vec::new()),
+            Request::NcclUniqueId => moves::unique_id().map(|id| id.to_vec()),
+            Request::NcclUp { limit_ms } => match nccl::decode_fresh(data) {
+                Some(fresh) => moves::up(fresh, limit(limit_ms)).map(|()| Vec::new()),
+                None => Err(Reason::Order),
+            },
+            _ => return None,
+        };
+        Some(answer.map(|bytes| {
+            if !self.deaf.get() {
+                self.deaf.set(wire::send_data(self.socket, &bytes).is_err());
+            }
+        }))
+    }
+
     fn carry_out(&mut self, request: Request, fd: Option<OwnedFd>) -> Result<(), Reason> {
         match (request, &self.state) {
             (Request::Stop { limit_ms, hold_ms }, State::Open | State::Stopped(_)) => {
@@ -185,7 +222,9 @@ impl Control<'_> {
                 if fd.is_some() {
                     self.kept = fd;
                 }
-                self.fill()
+                let filled = self.fill();
+                state::give_up();
+                filled
             }
             (Request::Forget, State::Away) => {
                 self.kept = None;
@@ -193,6 +232,7 @@ impl Control<'_> {
             }
             (Request::Fill, State::Open | State::Stopped(_)) => {
                 self.go_on();
+                state::give_up();
                 Ok(())
             }
             (Request::State, State::Away) => Ok(()),
@@ -268,7 +308,7 @@ impl Control<'_> {
 }
 
 /// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
-fn finished(until: Instant) -> Result<(), Reason> {
+pub fn finished(until: Instant) -> Result<(), Reason> {
     let (sender, receiver) = mpsc::channel();
     let work = move || {
         block_signals();
