@@ -4,7 +4,7 @@
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
 use crate::nccl::{moves, state};
-use crate::{contexts, gate, memory};
+use crate::{contexts, gate, idle, memory};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
 use std::cell::Cell;
 use std::ffi::{CString, c_int};
@@ -15,12 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-const RELAXED: u32 = 2;
 const TICK: Duration = Duration::from_millis(1);
 /// Longest that a request may hold the calls.
 const LONGEST: Duration = Duration::from_secs(3600);
-const STACK: usize = 256 << 10;
 
 static STARTED: AtomicBool = AtomicBool::new(false);
 /// Descriptors that a forked child must not keep: our end, the agent's, and the memfd.
@@ -52,11 +49,11 @@ fn try_start() -> io::Result<()> {
     let (own, agents) = wire::pair()?;
     let (sender, tid) = mpsc::channel();
     let work = move || {
-        block_signals();
+        idle::block_signals();
         // SAFETY: takes nothing.
         let tid = unsafe { libc::syscall(libc::SYS_gettid) };
         let _ = sender.send(i32::try_from(tid).unwrap_or(-1));
-        let mut mode = RELAXED;
+        let mut mode = idle::RELAXED;
         // In the default mode a capture in any thread would forbid some of our calls.
         contexts::other_call(
             c"cuThreadExchangeStreamCaptureMode",
@@ -67,7 +64,7 @@ fn try_start() -> io::Result<()> {
     DESCRIPTORS[1].store(agents.as_raw_fd(), SeqCst);
     std::thread::Builder::new()
         .name("cryopod-preload".into())
-        .stack_size(STACK)
+        .stack_size(idle::STACK)
         .spawn(work)?;
     let tid = tid.recv().map_err(io::Error::other)?;
     let card = Card {
@@ -88,15 +85,6 @@ fn try_start() -> io::Result<()> {
     DESCRIPTORS[2].store(file.into_raw_fd(), SeqCst);
     let _ = agents.into_raw_fd();
     Ok(())
-}
-
-pub fn block_signals() {
-    // SAFETY: a set of this thread's own, filled and applied.
-    unsafe {
-        let mut all: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
-    }
 }
 
 enum State {
@@ -275,7 +263,7 @@ impl Control<'_> {
             }
             std::thread::sleep(TICK);
         }
-        let exported = finished(until).and_then(|()| {
+        let exported = idle::finished(until).and_then(|()| {
             memory::export_all(|one| self.piece(one.offset, one.bytes, &one.descriptor))
                 .map_err(cuda)
         });
@@ -304,31 +292,6 @@ impl Control<'_> {
             false => return Err(Reason::Order),
         }
         Ok(())
-    }
-}
-
-/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
-pub fn finished(until: Instant) -> Result<(), Reason> {
-    let (sender, receiver) = mpsc::channel();
-    let work = move || {
-        block_signals();
-        let mut mode = RELAXED;
-        contexts::other_call(
-            c"cuThreadExchangeStreamCaptureMode",
-            [&raw mut mode as usize, 0, 0],
-        );
-        let codes = contexts::all().into_iter().map(contexts::synchronize);
-        let _ = sender.send(codes.fold(0, |first, code| if first == 0 { code } else { first }));
-    };
-    std::thread::Builder::new()
-        .name("cryopod-wait".into())
-        .stack_size(STACK)
-        .spawn(work)
-        .map_err(|_| Reason::Busy)?;
-    match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
-        Ok(0) => Ok(()),
-        Ok(code) => Err(cuda(code)),
-        Err(_) => Err(Reason::Busy),
     }
 }
 

@@ -275,7 +275,7 @@ extern "C" fn lookup(handle: *mut c_void, name: *const c_char) -> *mut c_void {
         return std::ptr::null_mut();
     }
     if text.starts_with(b"nccl") || text.starts_with(b"pnccl") {
-        return crate::nccl::library::looked_up(handle, name, text);
+        return crate::nccl::lookup::looked_up(handle, name, text);
     }
     if !text.starts_with(b"cu") {
         return std::ptr::null_mut();

@@ -32,6 +32,8 @@ mod gate;
 #[cfg(not(test))]
 mod hooks;
 #[cfg(not(test))]
+mod idle;
+#[cfg(not(test))]
 mod imports;
 mod map;
 #[cfg(not(test))]

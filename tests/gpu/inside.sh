@@ -385,6 +385,14 @@ for part in $parts; do
             run_case preload-torch torch
             annotations=()
             ;;
+        preload-nccl)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case "preload-nccl-1" nccl_preloaded "${runtimes%% *}" 1
+            for ranks in 2 4 8; do
+                if [ "$gpus" -ge $ranks ]; then run_case "preload-nccl-$ranks" nccl_preloaded "${runtimes%% *}" $ranks; fi
+            done
+            annotations=()
+            ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

@@ -57,6 +57,50 @@ impl Session {
         }
     }
 
+    /// Before all else, while the processes run: takes NCCL's communicators down through which they share memory. The agent
+    /// makes them again when CRIU has let go of processes that go on running.
+    pub fn nccl_down(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let running: Vec<i32> = pids.iter().copied().filter(|pid| !is_ours(*pid)).collect();
+        if !running.iter().any(|pid| Library::is_in(*pid)) {
+            return Ok(());
+        }
+        let op = Op::NcclDown {
+            pids: running,
+            quiesce_ms: self.config.nccl_quiesce_ms,
+            refuse_shared: !self.config.allow_shared,
+        };
+        self.nccl(op)
+    }
+
+    /// After a restore, when the processes run: makes the communicators again that are down.
+    pub fn nccl_up(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let mut pids = pids.to_vec();
+        pids.retain(|pid| Library::is_in(*pid));
+        match pids.is_empty() {
+            true => Ok(()),
+            false => self.nccl(Op::NcclUp { pids }),
+        }
+    }
+
+    fn nccl(&mut self, op: Op) -> Result<(), Failed> {
+        let remedy = "see docs/containers.md, GPU memory that processes share";
+        match self
+            .batch(vec![op], &mut [])?
+            .pop()
+            .map(|r| (r.micros, r.outcome))
+        {
+            Some((micros, Outcome::Done)) => {
+                let ms = micros / 1000;
+                criu::log(Level::Info, &format!("NCCL's communicators: {ms} ms"));
+                Ok(())
+            }
+            Some((_, Outcome::Error(error))) => {
+                Err(failure_with("nccl", None, error.message, remedy))
+            }
+            _ => Err(failure("nccl", None, "unexpected answer of the agent")),
+        }
+    }
+
     /// Before the driver's lock, while the processes run: takes the GPU memory out of those that have the preload library,
     /// and has the agent begin to write it. Returns the times, in microseconds.
     ///

@@ -29,6 +29,9 @@ pub const QUERY_MS: u64 = 10_000;
 /// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
 const COPY_MS: u64 = 180_000;
 
+/// How long NCCL's communicators may take to go, and to come again.
+const NCCL_MS: u64 = 300_000;
+
 /// Boxed: it is rare and large.
 pub type Failed = Box<Failure>;
 
@@ -428,6 +431,8 @@ fn limit_of(op: &Op) -> Duration {
         | Op::PreloadPrepare { .. } => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
         Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
+        Op::NcclDown { quiesce_ms, .. } => quiesce_ms.saturating_add(NCCL_MS),
+        Op::NcclUp { .. } => NCCL_MS,
         Op::Find { limit_ms, .. }
         | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }

@@ -1,10 +1,9 @@
-//! NCCL's own functions, and those that this library does not know.
+//! NCCL's own functions.
 
-use super::state::state;
 use super::{SYSTEM_ERROR, UniqueId};
 use crate::driver::real_dlsym;
 use std::cell::Cell;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 
 /// Calls a macro with the functions that this library stands in front of: those that enqueue work, with the number of
@@ -39,14 +38,6 @@ macro_rules! all_functions {
 }
 pub(super) use all_functions;
 
-/// Functions without a communicator, which need nothing done.
-const HARMLESS: [&[u8]; 4] = [
-    b"ncclGetErrorString",
-    b"ncclMemAlloc",
-    b"ncclMemFree",
-    b"ncclResetDebugInit",
-];
-
 macro_rules! functions {
     (
         collective: { $($collective:ident $a:literal $b:literal;)* }
@@ -59,28 +50,17 @@ macro_rules! functions {
         #[repr(usize)]
         pub enum Function { $($collective,)* $($escape,)* $($query,)* $($own,)* Count }
 
-        const NAMES: [&str; FUNCTIONS] = [
+        pub const NAMES: [&str; FUNCTIONS] = [
             $(concat!(stringify!($collective), "\0"),)*
             $(concat!(stringify!($escape), "\0"),)*
             $(concat!(stringify!($query), "\0"),)*
             $(concat!(stringify!($own), "\0"),)*
         ];
-
-        fn in_front(function: usize) -> *mut c_void {
-            use super::calls::*;
-            let all: [*mut c_void; FUNCTIONS] = [
-                $($collective as *mut c_void,)*
-                $($escape as *mut c_void,)*
-                $($query as *mut c_void,)*
-                $($own as *mut c_void,)*
-            ];
-            all.get(function).copied().unwrap_or(std::ptr::null_mut())
-        }
     };
 }
 all_functions!(functions);
 
-const FUNCTIONS: usize = Function::Count as usize;
+pub const FUNCTIONS: usize = Function::Count as usize;
 
 /// Any of NCCL's functions: at most twelve numbers and pointers.
 type Many = unsafe extern "C" fn(
@@ -194,43 +174,19 @@ pub unsafe fn call_init(
     }
 }
 
-/// What `dlsym` is to return for a name of NCCL's; null: its own answer.
-pub fn looked_up(handle: *mut c_void, name: *const c_char, text: &[u8]) -> *mut c_void {
-    // SAFETY: the program's own arguments.
-    let real = unsafe { real_dlsym()(handle, name) };
-    if real.is_null() {
-        return real;
-    }
-    let is = |own: &&str| own.as_bytes().strip_suffix(b"\0") == Some(text);
-    let Some(at) = NAMES.iter().position(|own| is(&own)) else {
-        let harmless = HARMLESS.contains(&text) || text.starts_with(b"ncclParam");
-        if !harmless {
-            let name = String::from_utf8_lossy(text);
-            let why = format!("it has NCCL's {name}, which the preload library does not know");
-            state().hinder(None, why);
-        }
-        return real;
-    };
-    let front = in_front(at);
-    if real == front {
-        return front;
-    }
+/// Takes the library that has this function for NCCL's, if none was found before. NCCL's own function of this index; 0 if
+/// there is no library.
+pub fn real_of(function: usize, address: *mut c_void) -> usize {
     let reals = REALS.get().or_else(|| {
         // SAFETY: all zeros are a valid Dl_info, which dladdr fills.
         let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
         // SAFETY: any address; the path lives as long as the library.
         let path = unsafe {
-            let found = libc::dladdr(real, &mut info) != 0 && !info.dli_fname.is_null();
+            let found = libc::dladdr(address, &mut info) != 0 && !info.dli_fname.is_null();
             found.then(|| CStr::from_ptr(info.dli_fname))
         }?;
         let handle = loaded(path)?;
         Some(REALS.get_or_init(|| load(handle)))
     });
-    match reals {
-        Some(reals) if reals[at] == real as usize => front,
-        _ => {
-            state().hinder(None, "it has more than one NCCL library");
-            real
-        }
-    }
+    reals.map_or(0, |reals| reals[function])
 }

@@ -8,7 +8,7 @@
 //!
 //! A handle that the program holds is the communicator that NCCL made first. So a function that this library does not
 //! know works, until a checkpoint; after one it would get a communicator that is gone. A program that has such a
-//! function is therefore not checkpointed while its communicators share memory ([`library`]).
+//! function is therefore not checkpointed while its communicators share memory ([`lookup`]).
 
 pub mod state;
 
@@ -16,6 +16,8 @@ pub mod state;
 pub mod calls;
 #[cfg(not(test))]
 pub mod library;
+#[cfg(not(test))]
+pub mod lookup;
 #[cfg(not(test))]
 pub mod moves;
 

@@ -3,7 +3,7 @@
 use super::library::{self, Function, call, call_init};
 use super::state::{self, Config, state};
 use super::{IN_PROGRESS, SUCCESS, SYSTEM_ERROR, UniqueId};
-use crate::{contexts, control, imports};
+use crate::{contexts, idle, imports};
 use cryopod_preload_wire::Reason;
 use cryopod_preload_wire::nccl::{Fresh, Report, UNIQUE_ID};
 use std::ffi::c_int;
@@ -77,7 +77,7 @@ fn within_limit<T: Send + 'static>(
 ) -> Result<T, Reason> {
     let (sender, receiver) = mpsc::channel();
     let work = move || {
-        control::block_signals();
+        idle::block_signals();
         let _ = sender.send(work());
     };
     std::thread::Builder::new()
@@ -99,7 +99,7 @@ pub fn down(limit: Duration) -> Result<(), Reason> {
     let idle = all
         .iter()
         .try_for_each(|(_, real, _)| settled(*real, until))
-        .and_then(|()| control::finished(until));
+        .and_then(|()| idle::finished(until));
     if let Err(reason) = idle {
         state::give_up();
         return Err(reason);

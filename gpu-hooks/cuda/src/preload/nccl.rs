@@ -170,6 +170,12 @@ impl Group {
         self.members.iter().any(|member| member.pid == pid)
     }
 
+    /// Whether every communicator has one rank only.
+    pub fn is_alone(&self) -> bool {
+        let mut comms = self.members.iter().flat_map(|member| member.report.live());
+        comms.all(|comm| comm.ranks == 1)
+    }
+
     pub fn has_comms(&self) -> bool {
         let mut members = self.members.iter();
         members.any(|member| member.report.live().next().is_some())
@@ -214,7 +220,8 @@ impl Group {
                 let known = ranks.get(&comm.id);
                 known.is_some_and(|(known, count)| known.len() < *count as usize)
             };
-            if let Some(comm) = member.report.live().find(lacks) {
+            let moved = |comm: &&Comm| comm.ranks > 1 || comm.state == State::Pending;
+            if let Some(comm) = member.report.live().filter(moved).find(lacks) {
                 let why = format!(
                     "a communicator of {} ranks reaches processes outside of the container, or without the preload library, or one that has ended",
                     comm.ranks
@@ -338,9 +345,8 @@ impl Group {
             let targets = targets_of(goals, &member.report.comms);
             let made = |target: &Clock| {
                 let mut own = member.report.clocks.iter();
-                let own = own.find(|c| {
-                    (c.comm, c.rank, c.kind) == (target.comm, target.rank, target.kind)
-                });
+                let own = own
+                    .find(|c| (c.comm, c.rank, c.kind) == (target.comm, target.rank, target.kind));
                 own.map_or(0, |clock| clock.count)
             };
             let behind = targets.iter().find(|target| made(target) < target.count);
@@ -389,7 +395,13 @@ impl Group {
         };
         let failed = self.all_at_once(|member| {
             let down = |comm: &&Comm| comm.state == State::Down;
-            let own: BTreeSet<u64> = member.report.comms.iter().filter(down).map(|c| c.id).collect();
+            let own: BTreeSet<u64> = member
+                .report
+                .comms
+                .iter()
+                .filter(down)
+                .map(|c| c.id)
+                .collect();
             // All ranks in the same order.
             let own: Vec<Fresh> = own
                 .into_iter()
@@ -431,7 +443,9 @@ impl Group {
         }
         let first = |member: &&Member| {
             let mut own = member.report.comms.iter();
-            own.any(|own| own.id == comm && own.state == State::Down && ranks.first() == Some(&own.rank))
+            own.any(|own| {
+                own.id == comm && own.state == State::Down && ranks.first() == Some(&own.rank)
+            })
         };
         let member = self.members.iter().find(first);
         let member = member.ok_or_else(|| "its first rank has ended".to_owned())?;
@@ -494,7 +508,10 @@ mod tests {
             &report(&[clock(0, Kind::Collective, 7), sent]),
             &targets
         ));
-        assert!(!is_level(&report(&[clock(0, Kind::Collective, 7)]), &targets));
+        assert!(!is_level(
+            &report(&[clock(0, Kind::Collective, 7)]),
+            &targets
+        ));
         assert!(!is_level(
             &report(&[clock(0, Kind::Collective, 8), sent]),
             &targets
