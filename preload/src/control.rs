@@ -159,6 +159,7 @@ impl Control<'_> {
                 state::let_go();
                 Ok(Vec::new())
             }
+            Request::NcclIdle { limit_ms } => moves::idle(limit(limit_ms)).map(|()| Vec::new()),
             Request::NcclDown { limit_ms } => moves::down(limit(limit_ms)).map(|()| Vec::new()),
             Request::NcclUniqueId => moves::unique_id().map(|id| id.to_vec()),
             Request::NcclUp { limit_ms } => match nccl::decode_fresh(data) {

@@ -49,8 +49,14 @@ impl Session {
     /// After a dump that failed: if the agent is gone, the processes bring their memory back by themselves as soon as they
     /// run.
     pub fn preload_recover(&mut self) {
-        if self.vram.preloaded.is_empty() || self.ask(Op::Hello).is_ok() {
+        let nothing = self.vram.preloaded.is_empty() && self.communicators.is_empty();
+        if nothing || self.ask(Op::Hello).is_ok() {
             return;
+        }
+        for pid in std::mem::take(&mut self.communicators) {
+            if !self.vram.preloaded.iter().any(|memory| memory.pid == pid) {
+                go_on_alone(pid, None);
+            }
         }
         for memory in std::mem::take(&mut self.vram.preloaded) {
             go_on_alone(memory.pid, Some(&memory.file));
@@ -64,6 +70,7 @@ impl Session {
         if !running.iter().any(|pid| Library::is_in(*pid)) {
             return Ok(());
         }
+        self.communicators.clone_from(&running);
         let op = Op::NcclDown {
             pids: running,
             quiesce_ms: self.config.nccl_quiesce_ms,

@@ -88,6 +88,8 @@ pub struct Session {
     pub image: NvidiaImage,
     pub vram: Vram,
     pub vram_done: Option<VramDone>,
+    /// Processes whose NCCL communicators may be down.
+    pub communicators: Vec<i32>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -146,6 +148,7 @@ impl Session {
             image,
             vram: Vram::default(),
             vram_done: None,
+            communicators: Vec::new(),
             client: None,
             failed: None,
         }

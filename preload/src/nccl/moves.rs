@@ -89,21 +89,29 @@ fn within_limit<T: Send + 'static>(
     receiver.recv_timeout(left).map_err(|_| Reason::Busy)
 }
 
-/// Destroys the communicators. After an error the calls wait until [`up`], or go on as before.
-pub fn down(limit: Duration) -> Result<(), Reason> {
+/// Waits for the GPU's work, with all calls shut out. After an error the calls go on as before.
+pub fn idle(limit: Duration) -> Result<(), Reason> {
     let until = Instant::now() + limit;
     if !state::shut(until) {
         return Err(Reason::Busy);
     }
-    let all = work();
-    let idle = all
+    let idle = work()
         .iter()
         .try_for_each(|(_, real, _)| settled(*real, until))
         .and_then(|()| idle::finished(until));
-    if let Err(reason) = idle {
+    if idle.is_err() {
         state::give_up();
-        return Err(reason);
     }
+    idle
+}
+
+/// Destroys the communicators. The calls wait until [`up`], also after an error.
+pub fn down(limit: Duration) -> Result<(), Reason> {
+    if !state::is_down() {
+        return Err(Reason::Order);
+    }
+    let until = Instant::now() + limit;
+    let all = work();
     let destroyed = within_limit(until, move || {
         all.into_iter()
             .map(|work| destroy(work, until))
@@ -179,7 +187,8 @@ struct Remake {
 /// Makes the communicators again, in this order, and lets the calls go on. Those that fail are lost.
 pub fn up(fresh: Vec<Fresh>, limit: Duration) -> Result<(), Reason> {
     if !state::is_down() {
-        return Err(Reason::Order);
+        let nothing = fresh.is_empty();
+        return nothing.then_some(()).ok_or(Reason::Order);
     }
     let until = Instant::now() + limit;
     // One that comes up late must not be used.

@@ -101,7 +101,10 @@ pub enum Request {
     NcclHold { hold_ms: u64 },
     /// Lets NCCL's calls go on.
     NcclOpen,
-    /// Waits up to `limit_ms` for the GPU's work, and destroys the communicators. NCCL's calls must be held.
+    /// Waits up to `limit_ms` for the GPU's work. NCCL's calls must be held; they wait from then on until
+    /// [`Request::NcclUp`], or go on if this fails.
+    NcclIdle { limit_ms: u64 },
+    /// Destroys the communicators, after [`Request::NcclIdle`].
     NcclDown { limit_ms: u64 },
     /// Answers with a fresh unique id of NCCL's.
     NcclUniqueId,
@@ -181,6 +184,7 @@ impl Request {
             Self::NcclDown { limit_ms } => [13, limit_ms, 0],
             Self::NcclUniqueId => [14, 0, 0],
             Self::NcclUp { limit_ms } => [15, limit_ms, 0],
+            Self::NcclIdle { limit_ms } => [16, limit_ms, 0],
         }
     }
 
@@ -201,6 +205,7 @@ impl Request {
             [13, limit_ms, _] => Self::NcclDown { limit_ms },
             [14, ..] => Self::NcclUniqueId,
             [15, limit_ms, _] => Self::NcclUp { limit_ms },
+            [16, limit_ms, _] => Self::NcclIdle { limit_ms },
             _ => return None,
         })
     }
@@ -471,6 +476,7 @@ mod tests {
             Request::NcclLook,
             Request::NcclHold { hold_ms: 9 },
             Request::NcclOpen,
+            Request::NcclIdle { limit_ms: 9 },
             Request::NcclDown { limit_ms: 9 },
             Request::NcclUniqueId,
             Request::NcclUp { limit_ms: 9 },

@@ -263,10 +263,11 @@ impl Group {
             self.open();
             return Err(error);
         }
-        let request = Request::NcclDown {
-            limit_ms: millis(DOWN),
-        };
-        let failed = self.all_at_once(|member| member.ask(request, &[], DOWN + MARGIN));
+        let limit_ms = millis(DOWN);
+        let all = |request| self.all_at_once(|member| member.ask(request, &[], DOWN + MARGIN));
+        // Nothing is destroyed before all are idle.
+        let failed =
+            all(Request::NcclIdle { limit_ms }).or_else(|| all(Request::NcclDown { limit_ms }));
         match failed {
             None => Ok(()),
             Some(error) => {

@@ -15,6 +15,7 @@ mod preload;
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid};
 use super::preload::Library;
+use super::preload::nccl::Group;
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
 use super::vram::{SharedBuffer, VramBuffer, VramConfig};
@@ -301,7 +302,9 @@ pub fn resume(
     let preloaded = |pid: &i32| with_library.contains(pid);
     let mut wait = are(ProcessState::Running);
     wait.retain(|(pid, _)| preloaded(pid) && Library::waits(*pid));
-    if restore.is_empty() && unlock.is_empty() && wait.is_empty() {
+    // As after a checkpoint whose agent has died.
+    let communicators = || Group::of(&pids).is_ok_and(|group| group.is_down());
+    if restore.is_empty() && unlock.is_empty() && wait.is_empty() && !communicators() {
         let run = !threads.is_empty() && threads.len() == alive.len();
         return Err(
             match run && are(ProcessState::Running).len() == alive.len() {
