@@ -129,9 +129,9 @@ unsafe fn with_handle<const N: usize>(
 
 macro_rules! define {
     (
-        collective: { $($collective:ident $count:literal $at:literal;)* }
-        escape: { $($escape:ident $count2:literal $at2:literal;)* }
-        query: { $($query:ident $count3:literal $at3:literal;)* }
+        collective: { $($collective:ident $count:tt $at:tt;)* }
+        escape: { $($escape:ident $count2:tt $at2:tt;)* }
+        query: { $($query:ident $count3:tt $at3:tt;)* }
         own: { $($own:ident)* }
     ) => {
         $(one! { $count $collective args => enqueue(Function::$collective, stringify!($collective), args, $at, Kind::Collective) })*
