@@ -139,7 +139,11 @@ fn what_does_not_come_level_goes_on() {
         &["--ranks", "2", "--stay-at", "9", "--interval-ms", "1"],
         &[],
     );
-    wait_for("the last rank to stay", || job.client.text().contains("8 "));
+    wait_for("the last rank to stay", || {
+        let text = job.client.text();
+        let mut lines = text.lines();
+        lines.any(|line| line.starts_with("8 ") && line.ends_with("p1"))
+    });
     let error = job.group().down(SHORT).unwrap_err();
     assert!(
         error.contains("nccl.quiesce_s") && error.contains("of communicator"),

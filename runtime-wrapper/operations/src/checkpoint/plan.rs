@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use cryopod_cuda::sharing;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;

@@ -14,7 +14,8 @@ pub const REMOTE_ERROR: i32 = 6;
 const POLL: Duration = Duration::from_micros(200);
 const BUFFER: usize = 1 << 20;
 
-/// A call: the first word at the first address is the value, the second one is passed on with the result.
+/// A call: the first word at the first address is the value, the second one is passed on with the result. With what was
+/// received comes a 1.
 #[derive(Clone, Copy)]
 pub enum Call {
     AllReduce { from: u64, to: u64 },
@@ -115,7 +116,7 @@ impl Shared {
                     let (value, stamp) = board::sent(self.rank, number);
                     self.until(|board| board.get(peer, stamp) == number + 1)
                         .then_some(())?;
-                    driver::write(to, [self.board.get(peer, value), number + 1]);
+                    driver::write(to, [self.board.get(peer, value), 1]);
                     self.board.set(self.rank, RECEIVED + peer, number + 1);
                 }
             }

@@ -319,10 +319,17 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
             thread::sleep(Duration::from_millis(20));
         }
         let look = tick % args.every == 0;
+        // What is not looked at yet is not overwritten.
+        let place = 256 * (tick % args.every);
         for one in &all {
+            let one = &Exchange {
+                from: one.from + place,
+                to: one.to + place,
+                ranks: one.ranks.clone(),
+                ..*one
+            };
             upload(&cuda, one.from, [value(rank, tick), tick + 1])?;
             nccl.all_reduce(one.from, one.to, one.comm)?;
-            // Its value must not be overwritten before it is done.
             if args.every > 1 && !look {
                 continue;
             }
@@ -330,15 +337,16 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
         }
         if args.mixed {
             upload(&cuda, ring.0, [value(rank, tick), 0])?;
+            upload(&cuda, ring.1, [0, 0])?;
             nccl.ring(ring.0, ring.1, next, last, world)?;
-            wait_for_word(nccl, &cuda, world, ring.1, tick + 1)?;
+            wait_for_word(nccl, &cuda, world, ring.1, 1)?;
             let got = download(&cuda, ring.1)?[0];
             if got != value(usize::try_from(last)?, tick) {
                 say(&format!("{tick} {got:016x} CORRUPT p{rank}\n"));
             }
         }
         if look {
-            let total = download(&cuda, all[0].to)?[0];
+            let total = download(&cuda, all[0].to + place)?[0];
             say(&format!("{tick} {total:016x} ok p{rank}\n"));
         }
         thread::sleep(Duration::from_millis(args.interval_ms));
