@@ -55,13 +55,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
     container.is_unpaused(&host, &args.container)?;
     let pids = container.processes(&host);
-    shares_nothing(&host, &config, &container, &args.container, &pids)?;
+    let policy = shares_nothing(&host, &config, &container, &args.container, &pids)?;
     let work = Work::begin(&config, &host)?;
     let directory = args.to.as_deref().map(Directory::make).transpose()?;
-    let how = work.how(
+    let mut how = work.how(
         &config,
         directory.as_ref().map(|directory| directory.path.clone()),
     )?;
+    how.refuse_shared = policy == Policy::Refuse;
     room(&work.agent, &pids)?;
     let started = Instant::now();
     let record = |done: &Done| Record {
@@ -189,6 +190,8 @@ impl Work {
             directory,
             lock_timeout_ms: config.nvidia.lock_timeout_ms.unwrap_or(10_000),
             step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
+            nccl_quiesce_ms: config.nccl.quiesce_ms(),
+            refuse_shared: true,
         })
     }
 
@@ -222,7 +225,7 @@ fn shares_nothing(
     container: &Container,
     name: &str,
     pids: &[i32],
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Policy> {
     let bundle = container.bundle();
     let spec = bundle.and_then(|bundle| Spec::of_bundle(&bundle).ok());
     let spec = spec.unwrap_or_else(|| Spec::from_json(serde_json::Value::Null));
@@ -238,7 +241,7 @@ fn shares_nothing(
             reasons.join(" | ")
         );
     }
-    Ok(())
+    Ok(policy)
 }
 
 /// The directory for the files; removed unless kept.

@@ -32,6 +32,13 @@ pub fn all() -> Vec<usize> {
     contexts().iter().map(|context| context.handle).collect()
 }
 
+/// The primary context of a device.
+pub fn primary(device: i32) -> Option<usize> {
+    let contexts = contexts();
+    let mut own = contexts.iter().filter(|c| c.primary == Some(device));
+    own.next().map(|context| context.handle)
+}
+
 /// The primary context of a device, if it is no longer active; it is removed.
 pub fn ended(device: i32) -> Option<usize> {
     let mut contexts = contexts();

@@ -3,8 +3,9 @@
 //! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
-use crate::{contexts, gate, memory};
-use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
+use crate::nccl::{moves, state};
+use crate::{contexts, gate, idle, memory};
+use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
 use std::cell::Cell;
 use std::ffi::{CString, c_int};
 use std::fs::File;
@@ -14,12 +15,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-const RELAXED: u32 = 2;
 const TICK: Duration = Duration::from_millis(1);
 /// Longest that a request may hold the calls.
 const LONGEST: Duration = Duration::from_secs(3600);
-const STACK: usize = 256 << 10;
 
 static STARTED: AtomicBool = AtomicBool::new(false);
 /// Descriptors that a forked child must not keep: our end, the agent's, and the memfd.
@@ -51,11 +49,11 @@ fn try_start() -> io::Result<()> {
     let (own, agents) = wire::pair()?;
     let (sender, tid) = mpsc::channel();
     let work = move || {
-        block_signals();
+        idle::block_signals();
         // SAFETY: takes nothing.
         let tid = unsafe { libc::syscall(libc::SYS_gettid) };
         let _ = sender.send(i32::try_from(tid).unwrap_or(-1));
-        let mut mode = RELAXED;
+        let mut mode = idle::RELAXED;
         // In the default mode a capture in any thread would forbid some of our calls.
         contexts::other_call(
             c"cuThreadExchangeStreamCaptureMode",
@@ -66,7 +64,7 @@ fn try_start() -> io::Result<()> {
     DESCRIPTORS[1].store(agents.as_raw_fd(), SeqCst);
     std::thread::Builder::new()
         .name("cryopod-preload".into())
-        .stack_size(STACK)
+        .stack_size(idle::STACK)
         .spawn(work)?;
     let tid = tid.recv().map_err(io::Error::other)?;
     let card = Card {
@@ -87,15 +85,6 @@ fn try_start() -> io::Result<()> {
     DESCRIPTORS[2].store(file.into_raw_fd(), SeqCst);
     let _ = agents.into_raw_fd();
     Ok(())
-}
-
-fn block_signals() {
-    // SAFETY: a set of this thread's own, filled and applied.
-    unsafe {
-        let mut all: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
-    }
 }
 
 enum State {
@@ -129,8 +118,11 @@ fn serve(socket: &OwnedFd) {
         };
         let _ = wire::set_receive_limit(socket, left);
         let answer = match wire::request(socket) {
-            Ok((Some(request), fd)) => control.carry_out(request, fd),
-            Ok((None, _)) => Err(Reason::Order),
+            Ok((Some(request), data, fd)) => match control.nccl(request, &data) {
+                Some(answer) => answer,
+                None => control.carry_out(request, fd),
+            },
+            Ok((None, ..)) => Err(Reason::Order),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 control.go_on();
                 continue;
@@ -149,6 +141,40 @@ fn cuda(code: c_int) -> Reason {
 }
 
 impl Control<'_> {
+    /// Carries out what is about communicators; `None` for anything else. It does not depend on where the memory is: the
+    /// agent knows the order.
+    fn nccl(&self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
+        let limit = |ms| Duration::from_millis(ms).min(LONGEST);
+        let answer = match request {
+            Request::NcclLook => Ok(moves::report().encode()),
+            Request::NcclHold { hold_ms } => {
+                let targets = nccl::decode_clocks(data);
+                let until = Instant::now() + limit(hold_ms);
+                match targets.is_some_and(|targets| state::hold(targets, until)) {
+                    true => Ok(moves::report().encode()),
+                    false => Err(Reason::Order),
+                }
+            }
+            Request::NcclOpen => {
+                state::let_go();
+                Ok(Vec::new())
+            }
+            Request::NcclIdle { limit_ms } => moves::idle(limit(limit_ms)).map(|()| Vec::new()),
+            Request::NcclDown { limit_ms } => moves::down(limit(limit_ms)).map(|()| Vec::new()),
+            Request::NcclUniqueId => moves::unique_id().map(|id| id.to_vec()),
+            Request::NcclUp { limit_ms } => match nccl::decode_fresh(data) {
+                Some(fresh) => moves::up(fresh, limit(limit_ms)).map(|()| Vec::new()),
+                None => Err(Reason::Order),
+            },
+            _ => return None,
+        };
+        Some(answer.map(|bytes| {
+            if !self.deaf.get() {
+                self.deaf.set(wire::send_data(self.socket, &bytes).is_err());
+            }
+        }))
+    }
+
     fn carry_out(&mut self, request: Request, fd: Option<OwnedFd>) -> Result<(), Reason> {
         match (request, &self.state) {
             (Request::Stop { limit_ms, hold_ms }, State::Open | State::Stopped(_)) => {
@@ -185,7 +211,9 @@ impl Control<'_> {
                 if fd.is_some() {
                     self.kept = fd;
                 }
-                self.fill()
+                let filled = self.fill();
+                state::give_up();
+                filled
             }
             (Request::Forget, State::Away) => {
                 self.kept = None;
@@ -193,6 +221,7 @@ impl Control<'_> {
             }
             (Request::Fill, State::Open | State::Stopped(_)) => {
                 self.go_on();
+                state::give_up();
                 Ok(())
             }
             (Request::State, State::Away) => Ok(()),
@@ -235,7 +264,7 @@ impl Control<'_> {
             }
             std::thread::sleep(TICK);
         }
-        let exported = finished(until).and_then(|()| {
+        let exported = idle::finished(until).and_then(|()| {
             memory::export_all(|one| self.piece(one.offset, one.bytes, &one.descriptor))
                 .map_err(cuda)
         });
@@ -264,31 +293,6 @@ impl Control<'_> {
             false => return Err(Reason::Order),
         }
         Ok(())
-    }
-}
-
-/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
-fn finished(until: Instant) -> Result<(), Reason> {
-    let (sender, receiver) = mpsc::channel();
-    let work = move || {
-        block_signals();
-        let mut mode = RELAXED;
-        contexts::other_call(
-            c"cuThreadExchangeStreamCaptureMode",
-            [&raw mut mode as usize, 0, 0],
-        );
-        let codes = contexts::all().into_iter().map(contexts::synchronize);
-        let _ = sender.send(codes.fold(0, |first, code| if first == 0 { code } else { first }));
-    };
-    std::thread::Builder::new()
-        .name("cryopod-wait".into())
-        .stack_size(STACK)
-        .spawn(work)
-        .map_err(|_| Reason::Busy)?;
-    match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
-        Ok(0) => Ok(()),
-        Ok(code) => Err(cuda(code)),
-        Err(_) => Err(Reason::Busy),
     }
 }
 

@@ -94,6 +94,9 @@ all_symbols!(table);
 mod own {
     pub use super::hooks::*;
     pub use super::{cuGetProcAddress, cuGetProcAddress_v2, cuInit};
+    pub use crate::imports::{
+        cuIpcCloseMemHandle, cuIpcOpenMemHandle_v2, cuMemImportFromShareableHandle,
+    };
 }
 
 /// By the address of the driver's function: what stands in front of it. `None` while the driver is not loaded.
@@ -266,8 +269,15 @@ extern "C" fn lookup(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     }
     // SAFETY: the program promised a C string.
     let text = unsafe { CStr::from_ptr(name) }.to_bytes();
-    // Most names are none of the driver's. What comes after a library depends on the caller, which the jump keeps.
-    if !text.starts_with(b"cu") || handle == libc::RTLD_NEXT {
+    // Most names are neither the driver's nor NCCL's. What comes after a library depends on the caller, which the jump
+    // keeps.
+    if handle == libc::RTLD_NEXT {
+        return std::ptr::null_mut();
+    }
+    if text.starts_with(b"nccl") || text.starts_with(b"pnccl") {
+        return crate::nccl::lookup::looked_up(handle, name, text);
+    }
+    if !text.starts_with(b"cu") {
         return std::ptr::null_mut();
     }
     // SAFETY: the program's own arguments.

@@ -3,6 +3,7 @@
 use crate::contexts;
 use crate::driver::{Symbol, call};
 use crate::gate;
+use crate::imports;
 use crate::map::{Access, Properties, is_id};
 use crate::memory;
 use std::ffi::{c_int, c_void};
@@ -129,8 +130,11 @@ pub unsafe extern "C" fn cuMemCreate(
 pub unsafe extern "C" fn cuMemRelease(handle: usize) -> c_int {
     gate::pass(|| match is_id(handle as u64) {
         true => memory::release(handle as u64),
-        // SAFETY: the program's argument.
-        false => unsafe { call(Symbol::cuMemRelease, [handle, 0, 0, 0, 0, 0]) },
+        false => {
+            imports::released(handle as u64);
+            // SAFETY: the program's argument.
+            unsafe { call(Symbol::cuMemRelease, [handle, 0, 0, 0, 0, 0]) }
+        }
     })
 }
 
@@ -148,6 +152,7 @@ pub unsafe extern "C" fn cuMemMap(
         let code = unsafe { call(Symbol::cuMemMap, [address, bytes, offset, real, flags, 0]) };
         if code == SUCCESS {
             memory::mapped(address as u64, bytes as u64, offset as u64, handle as u64);
+            imports::mapped(address as u64, handle as u64);
         }
         code
     })
@@ -160,6 +165,7 @@ pub unsafe extern "C" fn cuMemUnmap(address: usize, bytes: usize) -> c_int {
         let code = unsafe { call(Symbol::cuMemUnmap, [address, bytes, 0, 0, 0, 0]) };
         if code == SUCCESS {
             memory::unmapped(address as u64, bytes as u64);
+            imports::unmapped(address as u64, bytes as u64);
         }
         code
     })
@@ -251,6 +257,7 @@ pub unsafe extern "C" fn cuMulticastBindMem(
     flags: usize,
 ) -> c_int {
     gate::pass(|| {
+        imports::multicast_used();
         let real = memory::shared(handle as u64) as usize;
         // SAFETY: the program's arguments, but for the handle.
         unsafe {

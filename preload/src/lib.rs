@@ -9,6 +9,7 @@
 //! * A thread waits for the driver agent ([`control`]). At a checkpoint it shuts the gate, waits for the GPU's work, and
 //!   hands each piece of memory to the agent, which copies it to host memory; then it releases the pieces. At a restore
 //!   it allocates them again, and the agent copies back.
+//! * NCCL's communicators, whose memory the driver cannot restore, are destroyed before and made again after ([`nccl`]).
 //!
 //! The copying is the agent's, in a process of its own. This library has no buffers and no threads but the one that
 //! waits.
@@ -30,8 +31,13 @@ mod exports;
 mod gate;
 #[cfg(not(test))]
 mod hooks;
+#[cfg(not(test))]
+mod idle;
+#[cfg(not(test))]
+mod imports;
 mod map;
 #[cfg(not(test))]
 mod memory;
 #[cfg(not(test))]
 mod names;
+mod nccl;

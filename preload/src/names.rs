@@ -48,6 +48,7 @@ macro_rules! all_symbols {
                 cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy_v2
                 cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2
                 cuCtxEnablePeerAccess
+                cuMemImportFromShareableHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle
                 cuStreamBeginCapture_v2 cuStreamBeginCapture_v2_ptsz cuStreamBeginCaptureToGraph cuStreamBeginCaptureToGraph_ptsz
                 cuStreamEndCapture cuStreamEndCapture_ptsz;
         }

@@ -361,6 +361,18 @@ probe() { # LABEL: what the driver does in the corners, to compare with the simu
 
 # ---- all of it ------------------------------------------------------------------------------------
 
+# A virtual machine gets its memory when it is first used: all cases are to find it there.
+if [ "${touch_gib:-0}" -gt 0 ]; then
+    touched=$EPOCHREALTIME
+    touching=()
+    for n in $(seq 16); do
+        head -c "$((touch_gib * 64))M" /dev/zero > "/var/lib/containers/touched.$n" &
+        touching+=($!)
+    done
+    wait "${touching[@]}"
+    rm /var/lib/containers/touched.*
+    say "$touch_gib GiB of memory touched in $(since "$touched") s"
+fi
 cryopod check > /logs/cryopod-check.txt 2>&1 || true
 for part in $parts; do
     case $part in
@@ -389,6 +401,14 @@ for part in $parts; do
             ;;
         preload-programs) preload_programs ;;
         preload-cost) run_case preload-cost preload_cost ;;
+        preload-nccl)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case "preload-nccl-1" nccl_preloaded "${runtimes%% *}" 1
+            for ranks in 2 4 8; do
+                if [ "$gpus" -ge $ranks ]; then run_case "preload-nccl-$ranks" nccl_preloaded "${runtimes%% *}" $ranks; fi
+            done
+            annotations=()
+            ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

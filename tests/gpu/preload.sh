@@ -6,7 +6,9 @@ preload_ways() { # in place, left running, suspended, in an archive
     for i in $(seq "$vram_runs"); do run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''; done
     medians
     run_case vram-preload-running vram "$rt" "$vram_size" random on leave
+    driver_runs=1
     run_case preload-suspend suspend_resume "$rt" "$vram_size"
+    unset driver_runs
     run_case "preload-archive-$vram_size" archive "$rt" "$vram_size"
 }
 
@@ -46,11 +48,11 @@ preload_programs() {
         return
     fi
     train_command 60
-    for kind in jax cupy; do
-        run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60
-    done
-    for allocator in backend:native expandable_segments:True backend:cudaMallocAsync; do
-        run_case "preload-torch-${allocator//:/-}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "$python" /work/train.py 60 2
+    for kind in $programs; do
+        case $kind in
+            jax | cupy) run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60 ;;
+            *) run_case "preload-torch-${kind//:/-}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$kind" "$python" /work/train.py 60 2 ;;
+        esac
     done
 }
 
@@ -68,16 +70,19 @@ rates() {
 rate_of() { awk '$3 == "ok" {at[n++] = $4} $3 != "ok" && !/^#/ {last = $1} END {from = int(n / 5); if (n > 1) printf "%.4f\n", (n - 1 - from) / (at[n - 1] - at[from]); else print last}'; }
 
 preload_cost() { # LABEL: what a container loses by the library while nothing happens
-    local all
+    local all='' what command
     [ -z "$sim" ] || skip "$1" "the simulated driver launches no kernels"
     low_level "${runtimes%% *}"
-    gpu_args 1
-    all=$(rates launches /work/launches 4) || return
-    if [ -n "$python" ]; then
-        train_command 100
-        all+=$'\n'$(rates train "$python" /work/train.py 100 4) || return
-        all+=$'\n'$(rates serve "$python" /work/serve.py 200 unix) || return
-    fi
+    train_command 60
+    for what in $costs; do
+        case $what in
+            launches) command=(/work/launches 4) ;;
+            train) command=("$python" /work/train.py 60 4) ;;
+            serve) command=("$python" /work/serve.py 200 unix) ;;
+        esac
+        [ -n "$python" ] || [ "$what" = launches ] || continue
+        all+=$(rates "$what" "${command[@]}")$'\n' || return
+    done
     say "$1: $(jq -c '{what, ratio, runs: [.runs[].rate]}' <<< "$all")"
     result "$(jq -s --arg case "$1" '{case: $case, ok: true, cost: .}' <<< "$all")"
 }

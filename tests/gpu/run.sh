@@ -7,7 +7,7 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two preload preload-torch preload-programs preload-cost suspend chain archive nccl ipc copies copies-two elsewhere (default: all that the machine can do)
+#                       vram-two preload preload-torch preload-programs preload-cost preload-nccl suspend chain archive nccl ipc copies copies-two elsewhere (default: all that the machine can do)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
@@ -21,6 +21,9 @@
 #   GPU_TEST_STORE      a directory for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
 #   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
 #   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
+#   GPU_TEST_PROGRAMS   of: jax cupy, and values of PYTORCH_CUDA_ALLOC_CONF (all, with three allocators); GPU_TEST_COSTS of:
+#                       launches train serve (all)
+#   GPU_TEST_TOUCH      GiB of memory that are used once before all cases (0)
 #   GPU_TEST_LIMIT      seconds for everything (3000)
 #   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
 #   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
@@ -137,10 +140,11 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost preload-nccl suspend chain archive nccl ipc copies copies-two elsewhere}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
-torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
+programs=$(printf %q "${GPU_TEST_PROGRAMS:-jax cupy backend:native expandable_segments:True backend:cudaMallocAsync}")
+costs=$(printf %q "${GPU_TEST_COSTS:-launches train serve}") touch_gib=$(printf %q "${GPU_TEST_TOUCH:-0}") torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
 vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") vram_runs=$(printf %q "${GPU_TEST_VRAM_RUNS:-3}")
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")

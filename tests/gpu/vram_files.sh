@@ -145,7 +145,7 @@ two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in tu
     say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
 }
 
-suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls
+suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls, as often as $driver_runs says
     local label=$3 i from pid times='[]' before save load out in said driver=/opt/driver
     [ -z "$sim" ] || driver=/opt/cusim
     [ -x /opt/cusim/cusim-step ] || skip "$label" "cusim-step is not in the pack; build cryopod-simdriver in release"
@@ -155,12 +155,14 @@ suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls
     start job "${gpu[@]}" "$image" "${job[@]}" || return
     pid=$(podman inspect --format '{{.State.Pid}}' job)
     for i in $(seq "$vram_runs"); do
-        before=$(lines job)
-        LD_LIBRARY_PATH=$driver /opt/cusim/cusim-step "$pid" lock checkpoint restore unlock > "/logs/$label.$i.driver" 2>&1 ||
-            { cat "/logs/$label.$i.driver" && return 1; }
-        save=$(awk '$1 == "checkpoint" {print $2}' "/logs/$label.$i.driver")
-        load=$(awk '$1 == "restore" {print $2}' "/logs/$label.$i.driver")
-        verdict job "$label" "$before" || return
+        if [ "$i" -le "${driver_runs:-$vram_runs}" ]; then
+            before=$(lines job)
+            LD_LIBRARY_PATH=$driver /opt/cusim/cusim-step "$pid" lock checkpoint restore unlock > "/logs/$label.$i.driver" 2>&1 ||
+                { cat "/logs/$label.$i.driver" && return 1; }
+            save=$(awk '$1 == "checkpoint" {print $2}' "/logs/$label.$i.driver")
+            load=$(awk '$1 == "restore" {print $2}' "/logs/$label.$i.driver")
+            verdict job "$label" "$before" || return
+        fi
         before=$(lines job)
         from=$(now)
         cryopod suspend job > "/logs/$label.$i.said" 2>&1 || { cat "/logs/$label.$i.said" && return 1; }

@@ -18,7 +18,8 @@ crate::scenarios! {
     podman_crun: V2 ["crun"] "vram/podman.sh";
     podman_runc: V2 ["runc"] "vram/podman.sh";
     checkpoints_that_build_upon_each_other: V2 ["runc"] "vram/parents.sh";
-    handed_over_by_the_preload_library: V2 ["crun"] "vram/preload.sh";
+    handed_over_by_the_preload_library: V2 ["crun"] "vram/job.sh" + "vram/preload.sh";
+    ranks_over_nccl: V2 ["crun"] "vram/job.sh" + "vram/nccl.sh";
     suspended_and_resumed_crun: V2 ["crun"] "vram/suspend.sh";
     suspended_and_resumed_runc: V1 ["runc"] "vram/suspend.sh";
 }

@@ -11,10 +11,12 @@ use super::preload::process::Preloads;
 use super::procfs;
 use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::vram::store::VramFiles;
+use communicators::Communicators;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
+mod communicators;
 mod settle;
 
 /// How much longer than its own timeout a lock may take before it counts as hanging.
@@ -57,6 +59,7 @@ pub struct Agent<D> {
     driver: D,
     vram_files: Arc<VramFiles>,
     preloads: Arc<Preloads>,
+    communicators: Communicators,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
 }
@@ -105,6 +108,7 @@ impl<D: Driver> Agent<D> {
             driver,
             vram_files: Arc::default(),
             preloads: Arc::default(),
+            communicators: Communicators::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
         })
@@ -118,6 +122,10 @@ impl<D: Driver> Agent<D> {
         &self.vram_files
     }
 
+    pub fn communicators(&self) -> &Communicators {
+        &self.communicators
+    }
+
     pub fn preloads(&self) -> &Arc<Preloads> {
         &self.preloads
     }
@@ -126,6 +134,7 @@ impl<D: Driver> Agent<D> {
     pub fn keep(&self) {
         self.table().retain(|_, entry| entry.busy.is_some());
         self.preloads.forget();
+        self.communicators.take_down();
         self.vram_files.clear();
     }
 

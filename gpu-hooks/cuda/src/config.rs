@@ -17,6 +17,8 @@ pub const MAX_BYTES: u64 = 1 << 20;
 
 const MAX_PIDS: usize = 1 << 16;
 const MAX_GPUS: usize = 1024;
+/// How long NCCL's ranks may take to come level, if nothing else is configured.
+pub const NCCL_QUIESCE_MS: u64 = 30_000;
 const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +49,12 @@ pub struct PluginConfig {
     /// How long any other single driver call (checkpoint, restore, unlock) may take.
     #[serde(default = "default_step_timeout_ms")]
     pub step_timeout_ms: u64,
+    /// Checkpoint only: how long NCCL's ranks may take to come level, in processes with the preload library.
+    #[serde(default = "default_nccl_quiesce_ms")]
+    pub nccl_quiesce_ms: u64,
+    /// Checkpoint only: GPU memory that is still shared when the communicators are down does not fail the dump.
+    #[serde(default)]
+    pub allow_shared: bool,
     /// Checkpoint only: host pids of the CUDA processes in the plan. The first hook locks them together; the plugin
     /// finds others by itself.
     #[serde(default)]
@@ -77,6 +85,10 @@ fn default_lock_timeout_ms() -> u64 {
     10_000
 }
 
+fn default_nccl_quiesce_ms() -> u64 {
+    NCCL_QUIESCE_MS
+}
+
 fn default_step_timeout_ms() -> u64 {
     600_000
 }
@@ -104,6 +116,8 @@ impl PluginConfig {
             abort_file: None,
             lock_timeout_ms: default_lock_timeout_ms(),
             step_timeout_ms: default_step_timeout_ms(),
+            nccl_quiesce_ms: NCCL_QUIESCE_MS,
+            allow_shared: false,
             pids: Vec::new(),
             locked: Vec::new(),
             gpu_map: Vec::new(),
@@ -147,6 +161,7 @@ impl PluginConfig {
         for (name, value) in [
             ("lock_timeout_ms", self.lock_timeout_ms),
             ("step_timeout_ms", self.step_timeout_ms),
+            ("nccl_quiesce_ms", self.nccl_quiesce_ms),
         ] {
             if value == 0 || value > MAX_TIMEOUT_MS {
                 return invalid(format!("{name} {value} is not within 1..={MAX_TIMEOUT_MS}"));

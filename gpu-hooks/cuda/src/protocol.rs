@@ -189,6 +189,20 @@ pub enum Op {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         write: Option<WriteTo>,
     },
+    /// Takes the NCCL communicators of these processes down, which run and have the preload library, if memory is shared
+    /// through them; they come up again when the connection ends, unless it is committed. Answered by
+    /// [`Outcome::Done`] also if there is nothing to do.
+    NcclDown {
+        pids: Vec<i32>,
+        /// How long the ranks may take to come level.
+        quiesce_ms: u64,
+        /// Whether GPU memory that is still shared then is an error.
+        refuse_shared: bool,
+    },
+    /// Makes the communicators of these running processes again that are down.
+    NcclUp {
+        pids: Vec<i32>,
+    },
     /// Brings it back after the driver's unlock, and lets the process's calls go on. Its library's thread must run.
     PreloadIn {
         pid: i32,
@@ -214,6 +228,8 @@ impl Op {
             | Self::VramWait { .. }
             | Self::VramRead { .. }
             | Self::VramCancel
+            | Self::NcclDown { .. }
+            | Self::NcclUp { .. }
             | Self::PreloadPrepare { .. } => None,
             Self::VramPrepare { pid, .. }
             | Self::VramPlaced { pid, .. }
@@ -255,6 +271,8 @@ impl Op {
             Self::PreloadPrepare { .. } => "preload-prepare",
             Self::PreloadOut { .. } => "preload-out",
             Self::PreloadIn { .. } => "preload-in",
+            Self::NcclDown { .. } => "nccl-down",
+            Self::NcclUp { .. } => "nccl-up",
         }
     }
 }

@@ -170,7 +170,7 @@ impl<D: Driver> Server<D> {
                         | Op::PreloadOut { .. }
                         | Op::PreloadIn { .. }
                 );
-                end.worked |= changes;
+                end.worked |= changes || matches!(op, Op::NcclDown { .. });
                 let start = Instant::now();
                 let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
                 // Begun here, so that the end of the connection, read next, finds the process busy.
@@ -182,6 +182,7 @@ impl<D: Driver> Server<D> {
                             Some(begun) => begun.map_or_else(Outcome::Error, Begun::wait),
                             None => (agent.vram_files().perform(&op))
                                 .or_else(|| agent.preloads().perform(&op))
+                                .or_else(|| agent.communicators().perform(&op))
                                 .unwrap_or_else(|| agent.perform(&op)),
                         };
                         let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -171,6 +171,8 @@ fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
         directory: None,
         lock_timeout_ms: 1000,
         step_timeout_ms: 3000,
+        nccl_quiesce_ms: 1000,
+        refuse_shared: true,
     };
     let mut noted = None;
     let suspended = suspend(&mut client, &[victim.pid()], &how, &mut |done| {

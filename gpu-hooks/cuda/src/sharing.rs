@@ -28,6 +28,8 @@ use std::str::FromStr;
 use serde::Deserialize;
 
 use super::preflight::Refusal;
+use super::preload::Library;
+use super::preload::nccl::Group;
 use crate::nvidia;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
@@ -95,11 +97,59 @@ impl Policy {
 pub fn preflight(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
     let processes = scan.processes.iter().filter(|p| pids.contains(&p.pid));
     let processes: Vec<&Process> = processes.collect();
-    let mut found: Vec<Refusal> = nccl(host, &processes).into_iter().collect();
+    let found = nccl(host, &processes).into_iter();
+    found.chain(by_ipc(host, &processes)).collect()
+}
+
+/// The same for what a checkpoint can do about it: NCCL's communicators that the preload library takes down do not count.
+pub fn plan(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
+    let processes = scan.processes.iter().filter(|p| pids.contains(&p.pid));
+    let processes: Vec<&Process> = processes.collect();
+    let found = nccl(host, &processes).and_then(|found| unmovable(found, pids));
+    found.into_iter().chain(by_ipc(host, &processes)).collect()
+}
+
+/// What is left of a finding about NCCL, as the preload library tells.
+fn unmovable(mut found: Refusal, pids: &[i32]) -> Option<Refusal> {
+    if !pids.iter().any(|pid| Library::is_in(*pid)) {
+        found.remedy = format!(
+            "create the container with the annotation dev.cryopod.preload=on, with which checkpoints take NCCL's communicators down; or {}",
+            found.remedy
+        );
+        return Some(found);
+    }
+    let group = match Group::settled(pids) {
+        Ok(group) => group,
+        Err(error) => {
+            found.what = format!("{}; {error}: is the container paused?", found.what);
+            return Some(found);
+        }
+    };
+    if let Some((pid, why)) = group.obstacles().into_iter().next() {
+        found.pid = pid;
+        found.comm = crate::procfs::comm(pid);
+        found.what = format!(
+            "it shares GPU memory through NCCL, and its communicators cannot be taken down for a checkpoint: {why}"
+        );
+        return Some(found);
+    }
+    if !group.has_comms() {
+        found.what = format!(
+            "{}; the preload library does not know of its communicators (an NCCL that is linked statically?)",
+            found.what
+        );
+        return Some(found);
+    }
+    None
+}
+
+/// Finds memory of other processes by CUDA IPC.
+fn by_ipc(host: &Host, processes: &[&Process]) -> Vec<Refusal> {
+    let mut found = Vec::new();
     let branch = nvidia::driver_version(host)
         .as_deref()
         .and_then(nvidia::branch);
-    for importer in importers(&processes) {
+    for importer in importers(processes) {
         if branch.is_some_and(|b| b >= FIRST_IPC_DRIVER) {
             tracing::warn!(
                 "process {} ({}): {}; driver {FIRST_IPC_DRIVER} and newer can restore this for jobs started by `cuda-checkpoint --launch-job` only",

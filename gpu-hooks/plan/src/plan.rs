@@ -167,7 +167,7 @@ pub fn shared_memory(
     cuda: &[i32],
     policy: sharing::Policy,
 ) -> Vec<Refusal> {
-    let found = policy.settle(sharing::preflight(host, scan, cuda));
+    let found = policy.settle(sharing::plan(host, scan, cuda));
     found.into_iter().map(Refusal::from).collect()
 }
 

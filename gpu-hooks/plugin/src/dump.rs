@@ -48,6 +48,8 @@ pub struct Dump {
     /// Number of PID namespaces outside that of the root process.
     depth: usize,
     checkpointed: bool,
+    /// The NCCL communicators have been looked at.
+    communicators: bool,
     in_inventory: bool,
 }
 
@@ -60,6 +62,7 @@ impl Dump {
             asked: BTreeSet::new(),
             depth: 0,
             checkpointed: false,
+            communicators: false,
             in_inventory: false,
         }
     }
@@ -107,6 +110,10 @@ impl Dump {
             }
             self.take_in_one(thread, state, state);
             self.time(pid, Step::Query, micros);
+        }
+        // Once, while all of them run.
+        if !std::mem::replace(&mut self.communicators, true) {
+            self.session.nccl_down(&lock)?;
         }
         for (pid, micros) in self.session.preload_out(&lock)? {
             self.time(pid, Step::Preload, micros);

@@ -59,11 +59,62 @@ impl Session {
     /// After a dump that failed: if the agent is gone, the processes bring their memory back by themselves as soon as they
     /// run.
     pub fn preload_recover(&mut self) {
-        if self.vram.preloaded.is_empty() || self.ask(Op::Hello).is_ok() {
+        let nothing = self.vram.preloaded.is_empty() && self.communicators.is_empty();
+        if nothing || self.ask(Op::Hello).is_ok() {
             return;
+        }
+        for pid in std::mem::take(&mut self.communicators) {
+            if !self.vram.preloaded.iter().any(|memory| memory.pid == pid) {
+                go_on_alone(pid, None);
+            }
         }
         for memory in std::mem::take(&mut self.vram.preloaded) {
             go_on_alone(memory.pid, Some(&memory.file));
+        }
+    }
+
+    /// Before all else, while the processes run: takes NCCL's communicators down through which they share memory. The agent
+    /// makes them again when CRIU has let go of processes that go on running.
+    pub fn nccl_down(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let running: Vec<i32> = pids.iter().copied().filter(|pid| !is_ours(*pid)).collect();
+        if !running.iter().any(|pid| Library::is_in(*pid)) {
+            return Ok(());
+        }
+        self.communicators.clone_from(&running);
+        let op = Op::NcclDown {
+            pids: running,
+            quiesce_ms: self.config.nccl_quiesce_ms,
+            refuse_shared: !self.config.allow_shared,
+        };
+        self.nccl(op)
+    }
+
+    /// After a restore, when the processes run: makes the communicators again that are down.
+    pub fn nccl_up(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let mut pids = pids.to_vec();
+        pids.retain(|pid| Library::is_in(*pid));
+        match pids.is_empty() {
+            true => Ok(()),
+            false => self.nccl(Op::NcclUp { pids }),
+        }
+    }
+
+    fn nccl(&mut self, op: Op) -> Result<(), Failed> {
+        let remedy = "see docs/containers.md, GPU memory that processes share";
+        match self
+            .batch(vec![op], &mut [])?
+            .pop()
+            .map(|r| (r.micros, r.outcome))
+        {
+            Some((micros, Outcome::Done)) => {
+                let ms = micros / 1000;
+                criu::log(Level::Info, &format!("NCCL's communicators: {ms} ms"));
+                Ok(())
+            }
+            Some((_, Outcome::Error(error))) => {
+                Err(failure_with("nccl", None, error.message, remedy))
+            }
+            _ => Err(failure("nccl", None, "unexpected answer of the agent")),
         }
     }
 

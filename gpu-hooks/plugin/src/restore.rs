@@ -274,6 +274,15 @@ impl Restore {
     }
 
     pub fn finish(&mut self, succeeded: bool) {
+        if succeeded && self.done && self.session.failed().is_none() {
+            // CRIU has let go of the processes, which run.
+            let images = self.session.image.processes.iter();
+            let running = images.filter(|r| r.initial_state == ProcessState::Running);
+            let running: Vec<i32> = running.map(|record| record.host_pid).collect();
+            if let Err(failed) = self.session.nccl_up(&running) {
+                self.session.fail(failed);
+            }
+        }
         self.session.disconnect();
         if succeeded && !self.done && !self.session.image.processes.is_empty() {
             self.session

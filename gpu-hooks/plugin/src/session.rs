@@ -29,6 +29,9 @@ pub const QUERY_MS: u64 = 10_000;
 /// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
 const COPY_MS: u64 = 180_000;
 
+/// How long NCCL's communicators may take to go, and to come again.
+const NCCL_MS: u64 = 300_000;
+
 /// Boxed: it is rare and large.
 pub type Failed = Box<Failure>;
 
@@ -85,6 +88,8 @@ pub struct Session {
     pub image: NvidiaImage,
     pub vram: Vram,
     pub vram_done: Option<VramDone>,
+    /// Processes whose NCCL communicators may be down.
+    pub communicators: Vec<i32>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -143,6 +148,7 @@ impl Session {
             image,
             vram: Vram::default(),
             vram_done: None,
+            communicators: Vec::new(),
             client: None,
             failed: None,
         }
@@ -430,6 +436,8 @@ fn limit_of(op: &Op) -> Duration {
         | Op::PreloadPrepare { .. } => QUERY_MS,
         Op::Lock { timeout_ms, .. } => *timeout_ms,
         Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
+        Op::NcclDown { quiesce_ms, .. } => quiesce_ms.saturating_add(NCCL_MS),
+        Op::NcclUp { .. } => NCCL_MS,
         Op::Find { limit_ms, .. }
         | Op::Query { limit_ms, .. }
         | Op::Checkpoint { limit_ms, .. }

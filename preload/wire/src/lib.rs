@@ -4,8 +4,11 @@
 //! the agent the descriptor of the agent's end; the agent takes it with pidfd_getfd(2). So nothing has a name in the
 //! container, only who may trace the process can talk to the library, and CRIU sees a socket pair inside one process.
 //!
-//! Every message is one packet of three numbers, with at most one descriptor. The agent asks and the library answers: any
-//! number of [`Answer::Piece`]s, then [`Answer::Done`] or [`Answer::Failed`].
+//! Every message is one packet of three numbers, and bytes where the message has some, with at most one descriptor. The
+//! agent asks and the library answers: any number of [`Answer::Piece`]s and [`Answer::Data`], then [`Answer::Done`] or
+//! [`Answer::Failed`].
+
+pub mod nccl;
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -18,6 +21,10 @@ pub const SEND_LIMIT: Duration = Duration::from_secs(10);
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CRYOPRE1");
 const PACKET: usize = 24;
+/// Most bytes that a message carries besides its numbers.
+pub const MAX_DATA: usize = 128 << 10;
+/// Bytes of an answer that go into one packet: a socket holds one of any size that it was made for.
+const CHUNK: usize = 32 << 10;
 
 /// Tells the agent how to reach the library. All numbers are those of the process itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +94,23 @@ pub enum Request {
     Fill,
     /// Answers [`Answer::Done`] if the memory is away.
     State,
+    /// Answers with the [`nccl::Report`].
+    NcclLook,
+    /// Lets NCCL's calls wait, but for a process whose counters are behind the attached ones ([`nccl::encode_clocks`]).
+    /// Answers with the report. The calls go on by themselves if nothing else is asked for within `hold_ms`.
+    NcclHold { hold_ms: u64 },
+    /// Lets NCCL's calls go on.
+    NcclOpen,
+    /// Waits up to `limit_ms` for the GPU's work. NCCL's calls must be held; they wait from then on until
+    /// [`Request::NcclUp`], or go on if this fails.
+    NcclIdle { limit_ms: u64 },
+    /// Destroys the communicators, after [`Request::NcclIdle`].
+    NcclDown { limit_ms: u64 },
+    /// Answers with a fresh unique id of NCCL's.
+    NcclUniqueId,
+    /// Makes the communicators again that the attached list names ([`nccl::encode_fresh`]), in its order, and lets NCCL's
+    /// calls go on. Those that it does not name, and those that fail, have NCCL's error from then on.
+    NcclUp { limit_ms: u64 },
 }
 
 /// What the library answers.
@@ -97,6 +121,8 @@ pub enum Answer {
         offset: u64,
         bytes: u64,
     },
+    /// Bytes that the request asked for, with the message.
+    Data,
     Done,
     Failed(Reason),
 }
@@ -112,6 +138,10 @@ pub enum Reason {
     Order,
     /// The process uses a function that the library does not know and that may enqueue work.
     Unknown,
+    /// A function of NCCL's failed, with this result.
+    Nccl(u32),
+    /// Memory of another process is still mapped, with so many mappings.
+    Shared(u32),
 }
 
 impl std::fmt::Display for Reason {
@@ -122,6 +152,13 @@ impl std::fmt::Display for Reason {
             Self::Order => f.write_str("its calls have gone on meanwhile"),
             Self::Unknown => {
                 f.write_str("it uses a CUDA function that the preload library does not know")
+            }
+            Self::Nccl(code) => write!(f, "NCCL's error {code}"),
+            Self::Shared(count) => {
+                write!(
+                    f,
+                    "{count} mappings of another process's GPU memory are left"
+                )
             }
         }
     }
@@ -141,6 +178,13 @@ impl Request {
             Self::Fill => [7, 0, 0],
             Self::State => [8, 0, 0],
             Self::Forget => [9, 0, 0],
+            Self::NcclLook => [10, 0, 0],
+            Self::NcclHold { hold_ms } => [11, hold_ms, 0],
+            Self::NcclOpen => [12, 0, 0],
+            Self::NcclDown { limit_ms } => [13, limit_ms, 0],
+            Self::NcclUniqueId => [14, 0, 0],
+            Self::NcclUp { limit_ms } => [15, limit_ms, 0],
+            Self::NcclIdle { limit_ms } => [16, limit_ms, 0],
         }
     }
 
@@ -155,6 +199,13 @@ impl Request {
             [7, ..] => Self::Fill,
             [8, ..] => Self::State,
             [9, ..] => Self::Forget,
+            [10, ..] => Self::NcclLook,
+            [11, hold_ms, _] => Self::NcclHold { hold_ms },
+            [12, ..] => Self::NcclOpen,
+            [13, limit_ms, _] => Self::NcclDown { limit_ms },
+            [14, ..] => Self::NcclUniqueId,
+            [15, limit_ms, _] => Self::NcclUp { limit_ms },
+            [16, limit_ms, _] => Self::NcclIdle { limit_ms },
             _ => return None,
         })
     }
@@ -169,6 +220,9 @@ impl Answer {
             Self::Failed(Reason::Cuda(code)) => [3, 1, code.into()],
             Self::Failed(Reason::Order) => [3, 2, 0],
             Self::Failed(Reason::Unknown) => [3, 3, 0],
+            Self::Failed(Reason::Nccl(code)) => [3, 4, code.into()],
+            Self::Failed(Reason::Shared(count)) => [3, 5, count.into()],
+            Self::Data => [4, 0, 0],
         }
     }
 
@@ -180,6 +234,9 @@ impl Answer {
             [3, 1, code] => Self::Failed(Reason::Cuda(u32::try_from(code).ok()?)),
             [3, 2, _] => Self::Failed(Reason::Order),
             [3, 3, _] => Self::Failed(Reason::Unknown),
+            [3, 4, code] => Self::Failed(Reason::Nccl(u32::try_from(code).ok()?)),
+            [3, 5, count] => Self::Failed(Reason::Shared(u32::try_from(count).ok()?)),
+            [4, ..] => Self::Data,
             _ => return None,
         })
     }
@@ -250,33 +307,46 @@ pub fn discard_answers(socket: &OwnedFd) -> io::Result<()> {
 pub fn send_request(
     socket: &OwnedFd,
     request: Request,
+    data: &[u8],
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    send(socket, request.packet(), fd)
+    if data.len() > MAX_DATA {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    send(socket, request.packet(), data, fd)
 }
 
 pub fn send_answer(socket: &OwnedFd, answer: Answer, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    send(socket, answer.packet(), fd)
+    send(socket, answer.packet(), &[], fd)
 }
+
+/// Sends bytes as any number of [`Answer::Data`].
+pub fn send_data(socket: &OwnedFd, data: &[u8]) -> io::Result<()> {
+    data.chunks(CHUNK)
+        .try_for_each(|chunk| send(socket, Answer::Data.packet(), chunk, None))
+}
+
+/// A message, its bytes and its descriptor.
+pub type Received<T> = (T, Vec<u8>, Option<OwnedFd>);
 
 /// Waits for a request; `None` for one that this version does not know.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed.
-pub fn request(socket: &OwnedFd) -> io::Result<(Option<Request>, Option<OwnedFd>)> {
-    let (packet, fd) = receive(socket)?;
-    Ok((packet.and_then(Request::from_packet), fd))
+pub fn request(socket: &OwnedFd) -> io::Result<Received<Option<Request>>> {
+    let (packet, data, fd) = receive(socket)?;
+    Ok((packet.and_then(Request::from_packet), data, fd))
 }
 
 /// Waits for an answer.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed, and for an answer that makes no sense.
-pub fn answer(socket: &OwnedFd) -> io::Result<(Answer, Option<OwnedFd>)> {
-    let (packet, fd) = receive(socket)?;
+pub fn answer(socket: &OwnedFd) -> io::Result<Received<Answer>> {
+    let (packet, data, fd) = receive(socket)?;
     let answer = packet.and_then(Answer::from_packet);
     let answer = answer.ok_or_else(|| io::Error::other("the library's answer makes no sense"))?;
-    Ok((answer, fd))
+    Ok((answer, data, fd))
 }
 
 /// Space for one descriptor, aligned as a control header must be.
@@ -294,14 +364,17 @@ fn message(iov: &mut libc::iovec, control: Option<&mut Control>) -> libc::msghdr
     message
 }
 
-fn send(socket: &OwnedFd, packet: Packet, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    let mut bytes = [0u8; PACKET];
-    for (to, number) in bytes.chunks_exact_mut(8).zip(packet) {
-        to.copy_from_slice(&number.to_le_bytes());
-    }
+fn send(
+    socket: &OwnedFd,
+    packet: Packet,
+    data: &[u8],
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let mut bytes = packet.map(u64::to_le_bytes).concat();
+    bytes.extend_from_slice(data);
     let mut iov = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: PACKET,
+        iov_len: bytes.len(),
     };
     let mut control = Control::default();
     let mut message = message(&mut iov, fd.is_some().then_some(&mut control));
@@ -331,11 +404,11 @@ fn send(socket: &OwnedFd, packet: Packet, fd: Option<BorrowedFd<'_>>) -> io::Res
     }
 }
 
-fn receive(socket: &OwnedFd) -> io::Result<(Option<Packet>, Option<OwnedFd>)> {
-    let mut bytes = [0u8; PACKET];
+fn receive(socket: &OwnedFd) -> io::Result<Received<Option<Packet>>> {
+    let mut bytes = vec![0u8; PACKET + MAX_DATA];
     let mut iov = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: PACKET,
+        iov_len: bytes.len(),
     };
     let mut control = Control::default();
     let mut message = message(&mut iov, Some(&mut control));
@@ -368,13 +441,14 @@ fn receive(socket: &OwnedFd) -> io::Result<(Option<Packet>, Option<OwnedFd>)> {
             OwnedFd::from_raw_fd(fd.read_unaligned())
         })
     };
-    let whole = usize::try_from(count) == Ok(PACKET);
+    bytes.truncate(usize::try_from(count).unwrap_or_default());
+    let data = bytes.get(PACKET..).unwrap_or_default().to_vec();
     let number = |at: usize| {
-        let mut le = [0; 8];
-        le.copy_from_slice(&bytes[8 * at..8 * at + 8]);
-        u64::from_le_bytes(le)
+        let le = bytes.get(8 * at..8 * at + 8)?;
+        Some(u64::from_le_bytes(le.try_into().ok()?))
     };
-    Ok((whole.then(|| [number(0), number(1), number(2)]), fd))
+    let packet = || Some([number(0)?, number(1)?, number(2)?]);
+    Ok((packet(), data, fd))
 }
 
 #[cfg(test)]
@@ -399,11 +473,19 @@ mod tests {
             Request::Fill,
             Request::State,
             Request::Forget,
+            Request::NcclLook,
+            Request::NcclHold { hold_ms: 9 },
+            Request::NcclOpen,
+            Request::NcclIdle { limit_ms: 9 },
+            Request::NcclDown { limit_ms: 9 },
+            Request::NcclUniqueId,
+            Request::NcclUp { limit_ms: 9 },
         ];
         for sent in requests {
-            send_request(&agent, sent, None).unwrap();
-            let (got, fd) = request(&library).unwrap();
+            send_request(&agent, sent, &[5; MAX_DATA], None).unwrap();
+            let (got, data, fd) = request(&library).unwrap();
             assert_eq!(got, Some(sent));
+            assert_eq!(data, [5; MAX_DATA]);
             assert!(fd.is_none());
         }
         let failed = [
@@ -411,20 +493,27 @@ mod tests {
             Reason::Cuda(2),
             Reason::Order,
             Reason::Unknown,
+            Reason::Nccl(6),
+            Reason::Shared(2),
         ];
         let piece = Answer::Piece {
             offset: 1,
             bytes: u64::MAX,
         };
-        for sent in [piece, Answer::Done]
+        for sent in [piece, Answer::Data, Answer::Done]
             .into_iter()
             .chain(failed.map(Answer::Failed))
         {
             send_answer(&library, sent, Some(library.as_fd())).unwrap();
-            let (got, fd) = answer(&agent).unwrap();
+            let (got, _, fd) = answer(&agent).unwrap();
             assert_eq!(got, sent);
             assert!(fd.is_some());
         }
+        send_data(&library, &[6; CHUNK + 1]).unwrap();
+        for length in [CHUNK, 1] {
+            assert_eq!(answer(&agent).unwrap().1, vec![6; length]);
+        }
+        assert!(send_request(&agent, Request::Go, &[0; MAX_DATA + 1], None).is_err());
     }
 
     #[test]
@@ -433,9 +522,9 @@ mod tests {
         set_receive_limit(&agent, Duration::from_millis(10)).unwrap();
         let silent = answer(&agent).unwrap_err();
         assert_eq!(silent.kind(), io::ErrorKind::WouldBlock);
-        send(&library, [99, 0, 0], None).unwrap();
+        send(&library, [99, 0, 0], &[], None).unwrap();
         assert!(answer(&agent).is_err());
-        send(&agent, [99, 0, 0], None).unwrap();
+        send(&agent, [99, 0, 0], &[], None).unwrap();
         assert_eq!(request(&library).unwrap().0, None);
         // SAFETY: a short message of our own.
         unsafe { libc::send(agent.as_raw_fd(), c"x".as_ptr().cast(), 1, 0) };

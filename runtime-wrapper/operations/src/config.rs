@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_cuda::config::NCCL_QUIESCE_MS;
 use cryopod_cuda::sharing;
 use cryopod_gpu_plan::ceiling::{Ceiling, Lifts, OtherGpus};
 use cryopod_gpu_plan::switches;
@@ -42,6 +44,7 @@ pub struct Config {
     pub criu: Criu,
     pub gpu: GpuChoice,
     pub nvidia: Nvidia,
+    pub nccl: Nccl,
     pub amd: Amd,
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
@@ -170,6 +173,29 @@ pub struct Nvidia {
     /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`. The annotation
     /// `dev.cryopod.gpu.sharing` takes precedence.
     pub sharing: sharing::Policy,
+}
+
+/// NCCL's communicators in containers with the preload library.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Nccl {
+    /// How long the ranks may take to come level before the checkpoint gives up, in seconds.
+    pub quiesce_s: NonZeroU32,
+}
+
+impl Nccl {
+    pub fn quiesce_ms(&self) -> u64 {
+        u64::from(self.quiesce_s.get()) * 1000
+    }
+}
+
+impl Default for Nccl {
+    fn default() -> Self {
+        let seconds = u32::try_from(NCCL_QUIESCE_MS / 1000).ok();
+        Self {
+            quiesce_s: seconds.and_then(NonZeroU32::new).unwrap_or(NonZeroU32::MIN),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]

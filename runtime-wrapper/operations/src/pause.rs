@@ -187,6 +187,8 @@ impl Driver {
             directory: None,
             lock_timeout_ms: ctx.config.nvidia.lock_timeout_ms.unwrap_or(10_000),
             step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
+            nccl_quiesce_ms: ctx.config.nccl.quiesce_ms(),
+            refuse_shared: true,
         };
         Ok(Self { agent, op, how })
     }

@@ -32,6 +32,7 @@ pub const STORE: &str = "/var/lib/cryopod/preload";
 
 const FILE: &str = "libcryopod_preload.so";
 const VARIABLE: &str = "LD_PRELOAD";
+const NVLS: &str = "NCCL_NVLS_ENABLE";
 /// Largest library, in bytes.
 const MAX_LIBRARY: u64 = 16 << 20;
 /// Largest C library of a container, in bytes.
@@ -60,7 +61,11 @@ pub fn create(config: &Config, bundle: &Path, spec: &Spec) -> Result<(), Error> 
     let library = read(&installed).map_err(|e| refused(format!("{}: {e}", installed.display())))?;
     fits(&library, bundle, spec).map_err(refused)?;
     let source = stored(Path::new(STORE), &library)?;
-    let edits: [Box<dyn Edit>; 2] = [Box::new(Mounted { source }), Box::new(Loaded)];
+    let edits: [Box<dyn Edit>; 3] = [
+        Box::new(Mounted { source }),
+        Box::new(Loaded),
+        Box::new(WithoutMulticast),
+    ];
     bundle::edit(&Host::system(), bundle, spec, &edits)?.keep();
     Ok(())
 }
@@ -281,6 +286,32 @@ impl Edit for Loaded {
     }
 }
 
+/// NCCL's multicast memory: a driver that is to checkpoint a process with such memory hangs.
+struct WithoutMulticast;
+
+impl Edit for WithoutMulticast {
+    fn name(&self) -> &'static str {
+        NVLS
+    }
+
+    fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+        let process = spec.get_mut("process").and_then(Value::as_object_mut);
+        let env = process.map(|process| process.entry("env").or_insert_with(|| json!([])));
+        let Some(env) = env.and_then(Value::as_array_mut) else {
+            return Ok(());
+        };
+        let names = |entry: &Value| {
+            let name = entry.as_str().and_then(|entry| entry.split_once('='));
+            name.is_some_and(|(name, _)| name == NVLS)
+        };
+        // What the container sets itself stays.
+        if !env.iter().any(names) {
+            env.push(json!(format!("{NVLS}=0")));
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -292,6 +323,7 @@ mod tests {
             .apply(&Host::system(), &mut spec)
             .unwrap();
         Loaded.apply(&Host::system(), &mut spec).unwrap();
+        WithoutMulticast.apply(&Host::system(), &mut spec).unwrap();
         spec
     }
 
@@ -300,14 +332,22 @@ mod tests {
         let spec = applied(json!({"process": {"env": ["A=1"]}, "mounts": []}));
         assert_eq!(
             spec["process"]["env"],
-            json!(["A=1", format!("LD_PRELOAD={DESTINATION}")])
+            json!([
+                "A=1",
+                format!("LD_PRELOAD={DESTINATION}"),
+                "NCCL_NVLS_ENABLE=0"
+            ])
         );
         assert_eq!(spec["mounts"][0]["destination"], DESTINATION);
         assert_eq!(applied(spec.clone()), spec);
-        let other = applied(json!({"process": {"env": ["LD_PRELOAD=/a.so"]}}));
+        let env = json!(["LD_PRELOAD=/a.so", "NCCL_NVLS_ENABLE=1"]);
+        let other = applied(json!({"process": {"env": env}}));
         assert_eq!(
             other["process"]["env"],
-            json!([format!("LD_PRELOAD={DESTINATION}:/a.so")])
+            json!([
+                format!("LD_PRELOAD={DESTINATION}:/a.so"),
+                "NCCL_NVLS_ENABLE=1"
+            ])
         );
     }
 

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_cuda::sharing;
 use cryopod_host::destinations::Destinations;
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
@@ -69,6 +70,14 @@ impl<'a> Request<'a> {
 
     pub fn id(&self) -> &str {
         &self.inv.id
+    }
+
+    /// What happens to a container whose processes share GPU memory.
+    ///
+    /// # Errors
+    /// The annotation's value is wrong.
+    pub fn sharing(&self) -> Result<sharing::Policy, String> {
+        sharing::Policy::of(&self.spec, self.config().nvidia.sharing)
     }
 
     pub fn config(&self) -> &Config {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use cryopod_cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
 use cryopod_cuda::gpu::GpuPair;
 use cryopod_cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
@@ -106,6 +107,8 @@ impl Setup<'_> {
             leave_running: self.request.leave_running(),
             action_script_file: Some(op.file(vram::ACTION_SCRIPT_FILE)),
             vram,
+            nccl_quiesce_ms: self.request.config().nccl.quiesce_ms(),
+            allow_shared: self.request.sharing() == Ok(Policy::Allow),
             ..PluginConfig::new(operation, op.file(agent::SOCKET))
         });
         let agent = match nvidia {

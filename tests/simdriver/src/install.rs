@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 
 /// The cdylib as cargo names it.
 const BUILT: &str = "libcuda_sim.so";
+const NCCL: &str = "libnccl_sim.so";
 
 /// The built `libcuda`, sought around the running program: `target/debug`, or `target/debug/deps`
 /// for a test. Cargo may leave an old copy in one of the two, so the newest is taken.
@@ -34,7 +35,7 @@ pub fn built_library() -> Result<PathBuf> {
     }
 }
 
-/// Copies the library as `libcuda.so.1` and `libnvidia-ml.so.1`, writes `cusim.conf` beside it, and copies the programs
+/// Copies the library as `libcuda.so.1` and `libnvidia-ml.so.1`, and the simulated NCCL if it is built; writes `cusim.conf` beside it, and copies the programs
 /// that are found. Returns what was written.
 pub fn install(directory: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     let library = built_library()?;
@@ -53,8 +54,13 @@ pub fn install(directory: &Path, socket: &Path) -> Result<Vec<PathBuf>> {
     put(&library, "libcuda.so.1")?;
     put(&library, "libnvidia-ml.so.1")?;
     let from = library.parent().unwrap_or(Path::new("."));
+    let nccl = [from.join(NCCL), from.join("..").join(NCCL)];
+    if let Some(nccl) = nccl.iter().find(|path| path.is_file()) {
+        put(nccl, "libnccl.so.2")?;
+    }
     for name in [
         "cusim-client",
+        "cusim-nccl",
         "cusim-server",
         "cusim-ctl",
         "cusim-step",

@@ -4,7 +4,7 @@ use super::super::driver::Driver;
 use super::super::procfs;
 use super::super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
-use super::{Agent, Begun, Limits, TICK, Tracked, error};
+use super::{Agent, Begun, Limits, TICK, Tracked, communicators, error};
 use cryopod_archive::vram::usual_threads;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -53,6 +53,7 @@ impl<D: Driver> Agent<D> {
                 .filter_map(|handle| handle.join().ok().flatten())
                 .collect()
         });
+        processes.extend(self.communicators_up(committed, limits));
         processes.sort_by_key(|process| process.pid);
         let outcome = if processes.is_empty() {
             AgentOutcome::Clean
@@ -67,6 +68,39 @@ impl<D: Driver> Agent<D> {
             outcome,
             processes,
         }
+    }
+
+    /// Makes the NCCL communicators again that were taken down, once all processes run. Those of processes that have died
+    /// are gone.
+    fn communicators_up(&self, committed: bool, limits: Limits) -> Option<RolledBack> {
+        let alive = |pid: &i32| procfs::stat(*pid).is_some_and(|stat| !stat.exiting);
+        let traced = |pid: &i32| procfs::status(*pid).is_ok_and(|status| status.tracer != 0);
+        let mut pids = self.communicators.take_down();
+        let deadline = Instant::now() + limits.settle;
+        let grace = Instant::now()
+            + if committed {
+                limits.killed
+            } else {
+                Duration::ZERO
+            };
+        loop {
+            pids.retain(alive);
+            let now = Instant::now();
+            if pids.is_empty() || now >= deadline || (now >= grace && !pids.iter().any(traced)) {
+                break;
+            }
+            std::thread::sleep(TICK);
+        }
+        let pid = *pids.first()?;
+        let error = communicators::up(&pids).err()?;
+        tracing::error!("NCCL's communicators were not made again: {error}");
+        Some(RolledBack {
+            pid,
+            comm: procfs::comm(pid),
+            found: ProcessState::Running,
+            left: ProcessState::Running,
+            error: Some(format!("NCCL's communicators were not made again: {error}")),
+        })
     }
 
     fn settle_one(

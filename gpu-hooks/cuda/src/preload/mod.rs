@@ -6,6 +6,7 @@
 //! within the memory that was made for them, and every wait has a limit. A process that lies harms its own memory.
 
 pub mod copy;
+pub mod nccl;
 pub mod process;
 
 use crate::procfs;
@@ -18,6 +19,8 @@ use std::time::Duration;
 
 /// Most pieces that a process may have.
 const MAX_PIECES: usize = 1 << 20;
+/// Most bytes that an answer may have, by about a message.
+const MAX_ANSWER: usize = 1 << 20;
 
 /// How long the library may take to tell its state.
 const STATE_LIMIT: Duration = Duration::from_secs(5);
@@ -70,12 +73,29 @@ impl Library {
         limit: Duration,
     ) -> io::Result<Vec<Piece>> {
         wire::set_receive_limit(&self.socket, limit)?;
-        wire::send_request(&self.socket, request, file)?;
-        let mut pieces = Vec::new();
+        wire::send_request(&self.socket, request, &[], file)?;
+        self.answer().map(|(pieces, _)| pieces)
+    }
+
+    /// Sends a request with bytes, and collects those of the answer. `limit` is for each message.
+    ///
+    /// # Errors
+    /// As for [`Library::ask`].
+    pub fn ask_data(&self, request: Request, data: &[u8], limit: Duration) -> io::Result<Vec<u8>> {
+        wire::set_receive_limit(&self.socket, limit)?;
+        wire::send_request(&self.socket, request, data, None)?;
+        self.answer().map(|(_, data)| data)
+    }
+
+    fn answer(&self) -> io::Result<(Vec<Piece>, Vec<u8>)> {
+        let (mut pieces, mut all) = (Vec::new(), Vec::new());
         loop {
             match wire::answer(&self.socket) {
-                Ok((Answer::Done, _)) => return Ok(pieces),
-                Ok((Answer::Failed(reason), _)) => {
+                Ok((Answer::Done, ..)) => return Ok((pieces, all)),
+                Ok((Answer::Data, data, _)) if all.len() <= MAX_ANSWER => {
+                    all.extend_from_slice(&data);
+                }
+                Ok((Answer::Failed(reason), ..)) => {
                     let kind = match reason {
                         Reason::Busy => io::ErrorKind::ResourceBusy,
                         Reason::Cuda(OUT_OF_MEMORY) => io::ErrorKind::OutOfMemory,
@@ -83,7 +103,7 @@ impl Library {
                     };
                     return Err(io::Error::new(kind, reason.to_string()));
                 }
-                Ok((Answer::Piece { offset, bytes }, Some(handle)))
+                Ok((Answer::Piece { offset, bytes }, _, Some(handle)))
                     if pieces.len() < MAX_PIECES =>
                 {
                     pieces.push(Piece {
@@ -92,7 +112,7 @@ impl Library {
                         handle,
                     });
                 }
-                Ok((Answer::Piece { .. }, _)) => {
+                Ok((Answer::Piece { .. } | Answer::Data, ..)) => {
                     return Err(io::Error::other(
                         "the preload library's answer makes no sense",
                     ));
@@ -139,7 +159,7 @@ impl Library {
     /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from this file or
     /// the one that it keeps. Does not wait.
     pub fn go_on_alone(&self, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        wire::send_request(&self.socket, Request::Fill, file)
+        wire::send_request(&self.socket, Request::Fill, &[], file)
     }
 }
 

@@ -15,6 +15,7 @@ mod preload;
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
+use super::preload::nccl::Group;
 use super::procfs;
 use super::protocol::{Op, Outcome, ProcessState, Reply};
 use super::vram::{SharedBuffer, VramBuffer, VramConfig};
@@ -31,6 +32,8 @@ const COPY_MS: u64 = 180_000;
 /// How much later than the agent's own limit its answer may come.
 const MARGIN: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_micros(50);
+/// How long NCCL's communicators may take to go, and to come again.
+const NCCL_MS: u64 = 300_000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspended {
@@ -56,6 +59,10 @@ pub struct How {
     pub directory: Option<PathBuf>,
     pub lock_timeout_ms: u64,
     pub step_timeout_ms: u64,
+    /// How long NCCL's ranks may take to come level.
+    pub nccl_quiesce_ms: u64,
+    /// Whether processes that share GPU memory are refused.
+    pub refuse_shared: bool,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -104,6 +111,8 @@ pub enum SuspendError {
     },
     #[error("{0}")]
     Files(String),
+    #[error("{0}")]
+    Nccl(String),
 }
 
 fn step(step: &'static str, pid: i32, cause: impl ToString) -> SuspendError {
@@ -152,6 +161,7 @@ fn suspend_found(
 ) -> Result<Done, SuspendError> {
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
     preload::prepare(client, pids, Vec::new());
+    preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
     lock_all(client, threads, how, &mut done)?;
     let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
@@ -294,7 +304,9 @@ pub fn resume(
     let preloaded = |pid: &i32| with_library.contains(pid);
     let mut wait = are(ProcessState::Running);
     wait.retain(|(pid, _)| preloaded(pid) && Library::waits(*pid));
-    if restore.is_empty() && unlock.is_empty() && wait.is_empty() {
+    // As after a checkpoint whose agent has died.
+    let communicators = || Group::of(&pids).is_ok_and(|group| group.is_down());
+    if restore.is_empty() && unlock.is_empty() && wait.is_empty() && !communicators() {
         let run = !threads.is_empty() && threads.len() == alive.len();
         return Err(
             match run && are(ProcessState::Running).len() == alive.len() {
@@ -372,8 +384,10 @@ pub fn resume(
         let micros = preload::bring_in(client, &wait, &loaded, how)?;
         done.steps.push(("preload", micros));
     }
+    // Whatever fails now, they are resumed.
+    let lost = preload::nccl_up(client, &done.processes);
     call(client, Op::Keep)?;
-    Ok(done)
+    lost.map(|()| done)
 }
 
 /// Unmaps the memory from the processes that stay suspended, for it is in the files. From the others the driver has
@@ -432,6 +446,8 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramRead { limit_ms, .. }
         | Op::VramWait { limit_ms } => *limit_ms,
         Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
+        Op::NcclDown { quiesce_ms, .. } => quiesce_ms.saturating_add(NCCL_MS),
+        Op::NcclUp { .. } => NCCL_MS,
         _ => QUERY_MS,
     }) + MARGIN
 }

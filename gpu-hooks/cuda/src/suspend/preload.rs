@@ -5,7 +5,7 @@ use super::super::gpu::GpuUuid;
 use super::super::preload::Library;
 use super::super::protocol::{Op, Outcome, Preloaded};
 use super::super::vram::{SharedBuffer, VramBuffer};
-use super::{Done, How, SuspendError, Threads, all, call, step};
+use super::{Done, How, SuspendError, Suspended, Threads, all, call, step};
 use std::collections::BTreeMap;
 
 /// A process's GPU memory in a buffer of the agent's.
@@ -64,6 +64,36 @@ pub(super) fn take_out(
         done.steps.push(("preload", micros));
     }
     Ok(out)
+}
+
+/// Takes NCCL's communicators down through which the processes share memory.
+pub(super) fn nccl_down(
+    client: &mut Client,
+    threads: &Threads,
+    how: &How,
+    done: &mut Done,
+) -> Result<(), SuspendError> {
+    let op = Op::NcclDown {
+        pids: threads.iter().map(|(pid, _)| *pid).collect(),
+        quiesce_ms: how.nccl_quiesce_ms,
+        refuse_shared: how.refuse_shared,
+    };
+    done.steps.push(("nccl", nccl(client, op)?));
+    Ok(())
+}
+
+/// Makes those again that are down.
+pub(super) fn nccl_up(client: &mut Client, processes: &[Suspended]) -> Result<(), SuspendError> {
+    let pids = processes.iter().map(|process| process.pid).collect();
+    nccl(client, Op::NcclUp { pids }).map(drop)
+}
+
+fn nccl(client: &mut Client, op: Op) -> Result<u64, SuspendError> {
+    let reply = call(client, op)?;
+    match reply.outcome {
+        Outcome::Error(error) => Err(SuspendError::Nccl(error.message)),
+        _ => Ok(reply.micros),
+    }
 }
 
 /// Has the processes let go of their memory, which is in files now.

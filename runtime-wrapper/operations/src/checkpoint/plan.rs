@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use cryopod_cuda::sharing;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
@@ -150,7 +149,8 @@ fn gpus(
     criu: &Criu,
 ) -> Result<(CheckpointPlan, Vec<Refusal>), Error> {
     let (config, host) = (request.config(), &request.host);
-    let sharing = sharing::Policy::of(&request.spec, config.nvidia.sharing)
+    let sharing = request
+        .sharing()
         .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(config, host, &request.tools, criu, amd);

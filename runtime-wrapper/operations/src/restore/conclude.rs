@@ -56,6 +56,12 @@ pub(super) fn conclude(
         let why = explain(request, &ran, finished, runtime_error, amd);
         return Err(Error::Failed(why));
     }
+    if let Some(error) = &finished.error {
+        crate::log::error(&format!(
+            "the container {} is restored and runs, but {error}",
+            request.id()
+        ));
+    }
     Restoring::done(op.dir());
     changed.keep();
     if let Some(log) = log.filter(|_| !failed) {

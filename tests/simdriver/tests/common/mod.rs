@@ -80,19 +80,25 @@ impl Machine {
 
     /// The same, with additions to the environment.
     pub fn client_env(&mut self, flags: &[&str], env: &[(&str, &str)]) -> Client {
-        let out = self.path(&format!("out{}", self.clients.len()));
-        let file = File::create(&out).unwrap();
-        let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-client"));
-        self.environment(&mut c);
+        let mut all = flags.to_vec();
         for (flag, value) in [
             ("--mib", "4"),
             ("--chunk-mib", "2"),
             ("--interval-ms", "20"),
         ] {
             if !flags.contains(&flag) {
-                c.args([flag, value]);
+                all.extend([flag, value]);
             }
         }
+        self.program(env!("CARGO_BIN_EXE_cusim-client"), &all, env)
+    }
+
+    /// Starts another program that ticks as a client does.
+    pub fn program(&mut self, program: &str, flags: &[&str], env: &[(&str, &str)]) -> Client {
+        let out = self.path(&format!("out{}", self.clients.len()));
+        let file = File::create(&out).unwrap();
+        let mut c = Command::new(program);
+        self.environment(&mut c);
         c.args(flags)
             .envs(env.iter().copied())
             .stdin(Stdio::null())

@@ -1,0 +1,89 @@
+//! Which processes' NCCL communicators are down, and whether they need to be.
+
+use super::super::preload::nccl::{Group, UP};
+use super::super::protocol::{DriverError, ErrorKind, Op, Outcome};
+use super::super::sharing;
+use super::error;
+use cryopod_host::files::Host;
+use cryopod_host::processes::Scan;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+#[derive(Default)]
+pub struct Communicators {
+    /// Processes whose communicators are down.
+    down: Mutex<Vec<i32>>,
+}
+
+fn unsupported(what: String) -> DriverError {
+    error(ErrorKind::NotSupported, what)
+}
+
+impl Communicators {
+    /// Carries out a request about communicators; `None` for any other.
+    pub fn perform(&self, op: &Op) -> Option<Outcome> {
+        let done = match op {
+            Op::NcclDown {
+                pids,
+                quiesce_ms,
+                refuse_shared,
+            } => self.take(pids, Duration::from_millis(*quiesce_ms), *refuse_shared),
+            Op::NcclUp { pids } => up(pids),
+            _ => return None,
+        };
+        Some(done.map_or_else(Outcome::Error, |()| Outcome::Done))
+    }
+
+    /// Takes the communicators down through which the processes share memory. Those of a single rank go, too, and those
+    /// over a transport that the driver brings back stay.
+    fn take(
+        &self,
+        pids: &[i32],
+        quiesce: Duration,
+        refuse_shared: bool,
+    ) -> Result<(), DriverError> {
+        let host = Host::system();
+        let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
+        let mut group = Group::settled(pids).map_err(unsupported)?;
+        if !group.has_comms() || (!group.is_alone() && shared().is_empty()) {
+            return Ok(());
+        }
+        if let Some((pid, why)) = group.obstacles().first() {
+            return match refuse_shared && !group.is_alone() {
+                true => Err(unsupported(format!("NCCL in process {pid}: {why}"))),
+                false => Ok(()),
+            };
+        }
+        // Held until all is done: who undoes it waits so long.
+        let mut down = self.down.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut done = group.down(quiesce).map_err(unsupported);
+        if let (Ok(()), true, Some(left)) = (&done, refuse_shared, shared().first()) {
+            let what = format!(
+                "process {} ({}): {}, also when its NCCL communicators are down",
+                left.pid, left.comm, left.what
+            );
+            done = Err(unsupported(what));
+            if let Err(error) = group.up(UP) {
+                tracing::error!("NCCL's communicators are lost: {error}");
+            }
+        }
+        if done.is_ok() {
+            *down = pids.to_vec();
+        }
+        done
+    }
+
+    /// The processes whose communicators have been taken down and not been made again; they are forgotten here.
+    pub fn take_down(&self) -> Vec<i32> {
+        std::mem::take(&mut *self.down.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Makes the communicators of running processes again that are down.
+pub fn up(pids: &[i32]) -> Result<(), DriverError> {
+    let mut group = Group::of(pids).map_err(unsupported)?;
+    match group.is_down() {
+        true => group.up(UP).map_err(unsupported),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,44 @@
+//! Waits for the GPU's work.
+
+use crate::contexts;
+use cryopod_preload_wire::Reason;
+use std::sync::mpsc;
+use std::time::Instant;
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub const RELAXED: u32 = 2;
+pub const STACK: usize = 256 << 10;
+
+pub fn block_signals() {
+    // SAFETY: a set of this thread's own, filled and applied.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+    }
+}
+
+/// Waits for the work in all contexts. A wait cannot be ended, so that a thread of its own does it.
+pub fn finished(until: Instant) -> Result<(), Reason> {
+    let (sender, receiver) = mpsc::channel();
+    let work = move || {
+        block_signals();
+        let mut mode = RELAXED;
+        contexts::other_call(
+            c"cuThreadExchangeStreamCaptureMode",
+            [&raw mut mode as usize, 0, 0],
+        );
+        let codes = contexts::all().into_iter().map(contexts::synchronize);
+        let _ = sender.send(codes.fold(0, |first, code| if first == 0 { code } else { first }));
+    };
+    std::thread::Builder::new()
+        .name("cryopod-wait".into())
+        .stack_size(STACK)
+        .spawn(work)
+        .map_err(|_| Reason::Busy)?;
+    match receiver.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Ok(0) => Ok(()),
+        Ok(code) => Err(Reason::Cuda(code.unsigned_abs())),
+        Err(_) => Err(Reason::Busy),
+    }
+}

@@ -1,0 +1,119 @@
+//! Memory of other processes that is mapped in this one, and multicast memory: nothing of it may be left when the driver
+//! checkpoints.
+
+use crate::driver::{Symbol, call};
+use crate::gate;
+use std::collections::BTreeSet;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const SUCCESS: c_int = 0;
+
+#[derive(Default)]
+struct Imports {
+    /// Handles of the driver's that are not released.
+    handles: BTreeSet<u64>,
+    /// Addresses at which such memory is mapped.
+    mapped: BTreeSet<u64>,
+}
+
+static IMPORTS: Mutex<Imports> = Mutex::new(Imports {
+    handles: BTreeSet::new(),
+    mapped: BTreeSet::new(),
+});
+static MULTICAST: AtomicBool = AtomicBool::new(false);
+
+fn imports() -> MutexGuard<'static, Imports> {
+    IMPORTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How much is there.
+pub fn count() -> u32 {
+    let imports = imports();
+    u32::try_from(imports.handles.len() + imports.mapped.len()).unwrap_or(u32::MAX)
+}
+
+/// Whether the process has ever used multicast memory.
+pub fn multicast() -> bool {
+    MULTICAST.load(SeqCst)
+}
+
+pub fn multicast_used() {
+    MULTICAST.store(true, SeqCst);
+}
+
+pub fn mapped(address: u64, handle: u64) {
+    let mut imports = imports();
+    if imports.handles.contains(&handle) {
+        imports.mapped.insert(address);
+    }
+}
+
+pub fn unmapped(address: u64, bytes: u64) {
+    let end = address.saturating_add(bytes);
+    imports().mapped.retain(|at| !(address..end).contains(at));
+}
+
+pub fn released(handle: u64) {
+    imports().handles.remove(&handle);
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemImportFromShareableHandle(
+    handle: *mut u64,
+    from: usize,
+    kind: usize,
+) -> c_int {
+    gate::pass(|| {
+        let arguments = [handle as usize, from, kind, 0, 0, 0];
+        // SAFETY: the program's arguments.
+        let code = unsafe { call(Symbol::cuMemImportFromShareableHandle, arguments) };
+        if code == SUCCESS {
+            // SAFETY: the driver has written it.
+            imports().handles.insert(unsafe { handle.read() });
+        }
+        code
+    })
+}
+
+/// `CUipcMemHandle`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct IpcHandle([u8; 64]);
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(
+    address: *mut u64,
+    handle: IpcHandle,
+    flags: u32,
+) -> c_int {
+    type Open = unsafe extern "C" fn(*mut u64, IpcHandle, u32) -> c_int;
+    gate::pass(|| {
+        let code = match crate::driver::real(Symbol::cuIpcOpenMemHandle_v2) {
+            0 => crate::driver::NOT_INITIALIZED,
+            // SAFETY: the driver's function of this type, and the program's arguments.
+            real => unsafe {
+                let open: Open = std::mem::transmute(real);
+                open(address, handle, flags)
+            },
+        };
+        if code == SUCCESS {
+            // SAFETY: the driver has written it.
+            imports().mapped.insert(unsafe { address.read() });
+        }
+        code
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcCloseMemHandle(address: usize) -> c_int {
+    gate::pass(|| {
+        // SAFETY: the program's argument.
+        let code = unsafe { call(Symbol::cuIpcCloseMemHandle, [address, 0, 0, 0, 0, 0]) };
+        if code == SUCCESS {
+            imports().mapped.remove(&(address as u64));
+        }
+        code
+    })
+}

@@ -1,0 +1,47 @@
+# nccl.sh: ranks over NCCL, whose communicators leave and come back. After job.sh.
+# shellcheck shell=bash disable=SC2154
+program=cusim-nccl
+run_rootfs --ranks 2 --mib 8 --interval-ms 50
+for times in once twice; do
+    check "$times: checkpoint" does pod container checkpoint --export /tmp/job.tar job
+    end
+    check "$times: nothing is in use" used 'all(. == 0)'
+    check "$times: restore" does pod container restore --import /tmp/job.tar
+    check "$times: the sums go on" goes_on
+done
+check 'left running' does pod container checkpoint --leave-running --export /tmp/job.tar job
+check 'left running: the sums go on' goes_on
+check 'suspend' does cryopod suspend job
+check 'suspended: nothing is in use' used 'all(. == 0)'
+check 'resume' does cryopod resume job
+check 'resumed: the sums go on' goes_on
+id=$(pod inspect -f '{{.Id}}' job)
+for at in lock checkpoint; do
+    /opt/build/cusim-ctl --socket "$sim" set fail-$at:1 > /dev/null
+    check "$at fails: said" refused 'goes on running' cryopod-runtime checkpoint --image-path /tmp/no "$id"
+    check "$at fails: the sums go on" goes_on
+done
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+end
+
+# What cannot be made again.
+run_rootfs --ranks 2 --hinder window
+check 'a window: said' refused 'has called ncclCommWindowRegister' pod container checkpoint --export /tmp/no.tar job
+check 'a window: the sums go on' goes_on
+end
+run_rootfs --ranks 3 --mixed
+check 'mixed: checkpoint' does pod container checkpoint --export /tmp/job.tar job
+end
+check 'mixed: restore' does pod container restore --import /tmp/job.tar
+check 'mixed: the sums go on' goes_on
+end
+
+# Without the library: refused, and the message tells of it.
+pod create --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
+    -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim localhost/glibc /cusim/cusim-nccl --ranks 2 > /dev/null
+pod start job > /dev/null
+wait_for ticked 3
+check 'without it: said' refused 'dev.cryopod.preload=on' pod container checkpoint --export /tmp/no.tar job
+check 'without it: the sums go on' goes_on
+end
+check 'no operation is left' test -z "$(find /run/cryopod -mindepth 1 -maxdepth 1 -not -name suspended)"
