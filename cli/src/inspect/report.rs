@@ -88,6 +88,17 @@ pub struct GpuFacts {
     pub vram_bytes: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramFacts>,
+    /// How the GPU memory in VRAM files came there.
+    pub copied: Copied,
+}
+
+/// Bytes of GPU memory by who copied them at the checkpoint.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Copied {
+    /// The driver agent, through the preload library.
+    pub preload: u64,
+    /// The driver.
+    pub driver: u64,
 }
 
 /// A process that uses a GPU driver.
@@ -296,12 +307,27 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
         gpus: metadata.gpu.gpus.clone(),
         nodes: metadata.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
         vram: metadata.gpu.vram.clone(),
+        copied: copied(&told),
         vram_bytes: processes
             .iter()
             .filter_map(|p| p.vram_bytes)
             .fold(0, u64::saturating_add),
         processes,
     }
+}
+
+fn copied(processes: &[&Value]) -> Copied {
+    let lists = processes.iter().filter_map(|p| p.get("vram")?.as_array());
+    lists.flatten().fold(Copied::default(), |mut sum, buffer| {
+        let bytes = buffer.get("bytes").and_then(Value::as_u64).unwrap_or(0);
+        let preload = buffer.get("preload").and_then(Value::as_bool);
+        let part = match preload {
+            Some(true) => &mut sum.preload,
+            _ => &mut sum.driver,
+        };
+        *part = part.saturating_add(bytes);
+        sum
+    })
 }
 
 /// The pid in the innermost namespace.

@@ -185,6 +185,17 @@ fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
     if let Some(vram) = &gpu.vram {
         rows.push(("Vram", vram_row(vram)));
     }
+    let by = [
+        (gpu.copied.preload, "through the preload library"),
+        (gpu.copied.driver, "by the driver"),
+    ];
+    let by = by.iter().filter(|(copied, _)| *copied > 0);
+    let by: Vec<String> = by
+        .map(|(copied, who)| format!("{} {who}", bytes(*copied)))
+        .collect();
+    if !by.is_empty() {
+        rows.push(("", format!("copied {}", by.join(", "))));
+    }
     for gpu in &gpu.gpus {
         let memory = gpu.memory_bytes.map(|n| format!(", {}", bytes(n)));
         let text = format!(

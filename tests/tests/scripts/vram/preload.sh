@@ -18,6 +18,7 @@ for times in once twice; do
     end
     check "$times: handed over" recorded "$handed_over | length == 1"
     check "$times: the driver has moved little" recorded '[.gpu.plugin_report.processes[].vram[] | select(.preload | not)] | length == 0'
+    check "$times: inspect tells the way" sh -c 'cryopod inspect /tmp/job.tar | grep -q "copied 200.0 MiB through the preload library$"'
     check "$times: verified" does cryopod verify /tmp/job.tar
     # As after an update of cryopod, or on another host.
     rm -rf /var/lib/cryopod/preload
