@@ -6,10 +6,10 @@ preload_ways() { # in place, left running, suspended, in an archive
     for i in $(seq "$vram_runs"); do run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''; done
     medians
     run_case vram-preload-running vram "$rt" "$vram_size" random on leave
+    run_case "preload-archive-$vram_size" archive "$rt" "$vram_size"
     driver_runs=1
     run_case preload-suspend suspend_resume "$rt" "$vram_size"
     unset driver_runs
-    run_case "preload-archive-$vram_size" archive "$rt" "$vram_size"
 }
 
 # handed_over METADATA: bytes by the way that GPU memory took, as JSON.
