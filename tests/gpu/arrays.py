@@ -13,8 +13,7 @@ size, count = 8192, 16
 if kind == "jax":
     # By default JAX takes three quarters of the GPU's memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # Without ptxas in the container the driver compiles.
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_unsafe_fallback_to_driver_on_ptxas_not_found=true")
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0")
     import jax
     import jax.numpy as np
 

@@ -48,6 +48,7 @@ preload_programs() {
         return
     fi
     train_command 60
+    gpu+=(-e PATH=/work/bin:/usr/local/bin:/usr/bin:/bin)
     for kind in $programs; do
         case $kind in
             jax | cupy) run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60 ;;

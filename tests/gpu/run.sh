@@ -116,6 +116,10 @@ if [ -z "$sim" ]; then
         timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/$program" \
             "$here/$program.cu" || die "$program could not be built"
     done
+    mkdir "$work/root/opt/work/bin" # JAX compiles with them
+    for tool in ptxas nvlink; do
+        if [ -e "${nvcc%/*}/$tool" ]; then cp -L "${nvcc%/*}/$tool" "$work/root/opt/work/bin/"; fi
+    done
     for candidate in "${GPU_TEST_PYTHON:-}" "$(type -P python3 || true)" /opt/torch/.venv/bin/python3; do
         if [ -z "$candidate" ] || [ ! -x "$candidate" ]; then continue; fi
         # shellcheck disable=SC2016
