@@ -146,7 +146,7 @@ impl Control<'_> {
     fn nccl(&self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
         let limit = |ms| Duration::from_millis(ms).min(LONGEST);
         let answer = match request {
-            Request::NcclLook => Ok(moves::report().encode()),
+            Request::NcclLook => Ok(moves::look().encode()),
             Request::NcclHold { hold_ms } => {
                 let targets = nccl::decode_clocks(data);
                 let until = Instant::now() + limit(hold_ms);

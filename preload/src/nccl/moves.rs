@@ -1,6 +1,7 @@
 //! Takes the communicators down, and makes them again.
 
 use super::library::{self, Function, call, call_init};
+use super::lookup;
 use super::state::{self, Config, state};
 use super::{IN_PROGRESS, SUCCESS, SYSTEM_ERROR, UniqueId};
 use crate::{contexts, idle, imports};
@@ -21,6 +22,14 @@ fn checked(code: c_int) -> Result<(), Reason> {
         SUCCESS => Ok(()),
         code => Err(Reason::Nccl(code.unsigned_abs())),
     }
+}
+
+/// The communicators now, and all reasons why they cannot be made again.
+pub fn look() -> Report {
+    if !state().comms.is_empty() {
+        lookup::note_linked();
+    }
+    report()
 }
 
 /// The communicators now.

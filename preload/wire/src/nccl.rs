@@ -178,13 +178,13 @@ pub fn encode_fresh(fresh: &[Fresh]) -> Vec<u8> {
 }
 
 pub fn decode_fresh(bytes: &[u8]) -> Option<Vec<Fresh>> {
-    let (chunks, rest) = bytes.as_chunks::<{ 8 + UNIQUE_ID }>();
-    let one = |chunk: &[u8; 8 + UNIQUE_ID]| {
+    let chunks = bytes.chunks_exact(8 + UNIQUE_ID);
+    let whole = chunks.remainder().is_empty();
+    let one = |chunk: &[u8]| {
         let (comm, id) = chunk.split_first_chunk::<8>()?;
         Some((u64::from_le_bytes(*comm), id.try_into().ok()?))
     };
-    let fresh = chunks.iter().map(one).collect::<Option<_>>();
-    fresh.filter(|_| rest.is_empty())
+    chunks.map(one).collect::<Option<_>>().filter(|_| whole)
 }
 
 struct Reader<'a>(&'a [u8]);

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 const SUCCESS: c_int = 0;
 const SYSTEM_ERROR: c_int = 2;
 const INVALID_ARGUMENT: c_int = 4;
+const IN_PROGRESS: c_int = 7;
 
 /// `ncclUniqueId`
 #[repr(C)]
@@ -132,6 +133,24 @@ pub unsafe extern "C" fn ncclCommSplit(
     let Some(parent) = comm(parent) else {
         return INVALID_ARGUMENT;
     };
+    let to = to as usize;
+    // SAFETY: the caller's.
+    unsafe { (to as *mut usize).write(0) };
+    if std::env::var_os("NCCL_SIM_ASYNC").is_none() {
+        return split(&parent, color, key, to);
+    }
+    // As of a communicator that does not block: the handle is written when the new one is ready.
+    parent.shared().error.store(IN_PROGRESS, SeqCst);
+    let context = driver::context();
+    std::thread::spawn(move || {
+        driver::use_context(context);
+        let code = split(&parent, color, key, to);
+        parent.shared().error.store(code, SeqCst);
+    });
+    IN_PROGRESS
+}
+
+fn split(parent: &Comm, color: c_int, key: c_int, to: usize) -> c_int {
     let shared = parent.shared();
     let number = parent.splits.fetch_add(1, SeqCst);
     let own = (color as u32 as u64) << 32 | u64::from(key as u32);
@@ -139,8 +158,6 @@ pub unsafe extern "C" fn ncclCommSplit(
         return comm::REMOTE_ERROR;
     };
     if color < 0 {
-        // SAFETY: the caller's.
-        unsafe { to.write(0) };
         return SUCCESS;
     }
     let ranks = (0..).zip(&values).filter(|(_, v)| *v >> 32 == own >> 32);
@@ -149,9 +166,9 @@ pub unsafe extern "C" fn ncclCommSplit(
     let rank = ranks.iter().position(|(_, rank)| *rank == shared.rank);
     let name = format!("{}.{number}.{color}", shared.name);
     match Comm::new(&name, ranks.len(), rank.unwrap_or(0)) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's place for the handle.
         Ok(comm) => unsafe {
-            to.write(add(comm));
+            (to as *mut usize).write(add(comm));
             SUCCESS
         },
         Err(code) => code,
