@@ -34,6 +34,7 @@ check 'a rank stays: it does' wait_for prints '^59 .* p1'
 check 'a rank stays: said' refused 'did not come level within 2 s .*has made [0-9]+ of [0-9]+ collective calls' pod container checkpoint --export /tmp/no.tar job
 rm "$(shm)/nccl-stay"
 check 'a rank stays: the sums go on' goes_on
+sed -i '/^\[nccl\]/,+1d' /etc/cryopod/config.toml
 # Communicators that cannot be made again: the job sees NCCL's own error, and the checkpoint is whole.
 touch "$(shm)/nccl-fail"
 check 'no communicators: said' refused "NCCL's communicators were not made again.*NCCL's error 2" pod container checkpoint --leave-running --export /tmp/no.tar job
