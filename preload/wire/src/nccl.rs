@@ -5,10 +5,10 @@
 
 /// A communicator's unique id, as NCCL defines it.
 pub const UNIQUE_ID: usize = 128;
-/// Most communicators of one process.
+/// Most communicators of one process: their unique ids fit into a message.
 pub const MAX_COMMS: usize = 960;
-/// Most counters of one process.
-pub const MAX_CLOCKS: usize = 4096;
+/// Most counters of one process: they fit into a message.
+pub const MAX_CLOCKS: usize = 4000;
 const MAX_TEXTS: usize = 64;
 const MAX_TEXT: usize = 256;
 
