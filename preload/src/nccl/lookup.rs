@@ -27,7 +27,7 @@ const HARMLESS: [&[u8]; 13] = [
 
 fn function(name: &[u8]) -> Option<usize> {
     let is = |own: &&str| own.as_bytes().strip_suffix(b"\0") == Some(name);
-    NAMES.iter().position(|own| is(&own))
+    NAMES.iter().position(is)
 }
 
 /// Whether a name is NCCL's, and this library knows nothing of it.

@@ -193,7 +193,7 @@ struct Remake {
     registered: Vec<[usize; 3]>,
 }
 
-/// Makes the communicators again, in this order, and lets the calls go on. Those that fail are lost.
+/// Makes the communicators again, in this order. The calls still wait.
 pub fn up(fresh: Vec<Fresh>, limit: Duration) -> Result<(), Reason> {
     if !state::is_down() {
         let nothing = fresh.is_empty();
@@ -211,9 +211,7 @@ pub fn up(fresh: Vec<Fresh>, limit: Duration) -> Result<(), Reason> {
     if let Ok(mut late) = late.lock() {
         *late = true;
     }
-    let made = made.and_then(|made| made);
-    state::give_up();
-    made
+    made.and_then(|made| made)
 }
 
 fn make((comm, id): Fresh, until: Instant, late: &Mutex<bool>) -> Result<(), Reason> {
