@@ -117,11 +117,15 @@ fn serve(socket: &OwnedFd) {
             State::Open | State::Away => Duration::ZERO,
         };
         let _ = wire::set_receive_limit(socket, left);
+        let mut is_up = false;
         let answer = match wire::request(socket) {
-            Ok((Some(request), data, fd)) => match control.nccl(request, &data) {
-                Some(answer) => answer,
-                None => control.carry_out(request, fd),
-            },
+            Ok((Some(request), data, fd)) => {
+                is_up = matches!(request, Request::NcclUp { .. });
+                match control.nccl(request, &data) {
+                    Some(answer) => answer,
+                    None => control.carry_out(request, fd),
+                }
+            }
             Ok((None, ..)) => Err(Reason::Order),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 control.go_on();
@@ -132,6 +136,9 @@ fn serve(socket: &OwnedFd) {
         let answer = answer.map_or_else(Answer::Failed, |()| Answer::Done);
         if !control.deaf.take() {
             let _ = wire::send_answer(socket, answer, None);
+        }
+        if is_up {
+            state::give_up();
         }
     }
 }
@@ -146,7 +153,7 @@ impl Control<'_> {
     fn nccl(&self, request: Request, data: &[u8]) -> Option<Result<(), Reason>> {
         let limit = |ms| Duration::from_millis(ms).min(LONGEST);
         let answer = match request {
-            Request::NcclLook => Ok(moves::report().encode()),
+            Request::NcclLook => Ok(moves::look().encode()),
             Request::NcclHold { hold_ms } => {
                 let targets = nccl::decode_clocks(data);
                 let until = Instant::now() + limit(hold_ms);
@@ -162,6 +169,7 @@ impl Control<'_> {
             Request::NcclIdle { limit_ms } => moves::idle(limit(limit_ms)).map(|()| Vec::new()),
             Request::NcclDown { limit_ms } => moves::down(limit(limit_ms)).map(|()| Vec::new()),
             Request::NcclUniqueId => moves::unique_id().map(|id| id.to_vec()),
+            // After the answer: a program may exit as soon as it meets a communicator that is lost.
             Request::NcclUp { limit_ms } => match nccl::decode_fresh(data) {
                 Some(fresh) => moves::up(fresh, limit(limit_ms)).map(|()| Vec::new()),
                 None => Err(Reason::Order),

@@ -105,8 +105,27 @@ pub fn preflight(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
 pub fn plan(host: &Host, scan: &Scan, pids: &[i32]) -> Vec<Refusal> {
     let processes = scan.processes.iter().filter(|p| pids.contains(&p.pid));
     let processes: Vec<&Process> = processes.collect();
-    let found = nccl(host, &processes).and_then(|found| unmovable(found, pids));
+    let found = match nccl(host, &processes) {
+        Some(found) => unmovable(found, pids),
+        None => outside(pids),
+    };
     found.into_iter().chain(by_ipc(host, &processes)).collect()
+}
+
+/// Communicators with ranks outside of the container, which only the preload library knows of.
+fn outside(pids: &[i32]) -> Option<Refusal> {
+    if !pids.iter().any(|pid| Library::is_in(*pid)) {
+        return None;
+    }
+    let (pid, what) = Group::settled(pids).ok()?.outside().into_iter().next()?;
+    Some(Refusal {
+        pid,
+        comm: crate::procfs::comm(pid),
+        what: format!("it uses NCCL, and {what}: its other ranks would not come back with it"),
+        remedy: format!(
+            "destroy the process groups before the checkpoint and make them again afterwards; {ANNOTATION}=allow overrides this"
+        ),
+    })
 }
 
 /// What is left of a finding about NCCL, as the preload library tells.

@@ -1,7 +1,7 @@
 //! The functions that stand in front of NCCL's.
 
 use super::library::{Function, all_functions, call, call_for_pointer, call_init, is_within};
-use super::state::{self, Comm, Config, ask, enter, hash, state};
+use super::state::{self, Child, Comm, Config, ask, enter, hash, state};
 use super::{IN_PROGRESS, INVALID_ARGUMENT, SUCCESS, UniqueId};
 use crate::{contexts, gate};
 use cryopod_preload_wire::nccl::Kind;
@@ -19,9 +19,14 @@ fn works(code: c_int) -> bool {
 
 /// Learns the size of a communicator that was split from another one, and this process's rank in it.
 fn learn(handle: usize) {
-    let real = match state().comms.get(&handle) {
-        Some(comm) if comm.ranks == 0 && comm.real != 0 => comm.real,
-        _ => return,
+    let known = state()
+        .comms
+        .get(&handle)
+        .map(|comm| (comm.ranks, comm.real));
+    let real = match known {
+        Some((0, real)) if real != 0 => real,
+        Some(_) => return,
+        None => return adopt(),
     };
     let (mut ranks, mut rank) = (0i32, 0i32);
     let (to_ranks, to_rank) = (&raw mut ranks as usize, &raw mut rank as usize);
@@ -42,6 +47,7 @@ fn learn(handle: usize) {
 
 /// The same for all; the report then has them.
 pub fn learn_all() {
+    adopt();
     let handles: Vec<usize> = state().comms.keys().copied().collect();
     handles.into_iter().for_each(learn);
 }
@@ -210,6 +216,7 @@ pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
     // SAFETY: takes nothing.
     let code = unsafe { call(Function::ncclGroupEnd, &[]) };
     if !is_within() {
+        adopt();
         state::end_group();
     }
     code
@@ -237,9 +244,46 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     unsafe { call(Function::ncclGetUniqueId, &[id as usize]) }
 }
 
-/// NCCL writes a communicator's handle here, also after the call has returned; so it is never freed.
-fn place() -> &'static AtomicUsize {
-    Box::leak(Box::default())
+/// Reads a word of this process, wherever it is.
+fn word_at(address: usize) -> Option<usize> {
+    let mut word = 0usize;
+    let bytes = size_of::<usize>();
+    let local = libc::iovec {
+        iov_base: (&raw mut word).cast(),
+        iov_len: bytes,
+    };
+    let remote = libc::iovec {
+        iov_base: address as *mut c_void,
+        iov_len: bytes,
+    };
+    // SAFETY: the kernel checks the address that is read; the other one is a live local.
+    let read = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+    (usize::try_from(read) == Ok(bytes)).then_some(word)
+}
+
+/// Takes in the children whose handles NCCL has written meanwhile. The program does not have them yet: it learns from a
+/// call of this library's that they are ready.
+fn adopt() {
+    let mut state = state();
+    for child in std::mem::take(&mut state.children) {
+        match word_at(child.to) {
+            Some(0) => state.children.push(child),
+            Some(real) => {
+                let handle = state.add(Comm {
+                    real,
+                    id: child.id,
+                    config: child.config,
+                    context: child.context,
+                    ..Comm::default()
+                });
+                if handle != real {
+                    // SAFETY: the program's place for it, which has just been read.
+                    unsafe { (child.to as *mut usize).write(handle) };
+                }
+            }
+            None => {}
+        }
+    }
 }
 
 /// Makes a communicator whose size is known.
@@ -266,14 +310,14 @@ unsafe fn make_ranked(
     let context = contexts::current();
     let pending = (id, ranks, rank);
     state().begin_comm(pending);
-    let place = place();
-    let code = make(place.as_ptr());
+    // NCCL writes the handle before this returns, also if the communicator is not ready by then.
+    let code = make(to);
     let mut state = state();
     state.end_comm(pending);
-    let real = place.load(SeqCst);
-    let handle = match works(code) && real != 0 {
-        false => real,
-        true => state.add(Comm {
+    // SAFETY: not null; the program's.
+    let real = unsafe { to.read() };
+    if works(code) && real != 0 {
+        let handle = state.add(Comm {
             real,
             id,
             ranks,
@@ -281,10 +325,10 @@ unsafe fn make_ranked(
             config,
             context,
             ..Comm::default()
-        }),
-    };
-    // SAFETY: not null; the program's.
-    unsafe { to.write(handle) };
+        });
+        // SAFETY: as above.
+        unsafe { to.write(handle) };
+    }
     code
 }
 
@@ -437,23 +481,23 @@ unsafe fn make_child(
             None => (real, 0, config),
         }
     };
-    let place = place();
-    let code = make(real, place.as_ptr());
-    let child = place.load(SeqCst);
-    let handle = match works(code) && child != 0 {
-        false => child,
-        true => state().add(Comm {
-            real: child,
+    if !to.is_null() {
+        // Older versions leave it as it is until the communicator is ready.
+        // SAFETY: the program's.
+        unsafe { to.write(0) };
+    }
+    let code = make(real, to);
+    // An empty part: this rank is in no child.
+    if works(code) && !to.is_null() && !part.is_empty() {
+        let child = Child {
+            to: to as usize,
+            parent,
             id,
             config,
             context,
-            ..Comm::default()
-        }),
-    };
-    learn(handle);
-    if !to.is_null() {
-        // SAFETY: the program's.
-        unsafe { to.write(handle) };
+        };
+        state().children.push(child);
+        adopt();
     }
     code
 }
@@ -654,7 +698,12 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(comm: usize, error: *mut c_int) -
     let own = match (asking, real) {
         // SAFETY: the program's arguments, but for the handle.
         (Some(_), Ok(real)) => unsafe {
-            return call(Function::ncclCommGetAsyncError, &[real, error as usize]);
+            let code = call(Function::ncclCommGetAsyncError, &[real, error as usize]);
+            adopt();
+            if code == SUCCESS && !works(error.read()) {
+                state().forget_children(comm);
+            }
+            return code;
         },
         (Some(_), Err(lost)) => lost,
         // While it is down it works, as far as the program can see.

@@ -2,17 +2,49 @@
 
 use super::calls;
 use super::library::{FUNCTIONS, NAMES, all_functions, real_of};
+use super::linked;
 use super::state::state;
 use crate::driver::real_dlsym;
 use std::ffi::{c_char, c_void};
 
-/// Functions without a communicator, which need nothing done.
-const HARMLESS: [&[u8]; 4] = [
+/// How names of functions begin that need nothing done: those without a communicator, and those that only go with a
+/// window or a device communicator, which are noted.
+const HARMLESS: [&[u8]; 13] = [
     b"ncclGetErrorString",
+    b"ncclGetLsa",
+    b"ncclGetMultimem",
+    b"ncclGetPeerDevice",
+    b"ncclGetResourceBuffer",
     b"ncclMemAlloc",
     b"ncclMemFree",
     b"ncclResetDebugInit",
+    b"ncclParam",
+    b"ncclTeam",
+    b"ncclGin",
+    b"ncclLsa",
+    b"ncclLLA2A",
 ];
+
+fn function(name: &[u8]) -> Option<usize> {
+    let is = |own: &&str| own.as_bytes().strip_suffix(b"\0") == Some(name);
+    NAMES.iter().position(is)
+}
+
+/// Whether a name is NCCL's, and this library knows nothing of it.
+fn is_unknown(name: &[u8]) -> bool {
+    let own = name.starts_with(b"nccl") || name.starts_with(b"pnccl");
+    own && function(name).is_none() && !HARMLESS.iter().any(|start| name.starts_with(start))
+}
+
+/// Notes the functions that loaded files are linked with and that this library does not know.
+pub fn note_linked() {
+    linked::names(is_unknown).iter().for_each(|name| note(name));
+}
+
+fn note(name: &str) {
+    let why = format!("it has NCCL's {name}, which the preload library does not know");
+    state().hinder(None, why);
+}
 
 macro_rules! fronts {
     (
@@ -41,13 +73,9 @@ pub fn looked_up(handle: *mut c_void, name: *const c_char, text: &[u8]) -> *mut 
     if real.is_null() {
         return real;
     }
-    let is = |own: &&str| own.as_bytes().strip_suffix(b"\0") == Some(text);
-    let Some(at) = NAMES.iter().position(|own| is(&own)) else {
-        let harmless = HARMLESS.contains(&text) || text.starts_with(b"ncclParam");
-        if !harmless {
-            let name = String::from_utf8_lossy(text);
-            let why = format!("it has NCCL's {name}, which the preload library does not know");
-            state().hinder(None, why);
+    let Some(at) = function(text) else {
+        if is_unknown(text) {
+            note(&String::from_utf8_lossy(text));
         }
         return real;
     };

@@ -1,6 +1,7 @@
 //! Takes the communicators down, and makes them again.
 
 use super::library::{self, Function, call, call_init};
+use super::lookup;
 use super::state::{self, Config, state};
 use super::{IN_PROGRESS, SUCCESS, SYSTEM_ERROR, UniqueId};
 use crate::{contexts, idle, imports};
@@ -21,6 +22,14 @@ fn checked(code: c_int) -> Result<(), Reason> {
         SUCCESS => Ok(()),
         code => Err(Reason::Nccl(code.unsigned_abs())),
     }
+}
+
+/// The communicators now, and all reasons why they cannot be made again.
+pub fn look() -> Report {
+    if !state().comms.is_empty() {
+        lookup::note_linked();
+    }
+    report()
 }
 
 /// The communicators now.
@@ -184,7 +193,7 @@ struct Remake {
     registered: Vec<[usize; 3]>,
 }
 
-/// Makes the communicators again, in this order, and lets the calls go on. Those that fail are lost.
+/// Makes the communicators again, in this order. The calls still wait.
 pub fn up(fresh: Vec<Fresh>, limit: Duration) -> Result<(), Reason> {
     if !state::is_down() {
         let nothing = fresh.is_empty();
@@ -202,9 +211,7 @@ pub fn up(fresh: Vec<Fresh>, limit: Duration) -> Result<(), Reason> {
     if let Ok(mut late) = late.lock() {
         *late = true;
     }
-    let made = made.and_then(|made| made);
-    state::give_up();
-    made
+    made.and_then(|made| made)
 }
 
 fn make((comm, id): Fresh, until: Instant, late: &Mutex<bool>) -> Result<(), Reason> {

@@ -99,6 +99,17 @@ impl Config {
     }
 }
 
+/// A communicator that is being made from another one, and whose handle NCCL will write.
+pub struct Child {
+    /// Where.
+    pub to: usize,
+    /// The program's handle of the other one.
+    pub parent: usize,
+    pub id: u64,
+    pub config: Option<Config>,
+    pub context: usize,
+}
+
 enum Mode {
     Open,
     /// Calls wait, until then.
@@ -112,6 +123,7 @@ pub struct State {
     pub comms: BTreeMap<usize, Comm>,
     /// Being made: id, ranks, rank.
     pending: Vec<(u64, u32, u32)>,
+    pub children: Vec<Child>,
     gone: VecDeque<wire::Comm>,
     clocks: BTreeMap<(u64, u32, Kind), u64>,
     targets: BTreeMap<(u64, u32, Kind), u64>,
@@ -130,6 +142,7 @@ static STATE: Mutex<State> = Mutex::new(State {
     mode: Mode::Open,
     comms: BTreeMap::new(),
     pending: Vec::new(),
+    children: Vec::new(),
     gone: VecDeque::new(),
     clocks: BTreeMap::new(),
     targets: BTreeMap::new(),
@@ -287,6 +300,7 @@ impl State {
     /// Removes a communicator that the program destroys.
     pub fn remove(&mut self, handle: usize) -> Option<Comm> {
         let comm = self.comms.remove(&handle)?;
+        self.forget_children(handle);
         self.obstacles.retain(|(of, _)| *of != Some(handle));
         self.clocks
             .retain(|(id, rank, _), _| (*id, *rank) != (comm.id, comm.rank));
@@ -302,6 +316,11 @@ impl State {
         Some(comm)
     }
 
+    /// Nothing comes of a communicator's children any more.
+    pub fn forget_children(&mut self, parent: usize) {
+        self.children.retain(|child| child.parent != parent);
+    }
+
     /// Notes why a communicator, or none of them, can be made again.
     pub fn hinder(&mut self, handle: Option<usize>, why: impl Into<String>) {
         let obstacle = (handle, why.into());
@@ -311,10 +330,12 @@ impl State {
     }
 
     pub fn report(&self) -> Report {
-        let pending = self.pending.iter().map(|(id, ranks, rank)| wire::Comm {
-            id: *id,
-            ranks: *ranks,
-            rank: *rank,
+        let children = self.children.iter().map(|child| (child.id, 0, 0));
+        let pending = self.pending.iter().copied().chain(children);
+        let pending = pending.map(|(id, ranks, rank)| wire::Comm {
+            id,
+            ranks,
+            rank,
             state: wire::State::Pending,
         });
         let comms = self.comms.values().map(|comm| wire::Comm {

@@ -5,10 +5,10 @@
 
 /// A communicator's unique id, as NCCL defines it.
 pub const UNIQUE_ID: usize = 128;
-/// Most communicators of one process.
+/// Most communicators of one process: their unique ids fit into a message.
 pub const MAX_COMMS: usize = 960;
-/// Most counters of one process.
-pub const MAX_CLOCKS: usize = 4096;
+/// Most counters of one process: they fit into a message.
+pub const MAX_CLOCKS: usize = 4000;
 const MAX_TEXTS: usize = 64;
 const MAX_TEXT: usize = 256;
 
@@ -178,13 +178,13 @@ pub fn encode_fresh(fresh: &[Fresh]) -> Vec<u8> {
 }
 
 pub fn decode_fresh(bytes: &[u8]) -> Option<Vec<Fresh>> {
-    let (chunks, rest) = bytes.as_chunks::<{ 8 + UNIQUE_ID }>();
-    let one = |chunk: &[u8; 8 + UNIQUE_ID]| {
+    let chunks = bytes.chunks_exact(8 + UNIQUE_ID);
+    let whole = chunks.remainder().is_empty();
+    let one = |chunk: &[u8]| {
         let (comm, id) = chunk.split_first_chunk::<8>()?;
         Some((u64::from_le_bytes(*comm), id.try_into().ok()?))
     };
-    let fresh = chunks.iter().map(one).collect::<Option<_>>();
-    fresh.filter(|_| rest.is_empty())
+    chunks.map(one).collect::<Option<_>>().filter(|_| whole)
 }
 
 struct Reader<'a>(&'a [u8]);

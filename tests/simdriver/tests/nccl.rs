@@ -27,6 +27,11 @@ struct Job {
 
 impl Job {
     fn new(flags: &[&str], env: &[(&str, &str)]) -> Self {
+        Self::with(flags, env, "")
+    }
+
+    /// With one more library.
+    fn with(flags: &[&str], env: &[(&str, &str)], more: &str) -> Self {
         let program = Path::new(env!("CARGO_BIN_EXE_cusim-nccl"));
         let library = program.with_file_name("libcryopod_preload.so");
         assert!(library.exists(), "cargo build --workspace");
@@ -36,7 +41,8 @@ impl Job {
             "cargo build --workspace"
         );
         fs::create_dir_all(machine.path("dev/shm")).unwrap();
-        let env = [env, &[("LD_PRELOAD", library.to_str().unwrap())]].concat();
+        let libraries = format!("{}:{more}", library.display());
+        let env = [env, &[("LD_PRELOAD", &libraries)]].concat();
         fs::write(machine.path("dev/shm/nccl-stay"), "").unwrap();
         let client = machine.program(program.to_str().unwrap(), flags, &env);
         Self { machine, client }
@@ -87,12 +93,16 @@ fn ranks_out_of_step_stop_together_and_go_on() {
         ],
         &[],
     );
-    for round in 0..6 {
-        sleep(Duration::from_millis(37 * round));
+    let rounds = std::env::var("NCCL_ROUNDS").ok();
+    let rounds = rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(6);
+    for round in 0..rounds {
+        sleep(Duration::from_millis(37 * round % 211));
         let mut group = job.group();
         assert_eq!(group.obstacles(), []);
         group.down(QUIESCE).unwrap();
-        job.client.stands_still();
+        if round < 6 {
+            job.client.stands_still();
+        }
         // The driver restores nothing that has memory of others mapped.
         if round % 2 == 0 {
             job.driver();
@@ -126,6 +136,23 @@ fn ranks_far_ahead_are_caught_up_with() {
     let job = Job::new(&flags, &[]);
     for _ in 0..3 {
         let mut group = job.group();
+        group.down(QUIESCE).unwrap();
+        job.driver();
+        group.up(UP).unwrap();
+        job.client.goes_on();
+    }
+}
+
+/// Communicators that were made and split without waiting, and whose addresses come again.
+#[test]
+fn children_that_come_later_are_known() {
+    let job = Job::new(
+        &["--ranks", "3", "--mixed", "--interval-ms", "1"],
+        &[("NCCL_SIM_ASYNC", "1")],
+    );
+    for _ in 0..3 {
+        let mut group = job.group();
+        assert_eq!(group.obstacles(), []);
         group.down(QUIESCE).unwrap();
         job.driver();
         group.up(UP).unwrap();
@@ -205,6 +232,28 @@ fn communicators_that_do_not_come_up_are_lost() {
     let error = group.up(UP).unwrap_err();
     assert!(error.contains("NCCL's error 2"), "{error}");
     job.fails_as_nccl();
+}
+
+#[test]
+fn a_linked_function_that_nobody_knows_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let library = directory.path().join("libfuture.so");
+    let source = directory.path().join("future.c");
+    let text = "int ncclCommFuture(void *); int use(void *c) { return ncclCommFuture(c); }\n";
+    fs::write(&source, text).unwrap();
+    let built = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wl,-z,lazy", "-o"])
+        .args([&library, &source])
+        .status();
+    assert!(built.unwrap().success());
+    let job = Job::with(&["--ranks", "2"], &[], library.to_str().unwrap());
+    let obstacles = job.group().obstacles();
+    assert!(
+        obstacles
+            .iter()
+            .any(|(_, why)| why.contains("ncclCommFuture")),
+        "{obstacles:?}"
+    );
 }
 
 #[test]

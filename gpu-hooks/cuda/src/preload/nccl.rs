@@ -208,28 +208,28 @@ impl Group {
 
     /// Why the communicators cannot be taken down and made again: process and reason.
     pub fn obstacles(&self) -> Vec<(i32, String)> {
-        let mut all = Vec::new();
+        let using = |member: &&Member| member.report.live().next().is_some();
+        let members = self.members.iter().filter(using);
+        let own = members.flat_map(|m| m.report.obstacles.iter().map(|why| (m.pid, why.clone())));
+        own.chain(self.outside()).collect()
+    }
+
+    /// The processes with communicators that lack ranks.
+    pub fn outside(&self) -> Vec<(i32, String)> {
         let ranks = self.ranks();
-        for member in &self.members {
-            if member.report.live().next().is_none() {
-                continue;
-            }
-            let own = member.report.obstacles.iter();
-            all.extend(own.map(|why| (member.pid, why.clone())));
-            let lacks = |comm: &&Comm| {
-                let known = ranks.get(&comm.id);
-                known.is_some_and(|(known, count)| known.len() < *count as usize)
-            };
-            let moved = |comm: &&Comm| comm.ranks > 1 || comm.state == State::Pending;
-            if let Some(comm) = member.report.live().filter(moved).find(lacks) {
-                let why = format!(
-                    "a communicator of {} ranks reaches processes outside of the container, or without the preload library, or one that has ended",
-                    comm.ranks
-                );
-                all.push((member.pid, why));
-            }
-        }
-        all
+        let lacks = |comm: &&Comm| {
+            let known = ranks.get(&comm.id);
+            let lacks = known.is_some_and(|(known, count)| known.len() < *count as usize);
+            lacks && (comm.ranks > 1 || comm.state == State::Pending)
+        };
+        let why = |comm: &Comm| {
+            format!(
+                "a communicator of {} ranks reaches processes outside of the container, or without the preload library, or one that has ended",
+                comm.ranks
+            )
+        };
+        let first = |member: &Member| Some((member.pid, why(member.report.live().find(lacks)?)));
+        self.members.iter().filter_map(first).collect()
     }
 
     fn each(

@@ -17,6 +17,7 @@ use nix::unistd::{ForkResult, fork};
 
 const REDUCE_SUM: c_int = 0;
 const UINT64: c_int = 5;
+const IN_PROGRESS: c_int = 7;
 
 /// Ranks over NCCL.
 #[derive(Clone, Parser)]
@@ -91,7 +92,7 @@ impl Nccl {
         Ok(found)
     }
 
-    fn check(self, comm: usize) -> Result<()> {
+    fn error(self, comm: usize) -> Result<c_int> {
         let mut error = 0;
         call!(
             self,
@@ -100,7 +101,11 @@ impl Nccl {
             comm,
             &mut error
         )?;
-        match error {
+        Ok(error)
+    }
+
+    fn check(self, comm: usize) -> Result<()> {
+        match self.error(comm)? {
             0 => Ok(()),
             error => Err(anyhow!("NCCL's error {error}")),
         }
@@ -155,17 +160,21 @@ impl Nccl {
 
     fn split(self, comm: usize, color: c_int, key: c_int) -> Result<usize> {
         let mut new = 0usize;
-        call!(
-            self,
-            c"ncclCommSplit",
-            (usize, c_int, c_int, *mut usize, usize),
-            comm,
-            color,
-            key,
-            &mut new,
-            0
-        )?;
-        Ok(new)
+        type Split = unsafe extern "C" fn(usize, c_int, c_int, *mut usize, usize) -> c_int;
+        let split = self.symbol(c"ncclCommSplit")?;
+        // SAFETY: a function of this type; what it writes stays here until it has.
+        let mut code = unsafe {
+            let split: Split = transmute(split);
+            split(comm, color, key, &mut new, 0)
+        };
+        while code == IN_PROGRESS {
+            thread::sleep(Duration::from_micros(300));
+            code = self.error(comm)?;
+        }
+        match code {
+            0 => Ok(new),
+            code => Err(anyhow!("ncclCommSplit: NCCL's error {code}")),
+        }
     }
 }
 

@@ -24,6 +24,23 @@ done
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 end
 
+# Ranks that do not come level.
+printf '[nccl]\nquiesce_s = 2\n' >> /etc/cryopod/config.toml
+shm() { echo "/proc/$(pgrep -n -x cusim-nccl)/root/dev/shm"; }
+prints() { printed job | grep -q "$1"; }
+run_rootfs --ranks 2 --interval-ms 50 --stay-at 60
+touch "$(shm)/nccl-stay"
+check 'a rank stays: it does' wait_for prints '^59 .* p1'
+check 'a rank stays: said' refused 'did not come level within 2 s .*has made [0-9]+ of [0-9]+ collective calls' pod container checkpoint --export /tmp/no.tar job
+rm "$(shm)/nccl-stay"
+check 'a rank stays: the sums go on' goes_on
+sed -i '/^\[nccl\]/,+1d' /etc/cryopod/config.toml
+# Communicators that cannot be made again: the job sees NCCL's own error, and the checkpoint is whole.
+touch "$(shm)/nccl-fail"
+check 'no communicators: said' refused "NCCL's communicators were not made again.*NCCL's error 2" pod container checkpoint --leave-running --export /tmp/no.tar job
+check 'no communicators: the job sees it' wait_for prints "NCCL's error 6"
+end
+
 # What cannot be made again.
 run_rootfs --ranks 2 --hinder window
 check 'a window: said' refused 'has called ncclCommWindowRegister' pod container checkpoint --export /tmp/no.tar job

@@ -1,0 +1,339 @@
+//! NCCL's functions.
+
+use crate::comm::{self, Call, Comm};
+use crate::driver;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::fs::File;
+use std::io::Read;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+
+const SUCCESS: c_int = 0;
+const SYSTEM_ERROR: c_int = 2;
+const INVALID_ARGUMENT: c_int = 4;
+const IN_PROGRESS: c_int = 7;
+
+/// `ncclUniqueId`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId([u8; 128]);
+
+static COMMS: Mutex<BTreeMap<usize, Arc<Comm>>> = Mutex::new(BTreeMap::new());
+
+fn comms() -> std::sync::MutexGuard<'static, BTreeMap<usize, Arc<Comm>>> {
+    COMMS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn comm(handle: usize) -> Option<Arc<Comm>> {
+    comms().get(&handle).cloned()
+}
+
+fn add(comm: Comm) -> usize {
+    let comm = Arc::new(comm);
+    let handle = Arc::as_ptr(&comm) as usize;
+    comms().insert(handle, comm);
+    handle
+}
+
+/// Calls of a group, by communicator.
+type Group = Option<(u32, Vec<(usize, Call)>)>;
+
+thread_local! {
+    static GROUP: RefCell<Group> = const { RefCell::new(None) };
+}
+
+fn enqueue(handle: usize, call: Call) -> c_int {
+    let Some(comm) = comm(handle) else {
+        return INVALID_ARGUMENT;
+    };
+    let alone = GROUP.with_borrow_mut(|group| match group {
+        Some((_, calls)) => {
+            calls.push((handle, call));
+            false
+        }
+        None => true,
+    });
+    if alone {
+        comm.enqueue(vec![call]);
+    }
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
+    let told = std::env::var("NCCL_SIM_VERSION").ok();
+    let told = told.and_then(|told| told.parse().ok()).unwrap_or(22809);
+    // SAFETY: the caller's.
+    unsafe { version.write(told) };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
+    let mut bytes = [0; 128];
+    let mut random = || File::open("/dev/urandom")?.read_exact(&mut bytes);
+    if random().is_err() {
+        return SYSTEM_ERROR;
+    }
+    // SAFETY: the caller's.
+    unsafe { id.write(UniqueId(bytes)) };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRank(
+    to: *mut usize,
+    ranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+) -> c_int {
+    let name: String = id.0[..16]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    match Comm::new(&format!("nccl-{name}"), ranks as usize, rank as usize) {
+        // SAFETY: the caller's.
+        Ok(comm) => unsafe {
+            to.write(add(comm));
+            SUCCESS
+        },
+        Err(code) => code,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    to: *mut usize,
+    ranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+    _config: *const c_void,
+) -> c_int {
+    // SAFETY: as of the caller.
+    unsafe { ncclCommInitRank(to, ranks, id, rank) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommSplit(
+    parent: usize,
+    color: c_int,
+    key: c_int,
+    to: *mut usize,
+    _config: *const c_void,
+) -> c_int {
+    let Some(parent) = comm(parent) else {
+        return INVALID_ARGUMENT;
+    };
+    let to = to as usize;
+    // SAFETY: the caller's.
+    unsafe { (to as *mut usize).write(0) };
+    if std::env::var_os("NCCL_SIM_ASYNC").is_none() {
+        return split(&parent, color, key, to);
+    }
+    // As of a communicator that does not block: the handle is written when the new one is ready.
+    parent.shared().error.store(IN_PROGRESS, SeqCst);
+    let context = driver::context();
+    std::thread::spawn(move || {
+        driver::use_context(context);
+        let code = split(&parent, color, key, to);
+        parent.shared().error.store(code, SeqCst);
+    });
+    IN_PROGRESS
+}
+
+fn split(parent: &Comm, color: c_int, key: c_int, to: usize) -> c_int {
+    let shared = parent.shared();
+    let number = parent.splits.fetch_add(1, SeqCst);
+    let own = (color as u32 as u64) << 32 | u64::from(key as u32);
+    let Some(values) = shared.exchange(own) else {
+        return comm::REMOTE_ERROR;
+    };
+    if color < 0 {
+        return SUCCESS;
+    }
+    let ranks = (0..).zip(&values).filter(|(_, v)| *v >> 32 == own >> 32);
+    let mut ranks: Vec<(u64, usize)> = ranks.map(|(rank, value)| (*value, rank)).collect();
+    ranks.sort_unstable();
+    let rank = ranks.iter().position(|(_, rank)| *rank == shared.rank);
+    let name = format!("{}.{number}.{color}", shared.name);
+    match Comm::new(&name, ranks.len(), rank.unwrap_or(0)) {
+        // SAFETY: the caller's place for the handle.
+        Ok(comm) => unsafe {
+            (to as *mut usize).write(add(comm));
+            SUCCESS
+        },
+        Err(code) => code,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommDestroy(handle: usize) -> c_int {
+    match comms().remove(&handle) {
+        Some(comm) => {
+            drop(comm);
+            SUCCESS
+        }
+        None => INVALID_ARGUMENT,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommAbort(handle: usize) -> c_int {
+    if let Some(comm) = comm(handle) {
+        comm.abort();
+    }
+    // SAFETY: as of the caller.
+    unsafe { ncclCommDestroy(handle) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
+    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
+}
+
+/// Writes a number of a communicator.
+macro_rules! numbers {
+    ($($name:ident $number:expr;)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(handle: usize, to: *mut c_int) -> c_int {
+            let number: fn(&Comm) -> usize = $number;
+            match comm(handle) {
+                // SAFETY: the caller's.
+                Some(comm) => unsafe {
+                    to.write(number(&comm) as c_int);
+                    SUCCESS
+                },
+                None => INVALID_ARGUMENT,
+            }
+        }
+    )*};
+}
+numbers! {
+    ncclCommCount |comm| comm.shared().ranks;
+    ncclCommUserRank |comm| comm.shared().rank;
+    ncclCommCuDevice |comm| comm.device as usize;
+    ncclCommGetAsyncError |comm| comm.shared().error.load(SeqCst) as usize;
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllReduce(
+    from: u64,
+    to: u64,
+    _count: usize,
+    _kind: c_int,
+    _operation: c_int,
+    comm: usize,
+    _stream: usize,
+) -> c_int {
+    enqueue(comm, Call::AllReduce { from, to })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclSend(
+    from: u64,
+    _count: usize,
+    _kind: c_int,
+    peer: c_int,
+    comm: usize,
+    _stream: usize,
+) -> c_int {
+    let peer = peer as usize;
+    enqueue(comm, Call::Send { from, peer })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclRecv(
+    to: u64,
+    _count: usize,
+    _kind: c_int,
+    peer: c_int,
+    comm: usize,
+    _stream: usize,
+) -> c_int {
+    let peer = peer as usize;
+    enqueue(comm, Call::Receive { to, peer })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGroupStart() -> c_int {
+    GROUP.with_borrow_mut(|group| match group {
+        Some((depth, _)) => *depth += 1,
+        None => *group = Some((1, Vec::new())),
+    });
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
+    let calls = GROUP.with_borrow_mut(|group| match group {
+        Some((1, _)) => group.take().map(|(_, calls)| calls),
+        Some((depth, _)) => {
+            *depth -= 1;
+            None
+        }
+        None => None,
+    });
+    let mut by_comm: BTreeMap<usize, Vec<Call>> = BTreeMap::new();
+    for (comm, call) in calls.unwrap_or_default() {
+        by_comm.entry(comm).or_default().push(call);
+    }
+    for (handle, calls) in by_comm {
+        match comm(handle) {
+            Some(comm) => comm.enqueue(calls),
+            None => return INVALID_ARGUMENT,
+        }
+    }
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommRegister(
+    handle: usize,
+    _buffer: usize,
+    _bytes: usize,
+    to: *mut usize,
+) -> c_int {
+    static NEXT: AtomicUsize = AtomicUsize::new(0x1000);
+    match comm(handle) {
+        // SAFETY: the caller's.
+        Some(_) => unsafe {
+            to.write(NEXT.fetch_add(16, SeqCst));
+            SUCCESS
+        },
+        None => INVALID_ARGUMENT,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommDeregister(handle: usize, registered: usize) -> c_int {
+    match comm(handle) {
+        Some(_) if (0x1000..0x10_0000).contains(&registered) => SUCCESS,
+        _ => INVALID_ARGUMENT,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommWindowRegister(
+    handle: usize,
+    _buffer: usize,
+    _bytes: usize,
+    to: *mut usize,
+    _flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's.
+    unsafe { to.write(handle) };
+    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
+}
+
+/// A function of a later version, say.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommNovelty(handle: usize) -> c_int {
+    comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetErrorString(_code: c_int) -> *const c_char {
+    c"an error of the simulated NCCL".as_ptr()
+}
