@@ -225,7 +225,10 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
     match trial::run(target, host, tools) {
         Ok(trial::Outcome::Works(what)) => println!("Tested: {what}."),
         Ok(trial::Outcome::NotNow(why)) => {
-            println!("Not tested: {why}. Then run `cryopod setup {}` again.", target.name());
+            println!(
+                "Not tested: {why}. Then run `cryopod setup {}` again.",
+                target.name()
+            );
         }
         Err(error) => bail!(
             "the test failed, and the setup stays (`cryopod setup {} --undo` takes it back; `cryopod check` says what this host lacks): {error:#}",

@@ -60,7 +60,8 @@ fn containerds(wanted: &Wanted<'_>) -> Option<Vec<u32>> {
 /// docker's package of containerd disables the CRI.
 fn disabled(main: &DocumentMut) -> anyhow::Result<()> {
     let list = main.get("disabled_plugins").and_then(Item::as_array);
-    let cri = |name: &str| name == "cri" || name.starts_with("io.containerd.") && name.contains("cri");
+    let cri =
+        |name: &str| name == "cri" || name.starts_with("io.containerd.") && name.contains("cri");
     match list.is_some_and(|l| l.iter().filter_map(|n| n.as_str()).any(cri)) {
         true => bail!(
             "`disabled_plugins` disables the CRI, which Kubernetes needs: remove it there. `ctr`, nerdctl and docker need no setup of containerd"
@@ -102,7 +103,12 @@ fn add(
     let example: DocumentMut = EXAMPLE.parse()?;
     let mut ours = example
         .get("plugins")
-        .and_then(|p| p.get(PLUGIN_3)?.get("containerd")?.get("runtimes")?.get(NAME))
+        .and_then(|p| {
+            p.get(PLUGIN_3)?
+                .get("containerd")?
+                .get("runtimes")?
+                .get(NAME)
+        })
         .context("the example has no runtime")?
         .clone();
     if let Some(theirs) = ours.get_mut("options").and_then(Item::as_table_like_mut) {
@@ -185,10 +191,7 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
             continue;
         };
         put_back(cri, was, RESTORES);
-        if let Some(containerd) = cri
-            .get_mut("containerd")
-            .and_then(Item::as_table_like_mut)
-        {
+        if let Some(containerd) = cri.get_mut("containerd").and_then(Item::as_table_like_mut) {
             if containerd
                 .get("default_runtime_name")
                 .and_then(Item::as_str)
@@ -256,10 +259,7 @@ mod tests {
         );
         assert_eq!(ours["options"]["SystemdCgroup"].as_bool(), Some(true));
         assert!(ours["pod_annotations"].as_array().unwrap().len() > 5);
-        assert_eq!(
-            doc["plugins"][PLUGIN_3][RESTORES].as_bool(),
-            Some(true)
-        );
+        assert_eq!(doc["plugins"][PLUGIN_3][RESTORES].as_bool(), Some(true));
         assert_eq!(without(&after, Some(text)).unwrap().unwrap(), text);
     }
 
@@ -301,7 +301,11 @@ mod tests {
             let mut doc: DocumentMut = text.parse().unwrap();
             assert!(add(&mut doc, None, false, false).is_err(), "{text}");
         }
-        for list in ["cri", "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"] {
+        for list in [
+            "cri",
+            "io.containerd.grpc.v1.cri",
+            "io.containerd.cri.v1.runtime",
+        ] {
             let doc = format!("disabled_plugins = ['{list}']").parse().unwrap();
             assert!(disabled(&doc).is_err(), "{list}");
         }

@@ -193,7 +193,12 @@ mod tests {
 
     #[test]
     fn a_file_that_docker_does_not_read_either() {
-        for text in ["[]", "{", "{\"runtimes\": 1}", "{\"runtimes\": {\"cryopod\": 1}}"] {
+        for text in [
+            "[]",
+            "{",
+            "{\"runtimes\": 1}",
+            "{\"runtimes\": {\"cryopod\": 1}}",
+        ] {
             assert!(with(text, Path::new(RUNTIME), false).is_err(), "{text}");
         }
     }

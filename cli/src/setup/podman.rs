@@ -41,12 +41,7 @@ pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
     Ok(Change::of(path, before, after).into_iter().collect())
 }
 
-fn with(
-    text: &str,
-    vendor: Option<&str>,
-    runtime: &Path,
-    default: bool,
-) -> anyhow::Result<String> {
+fn with(text: &str, vendor: Option<&str>, runtime: &Path, default: bool) -> anyhow::Result<String> {
     let mut doc: DocumentMut = text.parse()?;
     let engine = containerd::table(doc.as_table_mut(), "engine")?;
     if default {
@@ -100,10 +95,7 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
         }
     }
     let old_runtimes = was("runtimes").and_then(Item::as_table_like);
-    if let Some(runtimes) = engine
-        .get_mut("runtimes")
-        .and_then(Item::as_table_like_mut)
-    {
+    if let Some(runtimes) = engine.get_mut("runtimes").and_then(Item::as_table_like_mut) {
         put_back(runtimes, old_runtimes, NAME);
         if runtimes.is_empty() && old_runtimes.is_none() {
             engine.remove("runtimes");

@@ -67,8 +67,7 @@ impl Record {
         for dir in &record.made {
             match std::fs::create_dir(host.path(dir)) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(e)
-                        .with_context(|| format!("{}: cannot be made", dir.display()));
+                    return Err(e).with_context(|| format!("{}: cannot be made", dir.display()));
                 }
                 _ => {}
             }
@@ -226,12 +225,18 @@ mod tests {
         let backup = dir.path().join("var/lib/cryopod/setup/e/e.conf");
         assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
         std::fs::write(&path, "a\nours\nb\n").unwrap();
-        let undone = Record::read(&host, "e").unwrap().undone(&host, cut).unwrap();
+        let undone = Record::read(&host, "e")
+            .unwrap()
+            .undone(&host, cut)
+            .unwrap();
         assert_eq!(undone, [file(Some("a\nours\nb\n"), "a\nb\n")]);
         // After a second setup, too.
         let all = "a\nours\nb\nours\n";
         Record::make(&host, "e", &[file(Some("a\nours\nb\n"), all)]).unwrap();
-        let undone = Record::read(&host, "e").unwrap().undone(&host, cut).unwrap();
+        let undone = Record::read(&host, "e")
+            .unwrap()
+            .undone(&host, cut)
+            .unwrap();
         assert_eq!(undone, [file(Some(all), "a\nb\n")]);
     }
 

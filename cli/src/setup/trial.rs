@@ -33,7 +33,9 @@ pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<Out
         Target::Containerd | Target::Kubernetes => "ctr",
     };
     let Some(program) = tools.find(name) else {
-        return Ok(Outcome::NotNow(format!("install {name}, which asks the engine")));
+        return Ok(Outcome::NotNow(format!(
+            "install {name}, which asks the engine"
+        )));
     };
     let engine = Engine {
         tools,
@@ -114,11 +116,16 @@ const COMMAND: [&str; 2] = ["sleep", "1000"];
 impl Trial<'_> {
     /// `podman` and `docker` have the same options.
     fn start(&self, runtime: &str) -> anyhow::Result<()> {
-        let binds: Vec<_> = self.mounts.iter().map(|m| format!("{m}:{m}:ro")).collect();
+        // Not recursive: CRIU cannot dump what is mounted on files below them.
+        let binds: Vec<_> = self
+            .mounts
+            .iter()
+            .map(|m| format!("type=bind,src={m},dst={m},readonly=true,bind-nonrecursive=true"))
+            .collect();
         let mut args = vec!["run", "--detach", "--name", &self.container];
         args.extend(["--runtime", runtime, "--network", "none"]);
         for bind in &binds {
-            args.extend(["--volume", bind]);
+            args.extend(["--mount", bind]);
         }
         args.push(IMAGE);
         args.extend(COMMAND);
@@ -136,10 +143,16 @@ impl Trial<'_> {
     fn podman(&self) -> anyhow::Result<()> {
         let export = self.temp.join("checkpoint.tar");
         let export = export.to_string_lossy();
-        self.engine.run(&["load", "--quiet", "--input", &self.file])?;
-        self.start("cryopod-runtime")?;
         self.engine
-            .run(&["container", "checkpoint", "--export", &export, &self.container])?;
+            .run(&["load", "--quiet", "--input", &self.file])?;
+        self.start("cryopod-runtime")?;
+        self.engine.run(&[
+            "container",
+            "checkpoint",
+            "--export",
+            &export,
+            &self.container,
+        ])?;
         self.engine.run(&["rm", "--force", &self.container])?;
         self.engine
             .run(&["container", "restore", "--import", &export])?;
@@ -147,16 +160,19 @@ impl Trial<'_> {
     }
 
     fn docker_not_now(&self) -> Option<String> {
-        let Ok(said) = self.engine.run(&["info", "--format", "{{json .}}"]) else {
+        if self.engine.run(&["version"]).is_err() {
             return Some("start docker".into());
-        };
+        }
+        let said = self.engine.run(&["info", "--format", "{{json .}}"]);
+        let said = said.unwrap_or_default();
         let info: Value = serde_json::from_str(&said).unwrap_or_default();
         let known = info["Runtimes"].get("cryopod").is_some() && info["ExperimentalBuild"] == true;
         (!known).then(|| "docker has not read its new configuration; restart it".into())
     }
 
     fn docker(&self) -> anyhow::Result<()> {
-        self.engine.run(&["load", "--quiet", "--input", &self.file])?;
+        self.engine
+            .run(&["load", "--quiet", "--input", &self.file])?;
         self.start("cryopod")?;
         self.engine
             .run(&["checkpoint", "create", &self.container, "test"])?;
@@ -181,7 +197,7 @@ impl Trial<'_> {
         let binds: Vec<_> = self
             .mounts
             .iter()
-            .map(|m| format!("type=bind,src={m},dst={m},options=rbind:ro"))
+            .map(|m| format!("type=bind,src={m},dst={m},options=bind:ro"))
             .collect();
         let checkpoint = "localhost/cryopod-setup:checkpoint";
         self.ctr(&["images", "import", &self.file])?;
@@ -193,11 +209,23 @@ impl Trial<'_> {
         run.extend(COMMAND);
         self.ctr(&run)?;
         self.ctr(&[
-            "containers", "checkpoint", "--task", "--rw", "--image", &self.container, checkpoint,
+            "containers",
+            "checkpoint",
+            "--task",
+            "--rw",
+            "--image",
+            &self.container,
+            checkpoint,
         ])?;
         self.ctr(&["tasks", "delete", "--force", &self.container])?;
         self.ctr(&["containers", "delete", &self.container])?;
-        self.ctr(&["containers", "restore", "--live", &self.container, checkpoint])?;
+        self.ctr(&[
+            "containers",
+            "restore",
+            "--live",
+            &self.container,
+            checkpoint,
+        ])?;
         match self.ctr(&["tasks", "list"])?.contains("RUNNING") {
             true => Ok(()),
             false => bail!("the restored container does not run"),

@@ -1,0 +1,45 @@
+# inside.sh KIND: cryopod is installed, used and removed. KIND is deb, rpm or tar.
+# shellcheck shell=bash
+. /src/tests/packages/lib.sh
+kind=$1
+mkimage
+cp -a /etc/containers /tmp/etc-containers
+listed > /tmp/before
+
+installs "$kind"
+check 'it runs' cryopod --version
+case $kind in deb | rpm) check 'a man page for every verb' test "$(find /usr/share/man/man1 -name 'cryopod-*' | wc -l)" -ge 20 ;; esac
+check 'a man page' man -w cryopod-setup cryopod-runtime
+check 'completions for bash' bash -c '. /usr/share/bash-completion/bash_completion; _load_completion cryopod || __load_completion cryopod; complete -p cryopod'
+
+# The host's own CRIU, if it is too old, and cryopod's in its place.
+own=$(criu --version | sed -n 's/^Version: //p')
+cryopod check > /tmp/checked || true
+if criu_from 4.1; then
+    check "its own CRIU $own serves" says /tmp/checked "^ok +criu +$own"
+else
+    check "its own CRIU $own is too old, and cryopod-criu is named" says /tmp/checked "^missing +criu +$own"
+    check 'the remedy' says /tmp/checked 'install the package cryopod-criu'
+fi
+installs_criu "$kind"
+cryopod check > /tmp/checked || { cat /tmp/checked && exit 1; }
+check 'check: all is well' says /tmp/checked '^A container can be checkpointed'
+check 'check: the CRIU' says /tmp/checked 'of the package cryopod-criu, in place of /usr/sbin/criu'
+check 'check: what to do next' says /tmp/checked 'cryopod setup podman'
+check "the host's own CRIU is as it was" test "$(criu --version | sed -n 's/^Version: //p')" = "$own"
+cat /tmp/checked
+
+cryopod setup podman --yes | tee /tmp/said
+check 'setup: tested' says /tmp/said '^Tested: '
+example crun
+example runc
+
+cryopod setup podman --undo --yes > /tmp/said
+check 'undone' diff -r /etc/containers /tmp/etc-containers
+# Removal undoes it, too.
+cryopod setup podman --yes --no-test > /dev/null
+removes "$kind"
+check 'undone by the removal' diff -r /etc/containers /tmp/etc-containers
+listed > /tmp/after
+check 'nothing is left' diff /tmp/before /tmp/after
+check 'nor in /run and /var' test -z "$(ls -d /run/cryopod /var/lib/cryopod /var/cache/cryopod 2> /dev/null)"
