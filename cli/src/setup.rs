@@ -4,6 +4,7 @@
 mod change;
 mod containerd;
 mod docker;
+mod low_level;
 mod podman;
 mod record;
 mod trial;
@@ -107,25 +108,28 @@ struct Wanted<'a> {
 
 impl Wanted<'_> {
     fn changes(&self, target: Target) -> anyhow::Result<Vec<Change>> {
-        match target {
+        let mut all = match target {
             Target::Podman => podman::changes(self),
             Target::Docker => docker::changes(self),
             Target::Containerd | Target::Kubernetes => containerd::changes(self),
-        }
+        }?;
+        all.extend(low_level::change(self)?);
+        Ok(all)
     }
+}
 
-    /// The content of a file, without what this program would add to it. `before` is what it was before the setup.
-    fn without(
-        &self,
-        target: Target,
-        text: &str,
-        before: Option<&str>,
-    ) -> anyhow::Result<Option<String>> {
-        match target {
-            Target::Podman => podman::without(text, before),
-            Target::Docker => docker::without(text, before),
-            Target::Containerd | Target::Kubernetes => containerd::without(text, before),
-        }
+/// The content of a file, without what this program would add to it. `before` is what it was before the setup.
+fn without(
+    target: Target,
+    path: &Path,
+    text: &str,
+    before: Option<&str>,
+) -> anyhow::Result<Option<String>> {
+    match target {
+        _ if path == Path::new(low_level::FILE) => low_level::without(text, before),
+        Target::Podman => podman::without(text, before),
+        Target::Docker => docker::without(text, before),
+        Target::Containerd | Target::Kubernetes => containerd::without(text, before),
     }
 }
 
@@ -240,17 +244,10 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
 
 fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode> {
     let target = args.engine;
-    let wanted = Wanted {
-        host,
-        tools,
-        config: args.config.as_deref(),
-        default: false,
-        // Not needed: cryopod may be half removed.
-        runtime: PathBuf::new(),
-        shim: PathBuf::new(),
-    };
     let record = Record::read(host, target.key())?;
-    let changes = record.undone(host, |text, before| wanted.without(target, text, before))?;
+    let changes = record.undone(host, |path, text, before| {
+        without(target, path, text, before)
+    })?;
     if changes.is_empty() {
         println!("{}: there is nothing to undo.", target.key());
         if !args.dry_run {

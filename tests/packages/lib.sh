@@ -43,6 +43,10 @@ removes() {
     esac
 }
 
+# Debian 12's crun was built without CRIU.
+crun=crun
+if ! crun --version 2> /dev/null | grep -q +CRIU; then crun=/packages/crun/crun; fi
+
 # readme N: the Nth command of podman in the README, with the image, the simulated driver and a program of CUDA's in place of
 # the reader's.
 readme() {

@@ -7,10 +7,10 @@ install=(apt-get install -q=2 -y --no-install-recommends -o Dpkg::Options::=--fo
 version() { dpkg-query --show --showformat '${Version}' cryopod; }
 old=$(version)
 end_of_the_driver() { kill %?cusim-server && wait %?cusim-server 2> /dev/null || true; }
-for low in crun runc; do
+for low in "$crun" runc; do
     simulate "$low"
     run_job
-    pod container checkpoint --export "/tmp/$low.tar.zst" job > /dev/null
+    pod container checkpoint --export "/tmp/${low##*/}.tar.zst" job > /dev/null
     podman rm job > /dev/null
     end_of_the_driver
 done
@@ -22,10 +22,10 @@ check 'the configuration stays' grep -q 'low_level = "runc"' /etc/cryopod/config
 last=$(count still)
 check 'a container runs on' wait_for counted still $((last + 5))
 podman rm --force --time 0 still > /dev/null
-for low in crun runc; do
+for low in "$crun" runc; do
     simulate "$low"
-    check "$low: the archive of $old is whole" cryopod verify -q "/tmp/$low.tar.zst"
-    podman container restore --import "/tmp/$low.tar.zst" > /dev/null
+    check "$low: the archive of $old is whole" cryopod verify -q "/tmp/${low##*/}.tar.zst"
+    podman container restore --import "/tmp/${low##*/}.tar.zst" > /dev/null
     check "$low: it is restored with $(version)" goes_on job
     podman rm --force --time 0 job > /dev/null
     end_of_the_driver

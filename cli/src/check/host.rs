@@ -134,7 +134,12 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             (false, _) => Line::missing(
                 "libcriu",
                 "this crun was built without CRIU",
-                "install a crun with CRIU, or use runc: runtime.low_level = \"runc\" in the configuration",
+                match input.tools.find("runc") {
+                    Some(_) => {
+                        "use runc: `cryopod setup` of your engine names it, or runtime.low_level = \"runc\" in the configuration"
+                    }
+                    None => "install runc, or a crun with CRIU",
+                },
             ),
         });
     }

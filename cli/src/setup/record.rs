@@ -104,11 +104,11 @@ impl Record {
     }
 
     /// Returns the changes that undo the setup. A file that nobody has changed since becomes what it was. From another
-    /// one `without` takes out what the setup added: it gets the text as it is and as it was before the setup.
+    /// one `without` takes out what the setup added: it gets the path, the text as it is, and as it was before the setup.
     pub fn undone(
         &self,
         host: &Host,
-        without: impl Fn(&str, Option<&str>) -> anyhow::Result<Option<String>>,
+        without: impl Fn(&Path, &str, Option<&str>) -> anyhow::Result<Option<String>>,
     ) -> anyhow::Result<Vec<Change>> {
         let mut all = Vec::new();
         for change in &self.changes {
@@ -122,7 +122,7 @@ impl Record {
                     let wanted = match &now {
                         None => continue,
                         now if now == after && !self.edited.contains(path) => before.clone(),
-                        Some(text) => without(text, before.as_deref())
+                        Some(text) => without(path, text, before.as_deref())
                             .with_context(|| path.display().to_string())?,
                     };
                     if now != wanted {
@@ -183,7 +183,7 @@ mod tests {
         .unwrap()
     }
 
-    fn cut(text: &str, _: Option<&str>) -> anyhow::Result<Option<String>> {
+    fn cut(_: &Path, text: &str, _: Option<&str>) -> anyhow::Result<Option<String>> {
         Ok(Some(text.replace("ours\n", "")))
     }
 
