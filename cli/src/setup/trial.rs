@@ -237,7 +237,13 @@ impl Trial<'_> {
         match target {
             Target::Podman | Target::Docker => {
                 // Some fail where the test ended early: nothing is there to remove.
-                let removed = self.engine.run(&["rm", "--force", &self.container]);
+                // podman would wait ten seconds for a process that heeds no signal.
+                let at_once: &[&str] = match target {
+                    Target::Podman => &["--time", "0"],
+                    _ => &[],
+                };
+                let rm = [&["rm", "--force"], at_once, &[&self.container]].concat();
+                let removed = self.engine.run(&rm);
                 let _ = self.engine.run(&["rmi", "--force", IMAGE]);
                 removed.map(drop)
             }
