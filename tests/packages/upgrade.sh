@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 . /src/tests/packages/lib.sh
 mkimage
+export RUNTIME=/usr/bin/cryopod-runtime # an earlier commit may have no `cryopod setup`
 install=(apt-get install -q=2 -y --no-install-recommends -o Dpkg::Options::=--force-confold)
 "${install[@]}" /packages/old/cryopod_*.deb /packages/new/cryopod-criu_*.deb > /tmp/installed
 version() { dpkg-query --show --showformat '${Version}' cryopod; }
@@ -14,7 +15,7 @@ for low in "$crun" runc; do
     podman rm job > /dev/null
     end_of_the_driver
 done
-podman --runtime cryopod-runtime run -d --name still --network none localhost/busybox "${counter[@]}" > /dev/null
+pod run -d --name still --network none localhost/busybox "${counter[@]}" > /dev/null
 wait_for counted still 3
 "${install[@]}" /packages/new/cryopod_*.deb > /tmp/installed
 check 'a newer version' dpkg --compare-versions "$(version)" gt "$old"
@@ -25,7 +26,7 @@ podman rm --force --time 0 still > /dev/null
 for low in "$crun" runc; do
     simulate "$low"
     check "$low: the archive of $old is whole" cryopod verify -q "/tmp/${low##*/}.tar.zst"
-    podman container restore --import "/tmp/${low##*/}.tar.zst" > /dev/null
+    pod container restore --import "/tmp/${low##*/}.tar.zst" > /dev/null
     check "$low: it is restored with $(version)" goes_on job
     podman rm --force --time 0 job > /dev/null
     end_of_the_driver
