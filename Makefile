@@ -34,8 +34,9 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	fuzz/run 4200
 
-test-packages: ## about 15 minutes: packages, installed and removed on Debian 12 and 13, with podman; upgrades, linters
-	tests/packages/run
+test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
+	$(MAKE) --no-print-directory build BUILD=--workspace
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/packages/run $(PARTS)
 
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up

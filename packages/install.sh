@@ -76,7 +76,7 @@ install_all() {
         die "the package cryopod is installed: remove it first, or install the newer package"
     fi
     "$here/cryopod/usr/bin/cryopod" --version > /dev/null 2> "$work/said" ||
-        die "cryopod does not run on this machine. It needs $(cat "$here/architecture") and glibc 2.34 or newer (Debian 12, Ubuntu 22.04, RHEL 9 and later). The machine says: $(head -n 1 "$work/said")"
+        die "cryopod does not run on this machine. It needs $(cat "$here/architecture") and glibc $(cat "$here/glibc") or newer (2.34 is that of RHEL 9, 2.35 of Ubuntu 22.04, 2.36 of Debian 12). The machine says: $(head -n 1 "$work/said")"
     files > "$work/files"
     echo "$("$here/cryopod/usr/bin/cryopod" --version) will be installed in ${root:-/}:"
     sed 's|^[^ ]* ||; s|\(usr/share/[^/]*\)/.*|\1|; t; s|\(usr/lib/cryopod/criu\)/.*|\1|; t; s|/[^/]*$||' "$work/files" | sort | uniq -c |
