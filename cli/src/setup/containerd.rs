@@ -9,7 +9,7 @@ use toml_edit::{DocumentMut, Item, TableLike, value};
 
 use super::Wanted;
 use super::change::{self, Change};
-use super::podman::{implicit, put_back, set};
+use super::podman::{hide, implicit, put_back, set};
 
 const FILE: &str = "/etc/containerd/config.toml";
 const EXAMPLE: &str = include_str!("../../../examples/kubernetes/containerd.toml");
@@ -206,6 +206,12 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
                 put_back(runtimes, was_runtimes, NAME);
             }
         }
+        hide(
+            cri.get_mut("containerd"),
+            was.and_then(|p| p.get("containerd")),
+        );
+        let was = old.get("plugins").and_then(|p| p.get(plugin));
+        hide(doc.get_mut("plugins").and_then(|p| p.get_mut(plugin)), was);
     }
     Ok(Some(doc.to_string()))
 }

@@ -104,6 +104,7 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
     if engine.is_empty() && old_engine.is_none() {
         doc.remove("engine");
     }
+    hide(doc.get_mut("engine"), old.get("engine"));
     let text = doc.to_string();
     Ok((before.is_some() || !text.trim().is_empty()).then_some(text))
 }
@@ -126,13 +127,24 @@ pub fn set(table: &mut dyn TableLike, key: &str, new: toml_edit::Value) {
 
 /// Gives a key the value that it had, or removes it if it was not there.
 pub fn put_back(table: &mut dyn TableLike, old: Option<&dyn TableLike>, key: &str) {
-    match old.and_then(|old| old.get(key)) {
-        Some(item) => {
+    match (old.and_then(|old| old.get(key)), table.get_mut(key)) {
+        // In place: the key keeps its comment.
+        (Some(item), Some(now)) => now.clone_from(item),
+        (Some(item), None) => {
             table.insert(key, item.clone());
         }
-        None => {
+        (None, _) => {
             table.remove(key);
         }
+    }
+}
+
+/// A table that had no header of its own before has none again, if it holds only tables.
+pub fn hide(table: Option<&mut Item>, old: Option<&Item>) {
+    let implicit = old.is_none_or(|old| old.as_table().is_some_and(Table::is_implicit));
+    match table {
+        Some(Item::Table(table)) if implicit => table.set_implicit(true),
+        _ => {}
     }
 }
 
