@@ -57,7 +57,7 @@ pub struct Args {
     /// The engine's configuration file, if it is not in the usual place.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Restart the engine's service after the change, which docker and containerd need. docker's containers stop, unless
+    /// Restart the services that have to read the change: containerd, and docker, whose containers stop unless
     /// its live-restore is on.
     #[arg(long)]
     restart: bool,
@@ -216,12 +216,8 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
     if args.dry_run {
         return Ok(ExitCode::SUCCESS);
     }
-    if let Some(service) = service(target) {
-        if args.restart {
-            restart(tools, service)?;
-        } else if !changes.is_empty() {
-            println!("{service} reads the change when it starts: systemctl restart {service}");
-        }
+    if args.restart || !changes.is_empty() {
+        started_again(args, tools)?;
     }
     if args.no_test {
         return Ok(ExitCode::SUCCESS);
@@ -267,30 +263,39 @@ fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode>
     }
     record.remove(host)?;
     println!("{} is as it was.", target.key());
-    if let Some(service) = service(target) {
-        match args.restart {
-            true => restart(tools, service)?,
-            false => println!("{service} reads it when it starts: systemctl restart {service}"),
-        }
-    }
+    started_again(args, tools)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The service that must start again before a change has an effect.
-fn service(target: Target) -> Option<&'static str> {
-    match target {
-        Target::Podman => None,
-        Target::Docker => Some("docker"),
-        Target::Containerd | Target::Kubernetes => Some("containerd"),
+/// Restarts the services that have to read a change, or says how to.
+fn started_again(args: &Args, tools: &dyn Tools) -> anyhow::Result<()> {
+    let services: &[&str] = match args.engine {
+        Target::Podman => return Ok(()),
+        // containerd looks for a shim on PATH once.
+        Target::Docker => &["containerd", "docker"],
+        Target::Containerd | Target::Kubernetes => &["containerd"],
+    };
+    if !args.restart {
+        println!(
+            "It has an effect after: systemctl restart {}",
+            services.join(" ")
+        );
+        return Ok(());
     }
-}
-
-fn restart(tools: &dyn Tools, service: &str) -> anyhow::Result<()> {
-    let systemctl = tools
-        .find("systemctl")
-        .with_context(|| format!("there is no systemctl here: restart {service} yourself"))?;
-    trial::run_one(tools, &systemctl, &["restart", service], RESTART)?;
-    println!("{service} was restarted.");
+    let systemctl = tools.find("systemctl").with_context(|| {
+        format!(
+            "there is no systemctl here: restart {} yourself",
+            services.join(" and ")
+        )
+    })?;
+    for service in services {
+        // docker may start a containerd of its own.
+        let known = trial::run_one(tools, &systemctl, &["cat", service], RESTART);
+        if known.is_ok() || services.len() == 1 || *service == args.engine.name() {
+            trial::run_one(tools, &systemctl, &["restart", service], RESTART)?;
+            println!("{service} was restarted.");
+        }
+    }
     Ok(())
 }
 

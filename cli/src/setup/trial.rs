@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::io::Write;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -167,7 +168,9 @@ impl Trial<'_> {
         let said = said.unwrap_or_default();
         let info: Value = serde_json::from_str(&said).unwrap_or_default();
         let known = info["Runtimes"].get("cryopod").is_some() && info["ExperimentalBuild"] == true;
-        (!known).then(|| "docker has not read its new configuration; restart it".into())
+        (!known).then(|| {
+            "docker has not read its new configuration; restart containerd and docker".into()
+        })
     }
 
     fn docker(&self) -> anyhow::Result<()> {
@@ -177,8 +180,15 @@ impl Trial<'_> {
         self.engine
             .run(&["checkpoint", "create", &self.container, "test"])?;
         self.engine.run(&["wait", &self.container])?;
-        self.engine
-            .run(&["start", "--checkpoint", "test", &self.container])?;
+        let start = ["start", "--checkpoint", "test", &self.container];
+        let end = Instant::now() + LIMIT;
+        // docker refuses it as long as containerd still holds what it kept of the checkpoint.
+        while let Err(error) = self.engine.run(&start) {
+            if !error.to_string().contains("already exists") || Instant::now() > end {
+                return Err(error);
+            }
+            thread::sleep(Duration::from_secs(1));
+        }
         self.runs()
     }
 

@@ -12,12 +12,22 @@ dockerd_up() {
 # What systemd would do.
 cat > /usr/local/bin/systemctl << 'SH'
 #!/bin/sh
-[ "$*" = "restart docker" ] || exit 1
-kill "$(cat /tmp/dockerd.pid)"
-while kill -0 "$(cat /tmp/dockerd.pid)" 2> /dev/null; do sleep 0.1; done
-dockerd > /tmp/dockerd.log 2>&1 &
-echo $! > /tmp/dockerd.pid
-until docker version > /dev/null 2>&1; do sleep 0.1; done
+end() { kill "$1"; while kill -0 "$1" 2> /dev/null; do sleep 0.1; done; }
+case $* in
+    "cat containerd" | "cat docker") ;;
+    "restart containerd")
+        end "$(pgrep -x containerd)"
+        containerd >> /tmp/containerd.log 2>&1 &
+        until ctr version > /dev/null 2>&1; do sleep 0.1; done
+        ;;
+    "restart docker")
+        end "$(cat /tmp/dockerd.pid)"
+        dockerd > /tmp/dockerd.log 2>&1 &
+        echo $! > /tmp/dockerd.pid
+        until docker version > /dev/null 2>&1; do sleep 0.1; done
+        ;;
+    *) exit 1 ;;
+esac
 SH
 chmod +x /usr/local/bin/systemctl
 on_failure() { tail -n 15 /tmp/dockerd.log /tmp/containerd.log; }
@@ -33,7 +43,7 @@ check 'undone: the shim' test ! -e /usr/local/sbin/containerd-shim-runc-v2
 containerd_up
 dockerd_up
 cryopod setup docker --yes > /tmp/said
-check 'before the restart: says so' says /tmp/said 'systemctl restart docker'
+check 'before the restart: says so' says /tmp/said 'systemctl restart containerd docker'
 check 'before the restart: not tested' says /tmp/said '^Not tested: docker has not read'
 cryopod setup docker --yes --restart > /tmp/said
 cat /tmp/said
