@@ -8,8 +8,16 @@ listed > /tmp/before
 
 installs "$kind"
 check 'it runs' cryopod --version
-case $kind in deb | rpm) check 'a man page for every verb' test "$(find /usr/share/man/man1 -name 'cryopod-*' | wc -l)" -ge 20 ;; esac
-check 'a man page' man -w cryopod-setup cryopod-runtime
+verbs=$(cryopod --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -v '^help$')
+check 'all verbs' test "$(wc -w <<< "$verbs")" -ge 16
+for verb in $verbs; do
+    check "$verb: a man page" man -w "cryopod-$verb" > /dev/null
+    for file in bash-completion/completions/cryopod fish/vendor_completions.d/cryopod.fish zsh/*/_cryopod; do
+        # shellcheck disable=SC2086 # Debian has another directory for zsh
+        check "$verb: in ${file%%/*}" grep -qw -- "$verb" /usr/share/$file > /dev/null
+    done
+done
+check 'a man page of the runtime' man -w cryopod-runtime containerd-shim-cryopod-v2
 check 'completions for bash' bash -c '. /usr/share/bash-completion/bash_completion; { _comp_load cryopod || __load_completion cryopod; } 2> /dev/null; complete -p cryopod'
 
 # The host's own CRIU, if it is too old, and cryopod's in its place.

@@ -38,7 +38,7 @@ removes() {
     case $1 in
         deb) apt-get purge -q=2 -y cryopod cryopod-criu > /tmp/removed ;;
         # What was changed is kept beside it, as rpm does.
-        rpm) rpm -e cryopod cryopod-criu 2> /tmp/removed && rm -f /etc/cryopod/config.toml.rpmsave && rmdir /etc/cryopod ;;
+        rpm) rpm -e cryopod cryopod-criu 2> /tmp/removed && rm -rf /etc/cryopod/config.toml.rpmsave && { [ ! -d /etc/cryopod ] || rmdir /etc/cryopod; } ;;
         tar) rm -rf /tmp/cryopod-* && /usr/lib/cryopod/install.sh --uninstall --purge --yes > /tmp/removed ;;
     esac
 }

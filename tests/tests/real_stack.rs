@@ -141,8 +141,9 @@ mod examples {
 mod setup {
     crate::scenarios! {
         podman_crun: V2 ["crun"] "setup/podman.sh";
-        docker: V1 [] "shim/lib.sh" + "setup/docker.sh";
+        docker: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/docker.sh";
         containerd: V1 [] "shim/lib.sh" + "setup/containerd.sh";
+        tutorial: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/tutorial.sh";
     }
 }
 

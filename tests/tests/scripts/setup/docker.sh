@@ -1,35 +1,6 @@
 # docker.sh: `cryopod setup docker`, with a restart of the daemon, and its undoing.
 low_level runc
-mkdir -p /etc/docker
-printf '{\n  "iptables": false,\n  "ip6tables": false,\n  "bridge": "none",\n  "containerd": "/run/containerd/containerd.sock"\n}\n' \
-    > /etc/docker/daemon.json
 cp /etc/docker/daemon.json /tmp/before
-dockerd_up() {
-    dockerd > /tmp/dockerd.log 2>&1 &
-    echo $! > /tmp/dockerd.pid
-    wait_for docker version > /dev/null 2>&1
-}
-# What systemd would do.
-cat > /usr/local/bin/systemctl << 'SH'
-#!/bin/sh
-end() { kill "$1"; while kill -0 "$1" 2> /dev/null; do sleep 0.1; done; }
-case $* in
-    "cat containerd" | "cat docker") ;;
-    "restart containerd")
-        end "$(pgrep -x containerd)"
-        containerd >> /tmp/containerd.log 2>&1 &
-        until ctr version > /dev/null 2>&1; do sleep 0.1; done
-        ;;
-    "restart docker")
-        end "$(cat /tmp/dockerd.pid)"
-        dockerd > /tmp/dockerd.log 2>&1 &
-        echo $! > /tmp/dockerd.pid
-        until docker version > /dev/null 2>&1; do sleep 0.1; done
-        ;;
-    *) exit 1 ;;
-esac
-SH
-chmod +x /usr/local/bin/systemctl
 on_failure() { tail -n 15 /tmp/dockerd.log /tmp/containerd.log; }
 
 cryopod setup docker --yes > /tmp/said
@@ -40,8 +11,7 @@ cryopod setup docker --undo --yes > /dev/null
 check 'undone' cmp /etc/docker/daemon.json /tmp/before
 check 'undone: the shim' test ! -e /usr/local/sbin/containerd-shim-runc-v2
 
-containerd_up
-dockerd_up
+docker_daemons
 cryopod setup docker --yes > /tmp/said
 check 'before the restart: says so' says /tmp/said 'systemctl restart containerd docker'
 check 'before the restart: not tested' says /tmp/said '^Not tested: docker has not read'
