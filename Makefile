@@ -17,6 +17,10 @@ build: ## release binaries, in target/release
 		--package cryopod-runtime --target $(HOST)
 	install -m 755 $(TARGET_DIR)/$(HOST)/release/cryopod-runtime $(BIN_DIR)/cryopod-runtime
 
+packages: ## deb and rpm packages and a tarball, in target/packages; docs/install.md
+	$(MAKE) --no-print-directory build
+	CRYOPOD_BIN_DIR=$(BIN_DIR) packages/build
+
 test: ## all tests: format, lints, units, the simulated driver, the real container stack
 	tests/run
 
@@ -30,6 +34,10 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	fuzz/run 4200
+
+test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
+	$(MAKE) --no-print-directory build BUILD=--workspace
+	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/packages/run $(PARTS)
 
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up
@@ -67,4 +75,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build test test-one test-long testbed test-vm demo picture bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-one test-long testbed test-vm demo picture bench bench-archive gpu-test deny clean

@@ -23,7 +23,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .with_context(failed)?;
     }
     // A page for the command, for each subcommand, and for theirs: cryopod-store-ls.1.
-    clap_mangen::generate_to(command.disable_help_subcommand(true), directory)
-        .with_context(failed)?;
+    let command = crate::Cli::command()
+        .disable_help_subcommand(true)
+        .mut_subcommands(|command| command.disable_help_subcommand(true));
+    clap_mangen::generate_to(command, directory).with_context(failed)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -17,6 +17,7 @@ mod pack;
 mod pull;
 mod push;
 mod resume;
+mod setup;
 mod store;
 mod suspend;
 mod temp_dir;
@@ -71,6 +72,8 @@ enum Command {
     Push(push::Args),
     /// Pulls an image from a registry.
     Pull(pull::Args),
+    /// Makes cryopod known to podman, docker, containerd or Kubernetes, or takes that back.
+    Setup(setup::Args),
     /// Writes man pages and completions.
     #[command(hide = true)]
     Generate(generate::Args),
@@ -112,6 +115,7 @@ fn run() -> anyhow::Result<ExitCode> {
         Command::Store(args) => store::run(&args),
         Command::Push(args) => push::run(&args),
         Command::Pull(args) => pull::run(&args),
+        Command::Setup(args) => setup::run(&args),
         Command::Generate(args) => generate::run(&args),
     }
 }

@@ -137,6 +137,16 @@ mod examples {
     }
 }
 
+/// `cryopod setup`, with the engine's own daemon.
+mod setup {
+    crate::scenarios! {
+        podman_crun: V2 ["crun"] "setup/podman.sh";
+        docker: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/docker.sh";
+        containerd: V1 [] "shim/lib.sh" + "setup/containerd.sh";
+        tutorial: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/tutorial.sh";
+    }
+}
+
 /// Checkpoints that fail: the container goes on running, nothing is left, the message names the cause.
 mod failures {
     crate::scenarios! {

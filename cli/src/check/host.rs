@@ -18,6 +18,7 @@ use cryopod_operations::lowlevel::{Kind, LowLevel};
 use cryopod_operations::{agent, criu_program, facts, plugins};
 
 use super::{Line, criu, tested};
+use crate::setup::{self, Target};
 
 pub const LIMIT: Duration = Duration::from_secs(30);
 /// The first NVIDIA driver branch that can checkpoint whole processes, and the first that can restore on other GPUs.
@@ -74,6 +75,7 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
     runtimes(input, &config, &mut lines);
     helpers(input, &config, &mut lines);
     engines(input, &mut lines);
+    set_up(input, &mut lines);
     lines.push(tested::line(input.tools, LIMIT));
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
@@ -132,7 +134,12 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             (false, _) => Line::missing(
                 "libcriu",
                 "this crun was built without CRIU",
-                "install a crun with CRIU, or use runc: runtime.low_level = \"runc\" in the configuration",
+                match input.tools.find("runc") {
+                    Some(_) => {
+                        "use runc: `cryopod setup` of your engine names it, or runtime.low_level = \"runc\" in the configuration"
+                    }
+                    None => "install runc, or a crun with CRIU",
+                },
             ),
         });
     }
@@ -196,6 +203,27 @@ fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
     } else {
         Line::ok("engines", found.join(", "))
     });
+}
+
+/// Tells which engines do not know cryopod yet. containerd needs to know it for Kubernetes alone.
+fn set_up(input: &Input<'_>, lines: &mut Vec<Line>) {
+    for (name, program, target) in [
+        ("podman setup", "podman", Target::Podman),
+        ("docker setup", "dockerd", Target::Docker),
+        ("Kubernetes setup", "kubelet", Target::Kubernetes),
+    ] {
+        if input.tools.find(program).is_none() {
+            continue;
+        }
+        lines.push(match setup::is_done(target, input.host, input.tools) {
+            true => Line::ok(name, "done"),
+            false => Line::note(
+                name,
+                "its configuration does not name cryopod",
+                format!("cryopod setup {}", target.name()),
+            ),
+        });
+    }
 }
 
 fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
@@ -340,6 +368,11 @@ mod tests {
         for (tools, want, says) in [
             (&[][..], Status::Ok, "criu 4.1 to "),
             (&[("criu", "Version: 4.3\n")], Status::Ok, "runc 1.1 to "),
+            (
+                &[("podman", "podman version 3.4.4\n")],
+                Status::Note,
+                "podman 3.4 is older than",
+            ),
             (
                 &[
                     ("criu", "Version: 99.1.2\n"),

@@ -12,7 +12,7 @@ const TESTED: [(&str, [u32; 2], [u32; 2]); 6] = [
     ("criu", [4, 1], [4, 3]),
     ("runc", [1, 1], [1, 4]),
     ("crun", [1, 21], [1, 28]),
-    ("podman", [5, 4], [6, 1]),
+    ("podman", [4, 3], [6, 1]),
     ("containerd", [1, 7], [2, 1]),
     ("docker", [26, 1], [28, 5]),
 ];
@@ -22,23 +22,28 @@ pub fn line(tools: &dyn Tools, limit: Duration) -> Line {
     let dotted = |[major, minor]: [u32; 2]| format!("{major}.{minor}");
     let range = |(name, oldest, newest)| format!("{name} {} to {}", dotted(oldest), dotted(newest));
     let tested = TESTED.map(range).join(", ");
-    let newer: Vec<String> = TESTED
-        .iter()
-        .filter_map(|(name, _, newest)| {
-            let path = tools.find(name)?;
-            let found = facts::numbers(&facts::version_line(tools, &path, limit)?)?;
-            let found = [*found.first()?, found.get(1).copied().unwrap_or(0)];
-            (found > *newest).then(|| format!("{name} {}", dotted(found)))
-        })
-        .collect();
-    match newer.is_empty() {
+    let mut others = Vec::new();
+    for (name, oldest, newest) in TESTED {
+        let found = tools
+            .find(name)
+            .and_then(|path| facts::version_line(tools, &path, limit))
+            .and_then(|line| facts::numbers(&line));
+        let Some(&[major, ref rest @ ..]) = found.as_deref() else {
+            continue;
+        };
+        let found = [major, rest.first().copied().unwrap_or(0)];
+        // An older CRIU is no matter of trying it out; `criu` has a line of its own.
+        if found > newest {
+            others.push(format!("{name} {} is newer", dotted(found)));
+        } else if found < oldest && name != "criu" {
+            others.push(format!("{name} {} is older", dotted(found)));
+        }
+    }
+    match others.is_empty() {
         true => Line::ok("tested versions", tested),
         false => Line::note(
             "tested versions",
-            format!(
-                "{} is newer than what was tested: {tested}",
-                newer.join(", ")
-            ),
+            format!("{} than what was tested: {tested}", others.join(", ")),
             "restore a checkpoint of a container that you can lose before you rely on it",
         ),
     }

@@ -1,0 +1,89 @@
+//! cryopod's own configuration: runc as the low-level runtime, where cryopod would take a crun that was built without CRIU,
+//! such as Debian 12's.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context;
+use cryopod_host::programs::Tools;
+use toml_edit::{DocumentMut, Item};
+
+use super::change::{self, Change};
+use super::podman::{put_back, set};
+use super::{Wanted, containerd};
+
+pub const FILE: &str = "/etc/cryopod/config.toml";
+const TABLE: &str = "runtime";
+const KEY: &str = "low_level";
+const RUNC: &str = "runc";
+const LIMIT: Duration = Duration::from_secs(30);
+
+pub fn change(wanted: &Wanted<'_>) -> anyhow::Result<Option<Change>> {
+    if !crun_without_criu(wanted.tools) || wanted.tools.find(RUNC).is_none() {
+        return Ok(None);
+    }
+    let path = Path::new(FILE);
+    let before = change::read(wanted.host, path)?;
+    let after = with(before.as_deref().unwrap_or_default()).context(FILE)?;
+    Ok(Change::of(path.into(), before, after))
+}
+
+fn crun_without_criu(tools: &dyn Tools) -> bool {
+    let Some(crun) = tools.find("crun") else {
+        return false;
+    };
+    let said = tools.output(&crun, &[OsStr::new("--version")], LIMIT);
+    said.is_ok_and(|out| out.code == 0 && !out.stdout.contains("+CRIU"))
+}
+
+/// Names runc, unless the configuration names a runtime.
+fn with(text: &str) -> anyhow::Result<String> {
+    let mut doc: DocumentMut = text.parse()?;
+    let table = containerd::table(doc.as_table_mut(), TABLE)?;
+    if table.contains_key(KEY) {
+        return Ok(text.to_owned());
+    }
+    set(table, KEY, RUNC.into());
+    Ok(doc.to_string())
+}
+
+pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String>> {
+    let mut doc: DocumentMut = text.parse()?;
+    let old: DocumentMut = before.unwrap_or_default().parse()?;
+    let was = old.get(TABLE).and_then(Item::as_table_like);
+    if let Some(table) = doc.get_mut(TABLE).and_then(Item::as_table_like_mut) {
+        if table.get(KEY).and_then(Item::as_str) == Some(RUNC) {
+            put_back(table, was, KEY);
+        }
+        if table.is_empty() && was.is_none() {
+            doc.remove(TABLE);
+        }
+    }
+    let text = doc.to_string();
+    Ok((before.is_some() || !text.trim().is_empty()).then_some(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runc_where_nothing_is_named() {
+        let text = "# [runtime]\n# low_level = \"crun\"\n";
+        let after = with(text).unwrap();
+        let doc: DocumentMut = after.parse().unwrap();
+        assert_eq!(doc[TABLE][KEY].as_str(), Some(RUNC));
+        assert!(after.starts_with(text) || after.ends_with(text), "{after}");
+        assert_eq!(with(&after).unwrap(), after);
+        let edited = format!("{after}# more\n");
+        let undone = without(&edited, Some(text)).unwrap().unwrap();
+        assert!(
+            !undone.contains(RUNC) && undone.contains("# more"),
+            "{undone}"
+        );
+        assert_eq!(without(&with("").unwrap(), None).unwrap(), None);
+        let named = "[runtime]\nlow_level = \"/opt/crun\"\n";
+        assert_eq!(with(named).unwrap(), named);
+    }
+}

@@ -1,0 +1,33 @@
+# docker.sh: `cryopod setup docker`, with a restart of the daemon, and its undoing.
+low_level runc
+cp /etc/docker/daemon.json /tmp/before
+on_failure() { tail -n 15 /tmp/dockerd.log /tmp/containerd.log; }
+
+cryopod setup docker --yes > /tmp/said
+check 'no daemon: set up' grep -q cryopod-runtime /etc/docker/daemon.json
+check 'no daemon: not tested' says /tmp/said '^Not tested: start docker.'
+check 'the shim' test "$(readlink /usr/local/sbin/containerd-shim-runc-v2)" = /usr/local/bin/containerd-shim-cryopod-v2
+cryopod setup docker --undo --yes > /dev/null
+check 'undone' cmp /etc/docker/daemon.json /tmp/before
+check 'undone: the shim' test ! -e /usr/local/sbin/containerd-shim-runc-v2
+
+docker_daemons
+cryopod setup docker --yes > /tmp/said
+check 'before the restart: says so' says /tmp/said 'systemctl restart containerd docker'
+check 'before the restart: not tested' says /tmp/said '^Not tested: docker has not read'
+cryopod setup docker --yes --restart > /tmp/said
+cat /tmp/said
+check 'tested' says /tmp/said '^Tested: a container'
+check 'nothing of the test is left' test -z "$(docker ps --all --quiet)$(docker images --quiet)"
+cryopod setup docker --undo --yes --restart > /dev/null
+check 'undone after all' cmp /etc/docker/daemon.json /tmp/before
+check 'docker does not know it' sh -c '! docker info --format "{{json .Runtimes}}" | grep cryopod'
+
+echo '{"runtimes": ' > /etc/docker/daemon.json
+if cryopod setup docker --yes > /tmp/said 2>&1; then exit 1; fi
+check 'not JSON: names the file' says /tmp/said '/etc/docker/daemon.json: not a JSON object'
+cp /tmp/before /etc/docker/daemon.json
+printf '#!/bin/sh\n' > /usr/local/sbin/containerd-shim-runc-v2
+if cryopod setup docker --yes > /tmp/said 2>&1; then exit 1; fi
+check 'a shim of somebody else: says so' says /tmp/said "is not cryopod's"
+check 'and changes nothing' cmp /etc/docker/daemon.json /tmp/before
