@@ -17,6 +17,7 @@
 mod abandoned;
 pub mod action_script;
 pub mod agent;
+mod amd_pages;
 mod application;
 pub mod argv;
 pub mod avoid;
@@ -39,6 +40,7 @@ pub mod error;
 pub mod facts;
 mod frozen;
 pub mod handover;
+pub mod hidden_gpus;
 pub mod images;
 pub mod log;
 mod loopback;

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use cryopod_archive::names;
+use cryopod_gpu_plan::amd::saved;
 
 use super::prepare::Prepared;
 use crate::action_script::Question;
@@ -24,13 +25,17 @@ pub(super) struct Ran {
     pub unfit: Option<String>,
 }
 
-/// Runs it until it ends. `new`: the container that is being created. An error means that it could not be started.
+/// CRIU's stage at which the plugins have done their work, and the last at which CRIU takes no for an answer.
+const RESTORED: &str = "post-restore";
+
+/// Runs it until it ends. `new`: the container that is being created. `amd`: CRIU's amdgpu plugin takes part. An error means that it could not be started.
 pub(super) fn run(
     request: &Request<'_>,
     prepared: &Prepared,
     op: &Operation,
     signals: &Signals,
     new: Option<&NewContainer>,
+    amd: bool,
 ) -> Result<Ran, Error> {
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
@@ -43,6 +48,7 @@ pub(super) fn run(
         images: None,
         criu_log: request.log(names::RESTORE_LOG),
         agent: ready.agent.as_ref().and_then(Agent::pid),
+        hidden: None,
     };
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
@@ -68,6 +74,14 @@ pub(super) fn run(
             && let Err(e) = mounts.attach(question.init)
         {
             unfit = Some(e);
+        }
+        if amd
+            && question.stage == RESTORED
+            && let Some(line) = before.criu_log().and_then(saved::failed_copy)
+        {
+            unfit = Some(format!(
+                "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {line}"
+            ));
         }
         unfit.is_none()
     };
