@@ -36,6 +36,7 @@ pub mod criu_program;
 pub mod criuconf;
 pub mod criufile;
 pub mod criuopts;
+mod device_filter;
 pub mod error;
 pub mod facts;
 mod frozen;

@@ -4,11 +4,14 @@ use std::time::Duration;
 
 use cryopod_archive::names;
 use cryopod_gpu_plan::amd::saved;
+use cryopod_gpu_plan::amd::topology::{Node, Topology};
+use cryopod_host::files::Host;
 
 use super::prepare::Prepared;
 use crate::action_script::Question;
 use crate::agent::Agent;
 use crate::child::{self, Ended, Signals, Watch};
+use crate::device_filter;
 use crate::error::Error;
 use crate::new_container::{self, NewContainer};
 use crate::new_mounts;
@@ -27,6 +30,13 @@ pub(super) struct Ran {
 
 /// CRIU's stage at which the plugins have done their work, and the last at which CRIU takes no for an answer.
 const RESTORED: &str = "post-restore";
+
+/// The render minors of the AMD GPUs that the container must not see.
+fn denied(host: &Host, visible: &[u32]) -> Vec<u32> {
+    let topology = Topology::read(host);
+    let minors = topology.gpus().map(Node::render_minor);
+    minors.filter(|minor| !visible.contains(minor)).collect()
+}
 
 /// Runs it until it ends. `new`: the container that is being created. `amd`: CRIU's amdgpu plugin takes part. An error means that it could not be started.
 pub(super) fn run(
@@ -74,6 +84,16 @@ pub(super) fn run(
             && let Err(e) = mounts.attach(question.init)
         {
             unfit = Some(e);
+        }
+        if question.stage == device_filter::STAGE
+            && let Some(visible) = &prepared.amd_visible
+            && let Err(e) = device_filter::deny(
+                &request.host,
+                question.init,
+                &denied(&request.host, visible),
+            )
+        {
+            tracing::warn!("other AMD GPUs are not denied yet: {e}");
         }
         if amd
             && question.stage == RESTORED
