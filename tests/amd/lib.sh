@@ -1,6 +1,8 @@
 # lib.sh: for cases of the virtual machine with `# needs: amd`: AMD GPUs that answer and do not exist.
 # shellcheck shell=bash
 
+scratch=${scratch:-/tmp}
+
 # machine NAME [PARAMETER=VALUE...]: the machine has the GPUs of tests/amd/machines/NAME.topology or of what `like` made, and
 # no others, from renderD128 on. Parameters are the module's (tests/amd/kfd/main.c).
 machine() {
@@ -92,15 +94,15 @@ gpus_of() {
         done' sh "$@"
 }
 
-# saved_or_not NAME ARCHIVE [OPTION...]: it is checkpointed into ARCHIVE, if that can be; what podman said is in /tmp/said.
+# saved_or_not NAME ARCHIVE [OPTION...]: it is checkpointed into ARCHIVE, if that can be; what podman said is in $scratch/said.
 saved_or_not() {
     local name=$1 archive=$2 && shift 2
-    pod container checkpoint "$@" --export "$archive" "$name" > /tmp/said 2>&1
+    pod container checkpoint "$@" --export "$archive" "$name" > "$scratch/said" 2>&1
 }
 
 # saved NAME ARCHIVE [OPTION...]: the container is checkpointed into ARCHIVE and removed; $before is its last round.
 saved() {
-    saved_or_not "$@" || { cat /tmp/said && tail -n 40 /var/lib/containers/storage/overlay-containers/*/userdata/dump.log && exit 1; }
+    saved_or_not "$@" || { cat "$scratch/said" && tail -n 40 /var/lib/containers/storage/overlay-containers/*/userdata/dump.log && exit 1; }
     before=$(count "$1")
     pod rm -f -t 0 "$1" > /dev/null
 }
@@ -115,10 +117,10 @@ stays() {
 # back NAME ARCHIVE [OPTION...]: it is restored from ARCHIVE and goes on from round $before, without a gap.
 back() {
     local name=$1 archive=$2 && shift 2
-    pod container restore "$@" --import "$archive" > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
+    pod container restore "$@" --import "$archive" > "$scratch/said" 2>&1 || { cat "$scratch/said" && exit 1; }
     wait_for rounds "$name" $((before + 5))
-    printed "$name" > /tmp/numbers
-    seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
+    printed "$name" > "$scratch/numbers"
+    seq 0 "$(tail -n 1 "$scratch/numbers")" | cmp - "$scratch/numbers"
 }
 
 # not_back ARCHIVE PATTERN: it is not restored, for a reason like this, and the archive is as it was.

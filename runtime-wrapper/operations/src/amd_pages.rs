@@ -105,7 +105,10 @@ pub fn unpack(
         return Ok(None);
     };
     let beside = images.parent().unwrap_or(images);
-    let directory = beside.join(format!(".cryopod-amd-{}", std::process::id()));
+    // A name that no killed restore has left, and none in another PID namespace has.
+    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let name = format!(".cryopod-amd-{}-{}", std::process::id(), since.as_nanos());
+    let directory = beside.join(name);
     DirBuilder::new()
         .mode(0o700)
         .create(&directory)

@@ -1,6 +1,6 @@
 # amd_one.sh LOW: a process with buffers, a queue and an event on one AMD GPU is checkpointed by CRIU's own plugin, removed
 # and restored: its sums go on, and the device nodes and rules inside are those from before.
-# runtimes: crun runc
+# runtimes: crun
 # needs: amd
 . /src/tests/amd/lib.sh
 start "$1" radeon-1

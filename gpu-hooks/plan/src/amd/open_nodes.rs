@@ -106,7 +106,6 @@ mod tests {
                     fds: fds.collect(),
                     ..Process::default()
                 }],
-                ..Scan::default()
             };
             let found = refusals(&scan, &nodes);
             match want {
