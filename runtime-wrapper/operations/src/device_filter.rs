@@ -64,17 +64,23 @@ struct Instruction {
     immediate: i32,
 }
 
-/// Loads a 32-bit word from where the source points; jumps if equal, if not; moves a number; returns.
+/// Loads a 32-bit word from where the source points; copies; masks, shifts to the right; jumps if equal, if not; moves a number;
+/// returns.
 const LOAD: u8 = 0x61;
+const COPY: u8 = 0xbf;
 const AND: u8 = 0x57;
+const SHIFT: u8 = 0x77;
 const JUMP_EQUAL: u8 = 0x15;
 const JUMP_OTHER: u8 = 0x55;
 const MOVE: u8 = 0xb7;
 const EXIT: u8 = 0x95;
 /// `BPF_DEVCG_DEV_CHAR`.
 const CHARACTER: i32 = 2;
+/// `BPF_DEVCG_ACC_READ` and `_WRITE`. To make a node is no use of it, and runtimes allow it.
+const READ_OR_WRITE: i32 = 6;
 
-/// The program, over `struct bpf_cgroup_dev_ctx { access_type, major, minor }` in register 1.
+/// The program, over `struct bpf_cgroup_dev_ctx { access_type, major, minor }` in register 1. The access is in the upper
+/// half of `access_type`, the kind of the device in the lower.
 fn program(minors: &[u32]) -> Vec<Instruction> {
     let of = |code, registers, offset, immediate| Instruction {
         code,
@@ -86,8 +92,12 @@ fn program(minors: &[u32]) -> Vec<Instruction> {
     let minors = &minors[..minors.len().min(count as usize)];
     let mut all = vec![
         of(LOAD, 0x12, 0, 0),
+        of(COPY, 0x23, 0, 0),
         of(AND, 0x02, 0, 0xffff),
-        of(JUMP_OTHER, 0x02, count + 3, CHARACTER),
+        of(JUMP_OTHER, 0x02, count + 6, CHARACTER),
+        of(SHIFT, 0x03, 0, 16),
+        of(AND, 0x03, 0, READ_OR_WRITE),
+        of(JUMP_EQUAL, 0x03, count + 3, 0),
         of(LOAD, 0x12, 4, 0),
         of(JUMP_OTHER, 0x02, count + 1, DRM_MAJOR as i32),
         of(LOAD, 0x12, 8, 0),
@@ -173,21 +183,25 @@ mod tests {
     use std::fs;
 
     /// Runs the program as the kernel would.
-    fn allows(program: &[Instruction], kind: u32, minor: u32, major: u32) -> bool {
-        let context = [6 << 16 | kind, major, minor];
-        let (mut at, mut two, mut zero) = (0usize, 0u32, 0i32);
+    fn allows(program: &[Instruction], access: u32, kind: u32, major: u32, minor: u32) -> bool {
+        let context = [access << 16 | kind, major, minor];
+        let mut registers = [0u32; 4];
+        let mut at = 0;
         loop {
             let i = program[at];
             at += 1;
-            let jump = |at: usize| at + i.offset as usize;
+            let (to, from) = (usize::from(i.registers & 15), usize::from(i.registers >> 4));
+            let number = i.immediate as u32;
             match i.code {
-                LOAD => two = context[i.offset as usize / 4],
-                AND => two &= i.immediate as u32,
-                JUMP_EQUAL if two == i.immediate as u32 => at = jump(at),
-                JUMP_OTHER if two != i.immediate as u32 => at = jump(at),
+                LOAD => registers[to] = context[i.offset as usize / 4],
+                COPY => registers[to] = registers[from],
+                AND => registers[to] &= number,
+                SHIFT => registers[to] >>= number,
+                JUMP_EQUAL if registers[to] == number => at += i.offset as usize,
+                JUMP_OTHER if registers[to] != number => at += i.offset as usize,
                 JUMP_EQUAL | JUMP_OTHER => {}
-                MOVE => zero = i.immediate,
-                EXIT => return zero == 1,
+                MOVE => registers[to] = number,
+                EXIT => return registers[0] == 1,
                 other => panic!("{other:#x}"),
             }
         }
@@ -196,19 +210,19 @@ mod tests {
     #[test]
     fn it_denies_these_render_nodes_and_nothing_else() {
         let program = program(&[129, 131]);
-        for (kind, major, minor, allowed) in [
-            (2, 226, 128, true),
-            (2, 226, 129, false),
-            (2, 226, 131, false),
-            (2, 226, 132, true),
-            (2, 1, 129, true),
-            (1, 226, 129, true),
+        let (make, read, write, all) = (1, 2, 4, 7);
+        for (access, kind, major, minor, allowed) in [
+            (all, 2, 226, 128, true),
+            (all, 2, 226, 129, false),
+            (read, 2, 226, 131, false),
+            (write, 2, 226, 131, false),
+            (make, 2, 226, 131, true),
+            (all, 2, 226, 132, true),
+            (all, 2, 1, 129, true),
+            (all, 1, 226, 129, true),
         ] {
-            assert_eq!(
-                allows(&program, kind, minor, major),
-                allowed,
-                "{major}:{minor}"
-            );
+            let found = allows(&program, access, kind, major, minor);
+            assert_eq!(found, allowed, "{access} {kind} {major}:{minor}");
         }
     }
 

@@ -105,6 +105,23 @@ impl Images {
         Ok(true)
     }
 
+    /// What the plugin will write of a container with these render minors on this machine, as far as the choice of GPUs
+    /// depends on it. Several processes of a container see the same.
+    pub fn foreseen(host: &Topology, minors: &[u32]) -> Self {
+        let image = KfdImage {
+            file: "amdgpu-kfd-0.img".into(),
+            pid: 0,
+            topology: host.visible(minors).recorded(),
+            buffers: 0,
+            vram: BTreeMap::new(),
+            contents: BTreeMap::new(),
+        };
+        Self {
+            kfd: vec![image],
+            render: Vec::new(),
+        }
+    }
+
     /// Reads the images in a directory. The error is that of the first bad one, by name.
     pub fn collect(dir: &Path) -> Result<Self, ImageError> {
         let io = |file: &str, e: &io::Error| Field(file).wrong("file", e.to_string());

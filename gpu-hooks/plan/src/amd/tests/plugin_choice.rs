@@ -105,7 +105,8 @@ fn a_search_that_never_ends_is_foreseen() {
     let (a, b) = (described("endless-a"), described("endless-b"));
     let choice = choose(&a, &b, &Switches::default());
     assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
-    assert_eq!(picks(&a, &a), [(0xa000, 0xa000), (0xa001, 0xa001)]);
+    let choice = choose(&a, &a, &Switches::default());
+    assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
 }
 
 #[test]

@@ -17,15 +17,6 @@ struct Pair {
     switches: Switches,
 }
 
-/// What the plugin's images record of a machine: its links that lead nowhere are not stored.
-fn recorded(mut t: Topology) -> Topology {
-    let ids: Vec<u32> = t.nodes.iter().map(|n| n.id).collect();
-    for node in &mut t.nodes {
-        node.links.retain(|l| ids.contains(&l.to));
-    }
-    t
-}
-
 /// All pairs of the described machines, whole and in part, in the order of the description and in the reverse.
 fn captured() -> Vec<Pair> {
     let mut machines = Vec::new();
@@ -58,7 +49,7 @@ fn captured() -> Vec<Pair> {
                 for numa in [true, false] {
                     pairs.push(Pair {
                         name: format!("{a} on {b}{how}, NUMA {numa}"),
-                        source: recorded(source.clone()),
+                        source: source.recorded(),
                         target: target.clone(),
                         switches: Switches::default().with(Switch::Numa, numa),
                     });
@@ -80,7 +71,7 @@ fn random_pair(seed: u64) -> Pair {
         let changes = [0, 0, 1, 2, 5][dice.roll(5)];
         other(dice, &source, 0, changes)
     };
-    let mut source = recorded(source);
+    let mut source = source.recorded();
     if dice.one_in(3) {
         dice.shuffle(&mut source.nodes);
     }
