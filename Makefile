@@ -33,6 +33,9 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2 hostile:: shim::what_dies
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
+	tests/amd/predict 10000
+	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm
+	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm SUITE=forky CASES='amd_one amd_gpus amd_moves amd_switches amd_failures amd_failed_restores'
 	fuzz/run 4200
 
 test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
@@ -42,9 +45,12 @@ test-packages: ## the packages: installed, used and removed on Debian 12 and 13;
 testbed: ## the Debian root that the real-stack tests run in; SUITE=forky or experimental for newer ones
 	tests/testbed/testbed up
 
-test-vm: ## the tests that need real device nodes, in an emulated machine; docs/testbed.md
+test-vm: ## the tests that need real device nodes, in an emulated machine, an hour; docs/testbed.md
 	$(MAKE) --no-print-directory build
-	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/vm/run $(CASES)
+	LONG=1 CRYOPOD_BIN_DIR=$(BIN_DIR) tests/vm/run $(CASES)
+
+test-amd: ## what owners of AMD GPUs run, on GPUs that answer and do not exist; docs/amd.md
+	$(MAKE) --no-print-directory test-vm CASES=amd_hardware
 
 demo: ## containers with and without GPUs are checkpointed, removed, restored and copied
 	$(MAKE) --no-print-directory --jobs 2 build testbed BUILD=--workspace
@@ -75,4 +81,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-one test-long testbed test-vm demo picture bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo picture bench bench-archive gpu-test deny clean

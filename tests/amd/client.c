@@ -1,9 +1,9 @@
 /*
- * kfd-client [-m MIB] [-b BUFFERS] [-p PROCESSES]: works with the KFD until something is wrong. Each process opens
+ * kfd-client [-m MIB] [-b BUFFERS] [-p PROCESSES] [-n]: works with the KFD until something is wrong. Each process opens
  * the KFD and every GPU that it sees, allocates BUFFERS of MIB on each, a queue and an event, and fills the buffers. Then
  * it goes round ten times a second: each queue must run, each buffer hold what it held, and one word of each changes.
  * The first process prints a number a round: 0, 1, 2, ... if all is well in every process, else why not. Half of a
- * buffer is noise, and half is zero.
+ * buffer is noise, and half is zero. -n: no queue; one as simple as this only the mock KFD takes.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -31,7 +31,7 @@ static struct gpu {
 	uint64_t *buffers[MAX_BUFFERS];
 	uint64_t sums[MAX_BUFFERS];
 } gpus[MAX_GPUS];
-static int gpu_count, kfd, buffers = 2, processes = 1;
+static int gpu_count, kfd, buffers = 2, processes = 1, queues = 1;
 static uint64_t size = 1 << 20;
 
 /* Shared by all processes: rounds done by each. */
@@ -157,7 +157,8 @@ static void start(void)
 			gpu->buffers[b] = buffer(gpu, render, gpu->id + 77 * b + 1000003ULL * (self + 1));
 			gpu->sums[b] = sum(gpu->buffers[b]);
 		}
-		call(AMDKFD_IOC_CREATE_QUEUE, &queue, "create a queue", gpu->id);
+		if (queues)
+			call(AMDKFD_IOC_CREATE_QUEUE, &queue, "create a queue", gpu->id);
 		gpu->queue = queue.queue_id;
 		call(AMDKFD_IOC_CREATE_EVENT, &event, "create an event", gpu->id);
 		gpu->event = event.event_id;
@@ -172,7 +173,8 @@ static void round_once(int64_t round)
 							   .ring_base_address = 0x1000 * (g + 1) };
 		struct kfd_ioctl_set_event_args event = { .event_id = gpu->event };
 
-		call(AMDKFD_IOC_UPDATE_QUEUE, &run, "run a queue", gpu->id);
+		if (queues)
+			call(AMDKFD_IOC_UPDATE_QUEUE, &run, "run a queue", gpu->id);
 		call(AMDKFD_IOC_SET_EVENT, &event, "set an event", gpu->id);
 		for (int b = 0; b < buffers; b++) {
 			uint64_t found = sum(gpu->buffers[b]);
@@ -191,11 +193,12 @@ int main(int argc, char **argv)
 	int option;
 
 	setvbuf(stdout, NULL, _IOLBF, 0);
-	while ((option = getopt(argc, argv, "m:b:p:")) > 0)
+	while ((option = getopt(argc, argv, "m:b:p:n")) > 0)
 		switch (option) {
 		case 'm': size = strtoull(optarg, NULL, 0) << 20; break;
 		case 'b': buffers = atoi(optarg); break;
 		case 'p': processes = atoi(optarg); break;
+		case 'n': queues = 0; break;
 		default: return 2;
 		}
 	if (!size || buffers < 1 || buffers > MAX_BUFFERS || processes < 1 || processes > 16)

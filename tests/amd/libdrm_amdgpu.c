@@ -1,12 +1,13 @@
 /*
  * libdrm_amdgpu of the tests: what CRIU's amdgpu plugin calls of it. Buffers are the mock KFD's, mapped; addresses are
  * given out one after the other; submitted SDMA packets are executed here, as copies in memory. So the plugin's own
- * packets, in its own order, move the data. While /run/sdma-fails exists every submission fails.
+ * packets, in its own order, move the data. The mock KFD's parameter `sdma` makes them fail or hang.
  */
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -212,14 +213,30 @@ static void *memory_at(struct amdgpu_device *device, uint64_t address, uint64_t 
 	return NULL;
 }
 
+/* What the module's parameter says that copies do; read where the plugin runs, at a restore in the container. */
+static bool copies(const char *how)
+{
+	char said[16] = "";
+	FILE *f = fopen("/sys/module/mock_kfd/parameters/sdma", "r");
+
+	if (f) {
+		if (!fgets(said, sizeof(said), f))
+			said[0] = 0;
+		fclose(f);
+	}
+	return !strncmp(said, how, strlen(how));
+}
+
 int amdgpu_cs_submit(amdgpu_context_handle context, uint64_t flags, struct amdgpu_cs_request *requests, uint32_t count)
 {
 	struct amdgpu_cs_ib_info *ib = requests->ibs;
 	uint32_t *words = memory_at(context->device, ib->ib_mc_address, ib->size * 4ULL);
 
 	(void)flags;
-	if (!access("/run/sdma-fails", F_OK))
+	if (copies("fails"))
 		return -EIO;
+	while (copies("hangs"))
+		usleep(100000);
 	if (count != 1 || requests->ip_type != AMDGPU_HW_IP_DMA || !words)
 		return -EINVAL;
 	for (uint32_t i = 0; i < ib->size;) {

@@ -25,7 +25,7 @@
 #include "amdgpu_plugin_util.h"
 #include "amdgpu_plugin_topology.h"
 
-enum { BUDGET = 200000, ENDLESS = 3, SECONDS = 1 };
+enum { BUDGET = 200000, ENDLESS = 3, LIMIT = 500000 /* microseconds of its processor */ };
 
 static unsigned long comparisons;
 
@@ -98,7 +98,7 @@ static void read_system(struct tp_system *sys)
 
 static void answer(struct tp_system *src, struct tp_system *dest)
 {
-	struct itimerval limit = { .it_value.tv_sec = SECONDS };
+	struct itimerval limit = { .it_value.tv_usec = LIMIT };
 	struct device_maps maps;
 	struct tp_node *node;
 	bool refused;

@@ -13,6 +13,7 @@ use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::vram::VramFacts;
 use cryopod_archive::{criu, engine, names};
+use cryopod_host::nodes::Vendor;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -295,7 +296,9 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
             GpuProcess {
                 pid,
                 comm: process.comm.clone(),
-                vram_bytes: own.and_then(|p| p.get("vram_bytes")?.as_u64()),
+                vram_bytes: own
+                    .and_then(|p| p.get("vram_bytes")?.as_u64())
+                    .or_else(|| of_buffers(process)),
                 gpus: own.map(|p| strings(p, "gpus")).unwrap_or_default(),
                 steps: own.map(|p| steps(p)).unwrap_or_default(),
             }
@@ -328,6 +331,12 @@ fn copied(processes: &[&Value]) -> Copied {
         *part = part.saturating_add(bytes);
         sum
     })
+}
+
+/// What an AMD process's buffers hold, which is what CRIU's plugin has saved.
+fn of_buffers(process: &cryopod_archive::metadata::GpuProcess) -> Option<u64> {
+    let used = process.vendors.contains(&Vendor::Amd) && !process.gpu_memory.is_empty();
+    used.then(|| process.gpu_memory.iter().map(|u| u.bytes).sum())
 }
 
 /// The pid in the innermost namespace.

@@ -109,7 +109,7 @@ pub fn checkpoint(
         return Err(PlanError::Gone(init));
     }
     let processes = live::users(scan, &nodes);
-    let mut refusals = Vec::new();
+    let mut refusals = amd::open_nodes::refusals(scan, &nodes);
     let mut needed = Vec::new();
     for vendor in [Vendor::Nvidia, Vendor::Amd] {
         let users: Vec<&GpuProcess> = processes

@@ -23,6 +23,7 @@ use nix::unistd::Pid;
 
 use crate::action_script::{ActionScript, Question};
 use crate::error::Error;
+use crate::hidden_gpus::HiddenGpus;
 use crate::lowlevel::LowLevel;
 use crate::stuck_freeze::Freeze;
 use crate::stuck_restore::{Criu, is_criu};
@@ -71,6 +72,8 @@ pub struct Watch<'a> {
     pub criu_log: PathBuf,
     /// The driver agent, which puts processes back when all else has failed: never killed here.
     pub agent: Option<i32>,
+    /// What the low-level runtime and CRIU must not see.
+    pub hidden: Option<HiddenGpus>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -143,7 +146,7 @@ pub fn run(
         // SAFETY: a plain system call that touches no memory of ours.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
     }
-    let child = spawn(low, args, env, watch.kind, signals.before)?;
+    let child = spawn(low, args, env, watch, signals.before)?;
     let mut watcher = Watcher {
         child: pid_of(&child),
         watch,
@@ -188,7 +191,7 @@ fn spawn(
     low: &LowLevel,
     args: &[OsString],
     env: &[(&str, OsString)],
-    kind: Kind,
+    watch: &Watch<'_>,
     mask: SigSet,
 ) -> Result<Child, Error> {
     let mut command = Command::new(&low.path);
@@ -196,11 +199,12 @@ fn spawn(
     command.envs(env.iter().map(|(k, v)| (k, v)));
     // A checkpoint's child leaves the terminal's process group, so that ^C comes to this process alone; a
     // restore may have the container in the foreground and stays.
-    if kind == Kind::Checkpoint {
+    if watch.kind == Kind::Checkpoint {
         command.process_group(0);
     }
     let parent = Pid::this();
-    // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, sigprocmask.
+    let hidden = watch.hidden.clone();
+    // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
     unsafe {
         command.pre_exec(move || {
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
@@ -208,6 +212,9 @@ fn spawn(
             }
             if nix::unistd::getppid() != parent {
                 return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if let Some(hidden) = &hidden {
+                hidden.hide()?;
             }
             sigprocmask(SigmaskHow::SIG_SETMASK, Some(&mask), None).map_err(io::Error::from)
         });

@@ -88,8 +88,8 @@ fn restore(
         NewContainer::reseed();
     }
     let changed = bundle::change(&request, &prepared, &op)?;
-    let ran = run::run(&request, &prepared, &op, &signals, new)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
+    let ran = run::run(&request, &prepared, &op, &signals, new, amd)?;
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
     if is_free && result.is_err() {
         // crun keeps the state of a failed restore, and a failed `create` leaves nothing.

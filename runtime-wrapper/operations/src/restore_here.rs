@@ -3,19 +3,24 @@
 //! A container whose restore would be refused is not checkpointed: its processes would be lost. The checks are those of
 //! the restore ([`preflight::answer`], [`surroundings::provided`]), applied to the metadata that would be written. Two
 //! things will differ by then, and are accounted for: the GPU and host memory that the container itself uses is free,
-//! and CRIU's amdgpu plugin has written its images. docs/containers.md lists what a restore refuses and what of it this
+//! and CRIU's amdgpu plugin has written its images, which are foreseen. docs/containers.md lists what a restore refuses and what of it this
 //! check sees.
 
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::report::AgentReady;
+use cryopod_gpu_plan::amd::image::Images;
+use cryopod_gpu_plan::amd::topology::{Node, Topology};
 use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
+use cryopod_host::files::Host;
+use cryopod_host::nodes::{DRM_MAJOR, Vendor};
+use cryopod_host::spec::Spec;
 
 use crate::error::Error;
 use crate::preflight::{self, Question};
 use crate::request::Request;
-use crate::{privileges, surroundings};
+use crate::{plugins, privileges, surroundings};
 
 #[derive(Clone, Copy)]
 pub struct Prospect<'a> {
@@ -55,6 +60,7 @@ impl Prospect<'_> {
         // The configuration's map is for another restore, before which it may change; the container's own map stays.
         let mut config = request.config().clone();
         config.gpu.map = None;
+        let amd = plugins::uses(metadata, Vendor::Amd).then(|| amd_images(host, spec));
         let answer = preflight::answer(&Question {
             host,
             config: &config,
@@ -64,7 +70,7 @@ impl Prospect<'_> {
             low: request.low(),
             faults: &[],
             agent: agent.as_ref(),
-            amd: None,
+            amd: amd.as_ref(),
             freed: self.plan.memory_bytes,
         })?;
         let mut refusals = answer.refusals();
@@ -85,6 +91,16 @@ impl Prospect<'_> {
         }
         Ok(refusals.into_iter().map(of_checkpoint).collect())
     }
+}
+
+/// What CRIU's amdgpu plugin will write of this container's GPUs: on some machines it cannot even restore on the same ones.
+fn amd_images(host: &Host, spec: &Spec) -> Images {
+    let topology = Topology::read(host);
+    let minors = topology.gpus().map(Node::render_minor);
+    let allowed: Vec<u32> = minors
+        .filter(|minor| spec.allows(DRM_MAJOR, (*minor).into()))
+        .collect();
+    Images::foreseen(&topology, &allowed)
 }
 
 /// Words a refusal of the restore as one of the checkpoint.

@@ -251,6 +251,9 @@ static int restore(struct process *p, struct kfd_ioctl_criu_args *args)
 	if (!args->bos || !args->devices || !args->priv_data || !args->priv_data_size || !args->num_devices ||
 	    !args->num_bos)
 		return -EINVAL;
+	/* One for each GPU that the process could see when it opened the KFD. */
+	if (args->num_devices != device_count(p))
+		return -EINVAL;
 	if (!list_empty(&p->objects) ||
 	    args->priv_data_size != (args->num_bos + args->num_objects) * sizeof(struct saved))
 		return -EINVAL;

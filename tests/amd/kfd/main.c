@@ -18,6 +18,9 @@ MODULE_PARM_DESC(fail_checkpoint, "N:ERRNO: CHECKPOINT fails at its Nth buffer")
 char *fail_restore;
 module_param(fail_restore, charp, 0644);
 MODULE_PARM_DESC(fail_restore, "N:ERRNO: RESTORE fails at its Nth buffer");
+static char *sdma;
+module_param(sdma, charp, 0644);
+MODULE_PARM_DESC(sdma, "for tests/amd/libdrm_amdgpu.c, which reads it: \"fails\" or \"hangs\": copies do");
 
 static int major;
 static struct device *device;

@@ -135,7 +135,7 @@ int topology_read(const char *path)
 	nodes = vzalloc(MAX_NODES * sizeof(*nodes));
 	if (!nodes || !cpus)
 		goto out;
-	size = kernel_read_file_from_path(path, 0, &text, 1 << 20, NULL, READING_UNKNOWN);
+	size = kernel_read_file_from_path(path, 0, &text, 1 << 20, NULL, READING_FIRMWARE);
 	ret = size < 0 ? size : 0;
 	if (ret)
 		goto out;

@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -91,6 +92,12 @@ static int dump_file(int fd, int id)
 		if (write(to, bytes, n) != n)
 			return -EIO;
 	close(from);
+	close(to);
+	/* The memory of kfd.py's GPU: none. */
+	snprintf(name, sizeof(name), "amdgpu-pages-%d-%04x.img", id, 1001);
+	to = openat(criu_get_image_dir(), name, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+	if (to < 0 || write(to, &(uint64_t){ 0 }, 8) != 8)
+		return -EIO;
 	close(to);
 	if (add_inventory_plugin && add_inventory_plugin(NAME))
 		return -EIO;

@@ -23,8 +23,10 @@ pub const MAX_IMAGE: u64 = 256 << 20;
 const MAX_NODES: usize = 256;
 const MAX_LINKS: usize = 1024;
 const MAX_ENTRY: usize = 64 << 10;
-/// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` of the kernel's interface.
+/// `KFD_IOC_ALLOC_MEM_FLAGS_VRAM` and `_GTT` of the kernel's interface: memory of the GPU, and the host's that the driver
+/// has allocated. The plugin saves the contents of both.
 const ALLOC_VRAM: u32 = 1;
+const ALLOC_GTT: u32 = 2;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{file}: {field}: {reason}; the checkpoint is damaged or not of CRIU's amdgpu plugin")]
@@ -44,6 +46,8 @@ pub struct KfdImage {
     pub buffers: u64,
     /// VRAM of its buffers in bytes, by `gpu_id`.
     pub vram: BTreeMap<u32, u64>,
+    /// What the plugin must have saved of its buffers, VRAM and GTT, in bytes, by `gpu_id`.
+    pub contents: BTreeMap<u32, u64>,
 }
 
 /// `amdgpu-renderD-<id>.img`: an open render node.
@@ -65,6 +69,21 @@ pub fn is_image(name: &str) -> bool {
     numbered(name, "amdgpu-kfd-") || numbered(name, "amdgpu-renderD-")
 }
 
+/// `amdgpu-pages-<id>-<gpu_id>.img`: the contents of a process's buffers on one GPU.
+pub fn is_pages(name: &str) -> bool {
+    let middle = name
+        .strip_prefix("amdgpu-pages-")
+        .and_then(|n| n.strip_suffix(".img"));
+    middle
+        .and_then(|n| n.split_once('-'))
+        .is_some_and(|(id, gpu)| {
+            !id.is_empty()
+                && id.bytes().all(|b| b.is_ascii_digit())
+                && (1..=8).contains(&gpu.len())
+                && gpu.bytes().all(|b| b.is_ascii_hexdigit())
+        })
+}
+
 fn numbered(name: &str, prefix: &str) -> bool {
     name.strip_prefix(prefix)
         .and_then(|n| n.strip_suffix(".img"))
@@ -84,6 +103,23 @@ impl Images {
             return Ok(false);
         }
         Ok(true)
+    }
+
+    /// What the plugin will write of a container with these render minors on this machine, as far as the choice of GPUs
+    /// depends on it. Several processes of a container see the same.
+    pub fn foreseen(host: &Topology, minors: &[u32]) -> Self {
+        let image = KfdImage {
+            file: "amdgpu-kfd-0.img".into(),
+            pid: 0,
+            topology: host.visible(minors).recorded(),
+            buffers: 0,
+            vram: BTreeMap::new(),
+            contents: BTreeMap::new(),
+        };
+        Self {
+            kfd: vec![image],
+            render: Vec::new(),
+        }
     }
 
     /// Reads the images in a directory. The error is that of the first bad one, by name.
@@ -221,7 +257,7 @@ impl KfdImage {
         let file = Field(name);
         let mut numbers: BTreeMap<u32, u64> = BTreeMap::new();
         let mut nodes = Vec::new();
-        let (mut buffers, mut vram) = (0_u64, BTreeMap::new());
+        let (mut buffers, mut vram, mut saved) = (0_u64, BTreeMap::new(), BTreeMap::new());
         let mut private = None;
         walk(file, contents(file, bytes)?, KFD_FIELDS, |tag, value| {
             match (tag, value) {
@@ -232,7 +268,7 @@ impl KfdImage {
                     nodes.push(device(file, nodes.len(), entry)?);
                 }
                 (6, Value::Bytes(entry)) => {
-                    buffer(file, buffers, entry, &mut vram)?;
+                    buffer(file, buffers, entry, &mut vram, &mut saved)?;
                     buffers += 1;
                 }
                 (10, Value::Bytes(data)) => private = Some(data.len()),
@@ -264,7 +300,7 @@ impl KfdImage {
         )?;
         count(file, "num_of_bos", number(5), buffers)?;
         unique(file, &nodes)?;
-        if let Some(gpu_id) = vram
+        if let Some(gpu_id) = saved
             .keys()
             .find(|id| !nodes.iter().any(|n| n.gpu_id == **id))
         {
@@ -282,6 +318,7 @@ impl KfdImage {
             },
             buffers,
             vram,
+            contents: saved,
         })
     }
 }
@@ -409,6 +446,7 @@ fn buffer(
     index: u64,
     bytes: &[u8],
     vram: &mut BTreeMap<u32, u64>,
+    contents: &mut BTreeMap<u32, u64>,
 ) -> Result<(), ImageError> {
     let entry = format!("bo_entries[{index}].");
     let e = bytes
@@ -428,9 +466,15 @@ fn buffer(
     file.need(&entry, "offset", e.offset)?;
     let flags = file.need(&entry, "alloc_flags", e.alloc_flags)?;
     let gpu_id = file.need(&entry, "gpu_id", e.gpu_id)?;
-    if flags & ALLOC_VRAM != 0 {
-        let sum = vram.entry(gpu_id).or_insert(0_u64);
+    let add = |sums: &mut BTreeMap<u32, u64>| {
+        let sum = sums.entry(gpu_id).or_insert(0_u64);
         *sum = sum.saturating_add(size);
+    };
+    if flags & ALLOC_VRAM != 0 {
+        add(vram);
+    }
+    if flags & (ALLOC_VRAM | ALLOC_GTT) != 0 {
+        add(contents);
     }
     Ok(())
 }

@@ -7,6 +7,9 @@
 //! - [`matcher`]: finds a mapping, whenever one exists.
 //! - [`plugin_choice`]: predicts the plugin's own choice.
 //! - [`choose`]: combines both.
+//! - [`open_nodes`]: refuses processes whose open nodes the plugin could not restore.
+//! - [`saved`]: finds what the plugin has left out without an error, of a checkpoint and of a restore.
+//! - [`unpause`]: lets queues run again that a failed checkpoint has left paused.
 //!
 //! A topology node with `gpu_id` 0 is a CPU. The kernel refuses `gpu_id` and `properties` to a reader whose device
 //! cgroup does not allow the render node; such nodes are left out (facts of CRIU's amdgpu plugin).
@@ -16,12 +19,15 @@ pub mod choose;
 mod graph;
 pub mod image;
 pub mod matcher;
+pub mod open_nodes;
 pub mod plugin_choice;
 mod proto;
 mod reasons;
 mod ring;
+pub mod saved;
 mod search;
 pub mod topology;
+pub mod unpause;
 
 use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;

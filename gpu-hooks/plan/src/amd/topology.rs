@@ -204,6 +204,17 @@ impl Topology {
         }
     }
 
+    /// Returns what the plugin records of this: without the links that lead nowhere.
+    #[must_use]
+    pub fn recorded(&self) -> Self {
+        let mut topology = self.clone();
+        let ids: Vec<u32> = topology.nodes.iter().map(|n| n.id).collect();
+        for node in &mut topology.nodes {
+            node.links.retain(|l| ids.contains(&l.to));
+        }
+        topology
+    }
+
     /// Adds the PCI addresses and unique ids from the metadata; an image of the plugin has neither.
     pub fn label(&mut self, recorded: &[Gpu]) {
         for gpu in recorded.iter().filter(|g| g.vendor == Vendor::Amd) {

@@ -3,8 +3,9 @@
 use std::process::ExitCode;
 
 use cryopod_archive::names;
+use cryopod_gpu_plan::amd::unpause::unpause;
 
-use super::dump::Dumped;
+use super::dump::{Dumped, amd_users};
 use super::prepare::Prepared;
 use super::{alive, ask};
 use crate::child::exit_code;
@@ -34,6 +35,10 @@ pub(super) fn conclude(
     let limit = ready.limit;
     // The agent puts back what was not committed before anything is reported about the container.
     let finished = ready.finish(&op);
+    // CRIU's amdgpu plugin may have left the queues of a container paused that goes on running.
+    for error in unpause(&request.host, &amd_users(planned)) {
+        tracing::error!("{error}; restart the container if its GPUs do not answer");
+    }
     if dumped.ended.killed {
         // CRIU was killed in the middle of a dump: nothing else can be done from outside.
         ask(request, "resume");
@@ -63,6 +68,9 @@ pub(super) fn conclude(
         // A failed checkpoint leaves no metadata.
         for name in [names::METADATA, names::PRELOAD_LIBRARY] {
             let _ = std::fs::remove_file(images.path.join(name));
+        }
+        if !amd_users(planned).is_empty() {
+            cryopod_archive::vram::remove(&images.path);
         }
     }
     let criu_log = dumped.before.criu_log();

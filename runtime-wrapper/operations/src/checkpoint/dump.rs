@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_archive::names;
+use cryopod_gpu_plan::amd::saved;
+use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
 use super::plan::Planned;
@@ -14,12 +16,13 @@ use super::{capture_files, micros};
 use crate::agent::Agent;
 use crate::child::{self, Ended, Watch};
 use crate::error::Error;
+use crate::hidden_gpus::HiddenGpus;
 use crate::operation::Operation;
 use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{frozen, preload, setup, surroundings, vram};
+use crate::{amd_pages, frozen, preload, setup, surroundings, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -49,6 +52,10 @@ pub(super) fn dump(
         images: Some(prepared.images.path.clone()),
         criu_log: request.log(names::DUMP_LOG),
         agent: prepared.ready.agent.as_ref().and_then(Agent::pid),
+        hidden: match amd_users(prepared.planned).is_empty() {
+            true => None,
+            false => HiddenGpus::of(&request.host, &request.spec, op)?,
+        },
     };
     let since = Instant::now();
     prepared.metadata.timings.plan_us = micros(since - started);
@@ -79,6 +86,11 @@ pub(super) fn dump(
         before,
         runtime_log,
     })
+}
+
+/// The processes whose GPU state CRIU's amdgpu plugin saves.
+pub(super) fn amd_users(planned: &Planned) -> Vec<i32> {
+    planned.gpus.users_of(Vendor::Amd)
 }
 
 fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
@@ -159,11 +171,32 @@ impl Completion<'_> {
     }
 
     fn commit(&mut self) -> Result<(), String> {
+        if !amd_users(self.planned).is_empty() {
+            let images = saved::complete(&self.request.images)?;
+            saved::note(&images, &mut self.metadata.gpu);
+            self.pack()?;
+        }
         preload::carry(&self.request.spec, &self.request.images)?;
         let slot = self.slot.take();
         slot.map_or(Ok(()), |slot| {
             slot.commit(self.metadata).map_err(|e| e.to_string())
         })
+    }
+}
+
+impl Completion<'_> {
+    /// Moves the memory of AMD's GPUs into VRAM files, where that is wanted and NVIDIA's is in none.
+    fn pack(&mut self) -> Result<(), String> {
+        let config = vram::checkpoint(self.request).map_err(|e| e.to_string())?;
+        let Some(config) = config.filter(|_| self.metadata.gpu.vram.is_none()) else {
+            return Ok(());
+        };
+        match amd_pages::pack(&self.request.images, &config) {
+            Ok(facts) => self.metadata.gpu.vram = facts,
+            Err(e) if config.required => return Err(format!("the GPU memory: {e}")),
+            Err(e) => tracing::warn!("the GPU memory stays in CRIU's images: {e}"),
+        }
+        Ok(())
     }
 }
 

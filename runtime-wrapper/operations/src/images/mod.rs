@@ -50,17 +50,31 @@ pub fn no_links(images: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes the overlay if the archived `/dev` has to change, files are in a store, or one is `written` anew (name and
+/// Where the files of a checkpoint are that its image directory has not.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Links<'a> {
+    pub stored: Option<&'a Found>,
+    /// A directory with some.
+    pub unpacked: Option<&'a Path>,
+}
+
+impl Links<'_> {
+    fn is_empty(&self) -> bool {
+        self.stored.is_none() && self.unpacked.is_none()
+    }
+}
+
+/// Makes the overlay if the archived `/dev` has to change, files are elsewhere, or one is `written` anew (name and
 /// content). `None`: the images can be used as they are.
 pub fn overlay(
     op: &Operation,
     images: &Path,
     remap: &Remap,
-    stored: Option<&Found>,
+    links: Links<'_>,
     written: Option<(String, Vec<u8>)>,
 ) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
-    if changed.is_empty() && stored.is_none() && written.is_none() {
+    if changed.is_empty() && links.is_empty() && written.is_none() {
         return Ok(None);
     }
     let images = images.canonicalize().map_err(Error::io(format!(
@@ -71,7 +85,7 @@ pub fn overlay(
         true => Vec::new(),
         false => rewritten(&images, remap, changed)?,
     };
-    if rewritten.is_empty() && stored.is_none() && written.is_none() {
+    if rewritten.is_empty() && links.is_empty() && written.is_none() {
         return Ok(None);
     }
     let directory = op.file(DIRECTORY);
@@ -95,8 +109,14 @@ pub fn overlay(
         fs::write(path, content).map_err(Error::io(what))?;
     }
     link_rest(&images, &directory)?;
-    if let Some(stored) = stored {
+    if let Some(stored) = links.stored {
         link_stored(stored, &directory)?;
+    }
+    if let Some(unpacked) = links.unpacked {
+        let unpacked = unpacked
+            .canonicalize()
+            .map_err(Error::io(format!("{}: cannot be read", unpacked.display())))?;
+        link_rest(&unpacked, &directory)?;
     }
     Ok(Some(directory))
 }

@@ -6,8 +6,10 @@ use std::time::Duration;
 use super::arguments;
 use super::open::Checkpoint;
 use super::plan::Planned;
+use crate::amd_pages::{self, Unpacked};
 use crate::choose::Chosen;
 use crate::error::Error;
+use crate::images::Links;
 use crate::lowlevel::Kind;
 use crate::new_mounts::NewMounts;
 use crate::operation::Operation;
@@ -28,6 +30,8 @@ pub(super) struct Prepared {
     pub new_mounts: Option<NewMounts>,
     /// The image directory, passable for a container in a user namespace.
     _searchable: Option<Searchable>,
+    /// The memory of AMD's GPUs, until CRIU has read it.
+    _unpacked: Option<Unpacked>,
 }
 
 pub(super) fn prepare(
@@ -58,13 +62,23 @@ pub(super) fn prepare(
     // The archived /dev is rewritten for this host.
     let stored = checkpoint.stored.as_ref();
     let written = new_network.and_then(|n| n.image);
-    let overlay = images::overlay(op, &request.images, &chosen.remap, stored, written)?;
+    let vram = vram::restore(request, &checkpoint.metadata)?;
+    let unpacked = amd_pages::unpack(&request.images, &checkpoint.metadata, &vram);
+    let unpacked = unpacked.map_err(|e| {
+        Error::Failed(format!(
+            "restore refused, nothing was started: the GPU memory: {e}"
+        ))
+    })?;
+    let links = Links {
+        stored,
+        unpacked: unpacked.as_ref().map(|u| u.directory.as_path()),
+    };
+    let overlay = images::overlay(op, &request.images, &chosen.remap, links, written)?;
     let args = arguments::with_overlay(request, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),
         None => None,
     };
-    let vram = vram::restore(request, &checkpoint.metadata)?;
     let setup = Setup {
         request,
         criu: &criu,
@@ -84,6 +98,7 @@ pub(super) fn prepare(
         provision,
         new_mounts,
         _searchable: searchable(request)?,
+        _unpacked: unpacked,
     })
 }
 

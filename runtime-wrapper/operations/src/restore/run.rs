@@ -3,11 +3,15 @@
 use std::time::Duration;
 
 use cryopod_archive::names;
+use cryopod_gpu_plan::amd::saved;
+use cryopod_gpu_plan::amd::topology::{Node, Topology};
+use cryopod_host::files::Host;
 
 use super::prepare::Prepared;
 use crate::action_script::Question;
 use crate::agent::Agent;
 use crate::child::{self, Ended, Signals, Watch};
+use crate::device_filter;
 use crate::error::Error;
 use crate::new_container::{self, NewContainer};
 use crate::new_mounts;
@@ -24,13 +28,24 @@ pub(super) struct Ran {
     pub unfit: Option<String>,
 }
 
-/// Runs it until it ends. `new`: the container that is being created. An error means that it could not be started.
+/// CRIU's stage at which the plugins have done their work, and the last at which CRIU takes no for an answer.
+const RESTORED: &str = "post-restore";
+
+/// The render minors of the AMD GPUs that the container must not see.
+fn denied(host: &Host, visible: &[u32]) -> Vec<u32> {
+    let topology = Topology::read(host);
+    let minors = topology.gpus().map(Node::render_minor);
+    minors.filter(|minor| !visible.contains(minor)).collect()
+}
+
+/// Runs it until it ends. `new`: the container that is being created. `amd`: CRIU's amdgpu plugin takes part. An error means that it could not be started.
 pub(super) fn run(
     request: &Request<'_>,
     prepared: &Prepared,
     op: &Operation,
     signals: &Signals,
     new: Option<&NewContainer>,
+    amd: bool,
 ) -> Result<Ran, Error> {
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
@@ -43,6 +58,7 @@ pub(super) fn run(
         images: None,
         criu_log: request.log(names::RESTORE_LOG),
         agent: ready.agent.as_ref().and_then(Agent::pid),
+        hidden: None,
     };
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
@@ -68,6 +84,24 @@ pub(super) fn run(
             && let Err(e) = mounts.attach(question.init)
         {
             unfit = Some(e);
+        }
+        if question.stage == device_filter::STAGE
+            && let Some(visible) = &prepared.amd_visible
+            && let Err(e) = device_filter::deny(
+                &request.host,
+                question.init,
+                &denied(&request.host, visible),
+            )
+        {
+            tracing::warn!("other AMD GPUs are not denied yet: {e}");
+        }
+        if amd
+            && question.stage == RESTORED
+            && let Some(line) = before.criu_log().and_then(saved::failed_copy)
+        {
+            unfit = Some(format!(
+                "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {line}"
+            ));
         }
         unfit.is_none()
     };

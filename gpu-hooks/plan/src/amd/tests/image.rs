@@ -92,7 +92,7 @@ fn buffer(size: u64, flags: u64, gpu_id: u32) -> Vec<u8> {
 }
 
 /// `criu_kfd` without one of its fields, and one device without one of its own.
-fn kfd(t: &Topology, without: u64, without_device: (usize, u64)) -> Vec<u8> {
+pub(super) fn kfd(t: &Topology, without: u64, without_device: (usize, u64)) -> Vec<u8> {
     let gpus = t.gpus().count() as u64;
     let mut out = Vec::new();
     let field = |out: &mut Vec<u8>, n: u64, value: u64| {
@@ -125,13 +125,13 @@ fn kfd(t: &Topology, without: u64, without_device: (usize, u64)) -> Vec<u8> {
     out
 }
 
-fn framed(contents: &[u8]) -> Vec<u8> {
+pub(super) fn framed(contents: &[u8]) -> Vec<u8> {
     let mut out = (contents.len() as u64).to_ne_bytes().to_vec();
     out.extend_from_slice(contents);
     out
 }
 
-fn sample() -> Topology {
+pub(super) fn sample() -> Topology {
     server(2, 3, 3, 0xa000)
 }
 
@@ -150,6 +150,10 @@ fn what_the_plugin_writes_is_read() {
     assert_eq!(
         image.vram.into_iter().collect::<Vec<_>>(),
         [(0xa000, 3 << 20)]
+    );
+    assert_eq!(
+        image.contents.into_iter().collect::<Vec<_>>(),
+        [(0xa000, (3 << 20) + 4096)]
     );
     let mut render = Vec::new();
     number(&mut render, 1, 0xa001);

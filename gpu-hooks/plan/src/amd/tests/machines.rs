@@ -9,13 +9,17 @@ use std::path::Path;
 
 use super::*;
 
-pub(super) const ALL: [&str; 7] = [
+pub(super) const ALL: [&str; 11] = [
+    "endless-a",
+    "endless-b",
+    "mi210-4",
     "mi210-8",
     "mi250x-8",
     "mi300x-8",
     "mi300x-cpx-64",
     "mi308x-32",
     "radeon-1",
+    "vega-1",
     "vega-2",
 ];
 

@@ -11,6 +11,7 @@ mod machines;
 mod matcher;
 mod plugin_choice;
 mod real_matcher;
+mod saved;
 mod topology;
 
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Properties, Topology};

@@ -3,6 +3,7 @@
 use super::super::checks::{Switch, Switches};
 use super::super::plugin_choice::{PluginChoice, choose};
 use super::super::topology::Unreadable;
+use super::machines::described;
 use super::*;
 
 fn picks(source: &Topology, target: &Topology) -> Vec<(u32, u32)> {
@@ -96,6 +97,16 @@ fn counts_must_agree() {
     torn.nodes[1].links[0].to = 99;
     let choice = choose(&torn, &server(1, 2, 0, 0xb000), &Switches::default());
     assert!(matches!(choice, PluginChoice::Crashes(_)), "{choice:?}");
+}
+
+/// What the case amd_endless of the virtual machine shows of the plugin itself.
+#[test]
+fn a_search_that_never_ends_is_foreseen() {
+    let (a, b) = (described("endless-a"), described("endless-b"));
+    let choice = choose(&a, &b, &Switches::default());
+    assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
+    let choice = choose(&a, &a, &Switches::default());
+    assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
 }
 
 #[test]
