@@ -13,6 +13,7 @@ mod flatten;
 mod generate;
 mod import;
 mod inspect;
+mod output;
 mod pack;
 mod pull;
 mod push;
