@@ -49,9 +49,10 @@ test-browser: ## the page of `cryopod inspect --html` in Chromium; the first tim
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/browser/run
 
-screenshots: ## docs/inspect.png and docs/inspect-phone.png, from that page
+screenshots: ## docs/inspect.png and docs/inspect-phone.png, from that page, and docs/top.svg
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug PICTURES=docs tests/browser/run
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/testbed/testbed enter -- /src/docs/top.sh | awk -f docs/draw.awk > docs/top.svg
 
 bench: testbed ## what cryopod costs; docs/benchmarks.md
 	$(MAKE) --no-print-directory build BUILD=--workspace
