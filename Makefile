@@ -60,6 +60,15 @@ picture: ## the README's picture, docs/picture.svg, from what a terminal shows
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/testbed/testbed enter -- /src/docs/picture.sh | awk -f docs/draw.awk > docs/picture.svg
 
+test-browser: ## the page of `cryopod inspect --html` in Chromium; the first time it downloads 130 MB
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/browser/run
+
+screenshots: ## docs/inspect.png and docs/inspect-phone.png, from that page, and docs/top.svg
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug PICTURES=docs tests/browser/run
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/testbed/testbed enter -- /src/docs/top.sh | awk -f docs/draw.awk > docs/top.svg
+
 bench: testbed ## what cryopod costs; docs/benchmarks.md
 	$(MAKE) --no-print-directory build BUILD=--workspace
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- \
@@ -81,4 +90,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo picture bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo picture test-browser screenshots bench bench-archive gpu-test deny clean

@@ -6,6 +6,7 @@
 //! [`mod@verify`] checks them. Memory use is bounded whatever the archive's size.
 
 mod blobs;
+pub mod carried;
 pub mod criu;
 mod decode;
 pub mod digest;

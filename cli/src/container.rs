@@ -119,7 +119,7 @@ fn init_of(name: &str) -> anyhow::Result<i32> {
     };
     let mut found = with(&|id| id == name);
     if found.is_empty() {
-        if let Some(pid) = by_engine(name) {
+        if let Some(pid) = by_engine(name)? {
             return Ok(pid);
         }
         if name.len() >= SHORTEST {
@@ -180,15 +180,27 @@ fn bundle_in(record: &Path) -> Option<PathBuf> {
 }
 
 /// Asks podman and docker. A missing program knows no containers.
-fn by_engine(name: &str) -> Option<i32> {
+fn by_engine(name: &str) -> anyhow::Result<Option<i32>> {
     if name.starts_with('-') {
-        return None;
+        return Ok(None);
     }
-    ["podman", "docker"].iter().find_map(|engine| {
+    let answers = ["podman", "docker"].into_iter().filter_map(|engine| {
         let args = ["container", "inspect", "--format", "{{.State.Pid}}", name];
         let said = Call::new(engine, LIMIT).args(args).run().ok()?;
-        said.trim().parse().ok().filter(|pid| *pid > 0)
-    })
+        let pid = said.trim().parse::<i32>().ok().filter(|pid| *pid > 0)?;
+        Some((engine, pid))
+    });
+    one_of(name, &answers.collect::<Vec<_>>())
+}
+
+/// podman's own command `docker` answers with podman's containers: the same process.
+fn one_of(name: &str, answers: &[(&str, i32)]) -> anyhow::Result<Option<i32>> {
+    match answers {
+        [(one, a), (other, b)] if a != b => bail!(
+            "{name}: {one} and {other} have a running container of this name: say which by its id, or as pid:{a} ({one}) or pid:{b} ({other})"
+        ),
+        _ => Ok(answers.first().map(|(_, pid)| *pid)),
+    }
 }
 
 #[cfg(test)]
@@ -214,6 +226,20 @@ mod tests {
         }
         fs::write(dir.path().join("status"), "{}").unwrap();
         assert!(pid_in(&dir.path().join("status")).is_err());
+    }
+
+    #[test]
+    fn a_name_that_two_engines_have() {
+        assert_eq!(one_of("job", &[]).unwrap(), None);
+        assert_eq!(one_of("job", &[("docker", 7)]).unwrap(), Some(7));
+        let alias = [("podman", 7), ("docker", 7)];
+        assert_eq!(one_of("job", &alias).unwrap(), Some(7));
+        let error = one_of("job", &[("podman", 7), ("docker", 8)]).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("pid:7 (podman) or pid:8 (docker)")
+        );
     }
 
     #[test]

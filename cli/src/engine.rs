@@ -1,5 +1,7 @@
 //! Runs an engine's own program, with a time limit.
 
+pub mod which;
+
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -140,13 +142,15 @@ fn said(reader: Option<JoinHandle<String>>) -> String {
     reader.join().unwrap_or_default()
 }
 
-/// Returns the last lines of a program's error output.
+/// Returns the last lines of a program's error output, each once: engines repeat what their runtime said.
 fn words(text: &str) -> String {
-    let lines: Vec<&str> = text
-        .lines()
-        .map(str::trim)
-        .filter(|l| !l.is_empty())
-        .collect();
+    let mut lines: Vec<&str> = Vec::new();
+    for line in text.lines().map(str::trim).filter(|l| !l.is_empty()) {
+        if !lines.iter().any(|before| before.contains(line)) {
+            lines.retain(|before| !line.contains(before));
+            lines.push(line);
+        }
+    }
     if lines.is_empty() {
         return "it gives no reason".into();
     }
@@ -159,6 +163,13 @@ mod tests {
 
     fn sh(script: &str, limit: Duration) -> anyhow::Result<String> {
         Call::new("sh", limit).args(["-c", script]).run()
+    }
+
+    #[test]
+    fn a_line_is_said_once() {
+        let said = "no space left\nError: `runc` failed: no space left\nno space left\n\nlast\n";
+        assert_eq!(words(said), "Error: `runc` failed: no space left; last");
+        assert_eq!(words("\n"), "it gives no reason");
     }
 
     #[test]

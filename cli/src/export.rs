@@ -2,6 +2,7 @@
 
 mod containerd;
 mod docker;
+mod image;
 mod podman;
 
 use std::collections::BTreeMap;
@@ -9,15 +10,17 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use cryopod_archive::Compression;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
 use crate::bundle;
-use crate::engine::Engine;
+use crate::engine::{Engine, which};
 use crate::pack::{self, How};
 use crate::push::RegistryArgs;
 use crate::store::stores;
+use crate::streams;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::Steps;
 
@@ -25,13 +28,16 @@ use crate::ui::Steps;
 pub struct Args {
     /// The container, as its engine names it.
     container: String,
-    /// Its engine.
+    /// Its engine, where two engines have a container of this name.
     #[arg(short, long, value_enum)]
-    engine: Engine,
+    engine: Option<Engine>,
     /// The output: oci:DIR, oci-archive:FILE, a file for `podman container restore --import` (.tar, .tar.gz, else
-    /// zstd), or docker://REGISTRY/REPOSITORY:TAG.
+    /// zstd), docker://REGISTRY/REPOSITORY:TAG, or `-`: such a file to standard output, for `cryopod import -`.
     #[arg(short, long)]
     output: String,
+    /// Take the container's image along, for a host that does not have it (podman, docker).
+    #[arg(long)]
+    with_image: bool,
     /// Leave the container running.
     #[arg(long)]
     leave_running: bool,
@@ -86,11 +92,32 @@ impl Args {
 /// Runs the subcommand. On an error it keeps what the engine has made, and names it.
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut steps = Steps::new();
-    let done = export(args, &mut steps);
+    let name = streams::to_stdout(&args.output)?;
+    let done = match name {
+        Some(name) => export_to_stdout(args, name, &mut steps),
+        None => export(args, &mut steps),
+    };
     if args.timings && done.is_ok() {
-        println!("{}", steps.json());
+        match name {
+            // Nothing but the archive is on standard output.
+            Some(_) => eprintln!("{}", steps.json()),
+            None => println!("{}", steps.json()),
+        }
     }
     done
+}
+
+fn export_to_stdout(args: &Args, name: &str, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+    let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
+    let file = temp.path().join(name);
+    let to = match name.ends_with(".oci.tar") {
+        true => Destination::Archive(file.clone()),
+        false => Destination::Tar(file.clone(), Compression::Zstd),
+    };
+    take(args, &to, &args.how.silent(), steps)?;
+    let sent = streams::send(&file);
+    steps.done("send");
+    keep_on_error(sent, temp, name, "cat PATH | ...")
 }
 
 fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
@@ -98,7 +125,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         parse_reference(image)?;
         let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
         let layout = temp.path().join("image");
-        take(args, &Destination::Layout(layout.clone()), steps)?;
+        take(args, &Destination::Layout(layout.clone()), &args.how, steps)?;
         let registry = RegistryArgs::new(
             args.registry.tls_verify,
             args.registry.authfile.clone(),
@@ -118,17 +145,43 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     let to = Destination::parse(&args.output);
     // Checked before anything is frozen.
     to.check(args.how.replace())?;
-    take(args, &to, steps)
+    take(args, &to, &args.how, steps)
 }
 
-fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+fn take(args: &Args, to: &Destination, how: &How, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+    let engine = match args.engine {
+        Some(engine) => engine,
+        None => which::knows(&args.container, &args.namespace)?,
+    };
     let temp = LockedTempDir::beside(to.path(), Holds::Checkpoint)?;
-    let taken = match args.engine {
+    let image = args
+        .with_image
+        .then(|| image::save(args, engine, temp.path()));
+    let image = image.transpose()?;
+    if image.is_some() {
+        steps.done("image save");
+    }
+    let mut taken = match engine {
         Engine::Podman => podman::checkpoint(args, temp.path(), steps),
         Engine::Docker => docker::checkpoint(args, temp.path(), steps),
         Engine::Containerd => containerd::checkpoint(args, temp.path(), steps),
     }?;
-    let temp = taken.directory.unwrap_or(temp);
+    let offered = temp;
+    let kept = taken.directory.take();
+    let temp = kept.as_ref().unwrap_or(&offered);
+    if let Some(image) = &image {
+        let before = taken.source.clone();
+        match image::add(taken, image, temp.path()) {
+            Ok(with_image) => taken = with_image,
+            Err(e) => {
+                let name = before.file_name().unwrap_or_default();
+                let name = name.to_string_lossy().into_owned();
+                let again = format!("cryopod pack PATH -o {}", args.output);
+                return keep_on_error::<()>(Err(e), kept.unwrap_or(offered), &name, &again);
+            }
+        }
+    }
+    let temp = kept.unwrap_or(offered);
     let name = taken
         .source
         .file_name()
@@ -144,11 +197,11 @@ fn take(args: &Args, to: &Destination, steps: &mut Steps) -> anyhow::Result<Exit
                 false => bundle::found(&source, &stores)?,
             };
             let Some(stored) = stored else {
-                return args.how.write("export", &source, to, extra);
+                return how.write("export", &source, to, extra);
             };
-            let threads = args.how.threads();
+            let threads = how.threads();
             let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
-            let packed = args.how.write("export", &whole, to, extra)?;
+            let packed = how.write("export", &whole, to, extra)?;
             // Nothing else refers to it.
             if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
                 tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());

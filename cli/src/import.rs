@@ -2,39 +2,49 @@
 
 mod podman;
 
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use cryopod_archive::carried::IMAGE;
+use cryopod_archive::engine as engine_records;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::names;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 
-use crate::engine::{Call, Engine};
+use crate::carried::{self, Named};
+use crate::engine::{Call, Engine, which};
 use crate::pack::How;
+use crate::streams;
 use crate::temp_dir::{Holds, LockedTempDir};
-use crate::ui::Steps;
+use crate::ui::{self, Steps};
 use cryopod_archive::source::Place;
+use cryopod_gpu_plan::gpumap::Wish;
 
 const ASK: Duration = Duration::from_secs(60);
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// The archive, as for `cryopod inspect`.
+    /// The archive, as for `cryopod inspect`; `-` reads it from standard input.
     source: String,
-    /// The engine.
+    /// The engine; else the one that made the checkpoint, or the only one on this host.
     #[arg(short, long, value_enum)]
-    engine: Engine,
+    engine: Option<Engine>,
     /// The image's name in the engine. With --restore: the container's name. For docker: the checkpoint's name.
     #[arg(long)]
     name: Option<String>,
     /// podman: restore the container at once.
     #[arg(long)]
     restore: bool,
+    /// Restore onto these GPUs: `auto`, or OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index.
+    #[arg(long, requires = "restore")]
+    map: Option<Map>,
     /// docker: the container for the checkpoint, created from the same image.
     #[arg(long)]
     container: Option<String>,
@@ -52,22 +62,48 @@ pub struct Args {
     quiet: bool,
 }
 
+/// A GPU map that can be understood, as its user wrote it.
+#[derive(Debug, Clone)]
+struct Map(String);
+
+impl std::str::FromStr for Map {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse::<Wish>().map(|_| Self(text.to_owned()))
+    }
+}
+
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    if args.restore && args.engine != Engine::Podman {
+    let received = (args.source == "-").then(streams::receive).transpose()?;
+    let source = match &received {
+        Some(received) => Source::open(&received.path)?,
+        None => Place::parse(&args.source).open()?,
+    };
+    let records = Records::of(&source)?;
+    let engine = match args.engine {
+        Some(engine) => engine,
+        None => which::fits(records.made_by(&source)?)?,
+    };
+    if args.restore && engine != Engine::Podman {
         bail!(
-            "--restore is for podman; the others restore by commands of their own, which import names"
+            "--restore is for podman; {engine} restores by commands of its own, which import names"
         );
     }
-    let source = Place::parse(&args.source).open()?;
-    if args.engine == Engine::Podman {
-        for_podman(&source)?;
+    if engine == Engine::Podman && !records.files.contains_key(names::CONFIG_DUMP) {
+        bail!(
+            "{}: a {} without {}: podman restores only what says which image and settings its container had; `cryopod unpack --images-only` gives the images alone",
+            source.path().display(),
+            source.kind(),
+            names::CONFIG_DUMP
+        );
     }
     let mut steps = Steps::new();
-    let next = match args.engine {
-        Engine::Podman if args.restore => podman::restore(args, &source, &mut steps)?,
-        Engine::Podman => image(args, &source)?,
+    let next = match engine {
+        Engine::Podman if args.restore => podman::restore(args, &source, &records, &mut steps)?,
+        Engine::Podman => image(args, &source, &records)?,
         Engine::Containerd => containerd(args, &source)?,
-        Engine::Docker => docker(args, &source)?,
+        Engine::Docker => docker(args, &source, &records)?,
     };
     println!("{next}");
     if args.timings {
@@ -76,23 +112,45 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// podman needs to know the image of a container.
-fn for_podman(source: &Source) -> anyhow::Result<()> {
-    let config = |name: &str| name == names::CONFIG_DUMP;
-    if source.small_files(&config, &Limits::default())?.is_empty() {
-        bail!(
-            "{}: a {} without {}: podman restores only what says which image and settings its container had; `cryopod unpack --images-only` gives the images alone",
-            source.path().display(),
-            source.kind(),
-            names::CONFIG_DUMP
-        );
+/// What an archive says about its container.
+struct Records {
+    /// The engine's records, by name.
+    files: BTreeMap<String, Vec<u8>>,
+    /// The archive has the container's image.
+    image: bool,
+}
+
+impl Records {
+    fn of(source: &Source) -> anyhow::Result<Self> {
+        let image = Cell::new(false);
+        let wanted = |name: &str| {
+            if name == IMAGE {
+                image.set(true);
+            }
+            engine_records::FILES.contains(&name)
+        };
+        let files = source.small_files(&wanted, &Limits::default())?;
+        let image = image.get();
+        Ok(Self { files, image })
     }
-    Ok(())
+
+    fn made_by(&self, source: &Source) -> anyhow::Result<Option<&'static str>> {
+        if source.containerd().is_some() {
+            return Ok(Some("containerd-ctr"));
+        }
+        let facts = engine_records::read(&self.files);
+        let facts = facts.with_context(|| source.path().display().to_string())?;
+        Ok(facts.engine)
+    }
 }
 
 impl Args {
+    fn limit(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+
     fn call(&self, program: &'static str) -> Call {
-        Call::new(program, Duration::from_secs(self.timeout))
+        Call::new(program, self.limit())
     }
 
     fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
@@ -101,9 +159,27 @@ impl Args {
     }
 }
 
-fn image(args: &Args, source: &Source) -> anyhow::Result<String> {
+/// Unpacks an archive with its container's image, and loads the image. The rest is what podman gets.
+fn without_image(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<Source> {
+    let whole = temp.join("whole");
+    let options = UnpackOptions::default();
+    ui::with_progress("unpack", args.quiet, &options.progress, || {
+        unpack(source, &whole, &options)
+    })?;
+    carried::take(&whole, args.limit())?;
+    Ok(Source::open(&whole)?)
+}
+
+fn image(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
-    let layout = layout(args, source, temp.path())?;
+    let layout = match records.image {
+        true => layout(
+            args,
+            &without_image(args, source, temp.path())?,
+            temp.path(),
+        )?,
+        false => layout(args, source, temp.path())?,
+    };
     let said = args
         .call("podman")
         .args(["pull", "--quiet", &format!("oci:{}", layout.display())])
@@ -157,7 +233,20 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     Ok(format!("{}\n{how}", said.trim()))
 }
 
-fn docker(args: &Args, source: &Source) -> anyhow::Result<String> {
+fn docker(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
+    if records.image {
+        let temp = LockedTempDir::anywhere(Holds::Copy)?;
+        let config = records.files.get(names::CONFIG_DUMP);
+        let named = Named::of(config.map_or(&[], Vec::as_slice))?;
+        let file = carried::extract(source, temp.path())?;
+        carried::load(&file, &named, Engine::Docker, args.limit())?;
+        if args.container.is_none() {
+            return Ok(format!(
+                "{0}\nthe container's image is loaded; make the container with: docker create --name NAME ... {0}\nand import again with --container NAME",
+                named.id
+            ));
+        }
+    }
     let container = args
         .container
         .as_deref()

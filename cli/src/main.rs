@@ -5,6 +5,7 @@
 
 mod bundle;
 mod cache;
+mod carried;
 mod check;
 mod container;
 mod engine;
@@ -13,22 +14,28 @@ mod flatten;
 mod generate;
 mod import;
 mod inspect;
+mod metrics;
+mod output;
 mod pack;
 mod pull;
 mod push;
 mod resume;
 mod setup;
 mod store;
+mod streams;
 mod suspend;
 mod temp_dir;
+mod top;
 mod ui;
 mod unpack;
 mod verify;
 
 use std::process::ExitCode;
+use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 use cryopod_archive::text::printable;
+use cryopod_operations::metrics as counts;
 
 /// Checkpoints and restores GPU containers.
 #[derive(Parser)]
@@ -68,6 +75,10 @@ enum Command {
     /// The stores of this host, with the large files of checkpoints.
     #[command(subcommand)]
     Store(store::Args),
+    /// Prints counts, times and failures of this host's operations for Prometheus.
+    Metrics(metrics::Args),
+    /// Shows the checkpoints, restores and transfers that are running.
+    Top(top::Args),
     /// Pushes an image to a registry.
     Push(push::Args),
     /// Pulls an image from a registry.
@@ -99,24 +110,62 @@ fn run() -> anyhow::Result<ExitCode> {
         .with_writer(std::io::stderr)
         .without_time()
         .init();
-    match Cli::parse().command {
-        Command::Check(args) => check::run(&args),
-        Command::Pack(args) => pack::run(&args),
-        Command::Unpack(args) => unpack::run(&args),
-        Command::Verify(args) => verify::run(&args),
-        Command::Bundle(args) => bundle::run(&args),
-        Command::Flatten(args) => flatten::run(&args),
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Export(args) => export::run(&args),
-        Command::Suspend(args) => suspend::run(&args),
-        Command::Resume(args) => resume::run(&args),
-        Command::Import(args) => import::run(&args),
-        Command::Cache(args) => cache::run(&args),
-        Command::Store(args) => store::run(&args),
-        Command::Push(args) => push::run(&args),
-        Command::Pull(args) => pull::run(&args),
-        Command::Setup(args) => setup::run(&args),
-        Command::Generate(args) => generate::run(&args),
+    let command = Cli::parse().command;
+    let Some(operation) = command.counted() else {
+        return command.run();
+    };
+    let started = Instant::now();
+    let done = command.run();
+    if done.is_err() {
+        counts::failed(counts::Reason::Other);
+    }
+    counts::count(operation, started.elapsed(), done.is_ok());
+    done
+}
+
+impl Command {
+    /// The name by which `cryopod metrics` counts it; `None` for what only looks.
+    fn counted(&self) -> Option<&'static str> {
+        match self {
+            Self::Pack(_) => Some("pack"),
+            Self::Unpack(_) => Some("unpack"),
+            Self::Verify(_) => Some("verify"),
+            Self::Bundle(_) => Some("bundle"),
+            Self::Flatten(_) => Some("flatten"),
+            Self::Export(_) => Some("export"),
+            Self::Import(_) => Some("import"),
+            Self::Suspend(_) => Some("suspend"),
+            Self::Resume(_) => Some("resume"),
+            Self::Push(_) => Some("push"),
+            Self::Pull(_) => Some("pull"),
+            Self::Cache(cache::Args::Pull(_)) => Some("cache_pull"),
+            Self::Check(_) | Self::Inspect(_) | Self::Cache(_) | Self::Store(_) => None,
+            Self::Metrics(_) | Self::Top(_) | Self::Setup(_) | Self::Generate(_) => None,
+        }
+    }
+
+    fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
+            Self::Check(args) => check::run(&args),
+            Self::Pack(args) => pack::run(&args),
+            Self::Unpack(args) => unpack::run(&args),
+            Self::Verify(args) => verify::run(&args),
+            Self::Bundle(args) => bundle::run(&args),
+            Self::Flatten(args) => flatten::run(&args),
+            Self::Inspect(args) => inspect::run(&args),
+            Self::Export(args) => export::run(&args),
+            Self::Suspend(args) => suspend::run(&args),
+            Self::Resume(args) => resume::run(&args),
+            Self::Import(args) => import::run(&args),
+            Self::Cache(args) => cache::run(&args),
+            Self::Store(args) => store::run(&args),
+            Self::Metrics(args) => metrics::run(&args),
+            Self::Top(args) => top::run(&args),
+            Self::Push(args) => push::run(&args),
+            Self::Pull(args) => pull::run(&args),
+            Self::Setup(args) => setup::run(&args),
+            Self::Generate(args) => generate::run(&args),
+        }
     }
 }
 
@@ -133,9 +182,61 @@ fn one_line(error: &anyhow::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use anyhow::anyhow;
+    use std::collections::{BTreeMap, BTreeSet};
 
-    use super::one_line;
+    use anyhow::anyhow;
+    use clap::CommandFactory;
+
+    use super::{Cli, one_line};
+
+    /// Every verb, as its users write it, with its arguments: `--long`, or the name of a positional one.
+    fn verbs(command: &clap::Command, name: &str, all: &mut BTreeMap<String, BTreeSet<String>>) {
+        let below: Vec<_> = command
+            .get_subcommands()
+            .filter(|c| !c.is_hide_set())
+            .collect();
+        for verb in &below {
+            let name = format!("{name} {}", verb.get_name());
+            verbs(verb, name.trim_start(), all);
+        }
+        if below.is_empty() {
+            let arguments = command.get_arguments().filter(|a| !a.is_hide_set());
+            let argument = |a: &clap::Arg| match a.get_long() {
+                Some(long) => format!("--{long}"),
+                None => a
+                    .get_value_names()
+                    .map_or_else(String::new, |n| n[0].to_string()),
+            };
+            let own = arguments.map(argument).filter(|a| a != "--help").collect();
+            all.insert(name.to_owned(), own);
+        }
+    }
+
+    /// docs/commands.md has every verb with all of its arguments, and no argument that is not there.
+    #[test]
+    fn the_page_of_commands_is_complete() {
+        let page = include_str!("../../docs/commands.md");
+        let mut sections: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+        let mut section = "";
+        for line in page.lines() {
+            if let Some(name) = line.strip_prefix("## ") {
+                section = name;
+            } else if let Some(first) = line.strip_prefix("| ").and_then(|l| l.split(" | ").next())
+            {
+                let names = first.split('`').skip(1).step_by(2).map(str::to_owned);
+                sections.entry(section).or_default().extend(names);
+            }
+        }
+        let mut all = BTreeMap::new();
+        verbs(&Cli::command(), "", &mut all);
+        assert!(all.len() > 15, "{all:?}");
+        for (verb, arguments) in &all {
+            let section = sections.get(verb.as_str());
+            let section =
+                section.unwrap_or_else(|| panic!("docs/commands.md has no section {verb}"));
+            assert_eq!(arguments, section, "docs/commands.md, section {verb}");
+        }
+    }
 
     #[test]
     fn a_cause_is_named_once() {

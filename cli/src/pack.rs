@@ -58,6 +58,9 @@ pub struct How {
     /// Print nothing while it runs.
     #[arg(short, long)]
     quiet: bool,
+    /// Standard output is for the archive.
+    #[arg(skip)]
+    unsaid: bool,
 }
 
 fn compression(text: &str) -> Result<Compression, String> {
@@ -88,12 +91,22 @@ impl How {
             annotations: Vec::new(),
             replace: false,
             quiet,
+            unsaid: false,
         }
     }
 
     pub fn named(mut self, name: Option<&str>) -> Self {
         self.name = name.map(str::to_owned);
         self
+    }
+
+    /// The same, and prints nothing on standard output at the end.
+    #[must_use]
+    pub fn silent(&self) -> Self {
+        Self {
+            unsaid: true,
+            ..self.clone()
+        }
     }
 
     /// Like [`How::write`], but does not report what was written.
@@ -154,7 +167,7 @@ impl How {
     }
 
     pub fn say(&self, to: &Destination, packed: &Packed) {
-        if !self.quiet {
+        if !self.quiet && !self.unsaid {
             say(to, packed);
         }
     }

@@ -6,10 +6,14 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use cryopod_archive::progress::Progress;
+use cryopod_archive::progress::Progress as Counters;
 use cryopod_archive::text::hostile;
+use cryopod_operations::metrics;
+use cryopod_operations::progress::{Progress, State};
 use indicatif::{ProgressBar, ProgressStyle};
 
+/// Interval between two notes for `cryopod top`.
+const TELL: Duration = Duration::from_millis(500);
 const DRAW: Duration = Duration::from_millis(100);
 /// Interval between lines without a terminal.
 const LINE: Duration = Duration::from_secs(10);
@@ -18,30 +22,38 @@ const LINE: Duration = Duration::from_secs(10);
 pub fn with_progress<T>(
     what: &str,
     quiet: bool,
-    progress: &Arc<Progress>,
+    progress: &Arc<Counters>,
     work: impl FnOnce() -> T,
 ) -> T {
-    if quiet {
-        return work();
-    }
     let (done, waiting) = channel::<()>();
     let watched = Arc::clone(progress);
     let what = what.to_owned();
     let watcher = thread::spawn(move || {
-        let bar = match std::io::stderr().is_terminal() {
+        let mut told = Progress::of_transfer(State {
+            operation: what.clone(),
+            name: named(),
+            step: "data".into(),
+            ..State::default()
+        });
+        let mut since_line = Instant::now();
+        let bar = match std::io::stderr().is_terminal() && !quiet {
             true => bar(&what),
             false => ProgressBar::hidden(),
         };
         // The bar is also hidden on a terminal that cannot move its cursor: TERM is unset, or `dumb`.
         let terminal = !bar.is_hidden();
-        let wait = if terminal { DRAW } else { LINE };
+        let wait = if terminal { DRAW } else { TELL };
         let start = Instant::now();
         while waiting.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
             let (now, total) = (watched.done(), watched.total());
+            if let Some(told) = &mut told {
+                told.done(now, total);
+            }
             if terminal {
                 bar.set_length(total.max(now));
                 bar.set_position(now);
-            } else {
+            } else if !quiet && since_line.elapsed() >= LINE {
+                since_line = Instant::now();
                 eprintln!("{}", line(&what, now, total, start.elapsed()));
             }
         }
@@ -50,7 +62,15 @@ pub fn with_progress<T>(
     let result = work();
     drop(done);
     let _ = watcher.join();
+    metrics::bytes("data", progress.done());
     result
+}
+
+/// What the command line names: the archive or the container.
+fn named() -> String {
+    let mut words = std::env::args().skip(2);
+    let word = words.find(|w| !w.starts_with('-') || w == "-");
+    word.unwrap_or_default()
 }
 
 /// The consecutive steps of an operation, and how long each took.

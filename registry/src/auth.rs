@@ -1,4 +1,6 @@
-//! Reads credentials from the auth files of podman, skopeo and docker.
+//! Finds credentials as podman, skopeo and docker do: in their auth files, or from the credential helpers that these name.
+
+mod helper;
 
 use std::collections::BTreeMap;
 use std::env;
@@ -20,6 +22,8 @@ pub struct Credentials {
     pub user: String,
     /// The password or token.
     pub password: String,
+    /// The password is an identity token: the registry's token service gives access for it.
+    pub identity_token: bool,
 }
 
 impl fmt::Debug for Credentials {
@@ -35,6 +39,7 @@ impl Credentials {
         (!user.is_empty()).then(|| Self {
             user: user.into(),
             password: password.into(),
+            identity_token: false,
         })
     }
 
@@ -85,7 +90,7 @@ fn files(explicit: Option<&Path>) -> (Vec<PathBuf>, bool) {
 }
 
 /// Finds the credentials for `REGISTRY/REPOSITORY`; `None` if none are stored. Fails if the explicit file cannot be
-/// read, if any file is invalid, or if a helper program has the credentials.
+/// read, if any file is invalid, or if a helper that it names fails.
 pub fn find(
     explicit: Option<&Path>,
     registry: &str,
@@ -103,7 +108,7 @@ pub fn find(
                 });
             }
         };
-        let found = lookup(&text, registry, repository);
+        let found = lookup(&text, registry, repository, &helper::ask);
         if let Some(found) = found.map_err(|reason| Error::AuthFile { path, reason })? {
             return Ok(Some(found));
         }
@@ -122,11 +127,27 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Finds the most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs.
-fn lookup(text: &[u8], registry: &str, repository: &str) -> Result<Option<Credentials>, String> {
+type Ask<'a> = &'a dyn Fn(&str, &str) -> Result<Option<Credentials>, String>;
+
+/// Finds the most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs. A helper of this
+/// registry comes first, and the helper of all registries last.
+fn lookup(
+    text: &[u8],
+    registry: &str,
+    repository: &str,
+    ask: Ask<'_>,
+) -> Result<Option<Credentials>, String> {
     let file: AuthFile = serde_json::from_slice(text).map_err(|e| e.to_string())?;
+    let mut own = file.cred_helpers.iter();
+    if let Some((_, helper)) = own.find(|(name, _)| normal(name) == registry)
+        && let Some(found) = ask(helper, registry)?
+    {
+        return Ok(Some(found));
+    }
     let whole = format!("{registry}/{repository}");
     let mut key = whole.as_str();
+    // Logins that a helper keeps have an empty entry.
+    let mut named = false;
     loop {
         let plain = file.auths.get(key);
         let entry = plain.or_else(|| {
@@ -134,10 +155,13 @@ fn lookup(text: &[u8], registry: &str, repository: &str) -> Result<Option<Creden
             file.auths.iter().find(url).map(|(_, entry)| entry)
         });
         if let Some(entry) = entry {
-            if entry.identitytoken.as_ref().is_some_and(|t| !t.is_empty()) {
-                return Err(format!(
-                    "{key} has an identity token, which is not supported; log in with a password or token"
-                ));
+            named = true;
+            if let Some(token) = entry.identitytoken.as_ref().filter(|t| !t.is_empty()) {
+                return Ok(Some(Credentials {
+                    user: decode(&entry.auth).map(|c| c.user).unwrap_or_default(),
+                    password: token.clone(),
+                    identity_token: true,
+                }));
             }
             if !entry.auth.is_empty() {
                 return decode(&entry.auth)
@@ -150,17 +174,16 @@ fn lookup(text: &[u8], registry: &str, repository: &str) -> Result<Option<Creden
             None => break,
         }
     }
-    match file
-        .cred_helpers
-        .get(registry)
-        .or(file.creds_store.as_ref())
-    {
-        Some(helper) if file.cred_helpers.contains_key(registry) || !file.auths.is_empty() => {
-            Err(format!(
-                "the credentials of {registry} are kept by docker-credential-{helper}, which is not asked; give them with --creds, or log in with `podman login`"
-            ))
+    let Some(store) = file.creds_store.as_ref().filter(|s| !s.is_empty()) else {
+        return Ok(None);
+    };
+    match ask(store, registry) {
+        // No login names this registry: it may need none.
+        Err(why) if !named => {
+            tracing::warn!("{why}; it goes on without credentials");
+            Ok(None)
         }
-        _ => Ok(None),
+        answer => answer,
     }
 }
 
@@ -194,11 +217,21 @@ mod tests {
     const FILE: &str = r#"{"auths": {
         "r.example": {"auth": "dTpw"}, "r.example/team/app": {"auth": "dGVhbTpwOnE="},
         "https://index.docker.io/v1/": {"auth": "ZDpw"}, "bad.example": {"auth": "!"},
-        "token.example": {"auth": "dTpw", "identitytoken": "x"}},
-        "credHelpers": {"helper.example": "pass"}}"#;
+        "token.example": {"auth": "dTpw", "identitytoken": "x"}, "both.example": {"auth": "dTpw"}, "kept.example": {}},
+        "credHelpers": {"helper.example": "pass", "https://both.example": "none", "broken.example": "fails"},
+        "credsStore": "all"}"#;
 
     fn user(registry: &str, repository: &str) -> Result<Option<String>, String> {
-        lookup(FILE.as_bytes(), registry, repository)
+        let ask = |helper: &str, registry: &str| match helper {
+            "none" => Ok(None),
+            "fails" => Err("docker-credential-fails: it failed".into()),
+            _ => Ok(Some(Credentials {
+                user: helper.into(),
+                password: registry.into(),
+                identity_token: false,
+            })),
+        };
+        lookup(FILE.as_bytes(), registry, repository, &ask)
             .map(|c| c.map(|c| format!("{}/{}", c.user, c.password)))
     }
 
@@ -209,7 +242,31 @@ mod tests {
         assert_eq!(user("r.example", "team/app/x"), Ok(Some("team/p:q".into())));
         assert_eq!(user("r.example", "team/apps"), Ok(Some("u/p".into())));
         assert_eq!(user("docker.io", "library/x"), Ok(Some("d/p".into())));
-        assert_eq!(user("none.example", "x"), Ok(None));
+    }
+
+    #[test]
+    fn helpers_are_asked() {
+        let ok = |text: &str| Ok(Some(text.to_owned()));
+        // Its own helper, before its entry; one without an answer leaves it to the entry.
+        assert_eq!(user("helper.example", "x"), ok("pass/helper.example"));
+        assert_eq!(user("both.example", "x"), ok("u/p"));
+        assert!(user("broken.example", "x").unwrap_err().contains("fails"));
+        // The helper of all, also for a login that is only in it.
+        assert_eq!(user("none.example", "x"), ok("all/none.example"));
+        assert_eq!(user("kept.example", "x"), ok("all/kept.example"));
+        let broken = r#"{"auths": {"a.example": {}}, "credsStore": "fails"}"#.as_bytes();
+        let fails = |_: &str, _: &str| Err("it failed".to_owned());
+        assert!(lookup(broken, "a.example", "x", &fails).is_err());
+        assert_eq!(lookup(broken, "b.example", "x", &fails), Ok(None));
+    }
+
+    #[test]
+    fn an_identity_token_is_no_password() {
+        let no = |_: &str, _: &str| Ok(None);
+        let found = lookup(FILE.as_bytes(), "token.example", "x", &no);
+        let found = found.unwrap().unwrap();
+        assert!(found.identity_token);
+        assert_eq!((found.user.as_str(), found.password.as_str()), ("u", "x"));
     }
 
     #[test]
@@ -219,17 +276,7 @@ mod tests {
                 .unwrap_err()
                 .contains("bad.example")
         );
-        assert!(
-            user("token.example", "x")
-                .unwrap_err()
-                .contains("identity token")
-        );
-        assert!(
-            user("helper.example", "x")
-                .unwrap_err()
-                .contains("docker-credential-pass")
-        );
-        assert!(lookup(b"{", "r", "x").is_err());
+        assert!(lookup(b"{", "r", "x", &|_, _| Ok(None)).is_err());
     }
 
     #[test]

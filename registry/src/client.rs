@@ -20,6 +20,8 @@ pub(crate) struct Registry {
     pub(crate) session: Session,
     pub(crate) image: Reference,
     pub(crate) auth: RegistryAuth,
+    /// The login is an identity token. `client` cannot exchange it, and gets the session's access token.
+    identity: bool,
     step_limit: Duration,
 }
 
@@ -39,9 +41,11 @@ impl Registry {
         };
         let auth = credentials
             .as_ref()
+            .filter(|(c, _)| !c.identity_token)
             .map_or(RegistryAuth::Anonymous, |(c, _)| {
                 RegistryAuth::Basic(c.user.clone(), c.password.clone())
             });
+        let identity = credentials.as_ref().is_some_and(|(c, _)| c.identity_token);
         let with = |protocol, scheme| {
             let session = Session::new(image, scheme, operation, credentials.clone(), options)?;
             Ok::<_, Error>(Self {
@@ -49,13 +53,14 @@ impl Registry {
                 session,
                 image: image.clone(),
                 auth: auth.clone(),
+                identity,
                 step_limit: options.step_limit,
             })
         };
-        let registry = with(ClientProtocol::Https, "https")?;
+        let mut registry = with(ClientProtocol::Https, "https")?;
         match registry.ask_access().await {
             Err(Error::Connect { .. }) if !options.tls_verify => {
-                let registry = with(ClientProtocol::Http, "http")?;
+                let mut registry = with(ClientProtocol::Http, "http")?;
                 registry.ask_access().await.map(|()| registry)
             }
             Err(Error::Connect {
@@ -69,11 +74,20 @@ impl Registry {
         }
     }
 
-    async fn ask_access(&self) -> Result<(), Error> {
+    async fn ask_access(&mut self) -> Result<(), Error> {
         let host = self.image.resolve_registry();
-        self.client.store_auth_if_needed(host, &self.auth).await;
+        if !self.identity {
+            self.client.store_auth_if_needed(host, &self.auth).await;
+        }
         self.within("asking for access", self.session.connect())
-            .await
+            .await?;
+        if self.identity
+            && let Some(token) = self.session.bearer()
+        {
+            self.auth = RegistryAuth::Bearer(token);
+            self.client.store_auth_if_needed(host, &self.auth).await;
+        }
+        Ok(())
     }
 
     /// Runs one step of the session within the time limit.

@@ -11,7 +11,9 @@ use std::sync::Mutex;
 
 use futures_util::StreamExt;
 use oci_client::{Reference, RegistryOperation};
-use reqwest::header::{ACCEPT, AUTHORIZATION, HeaderMap, HeaderValue, RANGE, WWW_AUTHENTICATE};
+use reqwest::header::{
+    ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE, WWW_AUTHENTICATE,
+};
 use reqwest::{Client, Response, StatusCode, Url};
 use serde::Deserialize;
 
@@ -202,6 +204,11 @@ impl Session {
         let Some((credentials, origin)) = &self.credentials else {
             return Ok(None);
         };
+        if credentials.identity_token {
+            return Err(
+                self.no_access("it asks for a password, and the login is an identity token")
+            );
+        }
         may_have(place, &self.registry, *origin).map_err(|reason| self.no_access(&reason))?;
         let header = HeaderValue::from_str(&credentials.basic());
         let mut header = header.map_err(|_| self.no_access("the credentials are no header"))?;
@@ -209,19 +216,44 @@ impl Session {
         Ok(Some(header))
     }
 
+    /// The access token of the last answer, for a client of its own.
+    pub(crate) fn bearer(&self) -> Option<String> {
+        let known = self.authorization.lock().ok()?.clone()?;
+        let token = known.to_str().ok()?.strip_prefix("Bearer ")?;
+        Some(token.to_owned())
+    }
+
     async fn token(&self, realm: &str, service: Option<&str>) -> Result<String, Error> {
         let step = "asking for a token";
         let realm = Url::parse(realm).map_err(|e| self.failed(step, format!("its realm: {e}")))?;
         let mut url = realm.clone();
+        let identity = self.credentials.as_ref().filter(|(c, _)| c.identity_token);
         {
             let mut query = url.query_pairs_mut();
             query.append_pair("scope", &self.scope);
             if let Some(service) = service {
                 query.append_pair("service", service);
             }
+            if let Some((credentials, origin)) = identity {
+                may_have(&realm, &self.registry, *origin)
+                    .map_err(|reason| self.no_access(&reason))?;
+                query.append_pair("grant_type", "refresh_token");
+                query.append_pair("client_id", "cryopod");
+                query.append_pair("refresh_token", &credentials.password);
+            }
         }
-        let mut request = self.http.get(url);
-        if let Some(basic) = self.basic(&realm)? {
+        let mut request = match identity {
+            // OAuth 2: a form, so that the token is in no log of addresses.
+            Some(_) => self
+                .http
+                .post(realm.clone())
+                .header(CONTENT_TYPE, "application/x-www-form-urlencoded")
+                .body(url.query().unwrap_or_default().to_owned()),
+            None => self.http.get(url),
+        };
+        if identity.is_none()
+            && let Some(basic) = self.basic(&realm)?
+        {
             request = request.header(AUTHORIZATION, basic);
         }
         let answer = request.send().await.map_err(|e| self.unanswered(&e))?;
@@ -415,8 +447,12 @@ mod tests {
     const REALM: &str = "http://127.0.0.1:PORT/token";
 
     fn get(port: u16, max: usize) -> Result<Vec<u8>, Error> {
+        get_as(Credentials::parse("me:secret"), port, max)
+    }
+
+    fn get_as(login: Option<Credentials>, port: u16, max: usize) -> Result<Vec<u8>, Error> {
         let image = format!("127.0.0.1:{port}/a:1").parse().unwrap();
-        let credentials = Credentials::parse("me:secret").map(|c| (c, Origin::Stored));
+        let credentials = login.map(|c| (c, Origin::Stored));
         let options = Options {
             step_limit: Duration::from_secs(10),
             ..Options::default()
@@ -430,6 +466,43 @@ mod tests {
             },
             "test",
         )
+    }
+
+    #[test]
+    fn an_identity_token_is_exchanged_and_never_sent_as_a_password() {
+        let login = || {
+            Some(Credentials {
+                user: "me".into(),
+                password: "s e&cret".into(),
+                identity_token: true,
+            })
+        };
+        let (port, thread) = registry(vec![
+            asks_for_a_token(REALM),
+            answer("200 OK", r#"{"access_token": "abc"}"#),
+            answer("200 OK", "manifest"),
+        ]);
+        assert_eq!(get_as(login(), port, 100).unwrap(), b"manifest");
+        let asked = thread.join().unwrap();
+        assert!(asked[1].starts_with("POST /token HTTP"), "{}", asked[1]);
+        assert!(!asked[1].contains("uthorization"), "{}", asked[1]);
+        let (_, form) = asked[1].split_once("\r\n\r\n").unwrap();
+        for want in [
+            "grant_type=refresh_token",
+            "refresh_token=s+e%26cret",
+            "scope=repository%3Aa%3Apull",
+        ] {
+            assert!(form.contains(want), "{form}");
+        }
+        assert!(asked[2].contains("Bearer abc"), "{}", asked[2]);
+        let basic = answer(
+            "401 Unauthorized\r\nWWW-Authenticate: Basic realm=\"x\"",
+            "",
+        );
+        let (port, thread) = registry(vec![basic]);
+        let error = get_as(login(), port, 100).unwrap_err().to_string();
+        assert!(error.contains("identity token"), "{error}");
+        thread.join().unwrap();
     }
 
     #[test]

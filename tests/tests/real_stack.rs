@@ -57,6 +57,8 @@ pub(crate) use scenarios;
 mod archive {
     crate::scenarios! {
         podman: V2 [] "archive/lib.sh" + "archive/podman.sh";
+        page: V2 [] "archive/lib.sh" + "archive/page.sh";
+        streams: V2 [] "archive/lib.sh" + "archive/streams.sh";
         killed: V2 [] "archive/lib.sh" + "archive/killed.sh";
         registry: V2 [] "archive/lib.sh" + "archive/registry.sh";
         elsewhere: V2 [] "archive/lib.sh" + "archive/elsewhere.sh";

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use cryopod_archive::limits::Limits;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
@@ -12,29 +12,51 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::{Compression, names};
 use cryopod_operations::handover;
 
-use super::Args;
+use super::{Args, Records, without_image};
+use crate::carried;
 use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui::{self, Steps};
 
 const ASK: Duration = Duration::from_secs(60);
 
-pub fn restore(args: &Args, source: &Source, steps: &mut Steps) -> anyhow::Result<String> {
+pub fn restore(
+    args: &Args,
+    source: &Source,
+    records: &Records,
+    steps: &mut Steps,
+) -> anyhow::Result<String> {
     if let Some(parts) = Parts::unpack(args, source)? {
         steps.done("unpack");
         let file = parts.small_file(args)?;
         let restored = import(args, &file);
         steps.done("podman container restore");
         match restored {
+            Ok(id) if parts.map_is_left() => bail!(
+                "{id}: restored, but without --map: podman's runtime for it is not cryopod-runtime; remove it and import again with that runtime"
+            ),
             // A runtime other than cryopod's does not know where the large files are.
-            Err(error) if parts.taken() == 0 => {
+            Err(error) if parts.taken() == 0 && args.map.is_none() => {
                 tracing::debug!("the large files were not fetched: {error:#}");
             }
             other => return other,
         }
     }
+    if args.map.is_some() {
+        bail!(
+            "--map: only root can give one, and only for a checkpoint that cryopod's runtime has recorded ({})",
+            names::METADATA
+        );
+    }
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let file = match source.kind() {
+        _ if records.image => {
+            let file = temp.path().join("checkpoint.tar");
+            let source = without_image(args, source, temp.path())?;
+            args.write(&source, &Destination::Tar(file.clone(), Compression::None))?;
+            steps.done("podman's file");
+            file
+        }
         Kind::PodmanTar(_) => fs::canonicalize(source.path())?,
         _ => {
             let file = temp.path().join("checkpoint.tar");
@@ -90,9 +112,14 @@ impl Parts {
         ui::with_progress("unpack", args.quiet, &options.progress, || {
             unpack(source, &whole, &options)
         })?;
+        carried::take(&whole, args.limit())?;
         fs::create_dir(&away).with_context(|| away.display().to_string())?;
         let images = whole.join(names::CHECKPOINT_DIR);
         let large = handover::part(&images, &away)?;
+        if let Some(map) = &args.map {
+            let path = away.join(handover::MAP);
+            fs::write(&path, &map.0).with_context(|| path.display().to_string())?;
+        }
         let ticket = handover::issue(&images, &away)?;
         Ok(Some(Self {
             whole,
@@ -115,6 +142,12 @@ impl Parts {
     fn taken(&self) -> usize {
         tracing::debug!("{:?}", self.ticket);
         let left = fs::read_dir(&self.away).map_or(0, Iterator::count);
+        let left = left - usize::from(self.map_is_left());
         self.large.saturating_sub(left)
+    }
+
+    /// The runtime has not read the GPU map.
+    fn map_is_left(&self) -> bool {
+        self.away.join(handover::MAP).exists()
     }
 }

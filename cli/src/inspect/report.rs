@@ -7,7 +7,7 @@ use anyhow::Context;
 use cryopod_archive::Error;
 use cryopod_archive::error::Bad;
 use cryopod_archive::limits::Limits;
-use cryopod_archive::metadata::{Gpu, Metadata};
+use cryopod_archive::metadata::{Gpu, Metadata, MovedNode};
 use cryopod_archive::oci::annotation;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
@@ -72,6 +72,9 @@ pub struct MetadataFacts {
     pub plan_us: u64,
     /// From there until the images were complete, in microseconds.
     pub dump_us: u64,
+    /// From there until the VRAM files were on the disk, in microseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub durable_us: Option<u64>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -84,6 +87,9 @@ pub struct GpuFacts {
     /// The GPUs behind the container's nodes.
     pub gpus: Vec<Gpu>,
     pub nodes: Vec<String>,
+    /// Nodes that an earlier restore moved to another GPU.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub moved: Vec<MovedNode>,
     pub processes: Vec<GpuProcess>,
     /// GPU memory of all processes, in bytes.
     pub vram_bytes: u64,
@@ -110,12 +116,19 @@ pub struct GpuProcess {
     /// GPU memory in bytes, if the plugin could tell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram_bytes: Option<u64>,
+    /// GPU memory in VRAM files, in bytes. The rest is in CRIU's images, as memory of the process.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub vram_file_bytes: u64,
     /// Its GPUs, if the plugin could tell.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
     /// The driver's steps, in microseconds.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<(String, u64)>,
+}
+
+fn is_zero(n: &u64) -> bool {
+    *n == 0
 }
 
 pub fn of(source: &Source) -> anyhow::Result<Report> {
@@ -279,6 +292,7 @@ fn metadata_facts(metadata: Metadata) -> MetadataFacts {
         criu: metadata.host.criu,
         plan_us: metadata.timings.plan_us,
         dump_us: metadata.timings.dump_us,
+        durable_us: metadata.timings.durable_us,
     }
 }
 
@@ -293,13 +307,18 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
         .map(|process| {
             let pid = u32::try_from(process.ns_pid).unwrap_or(0);
             let own = told.iter().find(|p| inner_pid(p) == Some(u64::from(pid)));
+            let gpus = own.map(|p| strings(p, "gpus"));
             GpuProcess {
                 pid,
                 comm: process.comm.clone(),
                 vram_bytes: own
                     .and_then(|p| p.get("vram_bytes")?.as_u64())
                     .or_else(|| of_buffers(process)),
-                gpus: own.map(|p| strings(p, "gpus")).unwrap_or_default(),
+                vram_file_bytes: own.map_or(0, |p| in_files(p)),
+                gpus: gpus.filter(|g| !g.is_empty()).unwrap_or_else(|| {
+                    let used = process.gpu_memory.iter();
+                    used.map(|part| part.gpu.clone()).collect()
+                }),
                 steps: own.map(|p| steps(p)).unwrap_or_default(),
             }
         })
@@ -309,6 +328,7 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
         cuda_version: report.get("cuda_version").and_then(Value::as_u64),
         gpus: metadata.gpu.gpus.clone(),
         nodes: metadata.gpu.nodes.iter().map(|n| n.path.clone()).collect(),
+        moved: metadata.gpu.moved.clone(),
         vram: metadata.gpu.vram.clone(),
         copied: copied(&told),
         vram_bytes: processes
@@ -342,6 +362,14 @@ fn of_buffers(process: &cryopod_archive::metadata::GpuProcess) -> Option<u64> {
 /// The pid in the innermost namespace.
 fn inner_pid(process: &Value) -> Option<u64> {
     process.get("ns_pids")?.as_array()?.last()?.as_u64()
+}
+
+/// Bytes of a process's buffers in the VRAM files.
+fn in_files(process: &Value) -> u64 {
+    let buffers = process.get("vram").and_then(Value::as_array);
+    let bytes = |v: &Value| v.get("bytes").and_then(Value::as_u64);
+    let buffers = buffers.into_iter().flatten().filter_map(bytes);
+    buffers.fold(0, u64::saturating_add)
 }
 
 fn strings(process: &Value, key: &str) -> Vec<String> {

@@ -21,7 +21,8 @@ pub fn text(report: &Report) -> String {
     out
 }
 
-fn facts(report: &Report) -> Vec<(&'static str, String)> {
+/// The rows of the table: a name and its value.
+pub fn facts(report: &Report) -> Vec<(&'static str, String)> {
     let mut rows = vec![(
         "Checkpoint",
         format!(
@@ -313,7 +314,7 @@ fn processes(report: &Report, out: &mut String) {
 
 /// Returns each process with its depth, children after their parents. The images are untrusted: a process whose parent
 /// is missing, or that is its own ancestor, becomes a root.
-fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
+pub fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
     let known: BTreeSet<u32> = list.iter().map(|p| p.pid).collect();
     let mut children: BTreeMap<u32, Vec<&Process>> = BTreeMap::new();
     let mut pending = Vec::new();
@@ -353,7 +354,7 @@ fn short(id: &str) -> String {
     }
 }
 
-fn shortened(text: &str, max: usize) -> String {
+pub fn shortened(text: &str, max: usize) -> String {
     if text.chars().count() <= max {
         return text.to_owned();
     }

@@ -3,6 +3,8 @@
 //! JSON, versioned. It travels with the checkpoint and may come from anyone: size, counts, pids and paths are checked,
 //! and paths can only name NVIDIA device nodes.
 
+use std::collections::BTreeMap;
+
 use super::gpu::GpuUuid;
 use super::protocol::ProcessState;
 use super::vram::VramBuffer;
@@ -82,9 +84,9 @@ pub enum Step {
     Preload,
 }
 
-impl std::fmt::Display for Step {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
+impl Step {
+    pub fn name(self) -> &'static str {
+        match self {
             Self::Query => "query",
             Self::Lock => "lock",
             Self::Checkpoint => "checkpoint",
@@ -92,7 +94,13 @@ impl std::fmt::Display for Step {
             Self::Unlock => "unlock",
             Self::Vram => "vram",
             Self::Preload => "preload",
-        })
+        }
+    }
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -134,6 +142,23 @@ impl Default for NvidiaImage {
 }
 
 impl NvidiaImage {
+    /// Returns how long each step took, in microseconds, in the process that was slowest at it.
+    pub fn slowest(&self) -> BTreeMap<&'static str, u64> {
+        let mut all = BTreeMap::new();
+        for process in &self.processes {
+            let mut own: BTreeMap<&str, u64> = BTreeMap::new();
+            for timing in &process.steps {
+                let sum = own.entry(timing.step.name()).or_default();
+                *sum = sum.saturating_add(timing.micros);
+            }
+            for (step, micros) in own {
+                let most = all.entry(step).or_insert(0);
+                *most = micros.max(*most);
+            }
+        }
+        all
+    }
+
     pub fn parse(bytes: &[u8]) -> Result<Self, ImageError> {
         #[derive(Deserialize)]
         struct Versioned {

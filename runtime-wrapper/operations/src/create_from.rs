@@ -45,6 +45,11 @@ const HOLDS_POD: [&str; 2] = [
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
 
+/// Returns true if the container names a checkpoint.
+pub fn is_asked(spec: &Spec) -> bool {
+    named(spec).is_some()
+}
+
 /// Creates the container if it names a checkpoint. `None`: it names none, or is to start without.
 ///
 /// # Errors

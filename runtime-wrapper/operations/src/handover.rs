@@ -11,7 +11,7 @@
 //! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large files, and a
 //!   [`TICKET`]. The ticket is the random name of a link in [`DESK`] to the directory with the large files. Archives
 //!   come from strangers, but a ticket alone gives no access: only root writes links there, and nobody can guess a
-//!   name.
+//!   name. What else `import` was asked for, the GPU map ([`MAP`]), is with these files, and so has root's word, too.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -30,6 +30,9 @@ pub const AWAY: &str = "cryopod-away";
 pub const TICKET: &str = "cryopod-away.ticket";
 /// The directory of the links that tickets name.
 pub const DESK: &str = "/run/cryopod/away";
+/// The file beside the large files with the GPU map of this one restore.
+pub const MAP: &str = "cryopod-gpu-map";
+const MAX_MAP: u64 = 64 << 10;
 const DIGITS: usize = 32;
 
 fn fail(path: &Path, what: &str) -> impl FnOnce(io::Error) -> io::Error {
@@ -253,8 +256,9 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     })
 }
 
-/// Call before a restore. Brings the large files back into the image directory. Fails if the ticket leads nowhere.
-pub fn before_restore(images: &Path) -> io::Result<()> {
+/// Call before a restore. Brings the large files back into the image directory. Returns the GPU map that came with them.
+/// Fails if the ticket leads nowhere.
+pub fn before_restore(images: &Path) -> io::Result<Option<String>> {
     if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;
     }
@@ -270,13 +274,13 @@ fn back(away: &Path, images: &Path) -> io::Result<()> {
     }
 }
 
-fn redeem(images: &Path, desk: &Path) -> io::Result<()> {
+fn redeem(images: &Path, desk: &Path) -> io::Result<Option<String>> {
     let file = images.join(TICKET);
     let ticket = match fs::symlink_metadata(&file) {
         Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => {
             fs::read_to_string(&file).map_err(fail(&file, "cannot read it"))?
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(fail(&file, "cannot read it")(e)),
         Ok(_) => return Err(worthless(&file)),
     };
@@ -290,8 +294,22 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<()> {
     if !own_directory(&away) {
         return Err(worthless(&file));
     }
+    let map = take_map(&away)?;
     join(&away, images)?;
-    fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))
+    fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))?;
+    Ok(map)
+}
+
+/// Reads the GPU map and removes it, so that it does not become a file of the checkpoint.
+fn take_map(away: &Path) -> io::Result<Option<String>> {
+    let path = away.join(MAP);
+    let text = match cryopod_host::files::read_bounded(&path, MAX_MAP) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        text => text.map_err(fail(&path, "cannot read it"))?,
+    };
+    fs::remove_file(&path).map_err(fail(&path, "cannot remove it"))?;
+    let text = String::from_utf8(text).map_err(|e| fail(&path, "no text")(io::Error::other(e)))?;
+    Ok(Some(text))
 }
 
 fn worthless(file: &Path) -> io::Error {

@@ -47,6 +47,7 @@ pub mod log;
 mod loopback;
 pub mod lowlevel;
 pub mod lsm;
+pub mod metrics;
 mod new_container;
 mod new_environ;
 mod new_hooks;
@@ -59,6 +60,7 @@ pub mod plugins;
 pub mod preflight;
 pub mod preload;
 pub mod privileges;
+pub mod progress;
 #[cfg(test)]
 mod reach_tests;
 pub mod reasons;
@@ -109,11 +111,15 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => {
             criu_program::prefer(&ctx.config);
-            run(&ctx, &inv, checkpoint::run)
+            run(&ctx, &inv, |ctx, inv| {
+                counted("checkpoint", || checkpoint::run(ctx, inv))
+            })
         }
         Some(inv) if inv.verb == Verb::Restore => {
             criu_program::prefer(&ctx.config);
-            run(&ctx, &inv, restore::run)
+            run(&ctx, &inv, |ctx, inv| {
+                counted("restore", || restore::run(ctx, inv))
+            })
         }
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
@@ -140,8 +146,13 @@ fn create(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let bundle = inv.bundle();
     // The low-level runtime reports a bundle that cannot be read.
     if let Ok(spec) = Spec::of_bundle(&bundle) {
-        if let Some(code) = create_from::create(ctx, inv, &spec)? {
-            return Ok(code);
+        if create_from::is_asked(&spec) {
+            let created = || create_from::create(ctx, inv, &spec);
+            let is_restored =
+                |code: &Option<ExitCode>| code.is_some_and(|c| c == ExitCode::SUCCESS);
+            if let Some(code) = metrics::measured("create", created, is_restored)? {
+                return Ok(code);
+            }
         }
         avoid::create(&bundle, &spec)?;
         // With what the edit before has written.
@@ -168,6 +179,14 @@ fn run(
 ) -> ExitCode {
     log::init(Some(&inv.globals));
     verb(ctx, inv).unwrap_or_else(|e| fail(&e))
+}
+
+/// Runs an operation and counts it for `cryopod metrics`.
+fn counted(
+    operation: &str,
+    work: impl FnOnce() -> Result<ExitCode, Error>,
+) -> Result<ExitCode, Error> {
+    metrics::measured(operation, work, |code| *code == ExitCode::SUCCESS)
 }
 
 fn fail(e: &Error) -> ExitCode {

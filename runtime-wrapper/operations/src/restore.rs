@@ -23,6 +23,7 @@ mod run;
 
 use std::process::ExitCode;
 
+use cryopod_gpu_plan::gpumap;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
@@ -77,7 +78,11 @@ fn restore(
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
     preload::restore(&inv.bundle(), &inv.images_of_restore(ctx.low.kind))?;
-    let request = Request::restore(ctx, inv)?;
+    let mapped = checkpoint.map.as_deref().map(|map| ctx.mapped(map));
+    let mut request = Request::restore(mapped.as_ref().unwrap_or(ctx), inv)?;
+    if mapped.is_some() {
+        request.spec = request.spec.without_annotation(gpumap::ANNOTATION);
+    }
     let is_free = new.is_some() && !state::directory(ctx, inv).exists();
     let signals = Signals::watch()?;
     let op = Operation::new()?;

@@ -81,6 +81,8 @@ pub struct Ready {
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
     pub limit: Duration,
+    /// Checkpoint only: an estimate of what it has to save, in bytes.
+    pub bytes: u64,
 }
 
 impl Setup<'_> {
@@ -116,12 +118,14 @@ impl Setup<'_> {
             _ => None,
         };
         let limits = &self.request.config().limits;
-        let limit = limits.checkpoint(data(plan, agent.as_ref()));
+        let bytes = data(plan, agent.as_ref());
+        let limit = limits.checkpoint(bytes);
         let extra = Extra {
             limit_s: limit.as_secs(),
             ..extra.clone()
         };
-        self.ready(op, &plan.plugins, nvidia, agent, &extra)
+        let ready = self.ready(op, &plan.plugins, nvidia, agent, &extra)?;
+        Ok(Ready { bytes, ..ready })
     }
 
     /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the
@@ -180,6 +184,7 @@ impl Setup<'_> {
             agent,
             low_version: self.low_version.map(str::to_owned),
             limit: Duration::from_secs(extra.limit_s),
+            bytes: 0,
         })
     }
 

@@ -1,8 +1,11 @@
 //! Concludes a checkpoint: keeps what was made, or removes it and explains the failure.
 
+use std::path::Path;
 use std::process::ExitCode;
 
+use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
+use cryopod_cuda::image::NvidiaImage;
 use cryopod_gpu_plan::amd::unpause::unpause;
 
 use super::dump::{Dumped, amd_users};
@@ -14,7 +17,7 @@ use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::setup::Finished;
 use crate::state::State;
-use crate::{facts, handover, log, lsm, store};
+use crate::{facts, handover, log, lsm, metrics, store};
 
 /// Concludes a dump. `again`: if it failed, another one follows.
 pub(super) fn conclude(
@@ -31,6 +34,7 @@ pub(super) fn conclude(
         images,
         slot,
         ready,
+        progress: _progress,
     } = prepared;
     let limit = ready.limit;
     // The agent puts back what was not committed before anything is reported about the container.
@@ -44,6 +48,7 @@ pub(super) fn conclude(
         ask(request, "resume");
     }
     if dumped.ended.code == 0 && dumped.metadata_error.is_none() {
+        count(&metadata, &images.path);
         // `cryopod export` makes an archive of everything.
         if let (false, false, Some(directory)) = (
             request.pre_dump(),
@@ -76,6 +81,8 @@ pub(super) fn conclude(
     let criu_log = dumped.before.criu_log();
     let denied =
         criu_log.and_then(|log| lsm::denial(&request.host, log, &planned.surroundings.lsm));
+    let storage = full.is_some() || dumped.metadata_error.is_some();
+    metrics::failed_run(&dumped.ended, finished.error.is_some(), storage);
     let runtime_log = dumped.runtime_log.as_ref();
     let runtime_error = runtime_log
         .filter(|_| dumped.ended.code != 0)
@@ -88,6 +95,29 @@ pub(super) fn conclude(
         false => log::error(&explain(request, state, &dumped, reasons)),
     }
     Ok(exit_code(dumped.ended.code.max(1)))
+}
+
+/// Notes steps and bytes for `cryopod metrics`.
+fn count(metadata: &Metadata, images: &Path) {
+    let timings = &metadata.timings;
+    metrics::step("plan", timings.plan_us);
+    metrics::step("dump", timings.dump_us);
+    if let Some(durable) = timings.durable_us {
+        metrics::step("durable", durable);
+    }
+    let report: Option<NvidiaImage> =
+        serde_json::from_value(metadata.gpu.plugin_report.clone()).ok();
+    if let Some(report) = report {
+        for (step, micros) in report.slowest() {
+            metrics::step(&format!("driver_{step}"), micros);
+        }
+        let gpu = report.processes.iter().filter_map(|p| p.vram_bytes).sum();
+        metrics::bytes("gpu", gpu);
+    }
+    if let Some(vram) = &metadata.gpu.vram {
+        metrics::bytes("gpu_stored", vram.stored_bytes);
+    }
+    metrics::bytes("images", facts::directory_bytes(images));
 }
 
 /// Returns the exit code for complete images. A container that goes on running may still lack its GPU.

@@ -69,9 +69,12 @@ pub(super) fn dump(
         slot: &mut prepared.slot,
         metadata: &mut prepared.metadata,
     };
+    let progress = &mut prepared.progress;
+    progress.step("start");
     let mut metadata_error = None;
     let env = &prepared.ready.env;
     let ended = child::run(low, &args, env, &watch, signals, &mut |question| {
+        progress.step(&question.stage);
         let answer = completion.at(&question.stage);
         let go_on = answer.is_ok();
         metadata_error = metadata_error.take().or(answer.err());

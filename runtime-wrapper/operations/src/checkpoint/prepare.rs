@@ -3,6 +3,7 @@
 use std::time::SystemTime;
 
 use cryopod_archive::metadata::{ContainerFacts, Metadata, MetadataSlot, Timings};
+use cryopod_archive::names;
 use cryopod_cuda::report::AgentReady;
 use cryopod_gpu_plan::{nvidia_compat, remap};
 use cryopod_host::nodes::Vendor;
@@ -11,6 +12,7 @@ use super::image_directory::ImageDirectory;
 use super::plan::Planned;
 use crate::error::Error;
 use crate::operation::Operation;
+use crate::progress::{self, Progress};
 use crate::request::Request;
 use crate::setup::{Ready, Setup};
 use crate::state::State;
@@ -27,6 +29,7 @@ pub(super) struct Prepared<'a> {
     /// the metadata is written.
     pub slot: Option<MetadataSlot>,
     pub images: ImageDirectory,
+    pub progress: Progress,
     pub op: Operation,
 }
 
@@ -37,6 +40,17 @@ pub(super) fn prepare<'a>(
     planned: &'a Planned,
 ) -> Result<Prepared<'a>, Error> {
     let op = Operation::new()?;
+    let mut progress = Progress::of_operation(
+        &op,
+        progress::State {
+            operation: "checkpoint".into(),
+            name: request.id().to_owned(),
+            step: "prepare".into(),
+            images: Some(request.images.clone()),
+            log: Some(request.log(names::DUMP_LOG)),
+            ..progress::State::default()
+        },
+    );
     let images = ImageDirectory::ready(&request.images)?;
     let mut slot = None;
     if !request.pre_dump() {
@@ -57,6 +71,8 @@ pub(super) fn prepare<'a>(
         ready.finish(&op);
         return Err(error);
     }
+    progress.total(ready.bytes);
+    progress.step("reserve");
     reserve_memory(request, planned, &ready, &op);
     Ok(Prepared {
         request,
@@ -66,6 +82,7 @@ pub(super) fn prepare<'a>(
         ready,
         slot,
         images,
+        progress,
         op,
     })
 }

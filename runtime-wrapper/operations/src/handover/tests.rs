@@ -61,8 +61,13 @@ fn a_ticket_is_good_once_and_a_strangers_never() {
     assert_eq!(part(&images, &away).unwrap(), 2);
     let ticket = issue_at(&desk, &images, &away).unwrap();
     let text = fs::read_to_string(images.join(TICKET)).unwrap();
-    redeem(&images, &desk).unwrap();
+    // A map is not a file of the checkpoint. One in the images themselves is a stranger's.
+    fs::write(away.join(MAP), "0=1").unwrap();
+    assert_eq!(redeem(&images, &desk).unwrap().as_deref(), Some("0=1"));
     assert_eq!(names(&images), all);
+    fs::write(images.join(MAP), "0=7").unwrap();
+    assert_eq!(redeem(&images, &desk).unwrap(), None);
+    fs::remove_file(images.join(MAP)).unwrap();
     drop(ticket);
     assert!(names(&desk).is_empty());
     for text in [&text[..], "../../../../../../../../etc/pass", "short"] {
@@ -88,7 +93,7 @@ fn nobody_asks_any_more() {
     for next in [
         before_checkpoint as fn(&Path) -> io::Result<()>,
         |images| ask(images).map(drop),
-        before_restore,
+        |images| before_restore(images).map(drop),
     ] {
         let request = ask(&images).unwrap();
         assert_eq!(after_checkpoint(&images).unwrap(), 2);

@@ -11,12 +11,12 @@ use super::run::Ran;
 use crate::abandoned::Restoring;
 use crate::child::exit_code;
 use crate::error::Error;
-use crate::frozen;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::setup::Finished;
 use crate::{facts, lsm, plugins, state, surroundings};
+use crate::{frozen, metrics};
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
@@ -48,6 +48,7 @@ pub(super) fn conclude(
         changed.cgroups.paths().for_each(frozen::thaw);
     }
     if !lives || left {
+        metrics::failed_run(&ran.ended, finished.error.is_some(), false);
         if ended.killed || ended.lost_processes || left {
             state::remove(request.ctx, request.inv, &request.tools);
         }

@@ -13,6 +13,8 @@ pub(super) struct Checkpoint {
     pub metadata: Metadata,
     /// The store's entry with the large files, if they are in one.
     pub stored: Option<Found>,
+    /// The GPU map of `cryopod import --map`.
+    pub map: Option<String>,
 }
 
 /// Opens a checkpoint without metadata: of a container without GPUs, or of another tool.
@@ -32,6 +34,7 @@ pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint
     Ok(Checkpoint {
         metadata: Metadata::default(),
         stored: None,
+        map: None,
     })
 }
 
@@ -41,12 +44,16 @@ pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint
 /// The checkpoint is incomplete, or has links.
 pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>, Error> {
     let directory = inv.images_of_restore(ctx.low.kind);
-    handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
+    let map = handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
     let stored = store::find(&ctx.config, &inv.id, &directory)?;
     match (Metadata::open(&directory)?, stored) {
         (Some(metadata), stored) => {
             images::no_links(&directory)?;
-            Ok(Some(Checkpoint { metadata, stored }))
+            Ok(Some(Checkpoint {
+                metadata,
+                stored,
+                map,
+            }))
         }
         (None, Some(stored)) => Err(store::without_metadata(&stored, &directory)),
         (None, None) => Ok(None),

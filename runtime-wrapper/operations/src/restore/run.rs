@@ -1,6 +1,6 @@
 //! Runs the low-level runtime for a restore.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cryopod_archive::names;
 use cryopod_gpu_plan::amd::saved;
@@ -14,11 +14,12 @@ use crate::child::{self, Ended, Signals, Watch};
 use crate::device_filter;
 use crate::error::Error;
 use crate::new_container::{self, NewContainer};
-use crate::new_mounts;
 use crate::operation::Operation;
+use crate::progress::{self, Progress};
 use crate::reasons::Before;
 use crate::request::Request;
 use crate::setup;
+use crate::{facts, metrics, new_mounts};
 
 pub(super) struct Ran {
     pub ended: Ended,
@@ -60,10 +61,24 @@ pub(super) fn run(
         agent: ready.agent.as_ref().and_then(Agent::pid),
         hidden: None,
     };
+    let mut progress = Progress::of_operation(
+        op,
+        progress::State {
+            operation: "restore".into(),
+            name: request.id().to_owned(),
+            step: "start".into(),
+            total: facts::directory_bytes(&request.images),
+            images: Some(request.images.clone()),
+            log: Some(request.log(names::RESTORE_LOG)),
+            ..progress::State::default()
+        },
+    );
+    let since = Instant::now();
     let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
     let mut unfit = None;
     let mut decide = |question: &Question| {
+        progress.step(&question.stage);
         if let Some(new) = new.filter(|_| question.stage == new_container::STAGE)
             && let Err(e) = new.stop(&request.host, question.init)
         {
@@ -106,10 +121,19 @@ pub(super) fn run(
         unfit.is_none()
     };
     let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut decide)?;
+    // In the foreground the container has run since.
+    if detach {
+        metrics::step("restore", micros(since.elapsed()));
+    }
+    metrics::bytes("images", facts::directory_bytes(&request.images));
     Ok(Ran {
         ended,
         before,
         detach,
         unfit,
     })
+}
+
+fn micros(d: Duration) -> u64 {
+    u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,0 +1,106 @@
+//! The GPUs of a checkpoint, and where they would go on this host.
+
+use anyhow::bail;
+use cryopod_archive::metadata::Gpu;
+use cryopod_gpu_plan::gpumap::{self, Situation, Wish};
+use cryopod_gpu_plan::inventory;
+use cryopod_host::files::Host;
+use maud::{Markup, html};
+
+use super::super::report::Report;
+use super::{more, shown};
+use crate::ui::bytes;
+
+/// Most GPUs that are drawn.
+const MAX_GPUS: usize = 256;
+
+/// Where a GPU of the checkpoint would go.
+pub struct Place {
+    /// [`Gpu::id`] at the checkpoint.
+    pub old: String,
+    pub new: Gpu,
+}
+
+/// Decides where the GPUs would go on this host, as a restore does. Fails with every reason why they cannot.
+pub fn places(recorded: &[Gpu], wish: &Wish) -> anyhow::Result<Vec<Place>> {
+    let host = Host::system();
+    let mut vendors: Vec<_> = recorded.iter().map(|gpu| gpu.vendor).collect();
+    vendors.dedup();
+    let here = vendors.iter().flat_map(|v| inventory::here(&host, *v));
+    let situation = Situation {
+        recorded: recorded.to_vec(),
+        here: here.collect(),
+        ..Situation::default()
+    };
+    let chosen = match gpumap::decide(&situation, wish) {
+        Ok(chosen) => chosen,
+        Err(refusals) => {
+            let reasons: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+            bail!("--map: {}", reasons.join(" | "));
+        }
+    };
+    let places = chosen.into_iter().map(|choice| Place {
+        old: choice.old.id,
+        new: choice.new,
+    });
+    Ok(places.collect())
+}
+
+pub fn section(report: &Report, places: &[Place]) -> Markup {
+    let gpu = &report.gpu;
+    html! {
+        section #gpus {
+            h2 { "GPUs" }
+            @if gpu.gpus.is_empty() {
+                p { "The checkpoint records no GPUs." }
+            }
+            @for (n, one) in gpu.gpus.iter().take(MAX_GPUS).enumerate() {
+                div.gpu-row {
+                    div.card {
+                        span.note { "GPU " (n) " at the checkpoint" }
+                        (card(one))
+                        @let users = users(report, one);
+                        @if !users.is_empty() { p { "Used by " (users) } }
+                    }
+                    @if let Some(place) = places.iter().find(|p| p.old == one.id) {
+                        span.arrow aria-label="goes to" { "→" }
+                        div.card {
+                            span.note { "on this host" @if place.new.id == one.id { ": the same" } }
+                            (card(&place.new))
+                        }
+                    }
+                }
+            }
+            (more(gpu.gpus.len(), MAX_GPUS))
+            @if !gpu.moved.is_empty() {
+                h3 { "Moved by an earlier restore" }
+                ul {
+                    @for node in gpu.moved.iter().take(MAX_GPUS) {
+                        li { code { (shown(&node.path)) } " takes the place of the engine's " code { (shown(&node.engine.path)) } }
+                    }
+                }
+            }
+            @if !gpu.nodes.is_empty() {
+                p.note { "Nodes in the container: " (shown(&gpu.nodes.join(" "))) }
+            }
+        }
+    }
+}
+
+fn card(gpu: &Gpu) -> Markup {
+    html! {
+        b { (shown(&gpu.model)) }
+        p { @if let Some(n) = gpu.memory_bytes { (bytes(n)) ", " } (shown(&gpu.pci)) }
+        p { code { (shown(&gpu.id)) } }
+    }
+}
+
+fn users(report: &Report, gpu: &Gpu) -> String {
+    let users = report.gpu.processes.iter();
+    let users = users.filter(|p| p.gpus.contains(&gpu.id));
+    let names: Vec<String> = users
+        .take(16)
+        .map(|p| format!("{} {}", p.pid, shown(&p.comm)))
+        .collect();
+    names.join(", ")
+}
