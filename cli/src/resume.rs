@@ -69,6 +69,13 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             forget(record);
             bail!("{}: not resumed: {error}", args.container);
         }
+        (Err(error @ SuspendError::Nccl(_)), Some(record)) => {
+            forget(record);
+            bail!(
+                "{}: resumed, and its GPU memory is back, but {error}",
+                args.container
+            );
+        }
         (Err(error), Some(record)) => bail!(
             "{}: not resumed; it stays suspended, with its GPU memory {}: {error}",
             args.container,

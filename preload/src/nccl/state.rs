@@ -490,11 +490,8 @@ mod tests {
             made.recv().unwrap();
         }
         made.recv().unwrap();
-        while state().inside > 0 {
-            std::thread::yield_now();
-            // The thread ended within its group.
-            break;
-        }
+        // The thread ends within its group.
+        assert_eq!(state().report().inside, 1);
         state().inside = 0;
 
         assert!(hold(vec![target(3)], soon()));
