@@ -156,7 +156,13 @@ mod tests {
     const NAMES: [&str; 2] = ["amdgpu-pages-7-a000.img", "amdgpu-pages-7-a001.img"];
 
     fn pages(seed: u8) -> Vec<u8> {
-        let noise = (0..3u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8 ^ seed);
+        let mut state = u64::from(seed) + 1;
+        let noise = (0..3u32 << 20).map(move |_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        });
         noise.chain(std::iter::repeat_n(0, 5 << 20)).collect()
     }
 
