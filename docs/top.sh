@@ -17,7 +17,7 @@ set -euo pipefail
     /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=20000:1
     cryopod pack /tmp/old -o /tmp/evening.tar.zst --threads 1 --level 15 -q &
     pod container checkpoint --export /tmp/slow.tar job &
-    both() { cryopod top --once --interval 1 > /tmp/top && grep -q pack /tmp/top && grep -q 'GPU memory' /tmp/top; }
+    both() { cryopod top --once --interval 1 > /tmp/top && grep -q pack /tmp/top && grep -Eq 'freeze, GPU memory|GPU memory, dump' /tmp/top; }
     within 60 both
 } > /dev/null 2>&1
 echo '$ cryopod top'

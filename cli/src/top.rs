@@ -12,7 +12,6 @@ use std::time::{Duration, Instant, SystemTime};
 use console::Term;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
-use cryopod_operations::facts;
 use cryopod_operations::progress::{self, Running};
 
 use crate::ui::{bytes, plain};
@@ -125,13 +124,24 @@ fn done(host: &Host, running: &Running) -> u64 {
         return done;
     }
     match (state.operation.as_str(), &state.images) {
-        ("checkpoint", Some(images)) => facts::directory_bytes(images),
+        ("checkpoint", Some(images)) => written(images, state.began),
         _ => {
             let tree = live::tree(host, running.pid);
             let read = tree.iter().filter_map(|pid| read_by(host, *pid));
             read.fold(0, u64::saturating_add).min(state.total)
         }
     }
+}
+
+/// Bytes of the files that were written since a time in milliseconds since 1970: a checkpoint may replace an older one.
+fn written(images: &Path, began: u64) -> u64 {
+    let began = SystemTime::UNIX_EPOCH + Duration::from_millis(began);
+    let files = fs::read_dir(images).into_iter().flatten().flatten();
+    let new = files.filter_map(|file| {
+        let meta = file.metadata().ok().filter(fs::Metadata::is_file)?;
+        (meta.modified().ok()? >= began).then_some(meta.len())
+    });
+    new.fold(0, u64::saturating_add)
 }
 
 /// Bytes that a process has read from files.
@@ -350,6 +360,22 @@ mod tests {
             "checkpoint of jo?[2Jb (7): dump, 2.0 s: 1.0 GiB"
         );
         assert_eq!(json(&[unknown])[0]["seconds_left"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn an_older_checkpoint_does_not_count() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("pages-1.img"), [0; 100]).unwrap();
+        let old = fs::File::options()
+            .append(true)
+            .open(dir.path().join("pages-1.img"))
+            .unwrap();
+        old.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1))
+            .unwrap();
+        fs::write(dir.path().join("vram-0000.img"), [0; 30]).unwrap();
+        assert_eq!(written(dir.path(), 2_000), 30);
+        assert_eq!(written(dir.path(), 500), 130);
+        assert_eq!(written(Path::new("/nowhere"), 0), 0);
     }
 
     #[test]
