@@ -171,7 +171,14 @@ impl Released {
                     0
                 }
                 Some(Event::Interrupted) => 0,
-                Some(Event::Signal(signal)) => signal,
+                Some(Event::Signal(signal)) => {
+                    // A fault, which nothing handles, as all signals are blocked. It kills any process but the init of a
+                    // PID namespace that is traced: that one would fault again, for ever.
+                    if matches!(signal, libc::SIGSEGV | libc::SIGBUS) {
+                        self.kill();
+                    }
+                    signal
+                }
             };
             if self.resume(signal).is_err() {
                 self.ended = procfs::stat(self.tid).is_none_or(|stat| stat.exiting);
