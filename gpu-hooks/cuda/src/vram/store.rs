@@ -113,6 +113,18 @@ impl VramFiles {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits for a change, at most so long.
+    fn changed_within<'a>(
+        &self,
+        inner: MutexGuard<'a, Inner>,
+        limit: Duration,
+    ) -> MutexGuard<'a, Inner> {
+        match self.changed.wait_timeout(inner, limit) {
+            Ok((inner, _)) => inner,
+            Err(poisoned) => poisoned.into_inner().0,
+        }
+    }
+
     pub fn bound(&self, ceiling: Ceiling) {
         self.inner().ceiling = ceiling;
     }
@@ -276,10 +288,7 @@ impl VramFiles {
                     "the GPU memory was not read in time",
                 ));
             }
-            inner = match self.changed.wait_timeout(inner, left) {
-                Ok((inner, _)) => inner,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
+            inner = self.changed_within(inner, left);
         }
     }
 
@@ -611,10 +620,7 @@ impl VramFiles {
                     "the VRAM files' worker still works",
                 ));
             }
-            inner = match self.changed.wait_timeout(inner, left) {
-                Ok((inner, _)) => inner,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
+            inner = self.changed_within(inner, left);
         }
     }
 
@@ -650,10 +656,7 @@ impl VramFiles {
             if left.is_zero() {
                 break;
             }
-            inner = match self.changed.wait_timeout(inner, left) {
-                Ok((inner, _)) => inner,
-                Err(poisoned) => poisoned.into_inner().0,
-            };
+            inner = self.changed_within(inner, left);
         }
         inner.work = Work::Ended(Err("called off".into()));
         drop(inner);
