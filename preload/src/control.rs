@@ -3,8 +3,9 @@
 //! The process's calls go on by themselves if the agent dies between [`Request::Stop`] and [`Request::Release`]. After
 //! that the contents are in the agent's file; whoever has the file can bring them back with [`Request::Fill`].
 
+use crate::memory::{self, Exported};
 use crate::nccl::{moves, state};
-use crate::{contexts, gate, idle, memory};
+use crate::{contexts, gate, idle};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
 use std::cell::Cell;
 use std::ffi::{CString, c_int};
@@ -194,7 +195,7 @@ impl Control<'_> {
                 self.state = State::Away;
                 memory::release_all().map_err(cuda)
             }
-            (Request::Allocate, State::Away) => self.allocate(),
+            (Request::Allocate { from, bytes }, State::Away) => self.allocate(from, bytes),
             (Request::Go, State::Stopped(_)) => {
                 self.go_on();
                 Ok(())
@@ -283,15 +284,20 @@ impl Control<'_> {
         exported
     }
 
-    fn allocate(&mut self) -> Result<(), Reason> {
-        memory::allocate_all().map_err(cuda)?;
-        memory::export_empty(|one| self.piece(one.offset, one.bytes, &one.descriptor)).map_err(cuda)
+    fn allocate(&mut self, from: u64, bytes: u64) -> Result<(), Reason> {
+        let places = match bytes {
+            0 => from..u64::MAX,
+            bytes => from..from.saturating_add(bytes),
+        };
+        memory::restore(&places).map_err(cuda)?;
+        let each = |one: Exported| self.piece(one.offset, one.bytes, &one.descriptor);
+        memory::export_empty(&places, each).map_err(cuda)
     }
 
     fn fill(&mut self) -> Result<(), Reason> {
         let file = self.kept.as_ref().ok_or(Reason::Order)?;
         let contents = Contents::map(file).map_err(|_| Reason::Order)?;
-        memory::allocate_all().map_err(cuda)?;
+        memory::restore(&(0..u64::MAX)).map_err(cuda)?;
         let context = contexts::all().first().copied().unwrap_or_default();
         contexts::with(context, || memory::fill_from(contents.bytes()))
             .and_then(|filled| filled)

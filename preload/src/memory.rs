@@ -8,6 +8,7 @@ use crate::driver::{Symbol, call, call_at, other};
 use crate::map::{Access, Contents, Location, Map, Properties};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_int};
+use std::ops::Range;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -390,17 +391,17 @@ pub fn release_all() -> Result<(), c_int> {
     Ok(())
 }
 
-/// Allocates and maps again what was released. After an error it can be called once more.
-pub fn allocate_all() -> Result<(), c_int> {
+/// Allocates and maps again what was released of the pieces with these places. After an error it can be called once more.
+pub fn restore(places: &Range<u64>) -> Result<(), c_int> {
     let mut memory = memory();
     for (_, piece) in memory.map.movable() {
-        if piece.contents == Contents::Away {
+        if piece.contents == Contents::Away && places.contains(&piece.offset) {
             piece.handle = create_physical(piece.bytes, &piece.properties)?;
             piece.contents = Contents::Empty;
         }
     }
     for (address, mapping, piece) in memory.map.movable_mappings() {
-        if mapping.mapped {
+        if mapping.mapped || !places.contains(&piece.offset) {
             continue;
         }
         map_physical(address, mapping.bytes, mapping.offset, piece.handle)?;
@@ -412,10 +413,10 @@ pub fn allocate_all() -> Result<(), c_int> {
     Ok(())
 }
 
-/// Exports the pieces that are allocated and have no contents yet.
-pub fn export_empty(mut each: impl FnMut(Exported)) -> Result<(), c_int> {
+/// Exports the pieces with these places that are allocated and have no contents yet.
+pub fn export_empty(places: &Range<u64>, mut each: impl FnMut(Exported)) -> Result<(), c_int> {
     for (_, piece) in memory().map.movable() {
-        if piece.contents == Contents::Empty {
+        if piece.contents == Contents::Empty && places.contains(&piece.offset) {
             each(export(piece.handle, piece.offset, piece.bytes)?);
         }
     }

@@ -5,7 +5,7 @@ say() { echo "gpu-test: $*"; }
 now() { echo "$EPOCHREALTIME"; }
 since() { jq -n "$(now) - $1 | . * 1000 | round / 1000"; }
 wait_for() { # COMMAND...
-    local end=$((SECONDS + 180))
+    local end=$((SECONDS + ${wait_limit:-180}))
     until "$@"; do
         if [ "$SECONDS" -gt "$end" ]; then say "waited in vain for: $*" && return 1; fi
         sleep 0.05

@@ -14,6 +14,8 @@ set -uo pipefail
 . /opt/work/copies.sh
 # shellcheck source=/dev/null
 . /opt/work/preload.sh
+# shellcheck source=/dev/null
+. /opt/work/parallel.sh
 
 failed=0 started=$SECONDS annotations=()
 mkdir -p /etc/cryopod
@@ -373,6 +375,10 @@ if [ "${touch_gib:-0}" -gt 0 ]; then
     rm /var/lib/containers/touched.*
     say "$touch_gib GiB of memory touched in $(since "$touched") s"
 fi
+# podman then shows the cause of a failed restore, and not the first line of crun's log.
+mkdir -p /etc/containers/containers.conf.d
+echo -e '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]' > /etc/containers/containers.conf.d/json.conf
+grep . /sys/kernel/mm/transparent_hugepage/{enabled,shmem_enabled} > /logs/huge-pages.txt || true
 cryopod check > /logs/cryopod-check.txt 2>&1 || true
 for part in $parts; do
     case $part in
@@ -401,14 +407,22 @@ for part in $parts; do
             ;;
         preload-programs) preload_programs ;;
         preload-cost) run_case preload-cost preload_cost ;;
-        preload-nccl)
+        preload-two)
             annotations=(--annotation dev.cryopod.preload=on)
-            run_case "preload-nccl-1" nccl_preloaded "${runtimes%% *}" 1
-            for ranks in 2 4 8; do
-                if [ "$gpus" -ge $ranks ]; then run_case "preload-nccl-$ranks" nccl_preloaded "${runtimes%% *}" $ranks; fi
-            done
+            run_case preload-two two_vrams "${runtimes%% *}" "$two_size"
             annotations=()
             ;;
+        parallel)
+            annotations=(--annotation dev.cryopod.preload=on)
+            for rt in $runtimes; do parallel_all "$rt" "$parallel_ranks"; done
+            annotations=()
+            ;;
+        parallel-random | parallel-apart)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case "$part" "${part//-/_}" "${runtimes%% *}" "$parallel_ranks"
+            annotations=()
+            ;;
+        parallel-cost) run_case parallel-cost parallel_cost "${runtimes%% *}" "$parallel_ranks" ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

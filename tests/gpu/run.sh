@@ -7,7 +7,9 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two preload preload-torch preload-programs preload-cost preload-nccl suspend chain archive nccl ipc copies copies-two elsewhere (default: all that the machine can do)
+#                       vram-two preload preload-torch preload-programs preload-cost preload-two parallel parallel-random
+#                       parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere (default: all that
+#                       the machine can do)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
@@ -18,13 +20,16 @@
 #                       about 50 GB)
 #   GPU_TEST_ARCHIVE_GIB  for tests/bench/archive.sh, default 16 (1 in a rehearsal), in GPU_TEST_ARCHIVE_FILES (16)
 #   GPU_TEST_COMPRESS   compression of the exported archive, default zstd as podman's
-#   GPU_TEST_STORE      a directory for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%)
+#   GPU_TEST_STORE      a directory for container storage and archives; default: memory, a tmpfs of GPU_TEST_STORE_SIZE (90%) with
+#                       GPU_TEST_STORE_OPTIONS (none; huge=within_size, say)
 #   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
 #   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
 #   GPU_TEST_PROGRAMS   of: jax cupy, and values of PYTORCH_CUDA_ALLOC_CONF (all, with three allocators); GPU_TEST_COSTS of:
 #                       launches train serve (all)
+#   GPU_TEST_PARALLEL_KINDS  of: ddp fsdp tensor pipeline exchange (all), GPU_TEST_PARALLEL_STEPS each (120), on GPU_TEST_PARALLEL_RANKS
+#                       GPUs (2); GPU_TEST_PARALLEL_ROUNDS: checkpoints at random moments (20)
 #   GPU_TEST_TOUCH      GiB of memory that are used once before all cases (0)
-#   GPU_TEST_LIMIT      seconds for everything (3000)
+#   GPU_TEST_LIMIT      seconds for everything (3000); GPU_TEST_WAIT: for one thing that a case waits for (180)
 #   GPU_TEST_OUT        where results go, default $OUT, else dist/gpu-test
 #   GPU_TEST_SIM=1      a rehearsal without a GPU: the simulated driver in place of the real one, MiB in place of GiB
 #                       In the test bed: tests/testbed/testbed enter -- env GPU_TEST_SIM=1 GPU_TEST_OUT=/tmp/out /src/tests/gpu/run.sh
@@ -99,7 +104,7 @@ rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
 [ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
-cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,preload.sh,train.py,loader.py,serve.py,nccl.py,ipc.py,arrays.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost preload-nccl suspend chain archive nccl ipc copies copies-two elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost preload-two parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 programs=$(printf %q "${GPU_TEST_PROGRAMS:-jax cupy backend:native expandable_segments:True backend:cudaMallocAsync}")
@@ -152,6 +157,8 @@ costs=$(printf %q "${GPU_TEST_COSTS:-launches train serve}") touch_gib=$(printf 
 vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") vram_runs=$(printf %q "${GPU_TEST_VRAM_RUNS:-3}")
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
+wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-120}")
+parallel_ranks=$(printf %q "${GPU_TEST_PARALLEL_RANKS:-2}") parallel_rounds=$(printf %q "${GPU_TEST_PARALLEL_ROUNDS:-20}")
 steps=$(printf %q "${GPU_TEST_STEPS:-120}") layers=$(printf %q "${GPU_TEST_LAYERS:-6}")
 CONF
 if [ -n "$sim" ] && [ -n "${GPU_TEST_TORCH:-}" ]; then
@@ -198,7 +205,7 @@ mount -t tmpfs tmpfs run
 mkdir run/lock
 mount -t tmpfs -o mode=1777 tmpfs tmp
 if [ -n "$store" ]; then mount --bind "$store" var/lib/containers
-else mount -t tmpfs -o "size=$store_size" tmpfs var/lib/containers; fi
+else mount -t tmpfs -o "size=$store_size${store_options:+,$store_options}" tmpfs var/lib/containers; fi
 mount --bind "$out" out
 mount --bind "$logs" logs
 exec unshare --cgroup bash -euc "$stage2"'
@@ -214,7 +221,7 @@ exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbi
     PODMAN_IGNORE_CGROUPSV1_WARNING=1 bash /opt/work/inside.sh'
 code=0
 env stage2="$stage2" root="$work/root" out="$out" logs="$work/logs" group="$group" sim="$sim" store="${store:-}" \
-    store_size="${GPU_TEST_STORE_SIZE:-90%}" timeout --signal TERM --kill-after 20 "${GPU_TEST_LIMIT:-3000}" \
+    store_size="${GPU_TEST_STORE_SIZE:-90%}" store_options="${GPU_TEST_STORE_OPTIONS:-}" timeout --signal TERM --kill-after 20 "${GPU_TEST_LIMIT:-3000}" \
     unshare --mount --propagation private --ipc --uts bash -euc "$enter" &
 child=$!
 wait "$child" || code=$?

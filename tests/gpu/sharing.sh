@@ -116,32 +116,6 @@ nccl_destroyed() { # RUNTIME LABEL: torch's defaults: refused; the process group
         '{case: $case, ok: true, runtime: $runtime, transport: $way, refused_s: $took, checkpoint: $save, restore: $load, transport_again: $again}')"
 }
 
-nccl_preloaded() { # RUNTIME RANKS LABEL: with the preload library: left running, then checkpoint, rm, restore, twice
-    local label=$3 ranks=$2 archive=/var/lib/containers/job.tar before times steps=()
-    [ -n "$python" ] || skip "$label" "no Python with torch on this machine"
-    low_level "$1"
-    torch_args "$ranks"
-    start job "${gpu[@]}" "$image" "$python" /work/nccl.py "$ranks" || return
-    before=$(lines job)
-    pod container checkpoint --leave-running --export "$archive" job || return
-    sums job "$label" "$before" || return
-    for times in once twice; do
-        checkpoint job "$label" "$archive" || return
-        # That the communicators were taken down, and made again, is in CRIU's logs.
-        steps+=("$(grep -o "NCCL's communicators: [0-9]* ms" "/logs/$label.dump.log")") || return
-        before=$(lines job)
-        pod rm -f -t 0 job > /dev/null || return
-        restore job "$label" "$archive" || return
-        sums job "$label" "$before" || return
-        steps+=("$(grep -o "NCCL's communicators: [0-9]* ms" "/logs/$label.restore.log" || true)")
-        say "$label, $times: restored"
-    done
-    say "$label: $(ways job); ${steps[*]}"
-    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson ranks "$ranks" --argjson save "$saved" --argjson load "$restored" \
-        --arg way "$(ways job)" --argjson gap "$(gap "/logs/$label.out")" \
-        '{case: $case, ok: true, runtime: $runtime, ranks: $ranks, transport: $way, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
-}
-
 nccl_all() { # RUNTIME
     run_case "nccl-default-$1" nccl_destroyed "$1"
     run_case "nccl-ipc-$1" nccl_refused "$1" P2P/IPC NCCL_CUMEM_ENABLE=0

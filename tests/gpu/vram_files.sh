@@ -122,10 +122,6 @@ medians() { # of the cases named CASE.1, CASE.2, ...
 two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in turn, in place; GiB a second of CRIU's dump
     local label=$3 n i
     [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
-    # A virtual machine gets its memory when it is first used: all cases are to find it there.
-    for n in 1 2 3 4; do head -c "$((2 * $2))${unit%iB}" /dev/zero > "/var/lib/containers/touched.$n" & done
-    wait
-    rm /var/lib/containers/touched.*
     for i in $(seq "$vram_runs"); do
         for n in 1 2; do
             on_gpus=$n

@@ -191,7 +191,7 @@ pub enum Op {
     },
     /// Takes the NCCL communicators of these processes down, which run and have the preload library, if memory is shared
     /// through them; they come up again when the connection ends, unless it is committed. Answered by
-    /// [`Outcome::Done`] also if there is nothing to do.
+    /// [`Outcome::Nccl`], with no communicators if there is nothing to do.
     NcclDown {
         pids: Vec<i32>,
         /// How long the ranks may take to come level.
@@ -199,7 +199,7 @@ pub enum Op {
         /// Whether GPU memory that is still shared then is an error.
         refuse_shared: bool,
     },
-    /// Makes the communicators of these running processes again that are down.
+    /// Makes the communicators of these running processes again that are down. Answered by [`Outcome::Nccl`].
     NcclUp {
         pids: Vec<i32>,
     },
@@ -305,7 +305,65 @@ pub enum Outcome {
     /// Answer to [`Op::VramWait`]: what was written or read; `None` if it was never begun.
     Vram(Option<VramDone>),
     Preloaded(Preloaded),
+    Nccl(NcclDone),
     Error(DriverError),
+}
+
+/// What was done with NCCL's communicators.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NcclDone {
+    /// How many; each counts once, whatever its number of ranks.
+    pub communicators: usize,
+    /// The steps in their order, with the microseconds that each took.
+    pub steps: Vec<(NcclStep, u64)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NcclStep {
+    /// Until all ranks had made the same calls.
+    Level,
+    /// Until the GPUs had done their work.
+    Idle,
+    /// Until the communicators were destroyed.
+    Down,
+    /// Until they were made again.
+    Up,
+}
+
+impl NcclDone {
+    /// Measures a step.
+    ///
+    /// # Errors
+    /// What the step returns.
+    pub fn time<T, E>(
+        &mut self,
+        step: NcclStep,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let from = std::time::Instant::now();
+        let done = work()?;
+        let micros = u64::try_from(from.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.steps.push((step, micros));
+        Ok(done)
+    }
+}
+
+impl std::fmt::Display for NcclDone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let plural = if self.communicators == 1 { "" } else { "s" };
+        write!(f, "NCCL: {} communicator{plural}", self.communicators)?;
+        for (step, micros) in &self.steps {
+            let what = match step {
+                NcclStep::Level => "level",
+                NcclStep::Idle => "idle",
+                NcclStep::Down => "down",
+                NcclStep::Up => "up",
+            };
+            write!(f, ", {what} in {} ms", micros / 1000)?;
+        }
+        Ok(())
+    }
 }
 
 /// Answer to [`Op::PreloadOut`].

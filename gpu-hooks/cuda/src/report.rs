@@ -3,7 +3,7 @@
 
 use super::gpu::GpuUuid;
 use super::image::ProcessRecord;
-use super::protocol::{AgentGpu, ProcessState};
+use super::protocol::{AgentGpu, NcclDone, ProcessState};
 use super::vram::VramDone;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -60,6 +60,9 @@ pub struct PluginReport {
     /// Why VRAM files were not used, where they might have been.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram_left_out: Option<String>,
+    /// What was done with NCCL's communicators, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nccl: Option<NcclDone>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

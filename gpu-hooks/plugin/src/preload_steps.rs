@@ -104,16 +104,16 @@ impl Session {
         match self
             .batch(vec![op], &mut [])?
             .pop()
-            .map(|r| (r.micros, r.outcome))
+            .map(|reply| reply.outcome)
         {
-            Some((micros, Outcome::Done)) => {
-                let ms = micros / 1000;
-                criu::log(Level::Info, &format!("NCCL's communicators: {ms} ms"));
+            Some(Outcome::Nccl(done)) => {
+                if done.communicators > 0 {
+                    criu::log(Level::Info, &done.to_string());
+                    self.nccl_done = Some(done);
+                }
                 Ok(())
             }
-            Some((_, Outcome::Error(error))) => {
-                Err(failure_with("nccl", None, error.message, remedy))
-            }
+            Some(Outcome::Error(error)) => Err(failure_with("nccl", None, error.message, remedy)),
             _ => Err(failure("nccl", None, "unexpected answer of the agent")),
         }
     }

@@ -8,7 +8,7 @@ use cryopod_cuda::config::{self, Operation, PluginConfig};
 use cryopod_cuda::image::{NvidiaImage, ProcessRecord};
 use cryopod_cuda::inject::SUPPORTED;
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{ErrorKind, Hello, Op, Outcome, Reply};
+use cryopod_cuda::protocol::{ErrorKind, Hello, NcclDone, Op, Outcome, Reply};
 use cryopod_cuda::released::{Attention, Released, is_ours};
 use cryopod_cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
 use cryopod_cuda::vram::VramDone;
@@ -90,6 +90,7 @@ pub struct Session {
     pub vram_done: Option<VramDone>,
     /// Processes whose NCCL communicators may be down.
     pub communicators: Vec<i32>,
+    pub nccl_done: Option<NcclDone>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -149,6 +150,7 @@ impl Session {
             vram: Vram::default(),
             vram_done: None,
             communicators: Vec::new(),
+            nccl_done: None,
             client: None,
             failed: None,
         }
@@ -406,6 +408,7 @@ impl Session {
             files: self.image.files.len(),
             vram: self.vram_done.clone(),
             vram_left_out: self.vram.left_out.clone(),
+            nccl: self.nccl_done.clone(),
         };
         write_json(path, &report);
     }

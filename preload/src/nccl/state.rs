@@ -205,7 +205,6 @@ pub fn end_group() {
 fn leave() {
     if depth_was(|depth| depth.saturating_sub(1)) == 1 {
         state().inside -= 1;
-        CHANGED.notify_all();
     }
 }
 
@@ -261,7 +260,10 @@ impl State {
         if let Some(comm) = self.comms.get(&handle) {
             let clock = self.clocks.entry((comm.id, comm.rank, kind)).or_default();
             *clock += 1;
-            CHANGED.notify_all();
+            // To wake nobody is a system call, too.
+            if !self.waiting.is_empty() {
+                CHANGED.notify_all();
+            }
         }
     }
 

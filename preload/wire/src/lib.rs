@@ -79,8 +79,9 @@ pub enum Request {
     /// Releases the GPU memory of all pieces; their addresses stay reserved. Keeps the attached file, which holds their
     /// contents, so that they are not lost whoever dies.
     Release,
-    /// Allocates the GPU memory of all pieces again and answers with each piece.
-    Allocate,
+    /// Allocates the GPU memory of the pieces again whose places begin in these bytes of the file, and answers with each
+    /// that has no contents yet. No bytes: of all from there on.
+    Allocate { from: u64, bytes: u64 },
     /// Lets the calls go on. All memory must be there.
     Go,
     /// Keeps the attached file, which holds the contents of all pieces.
@@ -171,7 +172,7 @@ impl Request {
         match self {
             Self::Stop { limit_ms, hold_ms } => [1, limit_ms, hold_ms],
             Self::Release => [2, 0, 0],
-            Self::Allocate => [3, 0, 0],
+            Self::Allocate { from, bytes } => [3, from, bytes],
             Self::Go => [4, 0, 0],
             Self::Keep => [5, 0, 0],
             Self::Kept => [6, 0, 0],
@@ -192,7 +193,7 @@ impl Request {
         Some(match packet {
             [1, limit_ms, hold_ms] => Self::Stop { limit_ms, hold_ms },
             [2, ..] => Self::Release,
-            [3, ..] => Self::Allocate,
+            [3, from, bytes] => Self::Allocate { from, bytes },
             [4, ..] => Self::Go,
             [5, ..] => Self::Keep,
             [6, ..] => Self::Kept,
@@ -466,7 +467,7 @@ mod tests {
                 hold_ms: 8,
             },
             Request::Release,
-            Request::Allocate,
+            Request::Allocate { from: 7, bytes: 8 },
             Request::Go,
             Request::Keep,
             Request::Kept,

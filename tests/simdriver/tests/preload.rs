@@ -49,8 +49,10 @@ fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
     memory
 }
 
+const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
+
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
-    let pieces = library.ask(Request::Allocate, None, LIMIT).unwrap();
+    let pieces = library.ask(ALL, None, LIMIT).unwrap();
     copier
         .copy(pieces, memory, Way::In(&|_| Ok(())), 3)
         .unwrap();
@@ -158,9 +160,16 @@ fn memory_leaves_and_comes_back() {
     let client = self::client(&mut machine, &["--mib", "64", "--chunk-mib", "32"]);
     let library = Library::of(client.pid).unwrap();
     let mut memory = take_out(&copier, &library);
+    // A part of it, and again: it has no contents yet.
+    for _ in 0..2 {
+        let first = library.ask(Request::Allocate { from: 0, bytes: 1 }, None, LIMIT);
+        let first: Vec<u64> = first.unwrap().iter().map(|piece| piece.offset).collect();
+        assert_eq!(first, [0]);
+    }
+    assert!(library.ask(Request::Go, None, LIMIT).is_err());
     let uuid = common::gpu(0);
     machine.control(&format!("reserve {uuid} {}", 1u64 << 50));
-    assert!(library.ask(Request::Allocate, None, LIMIT).is_err());
+    assert!(library.ask(ALL, None, LIMIT).is_err());
     assert!(library.ask(Request::Go, None, LIMIT).is_err());
     machine.control(&format!("reserve {uuid} 0"));
     bring_back(&copier, &library, &mut memory);
@@ -186,7 +195,7 @@ fn memory_leaves_and_comes_back() {
         let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
         let copied = copier.copy(pieces, &mut memory, Way::Out(&|_| ()), 2);
         assert!(copied.is_ok() || step < 2, "{copied:?}");
-        for (now, request) in [(2, Request::Release), (3, Request::Allocate)] {
+        for (now, request) in [(2, Request::Release), (3, ALL)] {
             die(now);
             failed = failed.or(ask(request).err());
         }

@@ -1,7 +1,7 @@
 //! Which processes' NCCL communicators are down, and whether they need to be.
 
 use super::super::preload::nccl::{Group, UP};
-use super::super::protocol::{DriverError, ErrorKind, Op, Outcome};
+use super::super::protocol::{DriverError, ErrorKind, NcclDone, Op, Outcome};
 use super::super::sharing;
 use super::error;
 use cryopod_host::files::Host;
@@ -31,7 +31,7 @@ impl Communicators {
             Op::NcclUp { pids } => up(pids),
             _ => return None,
         };
-        Some(done.map_or_else(Outcome::Error, |()| Outcome::Done))
+        Some(done.map_or_else(Outcome::Error, Outcome::Nccl))
     }
 
     /// Takes the communicators down through which the processes share memory. Those of a single rank go, too, and those
@@ -41,23 +41,23 @@ impl Communicators {
         pids: &[i32],
         quiesce: Duration,
         refuse_shared: bool,
-    ) -> Result<(), DriverError> {
+    ) -> Result<NcclDone, DriverError> {
         let host = Host::system();
         let shared = || sharing::preflight(&host, &Scan::of(&host, pids), pids);
         let mut group = Group::settled(pids).map_err(unsupported)?;
         if !group.has_comms() || (!group.is_alone() && shared().is_empty()) {
-            return Ok(());
+            return Ok(NcclDone::default());
         }
         if let Some((pid, why)) = group.obstacles().first() {
             return match refuse_shared && !group.is_alone() {
                 true => Err(unsupported(format!("NCCL in process {pid}: {why}"))),
-                false => Ok(()),
+                false => Ok(NcclDone::default()),
             };
         }
         // Held until all is done: who undoes it waits so long.
         let mut down = self.down.lock().unwrap_or_else(PoisonError::into_inner);
         let mut done = group.down(quiesce).map_err(unsupported);
-        if let (Ok(()), true, Some(left)) = (&done, refuse_shared, shared().first()) {
+        if let (Ok(_), true, Some(left)) = (&done, refuse_shared, shared().first()) {
             let what = format!(
                 "process {} ({}): {}, also when its NCCL communicators are down",
                 left.pid, left.comm, left.what
@@ -80,10 +80,10 @@ impl Communicators {
 }
 
 /// Makes the communicators of running processes again that are down.
-pub fn up(pids: &[i32]) -> Result<(), DriverError> {
+pub fn up(pids: &[i32]) -> Result<NcclDone, DriverError> {
     let mut group = Group::of(pids).map_err(unsupported)?;
     match group.is_down() {
         true => group.up(UP).map_err(unsupported),
-        false => Ok(()),
+        false => Ok(NcclDone::default()),
     }
 }

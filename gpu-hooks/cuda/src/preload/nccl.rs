@@ -14,6 +14,7 @@
 
 use super::Library;
 use crate::procfs;
+use crate::protocol::{NcclDone, NcclStep};
 use cryopod_preload_wire::Request;
 use cryopod_preload_wire::nccl::{
     Clock, Comm, Fresh, Kind, Report, State, UNIQUE_ID, encode_clocks, encode_fresh,
@@ -257,40 +258,41 @@ impl Group {
     ///
     /// # Errors
     /// A text for a user: what each rank waited for, or what failed.
-    pub fn down(&mut self, quiesce: Duration) -> Result<(), String> {
+    pub fn down(&mut self, quiesce: Duration) -> Result<NcclDone, String> {
         self.members.retain(|m| m.report.live().next().is_some());
-        if let Err(error) = self.cut(quiesce) {
+        let mut done = NcclDone::default();
+        if let Err(error) = done.time(NcclStep::Level, || self.cut(quiesce)) {
             self.open();
             return Err(error);
         }
+        done.communicators = self.ranks().len();
         let limit_ms = millis(DOWN);
         let all = |request| self.all_at_once(|member| member.ask(request, &[], DOWN + MARGIN));
         // Nothing is destroyed before all are idle.
-        let failed =
-            all(Request::NcclIdle { limit_ms }).or_else(|| all(Request::NcclDown { limit_ms }));
-        match failed {
-            None => Ok(()),
-            Some(error) => {
-                if let Err(other) = self.up(UP) {
-                    tracing::error!("NCCL's communicators are lost: {other}");
-                }
-                Err(error)
+        let taken = done
+            .time(NcclStep::Idle, || all(Request::NcclIdle { limit_ms }))
+            .and_then(|()| done.time(NcclStep::Down, || all(Request::NcclDown { limit_ms })));
+        if let Err(error) = taken {
+            if let Err(other) = self.up(UP) {
+                tracing::error!("NCCL's communicators are lost: {other}");
             }
+            return Err(error);
         }
+        Ok(done)
     }
 
     /// Asks all processes at the same time; the first error.
     fn all_at_once<T: Send>(
         &self,
         ask: impl Fn(&Member) -> io::Result<T> + Sync,
-    ) -> Option<String> {
+    ) -> Result<(), String> {
         std::thread::scope(|scope| {
             let ask = &ask;
             let threads: Vec<_> = (self.members.iter())
                 .map(|member| scope.spawn(move || ask(member).err().map(|e| member.failed(&e))))
                 .collect();
             let errors = threads.into_iter().map(|one| one.join().unwrap_or(None));
-            errors.fold(None, Option::or)
+            errors.fold(None, Option::or).map_or(Ok(()), Err)
         })
     }
 
@@ -382,19 +384,26 @@ impl Group {
     ///
     /// # Errors
     /// A text for a user. Communicators that could not be made have NCCL's error from now on.
-    pub fn up(&mut self, limit: Duration) -> Result<(), String> {
-        let mut first = None;
+    pub fn up(&mut self, limit: Duration) -> Result<NcclDone, String> {
+        let mut done = NcclDone::default();
+        done.communicators = done.time(NcclStep::Up, || self.make(limit))?;
+        Ok(done)
+    }
+
+    /// Returns how many communicators were down.
+    fn make(&mut self, limit: Duration) -> Result<usize, String> {
+        let mut first = Ok(());
         let mut fresh: BTreeMap<u64, [u8; UNIQUE_ID]> = BTreeMap::new();
         for (comm, ranks) in self.down_ranks() {
             match self.unique_id(comm, &ranks) {
                 Ok(id) => drop(fresh.insert(comm, id)),
-                Err(error) => drop(first.get_or_insert(error)),
+                Err(error) => first = first.and(Err(error)),
             }
         }
         let request = Request::NcclUp {
             limit_ms: millis(limit),
         };
-        let failed = self.all_at_once(|member| {
+        let made = self.all_at_once(|member| {
             let down = |comm: &&Comm| comm.state == State::Down;
             let own: BTreeSet<u64> = member
                 .report
@@ -410,7 +419,7 @@ impl Group {
                 .collect();
             member.ask(request, &encode_fresh(&own), limit + MARGIN)
         });
-        first.or(failed).map_or(Ok(()), Err)
+        first.and(made).map(|()| fresh.len())
     }
 
     /// The communicators that are down, with the ranks that there are of each.

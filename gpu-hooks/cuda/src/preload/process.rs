@@ -19,13 +19,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
 /// How long the copying may take before the process goes on by itself.
 const HOLD: Duration = Duration::from_secs(120);
 /// How much later than its limit a library's answer may come.
 const MARGIN: Duration = Duration::from_secs(5);
+/// GPU memory that a process allocates before the first of it is filled, in bytes.
+const ALLOCATED_AT_ONCE: u64 = 4 << 30;
 /// How long releasing the memory may take.
 const RELEASE: Duration = Duration::from_secs(60);
 
@@ -275,19 +277,19 @@ impl Preloads {
             let answer = library.ask(request, None, limit);
             answer.map_err(|error| told(&error))
         };
-        let pieces = ask(Request::Allocate)?;
-        // None: an earlier try filled them.
-        if !pieces.is_empty() {
+        let end = file.metadata().map_err(|error| told(&error))?.len();
+        let ready = |bytes| match buffer.or(own) {
+            Some(id) => files.has_been_read(id, bytes, limit),
+            None => Ok(()),
+        };
+        let fill = |pieces: Vec<Piece>| {
             let bytes = size(&pieces).map_err(|error| told(&error))?;
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            let ready = |bytes| match buffer.or(own) {
-                Some(id) => files.has_been_read(id, bytes, limit),
-                None => Ok(()),
-            };
             self.copier()?
-                .copy(pieces, memory, Way::In(&ready), threads)?;
-        }
+                .copy(pieces, memory, Way::In(&ready), threads)
+        };
+        fill_while_allocating(end, &ask, &fill)?;
         ask(Request::Go)?;
         self.out().remove(&pid);
         Ok(())
@@ -302,6 +304,46 @@ impl Preloads {
         let kept = library_of(pid)?.ask(Request::Keep, Some(file.as_fd()), limit);
         kept.map(drop).map_err(|error| told(&error))
     }
+}
+
+/// Copies what is allocated already while the process allocates the rest.
+fn fill_while_allocating(
+    end: u64,
+    ask: &dyn Fn(Request) -> Result<Vec<Piece>, DriverError>,
+    fill: &(dyn Fn(Vec<Piece>) -> Result<(), DriverError> + Sync),
+) -> Result<(), DriverError> {
+    std::thread::scope(|scope| {
+        let (sender, allocated) = mpsc::channel::<Vec<Piece>>();
+        let filler = scope.spawn(move || {
+            while let Ok(mut pieces) = allocated.recv() {
+                pieces.extend(allocated.try_iter().flatten());
+                fill(pieces)?;
+            }
+            Ok(())
+        });
+        let allocate = || {
+            let mut from = 0;
+            while from < end {
+                let pieces = ask(Request::Allocate {
+                    from,
+                    bytes: ALLOCATED_AT_ONCE,
+                })?;
+                // None: an earlier try filled them, or these were the last.
+                let next = size(&pieces).map_err(|error| told(&error))?;
+                if next <= from || sender.send(pieces).is_err() {
+                    return Ok(());
+                }
+                from = next;
+            }
+            Ok(())
+        };
+        let asked = allocate();
+        drop(sender);
+        let filled = filler
+            .join()
+            .unwrap_or_else(|_| Err(failed(ErrorKind::Driver, "a thread died")));
+        filled.and(asked)
+    })
 }
 
 fn library_of(pid: i32) -> Result<Library, DriverError> {

@@ -3,7 +3,7 @@
 use super::super::client::Client;
 use super::super::gpu::GpuUuid;
 use super::super::preload::Library;
-use super::super::protocol::{Op, Outcome, Preloaded};
+use super::super::protocol::{NcclDone, Op, Outcome, Preloaded};
 use super::super::vram::{SharedBuffer, VramBuffer};
 use super::{Done, How, SuspendError, Suspended, Threads, all, call, step};
 use std::collections::BTreeMap;
@@ -78,7 +78,11 @@ pub(super) fn nccl_down(
         quiesce_ms: how.nccl_quiesce_ms,
         refuse_shared: how.refuse_shared,
     };
-    done.steps.push(("nccl", nccl(client, op)?));
+    let (nccl, micros) = nccl(client, op)?;
+    if nccl.communicators > 0 {
+        tracing::info!("{nccl}");
+        done.steps.push(("nccl", micros));
+    }
     Ok(())
 }
 
@@ -88,11 +92,12 @@ pub(super) fn nccl_up(client: &mut Client, processes: &[Suspended]) -> Result<()
     nccl(client, Op::NcclUp { pids }).map(drop)
 }
 
-fn nccl(client: &mut Client, op: Op) -> Result<u64, SuspendError> {
+fn nccl(client: &mut Client, op: Op) -> Result<(NcclDone, u64), SuspendError> {
     let reply = call(client, op)?;
     match reply.outcome {
+        Outcome::Nccl(done) => Ok((done, reply.micros)),
         Outcome::Error(error) => Err(SuspendError::Nccl(error.message)),
-        _ => Ok(reply.micros),
+        other => Err(SuspendError::Nccl(format!("unexpected answer {other:?}"))),
     }
 }
 

@@ -1,0 +1,140 @@
+# parallel.sh: the cases of jobs on several GPUs whose NCCL communicators the preload library takes down and makes again.
+# Sourced by inside.sh.
+# shellcheck shell=bash disable=SC2154,SC2034 # variables shared with machine.sh, cases.sh, sharing.sh and inside.sh
+
+# parallel_job KIND RANKS: fills `job`, and `gpu` with what it needs.
+parallel_job() {
+    torch_args "$2"
+    gpu+=(-e CUBLAS_WORKSPACE_CONFIG=:4096:8)
+    job=("$python" /work/parallel.py "$1" "$parallel_steps" "$2")
+}
+
+numbers() { awk '$3 ~ /^(ok|CORRUPT)$/ {print $5, $1, $2, $3}' "$1" | sort -k 1,1 -k 2,2n; }
+nccl_steps() { grep -h -o 'NCCL: [0-9]* communicator.*' "$@" | sed 's/NCCL: //' | paste -s -d ';'; }
+
+# swap_gpus RANKS: from now on each GPU of a checkpoint is the next one of this host, and the last is the first.
+swap_gpus() {
+    local n map=''
+    for ((n = 0; n < $1; n++)); do map+="${map:+,}/dev/nvidia$(minor_of $n)=/dev/nvidia$(minor_of $(((n + 1) % $1)))"; done
+    printf '[gpu]\nmap = "%s"\n' "$map" >> /etc/cryopod/config.toml
+}
+
+# The numbers without a checkpoint: all programs at the same time, as their times do not matter.
+parallel_wholes() { # RANKS
+    local kind
+    for kind in $parallel_kinds; do
+        parallel_job "$kind" "$1"
+        timeout 300 podman --runtime crun run --rm --name "whole-$kind" "${gpu[@]}" "$image" "${job[@]}" > "/logs/parallel-$kind.whole.out" 2>&1 &
+    done
+    wait
+}
+
+parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, twice, the second time onto other GPUs
+    local rt=$1 kind=$2 ranks=$3 label=$4 archive=/var/lib/containers/job.tar want before rows='[]' times
+    want=/logs/parallel-$kind.whole.out
+    [ "$(numbers "$want" | wc -l)" = $((parallel_steps * ranks)) ] || { tail -n 20 "$want" && return 1; }
+    low_level "$rt"
+    parallel_job "$kind" "$ranks"
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    wait_for more_lines job $((parallel_steps * ranks / 6)) || return
+    if [ "$kind" = ddp ]; then
+        before=$(lines job)
+        pod container checkpoint --leave-running --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
+        keep_logs job "$label.running"
+        wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+    fi
+    for times in 1 2; do
+        checkpoint job "$label.$times" "$archive" || return
+        before=$(lines job)
+        [ "$before" -lt $((parallel_steps * ranks)) ] || { say "$label: it was over before the checkpoint" && return 1; }
+        pod rm -f -t 0 job > /dev/null || return
+        [ "$times" = 1 ] || swap_gpus "$ranks"
+        restore job "$label.$times" "$archive" || return
+        wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+        say "$label, $times: $(nccl_steps "/logs/$label.$times.dump.log"); $(nccl_steps "/logs/$label.$times.restore.log")"
+        rows=$(jq -c --argjson save "$saved" --argjson load "$restored" --arg down "$(nccl_steps "/logs/$label.$times.dump.log")" \
+            --arg up "$(nccl_steps "/logs/$label.$times.restore.log")" '. + [{checkpoint: $save, restore: $load, down: $down, up: $up}]' <<< "$rows")
+        low_level "$rt"
+    done
+    wait_for state_is job exited || return
+    podman logs job > "/logs/$label.out" 2>&1
+    cmp <(numbers "$want") <(numbers "/logs/$label.out") || { say "$label: the numbers differ" && tail -n 5 "/logs/$label.out" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$rt" --argjson ranks "$ranks" --argjson rows "$rows" --argjson n "$(numbers "$want" | wc -l)" \
+        --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: $runtime, ranks: $ranks, numbers_identical: $n,
+            round_trips: $rows, checkpoint: $rows[0].checkpoint, restore: $rows[0].restore, longest_pause_s: $gap}')"
+}
+
+parallel_random() { # RUNTIME RANKS LABEL: many checkpoints at random moments of a job whose ranks are out of step
+    local label=$3 before n took=()
+    low_level "$1"
+    parallel_steps=1000000
+    parallel_job uneven "$2"
+    # A log of NCCL's grows while the job runs on; CRIU would not restore from images of before.
+    gpu+=(-e NCCL_DEBUG=WARN -e NCCL_DEBUG_FILE=)
+    start job "${gpu[@]}" "$image" "${job[@]}" || return
+    for n in $(seq "$parallel_rounds"); do
+        sleep "0.$((RANDOM % 9))"
+        before=$(lines job)
+        pod container checkpoint --leave-running --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
+        keep_logs job "$label"
+        took+=("$(nccl_steps "/logs/$label.dump.log")")
+        wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+    done
+    podman logs job > "/logs/$label.out" 2>&1
+    if grep -q -E 'CORRUPT|Traceback' "/logs/$label.out"; then say "$label: a sum is wrong" && return 1; fi
+    # From the last images, too.
+    podman kill job > /dev/null && wait_for state_is job exited || return
+    before=$(lines job)
+    pod container restore --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs job "$label" && return 1; }
+    wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+    if podman logs job 2>&1 | grep -q -E 'CORRUPT|Traceback'; then say "$label: a sum is wrong after the restore" && return 1; fi
+    printf '%s\n' "${took[@]}" > "/logs/$label.steps"
+    result "$(jq -n --arg case "$label" --argjson n "$parallel_rounds" --arg steps "$(sort "/logs/$label.steps" | tail -n 3 | paste -s -d '|')" \
+        '{case: $case, ok: true, checkpoints: $n, some: $steps}')"
+}
+
+parallel_apart() { # RUNTIME RANKS LABEL: no moment is found in time; the job goes on
+    local label=$3 before from took
+    low_level "$1"
+    parallel_steps=1000000
+    printf '[nccl]\nquiesce_s = 3\n' >> /etc/cryopod/config.toml
+    parallel_job apart "$2"
+    pod run -d --name job "${gpu[@]}" "$image" "${job[@]}" > /dev/null || return
+    wait_for more_lines job 2 || { podman logs job | tail -n 5 && return 1; }
+    sleep 2
+    from=$(now)
+    if pod container checkpoint --keep job > "/logs/$label.said" 2>&1; then say "$label: checkpointed" && return 1; fi
+    took=$(since "$from")
+    say "$label: refused in $took s: $(grep -o "NCCL's ranks did not.*" "/logs/$label.said" | head -n 1)"
+    grep -q "NCCL's ranks did not come level within 3 s" "/logs/$label.said" || { cat "/logs/$label.said" && return 1; }
+    before=$(lines job)
+    wait_for more_lines job $((before + 2)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
+    result "$(jq -n --arg case "$label" --argjson took "$took" '{case: $case, ok: true, refused_s: $took}')"
+}
+
+parallel_cost() { # RUNTIME RANKS LABEL: what the library costs while nothing happens, in turns
+    local label=$3 i rows='' line options
+    low_level "$1"
+    annotations=()
+    parallel_job cost "$2"
+    for i in off on on off; do
+        options=(--annotation "dev.cryopod.preload=$i")
+        timeout 300 podman --runtime cryopod-runtime run --rm "${options[@]}" "${gpu[@]}" "$image" "${job[@]}" > "/logs/$label.out" 2>&1 ||
+            { tail -n 5 "/logs/$label.out" && return 1; }
+        rows+=$(awk -v i="$i" '$2 == "rate" {printf "{\"preload\": \"%s\", \"what\": \"%s\", \"rate\": %s}\n", i, $3, $4}' "/logs/$label.out")$'\n'
+    done
+    result "$(jq -s --arg case "$label" 'def mean(i): [.[] | select(.preload == i) | .rate] | add / length;
+        {case: $case, ok: true, cost: [group_by(.what)[] | {what: .[0].what, ratio: (mean("on") / mean("off")), runs: [.[] | {preload, rate}]}]}' <<< "$rows")"
+    say "$label: $(tail -n 1 /out/results.jsonl | jq -c '.cost[] | [.what, .ratio, [.runs[].rate]]' | paste -s -d ' ')"
+}
+
+parallel_all() { # RUNTIME RANKS
+    local kind
+    if [ "$gpus" -lt "$2" ] || [ -z "$python" ]; then
+        not_here() { skip "$1" "it needs $2 GPUs and a Python with torch"; }
+        run_case "parallel-$2" not_here "$2"
+        return
+    fi
+    parallel_wholes "$2"
+    for kind in $parallel_kinds; do run_case "parallel-$kind-$2-$1" parallel "$1" "$kind" "$2"; done
+}
