@@ -39,7 +39,8 @@ pub fn call(
         op::CALL_BEGIN,
         &[u64::from(pid.unsigned_abs()), step as u64],
     ))?;
-    let answer = ask(&remote, step, timeout_ms, pairs, custom).unwrap_or(Err(CUDA_ERROR_OPERATING_SYSTEM));
+    let answer =
+        ask(&remote, step, timeout_ms, pairs, custom).unwrap_or(Err(CUDA_ERROR_OPERATING_SYSTEM));
     let code = answer.err().unwrap_or(0);
     let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
     let _ = wire::ask(&server, op::CALL_END, &[u64::from(code.unsigned_abs()), us]);

@@ -32,7 +32,8 @@ extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_uint) -> CuR
     }
     put(
         state,
-        call(pid, Step::GetState, 0, &[], None).map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)),
+        call(pid, Step::GetState, 0, &[], None)
+            .map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)),
     )
 }
 

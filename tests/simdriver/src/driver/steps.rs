@@ -69,7 +69,12 @@ fn need(p: &Process, state: u32) -> Result<(), CuResult> {
 }
 
 /// Tells the server that a step begins, and obeys the switches.
-pub fn begin(inner: &Inner, step: Step, deadline: Option<Instant>, bytes: u64) -> Result<Begun, Stop> {
+pub fn begin(
+    inner: &Inner,
+    step: Step,
+    deadline: Option<Instant>,
+    bytes: u64,
+) -> Result<Begun, Stop> {
     let start = Instant::now();
     let f = inner.ask(op::STEP_BEGIN, &[step as u64, 0, bytes])?;
     let code = CuResult::try_from(f[2]).unwrap_or(CUDA_ERROR_UNKNOWN);
