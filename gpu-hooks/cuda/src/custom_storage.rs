@@ -7,7 +7,7 @@
 //! A buffer starts with a table of its GPUs, so that whoever has the buffer can restore from it.
 
 use crate::copy::{Gpus, Span, Way};
-use crate::driver::{CustomStorage, Handed};
+use crate::driver::{Handed, HandedPart};
 use crate::gpu::{GpuPair, GpuUuid, mapped};
 use crate::inject::{Injection, Seized};
 use crate::procfs;
@@ -157,18 +157,13 @@ impl Stores {
     ///
     /// # Errors
     /// It cannot be done with custom storage.
-    pub fn prepare(
-        &self,
-        driver: &dyn CustomStorage,
-        pid: i32,
-        files: &VramFiles,
-    ) -> Result<(), DriverError> {
+    pub fn prepare(&self, pid: i32, files: &VramFiles) -> Result<(), DriverError> {
         // The OOM killer must not take this process while it is the only one that can complete an operation.
         if let Err(error) = std::fs::write("/proc/self/oom_score_adj", "-1000") {
             tracing::debug!("oom_score_adj: {error}");
         }
         if !files.has_reserved(pid) {
-            let expected = driver.expected(pid);
+            let expected = self.gpus.used(pid);
             if expected == 0 {
                 let what = "how much host memory it takes is not known";
                 return Err(failed(ErrorKind::OutOfMemory, what));
@@ -201,7 +196,7 @@ impl Stores {
         files: &Arc<VramFiles>,
     ) -> Result<Taken, DriverError> {
         let uuid = |device| self.gpus.uuid(device);
-        let part = |one: &crate::driver::HandedPart| {
+        let part = |one: &HandedPart| {
             let gpu = uuid(one.device)
                 .ok_or_else(|| failed(ErrorKind::Driver, "it is on a GPU that is not known"))?;
             let bytes = one.bytes;

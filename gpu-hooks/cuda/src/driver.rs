@@ -81,8 +81,6 @@ pub trait CustomStorage: Send + Sync {
     fn begin_restore(&self, pid: i32, map: &[GpuPair]) -> Result<Handed, CallError>;
     /// Ends either. Afterwards the memory is not mapped any more, whatever the result.
     fn complete(&self, handed: Handed) -> Result<(), CallError>;
-    /// GPU memory of a process in bytes, as far as the driver tells; else 0.
-    fn expected(&self, pid: i32) -> u64;
 }
 
 /// Memory that the driver has mapped here.
@@ -560,12 +558,6 @@ impl CustomStorage for LibCuda {
         let handle = std::ptr::with_exposed_provenance_mut(handed.handle);
         // SAFETY: the driver's handle, of an operation that nobody else completes.
         self.check(unsafe { (storage.complete)(handle) })
-    }
-
-    fn expected(&self, pid: i32) -> u64 {
-        let users = crate::nvml::ask(&self.path, &mut self.gpus.clone());
-        let of = users.iter().filter(|user| user.pid == pid);
-        of.fold(0, |sum, user| sum.saturating_add(user.bytes))
     }
 }
 

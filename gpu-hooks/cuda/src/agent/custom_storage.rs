@@ -30,7 +30,7 @@ impl<D: Driver> Agent<D> {
             let what = "the driver has no custom storage (CUDA 13.4, driver 615)";
             return Ok(TakenOut::LeftOut(what.into()));
         };
-        if let Err(error) = self.stores.prepare(driver, pid, &self.vram_files) {
+        if let Err(error) = self.stores.prepare(pid, &self.vram_files) {
             return Ok(TakenOut::LeftOut(error.message));
         }
         let handed = match driver.begin_checkpoint(pid) {

@@ -2,6 +2,7 @@
 
 use super::Copier;
 use crate::gpu::GpuUuid;
+use crate::nvml;
 use crate::protocol::{AgentGpu, DriverError, ErrorKind};
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -15,13 +16,13 @@ pub struct Gpus {
 struct Driver {
     library: PathBuf,
     /// In CUDA's order.
-    gpus: Vec<GpuUuid>,
+    gpus: Vec<AgentGpu>,
 }
 
 impl Gpus {
     /// Sets the driver's library, and the GPUs in CUDA's order. Without it nothing is copied.
     pub fn use_driver(&self, library: PathBuf, gpus: &[AgentGpu]) {
-        let gpus = gpus.iter().map(|gpu| gpu.uuid).collect();
+        let gpus = gpus.to_vec();
         let _ = self.driver.set(Driver { library, gpus });
     }
 
@@ -42,7 +43,17 @@ impl Gpus {
     /// The GPU with this number.
     pub fn uuid(&self, device: i32) -> Option<GpuUuid> {
         let device = usize::try_from(device).ok()?;
-        self.driver.get()?.gpus.get(device).copied()
+        self.driver.get()?.gpus.get(device).map(|gpu| gpu.uuid)
+    }
+
+    /// GPU memory of a process in bytes, as far as the driver tells; else 0.
+    pub fn used(&self, pid: i32) -> u64 {
+        let Some(driver) = self.driver.get() else {
+            return 0;
+        };
+        let users = nvml::ask(&driver.library, &mut driver.gpus.clone());
+        let of = users.iter().filter(|user| user.pid == pid);
+        of.fold(0, |sum, user| sum.saturating_add(user.bytes))
     }
 
     /// Makes these GPUs ready, and the first, which an import needs.
@@ -56,7 +67,7 @@ impl Gpus {
         let copier = self.copier()?;
         std::thread::scope(|scope| {
             let devices = (0i32..).zip(&driver.gpus);
-            let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(gpu));
+            let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(&gpu.uuid));
             let all: Vec<_> = devices
                 .map(|(device, _)| scope.spawn(move || copier.prepare(device)))
                 .collect();
