@@ -8,8 +8,8 @@
     reason = "a measurement that fails should stop; the process goes on by itself, or waits with its memory"
 )]
 
+use cryopod_cuda::copy::{Copier, Way};
 use cryopod_cuda::driver::{Driver, LibCuda, usual_libraries};
-use cryopod_cuda::preload::copy::{Copier, Way};
 use cryopod_cuda::preload::{Library, size};
 use cryopod_cuda::vram::memory::{Mapped, new_file};
 use cryopod_preload_wire::Request;

@@ -16,8 +16,10 @@ pub const VERSION: u32 = 1;
 pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes.
 pub const MAPS_VERSION: u32 = 3;
-/// The version written where GPU memory was taken out by the preload library, and the newest read.
+/// The version written where GPU memory was taken out by the preload library.
 pub const PRELOAD_VERSION: u32 = 4;
+/// The version written where GPU memory was taken out by the driver's custom storage, and the newest read.
+pub const STORAGE_VERSION: u32 = 5;
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
@@ -122,7 +124,7 @@ fn is_zero(n: &u64) -> bool {
 pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("{FILE_NAME} has version {0}; this plugin reads {PRELOAD_VERSION}")]
+    #[error("{FILE_NAME} has version {0}; this plugin reads {STORAGE_VERSION}")]
     Version(u32),
     #[error("{FILE_NAME} is invalid: {0}")]
     Invalid(String),
@@ -168,7 +170,7 @@ impl NvidiaImage {
             return Err(ImageError::Invalid("too large".into()));
         }
         let versioned: Versioned = serde_json::from_slice(bytes)?;
-        if !(VERSION..=PRELOAD_VERSION).contains(&versioned.version) {
+        if !(VERSION..=STORAGE_VERSION).contains(&versioned.version) {
             return Err(ImageError::Version(versioned.version));
         }
         let image: Self = serde_json::from_slice(bytes)?;
@@ -235,12 +237,13 @@ fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     for buffer in buffers {
         let (start, bytes) = (buffer.address, buffer.bytes);
         let end = start.checked_add(bytes).filter(|end| *end <= END);
-        let placed = (start == 0) == buffer.preload;
+        let placed = (start != 0) == buffer.is_drivers();
+        let placed = placed && !(buffer.preload && buffer.custom_storage);
         let whole = start % PAGE == 0 && bytes % PAGE == 0 && bytes > 0 && placed;
         let Some(end) = end.filter(|_| whole && buffer.region.len() <= MAX_PATH) else {
             return Err(format!("GPU memory of {bytes} bytes at {start:#x}"));
         };
-        if buffer.preload {
+        if !buffer.is_drivers() {
             continue;
         }
         if ends.iter().any(|(from, to)| start < *to && *from < end) {
@@ -284,6 +287,7 @@ mod tests {
                     bytes: 1 << 30,
                     region: "7.0".into(),
                     preload: false,
+                    custom_storage: false,
                 }],
                 steps: vec![StepTiming {
                     step: Step::Checkpoint,

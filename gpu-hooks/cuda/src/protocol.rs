@@ -82,10 +82,13 @@ pub enum Op {
         /// How long the driver may wait for the GPU work.
         timeout_ms: u64,
     },
-    /// Moves its GPU memory to host memory and releases the GPUs.
+    /// Moves its GPU memory to host memory and releases the GPUs. With custom storage answered by [`Outcome::TakenOut`].
     Checkpoint {
         pid: i32,
         limit_ms: u64,
+        /// With the driver's custom storage, if it has it: the agent copies.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        storage: Option<StorageTo>,
     },
     Restore {
         pid: i32,
@@ -93,6 +96,14 @@ pub enum Op {
         #[serde(default)]
         gpu_map: Vec<GpuPair>,
         limit_ms: u64,
+        /// The custom storage of the checkpoint; `None`: what this agent has taken, or the process keeps, if anything.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        storage: Option<StorageFrom>,
+    },
+    /// Maps the GPU memory that custom storage took from a process into it, so that it keeps the memory when the agent
+    /// ends.
+    StorageKeep {
+        pid: i32,
     },
     /// Lets CUDA calls through again.
     Unlock {
@@ -179,7 +190,7 @@ pub enum Op {
         #[serde(default)]
         gpus: Vec<GpuUuid>,
     },
-    /// Takes the GPU memory out of a process that runs and has the preload library. Answered by [`Outcome::Preloaded`].
+    /// Takes the GPU memory out of a process that runs and has the preload library. Answered by [`Outcome::TakenOut`].
     PreloadOut {
         pid: i32,
         /// How long its GPU work may take to end.
@@ -236,6 +247,7 @@ impl Op {
             | Self::VramCopy { pid, .. }
             | Self::PreloadOut { pid, .. }
             | Self::PreloadIn { pid, .. }
+            | Self::StorageKeep { pid }
             | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
@@ -254,6 +266,7 @@ impl Op {
             Self::Checkpoint { .. } => "checkpoint",
             Self::Restore { .. } => "restore",
             Self::Unlock { .. } => "unlock",
+            Self::StorageKeep { .. } => "storage-keep",
             Self::Commit => "commit",
             Self::Keep => "keep",
             Self::VramReserve { .. } => "vram-reserve",
@@ -304,7 +317,7 @@ pub enum Outcome {
     Buffers(Vec<SharedBuffer>),
     /// Answer to [`Op::VramWait`]: what was written or read; `None` if it was never begun.
     Vram(Option<VramDone>),
-    Preloaded(Preloaded),
+    TakenOut(TakenOut),
     Nccl(NcclDone),
     Error(DriverError),
 }
@@ -366,21 +379,38 @@ impl std::fmt::Display for NcclDone {
     }
 }
 
-/// Answer to [`Op::PreloadOut`].
+/// What became of a process's GPU memory: answer to [`Op::PreloadOut`], and to [`Op::Checkpoint`] with custom storage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Preloaded {
+pub enum TakenOut {
     /// The process has no preload library, or no GPU memory behind it.
     Without,
-    /// The process goes on with its memory; why.
+    /// The driver has it, or will copy it; why.
     LeftOut(String),
-    /// The memory is in this buffer of the agent's, whose file the process keeps, and the process waits for it.
+    /// The memory is in this buffer of the agent's, and the process waits for it. The preload library's process keeps the
+    /// buffer's file.
     Out {
         buffer: SharedBuffer,
         bytes: u64,
         /// It is being written.
         writes: bool,
     },
+}
+
+/// How custom storage is copied out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StorageTo {
+    pub threads: usize,
+    /// Where it is to be written while it is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write: Option<WriteTo>,
+}
+
+/// How custom storage is copied in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StorageFrom {
+    pub buffer: u64,
+    pub threads: usize,
 }
 
 /// An image directory for VRAM files.
@@ -398,6 +428,9 @@ pub struct Hello {
     /// `cuDriverGetVersion`: 13000 is CUDA 13.0.
     pub cuda_version: i32,
     pub gpus: Vec<AgentGpu>,
+    /// The driver has custom storage.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub custom_storage: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -509,7 +542,11 @@ mod tests {
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Find { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Query { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint { pid, limit_ms }),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint {
+                pid,
+                limit_ms,
+                storage: None
+            }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Unlock { pid, limit_ms }),
             (
                 pid,
@@ -519,6 +556,7 @@ mod tests {
                 .prop_map(|(pid, limit_ms, map)| Op::Restore {
                     pid,
                     limit_ms,
+                    storage: None,
                     gpu_map: map
                         .into_iter()
                         .map(|(old, new)| GpuPair {

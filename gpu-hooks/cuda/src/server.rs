@@ -167,6 +167,7 @@ impl<D: Driver> Server<D> {
                         | Op::Checkpoint { .. }
                         | Op::Restore { .. }
                         | Op::Unlock { .. }
+                        | Op::StorageKeep { .. }
                         | Op::PreloadOut { .. }
                         | Op::PreloadIn { .. }
                 );

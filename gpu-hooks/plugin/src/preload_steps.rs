@@ -4,7 +4,7 @@ use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
 use crate::vram::{PreloadedMemory, image_directory, open};
 use cryopod_cuda::preload::Library;
-use cryopod_cuda::protocol::{Op, Outcome, Preloaded, WriteTo};
+use cryopod_cuda::protocol::{Op, Outcome, TakenOut, WriteTo};
 use cryopod_cuda::released::is_ours;
 use cryopod_cuda::vram::SharedBuffer;
 use std::fs::File;
@@ -154,13 +154,13 @@ impl Session {
         let (mut first, mut times, before) = (None, Vec::new(), self.vram.preloaded.len());
         for (pid, reply) in running.into_iter().zip(replies) {
             match reply.outcome {
-                Outcome::Preloaded(Preloaded::Without) => {}
-                Outcome::Preloaded(Preloaded::LeftOut(reason)) => {
+                Outcome::TakenOut(TakenOut::Without) => {}
+                Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
                     let text =
                         format!("process {pid}: its GPU memory is left to the driver: {reason}");
                     criu::log(Level::Warn, &text);
                 }
-                Outcome::Preloaded(Preloaded::Out {
+                Outcome::TakenOut(TakenOut::Out {
                     buffer,
                     bytes,
                     writes,

@@ -357,7 +357,10 @@ impl Cuda {
 
     /// `cuCheckpointProcessCheckpoint`.
     pub fn checkpoint(&self, pid: i32) -> CuOutcome<()> {
-        let a = CuCheckpointCheckpointArgs { reserved: [0; 8] };
+        let a = CuCheckpointCheckpointArgs {
+            custom_storage: std::ptr::null_mut(),
+            reserved: [0; 7],
+        };
         call!(
             self,
             c"cuCheckpointProcessCheckpoint",
@@ -383,7 +386,9 @@ impl Cuda {
                 pairs.as_ptr()
             },
             gpu_pairs_count: c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX),
-            reserved: [0; 52],
+            padding: 0,
+            custom_storage: std::ptr::null_mut(),
+            reserved: [0; 5],
         };
         call!(
             self,

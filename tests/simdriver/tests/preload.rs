@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Client, Machine};
-use cryopod_cuda::preload::copy::{Copier, Way};
+use cryopod_cuda::copy::{Copier, Way};
 use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::Request;
 use cuda_sim::cuda::Cuda;

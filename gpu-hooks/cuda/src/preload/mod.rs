@@ -2,13 +2,13 @@
 //! after its restore.
 //!
 //! The library hands every piece of the process's GPU memory to the agent as a descriptor. The agent imports it, copies
-//! it through a small pinned ring ([`copy`]), and lets go of it. Nothing that the library says is trusted: pieces must lie
+//! it through a small pinned ring ([`crate::copy`]), and lets go of it. Nothing that the library says is trusted: pieces must lie
 //! within the memory that was made for them, and every wait has a limit. A process that lies harms its own memory.
 
-pub mod copy;
 pub mod nccl;
 pub mod process;
 
+use crate::copy::Piece;
 use crate::procfs;
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::fs::{self, File};
@@ -26,16 +26,6 @@ const MAX_ANSWER: usize = 1 << 20;
 const STATE_LIMIT: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: u32 = 2;
-
-/// A piece of a process's GPU memory.
-#[derive(Debug)]
-pub struct Piece {
-    /// Its place in the file with all pieces.
-    pub offset: u64,
-    pub bytes: u64,
-    /// A shareable handle of CUDA's.
-    pub handle: OwnedFd,
-}
 
 /// The library in a process.
 #[derive(Debug)]

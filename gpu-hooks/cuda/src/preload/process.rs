@@ -4,11 +4,11 @@
 //! place of the contents. The process keeps the buffer's file until somebody else has it ([`Library::forget`]), so that
 //! they are not lost when the agent dies; [`Preloads::is_out`] stays true until they are back.
 
-use super::copy::{Copier, Way};
-use super::{Library, Piece, size};
+use super::{Library, size};
+use crate::copy::{Gpus, Piece, Way};
 use crate::gpu::GpuUuid;
 use crate::procfs;
-use crate::protocol::{AgentGpu, DriverError, ErrorKind, Op, Outcome, Preloaded, WriteTo};
+use crate::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
 use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
@@ -18,8 +18,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 /// How long the copying may take before the process goes on by itself.
@@ -34,16 +33,9 @@ const RELEASE: Duration = Duration::from_secs(60);
 /// Processes whose GPU memory is in the agent's buffers.
 #[derive(Default)]
 pub struct Preloads {
-    driver: OnceLock<Driver>,
-    copier: OnceLock<Result<Copier, String>>,
+    gpus: Arc<Gpus>,
     /// The buffer of each process.
     out: Mutex<BTreeMap<i32, u64>>,
-}
-
-struct Driver {
-    library: PathBuf,
-    /// In CUDA's order.
-    gpus: Vec<GpuUuid>,
 }
 
 fn failed(kind: ErrorKind, message: impl Into<String>) -> DriverError {
@@ -65,10 +57,9 @@ fn told(error: &io::Error) -> DriverError {
 }
 
 impl Preloads {
-    /// Sets the driver's library, and the GPUs in CUDA's order. Without it no process's memory is taken out.
-    pub fn use_driver(&self, library: PathBuf, gpus: &[AgentGpu]) {
-        let gpus = gpus.iter().map(|gpu| gpu.uuid).collect();
-        let _ = self.driver.set(Driver { library, gpus });
+    pub fn new(gpus: Arc<Gpus>) -> Self {
+        let out = Mutex::default();
+        Self { gpus, out }
     }
 
     /// Carries out a request; `None` when it is not [`Op::PreloadPrepare`].
@@ -88,23 +79,13 @@ impl Preloads {
         }
         let (own, gpus) = (Arc::clone(self), gpus.to_vec());
         let prepare = move || {
-            if let Err(error) = own.prepare_gpus(&gpus) {
+            if let Err(error) = own.gpus.prepare(&gpus) {
                 tracing::info!("the GPUs are not ready ahead: {error}");
             }
         };
         if let Err(error) = std::thread::Builder::new().spawn(prepare) {
             tracing::info!("the GPUs are not ready ahead: {error}");
         }
-    }
-
-    fn copier(&self) -> Result<&Copier, DriverError> {
-        let copier = self.copier.get_or_init(|| {
-            let driver = self.driver.get().ok_or("the driver is not known")?;
-            Copier::load(&driver.library).map_err(|error| error.cause)
-        });
-        copier
-            .as_ref()
-            .map_err(|cause| failed(ErrorKind::NotSupported, cause.clone()))
     }
 
     fn prepare(&self, pids: &[i32]) -> Result<(), DriverError> {
@@ -123,23 +104,7 @@ impl Preloads {
             .flat_map(open)
             .filter_map(|minor| by_minor.get(&minor).copied())
             .collect();
-        self.prepare_gpus(&used)
-    }
-
-    fn prepare_gpus(&self, used: &[GpuUuid]) -> Result<(), DriverError> {
-        let Some(driver) = self.driver.get() else {
-            return Ok(());
-        };
-        let copier = self.copier()?;
-        std::thread::scope(|scope| {
-            let devices = (0i32..).zip(&driver.gpus);
-            let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(gpu));
-            let all: Vec<_> = devices
-                .map(|(device, _)| scope.spawn(move || copier.prepare(device)))
-                .collect();
-            all.into_iter()
-                .try_for_each(|one| one.join().unwrap_or(Ok(())))
-        })
+        self.gpus.prepare(&used)
     }
 
     fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, u64>> {
@@ -168,9 +133,9 @@ impl Preloads {
         limit: Duration,
         write: Option<&WriteTo>,
         files: &Arc<VramFiles>,
-    ) -> Result<Preloaded, DriverError> {
+    ) -> Result<TakenOut, DriverError> {
         let Some(library) = Library::of(pid) else {
-            return Ok(Preloaded::Without);
+            return Ok(TakenOut::Without);
         };
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         let stop = Request::Stop {
@@ -182,13 +147,13 @@ impl Preloads {
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
                 return Err(failed(ErrorKind::LockTimeout, error.to_string()));
             }
-            Err(error) => return Ok(Preloaded::LeftOut(told(&error).message)),
+            Err(error) => return Ok(TakenOut::LeftOut(told(&error).message)),
         };
         let go = || library.ask(Request::Go, None, MARGIN);
         if pieces.is_empty() {
             return Ok(match go() {
-                Ok(_) => Preloaded::Without,
-                Err(error) => Preloaded::LeftOut(told(&error).message),
+                Ok(_) => TakenOut::Without,
+                Err(error) => TakenOut::LeftOut(told(&error).message),
             });
         }
         let (buffer, bytes, writes) = match self.copied(pid, pieces, threads, write, files) {
@@ -196,14 +161,14 @@ impl Preloads {
             Err(error) => {
                 // Without this it goes on after a while.
                 let _ = go();
-                return Ok(Preloaded::LeftOut(error.message));
+                return Ok(TakenOut::LeftOut(error.message));
             }
         };
         let file = files.file(buffer.id)?;
         self.out().insert(pid, buffer.id);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
             files.set_state(buffer.id, State::Complete);
-            return Ok(Preloaded::Out {
+            return Ok(TakenOut::Out {
                 buffer,
                 bytes,
                 writes,
@@ -214,7 +179,7 @@ impl Preloads {
             files.call_off();
         }
         self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
-        Ok(Preloaded::LeftOut(told(&error).message))
+        Ok(TakenOut::LeftOut(told(&error).message))
     }
 
     /// Copies the pieces into a new buffer; returns whether that is being written.
@@ -240,7 +205,8 @@ impl Preloads {
         let copied = files.file(buffer.id).and_then(|file| {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.copier()?
+            self.gpus
+                .copier()?
                 .copy(pieces, memory, Way::Out(&filled), threads)
         });
         match copied {
@@ -286,7 +252,8 @@ impl Preloads {
             let bytes = size(&pieces).map_err(|error| told(&error))?;
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.copier()?
+            self.gpus
+                .copier()?
                 .copy(pieces, memory, Way::In(&ready), threads)
         };
         fill_while_allocating(end, &ask, &fill)?;

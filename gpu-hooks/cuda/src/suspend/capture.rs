@@ -2,20 +2,29 @@
 
 use super::super::client::{Client, ClientError};
 use super::super::inject::Seized;
-use super::super::protocol::{Op, Outcome};
+use super::super::protocol::{Op, Outcome, StorageTo, TakenOut};
 use super::super::released::{Attention, Released};
+use super::preload::{Out, threads_each};
 use super::{Captured, How, MARGIN, SuspendError, TICK, Threads, micros, step};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
+/// What the driver's checkpoint has put where.
+#[derive(Default)]
+pub(super) struct Checkpointed {
+    pub captured: Vec<Captured>,
+    /// With custom storage.
+    pub stored: Vec<Out>,
+}
+
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
     how: &How,
     left_out: &mut Option<String>,
-) -> Result<(Vec<Captured>, u64), SuspendError> {
+) -> Result<(Checkpointed, u64), SuspendError> {
     let start = Instant::now();
     let mut seized = Vec::new();
     let mut released = Vec::new();
@@ -50,20 +59,25 @@ fn watch(
     how: &How,
     released: &mut [Released],
     left_out: &mut Option<String>,
-) -> Result<Vec<Captured>, SuspendError> {
+) -> Result<Checkpointed, SuspendError> {
     let limit_ms = how.step_timeout_ms;
+    let storage = how.vram.custom_storage.then(|| StorageTo {
+        threads: threads_each(how, threads.len()),
+        write: None,
+    });
     let mut waiting = HashMap::new();
     for (pid, _) in threads {
         let op = Op::Checkpoint {
             pid: *pid,
             limit_ms,
+            storage: storage.clone(),
         };
         waiting.insert(client.send(op)?, *pid);
     }
     let deadline = Instant::now() + Duration::from_millis(limit_ms) + MARGIN;
     let mut held: HashMap<u64, (usize, u64)> = HashMap::new();
     let mut ignored: HashSet<u64> = HashSet::new();
-    let mut captured = Vec::new();
+    let mut done = Checkpointed::default();
     let mut failed = None;
     while !waiting.is_empty() {
         let reply = client.receive(Duration::ZERO)?;
@@ -109,7 +123,7 @@ fn watch(
                         address,
                     };
                     ignored.insert(client.send(op)?);
-                    captured.push(one);
+                    done.captured.push(one);
                 }
                 Err(reason) => {
                     thread.pass();
@@ -120,8 +134,18 @@ fn watch(
                 }
             }
         } else if let Some(pid) = waiting.remove(&reply.id) {
-            if let Outcome::Error(error) = reply.outcome {
-                failed.get_or_insert(step("checkpoint", pid, error));
+            match reply.outcome {
+                Outcome::Error(error) => {
+                    failed.get_or_insert(step("checkpoint", pid, error));
+                }
+                Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) => {
+                    let id = buffer.id;
+                    done.stored.push(Out { pid, id, bytes });
+                }
+                Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
+                    tracing::warn!(pid, "custom storage is not used: {reason}");
+                }
+                _ => {}
             }
         } else {
             ignored.remove(&reply.id);
@@ -132,7 +156,7 @@ fn watch(
         (None, Some(reason), Some(_)) => Err(SuspendError::Files(format!(
             "the GPU memory cannot go into files: {reason}"
         ))),
-        _ => Ok(captured),
+        _ => Ok(done),
     }
 }
 

@@ -15,7 +15,7 @@ pub(super) fn to_files(
     client: &mut Client,
     directory: &Path,
     captured: &[Captured],
-    out: &[Out],
+    [preloaded, stored]: [&[Out]; 2],
     done: &Done,
     how: &How,
 ) -> Result<(VramDone, u64), SuspendError> {
@@ -35,15 +35,17 @@ pub(super) fn to_files(
         id: one.id,
         name: region(one),
     });
-    let preloaded = out.iter().map(|one| {
+    let named = |one: &Out, is: fn(&&VramBuffer) -> bool| {
         let process = done.processes.iter().find(|p| p.pid == one.pid);
-        let buffer = process.and_then(|p| p.buffers.iter().find(|b| b.preload));
+        let buffer = process.and_then(|p| p.buffers.iter().find(is));
         NamedBuffer {
             id: one.id,
             name: buffer.map(|b| b.region.clone()).unwrap_or_default(),
         }
-    });
-    let buffers = preloaded.chain(captured_buffers);
+    };
+    let preloaded = preloaded.iter().map(|one| named(one, |b| b.preload));
+    let stored = stored.iter().map(|one| named(one, |b| b.custom_storage));
+    let buffers = preloaded.chain(stored).chain(captured_buffers);
     let op = Op::VramWrite {
         dir: directory.to_owned(),
         buffers: buffers.collect(),

@@ -17,7 +17,7 @@ use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
 use super::preload::nccl::Group;
 use super::procfs;
-use super::protocol::{Op, Outcome, ProcessState, Reply};
+use super::protocol::{Op, Outcome, ProcessState, Reply, StorageFrom};
 use super::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
@@ -47,6 +47,10 @@ pub struct Suspended {
 }
 
 impl Suspended {
+    fn has_storage(&self) -> bool {
+        self.buffers.iter().any(|buffer| buffer.custom_storage)
+    }
+
     fn has_preload(&self) -> bool {
         self.buffers.iter().any(|buffer| buffer.preload)
     }
@@ -164,36 +168,49 @@ fn suspend_found(
     preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
     lock_all(client, threads, how, &mut done)?;
-    let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
+    let (checkpointed, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
+    let capture::Checkpointed { captured, stored } = checkpointed;
     done.steps.push(("checkpoint", micros));
-    for preload::Out { pid, bytes, .. } in &out {
-        let process = done.processes.iter_mut().find(|p| p.pid == *pid);
+    let blank = |address, bytes| VramBuffer {
+        address,
+        bytes,
+        region: String::new(),
+        preload: false,
+        custom_storage: false,
+    };
+    let preloaded = out.iter().map(|one| {
+        let preload = true;
+        let buffer = blank(0, one.bytes);
+        (one.pid, VramBuffer { preload, ..buffer })
+    });
+    let taken = stored.iter().map(|one| {
+        let buffer = VramBuffer {
+            custom_storage: true,
+            ..blank(0, one.bytes)
+        };
+        (one.pid, buffer)
+    });
+    let given = captured
+        .iter()
+        .map(|one| (one.pid, blank(one.address, one.bytes)));
+    for (pid, buffer) in preloaded.chain(taken).chain(given) {
+        let process = done.processes.iter_mut().find(|p| p.pid == pid);
         if let Some(process) = process {
-            process.buffers.push(VramBuffer {
-                address: 0,
-                bytes: *bytes,
-                region: format!("{pid}-{}", process.buffers.len()),
-                preload: true,
-            });
-        }
-    }
-    for captured in &captured {
-        let process = done.processes.iter_mut().find(|p| p.pid == captured.pid);
-        if let Some(process) = process {
-            let region = format!("{}-{}", captured.pid, process.buffers.len());
-            process.buffers.push(VramBuffer {
-                address: captured.address,
-                bytes: captured.bytes,
-                region,
-                preload: false,
-            });
+            let region = format!("{pid}-{}", process.buffers.len());
+            process.buffers.push(VramBuffer { region, ..buffer });
         }
     }
     if let Some(directory) = &how.directory {
-        let (written, micros) = files::to_files(client, directory, &captured, &out, &done, how)?;
+        let copied = [&out[..], &stored[..]];
+        let (written, micros) = files::to_files(client, directory, &captured, copied, &done, how)?;
         done.steps.push(("write", micros));
         done.vram = Some(written.facts);
         preload::forget(&out)?;
+    } else {
+        let keep: Threads = stored.iter().map(|one| (one.pid, 0)).collect();
+        all(client, "keeping the memory", &keep, &|pid| {
+            Op::StorageKeep { pid }
+        })?;
     }
     leave(client, &done, note)?;
     Ok(done)
@@ -315,7 +332,7 @@ pub fn resume(
             },
         );
     }
-    let gpus = alive.iter().filter(|p| p.has_preload());
+    let gpus = alive.iter().filter(|p| p.has_preload() || p.has_storage());
     let gpus = gpus.flat_map(|p| &p.gpus).map(|gpu| mapped(*gpu, gpu_map));
     preload::prepare(client, Vec::new(), gpus.collect());
     let mut done = Done {
@@ -343,7 +360,7 @@ pub fn resume(
         let (read, buffers) = files::from_files(client, directory, &wanted, how)?;
         done.vram = read.map(|read| read.facts);
         loaded = wanted.into_iter().zip(buffers).collect();
-        for ((pid, tid, buffer), shared) in loaded.iter().filter(|((.., b), _)| !b.preload) {
+        for ((pid, tid, buffer), shared) in loaded.iter().filter(|((.., b), _)| b.is_drivers()) {
             let mapped = File::options()
                 .read(true)
                 .write(true)
@@ -361,10 +378,19 @@ pub fn resume(
         done.steps.push(("read", micros(start)));
     }
     let limit_ms = how.step_timeout_ms;
-    let restored = all(client, "restore", &restore, &|pid| Op::Restore {
-        pid,
-        gpu_map: gpu_map.to_vec(),
-        limit_ms,
+    let threads_each = preload::threads_each(how, restore.len());
+    let restored = all(client, "restore", &restore, &|pid| {
+        let mut loaded = loaded.iter();
+        let stored = loaded.find(|((of, _, buffer), _)| *of == pid && buffer.custom_storage);
+        Op::Restore {
+            pid,
+            gpu_map: gpu_map.to_vec(),
+            limit_ms,
+            storage: stored.map(|(_, shared)| StorageFrom {
+                buffer: shared.id,
+                threads: threads_each,
+            }),
+        }
     });
     match restored {
         Ok((micros, _)) => done.steps.push(("restore", micros)),
@@ -397,7 +423,7 @@ fn take_away(client: &mut Client, threads: &Threads, loaded: &[Loaded]) {
         Ok(states) => {
             let stays = |pid: i32| states.contains(&(pid, ProcessState::Checkpointed));
             let loaded = loaded.iter().map(|(one, _)| one);
-            files::away(loaded.filter(|(pid, _, buffer)| stays(*pid) && !buffer.preload));
+            files::away(loaded.filter(|(pid, _, buffer)| stays(*pid) && buffer.is_drivers()));
         }
         Err(error) => tracing::warn!("the memory that was read stays mapped: {error}"),
     }

@@ -3,7 +3,7 @@
 use super::super::client::Client;
 use super::super::gpu::GpuUuid;
 use super::super::preload::Library;
-use super::super::protocol::{NcclDone, Op, Outcome, Preloaded};
+use super::super::protocol::{NcclDone, Op, Outcome, TakenOut};
 use super::super::vram::{SharedBuffer, VramBuffer};
 use super::{Done, How, SuspendError, Suspended, Threads, all, call, step};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ pub(super) struct Out {
     pub bytes: u64,
 }
 
-fn threads_each(how: &How, processes: usize) -> usize {
+pub(super) fn threads_each(how: &How, processes: usize) -> usize {
     (how.vram.threads_for(processes) / processes.max(1)).max(1)
 }
 
@@ -49,11 +49,11 @@ pub(super) fn take_out(
     let mut out = Vec::new();
     for (pid, outcome) in answers {
         match outcome {
-            Outcome::Preloaded(Preloaded::Without) => {}
-            Outcome::Preloaded(Preloaded::LeftOut(reason)) => {
+            Outcome::TakenOut(TakenOut::Without) => {}
+            Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
                 tracing::warn!(pid, "its GPU memory is left to the driver: {reason}");
             }
-            Outcome::Preloaded(Preloaded::Out { buffer, bytes, .. }) => {
+            Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) => {
                 let id = buffer.id;
                 out.push(Out { pid, id, bytes });
             }

@@ -2,7 +2,7 @@
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
-use cryopod_cuda::image::{PRELOAD_VERSION, Step, VRAM_VERSION};
+use cryopod_cuda::image::{PRELOAD_VERSION, STORAGE_VERSION, Step, VRAM_VERSION};
 use cryopod_cuda::vram::VramBuffer;
 use std::time::Instant;
 
@@ -14,10 +14,28 @@ impl Dump {
         let start = Instant::now();
         let mut given: Vec<(i32, u64, VramBuffer)> = Vec::new();
         let vram = &self.session.vram;
-        let preloaded = vram.preloaded.iter().map(|m| (m.pid, 0, 0, m.bytes));
+        let blank = |address, bytes| VramBuffer {
+            address,
+            bytes,
+            region: String::new(),
+            preload: false,
+            custom_storage: false,
+        };
+        let preloaded = vram.preloaded.iter().map(|m| {
+            let preload = true;
+            let buffer = blank(0, m.bytes);
+            (m.pid, 0, VramBuffer { preload, ..buffer })
+        });
+        let stored = vram.stored.iter().map(|m| {
+            let buffer = VramBuffer {
+                custom_storage: true,
+                ..blank(0, m.bytes)
+            };
+            (m.pid, 0, buffer)
+        });
         let captured = vram.captured.iter();
-        let captured = captured.map(|c| (c.pid, c.micros, c.address, c.bytes));
-        for (pid, micros, address, bytes) in preloaded.chain(captured) {
+        let captured = captured.map(|c| (c.pid, c.micros, blank(c.address, c.bytes)));
+        for (pid, micros, buffer) in preloaded.chain(stored).chain(captured) {
             let records = &self.session.image.processes;
             let record = records.iter().find(|r| r.host_pid == pid);
             let pids: Vec<String> = record
@@ -26,13 +44,8 @@ impl Dump {
                 .map(ToString::to_string)
                 .collect();
             let number = given.iter().filter(|(of, ..)| *of == pid).count();
-            let buffer = VramBuffer {
-                address,
-                bytes,
-                region: format!("{}-{number}", pids.join(".")),
-                preload: address == 0,
-            };
-            given.push((pid, micros, buffer));
+            let region = format!("{}-{number}", pids.join("."));
+            given.push((pid, micros, VramBuffer { region, ..buffer }));
         }
         let names: Vec<String> = given
             .iter()
@@ -50,19 +63,19 @@ impl Dump {
             return Ok(());
         }
         let out = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let preloaded = given.iter().any(|(.., buffer)| buffer.preload);
-        self.session.image.version = if preloaded {
-            PRELOAD_VERSION
-        } else {
-            VRAM_VERSION
-        };
+        let version = given.iter().map(|(.., buffer)| match buffer {
+            buffer if buffer.custom_storage => STORAGE_VERSION,
+            buffer if buffer.preload => PRELOAD_VERSION,
+            _ => VRAM_VERSION,
+        });
+        self.session.image.version = version.max().unwrap_or(VRAM_VERSION);
         for (pid, micros, buffer) in given {
-            let (bytes, preload) = (buffer.bytes, buffer.preload);
+            let (bytes, drivers) = (buffer.bytes, buffer.is_drivers());
             if let Some(record) = record_of(&mut self.session.image.processes, pid) {
                 record.vram.push(buffer);
                 record.vram_bytes = record.vram_bytes.max(Some(bytes));
             }
-            if preload {
+            if !drivers {
                 continue;
             }
             self.time(pid, Step::Vram, micros + out);

@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use super::memory::{self, Way};
 use super::process::{api, init, process};
 use super::shared::{self, Kind};
+use super::storage;
 use crate::abi::*;
 
 /// The code of an outcome.
@@ -321,7 +322,7 @@ extern "C" fn cuLaunchCusimSum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) 
 extern "C" fn cuGetProcAddress_v2(
     symbol: *const c_char,
     address: *mut *mut c_void,
-    _version: c_int,
+    version: c_int,
     _flags: u64,
     status: *mut c_int,
 ) -> CuResult {
@@ -332,7 +333,10 @@ extern "C" fn cuGetProcAddress_v2(
     let name = unsafe { CStr::from_ptr(symbol) }.to_bytes();
     let checkpoint = name.starts_with(b"cuCheckpoint");
     let hidden = checkpoint && process().is_ok_and(|p| p.driver_major < 570);
-    let found = if hidden {
+    let newest = process().map_or(13_000, |p| p.cuda_version);
+    let too_new = version > newest;
+    let newer = name == b"cuCheckpointOperationComplete" && !storage::is_there();
+    let found = if hidden || too_new || newer {
         std::ptr::null_mut()
     } else {
         find_symbol(name)
@@ -341,13 +345,15 @@ extern "C" fn cuGetProcAddress_v2(
     unsafe {
         address.write(found);
         if !status.is_null() {
-            let missing = found.is_null();
-            status.write(if missing {
-                PROC_ADDRESS_NOT_FOUND
-            } else {
-                PROC_ADDRESS_SUCCESS
+            status.write(match (found.is_null(), newer) {
+                (false, _) => PROC_ADDRESS_SUCCESS,
+                (true, true) => PROC_ADDRESS_VERSION,
+                (true, false) => PROC_ADDRESS_NOT_FOUND,
             });
         }
+    }
+    if too_new {
+        return CUDA_ERROR_INVALID_VALUE;
     }
     if found.is_null() {
         CUDA_ERROR_NOT_FOUND

@@ -13,5 +13,6 @@ pub mod nvml;
 pub mod process;
 pub mod shared;
 pub mod steps;
+pub mod storage;
 pub mod thread;
 pub mod vmm;

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use serde::Serialize;
 
 use crate::abi;
-use crate::wire::{Step, directive};
+use crate::wire::{STEPS, Step, directive};
 
 /// One switch that is set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -37,7 +37,7 @@ refuse, uvm, ipc     checkpoint returns CUDA_ERROR_NOT_SUPPORTED, the process st
 mps, mig             lock returns CUDA_ERROR_NOT_SUPPORTED
 oom-restore          restore returns CUDA_ERROR_OUT_OF_MEMORY; every later try CUDA_ERROR_OPERATING_SYSTEM
 cuinit-race          lock returns CUDA_ERROR_ILLEGAL_STATE (once unless a count is given)
-STEP is init, get-state (fail and slow only), lock, checkpoint, restore or unlock. NAME[=VALUE][:COUNT][/SKIP][@PID]";
+STEP is init, get-state (fail and slow only), lock, checkpoint, restore, unlock, and of custom storage complete and copy. NAME[=VALUE][:COUNT][/SKIP][@PID]";
 
 impl FromStr for Fault {
     type Err = String;
@@ -87,16 +87,6 @@ impl FromStr for Fault {
         }
     }
 }
-
-/// All steps.
-const STEPS: [Step; 6] = [
-    Step::Init,
-    Step::GetState,
-    Step::Lock,
-    Step::Checkpoint,
-    Step::Restore,
-    Step::Unlock,
-];
 
 /// What is to happen to a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

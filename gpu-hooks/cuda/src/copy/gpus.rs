@@ -1,0 +1,78 @@
+//! The GPUs as CUDA numbers them in this program, and what copies their memory.
+
+use super::Copier;
+use crate::gpu::GpuUuid;
+use crate::nvml;
+use crate::protocol::{AgentGpu, DriverError, ErrorKind};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+#[derive(Default)]
+pub struct Gpus {
+    driver: OnceLock<Driver>,
+    copier: OnceLock<Result<Copier, String>>,
+}
+
+struct Driver {
+    library: PathBuf,
+    /// In CUDA's order.
+    gpus: Vec<AgentGpu>,
+}
+
+impl Gpus {
+    /// Sets the driver's library, and the GPUs in CUDA's order. Without it nothing is copied.
+    pub fn use_driver(&self, library: PathBuf, gpus: &[AgentGpu]) {
+        let gpus = gpus.to_vec();
+        let _ = self.driver.set(Driver { library, gpus });
+    }
+
+    /// # Errors
+    /// The driver lacks a function, or is not known.
+    pub fn copier(&self) -> Result<&Copier, DriverError> {
+        let copier = self.copier.get_or_init(|| {
+            let driver = self.driver.get().ok_or("the driver is not known")?;
+            Copier::load(&driver.library).map_err(|error| error.cause)
+        });
+        copier.as_ref().map_err(|cause| DriverError {
+            kind: ErrorKind::NotSupported,
+            code: None,
+            message: cause.clone(),
+        })
+    }
+
+    /// The GPU with this number.
+    pub fn uuid(&self, device: i32) -> Option<GpuUuid> {
+        let device = usize::try_from(device).ok()?;
+        self.driver.get()?.gpus.get(device).map(|gpu| gpu.uuid)
+    }
+
+    /// GPU memory of a process in bytes, as far as the driver tells; else 0.
+    pub fn used(&self, pid: i32) -> u64 {
+        let Some(driver) = self.driver.get() else {
+            return 0;
+        };
+        let users = nvml::ask(&driver.library, &mut driver.gpus.clone());
+        let of = users.iter().filter(|user| user.pid == pid);
+        of.fold(0, |sum, user| sum.saturating_add(user.bytes))
+    }
+
+    /// Makes these GPUs ready, and the first, which an import needs.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prepare(&self, used: &[GpuUuid]) -> Result<(), DriverError> {
+        let Some(driver) = self.driver.get() else {
+            return Ok(());
+        };
+        let copier = self.copier()?;
+        std::thread::scope(|scope| {
+            let devices = (0i32..).zip(&driver.gpus);
+            let devices = devices.filter(|(device, gpu)| *device == 0 || used.contains(&gpu.uuid));
+            let all: Vec<_> = devices
+                .map(|(device, _)| scope.spawn(move || copier.prepare(device)))
+                .collect();
+            all.into_iter()
+                .try_for_each(|one| one.join().unwrap_or(Ok(())))
+        })
+    }
+}
