@@ -136,7 +136,6 @@ impl VramConfig {
         ReadOptions {
             threads: self.threads_for(buffers),
             check: self.check,
-            zeroed: true,
         }
     }
 
