@@ -413,10 +413,8 @@ fn kept(pid: i32) -> Option<Kept> {
     maps.lines().find_map(|line| {
         let mut words = line.split_whitespace();
         let (range, flags, offset) = (words.next()?, words.next()?, words.next()?);
-        if !flags.ends_with('s') || offset.trim_start_matches('0') != "" {
-            return None;
-        }
-        if !line.ends_with("(deleted)") {
+        let whole = offset.bytes().all(|digit| digit == b'0');
+        if !flags.ends_with('s') || !whole || !line.ends_with("(deleted)") {
             return None;
         }
         let number = |text| u64::from_str_radix(text, 16).ok();

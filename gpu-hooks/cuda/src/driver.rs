@@ -167,6 +167,7 @@ const _: () = {
 type Pid = c_int;
 type Result32 = c_int;
 type Step<A> = unsafe extern "C" fn(Pid, *mut A) -> Result32;
+type Complete = unsafe extern "C" fn(*mut c_void) -> Result32;
 type StreamDevice = unsafe extern "C" fn(*mut c_void, *mut c_int) -> Result32;
 type ErrorText = unsafe extern "C" fn(Result32, *mut *const c_char) -> Result32;
 type DeviceString = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Result32;
@@ -174,7 +175,7 @@ type DeviceString = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Result32;
 /// The functions of custom storage.
 #[derive(Clone, Copy)]
 struct Storage {
-    complete: unsafe extern "C" fn(*mut c_void) -> Result32,
+    complete: Complete,
     device: StreamDevice,
 }
 
@@ -203,7 +204,7 @@ impl Storage {
         // SAFETY: pointers to functions of these C types, by cuda.h of CUDA 13.4.
         unsafe {
             Some(Self {
-                complete: std::mem::transmute::<*mut c_void, _>(complete),
+                complete: std::mem::transmute::<*mut c_void, Complete>(complete),
                 device: std::mem::transmute::<*mut c_void, StreamDevice>(device),
             })
         }

@@ -171,28 +171,12 @@ fn suspend_found(
     let (checkpointed, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
     let capture::Checkpointed { captured, stored } = checkpointed;
     done.steps.push(("checkpoint", micros));
-    let blank = |address, bytes| VramBuffer {
-        address,
-        bytes,
-        region: String::new(),
-        preload: false,
-        custom_storage: false,
-    };
-    let preloaded = out.iter().map(|one| {
-        let preload = true;
-        let buffer = blank(0, one.bytes);
-        (one.pid, VramBuffer { preload, ..buffer })
-    });
-    let taken = stored.iter().map(|one| {
-        let buffer = VramBuffer {
-            custom_storage: true,
-            ..blank(0, one.bytes)
-        };
-        (one.pid, buffer)
-    });
-    let given = captured
-        .iter()
-        .map(|one| (one.pid, blank(one.address, one.bytes)));
+    let preloaded = out.iter();
+    let preloaded = preloaded.map(|one| (one.pid, VramBuffer::of_preload(one.bytes)));
+    let taken = stored.iter();
+    let taken = taken.map(|one| (one.pid, VramBuffer::of_storage(one.bytes)));
+    let given = captured.iter();
+    let given = given.map(|one| (one.pid, VramBuffer::of_driver(one.address, one.bytes)));
     for (pid, buffer) in preloaded.chain(taken).chain(given) {
         let process = done.processes.iter_mut().find(|p| p.pid == pid);
         if let Some(process) = process {

@@ -244,6 +244,33 @@ pub struct VramBuffer {
 }
 
 impl VramBuffer {
+    /// Memory that the driver has; its region has no name yet.
+    pub fn of_driver(address: u64, bytes: u64) -> Self {
+        Self {
+            address,
+            bytes,
+            region: String::new(),
+            preload: false,
+            custom_storage: false,
+        }
+    }
+
+    /// Memory that the preload library handed over.
+    pub fn of_preload(bytes: u64) -> Self {
+        Self {
+            preload: true,
+            ..Self::of_driver(0, bytes)
+        }
+    }
+
+    /// Memory that custom storage took.
+    pub fn of_storage(bytes: u64) -> Self {
+        Self {
+            custom_storage: true,
+            ..Self::of_driver(0, bytes)
+        }
+    }
+
     /// Whether the driver has it mapped in the process. If not, the agent copies it.
     pub fn is_drivers(&self) -> bool {
         !self.preload && !self.custom_storage

@@ -14,27 +14,13 @@ impl Dump {
         let start = Instant::now();
         let mut given: Vec<(i32, u64, VramBuffer)> = Vec::new();
         let vram = &self.session.vram;
-        let blank = |address, bytes| VramBuffer {
-            address,
-            bytes,
-            region: String::new(),
-            preload: false,
-            custom_storage: false,
-        };
-        let preloaded = vram.preloaded.iter().map(|m| {
-            let preload = true;
-            let buffer = blank(0, m.bytes);
-            (m.pid, 0, VramBuffer { preload, ..buffer })
-        });
-        let stored = vram.stored.iter().map(|m| {
-            let buffer = VramBuffer {
-                custom_storage: true,
-                ..blank(0, m.bytes)
-            };
-            (m.pid, 0, buffer)
-        });
+        let preloaded = vram.preloaded.iter();
+        let preloaded = preloaded.map(|m| (m.pid, 0, VramBuffer::of_preload(m.bytes)));
+        let stored = vram.stored.iter();
+        let stored = stored.map(|m| (m.pid, 0, VramBuffer::of_storage(m.bytes)));
         let captured = vram.captured.iter();
-        let captured = captured.map(|c| (c.pid, c.micros, blank(c.address, c.bytes)));
+        let captured =
+            captured.map(|c| (c.pid, c.micros, VramBuffer::of_driver(c.address, c.bytes)));
         for (pid, micros, buffer) in preloaded.chain(stored).chain(captured) {
             let records = &self.session.image.processes;
             let record = records.iter().find(|r| r.host_pid == pid);

@@ -80,6 +80,7 @@ rm -f "$sim"
 wait_for test -S "$sim"
 check 'an older driver: refused' refused 'taken with custom storage, which this host.s driver does not have' pod container restore --import /tmp/job.tar
 check 'an older driver: nothing was started' sh -c '! pgrep -x cusim-client'
+end
 run --mib 100
 check 'an older driver: checkpoint as ever' does pod container checkpoint --export /tmp/job.tar job
 end
