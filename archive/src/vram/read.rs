@@ -5,9 +5,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-
-use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, fallocate};
+use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
@@ -24,6 +22,8 @@ type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError>
 pub struct ReadOptions {
     pub threads: usize,
     pub check: bool,
+    /// The memory is already zero: do not write zeros.
+    pub zeroed: bool,
 }
 
 impl Default for ReadOptions {
@@ -31,6 +31,7 @@ impl Default for ReadOptions {
         Self {
             threads: usual_threads(),
             check: true,
+            zeroed: false,
         }
     }
 }
@@ -44,17 +45,6 @@ pub struct Vram {
     paths: Vec<PathBuf>,
     lengths: Vec<u32>,
     parent: Option<Box<Vram>>,
-}
-
-/// Has the kernel allocate zeros: whoever waits for these pages would else wait for each. A file system that cannot has
-/// zeros there in any case.
-fn allocate(to: &File, at: usize, len: usize) -> io::Result<()> {
-    let numbers = i64::try_from(at).ok().zip(i64::try_from(len).ok());
-    let (at, len) = numbers.ok_or(io::ErrorKind::InvalidInput)?;
-    match fallocate(to, FallocateFlags::FALLOC_FL_KEEP_SIZE, at, len) {
-        Err(Errno::EOPNOTSUPP) => Ok(()),
-        other => other.map_err(io::Error::from),
-    }
 }
 
 /// Opens a regular file, whatever a stranger may have put there.
@@ -195,52 +185,53 @@ impl Vram {
         &self.dir
     }
 
-    /// Reads a region into a file that is at least as large and all zeros, as a fresh memfd is, with several threads, and
-    /// calls `done` with the offset and the length of each chunk that is there. Threads take the chunks in ascending
-    /// order. `cancel` makes it end early. What is written has been checked; after a [`VramError`] some is missing.
-    ///
-    /// A page that is written whole need be neither zeroed nor faulted in: this takes 40 % less of the CPUs' time than
-    /// to read into a mapping.
+    /// Reads a region into memory of its size, with several threads. `cancel` makes it end early. After a [`VramError`]
+    /// the memory's contents are undefined.
     pub fn read(
         &self,
         region: usize,
-        to: &File,
+        to: &mut [u8],
         options: &ReadOptions,
         cancel: &AtomicBool,
-        done: &(dyn Fn(usize, usize) -> io::Result<()> + Sync),
     ) -> Result<(), VramError> {
+        self.read_with(region, to, options, cancel, &|_, _| Ok(()))
+    }
+
+    /// Like [`Vram::read`], and calls `done` with the offset and the contents of each chunk that has been read and
+    /// checked. Threads take the chunks in ascending order.
+    pub fn read_with(
+        &self,
+        region: usize,
+        to: &mut [u8],
+        options: &ReadOptions,
+        cancel: &AtomicBool,
+        done: &(dyn Fn(usize, &mut [u8]) -> io::Result<()> + Sync),
+    ) -> Result<(), VramError> {
+        let range = self.index.range(region);
         let bytes = self.index.regions.get(region).map(|region| region.bytes);
-        let room = to.metadata().map_or(0, |meta| meta.len());
-        let range = self.index.range(region).filter(|_| bytes <= Some(room));
-        let range = range.ok_or_else(|| {
-            VramError::Invalid(format!("region {region} is not within {room} bytes"))
-        })?;
-        let size = self.index.chunk_bytes as usize;
-        let (first, next) = (range.start, AtomicUsize::new(range.start));
-        let write = |number: usize, plain: &mut [u8], scratch: &mut Vec<u8>| {
-            let (at, len) = ((number - first) * size, plain.len());
-            if self.index.chunks[number].kind == Kind::Zero {
-                allocate(to, at, len)
-            } else {
-                self.chunk(number, plain, options.check, scratch)?;
-                to.write_all_at(plain, at as u64)
-            }
-            .and_then(|()| done(at, len))
-            .map_err(VramError::io(&self.dir, "cannot be read into memory"))
+        let (Some(range), true) = (range, bytes == Some(to.len() as u64)) else {
+            return Err(VramError::Invalid(format!(
+                "region {region} has not {} bytes",
+                to.len()
+            )));
         };
+        let size = self.index.chunk_bytes as usize;
+        let first = range.start;
+        let queue = Mutex::new(range.zip(to.chunks_mut(size)));
+        let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
         self.on_threads(options.threads, cancel, &|failed, scratch| {
-            let mut plain = vec![0; size];
-            loop {
-                let number = next.fetch_add(1, Relaxed);
-                if !range.contains(&number) {
-                    return Ok(());
-                }
+            while let Some((number, piece)) = next() {
                 if failed() {
                     return Err(VramError::Cancelled);
                 }
-                let length = self.lengths[number] as usize;
-                write(number, &mut plain[..length], scratch)?;
+                let zeros = self.index.chunks[number].kind == Kind::Zero;
+                if !(zeros && options.zeroed) {
+                    self.chunk(number, piece, options.check, scratch)?;
+                }
+                done((number - first) * size, piece)
+                    .map_err(VramError::io(&self.dir, "cannot be read into memory"))?;
             }
+            Ok(())
         })
     }
 

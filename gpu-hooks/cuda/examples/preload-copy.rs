@@ -8,10 +8,10 @@
     reason = "a measurement that fails should stop; the process goes on by itself, or waits with its memory"
 )]
 
-use cryopod_cuda::copy::{Copier, Host, Way};
+use cryopod_cuda::copy::{Copier, Way};
 use cryopod_cuda::driver::{Driver, LibCuda, usual_libraries};
 use cryopod_cuda::preload::{Library, size};
-use cryopod_cuda::vram::memory::new_file;
+use cryopod_cuda::vram::memory::{Mapped, new_file};
 use cryopod_preload_wire::Request;
 use std::time::{Duration, Instant};
 
@@ -40,13 +40,17 @@ fn main() {
     let library = Library::of(pid).unwrap();
     for _ in 0..3 {
         let file = new_file(gib << 30).unwrap();
-        let host = Host::new(&file, 0, gib << 30).unwrap();
+        let mut map = Mapped::new(&file, gib << 30, true).unwrap();
+        timed("host memory", || {
+            map.populate_end(gib << 30, threads).unwrap()
+        });
         let pieces = timed("gate and work", || library.ask(STOP, None, LIMIT).unwrap());
-        let bytes = size(&pieces).unwrap();
+        let bytes = usize::try_from(size(&pieces).unwrap()).unwrap();
         println!("{} pieces, {} MiB", pieces.len(), bytes >> 20);
+        let memory = &mut map.bytes_mut().unwrap()[..bytes];
         timed("copy out", || {
             copier
-                .copy(pieces, host, Way::Out(&|_| ()), threads)
+                .copy(pieces, memory, Way::Out(&|_| ()), threads)
                 .unwrap()
         });
         timed("release", || {
@@ -61,13 +65,11 @@ fn main() {
             cuda.unlock(pid).unwrap();
         });
         let pieces = timed("allocate", || {
-            library
-                .ask(Request::Allocate { from: 0, bytes: 0 }, None, LIMIT)
-                .unwrap()
+            library.ask(Request::Allocate, None, LIMIT).unwrap()
         });
         timed("copy in", || {
             copier
-                .copy(pieces, host, Way::In(&|_| Ok(())), threads)
+                .copy(pieces, memory, Way::In(&|_| Ok(())), threads)
                 .unwrap()
         });
         timed("go", || library.ask(Request::Go, None, LIMIT).unwrap());

@@ -6,13 +6,14 @@
 //!
 //! A buffer starts with a table of its GPUs, so that whoever has the buffer can restore from it.
 
-use crate::copy::{Gpus, Host, Span, Way};
+use crate::copy::{Gpus, Span, Way};
 use crate::driver::{Handed, HandedPart};
 use crate::gpu::{GpuPair, GpuUuid, mapped};
 use crate::inject::{Injection, Seized};
 use crate::procfs;
 use crate::protocol::{DriverError, ErrorKind, StorageTo};
 use crate::vram::SharedBuffer;
+use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
 use crate::vram::worker::State;
 use std::collections::BTreeMap;
@@ -221,9 +222,10 @@ impl Stores {
         let filled = |bytes| files.has_filled(buffer.id, bytes + TABLE as u64);
         let copy = || {
             let file = files.file(buffer.id)?;
-            let head = file.write_all_at(&table.encode(), 0);
-            head.map_err(|error| told(&error))?;
-            let host = Host::new(&file, TABLE as u64, bytes - TABLE as u64)?;
+            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            let (head, memory) = memory.split_at_mut(TABLE);
+            head.copy_from_slice(&table.encode());
             let places = table.places().zip(&handed.parts);
             let spans: Vec<Span> = places
                 .map(|((offset, part), one)| Span {
@@ -234,7 +236,7 @@ impl Stores {
                 })
                 .collect();
             let copier = self.gpus.copier()?;
-            copier.copy_spans(&spans, host, Way::Out(&filled), to.threads)
+            copier.copy_spans(&spans, memory, Way::Out(&filled), to.threads)
         };
         let again = |error: DriverError| {
             tracing::warn!(pid, "{error}; once more");
@@ -341,9 +343,11 @@ impl Stores {
             None => Ok(()),
         };
         let copy = || {
-            let host = Host::new(&source.file, TABLE as u64, bytes - TABLE as u64)?;
+            let mut mapping =
+                Mapped::new(&source.file, bytes, true).map_err(|error| told(&error))?;
+            let memory = mapping.bytes_mut().map_err(|error| told(&error))?;
             let copier = self.gpus.copier()?;
-            copier.copy_spans(&spans, host, Way::In(&ready), threads)
+            copier.copy_spans(&spans, &mut memory[TABLE..], Way::In(&ready), threads)
         };
         match copy() {
             Err(error) if error.kind == ErrorKind::Driver => {

@@ -16,6 +16,7 @@ use cryopod_archive::vram::{self, Digest, Source, Vram, VramFacts};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
 use cryopod_gpu_plan::amd::image::is_pages;
+use nix::fcntl::{FallocateFlags, fallocate};
 
 /// Moves the memory in this image directory into VRAM files. `None`: it is too little, and stays where it is.
 ///
@@ -137,12 +138,14 @@ fn region_to(
         .mode(0o600)
         .open(path)
         .map_err(|e| e.to_string())?;
-    file.set_len(bytes).map_err(|e| e.to_string())?;
+    // A full disk is an error here, and would be a signal below.
+    let length = i64::try_from(bytes).map_err(|e| e.to_string())?;
+    fallocate(&file, FallocateFlags::empty(), 0, length).map_err(|e| e.to_string())?;
+    let mut map = Mapped::new(&file, bytes, true).map_err(|e| e.to_string())?;
+    let to = map.bytes_mut().map_err(|e| e.to_string())?;
     let never = AtomicBool::new(false);
-    vram.read(number, &file, &config.read_options(1), &never, &|_, _| {
-        Ok(())
-    })
-    .map_err(|e| e.to_string())
+    vram.read(number, to, &config.read_options(1), &never)
+        .map_err(|e| e.to_string())
 }
 
 #[cfg(test)]

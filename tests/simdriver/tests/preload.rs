@@ -7,13 +7,11 @@
 
 mod common;
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Client, Machine};
-use cryopod_cuda::copy::{Copier, Host, Piece, Way};
+use cryopod_cuda::copy::{Copier, Way};
 use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::Request;
 use cuda_sim::cuda::Cuda;
@@ -40,24 +38,12 @@ fn client(machine: &mut Machine, flags: &[&str]) -> Client {
     machine.client_env(flags, &[("LD_PRELOAD", library().to_str().unwrap())])
 }
 
-/// All of a file.
-fn host(file: &File) -> Host<'_> {
-    Host::new(file, 0, file.metadata().unwrap().len()).unwrap()
-}
-
-/// Host memory for pieces.
-fn room(pieces: &[Piece]) -> File {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(size(pieces).unwrap()).unwrap();
-    file
-}
-
 /// Takes the memory out; the contents.
-fn take_out(copier: &Copier, library: &Library) -> File {
+fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
-    let memory = room(&pieces);
+    let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
     copier
-        .copy(pieces, host(&memory), Way::Out(&|_| ()), 3)
+        .copy(pieces, &mut memory, Way::Out(&|_| ()), 3)
         .unwrap();
     library.ask(Request::Release, None, LIMIT).unwrap();
     memory
@@ -65,10 +51,10 @@ fn take_out(copier: &Copier, library: &Library) -> File {
 
 const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
-fn bring_back(copier: &Copier, library: &Library, memory: &File) {
+fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     let pieces = library.ask(ALL, None, LIMIT).unwrap();
     copier
-        .copy(pieces, host(memory), Way::In(&|_| Ok(())), 3)
+        .copy(pieces, memory, Way::In(&|_| Ok(())), 3)
         .unwrap();
     library.ask(Request::Go, None, LIMIT).unwrap();
 }
@@ -106,8 +92,8 @@ fn memory_leaves_and_comes_back() {
     }
     let before = machine.held(client.pid);
     for _ in 0..3 {
-        let memory = take_out(&copier, &library);
-        assert_eq!(memory.metadata().unwrap().len(), 100 << 20);
+        let mut memory = take_out(&copier, &library);
+        assert_eq!(memory.len(), 100 << 20);
         client.stands_still();
         let left = machine.held(client.pid);
         assert!(
@@ -118,7 +104,7 @@ fn memory_leaves_and_comes_back() {
         );
         // The driver has only the rest to move.
         machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
-        bring_back(&copier, &library, &memory);
+        bring_back(&copier, &library, &mut memory);
         client.goes_on();
         assert_eq!(machine.held(client.pid), before);
     }
@@ -153,9 +139,11 @@ fn memory_leaves_and_comes_back() {
 
     // Without an agent it brings its memory back itself; what the driver still locks is waited for.
     let memory = take_out(&copier, &library);
+    let file = tempfile::tempfile().unwrap();
+    std::io::Write::write_all(&mut &file, &memory).unwrap();
     machine.ok(client.pid, &["lock", "checkpoint"]);
     library
-        .go_on_alone(Some(std::os::fd::AsFd::as_fd(&memory)))
+        .go_on_alone(Some(std::os::fd::AsFd::as_fd(&file)))
         .unwrap();
     machine.ok(client.pid, &["restore", "unlock"]);
     client.goes_on();
@@ -163,17 +151,15 @@ fn memory_leaves_and_comes_back() {
 
     // Contents that are not brought back are noticed.
     let library = Library::of(client.pid).unwrap();
-    let memory = take_out(&copier, &library);
-    let mut byte = [0];
-    memory.read_exact_at(&mut byte, 7 << 20).unwrap();
-    memory.write_all_at(&[byte[0] ^ 1], 7 << 20).unwrap();
-    bring_back(&copier, &library, &memory);
+    let mut memory = take_out(&copier, &library);
+    memory[7 << 20] ^= 1;
+    bring_back(&copier, &library, &mut memory);
     common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
 
     // No memory is left on the GPU: nothing is lost, and it comes back when there is some again.
     let client = self::client(&mut machine, &["--mib", "64", "--chunk-mib", "32"]);
     let library = Library::of(client.pid).unwrap();
-    let memory = take_out(&copier, &library);
+    let mut memory = take_out(&copier, &library);
     // A part of it, and again: it has no contents yet.
     for _ in 0..2 {
         let first = library.ask(Request::Allocate { from: 0, bytes: 1 }, None, LIMIT);
@@ -186,7 +172,7 @@ fn memory_leaves_and_comes_back() {
     assert!(library.ask(ALL, None, LIMIT).is_err());
     assert!(library.ask(Request::Go, None, LIMIT).is_err());
     machine.control(&format!("reserve {uuid} 0"));
-    bring_back(&copier, &library, &memory);
+    bring_back(&copier, &library, &mut memory);
     client.goes_on();
 
     // A process that dies at any step is told at once, and its memory does not stay.
@@ -206,8 +192,8 @@ fn memory_leaves_and_comes_back() {
             Vec::new()
         });
         die(1);
-        let memory = room(&pieces);
-        let copied = copier.copy(pieces, host(&memory), Way::Out(&|_| ()), 2);
+        let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
+        let copied = copier.copy(pieces, &mut memory, Way::Out(&|_| ()), 2);
         assert!(copied.is_ok() || step < 2, "{copied:?}");
         for (now, request) in [(2, Request::Release), (3, ALL)] {
             die(now);

@@ -5,11 +5,12 @@
 //! they are not lost when the agent dies; [`Preloads::is_out`] stays true until they are back.
 
 use super::{Library, size};
-use crate::copy::{Gpus, Host, Piece, Way};
+use crate::copy::{Gpus, Piece, Way};
 use crate::gpu::GpuUuid;
 use crate::procfs;
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
 use crate::vram::SharedBuffer;
+use crate::vram::memory::Mapped;
 use crate::vram::store::VramFiles;
 use crate::vram::worker::State;
 use cryopod_preload_wire::Request;
@@ -202,9 +203,11 @@ impl Preloads {
         });
         let filled = |bytes| files.has_filled(buffer.id, bytes);
         let copied = files.file(buffer.id).and_then(|file| {
-            let host = Host::new(&file, 0, bytes)?;
-            let copier = self.gpus.copier()?;
-            copier.copy(pieces, host, Way::Out(&filled), threads)
+            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            self.gpus
+                .copier()?
+                .copy(pieces, memory, Way::Out(&filled), threads)
         });
         match copied {
             Ok(()) => Ok((buffer, bytes, writes)),
@@ -240,17 +243,20 @@ impl Preloads {
             let answer = library.ask(request, None, limit);
             answer.map_err(|error| told(&error))
         };
-        let all = file.metadata().map_err(|error| told(&error))?.len();
-        let host = Host::new(&file, 0, all)?;
+        let end = file.metadata().map_err(|error| told(&error))?.len();
         let ready = |bytes| match buffer.or(own) {
             Some(id) => files.has_been_read(id, bytes, limit),
             None => Ok(()),
         };
         let fill = |pieces: Vec<Piece>| {
-            let copier = self.gpus.copier()?;
-            copier.copy(pieces, host, Way::In(&ready), threads)
+            let bytes = size(&pieces).map_err(|error| told(&error))?;
+            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            self.gpus
+                .copier()?
+                .copy(pieces, memory, Way::In(&ready), threads)
         };
-        fill_while_allocating(all, &ask, &fill)?;
+        fill_while_allocating(end, &ask, &fill)?;
         ask(Request::Go)?;
         self.out().remove(&pid);
         Ok(())

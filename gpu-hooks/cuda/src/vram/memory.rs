@@ -210,6 +210,12 @@ pub fn populate_all(
     })
 }
 
+/// Has the kernel allocate a part of a mapping. Changes no contents.
+pub fn populate_part(part: &mut [u8]) -> io::Result<()> {
+    // SAFETY: memory that is mapped, by its type.
+    unsafe { populate(part.as_mut_ptr().expose_provenance(), part.len()) }
+}
+
 /// # Safety
 /// The range must be mapped.
 unsafe fn populate(address: usize, len: usize) -> io::Result<()> {

@@ -136,6 +136,7 @@ impl VramConfig {
         ReadOptions {
             threads: self.threads_for(buffers),
             check: self.check,
+            zeroed: true,
         }
     }
 

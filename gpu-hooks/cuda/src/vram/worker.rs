@@ -5,7 +5,7 @@
 //! writer begins with memory that is still being filled, and gets a second line when that is complete ([`Complete`]).
 
 use super::front::Front;
-use super::memory::Mapped;
+use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
 use cryopod_archive::vram::{
     Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
@@ -255,6 +255,7 @@ fn run(job: &Job) -> Result<VramDone, String> {
             let options = ReadOptions {
                 threads: *threads,
                 check: *check,
+                zeroed: true,
             };
             open(dir, digest.as_deref(), search)
                 .and_then(|vram| load(vram, dir, memory, &options))
@@ -335,12 +336,15 @@ fn told_complete(filled: &[AtomicUsize]) -> Result<Complete, String> {
 }
 
 fn maps(memory: &[Memory]) -> Result<Vec<Mapped>, String> {
-    memory.iter().map(map).collect()
+    memory.iter().map(|m| map(m, false)).collect()
 }
 
-fn map(memory: &Memory) -> Result<Mapped, String> {
-    File::open(&memory.path)
-        .and_then(|file| Mapped::new(&file, memory.bytes, false))
+fn map(memory: &Memory, writable: bool) -> Result<Mapped, String> {
+    File::options()
+        .read(true)
+        .write(writable)
+        .open(&memory.path)
+        .and_then(|file| Mapped::new(&file, memory.bytes, writable))
         .map_err(|error| format!("{}: {error}", memory.name))
 }
 
@@ -373,26 +377,20 @@ fn load(
         usize::try_from(share).unwrap_or(usize::MAX).max(1)
     };
     let read = |(number, memory): (usize, &Memory)| -> Result<(), String> {
-        let missing = || {
-            format!(
-                "the VRAM files have no region {} of {} bytes",
-                memory.name, memory.bytes
-            )
-        };
-        let found = vram.index.find(&memory.name);
-        let found = found.filter(|(_, region)| region.bytes == memory.bytes);
-        let (region, _) = found.ok_or_else(missing)?;
-        let file = File::options().read(true).write(true).open(&memory.path);
-        let file = file.map_err(|error| format!("{}: {error}", memory.name))?;
-        let all = usize::try_from(memory.bytes).unwrap_or(usize::MAX);
-        let front = Mutex::new(Front::new(all));
+        let missing = || format!("the VRAM files have no region {}", memory.name);
+        let (region, _) = vram.index.find(&memory.name).ok_or_else(missing)?;
+        let mut map = map(memory, true)?;
+        let bytes = map.bytes_mut().map_err(|error| error.to_string())?;
+        let front = Mutex::new(Front::new(bytes.len()));
         let each = ReadOptions {
             threads: threads_for(memory.bytes),
             ..options.clone()
         };
-        vram.read(region, &file, &each, &never, &|at, len| {
+        vram.read_with(region, bytes, &each, &never, &|at, piece| {
+            // Zeros have not been written; the driver would wait for each of their pages.
+            populate_part(piece)?;
             let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
-            match front.advance(at, len) {
+            match front.advance(at, piece.len()) {
                 Some(bytes) => say(&Said::Read {
                     memory: number,
                     bytes,
