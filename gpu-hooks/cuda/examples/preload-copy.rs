@@ -65,7 +65,9 @@ fn main() {
             cuda.unlock(pid).unwrap();
         });
         let pieces = timed("allocate", || {
-            library.ask(Request::Allocate, None, LIMIT).unwrap()
+            library
+                .ask(Request::Allocate { from: 0, bytes: 0 }, None, LIMIT)
+                .unwrap()
         });
         timed("copy in", || {
             copier
