@@ -109,11 +109,25 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     pub fn new(file: &File, bytes: u64, writable: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        if file.metadata()?.len() < bytes || len == 0 {
+        if file.metadata()?.len() < bytes {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Self::of(file, len, writable, libc::MADV_HUGEPAGE)
+    }
+
+    /// Maps a file that another program still extends. What lies beyond its end must not be read. The kernel reads
+    /// nothing ahead: its copy of the file's last page would be an old one on file systems that bypass the page cache.
+    pub fn growing(file: &File, bytes: u64) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        Self::of(file, len, false, libc::MADV_RANDOM)
+    }
+
+    fn of(file: &File, len: usize, writable: bool, advice: libc::c_int) -> io::Result<Self> {
+        if len == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
-        // SAFETY: a new mapping of a file that is long enough.
+        // SAFETY: a new mapping.
         let address = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -128,7 +142,7 @@ impl Mapped {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the mapping just made; advice may be refused, which changes nothing.
-        unsafe { libc::madvise(address, len, libc::MADV_HUGEPAGE) };
+        unsafe { libc::madvise(address, len, advice) };
         Ok(Self {
             address: address.cast(),
             len,
