@@ -49,12 +49,13 @@ pub struct Packed {
 }
 
 impl Packing {
-    /// Begins with what the plugin writes into this image directory. `files`: how many it probably writes.
+    /// Begins with what the plugin is going to write into this image directory. `files`: how many it probably writes.
     pub fn start(images: &Path, config: VramConfig, files: usize) -> Self {
         let stop = Arc::new(Stop::default());
         let required = config.required;
-        let (images, told) = (images.to_owned(), Arc::clone(&stop));
-        let thread = std::thread::spawn(move || pack(&images, &config, files, &told));
+        let (dir, told) = (images.to_owned(), Arc::clone(&stop));
+        let old = growing::names(images).unwrap_or_default();
+        let thread = std::thread::spawn(move || pack(&dir, &config, files, old, &told));
         Self {
             required,
             stop,
@@ -91,13 +92,14 @@ fn pack(
     images: &Path,
     config: &VramConfig,
     files: usize,
+    old: Vec<String>,
     stop: &Stop,
 ) -> Result<Option<Packed>, String> {
     let parent = parent(config)?;
     let options = config.write_options(files);
     let mut writer = Writer::new(images, &options, parent.as_ref(), &stop.cancel);
     let maps = Maps::new();
-    let mut growing = Growing::new(images, config.min_bytes, &maps);
+    let mut growing = Growing::new(images, old, config.min_bytes, &maps);
     let ahead = growing.write(&mut writer, &stop.complete);
     ahead.map_err(|e| e.to_string())?;
     if stop.cancel.load(Relaxed) {

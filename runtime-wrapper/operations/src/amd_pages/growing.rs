@@ -41,6 +41,7 @@ pub struct Growing<'a> {
     maps: &'a Maps,
     /// Each one's number is that of its mapping.
     files: Vec<Pages>,
+    /// Names that are not looked at again.
     seen: HashSet<String>,
     /// Files that are not read yet, as all together are less than `min_bytes`.
     waiting: Vec<Pages>,
@@ -86,13 +87,14 @@ impl Pages {
 }
 
 impl<'a> Growing<'a> {
-    pub fn new(images: &'a Path, min_bytes: u64, maps: &'a Maps) -> Self {
+    /// `old`: files that were there before. The plugin overwrites those, and does not truncate them first.
+    pub fn new(images: &'a Path, old: Vec<String>, min_bytes: u64, maps: &'a Maps) -> Self {
         Self {
             images,
             min_bytes,
             maps,
             files: Vec::new(),
-            seen: HashSet::new(),
+            seen: old.into_iter().collect(),
             waiting: Vec::new(),
         }
     }

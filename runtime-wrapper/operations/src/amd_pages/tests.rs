@@ -192,24 +192,47 @@ fn memory_is_written_while_the_plugin_goes_on() {
     }
 }
 
-/// The plugin fails in the middle of a file, or it says that it will write more than it does.
+/// The plugin fails in the middle of a file; or it announces more than it writes.
 #[test]
 fn a_checkpoint_that_is_called_off_leaves_the_plugins_files_alone() {
     let dir = tempfile::tempdir().unwrap();
     let shard = dir.path().join(names::vram_shard(0));
     let (path, bytes) = (dir.path().join(NAMES[0]), pages(1).repeat(2));
-    let packing = Packing::start(dir.path(), config(), 1);
-    let file = begin(&path, &bytes, bytes.len() - 10);
-    wait_for("nothing is written", || shard.exists());
-    drop(packing);
+    let written = |packing: Packing| {
+        let file = begin(&path, &bytes, bytes.len() - 10);
+        wait_for("nothing is written", || shard.exists());
+        assert_eq!(file.metadata().unwrap().len(), bytes.len() as u64 - 2);
+        packing
+    };
+    drop(written(Packing::start(dir.path(), config(), 1)));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
-    assert_eq!(file.metadata().unwrap().len(), bytes.len() as u64 - 2);
+    fs::remove_file(&path).unwrap();
 
-    let packing = Packing::start(dir.path(), config(), 1);
-    wait_for("nothing is written", || shard.exists());
+    let packing = written(Packing::start(dir.path(), config(), 1));
     let packed = packing.finish().unwrap().unwrap();
     let unpacked = unpack(dir.path(), &of(packed.facts), &config());
     let unpacked = unpacked.unwrap().unwrap();
     let file = fs::read(unpacked.directory.join(NAMES[0])).unwrap();
     assert!(file[8..] == bytes[..bytes.len() - 10]);
+}
+
+/// The plugin does not truncate a file of an older checkpoint that it writes again.
+#[test]
+fn files_that_were_there_before_are_not_read_until_all_is_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, bytes) = (dir.path().join(NAMES[0]), pages(1).repeat(2));
+    drop(begin(&path, &pages(2).repeat(2), bytes.len()));
+    let packing = Packing::start(dir.path(), config(), 1);
+    // Another one, so that there is something to see.
+    let other = dir.path().join(NAMES[1]);
+    let file = begin(&other, &bytes, bytes.len());
+    let shard = dir.path().join(names::vram_shard(0));
+    wait_for("nothing is written", || shard.exists());
+    drop((begin(&path, &bytes, bytes.len()), file));
+    let packed = packing.finish().unwrap().unwrap();
+    let unpacked = unpack(dir.path(), &of(packed.facts), &config());
+    let unpacked = unpacked.unwrap().unwrap();
+    for name in NAMES {
+        assert!(fs::read(unpacked.directory.join(name)).unwrap()[8..] == bytes);
+    }
 }
