@@ -24,7 +24,7 @@ cp --remove-destination /etc/resolv.conf "$at/etc/resolv.conf"
 
 # The bed's root knows the mirror that it was built from.
 in_root() { chroot "$at" env DEBIAN_FRONTEND=noninteractive "$@"; }
-in_root timeout 120 apt-get update -qq
+in_root timeout 120 apt-get -o Acquire::Check-Valid-Until=false update -qq # of a mirror that is behind
 in_root timeout 600 apt-get install -y --no-install-recommends --download-only linux-image-amd64 qemu-system-x86 e2fsprogs
 mkdir "$at/mnt/vm"
 mount --bind "$dir" "$at/mnt/vm"
