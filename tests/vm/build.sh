@@ -31,13 +31,13 @@ mount --bind "$dir" "$at/mnt/vm"
 mkdir "$dir/kernel"
 for deb in "$at"/var/cache/apt/archives/*.deb; do
     case ${deb##*/} in
-        linux-image-[0-9]*) dpkg-deb -x "$deb" "$dir/kernel" ;;
+        linux-image-[0-9]* | linux-binary-[0-9]* | linux-base-[0-9]* | linux-modules-[0-9]*) dpkg-deb -x "$deb" "$dir/kernel" ;;
         linux-* | systemd* | libsystemd* | udev* | initramfs* | dracut*) ;; # what installing a kernel would take
         *) dpkg-deb -x "$deb" "$dir/tools" ;;
     esac
 done
 rm -rf "$dir"/tools/usr/share/{doc,man,locale}
-mv "$dir"/kernel/boot/vmlinuz-* "$dir/vmlinuz"
+mv "$(find "$dir/kernel" -name 'vmlinuz*' -type f)" "$dir/vmlinuz" # in boot, or since forky with the modules
 
 modules=$(echo "$dir"/kernel/usr/lib/modules/*)
 release=${modules##*/}

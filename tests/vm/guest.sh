@@ -22,7 +22,7 @@ make_root() { # for a case: the disk and cryopod's binaries, below a tmpfs
     mount -t proc proc proc && mount --rbind /sys sys && mount --rbind /dev dev && mount --bind /src src || return
     mount --bind /run/build opt/build || return
     if [ -d /run/amd ]; then mkdir -p opt/amd && mount --bind /run/amd opt/amd || return; fi
-    pivot_root . old && umount -l old && rmdir old && cd /root && ip link set lo up
+    busybox pivot_root . old && umount -l old && rmdir old && cd /root && ip link set lo up
 }
 
 run_case() { # NAME [RUNTIME]

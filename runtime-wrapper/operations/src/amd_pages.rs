@@ -105,13 +105,20 @@ fn pack(
     if stop.cancel.load(Relaxed) {
         return Err("called off".into());
     }
-    let complete = Complete::map(images, &growing)?;
-    if complete.bytes() < config.min_bytes.max(1) {
+    let files = complete(images, &growing)?;
+    let bytes: u64 = files.iter().map(|f| f.map.bytes().len() as u64).sum();
+    if bytes < config.min_bytes.max(1) {
         return Ok(None);
     }
-    let written = writer.finish(&complete.sources(), &complete.written_before());
+    let sources = files.iter().map(|file| Source {
+        id: &file.name,
+        bytes: file.map.bytes(),
+    });
+    let sources: Vec<Source<'_>> = sources.collect();
+    let before: Vec<Option<usize>> = files.iter().map(|f| f.before).collect();
+    let written = writer.finish(&sources, &before);
     let written = written.map_err(|e| e.to_string())?;
-    for file in &complete.files {
+    for file in &files {
         let path = images.join(&file.name);
         fs::remove_file(&path)
             .map_err(|e| format!("{}: cannot be removed: {e}", path.display()))?;
@@ -135,71 +142,31 @@ fn parent(config: &VramConfig) -> Result<Option<Vram>, String> {
     Vram::open_with(&parent.directory, Some(digest), &config.search).map_err(|e| e.to_string())
 }
 
-/// The plugin's files when it has written all.
-struct Complete<'a> {
-    files: Vec<Pages<'a>>,
-}
-
-struct Pages<'a> {
+/// One of the plugin's files when it has written all.
+struct Pages {
     name: String,
-    map: Map<'a>,
-    /// Its number among those that were written as they grew.
+    map: Mapped,
+    /// Its number among those that were read as they grew.
     before: Option<usize>,
 }
 
-enum Map<'a> {
-    Own(Mapped),
-    /// Of a file that was mapped as it grew.
-    Grown(&'a Mapped),
-}
-
-impl Pages<'_> {
-    fn bytes(&self) -> &[u8] {
-        match &self.map {
-            Map::Own(map) => map.bytes(),
-            Map::Grown(map) => map.bytes(),
-        }
-    }
-}
-
-impl<'a> Complete<'a> {
-    fn map(images: &Path, growing: &Growing<'a>) -> Result<Self, String> {
-        let mut files = Vec::new();
-        let unread = |e| format!("{}: cannot be read: {e}", images.display());
-        for name in growing::names(images).map_err(unread)? {
-            let path = images.join(&name);
-            let mapped = File::open(&path).and_then(|file| {
-                let bytes = file.metadata()?.len();
-                Ok(match growing.grown_to(&name, bytes) {
-                    Some((before, map)) => (Map::Grown(map), Some(before)),
-                    None => (Map::Own(Mapped::new(&file, bytes, false)?), None),
-                })
-            });
-            let (map, before) =
-                mapped.map_err(|e| format!("{}: cannot be mapped: {e}", path.display()))?;
-            files.push(Pages { name, map, before });
-        }
-        Ok(Self { files })
-    }
-
-    fn bytes(&self) -> u64 {
-        self.files.iter().map(|f| f.bytes().len() as u64).sum()
-    }
-
-    fn sources(&self) -> Vec<Source<'_>> {
-        let source = |file| -> Source<'_> {
-            let file: &Pages<'_> = file;
-            Source {
-                id: &file.name,
-                bytes: file.bytes(),
-            }
-        };
-        self.files.iter().map(source).collect()
-    }
-
-    fn written_before(&self) -> Vec<Option<usize>> {
-        self.files.iter().map(|f| f.before).collect()
-    }
+fn complete(images: &Path, growing: &Growing<'_>) -> Result<Vec<Pages>, String> {
+    let unread = |e| format!("{}: cannot be read: {e}", images.display());
+    let names = growing::names(images).map_err(unread)?;
+    let pages = names.into_iter().map(|name| {
+        let path = images.join(&name);
+        let mapped = File::open(&path).and_then(|file| {
+            let bytes = file.metadata()?.len();
+            Ok((
+                Mapped::new(&file, bytes, false)?,
+                growing.number(&name, bytes),
+            ))
+        });
+        let (map, before) =
+            mapped.map_err(|e| format!("{}: cannot be mapped: {e}", path.display()))?;
+        Ok(Pages { name, map, before })
+    });
+    pages.collect()
 }
 
 #[cfg(test)]

@@ -15,7 +15,8 @@ checkpoint() {
     begin=$(now)
     saved_or_not c1 "$archive" --compress none "$@" || { cat /tmp/said && exit 1; }
     echo "$name: checkpoint $(seconds $(($(now) - begin))) s, archive $(($(stat -c %s "$archive") >> 20)) MiB"
-    cryopod inspect --json "$archive" | jq -c '{timings, vram: (.gpu.vram // {} | {bytes, stored_bytes, zero, same, parent})}'
+    tar -xOf "$archive" checkpoint/cryopod.json |
+        jq -c '{timings, vram: (.gpu.vram // {} | {bytes, stored_bytes, zero, same, parent})}'
 }
 # restored NAME ARCHIVE
 restored() {

@@ -6,8 +6,9 @@
 start "$1" radeon-1
 kfd=$(awk '$2 == "kfd" {print $1}' /proc/devices)
 cryopod check --json > /tmp/check.json || { cat /tmp/check.json; exit 1; }
-jq -e --arg kfd "/dev/kfd is $kfd:0" '.ok
-    and any(.checks[]; .name == "AMD driver" and (.found | contains($kfd)))
+jq -e '.ok
+    and any(.checks[]; .name == "AMD driver" and (.found | endswith(", 1 GPU(s)")))
+    and any(.checks[]; .name == "AMD plugin" and .status == "ok")
     and any(.checks[]; .name == "cgroups" and .found == "v2")' /tmp/check.json > /dev/null ||
     { cat /tmp/check.json; exit 1; }
 

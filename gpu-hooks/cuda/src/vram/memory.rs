@@ -112,17 +112,16 @@ impl Mapped {
         if file.metadata()?.len() < bytes {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        Self::of(file, len, writable, libc::MADV_HUGEPAGE)
+        Self::of(file, len, writable)
     }
 
-    /// Maps a file that another program still extends. What lies beyond its end must not be read. The kernel reads
-    /// nothing ahead: its copy of the file's last page would be an old one on file systems that bypass the page cache.
+    /// Maps a file that another program still extends. What lies beyond its end must not be read.
     pub fn growing(file: &File, bytes: u64) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        Self::of(file, len, false, libc::MADV_RANDOM)
+        Self::of(file, len, false)
     }
 
-    fn of(file: &File, len: usize, writable: bool, advice: libc::c_int) -> io::Result<Self> {
+    fn of(file: &File, len: usize, writable: bool) -> io::Result<Self> {
         if len == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
@@ -142,7 +141,7 @@ impl Mapped {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the mapping just made; advice may be refused, which changes nothing.
-        unsafe { libc::madvise(address, len, advice) };
+        unsafe { libc::madvise(address, len, libc::MADV_HUGEPAGE) };
         Ok(Self {
             address: address.cast(),
             len,

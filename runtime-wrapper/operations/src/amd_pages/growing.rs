@@ -135,11 +135,10 @@ impl<'a> Growing<'a> {
         })
     }
 
-    /// The number and the mapping of a file that was read as it grew, if it has the length that it announced.
-    pub fn grown_to(&self, name: &str, bytes: u64) -> Option<(usize, &'a Mapped)> {
+    /// The number of a file that was read as it grew, if it has the length that it announced.
+    pub fn number(&self, name: &str, bytes: u64) -> Option<usize> {
         let is_it = |file: &Pages| file.name == name && file.bytes == bytes;
-        let number = self.files.iter().position(is_it)?;
-        Some((number, self.maps.0.get(number)?.get()?))
+        self.files.iter().position(is_it)
     }
 
     fn look(&mut self, memory: &Memory<'a>) {
