@@ -42,11 +42,11 @@ pod rm -f -t 0 c1 > /dev/null
 rm /tmp/c1.tar
 cp /tmp/config.toml /etc/cryopod/config.toml
 fresh
-checkpoint 'VRAM files' /tmp/c1.tar --leave-running
+checkpoint 'VRAM files' /tmp/c1.tar
 mkdir /tmp/parent
 tar -C /tmp/parent -xf /tmp/c1.tar checkpoint
+restored 'VRAM files' /tmp/c1.tar
 rm /tmp/c1.tar
 setting vram 'parent = "/tmp/parent/checkpoint"' 'parents = ["/tmp/parent"]'
-wait_for rounds c1 $(($(count c1) + 1))
 checkpoint 'VRAM files, the second' /tmp/c2.tar
 restored 'VRAM files, the second' /tmp/c2.tar
