@@ -35,6 +35,10 @@ like() {
 # start LOW MACHINE: the beginning of a case: cryopod over LOW, a machine, CRIU's plugin and an image.
 start() {
     low_level "$1"
+    # As `cryopod setup podman` does: else podman shows the first line of all that says "No such file", and CRIU's helper for
+    # cgroups says so when CRIU gives up.
+    mkdir -p /etc/containers/containers.conf.d
+    printf '[engine]\nruntime_supports_json = ["crun", "runc", "cryopod-runtime"]\n' > /etc/containers/containers.conf.d/json.conf
     trap 'pod rm -f -t 0 -a > /dev/null; no_machine' EXIT
     machine "$2"
     plugin "$(criu --version | sed -n 's/^Version: //p')"

@@ -1,13 +1,14 @@
 #!/bin/bash
-# boot.sh CASE...: in the test bed, starts the virtual machine at /vm and passes on what it prints, and its exit code.
+# boot.sh MEMORY CASE...: in the test bed, starts the virtual machine at /vm and passes on what it prints, and its exit code.
 set -euo pipefail
+memory=$1 && shift
 
 lib=/vm/tools/usr/lib/x86_64-linux-gnu
 export LD_LIBRARY_PATH=$lib QEMU_MODULE_DIR=$lib/qemu
 qemu=(
     /vm/tools/usr/bin/qemu-system-x86_64 -L /vm/tools/usr/share/seabios -L /vm/tools/usr/share/qemu
     -nodefaults -no-user-config -display none -no-reboot
-    -machine q35 -accel tcg,thread=multi -cpu max,la57=off -smp 2 -m 3G
+    -machine q35 -accel tcg,thread=multi -cpu max,la57=off -smp 2 -m "$memory"
     -kernel /vm/vmlinuz -initrd /vm/initrd
     # What follows -- are init's arguments.
     -append "console=ttyS0 loglevel=7 printk.time=1 panic=-1 mitigations=off drm_kms_helper.fbdev_emulation=0 -- $*"

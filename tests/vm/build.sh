@@ -24,20 +24,20 @@ cp --remove-destination /etc/resolv.conf "$at/etc/resolv.conf"
 
 # The bed's root knows the mirror that it was built from.
 in_root() { chroot "$at" env DEBIAN_FRONTEND=noninteractive "$@"; }
-in_root timeout 120 apt-get update -qq
+in_root timeout 120 apt-get -o Acquire::Check-Valid-Until=false update -qq # of a mirror that is behind
 in_root timeout 600 apt-get install -y --no-install-recommends --download-only linux-image-amd64 qemu-system-x86 e2fsprogs
 mkdir "$at/mnt/vm"
 mount --bind "$dir" "$at/mnt/vm"
 mkdir "$dir/kernel"
 for deb in "$at"/var/cache/apt/archives/*.deb; do
     case ${deb##*/} in
-        linux-image-[0-9]*) dpkg-deb -x "$deb" "$dir/kernel" ;;
+        linux-image-[0-9]* | linux-binary-[0-9]* | linux-base-[0-9]* | linux-modules-[0-9]*) dpkg-deb -x "$deb" "$dir/kernel" ;;
         linux-* | systemd* | libsystemd* | udev* | initramfs* | dracut*) ;; # what installing a kernel would take
         *) dpkg-deb -x "$deb" "$dir/tools" ;;
     esac
 done
 rm -rf "$dir"/tools/usr/share/{doc,man,locale}
-mv "$dir"/kernel/boot/vmlinuz-* "$dir/vmlinuz"
+mv "$(find "$dir/kernel" -name 'vmlinuz*' -type f)" "$dir/vmlinuz" # in boot, or since forky with the modules
 
 modules=$(echo "$dir"/kernel/usr/lib/modules/*)
 release=${modules##*/}

@@ -1,4 +1,5 @@
 use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use proptest::prelude::*;
@@ -449,8 +450,8 @@ proptest! {
 
         let options = options(Codec::Auto);
         let mut writer = Writer::new(&images, &options, parent.as_ref(), &NEVER);
-        let taken: Vec<Ahead<'_>> = (early.iter().zip(&late))
-            .map(|(bytes, late)| Ahead { bytes, complete: settled && bytes == late })
+        let taken: Vec<OnceLock<Ahead<'_>>> = (early.iter().zip(&late))
+            .map(|(bytes, late)| Ahead { bytes, complete: settled && bytes == late }.into())
             .collect();
         let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
         writer.ahead(&taken, &filled[..taken.len()], &AtomicBool::new(true)).unwrap();
@@ -483,7 +484,7 @@ fn a_writer_that_has_not_finished_leaves_nothing() {
         bytes: &bytes,
         complete: false,
     };
-    writer.ahead(&[taken], &filled, &over).unwrap();
+    writer.ahead(&[taken.into()], &filled, &over).unwrap();
     assert!(dir.path().join(names::vram_shard(0)).exists());
     drop(writer);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);

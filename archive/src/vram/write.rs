@@ -10,7 +10,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::codec::{Codec, Encoder, is_zero};
@@ -110,8 +110,7 @@ pub struct Writer<'a> {
     shards: Shards<'a>,
     /// Shards that a thread may append to.
     open: Mutex<Vec<Own>>,
-    /// What was written ahead: for each memory its chunks, as far as they were taken. A chunk's place is its number in
-    /// all of this.
+    /// What was written ahead: for each memory its chunks, as far as they were taken.
     ahead: Vec<Vec<Option<Chunk>>>,
     /// Which memory was complete then.
     settled: Vec<bool>,
@@ -151,38 +150,37 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Writes memory while another program fills it, until `over`. `filled` tells for each memory how many bytes from
-    /// its start are probably there. Memory that is not complete may change in any way.
+    /// Writes memory while another program fills it, until `over`. A memory that is not set yet may come later; those
+    /// before it must be set. `filled` tells for each memory how many bytes from its start are probably there. Memory
+    /// that is not complete may change in any way.
     pub fn ahead(
         &mut self,
-        memory: &[Ahead<'_>],
+        memory: &[OnceLock<Ahead<'_>>],
         filled: &[AtomicUsize],
         over: &AtomicBool,
     ) -> Result<(), VramError> {
         let size = self.chunk_bytes()?;
         self.known = Mutex::new(self.known_of_parent());
-        let counts: Vec<usize> = memory
-            .iter()
-            .map(|m| m.bytes.len().div_ceil(size))
-            .collect();
-        let starts = starts(&counts);
-        let rows: Vec<_> = counts.iter().map(|count| vec![None; *count]).collect();
-        let (rows, taken) = (Mutex::new(rows), Mutex::new(vec![0; memory.len()]));
-        // A run of chunks that are complete: the memory's number, and the first chunk's.
+        let rows = Mutex::new(vec![Vec::new(); memory.len()]);
+        let taken = Mutex::new(vec![0; memory.len()]);
+        // A run of chunks that are complete: the memory's number, its bytes, and the first chunk's number.
         let next = || {
             let mut taken = lock(&taken);
-            let ready = |(m, from): &(usize, &mut usize)| {
-                (**from + RUN) * size <= filled[*m].load(Relaxed).min(memory[*m].bytes.len())
-            };
-            let (m, from) = taken.iter_mut().enumerate().find(ready)?;
+            let there = memory.iter().map_while(OnceLock::get);
+            let mut each = there.zip(filled).zip(taken.iter_mut()).enumerate();
+            let ready =
+                |(_, ((ahead, filled), from)): &(_, ((&Ahead<'_>, &AtomicUsize), &mut usize))| {
+                    (**from + RUN) * size <= filled.load(Relaxed).min(ahead.bytes.len())
+                };
+            let (m, ((ahead, _), from)) = each.find(ready)?;
             *from += RUN;
-            Some((m, *from - RUN))
+            Some((m, ahead, *from - RUN))
         };
         self.on_threads(usize::MAX, &|encoder, own| {
             let mut copy = vec![0; size];
             loop {
                 self.check_cancelled()?;
-                let Some((m, from)) = next() else {
+                let Some((m, ahead, from)) = next() else {
                     if over.load(Relaxed) {
                         return Ok(());
                     }
@@ -190,19 +188,24 @@ impl<'a> Writer<'a> {
                     continue;
                 };
                 for i in from..from + RUN {
-                    let mut piece = &memory[m].bytes[i * size..][..size];
-                    if !memory[m].complete {
+                    let mut piece = &ahead.bytes[i * size..][..size];
+                    if !ahead.complete {
                         // So that what is hashed is what is written.
                         copy.copy_from_slice(piece);
                         piece = &copy;
                     }
-                    let row = self.chunk(starts[m] + i, piece, encoder, own)?;
-                    lock(&rows)[m][i] = Some(row);
+                    let row = self.chunk(place_ahead(m, i), piece, encoder, own)?;
+                    let mut rows = lock(&rows);
+                    if rows[m].is_empty() {
+                        rows[m].resize(ahead.bytes.len().div_ceil(size), None);
+                    }
+                    rows[m][i] = Some(row);
                 }
             }
         })?;
         self.ahead = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.settled = memory.iter().map(|m| m.complete).collect();
+        let there = memory.iter().map_while(OnceLock::get);
+        self.settled = there.map(|m| m.complete).collect();
         Ok(())
     }
 
@@ -241,7 +244,7 @@ impl<'a> Writer<'a> {
                 }
                 let mut done = [Chunk::ZERO; RUN];
                 for (row, number) in done.iter_mut().zip(run) {
-                    *row = self.chunk(*number, pieces[*number], encoder, own)?;
+                    *row = self.chunk(*number as u64, pieces[*number], encoder, own)?;
                 }
                 let mut table = lock(&table);
                 for (row, number) in done.iter().zip(run) {
@@ -312,17 +315,16 @@ impl<'a> Writer<'a> {
             .iter()
             .map(|s| s.bytes.len().div_ceil(size))
             .collect();
-        let before: Vec<usize> = self.ahead.iter().map(Vec::len).collect();
-        let (starts, before) = (starts(&counts), starts(&before));
+        let starts = starts(&counts);
         let mut rows = Vec::new();
-        // By its number ahead, a chunk's number now.
+        // By its place ahead, a chunk's number now.
         let mut numbers: HashMap<u64, u64> = HashMap::new();
         for (s, count) in counts.iter().enumerate() {
             let taken = memory.get(s).copied().flatten();
-            let taken = taken.and_then(|m| Some((before.get(m)?, self.ahead.get(m)?)));
+            let taken = taken.and_then(|m| Some((m, self.ahead.get(m)?)));
             match taken.filter(|(_, taken)| taken.len() == *count) {
-                Some((before, taken)) => {
-                    let pairs = (0..*count).map(|i| ((before + i) as u64, (starts[s] + i) as u64));
+                Some((m, taken)) => {
+                    let pairs = (0..*count).map(|i| (place_ahead(m, i), (starts[s] + i) as u64));
                     numbers.extend(pairs);
                     rows.extend_from_slice(taken);
                 }
@@ -422,7 +424,7 @@ impl<'a> Writer<'a> {
 
     fn chunk(
         &self,
-        number: usize,
+        number: u64,
         piece: &[u8],
         encoder: &mut Encoder,
         own: &mut Own,
@@ -441,7 +443,7 @@ impl<'a> Writer<'a> {
                     ..Chunk::ZERO
                 });
             }
-            _ => known.insert(digest, (Kind::Same, number as u64, piece.len())),
+            _ => known.insert(digest, (Kind::Same, number, piece.len())),
         };
         drop(known);
         let (kind, stored) = encoder.encode(piece);
@@ -454,6 +456,11 @@ impl<'a> Writer<'a> {
             digest,
         })
     }
+}
+
+/// The place of a chunk that is written ahead, until the number of all chunks is known.
+fn place_ahead(memory: usize, chunk: usize) -> u64 {
+    (memory as u64) << 40 | chunk as u64
 }
 
 /// The number of the first of so many each.

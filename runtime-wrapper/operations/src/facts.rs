@@ -78,11 +78,17 @@ pub fn host(host: &Host, criu: Option<&Criu>) -> HostFacts {
 }
 
 /// Returns the first real error in a CRIU log. CRIU logs some failures as errors that are harmless: it tries to raise a
-/// limit and to join cgroups as far as it is allowed.
+/// limit and to join cgroups as far as it is allowed. Its helper for cgroups complains when CRIU has given up, which may
+/// come before the reason.
 pub fn first_criu_error(log: &Path) -> Option<String> {
     let text = std::fs::read(log).ok()?;
     let text = String::from_utf8_lossy(&text);
-    let harmless = |l: &str| l.contains("RLIMIT_NOFILE") || l.contains("Can't setup RLIMIT");
+    const HARMLESS: [&str; 3] = [
+        "RLIMIT_NOFILE",
+        "Can't setup RLIMIT",
+        "cgroupd: recv req error",
+    ];
+    let harmless = |l: &str| HARMLESS.iter().any(|h| l.contains(h));
     text.lines()
         .filter(|l| l.contains("Error (") && !harmless(l))
         .map(|l| {
@@ -165,7 +171,7 @@ mod tests {
     fn the_first_real_error() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("dump.log");
-        std::fs::write(&log, "(00.1) Warn  (criu/x.c:1): careful\n(00.2) Error (criu/util.c:9): Can't setup RLIMIT_NOFILE for self: Operation not permitted\n(00.3) Error (criu/files.c:2): Can't lookup mount=46 for fd=1\n(00.4) Error (criu/cr-dump.c:3): Dumping FAILED.\n").unwrap();
+        std::fs::write(&log, "(00.1) Warn  (criu/x.c:1): careful\n(00.2) Error (criu/util.c:9): Can't setup RLIMIT_NOFILE for self: Operation not permitted\n(00.2) Error (criu/cgroup.c:8): cg: cgroupd: recv req error: No such file or directory\n(00.3) Error (criu/files.c:2): Can't lookup mount=46 for fd=1\n(00.4) Error (criu/cr-dump.c:3): Dumping FAILED.\n").unwrap();
         assert_eq!(
             first_criu_error(&log).unwrap(),
             "Error (criu/files.c:2): Can't lookup mount=46 for fd=1"

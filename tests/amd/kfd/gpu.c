@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /* Render nodes: DRM devices with buffers in shared memory. */
 #include "mock_kfd.h"
+#include <linux/version.h>
 #include <drm/drm_drv.h>
 #include <drm/drm_gem_shmem_helper.h>
 #include <linux/device_cgroup.h>
@@ -16,7 +17,9 @@ static const struct drm_driver render_driver = {
 	DRM_GEM_SHMEM_DRIVER_OPS,
 	.name = "amdgpu",
 	.desc = "mock of amdgpu",
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 14, 0)
 	.date = "20261101",
+#endif
 	.major = 3,
 	.minor = 61,
 };

@@ -5,6 +5,7 @@
 #include <linux/device.h>
 #include <linux/module.h>
 #include <linux/ptrace.h>
+#include <linux/version.h>
 
 static char *topology = "";
 module_param(topology, charp, 0444);
@@ -152,4 +153,8 @@ module_init(start);
 module_exit(stop);
 MODULE_LICENSE("Dual MIT/GPL");
 MODULE_DESCRIPTION("AMD GPUs that answer and do not exist, for tests");
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0)
 MODULE_IMPORT_NS(DMA_BUF);
+#else
+MODULE_IMPORT_NS("DMA_BUF");
+#endif

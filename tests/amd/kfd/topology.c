@@ -158,7 +158,7 @@ out:
 
 /* ---- sysfs ---- */
 
-struct file_attr {
+struct node_file {
 	struct attribute attr;
 	const char *text;
 	int minor; /* readers whose device cgroup denies this render node get EPERM; -1: all may read */
@@ -166,7 +166,7 @@ struct file_attr {
 
 struct dir {
 	struct kobject kobj;
-	struct file_attr files[3];
+	struct node_file files[3];
 	char *text; /* freed with it */
 };
 
@@ -175,7 +175,7 @@ static int dir_count;
 
 static ssize_t show(struct kobject *kobj, struct attribute *attr, char *buf)
 {
-	struct file_attr *file = container_of(attr, struct file_attr, attr);
+	struct node_file *file = container_of(attr, struct node_file, attr);
 
 	if (file->minor >= 0 && gpu_hidden(file->minor))
 		return -EPERM;
@@ -218,7 +218,7 @@ static struct dir *make_numbered(struct dir *parent, u32 number)
 
 static int make_file(struct dir *dir, int at, const char *name, const char *text, int minor)
 {
-	struct file_attr *file = &dir->files[at];
+	struct node_file *file = &dir->files[at];
 
 	if (!text)
 		return -ENOMEM;

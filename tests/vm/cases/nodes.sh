@@ -1,5 +1,6 @@
 # nodes.sh LOW: the kernel's own /dev/kfd and render node are found; a podman container that has both is checkpointed,
 # removed, restored, and goes on, with the same nodes and the same device rules. Nothing has the nodes open.
+# long
 # runtimes: crun runc
 low=$1
 low_level "$low"

@@ -2,6 +2,7 @@
 # machine's other render node, whose driver is another: inside, both its own name and the old one are that node, it
 # opens, and what was allowed before is denied.
 # runtimes: crun runc
+# sample: runc
 low=$1
 low_level "$low"
 [ -c /dev/dri/renderD129 ]

@@ -109,11 +109,24 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     pub fn new(file: &File, bytes: u64, writable: bool) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        if file.metadata()?.len() < bytes || len == 0 {
+        if file.metadata()?.len() < bytes {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Self::of(file, len, writable)
+    }
+
+    /// Maps a file that another program still extends. What lies beyond its end must not be read.
+    pub fn growing(file: &File, bytes: u64) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        Self::of(file, len, false)
+    }
+
+    fn of(file: &File, len: usize, writable: bool) -> io::Result<Self> {
+        if len == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
-        // SAFETY: a new mapping of a file that is long enough.
+        // SAFETY: a new mapping.
         let address = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),

@@ -17,7 +17,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 /// The agent's argument that makes it a worker.
@@ -281,6 +281,7 @@ fn write(
             complete: memory.state != State::Changing,
         });
         let memory: Vec<Ahead<'_>> = ahead.collect();
+        let all_there: Vec<OnceLock<_>> = memory.iter().copied().map(OnceLock::from).collect();
         let filled: Vec<_> = filling.iter().map(filled_so_far).collect();
         let over = AtomicBool::new(memory.is_empty());
         std::thread::scope(|scope| {
@@ -289,7 +290,7 @@ fn write(
             let (bytes, fronts): (Vec<_>, Vec<_>) = watched.map(|(m, f)| (m.bytes, f)).unzip();
             let over = &over;
             scope.spawn(move || filling::watch(&bytes, &fronts, over));
-            let ahead = scope.spawn(|| writer.ahead(&memory, &filled, over));
+            let ahead = scope.spawn(|| writer.ahead(&all_there, &filled, over));
             let complete = told_complete(&filled);
             over.store(true, Relaxed);
             let ahead = ahead.join().map_err(|_| "a thread died")?;

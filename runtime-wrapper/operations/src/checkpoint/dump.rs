@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_archive::names;
+use cryopod_gpu_plan::amd::image::Images;
 use cryopod_gpu_plan::amd::saved;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
@@ -14,6 +15,7 @@ use super::plan::Planned;
 use super::prepare::Prepared;
 use super::{capture_files, micros};
 use crate::agent::Agent;
+use crate::amd_pages::Packing;
 use crate::child::{self, Ended, Watch};
 use crate::error::Error;
 use crate::hidden_gpus::HiddenGpus;
@@ -22,7 +24,7 @@ use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{amd_pages, frozen, preload, setup, surroundings, vram};
+use crate::{frozen, preload, setup, surroundings, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -57,6 +59,7 @@ pub(super) fn dump(
             false => HiddenGpus::of(&request.host, &request.spec, op)?,
         },
     };
+    let packing = packing(request, prepared.planned, prepared.slot.as_ref())?;
     let since = Instant::now();
     prepared.metadata.timings.plan_us = micros(since - started);
     let mut completion = Completion {
@@ -68,6 +71,7 @@ pub(super) fn dump(
         since,
         slot: &mut prepared.slot,
         metadata: &mut prepared.metadata,
+        packing,
     };
     let progress = &mut prepared.progress;
     progress.step("start");
@@ -115,6 +119,8 @@ struct Completion<'a> {
     since: Instant,
     slot: &'a mut Option<MetadataSlot>,
     metadata: &'a mut Metadata,
+    /// The memory of AMD's GPUs on its way into VRAM files.
+    packing: Option<Packing>,
 }
 
 impl Completion<'_> {
@@ -147,6 +153,9 @@ impl Completion<'_> {
             self.limit
         };
         if self.vram_written(limit)? {
+            if leave_running && self.packing.is_some() {
+                return self.amd_saved().map(drop);
+            }
             return self.commit();
         }
         match leave_running {
@@ -174,10 +183,11 @@ impl Completion<'_> {
     }
 
     fn commit(&mut self) -> Result<(), String> {
-        if !amd_users(self.planned).is_empty() {
-            let images = saved::complete(&self.request.images)?;
+        if let Some(images) = self.amd_saved()? {
             saved::note(&images, &mut self.metadata.gpu);
-            self.pack()?;
+        }
+        if let Some(packing) = self.packing.take() {
+            self.pack(packing)?;
         }
         preload::carry(&self.request.spec, &self.request.images)?;
         let slot = self.slot.take();
@@ -185,22 +195,48 @@ impl Completion<'_> {
             slot.commit(self.metadata).map_err(|e| e.to_string())
         })
     }
-}
 
-impl Completion<'_> {
-    /// Moves the memory of AMD's GPUs into VRAM files, where that is wanted and NVIDIA's is in none.
-    fn pack(&mut self) -> Result<(), String> {
-        let config = vram::checkpoint(self.request).map_err(|e| e.to_string())?;
-        let Some(config) = config.filter(|_| self.metadata.gpu.vram.is_none()) else {
-            return Ok(());
-        };
-        match amd_pages::pack(&self.request.images, &config) {
-            Ok(facts) => self.metadata.gpu.vram = facts,
-            Err(e) if config.required => return Err(format!("the GPU memory: {e}")),
+    /// What CRIU's amdgpu plugin has saved, if it had anything to save.
+    ///
+    /// # Errors
+    /// It has not saved everything.
+    fn amd_saved(&self) -> Result<Option<Images>, String> {
+        match amd_users(self.planned).is_empty() {
+            true => Ok(None),
+            false => saved::complete(&self.request.images).map(Some),
+        }
+    }
+
+    fn pack(&mut self, packing: Packing) -> Result<(), String> {
+        let required = packing.required;
+        match packing.finish() {
+            Ok(None) => {}
+            Ok(Some(packed)) => {
+                self.metadata.gpu.vram = Some(packed.facts);
+                self.metadata.timings.durable_us = Some(micros(self.since.elapsed()));
+            }
+            Err(e) if required => return Err(format!("the GPU memory: {e}")),
             Err(e) => tracing::warn!("the GPU memory stays in CRIU's images: {e}"),
         }
         Ok(())
     }
+}
+
+/// Begins to move the memory of AMD's GPUs into VRAM files. `None`: there is none, it is to stay in CRIU's images, or
+/// NVIDIA's takes those files.
+fn packing(
+    request: &Request<'_>,
+    planned: &Planned,
+    slot: Option<&MetadataSlot>,
+) -> Result<Option<Packing>, Error> {
+    let processes = amd_users(planned).len();
+    if slot.is_none() || processes == 0 || !planned.gpus.users_of(Vendor::Nvidia).is_empty() {
+        return Ok(None);
+    }
+    let gpus = planned.gpus.gpu.gpus.iter();
+    let gpus = gpus.filter(|gpu| gpu.vendor == Vendor::Amd).count();
+    let config = vram::checkpoint(request)?;
+    Ok(config.map(|config| Packing::start(&request.images, config, processes * gpus)))
 }
 
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";

@@ -1,0 +1,206 @@
+//! Writes the plugin's files into VRAM files while the plugin extends them.
+//!
+//! The plugin writes each file once, from its start to its end, and begins with the length of the rest (`open_img_file`
+//! and `sdma_copy_bo` of CRIU 4.1.1 and 4.2.1). So what lies below a file's end changes no more. The plugin takes one
+//! process after the other, and all its GPUs at once, one buffer after the other.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use cryopod_archive::vram::{Ahead, VramError, Writer};
+use cryopod_cuda::vram::memory::Mapped;
+use cryopod_gpu_plan::amd::image::is_pages;
+use nix::sys::statvfs::statvfs;
+
+/// How many files are read while they grow. Others are read when they are complete.
+const MAX_FILES: usize = 1024;
+/// The plugin's files begin with the length of the rest.
+const HEAD: u64 = 8;
+const POLL: Duration = Duration::from_millis(10);
+/// By how much the writer's priority is lower than that of CRIU, which it must not slow down.
+const NICE: libc::c_int = 5;
+
+/// Mappings of the files, made while others are read.
+pub struct Maps(Vec<OnceLock<Mapped>>);
+
+impl Maps {
+    pub fn new() -> Self {
+        Self((0..MAX_FILES).map(|_| OnceLock::new()).collect())
+    }
+}
+
+pub struct Growing<'a> {
+    images: &'a Path,
+    min_bytes: u64,
+    maps: &'a Maps,
+    /// Each one's number is that of its mapping.
+    files: Vec<Pages>,
+    /// Names that are not looked at again.
+    seen: HashSet<String>,
+    /// Files that are not read yet, as all together are less than `min_bytes`.
+    waiting: Vec<Pages>,
+}
+
+/// What the writer sees of the files.
+struct Memory<'a> {
+    bytes: Vec<OnceLock<Ahead<'a>>>,
+    filled: Vec<AtomicUsize>,
+}
+
+/// A file of the plugin's.
+struct Pages {
+    name: String,
+    file: File,
+    /// The length that it will have.
+    bytes: u64,
+}
+
+impl Pages {
+    /// `None`: its length is not there yet.
+    fn open(images: &Path, name: &str) -> io::Result<Option<Self>> {
+        let file = File::open(images.join(name))?;
+        let mut head = [0; HEAD as usize];
+        if file.read_at(&mut head, 0)? < head.len() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            name: name.to_owned(),
+            file,
+            bytes: u64::from_ne_bytes(head).saturating_add(HEAD),
+        }))
+    }
+
+    fn filled(&self) -> u64 {
+        self.file.metadata().map_or(0, |m| m.len())
+    }
+
+    /// Bytes that the plugin has yet to write.
+    fn missing(&self) -> u64 {
+        self.bytes.saturating_sub(self.filled())
+    }
+}
+
+impl<'a> Growing<'a> {
+    /// `old`: files that were there before. The plugin overwrites those, and does not truncate them first.
+    pub fn new(images: &'a Path, old: Vec<String>, min_bytes: u64, maps: &'a Maps) -> Self {
+        Self {
+            images,
+            min_bytes,
+            maps,
+            files: Vec::new(),
+            seen: old.into_iter().collect(),
+            waiting: Vec::new(),
+        }
+    }
+
+    /// Writes what the plugin has written, until all is `complete`.
+    ///
+    /// # Errors
+    /// The VRAM files cannot be written.
+    pub fn write(
+        &mut self,
+        writer: &mut Writer<'_>,
+        complete: &AtomicBool,
+    ) -> Result<(), VramError> {
+        let each = || self.maps.0.iter();
+        let memory = Memory {
+            bytes: each().map(|_| OnceLock::new()).collect(),
+            filled: each().map(|_| AtomicUsize::new(0)).collect(),
+        };
+        while self.files.is_empty() {
+            if complete.load(Relaxed) {
+                return Ok(());
+            }
+            std::thread::sleep(POLL);
+            self.look(&memory);
+        }
+        std::thread::scope(|scope| {
+            let ahead = scope.spawn(|| {
+                // SAFETY: a number; changes the priority of this thread and of those that it starts.
+                unsafe { libc::nice(NICE) };
+                writer.ahead(&memory.bytes, &memory.filled, complete)
+            });
+            while !complete.load(Relaxed) && !ahead.is_finished() {
+                self.look(&memory);
+                std::thread::sleep(POLL);
+            }
+            let died = |_| Err(VramError::Invalid("a thread died".into()));
+            ahead.join().unwrap_or_else(died)
+        })
+    }
+
+    /// The number of a file that was read as it grew, if it has the length that it announced.
+    pub fn number(&self, name: &str, bytes: u64) -> Option<usize> {
+        let is_it = |file: &Pages| file.name == name && file.bytes == bytes;
+        self.files.iter().position(is_it)
+    }
+
+    fn look(&mut self, memory: &Memory<'a>) {
+        for name in names(self.images).unwrap_or_default() {
+            if !self.seen.contains(&name)
+                && let Ok(Some(pages)) = Pages::open(self.images, &name)
+            {
+                self.waiting.push(pages);
+                self.seen.insert(name);
+            }
+        }
+        let waiting = self.waiting.iter().map(|f| f.bytes);
+        let enough = waiting.fold(0, u64::saturating_add) >= self.min_bytes;
+        if enough || !self.files.is_empty() {
+            for pages in std::mem::take(&mut self.waiting) {
+                self.take(pages, memory);
+            }
+        }
+        for (pages, filled) in self.files.iter().zip(&memory.filled) {
+            filled.store(usize::try_from(pages.filled()).unwrap_or(0), Relaxed);
+        }
+    }
+
+    /// Has the writer read a file from now on. Without room for it twice it is read when all is complete: the plugin's own
+    /// files come first.
+    fn take(&mut self, pages: Pages, memory: &Memory<'a>) {
+        let number = self.files.len();
+        let (Some(place), Some(slot)) = (self.maps.0.get(number), memory.bytes.get(number)) else {
+            return;
+        };
+        let begun = self.files.iter().map(|f| f.missing().saturating_mul(2));
+        let needed = begun.fold(pages.missing(), u64::saturating_add);
+        if needed.saturating_add(pages.bytes) > room(self.images) {
+            return;
+        }
+        let Ok(map) = Mapped::growing(&pages.file, pages.bytes) else {
+            return;
+        };
+        let bytes = place.get_or_init(|| map).bytes();
+        let ahead = Ahead {
+            bytes,
+            complete: true,
+        };
+        if slot.set(ahead).is_ok() {
+            self.files.push(pages);
+        }
+    }
+}
+
+fn room(dir: &Path) -> u64 {
+    statvfs(dir).map_or(0, |s| {
+        s.blocks_available().saturating_mul(s.fragment_size())
+    })
+}
+
+/// The names of the plugin's files in this directory.
+pub fn names(images: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(images)? {
+        let name = entry?.file_name();
+        names.extend(name.into_string().ok().filter(|n| is_pages(n)));
+    }
+    names.sort();
+    Ok(names)
+}

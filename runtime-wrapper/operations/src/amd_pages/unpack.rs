@@ -1,0 +1,89 @@
+//! Writes the plugin's files of a checkpoint again, from its VRAM files.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use cryopod_archive::metadata::Metadata;
+use cryopod_archive::vram::{Digest, Vram};
+use cryopod_cuda::vram::VramConfig;
+use cryopod_cuda::vram::memory::Mapped;
+use cryopod_gpu_plan::amd::image::is_pages;
+use nix::fcntl::{FallocateFlags, fallocate};
+
+/// The plugin's files of a checkpoint, written again. Dropped, they are removed.
+#[derive(Debug)]
+pub struct Unpacked {
+    pub directory: PathBuf,
+}
+
+impl Drop for Unpacked {
+    fn drop(&mut self) {
+        if let Err(e) = fs::remove_dir_all(&self.directory) {
+            tracing::warn!("{}: cannot be removed: {e}", self.directory.display());
+        }
+    }
+}
+
+/// Writes the plugin's files of this checkpoint again, beside the image directory: GPU memory need not fit into the
+/// host's. `None`: they are where CRIU looks for them.
+///
+/// # Errors
+/// The memory is damaged, or there is no room for it.
+pub fn unpack(
+    images: &Path,
+    metadata: &Metadata,
+    config: &VramConfig,
+) -> Result<Option<Unpacked>, String> {
+    let Some(facts) = &metadata.gpu.vram else {
+        return Ok(None);
+    };
+    let digest: Digest = facts.digest.parse()?;
+    let vram = Vram::open_with(images, Some(digest), &config.search).map_err(|e| e.to_string())?;
+    let Some(vram) = vram.filter(|v| v.index.regions.iter().any(|r| is_pages(&r.id))) else {
+        return Ok(None);
+    };
+    let beside = images.parent().unwrap_or(images);
+    // A name that no killed restore has left, and none in another PID namespace has.
+    let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let name = format!(".cryopod-amd-{}-{}", std::process::id(), since.as_nanos());
+    let directory = beside.join(name);
+    DirBuilder::new()
+        .mode(0o700)
+        .create(&directory)
+        .map_err(|e| format!("{}: cannot be made: {e}", directory.display()))?;
+    let unpacked = Unpacked { directory };
+    for (number, region) in vram.index.regions.iter().enumerate() {
+        if is_pages(&region.id) {
+            let path = unpacked.directory.join(&region.id);
+            region_to(&vram, number, region.bytes, &path, config)
+                .map_err(|e| format!("{}: {e}", path.display()))?;
+        }
+    }
+    Ok(Some(unpacked))
+}
+
+fn region_to(
+    vram: &Vram,
+    number: usize,
+    bytes: u64,
+    path: &Path,
+    config: &VramConfig,
+) -> Result<(), String> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|e| e.to_string())?;
+    // A full disk is an error here, and would be a signal below.
+    let length = i64::try_from(bytes).map_err(|e| e.to_string())?;
+    fallocate(&file, FallocateFlags::empty(), 0, length).map_err(|e| e.to_string())?;
+    let mut map = Mapped::new(&file, bytes, true).map_err(|e| e.to_string())?;
+    let to = map.bytes_mut().map_err(|e| e.to_string())?;
+    let never = AtomicBool::new(false);
+    vram.read(number, to, &config.read_options(1), &never)
+        .map_err(|e| e.to_string())
+}
