@@ -18,6 +18,7 @@ mod hostile;
 mod plugin;
 mod shim;
 mod testbed;
+mod tutorial;
 mod vram;
 
 /// What a scenario prints when all of it has run.

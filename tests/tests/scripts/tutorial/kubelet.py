@@ -176,8 +176,8 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     do_POST = do_DELETE = do_GET
 
-    def log_message(self, *arguments):
-        print(*arguments, file=sys.stderr, flush=True)
+    def log_message(self, line, *arguments):
+        print(line % arguments, file=sys.stderr, flush=True)
 
 
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
