@@ -85,19 +85,20 @@ fn broken(path: &Path, document: &Document, link: &str) -> Option<&'static str> 
     }
     let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
     let target = path.parent().unwrap().join(file);
-    if !target.exists() {
-        return Some("no such file");
+    if !file.is_empty() {
+        if !target.exists() {
+            return Some("no such file");
+        }
+        if path.starts_with(root().join("docs")) && (file.contains('/') || target.is_dir()) {
+            return Some("leads out of the book; name the file in code font");
+        }
     }
-    let docs = root().join("docs");
-    if path.starts_with(&docs) && (file.contains('/') || target.is_dir()) {
-        return Some("leads out of the book; name the file in code font");
+    if anchor.is_empty() {
+        return None;
     }
-    let anchors = if file.is_empty() {
-        &document.anchors
-    } else {
-        &read(&target).anchors
-    };
-    if !anchor.is_empty() && !anchors.contains(anchor) {
+    let other = (!file.is_empty()).then(|| read(&target));
+    let anchors = &other.as_ref().unwrap_or(document).anchors;
+    if !anchors.contains(anchor) {
         return Some("no such heading");
     }
     None
