@@ -47,12 +47,14 @@ check 'PyTorch: the loss at the checkpoint' grep -qxF "${losses[1]}" /tmp/whole
 check 'PyTorch: the last loss' test "${losses[2]}" = "$(tail -n 1 /tmp/whole)"
 check 'PyTorch: undone' cmp /etc/containers/containers.conf /tmp/before
 
-check 'server: all commands' tutorial 'A model server'
-# Its answers: the number of sums that the memory of its GPU has given, and its process.
-mapfile -t answers < <(grep '^sums ' /tmp/tutorial.said)
-check 'server: it answers before and after' test "${#answers[@]}" = 2
-read -r _ before said process <<< "${answers[0]}"
-check 'server: right before' test "$said" = ok
-check 'server: the next one goes on' test "$(cut -d ' ' -f 2 <<< "${answers[1]}")" -gt "$before"
-check 'server: with the same memory' test "$(cut -d ' ' -f 3- <<< "${answers[1]}")" = "ok $process"
-check 'server: undone' cmp /etc/containers/containers.conf /tmp/before
+if criu_from 4.2; then # older ones cannot dump a server's socket on Linux 6.16
+    check 'server: all commands' tutorial 'A model server'
+    # Its answers: the number of sums that the memory of its GPU has given, and its process.
+    mapfile -t answers < <(grep '^sums ' /tmp/tutorial.said)
+    check 'server: it answers before and after' test "${#answers[@]}" = 2
+    read -r _ before said process <<< "${answers[0]}"
+    check 'server: right before' test "$said" = ok
+    check 'server: the next one goes on' test "$(cut -d ' ' -f 2 <<< "${answers[1]}")" -gt "$before"
+    check 'server: with the same memory' test "$(cut -d ' ' -f 3- <<< "${answers[1]}")" = "ok $process"
+    check 'server: undone' cmp /etc/containers/containers.conf /tmp/before
+fi
