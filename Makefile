@@ -53,8 +53,11 @@ test-amd: ## what owners of AMD GPUs run, on GPUs that answer and do not exist; 
 	$(MAKE) --no-print-directory test-vm CASES=amd_hardware
 
 demo: ## containers with and without GPUs are checkpointed, removed, restored and copied
-	$(MAKE) --no-print-directory --jobs 2 build testbed BUILD=--workspace
-	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter -- /src/examples/demo.sh
+	$(MAKE) --no-print-directory --jobs 2 demo-build testbed
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/demo tests/testbed/testbed enter -- /src/examples/demo.sh
+
+demo-build: # what the demo runs, and no more
+	cargo build --profile demo --package cryopod --package cryopod-runtime --package cryopod-criu-plugin --package cryopod-simdriver
 
 picture: ## the README's picture, docs/picture.svg, from what a terminal shows
 	cargo build --quiet --workspace
@@ -84,10 +87,18 @@ bench-archive: testbed ## how fast archives are written and read; GIB, ROUNDS, K
 gpu-test: build ## the tests that need an NVIDIA GPU
 	tests/gpu/run.sh
 
+# The documents as a book: with the mdbook that is installed, or one that the first call builds, in some minutes.
+MDBOOK := $(or $(shell command -v mdbook),$(TARGET_DIR)/tools/bin/mdbook)
+book: $(MDBOOK) ## the documents as a book, in target/book
+	$(MDBOOK) build --dest-dir $(TARGET_DIR)/book
+
+$(TARGET_DIR)/tools/bin/mdbook:
+	cargo install --locked --version 0.5.4 --no-default-features --features search --root $(TARGET_DIR)/tools mdbook
+
 deny: ## licences, sources and known vulnerabilities of all dependencies
 	tests/deny
 
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo picture test-browser screenshots bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean

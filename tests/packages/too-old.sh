@@ -1,7 +1,7 @@
 # too-old.sh: on a host whose C library is too old the packages and install.sh refuse, and say why.
 # shellcheck shell=bash
 . /src/tests/testbed/lib.sh
-ldd --version | head -n 1
+ldd --version | sed -n 1p
 if apt-get install -y --no-install-recommends /packages/new/cryopod_*.deb > /tmp/said 2>&1; then exit 1; fi
 check 'apt refuses, and names the C library' says /tmp/said 'cryopod : Depends: libc6 \(>= 2\.'
 tar --directory /tmp -xzf /packages/new/cryopod-*.tar.gz

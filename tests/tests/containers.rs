@@ -24,7 +24,7 @@ crate::scenarios! {
 
 /// PyTorch's directory, unpacked on the first call.
 #[allow(clippy::expect_used)] // part of a test
-fn torch() -> PathBuf {
+pub fn torch() -> PathBuf {
     let out = Command::new(bed::workspace().join("tests/torch/build"))
         .stderr(Stdio::inherit())
         .output()

@@ -18,6 +18,7 @@ mod hostile;
 mod plugin;
 mod shim;
 mod testbed;
+mod tutorial;
 mod vram;
 
 /// What a scenario prints when all of it has run.
@@ -145,7 +146,6 @@ mod setup {
         podman_crun: V2 ["crun"] "setup/podman.sh";
         docker: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/docker.sh";
         containerd: V1 [] "shim/lib.sh" + "setup/containerd.sh";
-        tutorial: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/tutorial.sh";
     }
 }
 

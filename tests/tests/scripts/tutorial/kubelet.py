@@ -1,0 +1,183 @@
+"""kubelet.py PORT: stands in for an API server and the kubelet of one node. kubectl gives it pods, and it runs them by
+containerd's CRI: as much of both as docs/tutorial.md asks for. A pod is on the host's network."""
+
+import http.server
+import json
+import pathlib
+import subprocess
+import sys
+import time
+import urllib.parse
+
+NODE = "node1"
+CHECKPOINTS = pathlib.Path("/var/lib/kubelet/checkpoints")
+KINDS = {
+    "pods": ("v1", "Pod", True),
+    "runtimeclasses": ("node.k8s.io/v1", "RuntimeClass", False),
+}
+objects = {kind: {} for kind in KINDS}
+containers = {}  # pod: its sandbox, its containers by name
+
+
+def cri(method, fields):
+    grpc = "/src/tests/tests/scripts/shim/grpc.py"
+    command = ["python3", grpc, "/run/containerd/containerd.sock", f"runtime.v1.RuntimeService/{method}", json.dumps(fields)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout.strip()
+
+
+def log_file(pod, container):
+    return pathlib.Path(f"/var/log/pods/default_{pod}/{container}.log")
+
+
+def run(pod):
+    name = pod["metadata"]["name"]
+    handler = objects["runtimeclasses"][pod["spec"]["runtimeClassName"]]["handler"]
+    annotations = pod["metadata"].get("annotations", {}).items()
+    host_network = [8, [[2, [[1, [[1, 2], [2, 1], [3, 1]]]]]]]
+    directory = log_file(name, "").parent
+    directory.mkdir(parents=True)
+    sandbox = [[1, [[1, name], [2, pod["metadata"]["uid"]], [3, "default"]]], [3, str(directory)]]
+    sandbox += [[7, [[1, key], [2, value]]] for key, value in annotations] + [host_network]
+    made = cri("RunPodSandbox", [[1, sandbox], [2, handler]])
+    containers[name] = (made, {})
+    for container in pod["spec"]["containers"]:
+        config = [[1, [[1, container["name"]]]], [2, [[1, container["image"]]]]]
+        config += [[3, word] for word in container.get("command", [])] + [[4, word] for word in container.get("args", [])]
+        config += [[11, f"{container['name']}.log"]]
+        one = cri("CreateContainer", [[1, made], [2, config], [3, sandbox]])
+        cri("StartContainer", [[1, one]])
+        containers[name][1][container["name"]] = one
+    pod["spec"]["nodeName"] = NODE
+    pod["status"] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+
+
+def end(name):
+    sandbox, _ = containers.pop(name)
+    cri("StopPodSandbox", [[1, sandbox]])
+    cri("RemovePodSandbox", [[1, sandbox]])
+
+
+def checkpoint(pod, container):
+    CHECKPOINTS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    archive = CHECKPOINTS / f"checkpoint-{pod}_default-{container}-{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}.tar"
+    cri("CheckpointContainer", [[1, containers[pod][1][container]], [2, str(archive)]])
+    return {"items": [str(archive)]}
+
+
+def logs(pod, container, tail):
+    lines = log_file(pod, container).read_text().splitlines()
+    lines = [line.split(" ", 3)[3] for line in lines]  # TIME STREAM F TEXT
+    return "".join(line + "\n" for line in (lines[-int(tail) :] if tail else lines))
+
+
+def resources(version):
+    verbs = ["create", "delete", "get", "list", "patch", "watch"]
+    found = [
+        {"name": name, "singularName": kind.lower(), "kind": kind, "namespaced": namespaced, "verbs": verbs}
+        for name, (of, kind, namespaced) in KINDS.items()
+        if of == version
+    ]
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": found}
+
+
+def schema(version):  # says that the server looks at unknown fields by itself
+    group, _, number = version.rpartition("/")
+    paths = {}
+    for name, (of, kind, _) in KINDS.items():
+        if of == version:
+            kinds = {"group": group, "version": number, "kind": kind}
+            parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
+            paths[f"/{name}/{{name}}"] = {"patch": {"parameters": parameters, "x-kubernetes-group-version-kind": kinds, "responses": {}}}
+    return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "1"}, "paths": paths}
+
+
+DISCOVERY = {
+    "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/apis": {
+        "kind": "APIGroupList",
+        "apiVersion": "v1",
+        "groups": [{"name": "node.k8s.io", "versions": [{"groupVersion": "node.k8s.io/v1", "version": "v1"}],
+                    "preferredVersion": {"groupVersion": "node.k8s.io/v1", "version": "v1"}}],
+    },
+    "/api/v1": resources("v1"),
+    "/apis/node.k8s.io/v1": resources("node.k8s.io/v1"),
+    "/openapi/v3": {"paths": {at: {"serverRelativeURL": f"/openapi/v3/{at}"} for at in ("api/v1", "apis/node.k8s.io/v1")}},
+    "/openapi/v3/api/v1": schema("v1"),
+    "/openapi/v3/apis/node.k8s.io/v1": schema("node.k8s.io/v1"),
+}  # fmt: skip
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def answer(self, code, body):
+        text = isinstance(body, str)
+        data = body.encode() if text else json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if text else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def status(self, code, reason, message):
+        self.answer(code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message})
+
+    def serve(self):
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query))
+        parts = url.path.strip("/").split("/")
+        kind = next((k for k in KINDS if k in parts), None)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if url.path in DISCOVERY:
+            self.answer(200, DISCOVERY[url.path])
+        elif self.command == "POST" and parts[:5] == ["api", "v1", "nodes", NODE, "proxy"]:
+            _, namespace, pod, container = parts[5:]
+            assert namespace == "default"
+            self.answer(200, checkpoint(pod, container))
+        elif kind is None or query.get("watch"):
+            self.status(404, "NotFound", f"{self.path}: there is no such thing in this stand-in")
+        else:
+            self.serve_object(kind, parts[parts.index(kind) + 1 :], query, body)
+
+    def serve_object(self, kind, name, query, body):
+        known = objects[kind]
+        version, word, _ = KINDS[kind]
+        if self.command == "POST" and not name:
+            one = json.loads(body)
+            one["metadata"] |= {"uid": f"uid-{time.time_ns()}", "resourceVersion": "1"}
+            if kind == "pods":
+                run(one)
+            known[one["metadata"]["name"]] = one
+            self.answer(201, one)
+        elif not name:
+            wanted = query.get("fieldSelector", "").removeprefix("metadata.name=")
+            items = [one for key, one in known.items() if wanted in ("", key)]
+            self.answer(200, {"kind": f"{word}List", "apiVersion": version, "metadata": {"resourceVersion": "1"}, "items": items})
+        elif name[0] not in known:
+            self.status(404, "NotFound", f'{kind} "{name[0]}" not found')
+        elif name[1:] == ["log"]:
+            pod = known[name[0]]
+            container = query.get("container", pod["spec"]["containers"][0]["name"])
+            self.answer(200, logs(name[0], container, query.get("tailLines")))
+        elif self.command == "DELETE":
+            if kind == "pods":
+                end(name[0])
+            self.answer(200, known.pop(name[0]))
+        else:
+            self.answer(200, known[name[0]])
+
+    def do_GET(self):
+        try:
+            self.serve()
+        except Exception as error:  # kubectl shows it
+            self.status(500, "InternalError", f"{type(error).__name__}: {error}")
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, line, *arguments):
+        print(line % arguments, file=sys.stderr, flush=True)
+
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
