@@ -30,7 +30,7 @@ parallel_wholes() { # RANKS
 }
 
 parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, twice, the second time onto other GPUs
-    local rt=$1 kind=$2 ranks=$3 label=$4 archive=/var/lib/containers/job.tar want before rows='[]' times
+    local rt=$1 kind=$2 ranks=$3 label=$4 archive=/var/lib/containers/job.tar want before rows='[]' times way
     want=/logs/parallel-$kind.whole.out
     [ "$(numbers "$want" | wc -l)" = $((parallel_steps * ranks)) ] || { tail -n 20 "$want" && return 1; }
     low_level "$rt"
@@ -43,6 +43,7 @@ parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, 
         keep_logs job "$label.running"
         wait_for more_lines job $((before + 4)) || { podman logs job 2>&1 | tail -n 20 && return 1; }
     fi
+    way=$(ways job)
     for times in 1 2; do
         checkpoint job "$label.$times" "$archive" || return
         before=$(lines job)
@@ -60,7 +61,7 @@ parallel() { # RUNTIME KIND RANKS LABEL: left running; checkpoint, rm, restore, 
     podman logs job > "/logs/$label.out" 2>&1
     cmp <(numbers "$want") <(numbers "/logs/$label.out") || { say "$label: the numbers differ" && tail -n 5 "/logs/$label.out" && return 1; }
     result "$(jq -n --arg case "$label" --arg runtime "$rt" --argjson ranks "$ranks" --argjson rows "$rows" --argjson n "$(numbers "$want" | wc -l)" \
-        --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: $runtime, ranks: $ranks, numbers_identical: $n,
+        --arg way "$way" --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: $runtime, ranks: $ranks, transport: $way, numbers_identical: $n,
             round_trips: $rows, checkpoint: $rows[0].checkpoint, restore: $rows[0].restore, longest_pause_s: $gap}')"
 }
 
