@@ -312,8 +312,15 @@ mod tests {
 
     #[test]
     fn bad_values_are_refused() {
-        let cases: [fn(&mut NvidiaImage); 12] = [
-            |i| i.version = PRELOAD_VERSION + 1,
+        let cases: [fn(&mut NvidiaImage); 15] = [
+            |i| i.version = STORAGE_VERSION + 1,
+            |i| i.processes[0].vram[0].address = 0,
+            |i| i.processes[0].vram[0].custom_storage = true,
+            |i| {
+                let buffer = &mut i.processes[0].vram[0];
+                (buffer.preload, buffer.custom_storage) = (true, true);
+                buffer.address = 0;
+            },
             |i| i.processes[0].vram[0].address += 1,
             |i| i.processes[0].vram[0].bytes = 0,
             |i| i.processes[0].vram[0].address = u64::MAX - 4095,

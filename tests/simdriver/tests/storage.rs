@@ -8,7 +8,9 @@
 
 mod common;
 
+use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -41,7 +43,7 @@ impl Host {
         let machine = Machine::new(&["--gpus", "2", "--driver", "615.10"]);
         let libcuda = machine.path("lib").join("libcuda.so.1");
         let conf = machine.path("lib").join("cusim.conf");
-        let mut conf = std::fs::File::options().append(true).open(conf).unwrap();
+        let mut conf = File::options().append(true).open(conf).unwrap();
         writeln!(conf, "dev_root={}", machine.path("dev").display()).unwrap();
         let agent = agent(&libcuda);
         Self {
@@ -76,16 +78,18 @@ impl Host {
         })
     }
 
-    /// Locks and checkpoints a process with custom storage.
-    fn taken(&self, pid: i32) {
+    /// Locks and checkpoints a process with custom storage. Returns the buffer's file.
+    fn taken(&self, pid: i32) -> File {
         self.lock(pid);
         let taken = self.checkpoint(pid);
-        let Outcome::TakenOut(TakenOut::Out { bytes, .. }) = taken else {
+        let Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) = taken else {
             panic!("{taken:?}");
         };
         assert!(bytes > 100 << 20, "{bytes}");
         assert_eq!(self.machine.state(pid), "checkpointed");
         assert_eq!(self.machine.held(pid), [0, 0]);
+        let mut options = File::options();
+        options.read(true).write(true).open(buffer.path).unwrap()
     }
 
     fn restore(&self, pid: i32, gpu_map: Vec<GpuPair>) -> Outcome {
@@ -254,6 +258,36 @@ fn another_agent_restores_what_the_process_keeps(host: &mut Host) {
     message(host.agent.perform(&Op::StorageKeep { pid }));
 }
 
+fn flip(file: &File, at: u64) {
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+}
+
+/// Contents that are not those of the checkpoint are noticed here, and a table that does not fit by the agent.
+fn what_is_wrong_is_noticed(host: &mut Host) {
+    let client = host.client();
+    let file = host.taken(client.pid);
+    flip(&file, 0);
+    let error = message(host.restore(client.pid, Vec::new()));
+    assert!(error.contains("its table is damaged"), "{error}");
+    assert_eq!(host.machine.state(client.pid), "checkpointed");
+    flip(&file, 0);
+    flip(&file, 20 << 20);
+    assert_eq!(host.restore(client.pid, Vec::new()), Outcome::Done);
+    host.unlock(client.pid);
+    common::wait_for("a wrong sum", || client.text().contains("CORRUPT"));
+    host.machine.kill(&client);
+    // The first GPU's size: the process must not go on with memory that nobody has filled.
+    let client = host.client();
+    let file = host.taken(client.pid);
+    flip(&file, 16 + 16 + 2);
+    let error = message(host.restore(client.pid, Vec::new()));
+    assert!(error.contains("other memory than was taken"), "{error}");
+    assert_eq!(host.machine.state(client.pid), "5");
+    host.machine.kill(&client);
+}
+
 /// A process that dies at any step ends the step.
 fn a_process_that_dies_ends_the_step(host: &mut Host) {
     let client = host.client();
@@ -287,5 +321,6 @@ fn custom_storage() {
     a_restore_that_does_not_begin_can_be_tried_again(host);
     what_was_taken_is_put_back_at_the_end(host);
     another_agent_restores_what_the_process_keeps(host);
+    what_is_wrong_is_noticed(host);
     a_process_that_dies_ends_the_step(host);
 }

@@ -143,12 +143,11 @@ pub fn complete(handle: *mut c_void) -> Result<(), CuResult> {
     call(handed.pid, Step::Complete, 0, &[], None).map(|_| ())
 }
 
-/// The pieces of a range that is mapped here: file, offset and length of each.
-pub fn find(
-    inner: &Inner,
-    address: u64,
-    len: u64,
-) -> Option<Result<Vec<(&File, u64, usize)>, CuResult>> {
+/// A part of a file: offset and length.
+type Part<'a> = (&'a File, u64, usize);
+
+/// The parts of a range that is mapped here.
+pub fn find(inner: &Inner, address: u64, len: u64) -> Option<Result<Vec<Part<'_>>, CuResult>> {
     let mut regions = inner.handed.iter().flat_map(|h| &h.regions);
     let (region, start) = regions.find_map(|r| {
         let at = address.checked_sub(r.address)?;
@@ -158,7 +157,7 @@ pub fn find(
         return Some(Err(stop.code));
     }
     let end = start + len;
-    let part = |piece: &'_ Piece| {
+    let part = |piece: &Piece| {
         let from = start.max(piece.at);
         let to = end.min(piece.at + piece.bytes);
         let len = usize::try_from(to.checked_sub(from)?).ok()?;
