@@ -11,7 +11,7 @@ mod common;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use common::{Client, Machine, gpu};
@@ -30,11 +30,11 @@ struct Host {
     agent: Arc<Agent<LibCuda>>,
 }
 
-fn agent(libcuda: &PathBuf) -> Arc<Agent<LibCuda>> {
+fn agent(libcuda: &Path) -> Arc<Agent<LibCuda>> {
     let cuda = LibCuda::load(libcuda).unwrap();
     let gpus = cuda.gpus().to_vec();
     let agent = Agent::new(cuda);
-    agent.gpus().use_driver(libcuda.clone(), &gpus);
+    agent.gpus().use_driver(libcuda.to_path_buf(), &gpus);
     agent
 }
 
