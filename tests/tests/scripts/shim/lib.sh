@@ -33,6 +33,12 @@ shims() { pgrep -ax containerd-shim || true; } # as the kernel cuts their names
 no_shims() { [ -z "$(shims)" ]; }
 no_sockets() { [ -z "$(ls -A /run/containerd/s 2> /dev/null)" ]; }
 
-# pausing COMMAND...: tries once more where the container could not be paused: on cgroup v1 the kernel does not always manage, and
-# runc gives up with "unable to freeze".
-pausing() { "$@" 2> /tmp/pausing.said || { cat /tmp/pausing.said >&2 && grep -q 'unable to freeze' /tmp/pausing.said && "$@"; }; }
+# pausing COMMAND...: tries once more where runc or CRIU failed: on cgroup v1 the kernel does not always manage to pause a
+# container. What they say is printed. A container with GPUs has errors of ours, after which nothing is tried again.
+pausing() {
+    local log
+    "$@" 2> /tmp/pausing.said && return
+    log=$(sed -n 's/.*path= *\([^ ]*\.log\).*/\1/p' /tmp/pausing.said | head -n 1)
+    { cat /tmp/pausing.said && [ -z "$log" ] || grep -h Error "$log"; } >&2 || true
+    grep -q -e 'unable to freeze' -e 'criu failed: type DUMP' /tmp/pausing.said && "$@"
+}
