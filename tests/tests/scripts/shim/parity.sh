@@ -100,7 +100,8 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     ctr events > /tmp/events &
     local events=$!
     wait_for heard || return
-    # More than once: the stock shim says nothing of it where the cgroup is gone before it looks.
+    # More than once: the stock shim says nothing of it where the cgroup is gone before it looks. And one event counts
+    # like two: cgroup v1 tells of an OOM and, by the same file, of the cgroup's end.
     for n in $(seq 20); do
         code=0
         ctr run --rm --memory-limit 16777216 --runtime "$runtime" $image "oom$n$t" tail /dev/zero > /dev/null 2>&1 < /dev/null || code=$?
@@ -108,7 +109,7 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
         if within 3 grep -q "/tasks/oom.*oom$n$t" /tmp/events; then break; fi
     done
     kill $events
-    tell oom "$code $(grep "oom$n$t" /tmp/events | awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\/(create|start|oom|exit)/) print $i}' | sort | uniq -c | tr -s ' \n' ' ')"
+    tell oom "$code $(grep "oom$n$t" /tmp/events | awk '{for (i = 1; i <= NF; i++) if ($i ~ /^\/tasks\/(create|start|exit)/ || ($i ~ /^\/tasks\/oom/ && !oom++)) print $i}' | sort | uniq -c | tr -s ' \n' ' ')"
 
     # many at once
     for n in $(seq 50); do
