@@ -1,26 +1,26 @@
-//! Keeps the agent's buffers, their places, and the worker.
+//! Keeps the agent's buffers and their places, and carries out what the plugin asks about them.
 
+mod put_back;
+mod reading;
+mod work;
+
+use self::put_back::copy;
+use self::reading::Reading;
+use self::work::Work;
 use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
-use super::userfault::{self, Userfault};
-use super::worker::{self, Complete, Job, Memory, Progress, State};
-use super::{NamedBuffer, SPARE_BYTES, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
-use crate::inject::{Descriptor, Injection, Seized, take_descriptor};
+use super::worker::{Memory, State};
+use super::{SPARE_BYTES, SharedBuffer, Wanted};
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::ChildStdin;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-const COPY: usize = 16 << 20;
-/// How long a killed worker may take to end.
-const KILLED: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 pub struct VramFiles {
@@ -51,42 +51,11 @@ struct Buffer {
     state: Mutex<State>,
 }
 
-/// A buffer that is being read into.
-#[derive(Default)]
-struct Reading {
-    /// Bytes from the start that have been read.
-    bytes: u64,
-    /// Its mapping in the process. Kept after a failure: the process must not run on.
-    mapping: Option<Userfault>,
-}
-
-impl Reading {
-    fn open(&mut self) -> io::Result<()> {
-        let mapping = self.mapping.as_mut();
-        mapping.map_or(Ok(()), |mapping| mapping.open_to(self.bytes))
-    }
-}
-
 #[derive(Clone, Copy)]
 struct Place {
     pid: i32,
     tid: i32,
     address: u64,
-}
-
-#[derive(Default)]
-enum Work {
-    #[default]
-    None,
-    Running {
-        number: u64,
-        worker: Option<Arc<OwnedFd>>,
-        /// A writer that is still to be told what is complete, and the buffers that it has.
-        ahead: Option<(ChildStdin, Vec<u64>)>,
-        /// The directory whose VRAM files are removed when the work fails or is cancelled.
-        writes: Option<PathBuf>,
-    },
-    Ended(Result<VramDone, String>),
 }
 
 fn refused(kind: ErrorKind, message: impl Into<String>) -> DriverError {
@@ -122,6 +91,27 @@ impl VramFiles {
         match self.changed.wait_timeout(inner, limit) {
             Ok((inner, _)) => inner,
             Err(poisoned) => poisoned.into_inner().0,
+        }
+    }
+
+    /// Waits until `answer` has one; it is asked after each change.
+    fn answered<T>(
+        &self,
+        limit: Duration,
+        late: &str,
+        answer: impl Fn(&Inner) -> Option<Result<T, DriverError>>,
+    ) -> Result<T, DriverError> {
+        let deadline = Instant::now() + limit;
+        let mut inner = self.inner();
+        loop {
+            if let Some(answer) = answer(&inner) {
+                return answer;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(refused(ErrorKind::TimedOut, late));
+            }
+            inner = self.changed_within(inner, left);
         }
     }
 
@@ -239,56 +229,6 @@ impl VramFiles {
     pub fn set_state(&self, id: u64, state: State) {
         if let Some(buffer) = self.inner().buffers.get(&id) {
             *buffer.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
-        }
-    }
-
-    /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
-    /// [`State::Filling`] since before the writer began.
-    pub fn has_filled(&self, id: u64, bytes: u64) {
-        let mut inner = self.inner();
-        let Work::Running { ahead, .. } = &mut inner.work else {
-            return;
-        };
-        let Some((stdin, buffers)) = ahead else {
-            return;
-        };
-        let Some(memory) = buffers.iter().position(|buffer| *buffer == id) else {
-            return;
-        };
-        // Its end shows why it does not listen.
-        let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
-    }
-
-    /// Ends a writer whose memory is not to be written after all; another may begin.
-    pub fn call_off(&self) {
-        self.cancel();
-        self.inner().work = Work::None;
-    }
-
-    /// Waits until so many bytes from the start of a buffer have been read, if it is one that is read into.
-    ///
-    /// # Errors
-    /// They cannot be read, or not in time.
-    pub fn has_been_read(&self, id: u64, bytes: u64, limit: Duration) -> Result<(), DriverError> {
-        let deadline = Instant::now() + limit;
-        let mut inner = self.inner();
-        loop {
-            if inner.read.get(&id).is_none_or(|r| r.bytes >= bytes) {
-                return Ok(());
-            }
-            match &inner.work {
-                Work::None | Work::Ended(Ok(_)) => return Ok(()),
-                Work::Ended(Err(error)) => return Err(refused(ErrorKind::Vram, error.clone())),
-                Work::Running { .. } => {}
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(refused(
-                    ErrorKind::TimedOut,
-                    "the GPU memory was not read in time",
-                ));
-            }
-            inner = self.changed_within(inner, left);
         }
     }
 
@@ -429,304 +369,6 @@ impl VramFiles {
             state: *buffer.state.lock().unwrap_or_else(PoisonError::into_inner),
         })
     }
-
-    /// Begins to write buffers that are being filled.
-    ///
-    /// # Errors
-    /// The worker cannot be started, or works already.
-    pub fn write_ahead(
-        self: &Arc<Self>,
-        dir: &Path,
-        buffers: &[u64],
-        config: &VramConfig,
-    ) -> Result<(), DriverError> {
-        let (directory, dir) = directory(dir)?;
-        let memory = buffers.iter().map(|id| self.memory(*id, ""));
-        let memory = memory.collect::<Result<Vec<_>, _>>()?;
-        let options = config.write_options(buffers.len());
-        let job = Job::Write {
-            dir: dir.clone(),
-            memory,
-            chunk_bytes: options.chunk_bytes,
-            shard_bytes: options.shard_bytes,
-            codec: options.codec,
-            level: options.level,
-            threads: options.threads,
-            parent: config.parent.clone(),
-            search: config.search.clone(),
-        };
-        self.start(job, directory, Some((dir, buffers.to_vec())))
-    }
-
-    fn write(
-        self: &Arc<Self>,
-        dir: &Path,
-        buffers: &[NamedBuffer],
-        config: &VramConfig,
-    ) -> Result<(), DriverError> {
-        // The driver has asked for all that it needs.
-        self.reserve.clear();
-        let memory = buffers.iter().map(|b| self.memory(b.id, &b.name));
-        let memory = memory.collect::<Result<Vec<_>, _>>()?;
-        let begun = match &self.inner().work {
-            Work::None | Work::Ended(Ok(_)) => false,
-            Work::Running { ahead, .. } => ahead.is_some(),
-            // Whoever waits for it hears why.
-            Work::Ended(Err(_)) => return Ok(()),
-        };
-        if !begun {
-            self.write_ahead(dir, &[], config)?;
-        }
-        let ahead = match &mut self.inner().work {
-            Work::Running { ahead, .. } => ahead.take(),
-            _ => None,
-        };
-        let Some((mut stdin, filled)) = ahead else {
-            return Ok(());
-        };
-        let before = |b: &NamedBuffer| filled.iter().position(|id| *id == b.id);
-        let complete = Complete {
-            filled_before: buffers.iter().map(before).collect(),
-            memory,
-        };
-        if let Err(error) = worker::tell(&mut stdin, &Progress::Complete(complete)) {
-            tracing::info!("the VRAM files' worker: {error}");
-        }
-        Ok(())
-    }
-
-    fn load(
-        self: &Arc<Self>,
-        dir: &Path,
-        regions: &[WantedRegion],
-        config: &VramConfig,
-    ) -> Result<Vec<SharedBuffer>, DriverError> {
-        let all = regions.iter().map(|region| region.bytes);
-        let all = all.fold(0u64, u64::saturating_add);
-        let allowed = self.inner().ceiling.allows_all(all);
-        allowed.map_err(|what| refused(ErrorKind::Vram, what))?;
-        there_is(all)?;
-        let (directory, dir) = directory(dir)?;
-        let mut shared = Vec::new();
-        let mut memory = Vec::new();
-        for region in regions {
-            let (_, buffer) = self.allocate(region.bytes, None)?;
-            memory.push(self.memory(buffer.id, &region.name)?);
-            shared.push(buffer);
-        }
-        let options = config.read_options(regions.len());
-        let device = userfault::device()
-            .inspect_err(|error| tracing::info!("{}: {error}", userfault::DEVICE))
-            .ok();
-        for buffer in &mut shared {
-            buffer.userfault = device.as_ref().map(own_descriptor);
-        }
-        let mut inner = self.inner();
-        inner.read = shared.iter().map(|b| (b.id, Reading::default())).collect();
-        inner.userfault = device;
-        drop(inner);
-        let job = Job::Load {
-            dir,
-            memory,
-            digest: config.digest.clone(),
-            check: options.check,
-            threads: options.threads,
-            search: config.search.clone(),
-        };
-        self.start(job, directory, None)?;
-        Ok(shared)
-    }
-
-    /// Closes a buffer's mapping in a restored process, but for what has been read.
-    fn hold_back(&self, id: u64, address: u64, fd: Descriptor) -> Result<(), DriverError> {
-        let buffer = self.buffer(id)?;
-        let failed = || failed("userfaultfd");
-        let fd = take_descriptor(fd).map_err(failed())?;
-        let mut inner = self.inner();
-        let reading = inner.read.entry(id).or_default();
-        let mapping = Userfault::close_all(fd, address, buffer.bytes).map_err(failed())?;
-        reading.mapping = Some(mapping);
-        let opened = reading.open();
-        if opened.is_err() {
-            reading.mapping = None;
-        }
-        opened.map_err(failed())
-    }
-
-    /// Notes how much of a buffer has been read.
-    fn has_read(&self, id: u64, bytes: u64) {
-        let mut inner = self.inner();
-        let Some(reading) = inner.read.get_mut(&id) else {
-            return;
-        };
-        reading.bytes = bytes;
-        self.changed.notify_all();
-        if let Err(error) = reading.open() {
-            // The driver unmaps it as soon as it is done.
-            tracing::debug!("userfaultfd: {error}");
-        }
-    }
-
-    /// Starts a worker; `directory` stays open as long as it works. A writer has its directory's path, and the buffers
-    /// that are still being filled.
-    fn start(
-        self: &Arc<Self>,
-        job: Job,
-        directory: File,
-        writer: Option<(PathBuf, Vec<u64>)>,
-    ) -> Result<(), DriverError> {
-        let (writes, filling) = writer.unzip();
-        let mut inner = self.inner();
-        if matches!(inner.work, Work::Running { .. }) {
-            return Err(refused(
-                ErrorKind::Busy,
-                "the VRAM files' worker still works",
-            ));
-        }
-        inner.last += 1;
-        let number = inner.last;
-        let (sender, receiver) = mpsc::channel();
-        let (vram_files, dir) = (Arc::clone(self), writes.clone());
-        let read_into: Vec<u64> = inner.read.keys().copied().collect();
-        let work = move || {
-            // It dies with the thread that starts it: with this one, which waits for it.
-            let mut child = match worker::start(&job) {
-                Ok(child) => child,
-                Err(error) => return drop(sender.send(Err(error))),
-            };
-            let _ = sender.send(Ok((pidfd(&child), child.stdin.take())));
-            let result = worker::finish(child, |memory, bytes| {
-                if let Some(id) = read_into.get(memory) {
-                    vram_files.has_read(*id, bytes);
-                }
-            });
-            if let (Err(error), Some(dir)) = (&result, &dir) {
-                tracing::error!("{error}");
-                cryopod_archive::vram::write::remove(dir);
-            }
-            drop(directory);
-            let mut inner = vram_files.inner();
-            if matches!(inner.work, Work::Running { number: n, .. } if n == number) {
-                inner.work = Work::Ended(result);
-            }
-            drop(inner);
-            vram_files.changed.notify_all();
-        };
-        let started = std::thread::Builder::new()
-            .name("vram".into())
-            .spawn(work)
-            .and_then(|_| receiver.recv().unwrap_or_else(|e| Err(io::Error::other(e))));
-        let (worker, stdin) =
-            started.map_err(failed("the VRAM files' worker cannot be started"))?;
-        inner.work = Work::Running {
-            number,
-            worker: worker.map(Arc::new),
-            ahead: stdin.zip(filling),
-            writes,
-        };
-        Ok(())
-    }
-
-    fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
-        let deadline = Instant::now() + limit;
-        let mut inner = self.inner();
-        loop {
-            match &inner.work {
-                Work::None => return Ok(None),
-                Work::Ended(Ok(done)) => return Ok(Some(done.clone())),
-                Work::Ended(Err(error)) => return Err(refused(ErrorKind::Vram, error.clone())),
-                Work::Running { .. } => {}
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(refused(
-                    ErrorKind::TimedOut,
-                    "the VRAM files' worker still works",
-                ));
-            }
-            inner = self.changed_within(inner, left);
-        }
-    }
-
-    /// Waits for the worker; a writer that waits for the driver is ended.
-    pub fn settle(&self) {
-        if matches!(&self.inner().work, Work::Running { ahead: Some(_), .. }) {
-            self.cancel();
-        }
-        let mut inner = self.inner();
-        while matches!(inner.work, Work::Running { .. }) {
-            inner = self
-                .changed
-                .wait(inner)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Ends the worker, and waits until what it wrote is removed.
-    fn cancel(&self) {
-        let deadline = Instant::now() + KILLED;
-        let mut inner = self.inner();
-        let mut dir = None;
-        if let Work::Running { worker, writes, .. } = &inner.work {
-            dir.clone_from(writes);
-            if let Some(worker) = worker {
-                let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
-                // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
-                unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
-            }
-        }
-        while matches!(inner.work, Work::Running { .. }) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            inner = self.changed_within(inner, left);
-        }
-        inner.work = Work::Ended(Err("called off".into()));
-        drop(inner);
-        self.changed.notify_all();
-        if let Some(dir) = dir {
-            cryopod_archive::vram::write::remove(&dir);
-        }
-    }
-
-    /// Maps a process's memory back if the plugin did not. The process must not be traced, and this thread becomes its
-    /// tracer for a moment. After an error the driver must not restore the process.
-    pub fn put_back(&self, pid: i32) -> io::Result<()> {
-        let away: Vec<(Arc<Buffer>, Place)> = {
-            let inner = self.inner();
-            let of = |(id, place): (&u64, &Place)| Some((inner.buffers.get(id).cloned()?, *place));
-            inner
-                .places
-                .iter()
-                .filter(|(_, place)| place.pid == pid)
-                .filter_map(of)
-                .collect()
-        };
-        for (buffer, place) in away {
-            if is_mapped(&buffer, place)? {
-                continue;
-            }
-            let _seized = Seized::new(place.tid)?;
-            let mut inject = Injection::begin(pid, place.tid, 0)?;
-            let mut mapped = inject.map_file(place.address, buffer.bytes, &buffer.file);
-            if mapped.is_err() {
-                mapped = inject.map_private(place.address, buffer.bytes);
-                mapped = mapped.and_then(|()| copy(&buffer, pid, place.address));
-            }
-            let ended = inject.end();
-            mapped.and(ended)?;
-            tracing::info!(pid, "GPU memory mapped back");
-        }
-        Ok(())
-    }
-}
-
-fn own_descriptor(file: &File) -> Descriptor {
-    Descriptor {
-        pid: std::process::id() as i32,
-        fd: file.as_raw_fd(),
-    }
 }
 
 /// Bytes of each process's memory whose allocation is waited for where there is plenty.
@@ -746,15 +388,6 @@ fn there_is(bytes: u64) -> Result<(), DriverError> {
     Err(refused(ErrorKind::OutOfMemory, what))
 }
 
-/// Opens a pidfd, which names the child even if its pid is reused.
-fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
-    // SAFETY: a number; a new descriptor or -1.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
-    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
-    // SAFETY: a descriptor that was just made and belongs to nobody else.
-    Some(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
 /// Opens the directory and resolves its path, for messages.
 fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
     let opened = File::open(dir).map_err(failed("the image directory cannot be opened"))?;
@@ -771,36 +404,4 @@ fn directory(dir: &Path) -> Result<(File, PathBuf), DriverError> {
         .ok()
         .filter(|path| same(path).is_some());
     Ok((opened, path.unwrap_or(held)))
-}
-
-fn is_mapped(buffer: &Buffer, place: Place) -> io::Result<bool> {
-    let inode = buffer.file.metadata()?.ino();
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", place.pid))?;
-    let start = format!("{:x}-", place.address);
-    Ok(maps
-        .lines()
-        .filter(|line| line.starts_with(&start))
-        .any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str())))
-}
-
-/// Copies a buffer into private memory of the process; frees each piece as soon as it is there, so that there are never
-/// two copies.
-fn copy(buffer: &Buffer, pid: i32, address: u64) -> io::Result<()> {
-    let to = File::options()
-        .write(true)
-        .open(format!("/proc/{pid}/mem"))?;
-    let mut piece = vec![0; COPY];
-    let mut at = 0;
-    while at < buffer.bytes {
-        let len = piece
-            .len()
-            .min(usize::try_from(buffer.bytes - at).unwrap_or(usize::MAX));
-        buffer.file.read_exact_at(&mut piece[..len], at)?;
-        to.write_all_at(&piece[..len], address + at)?;
-        let flags = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: numbers; frees a part of our own file.
-        unsafe { libc::fallocate(buffer.file.as_raw_fd(), flags, at as i64, len as i64) };
-        at += len as u64;
-    }
-    Ok(())
 }

@@ -1,0 +1,242 @@
+//! The worker that writes and reads the VRAM files: its start, its end, and what it is told meanwhile.
+
+use super::{VramFiles, directory, failed, refused};
+use crate::protocol::{DriverError, ErrorKind};
+use crate::vram::worker::{self, Complete, Job, Progress};
+use crate::vram::{NamedBuffer, VramConfig, VramDone};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::process::ChildStdin;
+use std::sync::{Arc, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// How long a killed worker may take to end.
+const KILLED: Duration = Duration::from_secs(10);
+
+#[derive(Default)]
+pub(super) enum Work {
+    #[default]
+    None,
+    Running {
+        number: u64,
+        worker: Option<Arc<OwnedFd>>,
+        /// A writer that is still to be told what is complete, and the buffers that it has.
+        ahead: Option<(ChildStdin, Vec<u64>)>,
+        /// The directory whose VRAM files are removed when the work fails or is cancelled.
+        writes: Option<PathBuf>,
+    },
+    Ended(Result<VramDone, String>),
+}
+
+impl VramFiles {
+    /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
+    /// [`State::Filling`] since before the writer began.
+    pub fn has_filled(&self, id: u64, bytes: u64) {
+        let mut inner = self.inner();
+        let Work::Running { ahead, .. } = &mut inner.work else {
+            return;
+        };
+        let Some((stdin, buffers)) = ahead else {
+            return;
+        };
+        let Some(memory) = buffers.iter().position(|buffer| *buffer == id) else {
+            return;
+        };
+        // Its end shows why it does not listen.
+        let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
+    }
+
+    /// Ends a writer whose memory is not to be written after all; another may begin.
+    pub fn call_off(&self) {
+        self.cancel();
+        self.inner().work = Work::None;
+    }
+
+    /// Begins to write buffers that are being filled.
+    ///
+    /// # Errors
+    /// The worker cannot be started, or works already.
+    pub fn write_ahead(
+        self: &Arc<Self>,
+        dir: &Path,
+        buffers: &[u64],
+        config: &VramConfig,
+    ) -> Result<(), DriverError> {
+        let (directory, dir) = directory(dir)?;
+        let memory = buffers.iter().map(|id| self.memory(*id, ""));
+        let memory = memory.collect::<Result<Vec<_>, _>>()?;
+        let options = config.write_options(buffers.len());
+        let job = Job::Write {
+            dir: dir.clone(),
+            memory,
+            chunk_bytes: options.chunk_bytes,
+            shard_bytes: options.shard_bytes,
+            codec: options.codec,
+            level: options.level,
+            threads: options.threads,
+            parent: config.parent.clone(),
+            search: config.search.clone(),
+        };
+        self.start(job, directory, Some((dir, buffers.to_vec())))
+    }
+
+    pub(super) fn write(
+        self: &Arc<Self>,
+        dir: &Path,
+        buffers: &[NamedBuffer],
+        config: &VramConfig,
+    ) -> Result<(), DriverError> {
+        // The driver has asked for all that it needs.
+        self.reserve.clear();
+        let memory = buffers.iter().map(|b| self.memory(b.id, &b.name));
+        let memory = memory.collect::<Result<Vec<_>, _>>()?;
+        let begun = match &self.inner().work {
+            Work::None | Work::Ended(Ok(_)) => false,
+            Work::Running { ahead, .. } => ahead.is_some(),
+            // Whoever waits for it hears why.
+            Work::Ended(Err(_)) => return Ok(()),
+        };
+        if !begun {
+            self.write_ahead(dir, &[], config)?;
+        }
+        let ahead = match &mut self.inner().work {
+            Work::Running { ahead, .. } => ahead.take(),
+            _ => None,
+        };
+        let Some((mut stdin, filled)) = ahead else {
+            return Ok(());
+        };
+        let before = |b: &NamedBuffer| filled.iter().position(|id| *id == b.id);
+        let complete = Complete {
+            filled_before: buffers.iter().map(before).collect(),
+            memory,
+        };
+        if let Err(error) = worker::tell(&mut stdin, &Progress::Complete(complete)) {
+            tracing::info!("the VRAM files' worker: {error}");
+        }
+        Ok(())
+    }
+
+    /// Starts a worker; `directory` stays open as long as it works. A writer has its directory's path, and the buffers
+    /// that are still being filled.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        job: Job,
+        directory: File,
+        writer: Option<(PathBuf, Vec<u64>)>,
+    ) -> Result<(), DriverError> {
+        let (writes, filling) = writer.unzip();
+        let mut inner = self.inner();
+        if matches!(inner.work, Work::Running { .. }) {
+            return Err(refused(
+                ErrorKind::Busy,
+                "the VRAM files' worker still works",
+            ));
+        }
+        inner.last += 1;
+        let number = inner.last;
+        let (sender, receiver) = mpsc::channel();
+        let (vram_files, dir) = (Arc::clone(self), writes.clone());
+        let read_into: Vec<u64> = inner.read.keys().copied().collect();
+        let work = move || {
+            // It dies with the thread that starts it: with this one, which waits for it.
+            let mut child = match worker::start(&job) {
+                Ok(child) => child,
+                Err(error) => return drop(sender.send(Err(error))),
+            };
+            let _ = sender.send(Ok((pidfd(&child), child.stdin.take())));
+            let result = worker::finish(child, |memory, bytes| {
+                if let Some(id) = read_into.get(memory) {
+                    vram_files.has_read(*id, bytes);
+                }
+            });
+            if let (Err(error), Some(dir)) = (&result, &dir) {
+                tracing::error!("{error}");
+                cryopod_archive::vram::write::remove(dir);
+            }
+            drop(directory);
+            let mut inner = vram_files.inner();
+            if matches!(inner.work, Work::Running { number: n, .. } if n == number) {
+                inner.work = Work::Ended(result);
+            }
+            drop(inner);
+            vram_files.changed.notify_all();
+        };
+        let started = std::thread::Builder::new()
+            .name("vram".into())
+            .spawn(work)
+            .and_then(|_| receiver.recv().unwrap_or_else(|e| Err(io::Error::other(e))));
+        let (worker, stdin) =
+            started.map_err(failed("the VRAM files' worker cannot be started"))?;
+        inner.work = Work::Running {
+            number,
+            worker: worker.map(Arc::new),
+            ahead: stdin.zip(filling),
+            writes,
+        };
+        Ok(())
+    }
+
+    pub(super) fn wait(&self, limit: Duration) -> Result<Option<VramDone>, DriverError> {
+        let late = "the VRAM files' worker still works";
+        self.answered(limit, late, |inner| match &inner.work {
+            Work::None => Some(Ok(None)),
+            Work::Ended(Ok(done)) => Some(Ok(Some(done.clone()))),
+            Work::Ended(Err(error)) => Some(Err(refused(ErrorKind::Vram, error.clone()))),
+            Work::Running { .. } => None,
+        })
+    }
+
+    /// Waits for the worker; a writer that waits for the driver is ended.
+    pub fn settle(&self) {
+        if matches!(&self.inner().work, Work::Running { ahead: Some(_), .. }) {
+            self.cancel();
+        }
+        let mut inner = self.inner();
+        while matches!(inner.work, Work::Running { .. }) {
+            inner = self
+                .changed
+                .wait(inner)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends the worker, and waits until what it wrote is removed.
+    pub(super) fn cancel(&self) {
+        let deadline = Instant::now() + KILLED;
+        let mut inner = self.inner();
+        let mut dir = None;
+        if let Work::Running { worker, writes, .. } = &inner.work {
+            dir.clone_from(writes);
+            if let Some(worker) = worker {
+                let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+                // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
+                unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
+            }
+        }
+        while matches!(inner.work, Work::Running { .. }) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            inner = self.changed_within(inner, left);
+        }
+        inner.work = Work::Ended(Err("called off".into()));
+        drop(inner);
+        self.changed.notify_all();
+        if let Some(dir) = dir {
+            cryopod_archive::vram::write::remove(&dir);
+        }
+    }
+}
+
+/// Opens a pidfd, which names the child even if its pid is reused.
+fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
+    // SAFETY: a number; a new descriptor or -1.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
+    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
+    // SAFETY: a descriptor that was just made and belongs to nobody else.
+    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
