@@ -5,9 +5,13 @@
 //! (measured: 2.2 s for 32 GiB, and 0.7 s for the copy).
 
 mod gpus;
+mod pipeline;
+mod ring;
 
 pub use gpus::Gpus;
 
+use self::pipeline::{Block, Host};
+use self::ring::Ring;
 use crate::driver::{Handle, LoadError};
 use crate::protocol::{DriverError, ErrorKind};
 use crate::vram::front::Front;
@@ -15,10 +19,7 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError, mpsc};
-
-const BUFFER: usize = 16 << 20;
-const BUFFERS: usize = 12;
+use std::sync::{Mutex, PoisonError};
 
 // cuda.h
 const POSIX_DESCRIPTOR: c_uint = 1;
@@ -203,16 +204,6 @@ impl Drop for Imported<'_> {
     }
 }
 
-/// The host memory, of which each thread touches other parts.
-struct Host {
-    address: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: blocks do not overlap where the pieces do not; where a process says that its pieces do, bytes of its own are
-// mixed up.
-unsafe impl Sync for Host {}
-
 impl Copier {
     /// # Errors
     /// The driver lacks a function. It has all since CUDA 11.
@@ -300,14 +291,12 @@ impl Copier {
         way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
-        let host = Host {
-            bytes: memory.len(),
-            address: memory.as_mut_ptr(),
-        };
-        let front = Mutex::new(Front::new(host.bytes));
+        let all = memory.len();
+        let host = Host::new(memory);
+        let front = Mutex::new(Front::new(all));
         let mut by_device: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
         for span in spans {
-            let place = within(span.offset, span.bytes, host.bytes)?;
+            let place = within(span.offset, span.bytes, all)?;
             let blocks = Block::of(span.address, place);
             by_device.entry(span.device).or_default().extend(blocks);
         }
@@ -367,208 +356,6 @@ impl Copier {
         })?;
         Ok(imported)
     }
-
-    fn copy_device(
-        &self,
-        ordinal: i32,
-        blocks: &[Block],
-        host: &Host,
-        front: &Mutex<Front>,
-        way: Way<'_>,
-        threads: usize,
-    ) -> Result<(), DriverError> {
-        let device = self.device(ordinal)?;
-        self.make_current(device)?;
-        let ring = self.ring(ordinal)?;
-        let mut blocks = blocks.to_vec();
-        blocks.sort_unstable_by_key(|block| block.offset);
-        match way {
-            Way::Out(filled) => {
-                let done = |block: &Block| {
-                    let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
-                    if let Some(bytes) = front.advance(block.offset, block.bytes) {
-                        filled(bytes);
-                    }
-                };
-                self.copy_out(device, &ring, &blocks, host, threads, &done)?;
-            }
-            Way::In(ready) => self.copy_in(&ring, &blocks, host, threads, ready)?,
-        }
-        // After an error the GPU may still use it.
-        self.give_back(ordinal, ring);
-        Ok(())
-    }
-
-    fn copy_out(
-        &self,
-        device: Device,
-        ring: &Ring,
-        blocks: &[Block],
-        host: &Host,
-        threads: usize,
-        done: &(dyn Fn(&Block) + Sync),
-    ) -> Result<(), DriverError> {
-        let f = &self.functions;
-        let (give, free) = mpsc::channel();
-        for slot in 0..BUFFERS {
-            let _ = give.send(slot);
-        }
-        let (fill, filled) = mpsc::sync_channel::<(usize, Block)>(BUFFERS);
-        let filled = Mutex::new(filled);
-        let empty = || -> Result<(), DriverError> {
-            self.make_current(device)?;
-            loop {
-                let next = filled.lock().unwrap_or_else(PoisonError::into_inner).recv();
-                let Ok((slot, block)) = next else {
-                    return Ok(());
-                };
-                // SAFETY: an event of the ring's.
-                checked("a copy", unsafe { (f.wait)(ring.events[slot]) })?;
-                // SAFETY: the buffer is filled, and the block lies within the host memory.
-                unsafe {
-                    let to = host.address.add(block.offset);
-                    to.copy_from_nonoverlapping(ring.buffer(slot), block.bytes);
-                }
-                done(&block);
-                let _ = give.send(slot);
-            }
-        };
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(empty)).collect();
-            let mut begun = Ok(());
-            for block in blocks {
-                let Ok(slot) = free.recv_timeout(RING_LIMIT) else {
-                    begun = Err(wrong("the GPU does not answer"));
-                    break;
-                };
-                // SAFETY: the buffer is free and as large; the event and the stream are the ring's.
-                let code = unsafe {
-                    let to = ring.buffer(slot).cast();
-                    let copy = (f.to_host)(to, block.address, block.bytes, ring.stream);
-                    if copy == 0 {
-                        (f.record)(ring.events[slot], ring.stream)
-                    } else {
-                        copy
-                    }
-                };
-                begun = checked("a copy", code);
-                if begun.is_err() || fill.send((slot, *block)).is_err() {
-                    break;
-                }
-            }
-            drop(fill);
-            joined(workers).and(begun)
-        })
-    }
-
-    fn copy_in(
-        &self,
-        ring: &Ring,
-        blocks: &[Block],
-        host: &Host,
-        threads: usize,
-        ready: &Ready<'_>,
-    ) -> Result<(), DriverError> {
-        let f = &self.functions;
-        let (give, free) = mpsc::channel();
-        for slot in 0..BUFFERS {
-            let _ = give.send(slot);
-        }
-        let (fill, filled) = mpsc::sync_channel::<(usize, Block)>(BUFFERS);
-        let work = Mutex::new((free, blocks.iter()));
-        let load = |fill: mpsc::SyncSender<(usize, Block)>| {
-            loop {
-                let next = {
-                    let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
-                    let Some(block) = work.1.next() else {
-                        return Ok(());
-                    };
-                    // Before a buffer is taken: after an error nobody would give it back.
-                    ready((block.offset + block.bytes) as u64)?;
-                    work.0.recv().map(|slot| (slot, *block))
-                };
-                let Ok((slot, block)) = next else {
-                    return Ok(());
-                };
-                // SAFETY: the buffer is free, and the block lies within the host memory.
-                unsafe {
-                    let from = host.address.add(block.offset);
-                    ring.buffer(slot)
-                        .copy_from_nonoverlapping(from, block.bytes);
-                }
-                if fill.send((slot, block)).is_err() {
-                    return Ok(());
-                }
-            }
-        };
-        let load = &load;
-        std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads.max(1))
-                .map(|_| {
-                    let fill = fill.clone();
-                    scope.spawn(move || load(fill))
-                })
-                .collect();
-            drop(fill);
-            let copied = self.enqueue(ring, &filled, &give);
-            // Without these the workers end.
-            drop((filled, give));
-            joined(workers).and(copied)
-        })?;
-        // SAFETY: the events are the ring's; those never recorded are complete.
-        ring.events
-            .iter()
-            .try_for_each(|event| checked("a copy", unsafe { (f.wait)(*event) }))
-    }
-
-    /// Copies filled buffers to the GPU in the order in which they come; half of the ring is under way at a time.
-    fn enqueue(
-        &self,
-        ring: &Ring,
-        filled: &mpsc::Receiver<(usize, Block)>,
-        give: &mpsc::Sender<usize>,
-    ) -> Result<(), DriverError> {
-        let f = &self.functions;
-        let mut under_way = std::collections::VecDeque::new();
-        while let Ok((slot, block)) = filled.recv() {
-            // SAFETY: the buffer is filled; the event and the stream are the ring's.
-            let code = unsafe {
-                let from = ring.buffer(slot).cast_const().cast();
-                let copy = (f.to_device)(block.address, from, block.bytes, ring.stream);
-                if copy == 0 {
-                    (f.record)(ring.events[slot], ring.stream)
-                } else {
-                    copy
-                }
-            };
-            checked("a copy", code)?;
-            under_way.push_back(slot);
-            if under_way.len() > BUFFERS / 2 {
-                if let Some(oldest) = under_way.pop_front() {
-                    // SAFETY: an event of the ring's.
-                    checked("a copy", unsafe { (f.wait)(ring.events[oldest]) })?;
-                    let _ = give.send(oldest);
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// How long the GPU may take for a whole ring.
-const RING_LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
-
-type Worker<'scope> = std::thread::ScopedJoinHandle<'scope, Result<(), DriverError>>;
-
-fn joined(workers: Vec<Worker<'_>>) -> Result<(), DriverError> {
-    let join = |worker: Worker<'_>| {
-        worker
-            .join()
-            .unwrap_or_else(|_| Err(wrong("a thread died")))
-    };
-    // All are waited for.
-    let all: Vec<_> = workers.into_iter().map(join).collect();
-    all.into_iter().collect()
 }
 
 /// A place in host memory of a size: offset and bytes.
@@ -579,87 +366,4 @@ fn within(offset: u64, bytes: u64, all: usize) -> Result<(usize, usize), DriverE
     place
         .filter(|(at, bytes)| *bytes > 0 && at.checked_add(*bytes).is_some_and(|end| end <= all))
         .ok_or_else(|| wrong("a piece does not lie within its memory"))
-}
-
-/// A part of a piece, as large as a buffer or smaller.
-#[derive(Clone, Copy)]
-struct Block {
-    address: Address,
-    /// In the host memory.
-    offset: usize,
-    bytes: usize,
-}
-
-impl Block {
-    fn of(address: Address, (offset, bytes): (usize, usize)) -> impl Iterator<Item = Self> {
-        (0..bytes).step_by(BUFFER).map(move |at| Self {
-            address: address + at as u64,
-            offset: offset + at,
-            bytes: BUFFER.min(bytes - at),
-        })
-    }
-}
-
-/// Pinned buffers, with an event for each, and a stream.
-struct Ring {
-    functions: Functions,
-    memory: *mut u8,
-    stream: *mut c_void,
-    events: Vec<*mut c_void>,
-}
-
-// SAFETY: each buffer and its event are one thread's at a time; CUDA's objects may be used from any thread.
-unsafe impl Sync for Ring {}
-// SAFETY: as above.
-unsafe impl Send for Ring {}
-
-impl Ring {
-    fn new(functions: Functions) -> Result<Self, DriverError> {
-        let mut ring = Self {
-            functions,
-            memory: std::ptr::null_mut(),
-            stream: std::ptr::null_mut(),
-            events: Vec::new(),
-        };
-        let mut memory = std::ptr::null_mut();
-        // SAFETY: each call writes one pointer.
-        unsafe {
-            checked(
-                "pinned memory",
-                (functions.pin)(&mut memory, BUFFER * BUFFERS, 0),
-            )?;
-            ring.memory = memory.cast();
-            checked(
-                "a stream",
-                (functions.stream)(&mut ring.stream, NON_BLOCKING),
-            )?;
-            for _ in 0..BUFFERS {
-                let mut event = std::ptr::null_mut();
-                checked("an event", (functions.event)(&mut event, NO_TIMING))?;
-                ring.events.push(event);
-            }
-        }
-        Ok(ring)
-    }
-
-    fn buffer(&self, slot: usize) -> *mut u8 {
-        self.memory.wrapping_add(slot * BUFFER)
-    }
-}
-
-impl Drop for Ring {
-    fn drop(&mut self) {
-        // SAFETY: what this value holds; work on it is over, or the call waits for it.
-        unsafe {
-            for event in &self.events {
-                (self.functions.end_event)(*event);
-            }
-            if !self.stream.is_null() {
-                (self.functions.end_stream)(self.stream);
-            }
-            if !self.memory.is_null() {
-                (self.functions.unpin)(self.memory.cast());
-            }
-        }
-    }
 }
