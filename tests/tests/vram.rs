@@ -16,12 +16,12 @@ fn whatever_fails_no_sum_is_wrong() {
 crate::scenarios! {
     gpu_memory_goes_into_files: V2 [] "plugin/lib.sh" + "vram/criu.sh";
     custom_storage: V2 [] "plugin/lib.sh" + "vram/storage.sh";
-    custom_storage_podman: V2 ["crun"] "vram/storage_podman.sh";
-    podman_crun: V2 ["crun"] "vram/podman.sh";
-    podman_runc: V2 ["runc"] "vram/podman.sh";
+    custom_storage_podman: V2 ["crun" "--driver" "615.10"] "vram/job.sh" + "vram/storage_podman.sh";
+    podman_crun: V2 ["crun"] "vram/job.sh" + "vram/podman.sh";
+    podman_runc: V2 ["runc"] "vram/job.sh" + "vram/podman.sh";
     checkpoints_that_build_upon_each_other: V2 ["runc"] "vram/parents.sh";
     handed_over_by_the_preload_library: V2 ["crun"] "vram/job.sh" + "vram/preload.sh";
     ranks_over_nccl: V2 ["crun"] "vram/job.sh" + "vram/nccl.sh";
-    suspended_and_resumed_crun: V2 ["crun"] "vram/suspend.sh";
-    suspended_and_resumed_runc: V1 ["runc"] "vram/suspend.sh";
+    suspended_and_resumed_crun: V2 ["crun"] "vram/job.sh" + "vram/suspend.sh";
+    suspended_and_resumed_runc: V1 ["runc"] "vram/job.sh" + "vram/suspend.sh";
 }

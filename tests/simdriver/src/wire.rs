@@ -94,10 +94,12 @@ pub enum Step {
     Complete = 6,
     /// A copy to or from custom storage, in the caller.
     Copy = 7,
+    /// `cuMemUnmap`.
+    Unmap = 8,
 }
 
 /// All steps.
-pub const STEPS: [Step; 8] = [
+pub const STEPS: [Step; 9] = [
     Step::Init,
     Step::GetState,
     Step::Lock,
@@ -106,6 +108,7 @@ pub const STEPS: [Step; 8] = [
     Step::Unlock,
     Step::Complete,
     Step::Copy,
+    Step::Unmap,
 ];
 
 impl Step {
@@ -125,6 +128,7 @@ impl Step {
             Self::Unlock => "unlock",
             Self::Complete => "complete",
             Self::Copy => "copy",
+            Self::Unmap => "unmap",
         }
     }
 }

@@ -6,10 +6,10 @@ use std::os::unix::fs::MetadataExt;
 
 use super::memory;
 use super::process::{Block, Inner, checked};
-use super::steps::device_memory;
+use super::steps::{self, device_memory};
 use crate::abi::*;
 use crate::uuid::GpuUuid;
-use crate::wire::op;
+use crate::wire::{Step, op};
 
 /// Where physical memory is, for the server; no program sees these addresses.
 const PHYSICAL: u64 = 0x5000_0000_0000;
@@ -170,6 +170,7 @@ pub fn map(
 
 /// `cuMemUnmap`, of whole mappings.
 pub fn unmap(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult> {
+    steps::begin(inner, Step::Unmap, None, bytes).map_err(|stop| stop.code)?;
     let inside = |m: &Mapping| m.address >= address && m.address + m.bytes <= address + bytes;
     let before = inner.vmm.mappings.len();
     inner.vmm.mappings.retain(|m| !inside(m));

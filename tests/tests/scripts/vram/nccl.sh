@@ -1,6 +1,7 @@
 # nccl.sh: ranks over NCCL, whose communicators leave and come back. After job.sh.
 # shellcheck shell=bash disable=SC2154
 program=cusim-nccl
+glibc_image
 run_rootfs --ranks 2 --mib 8 --interval-ms 50
 for times in once twice; do
     check "$times: checkpoint" does pod container checkpoint --export /tmp/job.tar job

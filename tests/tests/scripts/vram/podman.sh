@@ -1,30 +1,8 @@
-# podman.sh LOW: the VRAM files under podman with cryopod-runtime.
-low=$1
-mkimage
-simulate "$low" --proc-root /run/simulated
-mount --bind /run/simulated/driver /proc/driver
+# podman.sh: the VRAM files under podman with cryopod-runtime. After job.sh.
+# shellcheck shell=bash disable=SC2154
+mode=dev.cryopod.vram
 
-run() { # MODE cusim-client ARG...
-    local mode=$1 && shift
-    pod run -d --name job --annotation "dev.cryopod.vram=$mode" --network none --device /dev/nvidiactl \
-        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
-        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
-        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
-        localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for ticked 3
-}
-ticks() { printed job | grep -c ok || true; }
-ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { printed job | tail -n 5; cat /tmp/said; }
-goes_on() {
-    local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
-}
-sum() { printed job | tail -n 1 | cut -d' ' -f2; }
-recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
-: > /tmp/said
-
-run on --mib 100
+run --annotation $mode=on --mib 100
 last=$(sum)
 pod container checkpoint --leave-running --export /tmp/job.tar job > /dev/null
 check 'left running: it goes on' goes_on
@@ -98,7 +76,7 @@ pod container restore --import /tmp/job.tar > /dev/null
 check 'the whole one: restored' goes_on
 pod rm -f -t 0 job > /dev/null
 
-run off --mib 100
+run --annotation $mode=off --mib 100
 pod container checkpoint --export /tmp/job.tar job > /dev/null
 pod rm -f -t 0 job > /dev/null
 check 'off: through CRIU' recorded '.gpu.vram == null'

@@ -1,5 +1,7 @@
 # preload.sh: GPU memory that the preload library hands over. After job.sh.
 # shellcheck shell=bash disable=SC2154
+glibc_image
+
 # What the annotation asks for, and what it cannot have.
 refuses_to_start() { # PATTERN ANNOTATION
     refused "$1" pod run --rm --annotation "$2" --network none localhost/busybox true
@@ -46,6 +48,16 @@ for at in lock checkpoint; do
     check "$at fails: suspend says so" refused 'not suspended, and it runs on|goes on' sh -c "/opt/build/cusim-ctl --socket '$sim' set fail-$at:1 > /dev/null; cryopod suspend job"
     check "$at fails: and it goes on" goes_on
 done
+# It has been copied, and a part of it released, when the next part cannot be: all comes back, and the driver moves it.
+/opt/build/cusim-ctl --socket "$sim" set "fail-unmap:1/1@$(pgrep -x cusim-client)" > /dev/null
+check 'unmap fails: checkpoint' does pod container checkpoint --leave-running --export /tmp/job.tar job
+check 'unmap fails: left to the driver' recorded "$handed_over | length == 0"
+check 'unmap fails: it goes on' goes_on
+end
+check 'unmap fails: restore' does pod container restore --import /tmp/job.tar
+check 'unmap fails: the restored one goes on' goes_on
+check 'unmap fails: the same sum' test "$(sum)" = "$last"
+id=$(pod inspect -f '{{.Id}}' job)
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 mkdir -p /tmp/small
 for flag in '' --leave-running; do
@@ -79,7 +91,7 @@ check 'nothing is in use' used 'all(. == 0)'
 end
 
 # Without the library: as ever.
-run dev.cryopod.preload=off --mib 100
+run --annotation dev.cryopod.preload=off --mib 100
 check 'off: checkpoint' does pod container checkpoint --export /tmp/job.tar job
 check 'off: nothing is handed over' recorded "$handed_over | length == 0"
 end

@@ -1,37 +1,7 @@
-# storage_podman.sh LOW: the driver's custom storage under podman: checkpoints, copies elsewhere, suspend, an older driver.
+# storage_podman.sh: the driver's custom storage under podman: checkpoints, copies elsewhere, suspend, an older driver. After
+# job.sh.
 # shellcheck shell=bash disable=SC2154
-low=$1
-mkimage
-simulate "$low" --proc-root /run/simulated --driver 615.10
-mount --bind /run/simulated/driver /proc/driver
 printf '[vram]\ncustom_storage = true\n' >> /etc/cryopod/config.toml
-
-run() { # cusim-client ARG...
-    pod run -d --name job --network none --device /dev/nvidiactl \
-        --device /dev/nvidia-uvm --device /dev/nvidia0 --device /dev/nvidia1 \
-        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
-        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
-        localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for ticked 3
-}
-end() { pod rm -f -t 0 job > /dev/null; }
-ticks() { printed job | grep -c ok || true; }
-ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { printed job | tail -n 5; cat /tmp/said; }
-goes_on() {
-    local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
-}
-sum() { printed job | tail -n 1 | cut -d' ' -f2; }
-does() { "$@" > /tmp/said 2>&1; }
-refused() { # PATTERN COMMAND...
-    local pattern=$1 && shift
-    ! "$@" > /tmp/said 2>&1 && grep -Eq -- "$pattern" /tmp/said
-}
-recorded() { tar -xOf /tmp/job.tar checkpoint/cryopod.json | jq -e "$1" > /dev/null; }
-in_use() { /opt/build/cusim-ctl --socket "$sim" status | jq -c '[.gpus[] | [.pids[]] | add // 0]'; }
-used() { local now && now=$(in_use) && jq -e "$1" > /dev/null <<< "$now" || { echo "$now"; false; }; }
-: > /tmp/said
 
 run --mib 100 --chunk-mib 20 --gpus 0,1
 last=$(sum)

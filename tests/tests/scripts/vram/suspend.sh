@@ -1,43 +1,12 @@
-# suspend.sh LOW: suspend and resume under podman and with the runtime alone, with the simulated driver.
-low=$1
-mkimage
-simulate "$low" --proc-root /run/simulated
-mount --bind /run/simulated/driver /proc/driver
+# suspend.sh: suspend and resume under podman and with the runtime alone, with the simulated driver. After job.sh.
+# shellcheck shell=bash disable=SC2154,SC2034
 GPU0=GPU-c0da0000-5130-4d00-8000-000000000000
 GPU1=GPU-c0da0000-5130-4d00-8000-000000000001
-
-run() { # NODES cusim-client ARG...
-    local nodes=() n
-    for n in $1; do nodes+=(--device "/dev/nvidia$n"); done
-    shift
-    pod run -d --name job --network none --device /dev/nvidiactl --device /dev/nvidia-uvm "${nodes[@]}" \
-        -v /run/cusim:/run/cusim -v /opt/cusim:/cusim:ro -e LD_LIBRARY_PATH=/cusim \
-        -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /usr/lib64:/lib64:ro \
-        localhost/busybox /cusim/cusim-client "$@" > /dev/null
-    wait_for ticked 3
-}
-end() { pod rm -f -t 0 job > /dev/null; }
-ticks() { printed job | grep -c ok || true; }
-ticked() { [ "$(ticks)" -ge "$1" ]; }
-on_failure() { printed job | tail -n 5; cat /tmp/said; }
-goes_on() { # the sums come again, are right, and what they were
-    local now && now=$(ticks)
-    wait_for ticked $((now + 3)) && ! printed job | grep CORRUPT
-}
-does() { "$@" > /tmp/said 2>&1; }
-refused() { # PATTERN COMMAND...
-    local pattern=$1 && shift
-    ! "$@" > /tmp/said 2>&1 && grep -Eq -- "$pattern" /tmp/said
-}
-# What the device server says is in use on each GPU.
-in_use() { /opt/build/cusim-ctl --socket "$sim" status | jq -c '[.gpus[] | [.pids[]] | add // 0]'; }
-used() { local now && now=$(in_use) && jq -e "$1" > /dev/null <<< "$now" || { echo "$now"; false; }; }
 here() { [ "$(pod inspect -f '{{.State.Status}}' job)" = running ]; }
 holders() { pgrep -x 'cryopod-cuda-ag|cryopod' > /dev/null; }
 none() { used 'all(. == 0)' && here && ! holders; }
-: > /tmp/said
 
-run '0 1' --mib 100 --procs 2 --gpus 0,1
+run --mib 100 --procs 2 --gpus 0,1
 id=$(pod inspect -f '{{.Id}}' job)
 both() { [ "$(printed job | awk '{print $5}' | sort -u | grep -c '^p[01]$')" = 2 ]; }
 wait_for both
@@ -75,7 +44,7 @@ end
 check 'removed while suspended: nothing is in use' used 'all(. == 0)'
 rm -rf /tmp/away /tmp/damaged
 
-run '0 1' --mib 100
+run --mib 100
 check 'into files again' does cryopod suspend -q --to /tmp/files job
 check 'back from files' does cryopod resume job
 check 'back from files: it goes on' goes_on
@@ -121,7 +90,8 @@ check 'the restore fails: said' refused 'stays suspended, with its GPU memory in
 end
 /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
 
-run 0 --mib 100
+gpus=(0)
+run --mib 100
 check 'a GPU that the container lacks: suspended' does cryopod suspend job
 check 'a GPU that the container lacks: refused' refused 'the container has no /dev/nvidia1, the node of GPU-' cryopod resume --map "$GPU0=$GPU1" job
 check 'and back where it was' does cryopod resume job
