@@ -100,6 +100,8 @@ struct Control<'a> {
     socket: &'a OwnedFd,
     state: State,
     kept: Option<OwnedFd>,
+    /// Of the request that is answered.
+    number: u64,
     /// Nobody reads the answers: the agent has died.
     deaf: Cell<bool>,
 }
@@ -110,6 +112,7 @@ fn serve(socket: &OwnedFd) {
         socket,
         state: State::Open,
         kept: None,
+        number: 0,
         deaf: Cell::new(false),
     };
     loop {
@@ -118,27 +121,27 @@ fn serve(socket: &OwnedFd) {
             State::Open | State::Away => Duration::ZERO,
         };
         let _ = wire::set_receive_limit(socket, left);
-        let mut is_up = false;
-        let answer = match wire::request(socket) {
-            Ok((Some(request), data, fd)) => {
-                is_up = matches!(request, Request::NcclUp { .. });
-                match control.nccl(request, &data) {
-                    Some(answer) => answer,
-                    None => control.carry_out(request, fd),
-                }
-            }
-            Ok((None, ..)) => Err(Reason::Order),
+        let received = match wire::request(socket) {
+            Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 control.go_on();
                 continue;
             }
             Err(_) => return,
         };
+        control.number = received.number;
+        let answer = match received.what {
+            Some(request) => match control.nccl(request, &received.data) {
+                Some(answer) => answer,
+                None => control.carry_out(request, received.fd),
+            },
+            None => Err(Reason::Order),
+        };
         let answer = answer.map_or_else(Answer::Failed, |()| Answer::Done);
         if !control.deaf.take() {
-            let _ = wire::send_answer(socket, answer, None);
+            let _ = wire::send_answer(socket, control.number, answer, None);
         }
-        if is_up {
+        if matches!(received.what, Some(Request::NcclUp { .. })) {
             state::give_up();
         }
     }
@@ -179,7 +182,8 @@ impl Control<'_> {
         };
         Some(answer.map(|bytes| {
             if !self.deaf.get() {
-                self.deaf.set(wire::send_data(self.socket, &bytes).is_err());
+                self.deaf
+                    .set(wire::send_data(self.socket, self.number, &bytes).is_err());
             }
         }))
     }
@@ -248,7 +252,7 @@ impl Control<'_> {
     fn piece(&self, offset: u64, bytes: u64, fd: &OwnedFd) {
         let piece = Answer::Piece { offset, bytes };
         if !self.deaf.get() {
-            let sent = wire::send_answer(self.socket, piece, Some(fd.as_fd()));
+            let sent = wire::send_answer(self.socket, self.number, piece, Some(fd.as_fd()));
             self.deaf.set(sent.is_err());
         }
     }

@@ -405,10 +405,15 @@ pub fn restore(places: &Range<u64>) -> Result<(), c_int> {
             continue;
         }
         map_physical(address, mapping.bytes, mapping.offset, piece.handle)?;
-        mapping.mapped = true;
-        for (start, bytes, access) in &mapping.access {
-            set_access(*start, *bytes, std::slice::from_ref(access))?;
+        let mut accesses = mapping.access.iter();
+        let allowed = accesses.try_for_each(|(start, bytes, access)| {
+            set_access(*start, *bytes, std::slice::from_ref(access))
+        });
+        if allowed.is_err() {
+            let _ = unmap_physical(address, mapping.bytes);
         }
+        allowed?;
+        mapping.mapped = true;
     }
     Ok(())
 }

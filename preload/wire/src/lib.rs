@@ -4,9 +4,10 @@
 //! the agent the descriptor of the agent's end; the agent takes it with pidfd_getfd(2). So nothing has a name in the
 //! container, only who may trace the process can talk to the library, and CRIU sees a socket pair inside one process.
 //!
-//! Every message is one packet of three numbers, and bytes where the message has some, with at most one descriptor. The
+//! Every message is one packet of four numbers, and bytes where the message has some, with at most one descriptor. The
 //! agent asks and the library answers: any number of [`Answer::Piece`]s and [`Answer::Data`], then [`Answer::Done`] or
-//! [`Answer::Failed`].
+//! [`Answer::Failed`]. The first number is the agent's choice, and comes back with each answer: an answer that is late is
+//! not taken for that to the next request.
 
 pub mod nccl;
 
@@ -19,8 +20,8 @@ pub const MEMFD: &str = "cryopod-preload";
 /// Longest time that a message may take to be sent.
 pub const SEND_LIMIT: Duration = Duration::from_secs(10);
 
-const MAGIC: u64 = u64::from_le_bytes(*b"CRYOPRE1");
-const PACKET: usize = 24;
+const MAGIC: u64 = u64::from_le_bytes(*b"CRYOPRE2");
+const PACKET: usize = 32;
 /// Most bytes that a message carries besides its numbers.
 pub const MAX_DATA: usize = 128 << 10;
 /// Bytes of an answer that go into one packet: a socket holds one of any size that it was made for.
@@ -165,6 +166,7 @@ impl std::fmt::Display for Reason {
     }
 }
 
+/// A kind and what belongs to it.
 type Packet = [u64; 3];
 
 impl Request {
@@ -287,26 +289,9 @@ fn set_limit(socket: &OwnedFd, option: libc::c_int, limit: Duration) -> io::Resu
     }
 }
 
-/// Discards answers to an agent that has died.
-pub fn discard_answers(socket: &OwnedFd) -> io::Result<()> {
-    let mut byte = 0u8;
-    loop {
-        let (to, flags) = ((&raw mut byte).cast(), libc::MSG_DONTWAIT);
-        // SAFETY: one byte of ours; the rest of a packet and its descriptor are dropped by the kernel.
-        if unsafe { libc::recv(socket.as_raw_fd(), to, 1, flags) } >= 0 {
-            continue;
-        }
-        let error = io::Error::last_os_error();
-        return match error.kind() {
-            io::ErrorKind::WouldBlock => Ok(()),
-            io::ErrorKind::Interrupted => continue,
-            _ => Err(error),
-        };
-    }
-}
-
 pub fn send_request(
     socket: &OwnedFd,
+    number: u64,
     request: Request,
     data: &[u8],
     fd: Option<BorrowedFd<'_>>,
@@ -314,29 +299,46 @@ pub fn send_request(
     if data.len() > MAX_DATA {
         return Err(io::ErrorKind::FileTooLarge.into());
     }
-    send(socket, request.packet(), data, fd)
+    send(socket, number, request.packet(), data, fd)
 }
 
-pub fn send_answer(socket: &OwnedFd, answer: Answer, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    send(socket, answer.packet(), &[], fd)
+pub fn send_answer(
+    socket: &OwnedFd,
+    number: u64,
+    answer: Answer,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    send(socket, number, answer.packet(), &[], fd)
 }
 
 /// Sends bytes as any number of [`Answer::Data`].
-pub fn send_data(socket: &OwnedFd, data: &[u8]) -> io::Result<()> {
-    data.chunks(CHUNK)
-        .try_for_each(|chunk| send(socket, Answer::Data.packet(), chunk, None))
+pub fn send_data(socket: &OwnedFd, number: u64, data: &[u8]) -> io::Result<()> {
+    let mut chunks = data.chunks(CHUNK);
+    chunks.try_for_each(|chunk| send(socket, number, Answer::Data.packet(), chunk, None))
 }
 
-/// A message, its bytes and its descriptor.
-pub type Received<T> = (T, Vec<u8>, Option<OwnedFd>);
+/// A message with its bytes and its descriptor.
+#[derive(Debug)]
+pub struct Received<T> {
+    /// The request's number.
+    pub number: u64,
+    pub what: T,
+    pub data: Vec<u8>,
+    pub fd: Option<OwnedFd>,
+}
 
 /// Waits for a request; `None` for one that this version does not know.
 ///
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed.
 pub fn request(socket: &OwnedFd) -> io::Result<Received<Option<Request>>> {
-    let (packet, data, fd) = receive(socket)?;
-    Ok((packet.and_then(Request::from_packet), data, fd))
+    let received = receive(socket)?;
+    Ok(Received {
+        number: received.number,
+        what: received.what.and_then(Request::from_packet),
+        data: received.data,
+        fd: received.fd,
+    })
 }
 
 /// Waits for an answer.
@@ -344,10 +346,15 @@ pub fn request(socket: &OwnedFd) -> io::Result<Received<Option<Request>>> {
 /// # Errors
 /// [`io::ErrorKind::WouldBlock`] when the limit has passed, and for an answer that makes no sense.
 pub fn answer(socket: &OwnedFd) -> io::Result<Received<Answer>> {
-    let (packet, data, fd) = receive(socket)?;
-    let answer = packet.and_then(Answer::from_packet);
+    let received = receive(socket)?;
+    let answer = received.what.and_then(Answer::from_packet);
     let answer = answer.ok_or_else(|| io::Error::other("the library's answer makes no sense"))?;
-    Ok((answer, data, fd))
+    Ok(Received {
+        number: received.number,
+        what: answer,
+        data: received.data,
+        fd: received.fd,
+    })
 }
 
 /// Space for one descriptor, aligned as a control header must be.
@@ -367,11 +374,13 @@ fn message(iov: &mut libc::iovec, control: Option<&mut Control>) -> libc::msghdr
 
 fn send(
     socket: &OwnedFd,
-    packet: Packet,
+    number: u64,
+    [kind, first, second]: Packet,
     data: &[u8],
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    let mut bytes = packet.map(u64::to_le_bytes).concat();
+    let numbers = [number, kind, first, second];
+    let mut bytes = numbers.map(u64::to_le_bytes).concat();
     bytes.extend_from_slice(data);
     let mut iov = libc::iovec {
         iov_base: bytes.as_mut_ptr().cast(),
@@ -448,8 +457,13 @@ fn receive(socket: &OwnedFd) -> io::Result<Received<Option<Packet>>> {
         let le = bytes.get(8 * at..8 * at + 8)?;
         Some(u64::from_le_bytes(le.try_into().ok()?))
     };
-    let packet = || Some([number(0)?, number(1)?, number(2)?]);
-    Ok((packet(), data, fd))
+    let packet = || Some([number(1)?, number(2)?, number(3)?]);
+    Ok(Received {
+        number: number(0).unwrap_or_default(),
+        what: packet(),
+        data,
+        fd,
+    })
 }
 
 #[cfg(test)]
@@ -483,11 +497,11 @@ mod tests {
             Request::NcclUp { limit_ms: 9 },
         ];
         for sent in requests {
-            send_request(&agent, sent, &[5; MAX_DATA], None).unwrap();
-            let (got, data, fd) = request(&library).unwrap();
-            assert_eq!(got, Some(sent));
-            assert_eq!(data, [5; MAX_DATA]);
-            assert!(fd.is_none());
+            send_request(&agent, 3, sent, &[5; MAX_DATA], None).unwrap();
+            let got = request(&library).unwrap();
+            assert_eq!((got.number, got.what), (3, Some(sent)));
+            assert_eq!(got.data, [5; MAX_DATA]);
+            assert!(got.fd.is_none());
         }
         let failed = [
             Reason::Busy,
@@ -505,16 +519,16 @@ mod tests {
             .into_iter()
             .chain(failed.map(Answer::Failed))
         {
-            send_answer(&library, sent, Some(library.as_fd())).unwrap();
-            let (got, _, fd) = answer(&agent).unwrap();
-            assert_eq!(got, sent);
-            assert!(fd.is_some());
+            send_answer(&library, 4, sent, Some(library.as_fd())).unwrap();
+            let got = answer(&agent).unwrap();
+            assert_eq!((got.number, got.what), (4, sent));
+            assert!(got.fd.is_some());
         }
-        send_data(&library, &[6; CHUNK + 1]).unwrap();
+        send_data(&library, 4, &[6; CHUNK + 1]).unwrap();
         for length in [CHUNK, 1] {
-            assert_eq!(answer(&agent).unwrap().1, vec![6; length]);
+            assert_eq!(answer(&agent).unwrap().data, vec![6; length]);
         }
-        assert!(send_request(&agent, Request::Go, &[0; MAX_DATA + 1], None).is_err());
+        assert!(send_request(&agent, 1, Request::Go, &[0; MAX_DATA + 1], None).is_err());
     }
 
     #[test]
@@ -523,13 +537,13 @@ mod tests {
         set_receive_limit(&agent, Duration::from_millis(10)).unwrap();
         let silent = answer(&agent).unwrap_err();
         assert_eq!(silent.kind(), io::ErrorKind::WouldBlock);
-        send(&library, [99, 0, 0], &[], None).unwrap();
+        send(&library, 1, [99, 0, 0], &[], None).unwrap();
         assert!(answer(&agent).is_err());
-        send(&agent, [99, 0, 0], &[], None).unwrap();
-        assert_eq!(request(&library).unwrap().0, None);
+        send(&agent, 1, [99, 0, 0], &[], None).unwrap();
+        assert_eq!(request(&library).unwrap().what, None);
         // SAFETY: a short message of our own.
         unsafe { libc::send(agent.as_raw_fd(), c"x".as_ptr().cast(), 1, 0) };
-        assert_eq!(request(&library).unwrap().0, None);
+        assert_eq!(request(&library).unwrap().what, None);
     }
 
     #[test]

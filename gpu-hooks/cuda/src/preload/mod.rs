@@ -15,7 +15,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Most pieces that a process may have.
 const MAX_PIECES: usize = 1 << 20;
@@ -45,7 +45,6 @@ impl Library {
             return None;
         }
         let socket = take(pid, card.agent_end).ok()?;
-        wire::discard_answers(&socket).ok()?;
         Some(Self {
             socket,
             tid: card.tid,
@@ -63,8 +62,9 @@ impl Library {
         limit: Duration,
     ) -> io::Result<Vec<Piece>> {
         wire::set_receive_limit(&self.socket, limit)?;
-        wire::send_request(&self.socket, request, &[], file)?;
-        self.answer().map(|(pieces, _)| pieces)
+        let number = number();
+        wire::send_request(&self.socket, number, request, &[], file)?;
+        self.answer(number).map(|(pieces, _)| pieces)
     }
 
     /// Sends a request with bytes, and collects those of the answer. `limit` is for each message.
@@ -73,19 +73,31 @@ impl Library {
     /// As for [`Library::ask`].
     pub fn ask_data(&self, request: Request, data: &[u8], limit: Duration) -> io::Result<Vec<u8>> {
         wire::set_receive_limit(&self.socket, limit)?;
-        wire::send_request(&self.socket, request, data, None)?;
-        self.answer().map(|(_, data)| data)
+        let number = number();
+        wire::send_request(&self.socket, number, request, data, None)?;
+        self.answer(number).map(|(_, data)| data)
     }
 
-    fn answer(&self) -> io::Result<(Vec<Piece>, Vec<u8>)> {
+    /// Collects the answer to the request of this number. Those to earlier ones, which came too late or whose agent has
+    /// died, are passed over.
+    fn answer(&self, number: u64) -> io::Result<(Vec<Piece>, Vec<u8>)> {
         let (mut pieces, mut all) = (Vec::new(), Vec::new());
         loop {
-            match wire::answer(&self.socket) {
-                Ok((Answer::Done, ..)) => return Ok((pieces, all)),
-                Ok((Answer::Data, data, _)) if all.len() <= MAX_ANSWER => {
-                    all.extend_from_slice(&data);
+            let received = match wire::answer(&self.socket) {
+                Ok(received) if received.number == number => received,
+                Ok(_) => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let what = "the preload library in it does not answer";
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, what));
                 }
-                Ok((Answer::Failed(reason), ..)) => {
+                Err(error) => return Err(error),
+            };
+            match (received.what, received.fd) {
+                (Answer::Done, _) => return Ok((pieces, all)),
+                (Answer::Data, _) if all.len() <= MAX_ANSWER => {
+                    all.extend_from_slice(&received.data);
+                }
+                (Answer::Failed(reason), _) => {
                     let kind = match reason {
                         Reason::Busy => io::ErrorKind::ResourceBusy,
                         Reason::Cuda(OUT_OF_MEMORY) => io::ErrorKind::OutOfMemory,
@@ -93,25 +105,18 @@ impl Library {
                     };
                     return Err(io::Error::new(kind, reason.to_string()));
                 }
-                Ok((Answer::Piece { offset, bytes }, _, Some(handle)))
-                    if pieces.len() < MAX_PIECES =>
-                {
+                (Answer::Piece { offset, bytes }, Some(handle)) if pieces.len() < MAX_PIECES => {
                     pieces.push(Piece {
                         offset,
                         bytes,
                         handle,
                     });
                 }
-                Ok((Answer::Piece { .. } | Answer::Data, ..)) => {
+                (Answer::Piece { .. } | Answer::Data, _) => {
                     return Err(io::Error::other(
                         "the preload library's answer makes no sense",
                     ));
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let what = "the preload library in it does not answer";
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, what));
-                }
-                Err(error) => return Err(error),
             }
         }
     }
@@ -149,8 +154,14 @@ impl Library {
     /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from this file or
     /// the one that it keeps. Does not wait.
     pub fn go_on_alone(&self, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        wire::send_request(&self.socket, Request::Fill, &[], file)
+        wire::send_request(&self.socket, number(), Request::Fill, &[], file)
     }
+}
+
+/// Returns a number for a request: the time, which no request of another agent to the same process had.
+fn number() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_nanos() as u64)
 }
 
 /// Returns the size of the file that holds all pieces.
@@ -200,6 +211,7 @@ fn take(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use std::os::fd::AsFd;
 
     fn piece(offset: u64, bytes: u64) -> Piece {
         let handle = File::open("/dev/null").unwrap().into();
@@ -215,6 +227,31 @@ mod tests {
         assert_eq!(size(&[]).unwrap(), 0);
         assert_eq!(size(&[piece(8, 8), piece(0, 4)]).unwrap(), 16);
         assert!(size(&[piece(u64::MAX, 1)]).is_err());
+    }
+
+    #[test]
+    fn a_late_answer_is_not_taken_for_another_one() {
+        let (own, socket) = wire::pair().unwrap();
+        let library = Library { socket, tid: 0 };
+        let short = Duration::from_millis(10);
+        let late = library.ask(Request::Release, None, short).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let answers = std::thread::spawn(move || {
+            let release = wire::request(&own).unwrap();
+            assert_eq!(release.what, Some(Request::Release));
+            wire::send_answer(&own, release.number, Answer::Done, None).unwrap();
+            let kept = wire::request(&own).unwrap();
+            let piece = Answer::Piece {
+                offset: 0,
+                bytes: 5,
+            };
+            wire::send_answer(&own, kept.number, piece, Some(own.as_fd())).unwrap();
+            wire::send_answer(&own, kept.number, Answer::Done, None).unwrap();
+        });
+        let long = Duration::from_secs(10);
+        let pieces = library.ask(Request::Kept, None, long).unwrap();
+        assert_eq!(pieces.iter().map(|p| p.bytes).collect::<Vec<_>>(), [5]);
+        answers.join().unwrap();
     }
 
     #[test]

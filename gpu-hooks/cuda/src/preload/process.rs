@@ -164,7 +164,20 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        let file = files.file(buffer.id)?;
+        let call_off = || {
+            if writes {
+                files.call_off();
+            }
+        };
+        let file = match files.file(buffer.id) {
+            Ok(file) => file,
+            Err(error) => {
+                let _ = go();
+                call_off();
+                files.forget(buffer.id);
+                return Ok(TakenOut::LeftOut(error.message));
+            }
+        };
         self.out().insert(pid, buffer.id);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
             files.set_state(buffer.id, State::Complete);
@@ -175,10 +188,9 @@ impl Preloads {
             });
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
-        if writes {
-            files.call_off();
-        }
+        call_off();
         self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
+        files.forget(buffer.id);
         Ok(TakenOut::LeftOut(told(&error).message))
     }
 
@@ -295,12 +307,12 @@ fn fill_while_allocating(
                     from,
                     bytes: ALLOCATED_AT_ONCE,
                 })?;
-                // None: an earlier try filled them, or these were the last.
+                // None: an earlier try filled them, or they were never released. There may be others behind them.
                 let next = size(&pieces).map_err(|error| told(&error))?;
-                if next <= from || sender.send(pieces).is_err() {
+                if !pieces.is_empty() && sender.send(pieces).is_err() {
                     return Ok(());
                 }
-                from = next;
+                from = next.max(from.saturating_add(ALLOCATED_AT_ONCE));
             }
             Ok(())
         };
@@ -325,4 +337,39 @@ fn kept(library: &Library, limit: Duration) -> Result<File, DriverError> {
     let piece = pieces.map_err(|error| told(&error))?.pop();
     let piece = piece.ok_or_else(|| failed(ErrorKind::Vram, "it keeps no file"))?;
     Ok(piece.handle.into())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn memory_behind_some_that_was_never_released_is_allocated_too() {
+        let asked = Mutex::new(Vec::new());
+        let ask = |request| {
+            let Request::Allocate { from, .. } = request else {
+                panic!("{request:?}");
+            };
+            asked.lock().unwrap().push(from);
+            let piece = |offset| Piece {
+                offset,
+                bytes: 6 << 30,
+                handle: File::open("/dev/null").unwrap().into(),
+            };
+            Ok(match from >> 30 {
+                8 => vec![piece(9 << 30)],
+                _ => Vec::new(),
+            })
+        };
+        let filled = Mutex::new(Vec::new());
+        let fill = |pieces: Vec<Piece>| {
+            let offsets = pieces.iter().map(|piece| piece.offset >> 30);
+            filled.lock().unwrap().extend(offsets);
+            Ok(())
+        };
+        fill_while_allocating(16 << 30, &ask, &fill).unwrap();
+        assert_eq!(*asked.lock().unwrap(), [0, 4 << 30, 8 << 30, 15 << 30]);
+        assert_eq!(*filled.lock().unwrap(), [9]);
+    }
 }
