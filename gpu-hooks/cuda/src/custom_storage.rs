@@ -63,7 +63,7 @@ impl Table {
             Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
         };
         let count = usize::try_from(number(12)?).ok()?;
-        if bytes[..8] != MAGIC || number(8)? != VERSION || !(1..=MAX_GPUS).contains(&count) {
+        if bytes[..8] != MAGIC || number(8)? != VERSION || count > MAX_GPUS {
             return None;
         }
         let rows = bytes[HEAD..].chunks_exact(ROW).take(count);
@@ -377,6 +377,11 @@ impl Stores {
         map().map_err(|error| told(&error))
     }
 
+    /// Whether a process keeps its GPU memory.
+    pub fn keeps(pid: i32) -> bool {
+        kept(pid).is_some()
+    }
+
     /// Unmaps memory that a process keeps and that is on its GPUs again. The process must not be traced.
     pub fn unmap_kept(pid: i32, tid: i32) {
         let Some(kept) = kept(pid) else { return };
@@ -466,7 +471,8 @@ mod tests {
     #[test]
     fn nonsense_is_no_table() {
         assert_eq!(Table::decode(&[0; TABLE]), None);
-        assert_eq!(Table::decode(&table(&[]).encode()), None);
+        // Of a process without GPU memory.
+        assert_eq!(Table::decode(&table(&[]).encode()), Some(table(&[])));
         assert_eq!(Table::decode(&table(&[u64::MAX]).encode()), None);
         assert_eq!(Table::decode(&table(&[1 << 63, 1 << 63]).encode()), None);
         let most = table(&[4096; MAX_GPUS]);

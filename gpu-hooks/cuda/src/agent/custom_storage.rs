@@ -53,7 +53,8 @@ impl<D: Driver> Agent<D> {
                 if taken.writes {
                     self.vram_files.call_off();
                 }
-                self.vram_files.forget(taken.buffer.id);
+                // It may have let go of it all the same.
+                self.stores.note(pid, taken.buffer.id);
                 let error = self.after_failure(pid, &cause, "to complete the checkpoint");
                 return Err(lost(error, OUT));
             }

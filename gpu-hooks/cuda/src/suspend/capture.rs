@@ -5,26 +5,22 @@ use super::super::inject::Seized;
 use super::super::protocol::{Op, Outcome, StorageTo, TakenOut};
 use super::super::released::{Attention, Released};
 use super::preload::{Out, threads_each};
+use super::storage::Stored;
 use super::{Captured, How, MARGIN, SuspendError, TICK, Threads, micros, step};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// What the driver's checkpoint has put where.
-#[derive(Default)]
-pub(super) struct Checkpointed {
-    pub captured: Vec<Captured>,
-    /// With custom storage.
-    pub stored: Vec<Out>,
-}
-
+/// Has the driver checkpoint the processes. What it asks memory for is returned, with the time that it took; `stored` gets
+/// what custom storage has taken, whatever the result.
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
     how: &How,
     left_out: &mut Option<String>,
-) -> Result<(Checkpointed, u64), SuspendError> {
+    stored: &mut Vec<Stored>,
+) -> Result<(Vec<Captured>, u64), SuspendError> {
     let start = Instant::now();
     let mut seized = Vec::new();
     let mut released = Vec::new();
@@ -38,7 +34,7 @@ pub(super) fn checkpoint(
         Ok(())
     };
     let begun = { begin }();
-    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out));
+    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out, stored));
     let mut stopped = Ok(());
     for thread in released {
         let (pid, _) = thread.ids();
@@ -59,7 +55,8 @@ fn watch(
     how: &How,
     released: &mut [Released],
     left_out: &mut Option<String>,
-) -> Result<Checkpointed, SuspendError> {
+    stored: &mut Vec<Stored>,
+) -> Result<Vec<Captured>, SuspendError> {
     let limit_ms = how.step_timeout_ms;
     let storage = how.vram.custom_storage.then(|| StorageTo {
         threads: threads_each(how, threads.len()),
@@ -77,7 +74,7 @@ fn watch(
     let deadline = Instant::now() + Duration::from_millis(limit_ms) + MARGIN;
     let mut held: HashMap<u64, (usize, u64)> = HashMap::new();
     let mut ignored: HashSet<u64> = HashSet::new();
-    let mut done = Checkpointed::default();
+    let mut captured = Vec::new();
     let mut failed = None;
     while !waiting.is_empty() {
         let reply = client.receive(Duration::ZERO)?;
@@ -123,7 +120,7 @@ fn watch(
                         address,
                     };
                     ignored.insert(client.send(op)?);
-                    done.captured.push(one);
+                    captured.push(one);
                 }
                 Err(reason) => {
                     thread.pass();
@@ -139,8 +136,14 @@ fn watch(
                     failed.get_or_insert(step("checkpoint", pid, error));
                 }
                 Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) => {
-                    let id = buffer.id;
-                    done.stored.push(Out { pid, id, bytes });
+                    let out = Out {
+                        pid,
+                        id: buffer.id,
+                        bytes,
+                    };
+                    let thread = threads.iter().find(|(of, _)| *of == pid);
+                    let tid = thread.map_or(pid, |(_, tid)| *tid);
+                    stored.push(Stored::new(out, tid, &buffer));
                 }
                 Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
                     tracing::warn!(pid, "custom storage is not used: {reason}");
@@ -156,7 +159,7 @@ fn watch(
         (None, Some(reason), Some(_)) => Err(SuspendError::Files(format!(
             "the GPU memory cannot go into files: {reason}"
         ))),
-        _ => Ok(done),
+        _ => Ok(captured),
     }
 }
 

@@ -5,6 +5,7 @@ use super::super::inject::{Injection, Seized};
 use super::super::protocol::{Op, Outcome};
 use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use super::preload::Out;
+use super::storage::Stored;
 use super::{Captured, Done, How, SuspendError, call, micros, step};
 use std::io;
 use std::path::Path;
@@ -15,7 +16,8 @@ pub(super) fn to_files(
     client: &mut Client,
     directory: &Path,
     captured: &[Captured],
-    [preloaded, stored]: [&[Out]; 2],
+    preloaded: &[Out],
+    stored: &[Stored],
     done: &Done,
     how: &How,
 ) -> Result<(VramDone, u64), SuspendError> {
@@ -44,7 +46,9 @@ pub(super) fn to_files(
         }
     };
     let preloaded = preloaded.iter().map(|one| named(one, |b| b.preload));
-    let stored = stored.iter().map(|one| named(one, |b| b.custom_storage));
+    let stored = stored
+        .iter()
+        .map(|one| named(&one.out, |b| b.custom_storage));
     let buffers = preloaded.chain(stored).chain(captured_buffers);
     let op = Op::VramWrite {
         dir: directory.to_owned(),

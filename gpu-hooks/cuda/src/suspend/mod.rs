@@ -11,7 +11,9 @@
 mod capture;
 mod files;
 mod preload;
+mod storage;
 
+use self::storage::Stored;
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
@@ -149,9 +151,11 @@ pub fn suspend(
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
     let (threads, done) = found_running(client, pids)?;
-    let suspended = suspend_found(client, &threads, done, how, note);
+    let mut stored = Vec::new();
+    let suspended = suspend_found(client, &threads, done, how, note, &mut stored);
     if let Err(SuspendError::Agent(_)) = &suspended {
         preload::recover(&threads);
+        storage::recover(stored);
     }
     suspended
 }
@@ -162,18 +166,19 @@ fn suspend_found(
     mut done: Done,
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
+    stored: &mut Vec<Stored>,
 ) -> Result<Done, SuspendError> {
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
     preload::prepare(client, pids, Vec::new());
     preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
     lock_all(client, threads, how, &mut done)?;
-    let (checkpointed, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
-    let capture::Checkpointed { captured, stored } = checkpointed;
+    let left_out = &mut done.left_out;
+    let (captured, micros) = capture::checkpoint(client, threads, how, left_out, stored)?;
     done.steps.push(("checkpoint", micros));
     let preloaded = out.iter();
     let preloaded = preloaded.map(|one| (one.pid, VramBuffer::of_preload(one.bytes)));
-    let taken = stored.iter();
+    let taken = stored.iter().map(|one| &one.out);
     let taken = taken.map(|one| (one.pid, VramBuffer::of_storage(one.bytes)));
     let given = captured.iter();
     let given = given.map(|one| (one.pid, VramBuffer::of_driver(one.address, one.bytes)));
@@ -185,13 +190,13 @@ fn suspend_found(
         }
     }
     if let Some(directory) = &how.directory {
-        let copied = [&out[..], &stored[..]];
-        let (written, micros) = files::to_files(client, directory, &captured, copied, &done, how)?;
+        let (written, micros) =
+            files::to_files(client, directory, &captured, &out, stored, &done, how)?;
         done.steps.push(("write", micros));
         done.vram = Some(written.facts);
         preload::forget(&out)?;
     } else {
-        let keep: Threads = stored.iter().map(|one| (one.pid, 0)).collect();
+        let keep: Threads = stored.iter().map(|one| (one.out.pid, 0)).collect();
         all(client, "keeping the memory", &keep, &|pid| {
             Op::StorageKeep { pid }
         })?;

@@ -10,10 +10,12 @@ use super::{VramDone, VramParent, filling};
 use cryopod_archive::vram::{
     Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
 };
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -101,6 +103,12 @@ pub fn tell(stdin: &mut ChildStdin, what: &impl Serialize) -> std::io::Result<()
     let mut line = serde_json::to_vec(what)?;
     line.push(b'\n');
     stdin.write_all(&line)
+}
+
+/// Whether a worker can be told a short thing without waiting for it.
+pub fn listens(stdin: &ChildStdin) -> bool {
+    let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLOUT)];
+    poll(&mut fds, PollTimeout::ZERO) == Ok(1)
 }
 
 /// Starts a worker; the job of a writer is not complete yet.

@@ -29,6 +29,17 @@ check 'into files: not in host memory either' sh -c '! grep -q deleted "/proc/$(
 check 'resume from files' does cryopod resume job
 check 'from files: it goes on' goes_on
 check 'the same sum' test "$(sum)" = "$last"
+# The agent has the only copy when it dies: the process gets it.
+printf 'codec = "zstd"\nlevel = 19\n' >> /etc/cryopod/config.toml # slow enough to be met at work
+killer() { wait_for writes && pkill -KILL -x cryopod-cuda-ag; }
+writes() { [ -n "$(ls /tmp/slow/vram-*.img 2> /dev/null)" ]; }
+killer & at_work=$!
+check 'the agent is killed while it writes: said' refused 'driver agent' cryopod suspend --to /tmp/slow job
+wait $at_work
+sed -i '/^codec\|^level/d' /etc/cryopod/config.toml
+check 'the agent is killed while it writes: resume' does cryopod resume job
+check 'the agent is killed while it writes: it goes on' goes_on
+check 'the agent is killed while it writes: the same sum' test "$(sum)" = "$last"
 for at in lock restore; do
     /opt/build/cusim-ctl --socket "$sim" set fail-$at:1 > /dev/null
     if [ $at = lock ]; then

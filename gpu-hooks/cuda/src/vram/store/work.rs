@@ -44,8 +44,10 @@ impl VramFiles {
         let Some(memory) = buffers.iter().position(|buffer| *buffer == id) else {
             return;
         };
-        // Its end shows why it does not listen.
-        let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
+        // A worker that is busy elsewhere hears the next one, or that it is complete. Its end shows why it does not listen.
+        if worker::listens(stdin) {
+            let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
+        }
     }
 
     /// Ends a writer whose memory is not to be written after all; another may begin.
