@@ -16,6 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use cryopod_archive::vram::{Digest, Source, Vram, VramFacts, Writer};
 use cryopod_cuda::vram::VramConfig;
@@ -23,6 +24,10 @@ use cryopod_cuda::vram::memory::Mapped;
 
 use self::growing::{Growing, Maps};
 pub use self::unpack::{Unpacked, unpack};
+
+const POLL: Duration = Duration::from_millis(5);
+/// How long a thread that is called off may take to end.
+const CALLED_OFF: Duration = Duration::from_secs(30);
 
 /// Moves GPU memory into VRAM files, in a thread of its own, while the plugin goes on. Dropped before it has finished,
 /// it leaves no VRAM files.
@@ -41,6 +46,15 @@ struct Stop {
     cancel: AtomicBool,
 }
 
+/// What a checkpoint probably writes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Expected {
+    /// The plugin's files.
+    pub files: usize,
+    /// CRIU's images of host memory, in bytes.
+    pub host_bytes: u64,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packed {
     pub facts: VramFacts,
@@ -49,13 +63,13 @@ pub struct Packed {
 }
 
 impl Packing {
-    /// Begins with what the plugin is going to write into this image directory. `files`: how many it probably writes.
-    pub fn start(images: &Path, config: VramConfig, files: usize) -> Self {
+    /// Begins with what the plugin is going to write into this image directory.
+    pub fn start(images: &Path, config: VramConfig, expected: Expected) -> Self {
         let stop = Arc::new(Stop::default());
         let required = config.required;
         let (dir, told) = (images.to_owned(), Arc::clone(&stop));
         let old = growing::names(images).unwrap_or_default();
-        let thread = std::thread::spawn(move || pack(&dir, &config, files, old, &told));
+        let thread = std::thread::spawn(move || pack(&dir, &config, expected, old, &told));
         Self {
             required,
             stop,
@@ -63,18 +77,28 @@ impl Packing {
         }
     }
 
-    /// Writes the rest, when the plugin has written all, and removes the plugin's files. `None`: it is too little, and
-    /// stays where it is.
+    /// Writes the rest, when the plugin has written all, and removes the plugin's files. `Ok(None)`: it is too little, and
+    /// stays where it is. `None`: not within `limit`, or `interrupted`; there is no checkpoint then.
     ///
     /// # Errors
     /// Why it stays where it is.
-    pub fn finish(mut self) -> Result<Option<Packed>, String> {
+    pub fn finish(
+        mut self,
+        limit: Duration,
+        interrupted: impl Fn() -> bool,
+    ) -> Option<Result<Option<Packed>, String>> {
         self.stop.complete.store(true, Relaxed);
-        let thread = self.thread.take();
-        thread.map_or(Ok(None), |thread| {
-            let joined = thread.join();
-            joined.unwrap_or_else(|_| Err("the thread that writes it died".into()))
-        })
+        let deadline = Instant::now() + limit;
+        let thread = self.thread.take()?;
+        while !thread.is_finished() {
+            if Instant::now() >= deadline || interrupted() {
+                self.thread = Some(thread);
+                return None;
+            }
+            std::thread::sleep(POLL);
+        }
+        let joined = thread.join();
+        Some(joined.unwrap_or_else(|_| Err("the thread that writes it died".into())))
     }
 }
 
@@ -82,7 +106,15 @@ impl Drop for Packing {
     fn drop(&mut self) {
         self.stop.cancel.store(true, Relaxed);
         self.stop.complete.store(true, Relaxed);
-        if let Some(thread) = self.thread.take() {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        let deadline = Instant::now() + CALLED_OFF;
+        while !thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(POLL);
+        }
+        // One that waits for a disk that hangs is left behind.
+        if thread.is_finished() {
             let _ = thread.join();
         }
     }
@@ -91,17 +123,16 @@ impl Drop for Packing {
 fn pack(
     images: &Path,
     config: &VramConfig,
-    files: usize,
+    expected: Expected,
     old: Vec<String>,
     stop: &Stop,
 ) -> Result<Option<Packed>, String> {
     let parent = parent(config)?;
-    let options = config.write_options(files);
+    let options = config.write_options(expected.files);
     let mut writer = Writer::new(images, &options, parent.as_ref(), &stop.cancel);
     let maps = Maps::new();
-    let mut growing = Growing::new(images, old, config.min_bytes, &maps);
-    let ahead = growing.write(&mut writer, &stop.complete);
-    ahead.map_err(|e| e.to_string())?;
+    let mut growing = Growing::new(images, old, config, expected, &maps);
+    growing.write(&mut writer, &stop.complete)?;
     if stop.cancel.load(Relaxed) {
         return Err("called off".into());
     }
@@ -118,10 +149,15 @@ fn pack(
     let before: Vec<Option<usize>> = files.iter().map(|f| f.before).collect();
     let written = writer.finish(&sources, &before);
     let written = written.map_err(|e| e.to_string())?;
+    if stop.cancel.load(Relaxed) {
+        return Err("called off".into());
+    }
     for file in &files {
         let path = images.join(&file.name);
-        fs::remove_file(&path)
-            .map_err(|e| format!("{}: cannot be removed: {e}", path.display()))?;
+        // It does no harm.
+        if let Err(e) = fs::remove_file(&path) {
+            tracing::warn!("{}: cannot be removed: {e}", path.display());
+        }
     }
     tracing::debug!(
         "{} of {} chunks of GPU memory were written while the plugin went on",

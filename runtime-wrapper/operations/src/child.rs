@@ -118,6 +118,11 @@ impl Signals {
         Ok(Self { fd, before })
     }
 
+    /// Whether an interrupt has come. It is taken: whoever asks gives up.
+    pub fn interrupted(&self) -> bool {
+        std::iter::from_fn(|| self.next()).any(|signal| INTERRUPTS.contains(&signal))
+    }
+
     fn next(&self) -> Option<Signal> {
         let info = self.fd.read_signal().ok()??;
         Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()

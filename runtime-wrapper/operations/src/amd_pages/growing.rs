@@ -14,15 +14,20 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
 use cryopod_archive::vram::{Ahead, VramError, Writer};
+use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
 use cryopod_gpu_plan::amd::image::is_pages;
 use nix::sys::statvfs::statvfs;
 
+use super::Expected;
+
 /// How many files are read while they grow. Others are read when they are complete.
-const MAX_FILES: usize = 1024;
+const MAX_FILES: usize = 256;
 /// The plugin's files begin with the length of the rest.
 const HEAD: u64 = 8;
 const POLL: Duration = Duration::from_millis(10);
+/// Room that the writer leaves to the plugin beside what is known to come, in bytes.
+const SPARE: u64 = 64 << 20;
 /// By how much the writer's priority is lower than that of CRIU, which it must not slow down.
 const NICE: libc::c_int = 5;
 
@@ -37,10 +42,13 @@ impl Maps {
 
 pub struct Growing<'a> {
     images: &'a Path,
-    min_bytes: u64,
+    config: &'a VramConfig,
+    expected: Expected,
     maps: &'a Maps,
     /// Each one's number is that of its mapping.
     files: Vec<Pages>,
+    /// Files that are read when all is complete.
+    later: Vec<Pages>,
     /// Names that are not looked at again.
     seen: HashSet<String>,
     /// Files that are not read yet, as all together are less than `min_bytes`.
@@ -88,12 +96,20 @@ impl Pages {
 
 impl<'a> Growing<'a> {
     /// `old`: files that were there before. The plugin overwrites those, and does not truncate them first.
-    pub fn new(images: &'a Path, old: Vec<String>, min_bytes: u64, maps: &'a Maps) -> Self {
+    pub fn new(
+        images: &'a Path,
+        old: Vec<String>,
+        config: &'a VramConfig,
+        expected: Expected,
+        maps: &'a Maps,
+    ) -> Self {
         Self {
             images,
-            min_bytes,
+            config,
+            expected,
             maps,
             files: Vec::new(),
+            later: Vec::new(),
             seen: old.into_iter().collect(),
             waiting: Vec::new(),
         }
@@ -102,12 +118,8 @@ impl<'a> Growing<'a> {
     /// Writes what the plugin has written, until all is `complete`.
     ///
     /// # Errors
-    /// The VRAM files cannot be written.
-    pub fn write(
-        &mut self,
-        writer: &mut Writer<'_>,
-        complete: &AtomicBool,
-    ) -> Result<(), VramError> {
+    /// The VRAM files cannot be written, or the plugin needs their room.
+    pub fn write(&mut self, writer: &mut Writer<'_>, complete: &AtomicBool) -> Result<(), String> {
         let each = || self.maps.0.iter();
         let memory = Memory {
             bytes: each().map(|_| OnceLock::new()).collect(),
@@ -120,19 +132,39 @@ impl<'a> Growing<'a> {
             std::thread::sleep(POLL);
             self.look(&memory);
         }
+        let ended = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let ahead = scope.spawn(|| {
                 // SAFETY: a number; changes the priority of this thread and of those that it starts.
                 unsafe { libc::nice(NICE) };
-                writer.ahead(&memory.bytes, &memory.filled, complete)
+                writer.ahead(&memory.bytes, &memory.filled, &ended)
             });
-            while !complete.load(Relaxed) && !ahead.is_finished() {
+            let mut short = false;
+            while !complete.load(Relaxed) && !ahead.is_finished() && !short {
                 self.look(&memory);
+                short = !self.config.required && self.is_short();
                 std::thread::sleep(POLL);
             }
+            ended.store(true, Relaxed);
             let died = |_| Err(VramError::Invalid("a thread died".into()));
-            ahead.join().unwrap_or_else(died)
+            let written = ahead.join().unwrap_or_else(died);
+            written.map_err(|e| e.to_string())?;
+            match short {
+                true => Err("the disk has no room for it beside the plugin's files".into()),
+                false => Ok(()),
+            }
         })
+    }
+
+    /// Whether the room is needed for what the plugin has yet to write. Its files come first.
+    fn is_short(&self) -> bool {
+        room(self.images) < self.missing().saturating_add(SPARE)
+    }
+
+    /// Bytes that the plugin has yet to write into the files that there are.
+    fn missing(&self) -> u64 {
+        let files = self.files.iter().chain(&self.later);
+        files.map(Pages::missing).fold(0, u64::saturating_add)
     }
 
     /// The number of a file that was read as it grew, if it has the length that it announced.
@@ -151,7 +183,7 @@ impl<'a> Growing<'a> {
             }
         }
         let waiting = self.waiting.iter().map(|f| f.bytes);
-        let enough = waiting.fold(0, u64::saturating_add) >= self.min_bytes;
+        let enough = waiting.fold(0, u64::saturating_add) >= self.config.min_bytes;
         if enough || !self.files.is_empty() {
             for pages in std::mem::take(&mut self.waiting) {
                 self.take(pages, memory);
@@ -162,20 +194,27 @@ impl<'a> Growing<'a> {
         }
     }
 
-    /// Has the writer read a file from now on. Without room for it twice it is read when all is complete: the plugin's own
-    /// files come first.
+    /// Has the writer read a file from now on. Without room for all that is yet to come, and for this twice, it is read when
+    /// all is complete: the plugin's own files come first.
     fn take(&mut self, pages: Pages, memory: &Memory<'a>) {
         let number = self.files.len();
         let (Some(place), Some(slot)) = (self.maps.0.get(number), memory.bytes.get(number)) else {
-            return;
+            return self.later.push(pages);
         };
-        let begun = self.files.iter().map(|f| f.missing().saturating_mul(2));
-        let needed = begun.fold(pages.missing(), u64::saturating_add);
-        if needed.saturating_add(pages.bytes) > room(self.images) {
-            return;
+        let begun = self.files.iter().map(|f| f.bytes);
+        let begun = begun.fold(0, u64::saturating_add);
+        // Those of other processes come later. How large they are is not known.
+        let others = (self.expected.files).saturating_sub(number + self.later.len() + 1);
+        let others = pages.bytes.saturating_mul(others as u64);
+        let needed = [self.missing(), pages.missing(), pages.bytes, begun, others];
+        let needed = needed
+            .into_iter()
+            .fold(self.expected.host_bytes, u64::saturating_add);
+        if needed > room(self.images) {
+            return self.later.push(pages);
         }
         let Ok(map) = Mapped::growing(&pages.file, pages.bytes) else {
-            return;
+            return self.later.push(pages);
         };
         let bytes = place.get_or_init(|| map).bytes();
         let ahead = Ahead {

@@ -26,9 +26,22 @@ fn config() -> VramConfig {
     }
 }
 
+const LONG: Duration = Duration::from_secs(60);
+
+fn files(files: usize) -> Expected {
+    Expected {
+        files,
+        ..Expected::default()
+    }
+}
+
 fn packed(images: &Path, config: VramConfig) -> Option<VramFacts> {
-    let packing = Packing::start(images, config, 1);
-    packing.finish().unwrap().map(|packed| packed.facts)
+    let packing = Packing::start(images, config, files(1));
+    packing
+        .finish(LONG, || false)
+        .unwrap()
+        .unwrap()
+        .map(|packed| packed.facts)
 }
 
 fn of(facts: VramFacts) -> Metadata {
@@ -168,7 +181,7 @@ fn memory_is_written_while_the_plugin_goes_on() {
     fs::create_dir(&images).unwrap();
     let contents = [pages(1).repeat(2), pages(2).repeat(2)];
     let paths = NAMES.map(|name| images.join(name));
-    let packing = Packing::start(&images, config(), 2);
+    let packing = Packing::start(&images, config(), files(2));
     let shard = images.join(names::vram_shard(0));
     // Only the runs of chunks that are there: of the first file all but its end.
     let first = contents[0].len() - 10;
@@ -180,7 +193,7 @@ fn memory_is_written_while_the_plugin_goes_on() {
         b.write_all(piece).unwrap();
     }
     drop((a, b));
-    let packed = packing.finish().unwrap().unwrap();
+    let packed = packing.finish(LONG, || false).unwrap().unwrap().unwrap();
     assert!(packed.ahead >= 8, "{packed:?}");
     assert!(paths.iter().all(|path| !path.exists()));
     let unpacked = unpack(&images, &of(packed.facts), &config());
@@ -204,12 +217,12 @@ fn a_checkpoint_that_is_called_off_leaves_the_plugins_files_alone() {
         assert_eq!(file.metadata().unwrap().len(), bytes.len() as u64 - 2);
         packing
     };
-    drop(written(Packing::start(dir.path(), config(), 1)));
+    drop(written(Packing::start(dir.path(), config(), files(1))));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     fs::remove_file(&path).unwrap();
 
-    let packing = written(Packing::start(dir.path(), config(), 1));
-    let packed = packing.finish().unwrap().unwrap();
+    let packing = written(Packing::start(dir.path(), config(), files(1)));
+    let packed = packing.finish(LONG, || false).unwrap().unwrap().unwrap();
     let unpacked = unpack(dir.path(), &of(packed.facts), &config());
     let unpacked = unpacked.unwrap().unwrap();
     let file = fs::read(unpacked.directory.join(NAMES[0])).unwrap();
@@ -222,17 +235,67 @@ fn files_that_were_there_before_are_not_read_until_all_is_complete() {
     let dir = tempfile::tempdir().unwrap();
     let (path, bytes) = (dir.path().join(NAMES[0]), pages(1).repeat(2));
     drop(begin(&path, &pages(2).repeat(2), bytes.len()));
-    let packing = Packing::start(dir.path(), config(), 1);
+    let packing = Packing::start(dir.path(), config(), files(1));
     // Another one, so that there is something to see.
     let other = dir.path().join(NAMES[1]);
     let file = begin(&other, &bytes, bytes.len());
     let shard = dir.path().join(names::vram_shard(0));
     wait_for("nothing is written", || shard.exists());
     drop((begin(&path, &bytes, bytes.len()), file));
-    let packed = packing.finish().unwrap().unwrap();
+    let packed = packing.finish(LONG, || false).unwrap().unwrap().unwrap();
     let unpacked = unpack(dir.path(), &of(packed.facts), &config());
     let unpacked = unpacked.unwrap().unwrap();
     for name in NAMES {
         assert!(fs::read(unpacked.directory.join(name)).unwrap()[8..] == bytes);
     }
+}
+
+#[test]
+fn what_is_not_written_in_time_leaves_the_plugins_files_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = pages(1).repeat(2);
+    for interrupted in [false, true] {
+        drop(begin(&dir.path().join(NAMES[0]), &bytes, bytes.len()));
+        let packing = Packing::start(dir.path(), config(), files(1));
+        let limit = if interrupted { LONG } else { Duration::ZERO };
+        assert!(packing.finish(limit, || interrupted).is_none());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn without_room_for_what_is_yet_to_come_nothing_is_read_before_all_is_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = pages(1).repeat(2);
+    let expected = Expected {
+        files: 1,
+        host_bytes: u64::MAX,
+    };
+    let packing = Packing::start(dir.path(), config(), expected);
+    drop(begin(&dir.path().join(NAMES[0]), &bytes, bytes.len()));
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    let packed = packing.finish(LONG, || false).unwrap().unwrap().unwrap();
+    assert_eq!(packed.ahead, 0);
+}
+
+#[test]
+fn a_restore_removes_what_a_killed_one_has_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let images = dir.path().join("images");
+    fs::create_dir(&images).unwrap();
+    fs::write(images.join(NAMES[0]), pages(1)).unwrap();
+    let facts = packed(&images, config()).unwrap();
+    let left = dir.path().join(".cryopod-amd-1-2");
+    fs::create_dir(&left).unwrap();
+    fs::write(left.join(NAMES[0]), "a part").unwrap();
+    let first = unpack(&images, &of(facts.clone()), &config());
+    let first = first.unwrap().unwrap();
+    assert!(!left.exists());
+    // Not what another one works with.
+    let second = unpack(&images, &of(facts), &config()).unwrap().unwrap();
+    assert!(first.directory.join(NAMES[0]).exists());
+    assert_ne!(first.directory, second.directory);
+    drop((first, second));
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }

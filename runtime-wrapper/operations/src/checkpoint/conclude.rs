@@ -6,9 +6,8 @@ use std::process::ExitCode;
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
 use cryopod_cuda::image::NvidiaImage;
-use cryopod_gpu_plan::amd::unpause::unpause;
 
-use super::dump::{Dumped, amd_users};
+use super::dump::{Dumped, amd_users, unpause_amd};
 use super::prepare::Prepared;
 use super::{alive, ask};
 use crate::child::exit_code;
@@ -39,10 +38,7 @@ pub(super) fn conclude(
     let limit = ready.limit;
     // The agent puts back what was not committed before anything is reported about the container.
     let finished = ready.finish(&op);
-    // CRIU's amdgpu plugin may have left the queues of a container paused that goes on running.
-    for error in unpause(&request.host, &amd_users(planned)) {
-        tracing::error!("{error}; restart the container if its GPUs do not answer");
-    }
+    unpause_amd(request, planned);
     if dumped.ended.killed {
         // CRIU was killed in the middle of a dump: nothing else can be done from outside.
         ask(request, "resume");
@@ -66,8 +62,6 @@ pub(super) fn conclude(
         }
         return Ok(succeeded(request, state, &finished));
     }
-    // Checked while the space reserved for the metadata is still taken.
-    let full = facts::full_disk(&images.path);
     drop(slot);
     if !dumped.ended.passed || alive(&request.host, state) {
         // A failed checkpoint leaves no metadata.
@@ -81,14 +75,14 @@ pub(super) fn conclude(
     let criu_log = dumped.before.criu_log();
     let denied =
         criu_log.and_then(|log| lsm::denial(&request.host, log, &planned.surroundings.lsm));
-    let storage = full.is_some() || dumped.metadata_error.is_some();
+    let storage = dumped.full.is_some() || dumped.metadata_error.is_some();
     metrics::failed_run(&dumped.ended, finished.error.is_some(), storage);
     let runtime_log = dumped.runtime_log.as_ref();
     let runtime_error = runtime_log
         .filter(|_| dumped.ended.code != 0)
         .and_then(RuntimeLog::own_error);
     let reasons = dumped.metadata_error.iter().cloned();
-    let reasons = reasons.chain(finished.reasons()).chain(full);
+    let reasons = reasons.chain(finished.reasons()).chain(dumped.full.clone());
     let reasons = reasons.chain(denied).chain(runtime_error).collect();
     match again {
         true => tracing::warn!("{}: not frozen; another try", request.id()),

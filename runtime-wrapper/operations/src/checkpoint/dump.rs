@@ -1,5 +1,6 @@
 //! Dumps a container: runs the low-level runtime, and writes the metadata when CRIU asks whether the container may go.
 
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_archive::names;
 use cryopod_gpu_plan::amd::image::Images;
 use cryopod_gpu_plan::amd::saved;
+use cryopod_gpu_plan::amd::unpause::unpause;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
@@ -15,7 +17,7 @@ use super::plan::Planned;
 use super::prepare::Prepared;
 use super::{capture_files, micros};
 use crate::agent::Agent;
-use crate::amd_pages::Packing;
+use crate::amd_pages::{Expected, Packing};
 use crate::child::{self, Ended, Watch};
 use crate::error::Error;
 use crate::hidden_gpus::HiddenGpus;
@@ -24,12 +26,14 @@ use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{frozen, preload, setup, surroundings, vram};
+use crate::{facts, frozen, preload, setup, surroundings, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
     /// Why the metadata could not be written.
     pub metadata_error: Option<String>,
+    /// The disk was full.
+    pub full: Option<String>,
     pub before: Before,
     pub runtime_log: Option<RuntimeLog>,
 }
@@ -72,6 +76,7 @@ pub(super) fn dump(
         slot: &mut prepared.slot,
         metadata: &mut prepared.metadata,
         packing,
+        signals,
     };
     let progress = &mut prepared.progress;
     progress.step("start");
@@ -85,11 +90,19 @@ pub(super) fn dump(
         go_on
     })?;
     if ended.code == 0 && metadata_error.is_none() {
+        if request.leave_running() {
+            // It goes on, and the rest can take long.
+            unpause_amd(request, prepared.planned);
+        }
         metadata_error = completion.after_all().err();
     }
+    // Before what was written in vain is removed, and there is room again.
+    let failed = ended.code != 0 || metadata_error.is_some();
+    let full = failed.then(|| facts::full_disk(&prepared.images.path));
     Ok(Dumped {
         ended,
         metadata_error,
+        full: full.flatten(),
         before,
         runtime_log,
     })
@@ -98,6 +111,13 @@ pub(super) fn dump(
 /// The processes whose GPU state CRIU's amdgpu plugin saves.
 pub(super) fn amd_users(planned: &Planned) -> Vec<i32> {
     planned.gpus.users_of(Vendor::Amd)
+}
+
+/// CRIU's amdgpu plugin may have left the queues of a container paused that goes on running.
+pub(super) fn unpause_amd(request: &Request<'_>, planned: &Planned) {
+    for error in unpause(&request.host, &amd_users(planned)) {
+        tracing::error!("{error}; restart the container if its GPUs do not answer");
+    }
 }
 
 fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
@@ -121,6 +141,7 @@ struct Completion<'a> {
     metadata: &'a mut Metadata,
     /// The memory of AMD's GPUs on its way into VRAM files.
     packing: Option<Packing>,
+    signals: &'a child::Signals,
 }
 
 impl Completion<'_> {
@@ -145,8 +166,9 @@ impl Completion<'_> {
             capture_files(self.request, self.state).map_err(|e| e.to_string())?;
         }
         self.metadata.timings.dump_us = micros(self.since.elapsed());
-        // A container that goes on running need not wait for the VRAM files; the metadata must.
-        let leave_running = self.request.leave_running();
+        // A container that goes on running need not wait for the VRAM files; the metadata must. One that its engine had
+        // paused must, too: the engine takes its files afterwards, which must be those of this moment.
+        let leave_running = self.request.leave_running() && !self.state.paused;
         let limit = if leave_running {
             Duration::ZERO
         } else {
@@ -209,7 +231,20 @@ impl Completion<'_> {
 
     fn pack(&mut self, packing: Packing) -> Result<(), String> {
         let required = packing.required;
-        match packing.finish() {
+        let left = self.limit.saturating_sub(self.since.elapsed());
+        let interrupted = Cell::new(false);
+        let look = || {
+            interrupted.set(self.signals.interrupted());
+            interrupted.get()
+        };
+        let Some(finished) = packing.finish(left, look) else {
+            return Err(if interrupted.get() {
+                "interrupted while the GPU memory was written".into()
+            } else {
+                NOT_IN_TIME.into()
+            });
+        };
+        match finished {
             Ok(None) => {}
             Ok(Some(packed)) => {
                 self.metadata.gpu.vram = Some(packed.facts);
@@ -236,7 +271,11 @@ fn packing(
     let gpus = planned.gpus.gpu.gpus.iter();
     let gpus = gpus.filter(|gpu| gpu.vendor == Vendor::Amd).count();
     let config = vram::checkpoint(request)?;
-    Ok(config.map(|config| Packing::start(&request.images, config, processes * gpus)))
+    let expected = Expected {
+        files: processes * gpus,
+        host_bytes: planned.gpus.memory_bytes,
+    };
+    Ok(config.map(|config| Packing::start(&request.images, config, expected)))
 }
 
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
