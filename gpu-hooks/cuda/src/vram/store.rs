@@ -36,7 +36,7 @@ struct Inner {
     places: BTreeMap<u64, Place>,
     /// Buffers into which regions are read.
     read: BTreeMap<u64, Reading>,
-    /// [`userfault::DEVICE`], for the plugin.
+    /// [`super::userfault::DEVICE`], for the plugin.
     userfault: Option<File>,
     work: Work,
     ceiling: Ceiling,
