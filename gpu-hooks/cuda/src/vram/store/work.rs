@@ -32,7 +32,7 @@ pub(super) enum Work {
 
 impl VramFiles {
     /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
-    /// [`State::Filling`] since before the writer began.
+    /// [`worker::State::Filling`] since before the writer began.
     pub fn has_filled(&self, id: u64, bytes: u64) {
         let mut inner = self.inner();
         let Work::Running { ahead, .. } = &mut inner.work else {
