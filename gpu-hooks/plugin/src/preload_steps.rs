@@ -49,7 +49,7 @@ fn go_on_alone(pid: i32, file: Option<&File>) {
 pub(crate) fn library_thread(pid: i32) -> Result<Thread, Failed> {
     let tid = Library::thread_of(pid).ok_or_else(|| {
         let what = "the preload library, which its GPU memory belongs to, is not in it";
-        let remedy = "the checkpoint needs the library that the container was created with";
+        let remedy = "the checkpoint needs the library that the container was created with, and a cryopod of its version";
         failure_with("preload", Some(pid), what, remedy)
     })?;
     Ok(Thread { pid, tid })

@@ -327,7 +327,7 @@ fn fill_while_allocating(
 
 fn library_of(pid: i32) -> Result<Library, DriverError> {
     Library::of(pid).ok_or_else(|| {
-        let what = "the preload library, which its GPU memory belongs to, is not in it";
+        let what = "the preload library, which its GPU memory belongs to, is not in it, or is another version's: use the cryopod that took the memory out";
         failed(ErrorKind::Vram, what)
     })
 }
