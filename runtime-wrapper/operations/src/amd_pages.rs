@@ -154,7 +154,7 @@ fn pack(
     }
     for file in &files {
         let path = images.join(&file.name);
-        // It does no harm.
+        // A file that stays is the one that a restore takes: the same bytes.
         if let Err(e) = fs::remove_file(&path) {
             tracing::warn!("{}: cannot be removed: {e}", path.display());
         }

@@ -53,7 +53,7 @@ impl<D: Driver> Agent<D> {
                 if taken.writes {
                     self.vram_files.call_off();
                 }
-                // It may have let go of it all the same.
+                // The driver may have released the memory all the same: this is then the only copy.
                 self.stores.note(pid, taken.buffer.id);
                 let error = self.after_failure(pid, &cause, "to complete the checkpoint");
                 return Err(lost(error, OUT));

@@ -194,8 +194,8 @@ impl<'a> Growing<'a> {
         }
     }
 
-    /// Has the writer read a file from now on. Without room for all that is yet to come, and for this twice, it is read when
-    /// all is complete: the plugin's own files come first.
+    /// Has the writer read a file from now on. Where the disk may not hold the file's copy beside all that is still to be
+    /// written, the file is read when all is complete: the plugin's own files come first.
     fn take(&mut self, pages: Pages, memory: &Memory<'a>) {
         let number = self.files.len();
         let (Some(place), Some(slot)) = (self.maps.0.get(number), memory.bytes.get(number)) else {

@@ -100,8 +100,8 @@ cases() { # RUNTIME TAG; its errors are looked at, so the shell does not end at 
     ctr events > /tmp/events &
     local events=$!
     wait_for heard || return
-    # More than once: the stock shim says nothing of it where the cgroup is gone before it looks. And one event counts
-    # like two: cgroup v1 tells of an OOM and, by the same file, of the cgroup's end.
+    # More than once: the stock shim says nothing of it where the cgroup is gone before it looks. Events of
+    # OOM count once: on cgroup v1 the end of the cgroup looks like a second one.
     for n in $(seq 20); do
         code=0
         ctr run --rm --memory-limit 16777216 --runtime "$runtime" $image "oom$n$t" tail /dev/zero > /dev/null 2>&1 < /dev/null || code=$?
