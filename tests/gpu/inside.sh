@@ -395,6 +395,7 @@ for part in $parts; do
         unreadable) for rt in $runtimes; do run_case "unreadable-$rt" unreadable "$rt" "$vram_size"; done ;;
         archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;
         vram-two) run_case vram-two two_vrams "${runtimes%% *}" "$two_size" ;;
+        vram-apart) run_case vram-apart two_containers "${runtimes%% *}" "$two_size" ;;
         preload)
             annotations=(--annotation dev.cryopod.preload=on)
             preload_ways
@@ -410,6 +411,11 @@ for part in $parts; do
         preload-two)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case preload-two two_vrams "${runtimes%% *}" "$two_size"
+            annotations=()
+            ;;
+        preload-apart)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case preload-apart two_containers "${runtimes%% *}" "$two_size"
             annotations=()
             ;;
         parallel)

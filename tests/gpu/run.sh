@@ -7,9 +7,9 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two preload preload-torch preload-programs preload-cost preload-two parallel parallel-random
-#                       parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere (default: all that
-#                       the machine can do)
+#                       vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart
+#                       parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two
+#                       elsewhere (default: all that the machine can do)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
@@ -149,7 +149,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two preload preload-torch preload-programs preload-cost preload-two parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 programs=$(printf %q "${GPU_TEST_PROGRAMS:-jax cupy backend:native expandable_segments:True backend:cudaMallocAsync}")

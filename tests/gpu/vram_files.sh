@@ -141,6 +141,51 @@ two_vrams() { # RUNTIME SIZE LABEL: one process on one GPU and two on two, in tu
     say "$label: $(jq -c 'del(.ok)' <<< "$(tail -n 1 /out/results.jsonl)")"
 }
 
+# at_once VERB NAME...: podman's checkpoint or restore of these containers in place, all at once; sets `took`.
+at_once() {
+    local verb=$1 name from bad=0 children=() && shift
+    from=$(now)
+    for name in "$@"; do
+        pod container "$verb" --keep "$name" > "/logs/$name.said" 2>&1 &
+        children+=($!)
+    done
+    for name in "${children[@]}"; do wait "$name" || bad=1; done
+    took=$(since "$from")
+    [ "$bad" = 0 ] || { for name in "$@"; do cat "/logs/$name.said" && keep_logs "$name" "$name"; done && return 1; }
+}
+
+two_containers() { # RUNTIME SIZE LABEL: one container with a GPU of two, and both at once, in turn, in place
+    local label=$3 i n name rows='[]' save took before names
+    [ "$gpus" -ge 2 ] || skip "$label" "this machine has one GPU"
+    low_level "$1"
+    for n in 0 1; do
+        gpu_args 0
+        gpu+=(--device "/dev/nvidia$(minor_of $n)")
+        job_command "$2" 0
+        start "job$n" --annotation dev.cryopod.vram=on "${gpu[@]}" "$image" "${job[@]}" || return
+    done
+    for i in $(seq "$vram_runs"); do
+        for n in 1 2; do
+            names=(job0 job1)
+            names=("${names[@]:0:n}")
+            before=$(lines "${names[-1]}")
+            at_once checkpoint "${names[@]}" || return
+            save=$took
+            for name in "${names[@]}"; do keep_logs "$name" "$label-$n.$i.$name"; done
+            at_once restore "${names[@]}" || return
+            for name in "${names[@]}"; do keep_logs "$name" "$label-$n.$i.$name"; done
+            verdict "${names[-1]}" "$label-$n.$i" "$before" || return
+            rows=$(jq -c --argjson n "$n" --argjson s "$save" --argjson l "$took" '. + [{containers: $n, checkpoint_s: $s, restore_s: $l}]' <<< "$rows")
+        done
+    done
+    # shellcheck disable=SC2016
+    result "$(jq -n --arg case "$label" --arg size "2 x $2 $unit" --argjson rows "$rows" '
+        def mid(n; k): [$rows[] | select(.containers == n) | .[k]] | sort | .[(length - 1) / 2 | floor];
+        {case: $case, ok: true, size: $size, runs: $rows, checkpoint_ratio: (mid(2; "checkpoint_s") / mid(1; "checkpoint_s")),
+         restore_ratio: (mid(2; "restore_s") / mid(1; "restore_s"))}')"
+    say "$label: $(tail -n 1 /out/results.jsonl)"
+}
+
 suspend_resume() { # RUNTIME SIZE LABEL: next to the driver's own calls, as often as $driver_runs says
     local label=$3 i from pid times='[]' before save load out in said driver=/opt/driver
     [ -z "$sim" ] || driver=/opt/cusim
