@@ -407,7 +407,11 @@ for part in $parts; do
             annotations=()
             ;;
         preload-programs) preload_programs ;;
-        preload-cost) run_case preload-cost preload_cost ;;
+        preload-cost)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case preload-cost preload_cost
+            annotations=()
+            ;;
         preload-two)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case preload-two two_vrams "${runtimes%% *}" "$two_size"
@@ -423,12 +427,11 @@ for part in $parts; do
             for rt in $runtimes; do parallel_all "$rt" "$parallel_ranks"; done
             annotations=()
             ;;
-        parallel-random | parallel-apart)
+        parallel-random | parallel-apart | parallel-cost)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case "$part" "${part//-/_}" "${runtimes%% *}" "$parallel_ranks"
             annotations=()
             ;;
-        parallel-cost) run_case parallel-cost parallel_cost "${runtimes%% *}" "$parallel_ranks" ;;
         suspend) run_case suspend suspend_resume "${runtimes%% *}" "$vram_size" ;;
         chain) run_case chain chain "${runtimes%% *}" ;;
         nccl) nccl_all "${runtimes%% *}" ;;

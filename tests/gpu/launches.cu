@@ -1,4 +1,4 @@
-// launches.cu SECONDS: launches an empty kernel over and over, and prints launches a second.
+// launches.cu SECONDS: launches an empty kernel over and over, and prints launches a second, as `# rate launches NUMBER`.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +20,6 @@ int main(int argc, char **argv) {
     }
     if (cudaDeviceSynchronize() != cudaSuccess) return 1;
     passed = std::chrono::duration<double>(clock::now() - start).count();
-    printf("%.1f\n", count / passed);
+    printf("# rate launches %.1f\n", count / passed);
     return 0;
 }

@@ -8,7 +8,8 @@ parallel.py KIND STEPS RANKS, where KIND is
     exchange  all_to_all, reduce_scatter, all_gather and broadcast, in the whole group and in subgroups that overlap
     uneven    all_reduce in groups that overlap, with ranks out of step: they sleep, and one works on the host for long
     apart     rank 1 comes to each all_reduce 15 s after the others
-    cost      no steps: prints `# rate WHAT NUMBER` for all_reduce of 8 bytes, 1 MiB and 1 GiB and a step of ddp
+    cost      no steps: prints `# rate WHAT NUMBER` for all_reduce of 8 bytes, 1 MiB and 1 GiB, a step of ddp, and one of ddp
+              with 16 times the words, so that it waits for the GPU and not for Python
 Each rank prints STEP NUMBER ok SECONDS pRANK for each step; the number is a loss, a token or a sum. Two ranks add in either
 order to the same sum, so their numbers do not depend on NCCL's choices. CORRUPT is in the place of ok if a sum is not what a
 formula says. Ranks meet over a file.
@@ -39,9 +40,9 @@ def words(torch, rank, batch=2, length=256):
         yield torch.randint(0, VOCABULARY, (batch, length), device="cuda", generator=source)
 
 
-def training(torch, model, rank):
+def training(torch, model, rank, batch=2):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for x in words(torch, rank):
+    for x in words(torch, rank, batch):
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -49,10 +50,10 @@ def training(torch, model, rank):
         yield loss.item().hex()
 
 
-def ddp(torch, rank, ranks):
+def ddp(torch, rank, ranks, batch=2):
     from torch.nn.parallel import DistributedDataParallel
 
-    yield from training(torch, DistributedDataParallel(model_of(torch, 1024, 6).to("cuda"), device_ids=[rank]), rank)
+    yield from training(torch, DistributedDataParallel(model_of(torch, 1024, 6).to("cuda"), device_ids=[rank]), rank, batch)
 
 
 def fsdp(torch, rank, ranks):
@@ -213,9 +214,9 @@ def cost(torch, rank, ranks):
     each = max(1, min(4, len(cores) // ranks))
     os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
-    def rate(what, calls, work):
+    def rate(what, calls, work, rounds=15):
         times = []
-        for _ in range(15):
+        for _ in range(rounds):
             torch.cuda.synchronize()
             dist.barrier()
             start = time.perf_counter()
@@ -231,6 +232,8 @@ def cost(torch, rank, ranks):
         rate(what, calls, lambda: dist.all_reduce(x))
     losses = ddp(torch, rank, ranks)
     rate("ddp", 20, lambda: next(losses))
+    losses = ddp(torch, rank, ranks, 32)
+    rate("ddp-large", 5, lambda: next(losses), 8)
     return iter(())
 
 

@@ -113,20 +113,14 @@ parallel_apart() { # RUNTIME RANKS LABEL: no moment is found in time; the job go
     result "$(jq -n --arg case "$label" --argjson took "$took" '{case: $case, ok: true, refused_s: $took}')"
 }
 
-parallel_cost() { # RUNTIME RANKS LABEL: what the library costs while nothing happens, in turns
-    local label=$3 i rows='' line options
+parallel_cost() { # RUNTIME RANKS LABEL: what the library costs while nothing happens
+    local label=$3 libnccl='' dir calls steps
+    [ -z "$sim" ] || skip "$label" "the simulated driver has no NCCL to measure"
     low_level "$1"
-    annotations=()
     parallel_job cost "$2"
-    for i in off on on off; do
-        options=(--annotation "dev.cryopod.preload=$i")
-        timeout 300 podman --runtime cryopod-runtime run --rm "${options[@]}" "${gpu[@]}" "$image" "${job[@]}" > "/logs/$label.out" 2>&1 ||
-            { tail -n 5 "/logs/$label.out" && return 1; }
-        rows+=$(awk -v i="$i" '$2 == "rate" {printf "{\"preload\": \"%s\", \"what\": \"%s\", \"rate\": %s}\n", i, $3, $4}' "/logs/$label.out")$'\n'
-    done
-    result "$(jq -s --arg case "$label" 'def mean(i): [.[] | select(.preload == i) | .rate] | add / length;
-        {case: $case, ok: true, cost: [group_by(.what)[] | {what: .[0].what, ratio: (mean("on") / mean("off")), runs: [.[] | {preload, rate}]}]}' <<< "$rows")"
-    say "$label: $(tail -n 1 /out/results.jsonl | jq -c '.cost[] | [.what, .ratio, [.runs[].rate]]' | paste -s -d ' ')"
+    for dir in "${torch_mounts[@]}"; do libnccl=${libnccl:-$(find "/host$dir" -name libnccl.so.2 | head -n 1)}; done
+    calls=$(cost "$label-calls" 5 /work/allreduce "${libnccl#/host}" "$2") && steps=$(cost "$label-torch" 2 "${job[@]}") || return
+    costs_are "$label" "$calls $steps"
 }
 
 parallel_all() { # RUNTIME RANKS

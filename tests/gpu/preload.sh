@@ -57,33 +57,56 @@ preload_programs() {
     done
 }
 
-# rates LABEL COMMAND...: a number that the command prints last, with the library and without, in turns; as JSON.
-rates() {
-    local label=$1 i value rows='[]' options && shift
-    for i in off on on off off on; do
-        options=(--annotation "dev.cryopod.preload=$i")
-        value=$(timeout 300 podman --runtime cryopod-runtime run --rm "${options[@]}" "${gpu[@]}" "$image" "$@" 2> "/logs/$label.$i.err" | tee "/logs/$label.$i.out" | rate_of) || return
-        rows=$(jq -c --arg i "$i" --argjson v "$value" '. + [{preload: $i, rate: $v}]' <<< "$rows")
+# Runs a command in a container that has the library, with and without it, in turns.
+in_turns='n=$1 && shift
+for i in $(seq "$n"); do
+    for preload in off on on off; do
+        library=$LD_PRELOAD
+        [ $preload = on ] || library=
+        rm -f /tmp/rendezvous
+        echo "== $preload"
+        LD_PRELOAD=$library "$@" || exit
     done
-    jq -c --arg what "$label" 'def mean(i): [.[] | select(.preload == i) | .rate] | add / length; {what: $what, ratio: (mean("on") / mean("off")), runs: .}' <<< "$rows"
+done'
+
+# cost LABEL TIMES COMMAND...: for each rate that the command tells, as `# rate WHAT NUMBER` or by lines with their time, the ratio with
+# the library to without; as JSON.
+cost() {
+    local out=/logs/$1.out err=/logs/$1.err times=$2 && shift 2
+    timeout 400 podman --runtime cryopod-runtime run --rm "${gpu[@]}" "$image" sh -c "$in_turns" sh "$times" "$@" > "$out" 2> "$err" ||
+        { tail -n 5 "$err" >&2 && return 1; }
+    awk 'function steps(from) {
+            from = int(n / 5) # the first fifth is not counted
+            if (n > 1) printf "%s steps %.4f\n", preload, (n - 1 - from) / (at[n - 1] - at[from])
+            n = 0
+        }
+        $1 == "==" {steps(); preload = $2} /^# rate/ {print preload, $3, $4} $3 == "ok" {at[n++] = $4} END {steps()}' "$out" |
+        jq -nRc 'def of(i): [.[] | select(.preload == i) | .rate];
+            def mid: sort | (.[(length - 1) / 2 | floor] + .[length / 2 | floor]) / 2;
+            [inputs | split(" ") | {preload: .[0], what: .[1], rate: (.[2] | tonumber)}] | group_by(.what)[]
+            | {what: .[0].what, median: ((of("on") | mid) / (of("off") | mid)), best: ((of("on") | max) / (of("off") | max)), off: of("off"), on: of("on")}'
 }
-# The last number, or steps a second after the first fifth.
-rate_of() { awk '$3 == "ok" {at[n++] = $4} $3 != "ok" && !/^#/ {last = $1} END {from = int(n / 5); if (n > 1) printf "%.4f\n", (n - 1 - from) / (at[n - 1] - at[from]); else print last}'; }
+
+costs_are() { # LABEL JSON...
+    say "$1:"
+    jq -c . <<< "$2"
+    result "$(jq -s --arg case "$1" '{case: $case, ok: true, cost: .}' <<< "$2")"
+}
 
 preload_cost() { # LABEL: what a container loses by the library while nothing happens
-    local all='' what command
+    local all='' what command times
     [ -z "$sim" ] || skip "$1" "the simulated driver launches no kernels"
     low_level "${runtimes%% *}"
     train_command 60
     for what in $costs; do
+        times=2
         case $what in
-            launches) command=(/work/launches 4) ;;
+            launches) command=(/work/launches 2) times=4 ;;
             train) command=("$python" /work/train.py 60 4) ;;
-            serve) command=("$python" /work/serve.py 200 unix) ;;
+            serve) command=("$python" /work/serve.py 100 unix) ;;
         esac
         [ -n "$python" ] || [ "$what" = launches ] || continue
-        all+=$(rates "$what" "${command[@]}")$'\n' || return
+        all+=$(cost "$what" "$times" "${command[@]}" | jq -c --arg what "$what" '.what = $what')$'\n' || return
     done
-    say "$1: $(jq -c '{what, ratio, runs: [.runs[].rate]}' <<< "$all")"
-    result "$(jq -s --arg case "$1" '{case: $case, ok: true, cost: .}' <<< "$all")"
+    costs_are "$1" "$all"
 }

@@ -116,10 +116,10 @@ if [ -z "$sim" ]; then
         if [ -e "${libcuda%/*}/$library" ]; then cp -L "${libcuda%/*}/$library" "$work/root/opt/driver/"; fi
     done
     ln -s /opt/driver/libcuda.so.1 "$work/root/usr/lib/x86_64-linux-gnu/libcuda.so.1"
-    for program in gpujob launches; do
+    for program in gpujob launches allreduce; do
         echo "gpu-test: building $program with $nvcc"
         timeout 300 "$nvcc" -O2 -w -arch=native -Xcompiler -static-libstdc++,-static-libgcc -o "$work/root/opt/work/$program" \
-            "$here/$program.cu" || die "$program could not be built"
+            "$here/$program.cu" -ldl || die "$program could not be built"
     done
     mkdir "$work/root/opt/work/bin" # JAX compiles with them
     for tool in ptxas nvlink; do

@@ -4,10 +4,11 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use super::VramError;
 use super::index::{Index, MAX_SHARDS};
+use super::{VramError, run_on, usual_threads};
 use crate::names;
 
 /// The shards being written; each thread appends to its own.
@@ -132,11 +133,17 @@ impl<'a> Shards<'a> {
 pub fn remove(dir: &Path) {
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX));
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX_PARTIAL));
-    for number in 0..MAX_SHARDS {
-        if fs::remove_file(dir.join(names::vram_shard(number))).is_err() {
-            break;
+    let shards = (0..MAX_SHARDS).map(|number| dir.join(names::vram_shard(number)));
+    let there = shards.take_while(|path| path.symlink_metadata().is_ok());
+    let there: Vec<PathBuf> = there.collect();
+    let next = AtomicUsize::new(0);
+    // The kernel frees a file's pages meanwhile: one thread takes a second for 20 GB on a tmpfs.
+    let _ = run_on(there.len().min(usual_threads()), &|| {
+        while let Some(path) = there.get(next.fetch_add(1, Relaxed)) {
+            let _ = fs::remove_file(path);
         }
-    }
+        Ok(())
+    });
 }
 
 fn create(path: &Path) -> Result<File, VramError> {

@@ -418,6 +418,8 @@ pub struct StorageFrom {
 pub struct WriteTo {
     pub dir: PathBuf,
     pub config: VramConfig,
+    /// How many processes are taken out at once: the writer begins with the memory of all.
+    pub processes: usize,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

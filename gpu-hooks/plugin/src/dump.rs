@@ -484,7 +484,15 @@ impl Dump {
         if good && self.session.vram.writes && !leave_running {
             // If the wrapper waited for it at post-dump, it is long done.
             match self.session.vram_wait() {
-                Ok(done) => self.session.vram_done = done,
+                Ok(done) => {
+                    if let Some(done) = &done {
+                        let (ahead, all) = (done.ahead, done.facts.chunks);
+                        let text =
+                            format!("{ahead} of {all} chunks of GPU memory were written ahead");
+                        criu::log(Level::Info, &text);
+                    }
+                    self.session.vram_done = done;
+                }
                 Err(failed) => {
                     self.session.fail(failed);
                     good = false;

@@ -132,9 +132,13 @@ impl Session {
         let threads = (config.threads_for(running.len()) / running.len().max(1)).max(1);
         let dir = image_directory()
             .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
-        let to = WriteTo { dir, config };
-        // The writer begins with all the memory that there will be.
-        let write = Some(to.clone()).filter(|_| running.len() == 1 && !self.vram.writes);
+        let processes = running.len();
+        let to = WriteTo {
+            dir,
+            config,
+            processes,
+        };
+        let write = Some(to.clone()).filter(|_| !self.vram.writes);
         let out = |pid: &i32| Op::PreloadOut {
             pid: *pid,
             timeout_ms,

@@ -18,6 +18,7 @@ impl Session {
         let write = dir.map(|dir| WriteTo {
             dir,
             config: config.clone(),
+            processes: 1,
         });
         Some(StorageTo { threads, write })
     }

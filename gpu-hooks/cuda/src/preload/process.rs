@@ -11,7 +11,7 @@ use crate::procfs;
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
 use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
-use crate::vram::store::VramFiles;
+use crate::vram::store::{Joining, VramFiles};
 use crate::vram::worker::State;
 use cryopod_preload_wire::Request;
 use std::collections::BTreeMap;
@@ -134,6 +134,7 @@ impl Preloads {
         write: Option<&WriteTo>,
         files: &Arc<VramFiles>,
     ) -> Result<TakenOut, DriverError> {
+        let joining = files.joining(write);
         let Some(library) = Library::of(pid) else {
             return Ok(TakenOut::Without);
         };
@@ -156,7 +157,7 @@ impl Preloads {
                 Err(error) => TakenOut::LeftOut(told(&error).message),
             });
         }
-        let (buffer, bytes, writes) = match self.copied(pid, pieces, threads, write, files) {
+        let (buffer, bytes, writes) = match self.copied(pid, pieces, threads, joining, files) {
             Ok(copied) => copied,
             Err(error) => {
                 // Without this it goes on after a while.
@@ -200,19 +201,14 @@ impl Preloads {
         pid: i32,
         pieces: Vec<Piece>,
         threads: usize,
-        write: Option<&WriteTo>,
+        joining: Joining<'_>,
         files: &Arc<VramFiles>,
     ) -> Result<(SharedBuffer, u64, bool), DriverError> {
         let bytes = size(&pieces).map_err(|error| told(&error))?;
         // The threads that copy allocate it faster than others could ahead of them.
         let buffer = files.make_for(pid, bytes)?;
         files.set_state(buffer.id, State::Filling);
-        let writes = write.is_some_and(|to| {
-            let begun = files.write_ahead(&to.dir, &[buffer.id], &to.config);
-            begun
-                .inspect_err(|error| tracing::info!("it is written later: {error}"))
-                .is_ok()
-        });
+        joining.with(buffer.id);
         let filled = |bytes| files.has_filled(buffer.id, bytes);
         let copied = files.file(buffer.id).and_then(|file| {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
@@ -221,6 +217,7 @@ impl Preloads {
                 .copier()?
                 .copy(pieces, memory, Way::Out(&filled), threads)
         });
+        let writes = files.is_written_ahead(buffer.id);
         match copied {
             Ok(()) => Ok((buffer, bytes, writes)),
             Err(error) => {

@@ -6,7 +6,8 @@ mod work;
 
 use self::put_back::copy;
 use self::reading::Reading;
-use self::work::Work;
+pub use self::work::Joining;
+use self::work::{Together, Work};
 use super::ceiling::Ceiling;
 use super::memory::{self, Mapped};
 use super::reserve::Reserve;
@@ -39,6 +40,7 @@ struct Inner {
     /// [`super::userfault::DEVICE`], for the plugin.
     userfault: Option<File>,
     work: Work,
+    together: Together,
     ceiling: Ceiling,
 }
 
@@ -213,6 +215,7 @@ impl VramFiles {
         inner.buffers.clear();
         inner.places.clear();
         inner.read.clear();
+        inner.together = Together::default();
         drop(inner);
         self.reserve.clear();
     }

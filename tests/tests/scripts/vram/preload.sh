@@ -90,6 +90,18 @@ check 'killed while suspended' does sh -c 'podman kill job && podman wait job'
 check 'nothing is in use' used 'all(. == 0)'
 end
 
+# Two processes: their memory is written while both are copied.
+run_rootfs --mib 600 --procs 2 --gpus 0,1
+last=$(sum)
+check 'two: checkpoint' does pod container checkpoint --keep job
+static=$(pod inspect -f '{{.StaticDir}}' job)
+check 'two: handed over' jq -e "$handed_over | length == 2" "$static/checkpoint/cryopod.json"
+check 'two: some was written ahead' grep -q '[1-9][0-9]* of [0-9]* chunks of GPU memory were written ahead' "$static/dump.log"
+check 'two: restore' does pod container restore --keep job
+check 'two: it goes on' goes_on
+check 'two: the same sum' test "$(sum)" = "$last"
+end
+
 # Without the library: as ever.
 run --annotation dev.cryopod.preload=off --mib 100
 check 'off: checkpoint' does pod container checkpoint --export /tmp/job.tar job

@@ -1,7 +1,7 @@
 //! The worker that writes and reads the VRAM files: its start, its end, and what it is told meanwhile.
 
 use super::{VramFiles, directory, failed, refused};
-use crate::protocol::{DriverError, ErrorKind};
+use crate::protocol::{DriverError, ErrorKind, WriteTo};
 use crate::vram::worker::{self, Complete, Job, Progress};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
 use std::fs::File;
@@ -30,7 +30,80 @@ pub(super) enum Work {
     Ended(Result<VramDone, String>),
 }
 
+/// Processes whose memory is written together, and those that are ready for it.
+#[derive(Default)]
+pub(super) struct Together {
+    ready: usize,
+    buffers: Vec<u64>,
+}
+
+impl Together {
+    /// Adds a process, with its buffer if it has one. Returns all buffers when so many processes have come.
+    fn join(&mut self, buffer: Option<u64>, processes: usize) -> Vec<u64> {
+        self.ready += 1;
+        self.buffers.extend(buffer);
+        match self.ready < processes {
+            true => Vec::new(),
+            false => std::mem::take(self).buffers,
+        }
+    }
+}
+
+/// A process whose memory is written together with that of others. When dropped, these no longer wait for it.
+pub struct Joining<'a> {
+    files: &'a Arc<VramFiles>,
+    to: Option<&'a WriteTo>,
+}
+
+impl Joining<'_> {
+    /// Has the buffer written while it is filled, as soon as the last process has joined. It must have the state
+    /// [`worker::State::Filling`].
+    pub fn with(mut self, buffer: u64) {
+        self.join(Some(buffer));
+    }
+
+    fn join(&mut self, buffer: Option<u64>) {
+        let Some(to) = self.to.take() else {
+            return;
+        };
+        if let Err(error) = self.files.write_together(to, buffer) {
+            tracing::info!("it is written later: {error}");
+        }
+    }
+}
+
+impl Drop for Joining<'_> {
+    fn drop(&mut self) {
+        self.join(None);
+    }
+}
+
 impl VramFiles {
+    /// One of the processes whose memory is written together, if it is to be written at once.
+    pub fn joining<'a>(self: &'a Arc<Self>, to: Option<&'a WriteTo>) -> Joining<'a> {
+        Joining { files: self, to }
+    }
+
+    fn write_together(
+        self: &Arc<Self>,
+        to: &WriteTo,
+        buffer: Option<u64>,
+    ) -> Result<(), DriverError> {
+        let mut inner = self.inner();
+        let mut buffers = inner.together.join(buffer, to.processes);
+        buffers.retain(|id| inner.buffers.contains_key(id));
+        drop(inner);
+        match buffers.is_empty() {
+            true => Ok(()),
+            false => self.write_ahead(&to.dir, &buffers, &to.config),
+        }
+    }
+
+    /// Whether a buffer is being written while it is filled.
+    pub fn is_written_ahead(&self, id: u64) -> bool {
+        matches!(&self.inner().work, Work::Running { ahead: Some((_, buffers)), .. } if buffers.contains(&id))
+    }
+
     /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
     /// [`worker::State::Filling`] since before the writer began.
     pub fn has_filled(&self, id: u64, bytes: u64) {
@@ -241,4 +314,21 @@ fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
     let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
     // SAFETY: a descriptor that was just made and belongs to nobody else.
     Some(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_process_has_all_buffers() {
+        let mut together = Together::default();
+        assert_eq!(together.join(Some(5), 1), [5]);
+        assert!(together.join(Some(1), 3).is_empty());
+        assert!(together.join(None, 3).is_empty());
+        assert_eq!(together.join(Some(2), 3), [1, 2]);
+        assert!(together.join(None, 2).is_empty());
+        assert!(together.join(None, 2).is_empty());
+        assert!(together.join(Some(3), 2).is_empty());
+    }
 }
