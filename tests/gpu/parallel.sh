@@ -119,7 +119,7 @@ parallel_cost() { # RUNTIME RANKS LABEL: what the library costs while nothing ha
     low_level "$1"
     parallel_job cost "$2"
     for dir in "${torch_mounts[@]}"; do libnccl=${libnccl:-$(find "/host$dir" -name libnccl.so.2 | head -n 1)}; done
-    calls=$(cost "$label-calls" 5 /work/allreduce "${libnccl#/host}" "$2") && steps=$(cost "$label-torch" 2 "${job[@]}") || return
+    calls=$(cost "$label-calls" 3 /work/allreduce "${libnccl#/host}" "$2") && steps=$(cost "$label-torch" 1 "${job[@]}") || return
     costs_are "$label" "$calls $steps"
 }
 
