@@ -394,6 +394,7 @@ for part in $parts; do
         overlap) if [ -e /dev/userfaultfd ]; then overlap; fi ;;
         unreadable) for rt in $runtimes; do run_case "unreadable-$rt" unreadable "$rt" "$vram_size"; done ;;
         archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;
+        archive-vram) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size" ;;
         vram-two) run_case vram-two two_vrams "${runtimes%% *}" "$two_size" ;;
         vram-apart) run_case vram-apart two_containers "${runtimes%% *}" "$two_size" ;;
         preload)

@@ -19,25 +19,28 @@ handed_over() {
 }
 
 preloaded_program() { # RUNTIME VARIABLE COMMAND... LABEL: as without the library, line by line, with a checkpoint in the middle
-    local label=${*: -1} rt=$1 variable=$2 command=("${@:3:$#-3}") want dir ways
+    local label=${*: -1} rt=$1 variable=$2 command=("${@:3:$#-3}") want dir ways frozen
     low_level "$rt"
     want=/logs/$label.whole.out
     timeout 300 podman --runtime crun run --rm --name program "${gpu[@]}" -e "$variable" "$image" "${command[@]}" > "$want" 2>&1 ||
         { tail -n 5 "$want" && return 1; }
     pod run -d --name program --annotation dev.cryopod.preload=on "${gpu[@]}" -e "$variable" "$image" "${command[@]}" > /dev/null || return
     wait_for more_lines program $(($(losses "$want" | wc -l) / 3)) || { podman logs program | tail -n 5 && return 1; }
-    pod container checkpoint --keep program > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs program "$label" && return 1; }
+    pod container checkpoint --print-stats --keep program > "/logs/$label.stats" 2> "/logs/$label.said" ||
+        { cat "/logs/$label.said" && keep_logs program "$label" && return 1; }
     keep_logs program "$label"
+    frozen=$(jq '.container_statistics[0].criu_statistics.frozen_time / 1e6' "/logs/$label.stats")
     ways=$(handed_over "/logs/$label.cryopod.json")
     [ "$(lines program)" -lt "$(losses "$want" | wc -l)" ] || { say "$label: it was over before the checkpoint" && return 1; }
     pod container restore --keep program > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs program "$label" && return 1; }
     wait_for state_is program exited || return
     podman logs program > "/logs/$label.out" 2>&1
     cmp <(losses "$want") <(losses "/logs/$label.out") || { say "$label: the lines differ" && return 1; }
-    say "$label: $(losses "$want" | wc -l) lines identical; bytes $ways"
+    say "$label: $(losses "$want" | wc -l) lines identical; frozen $frozen s; bytes $ways"
     result "$(jq -n --arg case "$label" --arg runtime "$rt" --argjson ways "$ways" --argjson n "$(losses "$want" | wc -l)" \
         --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson gap "$(gap "/logs/$label.out")" \
-        '{case: $case, ok: true, runtime: $runtime, lines_identical: $n, bytes: $ways, info: $info, longest_pause_s: $gap}')"
+        --argjson frozen "$frozen" '{case: $case, ok: true, runtime: $runtime, lines_identical: $n, bytes: $ways, info: $info,
+            checkpoint: {frozen_s: $frozen}, longest_pause_s: $gap}')"
 }
 
 preload_programs() {
@@ -50,9 +53,11 @@ preload_programs() {
     train_command 60
     gpu+=(-e PATH=/work/bin:/usr/local/bin:/usr/bin:/bin)
     for kind in $programs; do
+        allocator=${kind%/*} layers=2
+        [ "$allocator" = "$kind" ] || layers=${kind#*/}
         case $kind in
             jax | cupy) run_case "preload-$kind" preloaded_program "$rt" "ARRAYS=$kind" "$python" /work/arrays.py "$kind" 60 ;;
-            *) run_case "preload-torch-${kind//:/-}" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$kind" "$python" /work/train.py 60 2 ;;
+            *) run_case "preload-torch-${allocator//:/-}-$layers" preloaded_program "$rt" "PYTORCH_CUDA_ALLOC_CONF=$allocator" "$python" /work/train.py 60 "$layers" ;;
         esac
     done
 }
@@ -99,11 +104,11 @@ preload_cost() { # LABEL: what a container loses by the library while nothing ha
     low_level "${runtimes%% *}"
     train_command 60
     for what in $costs; do
-        times=2
+        times=1
         case $what in
-            launches) command=(/work/launches 2) times=4 ;;
+            launches) command=(/work/launches 2) times=3 ;;
             train) command=("$python" /work/train.py 60 4) ;;
-            serve) command=("$python" /work/serve.py 100 unix) ;;
+            serve) command=("$python" /work/serve.py 80 unix) ;;
         esac
         [ -n "$python" ] || [ "$what" = launches ] || continue
         all+=$(cost "$what" "$times" "${command[@]}" | jq -c --arg what "$what" '.what = $what')$'\n' || return

@@ -8,8 +8,8 @@
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
 #                       vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart
-#                       parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two
-#                       elsewhere (default: all that the machine can do)
+#                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
+#                       copies-two elsewhere (default: all that the machine can do)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
@@ -24,7 +24,7 @@
 #                       GPU_TEST_STORE_OPTIONS (none; huge=within_size, say)
 #   GPU_TEST_PYTHON     a Python with torch, default: the first of python3 on PATH and /opt/torch/.venv/bin/python3
 #   GPU_TEST_STEPS      training steps (120); GPU_TEST_LAYERS: layers of the transformer (6)
-#   GPU_TEST_PROGRAMS   of: jax cupy, and values of PYTORCH_CUDA_ALLOC_CONF (all, with three allocators); GPU_TEST_COSTS of:
+#   GPU_TEST_PROGRAMS   of: jax cupy, and values of PYTORCH_CUDA_ALLOC_CONF, each with /LAYERS or 2 (all, with three allocators); GPU_TEST_COSTS of:
 #                       launches train serve (all)
 #   GPU_TEST_PARALLEL_KINDS  of: ddp fsdp tensor pipeline exchange (all), GPU_TEST_PARALLEL_STEPS each (120), on GPU_TEST_PARALLEL_RANKS
 #                       GPUs (2); GPU_TEST_PARALLEL_ROUNDS: checkpoints at random moments (20)
