@@ -57,6 +57,7 @@ pub fn into_directory(
         &UnpackOptions {
             images_only,
             without_vram: here.is_some(),
+            leave: Vec::new(),
             threads: options.threads,
             limits: options.limits.clone(),
             progress: Arc::clone(&options.progress),

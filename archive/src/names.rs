@@ -53,6 +53,9 @@ pub const STORE_REFERENCE_PARTIAL: &str = ".cryopod-store.json.partial";
 pub const VRAM_INDEX: &str = "vram-index.img";
 pub const VRAM_INDEX_PARTIAL: &str = ".vram-index.img.partial";
 
+/// Where shards lie that are not in the image directory. Never in an archive: `cryopod import` writes it for one restore.
+pub const VRAM_PLACES: &str = "vram-places.json";
+
 /// The record of cryopod's CRIU plugin for NVIDIA. It names the buffers whose contents are in the VRAM files.
 pub const NVIDIA_IMAGE: &str = "cryopod-nvidia.img";
 

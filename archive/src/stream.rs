@@ -85,8 +85,24 @@ impl Section {
         Ok(Self::new(Arc::new(file), 0, len))
     }
 
+    /// A part of what is left, `at` bytes from its start.
+    pub(crate) fn part(&self, at: u64, len: u64) -> Self {
+        let at = self.at.saturating_add(at).min(self.end);
+        let end = at.saturating_add(len).min(self.end);
+        Self {
+            file: Arc::clone(&self.file),
+            at,
+            end,
+        }
+    }
+
     pub(crate) fn left(&self) -> u64 {
         self.end - self.at
+    }
+
+    /// Offset in the file.
+    pub(crate) fn at(&self) -> u64 {
+        self.at
     }
 
     pub(crate) fn file(&self) -> &Arc<File> {

@@ -22,6 +22,11 @@ const AT_ONCE: usize = 16;
 pub(crate) trait Sink: Sync {
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error>;
 
+    /// Whether a layer that states its files is read at all. One that is not is not checked either.
+    fn layer(&self, _files: &[String]) -> bool {
+        true
+    }
+
     /// The layer digests to check.
     fn hash(&self) -> Hash {
         Hash::Stored
@@ -81,7 +86,10 @@ pub(crate) fn walk(
         },
         Inner::Image(image) => {
             // The largest first, so that none runs alone at the end.
-            let mut layers: Vec<&Layer> = image.layers().collect();
+            let wanted = |l: &&Layer| l.files().is_none_or(|files| sink.layer(&files));
+            let mut layers: Vec<&Layer> = image.layers().filter(wanted).collect();
+            let bytes = layers.iter().map(|l| l.descriptor.size).sum();
+            decoder.progress().set_total(bytes);
             layers.sort_by_key(|l| std::cmp::Reverse(l.descriptor.size));
             walk.each(&layers, |layer| {
                 walk.layer(layer, image.blobs.open(&layer.descriptor)?)

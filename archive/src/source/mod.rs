@@ -7,6 +7,7 @@
 mod detect;
 mod directory;
 mod image;
+mod in_place;
 mod place;
 mod tarball;
 
@@ -24,6 +25,7 @@ use crate::stream::Compression;
 
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
+pub use in_place::InPlace;
 pub use place::Place;
 pub(crate) use tarball::visit_tar;
 

@@ -20,7 +20,7 @@ use crate::limits::Limits;
 use crate::names;
 use crate::oci::annotation;
 use crate::progress::Progress;
-use crate::source::Source;
+use crate::source::{InPlace, Source};
 use crate::staging::Staging;
 use crate::walk::{Sink, walk};
 
@@ -30,6 +30,8 @@ pub struct UnpackOptions {
     pub images_only: bool,
     /// Leave out the shards and the table of GPU memory.
     pub without_vram: bool,
+    /// Files that are left out, by their names in the archive.
+    pub leave: Vec<InPlace>,
     /// 0: one per core.
     pub threads: usize,
     pub limits: Limits,
@@ -49,7 +51,8 @@ pub struct Unpacked {
 /// Devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
 pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
     let staging = Staging::directory(to, false)?;
-    room(to, &staging, stated_bytes(source))?;
+    let left: u64 = options.leave.iter().map(|file| file.bytes).sum();
+    room(to, &staging, stated_bytes(source).saturating_sub(left))?;
     let root = staging.handle().map_err(Error::io(to, "open it"))?;
     let (sync, to_sync) = bounded::<(File, String)>(16);
     let sink = Unpacker {
@@ -59,6 +62,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
         staging: &staging,
         images_only: options.images_only,
         without_vram: options.without_vram,
+        leave: &options.leave,
         progress: &options.progress,
         sync,
         later: Mutex::default(),
@@ -126,6 +130,7 @@ struct Unpacker<'u> {
     staging: &'u Staging,
     images_only: bool,
     without_vram: bool,
+    leave: &'u [InPlace],
     progress: &'u Progress,
     sync: Sender<(File, String)>,
     later: Mutex<Later>,
@@ -145,10 +150,17 @@ impl Unpacker<'_> {
         if self.without_vram && inner.is_some_and(|n| n.starts_with("/vram-")) {
             return None;
         }
+        if self.leaves(name) {
+            return None;
+        }
         if !self.images_only {
             return Some(name);
         }
         inner?.strip_prefix('/')
+    }
+
+    fn leaves(&self, name: &str) -> bool {
+        self.leave.iter().any(|file| file.name == name)
     }
 
     fn finish(self) -> Result<Unpacked, Error> {
@@ -234,8 +246,15 @@ impl Unpacker<'_> {
 const COPY_BYTES: usize = 1 << 20;
 
 impl Sink for Unpacker<'_> {
+    fn layer(&self, files: &[String]) -> bool {
+        files.is_empty() || !files.iter().all(|name| self.leaves(name))
+    }
+
     fn entry(&self, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
         let Some(name) = self.place(&entry.name) else {
+            if self.leaves(&entry.name) {
+                self.progress.add_done(entry.size);
+            }
             return Ok(());
         };
         let later = || self.later.lock().unwrap_or_else(PoisonError::into_inner);

@@ -11,6 +11,7 @@
 //! * [`read`]: from a directory to memory, and the verification
 //! * [`parent`]: finds the VRAM files that others build on
 //! * [`layers`]: finds them in the layers of an image
+//! * [`places`]: finds shards that lie in an archive
 //! * [`flatten`](mod@flatten): makes VRAM files independent of their parents
 //!
 //! docs/vram-format.md describes every byte.
@@ -20,6 +21,7 @@ pub mod flatten;
 pub mod index;
 pub mod layers;
 pub mod parent;
+pub mod places;
 pub mod read;
 mod shards;
 pub mod write;

@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
+use super::places::{self, Place};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
 use crate::{names, store};
 
@@ -41,10 +42,43 @@ impl Default for ReadOptions {
 pub struct Vram {
     pub index: Index,
     dir: PathBuf,
-    shards: Vec<File>,
-    paths: Vec<PathBuf>,
+    shards: Vec<Shard>,
     lengths: Vec<u32>,
     parent: Option<Box<Vram>>,
+}
+
+/// An open shard.
+#[derive(Debug)]
+struct Shard {
+    file: File,
+    path: PathBuf,
+    /// Offset of the shard in the file; `None` for a file of its own.
+    inside: Option<u64>,
+    bytes: u64,
+}
+
+impl Shard {
+    fn alone(path: PathBuf) -> Result<Self, VramError> {
+        let file = open_file(&path)?;
+        let meta = file
+            .metadata()
+            .map_err(VramError::io(&path, "cannot be read"))?;
+        Ok(Self {
+            file,
+            path,
+            inside: None,
+            bytes: meta.len(),
+        })
+    }
+
+    fn in_archive(place: &Place) -> Result<Self, VramError> {
+        Ok(Self {
+            file: place.open()?,
+            path: place.path.clone(),
+            inside: Some(place.at),
+            bytes: place.bytes,
+        })
+    }
 }
 
 /// Opens a regular file, whatever a stranger may have put there.
@@ -99,38 +133,41 @@ impl Vram {
             ));
         }
         let mut shards = Vec::with_capacity(index.shards.len());
-        let mut paths = Vec::with_capacity(index.shards.len());
-        let mut stored = None;
+        let (mut placed, mut stored) = (None, None);
         for (number, bytes) in index.shards.iter().enumerate() {
-            let mut path = dir.join(names::vram_shard(number));
-            if path.symlink_metadata().is_err() {
-                // A store is one of the searched directories.
-                if stored.is_none() {
-                    stored = store::find(dir, search)?;
+            let name = names::vram_shard(number);
+            let path = dir.join(&name);
+            let shard = if path.symlink_metadata().is_ok() {
+                Shard::alone(path)?
+            } else {
+                if placed.is_none() {
+                    placed = Some(places::find(search, index.digest)?);
                 }
-                let entry = stored.as_ref().map(|found| &found.entry);
-                path = entry.map_or(path, |entry| entry.join(names::vram_shard(number)));
-            }
-            let file = open_file(&path)?;
-            let has = file
-                .metadata()
-                .map_err(VramError::io(&path, "cannot be read"))?
-                .len();
-            if has != *bytes {
+                let place = placed.iter().flatten().find_map(|places| places.of(&name));
+                if let Some(place) = place {
+                    Shard::in_archive(place)?
+                } else {
+                    // A store is one of the searched directories.
+                    if stored.is_none() {
+                        stored = store::find(dir, search)?;
+                    }
+                    let entry = stored.as_ref().map(|found| &found.entry);
+                    Shard::alone(entry.map_or(path, |entry| entry.join(&name)))?
+                }
+            };
+            if shard.bytes != *bytes {
                 return Err(VramError::damaged(
-                    &path,
-                    format!("{has} bytes in place of {bytes}"),
+                    &shard.path,
+                    format!("{} bytes in place of {bytes}", shard.bytes),
                 ));
             }
-            shards.push(file);
-            paths.push(path);
+            shards.push(shard);
         }
         let mut vram = Self {
             lengths: index.lengths(),
             index,
             dir: dir.to_owned(),
             shards,
-            paths,
             parent: None,
         };
         if vram.index.parent.is_some() {
@@ -316,6 +353,7 @@ impl Vram {
                 })?;
             }
         }
+        let check = check || self.of(&chunk).inside.is_some();
         if check && Digest::of(to) != chunk.digest {
             let what = format!("chunk {number} does not fit its digest");
             return Err(VramError::damaged(&self.shard(&chunk), what));
@@ -362,18 +400,25 @@ impl Vram {
         }
     }
 
+    fn of(&self, chunk: &Chunk) -> &Shard {
+        &self.shards[usize::from(chunk.shard)]
+    }
+
     fn shard(&self, chunk: &Chunk) -> PathBuf {
-        self.paths[usize::from(chunk.shard)].clone()
+        self.of(chunk).path.clone()
     }
 
     fn stored(&self, chunk: &Chunk, to: &mut [u8]) -> Result<(), VramError> {
-        let file = &self.shards[usize::from(chunk.shard)];
-        file.read_exact_at(to, chunk.place)
+        let shard = self.of(chunk);
+        let at = shard.inside.unwrap_or(0).saturating_add(chunk.place);
+        shard
+            .file
+            .read_exact_at(to, at)
             .map_err(|error| match error.kind() {
                 io::ErrorKind::UnexpectedEof => {
-                    VramError::damaged(&self.shard(chunk), "shorter than it was")
+                    VramError::damaged(&shard.path, "shorter than it was")
                 }
-                _ => VramError::io(&self.shard(chunk), "cannot be read")(error),
+                _ => VramError::io(&shard.path, "cannot be read")(error),
             })
     }
 }

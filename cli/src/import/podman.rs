@@ -1,6 +1,7 @@
 //! Restores an archive with podman at once.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::vram::places;
 use cryopod_archive::{Compression, names};
 use cryopod_operations::handover;
 
@@ -32,11 +34,11 @@ pub fn restore(
         let restored = import(args, &file);
         steps.done("podman container restore");
         match restored {
-            Ok(id) if parts.map_is_left() => bail!(
+            Ok(id) if args.map.is_some() && !parts.ticket.is_redeemed() => bail!(
                 "{id}: restored, but without --map: podman's runtime for it is not cryopod-runtime; remove it and import again with that runtime"
             ),
             // A runtime other than cryopod's does not know where the large files are.
-            Err(error) if parts.taken() == 0 && args.map.is_none() => {
+            Err(error) if args.map.is_none() && !parts.ticket.is_redeemed() => {
                 tracing::debug!("the large files were not fetched: {error:#}");
             }
             other => return other,
@@ -81,11 +83,10 @@ fn import(args: &Args, file: &Path) -> anyhow::Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// A checkpoint whose small files go to podman, and whose large files go to cryopod's runtime.
+/// A checkpoint whose small files go to podman, and whose large files go to cryopod's runtime. Shards that it can read in
+/// the archive stay there.
 struct Parts {
     whole: PathBuf,
-    away: PathBuf,
-    large: usize,
     ticket: handover::Ticket,
     /// On podman's file system.
     temp: LockedTempDir,
@@ -108,14 +109,23 @@ impl Parts {
             .run()?;
         let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;
         let (whole, away) = (temp.path().join("whole"), temp.path().join("away"));
-        let options = UnpackOptions::default();
+        let options = UnpackOptions {
+            leave: source.shards_in_place(&Limits::default())?,
+            ..UnpackOptions::default()
+        };
         ui::with_progress("unpack", args.quiet, &options.progress, || {
             unpack(source, &whole, &options)
         })?;
         carried::take(&whole, args.limit())?;
-        fs::create_dir(&away).with_context(|| away.display().to_string())?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&away)
+            .with_context(|| away.display().to_string())?;
         let images = whole.join(names::CHECKPOINT_DIR);
-        let large = handover::part(&images, &away)?;
+        handover::part(&images, &away)?;
+        if !options.leave.is_empty() {
+            places::write(&images, &options.leave, &away)?;
+        }
         if let Some(map) = &args.map {
             let path = away.join(handover::MAP);
             fs::write(&path, &map.0).with_context(|| path.display().to_string())?;
@@ -123,8 +133,6 @@ impl Parts {
         let ticket = handover::issue(&images, &away)?;
         Ok(Some(Self {
             whole,
-            away,
-            large,
             ticket,
             temp,
         }))
@@ -136,18 +144,5 @@ impl Parts {
         let small = Source::open(&self.whole)?;
         args.write(&small, &Destination::Tar(file.clone(), Compression::None))?;
         Ok(file)
-    }
-
-    /// Number of large files that the runtime has fetched.
-    fn taken(&self) -> usize {
-        tracing::debug!("{:?}", self.ticket);
-        let left = fs::read_dir(&self.away).map_or(0, Iterator::count);
-        let left = left - usize::from(self.map_is_left());
-        self.large.saturating_sub(left)
-    }
-
-    /// The runtime has not read the GPU map.
-    fn map_is_left(&self) -> bool {
-        self.away.join(handover::MAP).exists()
     }
 }

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use crate::config::Config;
+use crate::handover::Handed;
 use crate::lowlevel::LowLevel;
 
 #[derive(Debug, Clone)]
@@ -14,11 +15,14 @@ pub struct Context {
 }
 
 impl Context {
-    /// The same with another GPU map, which root has asked for in this one restore.
+    /// The same with what root has handed to this one restore: another GPU map, and the place of large files.
     #[must_use]
-    pub fn mapped(&self, map: &str) -> Self {
+    pub fn with(&self, handed: &Handed) -> Self {
         let mut ctx = self.clone();
-        ctx.config.gpu.map = Some(map.to_owned());
+        if let Some(map) = &handed.map {
+            ctx.config.gpu.map = Some(map.clone());
+        }
+        ctx.config.store.search.extend(handed.places.clone());
         ctx
     }
 }

@@ -11,7 +11,8 @@
 //! - **Import.** `cryopod import` unpacks an archive, and gives podman a file with all but the large files, and a
 //!   [`TICKET`]. The ticket is the random name of a link in [`DESK`] to the directory with the large files. Archives
 //!   come from strangers, but a ticket alone gives no access: only root writes links there, and nobody can guess a
-//!   name. What else `import` was asked for, the GPU map ([`MAP`]), is with these files, and so has root's word, too.
+//!   name, and each is good once. What else `import` was asked for, the GPU map ([`MAP`]), is with these files, and so
+//!   has root's word, too. So has the list of the shards that stay in the archive ([`VRAM_PLACES`]).
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use cryopod_archive::names::is_large;
+use cryopod_archive::names::{VRAM_PLACES, is_large};
 use cryopod_host::files::own_directory;
 
 /// The directory beside the image directory that takes the large files.
@@ -65,7 +66,7 @@ pub fn part(images: &Path, away: &Path) -> io::Result<usize> {
     Ok(moved)
 }
 
-/// Moves all files of a directory into another. Returns their number.
+/// Moves all files of a directory into another, but for the list of places. Returns their number.
 ///
 /// # Errors
 /// The first file that could not be moved. It stays where it is and the others are moved; no file is lost or truncated.
@@ -73,6 +74,9 @@ pub fn join(away: &Path, images: &Path) -> io::Result<usize> {
     let (mut moved, mut first) = (0, None);
     for item in fs::read_dir(away).map_err(fail(away, "cannot list it"))? {
         let item = item.map_err(fail(away, "cannot list it"))?;
+        if item.file_name() == VRAM_PLACES {
+            continue;
+        }
         let to = images.join(item.file_name());
         let done = match fs::rename(item.path(), &to) {
             Err(e) if e.raw_os_error() == Some(libc::EXDEV) => {
@@ -256,9 +260,17 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
     })
 }
 
-/// Call before a restore. Brings the large files back into the image directory. Returns the GPU map that came with them.
-/// Fails if the ticket leads nowhere.
-pub fn before_restore(images: &Path) -> io::Result<Option<String>> {
+/// What `cryopod import` hands to one restore, beside the files.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Handed {
+    pub map: Option<String>,
+    /// The directory with the list of the shards that stay in the archive.
+    pub places: Option<PathBuf>,
+}
+
+/// Call before a restore. Brings the large files back into the image directory. Returns what came with them. Fails if the
+/// ticket leads nowhere.
+pub fn before_restore(images: &Path) -> io::Result<Handed> {
     if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;
     }
@@ -274,13 +286,13 @@ fn back(away: &Path, images: &Path) -> io::Result<()> {
     }
 }
 
-fn redeem(images: &Path, desk: &Path) -> io::Result<Option<String>> {
+fn redeem(images: &Path, desk: &Path) -> io::Result<Handed> {
     let file = images.join(TICKET);
     let ticket = match fs::symlink_metadata(&file) {
         Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => {
             fs::read_to_string(&file).map_err(fail(&file, "cannot read it"))?
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Handed::default()),
         Err(e) => return Err(fail(&file, "cannot read it")(e)),
         Ok(_) => return Err(worthless(&file)),
     };
@@ -290,14 +302,17 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<Option<String>> {
     if !valid || !own_directory(desk) {
         return Err(worthless(&file));
     }
-    let away = fs::read_link(desk.join(&ticket)).map_err(|_| worthless(&file))?;
+    let link = desk.join(&ticket);
+    let away = fs::read_link(&link).map_err(|_| worthless(&file))?;
     if !own_directory(&away) {
         return Err(worthless(&file));
     }
     let map = take_map(&away)?;
     join(&away, images)?;
     fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))?;
-    Ok(map)
+    fs::remove_file(&link).map_err(fail(&link, "cannot remove it"))?;
+    let places = away.join(VRAM_PLACES).is_file().then_some(away);
+    Ok(Handed { map, places })
 }
 
 /// Reads the GPU map and removes it, so that it does not become a file of the checkpoint.
@@ -368,6 +383,13 @@ fn revoke_at(desk: &Path, directory: &Path) {
 #[derive(Debug)]
 pub struct Ticket {
     link: PathBuf,
+}
+
+impl Ticket {
+    /// Whether a runtime has taken what it stands for.
+    pub fn is_redeemed(&self) -> bool {
+        fs::symlink_metadata(&self.link).is_err()
+    }
 }
 
 impl Drop for Ticket {

@@ -78,9 +78,9 @@ fn restore(
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
     preload::restore(&inv.bundle(), &inv.images_of_restore(ctx.low.kind))?;
-    let mapped = checkpoint.map.as_deref().map(|map| ctx.mapped(map));
-    let mut request = Request::restore(mapped.as_ref().unwrap_or(ctx), inv)?;
-    if mapped.is_some() {
+    let with_handed = ctx.with(&checkpoint.handed);
+    let mut request = Request::restore(&with_handed, inv)?;
+    if checkpoint.handed.map.is_some() {
         request.spec = request.spec.without_annotation(gpumap::ANNOTATION);
     }
     let is_free = new.is_some() && !state::directory(ctx, inv).exists();

@@ -61,13 +61,21 @@ fn a_ticket_is_good_once_and_a_strangers_never() {
     assert_eq!(part(&images, &away).unwrap(), 2);
     let ticket = issue_at(&desk, &images, &away).unwrap();
     let text = fs::read_to_string(images.join(TICKET)).unwrap();
-    // A map is not a file of the checkpoint. One in the images themselves is a stranger's.
+    // A map and places are not files of the checkpoint. Those in the images themselves are a stranger's.
     fs::write(away.join(MAP), "0=1").unwrap();
-    assert_eq!(redeem(&images, &desk).unwrap().as_deref(), Some("0=1"));
+    fs::write(away.join(VRAM_PLACES), "{}").unwrap();
+    assert!(!ticket.is_redeemed());
+    let handed = redeem(&images, &desk).unwrap();
+    assert!(ticket.is_redeemed());
+    assert_eq!(handed.map.as_deref(), Some("0=1"));
+    assert_eq!(handed.places.as_ref(), Some(&away));
     assert_eq!(names(&images), all);
-    fs::write(images.join(MAP), "0=7").unwrap();
-    assert_eq!(redeem(&images, &desk).unwrap(), None);
-    fs::remove_file(images.join(MAP)).unwrap();
+    assert_eq!(names(&away), [VRAM_PLACES]);
+    for name in [MAP, VRAM_PLACES] {
+        fs::write(images.join(name), "0=7").unwrap();
+        assert_eq!(redeem(&images, &desk).unwrap(), Handed::default());
+        fs::remove_file(images.join(name)).unwrap();
+    }
     drop(ticket);
     assert!(names(&desk).is_empty());
     for text in [&text[..], "../../../../../../../../etc/pass", "short"] {

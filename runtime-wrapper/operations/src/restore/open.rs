@@ -7,14 +7,15 @@ use cryopod_archive::store::Found;
 use crate::argv::Invocation;
 use crate::context::Context;
 use crate::error::Error;
-use crate::{handover, images, store};
+use crate::handover::{self, Handed};
+use crate::{images, store};
 
 pub(super) struct Checkpoint {
     pub metadata: Metadata,
     /// The store's entry with the large files, if they are in one.
     pub stored: Option<Found>,
-    /// The GPU map of `cryopod import --map`.
-    pub map: Option<String>,
+    /// What `cryopod import` wants of this restore.
+    pub handed: Handed,
 }
 
 /// Opens a checkpoint without metadata: of a container without GPUs, or of another tool.
@@ -34,7 +35,7 @@ pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint
     Ok(Checkpoint {
         metadata: Metadata::default(),
         stored: None,
-        map: None,
+        handed: Handed::default(),
     })
 }
 
@@ -44,7 +45,7 @@ pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint
 /// The checkpoint is incomplete, or has links.
 pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>, Error> {
     let directory = inv.images_of_restore(ctx.low.kind);
-    let map = handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
+    let handed = handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
     let stored = store::find(&ctx.config, &inv.id, &directory)?;
     match (Metadata::open(&directory)?, stored) {
         (Some(metadata), stored) => {
@@ -52,7 +53,7 @@ pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>
             Ok(Some(Checkpoint {
                 metadata,
                 stored,
-                map,
+                handed,
             }))
         }
         (None, Some(stored)) => Err(store::without_metadata(&stored, &directory)),

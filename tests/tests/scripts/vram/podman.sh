@@ -74,6 +74,30 @@ check 'a damaged archive: nothing is left' wait_for sh -c '! pgrep -x cusim-clie
 pod rm -f -t 0 job > /dev/null 2>&1 || true
 pod container restore --import /tmp/job.tar > /dev/null
 check 'the whole one: restored' goes_on
+
+# cryopod's own import reads the GPU memory where it lies in the archive, unless the archive is compressed.
+last=$(sum)
+imports() { # ARCHIVE
+    pod rm -f -t 0 job > /dev/null
+    check "import $1" does cryopod import "$1" --restore -q
+    check "import $1: it goes on" goes_on
+    check "import $1: the same sum" test "$(sum)" = "$last"
+    check "import $1: nothing is left" test -z "$(ls -A /run/cryopod/away)$(find /var/lib/containers/storage -maxdepth 1 -name '.cryopod-*')"
+}
+for archive in oci-archive:/tmp/job.oci.tar oci:/tmp/job.oci /tmp/job.tar.zst /tmp/plain.tar; do
+    does cryopod export job -o "$archive" --leave-running -q
+    imports "$archive"
+done
+# Where the first shard begins, in blocks of 512 bytes.
+block=$(tar -tRf /tmp/plain.tar | sed -n 's/^block \([0-9]*\): checkpoint\/vram-0000.img$/\1/p')
+damage /tmp/plain.tar $(((block + 10000) * 512))
+pod rm -f -t 0 job > /dev/null
+check 'import of a damaged archive: refused' refused 'chunk [0-9]+ does not fit its digest' cryopod import /tmp/plain.tar --restore -q
+check 'import of a damaged archive: the archive is named' grep -q '/tmp/plain.tar: chunk' /tmp/said
+check 'import of a damaged archive: nothing is left' wait_for sh -c '! pgrep -x cusim-client'
+pod rm -f -t 0 job > /dev/null 2>&1 || true
+cryopod import /tmp/job.tar.zst --restore -q > /dev/null
+check 'import of the whole one: it goes on' goes_on
 pod rm -f -t 0 job > /dev/null
 
 run --annotation $mode=off --mib 100
@@ -83,5 +107,5 @@ check 'off: through CRIU' recorded '.gpu.vram == null'
 pod container restore --import /tmp/job.tar > /dev/null
 check 'off: restored' goes_on
 pod rm -f -t 0 job > /dev/null
-check 'no operation is left' test -z "$(ls -A /run/cryopod)"
+check 'no operation is left' test -z "$(ls -A -I away /run/cryopod)"
 check 'no agent is left' wait_for sh -c '! pgrep cryopod-cuda'
