@@ -78,6 +78,7 @@ bench: testbed ## what cryopod costs; docs/benchmarks.md
 		bash -euc '. /src/tests/testbed/lib.sh; bundle /tmp/b sleep 1000; /opt/build/bench-runtime /tmp/b 200 crun runc; /src/tests/bench-plan.sh'
 	CRYOPOD_BIN_DIR=$(BIN_DIR) tests/testbed/testbed enter --cgroup v1 -- bash -euo pipefail -c \
 		'. /src/tests/testbed/lib.sh; . /src/tests/tests/scripts/shim/lib.sh; . /src/tests/tests/scripts/shim/cost.sh'
+	tests/bench/nccl-call.sh $(BIN_DIR)
 
 bench-archive: testbed ## how fast archives are written and read; GIB, ROUNDS, KINDS as tests/bench/archive.sh says
 	$(MAKE) --no-print-directory build BUILD=--workspace
