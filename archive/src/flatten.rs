@@ -1,5 +1,6 @@
 //! Makes a checkpoint whose GPU memory builds on earlier checkpoints independent of them.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -57,7 +58,7 @@ pub fn into_directory(
         &UnpackOptions {
             images_only,
             without_vram: here.is_some(),
-            leave: Vec::new(),
+            leave: BTreeMap::new(),
             threads: options.threads,
             limits: options.limits.clone(),
             progress: Arc::clone(&options.progress),

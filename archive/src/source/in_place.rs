@@ -3,18 +3,22 @@
 //! An image has each large shard in a layer of its own, and neither that layer nor podman's plain tar is compressed. So
 //! a restore on the archive's host can read them there, and they need not be unpacked first.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use super::{Inner, Source};
-use crate::entry::Entry;
+use crate::entry::{Entry, Ledger};
 use crate::error::Error;
 use crate::limits::Limits;
 use crate::names;
 use crate::stream::{Compression, Section};
 use crate::tarread::TarReader;
+
+/// An archive with more is unpacked.
+const MAX_SHARDS: usize = 4096;
 
 /// A shard inside a larger file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,11 +41,11 @@ impl Source {
     /// # Errors
     /// The archive cannot be read.
     pub fn shards_in_place(&self, limits: &Limits) -> Result<Vec<InPlace>, Error> {
-        let wanted = |entry: &Entry| {
-            let name = entry.name.strip_prefix(names::CHECKPOINT_DIR);
-            let name = name.and_then(|name| name.strip_prefix('/'));
-            entry.is_file() && name.is_some_and(|n| names::is_numbered(n, names::VRAM_SHARD))
-        };
+        let shards: BTreeSet<String> = (0..MAX_SHARDS)
+            .map(|n| format!("{}/{}", names::CHECKPOINT_DIR, names::vram_shard(n)))
+            .collect();
+        let wanted = |entry: &Entry| entry.is_file() && shards.contains(&entry.name);
+        let mut ledger = Ledger::new(limits);
         let mut found = Vec::new();
         match &self.inner {
             Inner::Tar(tar) => {
@@ -61,6 +65,9 @@ impl Source {
                     let mut tar = TarReader::new(section.clone(), limits, Some(layer.index));
                     let unreadable = |e| Error::from_io(&self.path, "read it", e);
                     while let Some(entry) = tar.next().map_err(unreadable)? {
+                        ledger
+                            .take(&entry)
+                            .map_err(|bad| Error::bad(&self.path, bad))?;
                         if entry.name == *file && wanted(&entry) {
                             let content = section.part(tar.position(), entry.size);
                             found.push((entry, content));
@@ -91,6 +98,7 @@ fn place(content: &Section) -> Option<(PathBuf, u64, u64)> {
     let open = content.file().metadata().ok()?;
     let link = format!("/proc/self/fd/{}", content.file().as_raw_fd());
     let path = fs::read_link(link).ok()?;
+    path.to_str()?;
     let there = fs::symlink_metadata(&path).ok()?;
     let same = (there.dev(), there.ino()) == (open.dev(), open.ino());
     same.then_some((path, open.dev(), open.ino()))

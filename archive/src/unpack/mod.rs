@@ -20,7 +20,7 @@ use crate::limits::Limits;
 use crate::names;
 use crate::oci::annotation;
 use crate::progress::Progress;
-use crate::source::{InPlace, Source};
+use crate::source::Source;
 use crate::staging::Staging;
 use crate::walk::{Sink, walk};
 
@@ -30,8 +30,8 @@ pub struct UnpackOptions {
     pub images_only: bool,
     /// Leave out the shards and the table of GPU memory.
     pub without_vram: bool,
-    /// Files that are left out, by their names in the archive.
-    pub leave: Vec<InPlace>,
+    /// Files that are left out: their names in the archive, and their sizes in bytes.
+    pub leave: BTreeMap<String, u64>,
     /// 0: one per core.
     pub threads: usize,
     pub limits: Limits,
@@ -51,7 +51,7 @@ pub struct Unpacked {
 /// Devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
 pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
     let staging = Staging::directory(to, false)?;
-    let left: u64 = options.leave.iter().map(|file| file.bytes).sum();
+    let left = options.leave.values().copied().fold(0, u64::saturating_add);
     room(to, &staging, stated_bytes(source).saturating_sub(left))?;
     let root = staging.handle().map_err(Error::io(to, "open it"))?;
     let (sync, to_sync) = bounded::<(File, String)>(16);
@@ -130,7 +130,7 @@ struct Unpacker<'u> {
     staging: &'u Staging,
     images_only: bool,
     without_vram: bool,
-    leave: &'u [InPlace],
+    leave: &'u BTreeMap<String, u64>,
     progress: &'u Progress,
     sync: Sender<(File, String)>,
     later: Mutex<Later>,
@@ -160,7 +160,7 @@ impl Unpacker<'_> {
     }
 
     fn leaves(&self, name: &str) -> bool {
-        self.leave.iter().any(|file| file.name == name)
+        self.leave.contains_key(name)
     }
 
     fn finish(self) -> Result<Unpacked, Error> {

@@ -58,6 +58,10 @@ pub enum VramError {
         index::VERSION
     )]
     Version { path: PathBuf, found: u32 },
+    #[error(
+        "{0}: missing: the checkpoint is incomplete. If `cryopod import` made this container, remove the container and import the archive again"
+    )]
+    Missing(PathBuf),
     /// The parent checkpoint, on which this one builds, is unusable.
     #[error(
         "{path}: the parent checkpoint, without which this one cannot be read, {reason}; put it back, name its directory in `vram.parents`, or make checkpoints whole before they are moved (cryopod flatten)"

@@ -151,8 +151,10 @@ impl Vram {
                     if stored.is_none() {
                         stored = store::find(dir, search)?;
                     }
-                    let entry = stored.as_ref().map(|found| &found.entry);
-                    Shard::alone(entry.map_or(path, |entry| entry.join(&name)))?
+                    match &stored {
+                        Some(found) => Shard::alone(found.entry.join(&name))?,
+                        None => return Err(VramError::Missing(path)),
+                    }
                 }
             };
             if shard.bytes != *bytes {

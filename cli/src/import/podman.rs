@@ -39,7 +39,7 @@ pub fn restore(
             ),
             // A runtime other than cryopod's does not know where the large files are.
             Err(error) if args.map.is_none() && !parts.ticket.is_redeemed() => {
-                tracing::debug!("the large files were not fetched: {error:#}");
+                tracing::debug!("the runtime took no ticket: {error:#}");
             }
             other => return other,
         }
@@ -109,8 +109,9 @@ impl Parts {
             .run()?;
         let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;
         let (whole, away) = (temp.path().join("whole"), temp.path().join("away"));
+        let shards = source.shards_in_place(&Limits::default())?;
         let options = UnpackOptions {
-            leave: source.shards_in_place(&Limits::default())?,
+            leave: shards.iter().map(|s| (s.name.clone(), s.bytes)).collect(),
             ..UnpackOptions::default()
         };
         ui::with_progress("unpack", args.quiet, &options.progress, || {
@@ -123,8 +124,11 @@ impl Parts {
             .with_context(|| away.display().to_string())?;
         let images = whole.join(names::CHECKPOINT_DIR);
         handover::part(&images, &away)?;
-        if !options.leave.is_empty() {
-            places::write(&images, &options.leave, &away)?;
+        if !shards.is_empty() {
+            places::write(&images, &shards, &away).with_context(|| {
+                let path = source.path().display();
+                format!("{path}: incomplete: it has GPU memory, and not the table of it")
+            })?;
         }
         if let Some(map) = &args.map {
             let path = away.join(handover::MAP);

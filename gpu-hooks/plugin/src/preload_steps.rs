@@ -182,6 +182,8 @@ impl Session {
             }
         }
         if let Some(failed) = first {
+            // Whatever the others have begun to write is called off.
+            self.vram.writes |= write.is_some();
             return Err(failed);
         }
         if self.vram.preloaded.len() > before && !self.vram.writes {

@@ -307,10 +307,10 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<Handed> {
     if !own_directory(&away) {
         return Err(worthless(&file));
     }
+    fs::remove_file(&link).map_err(fail(&link, "cannot remove it"))?;
     let map = take_map(&away)?;
     join(&away, images)?;
     fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))?;
-    fs::remove_file(&link).map_err(fail(&link, "cannot remove it"))?;
     let places = away.join(VRAM_PLACES).is_file().then_some(away);
     Ok(Handed { map, places })
 }

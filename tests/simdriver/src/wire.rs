@@ -96,10 +96,12 @@ pub enum Step {
     Copy = 7,
     /// `cuMemUnmap`.
     Unmap = 8,
+    /// `cuMemExportToShareableHandle`.
+    Export = 9,
 }
 
 /// All steps.
-pub const STEPS: [Step; 9] = [
+pub const STEPS: [Step; 10] = [
     Step::Init,
     Step::GetState,
     Step::Lock,
@@ -109,6 +111,7 @@ pub const STEPS: [Step; 9] = [
     Step::Complete,
     Step::Copy,
     Step::Unmap,
+    Step::Export,
 ];
 
 impl Step {
@@ -129,6 +132,7 @@ impl Step {
             Self::Complete => "complete",
             Self::Copy => "copy",
             Self::Unmap => "unmap",
+            Self::Export => "export",
         }
     }
 }

@@ -157,7 +157,7 @@ impl Preloads {
                 Err(error) => TakenOut::LeftOut(told(&error).message),
             });
         }
-        let (buffer, bytes, writes) = match self.copied(pid, pieces, threads, joining, files) {
+        let (buffer, bytes) = match self.copied(pid, pieces, threads, joining, files) {
             Ok(copied) => copied,
             Err(error) => {
                 // Without this it goes on after a while.
@@ -165,23 +165,17 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        let call_off = || {
-            if writes {
-                files.call_off();
-            }
-        };
         let file = match files.file(buffer.id) {
             Ok(file) => file,
             Err(error) => {
                 let _ = go();
-                call_off();
-                files.forget(buffer.id);
+                give_up(buffer.id, files);
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
         self.out().insert(pid, buffer.id);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
-            files.set_state(buffer.id, State::Complete);
+            let writes = files.is_written_ahead(buffer.id);
             return Ok(TakenOut::Out {
                 buffer,
                 bytes,
@@ -189,13 +183,13 @@ impl Preloads {
             });
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
-        call_off();
+        call_off(buffer.id, files);
         self.bring_in(pid, Some(buffer.id), threads, RELEASE, files)?;
-        files.forget(buffer.id);
+        give_up(buffer.id, files);
         Ok(TakenOut::LeftOut(told(&error).message))
     }
 
-    /// Copies the pieces into a new buffer; returns whether that is being written.
+    /// Copies the pieces into a new buffer.
     fn copied(
         &self,
         pid: i32,
@@ -203,7 +197,7 @@ impl Preloads {
         threads: usize,
         joining: Joining<'_>,
         files: &Arc<VramFiles>,
-    ) -> Result<(SharedBuffer, u64, bool), DriverError> {
+    ) -> Result<(SharedBuffer, u64), DriverError> {
         let bytes = size(&pieces).map_err(|error| told(&error))?;
         // The threads that copy allocate it faster than others could ahead of them.
         let buffer = files.make_for(pid, bytes)?;
@@ -217,14 +211,13 @@ impl Preloads {
                 .copier()?
                 .copy(pieces, memory, Way::Out(&filled), threads)
         });
-        let writes = files.is_written_ahead(buffer.id);
         match copied {
-            Ok(()) => Ok((buffer, bytes, writes)),
+            Ok(()) => {
+                files.set_state(buffer.id, State::Complete);
+                Ok((buffer, bytes))
+            }
             Err(error) => {
-                if writes {
-                    files.call_off();
-                }
-                files.forget(buffer.id);
+                give_up(buffer.id, files);
                 Err(error)
             }
         }
@@ -320,6 +313,19 @@ fn fill_while_allocating(
             .unwrap_or_else(|_| Err(failed(ErrorKind::Driver, "a thread died")));
         filled.and(asked)
     })
+}
+
+/// Ends the writing of a buffer whose memory the process keeps.
+fn call_off(buffer: u64, files: &Arc<VramFiles>) {
+    if files.is_written_ahead(buffer) {
+        files.call_off();
+    }
+}
+
+/// Drops a buffer. Its writer may have begun a moment ago.
+fn give_up(buffer: u64, files: &Arc<VramFiles>) {
+    files.forget(buffer);
+    call_off(buffer, files);
 }
 
 fn library_of(pid: i32) -> Result<Library, DriverError> {

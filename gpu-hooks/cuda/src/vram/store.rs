@@ -171,9 +171,11 @@ impl VramFiles {
                 dir,
                 buffers,
                 config,
-            } => self
+            } if !self.writes_ahead() => self
                 .write_ahead(dir, buffers, config)
                 .map(|()| Outcome::Done),
+            // The last process to leave has begun it, and `write` adds what is not among its buffers.
+            Op::VramWriteAhead { .. } => Ok(Outcome::Done),
             Op::VramWrite {
                 dir,
                 buffers,

@@ -1,7 +1,6 @@
 //! Prepares what CRIU needs for a restore, all in the operation's directory.
 
 use std::ffi::OsString;
-use std::time::Duration;
 
 use super::arguments;
 use super::open::Checkpoint;
@@ -28,6 +27,8 @@ pub(super) struct Prepared {
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
+    /// The size of the checkpoint.
+    pub bytes: u64,
     /// The image directory, passable for a container in a user namespace.
     _searchable: Option<Searchable>,
     /// The memory of AMD's GPUs, until CRIU has read it.
@@ -52,7 +53,8 @@ pub(super) fn prepare(
         new_mounts,
         new_network,
     } = planned;
-    let limit = limit(request, checkpoint);
+    let bytes = bytes(request, checkpoint);
+    let limit = request.config().limits.restore(bytes);
     provision.extra.limit_s = limit.as_secs();
     let loopback = new_network.as_ref().map(|n| n.loopback);
     ask_for_loopback(request, op, loopback)?;
@@ -97,17 +99,21 @@ pub(super) fn prepare(
         amd_visible,
         provision,
         new_mounts,
+        bytes,
         _searchable: searchable(request)?,
         _unpacked: unpacked,
     })
 }
 
-/// Returns how long the restore may take, by the size of its data.
-fn limit(request: &Request<'_>, checkpoint: &Checkpoint) -> Duration {
+/// Returns the size of the checkpoint, wherever its files are.
+fn bytes(request: &Request<'_>, checkpoint: &Checkpoint) -> u64 {
     let stored = checkpoint.stored.as_ref();
-    let away = stored.map_or(0, |found| found.reference.bytes());
-    let data = facts::directory_bytes(&request.images).saturating_add(away);
-    request.config().limits.restore(data)
+    let stored = stored.map_or(0, |found| found.reference.bytes());
+    let vram = checkpoint.metadata.gpu.vram.as_ref();
+    let in_archive = vram.filter(|_| checkpoint.handed.places.is_some());
+    facts::directory_bytes(&request.images)
+        .saturating_add(stored)
+        .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
 }
 
 /// Has the action script bring the loopback interface up where the container has a network of its own: runc does not.

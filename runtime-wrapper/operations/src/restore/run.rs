@@ -19,7 +19,7 @@ use crate::progress::{self, Progress};
 use crate::reasons::Before;
 use crate::request::Request;
 use crate::setup;
-use crate::{facts, metrics, new_mounts};
+use crate::{metrics, new_mounts};
 
 pub(super) struct Ran {
     pub ended: Ended,
@@ -67,7 +67,7 @@ pub(super) fn run(
             operation: "restore".into(),
             name: request.id().to_owned(),
             step: "start".into(),
-            total: facts::directory_bytes(&request.images),
+            total: prepared.bytes,
             images: Some(request.images.clone()),
             log: Some(request.log(names::RESTORE_LOG)),
             ..progress::State::default()
@@ -125,7 +125,7 @@ pub(super) fn run(
     if detach {
         metrics::step("restore", micros(since.elapsed()));
     }
-    metrics::bytes("images", facts::directory_bytes(&request.images));
+    metrics::bytes("images", prepared.bytes);
     Ok(Ran {
         ended,
         before,

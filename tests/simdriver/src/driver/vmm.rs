@@ -193,6 +193,7 @@ pub fn allow(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult
 
 /// `cuMemExportToShareableHandle`: the memory's own file.
 pub fn export(inner: &Inner, handle: u64) -> Result<i32, CuResult> {
+    steps::begin(inner, Step::Export, None, 0).map_err(|stop| stop.code)?;
     let physical = inner.vmm.physical.iter().find(|p| p.handle == handle);
     let physical = physical.filter(|p| p.foreign.is_none());
     let file = device_memory(inner, physical.ok_or(CUDA_ERROR_INVALID_VALUE)?.handle)?;

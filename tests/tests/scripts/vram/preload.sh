@@ -100,6 +100,24 @@ check 'two: some was written ahead' grep -q '[1-9][0-9]* of [0-9]* chunks of GPU
 check 'two: restore' does pod container restore --keep job
 check 'two: it goes on' goes_on
 check 'two: the same sum' test "$(sum)" = "$last"
+# One of them keeps its memory: when it is copied and partly released, or after the other one has been copied.
+second=$(pgrep -nx cusim-client)
+switch() { /opt/build/cusim-ctl --socket "$sim" set "$1@$second" > /dev/null; }
+leaves() { # HOW SWITCH...
+    local how=$1 && shift
+    for switch; do switch "$switch"; done
+    check "two, one $how: checkpoint" does pod container checkpoint --leave-running --export /tmp/job.tar job
+    /opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+    check "two, one $how: the other's is handed over" recorded "$handed_over | length == 1"
+    check "two, one $how: verified" does cryopod verify /tmp/job.tar
+    check "two, one $how: it goes on" goes_on
+}
+leaves 'cannot release it' fail-unmap:1/1
+leaves 'cannot export it' slow-export=5000:1 fail-export:1
+end
+check 'two, one left: restore' does pod container restore --import /tmp/job.tar
+check 'two, one left: it goes on' goes_on
+check 'two, one left: the same sum' test "$(sum)" = "$last"
 end
 
 # Without the library: as ever.

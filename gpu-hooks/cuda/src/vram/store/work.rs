@@ -99,6 +99,11 @@ impl VramFiles {
         }
     }
 
+    /// Whether a writer works that is still to be told what is complete.
+    pub(super) fn writes_ahead(&self) -> bool {
+        matches!(&self.inner().work, Work::Running { ahead: Some(_), .. })
+    }
+
     /// Whether a buffer is being written while it is filled.
     pub fn is_written_ahead(&self, id: u64) -> bool {
         matches!(&self.inner().work, Work::Running { ahead: Some((_, buffers)), .. } if buffers.contains(&id))
