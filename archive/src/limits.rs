@@ -1,5 +1,7 @@
 //! Limits what is read from an archive, because archives come from strangers.
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
 /// Limits on what an archive may hold. Every value is for the whole archive unless it says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
@@ -48,5 +50,15 @@ pub(crate) fn threads_or_cores(threads: usize) -> usize {
             .map_or(2, usize::from)
             .min(16),
         n => n.min(32),
+    }
+}
+
+/// Lets this process have as many files open as it may: a chain of checkpoints has many. Its children inherit that, so
+/// do not call it in a process that starts containers.
+pub fn raise_open_files() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+    {
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
     }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use cryopod_archive::flatten::{FlattenOptions, into_directory};
+use cryopod_archive::limits::raise_open_files;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
@@ -46,6 +47,7 @@ fn to_directory(source: &Source, output: &str) -> bool {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    raise_open_files();
     let mut source = Place::parse(&args.source).open()?;
     let stores = stores(&[])?;
     if !stores.is_empty()

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use cryopod_archive::limits::raise_open_files;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::verify::{VerifyOptions, verify};
 
@@ -30,6 +31,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    raise_open_files();
     let place = Place::parse(&args.source);
     let source = place.open()?;
     let options = VerifyOptions {

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 
 use super::index::{Digest, Index};
-use super::read::open_file;
+use super::read::{Opening, open_file};
 use super::{Vram, VramError};
 use crate::names;
 
@@ -24,22 +24,21 @@ pub fn find(
     dir: Option<&Path>,
     search: &[PathBuf],
 ) -> Result<Option<Vram>, VramError> {
-    open(index, dir, search, 0)
+    open(index, dir, Opening::new(search))
 }
 
 pub(super) fn open(
     index: &Index,
     dir: Option<&Path>,
-    search: &[PathBuf],
-    depth: usize,
+    opening: Opening<'_>,
 ) -> Result<Option<Vram>, VramError> {
     let Some(digest) = index.parent else {
         return Ok(None);
     };
     let named = named(index, dir);
-    let found = search.iter().flat_map(|place| below(place));
+    let found = opening.search.iter().flat_map(|place| below(place));
     let mut failed: Option<(PathBuf, String)> = None;
-    if depth >= MAX_DEPTH {
+    if opening.depth >= MAX_DEPTH {
         failed = Some((PathBuf::new(), "is one of an endless chain".into()));
     } else {
         for place in named.iter().cloned().chain(found) {
@@ -51,7 +50,11 @@ pub(super) fn open(
                 }
                 None => continue,
             }
-            match Vram::open_at(&place, Some(digest), search, depth + 1) {
+            let below = Opening {
+                depth: opening.depth + 1,
+                ..opening
+            };
+            match Vram::open_at(&place, Some(digest), below) {
                 Ok(Some(vram)) => return Ok(Some(vram)),
                 Ok(None) => {}
                 Err(error @ VramError::Parent { .. }) => return Err(error),

@@ -9,9 +9,10 @@ use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::index::{Chunk, Digest, Index, Kind};
-use super::places::{self, Place};
+use super::places::{self, Place, Places};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
-use crate::{names, store};
+use crate::names;
+use crate::store::{self, Found};
 
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_NONBLOCK: i32 = 0o4_000;
@@ -81,6 +82,63 @@ impl Shard {
     }
 }
 
+/// How VRAM files are opened.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Opening<'a> {
+    pub(super) search: &'a [PathBuf],
+    /// How many have been opened that build on these.
+    pub(super) depth: usize,
+    /// `false`: the shards are only looked at, and nothing can be read.
+    pub(super) keep: bool,
+}
+
+impl<'a> Opening<'a> {
+    pub(super) fn new(search: &'a [PathBuf]) -> Self {
+        Self {
+            search,
+            depth: 0,
+            keep: true,
+        }
+    }
+}
+
+/// Where shards are that are not in the image directory; found when the first is missing.
+#[derive(Default)]
+struct Elsewhere {
+    places: Option<Option<Places>>,
+    stored: Option<Option<Found>>,
+}
+
+impl Elsewhere {
+    fn open(
+        &mut self,
+        dir: &Path,
+        number: usize,
+        table: Digest,
+        search: &[PathBuf],
+    ) -> Result<Shard, VramError> {
+        let name = names::vram_shard(number);
+        let path = dir.join(&name);
+        if path.symlink_metadata().is_ok() {
+            return Shard::alone(path);
+        }
+        if self.places.is_none() {
+            self.places = Some(places::find(search, table)?);
+        }
+        if let Some(place) = self.places.iter().flatten().find_map(|p| p.of(&name)) {
+            return Shard::in_archive(place);
+        }
+        // A store is one of the searched directories.
+        if self.stored.is_none() {
+            self.stored = Some(store::find(dir, search)?);
+        }
+        match self.stored.iter().flatten().next() {
+            Some(found) => Shard::alone(found.entry.join(&name)),
+            None => Err(VramError::Missing(path)),
+        }
+    }
+}
+
 /// Opens a regular file, whatever a stranger may have put there.
 pub(super) fn open_file(path: &Path) -> Result<File, VramError> {
     let file = OpenOptions::new()
@@ -109,14 +167,28 @@ impl Vram {
         digest: Option<Digest>,
         search: &[PathBuf],
     ) -> Result<Option<Self>, VramError> {
-        Self::open_at(dir, digest, search, 0)
+        Self::open_at(dir, digest, Opening::new(search))
+    }
+
+    /// Checks that the VRAM files of an image directory and all that they build on are there, without keeping them open:
+    /// a long chain has more files than a process may have open. Returns the length of the chain of parents.
+    pub fn check(
+        dir: &Path,
+        digest: Option<Digest>,
+        search: &[PathBuf],
+    ) -> Result<Option<usize>, VramError> {
+        let opening = Opening {
+            keep: false,
+            ..Opening::new(search)
+        };
+        let found = Self::open_at(dir, digest, opening)?;
+        Ok(found.map(|vram| vram.depth()))
     }
 
     pub(super) fn open_at(
         dir: &Path,
         digest: Option<Digest>,
-        search: &[PathBuf],
-        depth: usize,
+        opening: Opening<'_>,
     ) -> Result<Option<Self>, VramError> {
         let path = dir.join(names::VRAM_INDEX);
         let file = match open_file(&path) {
@@ -126,44 +198,26 @@ impl Vram {
             other => other?,
         };
         let index = Index::read(&file, &path)?;
+        drop(file);
         if digest.is_some_and(|digest| digest != index.digest) {
             return Err(VramError::damaged(
                 &path,
                 "not the one that the checkpoint was made with",
             ));
         }
-        let mut shards = Vec::with_capacity(index.shards.len());
-        let (mut placed, mut stored) = (None, None);
+        let mut shards = Vec::new();
+        let mut elsewhere = Elsewhere::default();
         for (number, bytes) in index.shards.iter().enumerate() {
-            let name = names::vram_shard(number);
-            let path = dir.join(&name);
-            let shard = if path.symlink_metadata().is_ok() {
-                Shard::alone(path)?
-            } else {
-                if placed.is_none() {
-                    placed = Some(places::find(search, index.digest)?);
-                }
-                let place = placed.iter().flatten().find_map(|places| places.of(&name));
-                if let Some(place) = place {
-                    Shard::in_archive(place)?
-                } else {
-                    // A store is one of the searched directories.
-                    if stored.is_none() {
-                        stored = store::find(dir, search)?;
-                    }
-                    match &stored {
-                        Some(found) => Shard::alone(found.entry.join(&name))?,
-                        None => return Err(VramError::Missing(path)),
-                    }
-                }
-            };
+            let shard = elsewhere.open(dir, number, index.digest, opening.search)?;
             if shard.bytes != *bytes {
                 return Err(VramError::damaged(
                     &shard.path,
                     format!("{} bytes in place of {bytes}", shard.bytes),
                 ));
             }
-            shards.push(shard);
+            if opening.keep {
+                shards.push(shard);
+            }
         }
         let mut vram = Self {
             lengths: index.lengths(),
@@ -173,7 +227,7 @@ impl Vram {
             parent: None,
         };
         if vram.index.parent.is_some() {
-            vram.parent = parent::open(&vram.index, Some(dir), search, depth)?.map(Box::new);
+            vram.parent = parent::open(&vram.index, Some(dir), opening)?.map(Box::new);
             vram.check_parent()?;
         }
         Ok(Some(vram))

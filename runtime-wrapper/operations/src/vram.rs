@@ -168,7 +168,7 @@ pub fn restore(request: &Request<'_>, metadata: &Metadata) -> Result<VramConfig,
         let failed =
             |what: String| Error::Failed(format!("restore refused, nothing was started: {what}"));
         let digest = facts.digest.parse::<Digest>().map_err(failed)?;
-        let found = Vram::open_with(directory, Some(digest), &config.search());
+        let found = Vram::check(directory, Some(digest), &config.search());
         if found.map_err(|e| failed(e.to_string()))?.is_none() {
             let index = directory.join(names::VRAM_INDEX);
             return Err(failed(format!(

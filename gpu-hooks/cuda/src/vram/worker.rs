@@ -7,6 +7,7 @@
 use super::front::Front;
 use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
+use cryopod_archive::limits::raise_open_files;
 use cryopod_archive::vram::{
     Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
 };
@@ -182,7 +183,7 @@ pub fn finish(mut child: Child, mut read: impl FnMut(usize, u64)) -> Result<Vram
 pub fn main() -> u8 {
     // When memory runs out, the OOM killer should take this process before the container.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    raise_limit();
+    raise_open_files();
     let done = told().and_then(|job| run(&job));
     let failed = done.is_err();
     let told = say(&Said::Done(done));
@@ -198,21 +199,6 @@ fn told<T: DeserializeOwned>() -> Result<T, String> {
         .read_until(b'\n', &mut line);
     read.map_err(|error| error.to_string())?;
     serde_json::from_slice(&line).map_err(|error| error.to_string())
-}
-
-/// A chain of parents has many files.
-fn raise_limit() {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: reads and sets one structure of numbers.
-    unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-        }
-    }
 }
 
 fn run(job: &Job) -> Result<VramDone, String> {

@@ -81,10 +81,10 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
         return Ok(None);
     };
     let digest = facts.digest.parse::<Digest>().map_err(unusable)?;
-    let vram = Vram::open_with(&directory, Some(digest), &config.search());
-    let vram = vram.map_err(|e| unusable(e.to_string()))?;
-    let vram = vram.ok_or_else(|| unusable(format!("{} is missing", names::VRAM_INDEX)))?;
-    if vram.depth() + 1 >= LONGEST {
+    let depth = Vram::check(&directory, Some(digest), &config.search());
+    let depth = depth.map_err(|e| unusable(e.to_string()))?;
+    let depth = depth.ok_or_else(|| unusable(format!("{} is missing", names::VRAM_INDEX)))?;
+    if depth + 1 >= LONGEST {
         tracing::info!("{LONGEST} checkpoints build upon each other: this one is whole");
         return Ok(None);
     }
