@@ -42,6 +42,7 @@ podman_fails() { # NAME PATTERN: podman itself, for the reason that the check te
     if podman container restore --import /tmp/job.tar.zst > /tmp/said 2>&1; then echo "$1: podman restores it" && exit 1; fi
     check "$1: podman says no, too" says /tmp/said "$2"
     podman rm -f -t 0 job > /dev/null 2>&1 || true
+    podman rm -f "$container" > /dev/null 2>&1 || true # at times its storage is left without the container
     podman volume rm -f books > /dev/null 2>&1 || true
 }
 options=()
