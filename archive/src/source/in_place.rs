@@ -17,7 +17,7 @@ use crate::names;
 use crate::stream::{Compression, Section};
 use crate::tarread::TarReader;
 
-/// An archive with more is unpacked.
+/// Shards with higher numbers are unpacked.
 const MAX_SHARDS: usize = 4096;
 
 /// A shard inside a larger file.
