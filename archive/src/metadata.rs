@@ -2,7 +2,7 @@
 //!
 //! The schema is versioned as `MAJOR.MINOR`. A reader takes every minor of the majors it knows: within a major, fields
 //! are only added. Fields that this version does not know survive a read and a write (`extra`). A newer major is
-//! refused with [`MetadataError::TooNew`], because its meaning is unknown. docs/cryopod-json.md describes every field.
+//! refused with [`MetadataError::TooNew`], because its meaning is unknown. docs/formats.md describes every field.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};

@@ -12,7 +12,7 @@
 //! * [`find`](fn@find): finds the files of a reference
 //! * [`list`](fn@list) and [`remove`]: the entries of a store
 //!
-//! docs/archive-format.md describes the reference.
+//! docs/formats.md describes the reference.
 
 use std::collections::BTreeSet;
 use std::fmt;

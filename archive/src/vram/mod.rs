@@ -14,7 +14,7 @@
 //! * [`places`]: finds shards that lie in an archive
 //! * [`flatten`](mod@flatten): makes VRAM files independent of their parents
 //!
-//! docs/vram-format.md describes every byte.
+//! docs/formats.md describes every byte.
 
 pub mod codec;
 pub mod flatten;

@@ -3,7 +3,7 @@
 //!
 //! CRIU finds these after the GPUs have been checkpointed, when the container has been stopped for long. A finding here
 //! is certain enough to refuse; everything else is left to CRIU. The container is not trusted: its files are never
-//! opened, only looked at. docs/criu-errors.md lists CRIU's errors, and where each is predicted.
+//! opened, only looked at. docs/failures.md lists CRIU's errors, and which of them are predicted.
 
 mod descriptors;
 mod file_systems;

@@ -3,7 +3,7 @@
 //! A container whose restore would be refused is not checkpointed: its processes would be lost. The checks are those of
 //! the restore ([`preflight::answer`], [`surroundings::provided`]), applied to the metadata that would be written. Two
 //! things will differ by then, and are accounted for: the GPU and host memory that the container itself uses is free,
-//! and CRIU's amdgpu plugin has written its images, which are foreseen. docs/containers.md lists what a restore refuses and what of it this
+//! and CRIU's amdgpu plugin has written its images, which are foreseen. docs/failures.md lists what a restore refuses and what of it this
 //! check sees.
 
 use cryopod_archive::metadata::Metadata;

@@ -1,7 +1,7 @@
 //! Finds the images of the checkpoint that a new container names.
 //!
 //! A directory of CRIU's images is used as it is. Archives and images in registries come through the host's cache:
-//! `cryopod cache pull` brings them there and verifies them (docs/usage.md). Only what `restore.allow` has is opened.
+//! `cryopod cache pull` brings them there and verifies them (docs/copies.md). Only what `restore.allow` has is opened.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
