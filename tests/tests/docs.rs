@@ -1,10 +1,12 @@
-//! The documents: every page of docs/ is in the book, and every relative link leads to a file and a heading that exist.
+//! The documents: every page of docs/ is in the book, every relative link leads to a file and a heading that exist, the
+//! code names pages and the pages name annotations that exist.
 
 #![allow(clippy::unwrap_used, reason = "tests report by failing")]
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
@@ -22,6 +24,7 @@ fn documents() -> Vec<PathBuf> {
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "SECURITY.md",
+        "tests/README.md",
         "tests/simdriver/README.md",
     ];
     found.extend(others.map(|name| root().join(name)));
@@ -140,6 +143,81 @@ fn every_page_is_in_the_book_once() {
     sorted.sort();
     pages.sort();
     assert_eq!(sorted, pages, "docs/SUMMARY.md and the pages of docs/");
+}
+
+/// Files of the repository that git tracks, with their text.
+fn tracked(suffixes: &[&str]) -> Vec<(String, String)> {
+    let git = Command::new("git")
+        .args(["-c", "safe.directory=*", "ls-files"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(git.status.success(), "{git:?}");
+    let names = String::from_utf8(git.stdout).unwrap();
+    let wanted = names
+        .lines()
+        .filter(|name| suffixes.iter().any(|s| name.ends_with(s)));
+    // A tracked file may be deleted in the working tree.
+    wanted
+        .filter_map(|name| Some((name.to_owned(), fs::read_to_string(root().join(name)).ok()?)))
+        .collect()
+}
+
+/// The words of a text that begin with `start`, up to a character that is not a part of a name.
+fn words<'a>(text: &'a str, start: &'a str) -> impl Iterator<Item = &'a str> {
+    text.match_indices(start).map(|(at, _)| {
+        let rest = &text[at..];
+        let end = rest
+            .find(|c: char| !(c.is_ascii_alphanumeric() || "./_-".contains(c)))
+            .unwrap_or(rest.len());
+        rest[..end].trim_end_matches('.')
+    })
+}
+
+#[test]
+fn pages_that_the_code_names_exist() {
+    let sources = tracked(&[
+        ".rs",
+        ".sh",
+        "Makefile",
+        "packages/build",
+        "tests/vm/run",
+        "CONTRIBUTING.md",
+    ]);
+    let mut seen = 0;
+    for (name, text) in &sources {
+        // This file names pages that do not exist, on purpose.
+        if name.ends_with("tests/docs.rs") {
+            continue;
+        }
+        for page in words(text, "docs/").filter(|page| page.ends_with(".md")) {
+            seen += 1;
+            assert!(root().join(page).is_file(), "{name} names {page}");
+        }
+    }
+    assert!(seen > 20, "{seen} names are too few to be all");
+}
+
+#[test]
+fn annotations_of_the_documents_exist() {
+    let code: String = tracked(&[".rs"])
+        .into_iter()
+        .filter(|(name, _)| !name.starts_with("tests/"))
+        .map(|(_, text)| text)
+        .collect();
+    let mut seen = 0;
+    for path in documents() {
+        // It names annotations that are no more.
+        if name(&path) == "CHANGELOG.md" {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        for annotation in words(&text, "dev.cryopod.") {
+            seen += 1;
+            assert!(code.contains(annotation), "{}: {annotation}", name(&path));
+        }
+    }
+    assert!(seen > 50, "{seen} names are too few to be all");
 }
 
 #[test]

@@ -403,6 +403,15 @@ mod tests {
     }
 
     #[test]
+    fn the_example_in_the_documents_is_valid() {
+        let page = include_str!("../../../docs/configuration.md");
+        let example = page.split("```toml\n").nth(1).unwrap();
+        let example = example.split("```").next().unwrap();
+        let config = parse(example).unwrap();
+        assert_ne!(config, Config::default(), "{example}");
+    }
+
+    #[test]
     fn limits_grow_with_the_data() {
         let limits = parse("[limits]\ncheckpoint_s = 60\nslowest_mib_s = 100\n")
             .unwrap()
