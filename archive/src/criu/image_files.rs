@@ -163,7 +163,7 @@ pub fn messages_with_data(name: &str, content: &[u8]) -> Result<Vec<Message>, Im
     }
     let (_, mut rest) = split_magic(name, content, expected)?;
     let mut messages = Vec::new();
-    let mut next = |of: &'static str, rest: &mut &[u8], all: &mut Vec<Message>| {
+    let next = |of: &'static str, rest: &mut &[u8], all: &mut Vec<Message>| {
         let body = take_frame(name, all.len(), rest)?;
         let message = decode(name, all.len(), of, body)?;
         if message.encode() != body {

@@ -141,6 +141,16 @@ impl Message {
         self.set(name, Value::Number(number));
     }
 
+    /// Sets all numbers of a repeated field.
+    pub fn set_numbers(&mut self, name: &str, numbers: &[u64]) {
+        self.remove(name);
+        if let Some(field) = self.of.field_named(name) {
+            let at = self.fields.partition_point(|(n, _)| *n < field.number);
+            let values = numbers.iter().map(|n| (field.number, Value::Number(*n)));
+            self.fields.splice(at..at, values);
+        }
+    }
+
     pub fn set_text(&mut self, name: &str, text: &str) {
         self.set(name, Value::Bytes(text.as_bytes().to_owned()));
     }

@@ -21,6 +21,8 @@ pub mod vram;
 
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
+/// The check of what CRIU's images have CRIU do.
+pub const IMAGES_CHECK: &str = "images";
 
 /// The configuration, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
@@ -357,7 +359,9 @@ impl Config {
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
         // Only this file decides on privileges, never an annotation.
-        let known = |key: &&String| switches::known(key) || *key == PRIVILEGES_CHECK;
+        let known = |key: &&String| {
+            switches::known(key) || [PRIVILEGES_CHECK, IMAGES_CHECK].contains(&key.as_str())
+        };
         if let Some(key) = config.checks.keys().find(|key| !known(key)) {
             return Err(invalid(format!(
                 "checks.{key}: no such check; there are {}, {}",

@@ -59,7 +59,6 @@ mod pause;
 pub mod plugins;
 pub mod preflight;
 pub mod preload;
-pub mod privileges;
 pub mod progress;
 #[cfg(test)]
 mod reach_tests;
@@ -71,6 +70,7 @@ mod restore_source;
 pub mod rootfs;
 mod runtime_log;
 mod searchable;
+pub mod security;
 pub mod setup;
 mod state;
 pub mod store;
