@@ -21,6 +21,7 @@ mod plan;
 mod prepare;
 mod run;
 
+use std::io;
 use std::process::ExitCode;
 
 use cryopod_gpu_plan::gpumap;
@@ -37,7 +38,7 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{passthrough, plugins, preload, rootfs, state};
+use crate::{mount_namespace, passthrough, plugins, preload, rootfs, state};
 
 /// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
 ///
@@ -106,8 +107,14 @@ fn restore(
 /// Leaves a checkpoint without metadata to the low-level runtime. Returns only if that fails.
 fn without_metadata(ctx: &Context, inv: &Invocation) -> Error {
     let images = inv.images_of_restore(ctx.low.kind);
-    match rootfs::apply(&ctx.config.rootfs, &images, &inv.bundle()) {
-        Ok(()) => passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)),
-        Err(e) => e,
+    if let Err(e) = rootfs::apply(&ctx.config.rootfs, &images, &inv.bundle()) {
+        return e;
+    }
+    match mount_namespace::enter() {
+        // Without the right to it, the low-level runtime has none to unmount anything either, and reports what it lacks.
+        Err(e) if e.kind() != io::ErrorKind::PermissionDenied => {
+            Error::io("a mount namespace for the restore cannot be made")(e)
+        }
+        _ => passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)),
     }
 }
