@@ -22,16 +22,21 @@ fn spec() -> Value {
     })
 }
 
-/// A mount on the root, whose number is 1; the path gives it its own.
+/// A number for the mount at this path.
+fn id(path: &str) -> u32 {
+    let next = |all: u32, b: u8| all.wrapping_mul(31).wrapping_add(b.into());
+    path.bytes().fold(1, next)
+}
+
+/// A mount on the root's, or on `/proc`.
 fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
     Mount {
-        id: match path {
-            "/" => 1,
-            _ => path
-                .bytes()
-                .fold(2u32, |all, b| all.wrapping_mul(31).wrapping_add(b.into())),
+        id: id(path),
+        parent: match path {
+            "/" => 0,
+            _ if path.starts_with("/proc/") => id("/proc"),
+            _ => id("/"),
         },
-        parent: 1,
         namespace: 6,
         path: path.into(),
         fs_type,
