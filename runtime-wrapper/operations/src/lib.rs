@@ -48,6 +48,7 @@ mod loopback;
 pub mod lowlevel;
 pub mod lsm;
 pub mod metrics;
+mod mount_sources;
 mod new_container;
 mod new_environ;
 mod new_hooks;

@@ -122,9 +122,9 @@ pub(super) fn unpause_amd(request: &Request<'_>, planned: &Planned) {
 
 fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
     let kind = request.low();
-    let newer = surroundings::newer_runc(kind, planned.low_version.as_deref());
     let options = &planned.surroundings.extra.options;
-    let flags = options.flags(kind, newer, true, &request.inv.flags);
+    let version = planned.low_version.as_deref();
+    let flags = options.flags(kind, version, true, &request.inv.flags);
     request.with_flags(&request.ctx.args, &flags)
 }
 
