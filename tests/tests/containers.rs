@@ -6,6 +6,8 @@ use std::process::{Command, Stdio};
 use cryopod_tests::bed::{self, Bed, Cgroup};
 
 crate::scenarios! {
+    exec_crun: V2 ["crun"] "archive/lib.sh" + "containers/exec.sh";
+    exec_runc: V1 ["runc"] "archive/lib.sh" + "containers/exec.sh";
     mounts_crun: V2 ["crun"] "containers/mounts.sh";
     mounts_runc: V1 ["runc"] "containers/mounts.sh";
     hazards_crun: V2 ["crun"] "containers/hazards.sh";

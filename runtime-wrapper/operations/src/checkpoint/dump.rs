@@ -13,7 +13,7 @@ use cryopod_gpu_plan::amd::unpause::unpause;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
-use super::plan::Planned;
+use super::plan::{Planned, no_exec_processes};
 use super::prepare::Prepared;
 use super::{capture_files, micros};
 use crate::agent::Agent;
@@ -26,7 +26,7 @@ use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{facts, frozen, preload, setup, surroundings, vram};
+use crate::{facts, frozen, preload, setup, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -162,6 +162,9 @@ impl Completion<'_> {
         if self.slot.is_none() {
             return Ok(());
         }
+        // Nothing kept an engine from starting one since the plan looked.
+        let lost = no_exec_processes(self.request, self.state, true);
+        lost.map_err(|e| e.to_string())?;
         if self.planned.carries_files {
             capture_files(self.request, self.state).map_err(|e| e.to_string())?;
         }
