@@ -49,6 +49,7 @@ pub mod lowlevel;
 pub mod lsm;
 pub mod metrics;
 mod mount_namespace;
+mod mount_sources;
 mod new_container;
 mod new_environ;
 mod new_hooks;

@@ -103,7 +103,7 @@ pub(super) fn prepare(
     };
     let mut ready = setup.restore(op, &plugins, nvidia, vram, &provision.extra)?;
     ready.env.append(&mut env);
-    let mut arguments = provision.arguments(request, &args);
+    let mut arguments = provision.arguments(request, low_version.as_deref(), &args);
     let runtime_log = RuntimeLog::apart(op, &request.ctx.low, request.inv, &mut arguments);
     Ok(Prepared {
         ready,
