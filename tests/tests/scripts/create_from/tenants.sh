@@ -58,7 +58,7 @@ allowed() { # NAME NAMESPACE CHECKPOINT [FILTER]
     as "${@:2}" || true
     if grep -qF 'that is not allowed' /tmp/said; then cat /tmp/said && echo "$1" && exit 1; fi
 }
-fetched() { grep -c '"GET /v2/[a-z/]*/\(manifests\|blobs\)/' /tmp/registry.log; }
+fetched() { grep -c '"GET /v2/[a-z/]*/\(manifests\|blobs\)/' /tmp/registry.log || true; }
 entries() { cryopod cache ls | wc -l; }
 
 pod_of() { printf '.annotations["io.kubernetes.cri.sandbox-namespace"] = "%s"' "$1"; }
