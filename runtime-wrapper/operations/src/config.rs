@@ -15,6 +15,7 @@ use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
 pub mod cache;
+pub mod restore;
 pub mod rootfs;
 pub mod store;
 pub mod vram;
@@ -51,7 +52,7 @@ pub struct Config {
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
     pub mounts: Mounts,
-    pub restore: Restore,
+    pub restore: restore::Options,
     pub hooks: Hooks,
     pub vram: vram::Options,
     pub rootfs: rootfs::Options,
@@ -105,25 +106,6 @@ pub struct Mounts {
     /// Directories and files of the host that a restore may mount into a container whose spec does not name them,
     /// beside the places of GPU drivers.
     pub allow: Vec<PathBuf>,
-}
-
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Restore {
-    /// Checkpoints from which a container may ask to be created: directories with checkpoints, and registries and
-    /// repositories as `docker://REGISTRY[/REPOSITORY]`.
-    pub allow: Vec<String>,
-}
-
-/// What an image in a registry is named with.
-pub const REGISTRY: &str = "docker://";
-
-impl Restore {
-    fn directories(&self) -> Vec<PathBuf> {
-        let images = |name: &&String| name.starts_with(REGISTRY);
-        let names = self.allow.iter().filter(|name| !images(name));
-        names.map(PathBuf::from).collect()
-    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -345,7 +327,6 @@ impl Config {
             ("criu.config_directories", &config.criu.config_directories),
             ("store", &config.store.directories()),
             ("cache.path", &vec![config.cache.path.clone()]),
-            ("restore.allow", &config.restore.directories()),
         ] {
             if let Some(path) = paths.iter().find(|p| !p.is_absolute()) {
                 return Err(invalid(format!(
@@ -354,6 +335,8 @@ impl Config {
                 )));
             }
         }
+        let restore = config.restore.check();
+        restore.map_err(|e| invalid(format!("restore.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_plan::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;

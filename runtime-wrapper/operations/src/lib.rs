@@ -56,6 +56,7 @@ mod new_hooks;
 mod new_mounts;
 mod new_network;
 pub mod operation;
+mod owners;
 pub mod passthrough;
 mod pause;
 pub mod plugins;
@@ -80,6 +81,7 @@ mod stuck_freeze;
 mod stuck_restore;
 pub mod surroundings;
 pub mod suspended;
+mod tenant;
 pub mod vram;
 mod waiting;
 
