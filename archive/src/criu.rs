@@ -6,10 +6,13 @@
 //! caller passes in the small files ([`is_wanted`]); memory pages are not read.
 
 mod image;
+pub mod image_files;
+pub mod message;
 pub mod mounts;
 pub mod network;
 pub mod privileges;
 mod proto;
+pub mod schema;
 #[cfg(test)]
 mod tests;
 

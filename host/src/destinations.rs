@@ -29,6 +29,13 @@ pub struct Destination {
     pub source: Option<PathBuf>,
 }
 
+impl Destination {
+    /// True for a bind mount whose destination leads through a link.
+    pub fn is_linked(&self) -> bool {
+        self.bind && self.path != self.named
+    }
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Destinations(pub Vec<Destination>);
 
@@ -57,7 +64,15 @@ impl Destinations {
 
     /// Bind mounts whose destination leads through a link.
     pub fn linked(&self) -> impl Iterator<Item = &Destination> {
-        self.0.iter().filter(|d| d.bind && d.path != d.named)
+        self.0.iter().filter(|d| d.is_linked())
+    }
+
+    /// Returns the innermost mount above a path, and the rest of the path in it.
+    pub fn covering<'a>(&self, path: &'a Path) -> Option<(&Destination, &'a Path)> {
+        let above = self.0.iter().filter(|d| d.path != path);
+        above
+            .filter_map(|d| Some((d, path.strip_prefix(&d.path).ok()?)))
+            .min_by_key(|(_, rest)| rest.components().count())
     }
 
     /// Returns true if a path is in one of the mounts, or is one.
@@ -174,6 +189,12 @@ mod tests {
         );
         assert!(found.hold(Path::new("/run/secrets/x/y")) && !found.hold(Path::new("/var/run/y")));
         assert_eq!(found.linked().count(), 5);
+        let (above, rest) = found.covering(Path::new("/run/secrets/x/y")).unwrap();
+        assert_eq!(above.path, Path::new("/run/secrets/x"));
+        assert_eq!(rest, Path::new("y"));
+        let (above, _) = found.covering(Path::new("/run/secrets/x")).unwrap();
+        assert_eq!(above.path, Path::new("/run/secrets"), "not itself");
+        assert!(found.covering(Path::new("/plain/z")).is_none());
         let nowhere = Destinations::of(&host, &spec, Path::new("/none"));
         assert_eq!(nowhere.linked().count(), 0);
         assert_eq!(nowhere.0[0].path, Path::new("/var/run/secrets/x"));

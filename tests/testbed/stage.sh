@@ -157,11 +157,42 @@ make_mounts() {
     pivot_root . old
     umount -l old
     rmdir old
+    mount --make-rshared / # as systemd does: what a runtime unmounts in a bind mount goes on the host, too
     cd /root
     ip link set lo up
     exec env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         LANG=C.UTF-8 TERM="${TERM:-dumb}" PODMAN_IGNORE_CGROUPSV1_WARNING=1 TESTBED_STAGE=init \
         TESTBED_CGROUP="$TESTBED_CGROUP" TESTBED_CGROUP_PARENT="$TESTBED_CGROUP_PARENT" TESTBED_SUITE="$TESTBED_SUITE" bash /src/tests/testbed/stage.sh "$@"
+}
+
+# host_state: what of the host no container may change, a line each: KEY, tab, VALUE.
+host_state() {
+    sed -E 's/^([0-9]+) (.*)/mount \1\t\2/' /proc/self/mountinfo
+    find /proc/sys/{kernel,fs/mqueue,net} -type f -perm -444 \
+        \( -path '*/net/*' -o -path '*/mqueue/*' -o -name hostname -o -name domainname -o -name 'sem*' -o -name 'shm*' -o -name 'msg*' \) \
+        ! -name nf_conntrack_count -exec grep -Hs . {} + | sed 's/:/\t/'
+    local dir
+    while IFS= read -r dir; do
+        printf 'cgroup %s\tis there\n' "$dir"
+        grep -Hs . "$dir"/{cgroup.freeze,freezer.state,cpuset.{cpus,mems},{cpu,io,memory,pids}.{max,high,weight}} \
+            "$dir"/{memory.limit_in_bytes,cpu.{shares,cfs_quota_us},devices.list} | sed 's/:/\t/' || true
+    done < <(find /sys/fs/cgroup -type d)
+}
+
+# unchanged BEFORE AFTER: all that was there is there and the same. What is new is the engines' own, as on any host.
+# They may also have turned forwarding on, with which the kernel turns redirects off.
+unchanged() {
+    awk -F '\t' '
+        NR == FNR { value[$1] = value[$1] FS $2; next }
+        $1 in value && $1 ~ /forward|accept_redirects/ { delete value[$1]; next }
+        { now[$1] = now[$1] FS $2 }
+        END {
+            for (key in value) if (value[key] != now[key]) {
+                print "testbed: the host differs: " key ": before:" value[key] ", after:" now[key]
+                code = 1
+            }
+            exit code
+        }' <(echo "$1") <(echo "$2") >&2
 }
 
 case ${TESTBED_STAGE:-} in
@@ -170,7 +201,9 @@ case ${TESTBED_STAGE:-} in
     init) # bash reaps the orphans that come to init, and all of them end with it
         unset TESTBED_STAGE
         code=0
+        before=$(host_state)
         "$@" || code=$?
+        unchanged "$before" "$(host_state)" || [ "$code" -gt 0 ] || code=1
         # What is paused in a cgroup of version 1 cannot end: the bed would never end either.
         find /sys/fs/cgroup -name freezer.state 2> /dev/null | while read -r state; do
             echo THAWED > "$state" || true

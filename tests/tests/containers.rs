@@ -6,8 +6,12 @@ use std::process::{Command, Stdio};
 use cryopod_tests::bed::{self, Bed, Cgroup};
 
 crate::scenarios! {
+    exec_crun: V2 ["crun"] "archive/lib.sh" + "containers/exec.sh";
+    exec_runc: V1 ["runc"] "archive/lib.sh" + "containers/exec.sh";
     mounts_crun: V2 ["crun"] "containers/mounts.sh";
     mounts_runc: V1 ["runc"] "containers/mounts.sh";
+    shapes_crun: V2 ["crun"] "archive/lib.sh" + "containers/shapes.sh";
+    shapes_runc: V2 ["runc"] "archive/lib.sh" + "containers/shapes.sh";
     hazards_crun: V2 ["crun"] "containers/hazards.sh";
     hazards_runc: V1 ["runc"] "containers/hazards.sh";
     criu_errors_crun: V2 ["crun"] "containers/criu_errors.sh";

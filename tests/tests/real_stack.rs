@@ -111,6 +111,8 @@ mod create_from {
         matrix: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/matrix.sh";
         parts: V2 ["crun"] "archive/lib.sh" + "create_from/parts.sh";
         sources: V2 ["crun"] "archive/lib.sh" + "create_from/sources.sh";
+        tenants_crun: V2 ["crun"] "archive/lib.sh" + "create_from/tenants.sh";
+        tenants_runc: V1 ["runc"] "archive/lib.sh" + "create_from/tenants.sh";
         swarm: V1 [] "archive/lib.sh" + "create_from/swarm.sh";
     }
 }
@@ -231,6 +233,8 @@ mod security {
     crate::scenarios! {
         privileges_crun: V2 ["crun"] "security/privileges.sh";
         privileges_runc: V1 ["runc"] "security/privileges.sh";
+        host_mounts_crun: V2 ["crun"] "archive/lib.sh" + "security/host_mounts.sh";
+        host_mounts_runc: V1 ["runc"] "archive/lib.sh" + "security/host_mounts.sh";
     }
 }
 

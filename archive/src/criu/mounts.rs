@@ -5,6 +5,11 @@ use super::proto::{MOUNTS_MAGIC, MntEntry};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Mount {
+    /// The mount's number, and that of the mount that it is on.
+    pub id: u32,
+    pub parent: u32,
+    /// CRIU's number of the mount namespace.
+    pub namespace: u32,
     /// Mount point in the container, from `/`.
     pub path: String,
     /// CRIU's number of the file system's type: [`fs_type`].
@@ -35,10 +40,14 @@ pub(super) fn bounded(
     bounds: &mut Bounds,
 ) -> Result<Vec<Mount>, ImageError> {
     let mounts: Vec<MntEntry> = messages(file, content, MOUNTS_MAGIC, bounds)?;
-    Ok(mounts.into_iter().map(mount).collect())
+    let number = file
+        .trim_start_matches("mountpoints-")
+        .trim_end_matches(".img");
+    let namespace = number.parse().unwrap_or(0);
+    Ok(mounts.into_iter().map(|m| mount(m, namespace)).collect())
 }
 
-fn mount(entry: MntEntry) -> Mount {
+fn mount(entry: MntEntry, namespace: u32) -> Mount {
     // Old images have the name in place of the root.
     let old = (entry.ext_mount == Some(true)).then(|| entry.root.clone());
     let key = entry.ext_key.filter(|k| !k.is_empty()).or(old);
@@ -46,6 +55,9 @@ fn mount(entry: MntEntry) -> Mount {
     // CRIU does not create the file system of an external mount.
     let of_file_system = entry.sb_flags.filter(|_| !external).unwrap_or(0);
     Mount {
+        id: entry.mnt_id,
+        parent: entry.parent_mnt_id,
+        namespace,
         // CRIU writes paths with or without a leading dot.
         path: format!(
             "/{}",

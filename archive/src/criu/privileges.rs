@@ -38,13 +38,35 @@ pub struct Thread {
     /// Thread id inside the container.
     pub tid: u32,
     pub comm: String,
-    /// Union of all five capability sets, one bit per capability.
-    pub capabilities: u64,
+    pub credentials: Credentials,
     pub no_new_privs: bool,
     /// 0: no seccomp, 1: strict, 2: a filter.
     pub seccomp: u32,
     /// AppArmor profile or SELinux context.
     pub label: Option<String>,
+}
+
+/// Ids and capabilities of a thread, as its user namespace has them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Credentials {
+    /// Real, effective, saved and file system user id.
+    pub uids: [u32; 4],
+    pub gids: [u32; 4],
+    /// Supplementary groups.
+    pub groups: Vec<u32>,
+    pub capabilities: Capabilities,
+    /// `SECBIT_*`.
+    pub securebits: u32,
+}
+
+/// The capability sets, one bit per capability.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Capabilities {
+    pub inheritable: u64,
+    pub permitted: u64,
+    pub effective: u64,
+    pub bounding: u64,
+    pub ambient: u64,
 }
 
 /// CRIU's ids of a process's namespaces; 0: not recorded.
@@ -139,8 +161,8 @@ pub fn read<E: From<ImageError>>(
                     "it has no credentials; the process would get CRIU's own",
                 )
             })?;
-            let capabilities = creds
-                .capabilities()
+            let credentials = creds
+                .credentials()
                 .ok_or_else(|| damaged(&file, "a set of capabilities has not two words"))?;
             let own = thread.seccomp_mode.or(task.old_seccomp_mode).unwrap_or(0);
             if *tid == process.pid && own == FILTER && synced(&filters, thread.seccomp_filter) {
@@ -150,7 +172,7 @@ pub fn read<E: From<ImageError>>(
                 pid: process.pid,
                 tid: *tid,
                 comm: comm.clone(),
-                capabilities,
+                credentials,
                 no_new_privs: creds.no_new_privs.unwrap_or(0) != 0,
                 seccomp: own.max(for_all),
                 label: creds.lsm_profile.filter(|l| !l.is_empty()),
@@ -224,20 +246,28 @@ impl Ids {
 }
 
 impl Creds {
-    /// Returns the union of all sets; `None` if one lacks the two words that CRIU writes. CRIU before 4.1 has no
-    /// ambient set.
-    fn capabilities(&self) -> Option<u64> {
-        let mut all = 0;
-        for set in [&self.cap_inh, &self.cap_prm, &self.cap_eff, &self.cap_bnd] {
-            let [low, high] = set[..] else { return None };
-            all |= u64::from(high) << 32 | u64::from(low);
-        }
-        match self.cap_amb[..] {
-            [] => {}
-            [low, high] => all |= u64::from(high) << 32 | u64::from(low),
-            _ => return None,
-        }
-        Some(all)
+    /// Returns `None` if a set of capabilities lacks the two words that CRIU writes. CRIU before 4.1 has no ambient set.
+    fn credentials(&self) -> Option<Credentials> {
+        let set = |words: &[u32]| {
+            let [low, high] = words[..] else { return None };
+            Some(u64::from(high) << 32 | u64::from(low))
+        };
+        Some(Credentials {
+            uids: [self.uid, self.euid, self.suid, self.fsuid],
+            gids: [self.gid, self.egid, self.sgid, self.fsgid],
+            groups: self.groups.clone(),
+            capabilities: Capabilities {
+                inheritable: set(&self.cap_inh)?,
+                permitted: set(&self.cap_prm)?,
+                effective: set(&self.cap_eff)?,
+                bounding: set(&self.cap_bnd)?,
+                ambient: match self.cap_amb.is_empty() {
+                    true => 0,
+                    false => set(&self.cap_amb)?,
+                },
+            },
+            securebits: self.secbits,
+        })
     }
 }
 

@@ -41,6 +41,8 @@ fn core(capabilities: [u32; 2]) -> CoreEntry {
         }),
         thread_core: Some(ThreadCore {
             creds: Some(Creds {
+                uid: 1000,
+                groups: vec![7],
                 cap_inh: vec![0, 0],
                 cap_prm: set.clone(),
                 cap_eff: set.clone(),
@@ -48,6 +50,7 @@ fn core(capabilities: [u32; 2]) -> CoreEntry {
                 lsm_profile: None,
                 no_new_privs: Some(1),
                 cap_amb: vec![],
+                ..Creds::default()
             }),
             seccomp_mode: Some(2),
             seccomp_filter: Some(0),
@@ -103,7 +106,15 @@ fn every_thread_and_mount() {
     let short: Vec<_> = found
         .threads
         .iter()
-        .map(|t| (t.pid, t.tid, t.capabilities, t.no_new_privs, t.seccomp))
+        .map(|t| {
+            (
+                t.pid,
+                t.tid,
+                t.credentials.capabilities.permitted,
+                t.no_new_privs,
+                t.seccomp,
+            )
+        })
         .collect();
     assert_eq!(short, [(1, 1, 1 << 32 | 5, true, 2), (1, 7, 2, true, 2)]);
     assert_eq!(found.host.ids[0], 101);

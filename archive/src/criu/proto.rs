@@ -81,6 +81,22 @@ pub struct ThreadCore {
 
 #[derive(Clone, PartialEq, Message)]
 pub struct Creds {
+    #[prost(uint32, tag = "1")]
+    pub uid: u32,
+    #[prost(uint32, tag = "2")]
+    pub gid: u32,
+    #[prost(uint32, tag = "3")]
+    pub euid: u32,
+    #[prost(uint32, tag = "4")]
+    pub egid: u32,
+    #[prost(uint32, tag = "5")]
+    pub suid: u32,
+    #[prost(uint32, tag = "6")]
+    pub sgid: u32,
+    #[prost(uint32, tag = "7")]
+    pub fsuid: u32,
+    #[prost(uint32, tag = "8")]
+    pub fsgid: u32,
     #[prost(uint32, repeated, packed = "false", tag = "9")]
     pub cap_inh: Vec<u32>,
     #[prost(uint32, repeated, packed = "false", tag = "10")]
@@ -89,6 +105,10 @@ pub struct Creds {
     pub cap_eff: Vec<u32>,
     #[prost(uint32, repeated, packed = "false", tag = "12")]
     pub cap_bnd: Vec<u32>,
+    #[prost(uint32, tag = "13")]
+    pub secbits: u32,
+    #[prost(uint32, repeated, packed = "false", tag = "14")]
+    pub groups: Vec<u32>,
     #[prost(string, optional, tag = "15")]
     pub lsm_profile: Option<String>,
     #[prost(uint32, optional, tag = "18")]
@@ -174,8 +194,12 @@ impl PagemapEntry {
 pub struct MntEntry {
     #[prost(uint32, tag = "1")]
     pub fstype: u32,
+    #[prost(uint32, tag = "2")]
+    pub mnt_id: u32,
     #[prost(uint32, tag = "3")]
     pub root_dev: u32,
+    #[prost(uint32, tag = "4")]
+    pub parent_mnt_id: u32,
     #[prost(uint32, tag = "5")]
     pub flags: u32,
     #[prost(string, tag = "6")]

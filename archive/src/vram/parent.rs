@@ -44,11 +44,8 @@ pub(super) fn open(
         for place in named.iter().cloned().chain(found) {
             match table_digest(&place) {
                 Some(found) if found == digest => {}
-                Some(_) => {
-                    failed.get_or_insert((place, "is not the one that it was".into()));
-                    continue;
-                }
-                None => continue,
+                // The table names the paths, and may be a stranger's: it must not learn what is there.
+                Some(_) | None => continue,
             }
             let below = Opening {
                 depth: opening.depth + 1,
@@ -65,7 +62,10 @@ pub(super) fn open(
     }
     let (path, reason) = failed.unwrap_or_else(|| {
         let first = named.into_iter().next();
-        (first.unwrap_or_default(), "is missing".into())
+        (
+            first.unwrap_or_default(),
+            "is missing or another one".into(),
+        )
     });
     Err(VramError::Parent { path, reason })
 }

@@ -1,15 +1,16 @@
 //! The directory of the cache.
 //!
 //! ```text
-//! DIGEST/                   a checkpoint, complete
+//! KEY/                      a checkpoint, complete
 //!   checkpoint/             CRIU's images
 //!   cryopod-cache.json      where it came from; its modification time is that of the last use
-//! .pull-DIGEST/             one that a process is making: it holds the lock. The next one takes over what a killed one left
-//! .removed-DIGEST/          one that a process is removing
+//! .pull-KEY/                one that a process is making: it holds the lock. The next one takes over what a killed one left
+//! .removed-KEY/             one that a process is removing
 //! ```
 //!
-//! DIGEST is that of an image's manifest. For other archives it is computed from the file's identity. Whoever reads a
-//! checkpoint holds a shared lock on its directory, and whoever removes it an exclusive one.
+//! KEY is computed from a checkpoint's [`Origin`]: the same digest of another repository is another checkpoint. So the
+//! cache answers only for a repository or file that has been asked for it. Whoever reads a checkpoint holds a shared
+//! lock on its directory, and whoever removes it an exclusive one.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -18,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, bail};
+use cryopod_archive::digest::Digest;
 use cryopod_archive::names;
 use cryopod_host::files::own_directory;
 use cryopod_operations::config::cache::Options;
@@ -39,9 +41,26 @@ pub struct Cache {
     max: u64,
 }
 
+/// Where a checkpoint comes from: what a tenant must be allowed to have it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    /// `docker://REGISTRY/REPOSITORY`, or the real path of an archive.
+    pub place: String,
+    /// Of an image's manifest. For other archives it is computed from the file's identity.
+    pub digest: Digest,
+}
+
+impl Origin {
+    pub fn key(&self) -> String {
+        // No digest has a line break.
+        let text = format!("{}\n{}", self.digest, self.place);
+        Digest::of(text.as_bytes()).hex().to_owned()
+    }
+}
+
 /// A checkpoint in the cache.
 pub struct Entry {
-    pub digest: String,
+    pub key: String,
     pub record: Record,
     pub last_use: SystemTime,
 }
@@ -50,6 +69,7 @@ pub struct Entry {
 pub struct Record {
     /// As the user named it. Shown to users only.
     pub source: String,
+    pub origin: Origin,
     /// Bytes of its files.
     pub bytes: u64,
 }
@@ -72,13 +92,13 @@ impl Cache {
         })
     }
 
-    pub fn path_of(&self, digest: &str) -> PathBuf {
-        self.path.join(digest)
+    pub fn path_of(&self, key: &str) -> PathBuf {
+        self.path.join(key)
     }
 
     /// Returns the image directory of a checkpoint in the cache, and notes the use.
-    pub fn find(&self, digest: &str) -> Option<PathBuf> {
-        let path = self.path_of(digest);
+    pub fn find(&self, origin: &Origin) -> Option<PathBuf> {
+        let path = self.path_of(&origin.key());
         let _in_use = lock(&path, FlockArg::LockSharedNonblock)?;
         read(&path)?;
         let record = File::options().append(true).open(path.join(RECORD)).ok()?;
@@ -90,12 +110,13 @@ impl Cache {
     /// what a killed process left there, and returns the directory below it with the finished checkpoint.
     pub fn make(
         &self,
-        digest: &str,
+        origin: &Origin,
         source: &str,
         limit: Duration,
         make: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
     ) -> anyhow::Result<PathBuf> {
-        let work = self.path.join(format!("{PULL}{digest}"));
+        let key = origin.key();
+        let work = self.path.join(format!("{PULL}{key}"));
         let end = Instant::now() + limit;
         let _lock = loop {
             match DirBuilder::new().mode(0o700).create(&work) {
@@ -116,7 +137,7 @@ impl Cache {
             std::thread::sleep(PAUSE);
         };
         // Another process may have been first.
-        if let Some(images) = self.find(digest) {
+        if let Some(images) = self.find(origin) {
             let _ = fs::remove_dir_all(&work);
             return Ok(images);
         }
@@ -134,13 +155,14 @@ impl Cache {
         }
         let record = Record {
             source: source.to_owned(),
+            origin: origin.clone(),
             bytes,
         };
-        let path = self.path_of(digest);
+        let path = self.path_of(&key);
         let written = || -> anyhow::Result<()> {
             fs::write(made.join(RECORD), serde_json::to_vec(&record)?)?;
             // One that could not be read is replaced.
-            self.remove(digest);
+            self.remove(&key);
             Ok(fs::rename(&made, &path)?)
         };
         written().with_context(|| format!("{}: cannot be written", path.display()))?;
@@ -152,20 +174,20 @@ impl Cache {
     pub fn entries(&self) -> anyhow::Result<Vec<Entry>> {
         let list = fs::read_dir(&self.path);
         let list = list.with_context(|| format!("{}: cannot be read", self.path.display()))?;
-        let digests = list
+        let keys = list
             .flatten()
             .filter_map(|f| f.file_name().into_string().ok());
-        let entry = |digest: String| {
-            let path = self.path_of(&digest);
+        let entry = |key: String| {
+            let path = self.path_of(&key);
             let record = read(&path)?;
             let last_use = path.join(RECORD).metadata().ok()?.modified().ok()?;
             Some(Entry {
-                digest,
+                key,
                 record,
                 last_use,
             })
         };
-        let mut entries: Vec<_> = digests
+        let mut entries: Vec<_> = keys
             .filter(|d| !d.starts_with('.'))
             .filter_map(entry)
             .collect();
@@ -189,7 +211,7 @@ impl Cache {
             if held + bytes <= self.max {
                 break;
             }
-            if self.remove(&entry.digest) {
+            if self.remove(&entry.key) {
                 held -= entry.record.bytes;
             }
         }
@@ -203,24 +225,26 @@ impl Cache {
     }
 
     /// Removes a checkpoint. False: it is in use, or not there.
-    pub fn remove(&self, digest: &str) -> bool {
-        let path = self.path_of(digest);
+    pub fn remove(&self, key: &str) -> bool {
+        let path = self.path_of(key);
         let Some(_lock) = lock(&path, FlockArg::LockExclusiveNonblock) else {
             return false;
         };
-        let removed = self.path.join(format!("{REMOVED}{digest}"));
+        let removed = self.path.join(format!("{REMOVED}{key}"));
         let _ = fs::remove_dir_all(&removed);
         fs::rename(&path, &removed).is_ok() && fs::remove_dir_all(&removed).is_ok()
     }
 
-    /// Removes what killed processes left, if it is older than `age`.
+    /// Removes what killed processes left, if it is older than `age`, and checkpoints without a record that can be read:
+    /// of an earlier version of the cache, or after a crash of the host.
     pub fn sweep(&self, age: Duration) {
         for item in fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = item.file_name().to_string_lossy().into_owned();
             let path = item.path();
             let old = path.metadata().and_then(|m| m.modified());
             let old = old.is_ok_and(|t| t.elapsed().is_ok_and(|e| e >= age));
-            let leftover = name.starts_with(PULL) && old || name.starts_with(REMOVED);
+            let unread = Digest::parse(&format!("sha256:{name}")).is_ok() && read(&path).is_none();
+            let leftover = name.starts_with(PULL) && old || name.starts_with(REMOVED) || unread;
             if leftover && let Some(_lock) = lock(&path, FlockArg::LockExclusiveNonblock) {
                 let _ = fs::remove_dir_all(&path);
             }
@@ -266,8 +290,15 @@ mod tests {
         cache
     }
 
-    fn make(cache: &Cache, digest: &str, bytes: usize) -> anyhow::Result<PathBuf> {
-        cache.make(digest, digest, Duration::from_secs(1), |work| {
+    fn origin(place: &str) -> Origin {
+        Origin {
+            place: place.into(),
+            digest: Digest::of(b"manifest"),
+        }
+    }
+
+    fn make(cache: &Cache, place: &str, bytes: usize) -> anyhow::Result<PathBuf> {
+        cache.make(&origin(place), place, Duration::from_secs(1), |work| {
             let made = work.join("new");
             fs::create_dir_all(made.join("checkpoint"))?;
             fs::write(made.join("checkpoint/pages-1.img"), vec![0; bytes])?;
@@ -275,12 +306,12 @@ mod tests {
         })
     }
 
-    fn digests(cache: &Cache) -> Vec<String> {
+    fn places(cache: &Cache) -> Vec<String> {
         let mut all: Vec<_> = cache
             .entries()
             .unwrap()
             .into_iter()
-            .map(|e| e.digest)
+            .map(|e| e.record.origin.place)
             .collect();
         all.sort();
         all
@@ -290,17 +321,20 @@ mod tests {
     fn the_least_recently_used_goes_first() {
         let dir = tempfile::tempdir().unwrap();
         let cache = cache(dir.path(), 100);
-        for digest in ["a", "b", "c"] {
-            make(&cache, digest, 30).unwrap();
+        for place in ["a", "b", "c"] {
+            make(&cache, place, 30).unwrap();
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert!(cache.find("a").unwrap().ends_with("a/checkpoint"));
-        assert_eq!(digests(&cache), ["a", "b", "c"]);
+        assert!(cache.find(&origin("a")).unwrap().ends_with("checkpoint"));
+        assert_eq!(places(&cache), ["a", "b", "c"]);
         make(&cache, "d", 30).unwrap();
-        assert_eq!(digests(&cache), ["a", "c", "d"]);
-        let in_use = lock(&cache.path_of("c"), FlockArg::LockSharedNonblock);
+        assert_eq!(places(&cache), ["a", "c", "d"]);
+        let in_use = lock(
+            &cache.path_of(&origin("c").key()),
+            FlockArg::LockSharedNonblock,
+        );
         make(&cache, "e", 30).unwrap();
-        assert_eq!(digests(&cache), ["c", "d", "e"]);
+        assert_eq!(places(&cache), ["c", "d", "e"]);
         let full = make(&cache, "f", 80).unwrap_err().to_string();
         assert!(full.contains("the cache is full"), "{full}");
         drop(in_use);
@@ -309,15 +343,27 @@ mod tests {
         // Only the checkpoints are left.
         assert_eq!(
             fs::read_dir(&cache.path).unwrap().count(),
-            digests(&cache).len()
+            places(&cache).len()
         );
+    }
+
+    /// The cache has it from one repository, which says nothing of who may have it from another.
+    #[test]
+    fn the_same_digest_of_another_repository_is_not_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = cache(dir.path(), 100);
+        make(&cache, "docker://r.example/b/x", 1).unwrap();
+        assert!(cache.find(&origin("docker://r.example/b/x")).is_some());
+        assert_eq!(cache.find(&origin("docker://r.example/a/x")), None);
+        make(&cache, "docker://r.example/a/x", 1).unwrap();
+        assert_eq!(cache.entries().unwrap().len(), 2);
     }
 
     #[test]
     fn what_a_killed_process_left_is_taken_over_or_removed() {
         let dir = tempfile::tempdir().unwrap();
         let cache = cache(dir.path(), 100);
-        let left = cache.path.join(".pull-a");
+        let left = cache.path.join(format!("{PULL}{}", origin("a").key()));
         fs::create_dir(&left).unwrap();
         fs::write(left.join("half"), "").unwrap();
         cache.sweep(LEFTOVER);
@@ -332,10 +378,19 @@ mod tests {
         cache.sweep(Duration::ZERO);
         assert!(!left.exists());
         // A crash of the host in the middle of writing.
-        fs::write(cache.path_of("a").join(RECORD), "").unwrap();
-        assert_eq!(cache.find("a"), None);
+        fs::write(cache.path_of(&origin("a").key()).join(RECORD), "").unwrap();
+        assert_eq!(cache.find(&origin("a")), None);
         make(&cache, "a", 1).unwrap();
-        assert!(cache.find("a").is_some());
+        assert!(cache.find(&origin("a")).is_some());
+        // Of an earlier version, which had no origins. What is not the cache's own stays.
+        let earlier = cache.path_of(&"0".repeat(64));
+        for path in [&earlier, &cache.path_of("other")] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join(RECORD), r#"{"source": "a", "bytes": 1}"#).unwrap();
+        }
+        cache.sweep(LEFTOVER);
+        assert!(!earlier.exists() && cache.path_of("other").exists());
+        assert!(cache.find(&origin("a")).is_some());
     }
 
     #[test]
@@ -346,7 +401,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..20 {
                 scope.spawn(|| {
-                    let images = cache.make("a", "a", Duration::from_secs(60), |work| {
+                    let images = cache.make(&origin("a"), "a", Duration::from_secs(60), |work| {
                         made.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                         fs::create_dir_all(work.join("new/checkpoint"))?;
                         Ok(work.join("new"))

@@ -19,11 +19,14 @@ pub struct InCache {
 }
 
 impl InCache {
-    /// Reads the tables of all checkpoints in the cache. The opened shards stay readable if a checkpoint is removed.
-    pub fn of(cache: &Cache) -> Self {
+    /// Reads the tables of the checkpoints in the cache that came from this place. Those of others are not for its
+    /// tenants: with the digest of a chunk they would get its contents, and the time would tell what there is. The
+    /// opened shards stay readable if a checkpoint is removed.
+    pub fn of(cache: &Cache, place: &str) -> Self {
         let mut chunks = HashMap::new();
-        for entry in cache.entries().unwrap_or_default() {
-            let images = cache.path_of(&entry.digest).join(names::CHECKPOINT_DIR);
+        let entries = cache.entries().unwrap_or_default();
+        for entry in entries.iter().filter(|e| e.record.origin.place == place) {
+            let images = cache.path_of(&entry.key).join(names::CHECKPOINT_DIR);
             let path = images.join(names::VRAM_INDEX);
             let Some(index) = File::open(&path)
                 .ok()

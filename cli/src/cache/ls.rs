@@ -19,7 +19,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.json {
         let entries = entries.iter().map(|e| {
             serde_json::json!({
-                "digest": format!("sha256:{}", e.digest),
+                "digest": e.record.origin.digest.to_string(),
                 "source": e.record.source,
                 "bytes": e.record.bytes,
                 "seconds_since_use": e.last_use.elapsed().unwrap_or_default().as_secs(),
@@ -31,7 +31,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for e in entries {
         println!(
             "{:12.12}  {:>10}  used {} ago  {}",
-            e.digest,
+            e.record.origin.digest.hex(),
             ui::bytes(e.record.bytes),
             ui::age(e.last_use),
             ui::plain(&e.record.source)

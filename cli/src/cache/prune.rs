@@ -25,7 +25,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut freed = 0;
     for entry in cache.entries()? {
         let long = entry.last_use.elapsed().unwrap_or_default() >= unused;
-        if long && cache.remove(&entry.digest) {
+        if long && cache.remove(&entry.key) {
             freed += entry.record.bytes;
         }
     }

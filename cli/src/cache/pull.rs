@@ -12,11 +12,12 @@ use cryopod_archive::names;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Place, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
-use cryopod_operations::config::{Config, REGISTRY};
+use cryopod_operations::config::Config;
+use cryopod_operations::config::restore::REGISTRY;
 use cryopod_operations::rootfs;
 use cryopod_registry::{Options, parse_reference};
 
-use super::directory::Cache;
+use super::directory::{Cache, Origin};
 use super::known::InCache;
 use crate::ui;
 
@@ -62,16 +63,21 @@ impl Pull<'_> {
             Some(digest) => Digest::parse(digest)?,
             None => cryopod_registry::digest(&image, &options)?,
         };
-        if let Some(images) = cache.find(digest.hex()) {
+        let origin = Origin {
+            place: format!("{REGISTRY}{}/{}", image.registry(), image.repository()),
+            digest,
+        };
+        if let Some(images) = cache.find(&origin) {
             return Ok(images);
         }
-        self.make(cache, &digest, |work| {
+        self.make(cache, &origin, |work| {
             let layout = work.join("image");
             if !layout.exists() {
-                let exact = image.clone_with_digest(digest.to_string());
+                let exact = image.clone_with_digest(origin.digest.to_string());
                 let progress = Arc::clone(&options.progress);
+                let known = InCache::of(cache, &origin.place);
                 ui::with_progress("pull", self.args.quiet, &progress, || {
-                    cryopod_registry::pull_with(&exact, &layout, &options, &InCache::of(cache))
+                    cryopod_registry::pull_with(&exact, &layout, &options, &known)
                 })?;
             }
             let made = Source::open(&layout)
@@ -88,20 +94,26 @@ impl Pull<'_> {
             Some(image) => image.digest.clone(),
             None => identity(&source)?,
         };
-        if let Some(images) = cache.find(digest.hex()) {
+        let path = fs::canonicalize(source.path())?;
+        let origin = Origin {
+            // Without loss, for a path that is no text.
+            place: format!("{path:?}"),
+            digest,
+        };
+        if let Some(images) = cache.find(&origin) {
             return Ok(images);
         }
-        self.make(cache, &digest, |work| self.unpack(&source, work))
+        self.make(cache, &origin, |work| self.unpack(&source, work))
     }
 
     fn make(
         &self,
         cache: &Cache,
-        digest: &Digest,
+        origin: &Origin,
         make: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
     ) -> anyhow::Result<PathBuf> {
         let limit = self.config.limits.restore(0);
-        cache.make(digest.hex(), &self.args.source, limit, make)
+        cache.make(origin, &self.args.source, limit, make)
     }
 
     /// Unpacks it below `work`, with the container's changes of files where a restore takes them from.

@@ -14,6 +14,7 @@ pub mod amd;
 pub mod ceiling;
 pub mod compat;
 pub mod driver_files;
+pub mod exec_processes;
 pub mod gpumap;
 pub mod hazards;
 pub mod inventory;

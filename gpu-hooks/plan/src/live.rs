@@ -117,6 +117,11 @@ pub fn tree(host: &Host, init: i32) -> Vec<i32> {
     found
 }
 
+/// Returns true if there is such a process, and it is no zombie.
+pub fn is_alive(host: &Host, pid: i32) -> bool {
+    stat(host, pid).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+}
+
 fn stat(host: &Host, pid: i32) -> Option<(char, i32)> {
     let text = host.text(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may hold anything, parentheses too.

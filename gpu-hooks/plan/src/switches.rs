@@ -1,8 +1,8 @@
 //! Reads the switches of the checks. A disabled check still runs and is reported; it no longer blocks the restore.
 //!
 //! Both vendors use one scheme. Each check has a name: NVIDIA's begin with `nvidia-`; AMD's are the environment
-//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`] belongs to neither. In order of
-//! rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
+//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`] and [`EXEC`] belong to neither. In
+//! order of rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
 //! (`NAME = false` or `true`), and for AMD's the environment variable of that name.
 
 use std::collections::BTreeMap;
@@ -36,6 +36,11 @@ pub const AMD: [&str; 7] = [
 /// will go on elsewhere.
 pub const RESTORE_HERE: &str = "restore-here";
 
+/// A checkpoint of a container with processes that `exec` started, which no checkpoint has.
+pub const EXEC: &str = "exec";
+
+const OF_NEITHER: [&str; 2] = [RESTORE_HERE, EXEC];
+
 /// The enabled checks; all by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Switches {
@@ -43,14 +48,14 @@ pub struct Switches {
 }
 
 pub fn known(name: &str) -> bool {
-    NVIDIA.contains(&name) || AMD.contains(&name) || name == RESTORE_HERE
+    NVIDIA.contains(&name) || AMD.contains(&name) || OF_NEITHER.contains(&name)
 }
 
 pub fn names() -> String {
     let all: Vec<&str> = NVIDIA
         .into_iter()
         .chain(AMD)
-        .chain([RESTORE_HERE])
+        .chain(OF_NEITHER)
         .collect();
     all.join(", ")
 }

@@ -17,6 +17,7 @@ use cryopod_host::mountinfo;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::bundle::put_back;
 use crate::error::Error;
 use crate::frozen;
 use crate::request::Request;
@@ -140,6 +141,7 @@ pub fn end(directory: &Path) {
         std::thread::sleep(PAUSE);
     }
     left.unmount();
+    put_back(&left.bundle, directory);
     mountinfo::unmount_below(&left.state);
     for (cgroup, error) in left.cgroups.remove(EXIT_LIMIT) {
         tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());

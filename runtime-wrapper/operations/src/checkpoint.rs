@@ -53,6 +53,10 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         .locked
         .is_empty()
         .then(|| Thawed::of(&request, &state));
+    if state.paused {
+        // Thawed now, or never: those that were about to end when the engine paused the container may do so.
+        plan::no_exec_processes(&request, &state, !planned.locked.is_empty())?;
+    }
     let told = Told::before_checkpoint(&request, &state)?;
     if told.is_some() {
         // The application may have changed everything.

@@ -25,6 +25,7 @@ use crate::action_script::{ActionScript, Question};
 use crate::error::Error;
 use crate::hidden_gpus::HiddenGpus;
 use crate::lowlevel::LowLevel;
+use crate::mount_namespace;
 use crate::stuck_freeze::Freeze;
 use crate::stuck_restore::{Criu, is_criu};
 
@@ -209,6 +210,7 @@ fn spawn(
     }
     let parent = Pid::this();
     let hidden = watch.hidden.clone();
+    let restores = watch.kind != Kind::Checkpoint;
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
     unsafe {
         command.pre_exec(move || {
@@ -217,6 +219,9 @@ fn spawn(
             }
             if nix::unistd::getppid() != parent {
                 return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if restores {
+                mount_namespace::enter()?;
             }
             if let Some(hidden) = &hidden {
                 hidden.hide()?;

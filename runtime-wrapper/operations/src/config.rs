@@ -15,12 +15,15 @@ use cryopod_host::spec::Spec;
 use serde::Deserialize;
 
 pub mod cache;
+pub mod restore;
 pub mod rootfs;
 pub mod store;
 pub mod vram;
 
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";
+/// The check of what CRIU's images have CRIU do.
+pub const IMAGES_CHECK: &str = "images";
 
 /// The configuration, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
@@ -49,7 +52,7 @@ pub struct Config {
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
     pub mounts: Mounts,
-    pub restore: Restore,
+    pub restore: restore::Options,
     pub hooks: Hooks,
     pub vram: vram::Options,
     pub rootfs: rootfs::Options,
@@ -103,25 +106,6 @@ pub struct Mounts {
     /// Directories and files of the host that a restore may mount into a container whose spec does not name them,
     /// beside the places of GPU drivers.
     pub allow: Vec<PathBuf>,
-}
-
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Restore {
-    /// Checkpoints from which a container may ask to be created: directories with checkpoints, and registries and
-    /// repositories as `docker://REGISTRY[/REPOSITORY]`.
-    pub allow: Vec<String>,
-}
-
-/// What an image in a registry is named with.
-pub const REGISTRY: &str = "docker://";
-
-impl Restore {
-    fn directories(&self) -> Vec<PathBuf> {
-        let images = |name: &&String| name.starts_with(REGISTRY);
-        let names = self.allow.iter().filter(|name| !images(name));
-        names.map(PathBuf::from).collect()
-    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -343,7 +327,6 @@ impl Config {
             ("criu.config_directories", &config.criu.config_directories),
             ("store", &config.store.directories()),
             ("cache.path", &vec![config.cache.path.clone()]),
-            ("restore.allow", &config.restore.directories()),
         ] {
             if let Some(path) = paths.iter().find(|p| !p.is_absolute()) {
                 return Err(invalid(format!(
@@ -352,12 +335,16 @@ impl Config {
                 )));
             }
         }
+        let restore = config.restore.check();
+        restore.map_err(|e| invalid(format!("restore.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_plan::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
         // Only this file decides on privileges, never an annotation.
-        let known = |key: &&String| switches::known(key) || *key == PRIVILEGES_CHECK;
+        let known = |key: &&String| {
+            switches::known(key) || [PRIVILEGES_CHECK, IMAGES_CHECK].contains(&key.as_str())
+        };
         if let Some(key) = config.checks.keys().find(|key| !known(key)) {
             return Err(invalid(format!(
                 "checks.{key}: no such check; there are {}, {}",
@@ -404,11 +391,17 @@ mod tests {
 
     #[test]
     fn the_example_in_the_documents_is_valid() {
-        let page = include_str!("../../../docs/configuration.md");
-        let example = page.split("```toml\n").nth(1).unwrap();
-        let example = example.split("```").next().unwrap();
-        let config = parse(example).unwrap();
-        assert_ne!(config, Config::default(), "{example}");
+        let examples = |page: &'static str| page.split("```toml\n").skip(1);
+        let configuration: Vec<_> =
+            examples(include_str!("../../../docs/configuration.md")).collect();
+        assert!(configuration.len() > 1, "the whole file, and rules");
+        let copies = examples(include_str!("../../../docs/copies.md"));
+        let store = examples(include_str!("../../../docs/containerd.md"));
+        for example in configuration.into_iter().chain(copies).chain(store) {
+            let example = example.split("```").next().unwrap();
+            let config = parse(example).unwrap_or_else(|e| panic!("{example}: {e}"));
+            assert_ne!(config, Config::default(), "{example}");
+        }
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Creates a container from a checkpoint: `create` of a container that names one becomes a restore.
 //!
 //! The container names the checkpoint by the annotation [`ANNOTATION`], or by the variable [`VARIABLE`] of its process
-//! where the engine passes no annotations. Whoever makes a container writes both, and the runtime is root: only
-//! checkpoints of `restore.allow` are taken ([`crate::restore_source`]).
+//! where the engine passes no annotations. Whoever makes a container writes both, an image can bring the variable, and
+//! the runtime is root: only checkpoints that `restore.allow` gives this container's tenant are taken
+//! ([`crate::restore_source`]).
 //!
 //! The engine's command line is rewritten as that of a restore. CRIU's hook gives the container its own host name and
 //! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`crate::waiting`]). `run`
@@ -25,7 +26,9 @@ use crate::context::Context;
 use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::new_hooks::NewHooks;
-use crate::{criu_program, restore, restore_source, waiting};
+use crate::restore_source::{self, Wish};
+use crate::tenant::Tenant;
+use crate::{criu_program, restore, waiting};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
@@ -68,7 +71,7 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
         }
     };
     criu_program::prefer(&ctx.config);
-    match restored(ctx, inv, spec, named) {
+    match restored(ctx, inv, spec, &named) {
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
@@ -101,10 +104,21 @@ impl Edit for Without {
     }
 }
 
-fn restored(ctx: &Context, inv: &Invocation, spec: &Spec, named: &str) -> Result<ExitCode, Error> {
-    let images = restore_source::find(&ctx.config, named).map_err(|why| {
+fn restored(
+    ctx: &Context,
+    inv: &Invocation,
+    spec: &Spec,
+    named: &Named<'_>,
+) -> Result<ExitCode, Error> {
+    let Named { checkpoint, by } = named;
+    let wish = Wish {
+        checkpoint,
+        by_variable: *by == VARIABLE,
+        tenant: &Tenant::of(inv, spec),
+    };
+    let images = restore_source::find(&ctx.config, wish).map_err(|why| {
         Error::Failed(format!(
-            "the container is to be created from the checkpoint {named} ({ANNOTATION}), and {why}. Nothing was started"
+            "the container is to be created from the checkpoint {checkpoint} ({by}), and {why}. Nothing was started"
         ))
     })?;
     let restoring = Context {
@@ -143,15 +157,25 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
     config
 }
 
+#[derive(Debug, PartialEq, Eq)]
+struct Named<'a> {
+    checkpoint: &'a str,
+    /// [`ANNOTATION`] or [`VARIABLE`].
+    by: &'static str,
+}
+
 /// Returns the checkpoint that the container names. The annotation takes precedence. That of a pod is for the pod's
 /// containers, and not for the one that only holds its namespaces.
-fn named(spec: &Spec) -> Option<&str> {
+fn named(spec: &Spec) -> Option<Named<'_>> {
     let holds_pod = HOLDS_POD
         .iter()
         .any(|key| spec.annotation(key) == Some("sandbox"));
     let annotation = spec.annotation(ANNOTATION).filter(|_| !holds_pod);
-    let named = annotation.or_else(|| spec.variable(VARIABLE));
-    named.filter(|n| !n.is_empty())
+    let (checkpoint, by) = match annotation {
+        Some(annotation) => (annotation, ANNOTATION),
+        None => (spec.variable(VARIABLE)?, VARIABLE),
+    };
+    (!checkpoint.is_empty()).then_some(Named { checkpoint, by })
 }
 
 /// Rewrites the command line of `create` or `run` as that of a restore.
@@ -192,14 +216,22 @@ mod tests {
             Spec::from_json(json!({"annotations": annotations, "process": {"env": env}}))
         };
         for (annotation, env, want) in [
-            (Some("/a"), &["CRYOPOD_RESTORE=/b"][..], Some("/a")),
-            (None, &["A=1", "CRYOPOD_RESTORE=/b=c"], Some("/b=c")),
+            (
+                Some("/a"),
+                &["CRYOPOD_RESTORE=/b"][..],
+                Some(("/a", ANNOTATION)),
+            ),
+            (
+                None,
+                &["A=1", "CRYOPOD_RESTORE=/b=c"],
+                Some(("/b=c", VARIABLE)),
+            ),
             (None, &["CRYOPOD_RESTORES=/b", "CRYOPOD_RESTORE="], None),
             (Some(""), &["CRYOPOD_RESTORE=/b"], None),
             (None, &[], None),
         ] {
             assert_eq!(
-                named(&spec(annotation, env)),
+                named(&spec(annotation, env)).map(|n| (n.checkpoint, n.by)),
                 want,
                 "{annotation:?} {env:?}"
             );

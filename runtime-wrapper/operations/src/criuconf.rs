@@ -193,7 +193,8 @@ pub fn merge(
     // CRIU's default alarm of 10 seconds for stopping the processes would cut off the driver's lock.
     let limit = extra.limit_s.max(config.limits.checkpoint_s);
     let _ = writeln!(text, "timeout {limit}");
-    for line in extra.options.lines().iter().chain(&extra.lines) {
+    let options = extra.options.lines(reader.restore);
+    for line in options.iter().chain(&extra.lines) {
         let _ = writeln!(text, "{line}");
     }
     let _ = writeln!(text, "libdir {}", op.plugins().display());

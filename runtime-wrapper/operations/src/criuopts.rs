@@ -16,6 +16,7 @@ use crate::argv::Flags;
 use crate::config::CriuValue;
 use crate::criu_helpers::Lock;
 use crate::criufile;
+use crate::facts::numbers;
 use crate::lowlevel::Kind;
 
 /// Prefix of annotations that set a CRIU option.
@@ -43,6 +44,9 @@ const FOR_THE_RESTORE: [&str; 5] = [
     "ext-unix-sk",
     "mntns-compat-mode",
 ];
+
+/// Options that CRIU refuses at a checkpoint ("is only valid on restore", config.c).
+const ONLY_AT_RESTORES: [&str; 1] = ["mntns-compat-mode"];
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
@@ -230,22 +234,38 @@ impl Options {
         }
     }
 
-    /// Returns the missing flags for the low-level runtime's command line. `newer`: runc 1.3 or later.
+    /// Returns the missing flags for the low-level runtime's command line: of all that it sends to CRIU, switched off
+    /// unless it has the flag. `version`: the first line of its `--version`.
+    ///
+    /// | sent by | checkpoint | restore |
+    /// |---|---|---|
+    /// | runc, crun | tcp-established, file-locks, ext-unix-sk, shell-job | the same |
+    /// | runc from 1.3 | tcp-skip-in-flight, link-remap | |
+    /// | crun from 1.23 | | tcp-close |
+    ///
+    /// `leave-running` and what tracks memory are the engine's. Cgroups are managed, and orphaned terminals adopted,
+    /// whatever a configuration says.
     pub fn flags(
         &self,
         kind: Kind,
-        newer: bool,
+        version: Option<&str>,
         checkpoint: bool,
         given: &Flags,
     ) -> Vec<&'static str> {
+        let version = version.and_then(numbers).unwrap_or_default();
+        let from = |first: [u32; 2]| version.as_slice() >= first.as_slice();
         let mut wanted = vec![
             ("tcp-established", "--tcp-established"),
             ("file-locks", "--file-locks"),
             ("ext-unix-sk", "--ext-unix-sk"),
+            ("shell-job", "--shell-job"),
         ];
-        if kind == Kind::Runc && newer && checkpoint {
+        if kind == Kind::Runc && checkpoint && from([1, 3]) {
             wanted.push(("skip-in-flight", "--tcp-skip-in-flight"));
             wanted.push(("link-remap", "--link-remap"));
+        }
+        if kind == Kind::Crun && !checkpoint && from([1, 23]) {
+            wanted.push(("tcp-close", "--tcp-close"));
         }
         wanted
             .into_iter()
@@ -254,9 +274,11 @@ impl Options {
             .collect()
     }
 
-    pub fn lines(&self) -> Vec<String> {
+    /// Returns the lines of CRIU's configuration for a restore or a checkpoint.
+    pub fn lines(&self, restore: bool) -> Vec<String> {
         let mut lines = Vec::new();
-        for (name, value) in &self.0 {
+        let told = |name: &str| restore || !ONLY_AT_RESTORES.contains(&name);
+        for (name, value) in self.0.iter().filter(|(name, _)| told(name)) {
             match value {
                 CriuValue::Flag(true) => lines.push(name.clone()),
                 CriuValue::Flag(false) => {}
@@ -349,7 +371,7 @@ mod tests {
     fn each_overrides_the_one_before() {
         let o = options(&[], json!({}));
         assert_eq!(
-            o.lines(),
+            o.lines(false),
             [
                 "ext-unix-sk",
                 "file-locks",
@@ -368,7 +390,7 @@ mod tests {
             json!({"dev.cryopod.criu.ghost-limit": "9M", "dev.cryopod.criu.link-remap": "false", "other": "x"}),
         );
         assert_eq!(
-            o.lines(),
+            o.lines(false),
             [
                 "ext-unix-sk",
                 "ghost-limit 9M",
@@ -402,7 +424,7 @@ mod tests {
     fn a_default_does_not_override_the_users_file() {
         let text = "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n".to_owned();
         let o = of(&BTreeMap::new(), json!({}), &[text]).unwrap();
-        assert_eq!(o.lines(), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
+        assert_eq!(o.lines(false), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
     }
 
     #[test]
@@ -420,7 +442,7 @@ mod tests {
         let flag = given("checkpoint --network-lock skip c1");
         assert_eq!(asked.network_lock(&flag, &files), Some(Lock::Skip));
         o.use_lock(Some(Lock::Nftables));
-        assert!(o.lines().contains(&"network-lock nftables".to_owned()));
+        assert!(o.lines(false).contains(&"network-lock nftables".to_owned()));
     }
 
     #[test]
@@ -472,6 +494,10 @@ mod tests {
         let strange = [recorded, vec!["action-script".into()]].concat();
         r.as_at_the_checkpoint(&strange, &given("restore c1"));
         assert!(r.on("tcp-established") && r.on("file-locks") && !r.on("action-script"));
+        let o = options(&[], json!({"dev.cryopod.criu.mntns-compat-mode": "true"}));
+        let compat = "mntns-compat-mode".to_owned();
+        assert!(o.for_the_restore(&given("checkpoint c1")).contains(&compat));
+        assert!(!o.lines(false).contains(&compat) && o.lines(true).contains(&compat));
         let mut r = options(&[], json!({}));
         r.as_at_the_checkpoint(&strange, &given("restore --tcp-close c1"));
         assert!(!r.on("tcp-established"));
@@ -479,23 +505,59 @@ mod tests {
 
     #[test]
     fn as_flags_of_the_runtime() {
-        let o = options(&[], json!({}));
-        assert_eq!(
-            o.flags(Kind::Crun, true, true, &given("checkpoint --file-locks c1")),
-            ["--ext-unix-sk"]
-        );
-        assert_eq!(
-            o.flags(Kind::Runc, true, true, &given("checkpoint c1")),
-            [
-                "--file-locks",
-                "--ext-unix-sk",
-                "--tcp-skip-in-flight",
-                "--link-remap"
-            ]
-        );
-        assert_eq!(
-            o.flags(Kind::Runc, true, false, &given("restore c1")),
-            ["--file-locks", "--ext-unix-sk"]
-        );
+        let closing = options(&[("tcp-close", CriuValue::Flag(true))], json!({}));
+        for (kind, version, line, want) in [
+            (
+                Kind::Crun,
+                "crun version 1.21",
+                "checkpoint --file-locks c1",
+                &["--ext-unix-sk"][..],
+            ),
+            (
+                Kind::Runc,
+                "runc version 1.3.6+ds1",
+                "checkpoint c1",
+                &[
+                    "--file-locks",
+                    "--ext-unix-sk",
+                    "--tcp-skip-in-flight",
+                    "--link-remap",
+                ],
+            ),
+            (
+                Kind::Runc,
+                "runc version 1.1.15",
+                "checkpoint c1",
+                &["--file-locks", "--ext-unix-sk"],
+            ),
+            (
+                Kind::Runc,
+                "runc version 1.3.6",
+                "restore c1",
+                &["--file-locks", "--ext-unix-sk"],
+            ),
+            (
+                Kind::Crun,
+                "crun version 1.22",
+                "restore c1",
+                &["--file-locks", "--ext-unix-sk"],
+            ),
+            (
+                Kind::Crun,
+                "crun version 1.28",
+                "restore c1",
+                &["--file-locks", "--ext-unix-sk", "--tcp-close"],
+            ),
+            (
+                Kind::Crun,
+                "crun version 1.28",
+                "restore --tcp-close c1",
+                &["--file-locks", "--ext-unix-sk"],
+            ),
+        ] {
+            let checkpoint = line.starts_with("checkpoint");
+            let got = closing.flags(kind, Some(version), checkpoint, &given(line));
+            assert_eq!(got, want, "{version}: {line}");
+        }
     }
 }

@@ -13,7 +13,7 @@ pub enum Error {
     #[error(transparent)]
     Tool(#[from] cryopod_host::programs::ToolError),
     #[error("the restore was refused and the checkpoint is untouched: {0}")]
-    Privileges(#[from] crate::privileges::PrivilegesError),
+    Privileges(#[from] crate::security::privileges::PrivilegesError),
     #[error("{what}: {source}")]
     Io {
         what: String,

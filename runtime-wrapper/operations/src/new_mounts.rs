@@ -32,6 +32,7 @@ use crate::new_environ;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::rootfs;
+use crate::security::mount_limits::limits;
 use crate::surroundings::{MountPoints, external, opened_in};
 
 /// Files that engines put into every container.
@@ -351,35 +352,10 @@ fn shm_options(request: &Request<'_>) -> String {
     }
 }
 
-/// An option that takes something away, what gives it back, the attribute, and the flag in the images.
-type Limit = (&'static str, &'static str, u64, u32);
-const LIMITS: [Limit; 5] = [
-    ("ro", "rw", libc::MOUNT_ATTR_RDONLY, 1),
-    ("nosuid", "suid", libc::MOUNT_ATTR_NOSUID, 2),
-    ("nodev", "dev", libc::MOUNT_ATTR_NODEV, 4),
-    ("noexec", "exec", libc::MOUNT_ATTR_NOEXEC, 8),
-    (
-        "nosymfollow",
-        "symfollow",
-        libc::MOUNT_ATTR_NOSYMFOLLOW,
-        256,
-    ),
-];
-
-/// Returns the limits that the options set; docker says `rro` for "read-only with all that is below".
-fn limits(options: &[String]) -> impl Iterator<Item = &'static Limit> {
-    let is = |o: &str, name: &str| o == name || o.strip_prefix('r') == Some(name);
-    LIMITS.iter().filter(move |limit| {
-        let said = options.iter().rev();
-        let mut said = said.filter(|o| is(o, limit.0) || is(o, limit.1));
-        said.next().is_some_and(|o| is(o, limit.0))
-    })
-}
-
 /// Returns the limits of the options that the mount in the images lacks. Without `ro`: files may be open for writing.
 fn less(there: &Mount, options: &[String]) -> u64 {
-    let missing = limits(options).filter(|(.., flag)| *flag != 1 && there.flags & flag == 0);
-    missing.fold(0, |all, (_, _, attribute, _)| all | attribute)
+    let missing = limits(options).filter(|l| l.option != "ro" && there.flags & l.flag == 0);
+    missing.fold(0, |all, limit| all | limit.attribute)
 }
 
 /// Describes a bind mount that the images lack.
@@ -409,7 +385,7 @@ fn attached(
         source: bundle.join(source),
         at: at.clone(),
         recursive: options.iter().any(|o| o == "rbind"),
-        attributes: limits(options).fold(0, |all, (_, _, attribute, _)| all | attribute),
+        attributes: limits(options).fold(0, |all, limit| all | limit.attribute),
         propagation: match () {
             () if options.iter().any(shared) => libc::MS_SHARED,
             () if options.iter().any(slave) => libc::MS_SLAVE,

@@ -4,8 +4,6 @@
 //! CRIU, if the images ask for it. docker and ctr name none, and CRIU makes one. A copy of the one kind into the other
 //! gets an image of its namespace that asks, or does not.
 
-use std::path::Path;
-
 use cryopod_archive::criu::network::{self, From, KEY};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
@@ -13,7 +11,7 @@ use cryopod_host::spec::Spec;
 use serde_json::Value;
 
 use crate::lowlevel::Kind;
-use crate::privileges::{self, PrivilegesError};
+use crate::security::privileges::{self, Images, PrivilegesError};
 
 /// CRIU's option for a namespace with nothing in it.
 const EMPTY: &str = "empty-ns net";
@@ -34,12 +32,12 @@ impl NewNetwork {
     /// # Errors
     /// The images cannot be read. The refusal: the spec has another kind of network than the images can be given.
     pub fn of(
-        images: &Path,
+        images: Images<'_>,
         host: &Host,
         spec: &Spec,
         low: Kind,
     ) -> Result<Result<Self, Refusal>, PrivilegesError> {
-        let found = network::of_first(|name| privileges::open(images, name))?;
+        let found = network::of_first(|name| images.open(name))?;
         // A container on the host's network cannot get another one: `privileges` refuses that.
         let Some(found) = found else {
             return Ok(Ok(Self::default()));
@@ -119,7 +117,12 @@ mod tests {
         let path = json!([{"type": "network", "path": "/run/netns/x"}]);
         let ask = |netns: Option<&[u8]>, namespaces: &Value, low| {
             let spec = Spec::from_json(json!({"linux": {"namespaces": namespaces}}));
-            NewNetwork::of(images(netns).path(), &Host::at("/nowhere"), &spec, low).unwrap()
+            let directory = images(netns);
+            let images = Images {
+                directory: directory.path(),
+                checked: None,
+            };
+            NewNetwork::of(images, &Host::at("/nowhere"), &spec, low).unwrap()
         };
         let fit = |image: Option<Option<&str>>, line, loopback| {
             let name = || "netns-10.img".to_owned();

@@ -12,7 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cryopod_archive::criu::mounts::Mount;
-use cryopod_archive::criu::privileges::{Namespaces, Privileges, Thread};
+use cryopod_archive::criu::privileges::{
+    Capabilities, Credentials, Namespaces, Privileges, Thread,
+};
 use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::ceiling::OtherGpus;
 use cryopod_gpu_plan::mounts::Provider;
@@ -30,7 +32,7 @@ use crate::criuconf::{self, Extra, Reader};
 use crate::criuopts::Options;
 use crate::lowlevel::Kind;
 use crate::operation::Operation;
-use crate::privileges;
+use crate::security::privileges;
 
 /// The host's nodes: path, number, and kind of GPU node; empty: none.
 const NODES: [(&str, (u64, u64), &str); 12] = [
@@ -337,7 +339,7 @@ fn any_config() -> impl Strategy<Value = Config> {
 }
 
 fn any_images() -> impl Strategy<Value = Privileges> {
-    let flags = (0u64..4, any::<bool>(), 0u32..3);
+    let flags = (0u64..4, any::<bool>(), 0u32..3, 0u32..2);
     (
         flags,
         0u32..3,
@@ -346,29 +348,38 @@ fn any_images() -> impl Strategy<Value = Privileges> {
         select(vec![0u32, 5, 11, 17]),
     )
         .prop_map(
-            |((capabilities, no_new_privs, seccomp), pid_ns, mnt_ns, path, fs_type)| Privileges {
-                threads: vec![Thread {
-                    pid: 1,
-                    tid: 1,
-                    capabilities,
-                    no_new_privs,
-                    seccomp,
-                    ..Thread::default()
-                }],
-                namespaces: vec![Namespaces {
-                    of: 1,
-                    ids: [pid_ns, 0, 0, 0, mnt_ns, 0, 0, 0],
-                }],
-                host: Namespaces {
-                    of: 0,
-                    ids: [2, 0, 0, 0, 2, 0, 0, 0],
-                },
-                mounts: vec![Mount {
-                    path: path.into(),
-                    fs_type,
-                    device: fs_type,
-                    ..Mount::default()
-                }],
+            |((capabilities, no_new_privs, seccomp, uid), pid_ns, mnt_ns, path, fs_type)| {
+                Privileges {
+                    threads: vec![Thread {
+                        pid: 1,
+                        tid: 1,
+                        credentials: Credentials {
+                            uids: [uid; 4],
+                            capabilities: Capabilities {
+                                permitted: capabilities,
+                                ..Capabilities::default()
+                            },
+                            ..Credentials::default()
+                        },
+                        no_new_privs,
+                        seccomp,
+                        ..Thread::default()
+                    }],
+                    namespaces: vec![Namespaces {
+                        of: 1,
+                        ids: [pid_ns, 0, 0, 0, mnt_ns, 0, 0, 0],
+                    }],
+                    host: Namespaces {
+                        of: 0,
+                        ids: [2, 0, 0, 0, 2, 0, 0, 0],
+                    },
+                    mounts: vec![Mount {
+                        path: path.into(),
+                        fs_type,
+                        device: fs_type,
+                        ..Mount::default()
+                    }],
+                }
             },
         )
 }
@@ -556,7 +567,8 @@ proptest! {
         let compared = privileges::Given { host, spec: &engine, read_only: &[], relabelled: false, limited: false };
         if privileges::beyond(&images, compared).is_empty() {
             let thread = &images.threads[0];
-            prop_assert!(thread.capabilities & !1 == 0 && thread.no_new_privs);
+            let of = &thread.credentials;
+            prop_assert!(of.capabilities.permitted & !1 == 0 && thread.no_new_privs && of.uids[0] == 0);
             let ids = &images.namespaces[0].ids;
             prop_assert!(ids[0] != 2 && ids[4] != 2);
             let mount = &images.mounts[0];

@@ -9,9 +9,8 @@
 //! 5. [`mod@run`]: the low-level runtime and CRIU.
 //! 6. [`conclude`]: what was made is kept or removed.
 //!
-//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime
-//! restores it as it is, without runc's flag that crun does not know. Only a container that is created from such a
-//! checkpoint goes through all steps ([`run_new`]).
+//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool. It goes through the same
+//! steps: metadata can be deleted, and CRIU's images are compared with the spec either way.
 
 mod arguments;
 mod bundle;
@@ -23,6 +22,7 @@ mod run;
 
 use std::process::ExitCode;
 
+use cryopod_archive::names;
 use cryopod_gpu_plan::gpumap;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
@@ -37,21 +37,24 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{passthrough, plugins, preload, rootfs, state};
+use crate::{passthrough, plugins, preload, state};
 
-/// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
+/// Restores a container. Execs the low-level runtime for a directory without images, which it reports.
 ///
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let spec = Spec::of_bundle(&inv.bundle()).unwrap_or_else(|_| Spec::from_json(Value::Null));
-    let told = Moment::AfterRestore.is_asked(&spec);
-    let code = match open::open(ctx, inv)? {
-        Some(checkpoint) => restore(ctx, inv, &checkpoint, None)?,
-        None if told => restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?,
-        None => return Err(without_metadata(ctx, inv)),
+    let images = inv.images_of_restore(ctx.low.kind);
+    let checkpoint = match open::open(ctx, inv)? {
+        Some(checkpoint) => checkpoint,
+        None if !images.join(names::CRIU_INVENTORY).exists() => {
+            return Err(passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)));
+        }
+        None => open::without_gpus(ctx, inv)?,
     };
+    let code = restore(ctx, inv, &checkpoint, None)?;
     if inv.flags.has("detach") {
         application::tell(ctx, inv, &spec, Moment::AfterRestore);
     }
@@ -93,6 +96,7 @@ fn restore(
         NewContainer::reseed();
     }
     let changed = bundle::change(&request, &prepared, &op)?;
+    prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
     let ran = run::run(&request, &prepared, &op, &signals, new, amd)?;
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
@@ -101,13 +105,4 @@ fn restore(
         state::remove(ctx, inv, &request.tools);
     }
     result
-}
-
-/// Leaves a checkpoint without metadata to the low-level runtime. Returns only if that fails.
-fn without_metadata(ctx: &Context, inv: &Invocation) -> Error {
-    let images = inv.images_of_restore(ctx.low.kind);
-    match rootfs::apply(&ctx.config.rootfs, &images, &inv.bundle()) {
-        Ok(()) => passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)),
-        Err(e) => e,
-    }
 }

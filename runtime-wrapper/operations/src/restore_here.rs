@@ -20,7 +20,8 @@ use cryopod_host::spec::Spec;
 use crate::error::Error;
 use crate::preflight::{self, Question};
 use crate::request::Request;
-use crate::{plugins, privileges, surroundings};
+use crate::security::privileges;
+use crate::{plugins, surroundings};
 
 #[derive(Clone, Copy)]
 pub struct Prospect<'a> {

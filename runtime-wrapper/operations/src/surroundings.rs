@@ -34,6 +34,7 @@ use crate::criuopts::{self, Options};
 use crate::error::Error;
 use crate::facts::{self, Criu};
 use crate::lowlevel::Kind;
+use crate::mount_sources::{self, Sources};
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::{criu_helpers, lsm};
@@ -113,6 +114,7 @@ pub fn checkpoint(
     );
     refusals.extend(helpers.refusals);
     options.use_lock(helpers.lock);
+    refusals.extend(group_range(request.low(), spec));
     let kernel = facts::numbers(&facts::host(host, None).kernel);
     refusals.extend(hazards::undumpable_sockets(
         scan,
@@ -160,6 +162,26 @@ pub fn checkpoint(
         mounts: found,
     };
     Ok((surroundings, refusals))
+}
+
+/// Refuses a setting of groups that CRIU would write with the host's numbers, into a user namespace that has none of them
+/// (`Failed to write net/ipv4/<sysctls>`). Under runc it restores no settings of the network.
+fn group_range(low: Kind, spec: &Spec) -> Option<Refusal> {
+    const NAME: &str = "net.ipv4.ping_group_range";
+    let set = spec.json().pointer("/linux/sysctl")?.get(NAME)?.as_str()?;
+    // None at all, as the kernel has it for a new namespace.
+    let nobody = set.split_whitespace().eq(["1", "0"]);
+    let own = |kind| spec.has_own_namespace(kind);
+    let written = low == Kind::Crun && own("user") && own("network") && !nobody;
+    written.then(|| Refusal {
+        process: None,
+        what: format!(
+            "the container's spec sets {NAME} to {set:?}, which CRIU cannot restore in a user namespace under crun"
+        ),
+        remedy: format!(
+            "start the container with --sysctl {NAME}=\"1 0\" (it is podman's default_sysctls in containers.conf), or with runc"
+        ),
+    })
 }
 
 /// CRIU's option for an external mount: at a checkpoint its name, at a restore its source.
@@ -211,14 +233,16 @@ pub struct Provision {
     labels: Vec<String>,
     provided: Vec<(String, MountKind)>,
     own: Vec<String>,
+    /// The sources of the spec's bind mounts, as CRIU is to mount them.
+    pub sources: Sources,
     /// Mount points of the host's own files.
     pub read_only: Vec<String>,
     /// External mounts that are named to CRIU, beside those that the low-level runtime names.
     pub named: Vec<String>,
 }
 
-/// Finds on this host the mounts of the checkpoint that no spec names. `chosen`: the GPUs, as far as known. Touches
-/// nothing.
+/// Finds on this host the mounts of the checkpoint that no spec names, and the sources of those that the spec names.
+/// `chosen`: the GPUs, as far as known. Touches nothing.
 ///
 /// # Errors
 /// Every mount that cannot be provided.
@@ -247,7 +271,11 @@ pub fn provided(
         renamed: &renamed,
         nodes: &nodes,
     };
-    let provided = provider.provide(&metadata.mounts.foreign);
+    let gone = mount_sources::missing(request);
+    let provided = match provider.provide(&metadata.mounts.foreign) {
+        provided if gone.is_empty() => provided,
+        provided => Err(provided.err().into_iter().flatten().chain(gone).collect()),
+    };
     match (own_nodes::paths(host, spec).is_empty(), chosen) {
         (false, Some(chosen)) if !chosen.remap.changed().is_empty() => {
             let mut refusals = provided.err().unwrap_or_default();
@@ -300,8 +328,10 @@ pub fn restore(
     let provided = provided(request, metadata, Some(chosen)).map_err(PlanError::RestoreRefused)?;
     let own_nodes = own_nodes::paths(host, spec).into_iter();
     let own_nodes = own_nodes.filter(|p| host.char_device(p).is_some());
-    let linked = request.mounts.linked();
-    let linked = linked.filter_map(|d| Some((d.path.clone(), d.source.clone()?)));
+    let sources = Sources::of(request, op)?;
+    let linked = request.mounts.0.iter().enumerate();
+    let linked = linked.filter(|(_, d)| d.is_linked());
+    let linked = linked.filter_map(|(i, d)| Some((d.path.clone(), sources.source(i, d)?.into())));
     let mut foreign = Vec::new();
     for p in &provided {
         tracing::info!("{} is provided from {}", p.path, p.source.display());
@@ -318,7 +348,7 @@ pub fn restore(
     // CRIU uses the last line for a path, and the runtime's come after these.
     let pairs: Vec<(PathBuf, PathBuf)> = own_nodes
         .map(|path| (path.clone(), path))
-        .chain(linked.filter(|(_, source)| source.is_absolute()))
+        .chain(linked.filter(|(_, source): &(_, PathBuf)| source.is_absolute()))
         .chain(empty)
         .chain(foreign)
         .collect();
@@ -339,6 +369,7 @@ pub fn restore(
             .collect(),
         labels: lsm::flags(&metadata.lsm, &labels(spec), flags),
         provided: provided.into_iter().map(|p| (p.path, p.kind)).collect(),
+        sources,
         own: metadata.mounts.own.clone(),
     })
 }
@@ -350,9 +381,14 @@ impl Provision {
     }
 
     /// Adds CRIU's options and changed labels to the command line.
-    pub fn arguments(&self, request: &Request<'_>, args: &[OsString]) -> Vec<OsString> {
+    pub fn arguments(
+        &self,
+        request: &Request<'_>,
+        low_version: Option<&str>,
+        args: &[OsString],
+    ) -> Vec<OsString> {
         let (kind, given) = (request.low(), &request.inv.flags);
-        let flags = self.extra.options.flags(kind, false, false, given);
+        let flags = self.extra.options.flags(kind, low_version, false, given);
         let labels = self.labels.iter().map(String::as_str);
         let flags: Vec<&str> = flags.into_iter().chain(labels).collect();
         request.with_flags(args, &flags)
@@ -370,6 +406,7 @@ impl Provision {
         let Some(root) = root.and_then(|p| p.as_str()).map(|r| directory.join(r)) else {
             return Ok(points);
         };
+        points_in_volumes(&mut points, directory, mounts)?;
         if self.provided.is_empty() && self.own.is_empty() {
             return Ok(points);
         }
@@ -396,6 +433,40 @@ impl Provision {
     }
 }
 
+/// Makes the mount points of the spec's bind mounts that lie in another of them. A runtime that creates a container makes
+/// them, too. At a restore the other one's source may be new and empty: podman's `/run/secrets`, a volume on another
+/// host. CRIU then has no place for the mount (`Can't stat mountpoint`). runc makes them if they come in order.
+fn points_in_volumes(
+    points: &mut MountPoints,
+    bundle: &Path,
+    mounts: &Destinations,
+) -> Result<(), Error> {
+    for mount in mounts.0.iter().filter(|m| m.bind) {
+        let Some((volume, rest)) = mounts.covering(&mount.path).filter(|(v, _)| v.bind) else {
+            continue;
+        };
+        let (Some(volume), Some(source)) = (&volume.source, &mount.source) else {
+            continue;
+        };
+        let volume = bundle.join(volume);
+        let what = || {
+            format!(
+                "{}: cannot make the mount point {} in it",
+                volume.display(),
+                rest.display()
+            )
+        };
+        let kind = match bundle.join(source).is_dir() {
+            true => MountKind::Directory,
+            false => MountKind::File,
+        };
+        let root = File::open(&volume).map_err(Error::io(what()))?;
+        let made = points.make_in(&root, rest, kind);
+        made.map_err(|e| Error::io(what())(e.into()))?;
+    }
+    Ok(())
+}
+
 /// The mount points that were made; dropped without [`MountPoints::keep`] they are removed again.
 #[derive(Debug, Default)]
 pub struct MountPoints {
@@ -420,9 +491,14 @@ impl MountPoints {
 
     /// Makes a mount point below the root, which no link can lead out of.
     pub fn make(&mut self, path: &Path, kind: MountKind) -> Result<(), Errno> {
-        let Some(root) = &self.root else {
-            return Ok(());
-        };
+        match self.root.as_ref().map(File::try_clone) {
+            Some(root) => self.make_in(&root.map_err(|_| Errno::EMFILE)?, path, kind),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes one below another directory, which no link can lead out of.
+    fn make_in(&mut self, root: &File, path: &Path, kind: MountKind) -> Result<(), Errno> {
         let mut parent = PathBuf::from(".");
         let parts = path.components().filter_map(|c| match c {
             Component::Normal(name) => Some(name),
@@ -479,14 +555,6 @@ pub fn opened_in(root: &File, path: &Path, flags: OFlag) -> Result<OwnedFd, Errn
     openat2(root.as_fd(), path, how)
 }
 
-/// Returns true if the low-level runtime knows the flags of runc 1.3.
-pub fn newer_runc(kind: Kind, low_version: Option<&str>) -> bool {
-    kind == Kind::Runc
-        && low_version
-            .and_then(crate::facts::numbers)
-            .is_some_and(|n| n.as_slice() >= [1, 3].as_slice())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -535,6 +603,27 @@ mod tests {
         let e = make(&out, &bundle, &spec).unwrap_err();
         assert!(e.to_string().contains("/usr/lib/x.so"), "{e}");
         assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn groups_that_a_user_namespace_has_not() {
+        let spec = |range: &str, user: bool| {
+            let mut namespaces = vec![json!({"type": "network"})];
+            namespaces.extend(user.then(|| json!({"type": "user"})));
+            Spec::from_json(json!({"linux": {
+                "sysctl": {"net.ipv4.ping_group_range": range},
+                "namespaces": namespaces
+            }}))
+        };
+        let refusal = group_range(Kind::Crun, &spec("0 0", true)).unwrap();
+        assert!(
+            refusal
+                .remedy
+                .contains(r#"--sysctl net.ipv4.ping_group_range="1 0""#)
+        );
+        assert_eq!(group_range(Kind::Crun, &spec("1\t0", true)), None);
+        assert_eq!(group_range(Kind::Crun, &spec("0 0", false)), None);
+        assert_eq!(group_range(Kind::Runc, &spec("0 0", true)), None);
     }
 
     #[test]

@@ -15,12 +15,15 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Most pieces that a process may have.
 const MAX_PIECES: usize = 1 << 20;
 /// Most bytes that an answer may have, by about a message.
 const MAX_ANSWER: usize = 1 << 20;
+
+/// The longest time from an answer's first message to its last.
+const REST: Duration = Duration::from_secs(600);
 
 /// How long the library may take to tell its state.
 const STATE_LIMIT: Duration = Duration::from_secs(5);
@@ -64,7 +67,7 @@ impl Library {
         wire::set_receive_limit(&self.socket, limit)?;
         let number = number();
         wire::send_request(&self.socket, number, request, &[], file)?;
-        self.answer(number).map(|(pieces, _)| pieces)
+        self.answer(number, limit, REST).map(|(pieces, _)| pieces)
     }
 
     /// Sends a request with bytes, and collects those of the answer. `limit` is for each message.
@@ -75,23 +78,38 @@ impl Library {
         wire::set_receive_limit(&self.socket, limit)?;
         let number = number();
         wire::send_request(&self.socket, number, request, data, None)?;
-        self.answer(number).map(|(_, data)| data)
+        self.answer(number, limit, REST).map(|(_, data)| data)
     }
 
     /// Collects the answer to the request of this number. Those to earlier ones, which came too late or whose agent has
-    /// died, are passed over.
-    fn answer(&self, number: u64) -> io::Result<(Vec<Piece>, Vec<u8>)> {
+    /// died, are passed over. The first message has `first`, all that follow have `rest`: a process that sends without
+    /// end, whatever it sends, is one that does not answer.
+    fn answer(
+        &self,
+        number: u64,
+        first: Duration,
+        rest: Duration,
+    ) -> io::Result<(Vec<Piece>, Vec<u8>)> {
         let (mut pieces, mut all) = (Vec::new(), Vec::new());
+        let silent = || {
+            let what = "the preload library in it does not answer";
+            io::Error::new(io::ErrorKind::TimedOut, what)
+        };
+        let (mut since, mut limit) = (Instant::now(), first);
+        let mut begun = false;
         loop {
+            if since.elapsed() > limit {
+                return Err(silent());
+            }
             let received = match wire::answer(&self.socket) {
                 Ok(received) if received.number == number => received,
                 Ok(_) => continue,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let what = "the preload library in it does not answer";
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, what));
-                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(silent()),
                 Err(error) => return Err(error),
             };
+            if !begun {
+                (begun, since, limit) = (true, Instant::now(), rest);
+            }
             match (received.what, received.fd) {
                 (Answer::Done, _) => return Ok((pieces, all)),
                 (Answer::Data, _) if all.len() <= MAX_ANSWER => {
@@ -252,6 +270,34 @@ mod tests {
         let pieces = library.ask(Request::Kept, None, long).unwrap();
         assert_eq!(pieces.iter().map(|p| p.bytes).collect::<Vec<_>>(), [5]);
         answers.join().unwrap();
+    }
+
+    /// Sends messages until nobody reads them.
+    fn flood(own: OwnedFd, number: u64, what: fn() -> Answer) -> std::thread::JoinHandle<()> {
+        let piece = Answer::Piece {
+            offset: 0,
+            bytes: 1,
+        };
+        std::thread::spawn(move || {
+            wire::send_answer(&own, number, piece, Some(own.as_fd())).unwrap();
+            while wire::send_answer(&own, number, what(), None).is_ok() {}
+        })
+    }
+
+    #[test]
+    fn a_process_that_sends_without_end_does_not_answer() {
+        let (short, long) = (Duration::from_millis(50), Duration::from_secs(3600));
+        // Answers to another request, and one to this request that does not end.
+        for (number, first, rest) in [(1, short, long), (2, long, short)] {
+            let (own, socket) = wire::pair().unwrap();
+            let library = Library { socket, tid: 0 };
+            wire::set_receive_limit(&library.socket, long).unwrap();
+            let flood = flood(own, number, || Answer::Data);
+            let endless = library.answer(2, first, rest).unwrap_err();
+            assert_eq!(endless.kind(), io::ErrorKind::TimedOut, "{endless}");
+            drop(library);
+            flood.join().unwrap();
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use cryopod_gpu_plan::amd::unpause::unpause;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
-use super::plan::Planned;
+use super::plan::{Planned, no_exec_processes};
 use super::prepare::Prepared;
 use super::{capture_files, micros};
 use crate::agent::Agent;
@@ -26,7 +26,7 @@ use crate::reasons::Before;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::state::State;
-use crate::{facts, frozen, preload, setup, surroundings, vram};
+use crate::{facts, frozen, preload, setup, vram};
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -122,9 +122,9 @@ pub(super) fn unpause_amd(request: &Request<'_>, planned: &Planned) {
 
 fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
     let kind = request.low();
-    let newer = surroundings::newer_runc(kind, planned.low_version.as_deref());
     let options = &planned.surroundings.extra.options;
-    let flags = options.flags(kind, newer, true, &request.inv.flags);
+    let version = planned.low_version.as_deref();
+    let flags = options.flags(kind, version, true, &request.inv.flags);
     request.with_flags(&request.ctx.args, &flags)
 }
 
@@ -162,6 +162,9 @@ impl Completion<'_> {
         if self.slot.is_none() {
             return Ok(());
         }
+        // Nothing kept an engine from starting one since the plan looked.
+        let lost = no_exec_processes(self.request, self.state, true);
+        lost.map_err(|e| e.to_string())?;
         if self.planned.carries_files {
             capture_files(self.request, self.state).map_err(|e| e.to_string())?;
         }

@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use cryopod_gpu_plan::exec_processes;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_gpu_plan::switches::{EXEC, Switches};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 use cryopod_host::processes::Scan;
 
@@ -49,6 +51,9 @@ pub(super) fn plan(
     let (surroundings, hazards) = surroundings::checkpoint(request, state.init, &scan, &criu)?;
     let (gpus, mut refusals) = gpus(request, state.init, nodes, &scan, &criu)?;
     refusals.extend(hazards);
+    if !state.paused {
+        refusals.extend(exec_processes(request, state, false)?);
+    }
     let planned = Planned {
         gpus,
         surroundings,
@@ -84,6 +89,39 @@ impl Planned {
             plan: &self.gpus,
         }
     }
+}
+
+/// Refuses a container with processes that would be lost.
+pub(super) fn no_exec_processes(
+    request: &Request<'_>,
+    state: &State,
+    frozen: bool,
+) -> Result<(), Error> {
+    match exec_processes(request, state, frozen)? {
+        none if none.is_empty() => Ok(()),
+        refusals => Err(PlanError::Refused(refusals).into()),
+    }
+}
+
+fn exec_processes(
+    request: &Request<'_>,
+    state: &State,
+    frozen: bool,
+) -> Result<Vec<Refusal>, Error> {
+    if request.pre_dump() {
+        return Ok(Vec::new());
+    }
+    let (host, spec) = (&request.host, &request.spec);
+    let switches = Switches::gather(spec, &request.config().checks, &|_| None)
+        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
+    let refusals = exec_processes::refusals(host, spec, state.init, frozen);
+    if switches.on(EXEC) {
+        return Ok(refusals);
+    }
+    for refusal in refusals {
+        tracing::warn!("{refusal}");
+    }
+    Ok(Vec::new())
 }
 
 /// Refuses a created container: it runs the runtime's own code, with files of the host. crun would have CRIU dump it

@@ -8,7 +8,7 @@
 pub mod devtar;
 pub mod mountpoints;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
@@ -21,6 +21,7 @@ use cryopod_host::nodes::NodeSource;
 use crate::argv::Invocation;
 use crate::error::Error;
 use crate::operation::Operation;
+use crate::security::image_check::CheckedImages;
 
 pub use devtar::TarError;
 
@@ -58,23 +59,33 @@ pub struct Links<'a> {
     pub unpacked: Option<&'a Path>,
 }
 
+/// Images that CRIU reads in place of the checkpoint's.
+#[derive(Debug, Default)]
+pub struct Written<'a> {
+    /// All small ones, checked and encoded anew. CRIU then sees of the others only what is known.
+    pub checked: Option<&'a CheckedImages>,
+    /// That of the network namespace: name and content.
+    pub network: Option<(String, Vec<u8>)>,
+}
+
 impl Links<'_> {
     fn is_empty(&self) -> bool {
         self.stored.is_none() && self.unpacked.is_none()
     }
 }
 
-/// Makes the overlay if the archived `/dev` has to change, files are elsewhere, or one is `written` anew (name and
-/// content). `None`: the images can be used as they are.
+/// Makes the overlay if the archived `/dev` has to change, files are elsewhere, or some are `written` anew. `None`: the
+/// images can be used as they are.
 pub fn overlay(
     op: &Operation,
     images: &Path,
     remap: &Remap,
     links: Links<'_>,
-    written: Option<(String, Vec<u8>)>,
+    written: &Written<'_>,
 ) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
-    if changed.is_empty() && links.is_empty() && written.is_none() {
+    let is_unwritten = written.checked.is_none() && written.network.is_none();
+    if changed.is_empty() && links.is_empty() && is_unwritten {
         return Ok(None);
     }
     let images = images.canonicalize().map_err(Error::io(format!(
@@ -85,7 +96,7 @@ pub fn overlay(
         true => Vec::new(),
         false => rewritten(&images, remap, changed)?,
     };
-    if rewritten.is_empty() && links.is_empty() && written.is_none() {
+    if rewritten.is_empty() && links.is_empty() && is_unwritten {
         return Ok(None);
     }
     let directory = op.file(DIRECTORY);
@@ -103,12 +114,22 @@ pub fn overlay(
     for (file, nodes) in &rewritten {
         devtar::rewrite(&images.join(file), &directory.join(file), nodes)?;
     }
-    if let Some((name, content)) = written {
+    let network = written
+        .network
+        .iter()
+        .map(|(name, content)| (name.as_str(), content.clone()));
+    let checked = written.checked.iter().flat_map(|c| c.written());
+    for (name, content) in checked.chain(network) {
         let path = directory.join(name);
         let what = format!("{}: cannot be written", path.display());
         fs::write(path, content).map_err(Error::io(what))?;
     }
-    link_rest(&images, &directory)?;
+    let shows = |name: &OsStr| {
+        written
+            .checked
+            .is_none_or(|c| name.to_str().is_some_and(|n| c.shows(n)))
+    };
+    link_rest(&images, &directory, &shows)?;
     if let Some(stored) = links.stored {
         link_stored(stored, &directory)?;
     }
@@ -116,7 +137,7 @@ pub fn overlay(
         let unpacked = unpacked
             .canonicalize()
             .map_err(Error::io(format!("{}: cannot be read", unpacked.display())))?;
-        link_rest(&unpacked, &directory)?;
+        link_rest(&unpacked, &directory, &|_| true)?;
     }
     Ok(Some(directory))
 }
@@ -206,7 +227,8 @@ fn changed(remap: &Remap) -> Vec<&Target> {
     changed
 }
 
-fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
+/// Links the files that the overlay does not have yet and that CRIU may see.
+fn link_rest(images: &Path, directory: &Path, shows: &dyn Fn(&OsStr) -> bool) -> Result<(), Error> {
     let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;
     for (i, entry) in entries.enumerate() {
@@ -218,7 +240,7 @@ fn link_rest(images: &Path, directory: &Path) -> Result<(), Error> {
         }
         let entry = entry.map_err(Error::io(unread()))?;
         let link = directory.join(entry.file_name());
-        if link.symlink_metadata().is_ok() {
+        if link.symlink_metadata().is_ok() || !shows(&entry.file_name()) {
             continue;
         }
         // Resolves CRIU's `parent`, the only link (`no_links`), here: later nothing may depend on it.

@@ -87,7 +87,7 @@ mod tests {
             entry(5, 53, "/kfd", "./dev/kfd", Some(1)),
             entry(17, 60, "/", "./", None),
         ]);
-        let mounts = mounts::read("x", &text).unwrap();
+        let mounts = mounts::read("mountpoints-13.img", &text).unwrap();
         let over = |path: &str| {
             let m = covering(&mounts, path).unwrap();
             (m.device, is_archived(m), m.external)

@@ -53,7 +53,7 @@ fn links_are_relative_and_go_over_no_other_link() {
     symlink("nowhere", dir.join("images/dangling")).unwrap();
     let overlay = dir.join("op/images");
     fs::write(overlay.join("tmpfs-dev-1.tar.gz.img"), "new").unwrap();
-    link_rest(&dir.join("images"), &overlay).unwrap();
+    link_rest(&dir.join("images"), &overlay, &|_| true).unwrap();
     let text = |name: &str| fs::read_to_string(overlay.join(name)).unwrap();
     assert_eq!(text("pages-1.img"), "pages");
     assert_eq!(text("tmpfs-dev-1.tar.gz.img"), "new");
@@ -80,7 +80,7 @@ fn links_of_an_archive_lead_nowhere() {
     symlink(dir.path().join("secret"), images.join("pages-1.img")).unwrap();
     let error = no_links(&images).unwrap_err().to_string();
     assert!(error.contains("pages-1.img"), "{error}");
-    link_rest(&images, &overlay).unwrap();
+    link_rest(&images, &overlay, &|_| true).unwrap();
     assert!(overlay.join("parent").is_symlink());
     assert!(overlay.join("inventory.img").is_symlink());
     assert!(overlay.join("pages-1.img").symlink_metadata().is_err());

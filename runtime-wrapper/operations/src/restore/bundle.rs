@@ -4,7 +4,7 @@ use cryopod_host::cgroups::Cgroups;
 
 use super::prepare::Prepared;
 use crate::abandoned::Restoring;
-use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
+use crate::bundle::{Devices, Edit, Edited, Hooks, edit_noted};
 use crate::bundle_render::OnlyRender;
 use crate::error::Error;
 use crate::operation::Operation;
@@ -28,7 +28,8 @@ pub(super) fn change(
     op: &Operation,
 ) -> Result<Changed, Error> {
     let (host, spec, bundle) = (&request.host, &request.spec, &request.bundle);
-    let edited = edit(host, bundle, spec, &edits(request, prepared))?;
+    let edits = edits(request, prepared);
+    let edited = edit_noted(host, bundle, spec, &edits, Some(op.dir()))?;
     let path = spec.cgroup(request.id());
     let cgroups = path
         .map(|path| Cgroups::vacant(host, path))
@@ -70,6 +71,7 @@ fn edits<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Ed
         Box::new(Hooks {
             drop: &request.config().hooks.drop,
         }),
+        Box::new(prepared.provision.sources.clone()),
     ];
     if prepared.new_mounts.is_some() {
         edits.push(Box::new(new_hooks::Taken));

@@ -8,7 +8,8 @@ use crate::argv::Invocation;
 use crate::context::Context;
 use crate::error::Error;
 use crate::handover::{self, Handed};
-use crate::{images, store};
+use crate::tenant::Tenant;
+use crate::{images, owners, store};
 
 pub(super) struct Checkpoint {
     pub metadata: Metadata,
@@ -42,9 +43,19 @@ pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint
 /// Opens the checkpoint in the image directory that the command line names. `None`: it has no metadata.
 ///
 /// # Errors
-/// The checkpoint is incomplete, or has links.
+/// The checkpoint is incomplete, has links, or others than root can write it.
 pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>, Error> {
     let directory = inv.images_of_restore(ctx.low.kind);
+    // A user's own engine restores with that user's privileges. The low-level runtime reports a directory that is not
+    // there.
+    if directory.exists() && Tenant::user() == Some(0) {
+        owners::check_reachable(&directory).map_err(|what| {
+            Error::Failed(format!(
+                "restore of {} refused, nothing was started: {what}",
+                inv.id
+            ))
+        })?;
+    }
     let handed = handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
     let stored = store::find(&ctx.config, &inv.id, &directory)?;
     match (Metadata::open(&directory)?, stored) {

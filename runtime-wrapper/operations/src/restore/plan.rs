@@ -18,9 +18,11 @@ use crate::new_network::NewNetwork;
 use crate::operation::Operation;
 use crate::preflight::{self, Means, Question};
 use crate::request::Request;
+use crate::security::image_check::{self, CheckedImages, Subject};
+use crate::security::privileges;
 use crate::setup::no_criu;
 use crate::surroundings::{self, Provision};
-use crate::{compressed, facts, lsm, plugins, privileges};
+use crate::{compressed, facts, lsm, plugins};
 
 pub(super) struct Planned {
     pub chosen: Chosen,
@@ -38,7 +40,12 @@ pub(super) struct Planned {
     /// Of a container that is created from the checkpoint.
     pub new_mounts: Option<NewMounts>,
     pub new_network: Option<NewNetwork>,
+    /// What CRIU reads in place of the checkpoint's images; `None`: the images themselves.
+    pub checked: Option<CheckedImages>,
 }
+
+/// `null`, `zero`, `full`, `random`, `urandom`, `tty` and `ptmx`.
+const EVERYBODYS: [(u32, u32); 7] = [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)];
 
 /// Plans the restore. Starts the driver agent if the checkpoint needs it. `new`: into a container that is being created.
 ///
@@ -67,7 +74,19 @@ pub(super) fn plan(
         relabelled: provision.relabels(request),
         limited: new,
     };
-    let mut beyond = privileges::settle(config, &request.images, given)?;
+    let devices = devices(request, &chosen);
+    let subject = Subject {
+        host: &request.host,
+        spec: &request.spec,
+        mounts: &request.mounts,
+        devices: &devices,
+    };
+    let (checked, mut beyond) = image_check::check(config, &request.images, subject)?;
+    let images = privileges::Images {
+        directory: &request.images,
+        checked: checked.as_ref(),
+    };
+    beyond.extend(privileges::settle(config, images, given)?);
     let (mut new_mounts, mut new_network) = (None, None);
     if new {
         let (mounts, refusals) = NewMounts::of(request, &provision.named, op)?;
@@ -79,7 +98,7 @@ pub(super) fn plan(
         beyond.extend(refusals);
         new_mounts = Some(mounts);
         let low = request.low();
-        match NewNetwork::of(&request.images, &request.host, &request.spec, low)? {
+        match NewNetwork::of(images, &request.host, &request.spec, low)? {
             Ok(network) => {
                 let line = network.line.map(str::to_owned);
                 provision.extra.lines.extend(line);
@@ -102,7 +121,22 @@ pub(super) fn plan(
         low_version,
         new_mounts,
         new_network,
+        checked,
     })
+}
+
+/// The device nodes that the container may have: those that every container has, the spec's and the GPUs'.
+fn devices(request: &Request<'_>, chosen: &Chosen) -> Vec<(u32, u32)> {
+    let of_spec = request.spec.devices().into_iter();
+    let of_spec = of_spec.filter_map(|d| {
+        let number = |n: i64| u32::try_from(n).ok();
+        Some((number(d.major())?, number(d.minor())?))
+    });
+    let gpus = chosen.remap.targets.iter().filter_map(|t| {
+        let number = |n: u64| u32::try_from(n).ok();
+        Some((number(t.major)?, number(t.minor)?))
+    });
+    EVERYBODYS.into_iter().chain(of_spec).chain(gpus).collect()
 }
 
 /// Chooses the GPUs, and checks what this host has for them.

@@ -2,19 +2,22 @@
 
 use std::ffi::OsString;
 
+use cryopod_gpu_plan::plan::PlanError;
+
 use super::arguments;
 use super::open::Checkpoint;
 use super::plan::Planned;
 use crate::amd_pages::{self, Unpacked};
 use crate::choose::Chosen;
 use crate::error::Error;
-use crate::images::Links;
+use crate::images::{Links, Written};
 use crate::lowlevel::Kind;
 use crate::new_mounts::NewMounts;
 use crate::operation::Operation;
 use crate::request::Request;
 use crate::runtime_log::RuntimeLog;
 use crate::searchable::{self, Searchable};
+use crate::security::image_check::CheckedImages;
 use crate::setup::{Ready, Setup};
 use crate::surroundings::Provision;
 use crate::{facts, images, loopback, store, vram};
@@ -27,6 +30,7 @@ pub(super) struct Prepared {
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
+    pub checked: Option<CheckedImages>,
     /// The size of the checkpoint.
     pub bytes: u64,
     /// The image directory, passable for a container in a user namespace.
@@ -52,6 +56,7 @@ pub(super) fn prepare(
         low_version,
         new_mounts,
         new_network,
+        checked,
     } = planned;
     let bytes = bytes(request, checkpoint);
     let limit = request.config().limits.restore(bytes);
@@ -75,7 +80,16 @@ pub(super) fn prepare(
         stored,
         unpacked: unpacked.as_ref().map(|u| u.directory.as_path()),
     };
-    let overlay = images::overlay(op, &request.images, &chosen.remap, links, written)?;
+    let overlay = images::overlay(
+        op,
+        &request.images,
+        &chosen.remap,
+        links,
+        &Written {
+            checked: checked.as_ref(),
+            network: written,
+        },
+    )?;
     let args = arguments::with_overlay(request, overlay.as_deref())?;
     let nvidia = match agent {
         Some(agent) => Some((agent, chosen.driver_map()?)),
@@ -89,7 +103,7 @@ pub(super) fn prepare(
     };
     let mut ready = setup.restore(op, &plugins, nvidia, vram, &provision.extra)?;
     ready.env.append(&mut env);
-    let mut arguments = provision.arguments(request, &args);
+    let mut arguments = provision.arguments(request, low_version.as_deref(), &args);
     let runtime_log = RuntimeLog::apart(op, &request.ctx.low, request.inv, &mut arguments);
     Ok(Prepared {
         ready,
@@ -99,10 +113,28 @@ pub(super) fn prepare(
         amd_visible,
         provision,
         new_mounts,
+        checked,
         bytes,
         _searchable: searchable(request)?,
         _unpacked: unpacked,
     })
+}
+
+impl Prepared {
+    /// Checks the container's files, as CRIU will find them, for links that lead CRIU out of the container.
+    ///
+    /// # Errors
+    /// [`PlanError::RestoreRefused`].
+    pub fn ensure_no_links(&self, request: &Request<'_>) -> Result<(), Error> {
+        let Some(checked) = &self.checked else {
+            return Ok(());
+        };
+        let found = checked.links(&request.spec, &request.mounts, &request.bundle)?;
+        match found.is_empty() {
+            true => Ok(()),
+            false => Err(PlanError::RestoreRefused(found).into()),
+        }
+    }
 }
 
 /// Returns the size of the checkpoint, wherever its files are.

@@ -5,7 +5,7 @@ mkimage
 low_level "$low"
 printf '[hooks]\ndrop = ["nvidia-container-runtime-hook", "once.sh"]\n[mounts]\nallow = ["/srv/driver"]\n' >> /etc/cryopod/config.toml
 fake_gpu_nodes
-mount --make-rshared / # as systemd does: binds of the host become slaves in a container
+# (/ is shared in the bed: binds of the host are slaves in a container)
 
 driver() { # VERSION: a driver of the host, with its /proc directory
     mkdir -p "/srv/driver/$1/lib" "/srv/driver/$1/firmware"

@@ -2,7 +2,7 @@
 simulate runc
 from=/srv/checkpoints
 mkdir -p "$from"
-printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
+printf '[restore]\nallow = [{ from = "%s", variable = true }]\n' "$from" >> /etc/cryopod/config.toml
 containerd_up
 images
 ctr events > /tmp/events &

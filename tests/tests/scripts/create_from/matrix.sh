@@ -51,7 +51,7 @@ on_failure() { cat /tmp/said; find /run /var/lib -name restore.log -path '*cryop
 configure() { # ENGINE
     local low=runc
     if [ "$1" = podman ]; then low=crun; fi
-    printf '[runtime]\nlow_level = "%s"\n[restore]\nallow = ["%s"]\n' $low $from > /etc/cryopod/config.toml
+    printf '[runtime]\nlow_level = "%s"\n[restore]\nallow = [{ from = "%s", users = [0], kubernetes = ["ns"], variable = true }]\n' $low $from > /etc/cryopod/config.toml
 }
 
 # An open file of its own that the image lacks; what the others give in capabilities, docker's default has.

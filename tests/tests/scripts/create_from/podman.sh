@@ -4,7 +4,7 @@ mkimage
 simulate "$low"
 from=/srv/checkpoints
 mkdir -p "$from"
-printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
+printf '[restore]\nallow = [{ from = "%s", variable = true }]\n' "$from" >> /etc/cryopod/config.toml
 on_failure() { cat /tmp/said; find /var/lib/containers/storage/overlay-containers -name restore.log -exec grep Error {} +; }
 saved() { # CONTAINER: its images, and the container removed
     pod container checkpoint --keep "$1" > /dev/null

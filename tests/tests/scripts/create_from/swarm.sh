@@ -14,7 +14,7 @@ cat > /etc/cryopod/config.toml << 'T'
 [runtime]
 low_level = "runc"
 [restore]
-allow = ["docker://10.9.0.254:5000/team"]
+allow = [{ from = "docker://10.9.0.254:5000/team", variable = true }]
 [cache]
 insecure_registries = ["10.9.0.254:5000"]
 T

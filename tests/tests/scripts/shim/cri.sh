@@ -1,7 +1,7 @@
 # cri.sh: containerd's CRI with our shim as a runtime class, without a kubelet: two containers in a pod, a checkpoint,
 # a restore into a new pod, copies by `create`, with containerd's shim too. CRI checkpoints exist from containerd 2.1 on.
 simulate runc
-printf '[restore]\nallow = ["/srv/checkpoints"]\n' >> /etc/cryopod/config.toml
+printf '[restore]\nallow = [{ from = "/srv/checkpoints", kubernetes = ["ns"], variable = true }]\n' >> /etc/cryopod/config.toml
 registry
 cri_configure
 # As a user would write it, in the directory of examples.

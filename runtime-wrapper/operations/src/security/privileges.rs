@@ -12,71 +12,24 @@ use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
 use cryopod_archive::criu::mounts::{Mount, fs_type};
-use cryopod_archive::criu::privileges::{self, NAMESPACES, Privileges, Thread};
+use cryopod_archive::criu::privileges::{
+    self, Capabilities, Credentials, NAMESPACES, Privileges, Thread,
+};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
+use super::ceiling::CredentialsCeiling;
+use super::image_check::CheckedImages;
+use super::mount_limits::limits;
 use crate::config::{Config, PRIVILEGES_CHECK};
 
-const MAX_IMAGE: u64 = 16 << 20;
+const MAX_IMAGE: u64 = 64 << 20;
+const MAX_DATA: u64 = 4 << 30;
 /// At most so many refusals are reported.
 const MAX_TOLD: usize = 20;
 
-/// Capabilities by their numbers.
-const CAPABILITIES: [&str; 41] = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "DAC_READ_SEARCH",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "SETGID",
-    "SETUID",
-    "SETPCAP",
-    "LINUX_IMMUTABLE",
-    "NET_BIND_SERVICE",
-    "NET_BROADCAST",
-    "NET_ADMIN",
-    "NET_RAW",
-    "IPC_LOCK",
-    "IPC_OWNER",
-    "SYS_MODULE",
-    "SYS_RAWIO",
-    "SYS_CHROOT",
-    "SYS_PTRACE",
-    "SYS_PACCT",
-    "SYS_ADMIN",
-    "SYS_BOOT",
-    "SYS_NICE",
-    "SYS_RESOURCE",
-    "SYS_TIME",
-    "SYS_TTY_CONFIG",
-    "MKNOD",
-    "LEASE",
-    "AUDIT_WRITE",
-    "AUDIT_CONTROL",
-    "SETFCAP",
-    "MAC_OVERRIDE",
-    "MAC_ADMIN",
-    "SYSLOG",
-    "WAKE_ALARM",
-    "BLOCK_SUSPEND",
-    "AUDIT_READ",
-    "PERFMON",
-    "BPF",
-    "CHECKPOINT_RESTORE",
-];
-const SYS_ADMIN: u64 = 1 << 21;
-
-/// Mount options of a spec that take something away, and their flags.
-const LIMITS: [(&str, &str, u32); 4] = [
-    ("ro", "rw", 1),
-    ("nosuid", "suid", 2),
-    ("nodev", "dev", 4),
-    ("noexec", "exec", 8),
-];
 const READ_ONLY: u32 = 1;
 /// Paths that specs mask or make read-only and every kernel has; without the mount over them a container reaches the
 /// host. Others differ between kernels, and a checkpoint of another host may lack them.
@@ -112,8 +65,25 @@ pub struct Given<'a> {
     pub limited: bool,
 }
 
-pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
-    let found = privileges::read(|name| open(images, name))?;
+/// CRIU's images: a directory, and what CRIU will read in place of its small files.
+#[derive(Debug, Clone, Copy)]
+pub struct Images<'a> {
+    pub directory: &'a Path,
+    pub checked: Option<&'a CheckedImages>,
+}
+
+impl Images<'_> {
+    /// Returns the content of a small image as CRIU will read it; `None` if there is no such file.
+    pub fn open(&self, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
+        match self.checked {
+            Some(checked) => Ok(checked.content(name)),
+            None => open(self.directory, name),
+        }
+    }
+}
+
+pub fn check(images: Images<'_>, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
+    let found = privileges::read(|name| images.open(name))?;
     Ok(beyond(&found, given))
 }
 
@@ -123,7 +93,7 @@ pub fn check(images: &Path, given: Given<'_>) -> Result<Vec<Refusal>, Privileges
 /// The images cannot be compared, and the check is on.
 pub fn settle(
     config: &Config,
-    images: &Path,
+    images: Images<'_>,
     given: Given<'_>,
 ) -> Result<Vec<Refusal>, PrivilegesError> {
     let on = config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true);
@@ -176,19 +146,37 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
     let label = host.line(format!("/proc/{pid}/attr/current"));
     // AppArmor adds its mode: `profile (enforce)`.
     let label = label.map(|l| l.split(" (").next().unwrap_or_default().to_owned());
+    let map =
+        |file: &str| IdMap::parse(&host.text(format!("/proc/{pid}/{file}")).unwrap_or_default());
+    let (uids, gids) = (map("uid_map"), map("gid_map"));
     let thread = |tid: String| {
         let status = host.text(format!("{directory}/{tid}/status")).ok()?;
         let field = |name: &str| {
             let line = status.lines().find_map(|l| l.strip_prefix(name))?;
             line.strip_prefix(':').map(str::trim)
         };
-        let sets = ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"];
-        let sets = sets.map(|set| u64::from_str_radix(field(set)?, 16).ok());
+        let set = |name: &str| u64::from_str_radix(field(name)?, 16).ok();
+        let ids = |name: &str, map: &IdMap| -> Option<Vec<u32>> {
+            let ids = field(name)?.split_whitespace();
+            ids.map(|id| Some(map.inside(id.parse().ok()?))).collect()
+        };
         Some(Thread {
             pid: u32::try_from(pid).ok()?,
             tid: tid.parse().ok()?,
             comm: comm.clone(),
-            capabilities: sets.into_iter().flatten().fold(0, |all, set| all | set),
+            credentials: Credentials {
+                uids: ids("Uid", &uids)?.try_into().ok()?,
+                gids: ids("Gid", &gids)?.try_into().ok()?,
+                groups: ids("Groups", &gids)?,
+                capabilities: Capabilities {
+                    inheritable: set("CapInh")?,
+                    permitted: set("CapPrm")?,
+                    effective: set("CapEff")?,
+                    bounding: set("CapBnd")?,
+                    ambient: set("CapAmb").unwrap_or(0),
+                },
+                securebits: 0,
+            },
             no_new_privs: field("NoNewPrivs") == Some("1"),
             seccomp: field("Seccomp")?.parse().ok()?,
             label: label.clone().filter(|l| !l.is_empty()),
@@ -200,7 +188,39 @@ fn threads(host: &Host, pid: i32) -> Vec<Thread> {
         .collect()
 }
 
+/// A user namespace's ids: first inside, first outside, count.
+struct IdMap(Vec<[u32; 3]>);
+
+impl IdMap {
+    fn parse(text: &str) -> Self {
+        let line = |line: &str| {
+            let mut words = line.split_whitespace().map(|w| w.parse().ok());
+            Some([words.next()??, words.next()??, words.next()??])
+        };
+        Self(text.lines().filter_map(line).collect())
+    }
+
+    /// Returns the namespace's own id; without a map, the id itself.
+    fn inside(&self, outside: u32) -> u32 {
+        let mut found = self.0.iter().filter_map(|[inside, first, count]| {
+            let at = outside.checked_sub(*first).filter(|at| at < count)?;
+            inside.checked_add(at)
+        });
+        found.next().unwrap_or(outside)
+    }
+}
+
+/// Reads a small image; `None` if there is no such file.
 pub(crate) fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
+    read_file(images, name, MAX_IMAGE)
+}
+
+/// Reads an image that holds data of the container, too.
+pub(crate) fn open_data(images: &Path, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
+    read_file(images, name, MAX_DATA)
+}
+
+fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, PrivilegesError> {
     let path = images.join(name);
     let read = || -> io::Result<Option<Vec<u8>>> {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
@@ -213,13 +233,13 @@ pub(crate) fn open(images: &Path, name: &str) -> Result<Option<Vec<u8>>, Privile
             file => file?,
         };
         let meta = file.metadata()?;
-        if !meta.is_file() || meta.len() > MAX_IMAGE {
+        if !meta.is_file() || meta.len() > limit {
             return Err(io::Error::other(
                 "it is no file of a size that such an image has",
             ));
         }
         let mut bytes = Vec::new();
-        file.take(MAX_IMAGE).read_to_end(&mut bytes)?;
+        file.take(limit).read_to_end(&mut bytes)?;
         Ok(Some(bytes))
     };
     read().map_err(|source| PrivilegesError::Read {
@@ -239,7 +259,9 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let mut told: Vec<String> = Vec::new();
     told.extend(found.threads.iter().flat_map(|t| bounds.thread(t)));
     told.extend(namespaces(found, given));
-    told.extend(bounds.mounts(&found.mounts));
+    for namespace in found.mounts.chunk_by(|a, b| a.namespace == b.namespace) {
+        told.extend(bounds.mounts(namespace));
+    }
     told.dedup();
     let more = told.len().saturating_sub(MAX_TOLD);
     told.truncate(MAX_TOLD);
@@ -259,7 +281,7 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
 /// What the spec allows a process.
 struct Bounds<'a> {
     given: Given<'a>,
-    capabilities: u64,
+    credentials: CredentialsCeiling,
     no_new_privs: bool,
     seccomp: bool,
     label: Option<&'a str>,
@@ -282,7 +304,7 @@ impl<'a> Bounds<'a> {
         });
         Self {
             given,
-            capabilities: capabilities(json),
+            credentials: CredentialsCeiling::of(given.spec),
             no_new_privs: json
                 .pointer("/process/noNewPrivileges")
                 .and_then(Value::as_bool)
@@ -295,14 +317,8 @@ impl<'a> Bounds<'a> {
     fn thread(&self, thread: &Thread) -> Vec<String> {
         let mut told = Vec::new();
         let who = format!("process {} ({:?})", thread.pid, thread.comm);
-        let more = thread.capabilities & !self.capabilities;
-        if more != 0 {
-            let names: Vec<String> = (0..64).filter(|n| more >> n & 1 == 1).map(name).collect();
-            told.push(format!(
-                "{who} has capabilities in the images that the spec does not give: {}",
-                names.join(", ")
-            ));
-        }
+        let more = self.credentials.exceeded(&thread.credentials);
+        told.extend(more.into_iter().map(|what| format!("{who} {what}")));
         if self.no_new_privs && !thread.no_new_privs {
             told.push(format!(
                 "{who} may gain privileges in the images, and the spec says noNewPrivileges"
@@ -341,7 +357,7 @@ impl<'a> Bounds<'a> {
             }
         }
         // Whoever may mount can do all of the following without a checkpoint.
-        if self.capabilities & SYS_ADMIN != 0 {
+        if self.credentials.has("SYS_ADMIN") {
             return told;
         }
         let spec = self.given.spec.json();
@@ -359,28 +375,27 @@ impl<'a> Bounds<'a> {
                 continue;
             }
             let options = mount.get("options").and_then(Value::as_array);
-            let options: Vec<&str> = options
-                .into_iter()
-                .flatten()
-                .filter_map(Value::as_str)
-                .collect();
-            let on = |limit: &(&str, &str, u32)| {
-                let said = options
-                    .iter()
-                    .rev()
-                    .find(|o| **o == limit.0 || **o == limit.1);
-                said == Some(&limit.0)
-            };
-            // Its source may be mounted elsewhere, too.
+            let options = options.into_iter().flatten().filter_map(Value::as_str);
+            let options: Vec<String> = options.map(str::to_owned).collect();
+            // Its source may be mounted elsewhere, too, and `rro` is for all that is below.
             let at = at.trim_end_matches('/');
+            let below = |m: &&Mount| Path::new(&m.path).starts_with(at);
             let is = |m: &&Mount| m.path == at || m.external && m.key == at;
             let limited = self.given.limited && mounts.iter().filter(is).count() == 1;
-            let limits = LIMITS.iter().filter(|l| on(l));
-            let limits = limits.filter(|l| !limited || l.2 == READ_ONLY);
-            for (option, _, flag) in limits {
-                if mounts.iter().filter(is).any(|m| m.flags & flag == 0) {
+            for limit in limits(&options) {
+                if limited && limit.flag != READ_ONLY {
+                    continue;
+                }
+                let open = |m: &Mount| m.flags & limit.flag == 0;
+                let mut of_it = mounts.iter().filter(is);
+                let mut all_below = mounts.iter().filter(|m| limit.recursive && below(m));
+                if of_it.any(open)
+                    || all_below.any(open)
+                    || top(mounts, at).is_some_and(|m| m.path == at && open(m))
+                {
                     told.push(format!(
-                        "the images mount {at} without {option}, and the spec says {option}"
+                        "the images mount {at} without {option}, and the spec says {option}",
+                        option = limit.option
                     ));
                 }
             }
@@ -391,8 +406,8 @@ impl<'a> Bounds<'a> {
         ] {
             let list = spec.pointer(pointer).and_then(Value::as_array);
             for path in list.into_iter().flatten().filter_map(Value::as_str) {
-                let there = |m: &Mount| m.path == path && m.flags & flag == flag;
-                if mounts.iter().any(there) || !self.given.host.path(path).exists() {
+                let closed = |m: &Mount| m.path == path && m.flags & flag == flag;
+                if top(mounts, path).is_some_and(closed) || !self.given.host.path(path).exists() {
                     continue;
                 }
                 match GUARDED.contains(&path) {
@@ -435,29 +450,22 @@ impl<'a> Bounds<'a> {
     }
 }
 
-/// The bounding set, and all other capabilities that the spec names.
-fn capabilities(spec: &Value) -> u64 {
-    let sets = spec
-        .pointer("/process/capabilities")
-        .and_then(Value::as_object);
-    let names = sets
-        .into_iter()
-        .flat_map(|sets| sets.values())
-        .filter_map(Value::as_array)
-        .flatten()
-        .filter_map(Value::as_str);
-    names.fold(0, |all, name| {
-        let name = name.trim_start_matches("CAP_");
-        let number = CAPABILITIES.iter().position(|c| *c == name);
-        number.map_or(all, |n| all | 1 << n)
-    })
-}
-
-fn name(number: usize) -> String {
-    match CAPABILITIES.get(number) {
-        Some(name) => format!("CAP_{name}"),
-        None => format!("capability {number}"),
+/// Returns the mount that a process sees at this path: of several on one mount point, the last.
+pub fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
+    let path = Path::new(path);
+    let is_child = |m: &&Mount| !mounts.iter().any(|p| p.id == m.parent && p.id != m.id);
+    let mut seen = mounts.iter().find(|m| m.path == "/" && is_child(m))?;
+    // Each step goes to a mount on the one before; a damaged image may lead in a circle.
+    for _ in 0..mounts.len() {
+        let on = mounts
+            .iter()
+            .filter(|m| m.parent == seen.id && m.id != seen.id && path.starts_with(&m.path));
+        match on.min_by_key(|m| m.path.len()) {
+            Some(next) => seen = next,
+            None => break,
+        }
     }
+    Some(seen)
 }
 
 /// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)

@@ -1,0 +1,207 @@
+//! Parses the table `[restore]`: who may create containers from which checkpoints.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::tenant::Tenant;
+
+/// What an image in a registry is named with.
+pub const REGISTRY: &str = "docker://";
+/// In a list of namespaces: all of them.
+const ANY: &str = "*";
+
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Options {
+    pub allow: Vec<Rule>,
+}
+
+/// Checkpoints, and whose containers may be created from them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rule {
+    /// A directory with checkpoints, or a registry or repository as `docker://REGISTRY[/REPOSITORY]`.
+    pub from: String,
+    /// `None`: root's own engines.
+    pub who: Option<Who>,
+    /// The variable of the container's process counts, which an image can set by itself.
+    pub variable: bool,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Who {
+    pub users: Vec<u32>,
+    pub containerd: Vec<String>,
+    pub kubernetes: Vec<String>,
+}
+
+impl Rule {
+    pub fn admits(&self, tenant: &Tenant) -> bool {
+        let has = |names: &[String], name: &str| names.iter().any(|n| n == ANY || n == name);
+        match (&self.who, tenant) {
+            (None, tenant) => tenant.is_root(),
+            (Some(who), Tenant::User(uid)) => who.users.contains(uid),
+            (Some(who), Tenant::Pod(namespace)) => {
+                let namespace = namespace.as_deref();
+                namespace.is_some_and(|name| has(&who.kubernetes, name))
+            }
+            (Some(who), Tenant::Containerd(name)) => {
+                has(&who.containerd, name) || tenant.is_root() && who.users.contains(&0)
+            }
+            (Some(who), Tenant::Root) => who.users.contains(&0),
+        }
+    }
+
+    /// The rule's directory; `None` for a registry.
+    pub fn directory(&self) -> Option<&Path> {
+        (!self.from.starts_with(REGISTRY)).then(|| Path::new(&self.from))
+    }
+
+    /// Checks what the types do not say.
+    ///
+    /// # Errors
+    /// A text that names the key.
+    fn check(&self) -> Result<(), String> {
+        if self.directory().is_some_and(Path::is_relative) {
+            return Err(format!(
+                "{} is no absolute path, and no {REGISTRY}REGISTRY",
+                self.from
+            ));
+        }
+        let Some(who) = &self.who else { return Ok(()) };
+        let mut names = who.containerd.iter().chain(&who.kubernetes);
+        if names.any(|n| n.is_empty()) {
+            return Err(format!("{}: an empty name of a namespace", self.from));
+        }
+        Ok(())
+    }
+}
+
+impl Options {
+    /// Checks the rules.
+    ///
+    /// # Errors
+    /// A text that names the rule.
+    pub fn check(&self) -> Result<(), String> {
+        self.allow.iter().try_for_each(Rule::check)
+    }
+}
+
+/// A text, or a table. Not an untagged enum, whose errors name neither key nor reason.
+impl<'de> Deserialize<'de> for Rule {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Table {
+            from: String,
+            users: Option<Vec<u32>>,
+            containerd: Option<Vec<String>>,
+            kubernetes: Option<Vec<String>>,
+            #[serde(default)]
+            variable: bool,
+        }
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = Rule;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(
+                    "a directory or registry, or { from = \"...\", kubernetes = [\"...\"] }",
+                )
+            }
+
+            fn visit_str<E>(self, from: &str) -> Result<Rule, E> {
+                Ok(Rule {
+                    from: from.to_owned(),
+                    ..Rule::default()
+                })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Rule, A::Error> {
+                let table = Table::deserialize(MapAccessDeserializer::new(map))?;
+                let who = match (&table.users, &table.containerd, &table.kubernetes) {
+                    (None, None, None) => None,
+                    _ => Some(Who {
+                        users: table.users.unwrap_or_default(),
+                        containerd: table.containerd.unwrap_or_default(),
+                        kubernetes: table.kubernetes.unwrap_or_default(),
+                    }),
+                };
+                Ok(Rule {
+                    from: table.from,
+                    who,
+                    variable: table.variable,
+                })
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(text: &str) -> Result<Rule, String> {
+        let options: Options =
+            toml::from_str(&format!("allow = [{text}]")).map_err(|e| e.to_string())?;
+        options.check()?;
+        Ok(options.allow.into_iter().next().unwrap())
+    }
+
+    #[test]
+    fn a_rule_admits_those_that_it_names() {
+        let tenants = [
+            ("root", Tenant::Root),
+            ("docker", Tenant::Containerd("moby".into())),
+            ("ctr", Tenant::Containerd("default".into())),
+            ("a", Tenant::Containerd("a".into())),
+            ("pod-a", Tenant::Pod(Some("a".into()))),
+            ("pod-b", Tenant::Pod(Some("b".into()))),
+            ("pod-?", Tenant::Pod(None)),
+            ("1000", Tenant::User(1000)),
+        ];
+        for (text, want) in [
+            ("\"/srv\"", &["root", "docker", "ctr"][..]),
+            ("{from = \"/srv\"}", &["root", "docker", "ctr"]),
+            ("{from = \"/srv\", users = [0]}", &["root", "docker", "ctr"]),
+            ("{from = \"/srv\", users = [1000]}", &["1000"]),
+            ("{from = \"/srv\", containerd = [\"a\"]}", &["a"]),
+            ("{from = \"/srv\", kubernetes = [\"a\"]}", &["pod-a"]),
+            (
+                "{from = \"/srv\", kubernetes = [\"*\"]}",
+                &["pod-a", "pod-b"],
+            ),
+            (
+                "{from = \"/srv\", kubernetes = [\"b\"], users = [1000], containerd = [\"default\"]}",
+                &["ctr", "pod-b", "1000"],
+            ),
+            ("{from = \"/srv\", kubernetes = []}", &[]),
+        ] {
+            let rule = rule(text).unwrap();
+            let admitted: Vec<_> = tenants.iter().filter(|(_, t)| rule.admits(t)).collect();
+            let admitted: Vec<_> = admitted.iter().map(|(name, _)| *name).collect();
+            assert_eq!(admitted, want, "{text}");
+        }
+    }
+
+    #[test]
+    fn mistakes_name_the_key() {
+        for (text, needle) in [
+            ("\"opt\"", "opt is no absolute path"),
+            ("{from = \"opt\"}", "opt is no absolute path"),
+            ("{kubernetes = [\"a\"]}", "from"),
+            ("{from = \"/a\", kubernets = [\"a\"]}", "kubernets"),
+            ("{from = \"/a\", users = [\"a\"]}", "invalid type"),
+            ("{from = \"/a\", users = [-1]}", "-1"),
+            ("{from = \"/a\", containerd = [\"\"]}", "/a: an empty name"),
+            ("1", "a directory or registry"),
+        ] {
+            let e = rule(text).unwrap_err();
+            assert!(e.contains(needle), "{text}: {e}");
+        }
+    }
+}

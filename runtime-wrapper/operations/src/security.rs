@@ -1,0 +1,6 @@
+//! Compares what a checkpoint asks for with what the engine's spec gives.
+
+pub mod ceiling;
+pub mod image_check;
+pub mod mount_limits;
+pub mod privileges;

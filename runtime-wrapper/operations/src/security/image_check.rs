@@ -1,0 +1,295 @@
+//! Checks CRIU's images before CRIU reads them, and writes them anew.
+//!
+//! CRIU runs as root and does what its images say: it makes cgroups and writes their properties, mounts, creates files,
+//! loads firewall rules. Whoever may write images could have it do so anywhere on the host. So CRIU sees no file of a
+//! checkpoint that is not known here, and of an image that is made of messages it sees what this module has encoded:
+//!
+//! - Every message is decoded by CRIU's own definitions; what has two meanings is refused ([`Message`]).
+//! - What reaches past the container is refused: [`cgroups`], [`mounts`], [`files`], [`network`].
+//! - What the spec decides is taken from the spec: [`limits`], [`namespaces`].
+//!
+//! Data is shown to CRIU as it is: memory pages, archives of a tmpfs, files.
+//!
+//! The administrator can turn this off (`images = false` under `[checks]`); CRIU then reads the directory as it is.
+
+mod cgroups;
+mod files;
+mod limits;
+mod mounts;
+mod namespaces;
+mod network;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::criu::ImageError;
+use cryopod_archive::criu::image_files::{self, Content, ImageFile};
+use cryopod_archive::criu::message::Message;
+use cryopod_archive::names;
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::destinations::Destinations;
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+
+use super::ceiling::CredentialsCeiling;
+use super::privileges::{self, PrivilegesError};
+use crate::config::{Config, IMAGES_CHECK};
+use crate::images::MAX_ENTRIES;
+
+/// At most so many refusals are reported.
+const MAX_TOLD: usize = 20;
+
+/// What the images are compared with.
+#[derive(Debug, Clone, Copy)]
+pub struct Subject<'a> {
+    pub host: &'a Host,
+    pub spec: &'a Spec,
+    /// Where the spec's mounts end up in the container.
+    pub mounts: &'a Destinations,
+    /// Device nodes that the container may have.
+    pub devices: &'a [(u32, u32)],
+}
+
+/// CRIU's images as CRIU may see them.
+#[derive(Debug, Default)]
+pub struct CheckedImages {
+    images: BTreeMap<String, ImageFile>,
+    /// Messages between which data lies; CRIU reads these files as they are.
+    with_data: BTreeMap<String, Vec<Message>>,
+    /// Files that CRIU does not read as images, or that hold data alone.
+    others: Vec<String>,
+    faults: Vec<String>,
+}
+
+/// Reads and checks the images. `None`: the check is off, and CRIU reads them as they are.
+///
+/// # Errors
+/// The directory or a file of it cannot be read.
+pub fn check(
+    config: &Config,
+    directory: &Path,
+    subject: Subject<'_>,
+) -> Result<(Option<CheckedImages>, Vec<Refusal>), PrivilegesError> {
+    if !config.checks.get(IMAGES_CHECK).copied().unwrap_or(true) {
+        tracing::warn!("the check {IMAGES_CHECK} is off: CRIU reads the images as they are");
+        return Ok((None, Vec::new()));
+    }
+    let mut images = CheckedImages::read(directory)?;
+    let ceiling = CredentialsCeiling::of(subject.spec);
+    let mut told = std::mem::take(&mut images.faults);
+    told.extend(cgroups::check(&mut images, subject));
+    told.extend(mounts::check(&images, subject, directory)?);
+    told.extend(files::check(&images, subject, &ceiling));
+    told.extend(network::check(&images, directory, &ceiling)?);
+    told.extend(namespaces::settle(&mut images, subject));
+    limits::settle(&mut images, subject, &ceiling);
+    Ok((Some(images), refusals(told)))
+}
+
+fn refusals(mut told: Vec<String>) -> Vec<Refusal> {
+    told.truncate(MAX_TOLD);
+    let refusal = |what: String| Refusal {
+        process: None,
+        what,
+        remedy: format!(
+            "make the checkpoint anew; if you trust this one, set `{IMAGES_CHECK} = false` under [checks] in {}",
+            crate::config::PATH
+        ),
+    };
+    told.into_iter().map(refusal).collect()
+}
+
+impl CheckedImages {
+    fn read(directory: &Path) -> Result<Self, PrivilegesError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| PrivilegesError::Read { path, source }
+        };
+        let mut found = Self::default();
+        for entry in fs::read_dir(directory)
+            .map_err(failed(directory))?
+            .take(MAX_ENTRIES)
+        {
+            let entry = entry.map_err(failed(directory))?;
+            let Ok(name) = entry.file_name().into_string() else {
+                continue; // neither CRIU nor cryopod has such a file
+            };
+            found.add(directory, name)?;
+        }
+        parents(directory, &mut found.faults)?;
+        Ok(found)
+    }
+
+    fn add(&mut self, directory: &Path, name: String) -> Result<(), PrivilegesError> {
+        let mut fault = |e: &ImageError| self.faults.push(e.to_string());
+        match image_files::content_of(&name).map(|(content, _)| content) {
+            Some(Content::Messages(_)) => {
+                let Some(content) = privileges::open(directory, &name)? else {
+                    return Ok(());
+                };
+                // CRIU takes an image without content for one that is not there.
+                if content.is_empty() {
+                    return Ok(());
+                }
+                match ImageFile::decode(&name, &content) {
+                    Ok(image) => drop(self.images.insert(name, image)),
+                    Err(e) => fault(&e),
+                }
+            }
+            Some(Content::HeadAndMessages(..)) => {
+                if let Err(e) = checked_memory_map(directory, &name)? {
+                    fault(&e);
+                }
+                self.others.push(name);
+            }
+            Some(Content::WithData(_)) => {
+                let content = privileges::open_data(directory, &name)?.unwrap_or_default();
+                match image_files::messages_with_data(&name, &content) {
+                    Ok(messages) => drop(self.with_data.insert(name, messages)),
+                    Err(e) => fault(&e),
+                }
+            }
+            Some(Content::Data) => self.others.push(name),
+            Some(Content::Refused(what)) => {
+                let empty = privileges::open(directory, &name)?.is_none_or(|c| c.len() <= 8);
+                if !empty {
+                    self.faults.push(format!("{name}: holds {what}"));
+                }
+            }
+            None if is_known_besides(&name) => self.others.push(name),
+            None if name.ends_with(".img") => self
+                .faults
+                .push(format!("{name}: an image that is not known; a newer CRIU?")),
+            None => tracing::debug!("{name}: not shown to CRIU"),
+        }
+        Ok(())
+    }
+
+    /// Returns the messages of an image; none if there is no such file.
+    pub fn messages(&self, name: &str) -> &[Message] {
+        self.images.get(name).map_or(&[], |i| &i.messages)
+    }
+
+    fn messages_mut(&mut self, name: &str) -> &mut [Message] {
+        self.images
+            .get_mut(name)
+            .map_or(&mut [], |i| &mut i.messages)
+    }
+
+    /// Returns the images with this prefix before a number, by name.
+    fn numbered<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a [Message])> {
+        let all = self.images.iter();
+        let of = all.filter(move |(name, _)| names::is_numbered(name, prefix));
+        of.map(|(name, image)| (name.as_str(), &image.messages[..]))
+    }
+
+    fn names(&self, prefix: &str) -> Vec<String> {
+        self.numbered(prefix)
+            .map(|(name, _)| name.to_owned())
+            .collect()
+    }
+
+    /// Returns the content that CRIU will read, for whoever compares it further.
+    pub fn content(&self, name: &str) -> Option<Vec<u8>> {
+        self.images.get(name).map(ImageFile::encode)
+    }
+
+    /// Returns true for a file that CRIU may read as it is in the checkpoint.
+    pub fn shows(&self, name: &str) -> bool {
+        self.with_data.contains_key(name) || self.others.iter().any(|n| n == name)
+    }
+
+    /// Returns the symbolic links of the container's that would lead CRIU out of it ([`mounts::links`]).
+    pub fn links(
+        &self,
+        spec: &Spec,
+        destinations: &Destinations,
+        bundle: &Path,
+    ) -> Result<Vec<Refusal>, PrivilegesError> {
+        let told = mounts::links(self, spec, destinations, bundle)?;
+        Ok(refusals(told))
+    }
+
+    /// Returns the images as they are to be written, with their names.
+    pub fn written(&self) -> impl Iterator<Item = (&str, Vec<u8>)> {
+        self.images
+            .iter()
+            .map(|(name, image)| (name.as_str(), image.encode()))
+    }
+}
+
+/// Files of an image directory that are no images of CRIU: of cryopod, of CRIU's amdgpu plugin, of runc and crun.
+fn is_known_besides(name: &str) -> bool {
+    const NAMES: [&str; 4] = [
+        "descriptors.json",
+        names::PARENT_LINK,
+        names::NVIDIA_IMAGE,
+        names::VRAM_INDEX,
+    ];
+    NAMES.contains(&name)
+        || names::is_vram_shard(name)
+        || name == names::PRELOAD_LIBRARY
+        || name.starts_with("amdgpu-") && name.ends_with(".img")
+        || name.starts_with("cryopod")
+        || name == names::VRAM_PLACES
+}
+
+/// Checks a map of memory pages, of which a process may have millions: CRIU reads the file itself.
+fn checked_memory_map(
+    directory: &Path,
+    name: &str,
+) -> Result<Result<(), ImageError>, PrivilegesError> {
+    let content = privileges::open_data(directory, name)?.unwrap_or_default();
+    if content.is_empty() {
+        return Ok(Ok(()));
+    }
+    Ok(
+        ImageFile::decode(name, &content).and_then(|image| match image.encode() == content {
+            true => Ok(()),
+            false => Err(ImageError::Message {
+                file: name.into(),
+                message: 0,
+                reason: "is encoded in another way than CRIU's".into(),
+            }),
+        }),
+    )
+}
+
+/// Checks what CRIU reads of the checkpoints that this one builds upon: maps of memory pages.
+fn parents(directory: &Path, faults: &mut Vec<String>) -> Result<(), PrivilegesError> {
+    const MOST: usize = 256;
+    let mut at = directory.join(names::PARENT_LINK);
+    for _ in 0..MOST {
+        let Ok(entries) = fs::read_dir(&at) else {
+            return Ok(());
+        };
+        for entry in entries.take(MAX_ENTRIES).flatten() {
+            let Ok(name) = entry.file_name().into_string() else {
+                continue;
+            };
+            if matches!(
+                image_files::content_of(&name),
+                Some((Content::HeadAndMessages(..), _))
+            ) && let Err(e) = checked_memory_map(&at, &name)?
+            {
+                faults.push(e.to_string());
+            }
+        }
+        at.push(names::PARENT_LINK);
+    }
+    faults.push(format!("{}: more than {MOST} parents", names::PARENT_LINK));
+    Ok(())
+}
+
+/// Returns true for an absolute path without `.`, `..` and empty names.
+fn is_clean(path: &str) -> bool {
+    let names = path.strip_prefix('/').map(|p| p.split('/'));
+    path == "/" || names.is_some_and(|mut n| n.all(|n| !matches!(n, "" | "." | "..")))
+}
+
+/// Where a container's file lies on the host, if its mount is the root's.
+fn in_root(spec: &Spec, bundle: &Path) -> PathBuf {
+    let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
+    bundle.join(root.unwrap_or("rootfs"))
+}

@@ -1,0 +1,97 @@
+//! Checks the open files in `files.img`, and the deleted ones in `ghost-file-*.img`.
+
+use cryopod_archive::criu::message::Message;
+
+use super::{CheckedImages, Subject};
+use crate::security::ceiling::CredentialsCeiling;
+
+const NAME: &str = "files.img";
+/// CRIU's number of a raw socket (`SOCK_RAW`).
+const RAW: u32 = 3;
+
+pub fn check(
+    images: &CheckedImages,
+    subject: Subject<'_>,
+    ceiling: &CredentialsCeiling,
+) -> Vec<String> {
+    let files = images.messages(NAME).iter();
+    let mut told: Vec<String> = files
+        .filter_map(|file| Some(format!("{NAME}: {}", wrong_file(file, ceiling)?)))
+        .collect();
+    for (name, messages) in &images.with_data {
+        if !name.starts_with("ghost-file-") {
+            continue;
+        }
+        // The first message; the others say where its content lies.
+        let first = messages.first();
+        told.extend(first.and_then(|ghost| {
+            Some(format!(
+                "{name}: {}",
+                wrong_deleted(ghost, subject, ceiling)?
+            ))
+        }));
+    }
+    told
+}
+
+fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
+    let needs = |what: &str, capability: &str| {
+        (!ceiling.has(capability)).then(|| {
+            format!(
+                "{what}, for which a process needs CAP_{capability}, and the spec does not give it"
+            )
+        })
+    };
+    if let Some(name) = file.message("reg").and_then(|f| f.text("name")) {
+        let plain = name.starts_with('/') && name.split('/').all(|n| !matches!(n, "." | ".."));
+        if !plain {
+            return Some(format!("the file {name:?} has no plain path"));
+        }
+    }
+    if file.has("bpf") {
+        return Some("a BPF map".into());
+    }
+    if file.has("psk") {
+        return needs("a packet socket", "NET_RAW");
+    }
+    if file.has("tunf") {
+        return needs("a tun device", "NET_ADMIN");
+    }
+    if file.has("ffy") {
+        return needs("a fanotify group", "SYS_ADMIN");
+    }
+    if let Some(socket) = file.message("isk")
+        && socket.u32("type") == Some(RAW)
+    {
+        return needs("a raw socket", "NET_RAW");
+    }
+    let options = ["isk", "usk", "nlsk", "psk"];
+    let mut options = options
+        .iter()
+        .filter_map(|s| file.message(s)?.message("opts"));
+    if options.any(|o| o.number("so_mark").unwrap_or(0) != 0) {
+        return needs("a socket with a mark", "NET_ADMIN");
+    }
+    None
+}
+
+fn wrong_deleted(
+    file: &Message,
+    subject: Subject<'_>,
+    ceiling: &CredentialsCeiling,
+) -> Option<String> {
+    let mode = file.u32("mode")?;
+    let (kind, permissions) = (mode & libc::S_IFMT, mode & 0o7777);
+    if matches!(kind, libc::S_IFCHR | libc::S_IFBLK) {
+        let device = file.number("rdev").unwrap_or(0);
+        let (major, minor) = (libc::major(device), libc::minor(device));
+        let is_given = kind == libc::S_IFCHR && subject.devices.contains(&(major, minor));
+        return (!is_given).then(|| {
+            format!("a deleted device node {major}:{minor}, which the spec does not give")
+        });
+    }
+    if permissions & 0o6000 != 0 && kind == libc::S_IFREG && !ceiling.has("SETUID") {
+        return Some("a deleted program that gives others its user or group".into());
+    }
+    None
+}

@@ -1,0 +1,109 @@
+//! Gives each process no more than the spec's limits: resource limits, score for the out-of-memory killer, scheduling.
+//!
+//! CRIU sets what the images say, as root. A process cannot tell a limit that was lowered before it was restored from one
+//! that another process has lowered, so these are adjusted, not refused.
+
+use cryopod_archive::criu::message::Message;
+use nix::sys::resource::{Resource, getrlimit};
+use serde_json::Value;
+
+use super::{CheckedImages, Subject};
+use crate::security::ceiling::CredentialsCeiling;
+
+/// Limits in the kernel's order, as CRIU has them.
+const RESOURCES: [(&str, Resource); 16] = [
+    ("RLIMIT_CPU", Resource::RLIMIT_CPU),
+    ("RLIMIT_FSIZE", Resource::RLIMIT_FSIZE),
+    ("RLIMIT_DATA", Resource::RLIMIT_DATA),
+    ("RLIMIT_STACK", Resource::RLIMIT_STACK),
+    ("RLIMIT_CORE", Resource::RLIMIT_CORE),
+    ("RLIMIT_RSS", Resource::RLIMIT_RSS),
+    ("RLIMIT_NPROC", Resource::RLIMIT_NPROC),
+    ("RLIMIT_NOFILE", Resource::RLIMIT_NOFILE),
+    ("RLIMIT_MEMLOCK", Resource::RLIMIT_MEMLOCK),
+    ("RLIMIT_AS", Resource::RLIMIT_AS),
+    ("RLIMIT_LOCKS", Resource::RLIMIT_LOCKS),
+    ("RLIMIT_SIGPENDING", Resource::RLIMIT_SIGPENDING),
+    ("RLIMIT_MSGQUEUE", Resource::RLIMIT_MSGQUEUE),
+    ("RLIMIT_NICE", Resource::RLIMIT_NICE),
+    ("RLIMIT_RTPRIO", Resource::RLIMIT_RTPRIO),
+    ("RLIMIT_RTTIME", Resource::RLIMIT_RTTIME),
+];
+/// Scheduling policies that are no real-time ones: `SCHED_OTHER`, `SCHED_BATCH`, `SCHED_IDLE`.
+const ORDINARY: [u64; 3] = [0, 3, 5];
+
+pub fn settle(images: &mut CheckedImages, subject: Subject<'_>, ceiling: &CredentialsCeiling) {
+    let spec = subject.spec.json();
+    let hard = hard_limits(spec);
+    let own_score = || {
+        let text = subject.host.line("/proc/self/oom_score_adj")?;
+        text.trim().parse().ok()
+    };
+    let score = spec.pointer("/process/oomScoreAdj").and_then(Value::as_i64);
+    let score: i64 = score.or_else(own_score).unwrap_or(0);
+    let names = images.names("core-");
+    for name in names {
+        for core in images.messages_mut(&name) {
+            if let Some(task) = core.message_mut("tc") {
+                // A login user id is the host's, for its audit.
+                task.remove("loginuid");
+                if !ceiling.has("SYS_RESOURCE") {
+                    lower_limits(task, &hard);
+                    let own = task.number("oom_score_adj").unwrap_or(0).cast_signed();
+                    if own < score {
+                        task.set_number("oom_score_adj", score.cast_unsigned());
+                    }
+                }
+            }
+            if let Some(thread) = core.message_mut("thread_core")
+                && !ceiling.has("SYS_NICE")
+                && !spec
+                    .pointer("/process/scheduler")
+                    .is_some_and(Value::is_object)
+            {
+                make_ordinary(thread);
+            }
+        }
+    }
+}
+
+/// The hard limit of each resource: the spec's, and where it has none that of this process, which a new container would
+/// get.
+fn hard_limits(spec: &Value) -> Vec<u64> {
+    let of_spec = spec.pointer("/process/rlimits").and_then(Value::as_array);
+    let limit = |(name, resource): &(&str, Resource)| {
+        let mut named = of_spec.into_iter().flatten().filter(|l| l["type"] == *name);
+        let hard = named.next().and_then(|l| l["hard"].as_u64());
+        hard.or_else(|| Some(getrlimit(*resource).ok()?.1))
+            .unwrap_or(u64::MAX)
+    };
+    RESOURCES.iter().map(limit).collect()
+}
+
+fn lower_limits(task: &mut Message, hard: &[u64]) {
+    let Some(limits) = task.message_mut("rlimits") else {
+        return;
+    };
+    for (limit, most) in limits.messages_mut("rlimits").zip(hard) {
+        for field in ["cur", "max"] {
+            if limit.number(field).is_some_and(|n| n > *most) {
+                limit.set_number(field, *most);
+            }
+        }
+    }
+}
+
+/// Takes away a real-time policy and a raised priority. CRIU's number for a nice value is in zigzag form.
+fn make_ordinary(thread: &mut Message) {
+    if thread
+        .number("sched_policy")
+        .is_some_and(|p| !ORDINARY.contains(&p))
+    {
+        thread.set_number("sched_policy", 0);
+        thread.remove("sched_prio");
+    }
+    let is_negative = |zigzag: u64| zigzag & 1 == 1;
+    if thread.number("sched_nice").is_some_and(is_negative) {
+        thread.set_number("sched_nice", 0);
+    }
+}

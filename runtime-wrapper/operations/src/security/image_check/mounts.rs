@@ -1,0 +1,305 @@
+//! Checks `mountpoints-*.img`: where CRIU mounts what.
+//!
+//! CRIU makes most mounts in its own mount namespace, where the host is to be seen: a path with `..`, or one that leads
+//! through a symbolic link of the container's, could end anywhere. Paths with `..` are refused by [`check`], before
+//! anything is touched; links by [`links`], when the container's files are as CRIU will find them.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::criu::message::Message;
+use cryopod_archive::criu::mounts::{self, Mount, fs_type};
+use cryopod_host::destinations::Destinations;
+use cryopod_host::spec::Spec;
+use flate2::read::GzDecoder;
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+
+use super::{CheckedImages, Subject, in_root, is_clean};
+use crate::security::ceiling::CredentialsCeiling;
+use crate::security::privileges::{PrivilegesError, top};
+
+const PREFIX: &str = "mountpoints-";
+/// Names that CRIU gives to mounts by itself, and follows without asking its caller.
+const OF_CRIU: &str = "CRIU:";
+/// The most bytes of an archive of a tmpfs that are searched for a link.
+const MAX_SEARCHED: u64 = 4 << 30;
+
+pub fn check(
+    images: &CheckedImages,
+    subject: Subject<'_>,
+    directory: &Path,
+) -> Result<Vec<String>, PrivilegesError> {
+    let ceiling = CredentialsCeiling::of(subject.spec);
+    let mut told = Vec::new();
+    for (file, all) in images.numbered(PREFIX) {
+        for mount in all {
+            told.extend(wrong(mount, all, &ceiling).map(|what| {
+                let at = mount.text("mountpoint").unwrap_or_default();
+                format!("{file}: the mount at {at:?} {what}")
+            }));
+        }
+        // CRIU finds a mount by its number.
+        let mut ids: Vec<u64> = all.iter().filter_map(|m| m.number("mnt_id")).collect();
+        ids.sort_unstable();
+        if ids.windows(2).any(|pair| pair[0] == pair[1]) {
+            told.push(format!("{file}: has two mounts with one number"));
+        }
+    }
+    for mount in read(images)? {
+        told.extend(archived_link(images, &mount, directory)?);
+    }
+    Ok(told)
+}
+
+/// Returns what is wrong with a mount by itself.
+fn wrong(mount: &Message, all: &[Message], ceiling: &CredentialsCeiling) -> Option<String> {
+    let text = |name: &str| mount.text(name).unwrap_or_default();
+    let at = text("mountpoint");
+    let path = at.strip_prefix('.').unwrap_or(&at);
+    if !is_clean(path) {
+        return Some("has no plain path".into());
+    }
+    let root = text("root");
+    let root = root.strip_suffix("//deleted").unwrap_or(&root);
+    let number = mount.u32("fstype").unwrap_or(0);
+    let is_cgroup = matches!(number, 12 | 23); // seen from another cgroup namespace it is at `/..`
+    if !is_clean(root) && !(is_cgroup && root.split('/').skip(1).all(|n| n == "..")) {
+        return Some(format!("is of {root:?}, no plain path"));
+    }
+    if mount.has("ext_mount") || mount.number("with_plugin").unwrap_or(0) != 0 {
+        return Some("is of a kind that no runtime makes".into());
+    }
+    if !mount.has("sb_flags") {
+        return Some(
+            "has no sb_flags, without which CRIU takes other flags than those it says".into(),
+        );
+    }
+    if let Some(key) = mount.text("ext_key").filter(|k| !k.is_empty()) {
+        return key
+            .starts_with(OF_CRIU)
+            .then(|| format!("has the name {key:?}, with which CRIU mounts what the image says"));
+    }
+    if path == "/" {
+        return is_other_root(mount, all)
+            .then(|| "is another root than the container's".to_owned());
+    }
+    let device = mount.number("root_dev");
+    let is_of_root = all
+        .iter()
+        .any(|m| is_root(m) && m.number("root_dev") == device);
+    let Some(name) = fs_type(number).filter(|n| !matches!(*n, "auto" | "overlay")) else {
+        // A bind mount of a directory of the container's own root.
+        return match is_of_root && ceiling.has("SYS_ADMIN") {
+            true => None,
+            false => Some("is of a file system that no spec names".into()),
+        };
+    };
+    if mount.has("fsname") {
+        return Some("names its file system".into());
+    }
+    if root == "/" || is_cgroup {
+        return None;
+    }
+    let made_by_kernel = match name {
+        // Below, there are links to the roots of processes.
+        "proc" => path == format!("/proc{root}"),
+        "sysfs" => path == format!("/sys{root}"),
+        "devpts" => root[1..].bytes().all(|b| b.is_ascii_digit()) || root == "/ptmx",
+        _ => false,
+    };
+    (!made_by_kernel && !ceiling.has("SYS_ADMIN"))
+        .then(|| format!("is of {root:?} of a {name}, which no runtime mounts"))
+}
+
+fn is_root(mount: &Message) -> bool {
+    let at = mount.text("mountpoint").unwrap_or_default();
+    matches!(&at[..], "/" | "./")
+}
+
+/// Returns true if this root of a mount namespace is not mounted from the container's root: CRIU would mount it anew.
+fn is_other_root(mount: &Message, all: &[Message]) -> bool {
+    let first = all
+        .iter()
+        .filter(|m| is_root(m))
+        .map(|m| m.number("root_dev"));
+    first
+        .into_iter()
+        .any(|device| device != mount.number("root_dev"))
+}
+
+/// Reads all mounts, as CRIU will.
+fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
+    let mut all = Vec::new();
+    for (name, _) in images.numbered(PREFIX) {
+        let content = images.content(name).unwrap_or_default();
+        all.extend(mounts::read(name, &content)?);
+    }
+    Ok(all)
+}
+
+/// Returns what is wrong if a mount is on, or of, a symbolic link of an archived tmpfs.
+fn archived_link(
+    images: &CheckedImages,
+    mount: &Mount,
+    directory: &Path,
+) -> Result<Option<String>, PrivilegesError> {
+    let all = read(images)?;
+    let mut asked: Vec<(u32, PathBuf)> = Vec::new();
+    if let Some(parent) = all.iter().find(|m| m.id == mount.parent)
+        && is_tmpfs(parent)
+        && let Ok(below) = Path::new(&mount.path).strip_prefix(&parent.path)
+    {
+        asked.push((parent.device, below.to_owned()));
+    }
+    if is_tmpfs(mount) && mount.root != "/" {
+        asked.push((mount.device, mount.root.trim_start_matches('/').into()));
+    }
+    for (device, path) in asked {
+        if path.as_os_str().is_empty() {
+            continue;
+        }
+        for name in [
+            format!("tmpfs-dev-{device}.tar.gz.img"),
+            format!("tmpfs-{device}.tar.gz.img"),
+        ] {
+            let file = directory.join(&name);
+            if images.shows(&name)
+                && leads_through_link(&file, &path)
+                    .map_err(|source| PrivilegesError::Read { path: file, source })?
+            {
+                return Ok(Some(format!(
+                    "{name}: {} is a link, and a mount is there",
+                    path.display()
+                )));
+            }
+        }
+    }
+    Ok(None)
+}
+
+fn is_tmpfs(mount: &Mount) -> bool {
+    !mount.external && matches!(fs_type(mount.fs_type), Some("tmpfs" | "devtmpfs"))
+}
+
+/// Returns true if a part of the path is a link in the archive.
+fn leads_through_link(archive: &Path, path: &Path) -> io::Result<bool> {
+    let file = File::open(archive)?;
+    let mut archive = tar::Archive::new(GzDecoder::new(file).take(MAX_SEARCHED));
+    for entry in archive.entries()? {
+        let entry = entry?;
+        let is_link =
+            entry.header().entry_type().is_symlink() || entry.header().entry_type().is_hard_link();
+        let name = entry.path()?;
+        let name = name.strip_prefix(".").unwrap_or(&name);
+        if is_link && path.starts_with(name) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Returns what is wrong with the container's files, when they are as CRIU will find them: mount points, and the places
+/// of deleted files that CRIU makes, must not lead through symbolic links. CRIU would follow them outside of the container.
+pub fn links(
+    images: &CheckedImages,
+    spec: &Spec,
+    destinations: &Destinations,
+    bundle: &Path,
+) -> Result<Vec<String>, PrivilegesError> {
+    let all = read(images)?;
+    let place = ContainerFiles {
+        root: in_root(spec, bundle),
+        destinations,
+        bundle,
+    };
+    let mut told = Vec::new();
+    for namespace in all.chunk_by(|a, b| a.namespace == b.namespace) {
+        for mount in namespace {
+            let parent = namespace.iter().find(|m| m.id == mount.parent);
+            if let Some(parent) = parent {
+                told.extend(link(&place, parent, &mount.path));
+            }
+            // A bind mount of a directory of the container's own root.
+            if mount.root != "/"
+                && !mount.external
+                && mount.path != "/"
+                && !is_tmpfs(mount)
+                && fs_type(mount.fs_type).is_none_or(|t| t == "overlay")
+            {
+                let root = namespace
+                    .iter()
+                    .find(|m| m.path == "/" && m.device == mount.device);
+                told.extend(root.and_then(|root| {
+                    let inner = match root.root.as_str() {
+                        "/" => Some(mount.root.as_str()),
+                        of => mount.root.strip_prefix(of),
+                    };
+                    link(&place, root, inner?)
+                }));
+            }
+        }
+        for path in made_anew(images) {
+            let above = Path::new(&path).parent().unwrap_or(Path::new("/"));
+            let above = above.to_string_lossy();
+            told.extend(top(namespace, &above).and_then(|m| link(&place, m, &above)));
+        }
+    }
+    Ok(told)
+}
+
+/// The paths of files that CRIU makes, or links, for the restore: those that were deleted.
+fn made_anew(images: &CheckedImages) -> Vec<String> {
+    let deleted: Vec<u64> = images
+        .messages("remap-fpath.img")
+        .iter()
+        .filter_map(|m| m.number("orig_id"))
+        .collect();
+    let files = images
+        .messages("files.img")
+        .iter()
+        .filter_map(|m| m.message("reg"));
+    let deleted = files.filter(|f| f.number("id").is_some_and(|id| deleted.contains(&id)));
+    deleted.filter_map(|f| f.text("name")).collect()
+}
+
+/// Where the container's files lie on the host.
+struct ContainerFiles<'a> {
+    root: PathBuf,
+    destinations: &'a Destinations,
+    bundle: &'a Path,
+}
+
+/// Returns what is wrong if `path` of the container, which lies in `mount`, leads through a link.
+fn link(place: &ContainerFiles<'_>, mount: &Mount, path: &str) -> Option<String> {
+    let below = Path::new(path).strip_prefix(&mount.path).ok()?;
+    let at = match mount.path.as_str() {
+        "/" if !mount.external => place.root.clone(),
+        _ => {
+            let key = Path::new(&mount.key);
+            let mut of_spec = place.destinations.0.iter().filter(|d| d.bind);
+            let found = of_spec.find(|d| mount.external && (d.path == key || d.named == key))?;
+            place.bundle.join(found.source.as_ref()?)
+        }
+    };
+    if below.as_os_str().is_empty() || !at.is_dir() {
+        return None;
+    }
+    let root = File::open(&at).ok()?;
+    match open_plainly(&root, below) {
+        Err(Errno::ELOOP | Errno::EXDEV) => Some(format!(
+            "{path} leads through a symbolic link of the container's, and CRIU would follow it outside of the container"
+        )),
+        // What does not exist CRIU reports itself.
+        _ => None,
+    }
+}
+
+fn open_plainly(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+    openat2(root, path, how)
+}

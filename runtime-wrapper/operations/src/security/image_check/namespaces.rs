@@ -1,0 +1,163 @@
+//! Compares and settles what CRIU writes into namespaces: maps of user ids, host name, limits of System V objects.
+//!
+//! A namespace that the spec gives by path is others' too, the other containers of a pod, say. CRIU joins it and then
+//! writes the images' values into it. So the images get the values that it has.
+
+use std::fs::File;
+use std::path::Path;
+
+use cryopod_archive::criu::message::Message;
+use nix::sched::{CloneFlags, setns};
+use serde_json::Value;
+
+use super::{CheckedImages, Subject};
+
+/// The values of an IPC namespace: CRIU's name, and the file that has it.
+const IPC: [(&str, &str); 12] = [
+    ("msg_ctlmax", "kernel/msgmax"),
+    ("msg_ctlmnb", "kernel/msgmnb"),
+    ("msg_ctlmni", "kernel/msgmni"),
+    ("auto_msgmni", "kernel/auto_msgmni"),
+    ("shm_ctlmax", "kernel/shmmax"),
+    ("shm_ctlall", "kernel/shmall"),
+    ("shm_ctlmni", "kernel/shmmni"),
+    ("shm_rmid_forced", "kernel/shm_rmid_forced"),
+    ("mq_queues_max", "fs/mqueue/queues_max"),
+    ("mq_msg_max", "fs/mqueue/msg_max"),
+    ("mq_msgsize_max", "fs/mqueue/msgsize_max"),
+    ("mq_msg_default", "fs/mqueue/msg_default"),
+];
+
+pub fn settle(images: &mut CheckedImages, subject: Subject<'_>) -> Vec<String> {
+    let mut told = user_ids(images, subject.spec.json());
+    if let Some(path) = by_path(subject.spec.json(), "uts") {
+        told.extend(keep_host_name(images, path).err());
+    }
+    if let Some(path) = by_path(subject.spec.json(), "ipc") {
+        told.extend(keep_ipc_limits(images, path).err());
+    }
+    told
+}
+
+/// The path of a namespace of this kind that the spec names.
+fn by_path<'a>(spec: &'a Value, kind: &str) -> Option<&'a Path> {
+    let list = spec.pointer("/linux/namespaces")?.as_array()?;
+    let entry = list.iter().find(|n| n["type"] == kind)?;
+    let path = entry.get("path")?.as_str()?;
+    (!path.is_empty()).then(|| Path::new(path))
+}
+
+/// Compares the maps of the user namespace with the spec's.
+fn user_ids(images: &CheckedImages, spec: &Value) -> Vec<String> {
+    let mut told = Vec::new();
+    for (name, messages) in images.numbered("userns-") {
+        for of in messages {
+            for (field, pointer) in [
+                ("uid_map", "/linux/uidMappings"),
+                ("gid_map", "/linux/gidMappings"),
+            ] {
+                let number = |m: &Message, field: &str| m.number(field).unwrap_or(0);
+                let extent = |m: &Message| {
+                    [
+                        number(m, "first"),
+                        number(m, "lower_first"),
+                        number(m, "count"),
+                    ]
+                };
+                let mut here: Vec<_> = of.messages(field).map(extent).collect();
+                here.sort_unstable();
+                let list = spec.pointer(pointer).and_then(Value::as_array);
+                let given = |m: &Value, key: &str| m.get(key).and_then(Value::as_u64).unwrap_or(0);
+                let entry = |m: &Value| {
+                    [
+                        given(m, "containerID"),
+                        given(m, "hostID"),
+                        given(m, "size"),
+                    ]
+                };
+                let mut want: Vec<_> = list.into_iter().flatten().map(entry).collect();
+                want.sort_unstable();
+                if here != want && by_path(spec, "user").is_none() {
+                    told.push(format!("{name}: {field} is not the spec's"));
+                }
+            }
+            if of.has("binfmt_misc") {
+                told.push(format!("{name}: holds interpreters"));
+            }
+        }
+    }
+    told
+}
+
+fn keep_host_name(images: &mut CheckedImages, path: &Path) -> Result<(), String> {
+    let names = images.names("utsns-");
+    if names.is_empty() {
+        return Ok(());
+    }
+    let (node, domain) = within(path, CloneFlags::CLONE_NEWUTS, || {
+        let read = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}"));
+        Ok((read("hostname")?, read("domainname")?))
+    })?;
+    for name in names {
+        for of in images.messages_mut(&name) {
+            of.set_text("nodename", node.trim_end());
+            of.set_text("domainname", domain.trim_end());
+        }
+    }
+    Ok(())
+}
+
+fn keep_ipc_limits(images: &mut CheckedImages, path: &Path) -> Result<(), String> {
+    let names = images.names("ipcns-var-");
+    if names.is_empty() {
+        return Ok(());
+    }
+    let values = within(path, CloneFlags::CLONE_NEWIPC, || {
+        let read = |(_, file): &(&str, &str)| {
+            let text = std::fs::read_to_string(format!("/proc/sys/{file}")).ok()?;
+            text.trim().parse::<u64>().ok()
+        };
+        let sem = std::fs::read_to_string("/proc/sys/kernel/sem")?;
+        let sem = sem.split_whitespace().filter_map(|n| n.parse().ok());
+        Ok((
+            IPC.iter().map(read).collect::<Vec<_>>(),
+            sem.collect::<Vec<u64>>(),
+        ))
+    });
+    let (values, semaphores) = values?;
+    for name in names {
+        for of in images.messages_mut(&name) {
+            of.set_numbers("sem_ctls", &semaphores);
+            // The ids of the next objects are the checkpoint's.
+            for next in ["msg_next_id", "sem_next_id", "shm_next_id"] {
+                of.remove(next);
+            }
+            for ((field, _), value) in IPC.iter().zip(&values) {
+                if let (Some(value), true) = (value, of.has(field)) {
+                    of.set_number(field, *value);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs `what` in a thread that has joined the namespace at this path.
+fn within<T: Send>(
+    path: &Path,
+    kind: CloneFlags,
+    what: impl FnOnce() -> std::io::Result<T> + Send,
+) -> Result<T, String> {
+    let failed = |e: std::io::Error| format!("{}: the namespace of the spec: {e}", path.display());
+    let namespace = File::open(path).map_err(failed)?;
+    let entered = || {
+        setns(namespace, kind)?;
+        what()
+    };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, entered)?;
+        let ended = thread.join();
+        ended.unwrap_or_else(|_| Err(std::io::Error::other("a thread has ended early")))
+    })
+    .map_err(failed)
+}

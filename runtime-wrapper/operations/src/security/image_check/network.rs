@@ -1,0 +1,114 @@
+//! Checks what CRIU hands to `nft`, `iptables-restore` and `ip` for a network namespace that it makes.
+//!
+//! A container with `CAP_NET_ADMIN` may set up its own namespace as it likes. Without it, nothing in the images can be
+//! the container's own doing.
+
+use std::path::Path;
+
+use cryopod_archive::criu::message::Message;
+
+use super::CheckedImages;
+use crate::security::ceiling::CredentialsCeiling;
+use crate::security::privileges::{self, PrivilegesError};
+
+/// CRIU's numbers of network devices that every namespace has, or that its caller hands over.
+const LOOPBACK: u64 = 1;
+const VETH: u64 = 2;
+const EXTERNAL: u64 = 4;
+/// Dumps of firewalls: text that other programs execute.
+const FIREWALLS: [&str; 3] = ["iptables", "ip6tables", "nftables"];
+
+pub fn check(
+    images: &CheckedImages,
+    directory: &Path,
+    ceiling: &CredentialsCeiling,
+) -> Result<Vec<String>, PrivilegesError> {
+    let mut told = Vec::new();
+    // CRIU puts it into the text of a firewall rule.
+    for inventory in images.messages("inventory.img") {
+        let id = inventory.text("dump_criu_run_id").unwrap_or_default();
+        if !id.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-') {
+            told.push(format!("inventory.img: dump_criu_run_id is {id:?}"));
+        }
+    }
+    let may = ceiling.has("NET_ADMIN");
+    for (file, devices) in images.numbered("netdev-") {
+        told.extend(
+            devices
+                .iter()
+                .filter_map(|d| wrong(d, may))
+                .map(|what| format!("{file}: {what}")),
+        );
+    }
+    for name in &images.others {
+        let Some((kind, _)) = name.rsplit_once('-') else {
+            continue;
+        };
+        if !FIREWALLS.contains(&kind) {
+            continue;
+        }
+        let text = privileges::open(directory, name)?.unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        // `include` of nft reads files of the host.
+        if !may && has_rules(&text) || text.contains("include") || text.contains('\0') {
+            told.push(format!(
+                "{name}: has firewall rules that the container could not have made"
+            ));
+        }
+    }
+    Ok(told)
+}
+
+/// Returns true unless the dump has only chains without rules.
+fn has_rules(text: &str) -> bool {
+    let mut lines = text.lines().map(str::trim);
+    lines.any(|line| {
+        let is_frame = line.is_empty()
+            || matches!(line.as_bytes()[0], b'#' | b'*' | b':' | b'}')
+            || line == "COMMIT"
+            || line.ends_with('{')
+            || line.starts_with("type ") && line.contains(" hook ");
+        !is_frame
+    })
+}
+
+fn wrong(device: &Message, may: bool) -> Option<String> {
+    let name = device.text("name").unwrap_or_default();
+    let plain = !name.is_empty()
+        && name.len() < 16
+        && !name.contains(['/', ' ', '\n'])
+        && !matches!(&name[..], "." | "..");
+    if !plain {
+        return Some(format!("a network device {name:?}"));
+    }
+    match device.number("type").unwrap_or(0) {
+        LOOPBACK | EXTERNAL => None,
+        // The other end would be in the host's namespace.
+        VETH if !device.has("peer_nsid") => {
+            Some(format!("{name}: a veth device with its other end outside"))
+        }
+        _ if may => None,
+        _ => Some(format!(
+            "{name}: a network device, for which a process needs CAP_NET_ADMIN, and the spec does not give it"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_and_empty_tables() {
+        let empty = "# Generated\n*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n";
+        assert!(!has_rules(empty) && !has_rules(""));
+        assert!(has_rules("*filter\n-A INPUT -j DROP\nCOMMIT\n"));
+        assert!(!has_rules(
+            "table ip t {\n\tchain c {\n\t\ttype filter hook input priority filter; policy accept;\n\t}\n}\n"
+        ));
+        assert!(has_rules(
+            "table ip t {\n\tchain c {\n\t\tcounter drop\n\t}\n}\n"
+        ));
+        assert!(has_rules("include \"/etc/shadow\"\n"));
+    }
+}

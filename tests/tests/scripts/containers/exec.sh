@@ -1,0 +1,61 @@
+# exec.sh LOW: processes that exec started. No checkpoint has them, so none succeeds while they are there; those that the
+# container's init process has adopted come back.
+low=$1
+mkimage
+simulate "$low"
+gpu=(--network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
+on_failure() { cat /tmp/said; }
+start() { # ARG...
+    pod run -d --name c1 "${gpu[@]}" "$@" localhost/busybox "${counter[@]}" > /dev/null
+    wait_for counted c1 3
+}
+checkpoint() { pod container checkpoint --export /tmp/c1.tar "$@" c1 > /tmp/said 2>&1; }
+refused() { # NAME PATTERN: and the container goes on
+    local last
+    if checkpoint; then echo "FAILED: $1: a checkpoint" && exit 1; fi
+    check "$1" says /tmp/said "$2"
+    last=$(count c1)
+    check 'it goes on' wait_for counted c1 $((last + 3))
+    check 'nothing is left' test -z "$(ls -A /run/cryopod)"
+}
+ended() { podman rm -f -t 0 c1 > /dev/null; }
+has() { podman exec c1 pidof "$1" > /dev/null; }
+
+start
+podman exec -d c1 sleep 1000
+wait_for has sleep
+refused 'a process of exec' 'process [0-9]+ \(sleep\): was started in the container by exec'
+check 'it goes on, too' has sleep
+podman exec c1 killall sleep
+podman exec -d c1 sh -c '/cusim/cusim-client --mib 16 > /tmp/ticks'
+wait_for podman exec c1 grep -q ok /tmp/ticks
+refused 'a GPU job of exec' '\(cusim-client\): was started in the container by exec'
+podman exec c1 killall cusim-client
+check 'a short one is waited for' podman exec -d c1 sleep 1
+check 'a checkpoint' checkpoint
+ended
+
+# shellcheck disable=SC2016 # for the container's shell
+adopt='sleep 1000 < /dev/null > /dev/null 2>&1 &'
+start
+podman exec c1 sh -c "$adopt"
+check 'adopted by the init process' has sleep
+check 'a checkpoint' checkpoint
+ended
+check 'a restore' pod container restore --import /tmp/c1.tar > /dev/null
+check 'it is back' has sleep
+ended
+
+start --annotation dev.cryopod.check.exec=off
+podman exec -d c1 sleep 1000
+check 'a checkpoint without it, if asked for' checkpoint
+ended
+
+# Nothing keeps an engine from starting one when the plan has looked.
+printf '#!/bin/bash\ncase " $* " in *" checkpoint "*) /usr/bin/%s exec -d "${@: -1}" sleep 1000 < /dev/null > /dev/null 2>&1 ;; esac\nexec /usr/bin/%s "$@"\n' "$(basename "$(type -P "$low")")" "$low" > "/srv/$low"
+sed -i "s|/usr/bin/$low|$(type -P "$low")|g" "/srv/$low"
+chmod 755 "/srv/$low"
+sed -i "s|^low_level.*|low_level = \"/srv/$low\"|" /etc/cryopod/config.toml
+start
+refused 'one that came later' '\(sleep\): was started in the container by exec'
+ended
