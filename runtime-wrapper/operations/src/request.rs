@@ -140,13 +140,13 @@ mod tests {
             .map(OsString::from)
             .to_vec();
         assert_eq!(
-            with_flags(&line, 2, &["--manage-cgroups-mode", "ignore"]),
+            with_flags(&line, 2, &["--work-path", "/w"]),
             [
                 "--root",
                 "/r",
                 "restore",
-                "--manage-cgroups-mode",
-                "ignore",
+                "--work-path",
+                "/w",
                 "c1"
             ]
         );

@@ -9,9 +9,8 @@
 //! 5. [`mod@run`]: the low-level runtime and CRIU.
 //! 6. [`conclude`]: what was made is kept or removed.
 //!
-//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool: the low-level runtime
-//! restores it as it is, without runc's flag that crun does not know. Only a container that is created from such a
-//! checkpoint goes through all steps ([`run_new`]).
+//! A directory without metadata is a checkpoint of a container without GPUs, or of another tool. It goes through the same
+//! steps: its images are a stranger's no less.
 
 mod arguments;
 mod bundle;
@@ -38,20 +37,21 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{mount_namespace, passthrough, plugins, preload, rootfs, state};
+use crate::{mount_namespace, passthrough, plugins, preload, state};
 
-/// Restores a container. Execs the low-level runtime for one whose checkpoint has no metadata.
+/// Restores a container. Execs the low-level runtime, which says what it lacks, where there are no images.
 ///
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let spec = Spec::of_bundle(&inv.bundle()).unwrap_or_else(|_| Spec::from_json(Value::Null));
-    let told = Moment::AfterRestore.is_asked(&spec);
     let code = match open::open(ctx, inv)? {
         Some(checkpoint) => restore(ctx, inv, &checkpoint, None)?,
-        None if told => restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?,
-        None => return Err(without_metadata(ctx, inv)),
+        None if open::has_images(ctx, inv) => {
+            restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?
+        }
+        None => return Err(without_images(ctx, inv)),
     };
     if inv.flags.has("detach") {
         application::tell(ctx, inv, &spec, Moment::AfterRestore);
@@ -104,12 +104,8 @@ fn restore(
     result
 }
 
-/// Leaves a checkpoint without metadata to the low-level runtime. Returns only if that fails.
-fn without_metadata(ctx: &Context, inv: &Invocation) -> Error {
-    let images = inv.images_of_restore(ctx.low.kind);
-    if let Err(e) = rootfs::apply(&ctx.config.rootfs, &images, &inv.bundle()) {
-        return e;
-    }
+/// Leaves a directory without images to the low-level runtime. Returns only if that fails.
+fn without_images(ctx: &Context, inv: &Invocation) -> Error {
     match mount_namespace::enter() {
         // Without the right to it, the low-level runtime has none to unmount anything either, and reports what it lacks.
         Err(e) if e.kind() != io::ErrorKind::PermissionDenied => {
