@@ -23,7 +23,8 @@
 //! a device node that the images themselves bring, and a process of the host that starts while CRIU works and whose pid
 //! the images guess. The checks of the images are for these.
 //!
-//! A container that has the host's `/` or `/proc` by its spec has nothing to be kept from: there is no root of its own.
+//! There is no such root where a container has the host's `/` or `/proc` by its spec, as nothing is to be kept from it; and
+//! where the administrator's configuration of CRIU has an action script, which may need anything of the host.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -323,9 +324,12 @@ struct Parts {
 
 impl View<'_> {
     fn make(&self) -> io::Result<()> {
-        let sources = self.sources();
+        let settings = self.settings();
+        let sources = self.sources(&settings);
         let whole = |s: &PathBuf| matches!(s.to_str(), Some("/" | "/proc"));
-        if sources.iter().any(whole) {
+        let scripts = settings.iter().filter(|(name, _)| name == "action-script");
+        let mut scripts = scripts.map(|(_, script)| Path::new(script));
+        if sources.iter().any(whole) || scripts.any(|s| !s.starts_with(self.operation)) {
             return Ok(());
         }
         unshare(CloneFlags::CLONE_NEWNS)?;
@@ -346,29 +350,37 @@ impl View<'_> {
         self.enter(parts)
     }
 
-    /// The sources of the container's mounts on the host.
-    fn sources(&self) -> BTreeSet<PathBuf> {
-        let mut all: BTreeSet<PathBuf> = BTreeSet::new();
+    /// The sources of the container's mounts on the host, and other places that CRIU mounts from.
+    fn sources(&self, settings: &[(String, String)]) -> BTreeSet<PathBuf> {
         let mounts = self.options.mounts.iter();
-        all.extend(mounts.map(|m| PathBuf::from(&m.source)));
-        let external = self.options.external.iter().map(String::as_str);
-        all.extend(external.filter_map(external_source));
-        let mut files: Vec<PathBuf> = self.configurations();
-        files.push("/etc/criu/default.conf".into());
-        for file in files {
-            let text = fs::read_to_string(file).unwrap_or_default();
-            let lines = text.lines().filter_map(|line| {
-                let line = line.trim_start_matches('-').trim_start();
-                let value = line.strip_prefix("external")?;
-                external_source(
-                    value.trim_matches(|c: char| c.is_whitespace() || "=\"".contains(c)),
-                )
-            });
-            all.extend(lines);
-        }
+        let mut all: BTreeSet<PathBuf> = mounts.map(|m| PathBuf::from(&m.source)).collect();
+        let configured = settings.iter().filter(|(name, _)| name == "external");
+        let configured = configured.map(|(_, value)| value);
+        let external = self.options.external.iter().chain(configured);
+        all.extend(external.filter_map(|value| external_source(value)));
+        let yards = settings.iter().filter(|(name, _)| name == "cgroup-yard");
+        all.extend(yards.map(|(_, path)| PathBuf::from(path)));
         // CRIU's own words, as AUTO, are no paths.
         all.retain(|source| source.is_absolute());
         all
+    }
+
+    /// Options and values of CRIU's configuration files.
+    fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = Vec::new();
+        let mut files = self.configurations();
+        files.push("/etc/criu/default.conf".into());
+        for file in files {
+            let text = fs::read_to_string(file).unwrap_or_default();
+            let words = |line: &str| {
+                let line = line.trim().trim_start_matches('-');
+                let (name, value) = line.split_once(|c: char| c.is_whitespace() || c == '=')?;
+                let value = value.trim_matches(|c: char| c.is_whitespace() || "=\"".contains(c));
+                Some((name.to_owned(), value.to_owned()))
+            };
+            settings.extend(text.lines().filter_map(words));
+        }
+        settings
     }
 
     /// CRIU's configuration files that have no fixed place.

@@ -141,14 +141,7 @@ mod tests {
             .to_vec();
         assert_eq!(
             with_flags(&line, 2, &["--work-path", "/w"]),
-            [
-                "--root",
-                "/r",
-                "restore",
-                "--work-path",
-                "/w",
-                "c1"
-            ]
+            ["--root", "/r", "restore", "--work-path", "/w", "c1"]
         );
     }
 }
