@@ -40,6 +40,7 @@ use std::process::{Command, ExitCode};
 use cryopod_host::detached::Detached;
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo;
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl, open};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
@@ -316,6 +317,8 @@ struct Parts {
     /// Targets, and where the links are.
     links: Vec<(PathBuf, PathBuf)>,
     copies: Vec<(PathBuf, Vec<u8>)>,
+    /// Directories that are to be empty.
+    covered: Vec<PathBuf>,
     /// The host's mount points.
     host: Vec<PathBuf>,
     empty: PathBuf,
@@ -537,7 +540,7 @@ impl View<'_> {
                 true => parts
                     .mounts
                     .push((at, Detached::new(c"tmpfs", &[(c"mode", "755")])?)),
-                false => parts.mounts.push((at, Detached::of(&parts.empty, false)?)),
+                false => parts.covered.push(at),
             }
         }
         let descriptors = [self.images, self.work].into_iter().flatten();
@@ -604,6 +607,7 @@ impl Parts {
             mounts: Vec::new(),
             links: Vec::new(),
             copies: Vec::new(),
+            covered: Vec::new(),
             host: host.map(|m| m.point).collect(),
             empty,
             scratch,
@@ -761,6 +765,15 @@ impl Parts {
                 // A process has ended meanwhile.
                 Err(e) if path.starts_with("/proc") && e.kind() == io::ErrorKind::NotFound => {}
                 other => other.map_err(at(&path))?,
+            }
+        }
+        // There may be thousands: one call each.
+        fs::create_dir("/empty")?;
+        let none = None::<&str>;
+        for path in self.covered {
+            match mount(Some("/empty"), &path, none, MsFlags::MS_BIND, none) {
+                Err(Errno::ENOENT | Errno::ESRCH) => {}
+                other => other.map_err(|e| at(&path)(e.into()))?,
             }
         }
         for (target, path) in deep {
