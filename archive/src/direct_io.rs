@@ -205,7 +205,7 @@ impl Write for Through {
         }
         // Writes aligned data without a copy.
         let uncopied = !self.busy && direct.have == 0;
-        if uncopied && data.len() >= UNCOPIED_BYTES && data.as_ptr().addr() % ALIGN == 0 {
+        if uncopied && data.len() >= UNCOPIED_BYTES && data.as_ptr().addr().is_multiple_of(ALIGN) {
             let n = data.len().min(DIRECT_BYTES) / ALIGN * ALIGN;
             self.write_direct(&data[..n])?;
             return Ok(n);

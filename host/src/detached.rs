@@ -1,9 +1,9 @@
 //! Mounts that are made apart and then attached, also in another mount namespace.
 //!
 //! A bind mount cannot reach from one mount namespace into another. A detached copy of a mount can: `open_tree(2)` makes
-//! it, `mount_setattr(2)` (Linux 5.12) limits it, `move_mount(2)` attaches it.
+//! it, `mount_setattr(2)` (Linux 5.12) limits it, `move_mount(2)` attaches it. `fsopen(2)` makes a new file system.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -25,9 +25,32 @@ impl Detached {
         // SAFETY: reads the path, which ends with a zero.
         let fd =
             unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
-        let fd = RawFd::try_from(checked(fd)?).map_err(io::Error::other)?;
-        // SAFETY: the call has just opened it, and nobody else has it.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(Self(opened(fd)?))
+    }
+
+    /// Makes a file system of this type, with options as `mount -o` takes them.
+    pub fn new(fs_type: &CStr, options: &[(&CStr, &str)]) -> io::Result<Self> {
+        const SET_STRING: libc::c_uint = 1;
+        const CREATE: libc::c_uint = 6;
+        const CLOEXEC: libc::c_uint = 1;
+        // SAFETY: reads the type, which ends with a zero.
+        let context =
+            opened(unsafe { libc::syscall(libc::SYS_fsopen, fs_type.as_ptr(), CLOEXEC) })?;
+        let configure = |command: libc::c_uint,
+                         key: *const libc::c_char,
+                         value: *const libc::c_char| {
+            let context = context.as_raw_fd();
+            // SAFETY: the strings end with a zero, or are null where the command takes none.
+            checked(unsafe { libc::syscall(libc::SYS_fsconfig, context, command, key, value, 0) })
+        };
+        for (key, value) in options {
+            let value = CString::new(*value)?;
+            configure(SET_STRING, key.as_ptr(), value.as_ptr())?;
+        }
+        configure(CREATE, std::ptr::null(), std::ptr::null())?;
+        // SAFETY: takes numbers.
+        let mount = unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, 0) };
+        Ok(Self(opened(mount)?))
     }
 
     /// Sets attributes (`MOUNT_ATTR_*`) and the propagation (`MS_PRIVATE`, ...; 0: as it is), of all that is mounted below
@@ -35,6 +58,13 @@ impl Detached {
     pub fn set(&self, attributes: u64, propagation: u64) -> io::Result<()> {
         let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
         set(self.0.as_fd(), attributes, propagation, flags)
+    }
+
+    /// Returns true if its root is a directory.
+    pub fn is_directory(&self) -> io::Result<bool> {
+        Ok(std::fs::File::from(self.0.try_clone()?)
+            .metadata()?
+            .is_dir())
     }
 
     /// Mounts it over a file or directory, of which a descriptor with `O_PATH` is enough.
@@ -79,6 +109,13 @@ fn set(mount: BorrowedFd<'_>, attributes: u64, propagation: u64, flags: i32) -> 
         )
     };
     checked(done).map(drop)
+}
+
+/// The descriptor that a call has just opened, and nobody else has.
+fn opened(result: libc::c_long) -> io::Result<OwnedFd> {
+    let fd = RawFd::try_from(checked(result)?).map_err(io::Error::other)?;
+    // SAFETY: see above.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn checked(result: libc::c_long) -> io::Result<libc::c_long> {

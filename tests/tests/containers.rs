@@ -22,6 +22,8 @@ crate::scenarios! {
     application_runc: V1 ["runc"] "containers/application.sh";
     failed_restore_crun: V2 ["crun"] "containers/failed_restore.sh";
     failed_restore_runc: V1 ["runc"] "containers/failed_restore.sh";
+    upgrade_crun: V2 ["crun"] "containers/upgrade.sh";
+    upgrade_runc: V1 ["runc"] "containers/upgrade.sh";
     helpers_crun: V2 ["crun"] "archive/lib.sh" + "containers/helpers.sh";
     helpers_runc: V2 ["runc"] "archive/lib.sh" + "containers/helpers.sh";
 }

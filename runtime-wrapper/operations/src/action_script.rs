@@ -35,7 +35,8 @@ impl ActionScript {
         let listener = UnixListener::bind(&path)
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(Error::io(what))?;
-        let me = std::env::current_exe().map_err(Error::io("/proc/self/exe: cannot be read"))?;
+        // By process, not by path: a package upgrade may remove the file meanwhile.
+        let me = format!("/proc/{}/exe", std::process::id());
         let hook = op.file(HOOK_NAME);
         std::os::unix::fs::symlink(me, &hook)
             .map_err(Error::io(format!("{}: cannot be made", hook.display())))?;

@@ -77,6 +77,8 @@ pub struct Criu {
     pub options: BTreeMap<String, CriuValue>,
     /// Directories in which the annotation `org.criu.config` may name a file.
     pub config_directories: Vec<PathBuf>,
+    /// At a restore CRIU sees of the host only what the container needs.
+    pub private_root: bool,
 }
 
 impl Default for Criu {
@@ -85,6 +87,7 @@ impl Default for Criu {
             program: None,
             options: BTreeMap::new(),
             config_directories: vec!["/etc/criu".into()],
+            private_root: true,
         }
     }
 }

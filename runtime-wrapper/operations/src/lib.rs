@@ -62,6 +62,7 @@ mod pause;
 pub mod plugins;
 pub mod preflight;
 pub mod preload;
+mod private_root;
 pub mod progress;
 #[cfg(test)]
 mod reach_tests;
@@ -101,6 +102,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     let called_as = argv.first().map(Path::new).and_then(Path::file_name);
     if called_as == Some(action_script::HOOK_NAME.as_ref()) {
         return action_script::hook(Path::new(&argv[0]));
+    }
+    if called_as == Some(private_root::NAME.as_ref()) {
+        return private_root::launch(&argv);
     }
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
     let ctx = match context(args) {

@@ -26,7 +26,9 @@ use crate::error::Error;
 pub const BASE: &str = "/run/cryopod";
 
 /// Where an operation's directory shows the files that are mounted into the container.
-const SHOWN: &str = "mounts";
+pub const SHOWN: &str = "mounts";
+/// What CRIU's plugin writes for the wrapper, and the wrapper for a plugin that is at work.
+pub const EXCHANGE: &str = "exchange";
 
 pub fn base() -> PathBuf {
     std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
@@ -70,6 +72,7 @@ impl Operation {
             .create(&op.dir)
             .map_err(Error::io(made(&op.dir)))?;
         op.subdirectory("plugins")?;
+        op.subdirectory(EXCHANGE)?;
         Ok(op)
     }
 

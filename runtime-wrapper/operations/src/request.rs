@@ -140,15 +140,8 @@ mod tests {
             .map(OsString::from)
             .to_vec();
         assert_eq!(
-            with_flags(&line, 2, &["--manage-cgroups-mode", "ignore"]),
-            [
-                "--root",
-                "/r",
-                "restore",
-                "--manage-cgroups-mode",
-                "ignore",
-                "c1"
-            ]
+            with_flags(&line, 2, &["--work-path", "/w"]),
+            ["--root", "/r", "restore", "--work-path", "/w", "c1"]
         );
     }
 }

@@ -20,9 +20,9 @@ mod plan;
 mod prepare;
 mod run;
 
+use std::io;
 use std::process::ExitCode;
 
-use cryopod_archive::names;
 use cryopod_gpu_plan::gpumap;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
@@ -37,24 +37,22 @@ use crate::error::Error;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
-use crate::{passthrough, plugins, preload, state};
+use crate::{mount_namespace, passthrough, plugins, preload, state};
 
-/// Restores a container. Execs the low-level runtime for a directory without images, which it reports.
+/// Restores a container. Execs the low-level runtime, which says what it lacks, where there are no images.
 ///
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let spec = Spec::of_bundle(&inv.bundle()).unwrap_or_else(|_| Spec::from_json(Value::Null));
-    let images = inv.images_of_restore(ctx.low.kind);
-    let checkpoint = match open::open(ctx, inv)? {
-        Some(checkpoint) => checkpoint,
-        None if !images.join(names::CRIU_INVENTORY).exists() => {
-            return Err(passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)));
+    let code = match open::open(ctx, inv)? {
+        Some(checkpoint) => restore(ctx, inv, &checkpoint, None)?,
+        None if open::has_images(ctx, inv) => {
+            restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?
         }
-        None => open::without_gpus(ctx, inv)?,
+        None => return Err(without_images(ctx, inv)),
     };
-    let code = restore(ctx, inv, &checkpoint, None)?;
     if inv.flags.has("detach") {
         application::tell(ctx, inv, &spec, Moment::AfterRestore);
     }
@@ -105,4 +103,15 @@ fn restore(
         state::remove(ctx, inv, &request.tools);
     }
     result
+}
+
+/// Leaves a directory without images to the low-level runtime. Returns only if that fails.
+fn without_images(ctx: &Context, inv: &Invocation) -> Error {
+    match mount_namespace::enter() {
+        // Without the right to it, the low-level runtime has none to unmount anything either, and reports what it lacks.
+        Err(e) if e.kind() != io::ErrorKind::PermissionDenied => {
+            Error::io("a mount namespace for the restore cannot be made")(e)
+        }
+        _ => passthrough::exec(&ctx.low, &arguments::fit(ctx, inv)),
+    }
 }

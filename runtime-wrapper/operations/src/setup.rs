@@ -25,9 +25,9 @@ use crate::request::Request;
 use crate::vram;
 
 /// The file in the operation's directory that tells the plugin to give up.
-pub const ABORT_FILE: &str = "abort";
+pub const ABORT_FILE: &str = "exchange/abort";
 const CRIU_CONF: &str = "criu.conf";
-const PLUGIN_REPORT: &str = "plugin-report.json";
+const PLUGIN_REPORT: &str = "exchange/plugin-report.json";
 
 pub fn no_criu() -> Error {
     Error::Failed(

@@ -100,8 +100,9 @@ pub fn overlay(
         return Ok(None);
     }
     let directory = op.file(DIRECTORY);
+    // Its own processes open images as the user that they are mapped to (`crate::searchable`).
     DirBuilder::new()
-        .mode(0o700)
+        .mode(0o711)
         .create(&directory)
         .map_err(Error::io(format!(
             "{}: cannot be made",

@@ -19,6 +19,12 @@ pub(super) struct Checkpoint {
     pub handed: Handed,
 }
 
+/// Returns true if the command line names a directory with images of CRIU.
+pub(super) fn has_images(ctx: &Context, inv: &Invocation) -> bool {
+    let directory = inv.images_of_restore(ctx.low.kind);
+    directory.join(names::CRIU_INVENTORY).is_file()
+}
+
 /// Opens a checkpoint without metadata: of a container without GPUs, or of another tool.
 ///
 /// # Errors

@@ -20,7 +20,7 @@ use crate::searchable::{self, Searchable};
 use crate::security::image_check::CheckedImages;
 use crate::setup::{Ready, Setup};
 use crate::surroundings::Provision;
-use crate::{facts, images, loopback, store, vram};
+use crate::{facts, images, loopback, private_root, store, vram};
 
 pub(super) struct Prepared {
     pub ready: Ready,
@@ -103,6 +103,9 @@ pub(super) fn prepare(
     };
     let mut ready = setup.restore(op, &plugins, nvidia, vram, &provision.extra)?;
     ready.env.append(&mut env);
+    if request.config().criu.private_root {
+        ready.env.append(&mut private_root::prepare(op)?);
+    }
     let mut arguments = provision.arguments(request, low_version.as_deref(), &args);
     let runtime_log = RuntimeLog::apart(op, &request.ctx.low, request.inv, &mut arguments);
     Ok(Prepared {

@@ -63,3 +63,16 @@ cp /tmp/default.conf /etc/criu/default.conf
 cryopod-runtime restore --detach --image-path /tmp/i --work-path /tmp/w --bundle /tmp/b c1 < /dev/null > /tmp/said 2>&1 || { cat /tmp/said; grep Error /tmp/w/restore.log; exit 1; }
 [ "$(cryopod-runtime exec c1 cat /opt/x/lib.so)" = lib ]
 echo 'ok: the same archive restored'
+cryopod-runtime delete --force c1 2> /dev/null || true
+
+# Without a GPU, and with images that CRIU cannot restore.
+bundle /tmp/p sleep 1000
+(cd /tmp/p && cryopod-runtime run -d c2 < /dev/null > /dev/null 2>&1)
+cryopod-runtime checkpoint --image-path /tmp/j c2
+cryopod-runtime delete --force c2 2> /dev/null || true
+truncate -s -20 /tmp/j/fdinfo-2.img
+state > /tmp/before
+if cryopod-runtime restore --detach --image-path /tmp/j --work-path /tmp/w --bundle /tmp/p c2 < /dev/null > /tmp/said 2>&1; then echo 'a damaged image: restored'; exit 1; fi
+cryopod-runtime delete --force c2 > /dev/null 2>&1 || true
+wait_for same > /dev/null || { diff /tmp/before /tmp/after; cat /tmp/said; exit 1; }
+echo 'ok: without a GPU nothing is left either'
