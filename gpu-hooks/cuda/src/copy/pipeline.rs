@@ -183,12 +183,11 @@ impl Copier {
             checked("a copy", code)?;
             ring.record(slot)?;
             under_way.push_back(slot);
-            if under_way.len() > BUFFERS / 2 {
-                if let Some(oldest) = under_way.pop_front() {
+            if under_way.len() > BUFFERS / 2
+                && let Some(oldest) = under_way.pop_front() {
                     ring.wait(oldest)?;
                     let _ = give.send(oldest);
                 }
-            }
         }
         Ok(())
     }

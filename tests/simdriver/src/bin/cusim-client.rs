@@ -258,7 +258,7 @@ fn fill(cuda: &Cuda, p: CuDevicePtr, bytes: usize, seed: u64, content: Content) 
             let random = match content {
                 Content::Random => true,
                 Content::Zero => false,
-                Content::Half => number % 2 == 0,
+                Content::Half => number.is_multiple_of(2),
             };
             let first = (at + k * MIB) as u64 / 8;
             for (i, word) in (first..).zip(mib.chunks_exact_mut(8)) {

@@ -85,7 +85,7 @@ pub fn find(inner: &Inner, address: u64, len: u64) -> Option<Result<Place, CuRes
 
 /// `cuMemAddressReserve`.
 pub fn reserve(inner: &mut Inner, bytes: u64) -> Result<u64, CuResult> {
-    if bytes == 0 || bytes % UNIT != 0 {
+    if bytes == 0 || !bytes.is_multiple_of(UNIT) {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let address = inner.next_address.next_multiple_of(UNIT);
@@ -95,7 +95,7 @@ pub fn reserve(inner: &mut Inner, bytes: u64) -> Result<u64, CuResult> {
 
 /// `cuMemCreate`.
 pub fn create(inner: &mut Inner, bytes: u64, ordinal: i32) -> Result<u64, CuResult> {
-    if bytes == 0 || bytes % UNIT != 0 {
+    if bytes == 0 || !bytes.is_multiple_of(UNIT) {
         return Err(CUDA_ERROR_INVALID_VALUE);
     }
     let ordinal = usize::try_from(ordinal).map_err(|_| CUDA_ERROR_INVALID_DEVICE)?;
