@@ -21,5 +21,6 @@ pub mod nodes;
 pub mod processes;
 pub mod programs;
 pub mod sandbox;
+pub mod shared;
 pub mod sock_diag;
 pub mod spec;

@@ -72,7 +72,8 @@ impl Sandbox {
     }
 
     /// Starts the work in a child: a copy of this process with standard input, output and error, and no other
-    /// descriptors. It dies with the thread that made it.
+    /// descriptors. Those that the work has from here are closed, so it opens its files itself. The child dies with the
+    /// thread that made it.
     ///
     /// The child has one thread. A lock that another thread of this process holds is never released in it, so start it
     /// before there are others, or let the work take no lock but the allocator's, which the C library releases.

@@ -233,6 +233,7 @@ mod security {
     crate::scenarios! {
         privileges_crun: V2 ["crun"] "security/privileges.sh";
         privileges_runc: V1 ["runc"] "security/privileges.sh";
+        confined_crun: V2 ["crun"] "archive/lib.sh" + "security/confined.sh";
     }
 }
 

@@ -73,6 +73,8 @@ impl fmt::Display for Kind {
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
+    /// The image that was asked for.
+    asked: Option<String>,
     kind: Kind,
     pub(crate) inner: Inner,
 }
@@ -102,9 +104,26 @@ impl Source {
         let (kind, inner) = detect::detect(path, image, limits)?;
         Ok(Self {
             path: path.into(),
+            asked: image.map(str::to_owned),
             kind,
             inner,
         })
+    }
+
+    /// Opens the same checkpoint with descriptors of its own, for a child that has not those of its parent. Without the
+    /// files of a store that were joined.
+    ///
+    /// # Errors
+    /// As for [`Source::open`]; another image has taken its place.
+    pub(crate) fn reopen(&self, limits: &Limits) -> Result<Self, Error> {
+        let again = Self::open_image(&self.path, self.asked.as_deref(), limits)?;
+        if again.image().map(|i| &i.digest) != self.image().map(|i| &i.digest) {
+            return Err(Error::NotACheckpoint {
+                path: self.path.clone(),
+                reason: "another image has taken its place meanwhile".into(),
+            });
+        }
+        Ok(again)
     }
 
     pub fn kind(&self) -> Kind {

@@ -5,6 +5,8 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::index::{Digest, Index};
 use super::read::{Opening, open_file};
 use super::{Vram, VramError};
@@ -68,6 +70,43 @@ pub(super) fn open(
         )
     });
     Err(VramError::Parent { path, reason })
+}
+
+/// The parent upon which a table builds, by the table's own words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    digest: String,
+    places: Vec<PathBuf>,
+}
+
+impl Wanted {
+    /// Reads the table of an image directory or an unpacked checkpoint. `None`: it builds upon nothing.
+    ///
+    /// # Errors
+    /// The table is damaged.
+    pub fn of(checkpoint: &Path) -> Result<Option<Self>, VramError> {
+        let places = [
+            checkpoint.join(names::CHECKPOINT_DIR),
+            checkpoint.to_owned(),
+        ];
+        let Some(dir) = places.iter().find(|d| d.join(names::VRAM_INDEX).is_file()) else {
+            return Ok(None);
+        };
+        let path = dir.join(names::VRAM_INDEX);
+        let index = Index::read(&open_file(&path)?, &path)?;
+        Ok(index.parent.map(|digest| Self {
+            digest: digest.to_string(),
+            places: named(&index, Some(dir)),
+        }))
+    }
+
+    /// Finds the directory whose table has the digest, as [`find`](fn@find) does. Reads no more than that.
+    pub fn find(&self, search: &[PathBuf]) -> Option<PathBuf> {
+        let digest: Digest = self.digest.parse().ok()?;
+        let found = search.iter().flat_map(|place| below(place));
+        let mut places = self.places.iter().cloned().chain(found);
+        places.find(|place| table_digest(place) == Some(digest))
+    }
 }
 
 /// The paths that are known without a search.
