@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::Error;
+use cryopod_archive::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
 use cryopod_archive::vram::parent::Wanted;
@@ -45,26 +46,29 @@ impl Decoding {
         }
     }
 
-    /// Adds the checkpoints upon which an image directory builds. Its own tables say where they are, so a place counts
-    /// only if there is a table with the digest that is wanted.
-    pub fn add_parents(&mut self, archive: &Path, search: &[PathBuf]) {
-        let mut directory = sandbox::real(archive);
+    /// Adds the checkpoints upon which one builds. Tables say where they are, so a place counts only if there is a table
+    /// with the digest that is wanted.
+    pub fn add_parents(&mut self, wanted: Option<Wanted>, search: &[PathBuf]) {
+        let mut wanted = wanted;
         for _ in 0..MAX_PARENTS {
-            let decoding = Self {
-                read: vec![directory.clone()],
-                limit: self.limit,
-            };
-            let said = decoding.run(|| Ok(serde_json::to_vec(&Wanted::of(&directory)?)?));
-            // Verifying says what is wrong.
-            let said = said
-                .ok()
-                .and_then(|said| serde_json::from_slice(&said).ok());
-            let wanted: Option<Wanted> = said.flatten();
+            // If one is missing, the work says so.
             let Some(parent) = wanted.and_then(|wanted| wanted.find(search)) else {
                 return;
             };
-            directory = sandbox::real(&parent);
-            self.read.push(directory.clone());
+            let parent = sandbox::real(&parent);
+            self.read.push(parent.clone());
+            let decoding = Self {
+                read: vec![parent.clone()],
+                limit: self.limit,
+            };
+            let said = decoding.run(|| {
+                let table = std::fs::read(parent.join(names::VRAM_INDEX))?;
+                Ok(serde_json::to_vec(&Wanted::of(&table, Some(&parent))?)?)
+            });
+            let said = said
+                .ok()
+                .and_then(|said| serde_json::from_slice(&said).ok());
+            wanted = said.flatten();
         }
     }
 

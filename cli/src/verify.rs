@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use cryopod_archive::limits::raise_open_files;
 use cryopod_archive::progress::Progress;
-use cryopod_archive::verify::{Verified, VerifyOptions, verify};
+use cryopod_archive::verify::{Verified, VerifyOptions, table, verify_with};
+use cryopod_archive::vram::parent::Wanted;
 
 use crate::confined::Decoding;
 use crate::store::stores;
@@ -44,11 +45,28 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut decoding = Decoding::of(place.path());
     decoding.read.extend(args.parents.iter().cloned());
     decoding.read.extend(stores.iter().cloned());
-    decoding.add_parents(place.path(), &args.parents);
+    // Where it builds upon others, they are read, too.
+    let table = decoding.run(|| {
+        let source = place.open()?;
+        let Some(table) = table(&source, &options.limits)? else {
+            return Ok(Vec::new());
+        };
+        let wanted = Wanted::of(&table, source.images_directory().as_deref());
+        // A damaged table is verify's to report.
+        let mut said = serde_json::to_vec(&wanted.ok().flatten())?;
+        said.push(b'\n');
+        said.extend(table);
+        Ok(said)
+    })?;
+    let table = table.iter().position(|b| *b == b'\n').map(|end| {
+        let wanted = serde_json::from_slice(&table[..end]).ok().flatten();
+        decoding.add_parents(wanted, &[&args.parents[..], &stores].concat());
+        table[end + 1..].to_vec()
+    });
     let progress = Arc::clone(&options.progress);
     let options = VerifyOptions { stores, ..options };
     let verifying = decoding.start(|| {
-        let done = verify(&place.open()?, &options)?;
+        let done = verify_with(&place.open()?, table, &options)?;
         Ok(said(&place, &done).into_bytes())
     })?;
     let said = ui::with_progress("verify", args.quiet, &progress, || verifying.finish())?;

@@ -80,23 +80,15 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// Reads the table of an image directory or an unpacked checkpoint. `None`: it builds upon nothing.
+    /// Reads a table, and in which directory it is, if it is in one. `None`: it builds upon nothing.
     ///
     /// # Errors
     /// The table is damaged.
-    pub fn of(checkpoint: &Path) -> Result<Option<Self>, VramError> {
-        let places = [
-            checkpoint.join(names::CHECKPOINT_DIR),
-            checkpoint.to_owned(),
-        ];
-        let Some(dir) = places.iter().find(|d| d.join(names::VRAM_INDEX).is_file()) else {
-            return Ok(None);
-        };
-        let path = dir.join(names::VRAM_INDEX);
-        let index = Index::read(&open_file(&path)?, &path)?;
+    pub fn of(table: &[u8], dir: Option<&Path>) -> Result<Option<Self>, VramError> {
+        let index = Index::parse(table, Path::new(names::VRAM_INDEX))?;
         Ok(index.parent.map(|digest| Self {
             digest: digest.to_string(),
-            places: named(&index, Some(dir)),
+            places: named(&index, dir),
         }))
     }
 

@@ -17,8 +17,6 @@ use std::path::Path;
 
 use cryopod_host::spec::Spec;
 
-use crate::argv::Invocation;
-
 /// containerd's namespaces of root's own engines: of `ctr` and nerdctl, and of docker.
 const OWN: [&str; 2] = ["default", "moby"];
 /// containerd's namespace of its CRI.
@@ -44,10 +42,9 @@ pub enum Tenant {
 }
 
 impl Tenant {
-    /// Whose container this command line makes.
-    pub fn of(inv: &Invocation, spec: &Spec) -> Self {
-        let root = inv.globals.root.as_deref();
-        Self::from(Self::user(), containerd(&inv.id, &inv.bundle(), root), spec)
+    /// Whose container a command line makes; `root` is the runtime's directory of states.
+    pub fn of(id: &str, bundle: &Path, root: Option<&Path>, spec: &Spec) -> Self {
+        Self::from(Self::user(), containerd(id, bundle, root), spec)
     }
 
     /// The user outside of all user namespaces as whom this process runs; `None`: not known.
