@@ -20,6 +20,7 @@ mod output;
 mod pack;
 mod pull;
 mod push;
+mod registry_args;
 mod resume;
 mod setup;
 mod store;

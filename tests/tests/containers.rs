@@ -18,6 +18,8 @@ crate::scenarios! {
     application_runc: V1 ["runc"] "containers/application.sh";
     failed_restore_crun: V2 ["crun"] "containers/failed_restore.sh";
     failed_restore_runc: V1 ["runc"] "containers/failed_restore.sh";
+    refused_before_crun: V2 ["crun"] "archive/lib.sh" + "containers/refused_before.sh";
+    refused_before_runc: V1 ["runc"] "archive/lib.sh" + "containers/refused_before.sh";
     helpers_crun: V2 ["crun"] "archive/lib.sh" + "containers/helpers.sh";
     helpers_runc: V2 ["runc"] "archive/lib.sh" + "containers/helpers.sh";
 }

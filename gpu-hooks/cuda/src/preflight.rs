@@ -116,7 +116,8 @@ impl Process {
     fn stopped(&self) -> Finding {
         self.stopped.then(|| {
             (
-                "it is stopped by a signal (SIGSTOP, SIGTSTP), and the driver needs its threads".to_owned(),
+                "it is stopped by a signal (SIGSTOP, SIGTSTP), and the driver needs its threads"
+                    .to_owned(),
                 format!("continue it for the checkpoint: kill -CONT {}", self.pid),
             )
         })
@@ -280,14 +281,21 @@ mod tests {
     #[test]
     fn a_stopped_process_is_said_at_once() {
         let machine = machine("580.159.04");
-        for (pid, state) in [(10, "S (sleeping)"), (11, "T (stopped)"), (12, "t (tracing stop)")] {
+        for (pid, state) in [
+            (10, "S (sleeping)"),
+            (11, "T (stopped)"),
+            (12, "t (tracing stop)"),
+        ] {
             process(machine.path(), pid, "", "");
             let status = machine.path().join(format!("proc/{pid}/status"));
             fs::write(status, format!("Name:\tpython3\nState:\t{state}\n")).unwrap();
         }
         let told = told(machine.path(), &[10, 11, 12]);
         assert_eq!(told.len(), 1, "{told:?}");
-        assert!(told[0].starts_with("11 it is stopped by a signal"), "{told:?}");
+        assert!(
+            told[0].starts_with("11 it is stopped by a signal"),
+            "{told:?}"
+        );
     }
 
     #[test]

@@ -31,7 +31,10 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
         // The kernel compares real, effective and saved ids.
         uids.iter().take(3).any(|id| *id != uid) || gids.iter().take(3).any(|id| *id != gid)
     };
-    let found = scan.processes.iter().filter(|p| p.state != 'Z' && others(p.pid));
+    let found = scan
+        .processes
+        .iter()
+        .filter(|p| p.state != 'Z' && others(p.pid));
     found
         .map(|process| Refusal {
             process: Some((process.pid, process.comm.clone())),
