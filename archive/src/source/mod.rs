@@ -55,17 +55,21 @@ pub enum Kind {
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tar = |f: &mut fmt::Formatter<'_>, what: &str, by: &Compression| match by {
+            Compression::None => write!(f, "{what} (not compressed)"),
+            by => write!(f, "{what} ({by})"),
+        };
         match self {
-            Self::PodmanTar(c) => write!(f, "podman export file ({c})"),
+            Self::PodmanTar(c) => tar(f, "podman export file", c),
             Self::Directory => f.write_str("unpacked checkpoint"),
             Self::CriuDirectory => f.write_str("directory of CRIU images"),
             Self::OciLayout => f.write_str("OCI image layout"),
             Self::OciArchive => f.write_str("OCI image archive"),
             Self::Containerd { archive: true } => f.write_str("containerd checkpoint archive"),
             Self::Containerd { archive: false } => f.write_str("containerd checkpoint layout"),
-            Self::CrioTar(c) => write!(f, "CRI-O checkpoint file ({c})"),
-            Self::CriContainerdTar(c) => write!(f, "containerd CRI checkpoint file ({c})"),
-            Self::CriuTar(c) => write!(f, "tar of CRIU images ({c})"),
+            Self::CrioTar(c) => tar(f, "CRI-O checkpoint file", c),
+            Self::CriContainerdTar(c) => tar(f, "containerd CRI checkpoint file", c),
+            Self::CriuTar(c) => tar(f, "tar of CRIU images", c),
         }
     }
 }
