@@ -7,8 +7,8 @@
 //!   `.../NAMESPACE/ID`;
 //! - a pod's namespace. containerd's CRI sets its annotations last, over those that a pod may pass on
 //!   (`DefaultCRIAnnotations`). CRI-O adds the kubelet's labels last, and `io.container.manager`, which podman always
-//!   overwrites. Images bring annotations, too (podman before 6, CRI-O), so an annotation counts only where
-//!   containerd's namespace or CRI-O's name shows that a CRI wrote it.
+//!   overwrites. Pods and images bring annotations, too (CRI-O), so one counts only where containerd's namespace or
+//!   CRI-O's name shows that a CRI wrote it.
 //!
 //! Whatever looks like a pod is not root's own.
 
