@@ -23,7 +23,7 @@ use landlock::{
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::{WaitStatus, waitpid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -34,6 +34,8 @@ use seccompiler::{
 const LANDLOCK: ABI = ABI::V6;
 /// The most bytes of a result.
 const MAX_RESULT: u64 = 2 << 30;
+/// How long a child may take to end once it has said all.
+const GRACE: Duration = Duration::from_secs(2);
 /// The first byte of a result.
 const DONE: u8 = 0;
 const FAILED: u8 = 1;
@@ -212,7 +214,7 @@ impl Worker {
     pub fn finish(mut self, limit: Duration) -> Result<Vec<u8>, SandboxError> {
         let ended = |what: String| SandboxError::Ended(what);
         let bytes = self.read(limit).map_err(|e| ended(e.to_string()))?;
-        let status = self.pid.take().map(|pid| waitpid(pid, None));
+        let status = self.end();
         match bytes.split_first() {
             Some((&DONE, bytes)) => Ok(bytes.to_vec()),
             Some((&FAILED, text)) => {
@@ -220,9 +222,27 @@ impl Worker {
                 Err(SandboxError::Failed(text))
             }
             _ => Err(ended(match status {
-                Some(Ok(WaitStatus::Signaled(_, signal, _))) => format!("was killed by {signal}"),
+                Some(WaitStatus::Signaled(_, signal, _)) => format!("was killed by {signal}"),
                 _ => "ended without an answer".into(),
             })),
+        }
+    }
+
+    /// Waits for the end of a child that has said all, and kills one that goes on.
+    fn end(&mut self) -> Option<WaitStatus> {
+        let pid = self.pid.take()?;
+        let end = Instant::now() + GRACE;
+        loop {
+            match waitpid(pid, Some(WaitPidFlag::WNOHANG)) {
+                Ok(WaitStatus::StillAlive) if Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(WaitStatus::StillAlive) => {
+                    let _ = kill(pid, Signal::SIGKILL);
+                    return waitpid(pid, None).ok();
+                }
+                status => return status.ok(),
+            }
         }
     }
 

@@ -219,3 +219,35 @@ fn what_hangs_is_killed() {
     assert!(hangs.to_string().contains("took longer"), "{hangs}");
     assert!(kill(pid, None).is_err());
 }
+
+/// One that says all, closes its pipe and goes on, as a decoder may that a stranger has taken over.
+#[test]
+fn what_has_said_all_ends() {
+    let silent = Sandbox::default().run(LONG, || {
+        for fd in 3..1024 {
+            // SAFETY: a number; the child uses none of them any more.
+            unsafe { libc::close(fd) };
+        }
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    });
+    let silent = silent.unwrap_err().to_string();
+    assert!(silent.contains("was killed by SIGKILL"), "{silent}");
+}
+
+#[test]
+fn it_keeps_the_descriptors_that_it_was_given() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "given").unwrap();
+    let file = fs::File::open(dir.path().join("file")).unwrap();
+    let read = || {
+        io::read_to_string(&file)
+            .map(String::into_bytes)
+            .map_err(|e| e.to_string())
+    };
+    let sandbox = Sandbox::default();
+    let given = sandbox.start_with(&[file.as_raw_fd()], read).unwrap();
+    assert_eq!(given.finish(LONG).unwrap(), b"given");
+    assert!(sandbox.run(LONG, read).is_err());
+}
