@@ -3,8 +3,13 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::sandbox::SandboxError;
+
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// Of the child that decodes the archive.
+    #[error(transparent)]
+    Decoder(#[from] SandboxError),
     #[error("{path}: cannot {action}: {source}")]
     Io {
         path: PathBuf,

@@ -1,53 +1,64 @@
 //! Counts an operation's progress, and can cancel it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counters that a caller reads while an operation runs on another thread. All values are in bytes.
+use cryopod_host::shared::{Counters, Shared};
+
+/// Counters that a caller reads while an operation runs on another thread, or in a child. All values are in bytes.
 #[derive(Debug, Default)]
 pub struct Progress {
+    counts: Shared<Counts>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
     total: AtomicU64,
     done: AtomicU64,
     written: AtomicU64,
-    cancelled: AtomicBool,
+    /// Not 0: cancelled.
+    cancelled: AtomicU64,
 }
+
+// SAFETY: atomic numbers only.
+unsafe impl Counters for Counts {}
 
 impl Progress {
     /// Stored bytes of the source; 0 while unknown.
     pub fn total(&self) -> u64 {
-        self.total.load(Ordering::Relaxed)
+        self.counts.total.load(Ordering::Relaxed)
     }
 
     pub fn done(&self) -> u64 {
-        self.done.load(Ordering::Relaxed)
+        self.counts.done.load(Ordering::Relaxed)
     }
 
     pub fn written(&self) -> u64 {
-        self.written.load(Ordering::Relaxed)
+        self.counts.written.load(Ordering::Relaxed)
     }
 
     /// Stops the operation soon; it returns [`crate::error::Error::Cancelled`] and leaves nothing behind.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Relaxed);
+        self.counts.cancelled.store(1, Ordering::Relaxed);
     }
 
     pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
+        self.counts.cancelled.load(Ordering::Relaxed) != 0
     }
 
     pub fn set_total(&self, bytes: u64) {
-        self.total.store(bytes, Ordering::Relaxed);
+        self.counts.total.store(bytes, Ordering::Relaxed);
     }
 
     pub fn add_done(&self, bytes: u64) {
-        self.done.fetch_add(bytes, Ordering::Relaxed);
+        self.counts.done.fetch_add(bytes, Ordering::Relaxed);
     }
 
     pub fn add_written(&self, bytes: u64) {
-        self.written.fetch_add(bytes, Ordering::Relaxed);
+        self.counts.written.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Subtracts from [`Progress::done`] when a transfer starts again.
     pub fn take_back(&self, bytes: u64) {
-        self.done.fetch_sub(bytes, Ordering::Relaxed);
+        self.counts.done.fetch_sub(bytes, Ordering::Relaxed);
     }
 }

@@ -54,12 +54,29 @@ pub struct Verified {
 /// # Errors
 /// The first fault, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
+    verify_with(source, table(source, &options.limits)?, options)
+}
+
+/// Reads the table of GPU memory in an archive; `None` if it has none.
+///
+/// # Errors
+/// The archive is damaged.
+pub fn table(source: &Source, limits: &Limits) -> Result<Option<Vec<u8>>, Error> {
     let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
-    let mut tables = source.small_files(&|name| name == table, &options.limits)?;
-    let shards = tables
-        .remove(&table)
-        .map(|text| Shards::new(&text))
-        .transpose();
+    let mut tables = source.small_files(&|name| name == table, limits)?;
+    Ok(tables.remove(&table))
+}
+
+/// [`verify`], with the archive's [`table`].
+///
+/// # Errors
+/// As for [`verify`].
+pub fn verify_with(
+    source: &Source,
+    table: Option<Vec<u8>>,
+    options: &VerifyOptions,
+) -> Result<Verified, Error> {
+    let shards = table.map(|text| Shards::new(&text)).transpose();
     let shards = shards.map_err(|bad| Error::bad(source.path(), bad))?;
     let sink = Verifier {
         source,
@@ -96,7 +113,7 @@ pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Erro
     let found = found;
     let chunks = match &sink.shards {
         None if !found.wants_vram => 0,
-        None => return missing(&table),
+        None => return missing(&format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX)),
         Some(shards) => shards.checked(),
     };
     let absent = |name: &&String| !found.shards.contains(*name);

@@ -18,7 +18,7 @@ use cryopod_registry::parse_reference;
 use crate::bundle;
 use crate::engine::{Engine, which};
 use crate::pack::{self, How};
-use crate::push::RegistryArgs;
+use crate::registry_args::RegistryAccess;
 use crate::store::stores;
 use crate::streams;
 use crate::temp_dir::{Holds, LockedTempDir};
@@ -61,18 +61,7 @@ pub struct Args {
     how: How,
     /// The registry's options.
     #[command(flatten)]
-    registry: ExportRegistry,
-}
-
-/// The registry's options: those of `push` without --quiet.
-#[derive(clap::Args)]
-struct ExportRegistry {
-    /// false: accept any certificate, and plain HTTP if there is no TLS.
-    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
-    tls_verify: bool,
-    /// The auth file, instead of $REGISTRY_AUTH_FILE and the usual ones.
-    #[arg(long)]
-    authfile: Option<PathBuf>,
+    registry: RegistryAccess,
 }
 
 pub struct Taken {
@@ -126,11 +115,7 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
         let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
         let layout = temp.path().join("image");
         take(args, &Destination::Layout(layout.clone()), &args.how, steps)?;
-        let registry = RegistryArgs::new(
-            args.registry.tls_verify,
-            args.registry.authfile.clone(),
-            args.how.quiet(),
-        );
+        let registry = args.registry.with(args.how.quiet());
         let pushed = Source::open(&layout)
             .map_err(anyhow::Error::from)
             .and_then(|source| registry.push(&source, image));

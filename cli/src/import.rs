@@ -16,14 +16,15 @@ use cryopod_archive::limits::Limits;
 use cryopod_archive::names;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
-use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::unpack::UnpackOptions;
 
 use crate::carried::{self, Named};
+use crate::confined;
 use crate::engine::{Call, Engine, which};
 use crate::pack::How;
 use crate::streams;
 use crate::temp_dir::{Holds, LockedTempDir};
-use crate::ui::{self, Steps};
+use crate::ui::Steps;
 use cryopod_archive::source::Place;
 use cryopod_gpu_plan::gpumap::Wish;
 
@@ -163,9 +164,7 @@ impl Args {
 fn without_image(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<Source> {
     let whole = temp.join("whole");
     let options = UnpackOptions::default();
-    ui::with_progress("unpack", args.quiet, &options.progress, || {
-        unpack(source, &whole, &options)
-    })?;
+    confined::unpack(args.quiet, source, &whole, &options)?;
     carried::take(&whole, args.limit())?;
     Ok(Source::open(&whole)?)
 }
@@ -278,7 +277,7 @@ fn docker(args: &Args, source: &Source, records: &Records) -> anyhow::Result<Str
         images_only: true,
         ..UnpackOptions::default()
     };
-    unpack(source, &directory.join(name), &options)?;
+    confined::unpack(true, source, &directory.join(name), &options)?;
     Ok(format!(
         "restore it with: docker start --checkpoint {name} {container}"
     ))

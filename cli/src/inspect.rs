@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use cryopod_archive::source::Place;
 use cryopod_gpu_plan::gpumap::Wish;
 
+use crate::confined::Decoding;
 use crate::output;
 
 #[derive(clap::Args)]
@@ -29,22 +30,28 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = Place::parse(&args.source).open()?;
-    let report = report::of(&source)?;
-    if let Some(file) = &args.html {
-        let places = match &args.map {
-            Some(wish) => page::gpus::places(&report.gpu.gpus, wish)?,
-            None => Vec::new(),
-        };
-        output::write(file, page::html(&report, &places).as_bytes())?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    let mut out = std::io::stdout().lock();
-    if args.json {
-        serde_json::to_writer_pretty(&mut out, &report)?;
-        writeln!(out)?;
-    } else {
-        out.write_all(table::text(&report).as_bytes())?;
+    let place = Place::parse(&args.source);
+    // The driver and the host's files are out of the decoder's reach.
+    let here = args.map.as_ref().map(|_| page::gpus::here());
+    let text = Decoding::of(place.path()).run(|| {
+        let report = report::of(&place.open()?)?;
+        if args.html.is_some() {
+            let places = match (&args.map, &here) {
+                (Some(wish), Some(here)) => page::gpus::places(&report.gpu.gpus, here, wish)?,
+                _ => Vec::new(),
+            };
+            return Ok(page::html(&report, &places).into_bytes());
+        }
+        if args.json {
+            let mut text = serde_json::to_vec_pretty(&report)?;
+            text.push(b'\n');
+            return Ok(text);
+        }
+        Ok(table::text(&report).into_bytes())
+    })?;
+    match &args.html {
+        Some(file) => output::write(file, &text)?,
+        None => std::io::stdout().lock().write_all(&text)?,
     }
     Ok(ExitCode::SUCCESS)
 }

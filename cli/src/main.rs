@@ -7,6 +7,7 @@ mod bundle;
 mod cache;
 mod carried;
 mod check;
+mod confined;
 mod container;
 mod engine;
 mod export;
@@ -19,6 +20,7 @@ mod output;
 mod pack;
 mod pull;
 mod push;
+mod registry_args;
 mod resume;
 mod setup;
 mod store;
@@ -170,7 +172,7 @@ impl Command {
 }
 
 /// Joins an error with its causes. A cause that the text names already is left out.
-fn one_line(error: &anyhow::Error) -> String {
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
         if !text.contains(&cause) {

@@ -15,20 +15,26 @@ use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, engine};
 
+use crate::registry_args::{RegistryAccess, RegistryArgs};
+use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 use cryopod_archive::source::Place;
+use cryopod_operations::config::restore::REGISTRY;
+use cryopod_registry::parse_reference;
 
 #[derive(clap::Args)]
 pub struct Args {
     /// The checkpoint: a directory of CRIU images, or an archive: podman's export file, an exported containerd
     /// checkpoint, a Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
     source: String,
-    /// The output: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
-    /// zstd).
+    /// The output: oci:DIR, oci-archive:FILE, docker://REGISTRY/REPOSITORY:TAG, or a file for `podman container restore
+    /// --import` (.tar, .tar.gz, else zstd).
     #[arg(short, long)]
     output: String,
     #[command(flatten)]
     how: How,
+    #[command(flatten)]
+    registry: RegistryAccess,
 }
 
 /// Options for writing an archive.
@@ -190,9 +196,9 @@ fn say(to: &Destination, packed: &Packed) {
     println!("{text}");
 }
 
-/// Parses a destination. Refuses a registry's name, because pack writes only to disk.
+/// Parses a destination on disk. Refuses a registry's name.
 pub fn destination(text: &str) -> anyhow::Result<Destination> {
-    if text.starts_with("docker://") {
+    if text.starts_with(REGISTRY) {
         bail!("{text}: a registry; pack to oci:DIR and send that with `cryopod push DIR {text}`");
     }
     Ok(Destination::parse(text))
@@ -229,7 +235,10 @@ pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let to = destination(&args.output)?;
+    let image = args.output.strip_prefix(REGISTRY);
+    if let Some(image) = image {
+        parse_reference(image)?;
+    }
     let source = Place::parse(&args.source).open()?;
     let images = source.images_directory();
     if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
@@ -238,7 +247,29 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             reference, reference.id
         );
     }
-    let files = completed(&source)?;
-    args.how.write("pack", &source, &to, files)?;
+    match image {
+        Some(image) => {
+            let registry = args.registry.with(args.how.quiet());
+            to_registry(&source, image, &args.how, &registry)?;
+        }
+        None => {
+            let to = destination(&args.output)?;
+            args.how.write("pack", &source, &to, completed(&source)?)?;
+        }
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Packs an image in a temporary directory and pushes it.
+pub fn to_registry(
+    source: &Source,
+    image: &str,
+    how: &How,
+    registry: &RegistryArgs,
+) -> anyhow::Result<()> {
+    parse_reference(image)?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let layout = temp.path().join("image");
+    how.write_silently("pack", source, &Destination::Layout(layout.clone()))?;
+    registry.push(&Source::open(&layout)?, image)
 }

@@ -9,7 +9,7 @@ use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
 use crate::pack::{self, How};
-use crate::push::{RegistryArgs, said};
+use crate::registry_args::{RegistryArgs, said};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::ui;
 

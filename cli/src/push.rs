@@ -1,19 +1,16 @@
 //! `cryopod push`: pushes an image to a registry.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use cryopod_archive::progress::Progress;
-use cryopod_archive::source::Source;
-use cryopod_registry::{Credentials, Options, Transferred, parse_reference};
-
-use crate::ui;
 use cryopod_archive::source::Place;
+
+use crate::pack;
+use crate::registry_args::RegistryArgs;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack and export write it.
+    /// The image: oci:DIR[:NAME] or oci-archive:FILE, as pack and export write it; or another archive or image
+    /// directory, of which an image is packed first.
     source: String,
     /// REGISTRY/REPOSITORY:TAG.
     image: String,
@@ -21,82 +18,14 @@ pub struct Args {
     registry: RegistryArgs,
 }
 
-/// Options for a registry.
-#[derive(clap::Args, Clone)]
-pub struct RegistryArgs {
-    /// false: accept any certificate, and plain HTTP if there is no TLS.
-    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
-    tls_verify: bool,
-    /// USER:PASSWORD; otherwise those of podman's or docker's auth file.
-    #[arg(long, value_parser = credentials)]
-    creds: Option<Credentials>,
-    /// The auth file, instead of $REGISTRY_AUTH_FILE and the usual ones.
-    #[arg(long)]
-    authfile: Option<PathBuf>,
-    /// Print nothing while it runs.
-    #[arg(short, long)]
-    quiet: bool,
-}
-
-fn credentials(text: &str) -> Result<Credentials, String> {
-    Credentials::parse(text).ok_or_else(|| "USER:PASSWORD".into())
-}
-
-impl RegistryArgs {
-    /// Without credentials of its own.
-    pub fn new(tls_verify: bool, authfile: Option<PathBuf>, quiet: bool) -> Self {
-        Self {
-            tls_verify,
-            creds: None,
-            authfile,
-            quiet,
-        }
-    }
-
-    pub fn quiet(&self) -> bool {
-        self.quiet
-    }
-
-    pub fn options(&self) -> Options {
-        Options {
-            tls_verify: self.tls_verify,
-            credentials: self.creds.clone(),
-            auth_file: self.authfile.clone(),
-            progress: Arc::new(Progress::default()),
-            ..Options::default()
-        }
-    }
-
-    /// Pushes an image, shows progress, and reports what was sent.
-    pub fn push(&self, source: &Source, image: &str) -> anyhow::Result<()> {
-        let to = parse_reference(image)?;
-        let options = self.options();
-        let progress = Arc::clone(&options.progress);
-        let done = ui::with_progress("push", self.quiet, &progress, || {
-            cryopod_registry::push(source, &to, &options)
-        })?;
-        if !self.quiet {
-            println!("{}", said(&to.to_string(), "sent", &done));
-        }
-        Ok(())
-    }
-}
-
-pub fn said(place: &str, verb: &str, done: &Transferred) -> String {
-    let there = match done.skipped {
-        0 => String::new(),
-        n => format!(", {n} were there"),
-    };
-    format!(
-        "{place}: {} {verb} in {} blobs{there}\n{}",
-        ui::bytes(done.bytes),
-        done.blobs - done.skipped,
-        done.digest
-    )
-}
-
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let source = Place::parse(&args.source).open()?;
-    args.registry.push(&source, &args.image)?;
+    match source.image() {
+        Some(_) => args.registry.push(&source, &args.image)?,
+        None => {
+            let how = pack::How::plain(args.registry.quiet());
+            pack::to_registry(&source, &args.image, &how, &args.registry)?;
+        }
+    }
     Ok(ExitCode::SUCCESS)
 }

@@ -223,6 +223,13 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
         return Ok(ExitCode::SUCCESS);
     }
     match trial::run(target, host, tools) {
+        Ok(trial::Outcome::Works(what))
+            if target == Target::Kubernetes && !containerd::is_read(&wanted)? =>
+        {
+            println!(
+                "Tested with ctr alone: {what}. Pods can name the runtime class once containerd has read its configuration: systemctl restart containerd"
+            );
+        }
         Ok(trial::Outcome::Works(what)) => println!("Tested: {what}."),
         Ok(trial::Outcome::NotNow(why)) => {
             println!(

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use cryopod_archive::progress::Progress;
-use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::unpack::UnpackOptions;
 
-use crate::ui;
+use crate::{confined, ui};
 use cryopod_archive::source::Place;
 
 #[derive(clap::Args)]
@@ -36,10 +36,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         progress: Arc::new(Progress::default()),
         ..UnpackOptions::default()
     };
-    let progress = Arc::clone(&options.progress);
-    let done = ui::with_progress("unpack", args.quiet, &progress, || {
-        unpack(&source, &args.output, &options)
-    })?;
+    let done = confined::unpack(args.quiet, &source, &args.output, &options)?;
     if !args.quiet {
         println!(
             "{}: {} files, {}",

@@ -20,5 +20,7 @@ pub mod mountinfo;
 pub mod nodes;
 pub mod processes;
 pub mod programs;
+pub mod sandbox;
+pub mod shared;
 pub mod sock_diag;
 pub mod spec;

@@ -24,6 +24,8 @@ crate::scenarios! {
     failed_restore_runc: V1 ["runc"] "containers/failed_restore.sh";
     upgrade_crun: V2 ["crun"] "containers/upgrade.sh";
     upgrade_runc: V1 ["runc"] "containers/upgrade.sh";
+    refused_before_crun: V2 ["crun"] "archive/lib.sh" + "containers/refused_before.sh";
+    refused_before_runc: V1 ["runc"] "archive/lib.sh" + "containers/refused_before.sh";
     helpers_crun: V2 ["crun"] "archive/lib.sh" + "containers/helpers.sh";
     helpers_runc: V2 ["runc"] "archive/lib.sh" + "containers/helpers.sh";
 }

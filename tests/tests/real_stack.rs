@@ -237,6 +237,7 @@ mod security {
         walls_runc: V1 ["runc"] "security/walls.sh";
         host_mounts_crun: V2 ["crun"] "archive/lib.sh" + "security/host_mounts.sh";
         host_mounts_runc: V1 ["runc"] "archive/lib.sh" + "security/host_mounts.sh";
+        confined_crun: V2 ["crun"] "archive/lib.sh" + "security/confined.sh";
     }
 }
 

@@ -55,17 +55,21 @@ pub enum Kind {
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tar = |f: &mut fmt::Formatter<'_>, what: &str, by: &Compression| match by {
+            Compression::None => write!(f, "{what} (not compressed)"),
+            by => write!(f, "{what} ({by})"),
+        };
         match self {
-            Self::PodmanTar(c) => write!(f, "podman export file ({c})"),
+            Self::PodmanTar(c) => tar(f, "podman export file", c),
             Self::Directory => f.write_str("unpacked checkpoint"),
             Self::CriuDirectory => f.write_str("directory of CRIU images"),
             Self::OciLayout => f.write_str("OCI image layout"),
             Self::OciArchive => f.write_str("OCI image archive"),
             Self::Containerd { archive: true } => f.write_str("containerd checkpoint archive"),
             Self::Containerd { archive: false } => f.write_str("containerd checkpoint layout"),
-            Self::CrioTar(c) => write!(f, "CRI-O checkpoint file ({c})"),
-            Self::CriContainerdTar(c) => write!(f, "containerd CRI checkpoint file ({c})"),
-            Self::CriuTar(c) => write!(f, "tar of CRIU images ({c})"),
+            Self::CrioTar(c) => tar(f, "CRI-O checkpoint file", c),
+            Self::CriContainerdTar(c) => tar(f, "containerd CRI checkpoint file", c),
+            Self::CriuTar(c) => tar(f, "tar of CRIU images", c),
         }
     }
 }
@@ -73,6 +77,8 @@ impl fmt::Display for Kind {
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
+    /// The image that was asked for.
+    asked: Option<String>,
     kind: Kind,
     pub(crate) inner: Inner,
 }
@@ -102,9 +108,26 @@ impl Source {
         let (kind, inner) = detect::detect(path, image, limits)?;
         Ok(Self {
             path: path.into(),
+            asked: image.map(str::to_owned),
             kind,
             inner,
         })
+    }
+
+    /// Opens the same checkpoint with descriptors of its own, for a child that has not those of its parent. Without the
+    /// files of a store that were joined.
+    ///
+    /// # Errors
+    /// As for [`Source::open`]; another image has taken its place.
+    pub(crate) fn reopen(&self, limits: &Limits) -> Result<Self, Error> {
+        let again = Self::open_image(&self.path, self.asked.as_deref(), limits)?;
+        if again.image().map(|i| &i.digest) != self.image().map(|i| &i.digest) {
+            return Err(Error::NotACheckpoint {
+                path: self.path.clone(),
+                reason: "another image has taken its place meanwhile".into(),
+            });
+        }
+        Ok(again)
     }
 
     pub fn kind(&self) -> Kind {

@@ -8,8 +8,11 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use crossbeam_channel::{Sender, bounded};
+use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
+use serde::{Deserialize, Serialize};
 
 use self::tree::Tree;
 use crate::decode::with_decoder;
@@ -38,7 +41,7 @@ pub struct UnpackOptions {
     pub progress: Arc<Progress>,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Unpacked {
     pub files: u64,
     pub bytes: u64,
@@ -51,15 +54,69 @@ pub struct Unpacked {
 /// Devices and links of the container are inside `rootfs-diff.tar`, which is not unpacked.
 pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacked, Error> {
     let staging = Staging::directory(to, false)?;
+    let done = fill(source, to, staging.path(), options)?;
+    staging.commit()?;
+    Ok(done)
+}
+
+/// An [`unpack`] whose decoding runs in a child that can do no more than read the archive and fill the new directory.
+#[derive(Debug)]
+pub struct Unpacking {
+    /// Ends before its directory is removed.
+    decoder: Worker,
+    staging: Staging,
+}
+
+/// Starts to unpack; see [`Sandbox::start`] for when. The progress counts here, too. Files of a store that were joined
+/// to the source are left out.
+///
+/// # Errors
+/// As for [`unpack`].
+pub fn start(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacking, Error> {
+    let staging = Staging::directory(to, false)?;
+    let sandbox = Sandbox {
+        read: vec![sandbox::real(source.path())],
+        write: vec![staging.path().to_owned()],
+    };
+    let decoder = sandbox.start(|| {
+        let source = source.reopen(&options.limits);
+        let done = source.and_then(|source| fill(&source, to, staging.path(), options));
+        let done = done.map_err(|e| e.to_string())?;
+        serde_json::to_vec(&done).map_err(|e| e.to_string())
+    })?;
+    Ok(Unpacking { staging, decoder })
+}
+
+impl Unpacking {
+    /// Waits until the directory is complete, and gives it its name.
+    ///
+    /// # Errors
+    /// As for [`unpack`]; it takes longer than the limit.
+    pub fn finish(self, limit: Duration) -> Result<Unpacked, Error> {
+        let said = self.decoder.finish(limit)?;
+        let nonsense = |e: serde_json::Error| SandboxError::Ended(format!("makes no sense: {e}"));
+        let done = serde_json::from_slice(&said).map_err(nonsense)?;
+        self.staging.commit()?;
+        Ok(done)
+    }
+}
+
+/// Unpacks into `staged`, which becomes `to`.
+fn fill(
+    source: &Source,
+    to: &Path,
+    staged: &Path,
+    options: &UnpackOptions,
+) -> Result<Unpacked, Error> {
     let left = options.leave.values().copied().fold(0, u64::saturating_add);
-    room(to, &staging, stated_bytes(source).saturating_sub(left))?;
-    let root = staging.handle().map_err(Error::io(to, "open it"))?;
+    room(to, staged, stated_bytes(source).saturating_sub(left))?;
+    let root = File::open(staged).map_err(Error::io(to, "open it"))?;
     let (sync, to_sync) = bounded::<(File, String)>(16);
     let sink = Unpacker {
         tree: Tree::new(root),
         from: source.path(),
         to,
-        staging: &staging,
+        staged,
         images_only: options.images_only,
         without_vram: options.without_vram,
         leave: &options.leave,
@@ -68,7 +125,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
         later: Mutex::default(),
         done: Mutex::new(Unpacked { files: 0, bytes: 0 }),
     };
-    let done = thread::scope(|scope| {
+    thread::scope(|scope| {
         // Syncs each file as soon as it is complete.
         let syncer = scope.spawn(move || {
             for (file, name) in to_sync {
@@ -86,9 +143,7 @@ pub fn unpack(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unp
             .join()
             .unwrap_or_else(|_| Err(Error::from_io(to, "write it to disk", gone())));
         finished.and_then(|done| synced.map(|()| done))
-    })?;
-    staging.commit()?;
-    Ok(done)
+    })
 }
 
 /// The total size that the archive states, if it does.
@@ -103,11 +158,11 @@ fn stated_bytes(source: &Source) -> u64 {
     stated.unwrap_or(0)
 }
 
-fn room(to: &Path, staging: &Staging, needed: u64) -> Result<(), Error> {
+fn room(to: &Path, staged: &Path, needed: u64) -> Result<(), Error> {
     if needed < CHECK_ROOM {
         return Ok(());
     }
-    let stat = nix::sys::statvfs::statvfs(staging.path())
+    let stat = nix::sys::statvfs::statvfs(staged)
         .map_err(|e| Error::from_io(to, "ask for the free space", e.into()))?;
     let free = stat.blocks_available().saturating_mul(stat.fragment_size());
     if needed > free {
@@ -127,7 +182,7 @@ struct Unpacker<'u> {
     tree: Tree,
     from: &'u Path,
     to: &'u Path,
-    staging: &'u Staging,
+    staged: &'u Path,
     images_only: bool,
     without_vram: bool,
     leave: &'u BTreeMap<String, u64>,
@@ -188,7 +243,7 @@ impl Unpacker<'_> {
 
     fn file(&self, name: &str, entry: &Entry, reader: &mut dyn Read) -> Result<(), Error> {
         let path = self.to.join(name);
-        room(self.to, self.staging, entry.size)?;
+        room(self.to, self.staged, entry.size)?;
         let file = self
             .tree
             .file(name, entry.mode | 0o600)

@@ -5,6 +5,8 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::index::{Digest, Index};
 use super::read::{Opening, open_file};
 use super::{Vram, VramError};
@@ -68,6 +70,35 @@ pub(super) fn open(
         )
     });
     Err(VramError::Parent { path, reason })
+}
+
+/// The parent upon which a table builds, by the table's own words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    digest: String,
+    places: Vec<PathBuf>,
+}
+
+impl Wanted {
+    /// Reads a table, and in which directory it is, if it is in one. `None`: it builds upon nothing.
+    ///
+    /// # Errors
+    /// The table is damaged.
+    pub fn of(table: &[u8], dir: Option<&Path>) -> Result<Option<Self>, VramError> {
+        let index = Index::parse(table, Path::new(names::VRAM_INDEX))?;
+        Ok(index.parent.map(|digest| Self {
+            digest: digest.to_string(),
+            places: named(&index, dir),
+        }))
+    }
+
+    /// Finds the directory whose table has the digest, as [`find`](fn@find) does. Reads no more than that.
+    pub fn find(&self, search: &[PathBuf]) -> Option<PathBuf> {
+        let digest: Digest = self.digest.parse().ok()?;
+        let found = search.iter().flat_map(|place| below(place));
+        let mut places = self.places.iter().cloned().chain(found);
+        places.find(|place| table_digest(place) == Some(digest))
+    }
 }
 
 /// The paths that are known without a search.

@@ -9,9 +9,8 @@ use std::sync::Arc;
 use anyhow::bail;
 use cryopod_archive::digest::Digest;
 use cryopod_archive::names;
-use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Place, Source};
-use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::unpack::UnpackOptions;
 use cryopod_operations::config::Config;
 use cryopod_operations::config::restore::REGISTRY;
 use cryopod_operations::rootfs;
@@ -19,7 +18,7 @@ use cryopod_registry::{Options, parse_reference};
 
 use super::directory::{Cache, Origin};
 use super::known::InCache;
-use crate::ui;
+use crate::{confined, ui};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -121,14 +120,7 @@ impl Pull<'_> {
         let made = work.join("unpacked");
         // Complete, but not yet in the cache when its process was killed.
         let _ = fs::remove_dir_all(&made);
-        let options = UnpackOptions {
-            progress: Arc::new(Progress::default()),
-            ..UnpackOptions::default()
-        };
-        let progress = Arc::clone(&options.progress);
-        ui::with_progress("unpack", self.args.quiet, &progress, || {
-            unpack(source, &made, &options)
-        })?;
+        confined::unpack(self.args.quiet, source, &made, &UnpackOptions::default())?;
         let images = made.join(names::CHECKPOINT_DIR);
         if !images.join(names::CRIU_INVENTORY).is_file() {
             bail!("{}: it has no images of CRIU", self.args.source);

@@ -27,10 +27,11 @@ use cryopod_operations::lowlevel::{Kind, LowLevel};
 use cryopod_operations::operation::Operation;
 use cryopod_operations::preflight::{self, Answer, Means, Question};
 use cryopod_operations::{compressed, criu_program, facts, plugins};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::engine;
+use crate::confined::Decoding;
 use crate::engine::Engine;
 
 /// containerd's record of a container, as [`Source`] names it.
@@ -185,13 +186,11 @@ fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refus
 }
 
 fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
-    let said = |e: cryopod_archive::Error| e.to_string();
     let limits = Limits {
         small_file_bytes: 256 << 20,
         small_total_bytes: 1 << 30,
         ..Limits::default()
     };
-    let source = Source::open_image(ask.path, ask.image, &limits).map_err(said)?;
     let in_images = |name: &str, of: &dyn Fn(&str) -> bool| {
         name.strip_prefix(names::CHECKPOINT_DIR)
             .and_then(|rest| rest.strip_prefix('/'))
@@ -202,17 +201,40 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         names::STORE_REFERENCE,
         names::CRIU_INVENTORY,
     ];
-    let volumes = RefCell::new(BTreeSet::new());
     let wanted = |name: &str| {
-        if let Some(volume) = names::volume(name) {
-            volumes.borrow_mut().insert(volume.to_owned());
-        }
         engine_records::FILES.contains(&name)
             || [names::NETWORK_STATUS, CONTAINERD_RECORD].contains(&name)
             || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
     };
-    let files = source.small_files(&wanted, &limits).map_err(said)?;
-    let records = records(&source, &files, volumes.into_inner())?;
+    let decoded = Decoding::of(ask.path).run(|| {
+        let volumes = RefCell::new(BTreeSet::new());
+        let wanted = |name: &str| {
+            if let Some(volume) = names::volume(name) {
+                volumes.borrow_mut().insert(volume.to_owned());
+            }
+            wanted(name)
+        };
+        let source = Source::open_image(ask.path, ask.image, &limits)?;
+        let files = source.small_files(&wanted, &limits)?;
+        let parts = source.containerd();
+        let about = About {
+            kind: source.kind().to_string(),
+            volumes: volumes.into_inner(),
+            annotations: parts.map(|parts| parts.index.annotations.clone()),
+            files: files
+                .iter()
+                .map(|(name, b)| (name.clone(), b.len()))
+                .collect(),
+        };
+        // One line, and then the files.
+        let mut all = serde_json::to_vec(&about)?;
+        all.push(b'\n');
+        all.extend(files.into_values().flatten());
+        Ok(all)
+    });
+    let (about, files) = files_of(&decoded.map_err(|e| e.to_string())?)?;
+    let kind = about.kind.clone();
+    let records = records(ask.path, &files, about)?;
     let mut amd = Images::default();
     for (name, bytes) in &files {
         let name = name.rsplit('/').next().unwrap_or(name);
@@ -223,7 +245,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     let reference = files.get(&name);
     let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
     Ok(Checkpoint {
-        kind: source.kind().to_string(),
+        kind,
         reference: reference.transpose().map_err(|e| e.to_string())?,
         metadata: metadata(ask.path, &files)?,
         spec: spec(&files),
@@ -240,10 +262,39 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     })
 }
 
-fn records(
-    source: &Source,
-    files: &BTreeMap<String, Vec<u8>>,
+/// What the decoder tells beside the files.
+#[derive(Serialize, Deserialize)]
+struct About {
+    kind: String,
     volumes: BTreeSet<String>,
+    /// Of containerd's own checkpoint.
+    annotations: Option<BTreeMap<String, String>>,
+    /// Names and sizes, in the order of their bytes.
+    files: Vec<(String, usize)>,
+}
+
+fn files_of(decoded: &[u8]) -> Result<(About, BTreeMap<String, Vec<u8>>), String> {
+    let nonsense = || "the process that decodes it makes no sense".to_owned();
+    let end = decoded
+        .iter()
+        .position(|b| *b == b'\n')
+        .ok_or_else(nonsense)?;
+    let (line, mut rest) = decoded.split_at(end);
+    rest = &rest[1..];
+    let mut about: About = serde_json::from_slice(line).map_err(|_| nonsense())?;
+    let mut files = BTreeMap::new();
+    for (name, bytes) in std::mem::take(&mut about.files) {
+        let (file, after) = rest.split_at_checked(bytes).ok_or_else(nonsense)?;
+        files.insert(name, file.to_vec());
+        rest = after;
+    }
+    Ok((about, files))
+}
+
+fn records(
+    path: &Path,
+    files: &BTreeMap<String, Vec<u8>>,
+    about: About,
 ) -> Result<engine::Records, String> {
     let json = |name: &str| -> Value {
         let text = files.get(name);
@@ -251,23 +302,18 @@ fn records(
             .unwrap_or_default()
     };
     let facts = match files.get(CONTAINERD_RECORD) {
-        Some(record) => {
-            let annotations = source
-                .containerd()
-                .map(|parts| parts.index.annotations.clone());
-            engine_records::read_containerd(
-                CONTAINERD_RECORD,
-                record,
-                &annotations.unwrap_or_default(),
-            )
-        }
+        Some(record) => engine_records::read_containerd(
+            CONTAINERD_RECORD,
+            record,
+            &about.annotations.unwrap_or_default(),
+        ),
         None => engine_records::read(files),
     };
     Ok(engine::Records {
-        facts: facts.map_err(|e| format!("{}: {e}", source.path().display()))?,
+        facts: facts.map_err(|e| format!("{}: {e}", path.display()))?,
         config: json(names::CONFIG_DUMP),
         network_status: json(names::NETWORK_STATUS),
-        volumes,
+        volumes: about.volumes,
     })
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use cryopod_cuda::nvidia;
 use cryopod_gpu_plan::amd;
+use cryopod_gpu_plan::hazards::limits::sets_others_limits;
 use cryopod_gpu_plan::plan::Plugins;
 use cryopod_host::cgroups;
 use cryopod_host::files::Host;
@@ -57,6 +58,13 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
             "CRIU needs root to checkpoint containers; run engines and this check as root",
         )
     });
+    if input.root && !sets_others_limits(input.host) {
+        lines.push(Line::note(
+            "CAP_SYS_RESOURCE",
+            "missing: only processes of root can be checkpointed",
+            "CRIU reads and sets the limits of each process: give the engine this capability",
+        ));
+    }
     let config = match config {
         Ok(config) => {
             lines.push(Line::ok("configuration", "valid"));

@@ -9,16 +9,17 @@ use anyhow::{Context, bail};
 use cryopod_archive::limits::Limits;
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::{Kind, Source};
-use cryopod_archive::unpack::{UnpackOptions, unpack};
+use cryopod_archive::unpack::UnpackOptions;
 use cryopod_archive::vram::places;
 use cryopod_archive::{Compression, names};
 use cryopod_operations::handover;
 
 use super::{Args, Records, without_image};
 use crate::carried;
+use crate::confined;
 use crate::engine::Call;
 use crate::temp_dir::{Holds, LockedTempDir};
-use crate::ui::{self, Steps};
+use crate::ui::Steps;
 
 const ASK: Duration = Duration::from_secs(60);
 
@@ -114,9 +115,7 @@ impl Parts {
             leave: shards.iter().map(|s| (s.name.clone(), s.bytes)).collect(),
             ..UnpackOptions::default()
         };
-        ui::with_progress("unpack", args.quiet, &options.progress, || {
-            unpack(source, &whole, &options)
-        })?;
+        confined::unpack(args.quiet, source, &whole, &options)?;
         carried::take(&whole, args.limit())?;
         DirBuilder::new()
             .mode(0o700)

@@ -1,9 +1,10 @@
 //! containerd: a runtime of the CRI, for Kubernetes. The keys are those of examples/kubernetes/containerd.toml.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
+use cryopod_gpu_plan::live;
 use cryopod_operations::facts;
 use toml_edit::{DocumentMut, Item, TableLike, value};
 
@@ -50,6 +51,33 @@ pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
     Ok(Change::of(path, before, doc.to_string())
         .into_iter()
         .collect())
+}
+
+/// Returns true if a containerd runs that has started since its configuration was written. It reads it when it starts;
+/// `ctr` finds our shim without.
+pub fn is_read(wanted: &Wanted<'_>) -> anyhow::Result<bool> {
+    let host = wanted.host;
+    let main = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
+    let text = change::read(host, &main)?.unwrap_or_default();
+    let own = drop_in(&text.parse().with_context(|| main.display().to_string())?);
+    let written = [Some(main), own].into_iter().flatten();
+    let written = written.filter_map(|p| host.path(p).metadata().ok()?.modified().ok());
+    let now = SystemTime::now();
+    let ages = written.filter_map(|at| now.duration_since(at).ok());
+    let Some(age) = ages.min() else {
+        return Ok(true);
+    };
+    let up = host.text("/proc/uptime").unwrap_or_default();
+    let up: f64 = up.split(' ').next().unwrap_or_default().parse()?;
+    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
+    let ticks = ticks.filter(|t| *t > 0).unwrap_or(100) as f64;
+    let pids = host.names("/proc");
+    let mut pids = pids.iter().filter_map(|name| name.parse::<i32>().ok());
+    Ok(pids.any(|pid| {
+        let name = host.line(format!("/proc/{pid}/comm"));
+        let started = live::start_time(host, pid).filter(|_| name.as_deref() == Some("containerd"));
+        started.is_some_and(|started| up - started as f64 / ticks < age.as_secs_f64())
+    }))
 }
 
 fn containerds(wanted: &Wanted<'_>) -> Option<Vec<u32>> {

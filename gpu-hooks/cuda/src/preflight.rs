@@ -38,6 +38,7 @@ pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
     let processes: Vec<Process> = pids.iter().map(|pid| Process::read(host, *pid)).collect();
     for process in &processes {
         let findings = [
+            process.stopped(),
             process.managed_memory(),
             process.mps(host),
             process.mig(&instances),
@@ -72,6 +73,8 @@ struct Process {
     files: BTreeSet<String>,
     maps: Vec<Mapping>,
     environment: Vec<(String, String)>,
+    /// Stopped by a signal.
+    stopped: bool,
 }
 
 /// A mapping of `/dev/nvidia-uvm` larger than this is managed memory; the driver's own are not.
@@ -80,12 +83,16 @@ const MANAGED_BYTES: u64 = 2 << 20;
 impl Process {
     fn read(host: &Host, pid: i32) -> Self {
         let maps = host.text(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
         let environment = host
             .text(format!("/proc/{pid}/environ"))
             .unwrap_or_default();
         Self {
             pid,
             comm: host.line(format!("/proc/{pid}/comm")).unwrap_or_default(),
+            stopped: status
+                .lines()
+                .any(|l| l.split_ascii_whitespace().take(2).eq(["State:", "T"])),
             files: links(host, pid),
             maps: maps
                 .lines()
@@ -103,6 +110,17 @@ impl Process {
     fn variable(&self, name: &str) -> Option<&str> {
         let found = self.environment.iter().find(|(other, _)| other == name);
         found.map(|(_, value)| value.as_str())
+    }
+
+    /// The driver locks and copies in the process's own threads, and would wait for them until its time limit.
+    fn stopped(&self) -> Finding {
+        self.stopped.then(|| {
+            (
+                "it is stopped by a signal (SIGSTOP, SIGTSTP), and the driver needs its threads"
+                    .to_owned(),
+                format!("continue it for the checkpoint: kill -CONT {}", self.pid),
+            )
+        })
     }
 
     fn managed_memory(&self) -> Finding {
@@ -258,6 +276,26 @@ mod tests {
             .into_iter()
             .map(|refusal| format!("{} {}", refusal.pid, refusal.what))
             .collect()
+    }
+
+    #[test]
+    fn a_stopped_process_is_said_at_once() {
+        let machine = machine("580.159.04");
+        for (pid, state) in [
+            (10, "S (sleeping)"),
+            (11, "T (stopped)"),
+            (12, "t (tracing stop)"),
+        ] {
+            process(machine.path(), pid, "", "");
+            let status = machine.path().join(format!("proc/{pid}/status"));
+            fs::write(status, format!("Name:\tpython3\nState:\t{state}\n")).unwrap();
+        }
+        let told = told(machine.path(), &[10, 11, 12]);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(
+            told[0].starts_with("11 it is stopped by a signal"),
+            "{told:?}"
+        );
     }
 
     #[test]

@@ -8,6 +8,7 @@
 mod descriptors;
 mod file_systems;
 mod files;
+pub mod limits;
 mod namespaces;
 mod sockets;
 mod tasks;
@@ -183,6 +184,7 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
     }
     refusals.extend(namespaces::namespaces(scan, limits.own_network));
     refusals.extend(tasks::tasks(scan, host));
+    refusals.extend(limits::limits(scan, host));
     refusals.extend(sockets::protocols(scan));
     refusals.extend(descriptors::descriptors(scan, host));
     refusals.extend(sockets::outside_connections(scan, host));

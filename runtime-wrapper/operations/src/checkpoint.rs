@@ -12,7 +12,9 @@ mod dump;
 mod image_directory;
 mod plan;
 mod prepare;
+mod refused_before;
 
+use std::fs::File;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -20,6 +22,7 @@ use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::container_nodes;
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
+use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
 use crate::application::{self, Told};
 use crate::argv::Invocation;
@@ -42,9 +45,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let request = Request::checkpoint(ctx, inv, &state);
+    let held = refused_before::hold(&request.bundle, request.id())?;
+    refused_before::lost_export(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     if nodes.is_empty() && !application::takes_part(&request.spec) {
-        return Err(without_gpu(&request, &state));
+        return Err(without_gpu(&request, &state, held));
     }
     let mut planned = plan::plan(&request, &state, nodes.clone())?;
     let signals = child::Signals::watch()?;
@@ -76,13 +81,19 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 }
 
 /// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.
-fn without_gpu(request: &Request<'_>, state: &State) -> Error {
+fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) -> Error {
     // A running container cannot be asked for its files; an engine that carries none has paused it.
     if state.paused
         && carries_files(request, state)
         && let Err(e) = capture_files(request, state)
     {
         return e;
+    }
+    // The low-level runtime holds the lock until it ends.
+    if let Some(lock) = &held
+        && let Err(e) = fcntl(&**lock, FcntlArg::F_SETFD(FdFlag::empty()))
+    {
+        tracing::debug!("the lock is not handed on: {e}");
     }
     passthrough::exec(&request.ctx.low, &request.ctx.args)
 }

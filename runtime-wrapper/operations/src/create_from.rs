@@ -114,7 +114,7 @@ fn restored(
     let wish = Wish {
         checkpoint,
         by_variable: *by == VARIABLE,
-        tenant: &Tenant::of(inv, spec),
+        tenant: &Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec),
     };
     let images = restore_source::find(&ctx.config, wish).map_err(|why| {
         Error::Failed(format!(

@@ -7,8 +7,8 @@
 //!   `.../NAMESPACE/ID`;
 //! - a pod's namespace. containerd's CRI sets its annotations last, over those that a pod may pass on
 //!   (`DefaultCRIAnnotations`). CRI-O adds the kubelet's labels last, and `io.container.manager`, which podman always
-//!   overwrites. Images bring annotations, too (podman before 6, CRI-O), so an annotation counts only where
-//!   containerd's namespace or CRI-O's name shows that a CRI wrote it.
+//!   overwrites. Pods and images bring annotations, too (CRI-O), so one counts only where containerd's namespace or
+//!   CRI-O's name shows that a CRI wrote it.
 //!
 //! Whatever looks like a pod is not root's own.
 
@@ -16,8 +16,6 @@ use std::fmt;
 use std::path::Path;
 
 use cryopod_host::spec::Spec;
-
-use crate::argv::Invocation;
 
 /// containerd's namespaces of root's own engines: of `ctr` and nerdctl, and of docker.
 const OWN: [&str; 2] = ["default", "moby"];
@@ -44,10 +42,9 @@ pub enum Tenant {
 }
 
 impl Tenant {
-    /// Whose container this command line makes.
-    pub fn of(inv: &Invocation, spec: &Spec) -> Self {
-        let root = inv.globals.root.as_deref();
-        Self::from(Self::user(), containerd(&inv.id, &inv.bundle(), root), spec)
+    /// Whose container a command line makes; `root` is the runtime's directory of states.
+    pub fn of(id: &str, bundle: &Path, root: Option<&Path>, spec: &Spec) -> Self {
+        Self::from(Self::user(), containerd(id, bundle, root), spec)
     }
 
     /// The user outside of all user namespaces as whom this process runs; `None`: not known.

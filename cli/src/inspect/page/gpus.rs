@@ -5,6 +5,7 @@ use cryopod_archive::metadata::Gpu;
 use cryopod_gpu_plan::gpumap::{self, Situation, Wish};
 use cryopod_gpu_plan::inventory;
 use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
 use maud::{Markup, html};
 
 use super::super::report::Report;
@@ -21,15 +22,19 @@ pub struct Place {
     pub new: Gpu,
 }
 
-/// Decides where the GPUs would go on this host, as a restore does. Fails with every reason why they cannot.
-pub fn places(recorded: &[Gpu], wish: &Wish) -> anyhow::Result<Vec<Place>> {
+/// The GPUs of this host.
+pub fn here() -> Vec<Gpu> {
     let host = Host::system();
-    let mut vendors: Vec<_> = recorded.iter().map(|gpu| gpu.vendor).collect();
-    vendors.dedup();
-    let here = vendors.iter().flat_map(|v| inventory::here(&host, *v));
+    let vendors = [Vendor::Nvidia, Vendor::Amd].into_iter();
+    vendors.flat_map(|v| inventory::here(&host, v)).collect()
+}
+
+/// Decides where the GPUs would go among those `here`, as a restore does. Fails with every reason why they cannot.
+pub fn places(recorded: &[Gpu], here: &[Gpu], wish: &Wish) -> anyhow::Result<Vec<Place>> {
+    let of_kind = |gpu: &&Gpu| recorded.iter().any(|r| r.vendor == gpu.vendor);
     let situation = Situation {
         recorded: recorded.to_vec(),
-        here: here.collect(),
+        here: here.iter().filter(of_kind).cloned().collect(),
         ..Situation::default()
     };
     let chosen = match gpumap::decide(&situation, wish) {

@@ -11,6 +11,7 @@ use cryopod_archive::limits::raise_open_files;
 use cryopod_archive::vram::{
     Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
 };
+use cryopod_host::sandbox::Sandbox;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -371,10 +372,16 @@ fn load(
             .div_ceil(all.max(1));
         usize::try_from(share).unwrap_or(usize::MAX).max(1)
     };
-    let read = |(number, memory): (usize, &Memory)| -> Result<(), String> {
+    let maps: Vec<Mapped> = memory
+        .iter()
+        .map(|m| map(m, true))
+        .collect::<Result<_, _>>()?;
+    // All is open: what decompresses needs no file, and nothing else.
+    let confined = Sandbox::default().confine();
+    confined.map_err(|error| format!("its process cannot be confined: {error}"))?;
+    let read = |((number, memory), mut map): ((usize, &Memory), Mapped)| -> Result<(), String> {
         let missing = || format!("the VRAM files have no region {}", memory.name);
         let (region, _) = vram.index.find(&memory.name).ok_or_else(missing)?;
-        let mut map = map(memory, true)?;
         let bytes = map.bytes_mut().map_err(|error| error.to_string())?;
         let front = Mutex::new(Front::new(bytes.len()));
         let each = ReadOptions {
@@ -396,7 +403,7 @@ fn load(
         .map_err(|error| error.to_string())
     };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = (memory.iter().enumerate())
+        let readers: Vec<_> = (memory.iter().enumerate().zip(maps))
             .map(|one| scope.spawn(move || read(one)))
             .collect();
         readers.into_iter().try_for_each(|reader| {

@@ -108,3 +108,16 @@ damage /tmp/image/blobs/sha256/"${large#sha256:}" 4096
 if push 127.0.0.1:5000/damaged/job:1 > /tmp/said 2>&1; then echo 'pushed a damaged blob' && exit 1; fi
 check 'push: a damaged blob is named' says /tmp/said "${large}.*it is damaged"
 check 'push: a damaged blob: no name' sh -c '! curl -sf http://127.0.0.1:5000/v2/damaged/job/manifests/1'
+
+# pack pushes by itself, and push packs what is no image.
+pod run -d --name plain --network none localhost/busybox "${counter[@]}" > /dev/null
+wait_for counted plain 2
+pod container checkpoint --export /tmp/plain.tar plain > /dev/null
+podman rm -f -t 0 plain > /dev/null
+check 'pack to a registry' cryopod pack -q /tmp/plain.tar -o docker://127.0.0.1:5000/packed/plain:1 --tls-verify=false
+check 'push of an archive' cryopod push -q /tmp/plain.tar 127.0.0.1:5000/packed/plain:2 --tls-verify=false
+for tag in 1 2; do
+    check "it is whole: $tag" cryopod pull -q "127.0.0.1:5000/packed/plain:$tag" -o "oci:/tmp/plain$tag" --tls-verify=false
+    check "and verified: $tag" cryopod verify -q "oci:/tmp/plain$tag"
+done
+check 'no temporary files are left' sh -c '! ls -A /var/tmp /tmp | grep -F .cryopod-temp-'

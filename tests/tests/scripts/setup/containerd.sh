@@ -8,6 +8,10 @@ cp $conf /tmp/before
 containerd_up
 cryopod setup kubernetes --yes > /tmp/said
 cat /tmp/said
+check 'tested, and not yet with the CRI' says /tmp/said '^Tested with ctr alone: a container.*systemctl restart containerd'
+containerd_down -TERM
+containerd_up
+cryopod setup kubernetes --yes > /tmp/said
 check 'tested' says /tmp/said '^Tested: a container'
 check 'the RuntimeClass' says /tmp/said '^handler: cryopod$'
 check 'no pod of the example' sh -c '! grep -q "kind: Pod" /tmp/said'

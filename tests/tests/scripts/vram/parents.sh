@@ -74,9 +74,9 @@ check 'an archive that builds upon others is whole as long as they are there' cr
 check 'flatten, from an archive' cryopod flatten -q oci-archive:/srv/part.tar -o oci:/srv/whole.oci
 mv /srv/c/1 /srv/away
 check 'a parent is missing: refused, and nothing starts' refused '/srv/c/1: the parent checkpoint, without which .* is missing or another one; put it back' load job /srv/c/3
-check 'a parent is missing: verify says so' refused 'is missing; put it back' cryopod verify -q /srv/c/3
-check 'of the archive too' refused 'is missing; put it back' cryopod verify -q oci-archive:/srv/part.tar
-check 'nor can it be made whole' refused 'is missing; put it back' cryopod flatten -q /srv/c/3 -o /srv/no
+check 'a parent is missing: verify says so' refused 'is missing or another one; put it back' cryopod verify -q /srv/c/3
+check 'of the archive too' refused 'is missing or another one; put it back' cryopod verify -q oci-archive:/srv/part.tar
+check 'nor can it be made whole' refused 'is missing or another one; put it back' cryopod flatten -q /srv/c/3 -o /srv/no
 for whole in /srv/whole oci-archive:/srv/whole.tar oci:/srv/whole.oci; do
     check "$whole: verified" cryopod verify -q "$whole"
 done
