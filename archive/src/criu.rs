@@ -8,6 +8,7 @@
 mod image;
 pub mod mounts;
 pub mod network;
+pub mod open_files;
 pub mod privileges;
 mod proto;
 #[cfg(test)]

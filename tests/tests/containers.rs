@@ -8,6 +8,8 @@ use cryopod_tests::bed::{self, Bed, Cgroup};
 crate::scenarios! {
     criu_options_crun: V2 ["crun"] "containers/criu_options.sh";
     criu_options_runc: V2 ["runc"] "containers/criu_options.sh";
+    goes_on_crun: V2 ["crun"] "archive/lib.sh" + "containers/goes_on.sh";
+    goes_on_runc: V1 ["runc"] "archive/lib.sh" + "containers/goes_on.sh";
     exec_crun: V2 ["crun"] "archive/lib.sh" + "containers/exec.sh";
     exec_runc: V1 ["runc"] "archive/lib.sh" + "containers/exec.sh";
     mounts_crun: V2 ["crun"] "containers/mounts.sh";

@@ -52,11 +52,7 @@ pub fn known(name: &str) -> bool {
 }
 
 pub fn names() -> String {
-    let all: Vec<&str> = NVIDIA
-        .into_iter()
-        .chain(AMD)
-        .chain(OF_NEITHER)
-        .collect();
+    let all: Vec<&str> = NVIDIA.into_iter().chain(AMD).chain(OF_NEITHER).collect();
     all.join(", ")
 }
 

@@ -424,7 +424,10 @@ mod tests {
     fn a_default_does_not_override_the_users_file() {
         let text = "# x\n ghost-limit=5M\n--file-locks\nlink-remaps\n".to_owned();
         let o = of(&BTreeMap::new(), json!({}), &[text]).unwrap();
-        assert_eq!(o.lines(false), ["ext-unix-sk", "link-remap", "skip-in-flight"]);
+        assert_eq!(
+            o.lines(false),
+            ["ext-unix-sk", "link-remap", "skip-in-flight"]
+        );
     }
 
     #[test]

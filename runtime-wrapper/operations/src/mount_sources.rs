@@ -140,7 +140,15 @@ fn shown(op: &Operation, source: &Path, recursive: bool) -> Result<PathBuf, Erro
     };
     mount(Some(source), &place, none, MsFlags::MS_BIND | deep, none)
         // Else its end would unmount on the host what is mounted below the source.
-        .and_then(|()| mount(none, &place, none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none))
+        .and_then(|()| {
+            mount(
+                none,
+                &place,
+                none,
+                MsFlags::MS_REC | MsFlags::MS_SLAVE,
+                none,
+            )
+        })
         .map_err(|e| what(e.into()))?;
     Ok(place)
 }

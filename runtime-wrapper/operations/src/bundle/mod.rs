@@ -237,7 +237,13 @@ mod tests {
         let go = |keys: &[&'static str]| {
             let spec = Spec::of_bundle(dir.path()).unwrap();
             let edits: Vec<Box<dyn Edit>> = keys.iter().map(|k| Box::new(Add(k)) as _).collect();
-            edit_noted(&Host::system(), dir.path(), &spec, &edits, Some(noted.path()))
+            edit_noted(
+                &Host::system(),
+                dir.path(),
+                &spec,
+                &edits,
+                Some(noted.path()),
+            )
         };
         let first = inode();
         drop(go(&[""]).unwrap());

@@ -59,8 +59,13 @@ pub(super) fn plan(
         surroundings,
         criu,
         low_version,
+        // One that its engine has paused and that stays locked does not run before the engine has its files.
+        carries_files: super::carries_files(
+            request,
+            state,
+            request.leave_running() && locked.is_empty(),
+        ),
         locked,
-        carries_files: super::carries_files(request, state),
         store: store::wanted(&request.config().store, &request.spec)?.map(Path::to_owned),
     };
     planned.refuse(request, refusals)?;
