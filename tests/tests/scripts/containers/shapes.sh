@@ -115,24 +115,30 @@ goes_on() { local n && n=$(progress) && within 60 past $((${n:-0} + 3)) && ! pri
 why() { # the line that says it
     { grep -h -o -E 'cryopod: .*' /tmp/said || tail -n 1 /tmp/said; } | tail -n 1 | sed -E "s/[0-9a-f]{64}/ID/g; s/$(podman inspect -f '{{.Id}}' shape 2> /dev/null || echo none)/ID/g" | cut -c 1-400
 }
+lose() { # REASON
+    lost+=("$1")
+    outcome+=' LOST'
+}
 refuse() { # CELL: the checkpoint did not succeed, so the container must be there
     if goes_on; then
         refused=$((refused + 1))
+        outcome+=' refused'
         reasons[$(why | sed -E 's/process [0-9]+/process N/g')]+=" $1"
     else
-        lost+=("$1: the checkpoint failed and the container is gone: $(why)")
+        lose "$1: the checkpoint failed and the container is gone: $(why)"
     fi
 }
 judge() { # CELL WAY COMMAND...: the restore
     local cell=$1 way=$2 after && shift 2
     if ! "$@" > /tmp/said 2>&1; then
-        lost+=("$cell, $way: $(why)")
+        lose "$cell, $way: $(why)"
     elif ! goes_on; then
-        lost+=("$cell, $way: it stands still")
+        lose "$cell, $way: it stands still"
     elif after=$(shown) && [ "$after" != "$before" ]; then
-        lost+=("$cell, $way: $(diff <(echo "$before") <(echo "$after") | tr '\n' ' ')")
+        lose "$cell, $way: $(diff <(echo "$before") <(echo "$after") | tr '\n' ' ')"
     else
         restored=$((restored + 1))
+        outcome+=" restored"
         return 0
     fi
     podman rm -f -t 0 shape > /dev/null 2>&1 || true
@@ -145,6 +151,7 @@ cell() { # MOUNTS NAMESPACE: MOUNTS are names of kinds, with blanks between
     words "${namespaces[$2]}" && arguments+=("${options[@]}")
     if [ "$job" = gpu ]; then name="$name, GPU"; fi
     tried=$((tried + 1))
+    outcome=''
     make_sources
     put_away "$2"
     prepare "$2"
@@ -172,6 +179,7 @@ cell() { # MOUNTS NAMESPACE: MOUNTS are names of kinds, with blanks between
     else
         refuse "$name, export"
     fi
+    echo "$name:$outcome"
     put_away "$2"
 }
 with_counter() {
