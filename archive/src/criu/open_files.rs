@@ -43,6 +43,11 @@ struct MountPoint {
 struct Remap {
     #[prost(uint32, tag = "1")]
     id: u32,
+    #[prost(uint32, tag = "2")]
+    by: u32,
+    /// 0: by a link that CRIU has made at the checkpoint.
+    #[prost(uint32, optional, tag = "3")]
+    kind: Option<u32>,
 }
 
 /// Returns true if [`sizes`] reads this file. `name` has no directories.
@@ -84,6 +89,25 @@ pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>,
         .filter(|r| r.mount.is_some_and(|id| roots.contains(&i64::from(id))))
         .filter_map(|r| Some((plain(&r.name).to_owned(), r.size?)))
         .collect())
+}
+
+/// Returns the paths of the links that CRIU has made for files that were open and had lost that name (`link_remap.N`),
+/// without the first `/`. CRIU removes them at a restore. `files` as for [`sizes`].
+///
+/// # Errors
+/// [`ImageError`]: an image is damaged.
+pub fn links(files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, ImageError> {
+    let mut bounds = Bounds::default();
+    let (Some(remaps), Some(opened)) = (files.get(REMAPS), files.get(FILES)) else {
+        return Ok(Vec::new());
+    };
+    let remaps: Vec<Remap> = messages(REMAPS, remaps, REMAPS_MAGIC, &mut bounds)?;
+    let linked = remaps.iter().filter(|r| r.kind.unwrap_or(0) == 0);
+    let linked: BTreeSet<u32> = linked.map(|r| r.by).collect();
+    let opened: Vec<Opened> = messages(FILES, opened, FILES_MAGIC, &mut bounds)?;
+    let regular = opened.into_iter().filter_map(|o| o.regular);
+    let regular = regular.filter(|r| linked.contains(&r.id));
+    Ok(regular.map(|r| plain(&r.name).to_owned()).collect())
 }
 
 /// CRIU writes paths with or without a leading dot.
@@ -145,7 +169,15 @@ mod tests {
             ),
             (
                 "remap-fpath.img".to_owned(),
-                image(REMAPS_MAGIC, &[Remap { id: 3 }.encode_to_vec()]),
+                image(
+                    REMAPS_MAGIC,
+                    &[Remap {
+                        id: 3,
+                        by: 2,
+                        kind: None,
+                    }
+                    .encode_to_vec()],
+                ),
             ),
         ]);
         assert!(files.keys().all(|name| is_wanted(name)));
@@ -154,5 +186,6 @@ mod tests {
             BTreeMap::from([("grows".to_owned(), 7)])
         );
         assert!(sizes(&BTreeMap::new()).unwrap().is_empty());
+        assert_eq!(links(&files).unwrap(), ["data/x"]);
     }
 }

@@ -43,6 +43,7 @@ mod frozen;
 pub mod handover;
 pub mod hidden_gpus;
 pub mod images;
+mod link_remaps;
 pub mod log;
 mod loopback;
 pub mod lowlevel;
