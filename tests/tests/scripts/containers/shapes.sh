@@ -174,10 +174,18 @@ cell() { # MOUNTS NAMESPACE: MOUNTS are names of kinds, with blanks between
         refuse "$name, in place"
     fi
     rm -f $archive
+    # podman refuses this export when the container has been checkpointed and has ended.
+    if [ "$2" = network-of-another ]; then
+        echo "$name:$outcome (podman exports none)"
+        put_away "$2"
+        return 0
+    fi
+    local into=()
+    if [ "$2" = pod ]; then into=(--pod pod); fi
     if pod container checkpoint --export $archive shape > /tmp/said 2>&1; then
         podman rm -f -t 0 shape > /dev/null
         make_sources
-        judge "$name" import pod container restore --import $archive && podman rm -f -t 0 shape > /dev/null
+        judge "$name" import pod container restore "${into[@]}" --import $archive && podman rm -f -t 0 shape > /dev/null
         chmod go-w $archive
         make_sources
         judge "$name" copy run_shape --annotation dev.cryopod.restore=$archive || true
