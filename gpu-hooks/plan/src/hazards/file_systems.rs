@@ -132,7 +132,7 @@ mod tests {
             "{said:?}"
         );
         assert!(
-            said[1].contains("/huge") && said[0].contains("(hugetlbfs)"),
+            said[1].contains("/huge") && said[1].contains("(hugetlbfs)"),
             "{said:?}"
         );
         assert!(said[2].contains("/r is of a file system"), "{said:?}");
