@@ -31,6 +31,7 @@ test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE
 test-long: ## hours: hostile containers, all moments at which something dies, the property test and the fuzz targets, each for long
 	PROPTEST_CASES=100000 cargo test --quiet --package cryopod-operations reach
 	HOSTILE_ROUNDS=500 FAULTS=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --test-threads=2 hostile:: shim::what_dies
+	SHAPES=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --nocapture containers::shapes
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	tests/amd/predict 10000

@@ -10,6 +10,7 @@ pub mod image_files;
 pub mod message;
 pub mod mounts;
 pub mod network;
+pub mod open_files;
 pub mod privileges;
 mod proto;
 pub mod schema;

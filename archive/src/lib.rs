@@ -14,6 +14,7 @@ mod direct_io;
 pub mod engine;
 pub mod entry;
 pub mod error;
+pub mod file_sizes;
 pub mod flatten;
 mod frames;
 mod hash;

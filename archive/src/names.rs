@@ -25,6 +25,8 @@ pub const STATUS_DUMP: &str = "status.dump";
 pub const NETWORK_STATUS: &str = "network.status";
 /// The files that the container has made or changed.
 pub const ROOTFS_DIFF: &str = "rootfs-diff.tar";
+/// In the image directory: the same, packed by cryopod at the moment of the dump, with whiteouts.
+pub const CARRIED_ROOTFS: &str = "cryopod-rootfs.tar";
 /// Files of the image that the container has deleted: a JSON list.
 pub const DELETED_FILES: &str = "deleted.files";
 /// The files of `/dev/shm` (podman).

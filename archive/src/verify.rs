@@ -12,6 +12,7 @@ use self::shards::Shards;
 use crate::decode::{Hash, with_decoder};
 use crate::entry::Entry;
 use crate::error::{Bad, Error};
+use crate::file_sizes::{self, FileSizes};
 use crate::limits::Limits;
 use crate::limits::threads_or_cores;
 use crate::metadata::Metadata;
@@ -49,7 +50,7 @@ pub struct Verified {
 }
 
 /// Reads a whole checkpoint and checks everything possible: digests, names, the compression's checksums, CRIU's magic
-/// numbers, `cryopod.json`, the VRAM files' chunks, stated sizes.
+/// numbers, `cryopod.json`, the VRAM files' chunks, stated sizes, and the sizes of the files that processes have open.
 ///
 /// # Errors
 /// The first fault, with the file's name.
@@ -76,17 +77,30 @@ pub fn verify_with(
     table: Option<Vec<u8>>,
     options: &VerifyOptions,
 ) -> Result<Verified, Error> {
+    // CRIU's list of open files may be long.
+    let limits = Limits {
+        small_file_bytes: options.limits.small_file_bytes.max(256 << 20),
+        small_total_bytes: options.limits.small_total_bytes.max(1 << 30),
+        ..options.limits.clone()
+    };
+    let opened = source.small_files(&|name| file_sizes::is_wanted(name), &limits)?;
+    let sizes = FileSizes::of(source, &opened)?;
     let shards = table.map(|text| Shards::new(&text)).transpose();
     let shards = shards.map_err(|bad| Error::bad(source.path(), bad))?;
     let sink = Verifier {
         source,
         limits: &options.limits,
         shards,
+        sizes,
         found: Mutex::default(),
     };
     with_decoder(options.threads, &options.progress, |decoder| {
         walk(source, &options.limits, decoder, &sink)
     })?;
+    if let Some(reason) = sink.sizes.differences().into_iter().next() {
+        let name = names::ROOTFS_DIFF.to_owned();
+        return Err(Error::bad(source.path(), Bad::Content { name, reason }));
+    }
     let found = sink
         .found
         .into_inner()
@@ -246,6 +260,7 @@ struct Verifier<'v> {
     source: &'v Source,
     limits: &'v Limits,
     shards: Option<Shards>,
+    sizes: FileSizes,
     found: Mutex<Seen>,
 }
 
@@ -331,8 +346,11 @@ impl Sink for Verifier<'_> {
         } else if self.shard(entry, reader)? {
             self.found().shards.insert(entry.name.clone());
         } else {
-            let read = io::copy(reader, &mut io::sink())
-                .map_err(|e| Error::from_io(self.source.path(), "read it", e))?;
+            let read = match self.sizes.counts(&entry.name) {
+                true => self.sizes.read(&entry.name, entry.size, reader),
+                false => io::copy(reader, &mut io::sink()),
+            };
+            let read = read.map_err(|e| Error::from_io(self.source.path(), "read it", e))?;
             if read != entry.size {
                 return Err(content(format!("{read} bytes instead of {}", entry.size)));
             }

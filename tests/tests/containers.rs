@@ -2,16 +2,21 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use cryopod_tests::bed::{self, Bed, Cgroup};
 
 crate::scenarios! {
+    criu_options_crun: V2 ["crun"] "containers/criu_options.sh";
+    criu_options_runc: V2 ["runc"] "containers/criu_options.sh";
+    goes_on_crun: V2 ["crun"] "archive/lib.sh" + "containers/goes_on.sh";
+    goes_on_runc: V1 ["runc"] "archive/lib.sh" + "containers/goes_on.sh";
+    unlinked_crun: V2 ["crun"] "containers/unlinked.sh";
+    unlinked_runc: V1 ["runc"] "containers/unlinked.sh";
     exec_crun: V2 ["crun"] "archive/lib.sh" + "containers/exec.sh";
     exec_runc: V1 ["runc"] "archive/lib.sh" + "containers/exec.sh";
     mounts_crun: V2 ["crun"] "containers/mounts.sh";
     mounts_runc: V1 ["runc"] "containers/mounts.sh";
-    shapes_crun: V2 ["crun"] "archive/lib.sh" + "containers/shapes.sh";
-    shapes_runc: V2 ["runc"] "archive/lib.sh" + "containers/shapes.sh";
     hazards_crun: V2 ["crun"] "containers/hazards.sh";
     hazards_runc: V1 ["runc"] "containers/hazards.sh";
     criu_errors_crun: V2 ["crun"] "containers/criu_errors.sh";
@@ -39,6 +44,30 @@ pub fn torch() -> PathBuf {
         .expect("tests/torch/build starts");
     assert!(out.status.success(), "tests/torch/build: {}", out.status);
     PathBuf::from(String::from_utf8(out.stdout).expect("a path").trim_end())
+}
+
+/// A sample of the shapes, or with `SHAPES=each` or `SHAPES=all` more of them.
+fn shapes(low: &str) {
+    let which = std::env::var("SHAPES").unwrap_or_else(|_| "sample".into());
+    let Some(bed) = Bed::new(Cgroup::V2) else {
+        return;
+    };
+    let bed = bed.limit(Duration::from_secs(4 * 3600));
+    let scripts = [
+        include_str!("scripts/archive/lib.sh"),
+        include_str!("scripts/containers/shapes.sh"),
+    ];
+    println!("{}", crate::run_in(&bed, &[low, &which], &scripts));
+}
+
+#[test]
+fn shapes_crun() {
+    shapes("crun");
+}
+
+#[test]
+fn shapes_runc() {
+    shapes("runc");
 }
 
 fn train(low: &str) {

@@ -5,6 +5,8 @@ use cryopod_tests::bed::Cgroup;
 // On v2 containerd's shim starts no container in the bed (docs/testbed.md).
 crate::scenarios! {
     checkpoint_and_restore: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/checkpoint.sh";
+    nerdctl_crun: V1 ["crun"] "archive/lib.sh" + "shim/lib.sh" + "shim/nerdctl.sh";
+    nerdctl_runc: V1 ["runc"] "archive/lib.sh" + "shim/lib.sh" + "shim/nerdctl.sh";
     locked_at_the_pause: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/at_pause.sh";
 }
 

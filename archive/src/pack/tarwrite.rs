@@ -30,7 +30,11 @@ pub(super) fn header(entry: &Entry) -> io::Result<Vec<u8>> {
         out.extend_from_slice(name.as_bytes());
         out.resize(
             out.len().next_multiple_of(BLOCK as usize)
-                + if name.len().is_multiple_of(512) { 512 } else { 0 },
+                + if name.len().is_multiple_of(512) {
+                    512
+                } else {
+                    0
+                },
             0,
         );
     }

@@ -227,7 +227,7 @@ impl Source {
     }
 
     /// Like `visit`, but skips the layers for which `layer` returns false, without checking them.
-    fn walk(
+    pub(crate) fn walk(
         &self,
         limits: &Limits,
         layer: &dyn Fn(&Layer) -> bool,

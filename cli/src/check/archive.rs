@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use cryopod_archive::engine as engine_records;
+use cryopod_archive::file_sizes;
 use cryopod_archive::limits::Limits;
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
@@ -64,6 +65,8 @@ struct Checkpoint {
     inventory: Vec<u8>,
     reference: Option<Reference>,
     records: engine::Records,
+    /// What is said of files that are not as CRIU saved them.
+    grown: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -170,6 +173,13 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
     answer.other.extend(compressed);
     answer.other.extend(away(ask, &config, &checkpoint));
     answer.other.extend(missing);
+    answer
+        .other
+        .extend(checkpoint.grown.iter().map(|what| Refusal {
+            process: None,
+            what: what.clone(),
+            remedy: "the checkpoint itself is untouched".into(),
+        }));
     Ok((checkpoint, answer))
 }
 
@@ -205,6 +215,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         engine_records::FILES.contains(&name)
             || [names::NETWORK_STATUS, CONTAINERD_RECORD].contains(&name)
             || in_images(name, &|n| own.contains(&n) || amd_image::is_image(n))
+            || file_sizes::is_wanted(name)
     };
     let decoded = Decoding::of(ask.path).run(|| {
         let volumes = RefCell::new(BTreeSet::new());
@@ -241,13 +252,22 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         amd.add(name, bytes)
             .map_err(|e| format!("{}: {e}", ask.path.display()))?;
     }
+    let metadata = metadata(ask.path, &files)?;
+    // Only what goes on running can change the files that its engine packs.
+    let grown = match &metadata {
+        Some(metadata) if metadata.container.leave_running => {
+            file_sizes::differences(&source, &files, &limits).map_err(said)?
+        }
+        _ => Vec::new(),
+    };
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
     let reference = files.get(&name);
     let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
     Ok(Checkpoint {
         kind,
         reference: reference.transpose().map_err(|e| e.to_string())?,
-        metadata: metadata(ask.path, &files)?,
+        metadata,
+        grown,
         spec: spec(&files),
         amd,
         records,

@@ -180,10 +180,11 @@ impl Released {
                     let call = self.watched.and_then(|_| entered_call(self.tid));
                     let asked = call.as_ref().and_then(asked_memory);
                     if let (Some(bytes), Some(least)) = (asked, self.watched)
-                        && bytes >= least {
-                            self.held = call;
-                            return Attention::Asks(bytes);
-                        }
+                        && bytes >= least
+                    {
+                        self.held = call;
+                        return Attention::Asks(bytes);
+                    }
                     0
                 }
                 Some(Event::Interrupted) => 0,

@@ -163,6 +163,15 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
         for (what, remedy) in undumpable(process) {
             add(what.to_owned(), remedy.to_owned());
         }
+        for fd in queues(process, host) {
+            add(
+                format!(
+                    "has a POSIX message queue open (descriptor {}: {})",
+                    fd.number, fd.target
+                ),
+                "close it before the checkpoint: CRIU saves System V's message queues only".into(),
+            );
+        }
         if process.tracer > 0 {
             let name = host.line(format!("/proc/{}/comm", process.tracer));
             add(
@@ -176,6 +185,9 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
             );
         }
         for (fd, target) in outside(process, &mounts) {
+            if is_queue(host, process.pid, &fd) {
+                continue;
+            }
             add(
                 format!("has a file outside the container open (descriptor {fd}: {target})"),
                 "start the container with its input and output in pipes or a log of the engine, not a file or terminal of the host".into(),
@@ -383,6 +395,23 @@ fn undumpable(process: &Process) -> impl Iterator<Item = (&'static str, &'static
         })
         .map(|(_, what, remedy)| (*what, *remedy))
         .filter(move |(what, _)| seen.insert(*what))
+}
+
+/// The descriptors of POSIX message queues. Their names are those of files, in a file system that each IPC namespace has.
+fn queues<'a>(process: &'a Process, host: &'a Host) -> impl Iterator<Item = &'a Fd> {
+    let is_empty = |fd: &&Fd| {
+        fd.file
+            .is_some_and(|f| f.kind == libc::S_IFREG && f.bytes == 0)
+    };
+    let empty = process.fds.iter().filter(is_empty);
+    empty.filter(|fd| is_queue(host, process.pid, &fd.number))
+}
+
+fn is_queue(host: &Host, pid: i32, number: &str) -> bool {
+    /// `MQUEUE_MAGIC`, linux/magic.h.
+    const MAGIC: u32 = 0x1980_0202;
+    let fs = nix::sys::statfs::statfs(&host.path(format!("/proc/{pid}/fd/{number}")));
+    fs.is_ok_and(|fs| u32::try_from(fs.filesystem_type().0).is_ok_and(|magic| magic == MAGIC))
 }
 
 /// Returns files, directories, named pipes and terminals whose mount is not in `mounts`, the container's: number and

@@ -84,7 +84,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) -> Error {
     // A running container cannot be asked for its files; an engine that carries none has paused it.
     if state.paused
-        && carries_files(request, state)
+        && carries_files(request, state, false)
         && let Err(e) = capture_files(request, state)
     {
         return e;
@@ -98,10 +98,11 @@ fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) 
     passthrough::exec(&request.ctx.low, &request.ctx.args)
 }
 
-/// Returns true if the checkpoint must carry the container's changes of files.
-fn carries_files(request: &Request<'_>, state: &State) -> bool {
+/// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU
+/// has dumped them.
+fn carries_files(request: &Request<'_>, state: &State, goes_on: bool) -> bool {
     let options = &request.config().rootfs;
-    !request.pre_dump() && rootfs::wanted(options, &request.spec, &state.bundle)
+    !request.pre_dump() && rootfs::wanted(options, &request.spec, &state.bundle, goes_on)
 }
 
 fn capture_files(request: &Request<'_>, state: &State) -> Result<(), Error> {

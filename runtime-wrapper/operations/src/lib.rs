@@ -43,6 +43,7 @@ mod frozen;
 pub mod handover;
 pub mod hidden_gpus;
 pub mod images;
+mod link_remaps;
 pub mod log;
 mod loopback;
 pub mod lowlevel;
@@ -95,7 +96,7 @@ use config::Config;
 use context::Context;
 use cryopod_host::spec::Spec;
 use error::Error;
-use lowlevel::LowLevel;
+use lowlevel::{Kind, LowLevel};
 
 /// Runs the whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
@@ -111,7 +112,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(ctx) => ctx,
         Err((args, e)) => {
             // The log that the engine reads, if the command line names one.
-            let globals = argv::decode(lowlevel::Kind::Runc, &args).map(|i| i.globals);
+            let globals = argv::decode(Kind::Runc, &args).map(|i| i.globals);
             log::init(globals.as_ref());
             return fail(&e);
         }
@@ -139,12 +140,31 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
                 // What a killed wrapper left of this container is in no state of the low-level runtime.
                 log::init(other.as_ref().map(|i| &i.globals));
                 operation::sweep_dead();
+                if let Some(gone) = other.as_ref().and_then(|inv| deleted_already(&ctx, inv)) {
+                    return fail(&gone);
+                }
             }
             let e = passthrough::exec(&ctx.low, &ctx.args);
             log::init(other.map(|i| i.globals).as_ref());
             fail(&e)
         }
     }
+}
+
+/// Answers a `delete` of a container that crun does not know any more, as after a checkpoint that ended it.
+///
+/// containerd's shim asks for it then, and takes the runtime's refusal for success if it has runc's words
+/// (`does not exist`). With crun's (`cannot open directory`) the task stays, and neither can it be started again from the
+/// checkpoint nor the container be removed.
+fn deleted_already(ctx: &Context, inv: &Invocation) -> Option<Error> {
+    let [id] = ctx.args.get(inv.verb_at + 1..)? else {
+        return None;
+    };
+    let id = id.to_str().filter(|id| !id.starts_with('-'))?;
+    let mut of = inv.clone();
+    id.clone_into(&mut of.id);
+    let gone = ctx.low.kind == Kind::Crun && !state::directory(ctx, &of).exists();
+    gone.then(|| Error::Failed(format!("the container {id} does not exist")))
 }
 
 /// Creates a container: from a checkpoint if it names one, else by the low-level runtime.

@@ -34,6 +34,7 @@ use crate::bundle::hold;
 use crate::child::Signals;
 use crate::context::Context;
 use crate::error::Error;
+use crate::link_remaps::LinkRemaps;
 use crate::new_container::NewContainer;
 use crate::operation::Operation;
 use crate::request::Request;
@@ -93,10 +94,15 @@ fn restore(
         new.ask(&op)?;
         NewContainer::reseed();
     }
+    // The next copy needs what CRIU removes.
+    let links = new.map(|_| LinkRemaps::of(&request)).transpose()?;
     let changed = bundle::change(&request, &prepared, &op)?;
     prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
     let ran = run::run(&request, &prepared, &op, &signals, new, amd)?;
+    if let Some(links) = links {
+        links.put_back();
+    }
     let result = conclude::conclude(&request, prepared, changed, ran, &op, amd);
     if is_free && result.is_err() {
         // crun keeps the state of a failed restore, and a failed `create` leaves nothing.

@@ -1,8 +1,10 @@
 //! Carries the container's own changes of its root file system with the checkpoint.
 //!
 //! podman, containerd's CRI and `ctr c checkpoint --rw` put them into their archives. docker and nerdctl do not, and a
-//! restore in a fresh container then lacks the files that its processes have open. So for those two cryopod packs the
-//! writable layer into the image directory while the container is frozen, and unpacks it before a restore.
+//! restore in a fresh container then lacks the files that its processes have open. And where the container goes on
+//! running, all engines pack its files after CRIU's dump: a file that has grown meanwhile is another than the one that
+//! CRIU saw open (`has bad size`), and no restore succeeds. So in both cases cryopod packs the writable layer into the
+//! image directory while the container is frozen, and unpacks it before a restore, over what the engine has packed.
 //!
 //! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for deleted files. Devices and sockets are
 //! left out.
@@ -24,7 +26,7 @@ use crate::frozen::Frozen;
 
 pub use adopt::adopt;
 
-pub const FILE: &str = "cryopod-rootfs.tar";
+pub const FILE: &str = cryopod_archive::names::CARRIED_ROOTFS;
 /// The files of `/dev/shm`, where that is a mount from outside of the container.
 pub const SHM_FILE: &str = "cryopod-shm.tar";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
@@ -41,8 +43,8 @@ const OPAQUE: &str = ".wh..wh..opq";
 /// The extended attribute that is carried: a program's capabilities.
 const CAPABILITY: &str = "security.capability";
 
-/// Returns true if this container's changes must be carried.
-pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
+/// Returns true if this container's changes must be carried. `goes_on`: its processes run on when CRIU has dumped them.
+pub fn wanted(options: &Options, spec: &Spec, bundle: &Path, goes_on: bool) -> bool {
     match (spec.annotation(ANNOTATION), options.carry) {
         (Some("on"), _) | (None, Carry::Always) => true,
         (Some(other), _) => {
@@ -54,7 +56,9 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path) -> bool {
         (None, Carry::Never) => false,
         (None, Carry::Auto) => {
             let mut above = bundle.parent().into_iter().flat_map(Path::file_name);
-            above.any(|name| name == DOCKER) || spec.annotations(NERDCTL).next().is_some()
+            goes_on
+                || above.any(|name| name == DOCKER)
+                || spec.annotations(NERDCTL).next().is_some()
         }
     }
 }

@@ -184,10 +184,11 @@ impl Copier {
             ring.record(slot)?;
             under_way.push_back(slot);
             if under_way.len() > BUFFERS / 2
-                && let Some(oldest) = under_way.pop_front() {
-                    ring.wait(oldest)?;
-                    let _ = give.send(oldest);
-                }
+                && let Some(oldest) = under_way.pop_front()
+            {
+                ring.wait(oldest)?;
+                let _ = give.send(oldest);
+            }
         }
         Ok(())
     }

@@ -46,7 +46,20 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
                 .iter()
                 .any(|f| mount.point == std::path::Path::new(&f.path))
     };
-    mounts
+    // Of directories on the host, which the engine removes with the container (podman's volumes with `:O`, images).
+    let of_spec = |mount: &Mount| {
+        let mut all = spec.mounts().into_iter();
+        all.any(|m| m.typ().as_deref() == Some("overlay") && *m.destination() == mount.point)
+    };
+    let overlays = mounts.iter().filter(|m| of_spec(m)).map(|m| Refusal {
+        process: None,
+        what: format!(
+            "the mount {} is an overlay of directories on the host, which CRIU cannot mount again",
+            m.point.display()
+        ),
+        remedy: "use a volume without :O, or a copy of the image's files in one".into(),
+    });
+    let made = mounts
         .iter()
         .filter(|m| m.root == std::path::Path::new("/") && m.point != std::path::Path::new("/"))
         .filter(|m| !MADE.contains(&m.fs_type.as_str()) && !bound(m))
@@ -58,8 +71,8 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
                 m.fs_type
             ),
             remedy: "unmount it in the container, or use a tmpfs or a volume there".into(),
-        })
-        .collect()
+        });
+    overlays.chain(made).collect()
 }
 
 #[cfg(test)]
@@ -84,6 +97,7 @@ mod tests {
         let spec = Spec::from_json(json!({"mounts": [
             {"destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind"]},
             {"destination": "/huge", "type": "hugetlbfs", "source": "none"},
+            {"destination": "/over", "type": "overlay", "source": "overlay"},
         ]}));
         let foreign = [ForeignMount {
             path: "/usr/lib/firmware".into(),
@@ -105,16 +119,22 @@ mod tests {
             mount("/part", "ext4", "/of/it"),
             mount("/huge", "hugetlbfs", "/"),
             mount("/r", "ramfs", "/"),
+            mount("/over", "overlay", "/"),
+            mount("/in/it", "overlay", "/"),
         ];
         let said: Vec<String> = refusals(&mounts, &spec, &foreign)
             .iter()
             .map(ToString::to_string)
             .collect();
-        assert_eq!(said.len(), 2, "{said:?}");
+        assert_eq!(said.len(), 3, "{said:?}");
         assert!(
-            said[0].contains("/huge") && said[0].contains("(hugetlbfs)"),
+            said[0].contains("/over is an overlay of directories on the host"),
             "{said:?}"
         );
-        assert!(said[1].contains("/r is of a file system"), "{said:?}");
+        assert!(
+            said[1].contains("/huge") && said[1].contains("(hugetlbfs)"),
+            "{said:?}"
+        );
+        assert!(said[2].contains("/r is of a file system"), "{said:?}");
     }
 }

@@ -168,11 +168,27 @@ impl<'a> Place<'a> {
         self.mounts.iter().filter(move |m| m.device == device)
     }
 
+    /// Names the file system of a watch by the mount in which the file is. Several may show parts of one file system.
     fn file_system(&self, watch: &Watch) -> String {
-        self.mounts(watch).next().map_or_else(
-            || "a file system that is not mounted there".into(),
-            |m| format!("{} at {}", m.fs_type, m.point.display()),
-        )
+        let mut mounts: Vec<&Mount> = self.mounts(watch).collect();
+        // The innermost first: a search goes through all that is below.
+        mounts.sort_by_key(|m| std::cmp::Reverse(m.point.components().count()));
+        let Some((outermost, inner)) = mounts.split_last() else {
+            return "a file system that is not mounted there".into();
+        };
+        let found = inner.iter().find(|m| self.has(m, watch));
+        let mount = found.unwrap_or(outermost);
+        format!("{} at {}", mount.fs_type, mount.point.display())
+    }
+
+    /// Returns true if the watched file is below this mount point, for certain.
+    fn has(&self, mount: &Mount, watch: &Watch) -> bool {
+        let mut found = Searched::default();
+        if let Some(root) = self.open(&mount.point, OFlag::empty()) {
+            found.note(&root);
+            self.search(mount.point.clone(), Some(watch.device), &mut found);
+        }
+        !found.cut && found.may_have(watch)
     }
 
     /// Returns true if CRIU searches all of the watch's file system.

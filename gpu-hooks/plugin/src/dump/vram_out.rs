@@ -39,11 +39,12 @@ impl Dump {
             .collect();
         let used = self.session.vram_out(&config, &names)?;
         if config.required
-            && let Some(reason) = &self.session.vram.left_out {
-                let remedy = "set `nvidia.vram` to \"auto\" to checkpoint without it";
-                let what = format!("the VRAM files cannot be used: {reason}");
-                return Err(failure_with("vram", None, what, remedy));
-            }
+            && let Some(reason) = &self.session.vram.left_out
+        {
+            let remedy = "set `nvidia.vram` to \"auto\" to checkpoint without it";
+            let what = format!("the VRAM files cannot be used: {reason}");
+            return Err(failure_with("vram", None, what, remedy));
+        }
         if !used {
             return Ok(());
         }

@@ -1,5 +1,6 @@
 //! Plans a checkpoint: what has to be saved, and every reason why that cannot work. Makes and changes nothing.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use cryopod_gpu_plan::exec_processes;
@@ -9,6 +10,7 @@ use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{EXEC, Switches};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 use cryopod_host::processes::Scan;
+use cryopod_host::programs::Tools;
 
 use super::prepare::metadata_of;
 use crate::error::Error;
@@ -51,6 +53,7 @@ pub(super) fn plan(
     let (surroundings, hazards) = surroundings::checkpoint(request, state.init, &scan, &criu)?;
     let (gpus, mut refusals) = gpus(request, state.init, nodes, &scan, &criu)?;
     refusals.extend(hazards);
+    refusals.extend(untracked_memory(request, &criu));
     if !state.paused {
         refusals.extend(exec_processes(request, state, false)?);
     }
@@ -59,8 +62,13 @@ pub(super) fn plan(
         surroundings,
         criu,
         low_version,
+        // One that its engine has paused and that stays locked does not run before the engine has its files.
+        carries_files: super::carries_files(
+            request,
+            state,
+            request.leave_running() && locked.is_empty(),
+        ),
         locked,
-        carries_files: super::carries_files(request, state),
         store: store::wanted(&request.config().store, &request.spec)?.map(Path::to_owned),
     };
     planned.refuse(request, refusals)?;
@@ -89,6 +97,24 @@ impl Planned {
             plan: &self.gpus,
         }
     }
+}
+
+/// Refuses a pre-dump where the kernel does not tell which pages a process has written since.
+fn untracked_memory(request: &Request<'_>, criu: &Criu) -> Option<Refusal> {
+    if !request.pre_dump() {
+        return None;
+    }
+    let arguments = ["check", "--feature", "mem_dirty_track"].map(OsStr::new);
+    let answer = request
+        .tools
+        .output(&criu.path, &arguments, request.tool_limit());
+    // A CRIU that does not answer has its own words later.
+    let lacks = answer.is_ok_and(|out| out.code != 0);
+    lacks.then(|| Refusal {
+        process: None,
+        what: "a pre-dump needs a kernel that tracks written pages (soft-dirty, CONFIG_MEM_SOFT_DIRTY), and this host's does not (criu check --feature mem_dirty_track)".into(),
+        remedy: "checkpoint without a pre-dump (podman: without --pre-checkpoint); GPU memory builds upon an earlier checkpoint without it (dev.cryopod.parent)".into(),
+    })
 }
 
 /// Refuses a container with processes that would be lost.

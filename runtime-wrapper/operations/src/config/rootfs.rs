@@ -32,7 +32,7 @@ impl Options {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Carry {
-    /// Those of docker and nerdctl.
+    /// Those of docker and nerdctl, and of containers that go on running.
     #[default]
     Auto,
     /// Those of all containers.

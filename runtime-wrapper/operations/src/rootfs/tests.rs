@@ -31,11 +31,15 @@ fn whose_changes_are_carried() {
         (&never, &on, docker, true),
     ] {
         assert_eq!(
-            wanted(options, &spec(annotations.clone()), bundle),
+            wanted(options, &spec(annotations.clone()), bundle, false),
             expected,
             "{options:?} {annotations} {bundle:?}"
         );
     }
+    // Its engine packs the files when they have changed.
+    assert!(wanted(&auto, &spec(none.clone()), other, true));
+    assert!(!wanted(&auto, &spec(off), other, true));
+    assert!(!wanted(&never, &spec(none), other, true));
 }
 
 fn pack(upper: &Path, images: &Path, bounds: &Options) -> std::io::Result<()> {

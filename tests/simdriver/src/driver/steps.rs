@@ -336,10 +336,11 @@ fn take_back(
         let gpu = target(inner, i, request, gpus, driver)?;
         minors[i] = gpu.minor;
         if let Some(caller) = request.custom
-            && inner.blocks.iter().any(|b| b.gpu == i) {
-                let [hi, lo] = gpu.uuid.words();
-                inner.ask(op::HAS_CONTEXT, &[caller, hi, lo])?;
-            }
+            && inner.blocks.iter().any(|b| b.gpu == i)
+        {
+            let [hi, lo] = gpu.uuid.words();
+            inner.ask(op::HAS_CONTEXT, &[caller, hi, lo])?;
+        }
         *slot = Some(gpu);
     }
     // A node that is missing, or is no device, is how a GPU is not there.

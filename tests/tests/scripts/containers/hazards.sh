@@ -46,6 +46,14 @@ elif kind == "tcp":
     server = socket.create_server(("10.9.9.9", 7000))
     client = socket.create_connection(("10.9.9.9", 7000))
     peer = server.accept()
+elif kind == "queue":
+    assert libc.mq_open(b"/queue", os.O_CREAT | os.O_RDWR, 0o600, None) >= 0, os.strerror(ctypes.get_errno())
+elif kind == "queue_by_path":
+    queue = libc.mq_open(b"/queue", os.O_CREAT | os.O_RDWR, 0o600, None)
+    os.close(queue)
+    held = open("/dev/mqueue/queue")
+elif kind == "watch":
+    assert libc.inotify_add_watch(libc.inotify_init(), b"/volume/watched", 0xFFF) >= 0, os.strerror(ctypes.get_errno())
 elif kind == "uvm":
     held = cuda(4 << 20)
 elif kind in ("mps", "mig"):  # which its environment tells
@@ -119,6 +127,20 @@ refused GDRCopy gdrdrv '/dev/gdrdrv' dev.cryopod.env.avoid=gdrcopy --device /dev
 refused RDMA rdma 'RDMA verbs' NCCL_IB_DISABLE=1 --device /dev/infiniband/uverbs0
 refused 'a seccomp supervisor' notify user-notify 'without that supervisor'
 refused 'a traced process' traced 'is traced by process' 'detach the debugger'
+refused 'a POSIX message queue' queue 'has a POSIX message queue open (descriptor 3: /queue)' 'close it before the checkpoint'
+refused 'a POSIX message queue, by its path' queue_by_path 'has a POSIX message queue open (descriptor 3: /dev/mqueue/queue)' 'close it before the checkpoint'
+mkdir -p /srv/volume/watched
+if ! criu_from 4.3; then # which finds it
+    refused 'a watch in a volume' watch 'on overlay at /volume)' 'irmap-scan-path' -v /srv/app:/another -v /srv/volume:/volume
+fi
+start environment
+if criu check --feature mem_dirty_track > /dev/null 2>&1; then echo 'a pre-dump: this kernel tracks memory'; else
+    if pod container checkpoint --pre-checkpoint --export /tmp/pre.tar c1 > /tmp/said 2>&1; then echo 'a pre-dump without soft-dirty'; exit 1; fi
+    grep -qF 'a pre-dump needs a kernel that tracks written pages (soft-dirty' /tmp/said || { cat /tmp/said; exit 1; }
+    grep -qF 'without --pre-checkpoint' /tmp/said
+    echo 'ok: a pre-dump'
+fi
+pod rm -f -t 0 c1 > /dev/null
 
 # Many at once, with what the driver cannot checkpoint: all are told, each with its process and its remedy.
 rm /dev/nvidia-uvm && mknod -m 666 /dev/nvidia-uvm c 1 5

@@ -1,10 +1,11 @@
-# shapes.sh LOW: a generator of container shapes: kinds of mounts x namespaces, each checkpointed and restored in place,
+# shapes.sh LOW [WHICH]: a generator of container shapes: kinds of mounts x namespaces, each checkpointed and restored in place,
 # imported after its removal, and copied. A checkpoint may be refused if the container goes on. One that succeeds is
 # restored, always, with the same mounts and files.
 #
-# SHAPES=all: every pair of a mount and a namespace, an hour. SHAPES=each: every mount and every namespace once, also with a
-# job on the simulated GPU, minutes. Else a sample in which each container has many mounts.
+# WHICH is `all`: every pair of a mount and a namespace, hours; `each`: every mount and every namespace once, also with a job
+# on the simulated GPU, half an hour; `sample`: a few in which each container has many mounts.
 low=$1
+which=${2:-sample}
 mkimage
 simulate "$low"
 mkdir -p /srv/checkpoints
@@ -115,24 +116,30 @@ goes_on() { local n && n=$(progress) && within 60 past $((${n:-0} + 3)) && ! pri
 why() { # the line that says it
     { grep -h -o -E 'cryopod: .*' /tmp/said || tail -n 1 /tmp/said; } | tail -n 1 | sed -E "s/[0-9a-f]{64}/ID/g; s/$(podman inspect -f '{{.Id}}' shape 2> /dev/null || echo none)/ID/g" | cut -c 1-400
 }
+lose() { # REASON
+    lost+=("$1")
+    outcome+=' LOST'
+}
 refuse() { # CELL: the checkpoint did not succeed, so the container must be there
     if goes_on; then
         refused=$((refused + 1))
+        outcome+=' refused'
         reasons[$(why | sed -E 's/process [0-9]+/process N/g')]+=" $1"
     else
-        lost+=("$1: the checkpoint failed and the container is gone: $(why)")
+        lose "$1: the checkpoint failed and the container is gone: $(why)"
     fi
 }
 judge() { # CELL WAY COMMAND...: the restore
     local cell=$1 way=$2 after && shift 2
     if ! "$@" > /tmp/said 2>&1; then
-        lost+=("$cell, $way: $(why)")
+        lose "$cell, $way: $(why)"
     elif ! goes_on; then
-        lost+=("$cell, $way: it stands still")
+        lose "$cell, $way: it stands still"
     elif after=$(shown) && [ "$after" != "$before" ]; then
-        lost+=("$cell, $way: $(diff <(echo "$before") <(echo "$after") | tr '\n' ' ')")
+        lose "$cell, $way: $(diff <(echo "$before") <(echo "$after") | tr '\n' ' ')"
     else
         restored=$((restored + 1))
+        outcome+=" restored"
         return 0
     fi
     podman rm -f -t 0 shape > /dev/null 2>&1 || true
@@ -145,6 +152,7 @@ cell() { # MOUNTS NAMESPACE: MOUNTS are names of kinds, with blanks between
     words "${namespaces[$2]}" && arguments+=("${options[@]}")
     if [ "$job" = gpu ]; then name="$name, GPU"; fi
     tried=$((tried + 1))
+    outcome=''
     make_sources
     put_away "$2"
     prepare "$2"
@@ -156,22 +164,35 @@ cell() { # MOUNTS NAMESPACE: MOUNTS are names of kinds, with blanks between
     fi
     wait_for past 3
     before=$(shown)
-    if pod container checkpoint shape > /tmp/said 2>&1; then
+    # With the host's IPC podman keeps its own locks, files of the host's /dev/shm, with a checkpoint, and puts them back as
+    # they were: it then waits for ever, with stock runtimes as well.
+    if [ "$2" = host-ipc ]; then
+        outcome=' (podman cannot)'
+    elif pod container checkpoint shape > /tmp/said 2>&1; then
         judge "$name" 'in place' pod container restore shape || { run_shape && wait_for past 3; }
     else
         refuse "$name, in place"
     fi
     rm -f $archive
+    # podman refuses this export when the container has been checkpointed and has ended.
+    if [ "$2" = network-of-another ]; then
+        echo "$name:$outcome (podman exports none)"
+        put_away "$2"
+        return 0
+    fi
+    local into=()
+    if [ "$2" = pod ]; then into=(--pod pod); fi
     if pod container checkpoint --export $archive shape > /tmp/said 2>&1; then
         podman rm -f -t 0 shape > /dev/null
         make_sources
-        judge "$name" import pod container restore --import $archive && podman rm -f -t 0 shape > /dev/null
+        judge "$name" import pod container restore "${into[@]}" --import $archive && podman rm -f -t 0 shape > /dev/null
         chmod go-w $archive
         make_sources
         judge "$name" copy run_shape --annotation dev.cryopod.restore=$archive || true
     else
         refuse "$name, export"
     fi
+    echo "$name:$outcome"
     put_away "$2"
 }
 with_counter() {
@@ -182,7 +203,7 @@ with_gpu() {
     workload=("${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
 }
 
-case ${SHAPES:-} in
+case $which in
     all | each)
         mapfile -t kinds < <(printf '%s\n' "${!mounts[@]}" | sort)
         mapfile -t spaces < <(printf '%s\n' "${!namespaces[@]}" | sort)
@@ -190,7 +211,7 @@ case ${SHAPES:-} in
             for kind in "${kinds[@]}"; do
                 once=''
                 if [ "$kind" = none ] || [ "$namespace" = own ]; then once=1; fi
-                if [ -n "$once" ] || [ "$SHAPES" = all ]; then with_counter && cell "$kind" "$namespace"; fi
+                if [ -n "$once" ] || [ "$which" = all ]; then with_counter && cell "$kind" "$namespace"; fi
                 if [ -n "$once" ]; then with_gpu && cell "$kind" "$namespace"; fi
             done
         done

@@ -64,6 +64,16 @@ check 'a second checkpoint: whole' cryopod verify -q /tmp/second.tar
 check 'a second checkpoint: the sum goes on' goes_on job
 containerd_again -TERM
 check 'containerd restarted: the sum goes on' goes_on job
+# It writes all the while: containerd packs its files after CRIU's dump.
+# shellcheck disable=SC2016
+writes='exec 3> /grows; (while :; do echo line; done) >&3 & exec /cusim/cusim-client --mib 8'
+writer=$(cri CreateContainer "$(container "$pod" 1 writer localhost:5000/busybox:1 sh -c "$writes")")
+cri StartContainer "[[1,\"$writer\"]]"
+wait_for ticked writer 3
+cri CheckpointContainer "[[1,\"$writer\"],[2,\"/tmp/writer.tar\"],[3,60]]"
+check 'a process that writes: the sum goes on' goes_on writer
+check 'a process that writes: whole' cryopod verify -q /tmp/writer.tar
+cri StopContainer "[[1,\"$writer\"],[2,0]]"
 cri StopContainer "[[1,\"$job\"],[2,0]]"
 check 'a container ends: the other goes on' wait_for more side "$(lines side)"
 cri RemoveContainer "[[1,\"$job\"]]"
@@ -89,7 +99,7 @@ if cri_restores; then
 fi
 
 mkdir -p /srv/checkpoints
-mv /tmp/cri.tar /srv/checkpoints/cri.tar
+mv /tmp/cri.tar /tmp/writer.tar /srv/checkpoints
 for class in stock "$handler"; do
     rm -f /tmp/logs/*.log
     pod=$(cri RunPodSandbox "[[1,$(sandbox 3)],[2,\"$class\"]]")
@@ -103,6 +113,11 @@ for class in stock "$handler"; do
     check "$class: a copy: the same sum" test "$(sum job)" = "$before"
     cri ExecSync "[[1,\"$job\"],[2,\"sh\"],[2,\"-c\"],[2,\"grep mine /made; hostname\"]]" > /tmp/said
     check "$class: a copy: its file is there" says /tmp/said mine
+    rm -f /tmp/logs/writer.log
+    writer=$(from=/srv/checkpoints/writer.tar && cri CreateContainer "$(container "$pod" 3 writer localhost:5000/busybox:1 true)")
+    cri StartContainer "[[1,\"$writer\"]]"
+    wait_for ticked writer 3
+    check "$class: a copy of one that writes" goes_on writer
     cri StopPodSandbox "[[1,\"$pod\"]]"
     cri RemovePodSandbox "[[1,\"$pod\"]]"
     check "$class: nothing is left" wait_for no_shims
