@@ -65,7 +65,6 @@ struct Checkpoint {
     inventory: Vec<u8>,
     reference: Option<Reference>,
     records: engine::Records,
-    /// What is said of files that are not as CRIU saved them.
     grown: Vec<String>,
 }
 
@@ -228,7 +227,17 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         let source = Source::open_image(ask.path, ask.image, &limits)?;
         let files = source.small_files(&wanted, &limits)?;
         let parts = source.containerd();
+        // Only what goes on running can change the files that its engine packs.
+        let runs_on = metadata(ask.path, &files)
+            .ok()
+            .flatten()
+            .is_some_and(|m| m.container.leave_running);
+        let grown = match runs_on {
+            true => file_sizes::differences(&source, &files, &limits)?,
+            false => Vec::new(),
+        };
         let about = About {
+            grown,
             kind: source.kind().to_string(),
             volumes: volumes.into_inner(),
             annotations: parts.map(|parts| parts.index.annotations.clone()),
@@ -244,7 +253,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
         Ok(all)
     });
     let (about, files) = files_of(&decoded.map_err(|e| e.to_string())?)?;
-    let kind = about.kind.clone();
+    let (kind, grown) = (about.kind.clone(), about.grown.clone());
     let records = records(ask.path, &files, about)?;
     let mut amd = Images::default();
     for (name, bytes) in &files {
@@ -253,13 +262,6 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             .map_err(|e| format!("{}: {e}", ask.path.display()))?;
     }
     let metadata = metadata(ask.path, &files)?;
-    // Only what goes on running can change the files that its engine packs.
-    let grown = match &metadata {
-        Some(metadata) if metadata.container.leave_running => {
-            file_sizes::differences(&source, &files, &limits).map_err(said)?
-        }
-        _ => Vec::new(),
-    };
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::STORE_REFERENCE);
     let reference = files.get(&name);
     let reference = reference.map(|text| Reference::parse(text, &ask.path.join(&name)));
@@ -286,6 +288,8 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
 #[derive(Serialize, Deserialize)]
 struct About {
     kind: String,
+    /// What is said of files that are not as CRIU saved them.
+    grown: Vec<String>,
     volumes: BTreeSet<String>,
     /// Of containerd's own checkpoint.
     annotations: Option<BTreeMap<String, String>>,

@@ -15,8 +15,8 @@ use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag};
 use nix::unistd::linkat;
 
-use crate::privileges::{self, PrivilegesError};
 use crate::request::Request;
+use crate::security::privileges::{self, PrivilegesError};
 use crate::surroundings::opened_in;
 
 /// Start of the names that CRIU gives.

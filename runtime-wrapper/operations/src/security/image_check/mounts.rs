@@ -66,7 +66,8 @@ fn wrong(mount: &Message, all: &[Message], ceiling: &CredentialsCeiling) -> Opti
     let root = root.strip_suffix("//deleted").unwrap_or(&root);
     let number = mount.u32("fstype").unwrap_or(0);
     let is_cgroup = matches!(number, 12 | 23); // seen from another cgroup namespace it is at `/..`
-    if !is_clean(root) && !(is_cgroup && root.split('/').skip(1).all(|n| n == "..")) {
+    let is_above = is_cgroup && root.split('/').skip(1).all(|n| n == "..");
+    if !is_clean(root) && !is_above {
         return Some(format!("is of {root:?}, no plain path"));
     }
     if mount.has("ext_mount") || mount.number("with_plugin").unwrap_or(0) != 0 {
