@@ -167,7 +167,7 @@ make_mounts() {
 
 # host_state: what of the host no container may change, a line each: KEY, tab, VALUE.
 host_state() {
-    sed -E 's/^([0-9]+) (.*)/mount \1\t\2/' /proc/self/mountinfo
+    sed -E 's/^([0-9]+) (.*)/mount \1\t\2/; s,//deleted,,' /proc/self/mountinfo # a build may replace a program meanwhile
     find /proc/sys/{kernel,fs/mqueue,net} -type f -perm -444 \
         \( -path '*/net/*' -o -path '*/mqueue/*' -o -name hostname -o -name domainname -o -name 'sem*' -o -name 'shm*' -o -name 'msg*' \) \
         ! -name nf_conntrack_count -exec grep -Hs . {} + | sed 's/:/\t/'
