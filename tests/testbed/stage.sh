@@ -167,16 +167,17 @@ make_mounts() {
 
 # host_state: what of the host no container may change, a line each: KEY, tab, VALUE.
 host_state() {
-    sed -E 's/^([0-9]+) (.*)/mount \1\t\2/' /proc/self/mountinfo
+    sed -E 's/^([0-9]+) (.*)/mount \1\t\2/; s,//deleted,,' /proc/self/mountinfo # a build may replace a program meanwhile
     find /proc/sys/{kernel,fs/mqueue,net} -type f -perm -444 \
         \( -path '*/net/*' -o -path '*/mqueue/*' -o -name hostname -o -name domainname -o -name 'sem*' -o -name 'shm*' -o -name 'msg*' \) \
         ! -name nf_conntrack_count -exec grep -Hs . {} + | sed 's/:/\t/'
-    local dir
+    local dir own='*' # the machine's own cgroups may change: other runs have theirs
+    case $TESTBED_CGROUP in host*) own="*$TESTBED_CGROUP_PARENT*" ;; esac
     while IFS= read -r dir; do
         printf 'cgroup %s\tis there\n' "$dir"
         grep -Hs . "$dir"/{cgroup.freeze,freezer.state,cpuset.{cpus,mems},{cpu,io,memory,pids}.{max,high,weight}} \
             "$dir"/{memory.limit_in_bytes,cpu.{shares,cfs_quota_us},devices.list} | sed 's/:/\t/' || true
-    done < <(find /sys/fs/cgroup -type d)
+    done < <(find /sys/fs/cgroup -type d -path "$own" 2> /dev/null)
 }
 
 # unchanged BEFORE AFTER: all that was there is there and the same. What is new is the engines' own, as on any host.

@@ -29,7 +29,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
@@ -47,6 +47,8 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, pivot_root};
 use prost::Message;
+
+mod sharing;
 
 use crate::action_script::HOOK_NAME;
 use crate::error::Error;
@@ -323,6 +325,7 @@ struct Parts {
     host: Vec<PathBuf>,
     empty: PathBuf,
     scratch: PathBuf,
+    shows_whole: bool,
 }
 
 impl View<'_> {
@@ -343,6 +346,10 @@ impl View<'_> {
         self.kernel(&mut parts)?;
         for source in &sources {
             parts.bind(source)?;
+        }
+        parts.below_kernels_own(&sources)?;
+        if let Some((_, images)) = self.images {
+            parts.image_directory(images)?;
         }
         if let Some(root) = &self.options.root {
             parts.bind(Path::new(root))?;
@@ -611,6 +618,7 @@ impl Parts {
             host: host.map(|m| m.point).collect(),
             empty,
             scratch,
+            shows_whole: false,
         })
     }
 
@@ -730,6 +738,49 @@ impl Parts {
         if Path::new(APPARMOR).is_dir() {
             self.tmpfs("/sys/kernel/security")?;
             self.copy(Path::new(APPARMOR).join("features"))?;
+        }
+        Ok(())
+    }
+
+    /// Shows what is mounted below `/proc` and `/sys` and has a source in it.
+    fn below_kernels_own(&mut self, sources: &BTreeSet<PathBuf>) -> io::Result<()> {
+        let own = |p: &&PathBuf| {
+            ["/proc", "/sys"]
+                .iter()
+                .any(|d| p.starts_with(d) && *p != Path::new(d))
+        };
+        let used = |p: &&PathBuf| sources.iter().any(|s| s.starts_with(p) && s != *p);
+        let mounts: Vec<PathBuf> = self.host.iter().filter(own).filter(used).cloned().collect();
+        mounts.iter().try_for_each(|path| self.limited(path))
+    }
+
+    /// What the images need beside their files.
+    ///
+    /// A mount namespace of a user namespace may mount a new `/proc` or `/sys` only where a whole one can be seen. They
+    /// get a name that no image can guess.
+    fn image_directory(&mut self, images: &Path) -> io::Result<()> {
+        for entry in fs::read_dir(images)?.flatten() {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            if name.starts_with("userns-") && !self.shows_whole {
+                let mut random = [0; 16];
+                File::open("/dev/urandom")?.read_exact(&mut random)?;
+                let hidden = format!("/{:032x}", u128::from_ne_bytes(random));
+                for path in ["/proc", "/sys"] {
+                    let mount =
+                        Detached::of(Path::new(path), false).map_err(at(Path::new(path)))?;
+                    self.mounts.push((format!("{hidden}{path}").into(), mount));
+                }
+                self.shows_whole = true;
+            }
+            if name.starts_with("mountpoints-")
+                && let Some(changed) = sharing::apart(&fs::read(entry.path())?)
+            {
+                let file = self.scratch.join(&*name);
+                fs::write(&file, changed)?;
+                let mount = Detached::of(&file, false).map_err(at(&file))?;
+                self.mounts.push((images.join(&*name), mount));
+            }
         }
         Ok(())
     }
