@@ -233,6 +233,8 @@ mod security {
     crate::scenarios! {
         privileges_crun: V2 ["crun"] "security/privileges.sh";
         privileges_runc: V1 ["runc"] "security/privileges.sh";
+        crafted_crun: V2 ["crun"] "security/crafted.sh";
+        crafted_runc: V1 ["runc"] "security/crafted.sh";
         walls_crun: V2 ["crun"] "security/walls.sh";
         walls_runc: V1 ["runc"] "security/walls.sh";
         host_mounts_crun: V2 ["crun"] "archive/lib.sh" + "security/host_mounts.sh";

@@ -86,7 +86,11 @@ pub(super) fn plan(
         directory: &request.images,
         checked: checked.as_ref(),
     };
-    beyond.extend(privileges::settle(config, images, given)?);
+    match privileges::settle(config, images, given) {
+        // What could not be decoded is among the refusals.
+        Err(_) if !beyond.is_empty() => {}
+        compared => beyond.extend(compared?),
+    }
     let (mut new_mounts, mut new_network) = (None, None);
     if new {
         let (mounts, refusals) = NewMounts::of(request, &provision.named, op)?;

@@ -5,7 +5,7 @@ mkimage
 low_level "$low"
 from=/srv/checkpoints
 mkdir -p "$from" /srv/data
-printf '[checks]\nprivileges = false\n[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
+printf '[checks]\nprivileges = false\nimages = false\n[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
 on_failure() { cat /tmp/said /tmp/seen; find /var/lib/containers/storage/overlay-containers -name restore.log -exec tail -n 5 {} +; }
 
 # ---- what CRIU sees: a program in its place looks, and becomes CRIU ----
