@@ -127,7 +127,8 @@ cp /standin/amdgpu_plugin.so /usr/lib64/criu/
 amd() { # ARCHIVE ARG...
     local archive=$1
     shift
-    pod run -d --name amd --network none --device /dev/kfd --device /dev/dri/renderD128 "$@" localhost/busybox \
+    # The plugin that stands in has its files there. CRIU sees of the host what is the container's.
+    pod run -d --name amd --network none --device /dev/kfd --device /dev/dri/renderD128 -v /run/standin:/standin "$@" localhost/busybox \
         sh -c 'exec 3<>/dev/kfd; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
     wait_for counted amd 2
     pod container checkpoint --export "$archive" amd > /dev/null
