@@ -230,6 +230,29 @@ mod restore_here {
 
 /// What an archive gives the restored container, against what the engine's spec gives it.
 mod security {
+    use super::*;
+
+    /// Variants of CRIU's images: `MUTATIONS` of them, by default 150, chosen by `MUTATIONS_SEED`.
+    fn mutations(cgroup: Cgroup, low: &str) {
+        let number = |name: &str, or: &str| std::env::var(name).unwrap_or_else(|_| or.into());
+        let (count, seed) = (number("MUTATIONS", "150"), number("MUTATIONS_SEED", "1"));
+        if let Some(bed) = Bed::new(cgroup) {
+            let bed = bed.limit(std::time::Duration::from_secs(4 * 3600));
+            let script = include_str!("scripts/security/mutations.sh");
+            println!("{}", run_in(&bed, &[low, &count, &seed], &[script]));
+        }
+    }
+
+    #[test]
+    fn mutations_crun() {
+        mutations(Cgroup::V2, "crun");
+    }
+
+    #[test]
+    fn mutations_runc() {
+        mutations(Cgroup::V1, "runc");
+    }
+
     crate::scenarios! {
         privileges_crun: V2 ["crun"] "security/privileges.sh";
         privileges_runc: V1 ["runc"] "security/privileges.sh";

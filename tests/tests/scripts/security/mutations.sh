@@ -1,0 +1,45 @@
+# mutations.sh LOW COUNT SEED: variants of real checkpoints with one or two fields changed get nothing beyond the spec
+# (mutations.py).
+low=$1 count=$2 seed=$3
+simulate "$low"
+# What hangs in CRIU is given up soon.
+printf '[limits]\nrestore_s = 20\nabort_s = 5\n[restore]\nallow = ["/srv/checkpoints", "/tmp/m"]\n' >> /etc/cryopod/config.toml
+mkdir -p /srv/checkpoints /srv/data /tmp/m
+container() { # NAME JQ COMMANDS: a checkpoint in /tmp/m/NAME/images, and its bundle
+    local name=$1 program=$2 at=/tmp/m/$1
+    bundle "$at/bundle" sh /job
+    echo "$3" > "$at/bundle/rootfs/job"
+    jq "$program" "$at/bundle/config.json" > /tmp/config && cp /tmp/config "$at/bundle/config.json"
+    cryopod-runtime --root /run/m run -d --bundle "$at/bundle" "$name" < /dev/null > /dev/null 2>&1
+    sleep 1
+    cryopod-runtime --root /run/m checkpoint --image-path "$at/images" --work-path /tmp "$name" ||
+        { grep Error /tmp/dump.log && return 1; }
+    cryopod-runtime --root /run/m delete -f "$name"
+}
+loop='while :; do sleep 1; done'
+bind() { echo "{\"destination\": \"$2\", \"type\": \"bind\", \"source\": \"$1\", \"options\": [\"bind\", \"ro\"]}"; }
+python=$(echo /usr/lib/python3.*)
+libraries="$(bind /usr/lib/x86_64-linux-gnu /lib/x86_64-linux-gnu), $(bind /usr/lib64 /lib64)"
+container plain . "$loop"
+container volumes ".mounts += [$(bind /srv/data /data), {\"destination\": \"/scratch\", \"type\": \"tmpfs\", \"source\": \"tmpfs\", \"options\": [\"nosuid\", \"nodev\"]}]
+    | .root.readonly = true" "echo x > /scratch/f; $loop"
+container files . "mkfifo /tmp/f; exec 3<>/tmp/f; echo data > /tmp/g; exec 4< /tmp/g; rm /tmp/g; ($loop) | $loop"
+cat > /srv/data/sockets.py <<'P'
+import mmap, os, select, socket, threading, time
+a = socket.socket(socket.AF_UNIX); a.bind("/tmp/s"); a.listen()
+b = socket.socket(socket.AF_UNIX); b.connect("/tmp/s"); c, _ = a.accept(); b.send(b"hello")
+if os.path.exists("/data/inet"):
+    t = socket.socket(); t.bind(("127.0.0.1", 5555)); t.listen()
+    u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(("127.0.0.1", 5556))
+p = select.epoll(); p.register(a, 1); e = os.eventfd(0); m = mmap.mmap(-1, 1 << 16); m[0] = 1
+f = os.memfd_create("x"); os.write(f, b"abc"); os.setpriority(os.PRIO_PROCESS, 0, 3)
+threading.Thread(target=time.sleep, args=(10000,), daemon=True).start()
+if os.fork() == 0: time.sleep(10000)
+time.sleep(10000)
+P
+# CRIU 4.1 dumps no internet sockets on newer kernels.
+if criu_from 4.2; then touch /srv/data/inet; fi
+container sockets ".mounts += [$(bind /srv/data /data), $libraries, $(bind /usr/bin/python3 /python3), $(bind "$python" "$python")]" \
+    'exec /python3 /data/sockets.py'
+all=(/tmp/m/{plain,volumes,files,sockets})
+python3 /src/tests/tests/scripts/security/mutations.py cryopod-runtime "$count" "$seed" "${all[@]}"
