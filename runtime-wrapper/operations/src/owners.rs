@@ -7,7 +7,7 @@ use std::path::Path;
 
 use cryopod_archive::names;
 
-use crate::images::MAX_ENTRIES;
+use crate::security::image_check::MAX_ENTRIES;
 
 /// The deepest directory below the checkpoint: an OCI layout has `blobs/sha256`.
 const MAX_DEPTH: usize = 8;

@@ -21,13 +21,11 @@ use cryopod_host::nodes::NodeSource;
 use crate::argv::Invocation;
 use crate::error::Error;
 use crate::operation::Operation;
-use crate::security::image_check::CheckedImages;
+use crate::security::image_check::{CheckedImages, MAX_ENTRIES};
 
 pub use devtar::TarError;
 
 const DIRECTORY: &str = "images";
-/// The most entries of an image directory to link; CRIU makes a few for each process.
-pub const MAX_ENTRIES: usize = 1 << 20;
 
 /// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`. CRIU would
 /// read any file of the host through a link in place of memory, and rewrite it as the container's.

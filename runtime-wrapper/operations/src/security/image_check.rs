@@ -35,8 +35,9 @@ use cryopod_host::spec::Spec;
 use super::ceiling::CredentialsCeiling;
 use super::privileges::{self, PrivilegesError};
 use crate::config::{Config, IMAGES_CHECK};
-use crate::images::MAX_ENTRIES;
 
+/// The most entries of an image directory; CRIU makes a few for each process.
+pub const MAX_ENTRIES: usize = 1 << 20;
 /// At most so many refusals are reported.
 const MAX_TOLD: usize = 20;
 
