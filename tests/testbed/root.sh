@@ -6,7 +6,7 @@
 set -euo pipefail
 
 # what is tested
-stack=(criu libcriu2 runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo)
+stack=(criu libcriu2 python3-pycriu runc crun podman conmon netavark aardvark-dns containerd docker.io docker-cli skopeo)
 packages=(
     "${stack[@]}"
     # what the tests and the tools above call

@@ -256,6 +256,8 @@ mod security {
     crate::scenarios! {
         privileges_crun: V2 ["crun"] "security/privileges.sh";
         privileges_runc: V1 ["runc"] "security/privileges.sh";
+        /// The fields of CRIU's messages are those of the bed's CRIU.
+        schema: V2 [] "security/schema.sh";
         crafted_crun: V2 ["crun"] "security/crafted.sh";
         crafted_runc: V1 ["runc"] "security/crafted.sh";
         walls_crun: V2 ["crun"] "security/walls.sh";

@@ -151,6 +151,19 @@ impl Message {
         }
     }
 
+    pub fn set_bytes(&mut self, name: &str, bytes: &[u8]) {
+        self.set(name, Value::Bytes(bytes.to_owned()));
+    }
+
+    /// Adds a message to a repeated field.
+    pub fn push(&mut self, name: &str, message: Self) {
+        if let Some(field) = self.of.field_named(name) {
+            let at = self.fields.partition_point(|(n, _)| *n <= field.number);
+            self.fields
+                .insert(at, (field.number, Value::Message(message)));
+        }
+    }
+
     pub fn set_text(&mut self, name: &str, text: &str) {
         self.set(name, Value::Bytes(text.as_bytes().to_owned()));
     }

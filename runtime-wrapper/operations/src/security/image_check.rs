@@ -6,7 +6,7 @@
 //!
 //! - Every message is decoded by CRIU's own definitions; what has two meanings is refused ([`Message`]).
 //! - What reaches past the container is refused: [`cgroups`], [`mounts`], [`files`], [`network`].
-//! - What the spec decides is taken from the spec: [`limits`], [`namespaces`].
+//! - What the spec decides is taken from the spec: [`limits`], [`namespaces`], [`seccomp`].
 //!
 //! Data is shown to CRIU as it is: memory pages, archives of a tmpfs, files.
 //!
@@ -18,6 +18,7 @@ mod limits;
 mod mounts;
 mod namespaces;
 mod network;
+mod seccomp;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -84,6 +85,7 @@ pub fn check(
     told.extend(files::check(&images, subject, &ceiling));
     told.extend(network::check(&images, directory, &ceiling)?);
     told.extend(namespaces::settle(&mut images, subject));
+    told.extend(seccomp::settle(&mut images, subject.spec));
     limits::settle(&mut images, subject, &ceiling);
     Ok((Some(images), refusals(told)))
 }

@@ -136,7 +136,7 @@ mkdir "$from/empty"
 refused 'no checkpoint' 'not a checkpoint: the directory has no inventory.img' --annotation dev.cryopod.restore=$from/empty
 cp -r "$from/c1" "$from/damaged"
 truncate -s 30 "$from/damaged/mm-1.img"
-refused 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
+refused 'damaged' 'the checkpoint is untouched: mm-1.img: ends in the middle' --annotation dev.cryopod.restore=$from/damaged
 refused 'more than the spec gives' 'has capabilities in the images that the spec does not give' --cap-drop all --annotation dev.cryopod.restore=$from/c1
 
 pod() { hooked "$@"; }
@@ -159,7 +159,7 @@ otherwise() { # NAME WANT ARG...: it starts without the checkpoint, and says why
     check 'nothing is left' wait_for nothing_left
 }
 otherwise 'not there' 'it cannot be opened' -e CRYOPOD_RESTORE=$from/none
-otherwise 'damaged' 'the checkpoint is untouched: CRIU: Error' --annotation dev.cryopod.restore=$from/damaged
+otherwise 'damaged' 'the checkpoint is untouched: mm-1.img: ends in the middle' --annotation dev.cryopod.restore=$from/damaged
 refused 'an unknown word' 'is neither "fail" nor "start"' --annotation dev.cryopod.restore.otherwise=maybe -e CRYOPOD_RESTORE=$from/c1
 
 # ---- with a GPU ----

@@ -274,3 +274,23 @@ check 'its limit' grep -q 'Max open files *200 *200' "/proc/$pid/limits"
 check 'its score' [ "$(cat "/proc/$pid/oom_score_adj")" = 100 ]
 check 'its priority' [ "$(awk '{print $19}' "/proc/$pid/stat")" = 0 ]
 podman rm -f -t 0 copy > /dev/null
+# Filters that allow everything: the spec's are on top of them, once.
+rm -rf "$from/crafted" && cp -r "$from/root" "$from/crafted"
+python3 - "$from/crafted" <<'P'
+import struct, sys
+sys.dont_write_bytecode = True
+sys.path.insert(0, "/src/tests/tests/scripts/security")
+from images import Image, encode, field
+of = Image(sys.argv[1] + "/seccomp.img")
+of.messages = [[field(1, [field(1, struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)), field(3, 0)])]]
+of.write()
+P
+filters() { awk '/^Seccomp_filters/ {print $2}' "/proc/$(podman inspect -f '{{.State.Pid}}' copy)/status"; }
+check 'a copy with filters of its own' start copy --annotation "dev.cryopod.restore=$from/crafted"
+on_top=$(filters)
+check 'the spec has filters on top' [ "$on_top" -ge 2 ]
+check 'in place' eval 'pod container checkpoint --keep copy > /dev/null && pod container restore --keep copy > /dev/null'
+check 'no filter more' [ "$(filters)" = "$on_top" ]
+now=$(count copy)
+wait_for counted copy $((now + 3))
+podman rm -f -t 0 copy > /dev/null

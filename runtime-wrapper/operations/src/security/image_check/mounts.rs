@@ -34,9 +34,10 @@ pub fn check(
 ) -> Result<Vec<String>, PrivilegesError> {
     let ceiling = CredentialsCeiling::of(subject.spec);
     let mut told = Vec::new();
+    let everywhere: Vec<&Message> = images.numbered(PREFIX).flat_map(|(_, all)| all).collect();
     for (file, all) in images.numbered(PREFIX) {
         for mount in all {
-            told.extend(wrong(mount, all, &ceiling).map(|what| {
+            told.extend(wrong(mount, &everywhere, &ceiling).map(|what| {
                 let at = mount.text("mountpoint").unwrap_or_default();
                 format!("{file}: the mount at {at:?} {what}")
             }));
@@ -55,7 +56,7 @@ pub fn check(
 }
 
 /// Returns what is wrong with a mount by itself.
-fn wrong(mount: &Message, all: &[Message], ceiling: &CredentialsCeiling) -> Option<String> {
+fn wrong(mount: &Message, all: &[&Message], ceiling: &CredentialsCeiling) -> Option<String> {
     let text = |name: &str| mount.text(name).unwrap_or_default();
     let at = text("mountpoint");
     let path = at.strip_prefix('.').unwrap_or(&at);
@@ -87,13 +88,16 @@ fn wrong(mount: &Message, all: &[Message], ceiling: &CredentialsCeiling) -> Opti
         return is_other_root(mount, all)
             .then(|| "is another root than the container's".to_owned());
     }
-    let device = mount.number("root_dev");
-    let is_of_root = all
-        .iter()
-        .any(|m| is_root(m) && m.number("root_dev") == device);
     let Some(name) = fs_type(number).filter(|n| !matches!(*n, "auto" | "overlay")) else {
-        // A bind mount of a directory of the container's own root.
-        return match is_of_root && ceiling.has("SYS_ADMIN") {
+        // A bind mount that the container has made, or another mount namespace's, of what the runtime mounts: CRIU binds
+        // it from there.
+        let device = mount.number("root_dev");
+        let is_given = |m: &Message| is_root(m) || m.text("ext_key").is_some_and(|k| !k.is_empty());
+        let mut given = all.iter().filter(|m| is_given(m));
+        let is_bind = given.any(|m| {
+            m.number("root_dev") == device && is_below(root, &m.text("root").unwrap_or_default())
+        });
+        return match is_bind && ceiling.has("SYS_ADMIN") {
             true => None,
             false => Some("is of a file system that no spec names".into()),
         };
@@ -115,13 +119,18 @@ fn wrong(mount: &Message, all: &[Message], ceiling: &CredentialsCeiling) -> Opti
         .then(|| format!("is of {root:?} of a {name}, which no runtime mounts"))
 }
 
+/// Returns true if the directory `inner` of a file system is `outer` or in it.
+fn is_below(inner: &str, outer: &str) -> bool {
+    Path::new(inner).starts_with(outer)
+}
+
 fn is_root(mount: &Message) -> bool {
     let at = mount.text("mountpoint").unwrap_or_default();
     matches!(&at[..], "/" | "./")
 }
 
 /// Returns true if this root of a mount namespace is not mounted from the container's root: CRIU would mount it anew.
-fn is_other_root(mount: &Message, all: &[Message]) -> bool {
+fn is_other_root(mount: &Message, all: &[&Message]) -> bool {
     let first = all
         .iter()
         .filter(|m| is_root(m))
@@ -223,24 +232,7 @@ pub fn links(
             if let Some(parent) = parent {
                 told.extend(link(&place, parent, &mount.path));
             }
-            // A bind mount of a directory of the container's own root.
-            if mount.root != "/"
-                && !mount.external
-                && mount.path != "/"
-                && !is_tmpfs(mount)
-                && fs_type(mount.fs_type).is_none_or(|t| t == "overlay")
-            {
-                let root = namespace
-                    .iter()
-                    .find(|m| m.path == "/" && m.device == mount.device);
-                told.extend(root.and_then(|root| {
-                    let inner = match root.root.as_str() {
-                        "/" => Some(mount.root.as_str()),
-                        of => mount.root.strip_prefix(of),
-                    };
-                    link(&place, root, inner?)
-                }));
-            }
+            told.extend(bound_from(mount, &all).and_then(|(from, path)| link(&place, from, &path)));
         }
         for path in made_anew(images) {
             let above = Path::new(&path).parent().unwrap_or(Path::new("/"));
@@ -249,6 +241,22 @@ pub fn links(
         }
     }
     Ok(told)
+}
+
+/// Returns the mount of the runtime's from which CRIU binds another one, and the path of that in the container.
+fn bound_from<'a>(mount: &Mount, all: &'a [Mount]) -> Option<(&'a Mount, String)> {
+    let is_bind = !mount.external
+        && mount.path != "/"
+        && fs_type(mount.fs_type).is_none_or(|t| t == "overlay");
+    let mut from = all.iter().filter(|m| m.external || m.path == "/");
+    let from = from.find(|m| m.device == mount.device && is_below(&mount.root, &m.root))?;
+    let inner = Path::new(&mount.root).strip_prefix(&from.root).ok()?;
+    is_bind.then(|| {
+        (
+            from,
+            Path::new(&from.path).join(inner).display().to_string(),
+        )
+    })
 }
 
 /// The paths of files that CRIU makes, or links, for the restore: those that were deleted.
