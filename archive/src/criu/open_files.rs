@@ -67,9 +67,12 @@ pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>,
         return Ok(BTreeMap::new());
     };
     let mut roots = BTreeSet::new();
+    let mut mounted = Vec::new();
     for (name, content) in super::with_prefix(files, MOUNTS) {
         let mounts: Vec<MountPoint> = messages(name, content, MOUNTS_MAGIC, &mut bounds)?;
         let is_root = |m: &MountPoint| plain(&m.path).is_empty();
+        let others = mounts.iter().filter(|m| !is_root(m));
+        mounted.extend(others.map(|m| plain(&m.path).to_owned()));
         roots.extend(
             mounts
                 .iter()
@@ -87,6 +90,11 @@ pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>,
     Ok(regular
         .filter(|r| !remapped.contains(&r.id))
         .filter(|r| r.mount.is_some_and(|id| roots.contains(&i64::from(id))))
+        .filter(|r| {
+            // What is mounted there is not in the archive.
+            let path = std::path::Path::new(plain(&r.name));
+            !mounted.iter().any(|at| path.starts_with(at))
+        })
         .filter_map(|r| Some((plain(&r.name).to_owned(), r.size?)))
         .collect())
 }

@@ -24,7 +24,13 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
     let Some((uid, gid)) = own else {
         return Vec::new();
     };
+    // CRIU has every capability over a user namespace below its own.
+    let namespace = |pid: &str| std::fs::read_link(host.path(format!("/proc/{pid}/ns/user"))).ok();
+    let ours = namespace("self");
     let others = |pid: i32| {
+        if namespace(&pid.to_string()) != ours {
+            return false;
+        }
         let status = host.text(format!("/proc/{pid}/status")).unwrap_or_default();
         let ids = ids(&status).unwrap_or_default();
         let (uids, gids) = ids.split_at(ids.len() / 2);

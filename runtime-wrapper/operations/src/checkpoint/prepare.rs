@@ -52,7 +52,7 @@ pub(super) fn prepare<'a>(
         },
     );
     let images = ImageDirectory::ready(&request.images)?;
-    work_directory(request)?;
+    work_directory(request);
     let mut slot = None;
     if !request.pre_dump() {
         handover::before_checkpoint(&images.path).map_err(|e| Error::Failed(e.to_string()))?;
@@ -89,10 +89,12 @@ pub(super) fn prepare<'a>(
 }
 
 /// Makes the directory of CRIU's logs, as runc does. crun needs it to be there, and the shim of containerd 1.7 makes none.
-fn work_directory(request: &Request<'_>) -> Result<(), Error> {
+/// The runtime reports one that cannot be made.
+fn work_directory(request: &Request<'_>) {
     let directory = request.inv.work_path();
-    let what = format!("{}: cannot be made", directory.display());
-    std::fs::create_dir_all(&directory).map_err(Error::io(what))
+    if let Err(e) = std::fs::create_dir_all(&directory) {
+        tracing::debug!("{}: cannot be made: {e}", directory.display());
+    }
 }
 
 /// Checks what only the driver can answer: whether there is host memory for the GPU memory, and whether this host

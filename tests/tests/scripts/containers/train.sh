@@ -4,7 +4,7 @@ low=$1
 mkimage
 low_level "$low"
 fake_gpu_nodes
-mount -o remount,bind,ro /opt/torch
+mount --bind /opt/torch /opt/torch && mount -o remount,bind,ro /opt/torch
 mkdir -p /srv/app
 cat > /srv/app/train.py <<'PY'
 import sys, time

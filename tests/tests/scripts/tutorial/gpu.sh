@@ -2,7 +2,7 @@
 # GPUs of the simulated driver. In the place of vLLM there is a server that holds memory of these GPUs.
 simulate crun
 check 'once' tutorial Once
-mount -o remount,bind,ro /opt/torch
+mount --bind /opt/torch /opt/torch && mount -o remount,bind,ro /opt/torch
 mkdir -p /usr/share/doc/cryopod
 ln -s /src/examples /usr/share/doc/cryopod/examples
 # What the images bring, in all containers. Their /usr is the bed's, below another name, as `cryopod setup` mounts its own, and
