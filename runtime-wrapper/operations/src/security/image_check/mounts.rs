@@ -312,3 +312,76 @@ fn open_plainly(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
         .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
     openat2(root, path, how)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn mount(path: &str) -> Mount {
+        Mount {
+            path: path.into(),
+            root: "/".into(),
+            ..Mount::default()
+        }
+    }
+
+    #[test]
+    fn links_of_the_container() {
+        let bundle = tempfile::tempdir().unwrap();
+        let root = bundle.path().join("rootfs");
+        std::fs::create_dir_all(root.join("data/deep")).unwrap();
+        symlink("/etc", root.join("out")).unwrap();
+        symlink("data", root.join("in")).unwrap();
+        let volume = bundle.path().join("volume");
+        std::fs::create_dir_all(volume.join("plain")).unwrap();
+        symlink("/usr/bin", volume.join("programs")).unwrap();
+        let destinations = Destinations(vec![cryopod_host::destinations::Destination {
+            named: "/vol".into(),
+            path: "/vol".into(),
+            bind: true,
+            source: Some(volume),
+        }]);
+        let place = ContainerFiles {
+            root,
+            destinations: &destinations,
+            bundle: bundle.path(),
+        };
+        let of_volume = Mount {
+            external: true,
+            key: "/vol".into(),
+            ..mount("/vol")
+        };
+        for (on, path, fine) in [
+            (&mount("/"), "/data/deep", true),
+            (&mount("/"), "/not/there", true),
+            (&mount("/"), "/out", false),
+            (&mount("/"), "/out/passwd", false),
+            (&mount("/"), "/in/deep", false),
+            (&of_volume, "/vol/plain", true),
+            (&of_volume, "/vol/programs", false),
+        ] {
+            assert_eq!(link(&place, on, path).is_none(), fine, "{path}");
+        }
+    }
+
+    #[test]
+    fn links_of_an_archived_tmpfs() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tmpfs-dev-60.tar.gz.img");
+        let file = File::create(&path).unwrap();
+        let gzip = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
+        let mut tar = tar::Builder::new(gzip);
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(tar::EntryType::Symlink);
+        header.set_size(0);
+        tar.append_link(&mut header, "./pts", "/usr/bin").unwrap();
+        header.set_entry_type(tar::EntryType::Directory);
+        tar.append_data(&mut header, "./shm", io::empty()).unwrap();
+        tar.into_inner().unwrap().finish().unwrap();
+        assert!(leads_through_link(&path, Path::new("pts")).unwrap());
+        assert!(leads_through_link(&path, Path::new("pts/x")).unwrap());
+        assert!(!leads_through_link(&path, Path::new("shm")).unwrap());
+        assert!(!leads_through_link(&path, Path::new("ptsx")).unwrap());
+    }
+}
