@@ -2,6 +2,7 @@
 //! now.
 
 use crate::criu::{self, Level};
+use cryopod_cuda::inject::{Descriptor, take_descriptor};
 use cryopod_cuda::protocol::{Op, Outcome};
 use cryopod_cuda::released::{Released, own_pid};
 use cryopod_cuda::vram::{SharedBuffer, VramConfig};
@@ -57,8 +58,19 @@ pub struct Vram {
     pub reading: Vec<u64>,
 }
 
+/// Returns the agent's descriptor of a buffer. At a restore CRIU does not see the agent in `/proc`, so it is taken by a
+/// system call.
 pub(crate) fn open(buffer: &SharedBuffer) -> io::Result<File> {
-    File::options().read(true).write(true).open(&buffer.path)
+    let named = buffer.path.strip_prefix("/proc/");
+    let named = named.and_then(|rest| rest.split_once("/fd/"));
+    let descriptor = named.and_then(|(pid, fd)| {
+        Some(Descriptor {
+            pid: pid.parse().ok()?,
+            fd: fd.parse().ok()?,
+        })
+    });
+    let descriptor = descriptor.ok_or(io::ErrorKind::NotFound)?;
+    Ok(take_descriptor(descriptor)?.into())
 }
 
 /// CRIU's image directory, as a path that another process can open.

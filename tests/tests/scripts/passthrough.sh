@@ -15,7 +15,7 @@ cp -r rootfs /tmp/echo/
 echo "from descriptor 3" > /tmp/three
 
 call() { # INPUT ARG...: one line of the table
-    local input=$1 file verb_of=$2
+    local input=$1 file verb_of=${2:-}
     shift
     n=$((n + 1))
     file=$out/$(printf %02d $n)
