@@ -19,7 +19,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
-use cryopod_gpu_plan::plan::container_nodes;
+use cryopod_gpu_plan::plan::{PlanError, container_nodes};
+use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
@@ -29,6 +30,7 @@ use crate::argv::Invocation;
 use crate::context::Context;
 use crate::error::Error;
 use crate::request::Request;
+use crate::security::privileges;
 use crate::state::{self, State};
 use crate::{child, passthrough, rootfs};
 
@@ -82,6 +84,13 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 /// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.
 fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) -> Error {
+    // A restore compares every container's processes with its spec.
+    let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
+    let tree = live::tree(&request.host, state.init);
+    let beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
+    if !beyond.is_empty() && switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
+        return PlanError::Refused(beyond).into();
+    }
     // A running container cannot be asked for its files; an engine that carries none has paused it.
     if state.paused
         && carries_files(request, state, false)

@@ -17,6 +17,7 @@ use cryopod_archive::criu::privileges::{
 };
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
+use cryopod_host::mountinfo;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
@@ -439,7 +440,13 @@ impl<'a> Bounds<'a> {
             let text = |key: &str| m.get(key).and_then(Value::as_str).unwrap_or_default();
             let cgroup = |t: &str| t.starts_with("cgroup");
             let of_type = text("type") == name || cgroup(name) && cgroup(text("type"));
-            of_type && Path::new(&mount.path).starts_with(text("destination"))
+            let Ok(below) = Path::new(&mount.path).strip_prefix(text("destination")) else {
+                return false;
+            };
+            let options = m.get("options").and_then(Value::as_array);
+            let is_recursive = options.into_iter().flatten().any(|o| o == "rbind");
+            of_type
+                || is_recursive && self.has_mounted(&Path::new(text("source")).join(below), name)
         });
         (!named).then(|| {
             format!(
@@ -447,6 +454,16 @@ impl<'a> Bounds<'a> {
                 mount.path
             )
         })
+    }
+}
+
+impl Bounds<'_> {
+    /// Returns true if this host has such a file system there: a recursive bind mount brings it along.
+    fn has_mounted(&self, path: &Path, fs_type: &str) -> bool {
+        let mounts = mountinfo::of(self.given.host, "self");
+        mounts
+            .iter()
+            .any(|m| m.point == path && m.fs_type == fs_type)
     }
 }
 

@@ -32,7 +32,7 @@ if os.path.exists("/data/inet"):
     t = socket.socket(); t.bind(("127.0.0.1", 5555)); t.listen()
     u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(("127.0.0.1", 5556))
 p = select.epoll(); p.register(a, 1); e = os.eventfd(0); m = mmap.mmap(-1, 1 << 16); m[0] = 1
-f = os.memfd_create("x"); os.write(f, b"abc"); os.setpriority(os.PRIO_PROCESS, 0, 3)
+f = os.memfd_create("x"); os.write(f, b"abc"); os.nice(3)
 threading.Thread(target=time.sleep, args=(10000,), daemon=True).start()
 if os.fork() == 0: time.sleep(10000)
 time.sleep(10000)
