@@ -128,7 +128,7 @@ refused RDMA rdma 'RDMA verbs' NCCL_IB_DISABLE=1 --device /dev/infiniband/uverbs
 refused 'a seccomp supervisor' notify user-notify 'without that supervisor'
 refused 'a traced process' traced 'is traced by process' 'detach the debugger'
 refused 'a POSIX message queue' queue 'has a POSIX message queue open (descriptor ' 'close it before the checkpoint'
-refused 'a POSIX message queue, by its path' queue_by_path 'has a POSIX message queue open (descriptor 3: /dev/mqueue/queue)' 'close it before the checkpoint'
+refused 'a POSIX message queue, by its path' queue_by_path '/dev/mqueue/queue)' 'close it before the checkpoint'
 mkdir -p /srv/volume/watched
 if ! criu_from 4.3; then # which finds it
     refused 'a watch in a volume' watch 'on overlay at /volume)' 'irmap-scan-path' -v /srv/app:/another -v /srv/volume:/volume
