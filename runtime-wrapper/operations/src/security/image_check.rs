@@ -86,7 +86,7 @@ pub fn check(
     told.extend(network::check(&images, directory, &ceiling)?);
     told.extend(namespaces::settle(&mut images, subject));
     told.extend(seccomp::settle(&mut images, subject.spec));
-    limits::settle(&mut images, subject, &ceiling);
+    told.extend(limits::settle(&mut images, subject, &ceiling));
     Ok((Some(images), refusals(told)))
 }
 

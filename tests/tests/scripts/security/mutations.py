@@ -101,7 +101,7 @@ def tree(pid):
 
 def seen(pid, name):
     """What the host sees of the container: sets, since a variant may have fewer processes, and never more rights."""
-    has = collections.defaultdict(set)
+    has, limits = collections.defaultdict(set), {}
     for process in tree(pid):
         for task in os.listdir(f"/proc/{process}/task"):
             status = dict(line.split(":", 1) for line in read(f"/proc/{process}/task/{task}/status").splitlines())
@@ -115,11 +115,18 @@ def seen(pid, name):
             head, tail = line.split(" - ")
             _, _, _, root, at, options = head.split()[:6]
             # Another cgroup, another directory of the operation.
-            has["mounts"].add((root.replace(name, "NAME"), at, options, tail.split()[0]))
+            has["mounts"].add((root.replace(name, "NAME"), at, tail.split()[0]))
+            # More of these is fine.
+            lacks = {"ro", "nosuid", "nodev", "noexec"} - set(options.split(","))
+            has["open mounts"] |= {(at, limit) for limit in lacks}
         for namespace in ("net", "ipc", "uts", "mnt", "pid", "user"):
             same = os.readlink(f"/proc/{process}/ns/{namespace}") == os.readlink(f"/proc/self/ns/{namespace}")
             has["host's namespaces"] |= {namespace} if same else set()
-        has["hard limits"] |= {line[:26] + line[47:68] for line in read(f"/proc/{process}/limits").splitlines()[1:]}
+        for line in read(f"/proc/{process}/limits").splitlines()[1:]:
+            resource, hard = line[:26].strip(), line[47:68].strip()
+            most = limits.get(resource, -1)
+            limits[resource] = max(most, float("inf") if hard == "unlimited" else int(hard))
+    has["limits"] = limits
     has["cgroup"] = {line.replace(name, "NAME") for line in has["cgroup"]}
     return has
 
@@ -184,6 +191,11 @@ for at in range(int(COUNT)):
     else:
         counts["restored"] += 1
         for key, values in has.items():
+            if key == "limits":
+                beyond = {k for k, v in values.items() if v > first[directory][key][k]}
+                if beyond:
+                    sys.exit(f"{said}: {key}: {sorted(beyond)}")
+                continue
             beyond = values - first[directory][key]
             # Fewer mounts may show what one of them covers.
             if key == "mounts":

@@ -32,7 +32,13 @@ const RESOURCES: [(&str, Resource); 16] = [
 /// Scheduling policies that are no real-time ones: `SCHED_OTHER`, `SCHED_BATCH`, `SCHED_IDLE`.
 const ORDINARY: [u64; 3] = [0, 3, 5];
 
-pub fn settle(images: &mut CheckedImages, subject: Subject<'_>, ceiling: &CredentialsCeiling) {
+/// Returns what is wrong: a list of limits of another length than the kernel's, whose entries would be for other resources.
+pub fn settle(
+    images: &mut CheckedImages,
+    subject: Subject<'_>,
+    ceiling: &CredentialsCeiling,
+) -> Vec<String> {
+    let mut told = Vec::new();
     let spec = subject.spec.json();
     let hard = hard_limits(spec);
     let own_score = || {
@@ -45,6 +51,12 @@ pub fn settle(images: &mut CheckedImages, subject: Subject<'_>, ceiling: &Creden
     for name in names {
         for core in images.messages_mut(&name) {
             if let Some(task) = core.message_mut("tc") {
+                let count = task
+                    .message("rlimits")
+                    .map(|l| l.messages("rlimits").count());
+                if count.is_some_and(|n| n != RESOURCES.len()) {
+                    told.push(format!("{name}: does not have a limit for each resource"));
+                }
                 // A login user id is the host's, for its audit.
                 task.remove("loginuid");
                 if !ceiling.has("SYS_RESOURCE") {
@@ -65,6 +77,7 @@ pub fn settle(images: &mut CheckedImages, subject: Subject<'_>, ceiling: &Creden
             }
         }
     }
+    told
 }
 
 /// The hard limit of each resource: the spec's, and where it has none that of this process, which a new container would
