@@ -339,6 +339,9 @@ fn work(args: &Args, rank: usize, board: &[AtomicU64]) -> Result<()> {
             };
             upload(&cuda, one.from, [value(rank, tick), tick + 1])?;
             nccl.all_reduce(one.from, one.to, one.comm)?;
+            if args.stay_at == Some(tick) {
+                say(&format!("launched p{rank}\n"));
+            }
             if args.every > 1 && !look {
                 continue;
             }
