@@ -774,7 +774,7 @@ impl Parts {
                 self.shows_whole = true;
             }
             if name.starts_with("mountpoints-")
-                && let Some(changed) = sharing::apart(&fs::read(entry.path())?)
+                && let Some(changed) = sharing::apart(&name, &fs::read(entry.path())?)
             {
                 let file = self.scratch.join(&*name);
                 fs::write(&file, changed)?;

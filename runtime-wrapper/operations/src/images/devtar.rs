@@ -3,7 +3,6 @@
 //! The archive is GNU tar's, with sparse files. It is copied block by block, each entry unchanged unless it is one of
 //! the nodes. Names longer than a header come in an entry of their own before it (types `L` and `x`).
 
-use crate::error::Error;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -232,12 +231,6 @@ fn named(kind: EntryType, content: &[u8]) -> Option<PathBuf> {
 
 fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
-}
-
-impl From<TarError> for Error {
-    fn from(error: TarError) -> Self {
-        Self::Failed(error.to_string())
-    }
 }
 
 #[cfg(test)]

@@ -12,20 +12,22 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
 use cryopod_archive::names;
 use cryopod_archive::store::Found;
 use cryopod_gpu_plan::remap::{Remap, Target};
 use cryopod_host::nodes::NodeSource;
+use cryopod_host::sandbox::Sandbox;
 
 use crate::argv::Invocation;
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::security::image_check::{CheckedImages, MAX_ENTRIES};
 
-pub use devtar::TarError;
-
 const DIRECTORY: &str = "images";
+/// How long it may take to rewrite an archived `/dev`; one of 64 MiB takes a second.
+const REWRITE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`. CRIU would
 /// read any file of the host through a link in place of memory, and rewrite it as the container's.
@@ -111,7 +113,16 @@ pub fn overlay(
         directory.display()
     )))?;
     for (file, nodes) in &rewritten {
-        devtar::rewrite(&images.join(file), &directory.join(file), nodes)?;
+        let sandbox = Sandbox {
+            read: vec![images.join(file)],
+            write: vec![directory.clone()],
+        };
+        let rewrite = || {
+            let done = devtar::rewrite(&images.join(file), &directory.join(file), nodes);
+            done.map(|()| Vec::new()).map_err(|e| e.to_string())
+        };
+        let done = sandbox.run(REWRITE_LIMIT, rewrite);
+        done.map_err(|e| Error::Failed(e.to_string()))?;
     }
     let network = written
         .network

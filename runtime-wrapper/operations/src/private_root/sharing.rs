@@ -4,113 +4,76 @@
 //! (`restore_one_sharing_group` in mount-v2.c). The kernel does so only from a mount that has the others' roots in it: on the host
 //! that is the whole file system, in CRIU's own root each source alone. The group's number means nothing beyond the image.
 
-use prost::bytes::Buf;
-use prost::encoding::{
-    DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field,
-};
 use std::collections::BTreeSet;
 
-/// IMG_COMMON_MAGIC and the image's own.
-const MAGIC: usize = 8;
-/// The fields of `mnt_entry` (`images/mnt.proto`).
-const SHARED_ID: u32 = 10;
-const MASTER_ID: u32 = 11;
+use cryopod_archive::criu::image_files::ImageFile;
+use cryopod_archive::criu::message::Message;
+
 /// More than the kernel's peer groups have.
 const FIRST: u64 = 1 << 30;
 
 /// Returns the changed image. `None`: nothing is to be changed, or CRIU will say what is wrong with it.
-pub fn apart(image: &[u8]) -> Option<Vec<u8>> {
-    let mut rest = image.get(MAGIC..)?;
-    let mut messages = Vec::new();
-    while !rest.is_empty() {
-        let (length, behind) = rest.split_first_chunk::<4>()?;
-        let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
-        messages.push(behind.get(..length)?);
-        rest = behind.get(length..)?;
-    }
-    let ids = |field| {
-        messages
-            .iter()
-            .map(move |m| number(m, field))
-            .collect::<Option<Vec<u64>>>()
-    };
-    let (shared, masters) = (ids(SHARED_ID)?, ids(MASTER_ID)?);
-    let inside: BTreeSet<u64> = shared.iter().copied().filter(|id| *id != 0).collect();
-    let mut out = image.get(..MAGIC)?.to_vec();
+pub fn apart(name: &str, content: &[u8]) -> Option<Vec<u8>> {
+    let mut image = ImageFile::decode(name, content).ok()?;
+    let peers = |mount: &_| number(mount, "shared_id");
+    let inside: BTreeSet<u64> = image.messages.iter().map(peers).collect();
     let mut changed = false;
-    for ((message, shared), master) in messages.iter().zip(&shared).zip(&masters) {
-        let mut message = message.to_vec();
-        if *master != 0 && !inside.contains(master) {
-            // Peers stay together.
-            let at = u64::try_from(out.len()).ok()?;
-            let own = if *shared == 0 {
-                FIRST + at
-            } else {
-                FIRST / 2 + shared
-            };
-            // Of two, the last one counts.
-            encode_key(MASTER_ID, WireType::Varint, &mut message);
-            encode_varint(own, &mut message);
-            changed = true;
+    for (at, mount) in (0..).zip(&mut image.messages) {
+        let (master, peers) = (number(mount, "master_id"), peers(mount));
+        if master == 0 || inside.contains(&master) {
+            continue;
         }
-        out.extend(u32::try_from(message.len()).ok()?.to_le_bytes());
-        out.extend(message);
+        // Peers stay together.
+        let own = if peers == 0 {
+            FIRST + at
+        } else {
+            FIRST / 2 + peers
+        };
+        mount.set_number("master_id", own);
+        changed = true;
     }
-    changed.then_some(out)
+    changed.then(|| image.encode())
 }
 
-/// The last value of a field; 0 if there is none.
-fn number(message: &[u8], field: u32) -> Option<u64> {
-    let (mut rest, mut found) = (message, 0);
-    while rest.has_remaining() {
-        let (name, wire) = decode_key(&mut rest).ok()?;
-        if name == field && wire == WireType::Varint {
-            found = decode_varint(&mut rest).ok()?;
-        } else {
-            skip_field(wire, name, &mut rest, DecodeContext::default()).ok()?;
-        }
-    }
-    Some(found)
+fn number(mount: &Message, field: &str) -> u64 {
+    mount.number(field).unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn image(mounts: &[(u64, u64)]) -> Vec<u8> {
-        let mut out = vec![7; MAGIC];
+    const NAME: &str = "mountpoints-1.img";
+
+    /// An image with these sharing groups and masters (fields 10 and 11 of CRIU's `mnt_entry`).
+    fn image(mounts: &[(u8, u8)]) -> Vec<u8> {
+        let mut out = Vec::new();
+        for magic in [0x5456_4319_u32, 0x5556_3928] {
+            out.extend(magic.to_le_bytes());
+        }
         for (shared, master) in mounts {
-            let mut message = Vec::new();
-            for (field, value) in [(2, 5), (SHARED_ID, *shared), (MASTER_ID, *master)] {
-                encode_key(field, WireType::Varint, &mut message);
-                encode_varint(value, &mut message);
-            }
+            let numbers = (1..=5).flat_map(|field| [field << 3, 1]);
+            let texts = (6..=9).flat_map(|field| [field << 3 | 2, 0]);
+            let mut message: Vec<u8> = numbers.chain(texts).collect();
+            message.extend([10 << 3, *shared, 11 << 3, *master]);
             out.extend(u32::try_from(message.len()).unwrap().to_le_bytes());
             out.extend(message);
         }
         out
     }
 
-    fn masters(image: &[u8]) -> Vec<u64> {
-        let (mut rest, mut all) = (&image[MAGIC..], Vec::new());
-        while let Some((length, behind)) = rest.split_first_chunk::<4>() {
-            let length = u32::from_le_bytes(*length) as usize;
-            all.push(number(&behind[..length], MASTER_ID).unwrap());
-            rest = &behind[length..];
-        }
-        all
-    }
-
     #[test]
     fn masters_outside_of_the_container() {
         // Two slaves of the host, two peers that are slaves, a slave of a mount inside, a private one.
-        let changed = apart(&image(&[(0, 3), (0, 3), (9, 3), (9, 3), (0, 9), (0, 0)])).unwrap();
-        let now = masters(&changed);
+        let mounts = image(&[(0, 3), (0, 3), (9, 3), (9, 3), (0, 9), (0, 0)]);
+        let changed = apart(NAME, &mounts).unwrap();
+        let changed = ImageFile::decode(NAME, &changed).unwrap();
+        let masters = changed.messages.iter().map(|m| number(m, "master_id"));
+        let now: Vec<u64> = masters.collect();
         assert!(now[0] != now[1] && now[0] != 3 && now[1] != 3);
         assert!(now[2] == now[3] && now[2] != now[0]);
         assert_eq!(now[4..], [9, 0]);
-        assert_eq!(apart(&image(&[(0, 0), (9, 0), (0, 9)])), None);
-        assert_eq!(apart(b"short"), None);
-        assert_eq!(apart(&[&[0; 8][..], &[9, 0, 0, 0, 1]].concat()), None);
+        assert_eq!(apart(NAME, &image(&[(0, 0), (9, 0), (0, 9)])), None);
+        assert_eq!(apart(NAME, b"short"), None);
     }
 }

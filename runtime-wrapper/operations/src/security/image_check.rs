@@ -238,7 +238,8 @@ fn is_known_besides(name: &str) -> bool {
         || name == names::VRAM_PLACES
 }
 
-/// Checks a map of memory pages, of which a process may have millions: CRIU reads the file itself.
+/// Checks a map of memory pages, of which a process may have millions: CRIU reads the file itself. The pages must be there:
+/// CRIU 4.1 waits for those behind the end of a file for ever, and fills the disk with its log.
 fn checked_memory_map(
     directory: &Path,
     name: &str,
@@ -247,16 +248,49 @@ fn checked_memory_map(
     if content.is_empty() {
         return Ok(Ok(()));
     }
-    Ok(
-        ImageFile::decode(name, &content).and_then(|image| match image.encode() == content {
-            true => Ok(()),
-            false => Err(ImageError::Message {
-                file: name.into(),
-                message: 0,
-                reason: "is encoded in another way than CRIU's".into(),
-            }),
-        }),
-    )
+    let wrong = |reason: String| {
+        Err(ImageError::Message {
+            file: name.into(),
+            message: 0,
+            reason,
+        })
+    };
+    let image = match ImageFile::decode(name, &content) {
+        Ok(image) => image,
+        Err(e) => return Ok(Err(e)),
+    };
+    if image.encode() != content {
+        return Ok(wrong("is encoded in another way than CRIU's".into()));
+    }
+    let Some((head, entries)) = image.messages.split_first() else {
+        return Ok(Ok(()));
+    };
+    let pages = format!("{}{}.img", names::PAGES, head.u32("pages_id").unwrap_or(0));
+    let needs = entries.iter().map(payload).fold(0, u64::saturating_add);
+    // In a store, the reference has its size.
+    Ok(match fs::metadata(directory.join(&pages)) {
+        Ok(has) if has.len() < needs => wrong(format!(
+            "needs {needs} bytes of {pages}, which has {}",
+            has.len()
+        )),
+        _ => Ok(()),
+    })
+}
+
+/// Returns how many bytes of the file with pages belong to an entry of a map (`init_pagemaps` in CRIU's pagemap.c).
+fn payload(entry: &Message) -> u64 {
+    const PAGE: u64 = 4096;
+    const PRESENT: u64 = 1 << 2;
+    let in_parent = entry.number("in_parent").unwrap_or(0) != 0;
+    let flags = entry.number("flags");
+    if flags.unwrap_or(if in_parent { 0 } else { PRESENT }) & PRESENT == 0 {
+        return 0;
+    }
+    if let Some(blocks) = entry.message("blocks") {
+        return blocks.number("total_payload_size").unwrap_or(0);
+    }
+    let pages = entry.number("nr_pages").or(entry.number("compat_nr_pages"));
+    pages.unwrap_or(0).saturating_mul(PAGE)
 }
 
 /// Checks what CRIU reads of the checkpoints that this one builds upon: maps of memory pages.

@@ -134,7 +134,8 @@ def seen(pid, name):
 def host():
     victim = os.stat(VICTIM)
     mounts = sorted(line.split(" ", 2)[2] for line in read("/proc/self/mountinfo").splitlines())
-    return victim.st_mode, victim.st_uid, victim.st_size, mounts, os.uname().nodename, os.listdir("/srv")
+    named = subprocess.run(["nsenter", "--uts=/run/named/uts", "hostname"], capture_output=True).stdout
+    return victim.st_mode, victim.st_uid, victim.st_size, mounts, os.uname().nodename, named, os.listdir("/srv")
 
 
 def runtime(*arguments):

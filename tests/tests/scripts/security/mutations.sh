@@ -39,7 +39,36 @@ time.sleep(10000)
 P
 # CRIU 4.1 dumps no internet sockets on newer kernels.
 if criu_from 4.2; then touch /srv/data/inet; fi
-container sockets ".mounts += [$(bind /srv/data /data), $libraries, $(bind /usr/bin/python3 /python3), $(bind "$python" "$python")]" \
-    'exec /python3 /data/sockets.py'
-all=(/tmp/m/{plain,volumes,files,sockets})
-python3 /src/tests/tests/scripts/security/mutations.py cryopod-runtime "$count" "$seed" "${all[@]}"
+cat > /srv/data/memory.py <<'P'
+import mmap, os, resource, signal, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 5, 5)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); os.kill(os.getpid(), signal.SIGUSR1)
+shared = mmap.mmap(-1, 1 << 20); shared[:5] = b"hello"
+file = os.open("/dev/shm/f", os.O_RDWR | os.O_CREAT); os.ftruncate(file, 1 << 16)
+of_file = mmap.mmap(file, 1 << 16); private = mmap.mmap(file, 1 << 16, mmap.MAP_PRIVATE)
+if os.fork() == 0:
+    os.setsid(); os.chdir("/dev/shm"); os.umask(0o77)
+while True: time.sleep(1)
+P
+python=".mounts += [$(bind /srv/data /data), $libraries, $(bind /usr/bin/python3 /python3), $(bind "$python" "$python")]"
+container sockets "$python" 'exec /python3 /data/sockets.py'
+container memory "$python" 'exec /python3 /data/memory.py'
+container user '.process.user = {uid: 1000, gid: 1000, additionalGids: [5]} | .process.noNewPrivileges = true | .process.oomScoreAdj = 200
+    | .process.capabilities = (.process.capabilities | map_values(["CAP_CHOWN"])) | .process.rlimits = []' "$loop"
+container seccomp '.linux.seccomp = {defaultAction: "SCMP_ACT_ALLOW", architectures: ["SCMP_ARCH_X86_64"],
+    syscalls: [{names: ["keyctl", "ptrace"], action: "SCMP_ACT_ERRNO"}]}' "($loop) & $loop"
+container userns '.linux.namespaces += [{type: "user"}]
+    | .linux.uidMappings = [{containerID: 0, hostID: 100000, size: 65536}] | .linux.gidMappings = .linux.uidMappings' "$loop"
+ip netns add mutations
+mkdir -p /run/named && touch /run/named/{uts,ipc}
+unshare --uts=/run/named/uts --ipc=/run/named/ipc hostname mutations
+container named '.hostname = "" | .linux.namespaces |= map(if .type == "network" then .path = "/run/netns/mutations"
+    elif .type == "uts" or .type == "ipc" then .path = "/run/named/" + .type else . end)' "$loop"
+node() { stat -c '{"type":"c","path":"%n","major":%Hr,"minor":%Lr,"fileMode":438}' "/dev/$1"; }
+nodes=$(for name in nvidiactl nvidia-uvm nvidia0; do node $name; done | jq -cs .)
+container gpu ".linux.devices = $nodes | .linux.resources.devices = [{allow: true, access: \"rwm\"}]
+    | .mounts += [$libraries, $(bind /opt/cusim /cusim), $(bind /run/cusim /run/cusim | sed 's/, "ro"//')]" \
+    'LD_LIBRARY_PATH=/cusim exec /cusim/cusim-client --mib 1 --interval-ms 200'
+python3 /src/tests/tests/scripts/security/mutations.py cryopod-runtime "$count" "$seed" \
+    /tmp/m/{plain,volumes,files,sockets,memory,user,seccomp,userns,named,gpu}
