@@ -8,6 +8,7 @@ mkdir -p /srv/checkpoints /srv/data /tmp/m
 container() { # NAME JQ COMMANDS: a checkpoint in /tmp/m/NAME/images, and its bundle
     local name=$1 program=$2 at=/tmp/m/$1
     bundle "$at/bundle" sh /job
+    chmod 755 "$at/bundle/rootfs"
     echo "$3" > "$at/bundle/rootfs/job"
     jq "$program" "$at/bundle/config.json" > /tmp/config && cp /tmp/config "$at/bundle/config.json"
     cryopod-runtime --root /run/m run -d --bundle "$at/bundle" "$name" < /dev/null > /dev/null 2>&1
@@ -54,21 +55,21 @@ P
 python=".mounts += [$(bind /srv/data /data), $libraries, $(bind /usr/bin/python3 /python3), $(bind "$python" "$python")]"
 container sockets "$python" 'exec /python3 /data/sockets.py'
 container memory "$python" 'exec /python3 /data/memory.py'
-container user '.process.user = {uid: 1000, gid: 1000, additionalGids: [5]} | .process.noNewPrivileges = true | .process.oomScoreAdj = 200
+container limited '.process.user = {uid: 0, gid: 0, additionalGids: [5]} | .process.noNewPrivileges = true | .process.oomScoreAdj = 200
     | .process.capabilities = (.process.capabilities | map_values(["CAP_CHOWN"])) | .process.rlimits = []' "$loop"
 container seccomp '.linux.seccomp = {defaultAction: "SCMP_ACT_ALLOW", architectures: ["SCMP_ARCH_X86_64"],
     syscalls: [{names: ["keyctl", "ptrace"], action: "SCMP_ACT_ERRNO"}]}' "($loop) & $loop"
-container userns '.linux.namespaces += [{type: "user"}]
+node() { stat -c '{"type":"c","path":"%n","major":%Hr,"minor":%Lr,"fileMode":438}' "/dev/$1"; }
+nodes=$(for name in nvidiactl nvidia-uvm nvidia0; do node $name; done | jq -cs .)
+container userns ".linux.devices = $nodes | "'.linux.namespaces += [{type: "user"}]
     | .linux.uidMappings = [{containerID: 0, hostID: 100000, size: 65536}] | .linux.gidMappings = .linux.uidMappings' "$loop"
 ip netns add mutations
 mkdir -p /run/named && touch /run/named/{uts,ipc}
 unshare --uts=/run/named/uts --ipc=/run/named/ipc hostname mutations
 container named '.hostname = "" | .linux.namespaces |= map(if .type == "network" then .path = "/run/netns/mutations"
     elif .type == "uts" or .type == "ipc" then .path = "/run/named/" + .type else . end)' "$loop"
-node() { stat -c '{"type":"c","path":"%n","major":%Hr,"minor":%Lr,"fileMode":438}' "/dev/$1"; }
-nodes=$(for name in nvidiactl nvidia-uvm nvidia0; do node $name; done | jq -cs .)
 container gpu ".linux.devices = $nodes | .linux.resources.devices = [{allow: true, access: \"rwm\"}]
     | .mounts += [$libraries, $(bind /opt/cusim /cusim), $(bind /run/cusim /run/cusim | sed 's/, "ro"//')]" \
     'LD_LIBRARY_PATH=/cusim exec /cusim/cusim-client --mib 1 --interval-ms 200'
 python3 /src/tests/tests/scripts/security/mutations.py cryopod-runtime "$count" "$seed" \
-    /tmp/m/{plain,volumes,files,sockets,memory,user,seccomp,userns,named,gpu}
+    /tmp/m/{plain,volumes,files,sockets,memory,limited,seccomp,userns,named,gpu}
