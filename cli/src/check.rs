@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
 use cryopod_operations::config::Config;
-use cryopod_operations::criu_program;
+use cryopod_operations::criu::program;
 use serde::Serialize;
 
 #[derive(clap::Args)]
@@ -113,7 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = Config::load();
     let hosts_own = SystemTools::from_env().find("criu");
     if let Ok(config) = &config {
-        criu_program::prefer(config);
+        program::prefer(config);
     }
     let input = host::Input {
         hosts_own,

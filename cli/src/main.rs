@@ -37,7 +37,7 @@ use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 use cryopod_archive::text::printable;
-use cryopod_operations::metrics as counts;
+use cryopod_operations::run::metrics as counts;
 
 /// Checkpoints and restores GPU containers.
 #[derive(Parser)]

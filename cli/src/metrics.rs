@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use cryopod_operations::metrics::{self, Totals};
+use cryopod_operations::run::metrics::{self, Totals};
 
 use crate::output;
 

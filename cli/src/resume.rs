@@ -16,7 +16,7 @@ use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_operations::config::Config;
-use cryopod_operations::suspended::Record;
+use cryopod_operations::pause::suspended::Record;
 
 use crate::container::Container;
 use crate::suspend::{Work, find, steps};

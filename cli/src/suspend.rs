@@ -15,11 +15,12 @@ use cryopod_gpu_plan::plan;
 use cryopod_host::files::Host;
 use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
-use cryopod_operations::agent::{Agent, SOCKET};
 use cryopod_operations::config::Config;
-use cryopod_operations::operation::Operation;
-use cryopod_operations::suspended::{self, Record};
-use cryopod_operations::{facts, plugins};
+use cryopod_operations::criu::plugins;
+use cryopod_operations::pause::suspended::{self, Record};
+use cryopod_operations::run::log;
+use cryopod_operations::run::operation::Operation;
+use cryopod_operations::vram::agent::{Agent, SOCKET};
 
 use crate::container::Container;
 use crate::ui;
@@ -70,7 +71,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         name: args.container.clone(),
         init: container.init,
         start_time: container.start_time,
-        since: facts::rfc3339(SystemTime::now()),
+        since: log::rfc3339(SystemTime::now()),
         directory: how.directory.clone(),
         digest: done.vram.as_ref().map(|vram| vram.digest.clone()),
         processes: done.processes.clone(),

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use cryopod_operations::handover;
+use cryopod_operations::images::handover;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use tempfile::TempDir;

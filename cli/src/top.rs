@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use console::Term;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
-use cryopod_operations::progress::{self, Running};
+use cryopod_operations::run::progress::{self, Running};
 
 use crate::ui::{bytes, plain};
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cryopod_archive::progress::Progress as Counters;
 use cryopod_archive::text::hostile;
-use cryopod_operations::metrics;
-use cryopod_operations::progress::{Progress, State};
+use cryopod_operations::run::metrics;
+use cryopod_operations::run::progress::{Progress, State};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Interval between two notes for `cryopod top`.

@@ -24,10 +24,13 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 use cryopod_operations::config::Config;
-use cryopod_operations::lowlevel::{Kind, LowLevel};
-use cryopod_operations::operation::Operation;
+use cryopod_operations::criu;
+use cryopod_operations::criu::compressed;
+use cryopod_operations::criu::plugins;
+use cryopod_operations::criu::program;
 use cryopod_operations::preflight::{self, Answer, Means, Question};
-use cryopod_operations::{compressed, criu_program, facts, plugins};
+use cryopod_operations::request::lowlevel::{Kind, LowLevel};
+use cryopod_operations::run::operation::Operation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -111,7 +114,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         ));
     }
     let mut config = Config::load().map_err(|e| e.to_string())?;
-    criu_program::prefer(&config);
+    program::prefer(&config);
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
         map.parse::<cryopod_gpu_plan::gpumap::Wish>()
@@ -143,7 +146,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         std::env::var(name).ok()
     })?
     .without(ask.off);
-    let criu = facts::criu(&tools, config.limits.tool());
+    let criu = criu::criu(&tools, config.limits.tool());
     let nvidia = plugins::uses(metadata, Vendor::Nvidia);
     // The driver agent needs a directory for its socket. Without one (not root) the driver is not asked.
     let op = match nvidia.then(Operation::new) {

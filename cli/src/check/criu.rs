@@ -3,7 +3,8 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-use cryopod_operations::{criu_program, facts};
+use cryopod_operations::criu;
+use cryopod_operations::criu::program;
 
 use super::Line;
 use super::host::{Input, LIMIT};
@@ -13,7 +14,7 @@ const OLDEST_CRIU: [u32; 2] = [4, 1];
 const NEW_ENOUGH: &str = "install the package cryopod-criu, or, if it is 4.1 or newer, install the criu package of the distribution";
 
 pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
-    let Some(criu) = facts::criu(input.tools, LIMIT) else {
+    let Some(criu) = criu::criu(input.tools, LIMIT) else {
         lines.push(Line::missing("criu", "not found on PATH", NEW_ENOUGH));
         return;
     };
@@ -21,7 +22,7 @@ pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
     match criu
         .version
         .as_deref()
-        .map(|v| (v, facts::numbers(v).unwrap_or_default()))
+        .map(|v| (v, criu::numbers(v).unwrap_or_default()))
     {
         Some((v, n)) if n.as_slice() >= OLDEST_CRIU.as_slice() => {
             lines.push(Line::ok("criu", format!("{v} at {at}")))
@@ -67,7 +68,7 @@ pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
 /// Tells where the CRIU is, and that it goes before the host's.
 fn whose(path: &Path, hosts_own: Option<&Path>) -> String {
     let mut text = path.display().to_string();
-    if path == Path::new(criu_program::PACKAGED) {
+    if path == Path::new(program::PACKAGED) {
         text.push_str(", of the package cryopod-criu");
     }
     if let Some(other) = hosts_own.filter(|other| *other != path) {
@@ -129,7 +130,7 @@ mod tests {
 
     #[test]
     fn where_it_is() {
-        let packaged = Path::new(criu_program::PACKAGED);
+        let packaged = Path::new(program::PACKAGED);
         let own = Path::new("/usr/sbin/criu");
         assert_eq!(whose(own, Some(own)), "/usr/sbin/criu");
         assert_eq!(

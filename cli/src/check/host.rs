@@ -13,10 +13,13 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
 use cryopod_operations::config::{Config, ConfigError, Nvidia};
-use cryopod_operations::criu_helpers::{Fault, Probe};
-use cryopod_operations::criuopts::{self, Options};
-use cryopod_operations::lowlevel::{Kind, LowLevel};
-use cryopod_operations::{agent, criu_program, facts, plugins};
+use cryopod_operations::criu::helpers::{Fault, Probe};
+use cryopod_operations::criu::opts::{self, Options};
+use cryopod_operations::criu::plugins;
+use cryopod_operations::criu::program;
+use cryopod_operations::criu::{criu as installed, numbers, version_line};
+use cryopod_operations::request::lowlevel::{Kind, LowLevel};
+use cryopod_operations::vram::agent;
 
 use super::{Line, criu, tested};
 use crate::setup::{self, Target};
@@ -88,7 +91,7 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
     let amd_here = !amd::gpus(input.host).is_empty();
-    let plugins = match facts::criu(input.tools, LIMIT) {
+    let plugins = match installed(input.tools, LIMIT) {
         Some(criu) => plugins::checked(&config, input.host, input.tools, &criu, amd_here),
         None => plugins::find(&config, input.host),
     };
@@ -109,7 +112,7 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             return;
         }
     };
-    let version = facts::version_line(input.tools, &low.path, LIMIT);
+    let version = version_line(input.tools, &low.path, LIMIT);
     match version {
         None => lines.push(Line::missing(
             "low-level runtime",
@@ -126,7 +129,7 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             .tools
             .output(&low.path, &[OsStr::new("--version")], LIMIT)
             .is_ok_and(|o| o.stdout.contains("+CRIU"));
-        let ours = criu_program::libcriu(config);
+        let ours = program::libcriu(config);
         let ours = ours.as_deref().and_then(Path::to_str);
         let found = ours
             .into_iter()
@@ -177,7 +180,7 @@ fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
         Err(fault) if runc => Line::note("ip", fault.what, fault.remedy),
         found => line("ip", found),
     });
-    let lock = match Options::in_files(&criuopts::earlier_files(), &config.criu.options) {
+    let lock = match Options::in_files(&opts::earlier_files(), &config.criu.options) {
         Some(lock) => probe.lock(lock, false),
         None => probe.any_lock(false).map(|(_, found)| found),
     };
@@ -196,8 +199,7 @@ fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
         let Some(path) = input.tools.find(program) else {
             continue;
         };
-        let version =
-            facts::version_line(input.tools, &path, LIMIT).and_then(|l| facts::numbers(&l));
+        let version = version_line(input.tools, &path, LIMIT).and_then(|l| numbers(&l));
         found.push(match version {
             Some(n) => format!(
                 "{name} {}",

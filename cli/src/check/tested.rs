@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cryopod_host::programs::Tools;
-use cryopod_operations::facts;
+use cryopod_operations::criu;
 
 use super::Line;
 
@@ -26,8 +26,8 @@ pub fn line(tools: &dyn Tools, limit: Duration) -> Line {
     for (name, oldest, newest) in TESTED {
         let found = tools
             .find(name)
-            .and_then(|path| facts::version_line(tools, &path, limit))
-            .and_then(|line| facts::numbers(&line));
+            .and_then(|path| criu::version_line(tools, &path, limit))
+            .and_then(|line| criu::numbers(&line));
         let Some(&[major, ref rest @ ..]) = found.as_deref() else {
             continue;
         };

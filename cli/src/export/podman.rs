@@ -12,7 +12,7 @@ use anyhow::Context;
 use cryopod_archive::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{UnpackOptions, unpack};
-use cryopod_operations::handover;
+use cryopod_operations::images::handover;
 
 use super::{Args, Taken};
 use crate::engine::Call;

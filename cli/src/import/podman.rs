@@ -12,7 +12,7 @@ use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
 use cryopod_archive::vram::places;
 use cryopod_archive::{Compression, names};
-use cryopod_operations::handover;
+use cryopod_operations::images::handover;
 
 use super::{Args, Records, without_image};
 use crate::carried;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
-use cryopod_operations::facts;
+use cryopod_operations::criu;
 use toml_edit::{DocumentMut, Item, TableLike, value};
 
 use super::Wanted;
@@ -82,7 +82,7 @@ pub fn is_read(wanted: &Wanted<'_>) -> anyhow::Result<bool> {
 
 fn containerds(wanted: &Wanted<'_>) -> Option<Vec<u32>> {
     let path = wanted.tools.find("containerd")?;
-    facts::numbers(&facts::version_line(wanted.tools, &path, LIMIT)?)
+    criu::numbers(&criu::version_line(wanted.tools, &path, LIMIT)?)
 }
 
 /// docker's package of containerd disables the CRI.

@@ -25,14 +25,16 @@ use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
-use crate::application::{self, Told};
-use crate::argv::Invocation;
-use crate::context::Context;
 use crate::error::Error;
 use crate::request::Request;
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
+use crate::request::passthrough;
+use crate::request::state::{self, State};
+use crate::rootfs;
+use crate::run::application::{self, Told};
+use crate::run::child;
 use crate::security::privileges;
-use crate::state::{self, State};
-use crate::{child, passthrough, rootfs};
 
 /// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze (under
 /// load every program that a shell starts is such a moment), and the freezer of cgroup v1 does at times.

@@ -1,5 +1,12 @@
 //! Reads `/etc/cryopod/config.toml`. Every key has a default that works; docs/configuration.md lists them.
 
+pub mod cache;
+pub mod restore;
+pub mod rootfs;
+pub mod store;
+pub mod tenant;
+pub mod vram;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::num::NonZeroU32;
@@ -13,12 +20,6 @@ use cryopod_gpu_plan::switches;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
-
-pub mod cache;
-pub mod restore;
-pub mod rootfs;
-pub mod store;
-pub mod vram;
 
 /// The key under `[checks]` for the comparison of the images' privileges with the spec's.
 pub const PRIVILEGES_CHECK: &str = "privileges";

@@ -3,11 +3,14 @@
 //! The container names the checkpoint by the annotation [`ANNOTATION`], or by the variable [`VARIABLE`] of its process
 //! where the engine passes no annotations. Whoever makes a container writes both, an image can bring the variable, and
 //! the runtime is root: only checkpoints that `restore.allow` gives this container's tenant are taken
-//! ([`crate::restore_source`]).
+//! ([`source`]).
 //!
 //! The engine's command line is rewritten as that of a restore. CRIU's hook gives the container its own host name and
-//! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`crate::waiting`]). `run`
+//! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`waiting`]). `run`
 //! restores without the wait.
+
+pub mod source;
+pub mod waiting;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -18,17 +21,18 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
-use crate::application::{self, Moment};
-use crate::argv::{self, Invocation, Verb};
+use self::source::Wish;
 use crate::bundle::{self, Edit};
+use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
-use crate::context::Context;
+use crate::criu::program;
 use crate::error::Error;
-use crate::new_container::NewContainer;
-use crate::new_hooks::NewHooks;
-use crate::restore_source::{self, Wish};
-use crate::tenant::Tenant;
-use crate::{criu_program, restore, waiting};
+use crate::request::argv::{self, Invocation, Verb};
+use crate::request::context::Context;
+use crate::restore;
+use crate::restore::new_container::NewContainer;
+use crate::restore::new_container::hooks::NewHooks;
+use crate::run::application::{self, Moment};
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
@@ -70,7 +74,7 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
             )));
         }
     };
-    criu_program::prefer(&ctx.config);
+    program::prefer(&ctx.config);
     match restored(ctx, inv, spec, &named) {
         Err(e) if start_without => {
             let why = e.to_string();
@@ -116,7 +120,7 @@ fn restored(
         by_variable: *by == VARIABLE,
         tenant: &Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec),
     };
-    let images = restore_source::find(&ctx.config, wish).map_err(|why| {
+    let images = source::find(&ctx.config, wish).map_err(|why| {
         Error::Failed(format!(
             "the container is to be created from the checkpoint {checkpoint} ({by}), and {why}. Nothing was started"
         ))

@@ -1,9 +1,29 @@
+//! Errors that end an operation.
+
+use std::path::PathBuf;
+
+/// Why no low-level runtime was found.
+#[derive(Debug, thiserror::Error)]
+pub enum LowLevelError {
+    #[error("the low-level runtime {name:?} ({origin}) was not found{}; install it or name another one", if name.contains('/') { "" } else { " on PATH" })]
+    Named { name: String, origin: String },
+    #[error(
+        "no low-level runtime: neither crun nor runc is on PATH; install one or name it as `runtime.low_level` in {}",
+        crate::config::PATH
+    )]
+    None,
+    /// The name leads to this very program.
+    #[error("the low-level runtime {0:?} is cryopod-runtime itself; name crun or runc")]
+    Myself(PathBuf),
+}
+
+/// Why an operation ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Config(#[from] crate::config::ConfigError),
     #[error(transparent)]
-    LowLevel(#[from] crate::lowlevel::LowLevelError),
+    LowLevel(#[from] LowLevelError),
     #[error(transparent)]
     Metadata(#[from] cryopod_archive::metadata::MetadataError),
     #[error(transparent)]

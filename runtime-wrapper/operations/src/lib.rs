@@ -1,7 +1,7 @@
 //! Implements the OCI runtime wrapper.
 //!
 //! `cryopod-runtime` stands where an engine expects runc or crun and takes the same command line. It finds the
-//! low-level runtime ([`lowlevel`]) and decodes just enough of the command line to know the verb ([`argv`]). For most
+//! low-level runtime ([`request::lowlevel`]) and decodes just enough of the command line to know the verb ([`request::argv`]). For most
 //! verbs it becomes the low-level runtime by exec: same arguments, descriptors, environment and exit code, and no
 //! cryopod process afterwards.
 //!
@@ -9,100 +9,50 @@
 //! `start` ([`waiting`]).
 //!
 //! For `checkpoint` and `restore` of a container with GPU device nodes ([`checkpoint`], [`restore`]) it makes a plan, a
-//! private directory for the operation with only the CRIU plugins it needs ([`operation`]), and a CRIU configuration
-//! that keeps the user's ([`criuconf`]). It runs the low-level runtime as a child ([`child`]) and watches it until it
-//! ends. CRIU asks back before a checkpoint becomes final ([`action_script`]): the container may end only once the
+//! private directory for the operation with only the CRIU plugins it needs ([`run::operation`]), and a CRIU configuration
+//! that keeps the user's ([`criu::conf`]). It runs the low-level runtime as a child ([`run::child`]) and watches it until it
+//! ends. CRIU asks back before a checkpoint becomes final ([`run::action_script`]): the container may end only once the
 //! metadata is safely on disk.
 
-mod abandoned;
-pub mod action_script;
-pub mod agent;
-mod amd_pages;
-mod application;
-pub mod argv;
-pub mod avoid;
-pub mod bundle;
-mod bundle_render;
-pub mod checkpoint;
-pub mod child;
-pub mod choose;
-pub mod compressed;
+mod bundle;
+mod checkpoint;
 pub mod config;
-pub mod context;
 mod create_from;
-mod criu_elf;
-pub mod criu_helpers;
-pub mod criu_program;
-pub mod criuconf;
-pub mod criufile;
-pub mod criuopts;
-mod device_filter;
+pub mod criu;
 pub mod error;
-pub mod facts;
-mod frozen;
-pub mod handover;
-pub mod hidden_gpus;
 pub mod images;
-mod link_remaps;
-pub mod log;
-mod loopback;
-pub mod lowlevel;
-pub mod lsm;
-pub mod metrics;
-mod mount_namespace;
-mod mount_sources;
-mod new_container;
-mod new_environ;
-mod new_hooks;
-mod new_mounts;
-mod new_network;
-pub mod operation;
-mod owners;
-pub mod passthrough;
-mod pause;
-pub mod plugins;
+pub mod pause;
 pub mod preflight;
-pub mod preload;
-mod private_root;
-pub mod progress;
-#[cfg(test)]
-mod reach_tests;
-pub mod reasons;
-mod request;
-pub mod restore;
-pub mod restore_here;
-mod restore_source;
+pub mod request;
+mod restore;
 pub mod rootfs;
-mod runtime_log;
-mod searchable;
-pub mod security;
-pub mod setup;
-mod state;
-pub mod store;
-mod stuck_freeze;
-mod stuck_restore;
-pub mod surroundings;
-pub mod suspended;
-mod tenant;
+pub mod run;
+mod security;
 pub mod vram;
-mod waiting;
 
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
-use argv::{Invocation, Verb};
+use bundle::avoid;
 use config::Config;
-use context::Context;
+use create_from::waiting;
+use criu::program;
 use cryopod_host::spec::Spec;
 use error::Error;
-use lowlevel::{Kind, LowLevel};
+use request::argv::{self, Invocation, Verb};
+use request::context::Context;
+use request::lowlevel::{Kind, LowLevel};
+use request::{passthrough, state};
+use restore::{hook, private_root};
+use run::{action_script, log, metrics, operation};
+use vram::preload;
 
 /// Runs the whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
     let called_as = argv.first().map(Path::new).and_then(Path::file_name);
     if called_as == Some(action_script::HOOK_NAME.as_ref()) {
-        return action_script::hook(Path::new(&argv[0]));
+        return hook::run(Path::new(&argv[0]));
     }
     if called_as == Some(private_root::NAME.as_ref()) {
         return private_root::launch(&argv);
@@ -119,13 +69,13 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     };
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => {
-            criu_program::prefer(&ctx.config);
+            program::prefer(&ctx.config);
             run(&ctx, &inv, |ctx, inv| {
                 counted("checkpoint", || checkpoint::run(ctx, inv))
             })
         }
         Some(inv) if inv.verb == Verb::Restore => {
-            criu_program::prefer(&ctx.config);
+            program::prefer(&ctx.config);
             run(&ctx, &inv, |ctx, inv| {
                 counted("restore", || restore::run(ctx, inv))
             })

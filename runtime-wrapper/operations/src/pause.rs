@@ -9,6 +9,8 @@
 //! A lock outlives the programs that took it. `resume` unlocks a container that is never checkpointed; a killed one
 //! needs nothing. If somebody else thawed its cgroup, `cryopod resume` unlocks it.
 
+pub mod suspended;
+
 use std::process::ExitCode;
 use std::time::SystemTime;
 
@@ -21,14 +23,16 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::{Output, SystemTools};
 use cryopod_host::spec::Spec;
 
-use crate::agent::{Agent, SOCKET};
-use crate::argv::Invocation;
-use crate::context::Context;
+use self::suspended::Record;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::operation::Operation;
-use crate::state::{State, verb};
-use crate::suspended::{self, Record};
-use crate::{facts, passthrough, plugins};
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
+use crate::request::passthrough;
+use crate::request::state::{State, verb};
+use crate::run::log;
+use crate::run::operation::Operation;
+use crate::vram::agent::{Agent, SOCKET};
 
 /// Asks for the driver's lock at the pause: `on` or `off`.
 pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
@@ -58,7 +62,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         name: inv.id.clone(),
         init: state.init,
         start_time: live::start_time(&host, state.init).unwrap_or(0),
-        since: facts::rfc3339(SystemTime::now()),
+        since: log::rfc3339(SystemTime::now()),
         directory: None,
         digest: None,
         processes: done.processes.clone(),
@@ -161,7 +165,7 @@ fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
         return Ok(ExitCode::SUCCESS);
     }
     let why = out.stderr.trim();
-    let word = if inv.verb == crate::argv::Verb::Pause {
+    let word = if inv.verb == crate::request::argv::Verb::Pause {
         "pause"
     } else {
         "resume"

@@ -1,6 +1,12 @@
 //! Checks whether a checkpoint would restore on this host, before anything is started. A restore refuses with
 //! everything that does not hold at once; `cryopod check ARCHIVE` prints it.
 
+pub mod gpus;
+pub mod mount_sources;
+pub mod restore_here;
+pub mod setup;
+pub mod surroundings;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -22,15 +28,16 @@ use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use crate::agent::{Agent, AgentError};
-use crate::choose::{self, Chosen};
+use self::gpus::Chosen;
 use crate::config::Config;
+use crate::criu;
+use crate::criu::Criu;
+use crate::criu::helpers;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::facts::Criu;
-use crate::lowlevel::Kind;
-use crate::operation::Operation;
-use crate::plugins;
-use crate::{criu_helpers, setup};
+use crate::request::lowlevel::Kind;
+use crate::run::operation::Operation;
+use crate::vram::agent::{Agent, AgentError};
 
 /// This host's programs for a restore.
 #[derive(Debug, Default)]
@@ -58,7 +65,7 @@ impl Means {
                 plugins::checked(config, host, tools, criu, amd)
             }
             None => {
-                means.faults.push(refusal(setup::no_criu().to_string(), ""));
+                means.faults.push(refusal(criu::no_criu().to_string(), ""));
                 plugins::find(config, host)
             }
         };
@@ -82,7 +89,7 @@ impl Means {
         }
         means
             .faults
-            .extend(criu_helpers::restore(config, tools, &metadata.criu.helpers));
+            .extend(helpers::restore(config, tools, &metadata.criu.helpers));
         means
     }
 }
@@ -164,7 +171,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     let agent = question.agent;
     // A disabled check must not steer the choice either. Where checks are on, they refuse a GPU of another model,
     // together with everything else that does not fit.
-    let given = choose::Given {
+    let given = gpus::Given {
         by_memory: question.switches.on("nvidia-free-memory"),
         any_model: plugins::uses(metadata, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
@@ -172,7 +179,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     if images.is_some() && given.amd.is_none() {
     } else {
         let (host, config, spec) = (question.host, question.config, question.spec);
-        match choose::choose(host, config, metadata, spec, agent, given) {
+        match gpus::choose(host, config, metadata, spec, agent, given) {
             Ok(chosen) => answer.chosen = Some(chosen),
             Err(Error::Plan(PlanError::RestoreRefused(reasons))) => answer.other.extend(reasons),
             Err(e) => return Err(e),
@@ -202,11 +209,11 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
             "restore it on a host with driver 615 (CUDA 13.4) or later",
         ));
     }
-    let mut gpus = choose::nvidia_here(question.host, agent);
+    let mut gpus = gpus::nvidia_here(question.host, agent);
     let said = agent.map_or(&[][..], |a| &a.gpus);
     nvidia_compat::enrich(&mut gpus, said);
     let found = Found {
-        driver: choose::nvidia_driver(question.host, agent),
+        driver: gpus::nvidia_driver(question.host, agent),
         free: Found::free_of(said),
         available: nvidia_compat::available_memory(question.host)
             .map(|bytes| bytes.saturating_add(question.freed)),
@@ -258,12 +265,12 @@ fn amd(
     }
     let target = Topology::read(question.host);
     let (host, config, spec) = (question.host, question.config, question.spec);
-    let permitted = choose::amd_offered(host, config, spec, &question.metadata.gpu);
+    let permitted = gpus::amd_offered(host, config, spec, &question.metadata.gpu);
     let request = Request {
         sources: &sources,
         target: &target,
         permitted: permitted.as_deref(),
-        wish: &choose::wish(question.config, question.spec)?,
+        wish: &gpus::wish(question.config, question.spec)?,
         switches: &switches,
     };
     let choice = match amd_choose::choose(&request) {

@@ -1,5 +1,11 @@
 //! Holds what a checkpoint or a restore was asked to do: the command line and the container's bundle, read once.
 
+pub mod argv;
+pub mod context;
+pub mod lowlevel;
+pub mod passthrough;
+pub mod state;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,12 +16,12 @@ use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 
-use crate::argv::Invocation;
 use crate::config::Config;
-use crate::context::Context;
 use crate::error::Error;
-use crate::lowlevel::Kind;
-use crate::state::State;
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
+use crate::request::lowlevel::Kind;
+use crate::request::state::State;
 
 pub struct Request<'a> {
     pub ctx: &'a Context,

@@ -15,10 +15,19 @@
 mod arguments;
 mod bundle;
 mod conclude;
+mod device_filter;
+pub mod hook;
+mod link_remaps;
+mod loopback;
+pub mod new_container;
 mod open;
 mod plan;
 mod prepare;
+pub mod private_root;
+#[cfg(test)]
+mod reach_tests;
 mod run;
+mod searchable;
 
 use std::io;
 use std::process::ExitCode;
@@ -28,17 +37,21 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use crate::application::{self, Moment};
-use crate::argv::Invocation;
 use crate::bundle::hold;
-use crate::child::Signals;
-use crate::context::Context;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::link_remaps::LinkRemaps;
-use crate::new_container::NewContainer;
-use crate::operation::Operation;
 use crate::request::Request;
-use crate::{mount_namespace, passthrough, plugins, preload, state};
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
+use crate::request::passthrough;
+use crate::request::state;
+use crate::restore::link_remaps::LinkRemaps;
+use crate::restore::new_container::NewContainer;
+use crate::run::application::{self, Moment};
+use crate::run::child::Signals;
+use crate::run::mount_namespace;
+use crate::run::operation::Operation;
+use crate::vram::preload;
 
 /// Restores a container. Execs the low-level runtime, which says what it lacks, where there are no images.
 ///
@@ -80,7 +93,7 @@ fn restore(
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
     preload::restore(&inv.bundle(), &inv.images_of_restore(ctx.low.kind))?;
-    let with_handed = ctx.with(&checkpoint.handed);
+    let with_handed = checkpoint.context(ctx);
     let mut request = Request::restore(&with_handed, inv)?;
     if checkpoint.handed.map.is_some() {
         request.spec = request.spec.without_annotation(gpumap::ANNOTATION);

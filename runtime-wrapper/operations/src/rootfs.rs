@@ -12,6 +12,7 @@
 mod adopt;
 mod apply;
 mod capture;
+pub mod frozen;
 mod layer;
 mod records;
 
@@ -22,7 +23,7 @@ use cryopod_host::spec::Spec;
 
 use crate::config::rootfs::{Carry, Options};
 use crate::error::Error;
-use crate::frozen::Frozen;
+use crate::rootfs::frozen::Frozen;
 
 pub use adopt::adopt;
 

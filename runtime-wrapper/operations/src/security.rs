@@ -2,5 +2,6 @@
 
 pub mod ceiling;
 pub mod image_check;
+pub mod lsm;
 pub mod mount_limits;
 pub mod privileges;

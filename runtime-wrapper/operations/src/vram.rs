@@ -1,6 +1,9 @@
 //! Decides about VRAM files: whether and how they are used. Waits for them before a checkpoint is recorded.
 
+pub mod agent;
+pub mod amd_pages;
 pub mod parent;
+pub mod preload;
 
 use std::time::{Duration, Instant};
 
@@ -17,8 +20,8 @@ use cryopod_host::spec::Spec;
 use crate::config::Config;
 use crate::config::vram::Mode;
 use crate::error::Error;
-use crate::operation::Operation;
 use crate::request::Request;
+use crate::run::operation::Operation;
 
 /// The annotation that overrides `nvidia.vram`.
 pub const ANNOTATION: &str = "dev.cryopod.vram";
@@ -112,7 +115,7 @@ pub fn reserve(
         return;
     }
     let threads = vram.threads_for(wanted.len());
-    let socket = op.file(crate::agent::SOCKET);
+    let socket = op.file(crate::vram::agent::SOCKET);
     let prepare = Op::PreloadPrepare {
         pids: wanted.iter().map(|of| of.pid).collect(),
         gpus: match vram.custom_storage {
@@ -200,7 +203,7 @@ pub enum Progress {
 pub fn wait(op: &Operation, limit: Duration) -> Result<Progress, String> {
     let lost =
         |error: String| format!("the driver agent, which writes the GPU memory, is gone: {error}");
-    let socket = op.file(crate::agent::SOCKET);
+    let socket = op.file(crate::vram::agent::SOCKET);
     if !socket.exists() {
         return Ok(Progress::Unused);
     }

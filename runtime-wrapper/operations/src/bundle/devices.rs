@@ -315,5 +315,4 @@ fn rules(spec: &mut Value, before: &Spec, granted: &[Granted<'_>]) {
 }
 
 #[cfg(test)]
-#[path = "devices_tests.rs"]
 mod tests;

@@ -1,7 +1,7 @@
 //! Removes OCI hooks that a restore must not run again.
 //!
 //! runc runs prestart and createRuntime hooks at a restore, before CRIU has made the mounts; crun runs none. NVIDIA's
-//! hooks fail then, and the restore provides what they did in another way ([`crate::surroundings`]). Unknown hooks
+//! hooks fail then, and the restore provides what they did in another way ([`crate::preflight::surroundings`]). Unknown hooks
 //! stay.
 
 use cryopod_host::files::Host;

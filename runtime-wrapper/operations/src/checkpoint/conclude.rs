@@ -10,13 +10,19 @@ use cryopod_cuda::image::NvidiaImage;
 use super::dump::{Dumped, amd_users, unpause_amd};
 use super::prepare::Prepared;
 use super::{alive, ask};
-use crate::child::exit_code;
 use crate::error::Error;
+use crate::images;
+use crate::images::handover;
+use crate::images::store;
+use crate::preflight::setup::Finished;
 use crate::request::Request;
-use crate::runtime_log::RuntimeLog;
-use crate::setup::Finished;
-use crate::state::State;
-use crate::{facts, handover, log, lsm, metrics, store};
+use crate::request::state::State;
+use crate::run::child::exit_code;
+use crate::run::log;
+use crate::run::metrics;
+use crate::run::reasons;
+use crate::run::runtime_log::RuntimeLog;
+use crate::security::lsm;
 
 /// Concludes a dump. `again`: if it failed, another one follows.
 pub(super) fn conclude(
@@ -111,7 +117,7 @@ fn count(metadata: &Metadata, images: &Path) {
     if let Some(vram) = &metadata.gpu.vram {
         metrics::bytes("gpu_stored", vram.stored_bytes);
     }
-    metrics::bytes("images", facts::directory_bytes(images));
+    metrics::bytes("images", images::directory_bytes(images));
 }
 
 /// Returns the exit code for complete images. A container that goes on running may still lack its GPU.
@@ -139,7 +145,7 @@ fn explain(request: &Request<'_>, state: &State, dumped: &Dumped, reasons: Vec<S
     } else {
         "the container is no longer running"
     };
-    let why = facts::why(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
+    let why = reasons::why(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
     let id = request.id();
     format!("checkpoint of {id} failed and {container}: {why}")
 }

@@ -16,17 +16,21 @@ use serde_json::Value;
 use super::plan::{Planned, no_exec_processes};
 use super::prepare::Prepared;
 use super::{capture_files, micros};
-use crate::agent::Agent;
-use crate::amd_pages::{Expected, Packing};
-use crate::child::{self, Ended, Watch};
 use crate::error::Error;
-use crate::hidden_gpus::HiddenGpus;
-use crate::operation::Operation;
-use crate::reasons::Before;
+use crate::preflight::setup;
 use crate::request::Request;
-use crate::runtime_log::RuntimeLog;
-use crate::state::State;
-use crate::{facts, frozen, preload, setup, vram};
+use crate::request::state::State;
+use crate::rootfs::frozen;
+use crate::run::child::{self, Ended, Watch};
+use crate::run::hidden_gpus::HiddenGpus;
+use crate::run::operation::Operation;
+use crate::run::reasons;
+use crate::run::reasons::Before;
+use crate::run::runtime_log::RuntimeLog;
+use crate::vram;
+use crate::vram::agent::Agent;
+use crate::vram::amd_pages::{Expected, Packing};
+use crate::vram::preload;
 
 pub(super) struct Dumped {
     pub ended: Ended,
@@ -98,7 +102,7 @@ pub(super) fn dump(
     }
     // Before what was written in vain is removed, and there is room again.
     let failed = ended.code != 0 || metadata_error.is_some();
-    let full = failed.then(|| facts::full_disk(&prepared.images.path));
+    let full = failed.then(|| reasons::full_disk(&prepared.images.path));
     Ok(Dumped {
         ended,
         metadata_error,

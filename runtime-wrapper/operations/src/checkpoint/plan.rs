@@ -13,15 +13,17 @@ use cryopod_host::processes::Scan;
 use cryopod_host::programs::Tools;
 
 use super::prepare::metadata_of;
+use crate::criu;
+use crate::criu::Criu;
+use crate::criu::no_criu;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::facts::Criu;
+use crate::images::store;
+use crate::pause::suspended::Record;
+use crate::preflight::restore_here::Prospect;
+use crate::preflight::surroundings::{self, Surroundings};
 use crate::request::Request;
-use crate::restore_here::Prospect;
-use crate::setup::no_criu;
-use crate::state::State;
-use crate::surroundings::{self, Surroundings};
-use crate::suspended::Record;
-use crate::{facts, plugins, store};
+use crate::request::state::State;
 
 pub(super) struct Planned {
     pub gpus: CheckpointPlan,
@@ -190,8 +192,8 @@ fn locked_at_pause(request: &Request<'_>, state: &State) -> Result<Vec<i32>, Err
 fn examine(request: &Request<'_>, init: i32) -> (Option<Criu>, Option<String>, Scan) {
     let (tools, limit) = (&request.tools, request.tool_limit());
     std::thread::scope(|scope| {
-        let criu = scope.spawn(|| facts::criu(tools, limit));
-        let low = scope.spawn(|| facts::version_line(tools, &request.ctx.low.path, limit));
+        let criu = scope.spawn(|| criu::criu(tools, limit));
+        let low = scope.spawn(|| criu::version_line(tools, &request.ctx.low.path, limit));
         let scan = Scan::of(&request.host, &live::tree(&request.host, init));
         (
             criu.join().unwrap_or_default(),

@@ -10,13 +10,16 @@ use cryopod_host::nodes::Vendor;
 
 use super::image_directory::ImageDirectory;
 use super::plan::Planned;
+use crate::criu;
 use crate::error::Error;
-use crate::operation::Operation;
-use crate::progress::{self, Progress};
+use crate::images::handover;
+use crate::preflight::setup::{Ready, Setup};
 use crate::request::Request;
-use crate::setup::{Ready, Setup};
-use crate::state::State;
-use crate::{facts, handover, vram};
+use crate::request::state::State;
+use crate::run::log;
+use crate::run::operation::Operation;
+use crate::run::progress::{self, Progress};
+use crate::vram;
 
 pub(super) struct Prepared<'a> {
     pub request: &'a Request<'a>,
@@ -145,14 +148,14 @@ pub(super) fn metadata_of(
     Metadata {
         schema: Metadata::current_schema(),
         cryopod: env!("CARGO_PKG_VERSION").into(),
-        created: facts::rfc3339(SystemTime::now()),
+        created: log::rfc3339(SystemTime::now()),
         container: ContainerFacts {
             id: request.id().to_owned(),
             low_level: request.ctx.low.label(),
             low_level_version: planned.low_version.clone(),
             leave_running: request.leave_running(),
         },
-        host: facts::host(&request.host, Some(&planned.criu)),
+        host: criu::host(&request.host, Some(&planned.criu)),
         gpu,
         mounts: surroundings.mounts.clone(),
         criu: surroundings.criu.clone(),

@@ -7,7 +7,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::tenant::Tenant;
+use crate::config::tenant::Tenant;
 
 /// What an image in a registry is named with.
 pub const REGISTRY: &str = "docker://";

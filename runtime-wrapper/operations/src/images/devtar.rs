@@ -234,5 +234,4 @@ fn invalid(what: &str) -> io::Error {
 }
 
 #[cfg(test)]
-#[path = "devtar_tests.rs"]
 mod tests;

@@ -1,6 +1,6 @@
 use super::*;
-use crate::argv::decode;
-use crate::lowlevel::Kind;
+use crate::request::argv::decode;
+use crate::request::lowlevel::Kind;
 
 #[test]
 fn the_command_line_names_the_overlay() {
@@ -89,4 +89,15 @@ fn links_of_an_archive_lead_nowhere() {
     fs::remove_file(images.join("parent")).unwrap();
     symlink("../secret", images.join("parent")).unwrap();
     assert!(no_links(&images).is_err());
+}
+
+#[test]
+fn what_a_directory_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("pages-1.img"), [0; 100]).unwrap();
+    std::fs::create_dir(dir.path().join("vram")).unwrap();
+    std::fs::write(dir.path().join("vram/0"), [0; 11]).unwrap();
+    std::os::unix::fs::symlink("/", dir.path().join("link")).unwrap();
+    assert_eq!(directory_bytes(dir.path()), 111);
+    assert_eq!(directory_bytes(&dir.path().join("none")), 0);
 }

@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use crate::argv::{self, Invocation};
-use crate::context::Context;
 use crate::error::Error;
 use crate::images;
-use crate::lowlevel::Kind;
 use crate::request::Request;
+use crate::request::argv::{self, Invocation};
+use crate::request::context::Context;
+use crate::request::lowlevel::Kind;
 
 /// Adapts the engine's command line to the low-level runtime.
 pub(super) fn fit(ctx: &Context, inv: &Invocation) -> Vec<OsString> {
@@ -51,7 +51,7 @@ fn adapt(kind: Kind, args: &[OsString], inv: &Invocation) -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::argv::decode;
+    use crate::request::argv::decode;
 
     #[test]
     fn crun_gets_what_it_takes() {

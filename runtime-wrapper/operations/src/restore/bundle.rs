@@ -3,14 +3,15 @@
 use cryopod_host::cgroups::Cgroups;
 
 use super::prepare::Prepared;
-use crate::abandoned::Restoring;
+use crate::bundle::render::OnlyRender;
 use crate::bundle::{Devices, Edit, Edited, Hooks, edit_noted};
-use crate::bundle_render::OnlyRender;
 use crate::error::Error;
-use crate::operation::Operation;
+use crate::preflight::surroundings::MountPoints;
 use crate::request::Request;
-use crate::surroundings::MountPoints;
-use crate::{new_hooks, rootfs};
+use crate::restore::new_container::hooks;
+use crate::rootfs;
+use crate::run::abandoned::Restoring;
+use crate::run::operation::Operation;
 
 /// The changes. Dropped without [`Changed::keep`], spec and mount points are as they were.
 pub(super) struct Changed {
@@ -74,7 +75,7 @@ fn edits<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Ed
         Box::new(prepared.provision.sources.clone()),
     ];
     if prepared.new_mounts.is_some() {
-        edits.push(Box::new(new_hooks::Taken));
+        edits.push(Box::new(hooks::Taken));
     }
     if let Some(visible) = prepared.amd_visible.clone() {
         edits.push(Box::new(OnlyRender { visible }));

@@ -8,15 +8,20 @@ use cryopod_host::cgroups::Cgroups;
 use super::bundle::Changed;
 use super::prepare::Prepared;
 use super::run::Ran;
-use crate::abandoned::Restoring;
-use crate::child::exit_code;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::operation::Operation;
+use crate::preflight::setup::Finished;
+use crate::preflight::surroundings;
 use crate::request::Request;
-use crate::runtime_log::RuntimeLog;
-use crate::setup::Finished;
-use crate::{facts, lsm, plugins, state, surroundings};
-use crate::{frozen, metrics};
+use crate::request::state;
+use crate::rootfs::frozen;
+use crate::run::abandoned::Restoring;
+use crate::run::child::exit_code;
+use crate::run::metrics;
+use crate::run::operation::Operation;
+use crate::run::reasons;
+use crate::run::runtime_log::RuntimeLog;
+use crate::security::lsm;
 
 /// How long the processes of a failed restore may take to exit.
 const EXIT_LIMIT: Duration = Duration::from_secs(5);
@@ -58,7 +63,7 @@ pub(super) fn conclude(
         return Err(Error::Failed(why));
     }
     if let Some(error) = &finished.error {
-        crate::log::error(&format!(
+        crate::run::log::error(&format!(
             "the container {} is restored and runs, but {error}",
             request.id()
         ));
@@ -91,7 +96,7 @@ fn explain(
     let reasons = ran.unfit.clone().into_iter();
     let reasons = reasons.chain(finished.reasons());
     let reasons = reasons.chain(denied).chain(runtime_error);
-    let why = facts::why(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
+    let why = reasons::why(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
     let stuck = match amd && ran.ended.killed {
         true => format!(
             ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",

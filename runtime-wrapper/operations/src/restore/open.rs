@@ -4,12 +4,14 @@ use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
 use cryopod_archive::store::Found;
 
-use crate::argv::Invocation;
-use crate::context::Context;
+use crate::config::tenant::Tenant;
 use crate::error::Error;
-use crate::handover::{self, Handed};
-use crate::tenant::Tenant;
-use crate::{images, owners, store};
+use crate::images;
+use crate::images::handover::{self, Handed};
+use crate::images::owners;
+use crate::images::store;
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
 
 pub(super) struct Checkpoint {
     pub metadata: Metadata,
@@ -17,6 +19,19 @@ pub(super) struct Checkpoint {
     pub stored: Option<Found>,
     /// What `cryopod import` wants of this restore.
     pub handed: Handed,
+}
+
+impl Checkpoint {
+    /// Returns the context with what `cryopod import` wants of this restore: another GPU map, and the place of large
+    /// files.
+    pub fn context(&self, ctx: &Context) -> Context {
+        let mut ctx = ctx.clone();
+        if let Some(map) = &self.handed.map {
+            ctx.config.gpu.map = Some(map.clone());
+        }
+        ctx.config.store.search.extend(self.handed.places.clone());
+        ctx
+    }
 }
 
 /// Returns true if the command line names a directory with images of CRIU.

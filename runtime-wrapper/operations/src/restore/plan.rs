@@ -9,20 +9,23 @@ use cryopod_gpu_plan::switches::Switches;
 use cryopod_host::nodes::Vendor;
 
 use super::open::Checkpoint;
-use crate::agent::Agent;
-use crate::choose::Chosen;
+use crate::criu;
+use crate::criu::Criu;
+use crate::criu::compressed;
+use crate::criu::no_criu;
+use crate::criu::plugins;
 use crate::error::Error;
-use crate::facts::Criu;
-use crate::new_mounts::NewMounts;
-use crate::new_network::NewNetwork;
-use crate::operation::Operation;
+use crate::preflight::gpus::Chosen;
+use crate::preflight::surroundings::{self, Provision};
 use crate::preflight::{self, Means, Question};
 use crate::request::Request;
+use crate::restore::new_container::mounts::NewMounts;
+use crate::restore::new_container::network::NewNetwork;
+use crate::run::operation::Operation;
 use crate::security::image_check::{self, CheckedImages, Subject};
+use crate::security::lsm;
 use crate::security::privileges;
-use crate::setup::no_criu;
-use crate::surroundings::{self, Provision};
-use crate::{compressed, facts, lsm, plugins};
+use crate::vram::agent::Agent;
 
 pub(super) struct Planned {
     pub chosen: Chosen,
@@ -58,10 +61,10 @@ pub(super) fn plan(
     new: bool,
 ) -> Result<Planned, Error> {
     let (config, metadata) = (request.config(), &checkpoint.metadata);
-    let criu = facts::criu(&request.tools, request.tool_limit());
+    let criu = criu::criu(&request.tools, request.tool_limit());
     let (means, answer, chosen) = gpus(request, checkpoint, criu.as_ref(), op)?;
     let low = &request.ctx.low.path;
-    let low_version = facts::version_line(&request.tools, low, request.tool_limit());
+    let low_version = criu::version_line(&request.tools, low, request.tool_limit());
     let labels = surroundings::labels(&request.spec);
     for warning in lsm::warnings(&request.host, &metadata.lsm, &labels) {
         tracing::warn!("{warning}");
@@ -78,7 +81,6 @@ pub(super) fn plan(
     let subject = Subject {
         host: &request.host,
         spec: &request.spec,
-        mounts: &request.mounts,
         devices: &devices,
     };
     let (checked, mut beyond) = image_check::check(config, &request.images, subject)?;

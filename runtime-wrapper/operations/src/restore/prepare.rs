@@ -7,20 +7,24 @@ use cryopod_gpu_plan::plan::PlanError;
 use super::arguments;
 use super::open::Checkpoint;
 use super::plan::Planned;
-use crate::amd_pages::{self, Unpacked};
-use crate::choose::Chosen;
 use crate::error::Error;
+use crate::images;
+use crate::images::store;
 use crate::images::{Links, Written};
-use crate::lowlevel::Kind;
-use crate::new_mounts::NewMounts;
-use crate::operation::Operation;
+use crate::preflight::gpus::Chosen;
+use crate::preflight::setup::{Ready, Setup};
+use crate::preflight::surroundings::Provision;
 use crate::request::Request;
-use crate::runtime_log::RuntimeLog;
-use crate::searchable::{self, Searchable};
+use crate::request::lowlevel::Kind;
+use crate::restore::loopback;
+use crate::restore::new_container::mounts::NewMounts;
+use crate::restore::private_root;
+use crate::restore::searchable::{self, Searchable};
+use crate::run::operation::Operation;
+use crate::run::runtime_log::RuntimeLog;
 use crate::security::image_check::CheckedImages;
-use crate::setup::{Ready, Setup};
-use crate::surroundings::Provision;
-use crate::{facts, images, loopback, private_root, store, vram};
+use crate::vram;
+use crate::vram::amd_pages::{self, Unpacked};
 
 pub(super) struct Prepared {
     pub ready: Ready,
@@ -146,7 +150,7 @@ fn bytes(request: &Request<'_>, checkpoint: &Checkpoint) -> u64 {
     let stored = stored.map_or(0, |found| found.reference.bytes());
     let vram = checkpoint.metadata.gpu.vram.as_ref();
     let in_archive = vram.filter(|_| checkpoint.handed.places.is_some());
-    facts::directory_bytes(&request.images)
+    images::directory_bytes(&request.images)
         .saturating_add(stored)
         .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
 }

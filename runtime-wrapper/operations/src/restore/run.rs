@@ -8,18 +8,19 @@ use cryopod_gpu_plan::amd::topology::{Node, Topology};
 use cryopod_host::files::Host;
 
 use super::prepare::Prepared;
-use crate::action_script::Question;
-use crate::agent::Agent;
-use crate::child::{self, Ended, Signals, Watch};
-use crate::device_filter;
 use crate::error::Error;
-use crate::new_container::{self, NewContainer};
-use crate::operation::Operation;
-use crate::progress::{self, Progress};
-use crate::reasons::Before;
+use crate::preflight::setup;
 use crate::request::Request;
-use crate::setup;
-use crate::{metrics, new_mounts};
+use crate::restore::device_filter;
+use crate::restore::new_container::mounts;
+use crate::restore::new_container::{self, NewContainer};
+use crate::run::action_script::Question;
+use crate::run::child::{self, Ended, Signals, Watch};
+use crate::run::metrics;
+use crate::run::operation::Operation;
+use crate::run::progress::{self, Progress};
+use crate::run::reasons::Before;
+use crate::vram::agent::Agent;
 
 pub(super) struct Ran {
     pub ended: Ended,
@@ -95,7 +96,7 @@ pub(super) fn run(
             mounts.put_environ(&request.host, question.init);
         }
         if let Some(mounts) = prepared.new_mounts.as_ref()
-            && question.stage == new_mounts::STAGE
+            && question.stage == mounts::STAGE
             && let Err(e) = mounts.attach(question.init)
         {
             unfit = Some(e);

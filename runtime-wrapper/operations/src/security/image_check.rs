@@ -47,8 +47,6 @@ const MAX_TOLD: usize = 20;
 pub struct Subject<'a> {
     pub host: &'a Host,
     pub spec: &'a Spec,
-    /// Where the spec's mounts end up in the container.
-    pub mounts: &'a Destinations,
     /// Device nodes that the container may have.
     pub devices: &'a [(u32, u32)],
 }

@@ -62,7 +62,7 @@ pub struct Given<'a> {
     pub read_only: &'a [String],
     /// CRIU gives every process the label of the new spec (`--lsm-profile`).
     pub relabelled: bool,
-    /// The restore itself, where a path has one mount and all processes see the same ones, sets `nosuid`, `nodev` and `noexec` as the spec says ([`crate::new_mounts`]).
+    /// The restore itself, where a path has one mount and all processes see the same ones, sets `nosuid`, `nodev` and `noexec` as the spec says ([`crate::restore::new_container::mounts`]).
     pub limited: bool,
 }
 

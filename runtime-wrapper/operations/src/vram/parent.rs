@@ -13,9 +13,9 @@ use cryopod_archive::vram::{Digest, Vram};
 use cryopod_cuda::vram::VramParent;
 use cryopod_host::spec::Spec;
 
-use crate::argv::Invocation;
 use crate::config::Config;
 use crate::error::Error;
+use crate::request::argv::Invocation;
 
 /// The annotation that overrides `vram.parent`.
 pub const ANNOTATION: &str = "dev.cryopod.parent";

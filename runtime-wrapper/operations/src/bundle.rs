@@ -1,0 +1,274 @@
+//! Edits the new container's `config.json` before the low-level runtime reads it.
+//!
+//! An edit changes the spec as JSON, so that fields unknown to this version survive. The edits of a restore are an
+//! ordered list. The file is written once, after all of them have succeeded, and only if anything has changed: a new
+//! file is renamed over the old one. If the restore then fails, the old text comes back. If it succeeds, the edits that
+//! are not lasting are taken back.
+
+pub mod avoid;
+mod devices;
+mod hooks;
+pub mod render;
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use serde_json::Value;
+
+pub use devices::Devices;
+pub use hooks::Hooks;
+
+use crate::error::Error;
+
+pub trait Edit {
+    fn name(&self) -> &'static str;
+
+    /// Returns false for an edit that is taken back when the restore has succeeded.
+    fn is_lasting(&self) -> bool {
+        true
+    }
+
+    /// Changes the spec. An edit that finds nothing to do leaves it exactly as it was.
+    fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error>;
+}
+
+/// A bundle whose `config.json` was edited. Dropped without [`Edited::keep`], it is restored to the old text.
+#[derive(Debug)]
+pub struct Edited {
+    /// The file and its old text; `None`: nothing was changed.
+    before: Option<(PathBuf, Vec<u8>)>,
+    /// The text to keep, if it is another than the one that was written.
+    lasting: Option<Vec<u8>>,
+}
+
+/// The old text of a bundle's spec, in the directory of an operation that may be killed before it can put it back.
+const NOTED: &str = "config.json.before";
+
+/// Locks a bundle against other restores until the lock is dropped, so that a failed restore cleans up only its own
+/// work. `None`: the file system has no locks.
+///
+/// # Errors
+/// [`Error::Failed`]: another restore holds the lock.
+pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
+    let Ok(directory) = fs::File::open(bundle) else {
+        // The reader of the spec reports this error better.
+        return Ok(None);
+    };
+    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
+        Ok(held) => Ok(Some(held)),
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
+            "restore of {id} refused: another restore into {} is under way. Nothing was touched",
+            bundle.display()
+        ))),
+        Err((_, error)) => {
+            tracing::debug!("{}: not locked: {error}", bundle.display());
+            Ok(None)
+        }
+    }
+}
+
+/// Applies the edits in order and writes the spec, if it has changed. On error nothing is written.
+pub fn edit(
+    host: &Host,
+    bundle: &Path,
+    spec: &Spec,
+    edits: &[Box<dyn Edit + '_>],
+) -> Result<Edited, Error> {
+    edit_noted(host, bundle, spec, edits, None)
+}
+
+/// Does the same for an operation with this directory, where [`put_back`] finds the old text if the operation is killed.
+pub fn edit_noted(
+    host: &Host,
+    bundle: &Path,
+    spec: &Spec,
+    edits: &[Box<dyn Edit + '_>],
+    noted: Option<&Path>,
+) -> Result<Edited, Error> {
+    let apply = |edit: &dyn Edit, json: &mut Value| -> Result<(), Error> {
+        let before = json.clone();
+        edit.apply(host, json)?;
+        if *json != before {
+            tracing::info!("the container's spec: {}", edit.name());
+        }
+        Ok(())
+    };
+    let mut lasting = spec.json().clone();
+    for edit in edits.iter().filter(|e| e.is_lasting()) {
+        apply(&**edit, &mut lasting)?;
+    }
+    let mut json = lasting.clone();
+    for edit in edits.iter().filter(|e| !e.is_lasting()) {
+        apply(&**edit, &mut json)?;
+    }
+    if json == *spec.json() {
+        return Ok(Edited {
+            before: None,
+            lasting: None,
+        });
+    }
+    let path = bundle.join("config.json");
+    let unwritten = |path: &Path| format!("{}: cannot be written", path.display());
+    let before =
+        fs::read(&path).map_err(Error::io(format!("{}: cannot be read", path.display())))?;
+    let text = |json: &Value| {
+        serde_json::to_vec(json).map_err(|e| Error::Failed(format!("{}: {e}", unwritten(&path))))
+    };
+    let kept = match lasting {
+        lasting if lasting == json => None,
+        lasting if lasting == *spec.json() => Some(before.clone()),
+        lasting => Some(text(&lasting)?),
+    };
+    let note = noted.filter(|_| kept.is_some()).map(|d| d.join(NOTED));
+    if let Some(note) = note {
+        fs::write(&note, &before).map_err(Error::io(unwritten(&note)))?;
+    }
+    replace(&path, &text(&json)?).map_err(Error::io(unwritten(&path)))?;
+    Ok(Edited {
+        before: Some((path, before)),
+        lasting: kept,
+    })
+}
+
+/// Puts the old text of a bundle's spec back that a killed operation has noted in its directory.
+pub fn put_back(bundle: &Path, noted: &Path) {
+    let Ok(text) = fs::read(noted.join(NOTED)) else {
+        return;
+    };
+    let path = bundle.join("config.json");
+    if let Err(e) = replace(&path, &text) {
+        tracing::warn!("{}: the old text cannot be put back: {e}", path.display());
+    }
+}
+
+impl Edited {
+    /// Keeps the new spec, after a successful restore.
+    pub fn keep(mut self) {
+        self.before = match (self.before.take(), self.lasting.take()) {
+            (Some((path, _)), Some(text)) => Some((path, text)),
+            _ => None,
+        };
+    }
+}
+
+impl Drop for Edited {
+    fn drop(&mut self) {
+        if let Some((path, text)) = self.before.take()
+            && let Err(e) = replace(&path, &text)
+        {
+            tracing::warn!("{}: the old text cannot be put back: {e}", path.display());
+        }
+    }
+}
+
+/// Writes a new file beside the old one, with its mode and owner, and renames it into place.
+fn replace(path: &Path, text: &[u8]) -> std::io::Result<()> {
+    let old = fs::metadata(path)?;
+    let partial = path.with_file_name(".config.json.cryopod");
+    let _ = fs::remove_file(&partial);
+    let mut file = fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&partial)?;
+    let written = file
+        .write_all(text)
+        .and_then(|()| std::os::unix::fs::fchown(&file, Some(old.uid()), Some(old.gid())))
+        .and_then(|()| file.set_permissions(fs::Permissions::from_mode(old.mode() & 0o7777)))
+        .and_then(|()| file.sync_all())
+        .and_then(|()| fs::rename(&partial, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Adds a key; one in capital letters for a time.
+    struct Add(&'static str);
+    impl Edit for Add {
+        fn is_lasting(&self) -> bool {
+            !self.0.starts_with(char::is_uppercase)
+        }
+        fn name(&self) -> &'static str {
+            "test"
+        }
+        fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+            match self.0 {
+                "" => Ok(()),
+                "no" => Err(Error::Failed("no".into())),
+                key => {
+                    spec[key] = json!(1);
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_restore_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = hold(dir.path(), "c1").unwrap();
+        assert!(held.is_some());
+        let error = hold(dir.path(), "c1").unwrap_err().to_string();
+        assert!(error.contains("another restore into"), "{error}");
+        drop(held);
+        assert!(hold(dir.path(), "c1").unwrap().is_some());
+        assert!(hold(&dir.path().join("none"), "c1").unwrap().is_none());
+    }
+
+    #[test]
+    fn written_once_and_put_back_unless_kept() {
+        let (dir, noted) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = dir.path().join("config.json");
+        let text = "{ \"unknown\" : [1] }\n";
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        let now = || fs::read_to_string(&path).unwrap();
+        let inode = || fs::metadata(&path).unwrap().ino();
+        let go = |keys: &[&'static str]| {
+            let spec = Spec::of_bundle(dir.path()).unwrap();
+            let edits: Vec<Box<dyn Edit>> = keys.iter().map(|k| Box::new(Add(k)) as _).collect();
+            edit_noted(
+                &Host::system(),
+                dir.path(),
+                &spec,
+                &edits,
+                Some(noted.path()),
+            )
+        };
+        let first = inode();
+        drop(go(&[""]).unwrap());
+        assert!(go(&["a", "no"]).is_err());
+        assert_eq!((now().as_str(), inode()), (text, first));
+        let edited = go(&["a", "b"]).unwrap();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1}"#);
+        drop(edited);
+        assert_eq!(now(), text);
+        go(&["a"]).unwrap().keep();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1}"#);
+        // One that is for the time of the restore.
+        let edited = go(&["A", "b"]).unwrap();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1,"A":1}"#);
+        edited.keep();
+        assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1}"#);
+        let edited = go(&["A"]).unwrap();
+        // Killed.
+        std::mem::forget(edited);
+        assert!(now().contains('A'));
+        put_back(dir.path(), noted.path());
+        assert_eq!(now(), r#"{"unknown":[1],"a":1,"b":1}"#);
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}

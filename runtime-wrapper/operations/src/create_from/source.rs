@@ -1,0 +1,328 @@
+//! Finds the images of the checkpoint that a new container names.
+//!
+//! A directory of CRIU's images is used as it is. Archives and images in registries come through the host's cache:
+//! `cryopod cache pull` brings them there and verifies them (docs/copies.md). Only what `restore.allow` has for the
+//! container's tenant is opened, and a refusal says nothing of what exists or what others may have.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+use cryopod_archive::names;
+use cryopod_archive::source::Place;
+use cryopod_host::programs::{SystemTools, Tools};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::config::restore::{REGISTRY, Rule};
+use crate::config::tenant::Tenant;
+use crate::config::{self, Config};
+use crate::images::owners;
+
+/// The command line, in whose cache archives are unpacked.
+const PROGRAM: &str = "cryopod";
+/// How often a checkpoint is pulled that another process removes from the cache before it is used.
+const TRIES: usize = 3;
+
+/// CRIU's images. They stay while this exists.
+#[derive(Debug)]
+pub struct Images {
+    directory: PathBuf,
+    /// The lock on the checkpoint in the cache.
+    _in_use: Option<Flock<File>>,
+}
+
+impl Images {
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+}
+
+/// A container's wish for a checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct Wish<'a> {
+    /// An absolute path of an image directory or an archive, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`,
+    /// `docker://REGISTRY/REPOSITORY:TAG` or `@DIGEST`.
+    pub checkpoint: &'a str,
+    /// By a variable of the container's process, which may be the image's.
+    pub by_variable: bool,
+    pub tenant: &'a Tenant,
+}
+
+impl Wish<'_> {
+    /// The rules that count for this container.
+    fn rules<'c>(&self, config: &'c Config) -> impl Iterator<Item = &'c Rule> {
+        let counts =
+            |rule: &&Rule| rule.admits(self.tenant) && (rule.variable || !self.by_variable);
+        config.restore.allow.iter().filter(counts)
+    }
+
+    fn not_allowed(&self, what: &str) -> String {
+        // The same whether it exists, and whether another tenant may have it.
+        let mut rule = format!("{{ from = \"{}\"", what.to_uppercase());
+        if !self.tenant.is_root() {
+            rule = format!("{rule}, {}", self.tenant);
+        }
+        if self.by_variable {
+            // Whoever made the image may have set the variable.
+            rule = format!("{rule}, variable = true");
+        }
+        format!(
+            "that is not allowed: if it may be, add its {what} to `restore.allow` in {} as {rule} }}",
+            config::PATH
+        )
+    }
+}
+
+/// Finds the images that a container wishes.
+///
+/// # Errors
+/// A text: it is not allowed, does not exist, or cannot be pulled; and what to do.
+pub fn find(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+    match wish.checkpoint.starts_with(REGISTRY) {
+        true => image(config, wish),
+        false => path(config, wish),
+    }
+}
+
+fn image(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+    let named = wish.checkpoint;
+    let below = |rule: &Rule| {
+        let allowed = rule.from.trim_end_matches('/');
+        let repository = allowed.strip_prefix(REGISTRY);
+        // `host:5000` is another registry than `host`.
+        let after = match repository.is_some_and(|r| r.contains('/')) {
+            true => &['/', ':', '@'][..],
+            false => &['/'],
+        };
+        let rest = named.strip_prefix(allowed);
+        repository.is_some() && rest.is_some_and(|r| r.starts_with(after))
+    };
+    if !wish.rules(config).any(below) {
+        return Err(wish.not_allowed("registry or repository"));
+    }
+    cached(config, named.as_ref())
+}
+
+fn path(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+    let place = Place::parse(wish.checkpoint);
+    let allow: Vec<_> = wish.rules(config).filter_map(Rule::directory).collect();
+    let real = allowed(place.path(), &allow, || wish.not_allowed("directory"))?;
+    if real.join(names::CRIU_INVENTORY).is_file() {
+        return Ok(Images {
+            directory: real,
+            _in_use: None,
+        });
+    }
+    // By its real path, which is the one that was checked.
+    let mut source = match real.is_dir() {
+        true => OsString::from("oci:"),
+        false => OsString::from("oci-archive:"),
+    };
+    source.push(&real);
+    if let Some(image) = place.image() {
+        source.push(":");
+        source.push(image);
+    }
+    cached(config, &source)
+}
+
+/// Returns the path without symbolic links, if it is below one of the directories.
+fn allowed(
+    path: &Path,
+    allow: &[&Path],
+    not_allowed: impl Fn() -> String,
+) -> Result<PathBuf, String> {
+    if !path.is_absolute() || path.components().any(|c| c == Component::ParentDir) {
+        return Err("that is no absolute path".into());
+    }
+    if !allow.iter().any(|directory| path.starts_with(directory)) {
+        return Err(not_allowed());
+    }
+    let real = path.canonicalize();
+    let real = real.map_err(|e| format!("it cannot be opened: {e}"))?;
+    let mut directories = allow.iter().filter_map(|d| d.canonicalize().ok());
+    if !directories.any(|d| real.starts_with(d)) {
+        return Err("a link there leads out of the directories of `restore.allow`".into());
+    }
+    // Whoever can write there could exchange the images while they are read.
+    owners::check(&real)?;
+    Ok(real)
+}
+
+/// Brings a checkpoint into the cache, unless it is there, and holds it.
+fn cached(config: &Config, source: &OsStr) -> Result<Images, String> {
+    let tools = SystemTools::from_env();
+    let beside = std::env::current_exe().ok();
+    let beside = beside.and_then(|exe| Some(exe.parent()?.join(PROGRAM)));
+    let program = beside
+        .filter(|p| p.is_file())
+        .or_else(|| tools.find(PROGRAM));
+    let program = program.ok_or_else(|| {
+        format!("the program {PROGRAM} is neither beside the runtime nor on PATH: install it")
+    })?;
+    let args = ["cache", "pull", "--quiet", "--"].map(OsStr::new);
+    for _ in 0..TRIES {
+        let out = tools
+            .output(
+                &program,
+                &[&args[..], &[source]].concat(),
+                config.limits.restore(0),
+            )
+            .map_err(|e| e.to_string())?;
+        if out.code != 0 {
+            let said = out.stderr.trim();
+            let why = said.rsplit_once("Error: ").map_or(said, |(_, why)| why);
+            return Err(why.to_owned());
+        }
+        let directory = PathBuf::from(out.stdout.trim_end());
+        match held(&directory) {
+            Ok(lock) if directory.is_dir() => {
+                return Ok(Images {
+                    directory,
+                    _in_use: Some(lock),
+                });
+            }
+            _ => tracing::info!("{}: removed from the cache meanwhile", directory.display()),
+        }
+    }
+    Err("it was removed from the cache again and again: raise cache.max_gib".into())
+}
+
+/// Locks the checkpoint of an image directory in the cache, so that nobody removes it.
+fn held(images: &Path) -> std::io::Result<Flock<File>> {
+    let checkpoint = images.parent().unwrap_or(images);
+    let lock = Flock::lock(File::open(checkpoint)?, FlockArg::LockSharedNonblock);
+    lock.map_err(|(_, e)| e.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::restore;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn only_what_the_administrator_allows() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
+        fs::create_dir_all(&inside).unwrap();
+        fs::create_dir(&outside).unwrap();
+        symlink(&outside, root.join("allowed/link")).unwrap();
+        fs::write(root.join("allowed/file"), "").unwrap();
+        for path in ["allowed", "allowed/c1", "allowed/file"] {
+            fs::set_permissions(root.join(path), Permissions::from_mode(0o755)).unwrap();
+        }
+        let allow = root.join("allowed");
+        let not_allowed = || "not allowed".to_owned();
+        let ask = |path: &Path| allowed(path, &[&allow], not_allowed);
+        let says = |path: &str, want: &str| {
+            let said = ask(&root.join(path)).unwrap_err();
+            assert!(said.contains(want), "{path}: {said}");
+        };
+        if nix::unistd::geteuid().is_root() {
+            assert_eq!(ask(&inside).unwrap(), inside);
+            assert_eq!(
+                ask(&root.join("allowed/file")).unwrap(),
+                root.join("allowed/file")
+            );
+        }
+        says("other", "not allowed");
+        says("allowed/../other", "no absolute path");
+        says("allowed/link", "a link there leads out");
+        says("allowed/none", "cannot be opened");
+        assert!(ask(Path::new("c1")).is_err());
+        fs::write(inside.join("pages-1.img"), "").unwrap();
+        fs::set_permissions(inside.join("pages-1.img"), Permissions::from_mode(0o666)).unwrap();
+        says("allowed/c1", "pages-1.img is not root's alone");
+    }
+
+    fn config(rules: Vec<Rule>) -> Config {
+        Config {
+            restore: restore::Options { allow: rules },
+            ..Config::default()
+        }
+    }
+
+    #[test]
+    fn only_allowed_repositories() {
+        for (allow, named) in [
+            ("docker://r.example", "docker://r.example.evil/a:1"),
+            ("docker://r.example", "docker://r.example:5000/a:1"),
+            ("docker://r.example/team", "docker://r.example/teams/a:1"),
+            ("docker://r.example/team/", "docker://r.example/other:1"),
+            ("/srv", "docker://r.example/a:1"),
+        ] {
+            let rule = Rule {
+                from: allow.into(),
+                ..Rule::default()
+            };
+            let wish = Wish {
+                checkpoint: named,
+                by_variable: false,
+                tenant: &Tenant::Root,
+            };
+            let said = find(&config(vec![rule]), wish).unwrap_err();
+            assert!(
+                said.contains("that is not allowed"),
+                "{allow} {named}: {said}"
+            );
+        }
+    }
+
+    /// A refusal is the same whether the checkpoint exists and whether another tenant may have it.
+    #[test]
+    fn a_refusal_says_nothing_of_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        fs::create_dir_all(root.join("b/real")).unwrap();
+        let rule = |from: &str, namespace: &str| Rule {
+            from: from.into(),
+            who: Some(restore::Who {
+                kubernetes: vec![namespace.into()],
+                ..restore::Who::default()
+            }),
+            variable: false,
+        };
+        let of_b = root.join("b");
+        let rules = vec![
+            rule("docker://r.example/a", "a"),
+            rule("docker://r.example/b", "b"),
+            rule(of_b.to_str().unwrap(), "b"),
+        ];
+        let config = config(rules);
+        let ask = |checkpoint: &str, by_variable| {
+            let tenant = &Tenant::Pod(Some("a".into()));
+            let wish = Wish {
+                checkpoint,
+                by_variable,
+                tenant,
+            };
+            find(&config, wish).unwrap_err()
+        };
+        let path = |name: &str| root.join(name).to_str().unwrap().to_owned();
+        for (one, other) in [
+            (path("b/real"), path("b/none")),
+            (path("b/real"), path("c/none")),
+            (
+                format!("oci:{}", path("b/real")),
+                format!("oci:{}", path("b/none:x")),
+            ),
+            (
+                "docker://r.example/b/x:1".into(),
+                "docker://r.example/c/x:1".into(),
+            ),
+        ] {
+            for by_variable in [false, true] {
+                let said = ask(&one, by_variable);
+                assert!(said.contains("kubernetes = [\"a\"]"), "{said}");
+                assert_eq!(said.contains("variable = true"), by_variable, "{said}");
+                assert_eq!(said, ask(&other, by_variable), "{one} {other}");
+            }
+        }
+        // Its own repository, but by a variable, which an image may have set.
+        let said = ask("docker://r.example/a/x:1", true);
+        assert!(said.contains("variable = true"), "{said}");
+    }
+}

@@ -1,0 +1,152 @@
+//! Runs `start`, `state` and `kill` for a container that was created from a checkpoint and waits for its start.
+//!
+//! For the low-level runtime such a container is paused. For the engine it is `created`, and `start` lets it run. A
+//! file in the low-level runtime's own directory of the container tells them apart; it goes with the container.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use cryopod_host::programs::{Output, SystemTools, Tools};
+use serde_json::Value;
+
+use crate::error::Error;
+use crate::request::argv::{Invocation, Verb};
+use crate::request::context::Context;
+use crate::request::passthrough;
+use crate::request::state::{self, State, verb};
+use crate::restore::new_container::hooks::NewHooks;
+use crate::run::application::{self, Moment};
+use crate::run::child;
+
+const FILE: &str = "cryopod-waits-for-start";
+
+fn file(ctx: &Context, inv: &Invocation) -> PathBuf {
+    state::directory(ctx, inv).join(FILE)
+}
+
+/// Returns true if the verb is one that the wait changes, and the container waits.
+pub fn is(ctx: &Context, inv: &Invocation) -> bool {
+    matches!(inv.verb, Verb::Start | Verb::State | Verb::Kill) && file(ctx, inv).exists()
+}
+
+/// Notes that the restored container waits.
+///
+/// # Errors
+/// It was not stopped, or that cannot be noted. The container is removed: it would run before its start.
+pub fn begin(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
+    let tools = SystemTools::from_env();
+    let path = file(ctx, inv);
+    let stopped = State::ask(ctx, inv, &tools).is_some_and(|state| state.paused);
+    let failed = match std::fs::write(&path, "") {
+        Ok(()) if stopped => return Ok(()),
+        Ok(()) => "its cgroup could not be frozen before it ran".to_owned(),
+        Err(e) => format!("{}: cannot be written: {e}", path.display()),
+    };
+    state::remove(ctx, inv, &tools);
+    Err(Error::Failed(format!(
+        "creation of {} from a checkpoint failed, it was removed, and the checkpoint is untouched: {failed}",
+        inv.id
+    )))
+}
+
+/// Runs the verb.
+///
+/// # Errors
+/// Those of the low-level runtime.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let tools = SystemTools::from_env();
+    match inv.verb {
+        Verb::Start => start(ctx, inv, &tools),
+        Verb::State => created(ctx, inv, &tools),
+        _ => kill(ctx, inv, &tools),
+    }
+}
+
+fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
+    let resumed = verb(ctx, inv, "resume", tools)?;
+    if resumed.code != 0 {
+        return Err(Error::Failed(format!(
+            "start of {}, created from a checkpoint, failed: {}",
+            inv.id,
+            resumed.stderr.trim()
+        )));
+    }
+    let path = file(ctx, inv);
+    if let Err(e) = std::fs::remove_file(&path)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
+        let what = "the container runs, and its note cannot be removed";
+        return Err(Error::io(format!("{}: {what}", path.display()))(e));
+    }
+    if let Some(state) = State::ask(ctx, inv, tools) {
+        let spec = state.spec(ctx, inv);
+        match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
+            Ok(hooks) => hooks.poststart(state.init),
+            Err(e) => tracing::warn!("the poststart hooks are not run: {e}"),
+        }
+        application::tell(ctx, inv, &spec, Moment::AfterRestore);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the state, with `created` for `paused`.
+fn created(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
+    let out = verb(ctx, inv, "state", tools)?;
+    print!("{}", as_created(&out));
+    eprint!("{}", out.stderr);
+    Ok(child::exit_code(out.code))
+}
+
+fn as_created(out: &Output) -> String {
+    let Ok(mut state) = serde_json::from_str::<Value>(&out.stdout) else {
+        return out.stdout.clone();
+    };
+    if let Some(status) = state.get_mut("status")
+        && status == "paused"
+    {
+        *status = "created".into();
+    }
+    format!("{state:#}\n")
+}
+
+/// Signals reach a frozen container when it is thawed. One that is to be killed must not wait for that.
+fn kill(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCode, Error> {
+    let signal = ctx.args.last().and_then(|s| s.to_str()).unwrap_or_default();
+    if !matches!(signal, "9" | "KILL" | "SIGKILL" | "kill" | "sigkill") {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
+    let limit = ctx.config.limits.tool();
+    let out = tools.output(&ctx.low.path, &args, limit)?;
+    // With the signal pending, no instruction runs between this and the end. Under version 2 it has ended already.
+    if out.code == 0 {
+        let _ = verb(ctx, inv, "resume", tools);
+    }
+    print!("{}", out.stdout);
+    eprint!("{}", out.stderr);
+    Ok(child::exit_code(out.code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paused_reads_created() {
+        let said = |stdout: &str| {
+            as_created(&Output {
+                code: 0,
+                stdout: stdout.into(),
+                stderr: String::new(),
+            })
+        };
+        let state = said(r#"{"id": "paused", "status": "paused", "pid": 7}"#);
+        let state: Value = serde_json::from_str(&state).unwrap();
+        assert_eq!(
+            (&state["status"], &state["id"]),
+            (&"created".into(), &"paused".into())
+        );
+        assert!(said(r#"{"status": "stopped"}"#).contains("stopped"));
+        assert_eq!(said("no JSON"), "no JSON");
+    }
+}

@@ -1,0 +1,97 @@
+//! Reads and writes the record of a suspended container, `/run/cryopod/suspended/PID-STARTTIME.json`: its processes,
+//! and where their GPU memory is. A reboot removes it together with the processes.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use cryopod_cuda::suspend::Suspended;
+use cryopod_cuda::write_json;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use serde::{Deserialize, Serialize};
+
+use crate::run::operation;
+
+const DIRECTORY: &str = "suspended";
+const MAX_BYTES: u64 = 4 << 20;
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub version: u32,
+    pub name: String,
+    pub init: i32,
+    /// Its start time.
+    pub start_time: u64,
+    /// When it was suspended, RFC 3339.
+    pub since: String,
+    /// The directory with its GPU memory; `None`: host memory.
+    pub directory: Option<PathBuf>,
+    /// Digest of the table there.
+    pub digest: Option<String>,
+    pub processes: Vec<Suspended>,
+    /// Only their CUDA calls are locked, since the container was paused for a checkpoint.
+    #[serde(default)]
+    pub locked_at_pause: bool,
+}
+
+impl Record {
+    fn path(init: i32, start_time: u64) -> PathBuf {
+        operation::base()
+            .join(DIRECTORY)
+            .join(format!("{init}-{start_time}.json"))
+    }
+
+    /// Reads the record of the container with this init process.
+    pub fn of(host: &Host, init: i32) -> Option<Self> {
+        let path = Self::path(init, live::start_time(host, init)?);
+        let bytes = cryopod_host::files::read_bounded(&path, MAX_BYTES).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    pub fn write(&self) -> io::Result<()> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = Self::path(self.init, self.start_time);
+        if let Some(directory) = path.parent() {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(directory)?;
+        }
+        write_json(&path, self)
+    }
+
+    pub fn remove(&self) {
+        let _ = fs::remove_file(Self::path(self.init, self.start_time));
+        let _ = fs::remove_dir(operation::base().join(DIRECTORY));
+    }
+
+    pub fn place(&self) -> String {
+        match &self.directory {
+            Some(directory) => format!("in {}", directory.display()),
+            None => "in host memory".into(),
+        }
+    }
+}
+
+pub fn any() -> bool {
+    operation::base().join(DIRECTORY).exists()
+}
+
+pub fn sweep(host: &Host) {
+    let directory = operation::base().join(DIRECTORY);
+    let Ok(entries) = fs::read_dir(&directory) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let owner = name
+            .to_str()
+            .and_then(|n| n.strip_suffix(".json")?.split_once('-'))
+            .and_then(|(pid, start)| Some((pid.parse::<i32>().ok()?, start.parse::<u64>().ok()?)));
+        if owner.is_some_and(|(pid, start)| live::start_time(host, pid) != Some(start)) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    let _ = fs::remove_dir(directory);
+}

@@ -1,0 +1,468 @@
+//! Decodes just enough of runc's and crun's command lines to know the verb and its arguments.
+//!
+//! Global flags are a closed set, decoded exactly, so that the first word after them is the verb: in `delete
+//! checkpoint` the verb is `delete`. runc takes Go's flag syntax (`-flag`, `--flag`, `--flag=value`, `--flag value`),
+//! crun GNU's (`--flag`, unique prefixes of it, `-b DIR`). A line that is not fully understood gives no [`Invocation`]:
+//! the low-level runtime gets it unchanged and reports the error.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use crate::request::lowlevel::Kind;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb {
+    Checkpoint,
+    Restore,
+    Create,
+    Run,
+    Start,
+    State,
+    Kill,
+    Pause,
+    Resume,
+    Other,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Globals {
+    pub root: Option<PathBuf>,
+    pub log: Option<PathBuf>,
+    pub log_json: bool,
+    pub systemd_cgroup: bool,
+    pub debug: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Invocation {
+    pub globals: Globals,
+    pub verb: Verb,
+    pub verb_at: usize,
+    /// Flags of `checkpoint`, `restore`, `create` and `run`; empty for other verbs.
+    pub flags: Flags,
+    /// The container's id; empty for [`Verb::Other`].
+    pub id: String,
+}
+
+impl Invocation {
+    /// Directory for a checkpoint's images: the flag, or the default of runc and crun.
+    pub fn image_path(&self) -> PathBuf {
+        self.flags
+            .value("image-path")
+            .filter(|p| !p.is_empty())
+            .map_or_else(|| "checkpoint".into(), PathBuf::from)
+    }
+
+    /// The bundle of a restore, `create` or `run`: the flag, or the working directory.
+    pub fn bundle(&self) -> PathBuf {
+        self.flags
+            .value("bundle")
+            .filter(|p| !p.is_empty())
+            .map_or_else(|| ".".into(), PathBuf::from)
+    }
+
+    /// The image directory of a restore: crun takes a relative path below the bundle, runc below the working directory.
+    pub fn images_of_restore(&self, kind: Kind) -> PathBuf {
+        match kind {
+            Kind::Crun => self.bundle().join(self.image_path()),
+            Kind::Runc => self.image_path(),
+        }
+    }
+
+    /// Directory for CRIU's logs: the flag, or that of the images.
+    pub fn work_path(&self) -> PathBuf {
+        self.flags
+            .value("work-path")
+            .filter(|p| !p.is_empty())
+            .map_or_else(|| self.image_path(), PathBuf::from)
+    }
+}
+
+/// Flags of `checkpoint` and `restore`: name without dashes, value if it takes one, index among the arguments.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Flags(Vec<(String, Option<OsString>, usize)>);
+
+impl Flags {
+    /// Returns true if the flag was given (and not as `--flag=false`).
+    pub fn has(&self, name: &str) -> bool {
+        self.0
+            .iter()
+            .rev()
+            .find(|(n, ..)| n == name)
+            .is_some_and(|(_, v, _)| v.as_ref().is_none_or(|v| v != "false"))
+    }
+
+    /// The flag's value; the last one counts.
+    pub fn value(&self, name: &str) -> Option<&OsString> {
+        self.0.iter().rev().find(|(n, ..)| n == name)?.1.as_ref()
+    }
+
+    /// Index of the flag's last occurrence among the arguments.
+    pub fn last_place(&self, name: &str) -> Option<usize> {
+        Some(self.0.iter().rev().find(|(n, ..)| n == name)?.2)
+    }
+
+    pub fn place(&self, name: &str) -> Option<usize> {
+        Some(self.0.iter().find(|(n, ..)| n == name)?.2)
+    }
+}
+
+/// A flag's name, and whether it takes a value.
+type Flag = (&'static str, bool);
+
+const RUNC_GLOBALS: &[Flag] = &[
+    ("debug", false),
+    ("log", true),
+    ("log-format", true),
+    ("root", true),
+    ("criu", true),
+    ("systemd-cgroup", false),
+    ("rootless", true),
+];
+const CRUN_GLOBALS: &[Flag] = &[
+    ("debug", false),
+    ("cgroup-manager", true),
+    ("systemd-cgroup", false),
+    ("log", true),
+    ("log-format", true),
+    ("log-level", true),
+    ("root", true),
+    ("rootless", true),
+];
+const RUNC_CHECKPOINT: &[Flag] = &[
+    ("image-path", true),
+    ("work-path", true),
+    ("parent-path", true),
+    ("leave-running", false),
+    ("tcp-established", false),
+    ("tcp-skip-in-flight", false),
+    ("link-remap", false),
+    ("ext-unix-sk", false),
+    ("shell-job", false),
+    ("lazy-pages", false),
+    ("status-fd", true),
+    ("page-server", true),
+    ("file-locks", false),
+    ("pre-dump", false),
+    ("manage-cgroups-mode", true),
+    ("empty-ns", true),
+    ("auto-dedup", false),
+];
+const CRUN_CHECKPOINT: &[Flag] = &[
+    ("image-path", true),
+    ("work-path", true),
+    ("leave-running", false),
+    ("tcp-established", false),
+    ("ext-unix-sk", false),
+    ("shell-job", false),
+    ("file-locks", false),
+    ("network-lock", true),
+    ("parent-path", true),
+    ("pre-dump", false),
+    ("manage-cgroups-mode", true),
+];
+const RUNC_RESTORE: &[Flag] = &[
+    ("console-socket", true),
+    ("image-path", true),
+    ("work-path", true),
+    ("tcp-established", false),
+    ("ext-unix-sk", false),
+    ("shell-job", false),
+    ("file-locks", false),
+    ("manage-cgroups-mode", true),
+    ("bundle", true),
+    ("b", true),
+    ("detach", false),
+    ("d", false),
+    ("pid-file", true),
+    ("no-subreaper", false),
+    ("no-pivot", false),
+    ("empty-ns", true),
+    ("auto-dedup", false),
+    ("lazy-pages", false),
+    ("lsm-profile", true),
+    ("lsm-mount-context", true),
+    ("no-new-keyring", false),
+];
+// Engines made for runc pass flags that crun lacks; see `restore::arguments`.
+const CRUN_RESTORE: &[Flag] = &[
+    ("bundle", true),
+    ("b", true),
+    ("image-path", true),
+    ("work-path", true),
+    ("tcp-established", false),
+    ("tcp-close", false),
+    ("ext-unix-sk", false),
+    ("shell-job", false),
+    ("detach", false),
+    ("d", false),
+    ("pid-file", true),
+    ("console-socket", true),
+    ("file-locks", false),
+    ("manage-cgroups-mode", true),
+    ("network-lock", true),
+    ("lsm-profile", true),
+    ("lsm-mount-context", true),
+    ("no-subreaper", false),
+    ("no-pivot", false),
+    ("no-new-keyring", false),
+];
+
+const CREATE: &[Flag] = &[
+    ("bundle", true),
+    ("b", true),
+    ("config", true),
+    ("f", true),
+    ("console-socket", true),
+    ("pidfd-socket", true),
+    ("pid-file", true),
+    ("no-pivot", false),
+    ("no-new-keyring", false),
+    ("no-subreaper", false),
+    ("preserve-fds", true),
+    // of `run`
+    ("detach", false),
+    ("d", false),
+    ("keep", false),
+];
+const KILL: &[Flag] = &[("all", false), ("a", false)];
+
+/// Decodes a command line (without the program's name). Returns `None` if it is not fully understood, asks for help or
+/// has no verb.
+pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
+    let globals_set = match kind {
+        Kind::Crun => CRUN_GLOBALS,
+        Kind::Runc => RUNC_GLOBALS,
+    };
+    let (flags, verb_at) = take_flags(kind, globals_set, args, 0)?;
+    let verb = match args.get(verb_at)?.to_str() {
+        Some("checkpoint") => Verb::Checkpoint,
+        Some("restore") => Verb::Restore,
+        Some("create") => Verb::Create,
+        Some("run") => Verb::Run,
+        Some("start") => Verb::Start,
+        Some("state") => Verb::State,
+        Some("kill") => Verb::Kill,
+        Some("pause") => Verb::Pause,
+        Some("resume") => Verb::Resume,
+        _ => Verb::Other,
+    };
+    let globals = Globals {
+        root: flags.value("root").map(PathBuf::from),
+        log: flags
+            .value("log")
+            .filter(|l| !l.is_empty())
+            .map(PathBuf::from),
+        log_json: flags.value("log-format").is_some_and(|f| f == "json"),
+        systemd_cgroup: flags.has("systemd-cgroup")
+            || flags
+                .value("cgroup-manager")
+                .is_some_and(|m| m == "systemd"),
+        debug: flags.has("debug"),
+    };
+    let set = match (verb, kind) {
+        (Verb::Pause | Verb::Resume | Verb::Start | Verb::State, _) => &[],
+        (Verb::Kill, _) => KILL,
+        (Verb::Create | Verb::Run, _) => CREATE,
+        (Verb::Other, _) => {
+            return Some(Invocation {
+                globals,
+                verb,
+                verb_at,
+                flags: Flags::default(),
+                id: String::new(),
+            });
+        }
+        (Verb::Checkpoint, Kind::Runc) => RUNC_CHECKPOINT,
+        (Verb::Checkpoint, Kind::Crun) => CRUN_CHECKPOINT,
+        (Verb::Restore, Kind::Runc) => RUNC_RESTORE,
+        (Verb::Restore, Kind::Crun) => CRUN_RESTORE,
+    };
+    let (flags, id_at) = take_flags(kind, set, args, verb_at + 1)?;
+    let id = args.get(id_at)?.to_str()?.to_owned();
+    // One container and nothing after it but a signal; the runtime reports everything else as an error.
+    let rest = args.len() - id_at - 1;
+    (rest == 0 || verb == Verb::Kill && rest == 1).then_some(())?;
+    (!id.is_empty()).then_some(Invocation {
+        globals,
+        verb,
+        verb_at,
+        flags,
+        id,
+    })
+}
+
+/// Reads flags from `at` on. Returns them and the index of the first word that is not a flag.
+fn take_flags(
+    kind: Kind,
+    set: &[Flag],
+    args: &[OsString],
+    mut at: usize,
+) -> Option<(Flags, usize)> {
+    let mut flags = Flags::default();
+    while let Some(arg) = args.get(at) {
+        // No known flag contains bytes that are not UTF-8.
+        let Some(text) = arg.to_str() else {
+            return Some((flags, at)).filter(|_| !starts_with_dash(arg));
+        };
+        if text == "--" {
+            return Some((flags, at + 1));
+        }
+        if !text.starts_with('-') || text == "-" {
+            break;
+        }
+        let (word, inline) = match text.split_once('=') {
+            Some((w, v)) => (w, Some(OsString::from(v))),
+            None => (text, None),
+        };
+        let (name, takes_value) = lookup(kind, set, word)?;
+        let place = at;
+        at += 1;
+        let value = match (takes_value, inline) {
+            (true, Some(v)) => Some(v),
+            (true, None) => {
+                let v = args.get(at)?.clone();
+                at += 1;
+                Some(v)
+            }
+            // Go takes --flag=true; getopt refuses a value for a flag that takes none.
+            (false, Some(v)) if kind == Kind::Runc && (v == "true" || v == "false") => Some(v),
+            (false, Some(_)) => return None,
+            (false, None) => None,
+        };
+        flags.0.push((name.to_owned(), value, place));
+    }
+    Some((flags, at))
+}
+
+fn starts_with_dash(arg: &OsString) -> bool {
+    use std::os::unix::ffi::OsStrExt;
+    arg.as_bytes().first() == Some(&b'-')
+}
+
+fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
+    let exact = |name: &str| set.iter().find(|(n, _)| *n == name).copied();
+    // Records short flags under their long names.
+    let canonical = |(n, v): Flag| match n {
+        "b" => ("bundle", v),
+        "d" => ("detach", v),
+        other => (other, v),
+    };
+    match (word.strip_prefix("--"), kind) {
+        (Some(name), Kind::Runc) => exact(name).map(canonical),
+        (None, Kind::Runc) => exact(word.strip_prefix('-')?).map(canonical),
+        (Some(name), Kind::Crun) => {
+            if let Some(flag) = exact(name).filter(|(n, _)| n.len() > 1) {
+                return Some(flag);
+            }
+            let mut starting = set
+                .iter()
+                .filter(|(n, _)| n.len() > 1 && n.starts_with(name));
+            let found = starting.next().copied()?;
+            starting.next().is_none().then_some(found)
+        }
+        (None, Kind::Crun) => {
+            let name = word.strip_prefix('-')?;
+            // containerd passes runc's single-dash spelling to any runtime.
+            if name == "no-subreaper" {
+                return exact(name);
+            }
+            exact(name).filter(|(n, _)| n.len() == 1).map(canonical)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split_whitespace().map(OsString::from).collect()
+    }
+
+    fn verb(kind: Kind, line: &str) -> Option<(Verb, usize)> {
+        decode(kind, &words(line)).map(|i| (i.verb, i.verb_at))
+    }
+
+    #[test]
+    fn the_verb_is_the_first_word_after_the_global_flags() {
+        for kind in [Kind::Runc, Kind::Crun] {
+            for (line, want) in [
+                ("state x", Some((Verb::State, 0))),
+                ("kill c1 9", Some((Verb::Kill, 0))),
+                ("kill --all c1 KILL", Some((Verb::Kill, 0))),
+                ("kill c1 9 9", None),
+                ("--root /r start c1", Some((Verb::Start, 2))),
+                (
+                    "create --pid-file /p --bundle /b c1",
+                    Some((Verb::Create, 0)),
+                ),
+                ("run -b /b -d c1", Some((Verb::Run, 0))),
+                ("delete checkpoint", Some((Verb::Other, 0))),
+                ("--root /r pause c1", Some((Verb::Pause, 2))),
+                ("resume c1", Some((Verb::Resume, 0))),
+                ("pause", None),
+                ("--root checkpoint delete restore", Some((Verb::Other, 2))),
+                (
+                    "--root=/r --debug checkpoint c1",
+                    Some((Verb::Checkpoint, 2)),
+                ),
+                (
+                    "--root /r --log /l --log-format json --systemd-cgroup checkpoint --image-path /i c1",
+                    Some((Verb::Checkpoint, 7)),
+                ),
+                ("restore --bundle /b --detach c1", Some((Verb::Restore, 0))),
+                ("restore -b /b -d c1", Some((Verb::Restore, 0))),
+                ("-- checkpoint c1", Some((Verb::Checkpoint, 1))),
+                ("checkpoint", None),
+                ("checkpoint --help", None),
+                ("checkpoint c1 extra", None),
+                ("checkpoint --image-path", None),
+                ("checkpoint --no-such c1", None),
+                ("restore --lsm-mount-context", None),
+                ("--no-such checkpoint c1", None),
+                ("--version", None),
+                ("", None),
+            ] {
+                assert_eq!(verb(kind, line), want, "{kind:?} {line}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_runtimes_own_syntax() {
+        use Kind::{Crun, Runc};
+        assert!(verb(Runc, "-root /r -debug=true checkpoint -leave-running c1").is_some());
+        assert!(verb(Crun, "-root /r checkpoint c1").is_none());
+        assert!(verb(Crun, "--syst --root /r checkpoint --leave c1").is_some());
+        assert!(verb(Runc, "--syst checkpoint c1").is_none());
+        assert!(verb(Crun, "--lo /x checkpoint c1").is_none(), "ambiguous");
+        assert!(verb(Crun, "--debug=true checkpoint c1").is_none());
+        assert!(verb(Crun, "restore --detach -no-subreaper --bundle /b c1").is_some());
+        let inv = decode(Crun, &words("--cgroup-manager systemd restore -d -b /b c1")).unwrap();
+        assert!(inv.globals.systemd_cgroup && inv.flags.has("detach"));
+        assert_eq!(inv.flags.value("bundle").unwrap(), "/b");
+        assert_eq!(inv.id, "c1");
+        let inv = decode(
+            Runc,
+            &words("checkpoint --leave-running=false --image-path a --image-path b c1"),
+        )
+        .unwrap();
+        assert!(!inv.flags.has("leave-running"));
+        assert_eq!(inv.flags.value("image-path").unwrap(), "b");
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics_and_points_at_the_verb(args in proptest::collection::vec("(-{0,2}[a-z-]{0,12}(=[a-z]{0,3})?|checkpoint|restore|--root|/x)", 0..8), crun: bool) {
+            let args: Vec<OsString> = args.into_iter().map(OsString::from).collect();
+            let kind = if crun { Kind::Crun } else { Kind::Runc };
+            if let Some(inv) = decode(kind, &args) {
+                let word = args[inv.verb_at].to_str().unwrap();
+                prop_assert_eq!(word == "checkpoint", inv.verb == Verb::Checkpoint);
+                prop_assert_eq!(word == "restore", inv.verb == Verb::Restore);
+            }
+        }
+    }
+}

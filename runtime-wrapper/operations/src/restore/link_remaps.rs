@@ -1,0 +1,82 @@
+//! Keeps the links by which CRIU finds files that have lost the name under which they were opened.
+//!
+//! At a checkpoint CRIU gives such a file a name, `link_remap.N` in the directory of the old one, and a restore removes it
+//! (`remove_link_remap`, files-reg.c). In a volume that is the only one: the next copy of the checkpoint would not find
+//! the file (`Can't link ... link_remap.N`). So a copy puts it back.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use cryopod_archive::criu::open_files;
+use nix::errno::Errno;
+use nix::fcntl::{AtFlags, OFlag};
+use nix::unistd::linkat;
+
+use crate::preflight::surroundings::opened_in;
+use crate::request::Request;
+use crate::security::privileges::{self, PrivilegesError};
+
+/// Start of the names that CRIU gives.
+const NAME: &str = "link_remap.";
+const IMAGES: [&str; 2] = ["files.img", "remap-fpath.img"];
+
+/// A link in a volume: the directory, the name, the file.
+type Link = (OwnedFd, OsString, OwnedFd);
+
+#[derive(Debug)]
+pub struct LinkRemaps(Vec<Link>);
+
+impl LinkRemaps {
+    /// Opens the files behind the links that the images name in the spec's volumes.
+    ///
+    /// # Errors
+    /// The images cannot be read.
+    pub fn of(request: &Request<'_>) -> Result<Self, PrivilegesError> {
+        let mut images = BTreeMap::new();
+        for name in IMAGES {
+            if let Some(content) = privileges::open(&request.images, name)? {
+                images.insert(name.to_owned(), content);
+            }
+        }
+        let links = open_files::links(&images)?;
+        let found = links.iter().filter_map(|path| open(request, path));
+        Ok(Self(found.collect()))
+    }
+
+    /// Makes the links that CRIU has removed.
+    pub fn put_back(&self) {
+        for (directory, name, file) in &self.0 {
+            match linkat(
+                file,
+                "",
+                directory,
+                name.as_os_str(),
+                AtFlags::AT_EMPTY_PATH,
+            ) {
+                Ok(()) | Err(Errno::EEXIST) => {}
+                Err(e) => tracing::warn!(
+                    "{}: not put back, and another copy of this checkpoint needs it: {e}",
+                    Path::new(name).display()
+                ),
+            }
+        }
+    }
+}
+
+fn open(request: &Request<'_>, path: &str) -> Option<Link> {
+    let path = Path::new("/").join(path);
+    let name = path.file_name()?.to_owned();
+    if !name.to_string_lossy().starts_with(NAME) {
+        return None;
+    }
+    let (volume, rest) = request.mounts.covering(&path)?;
+    let volume = volume.source.as_ref().filter(|_| volume.bind)?;
+    let volume = File::open(request.bundle.join(volume)).ok()?;
+    let parent = Path::new(".").join(rest.parent()?);
+    let directory = opened_in(&volume, &parent, OFlag::O_DIRECTORY).ok()?;
+    let file = opened_in(&volume, rest, OFlag::O_NOFOLLOW).ok()?;
+    Some((directory, name, file))
+}

@@ -1,0 +1,236 @@
+//! Runs the OCI hooks of a container that is created from a checkpoint.
+//!
+//! | hook | when |
+//! |---|---|
+//! | prestart, createRuntime | at [`NAMESPACES_MADE`] |
+//! | createContainer | at [`MOUNTS_MADE`]: see [`NewHooks::create_container`] |
+//! | startContainer | never: its program is one of the container's own, and runs before the container's process does. Refused |
+//! | poststart | as soon as the container runs |
+//! | poststop | at `delete`, by the low-level runtime |
+//!
+//! At a restore crun runs none of these but the last. runc would run prestart and createRuntime hooks, and tell them that
+//! the container has stopped: [`Taken`] keeps them from it.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use cryopod_host::files::Host;
+use cryopod_host::limited;
+use cryopod_host::spec::Spec;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, setns, unshare};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::bundle::{Edit, Hooks};
+use crate::error::Error;
+use crate::request::context::Context;
+
+/// CRIU's stage at which the container has its namespaces, and no mounts yet.
+const NAMESPACES_MADE: &str = "setup-namespaces";
+/// CRIU's stage at which it has its mounts, and one process.
+const MOUNTS_MADE: &str = "post-setup-namespaces";
+/// CRIU's stage at which a container that need not wait for its start runs.
+const RUNNING: &str = "post-resume";
+
+/// How long a hook without a `timeout` may take.
+const LIMIT: Duration = Duration::from_secs(60);
+/// The namespaces of a createContainer hook besides its mount namespace, as `/proc/PID/ns` names them.
+const NAMESPACES: [(&str, CloneFlags); 3] = [
+    ("net", CloneFlags::CLONE_NEWNET),
+    ("ipc", CloneFlags::CLONE_NEWIPC),
+    ("uts", CloneFlags::CLONE_NEWUTS),
+];
+
+/// A hook of the spec: <https://github.com/opencontainers/runtime-spec/blob/main/config.md#posix-platform-hooks>.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+struct Hook {
+    path: PathBuf,
+    #[serde(default)]
+    args: Vec<String>,
+    #[serde(default)]
+    env: Vec<String>,
+    /// In seconds.
+    timeout: Option<u64>,
+}
+
+/// Takes the hooks that runc would run out of the spec.
+pub struct Taken;
+
+impl Edit for Taken {
+    fn name(&self) -> &'static str {
+        "hooks of a container that is created from a checkpoint are run by cryopod-runtime"
+    }
+
+    fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+        if let Some(hooks) = spec.get_mut("hooks").and_then(Value::as_object_mut) {
+            hooks.remove("prestart");
+            hooks.remove("createRuntime");
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NewHooks {
+    create_runtime: Vec<Hook>,
+    create_container: Vec<Hook>,
+    poststart: Vec<Hook>,
+    /// What the hooks read, but for the status and the process.
+    state: Value,
+    bundle: PathBuf,
+}
+
+impl NewHooks {
+    /// Reads the hooks of a container; without those of `hooks.drop`.
+    ///
+    /// # Errors
+    /// One is no hook, or is one that cannot be run.
+    pub fn of(ctx: &Context, id: &str, bundle: PathBuf, spec: &Spec) -> Result<Self, Error> {
+        let drop = Hooks {
+            drop: &ctx.config.hooks.drop,
+        };
+        let list = |stage: &str| -> Result<Vec<Hook>, Error> {
+            let hooks = spec.json().pointer(&format!("/hooks/{stage}"));
+            let hooks = hooks.filter(|hooks| !hooks.is_null());
+            let hooks = hooks.map(Vec::<Hook>::deserialize).transpose();
+            let mut hooks = hooks
+                .map_err(|e| Error::Failed(format!("hooks.{stage} of the container: {e}")))?
+                .unwrap_or_default();
+            hooks.retain(|hook| !drop.drops(&hook.path.to_string_lossy()));
+            match hooks.iter().find(|hook| !hook.path.is_absolute()) {
+                Some(hook) => Err(Error::Failed(format!(
+                    "hooks.{stage} of the container: {} is not absolute",
+                    hook.path.display()
+                ))),
+                None => Ok(hooks),
+            }
+        };
+        if let Some(hook) = list("startContainer")?.first() {
+            return Err(Error::Failed(format!(
+                "the container has the startContainer hook {}, which would have to run before its process does; remove it, or add it to hooks.drop in {}",
+                hook.path.display(),
+                crate::config::PATH
+            )));
+        }
+        let mut create_runtime = list("prestart")?;
+        create_runtime.append(&mut list("createRuntime")?);
+        let bundle = std::path::absolute(bundle).map_err(Error::io("the bundle's path"))?;
+        let of_spec = |key: &str| spec.json().get(key).cloned().unwrap_or_default();
+        Ok(Self {
+            create_runtime,
+            create_container: list("createContainer")?,
+            poststart: list("poststart")?,
+            state: json!({
+                "ociVersion": of_spec("ociVersion"), "id": id, "bundle": bundle, "annotations": of_spec("annotations"),
+            }),
+            bundle,
+        })
+    }
+
+    /// Runs those of one of CRIU's stages, for the container with this init process. `waits`: it waits for its start.
+    ///
+    /// # Errors
+    /// A text that names the hook that failed. The others were not run.
+    pub fn at(&self, stage: &str, init: i32, waits: bool) -> Result<(), String> {
+        match stage {
+            NAMESPACES_MADE => self.create_runtime(init),
+            MOUNTS_MADE => self.create_container(init),
+            RUNNING if !waits => {
+                self.poststart(init);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn create_runtime(&self, init: i32) -> Result<(), String> {
+        for hook in &self.create_runtime {
+            self.run(hook, "creating", init, &mut hook.command())
+                .map_err(|why| failed("createRuntime", hook, &why))?;
+        }
+        Ok(())
+    }
+
+    /// A createContainer hook has the container's network, IPC and UTS namespaces, and a copy of the runtime's mount
+    /// namespace. There it finds the container's root file system without the container's mounts. CRIU made those in
+    /// the container's mount namespace, where the hook's program is not.
+    fn create_container(&self, init: i32) -> Result<(), String> {
+        for hook in &self.create_container {
+            within_container(hook, init)
+                .map_err(|e| e.to_string())
+                .and_then(|mut command| self.run(hook, "creating", init, &mut command))
+                .map_err(|why| failed("createContainer", hook, &why))?;
+        }
+        Ok(())
+    }
+
+    /// Runs those that follow the start. A failure is a warning, as the specification has it.
+    pub fn poststart(&self, init: i32) {
+        for hook in &self.poststart {
+            if let Err(why) = self.run(hook, "running", init, &mut hook.command()) {
+                tracing::warn!("{}", failed("poststart", hook, &why));
+            }
+        }
+    }
+
+    fn run(
+        &self,
+        hook: &Hook,
+        status: &str,
+        init: i32,
+        command: &mut Command,
+    ) -> Result<(), String> {
+        let mut state = self.state.clone();
+        if let Some(state) = state.as_object_mut() {
+            state.insert("status".into(), json!(status));
+            state.insert("pid".into(), json!(init));
+        }
+        command.current_dir(&self.bundle);
+        let limit = hook.timeout.map_or(LIMIT, Duration::from_secs);
+        match limited::run(command, state.to_string().as_bytes(), limit) {
+            Ok((status, _)) if status.success() => Ok(()),
+            Ok((status, _)) => Err(status.to_string()),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+}
+
+impl Hook {
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        if let Some((name, args)) = self.args.split_first() {
+            command.arg0(name).args(args);
+        }
+        let env = self.env.iter().filter_map(|v| v.split_once('='));
+        command.env_clear().envs(env);
+        command
+    }
+}
+
+fn failed(stage: &str, hook: &Hook, why: &str) -> String {
+    format!("the {stage} hook {} failed: {why}", hook.path.display())
+}
+
+fn within_container(hook: &Hook, init: i32) -> io::Result<Command> {
+    let mut namespaces = Vec::new();
+    for (name, flag) in NAMESPACES {
+        namespaces.push((File::open(format!("/proc/{init}/ns/{name}"))?, flag));
+    }
+    let mut command = hook.command();
+    let enter = move || {
+        for (file, flag) in &namespaces {
+            setns(file, *flag)?;
+        }
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        let (none, flags) = (None::<&str>, MsFlags::MS_SLAVE | MsFlags::MS_REC);
+        Ok(mount(none, "/", none, flags, none)?)
+    };
+    // SAFETY: between fork and exec there are system calls only, and nothing allocates.
+    unsafe { command.pre_exec(enter) };
+    Ok(command)
+}

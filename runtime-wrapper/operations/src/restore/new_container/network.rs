@@ -1,0 +1,160 @@
+//! Fits the network namespace of a checkpoint to the container that is created from it.
+//!
+//! podman with a network and Kubernetes make a namespace and name it in the spec; the low-level runtime hands it to
+//! CRIU, if the images ask for it. docker and ctr name none, and CRIU makes one. A copy of the one kind into the other
+//! gets an image of its namespace that asks, or does not.
+
+use cryopod_archive::criu::network::{self, From, KEY};
+use cryopod_gpu_plan::refusal::Refusal;
+use cryopod_host::files::Host;
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
+use crate::request::lowlevel::Kind;
+use crate::security::privileges::{self, Images, PrivilegesError};
+
+/// CRIU's option for a namespace with nothing in it.
+const EMPTY: &str = "empty-ns net";
+
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct NewNetwork {
+    /// An image in place of the checkpoint's: its name and content.
+    pub image: Option<(String, Vec<u8>)>,
+    /// A line of CRIU's configuration.
+    pub line: Option<&'static str>,
+    /// The loopback device has to be set up.
+    pub loopback: bool,
+}
+
+impl NewNetwork {
+    /// Compares the images with the spec.
+    ///
+    /// # Errors
+    /// The images cannot be read. The refusal: the spec has another kind of network than the images can be given.
+    pub fn of(
+        images: Images<'_>,
+        host: &Host,
+        spec: &Spec,
+        low: Kind,
+    ) -> Result<Result<Self, Refusal>, PrivilegesError> {
+        let found = network::of_first(|name| images.open(name))?;
+        // A container on the host's network cannot get another one: `privileges` refuses that.
+        let Some(found) = found else {
+            return Ok(Ok(Self::default()));
+        };
+        let list = spec.json().pointer("/linux/namespaces");
+        let list = list.and_then(Value::as_array);
+        let entry = list.into_iter().flatten().find(|n| n["type"] == "network");
+        let Some(entry) = entry.filter(|n| !privileges::of_host(host, n)) else {
+            return Ok(Err(Refusal {
+                process: None,
+                what: "the checkpoint has a network of its own, and the new container the host's"
+                    .into(),
+                remedy:
+                    "give the new container a network of its own, or checkpoint one on the host's"
+                        .into(),
+            }));
+        };
+        let named = entry["path"].as_str().is_some_and(|p| !p.is_empty());
+        let rewritten = |key| Some((found.file.clone(), network::image(key)));
+        Ok(Ok(match (found.from, named) {
+            (From::Outside, true) => Self::default(),
+            (From::Outside, false) => Self {
+                image: rewritten(None),
+                line: Some(EMPTY),
+                loopback: true,
+            },
+            (From::Images | From::Nothing, true) => Self {
+                image: rewritten(Some(KEY)),
+                ..Self::default()
+            },
+            // runc has CRIU restore no devices.
+            (from, false) => Self {
+                loopback: from == From::Nothing || low == Kind::Runc,
+                ..Self::default()
+            },
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// CRIU's images of a first process with network namespace 10 and CRIU in 2.
+    fn images(netns: Option<&[u8]>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, magics: [u32; 2], message: &[u8]| {
+            let mut all: Vec<u8> = magics.iter().flat_map(|m| m.to_le_bytes()).collect();
+            all.push(u8::try_from(message.len()).unwrap());
+            all.extend([0, 0, 0]);
+            all.extend(message);
+            std::fs::write(dir.path().join(name), all).unwrap();
+        };
+        write(
+            "inventory.img",
+            [0x5456_4319, 0x5831_3116],
+            b"\x08\x02\x1a\x02\x30\x02",
+        );
+        write(
+            "pstree.img",
+            [0x5456_4319, 0x5027_3030],
+            b"\x08\x01\x10\x00",
+        );
+        write("ids-1.img", [0x5456_4319, 0x5443_2030], b"\x30\x0a");
+        if let Some(netns) = netns {
+            std::fs::write(dir.path().join("netns-10.img"), netns).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn all_kinds() {
+        let outside = network::image(Some(KEY));
+        let settings = network::image(None);
+        let own = json!([{"type": "network"}]);
+        let path = json!([{"type": "network", "path": "/run/netns/x"}]);
+        let ask = |netns: Option<&[u8]>, namespaces: &Value, low| {
+            let spec = Spec::from_json(json!({"linux": {"namespaces": namespaces}}));
+            let directory = images(netns);
+            let images = Images {
+                directory: directory.path(),
+                checked: None,
+            };
+            NewNetwork::of(images, &Host::at("/nowhere"), &spec, low).unwrap()
+        };
+        let fit = |image: Option<Option<&str>>, line, loopback| {
+            let name = || "netns-10.img".to_owned();
+            let image = image.map(|key| (name(), network::image(key)));
+            Ok(NewNetwork {
+                image,
+                line,
+                loopback,
+            })
+        };
+        for (netns, namespaces, low, want) in [
+            (Some(&outside), &path, Kind::Crun, fit(None, None, false)),
+            (
+                Some(&outside),
+                &own,
+                Kind::Crun,
+                fit(Some(None), Some(EMPTY), true),
+            ),
+            (
+                Some(&settings),
+                &path,
+                Kind::Runc,
+                fit(Some(Some(KEY)), None, false),
+            ),
+            (None, &path, Kind::Runc, fit(Some(Some(KEY)), None, false)),
+            (Some(&settings), &own, Kind::Crun, fit(None, None, false)),
+            (Some(&settings), &own, Kind::Runc, fit(None, None, true)),
+            (None, &own, Kind::Crun, fit(None, None, true)),
+        ] {
+            let netns = netns.map(Vec::as_slice);
+            assert_eq!(ask(netns, namespaces, low), want, "{netns:?} {namespaces}");
+        }
+        assert!(ask(None, &json!([]), Kind::Runc).is_err());
+    }
+}

@@ -1,0 +1,494 @@
+//! Runs the low-level runtime as a child and watches it until it ends.
+//!
+//! The child dies with this process, signals reach it, CRIU's questions are answered ([`ActionScript`]), and every wait
+//! has a limit. An interrupted checkpoint is not killed: CRIU is in the middle of the container's processes, and only
+//! CRIU can leave them as they were. CRIU's next question is answered with no; CRIU then resumes the container and
+//! ends. It is killed only if it does not.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+
+use crate::error::Error;
+use crate::request::lowlevel::LowLevel;
+use crate::run::action_script::{ActionScript, Question};
+use crate::run::hidden_gpus::HiddenGpus;
+use crate::run::mount_namespace;
+use crate::run::stuck_freeze::Freeze;
+use crate::run::stuck_restore::{Criu, is_criu};
+
+const INTERRUPTS: [Signal; 4] = [
+    Signal::SIGTERM,
+    Signal::SIGINT,
+    Signal::SIGHUP,
+    Signal::SIGQUIT,
+];
+/// Signals that are only forwarded.
+const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The container exists already and must survive an interruption.
+    Checkpoint,
+    /// The container is being made; an interruption removes what exists of it.
+    Restore {
+        /// True if the runtime ends when the container runs (`--detach`).
+        detach: bool,
+    },
+}
+
+impl Kind {
+    /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU ignores the answer at
+    /// `pre-resume`.)
+    fn final_stage(self) -> &'static str {
+        match self {
+            Self::Checkpoint => "post-dump",
+            Self::Restore { .. } => "pre-resume",
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Watch<'a> {
+    pub kind: Kind,
+    pub action_script: &'a ActionScript,
+    pub limit: Duration,
+    pub abort_limit: Duration,
+    /// Created when the operation is interrupted or refused: the plugin looks for it.
+    pub abort_file: PathBuf,
+    /// The directory that a checkpoint writes to: as long as it grows, CRIU is not stuck.
+    pub images: Option<PathBuf>,
+    pub criu_log: PathBuf,
+    /// The driver agent, which puts processes back when all else has failed: never killed here.
+    pub agent: Option<i32>,
+    /// What the low-level runtime and CRIU must not see.
+    pub hidden: Option<HiddenGpus>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// Its exit code; 128 + the number of the signal that ended it.
+    pub code: i32,
+    pub interrupted: Option<String>,
+    /// CRIU went through its final stage.
+    pub passed: bool,
+    /// CRIU did not end in time and was killed: it could not leave the container as it was.
+    pub killed: bool,
+    /// Something killed the restored processes; we then killed CRIU, which would wait for them for ever.
+    pub lost_processes: bool,
+    /// CRIU gave up the freeze, because a process did not stop.
+    pub not_frozen: bool,
+}
+
+/// The signals that an operation watches from its first step on; before that they end the process as usual.
+#[derive(Debug)]
+pub struct Signals {
+    fd: SignalFd,
+    before: SigSet,
+}
+
+impl Signals {
+    /// Starts to watch. The signals stay blocked until the process ends, so that they cannot cut the clean-up short.
+    pub fn watch() -> Result<Self, Error> {
+        let mut set = SigSet::empty();
+        for signal in INTERRUPTS
+            .into_iter()
+            .chain(FORWARDED)
+            .chain([Signal::SIGCHLD])
+        {
+            set.add(signal);
+        }
+        let mut before = SigSet::empty();
+        let fd = sigprocmask(SigmaskHow::SIG_BLOCK, Some(&set), Some(&mut before))
+            .and_then(|()| {
+                SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+            })
+            .map_err(|e| Error::io("signals cannot be watched")(e.into()))?;
+        Ok(Self { fd, before })
+    }
+
+    /// Whether an interrupt has come. It is taken: whoever asks gives up.
+    pub fn interrupted(&self) -> bool {
+        std::iter::from_fn(|| self.next()).any(|signal| INTERRUPTS.contains(&signal))
+    }
+
+    fn next(&self) -> Option<Signal> {
+        let info = self.fd.read_signal().ok()??;
+        Signal::try_from(i32::try_from(info.ssi_signo).ok()?).ok()
+    }
+}
+
+/// Runs the low-level runtime and watches it. `decide` answers CRIU's questions by stage while the operation is not
+/// interrupted.
+pub fn run(
+    low: &LowLevel,
+    args: &[OsString],
+    env: &[(&str, OsString)],
+    watch: &Watch<'_>,
+    signals: &Signals,
+    decide: &mut dyn FnMut(&Question) -> bool,
+) -> Result<Ended, Error> {
+    while let Some(signal) = signals.next() {
+        if INTERRUPTS.contains(&signal) {
+            return Err(Error::Failed(format!(
+                "interrupted by {signal}; nothing was touched"
+            )));
+        }
+    }
+    if watch.kind == Kind::Checkpoint {
+        // CRIU outlives a killed runtime: as its reaper this process can wait for it.
+        // SAFETY: a plain system call that touches no memory of ours.
+        unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
+    }
+    let child = spawn(low, args, env, watch, signals.before)?;
+    let mut watcher = Watcher {
+        child: pid_of(&child),
+        watch,
+        deadline: Some(Instant::now() + watch.limit),
+        interrupted: None,
+        refuse: false,
+        passed: false,
+        written: 0,
+        escalated: false,
+        killed: false,
+        lost_processes: false,
+        code: None,
+        criu: Criu::default(),
+        freeze: Freeze::default(),
+        not_frozen: false,
+    };
+    watcher.wait(signals, decide);
+    Ok(Ended {
+        code: watcher.code.unwrap_or(1),
+        interrupted: watcher.interrupted,
+        passed: watcher.passed,
+        killed: watcher.killed,
+        lost_processes: watcher.lost_processes,
+        not_frozen: watcher.not_frozen,
+    })
+}
+
+/// This program's exit code for that of the low-level runtime.
+pub fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+fn this_process() -> i32 {
+    i32::try_from(std::process::id()).unwrap_or(0)
+}
+
+fn pid_of(child: &Child) -> Pid {
+    Pid::from_raw(i32::try_from(child.id()).unwrap_or(i32::MAX))
+}
+
+fn spawn(
+    low: &LowLevel,
+    args: &[OsString],
+    env: &[(&str, OsString)],
+    watch: &Watch<'_>,
+    mask: SigSet,
+) -> Result<Child, Error> {
+    let mut command = Command::new(&low.path);
+    command.arg0(&low.name).args(args);
+    command.envs(env.iter().map(|(k, v)| (k, v)));
+    // A checkpoint's child leaves the terminal's process group, so that ^C comes to this process alone; a
+    // restore may have the container in the foreground and stays.
+    if watch.kind == Kind::Checkpoint {
+        command.process_group(0);
+    }
+    let parent = Pid::this();
+    let hidden = watch.hidden.clone();
+    let restores = watch.kind != Kind::Checkpoint;
+    // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            if nix::unistd::getppid() != parent {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            if restores {
+                mount_namespace::enter()?;
+            }
+            if let Some(hidden) = &hidden {
+                hidden.hide()?;
+            }
+            sigprocmask(SigmaskHow::SIG_SETMASK, Some(&mask), None).map_err(io::Error::from)
+        });
+    }
+    command.spawn().map_err(Error::io(format!(
+        "{}: cannot be started",
+        low.path.display()
+    )))
+}
+
+struct Watcher<'a> {
+    child: Pid,
+    watch: &'a Watch<'a>,
+    /// `None`: no limit, as the container runs in the foreground.
+    deadline: Option<Instant>,
+    interrupted: Option<String>,
+    /// The runtime ended before CRIU: nobody waits for CRIU's result.
+    refuse: bool,
+    passed: bool,
+    /// Bytes in the images when last checked.
+    written: u64,
+    escalated: bool,
+    killed: bool,
+    lost_processes: bool,
+    code: Option<i32>,
+    criu: Criu,
+    freeze: Freeze,
+    not_frozen: bool,
+}
+
+impl Watcher<'_> {
+    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&Question) -> bool) {
+        let mut cut_off = false;
+        while !cut_off {
+            if self.over() {
+                return;
+            }
+            let mut fds = [
+                PollFd::new(signals.fd.as_fd(), PollFlags::POLLIN),
+                PollFd::new(
+                    self.watch.action_script.listener().as_fd(),
+                    PollFlags::POLLIN,
+                ),
+            ];
+            // At most a second: the end of an orphan is not always signalled.
+            let pause = self
+                .deadline
+                .map_or(Duration::from_secs(1), |d| {
+                    d.saturating_duration_since(Instant::now())
+                })
+                .min(Duration::from_secs(1));
+            let pause = u16::try_from(pause.as_millis()).unwrap_or(1000).max(1);
+            let _ = poll(&mut fds, PollTimeout::from(pause));
+            while let Some(signal) = signals.next() {
+                self.signal(signal);
+            }
+            // The runtime may have died before CRIU asked.
+            if self.over() {
+                return;
+            }
+            self.questions(decide);
+            self.end_orphans();
+            match self.watch.kind {
+                Kind::Checkpoint => self.stuck_freeze(),
+                Kind::Restore { .. } => self.stuck_restore(),
+            }
+            if self.deadline.is_some_and(|d| Instant::now() >= d) {
+                cut_off = self.patience_ends();
+            }
+        }
+    }
+
+    /// Notes the runtime's end. Returns true if CRIU has ended, too.
+    fn over(&mut self) -> bool {
+        self.reap();
+        if self.code.is_none() {
+            return false;
+        }
+        if !self.orphans() {
+            return true;
+        }
+        if !self.passed && !self.refuse {
+            self.refuse = true;
+            abort(&self.watch.abort_file);
+        }
+        false
+    }
+
+    fn reap(&mut self) {
+        loop {
+            match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+                Ok(WaitStatus::Exited(pid, code)) if pid == self.child => self.ended(code),
+                Ok(WaitStatus::Signaled(pid, signal, _)) if pid == self.child => {
+                    self.ended(128 + signal as i32)
+                }
+                Ok(WaitStatus::StillAlive) | Err(_) => return,
+                Ok(_) => {}
+            }
+        }
+    }
+
+    fn ended(&mut self, code: i32) {
+        self.code = Some(code);
+        // CRIU, if it still runs, gets as long as an interrupted operation.
+        self.deadline = Some(Instant::now() + self.watch.abort_limit);
+    }
+
+    /// Returns true if CRIU still works after the runtime's end. Only for a checkpoint, where this process is the
+    /// reaper.
+    fn orphans(&self) -> bool {
+        let me = this_process();
+        self.watch.kind == Kind::Checkpoint
+            && live::tree(&Host::system(), me)
+                .into_iter()
+                .any(|pid| pid != me && is_criu(pid))
+    }
+
+    fn signal(&mut self, signal: Signal) {
+        if signal == Signal::SIGCHLD {
+            return;
+        }
+        if !INTERRUPTS.contains(&signal) {
+            let _ = kill(self.child, signal);
+        } else if !self.passed {
+            // Not forwarded: the runtime would die, and CRIU go on without it.
+            self.interrupt(&format!("it was interrupted by {signal}"));
+        } else if self.watch.kind == (Kind::Restore { detach: false }) {
+            let _ = kill(self.child, signal);
+        }
+    }
+
+    fn interrupt(&mut self, why: &str) {
+        if self.interrupted.is_none() {
+            tracing::warn!("giving up: {why}");
+            self.interrupted = Some(why.to_owned());
+            self.deadline = Some(Instant::now() + self.watch.abort_limit);
+        }
+        abort(&self.watch.abort_file);
+    }
+
+    fn questions(&mut self, decide: &mut dyn FnMut(&Question) -> bool) {
+        let Self {
+            watch,
+            interrupted,
+            refuse,
+            passed,
+            deadline,
+            criu,
+            freeze,
+            ..
+        } = self;
+        let last = watch.kind.final_stage();
+        watch.action_script.answer(|question| {
+            let stage = question.stage.as_str();
+            freeze.at(stage);
+            if watch.kind != Kind::Checkpoint {
+                criu.find(this_process());
+            }
+            // From here on CRIU restores whatever it is answered, so this was no interruption.
+            if stage == last && watch.kind != Kind::Checkpoint {
+                *interrupted = None;
+            }
+            let yes = interrupted.is_none() && !*refuse && decide(question);
+            tracing::debug!("CRIU at {stage}: {}", if yes { "go on" } else { "stop" });
+            if !yes {
+                abort(&watch.abort_file);
+            } else if stage == last {
+                *passed = true;
+                *deadline = match watch.kind {
+                    Kind::Restore { detach: false } => None,
+                    _ => Some(Instant::now() + watch.limit),
+                };
+            }
+            yes
+        });
+    }
+
+    /// Ends a checkpoint whose freeze would hang.
+    fn stuck_freeze(&mut self) {
+        if let Some(process) = self.freeze.end_waiting(this_process()) {
+            self.not_frozen = true;
+            self.interrupt(&process.to_string());
+        }
+    }
+
+    /// Ends what holds the connection of a killed CRIU open, for which the runtime would wait.
+    fn end_orphans(&mut self) {
+        let waits = self.code.is_none() && !self.passed;
+        if waits
+            && self
+                .criu
+                .end_orphans(self.child.as_raw(), &self.watch.criu_log)
+        {
+            self.criu_was_killed();
+        }
+    }
+
+    fn criu_was_killed(&mut self) {
+        if self.interrupted.is_none() {
+            self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
+        }
+    }
+
+    /// Ends a restore that would hang: the container waits for a dead CRIU, or CRIU for killed processes.
+    fn stuck_restore(&mut self) {
+        if self.code.is_some() {
+            return;
+        }
+        if self.criu.end_waiting(this_process()) {
+            // Whatever CRIU was answered before: there is no container.
+            self.passed = false;
+            self.lost_processes = true;
+            self.interrupt("the container's processes were killed in the middle of it, and CRIU waited for their end in vain; see the kernel's log for why, memory that ran out for one");
+        }
+        if !self.passed && self.criu.end_stuck_restore(this_process()) {
+            self.criu_was_killed();
+        }
+    }
+
+    /// Acts on a passed deadline. Returns true if nothing is left to wait for.
+    fn patience_ends(&mut self) -> bool {
+        if self.code.is_none() && self.interrupted.is_none() && !self.passed {
+            let limit = self.watch.limit.as_secs();
+            self.interrupt(&format!(
+                "it took longer than {limit} s (limits in {})",
+                crate::config::PATH
+            ));
+            return false;
+        }
+        self.deadline = Some(Instant::now() + self.watch.abort_limit);
+        // CRIU asks nothing for long while it writes a large memory, and is not stuck.
+        let written = self.watch.images.as_deref().map_or(0, size_of_directory);
+        if written > self.written {
+            self.written = written;
+            return false;
+        }
+        let me = this_process();
+        let everybody = live::tree(&Host::system(), me);
+        if !self.escalated && self.watch.kind == Kind::Checkpoint && self.code.is_none() {
+            // Without the runtime CRIU's next message to it fails, and CRIU resumes the container.
+            self.escalated = true;
+            let _ = kill(self.child, Signal::SIGKILL);
+            return false;
+        }
+        for pid in everybody {
+            if pid != me && Some(pid) != self.watch.agent {
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+        self.killed = true;
+        std::thread::sleep(Duration::from_millis(100));
+        self.reap();
+        true
+    }
+}
+
+fn size_of_directory(dir: &std::path::Path) -> u64 {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter_map(|e| Some(e.metadata().ok()?.len())).sum()
+}
+
+/// Creates the file that tells the plugin to give up.
+fn abort(file: &std::path::Path) {
+    if let Err(e) = std::fs::File::create(file) {
+        tracing::warn!("{}: cannot be made: {e}", file.display());
+    }
+}

@@ -1,0 +1,87 @@
+//! Hides from CRIU, at a checkpoint, the AMD GPUs that the container does not see.
+//!
+//! CRIU's amdgpu plugin reads the KFD's topology as CRIU sees it, that is, the host's. Up to CRIU 4.2 it gives up on every GPU
+//! that the process does not have (`topology_to_devinfo`: -EINVAL), so a container with some of the host's GPUs could not
+//! be checkpointed. The low-level runtime, and with it CRIU, gets a mount namespace in which the directories of the
+//! other GPUs are empty: the plugin passes over those. Only `/sys` is private there, and no other mount differs.
+
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use cryopod_gpu_plan::amd::TOPOLOGY;
+use cryopod_gpu_plan::amd::topology::Topology;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::DRM_MAJOR;
+use cryopod_host::spec::Spec;
+
+use crate::error::Error;
+use crate::run::operation::Operation;
+
+const EMPTY: &str = "empty";
+
+/// The directories to hide, ready for use between fork and exec.
+#[derive(Debug, Clone)]
+pub struct HiddenGpus {
+    nodes: Vec<CString>,
+    empty: CString,
+    sys: CString,
+}
+
+impl HiddenGpus {
+    /// Those that the container's device rules deny; `None`: there are none.
+    ///
+    /// # Errors
+    /// The empty directory cannot be made.
+    pub fn of(host: &Host, spec: &Spec, op: &Operation) -> Result<Option<Self>, Error> {
+        let topology = Topology::read(host);
+        let denied = topology
+            .gpus()
+            .filter(|gpu| !spec.allows(DRM_MAJOR, gpu.render_minor().into()));
+        let nodes: Vec<CString> = denied
+            .filter_map(|gpu| CString::new(format!("{TOPOLOGY}/{}", gpu.id)).ok())
+            .collect();
+        if nodes.is_empty() {
+            return Ok(None);
+        }
+        let empty = op.file(EMPTY);
+        std::fs::create_dir_all(&empty)
+            .map_err(Error::io(format!("{}: cannot be made", empty.display())))?;
+        Ok(Some(Self {
+            nodes,
+            empty: path(&empty)?,
+            sys: path(Path::new("/sys"))?,
+        }))
+    }
+
+    /// Gives the calling process a mount namespace of its own without them. Makes async-signal-safe calls only.
+    ///
+    /// # Errors
+    /// The first call that failed; the process must not go on.
+    pub fn hide(&self) -> io::Result<()> {
+        let mount = |from: Option<&CString>, at: &CString, flags: libc::c_ulong| {
+            let from = from.map_or(std::ptr::null(), |f| f.as_ptr());
+            let none = std::ptr::null();
+            // SAFETY: the strings end with 0 and outlive the call; the other arguments are null or a number.
+            match unsafe { libc::mount(from, at.as_ptr(), none, flags, none.cast()) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        // SAFETY: takes a number.
+        if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        mount(None, &self.sys, libc::MS_PRIVATE)?;
+        for node in &self.nodes {
+            mount(Some(&self.empty), node, libc::MS_BIND)?;
+        }
+        Ok(())
+    }
+}
+
+fn path(path: &Path) -> Result<CString, Error> {
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| Error::Failed(format!("{}: has a 0 in its name", path.display())))
+}

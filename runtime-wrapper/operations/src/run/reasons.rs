@@ -1,0 +1,307 @@
+//! Quotes what CRIU and the low-level runtime report about a failure of this operation.
+//!
+//! An engine reuses work directories and logs, so both hold messages of earlier operations. [`Before::note`] notes
+//! their state before the low-level runtime starts; only what was written since is quoted.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Deserializer, Map, Value};
+
+use crate::request::argv::Globals;
+use crate::request::lowlevel::LowLevel;
+use crate::run::child::Ended;
+
+const MAX_READ: u64 = 1 << 20;
+const OURS: &str = "cryopod: ";
+
+#[derive(Debug)]
+pub struct Before {
+    criu_log: PathBuf,
+    stamp: Option<Stamp>,
+    /// The file of `--log`, and its length.
+    runtime_log: Option<(PathBuf, u64)>,
+}
+
+/// Changes when a file is written or replaced: inode, length, time of the last change.
+type Stamp = (u64, u64, i64, i64);
+
+fn stamp(path: &Path) -> Option<Stamp> {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.ino(), meta.len(), meta.ctime(), meta.ctime_nsec()))
+}
+
+impl Before {
+    /// Notes the state of CRIU's log and of the log that the command line names.
+    pub fn note(criu_log: PathBuf, globals: &Globals) -> Self {
+        let length = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
+        Self {
+            stamp: stamp(&criu_log),
+            criu_log,
+            runtime_log: globals.log.as_ref().map(|p| (p.clone(), length(p))),
+        }
+    }
+
+    /// Returns CRIU's log, if CRIU has written to it since.
+    pub fn criu_log(&self) -> Option<&Path> {
+        let now = stamp(&self.criu_log)?;
+        (Some(now) != self.stamp).then_some(&*self.criu_log)
+    }
+
+    /// Returns the last error that the low-level runtime has written since to the log that its engine reads. `None`
+    /// without such a log: then it went to standard error, where the engine sees it beside ours.
+    pub fn runtime_error(&self) -> Option<String> {
+        let (path, offset) = self.runtime_log.as_ref()?;
+        let mut file = File::open(path).ok()?;
+        // Shorter than before: the runtime began a new one.
+        let from = if file.metadata().ok()?.len() < *offset {
+            0
+        } else {
+            *offset
+        };
+        file.seek(SeekFrom::Start(from)).ok()?;
+        let mut bytes = Vec::new();
+        file.take(MAX_READ).read_to_end(&mut bytes).ok()?;
+        let text = String::from_utf8_lossy(&bytes);
+        let mut errors = records(&text).into_iter().rev().filter_map(error_of);
+        errors.find(|message| !message.starts_with(OURS))
+    }
+}
+
+/// Splits a runtime's log into its messages: each a line, or a JSON object, which crun 1.28 and newer write in several
+/// lines.
+pub fn records(text: &str) -> Vec<&str> {
+    let mut records = Vec::new();
+    let mut rest = text.trim_start();
+    while !rest.is_empty() {
+        let line = rest.find('\n').unwrap_or(rest.len());
+        let mut objects = Deserializer::from_str(rest).into_iter::<Map<String, Value>>();
+        let end = match rest.starts_with('{').then(|| objects.next()) {
+            Some(Some(Ok(_))) => objects.byte_offset(),
+            _ => line,
+        };
+        let (record, after) = rest.split_at(end);
+        records.push(record);
+        rest = after.trim_start();
+    }
+    records
+}
+
+/// Returns the text of a message, if it is an error: JSON, logrus's text, or crun's text (time and message).
+fn error_of(line: &str) -> Option<String> {
+    let line = line.trim();
+    let message = if line.starts_with('{') {
+        let json: Value = serde_json::from_str(line).ok()?;
+        // crun before 1.9 wrote no level, and errors only.
+        let level = json.get("level").and_then(|l| l.as_str());
+        level
+            .is_none_or(|l| matches!(l, "error" | "fatal" | "panic"))
+            .then(|| json.get("msg")?.as_str().map(str::to_owned))?
+    } else if line.starts_with("time=") {
+        let error = ["level=error ", "level=fatal "];
+        error
+            .iter()
+            .any(|level| line.contains(level))
+            .then(|| logrus_message(line))?
+    } else {
+        let message = line.split_once("Z: ").map_or(line, |(_, rest)| rest);
+        let noise = ["[warning]", "warning", "[debug]", "debug"];
+        (!noise.iter().any(|n| message.starts_with(n))).then(|| message.to_owned())
+    };
+    message
+        .map(|m| m.trim().to_owned())
+        .filter(|m| !m.is_empty())
+}
+
+/// Returns the value of `msg=`, quoted as Go does where it has more than a word.
+fn logrus_message(line: &str) -> Option<String> {
+    let rest = line.split_once(" msg=")?.1;
+    let Some(quoted) = rest.strip_prefix('"') else {
+        return rest.split(' ').next().map(str::to_owned);
+    };
+    let mut out = String::new();
+    let mut chars = quoted.chars();
+    while let Some(c) = chars.next() {
+        match c {
+            '"' => break,
+            '\\' => match chars.next()? {
+                'n' | 't' => out.push(' '),
+                other => out.push(other),
+            },
+            c => out.push(c),
+        }
+    }
+    Some(out)
+}
+
+/// Returns the first real error in a CRIU log. CRIU logs some failures as errors that are harmless: it tries to raise a
+/// limit and to join cgroups as far as it is allowed. Its helper for cgroups complains when CRIU has given up, which may
+/// come before the reason.
+pub fn first_criu_error(log: &Path) -> Option<String> {
+    let text = std::fs::read(log).ok()?;
+    let text = String::from_utf8_lossy(&text);
+    const HARMLESS: [&str; 3] = [
+        "RLIMIT_NOFILE",
+        "Can't setup RLIMIT",
+        "cgroupd: recv req error",
+    ];
+    let harmless = |l: &str| HARMLESS.iter().any(|h| l.contains(h));
+    text.lines()
+        .filter(|l| l.contains("Error (") && !harmless(l))
+        .map(|l| {
+            l.find("Error (")
+                .and_then(|i| l.get(i..))
+                .unwrap_or(l)
+                .trim()
+                .to_owned()
+        })
+        .next()
+}
+
+/// Returns a message if the file system of a directory has no room left.
+pub fn full_disk(dir: &Path) -> Option<String> {
+    let stat = nix::sys::statvfs::statvfs(dir).ok()?;
+    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+    (free < (64 << 10)).then(|| {
+        format!(
+            "the file system of {} is full; free some space or choose another directory",
+            dir.display()
+        )
+    })
+}
+
+/// Returns why an operation failed: the interruption, else the known reasons and CRIU's first error, else the low-level
+/// runtime's own error. It repeats the latter because some engines read only the last error of a log.
+pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, before: &Before) -> String {
+    if let Some(interruption) = &ended.interrupted {
+        return interruption.clone();
+    }
+    if let Some(log) = before.criu_log()
+        && let Some(error) = first_criu_error(log)
+    {
+        reasons.push(format!("CRIU: {error} (log: {})", log.display()));
+    }
+    if reasons.is_empty()
+        && let Some(error) = before.runtime_error()
+    {
+        reasons.push(format!("{}: {error}", low.label()));
+    }
+    if reasons.is_empty() {
+        reasons.push(format!("{} ended with code {}", low.label(), ended.code));
+    }
+    reasons.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn globals(log: &Path) -> Globals {
+        Globals {
+            log: Some(log.to_owned()),
+            ..Globals::default()
+        }
+    }
+
+    #[test]
+    fn an_old_log_is_not_this_operations() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("dump.log");
+        let before = Before::note(log.clone(), &Globals::default());
+        assert_eq!(before.criu_log(), None, "there is none");
+        fs::write(&log, "(00.1) Error (criu/old.c:1): of last week\n").unwrap();
+        assert_eq!(before.criu_log(), Some(&*log), "written since");
+        let before = Before::note(log.clone(), &Globals::default());
+        assert_eq!(before.criu_log(), None, "as it was");
+        // CRIU truncates it; the same length again would still differ in its time, or here in its inode.
+        fs::remove_file(&log).unwrap();
+        fs::write(&log, "(00.1) Error (criu/new.c:1): of this minute").unwrap();
+        assert_eq!(before.criu_log(), Some(&*log));
+    }
+
+    #[test]
+    fn the_runtimes_last_error_and_not_ours_or_an_older_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log.json");
+        fs::write(&log, "{\"level\":\"error\",\"msg\":\"an old one\"}\n").unwrap();
+        let before = Before::note("x".into(), &globals(&log));
+        assert_eq!(before.runtime_error(), None);
+        let mut file = fs::OpenOptions::new().append(true).open(&log).unwrap();
+        file.write_all(b"{\"level\":\"error\",\"msg\":\"criu is missing features: [MemTrack]\"}\n{\"level\":\"warning\",\"msg\":\"careful\"}\n{\"level\":\"error\",\"msg\":\"cryopod: checkpoint failed\"}\n").unwrap();
+        assert_eq!(
+            before.runtime_error().unwrap(),
+            "criu is missing features: [MemTrack]"
+        );
+        fs::write(&log, "{\"msg\":\"begun anew\"}\n").unwrap();
+        assert_eq!(before.runtime_error().unwrap(), "begun anew");
+        let none = Before::note("x".into(), &Globals::default());
+        assert_eq!(none.runtime_error(), None);
+    }
+
+    #[test]
+    fn json_over_several_lines() {
+        // As crun 1.28 writes it.
+        let crun = "{\n  \"msg\": \"error creating CRIU work directory `\\/tmp\\/x`: Not a directory\",\n  \"level\": \"error\",\n  \"time\": \"2026-11-23T00:40:51.042359Z\"\n}\n";
+        let ours = "{\"level\":\"warning\",\"msg\":\"cryopod: {\"}";
+        let text =
+            format!("{ours}\n\n{crun}time=\"x\" level=error msg={{\n{crun}{{ broken\n{crun}");
+        let crun = crun.trim_end();
+        assert_eq!(
+            records(&text),
+            [
+                ours,
+                crun,
+                "time=\"x\" level=error msg={",
+                crun,
+                "{ broken",
+                crun
+            ]
+        );
+        assert_eq!(
+            error_of(crun).unwrap(),
+            "error creating CRIU work directory `/tmp/x`: Not a directory"
+        );
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("log.json");
+        let before = Before::note("x".into(), &globals(&log));
+        fs::write(&log, format!("{crun}\n{ours}\n")).unwrap();
+        assert!(before.runtime_error().unwrap().contains("/tmp/x"));
+    }
+
+    #[test]
+    fn lines_of_each_runtime() {
+        for (line, want) in [
+            (
+                r#"time="2026-01-01T00:00:00Z" level=error msg="a \"b\" c""#,
+                Some(r#"a "b" c"#),
+            ),
+            ("time=\"x\" level=error msg=short", Some("short")),
+            ("time=\"x\" level=warning msg=careful", None),
+            (
+                "2026-01-01T00:00:00.123456Z: CRIU checkpointing failed",
+                Some("CRIU checkpointing failed"),
+            ),
+            (r#"{"level":"fatal","msg":"x"}"#, Some("x")),
+            (r#"{"level":"info","msg":"x"}"#, None),
+            ("{broken", None),
+            ("", None),
+        ] {
+            assert_eq!(error_of(line).as_deref(), want, "{line}");
+        }
+    }
+
+    #[test]
+    fn the_first_real_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("dump.log");
+        std::fs::write(&log, "(00.1) Warn  (criu/x.c:1): careful\n(00.2) Error (criu/util.c:9): Can't setup RLIMIT_NOFILE for self: Operation not permitted\n(00.2) Error (criu/cgroup.c:8): cg: cgroupd: recv req error: No such file or directory\n(00.3) Error (criu/files.c:2): Can't lookup mount=46 for fd=1\n(00.4) Error (criu/cr-dump.c:3): Dumping FAILED.\n").unwrap();
+        assert_eq!(
+            first_criu_error(&log).unwrap(),
+            "Error (criu/files.c:2): Can't lookup mount=46 for fd=1"
+        );
+        assert_eq!(first_criu_error(&dir.path().join("none")), None);
+    }
+}

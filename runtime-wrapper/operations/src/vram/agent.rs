@@ -1,0 +1,151 @@
+//! Starts and ends the driver agent of one operation. It starts before the freeze, so that loading the driver's library
+//! costs no frozen time.
+
+use crate::error::Error;
+use std::io::{BufRead, BufReader, Read};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use cryopod_cuda::report::AgentReady;
+
+use crate::config::{Config, Nvidia};
+use crate::criu::plugins::NVIDIA_PLUGIN;
+use crate::run::operation::Operation;
+
+pub const SOCKET: &str = "driver.sock";
+pub const REPORT: &str = "agent-report.json";
+/// How long the agent may take to put processes back in order when the operation is over.
+const GOODBYE: Duration = Duration::from_secs(300);
+
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    #[error(
+        "cryopod-cuda-agent was not found beside the plugin; install it, or name it as `nvidia.agent` in {}",
+        crate::config::PATH
+    )]
+    Missing,
+    #[error("{path}: cannot be started: {source}")]
+    Start {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("the NVIDIA driver cannot be used for a checkpoint: {error}; {remedy}")]
+    Driver { error: String, remedy: String },
+    #[error(
+        "the NVIDIA driver's library gave no answer within {0:?}; look at the kernel log for driver errors, or raise limits.agent_s"
+    )]
+    Silent(Duration),
+}
+
+/// A running agent. Dropped, it puts back what was not committed, and ends.
+#[derive(Debug)]
+pub struct Agent {
+    child: Child,
+    pub ready: AgentReady,
+}
+
+/// Finds the agent's program: the configured one, else beside the plugin, else on PATH.
+pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf> {
+    if let Some(path) = &config.agent {
+        return path.is_file().then(|| path.clone());
+    }
+    plugin
+        .and_then(|p| Some(p.parent()?.join("cryopod-cuda-agent")))
+        .filter(|p| p.is_file())
+}
+
+impl Agent {
+    /// Starts the configured agent, or the one beside one of these plugins. On failure nothing is left running.
+    pub fn of_operation(
+        config: &Config,
+        plugins: &[PathBuf],
+        op: &Operation,
+    ) -> Result<Self, AgentError> {
+        let beside = plugins
+            .iter()
+            .find(|p| p.ends_with(NVIDIA_PLUGIN))
+            .map(PathBuf::as_path);
+        let program = find(&config.nvidia, beside).ok_or(AgentError::Missing)?;
+        let limit = Duration::from_secs(config.limits.agent_s);
+        Self::start(program, &config.nvidia, op, limit)
+    }
+
+    /// Starts the agent and waits until it is ready. On failure nothing is left running.
+    pub fn start(
+        program: PathBuf,
+        config: &Nvidia,
+        op: &Operation,
+        limit: Duration,
+    ) -> Result<Self, AgentError> {
+        let mut command = Command::new(&program);
+        command.arg("--socket").arg(op.file(SOCKET));
+        command.arg("--report").arg(op.file(REPORT));
+        for library in &config.libcuda {
+            command.arg("--libcuda").arg(library);
+        }
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|source| AgentError::Start {
+                path: program,
+                source,
+            })?;
+        let (tx, rx) = mpsc::channel();
+        if let Some(out) = child.stdout.take() {
+            std::thread::spawn(move || {
+                let mut line = String::new();
+                let _ = BufReader::new(out.take(1 << 20)).read_line(&mut line);
+                let _ = tx.send(line);
+            });
+        }
+        let answer = rx.recv_timeout(limit).ok();
+        let failed = match answer.as_deref().map(serde_json::from_str::<AgentReady>) {
+            Some(Ok(ready)) if ready.ready => return Ok(Self { child, ready }),
+            Some(Ok(ready)) => AgentError::Driver {
+                error: ready.error.unwrap_or_else(|| "no reason given".into()),
+                remedy: ready.remedy.unwrap_or_else(|| "see `cryopod check`".into()),
+            },
+            Some(Err(_)) => AgentError::Driver {
+                error: "the agent ended without an answer".into(),
+                remedy: "run `cryopod check`, and look at the kernel log for driver errors".into(),
+            },
+            None => AgentError::Silent(limit),
+        };
+        let _ = child.kill();
+        let _ = child.wait();
+        Err(failed)
+    }
+}
+
+impl Agent {
+    pub fn pid(&self) -> Option<i32> {
+        i32::try_from(self.child.id()).ok()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let end = Instant::now() + GOODBYE;
+        while Instant::now() < end {
+            match self.child.try_wait() {
+                Ok(None) => std::thread::sleep(Duration::from_millis(5)),
+                _ => return,
+            }
+        }
+        // Not killed: when a driver call that hangs returns, the agent undoes it and ends by itself.
+        tracing::error!(
+            "the driver agent (process {}) still waits for the driver after {GOODBYE:?}; a process of the container may stay locked until the driver answers",
+            self.child.id()
+        );
+    }
+}
+
+impl From<AgentError> for Error {
+    fn from(error: AgentError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
