@@ -185,6 +185,7 @@ cases = {
     "nul": lambda: mount("/data", f7=b"/data\0/../.."),
     "long-number": lambda: change("core-1.img", creds, sets(f1=1 << 32)),
     "run-id": lambda: change("inventory.img", [], lambda m: put(m, 13, "x; flush ruleset")),
+    "chroot": lambda: change("fs-1.img", [], sets(f2=77)),
     # CRIU 4.1 would read past the end for ever
     "short-pages": lambda: os.truncate(f"{directory}/pages-1.img", 30),
     "no-inventory-ids": lambda: change("inventory.img", [], lambda m: put(m, 3, None)),
@@ -230,6 +231,7 @@ for case in $(craft list /); do
         run-id | no-inventory-ids) want=inventory.img: ;;
         apparmor) want=apparmor.img: ;;
         userns) want=userns-7.img: ;;
+        chroot) want='fs-1.img: a root directory of its own' ;;
         short-pages) want='pagemap-[0-9]*.img: message 0: needs [0-9]* bytes of pages-1.img, which has 30' ;;
         unknown-image) want=strange.img: ;;
         old-image) want=reg-files.img: ;;

@@ -1,5 +1,7 @@
 //! Checks the open files in `files.img`, and the deleted ones in `ghost-file-*.img`.
 
+use std::collections::BTreeSet;
+
 use cryopod_archive::criu::message::Message;
 
 use super::{CheckedImages, Subject};
@@ -31,7 +33,30 @@ pub fn check(
             ))
         }));
     }
+    if !ceiling.has("SYS_CHROOT") {
+        told.extend(roots(images));
+    }
     told
+}
+
+/// Returns the processes whose root directory is another one than the container's.
+fn roots(images: &CheckedImages) -> impl Iterator<Item = String> {
+    let files = images.messages(NAME).iter();
+    let is_root = |file: &&Message| {
+        let name = file.message("reg").and_then(|f| f.text("name"));
+        name.as_deref() == Some("/")
+    };
+    let roots: BTreeSet<u64> = files
+        .filter(is_root)
+        .filter_map(|file| file.number("id"))
+        .collect();
+    let others = images.numbered("fs-").filter(move |(_, messages)| {
+        let root = messages.first().and_then(|m| m.number("root_id"));
+        root.is_some_and(|id| !roots.contains(&id))
+    });
+    others.map(|(name, _)| {
+        format!("{name}: a root directory of its own, for which a process needs CAP_SYS_CHROOT, and the spec does not give it")
+    })
 }
 
 fn wrong_file(file: &Message, ceiling: &CredentialsCeiling) -> Option<String> {
