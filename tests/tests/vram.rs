@@ -15,8 +15,6 @@ fn whatever_fails_no_sum_is_wrong() {
 
 crate::scenarios! {
     gpu_memory_goes_into_files: V2 [] "plugin/lib.sh" + "vram/criu.sh";
-    custom_storage: V2 [] "plugin/lib.sh" + "vram/storage.sh";
-    custom_storage_podman: V2 ["crun" "--driver" "615.10"] "vram/job.sh" + "vram/storage_podman.sh";
     podman_crun: V2 ["crun"] "vram/job.sh" + "vram/podman.sh";
     podman_runc: V2 ["runc"] "vram/job.sh" + "vram/podman.sh";
     checkpoints_that_build_upon_each_other: V2 ["runc"] "vram/parents.sh";

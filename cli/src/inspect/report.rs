@@ -104,8 +104,6 @@ pub struct GpuFacts {
 pub struct Copied {
     /// The driver agent, through the preload library.
     pub preload: u64,
-    /// The driver agent, from the driver's custom storage.
-    pub custom_storage: u64,
     /// The driver.
     pub driver: u64,
 }
@@ -345,13 +343,10 @@ fn copied(processes: &[&Value]) -> Copied {
     let lists = processes.iter().filter_map(|p| p.get("vram")?.as_array());
     lists.flatten().fold(Copied::default(), |mut sum, buffer| {
         let bytes = buffer.get("bytes").and_then(Value::as_u64).unwrap_or(0);
-        let is = |way| buffer.get(way).and_then(Value::as_bool) == Some(true);
-        let part = if is("preload") {
-            &mut sum.preload
-        } else if is("custom_storage") {
-            &mut sum.custom_storage
-        } else {
-            &mut sum.driver
+        let preload = buffer.get("preload").and_then(Value::as_bool) == Some(true);
+        let part = match preload {
+            true => &mut sum.preload,
+            false => &mut sum.driver,
         };
         *part = part.saturating_add(bytes);
         sum

@@ -188,7 +188,6 @@ fn gpus(report: &Report, rows: &mut Vec<(&'static str, String)>) {
     }
     let by = [
         (gpu.copied.preload, "through the preload library"),
-        (gpu.copied.custom_storage, "through custom storage"),
         (gpu.copied.driver, "by the driver"),
     ];
     let by = by.iter().filter(|(copied, _)| *copied > 0);

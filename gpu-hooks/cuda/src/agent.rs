@@ -5,22 +5,18 @@
 //! [`ErrorKind::TimedOut`] while the call goes on, and further calls for the same process get [`ErrorKind::Busy`] until
 //! it returns. The result is recorded in any case, so that it can be undone.
 
-use super::copy::Gpus;
-use super::custom_storage::Stores;
 use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
 use super::preload::process::Preloads;
 use super::procfs;
-use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState, TakenOut};
+use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
 use super::vram::store::VramFiles;
 use communicators::Communicators;
-use cryopod_archive::vram::usual_threads;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};
 use std::time::Duration;
 
 mod communicators;
-mod custom_storage;
 mod settle;
 
 /// How much longer than its own timeout a lock may take before it counts as hanging.
@@ -29,8 +25,6 @@ const LOCK_GRACE: Duration = Duration::from_secs(3);
 const COPY_GRACE: Duration = Duration::from_secs(180);
 /// How long after an "illegal state" a lock is tried again: the process may be within cuInit.
 const RACE_PAUSE: Duration = Duration::from_millis(250);
-/// How long a process may take to get its memory mapped.
-const KEEP: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Clone, Copy)]
@@ -64,9 +58,7 @@ struct Tracked {
 pub struct Agent<D> {
     driver: D,
     vram_files: Arc<VramFiles>,
-    gpus: Arc<Gpus>,
     preloads: Arc<Preloads>,
-    stores: Stores,
     communicators: Communicators,
     tracked: Mutex<HashMap<i32, Tracked>>,
     idle: Condvar,
@@ -112,13 +104,10 @@ fn error(kind: ErrorKind, message: impl Into<String>) -> DriverError {
 
 impl<D: Driver> Agent<D> {
     pub fn new(driver: D) -> Arc<Self> {
-        let gpus = Arc::<Gpus>::default();
         Arc::new(Self {
             driver,
             vram_files: Arc::default(),
-            preloads: Arc::new(Preloads::new(Arc::clone(&gpus))),
-            stores: Stores::new(Arc::clone(&gpus)),
-            gpus,
+            preloads: Arc::default(),
             communicators: Communicators::default(),
             tracked: Mutex::default(),
             idle: Condvar::new(),
@@ -137,11 +126,6 @@ impl<D: Driver> Agent<D> {
         &self.communicators
     }
 
-    /// The GPUs whose memory this agent copies.
-    pub fn gpus(&self) -> &Gpus {
-        &self.gpus
-    }
-
     pub fn preloads(&self) -> &Arc<Preloads> {
         &self.preloads
     }
@@ -150,7 +134,6 @@ impl<D: Driver> Agent<D> {
     pub fn keep(&self) {
         self.table().retain(|_, entry| entry.busy.is_some());
         self.preloads.forget();
-        self.stores.forget_all();
         self.communicators.take_down();
         self.vram_files.clear();
     }
@@ -180,7 +163,6 @@ impl<D: Driver> Agent<D> {
             | Op::Restore { limit_ms, .. }
             | Op::Unlock { limit_ms, .. }
             | Op::PreloadIn { limit_ms, .. } => Duration::from_millis(*limit_ms),
-            Op::StorageKeep { .. } => KEEP,
             Op::PreloadOut { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + COPY_GRACE,
             _ => {
                 let what = format!("{} is not about a process", op.name());
@@ -282,41 +264,18 @@ impl<D: Driver> Agent<D> {
                 self.lock(pid, u32::try_from(*timeout_ms).unwrap_or(u32::MAX))?;
                 Ok(Outcome::Done)
             }
-            Op::Checkpoint { storage, .. } => {
+            Op::Checkpoint { .. } => {
                 self.note_found(pid)?;
-                let to = storage.as_ref();
-                let taken = to.map(|to| self.checkpoint_to_storage(pid, to));
-                let done = match taken.transpose()? {
-                    Some(out @ TakenOut::Out { .. }) => return Ok(Outcome::TakenOut(out)),
-                    left => left.map_or(Outcome::Done, Outcome::TakenOut),
-                };
                 match self.driver.checkpoint(pid) {
                     Ok(()) => {
                         self.record(pid, |entry| entry.now = ProcessState::Checkpointed);
-                        Ok(done)
+                        Ok(Outcome::Done)
                     }
                     Err(cause) => Err(self.after_failure(pid, &cause, "checkpoint")),
                 }
             }
-            Op::Restore {
-                gpu_map,
-                storage,
-                limit_ms,
-                ..
-            } => {
+            Op::Restore { gpu_map, .. } => {
                 let map = effective_map(gpu_map).unwrap_or_default();
-                let limit = match limit_ms {
-                    0 => COPY_GRACE,
-                    ms => Duration::from_millis(*ms),
-                };
-                let buffer = storage.as_ref().map(|from| from.buffer);
-                let files = &self.vram_files;
-                if let Some(source) = self.stores.source(pid, buffer, limit, files)? {
-                    let threads = storage.as_ref().map(|from| from.threads);
-                    let threads = threads.unwrap_or_else(usual_threads);
-                    self.restore_from_storage(pid, &source, map, threads, limit)?;
-                    return Ok(Outcome::Done);
-                }
                 match self.driver.restore(pid, map) {
                     Ok(()) => {
                         self.record(pid, |entry| entry.now = ProcessState::Locked);
@@ -332,12 +291,6 @@ impl<D: Driver> Agent<D> {
                 }
                 Err(cause) => Err(self.after_failure(pid, &cause, "unlock")),
             },
-            Op::StorageKeep { .. } => {
-                let tid = self.driver.restore_tid(pid);
-                let tid = tid.map_err(|cause| cause.describe("the driver's thread"))?;
-                self.stores.keep(pid, tid, &self.vram_files)?;
-                Ok(Outcome::Done)
-            }
             Op::PreloadOut {
                 timeout_ms,
                 threads,

@@ -130,7 +130,6 @@ fn checkpoint(pid: i32) -> Op {
     Op::Checkpoint {
         pid,
         limit_ms: 2000,
-        storage: None,
     }
 }
 
@@ -231,7 +230,6 @@ fn a_restore_is_not_undone() {
         pid,
         gpu_map: Vec::new(),
         limit_ms: 10_000,
-        storage: None,
     };
     assert_eq!(agent.perform(&restore), Outcome::Done);
     assert_eq!(
@@ -261,11 +259,7 @@ fn a_hanging_call_times_out_keeps_others_off_and_is_undone_when_it_returns() {
     driver.checkpoint_takes = Duration::from_secs(3);
     let agent = Agent::new(driver);
     assert_eq!(agent.perform(&lock(pid)), Outcome::Done);
-    let hanging = Op::Checkpoint {
-        pid,
-        limit_ms: 50,
-        storage: None,
-    };
+    let hanging = Op::Checkpoint { pid, limit_ms: 50 };
     assert_eq!(kind(agent.perform(&hanging)), ErrorKind::TimedOut);
     assert_eq!(kind(agent.perform(&checkpoint(pid))), ErrorKind::Busy);
     let patient = Limits {

@@ -18,7 +18,6 @@ mod code {
     pub const NOT_READY: i32 = 600;
     pub const NOT_SUPPORTED: i32 = 801;
     pub const SYSTEM_DRIVER_MISMATCH: i32 = 803;
-    pub const UNKNOWN: i32 = 999;
 }
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` and `_MINOR`.
@@ -66,36 +65,6 @@ pub trait Driver: Send + Sync + 'static {
     /// Moves host memory to GPU memory; `map` is empty or names every GPU.
     fn restore(&self, pid: i32, map: &[GpuPair]) -> Result<(), CallError>;
     fn unlock(&self, pid: i32) -> Result<(), CallError>;
-    /// The driver's custom storage, if it has it.
-    fn custom_storage(&self) -> Option<&dyn CustomStorage> {
-        None
-    }
-}
-
-/// Custom storage (CUDA 13.4): whoever checkpoints a process gets its GPU memory mapped, and copies it.
-pub trait CustomStorage: Send + Sync {
-    /// Maps a locked process's memory here. There must be a primary context on each of its GPUs. It cannot be taken back:
-    /// [`CustomStorage::complete`] must follow when the memory has been copied.
-    fn begin_checkpoint(&self, pid: i32) -> Result<Handed, CallError>;
-    /// Maps a checkpointed process's memory here, to be filled.
-    fn begin_restore(&self, pid: i32, map: &[GpuPair]) -> Result<Handed, CallError>;
-    /// Ends either. Afterwards the memory is not mapped any more, whatever the result.
-    fn complete(&self, handed: Handed) -> Result<(), CallError>;
-}
-
-/// Memory that the driver has mapped here.
-#[derive(Debug)]
-pub struct Handed {
-    handle: usize,
-    pub parts: Vec<HandedPart>,
-}
-
-/// What it has mapped of one GPU.
-#[derive(Debug, Clone, Copy)]
-pub struct HandedPart {
-    pub device: i32,
-    pub address: u64,
-    pub bytes: u64,
 }
 
 // The argument structures of cuda.h: 64 bytes each, unused bytes zero.
@@ -119,36 +88,12 @@ struct RawPair {
     new: Uuid,
 }
 
-/// `CUcheckpointCustomStoragePerDeviceData`.
-#[repr(C)]
-struct RawPart {
-    address: u64,
-    bytes: usize,
-    stream: *mut c_void,
-}
-
-/// `CUcheckpointCustomStorageInfo`, the driver's own.
-#[repr(C)]
-struct RawStorage {
-    handle: *mut c_void,
-    parts: *const RawPart,
-    count: c_uint,
-}
-
-/// Before CUDA 13.4 all of it was reserved.
-#[repr(C)]
-struct CheckpointArgs {
-    storage: *mut *const RawStorage,
-    reserved: [u64; 7],
-}
-
 #[repr(C)]
 struct RestoreArgs {
     pairs: *mut RawPair,
     count: c_uint,
     padding: c_uint,
-    storage: *mut *const RawStorage,
-    reserved: [u64; 5],
+    reserved: [u64; 6],
 }
 
 #[repr(C)]
@@ -158,7 +103,6 @@ struct NoArgs {
 
 const _: () = {
     assert!(size_of::<LockArgs>() == ARGS_SIZE);
-    assert!(size_of::<CheckpointArgs>() == ARGS_SIZE);
     assert!(size_of::<RestoreArgs>() == ARGS_SIZE);
     assert!(size_of::<NoArgs>() == ARGS_SIZE);
     assert!(size_of::<RawPair>() == 32);
@@ -167,49 +111,8 @@ const _: () = {
 type Pid = c_int;
 type Result32 = c_int;
 type Step<A> = unsafe extern "C" fn(Pid, *mut A) -> Result32;
-type Complete = unsafe extern "C" fn(*mut c_void) -> Result32;
-type StreamDevice = unsafe extern "C" fn(*mut c_void, *mut c_int) -> Result32;
 type ErrorText = unsafe extern "C" fn(Result32, *mut *const c_char) -> Result32;
 type DeviceString = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> Result32;
-
-/// The functions of custom storage.
-#[derive(Clone, Copy)]
-struct Storage {
-    complete: Complete,
-    device: StreamDevice,
-}
-
-/// The CUDA version whose functions are asked for: the first with custom storage.
-const STORAGE_CUDA: c_int = 13_040;
-
-impl Storage {
-    /// `None` before CUDA 13.4.
-    fn of(lib: Handle) -> Option<Self> {
-        type Get = unsafe extern "C" fn(
-            *const c_char,
-            *mut *mut c_void,
-            c_int,
-            u64,
-            *mut c_int,
-        ) -> Result32;
-        let get: Get = lib.optional(c"cuGetProcAddress_v2")?;
-        let find = |name: &CStr| {
-            let (mut found, mut status) = (std::ptr::null_mut(), 0);
-            // SAFETY: a NUL-terminated name; writes one pointer and one int.
-            let code = unsafe { get(name.as_ptr(), &mut found, STORAGE_CUDA, 0, &mut status) };
-            (code == 0 && status == 0 && !found.is_null()).then_some(found)
-        };
-        let complete = find(c"cuCheckpointOperationComplete")?;
-        let device = find(c"cuStreamGetDevice")?;
-        // SAFETY: pointers to functions of these C types, by cuda.h of CUDA 13.4.
-        unsafe {
-            Some(Self {
-                complete: std::mem::transmute::<*mut c_void, Complete>(complete),
-                device: std::mem::transmute::<*mut c_void, StreamDevice>(device),
-            })
-        }
-    }
-}
 
 pub struct LibCuda {
     path: PathBuf,
@@ -218,10 +121,9 @@ pub struct LibCuda {
     restore_tid: unsafe extern "C" fn(Pid, *mut c_int) -> Result32,
     state: unsafe extern "C" fn(Pid, *mut c_uint) -> Result32,
     lock: Step<LockArgs>,
-    checkpoint: Step<CheckpointArgs>,
+    checkpoint: Step<NoArgs>,
     restore: Step<RestoreArgs>,
     unlock: Step<NoArgs>,
-    storage: Option<Storage>,
     error_name: Option<ErrorText>,
     error_text: Option<ErrorText>,
 }
@@ -343,7 +245,6 @@ impl LibCuda {
             checkpoint: lib.required(c"cuCheckpointProcessCheckpoint")?,
             restore: lib.required(c"cuCheckpointProcessRestore")?,
             unlock: lib.required(c"cuCheckpointProcessUnlock")?,
-            storage: None,
             error_name: lib.optional(c"cuGetErrorName"),
             error_text: lib.optional(c"cuGetErrorString"),
         };
@@ -366,7 +267,6 @@ impl LibCuda {
             unsafe { get(&mut cuda.version) };
         }
         cuda.gpus = gpus(lib);
-        cuda.storage = Storage::of(lib);
         Ok(cuda)
     }
 
@@ -513,99 +413,12 @@ impl Driver for LibCuda {
     }
 
     fn checkpoint(&self, pid: i32) -> Result<(), CallError> {
-        let mut args = CheckpointArgs {
-            storage: std::ptr::null_mut(),
-            reserved: [0; 7],
-        };
+        let mut args = NoArgs { reserved: [0; 8] };
         // SAFETY: the argument structure of cuda.h, alive during the call.
         self.check(unsafe { (self.checkpoint)(pid, &mut args) })
     }
 
     fn restore(&self, pid: i32, map: &[GpuPair]) -> Result<(), CallError> {
-        self.restore_with(pid, map, std::ptr::null_mut())
-    }
-
-    fn unlock(&self, pid: i32) -> Result<(), CallError> {
-        let mut args = NoArgs { reserved: [0; 8] };
-        // SAFETY: the argument structure of cuda.h, alive during the call.
-        self.check(unsafe { (self.unlock)(pid, &mut args) })
-    }
-
-    fn custom_storage(&self) -> Option<&dyn CustomStorage> {
-        self.storage.map(|_| self as &dyn CustomStorage)
-    }
-}
-
-impl CustomStorage for LibCuda {
-    fn begin_checkpoint(&self, pid: i32) -> Result<Handed, CallError> {
-        let mut storage = std::ptr::null();
-        let mut args = CheckpointArgs {
-            storage: &mut storage,
-            reserved: [0; 7],
-        };
-        // SAFETY: the argument structure of cuda.h; it and the pointer that it names live during the call.
-        self.check(unsafe { (self.checkpoint)(pid, &mut args) })?;
-        self.handed(storage)
-    }
-
-    fn begin_restore(&self, pid: i32, map: &[GpuPair]) -> Result<Handed, CallError> {
-        let mut storage = std::ptr::null();
-        self.restore_with(pid, map, &mut storage)?;
-        self.handed(storage)
-    }
-
-    fn complete(&self, handed: Handed) -> Result<(), CallError> {
-        let storage = self.storage.ok_or_else(nonsense)?;
-        let handle = std::ptr::with_exposed_provenance_mut(handed.handle);
-        // SAFETY: the driver's handle, of an operation that nobody else completes.
-        self.check(unsafe { (storage.complete)(handle) })
-    }
-}
-
-fn nonsense() -> CallError {
-    CallError {
-        code: code::UNKNOWN,
-        text: "the driver does not say what it has mapped".into(),
-    }
-}
-
-impl LibCuda {
-    /// Reads what the driver has mapped.
-    fn handed(&self, storage: *const RawStorage) -> Result<Handed, CallError> {
-        let functions = self.storage.ok_or_else(nonsense)?;
-        // SAFETY: null, or a structure of the driver's that lives until the operation is complete.
-        let storage = unsafe { storage.as_ref() }.ok_or_else(nonsense)?;
-        if storage.count > 0 && storage.parts.is_null() {
-            return Err(nonsense());
-        }
-        let count = usize::try_from(storage.count).map_err(|_| nonsense())?;
-        let mut parts = Vec::new();
-        for at in 0..count {
-            // SAFETY: the driver's array of so many elements.
-            let raw = unsafe { &*storage.parts.add(at) };
-            let mut device = 0;
-            // SAFETY: the driver's stream; writes one int.
-            self.check(unsafe { (functions.device)(raw.stream, &mut device) })?;
-            parts.push(HandedPart {
-                device,
-                address: raw.address,
-                bytes: raw.bytes as u64,
-            });
-        }
-        // The driver may list a GPU of which the process has nothing.
-        parts.retain(|part| part.bytes > 0);
-        Ok(Handed {
-            handle: storage.handle.expose_provenance(),
-            parts,
-        })
-    }
-
-    fn restore_with(
-        &self,
-        pid: i32,
-        map: &[GpuPair],
-        storage: *mut *const RawStorage,
-    ) -> Result<(), CallError> {
         let mut pairs: Vec<RawPair> = map
             .iter()
             .map(|pair| RawPair {
@@ -621,10 +434,15 @@ impl LibCuda {
             },
             count: pairs.len() as c_uint,
             padding: 0,
-            storage,
-            reserved: [0; 5],
+            reserved: [0; 6],
         };
         // SAFETY: the argument structure of cuda.h; it and the pairs live during the call.
         self.check(unsafe { (self.restore)(pid, &mut args) })
+    }
+
+    fn unlock(&self, pid: i32) -> Result<(), CallError> {
+        let mut args = NoArgs { reserved: [0; 8] };
+        // SAFETY: the argument structure of cuda.h, alive during the call.
+        self.check(unsafe { (self.unlock)(pid, &mut args) })
     }
 }

@@ -16,10 +16,8 @@ pub const VERSION: u32 = 1;
 pub const VRAM_VERSION: u32 = 2;
 /// The version written where a process has inherited mappings of device nodes.
 pub const MAPS_VERSION: u32 = 3;
-/// The version written where GPU memory was taken out by the preload library.
+/// The version written where GPU memory was taken out by the preload library, and the newest read.
 pub const PRELOAD_VERSION: u32 = 4;
-/// The version written where GPU memory was taken out by the driver's custom storage, and the newest read.
-pub const STORAGE_VERSION: u32 = 5;
 pub const MAX_BYTES: u64 = 16 << 20;
 
 const MAX_PROCESSES: usize = 1 << 16;
@@ -124,7 +122,7 @@ fn is_zero(n: &u64) -> bool {
 pub enum ImageError {
     #[error("{FILE_NAME} is damaged: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("{FILE_NAME} has version {0}; this plugin reads {STORAGE_VERSION}")]
+    #[error("{FILE_NAME} has version {0}; this plugin reads {PRELOAD_VERSION}")]
     Version(u32),
     #[error("{FILE_NAME} is invalid: {0}")]
     Invalid(String),
@@ -170,7 +168,7 @@ impl NvidiaImage {
             return Err(ImageError::Invalid("too large".into()));
         }
         let versioned: Versioned = serde_json::from_slice(bytes)?;
-        if !(VERSION..=STORAGE_VERSION).contains(&versioned.version) {
+        if !(VERSION..=PRELOAD_VERSION).contains(&versioned.version) {
             return Err(ImageError::Version(versioned.version));
         }
         let image: Self = serde_json::from_slice(bytes)?;
@@ -237,13 +235,12 @@ fn validate_vram(buffers: &[VramBuffer]) -> Result<(), String> {
     for buffer in buffers {
         let (start, bytes) = (buffer.address, buffer.bytes);
         let end = start.checked_add(bytes).filter(|end| *end <= END);
-        let placed = (start != 0) == buffer.is_drivers();
-        let placed = placed && !(buffer.preload && buffer.custom_storage);
+        let placed = (start == 0) == buffer.preload;
         let whole = start % PAGE == 0 && bytes % PAGE == 0 && bytes > 0 && placed;
         let Some(end) = end.filter(|_| whole && buffer.region.len() <= MAX_PATH) else {
             return Err(format!("GPU memory of {bytes} bytes at {start:#x}"));
         };
-        if !buffer.is_drivers() {
+        if buffer.preload {
             continue;
         }
         if ends.iter().any(|(from, to)| start < *to && *from < end) {
@@ -287,7 +284,6 @@ mod tests {
                     bytes: 1 << 30,
                     region: "7.0".into(),
                     preload: false,
-                    custom_storage: false,
                 }],
                 steps: vec![StepTiming {
                     step: Step::Checkpoint,
@@ -312,15 +308,10 @@ mod tests {
 
     #[test]
     fn bad_values_are_refused() {
-        let cases: [fn(&mut NvidiaImage); 15] = [
-            |i| i.version = STORAGE_VERSION + 1,
+        let cases: [fn(&mut NvidiaImage); 14] = [
+            |i| i.version = PRELOAD_VERSION + 1,
             |i| i.processes[0].vram[0].address = 0,
-            |i| i.processes[0].vram[0].custom_storage = true,
-            |i| {
-                let buffer = &mut i.processes[0].vram[0];
-                (buffer.preload, buffer.custom_storage) = (true, true);
-                buffer.address = 0;
-            },
+            |i| i.processes[0].vram[0].preload = true,
             |i| i.processes[0].vram[0].address += 1,
             |i| i.processes[0].vram[0].bytes = 0,
             |i| i.processes[0].vram[0].address = u64::MAX - 4095,

@@ -20,7 +20,6 @@ pub mod agent;
 pub mod client;
 pub mod config;
 pub mod copy;
-pub mod custom_storage;
 pub mod driver;
 pub mod gpu;
 pub mod image;

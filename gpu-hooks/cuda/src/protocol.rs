@@ -82,13 +82,10 @@ pub enum Op {
         /// How long the driver may wait for the GPU work.
         timeout_ms: u64,
     },
-    /// Moves its GPU memory to host memory and releases the GPUs. With custom storage answered by [`Outcome::TakenOut`].
+    /// Moves its GPU memory to host memory and releases the GPUs.
     Checkpoint {
         pid: i32,
         limit_ms: u64,
-        /// With the driver's custom storage, if it has it: the agent copies.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        storage: Option<StorageTo>,
     },
     Restore {
         pid: i32,
@@ -96,14 +93,6 @@ pub enum Op {
         #[serde(default)]
         gpu_map: Vec<GpuPair>,
         limit_ms: u64,
-        /// The custom storage of the checkpoint; `None`: what this agent has taken, or the process keeps, if anything.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        storage: Option<StorageFrom>,
-    },
-    /// Maps the GPU memory that custom storage took from a process into it, so that it keeps the memory when the agent
-    /// ends.
-    StorageKeep {
-        pid: i32,
     },
     /// Lets CUDA calls through again.
     Unlock {
@@ -247,7 +236,6 @@ impl Op {
             | Self::VramCopy { pid, .. }
             | Self::PreloadOut { pid, .. }
             | Self::PreloadIn { pid, .. }
-            | Self::StorageKeep { pid }
             | Self::Find { pid, .. }
             | Self::Query { pid, .. }
             | Self::Lock { pid, .. }
@@ -266,7 +254,6 @@ impl Op {
             Self::Checkpoint { .. } => "checkpoint",
             Self::Restore { .. } => "restore",
             Self::Unlock { .. } => "unlock",
-            Self::StorageKeep { .. } => "storage-keep",
             Self::Commit => "commit",
             Self::Keep => "keep",
             Self::VramReserve { .. } => "vram-reserve",
@@ -379,38 +366,21 @@ impl std::fmt::Display for NcclDone {
     }
 }
 
-/// What became of a process's GPU memory: answer to [`Op::PreloadOut`], and to [`Op::Checkpoint`] with custom storage.
+/// What became of a process's GPU memory: answer to [`Op::PreloadOut`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TakenOut {
     /// The process has no preload library, or no GPU memory behind it.
     Without,
-    /// The driver has it, or will copy it; why.
+    /// The driver will copy it; why.
     LeftOut(String),
-    /// The memory is in this buffer of the agent's, and the process waits for it. The preload library's process keeps the
-    /// buffer's file.
+    /// The memory is in this buffer of the agent's, whose file the process keeps, and the process waits for it.
     Out {
         buffer: SharedBuffer,
         bytes: u64,
         /// It is being written.
         writes: bool,
     },
-}
-
-/// How custom storage is copied out.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StorageTo {
-    pub threads: usize,
-    /// Where it is to be written while it is copied.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub write: Option<WriteTo>,
-}
-
-/// How custom storage is copied in.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StorageFrom {
-    pub buffer: u64,
-    pub threads: usize,
 }
 
 /// An image directory for VRAM files.
@@ -430,9 +400,6 @@ pub struct Hello {
     /// `cuDriverGetVersion`: 13000 is CUDA 13.0.
     pub cuda_version: i32,
     pub gpus: Vec<AgentGpu>,
-    /// The driver has custom storage.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub custom_storage: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -544,11 +511,7 @@ mod tests {
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Find { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Query { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, timeout_ms)| Op::Lock { pid, timeout_ms }),
-            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint {
-                pid,
-                limit_ms,
-                storage: None
-            }),
+            (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Checkpoint { pid, limit_ms }),
             (pid, any::<u64>()).prop_map(|(pid, limit_ms)| Op::Unlock { pid, limit_ms }),
             (
                 pid,
@@ -558,7 +521,6 @@ mod tests {
                 .prop_map(|(pid, limit_ms, map)| Op::Restore {
                     pid,
                     limit_ms,
-                    storage: None,
                     gpu_map: map
                         .into_iter()
                         .map(|(old, new)| GpuPair {

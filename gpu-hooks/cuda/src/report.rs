@@ -25,9 +25,6 @@ pub struct AgentReady {
     pub libcuda: Option<PathBuf>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<AgentGpu>,
-    /// The driver has custom storage.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub custom_storage: bool,
     /// Processes that use their memory, as far as the driver reports them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub users: Vec<GpuUser>,

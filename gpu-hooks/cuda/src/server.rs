@@ -167,7 +167,6 @@ impl<D: Driver> Server<D> {
                         | Op::Checkpoint { .. }
                         | Op::Restore { .. }
                         | Op::Unlock { .. }
-                        | Op::StorageKeep { .. }
                         | Op::PreloadOut { .. }
                         | Op::PreloadIn { .. }
                 );

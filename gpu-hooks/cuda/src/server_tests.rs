@@ -19,7 +19,6 @@ fn start(driver: FakeDriver) -> Running {
         driver_version: None,
         cuda_version: 13000,
         gpus: Vec::new(),
-        custom_storage: false,
     };
     let server = Arc::new(Server {
         agent: Agent::new(driver),
@@ -64,7 +63,6 @@ fn checkpoint(pid: i32) -> Op {
     Op::Checkpoint {
         pid,
         limit_ms: 3000,
-        storage: None,
     }
 }
 

@@ -26,9 +26,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 mod vram_out;
 
-/// What to do when the agent is gone, and may have been the only one that could complete the driver's operation.
-const STORAGE_REMEDY: &str = "`cryopod resume` the container, and restart it if that fails: the driver does not take back what it had handed to the agent with custom storage";
-
 struct Task {
     tid: i32,
     found: ProcessState,
@@ -227,17 +224,8 @@ impl Dump {
         for (pid, reply) in pids.iter().zip(&replies) {
             match reply_failure(&name, *pid, &reply.outcome) {
                 None => {
-                    let mut tid = 0;
                     if let Some(task) = self.tasks.get_mut(pid) {
                         task.now = then;
-                        tid = task.tid;
-                    }
-                    if let Outcome::TakenOut(taken) = &reply.outcome {
-                        let noted = self.session.storage_out(*pid, tid, taken);
-                        first = first.or(noted.err());
-                    }
-                    if step == Step::Restore {
-                        self.session.storage_back(*pid);
                     }
                     self.time(*pid, step, reply.micros);
                 }
@@ -306,25 +294,15 @@ impl Dump {
         let rss = |pid: i32| procfs::status(pid).map_or(0, |status| status.rss);
         let before: Vec<u64> = pids.iter().map(|pid| rss(*pid)).collect();
         let limit_ms = self.session.config.step_timeout_ms;
-        let storage = self.session.storage_to(pids.len());
         let result = self.step(Step::Checkpoint, &pids, ProcessState::Checkpointed, |pid| {
-            Op::Checkpoint {
-                pid,
-                limit_ms,
-                storage: storage.clone(),
-            }
+            Op::Checkpoint { pid, limit_ms }
         });
         for (pid, before) in pids.iter().zip(before) {
             if let Some(record) = record_of(&mut self.session.image.processes, *pid) {
                 record.vram_bytes = Some(rss(*pid).saturating_sub(before));
             }
         }
-        result.map_err(|mut failed| {
-            if storage.is_some() && failed.step == "driver agent" {
-                failed.remedy = Some(STORAGE_REMEDY.into());
-            }
-            failed
-        })?;
+        result?;
         self.vram_out()?;
         self.maps()?;
         let image = &self.session.image;
@@ -418,7 +396,6 @@ impl Dump {
             pid,
             gpu_map: Vec::new(),
             limit_ms,
-            storage: None,
         });
         first = first.or(restored.err());
         let unlock: Vec<i32> = changed
@@ -519,7 +496,6 @@ impl Dump {
                     "the driver agent will try again when CRIU has ended",
                 );
                 self.session.fail(failed);
-                self.session.storage_recover();
                 self.session.preload_recover();
             }
         }

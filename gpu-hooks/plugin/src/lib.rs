@@ -18,7 +18,6 @@ mod maps;
 mod preload_steps;
 mod restore;
 mod session;
-mod storage_steps;
 mod vram;
 mod vram_steps;
 

@@ -12,9 +12,9 @@ use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, 
 use cryopod_cuda::gpu::{GpuUuid, mapped};
 use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{Op, Outcome, ProcessState, StorageFrom};
+use cryopod_cuda::protocol::{Op, Outcome, ProcessState};
 use cryopod_cuda::report::PluginOutcome;
-use cryopod_cuda::vram::{SharedBuffer, VramBuffer, WantedRegion};
+use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
 use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -123,17 +123,10 @@ impl Restore {
         self.vram_in(&threads)?;
         let limit_ms = self.session.config.step_timeout_ms;
         let gpu_map = self.session.config.gpu_map.clone();
-        let stored = self.stored()?;
-        let config = self.session.config.vram.clone().unwrap_or_default();
-        let threads_each = (config.threads_for(stored.len()) / stored.len().max(1)).max(1);
         self.step(Step::Restore, &threads, |pid| Op::Restore {
             pid,
             gpu_map: gpu_map.clone(),
             limit_ms,
-            storage: stored.get(&pid).map(|buffer| StorageFrom {
-                buffer: *buffer,
-                threads: threads_each,
-            }),
         })?;
         let running: Vec<i32> = self
             .session
@@ -164,20 +157,6 @@ impl Restore {
             .iter()
             .filter(|r| r.vram.iter().any(|b| b.preload));
         with.try_for_each(|record| library_thread(record.host_pid).map(drop))
-    }
-
-    /// The agent's buffers of the processes whose GPU memory is in custom storage.
-    fn stored(&self) -> Result<HashMap<i32, u64>, Failed> {
-        let mut stored = HashMap::new();
-        for record in &self.session.image.processes {
-            let pid = record.host_pid;
-            for buffer in record.vram.iter().filter(|buffer| buffer.custom_storage) {
-                let missing = || failure("vram", Some(pid), "its memory was not read");
-                let shared = self.vram.get(&buffer.region).ok_or_else(missing)?;
-                stored.insert(pid, shared.id);
-            }
-        }
-        Ok(stored)
     }
 
     /// Gives the preload libraries of running processes their GPU memory.
@@ -223,12 +202,7 @@ impl Restore {
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
                 continue;
             };
-            for buffer in record
-                .vram
-                .clone()
-                .into_iter()
-                .filter(VramBuffer::is_drivers)
-            {
+            for buffer in record.vram.clone().into_iter().filter(|b| !b.preload) {
                 let missing = || failure("vram", Some(*pid), "its memory was not read");
                 let shared = self.vram.get(&buffer.region).ok_or_else(missing)?.clone();
                 all_wait &=
@@ -324,10 +298,10 @@ impl Restore {
     }
 }
 
-/// Has the agent make the GPUs ready to which it copies memory back.
+/// Has the agent make the GPUs ready to which the preload library's memory comes back.
 fn prepare_gpus(session: &mut Session) -> Result<(), Failed> {
     let processes = session.image.processes.iter();
-    let with = processes.filter(|record| record.vram.iter().any(|buffer| !buffer.is_drivers()));
+    let with = processes.filter(|record| record.vram.iter().any(|buffer| buffer.preload));
     let map = &session.config.gpu_map;
     let gpus = with.flat_map(|record| &record.gpus);
     let gpus: Vec<GpuUuid> = gpus.map(|gpu| mapped(*gpu, map)).collect();

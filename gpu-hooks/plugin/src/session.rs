@@ -434,7 +434,6 @@ fn limit_of(op: &Op) -> Duration {
         | Op::VramWriteAhead { .. }
         | Op::VramWrite { .. }
         | Op::VramLoad { .. }
-        | Op::StorageKeep { .. }
         | Op::VramUserfault { .. }
         | Op::VramCancel
         | Op::PreloadPrepare { .. } => QUERY_MS,

@@ -36,21 +36,10 @@ pub struct PreloadedMemory {
     pub file: File,
 }
 
-/// GPU memory that custom storage has taken from a process: in a buffer of the agent's.
-pub struct StoredMemory {
-    pub pid: i32,
-    pub tid: i32,
-    pub id: u64,
-    pub bytes: u64,
-    /// Kept open, so that the memory outlives the agent.
-    pub file: File,
-}
-
 #[derive(Default)]
 pub struct Vram {
     pub captured: Vec<Captured>,
     pub preloaded: Vec<PreloadedMemory>,
-    pub stored: Vec<StoredMemory>,
     /// Why VRAM files were not used where they might have been.
     pub left_out: Option<String>,
     pub writes: bool,

@@ -17,18 +17,17 @@ const LOOK_MS: u64 = 300;
 impl Session {
     /// After the driver's checkpoint: has the agent begin to write, and unmaps the memory from the processes, so that
     /// CRIU has nothing to dump. `names` gives each buffer its name in the VRAM files: first those that the preload
-    /// library handed over, then those of custom storage, then the driver's.
+    /// library handed over, then the driver's.
     ///
     /// If that fails the processes get private memory with the same contents, which CRIU dumps. An error means that
     /// they have lost it, or that only VRAM files can hold it.
     pub fn vram_out(&mut self, config: &VramConfig, names: &[String]) -> Result<bool, Failed> {
-        let copied = !self.vram.preloaded.is_empty() || !self.vram.stored.is_empty();
-        if self.vram.captured.is_empty() && !copied {
+        if self.vram.captured.is_empty() && self.vram.preloaded.is_empty() {
             return Ok(false);
         }
         let reason = match self.try_vram_out(config, names) {
             Ok(()) => return Ok(true),
-            Err(failed) if copied => return Err(failed),
+            Err(failed) if !self.vram.preloaded.is_empty() => return Err(failed),
             Err(failed) => failed.cause,
         };
         self.vram_cancel();
@@ -48,9 +47,7 @@ impl Session {
             .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
         let preloaded = self.vram.preloaded.iter().map(|memory| memory.id);
         let captured = self.vram.captured.iter().map(|captured| captured.id);
-        let stored = self.vram.stored.iter().map(|memory| memory.id);
         let buffers = preloaded
-            .chain(stored)
             .chain(captured)
             .zip(names)
             .map(|(id, name)| NamedBuffer {

@@ -26,7 +26,6 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
-use serde_json::Value;
 
 use self::gpus::Chosen;
 use crate::config::Config;
@@ -191,24 +190,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     Ok(answer)
 }
 
-/// Whether the driver's custom storage took GPU memory at the checkpoint.
-fn has_custom_storage(metadata: &Metadata) -> bool {
-    let processes = metadata.gpu.plugin_report.get("processes");
-    let processes = processes.and_then(Value::as_array).into_iter().flatten();
-    let mut buffers = processes
-        .filter_map(|process| process.get("vram")?.as_array())
-        .flatten();
-    buffers.any(|buffer| buffer.get("custom_storage").and_then(Value::as_bool) == Some(true))
-}
-
 fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answer) {
-    let lacks = agent.is_some_and(|agent| !agent.custom_storage);
-    if lacks && has_custom_storage(question.metadata) {
-        answer.other.push(refusal(
-            "its GPU memory was taken with custom storage, which this host's driver does not have",
-            "restore it on a host with driver 615 (CUDA 13.4) or later",
-        ));
-    }
     let mut gpus = gpus::nvidia_here(question.host, agent);
     let said = agent.map_or(&[][..], |a| &a.gpus);
     nvidia_compat::enrich(&mut gpus, said);

@@ -118,10 +118,7 @@ pub fn reserve(
     let socket = op.file(crate::vram::agent::SOCKET);
     let prepare = Op::PreloadPrepare {
         pids: wanted.iter().map(|of| of.pid).collect(),
-        gpus: match vram.custom_storage {
-            true => by(pids, users).map(|user| user.gpu).collect(),
-            false => Vec::new(),
-        },
+        gpus: Vec::new(),
     };
     let ask = |op| Client::connect(&socket)?.call(op, limit);
     // Not at the same time: while memory is allocated, the driver takes ten times as long. If it fails, the first copy
@@ -137,13 +134,6 @@ pub fn reserve(
         Err(error) => error.to_string(),
     };
     tracing::warn!("memory for the GPU's is not allocated before the freeze: {why}");
-}
-
-fn by(pids: &[i32], users: &[GpuUser]) -> impl Iterator<Item = GpuUser> {
-    users
-        .iter()
-        .copied()
-        .filter(|user| pids.contains(&user.pid))
 }
 
 fn by_process(pids: &[i32], users: &[GpuUser]) -> Vec<Wanted> {

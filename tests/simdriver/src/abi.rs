@@ -1,7 +1,7 @@
 //! The part of NVIDIA's C ABI (`cuda.h` of CUDA 12.8 and 13) that the simulated driver speaks:
 //! result codes, states, and the argument structures of the checkpoint calls.
 
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 
 /// `CUresult`.
 pub type CuResult = c_int;
@@ -67,10 +67,6 @@ pub const STATE_LOCKED: c_uint = 1;
 pub const STATE_CHECKPOINTED: c_uint = 2;
 /// `CU_PROCESS_STATE_FAILED`.
 pub const STATE_FAILED: c_uint = 3;
-/// `CU_PROCESS_STATE_CHECKPOINTING`.
-pub const STATE_CHECKPOINTING: c_uint = 4;
-/// `CU_PROCESS_STATE_RESTORING`.
-pub const STATE_RESTORING: c_uint = 5;
 
 /// `CUuuid`.
 #[repr(C)]
@@ -92,38 +88,12 @@ pub struct CuCheckpointLockArgs {
     pub reserved1: [u64; 7],
 }
 
-/// `CUcheckpointCustomStoragePerDeviceData`, of CUDA 13.4.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct CuCustomStorageDevice {
-    /// The other process's memory on this GPU, mapped in the caller.
-    pub address: CuDevicePtr,
-    /// Its size.
-    pub bytes: usize,
-    /// A stream of the GPU's primary context.
-    pub stream: *mut c_void,
-}
-
-/// `CUcheckpointCustomStorageInfo`, of CUDA 13.4.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct CuCustomStorage {
-    /// What completes the operation.
-    pub handle: *mut c_void,
-    /// Array, one element a GPU.
-    pub devices: *mut CuCustomStorageDevice,
-    /// Its length.
-    pub count: c_uint,
-}
-
-/// `CUcheckpointCheckpointArgs`. Before CUDA 13.4 all of it was reserved.
+/// `CUcheckpointCheckpointArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CuCheckpointCheckpointArgs {
-    /// Where to write the custom storage; null for none.
-    pub custom_storage: *mut *mut CuCustomStorage,
     /// Must be zero.
-    pub reserved: [u64; 7],
+    pub reserved: [u64; 8],
 }
 
 /// `CUcheckpointGpuPair`.
@@ -146,11 +116,7 @@ pub struct CuCheckpointRestoreArgs {
     /// Its length.
     pub gpu_pairs_count: c_uint,
     /// Must be zero.
-    pub padding: c_uint,
-    /// Where to write the custom storage; null for none. Before CUDA 13.4 reserved.
-    pub custom_storage: *mut *mut CuCustomStorage,
-    /// Must be zero.
-    pub reserved: [u64; 5],
+    pub reserved: [c_char; 64 - size_of::<usize>() - size_of::<c_uint>()],
 }
 
 /// `CUcheckpointUnlockArgs`.
@@ -173,8 +139,6 @@ const _: () = {
 pub const PROC_ADDRESS_SUCCESS: c_int = 0;
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 pub const PROC_ADDRESS_NOT_FOUND: c_int = 1;
-/// `CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT`.
-pub const PROC_ADDRESS_VERSION: c_int = 2;
 
 #[cfg(test)]
 mod tests {

@@ -357,10 +357,7 @@ impl Cuda {
 
     /// `cuCheckpointProcessCheckpoint`.
     pub fn checkpoint(&self, pid: i32) -> CuOutcome<()> {
-        let a = CuCheckpointCheckpointArgs {
-            custom_storage: std::ptr::null_mut(),
-            reserved: [0; 7],
-        };
+        let a = CuCheckpointCheckpointArgs { reserved: [0; 8] };
         call!(
             self,
             c"cuCheckpointProcessCheckpoint",
@@ -386,9 +383,7 @@ impl Cuda {
                 pairs.as_ptr()
             },
             gpu_pairs_count: c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX),
-            padding: 0,
-            custom_storage: std::ptr::null_mut(),
-            reserved: [0; 5],
+            reserved: [0; 52],
         };
         call!(
             self,

@@ -47,10 +47,6 @@ pub mod op {
     pub const STILL_HANGING: u64 = 13;
     /// (inode of a descriptor of memory) → (uuid hi, uuid lo, bytes)
     pub const OWNER: u64 = 14;
-    /// (session, number) → (uuid hi, uuid lo, address, bytes) of its memory with that number
-    pub const ALLOC_AT: u64 = 15;
-    /// (session, uuid hi, uuid lo) → (): whether it has a context on the GPU
-    pub const HAS_CONTEXT: u64 = 16;
     /// (pid, step) → (): from a caller; returns when no other call on that pid is under way
     pub const CALL_BEGIN: u64 = 20;
     /// (code, microseconds) → ()
@@ -90,26 +86,20 @@ pub enum Step {
     Restore = 4,
     /// `cuCheckpointProcessUnlock`.
     Unlock = 5,
-    /// `cuCheckpointOperationComplete`.
-    Complete = 6,
-    /// A copy to or from custom storage, in the caller.
-    Copy = 7,
     /// `cuMemUnmap`.
-    Unmap = 8,
+    Unmap = 6,
     /// `cuMemExportToShareableHandle`.
-    Export = 9,
+    Export = 7,
 }
 
 /// All steps.
-pub const STEPS: [Step; 10] = [
+pub const STEPS: [Step; 8] = [
     Step::Init,
     Step::GetState,
     Step::Lock,
     Step::Checkpoint,
     Step::Restore,
     Step::Unlock,
-    Step::Complete,
-    Step::Copy,
     Step::Unmap,
     Step::Export,
 ];
@@ -129,8 +119,6 @@ impl Step {
             Self::Checkpoint => "checkpoint",
             Self::Restore => "restore",
             Self::Unlock => "unlock",
-            Self::Complete => "complete",
-            Self::Copy => "copy",
             Self::Unmap => "unmap",
             Self::Export => "export",
         }

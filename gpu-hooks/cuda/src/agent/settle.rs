@@ -179,7 +179,6 @@ impl<D: Driver> Agent<D> {
                 pid,
                 gpu_map: Vec::new(),
                 limit_ms,
-                storage: None,
             };
             self.perform_in_turn(restore, limit)?;
         }

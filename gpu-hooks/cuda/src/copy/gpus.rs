@@ -2,7 +2,6 @@
 
 use super::Copier;
 use crate::gpu::GpuUuid;
-use crate::nvml;
 use crate::protocol::{AgentGpu, DriverError, ErrorKind};
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -38,22 +37,6 @@ impl Gpus {
             code: None,
             message: cause.clone(),
         })
-    }
-
-    /// The GPU with this number.
-    pub fn uuid(&self, device: i32) -> Option<GpuUuid> {
-        let device = usize::try_from(device).ok()?;
-        self.driver.get()?.gpus.get(device).map(|gpu| gpu.uuid)
-    }
-
-    /// GPU memory of a process in bytes, as far as the driver tells; else 0.
-    pub fn used(&self, pid: i32) -> u64 {
-        let Some(driver) = self.driver.get() else {
-            return 0;
-        };
-        let users = nvml::ask(&driver.library, &mut driver.gpus.clone());
-        let of = users.iter().filter(|user| user.pid == pid);
-        of.fold(0, |sum, user| sum.saturating_add(user.bytes))
     }
 
     /// Makes these GPUs ready, and the first, which an import needs.

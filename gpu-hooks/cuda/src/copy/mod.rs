@@ -1,4 +1,4 @@
-//! Copies GPU memory to host memory and back: pieces that are imported from another process, or what the driver has mapped.
+//! Copies GPU memory that is imported from another process to host memory and back.
 //!
 //! A ring of pinned buffers lies in between: the GPU copies between a buffer and the piece at the speed of PCIe, and
 //! threads copy between the buffer and the host memory. To pin the host memory itself would take longer than the copy
@@ -58,16 +58,6 @@ pub struct Piece {
     pub bytes: u64,
     /// A shareable handle of CUDA's.
     pub handle: OwnedFd,
-}
-
-/// GPU memory that this program has mapped.
-#[derive(Debug, Clone, Copy)]
-pub struct Span {
-    pub device: i32,
-    pub address: u64,
-    /// Its place in the host memory.
-    pub offset: u64,
-    pub bytes: u64,
 }
 
 type Address = u64;
@@ -178,17 +168,6 @@ struct Imported<'a> {
     offset: usize,
 }
 
-impl Imported<'_> {
-    fn span(&self) -> Span {
-        Span {
-            device: self.device,
-            address: self.address,
-            offset: self.offset as u64,
-            bytes: self.bytes as u64,
-        }
-    }
-}
-
 impl Drop for Imported<'_> {
     fn drop(&mut self) {
         // SAFETY: what this value holds, and nothing uses any more.
@@ -276,29 +255,12 @@ impl Copier {
         let import = |piece| self.import(piece, memory.len());
         let imported = pieces.into_iter().map(import);
         let imported = imported.collect::<Result<Vec<_>, _>>()?;
-        let spans: Vec<Span> = imported.iter().map(Imported::span).collect();
-        self.copy_spans(&spans, memory, way, threads)
-    }
-
-    /// The same for memory that is mapped here.
-    ///
-    /// # Errors
-    /// As [`Copier::copy`].
-    pub fn copy_spans(
-        &self,
-        spans: &[Span],
-        memory: &mut [u8],
-        way: Way<'_>,
-        threads: usize,
-    ) -> Result<(), DriverError> {
-        let all = memory.len();
+        let front = Mutex::new(Front::new(memory.len()));
         let host = Host::new(memory);
-        let front = Mutex::new(Front::new(all));
         let mut by_device: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
-        for span in spans {
-            let place = within(span.offset, span.bytes, all)?;
-            let blocks = Block::of(span.address, place);
-            by_device.entry(span.device).or_default().extend(blocks);
+        for piece in &imported {
+            let blocks = Block::of(piece.address, (piece.offset, piece.bytes));
+            by_device.entry(piece.device).or_default().extend(blocks);
         }
         std::thread::scope(|scope| {
             let copies: Vec<_> = by_device

@@ -256,16 +256,6 @@ impl Injection {
         mapped.and(closed)
     }
 
-    /// Maps a file of ours, shared, where the kernel finds room. Returns the address.
-    pub fn map_anywhere(&mut self, bytes: u64, file: &File) -> io::Result<u64> {
-        let fd = self.give(file)?;
-        let prot = (libc::PROT_READ | libc::PROT_WRITE) as u64;
-        let args = [0, bytes, prot, libc::MAP_SHARED as u64, fd as u64, 0];
-        let mapped = self.call(libc::SYS_mmap, args);
-        let closed = self.close(fd);
-        mapped.and_then(|at| closed.map(|()| at))
-    }
-
     fn close(&mut self, fd: RawFd) -> io::Result<()> {
         self.call(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])
             .map(drop)

@@ -33,7 +33,8 @@ const RELEASE: Duration = Duration::from_secs(60);
 /// Processes whose GPU memory is in the agent's buffers.
 #[derive(Default)]
 pub struct Preloads {
-    gpus: Arc<Gpus>,
+    /// The GPUs whose memory is copied.
+    pub gpus: Gpus,
     /// The buffer of each process.
     out: Mutex<BTreeMap<i32, u64>>,
 }
@@ -57,11 +58,6 @@ fn told(error: &io::Error) -> DriverError {
 }
 
 impl Preloads {
-    pub fn new(gpus: Arc<Gpus>) -> Self {
-        let out = Mutex::default();
-        Self { gpus, out }
-    }
-
     /// Carries out a request; `None` when it is not [`Op::PreloadPrepare`].
     pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
         let Op::PreloadPrepare { pids, gpus } = op else {

@@ -2,24 +2,20 @@
 
 use super::super::client::{Client, ClientError};
 use super::super::inject::Seized;
-use super::super::protocol::{Op, Outcome, StorageTo, TakenOut};
+use super::super::protocol::{Op, Outcome};
 use super::super::released::{Attention, Released};
-use super::preload::{Out, threads_each};
-use super::storage::Stored;
 use super::{Captured, How, MARGIN, SuspendError, TICK, Threads, micros, step};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Has the driver checkpoint the processes. What it asks memory for is returned, with the time that it took; `stored` gets
-/// what custom storage has taken, whatever the result.
+/// Has the driver checkpoint the processes. Returns what it asked memory for, and the time that it took.
 pub(super) fn checkpoint(
     client: &mut Client,
     threads: &Threads,
     how: &How,
     left_out: &mut Option<String>,
-    stored: &mut Vec<Stored>,
 ) -> Result<(Vec<Captured>, u64), SuspendError> {
     let start = Instant::now();
     let mut seized = Vec::new();
@@ -34,7 +30,7 @@ pub(super) fn checkpoint(
         Ok(())
     };
     let begun = { begin }();
-    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out, stored));
+    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out));
     let mut stopped = Ok(());
     for thread in released {
         let (pid, _) = thread.ids();
@@ -55,19 +51,13 @@ fn watch(
     how: &How,
     released: &mut [Released],
     left_out: &mut Option<String>,
-    stored: &mut Vec<Stored>,
 ) -> Result<Vec<Captured>, SuspendError> {
     let limit_ms = how.step_timeout_ms;
-    let storage = how.vram.custom_storage.then(|| StorageTo {
-        threads: threads_each(how, threads.len()),
-        write: None,
-    });
     let mut waiting = HashMap::new();
     for (pid, _) in threads {
         let op = Op::Checkpoint {
             pid: *pid,
             limit_ms,
-            storage: storage.clone(),
         };
         waiting.insert(client.send(op)?, *pid);
     }
@@ -131,24 +121,8 @@ fn watch(
                 }
             }
         } else if let Some(pid) = waiting.remove(&reply.id) {
-            match reply.outcome {
-                Outcome::Error(error) => {
-                    failed.get_or_insert(step("checkpoint", pid, error));
-                }
-                Outcome::TakenOut(TakenOut::Out { buffer, bytes, .. }) => {
-                    let out = Out {
-                        pid,
-                        id: buffer.id,
-                        bytes,
-                    };
-                    let thread = threads.iter().find(|(of, _)| *of == pid);
-                    let tid = thread.map_or(pid, |(_, tid)| *tid);
-                    stored.push(Stored::new(out, tid, &buffer));
-                }
-                Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
-                    tracing::warn!(pid, "custom storage is not used: {reason}");
-                }
-                _ => {}
+            if let Outcome::Error(error) = reply.outcome {
+                failed.get_or_insert(step("checkpoint", pid, error));
             }
         } else {
             ignored.remove(&reply.id);

@@ -5,7 +5,6 @@ use super::super::inject::{Injection, Seized};
 use super::super::protocol::{Op, Outcome};
 use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use super::preload::Out;
-use super::storage::Stored;
 use super::{Captured, Done, How, SuspendError, call, micros, step};
 use std::io;
 use std::path::Path;
@@ -17,7 +16,6 @@ pub(super) fn to_files(
     directory: &Path,
     captured: &[Captured],
     preloaded: &[Out],
-    stored: &[Stored],
     done: &Done,
     how: &How,
 ) -> Result<(VramDone, u64), SuspendError> {
@@ -37,19 +35,15 @@ pub(super) fn to_files(
         id: one.id,
         name: region(one),
     });
-    let named = |one: &Out, is: fn(&&VramBuffer) -> bool| {
+    let preloaded = preloaded.iter().map(|one| {
         let process = done.processes.iter().find(|p| p.pid == one.pid);
-        let buffer = process.and_then(|p| p.buffers.iter().find(is));
+        let buffer = process.and_then(|p| p.buffers.iter().find(|b| b.preload));
         NamedBuffer {
             id: one.id,
             name: buffer.map(|b| b.region.clone()).unwrap_or_default(),
         }
-    };
-    let preloaded = preloaded.iter().map(|one| named(one, |b| b.preload));
-    let stored = stored
-        .iter()
-        .map(|one| named(&one.out, |b| b.custom_storage));
-    let buffers = preloaded.chain(stored).chain(captured_buffers);
+    });
+    let buffers = preloaded.chain(captured_buffers);
     let op = Op::VramWrite {
         dir: directory.to_owned(),
         buffers: buffers.collect(),

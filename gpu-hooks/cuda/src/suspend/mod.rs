@@ -11,15 +11,13 @@
 mod capture;
 mod files;
 mod preload;
-mod storage;
 
-use self::storage::Stored;
 use super::client::{Client, ClientError};
 use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
 use super::preload::nccl::Group;
 use super::procfs;
-use super::protocol::{Op, Outcome, ProcessState, Reply, StorageFrom};
+use super::protocol::{Op, Outcome, ProcessState, Reply};
 use super::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
@@ -49,10 +47,6 @@ pub struct Suspended {
 }
 
 impl Suspended {
-    fn has_storage(&self) -> bool {
-        self.buffers.iter().any(|buffer| buffer.custom_storage)
-    }
-
     fn has_preload(&self) -> bool {
         self.buffers.iter().any(|buffer| buffer.preload)
     }
@@ -151,11 +145,9 @@ pub fn suspend(
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
 ) -> Result<Done, SuspendError> {
     let (threads, done) = found_running(client, pids)?;
-    let mut stored = Vec::new();
-    let suspended = suspend_found(client, &threads, done, how, note, &mut stored);
+    let suspended = suspend_found(client, &threads, done, how, note);
     if let Err(SuspendError::Agent(_)) = &suspended {
         preload::recover(&threads);
-        storage::recover(stored);
     }
     suspended
 }
@@ -166,23 +158,19 @@ fn suspend_found(
     mut done: Done,
     how: &How,
     note: &mut dyn FnMut(&Done) -> Result<(), String>,
-    stored: &mut Vec<Stored>,
 ) -> Result<Done, SuspendError> {
     let pids = threads.iter().map(|(pid, _)| *pid).collect();
     preload::prepare(client, pids, Vec::new());
     preload::nccl_down(client, threads, how, &mut done)?;
     let out = preload::take_out(client, threads, how, &mut done)?;
     lock_all(client, threads, how, &mut done)?;
-    let left_out = &mut done.left_out;
-    let (captured, micros) = capture::checkpoint(client, threads, how, left_out, stored)?;
+    let (captured, micros) = capture::checkpoint(client, threads, how, &mut done.left_out)?;
     done.steps.push(("checkpoint", micros));
     let preloaded = out.iter();
     let preloaded = preloaded.map(|one| (one.pid, VramBuffer::of_preload(one.bytes)));
-    let taken = stored.iter().map(|one| &one.out);
-    let taken = taken.map(|one| (one.pid, VramBuffer::of_storage(one.bytes)));
     let given = captured.iter();
     let given = given.map(|one| (one.pid, VramBuffer::of_driver(one.address, one.bytes)));
-    for (pid, buffer) in preloaded.chain(taken).chain(given) {
+    for (pid, buffer) in preloaded.chain(given) {
         let process = done.processes.iter_mut().find(|p| p.pid == pid);
         if let Some(process) = process {
             let region = format!("{pid}-{}", process.buffers.len());
@@ -190,16 +178,10 @@ fn suspend_found(
         }
     }
     if let Some(directory) = &how.directory {
-        let (written, micros) =
-            files::to_files(client, directory, &captured, &out, stored, &done, how)?;
+        let (written, micros) = files::to_files(client, directory, &captured, &out, &done, how)?;
         done.steps.push(("write", micros));
         done.vram = Some(written.facts);
         preload::forget(&out)?;
-    } else {
-        let keep: Threads = stored.iter().map(|one| (one.out.pid, 0)).collect();
-        all(client, "keeping the memory", &keep, &|pid| {
-            Op::StorageKeep { pid }
-        })?;
     }
     leave(client, &done, note)?;
     Ok(done)
@@ -321,7 +303,7 @@ pub fn resume(
             },
         );
     }
-    let gpus = alive.iter().filter(|p| p.has_preload() || p.has_storage());
+    let gpus = alive.iter().filter(|p| p.has_preload());
     let gpus = gpus.flat_map(|p| &p.gpus).map(|gpu| mapped(*gpu, gpu_map));
     preload::prepare(client, Vec::new(), gpus.collect());
     let mut done = Done {
@@ -349,7 +331,7 @@ pub fn resume(
         let (read, buffers) = files::from_files(client, directory, &wanted, how)?;
         done.vram = read.map(|read| read.facts);
         loaded = wanted.into_iter().zip(buffers).collect();
-        for ((pid, tid, buffer), shared) in loaded.iter().filter(|((.., b), _)| b.is_drivers()) {
+        for ((pid, tid, buffer), shared) in loaded.iter().filter(|((.., b), _)| !b.preload) {
             let mapped = File::options()
                 .read(true)
                 .write(true)
@@ -367,19 +349,10 @@ pub fn resume(
         done.steps.push(("read", micros(start)));
     }
     let limit_ms = how.step_timeout_ms;
-    let threads_each = preload::threads_each(how, restore.len());
-    let restored = all(client, "restore", &restore, &|pid| {
-        let mut loaded = loaded.iter();
-        let stored = loaded.find(|((of, _, buffer), _)| *of == pid && buffer.custom_storage);
-        Op::Restore {
-            pid,
-            gpu_map: gpu_map.to_vec(),
-            limit_ms,
-            storage: stored.map(|(_, shared)| StorageFrom {
-                buffer: shared.id,
-                threads: threads_each,
-            }),
-        }
+    let restored = all(client, "restore", &restore, &|pid| Op::Restore {
+        pid,
+        gpu_map: gpu_map.to_vec(),
+        limit_ms,
     });
     match restored {
         Ok((micros, _)) => done.steps.push(("restore", micros)),
@@ -412,7 +385,7 @@ fn take_away(client: &mut Client, threads: &Threads, loaded: &[Loaded]) {
         Ok(states) => {
             let stays = |pid: i32| states.contains(&(pid, ProcessState::Checkpointed));
             let loaded = loaded.iter().map(|(one, _)| one);
-            files::away(loaded.filter(|(pid, _, buffer)| stays(*pid) && buffer.is_drivers()));
+            files::away(loaded.filter(|(pid, _, buffer)| stays(*pid) && !buffer.preload));
         }
         Err(error) => tracing::warn!("the memory that was read stays mapped: {error}"),
     }

@@ -15,7 +15,7 @@ pub(super) struct Out {
     pub bytes: u64,
 }
 
-pub(super) fn threads_each(how: &How, processes: usize) -> usize {
+fn threads_each(how: &How, processes: usize) -> usize {
     (how.vram.threads_for(processes) / processes.max(1)).max(1)
 }
 

@@ -62,8 +62,6 @@ pub struct VramConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub search: Vec<PathBuf>,
     pub check: bool,
-    /// Checkpoint: with the driver's custom storage, if it has it.
-    pub custom_storage: bool,
     /// Restore: the digest in the metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
@@ -89,7 +87,6 @@ impl Default for VramConfig {
             parent: None,
             search: Vec::new(),
             check: true,
-            custom_storage: false,
             digest: None,
             directory: None,
             test_fail_at: None,
@@ -231,7 +228,7 @@ pub struct VramDone {
 /// The place of a region's memory in a restored process; part of the process's record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VramBuffer {
-    /// 0 for memory that the preload library handed over, or custom storage took: it was never mapped in host memory.
+    /// 0 for memory that the preload library handed over: it was never mapped in host memory.
     pub address: u64,
     /// Size, whole pages.
     pub bytes: u64,
@@ -239,9 +236,6 @@ pub struct VramBuffer {
     /// The preload library in the process takes it back.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub preload: bool,
-    /// The driver's custom storage takes it back.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub custom_storage: bool,
 }
 
 impl VramBuffer {
@@ -252,7 +246,6 @@ impl VramBuffer {
             bytes,
             region: String::new(),
             preload: false,
-            custom_storage: false,
         }
     }
 
@@ -262,19 +255,6 @@ impl VramBuffer {
             preload: true,
             ..Self::of_driver(0, bytes)
         }
-    }
-
-    /// Memory that custom storage took.
-    pub fn of_storage(bytes: u64) -> Self {
-        Self {
-            custom_storage: true,
-            ..Self::of_driver(0, bytes)
-        }
-    }
-
-    /// Whether the driver has it mapped in the process. If not, the agent copies it.
-    pub fn is_drivers(&self) -> bool {
-        !self.preload && !self.custom_storage
     }
 }
 

@@ -80,12 +80,6 @@ impl Reserve {
         Some((file, bytes.saturating_sub(had)))
     }
 
-    /// Returns true if memory for a process is allocated, or is about to be.
-    pub fn has(&self, pid: i32) -> bool {
-        let reserved = self.reserved();
-        reserved.files.contains_key(&pid) && !reserved.rest.failed.load(Relaxed)
-    }
-
     /// Gives up what nobody has taken, and what has not been allocated yet.
     pub fn clear(&self) {
         let unused = std::mem::take(&mut *self.reserved());

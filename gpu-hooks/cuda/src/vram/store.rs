@@ -285,30 +285,6 @@ impl VramFiles {
         self.make(pid, bytes).map(|(_, shared, _)| shared)
     }
 
-    /// Returns true if memory for a process was allocated ahead.
-    pub fn has_reserved(&self, pid: i32) -> bool {
-        self.reserve.has(pid)
-    }
-
-    /// # Errors
-    /// The host has less memory.
-    pub fn has_room(&self, bytes: u64) -> Result<(), DriverError> {
-        there_is(bytes)
-    }
-
-    /// As [`VramFiles::make_for`], however much it is and the host has: for memory that would be lost otherwise.
-    ///
-    /// # Errors
-    /// The kernel's.
-    pub fn make_regardless(&self, pid: i32, bytes: u64) -> Result<SharedBuffer, DriverError> {
-        let file = match self.reserve.take(pid, bytes) {
-            Some((file, _)) => file,
-            None => memory::new_file(bytes).map_err(failed("host memory for the GPU's"))?,
-        };
-        let (_, shared) = self.keep(file, bytes, Some(pid));
-        Ok(shared)
-    }
-
     /// Makes memory; what was reserved for the process is used first. Also returns how many bytes are not allocated.
     fn make(&self, pid: i32, bytes: u64) -> Result<(Arc<Buffer>, SharedBuffer, u64), DriverError> {
         self.may_have(&Wanted { pid, bytes })?;

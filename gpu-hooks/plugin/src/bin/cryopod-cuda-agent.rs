@@ -8,7 +8,7 @@
 //! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
 use cryopod_cuda::agent::{Agent, Limits};
-use cryopod_cuda::driver::{Driver, LibCuda, LoadError, usual_libraries};
+use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
 use cryopod_cuda::nvml;
 use cryopod_cuda::procfs;
 use cryopod_cuda::protocol::{AgentGpu, Hello};
@@ -107,7 +107,6 @@ fn give_up(error: impl Into<String>, remedy: impl Into<String>) -> ExitCode {
         cuda_version: None,
         libcuda: None,
         gpus: Vec::new(),
-        custom_storage: false,
         users: Vec::new(),
         error: Some(error.into()),
         remedy: Some(remedy.into()),
@@ -166,7 +165,6 @@ fn main() -> ExitCode {
         driver_version: procfs::driver_version(),
         cuda_version: cuda.version(),
         gpus,
-        custom_storage: cuda.custom_storage().is_some(),
     };
     announce(&AgentReady {
         ready: true,
@@ -174,7 +172,6 @@ fn main() -> ExitCode {
         cuda_version: Some(hello.cuda_version),
         libcuda: Some(cuda.path().to_owned()),
         gpus: hello.gpus.clone(),
-        custom_storage: hello.custom_storage,
         users,
         error: None,
         remedy: None,
@@ -182,7 +179,7 @@ fn main() -> ExitCode {
     let library = cuda.path().to_owned();
     let agent = Agent::new(cuda);
     agent.vram_files().bound(ceiling);
-    agent.gpus().use_driver(library, &hello.gpus);
+    agent.preloads().gpus.use_driver(library, &hello.gpus);
     let server = Arc::new(Server {
         agent,
         hello,

@@ -2,7 +2,7 @@
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
-use cryopod_cuda::image::{PRELOAD_VERSION, STORAGE_VERSION, Step, VRAM_VERSION};
+use cryopod_cuda::image::{PRELOAD_VERSION, Step, VRAM_VERSION};
 use cryopod_cuda::vram::VramBuffer;
 use std::time::Instant;
 
@@ -16,12 +16,10 @@ impl Dump {
         let vram = &self.session.vram;
         let preloaded = vram.preloaded.iter();
         let preloaded = preloaded.map(|m| (m.pid, 0, VramBuffer::of_preload(m.bytes)));
-        let stored = vram.stored.iter();
-        let stored = stored.map(|m| (m.pid, 0, VramBuffer::of_storage(m.bytes)));
         let captured = vram.captured.iter();
         let captured =
             captured.map(|c| (c.pid, c.micros, VramBuffer::of_driver(c.address, c.bytes)));
-        for (pid, micros, buffer) in preloaded.chain(stored).chain(captured) {
+        for (pid, micros, buffer) in preloaded.chain(captured) {
             let records = &self.session.image.processes;
             let record = records.iter().find(|r| r.host_pid == pid);
             let pids: Vec<String> = record
@@ -49,19 +47,19 @@ impl Dump {
             return Ok(());
         }
         let out = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let version = given.iter().map(|(.., buffer)| match buffer {
-            buffer if buffer.custom_storage => STORAGE_VERSION,
-            buffer if buffer.preload => PRELOAD_VERSION,
-            _ => VRAM_VERSION,
-        });
-        self.session.image.version = version.max().unwrap_or(VRAM_VERSION);
+        let preloaded = given.iter().any(|(.., buffer)| buffer.preload);
+        self.session.image.version = if preloaded {
+            PRELOAD_VERSION
+        } else {
+            VRAM_VERSION
+        };
         for (pid, micros, buffer) in given {
-            let (bytes, drivers) = (buffer.bytes, buffer.is_drivers());
+            let (bytes, preload) = (buffer.bytes, buffer.preload);
             if let Some(record) = record_of(&mut self.session.image.processes, pid) {
                 record.vram.push(buffer);
                 record.vram_bytes = record.vram_bytes.max(Some(bytes));
             }
-            if !drivers {
+            if preload {
                 continue;
             }
             self.time(pid, Step::Vram, micros + out);

@@ -44,8 +44,6 @@ pub struct Options {
     pub level: Option<i32>,
     /// `false`: a restore does not check digests.
     pub verify: Option<bool>,
-    /// With the driver's custom storage, where it has it.
-    pub custom_storage: bool,
     /// The checkpoint to build upon: `auto`, `off`, or an image directory.
     pub parent: Option<String>,
     /// Directories to search for parents that were moved.
@@ -65,7 +63,6 @@ impl Options {
             codec: self.codec,
             level: self.level.unwrap_or(usual.level),
             check: self.verify.unwrap_or(usual.check),
-            custom_storage: self.custom_storage,
             ..usual
         };
         config.validate()?;

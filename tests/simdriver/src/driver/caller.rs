@@ -21,7 +21,6 @@ pub fn call(
     step: Step,
     timeout_ms: u32,
     pairs: &[(GpuUuid, GpuUuid)],
-    custom: Option<u64>,
 ) -> Result<u64, CuResult> {
     let here = process()?;
     if here.driver_major < 570 {
@@ -39,8 +38,7 @@ pub fn call(
         op::CALL_BEGIN,
         &[u64::from(pid.unsigned_abs()), step as u64],
     ))?;
-    let answer =
-        ask(&remote, step, timeout_ms, pairs, custom).unwrap_or(Err(CUDA_ERROR_OPERATING_SYSTEM));
+    let answer = ask(&remote, step, timeout_ms, pairs).unwrap_or(Err(CUDA_ERROR_OPERATING_SYSTEM));
     let code = answer.err().unwrap_or(0);
     let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
     let _ = wire::ask(&server, op::CALL_END, &[u64::from(code.unsigned_abs()), us]);
@@ -53,13 +51,11 @@ fn ask(
     step: Step,
     timeout_ms: u32,
     pairs: &[(GpuUuid, GpuUuid)],
-    custom: Option<u64>,
 ) -> io::Result<Result<u64, CuResult>> {
     let number = remote.get(Word::Request)? + 1;
     remote.set(Word::Step, step as u64)?;
     remote.set(Word::TimeoutMs, u64::from(timeout_ms))?;
     remote.set_pairs(pairs)?;
-    remote.set(Word::Custom, custom.unwrap_or(0))?;
     remote.set(Word::Request, number)?;
     let mut deadline = match timeout_ms {
         0 => None,

@@ -5,7 +5,6 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use super::memory::{self, Way};
 use super::process::{api, init, process};
 use super::shared::{self, Kind};
-use super::storage;
 use crate::abi::*;
 
 /// The code of an outcome.
@@ -333,10 +332,8 @@ extern "C" fn cuGetProcAddress_v2(
     let name = unsafe { CStr::from_ptr(symbol) }.to_bytes();
     let checkpoint = name.starts_with(b"cuCheckpoint");
     let hidden = checkpoint && process().is_ok_and(|p| p.driver_major < 570);
-    let newest = process().map_or(13_000, |p| p.cuda_version);
-    let too_new = version > newest;
-    let newer = name == b"cuCheckpointOperationComplete" && !storage::is_there();
-    let found = if hidden || too_new || newer {
+    let too_new = version > process().map_or(13_000, |p| p.cuda_version);
+    let found = if hidden || too_new {
         std::ptr::null_mut()
     } else {
         find_symbol(name)
@@ -345,10 +342,11 @@ extern "C" fn cuGetProcAddress_v2(
     unsafe {
         address.write(found);
         if !status.is_null() {
-            status.write(match (found.is_null(), newer) {
-                (false, _) => PROC_ADDRESS_SUCCESS,
-                (true, true) => PROC_ADDRESS_VERSION,
-                (true, false) => PROC_ADDRESS_NOT_FOUND,
+            let missing = found.is_null();
+            status.write(if missing {
+                PROC_ADDRESS_NOT_FOUND
+            } else {
+                PROC_ADDRESS_SUCCESS
             });
         }
     }

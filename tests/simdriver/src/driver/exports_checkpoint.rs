@@ -1,11 +1,10 @@
 //! The exported checkpoint API: `cuCheckpointProcess*`.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint};
 
 use super::caller::{call, restore_thread};
 use super::exports::{code, put};
 use super::mailbox::MAX_PAIRS;
-use super::storage;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
 use crate::wire::Step;
@@ -32,8 +31,7 @@ extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_uint) -> CuR
     }
     put(
         state,
-        call(pid, Step::GetState, 0, &[], None)
-            .map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)),
+        call(pid, Step::GetState, 0, &[]).map(|s| c_uint::try_from(s).unwrap_or(STATE_FAILED)),
     )
 }
 
@@ -50,7 +48,7 @@ extern "C" fn cuCheckpointProcessLock(pid: c_int, a: *const CuCheckpointLockArgs
     if a.reserved0 != 0 || a.reserved1 != [0; 7] {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    code(call(pid, Step::Lock, a.timeout_ms, &[], None).map(|_| ()))
+    code(call(pid, Step::Lock, a.timeout_ms, &[]).map(|_| ()))
 }
 
 #[unsafe(no_mangle)]
@@ -58,18 +56,10 @@ extern "C" fn cuCheckpointProcessCheckpoint(
     pid: c_int,
     a: *const CuCheckpointCheckpointArgs,
 ) -> CuResult {
-    let none = CuCheckpointCheckpointArgs {
-        custom_storage: std::ptr::null_mut(),
-        reserved: [0; 7],
-    };
-    let a = args(a, none);
-    if a.reserved != [0; 7] {
+    if args(a, CuCheckpointCheckpointArgs { reserved: [0; 8] }).reserved != [0; 8] {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if !a.custom_storage.is_null() {
-        return put(a.custom_storage, storage::begin(pid, Step::Checkpoint, &[]));
-    }
-    code(call(pid, Step::Checkpoint, 0, &[], None).map(|_| ()))
+    code(call(pid, Step::Checkpoint, 0, &[]).map(|_| ()))
 }
 
 #[unsafe(no_mangle)]
@@ -80,14 +70,11 @@ extern "C" fn cuCheckpointProcessRestore(
     let none = CuCheckpointRestoreArgs {
         gpu_pairs: std::ptr::null(),
         gpu_pairs_count: 0,
-        padding: 0,
-        custom_storage: std::ptr::null_mut(),
-        reserved: [0; 5],
+        reserved: [0; 52],
     };
     let a = args(a, none);
     let count = a.gpu_pairs_count as usize;
-    let reserved = a.padding != 0 || a.reserved != [0; 5];
-    if reserved || (a.gpu_pairs.is_null() && count > 0) || count > MAX_PAIRS {
+    if a.reserved != [0; 52] || (a.gpu_pairs.is_null() && count > 0) || count > MAX_PAIRS {
         return CUDA_ERROR_INVALID_VALUE;
     }
     let mut pairs = Vec::with_capacity(count);
@@ -96,10 +83,7 @@ extern "C" fn cuCheckpointProcessRestore(
         let p = unsafe { a.gpu_pairs.add(i).read() };
         pairs.push((GpuUuid(p.old_uuid.bytes), GpuUuid(p.new_uuid.bytes)));
     }
-    if !a.custom_storage.is_null() {
-        return put(a.custom_storage, storage::begin(pid, Step::Restore, &pairs));
-    }
-    code(call(pid, Step::Restore, 0, &pairs, None).map(|_| ()))
+    code(call(pid, Step::Restore, 0, &pairs).map(|_| ()))
 }
 
 #[unsafe(no_mangle)]
@@ -107,10 +91,5 @@ extern "C" fn cuCheckpointProcessUnlock(pid: c_int, a: *const CuCheckpointUnlock
     if args(a, CuCheckpointUnlockArgs { reserved: [0; 8] }).reserved != [0; 8] {
         return CUDA_ERROR_INVALID_VALUE;
     }
-    code(call(pid, Step::Unlock, 0, &[], None).map(|_| ()))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCheckpointOperationComplete(handle: *mut c_void) -> CuResult {
-    code(storage::complete(handle))
+    code(call(pid, Step::Unlock, 0, &[]).map(|_| ()))
 }

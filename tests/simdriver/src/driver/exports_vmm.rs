@@ -6,7 +6,6 @@ use std::ffi::{c_int, c_uint, c_void};
 use super::exports::{code, context, cuCtxSetCurrent, cuMemcpyDtoH_v2, cuMemcpyHtoD_v2, put};
 use super::memory;
 use super::process::api;
-use super::storage;
 use super::vmm;
 use crate::abi::*;
 
@@ -180,11 +179,6 @@ fn token() -> *mut c_void {
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> CuResult {
     put(stream, api(|_| Ok(token())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamGetDevice(stream: *mut c_void, device: *mut CuDevice) -> CuResult {
-    put(device, api(|_| storage::device_of(stream)))
 }
 
 #[unsafe(no_mangle)]

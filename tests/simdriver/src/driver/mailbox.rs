@@ -49,10 +49,6 @@ pub enum Word {
     /// The answer.
     Code = 15,
     Value = 16,
-    /// With custom storage: the caller's session; else 0.
-    Custom = 17,
-    /// With custom storage: the process's session, set before the answer.
-    Session = 18,
 }
 
 /// First word of the pairs: old and new UUID, two words each.

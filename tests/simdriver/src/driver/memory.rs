@@ -1,14 +1,12 @@
 //! Device memory as a program uses it: contexts, allocations, copies.
 
 use std::cell::Cell;
-use std::fs::File;
 use std::os::fd::AsRawFd;
 
 use super::nodes::Node;
 use super::process::{Block, Inner};
 use super::shared;
 use super::steps::device_memory;
-use super::storage;
 use super::vmm::{self, Place};
 use crate::abi::*;
 use crate::wire::{ALLOC_CONTEXT, op};
@@ -160,14 +158,6 @@ pub fn copy(
     if len == 0 {
         return Ok(());
     }
-    if let Some(pieces) = storage::find(inner, device, len as u64) {
-        let mut host = host;
-        for (file, offset, len) in pieces? {
-            transfer(file, offset, host, len, way)?;
-            host = host.wrapping_byte_add(len);
-        }
-        return Ok(());
-    }
     let mapped = vmm::find(inner, device, len as u64).transpose()?;
     let (file, offset) = match (mapped, shared::find(inner, device, len as u64)) {
         (Some(Place::Own(block, offset)), _) => (device_memory(inner, block)?, offset),
@@ -178,16 +168,6 @@ pub fn copy(
             (device_memory(inner, block.address)?, offset)
         }
     };
-    transfer(&file, offset, host, len, way)
-}
-
-fn transfer(
-    file: &File,
-    offset: u64,
-    host: *mut libc::c_void,
-    len: usize,
-    way: Way,
-) -> Result<(), CuResult> {
     let mut at = 0;
     while at < len {
         let n = (len - at).min(MOST);

@@ -13,6 +13,5 @@ pub mod nvml;
 pub mod process;
 pub mod shared;
 pub mod steps;
-pub mod storage;
 pub mod thread;
 pub mod vmm;

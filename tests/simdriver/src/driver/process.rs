@@ -15,7 +15,6 @@ use super::locate;
 use super::mailbox::Mailbox;
 use super::nodes::Nodes;
 use super::shared::{Import, ShmFile};
-use super::storage::Handed;
 use super::thread;
 use super::vmm::Vmm;
 use crate::abi::*;
@@ -65,10 +64,6 @@ pub struct Inner {
     pub next_address: u64,
     pub context_bytes: u64,
     pub image: Option<Image>,
-    /// Checkpointed with custom storage: the memory is the caller's affair.
-    pub custom: bool,
-    /// Memory of other processes that are being checkpointed or restored with custom storage.
-    pub handed: Vec<Handed>,
     /// Memory of other processes.
     pub imports: Vec<Import>,
     pub vmm: Vmm,
@@ -223,8 +218,6 @@ pub fn init() -> Result<(), CuResult> {
         next_address: 0x1000_0000_0000,
         context_bytes: hello[4],
         image: None,
-        custom: false,
-        handed: Vec::new(),
         imports: Vec::new(),
         vmm: Vmm::default(),
         exported: None,

@@ -151,25 +151,12 @@ pub fn unlock(p: &Process) -> Result<(), CuResult> {
     Ok(())
 }
 
-/// Moves device memory into one mapping of this process and lets go of the devices. With custom storage the caller takes
-/// the memory, and [`complete`] follows.
-pub fn checkpoint(p: &Process, request: &Request) -> Result<(), CuResult> {
+/// Moves device memory into one mapping of this process and lets go of the devices.
+pub fn checkpoint(p: &Process) -> Result<(), CuResult> {
     need(p, STATE_LOCKED)?;
     let inner = &mut *p.inner();
     let bytes: u64 = inner.blocks.iter().map(|b| b.bytes).sum();
-    if let Some(caller) = request.custom {
-        for b in &inner.blocks {
-            let [hi, lo] = inner.gpus[b.gpu].uuid.words();
-            inner.ask(op::HAS_CONTEXT, &[caller, hi, lo])?;
-        }
-    }
     let begun = begin(inner, Step::Checkpoint, None, bytes).map_err(|s| s.settle(p))?;
-    if request.custom.is_some() {
-        hand_over(p, inner)?;
-        p.mailbox.set(Word::State, u64::from(STATE_CHECKPOINTING));
-        end(inner, &begun, 0);
-        return Ok(());
-    }
     let payload = usize::try_from(bytes).map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
     let image = map_image(HEADER + payload + TAIL).ok_or(CUDA_ERROR_OUT_OF_MEMORY)?;
     if let Err(code) = save(inner, image, bytes) {
@@ -177,42 +164,12 @@ pub fn checkpoint(p: &Process, request: &Request) -> Result<(), CuResult> {
         return Err(code);
     }
     inner.image = Some(image);
-    let_go(p, inner, &begun, bytes);
-    Ok(())
-}
-
-/// Frees the devices' memory and the devices: the process is checkpointed.
-fn let_go(p: &Process, inner: &mut Inner, begun: &Begun, bytes: u64) {
     let _ = inner.ask(op::RELEASE_ALL, &[]);
-    end(inner, begun, bytes);
+    end(inner, &begun, bytes);
     inner.nodes.park();
     inner.nodes.close();
     inner.set_server(None);
     p.mailbox.set(Word::State, u64::from(STATE_CHECKPOINTED));
-}
-
-/// Tells the caller the session whose memory it gets.
-fn hand_over(p: &Process, inner: &Inner) -> Result<(), CuResult> {
-    let session = inner.ask(op::MARK, &[0])?[1];
-    p.mailbox.set(Word::Session, session);
-    Ok(())
-}
-
-/// The caller has copied the memory: ends a checkpoint or a restore with custom storage.
-pub fn complete(p: &Process) -> Result<(), CuResult> {
-    let checkpoints = need(p, STATE_CHECKPOINTING).is_ok();
-    if !checkpoints {
-        need(p, STATE_RESTORING)?;
-    }
-    let inner = &mut *p.inner();
-    let begun = begin(inner, Step::Complete, None, 0).map_err(|s| s.settle(p))?;
-    inner.custom = checkpoints;
-    if checkpoints {
-        let_go(p, inner, &begun, 0);
-    } else {
-        p.mailbox.set(Word::State, u64::from(STATE_LOCKED));
-        end(inner, &begun, 0);
-    }
     Ok(())
 }
 
@@ -266,13 +223,7 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
     if inner.vmm.has_foreign() {
         return Err(CUDA_ERROR_NOT_SUPPORTED);
     }
-    if inner.custom != request.custom.is_some() {
-        return Err(CUDA_ERROR_INVALID_VALUE);
-    }
-    let image = inner.image;
-    if image.is_none() && !inner.custom {
-        return Err(CUDA_ERROR_UNKNOWN);
-    }
+    let image = inner.image.ok_or(CUDA_ERROR_UNKNOWN)?;
     let server = process::connect(&p.socket).map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
     let hello = checked(wire::ask(
         &server,
@@ -283,15 +234,9 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
     let done = take_back(inner, image, request, hello[1], hello[2]);
     match done {
         Ok(()) => {
-            if let Some(image) = inner.image.take() {
-                unmap_image(image);
-            }
-            let state = match request.custom {
-                Some(_) => STATE_RESTORING,
-                None => STATE_LOCKED,
-            };
-            hand_over(p, inner)?;
-            p.mailbox.set(Word::State, u64::from(state));
+            unmap_image(image);
+            inner.image = None;
+            p.mailbox.set(Word::State, u64::from(STATE_LOCKED));
             Ok(())
         }
         Err(stop) => {
@@ -308,7 +253,7 @@ pub fn restore(p: &Process, request: &Request) -> Result<(), CuResult> {
 /// The part of a restore that is undone as a whole.
 fn take_back(
     inner: &mut Inner,
-    image: Option<Image>,
+    image: Image,
     request: &Request,
     gpus: u64,
     driver: u64,
@@ -317,13 +262,13 @@ fn take_back(
     let begun = begin(inner, Step::Restore, None, bytes)?;
     // SAFETY: the image was mapped at the checkpoint with this length and is private to this
     // thread; if it was saved and restored with the process it is at the same address.
-    let memory = image.map(|image| unsafe { slice(image) });
+    let memory = unsafe { slice(image) };
     let expected = [HEADER_MAGIC, inner.blocks.len() as u64, bytes];
-    let is_wrong = |memory: &[u8]| {
-        let mut words = memory.chunks_exact(8).zip(expected);
-        words.any(|(have, want)| have != want.to_le_bytes())
-    };
-    if memory.as_deref().is_some_and(is_wrong) {
+    if memory
+        .chunks_exact(8)
+        .zip(expected)
+        .any(|(have, want)| have != want.to_le_bytes())
+    {
         return Err(Stop {
             code: CUDA_ERROR_UNKNOWN,
             broken: true,
@@ -335,12 +280,6 @@ fn take_back(
     for (i, slot) in now[..count].iter_mut().enumerate() {
         let gpu = target(inner, i, request, gpus, driver)?;
         minors[i] = gpu.minor;
-        if let Some(caller) = request.custom
-            && inner.blocks.iter().any(|b| b.gpu == i)
-        {
-            let [hi, lo] = gpu.uuid.words();
-            inner.ask(op::HAS_CONTEXT, &[caller, hi, lo])?;
-        }
         *slot = Some(gpu);
     }
     // A node that is missing, or is no device, is how a GPU is not there.
@@ -352,22 +291,20 @@ fn take_back(
         .nodes
         .unpark()
         .map_err(|_| CUDA_ERROR_OPERATING_SYSTEM)?;
-    let mut rest = memory.map(|memory| &memory[HEADER..]);
+    let mut rest = &memory[HEADER..];
     for b in &inner.blocks {
         let gpu = now[b.gpu].as_ref().ok_or(CUDA_ERROR_UNKNOWN)?;
         let [hi, lo] = gpu.uuid.words();
         let flags = if b.context { ALLOC_CONTEXT } else { 0 };
         let len = usize::try_from(b.bytes).map_err(|_| CUDA_ERROR_UNKNOWN)?;
+        let (piece, after) = rest.split_at(len);
         inner.ask(op::ALLOC, &[hi, lo, b.address, b.bytes, flags])?;
-        let Some((piece, after)) = rest.map(|rest| rest.split_at(len)) else {
-            continue;
-        };
         if len > 0 {
             let file = device_memory(inner, b.address)?;
             file.write_all_at(piece, 0)
                 .map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?;
         }
-        rest = Some(after);
+        rest = after;
     }
     for (to, from) in inner.gpus.iter_mut().zip(now) {
         if let Some(gpu) = from {

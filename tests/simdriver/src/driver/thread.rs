@@ -21,8 +21,6 @@ pub struct Request {
     pub timeout: Option<Duration>,
     pub pairs: [(GpuUuid, GpuUuid); MAX_PAIRS],
     pub count: usize,
-    /// The session of a caller that takes or brings the memory by itself.
-    pub custom: Option<u64>,
 }
 
 /// Starts the restore thread, and the idle one that the driver also has.
@@ -72,7 +70,6 @@ fn serve(p: &'static Process) -> ! {
                 },
                 pairs: [(GpuUuid([0; 16]), GpuUuid([0; 16])); MAX_PAIRS],
                 count: 0,
-                custom: Some(mailbox.get(Word::Custom)).filter(|s| *s != 0),
             };
             for (to, from) in request.pairs.iter_mut().zip(mailbox.pairs()) {
                 *to = from;
@@ -92,10 +89,9 @@ fn work(p: &'static Process, step: u64, request: &Request) -> CuResult {
     let done = match Step::from_word(step) {
         Some(Step::GetState) => Ok(()),
         Some(Step::Lock) => steps::lock(p, request),
-        Some(Step::Checkpoint) => steps::checkpoint(p, request),
+        Some(Step::Checkpoint) => steps::checkpoint(p),
         Some(Step::Restore) => steps::restore(p, request),
         Some(Step::Unlock) => steps::unlock(p),
-        Some(Step::Complete) => steps::complete(p),
         _ => Err(CUDA_ERROR_INVALID_VALUE),
     };
     done.err().unwrap_or(0)

@@ -285,24 +285,6 @@ fn client(
             reply[1..4].copy_from_slice(&[hi, lo, found.bytes]);
             Ok(())
         }
-        op::ALLOC_AT => {
-            let world = server.world();
-            let session = world.sessions.get(&f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
-            let number = usize::try_from(f[2]).map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
-            let at = session.allocs.iter().nth(number);
-            let (address, alloc) = at.ok_or(CUDA_ERROR_INVALID_VALUE)?;
-            let [hi, lo] = alloc.gpu.words();
-            reply[1..5].copy_from_slice(&[hi, lo, *address, alloc.bytes]);
-            Ok(())
-        }
-        op::HAS_CONTEXT => {
-            let world = server.world();
-            let session = world.sessions.get(&f[1]).ok_or(CUDA_ERROR_INVALID_VALUE)?;
-            let gpu = GpuUuid::from_words([f[2], f[3]]);
-            let mut allocs = session.allocs.values();
-            let has = allocs.any(|a| a.context && a.gpu == gpu);
-            has.then_some(()).ok_or(CUDA_ERROR_INVALID_CONTEXT)
-        }
         op::SUM => {
             let (m, bytes) = memory(f[1], f[4])?;
             reply[1] = sum(&m, f[2], within(f[2], f[3], bytes)?).map_err(|_| CUDA_ERROR_UNKNOWN)?;
