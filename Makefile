@@ -18,6 +18,7 @@ build: ## release binaries, in target/release
 	install -m 755 $(TARGET_DIR)/$(HOST)/release/cryopod-runtime $(BIN_DIR)/cryopod-runtime
 
 packages: ## deb and rpm packages and a tarball, in target/packages; docs/install.md
+	packages/build --check
 	$(MAKE) --no-print-directory build
 	CRYOPOD_BIN_DIR=$(BIN_DIR) packages/build
 
