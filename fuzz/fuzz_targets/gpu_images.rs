@@ -5,8 +5,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use cryopod_amd::image::{KfdImage, RenderImage};
 use cryopod_cuda::image::NvidiaImage;
-use cryopod_gpu_plan::amd::image::{KfdImage, RenderImage};
 use cryopod_operations::images::mountpoints;
 use libfuzzer_sys::fuzz_target;
 

@@ -9,13 +9,14 @@ use std::path::{Path, PathBuf};
 
 /// The crates, from the leaves up: each may depend on those before it. Those of the second list are programs or
 /// libraries that other programs load; nothing depends on them.
-const LIBRARIES: [(&str, &str); 7] = [
+const LIBRARIES: [(&str, &str); 8] = [
     ("cryopod-host", "host"),
     ("cryopod-archive", "archive"),
     ("cryopod-registry", "registry"),
     ("cryopod-preload-wire", "preload/wire"),
     ("cryopod-cuda", "gpu-hooks/cuda"),
     ("cryopod-gpu-plan", "gpu-hooks/plan"),
+    ("cryopod-amd", "gpu-hooks/amd"),
     ("cryopod-operations", "runtime-wrapper/operations"),
 ];
 const PROGRAMS: [(&str, &str); 5] = [

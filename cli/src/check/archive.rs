@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use cryopod_amd::image::{self as amd_image, Images};
 use cryopod_archive::engine as engine_records;
 use cryopod_archive::file_sizes;
 use cryopod_archive::limits::Limits;
@@ -15,7 +16,6 @@ use cryopod_archive::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
 use cryopod_archive::text::printable;
-use cryopod_gpu_plan::amd::image::{self as amd_image, Images};
 use cryopod_gpu_plan::compat::{Check, Verdict};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{self, Switches};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_cuda::nvidia;
-use cryopod_gpu_plan::amd;
+use cryopod_gpu_plan::amd_gpus;
 use cryopod_gpu_plan::hazards::limits::sets_others_limits;
 use cryopod_gpu_plan::plan::Plugins;
 use cryopod_host::cgroups;
@@ -90,7 +90,7 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
     lines.push(tested::line(input.tools, LIMIT));
     cgroups(input, &config, &mut lines);
     shmem(input.host, &mut lines);
-    let amd_here = !amd::gpus(input.host).is_empty();
+    let amd_here = !amd_gpus::gpus(input.host).is_empty();
     let plugins = match installed(input.tools, LIMIT) {
         Some(criu) => plugins::checked(&config, input.host, input.tools, &criu, amd_here),
         None => plugins::find(&config, input.host),
@@ -314,7 +314,7 @@ fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>
 }
 
 fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
-    let gpus = amd::gpus(host);
+    let gpus = amd_gpus::gpus(host);
     if gpus.is_empty() {
         let found = match host.char_device("/dev/kfd") {
             Some((major, minor)) => {
@@ -329,7 +329,7 @@ fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
         ));
         return;
     }
-    let version = amd::driver_version(host).unwrap_or_else(|| "unknown version".into());
+    let version = amd_gpus::driver_version(host).unwrap_or_else(|| "unknown version".into());
     lines.push(Line::ok(
         "AMD driver",
         format!("{version}, {} GPU(s)", gpus.len()),

@@ -6,7 +6,7 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes::{self, DeviceNode, NodeRole, Vendor};
 use serde_json::Map;
 
-use crate::amd;
+use crate::amd_gpus;
 
 /// The checkpoint's GPUs: those that the metadata describes, and the nodes that lead to none of them.
 pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {
@@ -29,7 +29,7 @@ pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {
 pub fn here(host: &Host, vendor: Vendor) -> Vec<Gpu> {
     let described = match vendor {
         Vendor::Nvidia => nvidia::gpus(host),
-        Vendor::Amd => amd::gpus(host),
+        Vendor::Amd => amd_gpus::gpus(host),
     };
     if described.is_empty() {
         of_nodes(&nodes::of_host(host, vendor))

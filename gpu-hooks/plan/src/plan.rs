@@ -9,7 +9,7 @@ use crate::refusal::Refusal;
 use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 
-use crate::amd;
+use crate::amd_gpus;
 use crate::live;
 use cryopod_cuda::nvidia;
 use cryopod_cuda::{preflight, sharing};
@@ -109,7 +109,7 @@ pub fn checkpoint(
         return Err(PlanError::Gone(init));
     }
     let processes = live::users(scan, &nodes);
-    let mut refusals = amd::open_nodes::refusals(scan, &nodes);
+    let mut refusals = Vec::new();
     let mut needed = Vec::new();
     for vendor in [Vendor::Nvidia, Vendor::Amd] {
         let users: Vec<&GpuProcess> = processes
@@ -197,7 +197,7 @@ fn describe(host: &Host, mut nodes: Vec<DeviceNode>) -> GpuFacts {
     for vendor in &vendors {
         let (key, version, found) = match vendor {
             Vendor::Nvidia => ("nvidia", nvidia::driver_version(host), nvidia::gpus(host)),
-            Vendor::Amd => ("amd", amd::driver_version(host), amd::gpus(host)),
+            Vendor::Amd => ("amd", amd_gpus::driver_version(host), amd_gpus::gpus(host)),
         };
         if let Some(version) = version {
             drivers.insert(key.to_owned(), version);

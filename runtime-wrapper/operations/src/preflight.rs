@@ -10,12 +10,12 @@ pub mod surroundings;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use cryopod_amd::choose::{self as amd_choose, Request};
+use cryopod_amd::image::Images;
+use cryopod_amd::topology::Topology;
 use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_cuda::report::AgentReady;
-use cryopod_gpu_plan::amd;
-use cryopod_gpu_plan::amd::choose::{self as amd_choose, Request};
-use cryopod_gpu_plan::amd::image::Images;
-use cryopod_gpu_plan::amd::topology::Topology;
+use cryopod_gpu_plan::amd_gpus;
 use cryopod_gpu_plan::compat::{self, Check};
 use cryopod_gpu_plan::gpumap::Choice;
 use cryopod_gpu_plan::nvidia_compat::{self, Found, Pair};
@@ -270,7 +270,7 @@ fn amd(
     tracing::info!("{}", choice.sentence);
     answer.checks.extend(choice.checks.clone());
     answer.amd_visible = Some(choice.visible.clone());
-    let here = amd::gpus(question.host);
+    let here = amd_gpus::gpus(question.host);
     let by_minor = |gpus: &[Gpu], minor: u32| {
         gpus.iter()
             .find(|g| g.vendor == Vendor::Amd && g.render_minor == Some(minor.into()))
@@ -286,9 +286,9 @@ fn amd(
     Ok(Some(pairs.collect()))
 }
 
-fn amd_switches(switches: &Switches) -> amd::checks::Switches {
-    let mut all = amd::checks::Switches::default();
-    for switch in amd::checks::Switch::ALL {
+fn amd_switches(switches: &Switches) -> cryopod_amd::checks::Switches {
+    let mut all = cryopod_amd::checks::Switches::default();
+    for switch in cryopod_amd::checks::Switch::ALL {
         all = all.with(switch, switches.on(switch.name()));
     }
     all

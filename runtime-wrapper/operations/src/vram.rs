@@ -1,7 +1,6 @@
 //! Decides about VRAM files: whether and how they are used. Waits for them before a checkpoint is recorded.
 
 pub mod agent;
-pub mod amd_pages;
 pub mod parent;
 pub mod preload;
 

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use cryopod_gpu_plan::amd::topology::Topology;
+use cryopod_amd::topology::Topology;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DRM_MAJOR;
 use cryopod_host::spec::Spec;

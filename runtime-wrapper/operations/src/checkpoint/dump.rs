@@ -5,11 +5,12 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use cryopod_amd::image::Images;
+use cryopod_amd::pages::{Expected, Packing};
+use cryopod_amd::saved;
+use cryopod_amd::unpause::unpause;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
 use cryopod_archive::names;
-use cryopod_gpu_plan::amd::image::Images;
-use cryopod_gpu_plan::amd::saved;
-use cryopod_gpu_plan::amd::unpause::unpause;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
@@ -29,7 +30,6 @@ use crate::run::reasons::Before;
 use crate::run::runtime_log::RuntimeLog;
 use crate::vram;
 use crate::vram::agent::Agent;
-use crate::vram::amd_pages::{Expected, Packing};
 use crate::vram::preload;
 
 pub(super) struct Dumped {

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use cryopod_amd::open_nodes;
 use cryopod_gpu_plan::exec_processes;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
@@ -220,7 +221,8 @@ fn gpus(
         .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(config, host, &request.tools, criu, amd);
-    Ok(plan::checkpoint(
-        host, nodes, init, scan, &plugins, sharing,
-    )?)
+    let mut refusals = open_nodes::refusals(scan, &nodes);
+    let (plan, others) = plan::checkpoint(host, nodes, init, scan, &plugins, sharing)?;
+    refusals.extend(others);
+    Ok((plan, refusals))
 }

@@ -6,10 +6,10 @@
 //! and CRIU's amdgpu plugin has written its images, which are foreseen. docs/failures.md lists what a restore refuses and what of it this
 //! check sees.
 
+use cryopod_amd::image::Images;
+use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::report::AgentReady;
-use cryopod_gpu_plan::amd::image::Images;
-use cryopod_gpu_plan::amd::topology::{Node, Topology};
 use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use cryopod_gpu_plan::amd::image::Images;
+use cryopod_amd::image::Images;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::switches::Switches;
 use cryopod_host::nodes::Vendor;

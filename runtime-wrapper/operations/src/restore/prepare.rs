@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use cryopod_amd::pages::{self, Unpacked};
 use cryopod_gpu_plan::plan::PlanError;
 
 use super::arguments;
@@ -24,7 +25,6 @@ use crate::run::operation::Operation;
 use crate::run::runtime_log::RuntimeLog;
 use crate::security::image_check::CheckedImages;
 use crate::vram;
-use crate::vram::amd_pages::{self, Unpacked};
 
 pub(super) struct Prepared {
     pub ready: Ready,
@@ -74,7 +74,7 @@ pub(super) fn prepare(
     let stored = checkpoint.stored.as_ref();
     let written = new_network.and_then(|n| n.image);
     let vram = vram::restore(request, &checkpoint.metadata)?;
-    let unpacked = amd_pages::unpack(&request.images, &checkpoint.metadata, &vram);
+    let unpacked = pages::unpack(&request.images, &checkpoint.metadata, &vram);
     let unpacked = unpacked.map_err(|e| {
         Error::Failed(format!(
             "restore refused, nothing was started: the GPU memory: {e}"

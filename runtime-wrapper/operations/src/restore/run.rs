@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use cryopod_amd::saved;
+use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::names;
-use cryopod_gpu_plan::amd::saved;
-use cryopod_gpu_plan::amd::topology::{Node, Topology};
 use cryopod_host::files::Host;
 
 use super::prepare::Prepared;

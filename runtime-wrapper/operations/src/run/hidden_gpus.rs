@@ -10,8 +10,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use cryopod_gpu_plan::amd::TOPOLOGY;
-use cryopod_gpu_plan::amd::topology::Topology;
+use cryopod_amd::topology::Topology;
+use cryopod_gpu_plan::amd_gpus::TOPOLOGY;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DRM_MAJOR;
 use cryopod_host::spec::Spec;

@@ -7,7 +7,7 @@
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 use cryopod_host::processes::{Process, Scan};
 
-use crate::refusal::Refusal;
+use cryopod_gpu_plan::refusal::Refusal;
 
 /// `nodes`: the container's GPU nodes.
 pub fn refusals(scan: &Scan, nodes: &[DeviceNode]) -> Vec<Refusal> {

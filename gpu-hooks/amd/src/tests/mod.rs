@@ -1,14 +1,11 @@
 //! Holds what the tests of the AMD library share: topologies made by hand or at random, and an encoder of the plugin's
 //! images that knows nothing of the parser.
 
-mod brute;
 mod captures;
 mod checks;
 mod choose;
 mod image;
-mod inventory;
 mod machines;
-mod matcher;
 mod plugin_choice;
 mod real_matcher;
 mod saved;

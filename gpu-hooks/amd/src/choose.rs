@@ -1,17 +1,17 @@
-//! Chooses which GPUs of this host replace the checkpoint's: a mapping that keeps all rules. Also chooses the GPUs to
-//! make visible, so that CRIU's amdgpu plugin, which chooses by itself, finds a valid mapping too.
+//! Chooses the GPUs of this host that CRIU and the container see after a restore. CRIU's amdgpu plugin maps the
+//! checkpoint's GPUs onto those that it sees by a search of its own, which [`super::plugin_choice`] predicts.
 
-use std::collections::HashSet;
+use crate::checks::{Switch, Switches, compare, matches, names};
+use crate::plugin_choice::{self, PluginChoice};
+use crate::reasons::{too_few, unmatched, wish_mismatches};
+use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
+use cryopod_gpu_plan::compat::{Check, Verdict};
+use cryopod_gpu_plan::wish::{self, Wish};
 
-use super::checks::{Switches, compare, names};
-use super::matcher::{self, Problem, Without};
-use super::plugin_choice::{self, PluginChoice};
-use super::reasons::{no_mapping, unmatched};
-use super::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
-use crate::compat::{Check, Verdict};
-use crate::wish::Wish;
-
-const SETS: usize = 24;
+/// How many sets of GPUs are tried.
+const SETS: u32 = 20_000;
+/// As many sets costs one on which the plugin's search would not end.
+const LOOP: u32 = 20;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
@@ -83,118 +83,209 @@ pub fn choose(request: &Request<'_>) -> Result<Choice, Box<Refused>> {
             checks,
         ));
     }
-    let problem = Problem {
-        source,
-        target: &candidates,
-        switches: request.switches,
-        wishes: &wishes,
-        without: Without::default(),
-    };
-    settle(request, &problem, checks)
+    settle(request, source, &candidates, &wishes, checks)
 }
 
-/// Finds a mapping that the plugin makes too.
+/// Shows the plugin's search one set of GPUs after the other, the closest first, until it makes a map that keeps the
+/// wishes.
 fn settle(
     request: &Request<'_>,
-    problem: &Problem<'_>,
+    source: &Topology,
+    candidates: &Topology,
+    wishes: &[(u32, u32)],
     mut checks: Vec<Check>,
 ) -> Result<Choice, Box<Refused>> {
-    let mut passed = HashSet::new();
-    let mut first_trouble = None;
-    let mut steps = 0;
-    while passed.len() < SETS && steps < matcher::BUDGET {
-        let mapping = match matcher::find_but(problem, &passed) {
-            Ok(mapping) => mapping,
-            Err(_) if !passed.is_empty() => break,
-            Err(e) => return Err(no_mapping(problem, &e, checks)),
-        };
-        steps += mapping.steps;
-        let all: Vec<&Node> = problem.target.gpus().collect();
-        let minors: Vec<u32> = mapping
-            .targets
-            .iter()
-            .map(|t| all[*t].render_minor())
-            .collect();
-        match plugin_agrees(request, problem, &minors) {
-            Ok(pairs) => return Ok(chosen(request, pairs, checks)),
-            Err(trouble) => {
-                first_trouble.get_or_insert((minors, trouble));
-                passed.insert(mapping.targets.iter().fold(0, |set, t| set | 1 << t));
-            }
-        }
+    let (trouble, minors) = match first_agreed(request, source, candidates, wishes) {
+        Ok(pairs) => return Ok(chosen(request, pairs, checks)),
+        Err(refused) => refused,
+    };
+    let before = checks.len();
+    checks.extend(unmatched(source, candidates, request.switches));
+    checks.extend(wish_mismatches(
+        source,
+        candidates,
+        wishes,
+        request.switches,
+    ));
+    if checks.len() == before {
+        checks.extend(too_few(source, candidates, request.switches));
     }
-    let (minors, trouble) = first_trouble.unwrap_or_default();
-    let minors = minors
-        .iter()
-        .map(|m| format!("renderD{m}"))
-        .collect::<Vec<_>>()
-        .join(", ");
-    let sets = passed.len();
+    if checks.len() > before {
+        return Err(refuse(
+            "the checkpoint's GPUs cannot be mapped onto this host's",
+            checks,
+        ));
+    }
+    let relaxed = Request {
+        switches: &request.switches.clone().with(Switch::Numa, false),
+        ..*request
+    };
+    let numa = request.switches.is_on(Switch::Numa)
+        && first_agreed(&relaxed, source, candidates, wishes).is_ok();
     checks.push(Check {
-        name: "choice of CRIU's amdgpu plugin".into(),
+        name: match numa {
+            true => Switch::Numa.name().into(),
+            false => "choice of CRIU's amdgpu plugin".into(),
+        },
         subject: String::new(),
-        recorded: "a mapping that exists".into(),
-        found: format!("{trouble} with {minors} visible; {sets} set(s) of GPUs were tried"),
-        verdict: Verdict::Refused,
-        switch: None,
-        remedy: "the plugin of CRIU up to 4.2 chooses by itself and cannot be told: restore on other GPUs, or with fewer comparisons (KFD_*_CHECK=0)".into(),
-    });
-    Err(refuse(
-        format!(
-            "the checkpoint's GPUs can be mapped onto this host's, but CRIU's amdgpu plugin {trouble}"
+        recorded: "GPUs with their links to CPUs and to each other".into(),
+        found: format!(
+            "GPUs ({}) with which the plugin {trouble}",
+            names(&minors)
         ),
-        checks,
-    ))
+        verdict: Verdict::Refused,
+        switch: numa.then(|| format!("{}=0", Switch::Numa.name())),
+        remedy: "restore where the GPUs are joined in the same way, by XGMI and PCIe, to each other and to CPUs (in the BIOS: NPS, large BAR), or with fewer comparisons (KFD_*_CHECK=0); the plugin of CRIU up to 4.2 chooses by itself".into(),
+    });
+    Err(refuse(format!("CRIU's amdgpu plugin {trouble}"), checks))
 }
 
-/// Returns the plugin's choice if it sees only these, if that is a mapping that keeps all rules and wishes.
+/// Returns the plugin's map for the first set of GPUs with which it makes one that is right. The error says what it does
+/// with the closest set, and has that set.
+fn first_agreed<'a>(
+    request: &Request<'_>,
+    source: &Topology,
+    candidates: &'a Topology,
+    wishes: &[(u32, u32)],
+) -> Result<Vec<Pair>, (String, Vec<&'a Node>)> {
+    let mut first = None;
+    let mut budget = SETS;
+    for set in sets(source, candidates, wishes, request.switches) {
+        let minors: Vec<u32> = set.iter().map(|node| node.render_minor()).collect();
+        match plugin_agrees(request, source, &minors, wishes) {
+            Ok(pairs) => return Ok(pairs),
+            Err((trouble, cost)) => {
+                first.get_or_insert((trouble, set));
+                budget = budget.saturating_sub(cost);
+            }
+        }
+        if budget == 0 {
+            break;
+        }
+    }
+    Err(first.unwrap_or_else(|| ("finds too few GPUs".into(), Vec::new())))
+}
+
+/// The sets of as many GPUs as the checkpoint has: first the closest, then those that lie together, then all others. The
+/// targets of the wishes are in each.
+fn sets<'a>(
+    source: &Topology,
+    candidates: &'a Topology,
+    wishes: &[(u32, u32)],
+    switches: &Switches,
+) -> impl Iterator<Item = Vec<&'a Node>> + use<'a> {
+    let (wished, others): (Vec<&Node>, Vec<&Node>) = candidates
+        .gpus()
+        .partition(|t| wishes.iter().any(|w| w.1 == t.gpu_id));
+    let mut free: Vec<(u32, &Node)> = Vec::new();
+    for target in others {
+        let fits = source.gpus().filter(|s| matches(s, target, switches));
+        free.extend(
+            fits.map(|s| distance(s, target))
+                .min()
+                .map(|near| (near, target)),
+        );
+    }
+    free.sort_by_key(|(near, target)| (*near, target.render_minor()));
+    let free: Vec<&Node> = free.into_iter().map(|(_, target)| target).collect();
+    let count = source.gpus().count().saturating_sub(wished.len());
+    let mut together: Vec<&Node> = free.clone();
+    together.sort_by_key(|target| target.render_minor());
+    let together: Vec<Vec<&Node>> = match count {
+        0 => Vec::new(),
+        _ => together.windows(count).map(<[_]>::to_vec).collect(),
+    };
+    let closest = free.get(..count).map(<[_]>::to_vec);
+    let rest = combinations(free, count);
+    closest
+        .into_iter()
+        .chain(together)
+        .chain(rest)
+        .map(move |set| wished.iter().copied().chain(set).collect())
+}
+
+/// All choices of `count` of these, those with the first ones first.
+fn combinations<'a>(
+    of: Vec<&'a Node>,
+    count: usize,
+) -> impl Iterator<Item = Vec<&'a Node>> + use<'a> {
+    let mut next = (count <= of.len()).then(|| (0..count).collect::<Vec<usize>>());
+    std::iter::from_fn(move || {
+        let now = next.take()?;
+        let grows = (0..count).rev().find(|i| now[*i] < of.len() - count + i);
+        next = grows.map(|i| {
+            let mut after = now.clone();
+            for (at, place) in after.iter_mut().enumerate().skip(i) {
+                *place = now[i] + 1 + at - i;
+            }
+            after
+        });
+        Some(now.into_iter().map(|i| of[i]).collect())
+    })
+}
+
+/// How far a GPU is from its place: 0 if it is the same GPU.
+fn distance(source: &Node, target: &Node) -> u32 {
+    let same = |a: &Option<String>, b: &Option<String>| a.is_some() && a == b;
+    let known = source.unique_id.is_some() && target.unique_id.is_some();
+    let minor = source.render_minor().abs_diff(target.render_minor());
+    if known && same(&source.unique_id, &target.unique_id) {
+        return 0;
+    }
+    if !known && source.gpu_id == target.gpu_id && minor == 0 {
+        return 0;
+    }
+    let place = if same(&source.pci, &target.pci) { 0 } else { 4 };
+    1 + place + minor.min(1000)
+}
+
+/// Returns the plugin's map if it sees only these GPUs, if that keeps the wishes. An error has what is wrong with the
+/// map, and how many sets it costs.
 fn plugin_agrees(
     request: &Request<'_>,
-    problem: &Problem<'_>,
+    source: &Topology,
     minors: &[u32],
-) -> Result<Vec<Pair>, String> {
+    wishes: &[(u32, u32)],
+) -> Result<Vec<Pair>, (String, u32)> {
     let view = request.target.visible(minors);
     let mut agreed: Option<Vec<(u32, u32)>> = None;
     for source in request.sources {
         let mut picks = match plugin_choice::choose(source, &view, request.switches) {
             PluginChoice::Picks(picks) => picks,
-            PluginChoice::Refuses(why) => return Err(format!("would refuse ({why})")),
-            PluginChoice::Crashes(why) => return Err(format!("would crash ({why})")),
-            PluginChoice::Loops(why) => return Err(format!("would never end ({why})")),
+            PluginChoice::Refuses(why) => return Err((format!("would refuse ({why})"), 1)),
+            PluginChoice::Crashes(why) => return Err((format!("would crash ({why})"), 1)),
+            PluginChoice::Loops(why) => return Err((format!("would never end ({why})"), LOOP)),
         };
         picks.sort_unstable();
         match &agreed {
             Some(other) if *other != picks => {
-                return Err("would map the processes of the container differently".into());
+                let what = "would map the processes of the container differently";
+                return Err((what.into(), 1));
             }
             _ => agreed = Some(picks),
         }
     }
     let picks = agreed.unwrap_or_default();
-    let mut pairs = Vec::new();
-    let mut targets = Vec::new();
-    for gpu in problem.source.gpus() {
-        let id = picks.iter().find(|p| p.0 == gpu.gpu_id).map(|p| p.1);
-        let found = problem
-            .target
-            .gpus()
-            .enumerate()
-            .find(|(_, t)| Some(t.gpu_id) == id);
-        let (at, target) = found.ok_or("would choose a GPU that is not there")?;
-        targets.push(at);
-        pairs.push(Pair {
-            source: gpu.clone(),
-            target: target.clone(),
-        });
+    let pair = |gpu: &Node| {
+        let id = picks.iter().find(|p| p.0 == gpu.gpu_id)?.1;
+        let target = view.gpus().find(|t| t.gpu_id == id)?.clone();
+        let source = gpu.clone();
+        Some(Pair { source, target })
+    };
+    let pairs: Option<Vec<Pair>> = source.gpus().map(pair).collect();
+    let pairs = pairs.ok_or_else(|| ("would choose a GPU that is not there".to_owned(), 1))?;
+    let broken = wishes.iter().find(|wish| !picks.contains(wish));
+    match broken {
+        None => Ok(pairs),
+        Some((old, new)) => {
+            let picks = pairs
+                .iter()
+                .map(|p| format!("{} to {}", p.source, p.target));
+            let picks = picks.collect::<Vec<_>>().join(", ");
+            let what = format!("would map {picks} (the wish {old:#06x}={new:#06x} is not kept)");
+            Err((what, 1))
+        }
     }
-    matcher::valid(problem, &targets).map_err(|why| {
-        let picks: Vec<String> = pairs
-            .iter()
-            .map(|p| format!("{} to {}", p.source, p.target))
-            .collect();
-        format!("would map {} ({why})", picks.join(", "))
-    })?;
-    Ok(pairs)
 }
 
 fn chosen(request: &Request<'_>, pairs: Vec<Pair>, mut checks: Vec<Check>) -> Choice {
@@ -225,7 +316,7 @@ fn chosen(request: &Request<'_>, pairs: Vec<Pair>, mut checks: Vec<Check>) -> Ch
     }
 }
 
-pub(super) fn refuse(reason: impl Into<String>, checks: Vec<Check>) -> Box<Refused> {
+fn refuse(reason: impl Into<String>, checks: Vec<Check>) -> Box<Refused> {
     Box::new(Refused {
         reason: reason.into(),
         checks,
@@ -330,17 +421,17 @@ fn named<'a>(topology: &'a Topology, name: &str) -> Option<&'a Node> {
 }
 
 fn wishes(
-    wish: &Wish,
+    wanted: &Wish,
     source: &Topology,
     candidates: &Topology,
 ) -> Result<Vec<(u32, u32)>, Vec<Check>> {
-    let Wish::Pairs(pairs) = wish else {
+    let Wish::Pairs(pairs) = wanted else {
         return Ok(Vec::new());
     };
     let (mut found, mut wrong) = (Vec::<(u32, u32)>::new(), Vec::new());
     let mut complain = |subject: &str, recorded: String, found: String| {
         wrong.push(Check {
-            name: crate::wish::ANNOTATION.into(),
+            name: wish::ANNOTATION.into(),
             subject: subject.to_owned(),
             recorded,
             found,

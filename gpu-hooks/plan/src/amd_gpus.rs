@@ -1,39 +1,9 @@
-//! Reads the host's AMD GPUs from the KFD topology and DRM, and predicts whether a checkpoint of CRIU's amdgpu plugin
-//! would restore on them.
-//!
-//! - [`image`]: reads the plugin's images.
-//! - [`topology`]: reads CPUs, GPUs and links, of an image or of this host.
-//! - [`checks`]: compares what the plugin compares; its switches.
-//! - [`matcher`]: finds a mapping, whenever one exists.
-//! - [`plugin_choice`]: predicts the plugin's own choice.
-//! - [`choose`]: combines both.
-//! - [`open_nodes`]: refuses processes whose open nodes the plugin could not restore.
-//! - [`saved`]: finds what the plugin has left out without an error, of a checkpoint and of a restore.
-//! - [`unpause`]: lets queues run again that a failed checkpoint has left paused.
-//!
-//! A topology node with `gpu_id` 0 is a CPU. The kernel refuses `gpu_id` and `properties` to a reader whose device
-//! cgroup does not allow the render node; such nodes are left out (facts of CRIU's amdgpu plugin).
-
-pub mod checks;
-pub mod choose;
-mod graph;
-pub mod image;
-pub mod matcher;
-pub mod open_nodes;
-pub mod plugin_choice;
-mod proto;
-mod reasons;
-mod ring;
-pub mod saved;
-mod search;
-pub mod topology;
-pub mod unpause;
+//! Reads the host's AMD GPUs and the version of their kernel driver (NVIDIA's: `cryopod_cuda::nvidia`).
 
 use cryopod_archive::metadata::Gpu;
+use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use serde_json::{Map, Value};
-
-use cryopod_host::files::Host;
 
 pub const TOPOLOGY: &str = "/sys/class/kfd/kfd/topology/nodes";
 
@@ -102,7 +72,7 @@ pub fn gpus(host: &Host) -> Vec<Gpu> {
 }
 
 /// `location_id` packs bus, device and function as PCI does.
-fn pci_address(domain: u64, location: u64) -> String {
+pub fn pci_address(domain: u64, location: u64) -> String {
     format!(
         "{domain:04x}:{:02x}:{:02x}.{:x}",
         (location >> 8) & 0xff,
@@ -134,4 +104,56 @@ fn vram_bytes(host: &Host, dir: &str) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_hosts_gpus() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = |n: u32, gpu_id: &str, properties: &str| {
+            let d = dir
+                .path()
+                .join(format!("sys/class/kfd/kfd/topology/nodes/{n}"));
+            fs::create_dir_all(d.join("mem_banks/0")).unwrap();
+            fs::write(d.join("gpu_id"), gpu_id).unwrap();
+            fs::write(d.join("name"), "aldebaran\n").unwrap();
+            fs::write(d.join("properties"), properties).unwrap();
+            fs::write(
+                d.join("mem_banks/0/properties"),
+                "heap_type 1\nsize_in_bytes 68702699520\n",
+            )
+            .unwrap();
+        };
+        node(0, "0\n", "cpu_cores_count 64\n");
+        node(
+            1,
+            "51110\n",
+            "drm_render_minor 128\nlocation_id 17152\ndomain 0\nunique_id 8235863091\nvendor_id 4098\n",
+        );
+        node(
+            10,
+            "7\n",
+            "drm_render_minor 129\nlocation_id 17408\ndomain 1\n",
+        );
+        node(2, "", "");
+        let host = Host::at(dir.path());
+        let gpus = gpus(&host);
+        assert_eq!(gpus.len(), 2);
+        assert_eq!(gpus[0].id, format!("{:016x}", 8_235_863_091_u64));
+        assert_eq!(
+            (
+                gpus[0].pci.as_str(),
+                gpus[0].render_minor,
+                gpus[0].memory_bytes
+            ),
+            ("0000:43:00.0", Some(128), Some(68_702_699_520))
+        );
+        assert_eq!((gpus[1].id.as_str(), gpus[1].index), ("0001:44:00.0", 1));
+        assert_eq!(driver_version(&host), None);
+        fs::create_dir_all(dir.path().join("proc/sys/kernel")).unwrap();
+        fs::write(dir.path().join("proc/sys/kernel/osrelease"), "6.12.1\n").unwrap();
+        assert_eq!(driver_version(&host).as_deref(), Some("6.12.1"));
+    }
+}

@@ -13,10 +13,10 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
+use crate::image::is_pages;
 use cryopod_archive::vram::{Ahead, VramError, Writer};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
-use cryopod_gpu_plan::amd::image::is_pages;
 use nix::sys::statvfs::statvfs;
 
 use super::Expected;
