@@ -52,7 +52,7 @@ agreed() {
 # The files to install, as SOURCE TARGET.
 files() {
     for part in cryopod ${criu:+cryopod-criu}; do
-        if [ -d "$here/$part" ]; then (cd "$here/$part" && find . -type f | sed "s|^\./\(.*\)|$part/\1 \1|"); fi
+        if [ -d "$here/$part" ]; then (cd "$here/$part" && find . -type f -o -type l | sed "s|^\./\(.*\)|$part/\1 \1|"); fi
     done
     for file in install.sh prerm postrm; do echo "$file $own/$file"; done
 }
@@ -95,7 +95,7 @@ install_all() {
         if [ "$file" = "$config" ] && [ -e "$root/$file" ]; then continue; fi
         mkdir -p "$root/${file%/*}"
         # By rename: a program that runs keeps its file.
-        cp "$here/$from" "$root/$file.new"
+        cp -P "$here/$from" "$root/$file.new"
         mv "$root/$file.new" "$root/$file"
     done < "$work/files"
     remove_listed "$work/old" "$work/listed"

@@ -10,7 +10,9 @@
 //!
 //! * [`put`](fn@put): moves files from an image directory to a store
 //! * [`find`](fn@find): finds the files of a reference
+//! * [`gather`](fn@gather): moves them back
 //! * [`list`](fn@list) and [`remove`]: the entries of a store
+//! * [`Holders`]: what refers to them; [`clean`](fn@clean): removes those that nothing refers to
 //!
 //! docs/formats.md describes the reference.
 
@@ -23,12 +25,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::names;
 
+mod clean;
 mod find;
+mod gather;
+mod holders;
 mod list;
+mod origin;
 mod put;
 
+pub use clean::clean;
 pub use find::{Found, find, find_in};
+pub use gather::gather;
+pub use holders::{Holder, Holders};
 pub use list::{Entry, list, remove};
+pub use origin::{Known, Origin};
 pub use put::{About, put};
 
 /// The version that this cryopod writes, and the newest that it reads.
@@ -57,7 +67,7 @@ pub enum StoreError {
     )]
     Version { path: PathBuf, found: u64 },
     #[error(
-        "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. Mount that store and name its directory in [store] of the configuration, or make a self-contained archive on a host that has it: cryopod bundle"
+        "{path}: the large files of this checkpoint ({what}) are not in it but in entry {id} of a store, which was {was}, and here {looked}. On the host that has the entry, make the checkpoint whole and copy it again: cryopod bundle --in-place DIRECTORY (an archive: cryopod bundle ARCHIVE -o ...); or name the directory of a shared store in [store] of the configuration"
     )]
     Missing {
         path: PathBuf,
@@ -236,6 +246,19 @@ impl fmt::Display for Reference {
         let mib = self.bytes().div_ceil(1 << 20);
         write!(f, "{} files, {mib} MiB", self.files.len())
     }
+}
+
+/// Writes a new file, durably.
+fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt;
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path);
+    file.and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
+        .map_err(StoreError::io(path, "write it"))
 }
 
 fn is_id(text: &str) -> bool {

@@ -1,4 +1,4 @@
-//! `cryopod bundle`: turns a checkpoint with large files in a store into a self-contained archive.
+//! `cryopod bundle`: turns a checkpoint with large files in a store into a self-contained archive or directory.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use cryopod_archive::names;
 use cryopod_archive::pack::{Destination, complete};
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
-use cryopod_archive::store::{Found, Reference, find, find_in};
+use cryopod_archive::store::{Found, Reference, find, find_in, gather};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::verify::{VerifyOptions, verify};
 
@@ -27,8 +27,11 @@ pub struct Args {
     source: String,
     /// The output: oci:DIR, oci-archive:FILE, or a file for `podman container restore --import` (.tar, .tar.gz, else
     /// zstd). The first two keep containerd's own checkpoint in its form, for `ctr images import`.
-    #[arg(short, long)]
-    output: String,
+    #[arg(short, long, required_unless_present = "in_place")]
+    output: Option<String>,
+    /// Put the files into the image directory SOURCE itself, such as docker's directory of a checkpoint.
+    #[arg(long, conflicts_with = "output")]
+    in_place: bool,
     /// A store to search for the large files before the configured ones; may be given several times.
     #[arg(long)]
     store: Vec<PathBuf>,
@@ -41,8 +44,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let to = destination(&args.output)?;
-    to.check(args.how.replace())?;
+    let to = args.output.as_deref().map(destination).transpose()?;
+    if let Some(to) = &to {
+        to.check(args.how.replace())?;
+    }
     let source = Place::parse(&args.source).open()?;
     let stores = stores(&args.store)?;
     let found = found(&source, &stores)?.with_context(|| {
@@ -62,6 +67,16 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     ui::with_progress("verify", args.how.quiet(), &progress, || {
         verify(&source, &options)
     })?;
+    let Some(to) = to else {
+        let images = source
+            .images_directory()
+            .with_context(|| format!("{}: no image directory", source.path().display()))?;
+        gather(&images, &found, args.how.threads())?;
+        if !args.how.quiet() {
+            println!("{}: whole, {}", source.path().display(), found.reference);
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
     if source.containerd().is_some() && !matches!(to, Destination::Tar(..)) {
         // containerd restores only its own form.
         let options = args.how.options(BTreeMap::new());

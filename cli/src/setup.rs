@@ -17,6 +17,8 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_operations::config::store::DEFAULT;
+use cryopod_operations::images::store;
 
 use change::Change;
 use record::Record;
@@ -209,6 +211,10 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
         let backup = Record::make(host, target.key(), &changes)?;
         println!("{} is set up. Backup: {}", target.key(), backup.display());
     }
+    if target != Target::Podman && !args.dry_run {
+        let store = host.path(DEFAULT);
+        store::make(&store).with_context(|| format!("{}: cannot be made", store.display()))?;
+    }
     if target == Target::Kubernetes {
         let class = RUNTIME_CLASS.split("---").next().unwrap_or_default();
         println!("\nFor the cluster (kubectl apply -f -):\n{class}");
@@ -267,6 +273,10 @@ fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode>
     }
     for change in &changes {
         change.make(host)?;
+    }
+    if target != Target::Podman {
+        // With checkpoints in it, it stays.
+        let _ = std::fs::remove_dir(host.path(DEFAULT));
     }
     record.remove(host)?;
     println!("{} is as it was.", target.key());

@@ -3,12 +3,12 @@
 mod ls;
 mod prune;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::bail;
 use cryopod_archive::store::{Entry, list};
 use cryopod_operations::config::Config;
+use cryopod_operations::config::store::DEFAULT;
 
 #[derive(clap::Subcommand)]
 pub enum Args {
@@ -33,13 +33,12 @@ pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
 
 /// The entries of the named stores and of those that are configured, the oldest of each store first.
 fn entries(named: &[PathBuf]) -> anyhow::Result<Vec<Entry>> {
-    let stores = stores(named)?;
-    if stores.is_empty() {
-        bail!("no store is configured; name one with --store, or in [store] of the configuration");
-    }
     let mut entries = Vec::new();
-    for store in stores {
-        entries.extend(list(&store)?);
+    for store in stores(named)? {
+        // The usual store is made by the first checkpoint that needs it.
+        if store != Path::new(DEFAULT) || store.exists() {
+            entries.extend(list(&store)?);
+        }
     }
     Ok(entries)
 }

@@ -9,9 +9,11 @@
 //! - [`nodes`]: device nodes of GPUs, by the vendors' naming.
 //! - [`processes`]: the processes of a container, examined once; [`sock_diag`]: their Unix sockets.
 //! - [`cgroups`]: the host's cgroup set-up, and cgroups of a container.
+//! - [`containerd`]: its image directories.
 //! - [`programs`], [`limited`]: other programs, within a time limit.
 
 pub mod cgroups;
+pub mod containerd;
 pub mod destinations;
 pub mod detached;
 pub mod files;

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::holder::{self, Holder};
 use crate::images;
+use cryopod_host::containerd::is_image_directory;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
 
@@ -17,11 +18,6 @@ use cryopod_host::spec::{Spec, SpecError};
 const DIRECTORY: &str = "cryopod";
 /// The directory in which CRIU mounts cgroups.
 const CGROUP_YARD: &str = ".criu.cgyard";
-/// Prefix of the directories into which containerd unpacks checkpoints; it never removes them. A random number follows:
-/// `os.MkdirTemp(os.Getenv("XDG_RUNTIME_DIR"), "ctrd-checkpoint")` in its task service (1.7.24, 2.1.9).
-const UNPACKED: &str = "ctrd-checkpoint";
-/// The random number has 32 bits.
-const MAX_DIGITS: usize = 10;
 /// The mode of a directory from `os.MkdirTemp`.
 const PRIVATE: u32 = 0o700;
 
@@ -136,16 +132,13 @@ fn temporary() -> PathBuf {
         .map_or_else(|| "/tmp".into(), PathBuf::from)
 }
 
-/// Returns true only if this is containerd's own copy for one restore. Nothing else may be changed and removed.
+/// Returns true only if this is containerd's own copy for one restore, which containerd never removes. Nothing else may
+/// be changed and removed.
 fn unpacked(images: &Path, temporary: &Path) -> bool {
-    let name = images.file_name().unwrap_or_default().to_string_lossy();
-    let numbered = name.strip_prefix(UNPACKED).is_some_and(|n| {
-        (1..=MAX_DIGITS).contains(&n.len()) && n.bytes().all(|b| b.is_ascii_digit())
-    });
     let private = |m: fs::Metadata| {
         m.is_dir() && m.mode() & 0o777 == PRIVATE && m.uid() == nix::unistd::geteuid().as_raw()
     };
-    numbered
+    is_image_directory(images)
         && images.parent() == Some(temporary)
         && fs::symlink_metadata(images).is_ok_and(private)
 }

@@ -16,6 +16,8 @@ set -uo pipefail
 . /opt/work/preload.sh
 # shellcheck source=/dev/null
 . /opt/work/parallel.sh
+# shellcheck source=/dev/null
+. /opt/work/engines.sh
 
 failed=0 started=$SECONDS annotations=()
 mkdir -p /etc/cryopod
@@ -438,6 +440,7 @@ for part in $parts; do
         nccl) nccl_all "${runtimes%% *}" ;;
         copies) for shape in "14 2048" "26 4096"; do run_case "copies-${shape// /x}" copies "${runtimes%% *}" ${shape% *} ${shape#* }; done ;;
         copies-two) for shape in "14 2048" "26 4096"; do run_case "copies-two-${shape// /x}" copies_two "${runtimes%% *}" ${shape% *} ${shape#* }; done ;;
+        docker | ctr) engine_part "$part" ;;
         elsewhere) run_case elsewhere elsewhere "${runtimes%% *}" ;;
         ipc) run_case "ipc-${runtimes%% *}" ipc "${runtimes%% *}" ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;
@@ -445,6 +448,7 @@ for part in $parts; do
     esac
 done
 
+engines_down
 versions=$(jq -Rn '[inputs | split(" ") | {(.[0]): .[1]}] | add' < /etc/stack-versions)
 jq -s --argjson versions "$versions" --arg commit "$(cat /etc/cryopod-commit)" --arg kernel "$(uname -r)" \
     --arg cpus "$(nproc)" --arg gpus "$(cat /etc/gpus 2> /dev/null || echo simulated)" --arg date "$(date -u +%FT%TZ)" --arg compress "$compress" \

@@ -2,10 +2,14 @@
 # pack.sh [OUT.tar.gz]: packs the container stack of the test bed's cached root (criu, runc, crun, podman, conmon
 # and what they need) and the release binaries of this workspace into one file, by default dist/gpu-root.tar.gz.
 # tests/gpu/run.sh runs in it on a GPU machine that has none of this.
+# pack.sh engines [OUT.tar.zst]: packs containerd, ctr, docker and what they need beside that, by default into
+# dist/gpu-engines.tar.zst (GPU_PACK_LEVEL=19 is smaller, in many minutes). run.sh unpacks it over the other one. Both from the same suite: SUITE=forky, say.
 set -euo pipefail
 
 workspace=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
-out=$(realpath -m "${1:-$workspace/dist/gpu-root.tar.gz}")
+engines=''
+if [ "${1:-}" = engines ]; then engines=yes && shift; fi
+out=$(realpath -m "${1:-$workspace/dist/gpu-$([ -n "$engines" ] && echo engines.tar.zst || echo root.tar.gz)}")
 bin=${CRYOPOD_BIN_DIR:-${CARGO_TARGET_DIR:-$workspace/target}/release}
 lib=usr/lib/x86_64-linux-gnu
 
@@ -14,8 +18,8 @@ die() { echo "pack.sh: $*" >&2 && exit 1; }
 "$workspace/tests/testbed/testbed" up
 bed=$("$workspace/tests/testbed/testbed" status | sed -n 's/^[^ ]*  \(.*\)  (current)$/\1/p')
 [ -d "$bed" ] || die "the test bed has no root; build it with: tests/testbed/testbed up"
-for file in cryopod-runtime cryopod cryopod-cuda-agent libcryopod_nvidia.so libcryopod_preload.so; do
-    [ -e "$bin/$file" ] || die "$bin/$file is missing; build it with: make build"
+for file in cryopod-runtime cryopod containerd-shim-cryopod-v2 cryopod-cuda-agent libcryopod_nvidia.so libcryopod_preload.so; do
+    [ -n "$engines" ] || [ -e "$bin/$file" ] || die "$bin/$file is missing; build it with: make build"
 done
 
 root=$(mktemp -d)
@@ -37,6 +41,22 @@ take() { # PATH in the bed, without the leading slash
     cp -L "$bed/$1" "$root/$1"
     libraries_of "/$1"
 }
+if [ -n "$engines" ]; then
+    take usr/sbin/dockerd
+    for program in containerd containerd-shim-runc-v2 ctr docker; do take "usr/bin/$program"; done
+    mkdir "$root/kept"
+    mv "$root"/usr "$root/kept/"
+    rm -rf "${root:?}"/{bin,sbin,lib,lib64,etc,tmp,proc,sys,dev,run,var,root,host,old,opt,src}
+    mv "$root"/kept/usr "$root/" && rmdir "$root/kept"
+    find "$root" -type d -empty -delete
+    mkdir -p "$root/etc" "${out%/*}"
+    # shellcheck disable=SC2016
+    chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' containerd docker.io > "$root/etc/engine-versions"
+    tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | chroot "$bed" zstd -q --long=27 "-${GPU_PACK_LEVEL:-12}" > "$out.part"
+    mv "$out.part" "$out"
+    echo "packed $(du -h "$out" | cut -f1) into $out"
+    exit
+fi
 for program in sbin/{criu,runc,xtables-nft-multi} bin/{crun,podman,conmon,busybox,jq,bash,tar,zstd,gzip,mount,umount} \
     bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat,pigz}; do
     take "usr/$program"
@@ -58,7 +78,7 @@ done
 # shellcheck disable=SC2016
 chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' criu crun runc podman conmon > "$root/etc/stack-versions"
 
-install -m 755 "$bin"/{cryopod-runtime,cryopod} "$root/usr/local/bin/"
+install -m 755 "$bin"/{cryopod-runtime,cryopod,containerd-shim-cryopod-v2} "$root/usr/local/bin/"
 install -m 755 "$bin/cryopod-cuda-agent" "$root/usr/local/lib/cryopod/"
 install -m 644 "$bin/libcryopod_nvidia.so" "$root/usr/local/lib/cryopod/cryopod_nvidia.so"
 install -m 644 "$bin/libcryopod_preload.so" "$root/usr/local/lib/cryopod/"

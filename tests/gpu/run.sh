@@ -9,10 +9,11 @@
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
 #                       vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
-#                       copies-two elsewhere (default: all that the machine can do)
+#                       copies-two docker ctr elsewhere (default: all that the machine can do; docker and ctr need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
+#   GPU_TEST_STORE_OFF_SIZES  the same without the store, for docker and ctr, default 2: docker takes 22 s a GiB
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
 #   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
 #                       GPU_TEST_VRAM_OFF_RUNS: how often without the VRAM files (1)
@@ -102,9 +103,15 @@ trap 'exit 143' TERM
 mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
+engines=${pack%/*}/gpu-engines.tar.zst
+if [ -e "$engines" ]; then
+    # The machine may have no zstd.
+    chroot "$work/root" zstd -dc --long=27 < "$engines" | tar -C "$work/root" -x
+    cat "$work/root/etc/engine-versions" >> "$work/root/etc/stack-versions"
+fi
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
 [ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
-cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
+cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,engines.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
 
 # ---- the machine's part ---------------------------------------------------------------------------
 
@@ -153,7 +160,8 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr elsewhere}")
+store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
 programs=$(printf %q "${GPU_TEST_PROGRAMS:-jax cupy backend:native expandable_segments:True backend:cudaMallocAsync}")
@@ -218,6 +226,8 @@ stage2='
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mkdir sys/fs/cgroup/init
 echo 0 > sys/fs/cgroup/init/cgroup.procs
+# A cgroup with processes cannot hand its controllers on, so this shell went first.
+for controller in $(cat sys/fs/cgroup/cgroup.controllers); do echo "+$controller" > sys/fs/cgroup/cgroup.subtree_control || true; done
 pivot_root . old
 cd /
 umount -l /old

@@ -273,4 +273,15 @@ mod store {
     crate::scenarios! {
         under_containerd_and_podman: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/store.sh";
     }
+
+    #[test]
+    fn as_it_comes() {
+        let rounds = std::env::var("STORE_ROUNDS").unwrap_or_else(|_| "10".into());
+        let scripts = [
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/shim/store_default.sh"),
+        ];
+        crate::run(cryopod_tests::bed::Cgroup::V1, &[&rounds], &scripts);
+    }
 }

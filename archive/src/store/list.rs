@@ -7,6 +7,7 @@ use std::time::SystemTime;
 
 use cryopod_host::files::own_directory;
 
+use super::origin::Origin;
 use super::{Reference, StoreError, is_id};
 use crate::names;
 use crate::staging;
@@ -18,7 +19,12 @@ pub struct Entry {
     pub reference: Reference,
     /// When it was complete.
     pub made: SystemTime,
+    /// Without it the entry is never removed by itself.
+    pub origin: Option<Origin>,
 }
+
+/// Ends the names of entries whose removal has begun.
+const REMOVED: &str = "removed";
 
 /// Lists the entries of a store, the oldest first. Leaves out what is not readable as an entry.
 ///
@@ -33,6 +39,7 @@ pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
         let made = record.symlink_metadata().ok()?.modified().ok()?;
         Some(Entry {
             reference: Reference::open(&path).ok().flatten().filter(|_| named)?,
+            origin: Origin::of(&path),
             path,
             made,
         })
@@ -49,10 +56,16 @@ pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
 pub fn remove(entry: &Entry) -> Result<(), StoreError> {
     let gone = || -> io::Result<()> {
         // Under a leftover's name, so that the next checkpoint removes what is left if this is interrupted.
-        let name = format!(".{}{}removed", entry.reference.id, staging::MARK);
+        let name = format!(".{}{}{REMOVED}", entry.reference.id, staging::MARK);
         let renamed = entry.path.with_file_name(name);
         fs::rename(&entry.path, &renamed)?;
         fs::remove_dir_all(renamed)
     };
     gone().map_err(StoreError::io(&entry.path, "remove it"))
+}
+
+/// Returns true for a leftover of [`remove`].
+pub(super) fn removed_name(name: &str) -> bool {
+    name.strip_suffix(REMOVED)
+        .is_some_and(|rest| rest.ends_with(staging::MARK))
 }

@@ -3,25 +3,21 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::PoisonError;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Instant;
 
-use nix::fcntl::{Flock, FlockArg};
-
+use super::clean::sweep_shared;
 use super::find::{each, hash};
-use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION};
+use super::origin::Origin;
+use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION, write};
 use cryopod_host::files::own_directory;
 
 use crate::direct_io::Through;
 use crate::names;
-use crate::staging::{self, Staging};
+use crate::staging::Staging;
 use crate::stream::open_regular;
-
-/// Age at which leftovers of a killed checkpoint are removed from a store. Another host may still be writing, and a
-/// network file system need not show its locks.
-const LEFTOVER: Duration = Duration::from_secs(24 * 3600);
 
 /// Facts that a reference records for people.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +27,8 @@ pub struct About<'a> {
     pub created: &'a str,
     pub threads: usize,
     pub until: Option<Instant>,
+    /// Where the engine keeps the reference; `None`: nobody knows.
+    pub origin: Option<&'a Origin>,
 }
 
 /// Moves the large files of a complete checkpoint into a new entry of a store, and leaves a reference. Returns `None`
@@ -57,7 +55,7 @@ pub fn put(
             reason: "a store must be a directory of this user (root) in which nobody else can write: chown root, chmod 0700".into(),
         });
     }
-    sweep(&real);
+    sweep_shared(&real);
     let id = random()?;
     let entry = real.join(&id);
     let staging = Staging::directory(&entry, false).map_err(staged(&entry))?;
@@ -92,6 +90,9 @@ pub fn put(
         reason,
     })?;
     write(&staging.path().join(names::STORE_REFERENCE), &text)?;
+    if let Some(origin) = about.origin {
+        origin.write(staging.path())?;
+    }
     staging.commit().map_err(staged(&entry))?;
     // The entry is complete. From the next step on the directory refers to it and no longer needs its own files.
     let noted = note(images, &text);
@@ -250,16 +251,6 @@ fn staged(path: &Path) -> impl FnOnce(crate::Error) -> StoreError + use<> {
     }
 }
 
-fn write(path: &Path, text: &[u8]) -> Result<(), StoreError> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path);
-    file.and_then(|mut file| file.write_all(text).and_then(|()| file.sync_all()))
-        .map_err(StoreError::io(path, "write it"))
-}
-
 /// Writes the reference into the image directory, atomically and durably.
 fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
     let partial = images.join(names::STORE_REFERENCE_PARTIAL);
@@ -270,34 +261,4 @@ fn note(images: &Path, text: &[u8]) -> Result<(), StoreError> {
     File::open(images)
         .and_then(|dir| dir.sync_all())
         .map_err(StoreError::io(images, "write it to disk"))
-}
-
-/// Removes old leftovers of killed checkpoints.
-fn sweep(store: &Path) {
-    let entries = fs::read_dir(store).into_iter().flatten().flatten();
-    for path in entries.map(|e| e.path()) {
-        let name = path
-            .file_name()
-            .and_then(|n| n.to_str())
-            .unwrap_or_default();
-        let old = || -> Option<bool> {
-            let changed = path.symlink_metadata().ok()?.modified().ok()?;
-            Some(SystemTime::now().duration_since(changed).ok()? > LEFTOVER)
-        };
-        if !name.starts_with('.') || !name.contains(staging::MARK) || old() != Some(true) {
-            continue;
-        }
-        let opened = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC)
-            .open(&path);
-        let Ok(file) = opened else { continue };
-        if Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok() {
-            let removed: io::Result<()> = fs::remove_dir_all(PathBuf::from(&path));
-            tracing::info!(
-                "{}: left by a killed checkpoint: {removed:?}",
-                path.display()
-            );
-        }
-    }
 }

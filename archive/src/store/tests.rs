@@ -9,6 +9,7 @@ const ABOUT: About<'_> = About {
     created: "2026-01-02T03:04:05Z",
     threads: 3,
     until: None,
+    origin: None,
 };
 
 /// A directory for everything, an image directory with large and small files, a store.
@@ -301,4 +302,26 @@ fn entries_are_listed_and_removed() {
     let error = find(&images, &[store]).unwrap_err().to_string();
     assert!(error.contains("has no such entry"), "{error}");
     assert!(list(&images.join("none")).is_err());
+}
+
+#[test]
+fn a_directory_is_whole_again() {
+    let (_dir, images, store) = set_up();
+    let before: Vec<_> = names_of(&images)
+        .into_iter()
+        .map(|n| (fs::read(images.join(&n)).unwrap(), n))
+        .collect();
+    put(&images, &store, &ABOUT).unwrap().unwrap();
+    let found = find(&images, std::slice::from_ref(&store))
+        .unwrap()
+        .unwrap();
+    // Killed before, in the middle of the first file.
+    fs::write(images.join(".vram-0000.img.partial"), "vr").unwrap();
+    gather(&images, &found, 2).unwrap();
+    let after: Vec<_> = names_of(&images)
+        .into_iter()
+        .map(|n| (fs::read(images.join(&n)).unwrap(), n))
+        .collect();
+    assert!(before == after, "{:?}", names_of(&images));
+    assert_eq!(list(&store).unwrap().len(), 1, "others may need the entry");
 }

@@ -5,7 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
-use cryopod_archive::store::remove;
+use cryopod_archive::store::{Reference, remove};
+use cryopod_operations::config::Config;
+use cryopod_operations::images::store::clean;
 
 use crate::ui;
 
@@ -18,6 +20,9 @@ pub struct Args {
     /// Remove all entries that are older than so many days.
     #[arg(long, value_name = "DAYS", conflicts_with = "ids")]
     older_than: Option<u64>,
+    /// Remove the entries that nothing refers to, of this host's own store. Checkpoints and a timer do the same.
+    #[arg(long, conflicts_with_all = ["ids", "older_than", "store"])]
+    unused: bool,
     /// A store beside those of the configuration.
     #[arg(long)]
     store: Vec<PathBuf>,
@@ -27,6 +32,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if args.unused {
+        let freed = clean(&Config::load()?)?.iter().map(Reference::bytes).sum();
+        return Ok(said(args, freed));
+    }
     let entries = super::entries(&args.store)?;
     let unknown = |id: &&String| !entries.iter().any(|e| e.reference.id == **id);
     if let Some(id) = args.ids.iter().find(unknown) {
@@ -43,8 +52,12 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             freed += entry.reference.bytes();
         }
     }
+    Ok(said(args, freed))
+}
+
+fn said(args: &Args, freed: u64) -> ExitCode {
     if !args.quiet {
         println!("{} freed", ui::bytes(freed));
     }
-    Ok(ExitCode::SUCCESS)
+    ExitCode::SUCCESS
 }

@@ -26,6 +26,7 @@ use cryopod_host::programs::SystemTools;
 use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
 use crate::error::Error;
+use crate::images::store::Cleaning;
 use crate::request::Request;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
@@ -71,6 +72,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         // The application may have changed everything.
         planned = plan::plan(&request, &state, nodes)?;
     }
+    let _cleaning = planned.stored.then(|| Cleaning::start(&ctx.config));
     let mut tries = FREEZES;
     loop {
         let mut prepared = prepare::prepare(&request, &state, &planned)?;

@@ -330,6 +330,7 @@ impl Config {
             ("mounts.allow", &config.mounts.allow),
             ("criu.config_directories", &config.criu.config_directories),
             ("store", &config.store.directories()),
+            ("store.used_in", &config.store.used_in),
             ("cache.path", &vec![config.cache.path.clone()]),
         ] {
             if let Some(path) = paths.iter().find(|p| !p.is_absolute()) {

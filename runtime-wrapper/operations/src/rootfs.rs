@@ -55,13 +55,14 @@ pub fn wanted(options: &Options, spec: &Spec, bundle: &Path, goes_on: bool) -> b
             false
         }
         (None, Carry::Never) => false,
-        (None, Carry::Auto) => {
-            let mut above = bundle.parent().into_iter().flat_map(Path::file_name);
-            goes_on
-                || above.any(|name| name == DOCKER)
-                || spec.annotations(NERDCTL).next().is_some()
-        }
+        (None, Carry::Auto) => goes_on || is_unpacked_again(spec, bundle),
     }
+}
+
+/// Returns true for an engine that unpacks containerd's checkpoint into a directory of its own: docker and nerdctl.
+pub fn is_unpacked_again(spec: &Spec, bundle: &Path) -> bool {
+    let mut above = bundle.parent().into_iter().flat_map(Path::file_name);
+    above.any(|name| name == DOCKER) || spec.annotations(NERDCTL).next().is_some()
 }
 
 /// Packs the changes of the container with the init process `init` into the image directory, with its cgroup frozen.

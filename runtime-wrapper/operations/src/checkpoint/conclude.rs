@@ -52,12 +52,8 @@ pub(super) fn conclude(
     if dumped.ended.code == 0 && dumped.metadata_error.is_none() {
         count(&metadata, &images.path);
         // `cryopod export` makes an archive of everything.
-        if let (false, false, Some(directory)) = (
-            request.pre_dump(),
-            handover::asked(&images.path),
-            &planned.store,
-        ) {
-            store::put(directory, &images.path, &metadata, limit);
+        if planned.stored && !request.pre_dump() && !handover::asked(&images.path) {
+            store::put(request, &images.path, &metadata, limit);
         }
         if let Err(e) = handover::after_checkpoint(&images.path) {
             tracing::warn!("the large files are not moved aside: {e}");
@@ -66,6 +62,7 @@ pub(super) fn conclude(
         if let Some(log) = &dumped.runtime_log {
             log.hand_on();
         }
+        dumped.held.hand_on();
         return Ok(succeeded(request, state, &finished));
     }
     drop(slot);
@@ -92,7 +89,10 @@ pub(super) fn conclude(
     let reasons = reasons.chain(denied).chain(runtime_error).collect();
     match again {
         true => tracing::warn!("{}: not frozen; another try", request.id()),
-        false => log::error(&explain(request, state, &dumped, reasons)),
+        false => {
+            log::error(&explain(request, state, &dumped, reasons));
+            dumped.held.hand_on();
+        }
     }
     Ok(exit_code(dumped.ended.code.max(1)))
 }

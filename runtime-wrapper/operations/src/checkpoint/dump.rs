@@ -27,7 +27,7 @@ use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::operation::Operation;
 use crate::run::reasons;
 use crate::run::reasons::Before;
-use crate::run::runtime_log::RuntimeLog;
+use crate::run::runtime_log::{HeldErrors, RuntimeLog};
 use crate::vram;
 use crate::vram::agent::Agent;
 use crate::vram::preload;
@@ -40,6 +40,7 @@ pub(super) struct Dumped {
     pub full: Option<String>,
     pub before: Before,
     pub runtime_log: Option<RuntimeLog>,
+    pub held: HeldErrors,
 }
 
 /// Runs the low-level runtime until it ends. An error means that it could not be started.
@@ -53,7 +54,9 @@ pub(super) fn dump(
     let before = Before::note(request.log(names::DUMP_LOG), &request.inv.globals);
     let mut args = arguments(request, prepared.planned);
     let runtime_log = RuntimeLog::apart(op, low, request.inv, &mut args);
+    let (held, stderr) = HeldErrors::of(op).map_err(Error::io("the operation's directory"))?;
     let watch = Watch {
+        stderr: Some(stderr),
         kind: child::Kind::Checkpoint,
         action_script: &prepared.ready.action_script,
         limit: prepared.ready.limit,
@@ -109,6 +112,7 @@ pub(super) fn dump(
         full: full.flatten(),
         before,
         runtime_log,
+        held,
     })
 }
 

@@ -1,7 +1,6 @@
 //! Plans a checkpoint: what has to be saved, and every reason why that cannot work. Makes and changes nothing.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
 
 use cryopod_amd::open_nodes;
 use cryopod_gpu_plan::exec_processes;
@@ -36,8 +35,8 @@ pub(super) struct Planned {
     pub locked: Vec<i32>,
     /// The checkpoint carries the container's changes of files.
     pub carries_files: bool,
-    /// The store that takes the large files.
-    pub store: Option<PathBuf>,
+    /// The store takes the large files.
+    pub stored: bool,
 }
 
 /// Plans the checkpoint of a container with these GPU nodes.
@@ -72,7 +71,7 @@ pub(super) fn plan(
             request.leave_running() && locked.is_empty(),
         ),
         locked,
-        store: store::wanted(&request.config().store, &request.spec)?.map(Path::to_owned),
+        stored: store::wanted(&request.config().store, &request.spec, &request.images)?,
     };
     planned.refuse(request, refusals)?;
     store::parent_is_here(request)?;

@@ -3,49 +3,53 @@
 //! Only the host's configuration names a store. A container or an archive says whether a store is used, and which
 //! entry, but never where.
 
+use std::fs::DirBuilder;
+use std::io::ErrorKind;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
-use cryopod_archive::store::{self, About, Found};
+use cryopod_archive::store::{self, About, Found, Reference};
 use cryopod_archive::vram::usual_threads;
 use cryopod_host::spec::Spec;
 
 use crate::config::Config;
-use crate::config::store::{Options, Use};
+use crate::config::restore::Rule;
+use crate::config::store::{DEFAULT, Options, Use};
 use crate::error::Error;
 use crate::request::Request;
+
+mod cleaning;
+mod origin;
+
+pub use cleaning::Cleaning;
 
 /// The annotation that overrides `store.use`.
 pub const ANNOTATION: &str = "dev.cryopod.store";
 /// Longest chain of CRIU checkpoints that is followed.
 const LONGEST: usize = 64;
 
-/// Returns the store for this container's checkpoint; `None`: none.
+/// Returns true if this container's checkpoint goes to the store.
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
-pub fn wanted<'a>(options: &'a Options, spec: &Spec) -> Result<Option<&'a Path>, Error> {
-    let on = match spec.annotation(ANNOTATION).map(str::trim) {
-        Some("on" | "true") => {
-            if options.path.is_none() {
-                tracing::warn!(
-                    "{ANNOTATION}: no store is configured (store.path in {}): the checkpoint stays whole",
-                    crate::config::PATH
-                );
-            }
-            true
-        }
+pub fn wanted(options: &Options, spec: &Spec, images: &Path) -> Result<bool, Error> {
+    Ok(match spec.annotation(ANNOTATION).map(str::trim) {
+        Some("on" | "true") => true,
         Some("off" | "false") => false,
         Some(other) => {
             return Err(Error::Failed(format!(
                 "{ANNOTATION}: {other:?} is not one of on, off; the directory is the configuration's to name. Nothing was touched"
             )));
         }
-        None => options.used == Use::On,
-    };
-    Ok(options.path.as_deref().filter(|_| on))
+        None => match options.used() {
+            Use::On => true,
+            Use::Off => false,
+            Use::Auto => origin::is_packed(spec, images),
+        },
+    })
 }
 
 /// Checks that the images that a dump builds upon lie where CRIU's own link leads.
@@ -97,12 +101,25 @@ fn whole(mut directory: PathBuf) -> Result<(), Error> {
 
 /// Moves the checkpoint's large files into the store. On failure they stay where they are and a warning is logged; the
 /// checkpoint is valid either way.
-pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration) {
+pub fn put(request: &Request<'_>, images: &Path, metadata: &Metadata, limit: Duration) {
+    let directory = request.config().store.path();
+    if directory == Path::new(DEFAULT)
+        && let Err(e) = make(directory)
+    {
+        tracing::warn!(
+            "the large files stay in {}: the store {} cannot be made: {e}",
+            images.display(),
+            directory.display()
+        );
+        return;
+    }
+    let origin = origin::of(request);
     let about = About {
         container: &metadata.container.id,
         created: &metadata.created,
         threads: usual_threads(),
         until: Instant::now().checked_add(limit),
+        origin: origin.as_ref(),
     };
     match store::put(images, directory, &about) {
         Ok(Some(reference)) => tracing::info!(
@@ -114,6 +131,57 @@ pub fn put(directory: &Path, images: &Path, metadata: &Metadata, limit: Duration
         Ok(None) => {}
         Err(e) => tracing::warn!("the large files stay in {}: {e}", images.display()),
     }
+}
+
+/// Makes the store, if it is missing.
+pub fn make(store: &Path) -> std::io::Result<()> {
+    if let Some(above) = store.parent() {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(above)?;
+    }
+    match DirBuilder::new().mode(0o700).create(store) {
+        Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Removes the entries of this host's own store that nothing refers to. Returns what was removed.
+///
+/// # Errors
+/// [`Error::Failed`]: a place that may refer to entries cannot be searched. Nothing was removed.
+pub fn clean(config: &Config) -> Result<Vec<Reference>, Error> {
+    let store = config.store.path();
+    if !config.store.cleans() || !store.exists() {
+        return Ok(Vec::new());
+    }
+    let failed =
+        |e: String| Error::Failed(format!("{}: nothing was removed: {e}", store.display()));
+    let places = places(config).map_err(&failed)?;
+    store::clean(store, &places, config.store.grace()).map_err(|e| failed(e.to_string()))
+}
+
+/// The directories of the configuration with checkpoints that may need an entry.
+///
+/// # Errors
+/// One of them is not there: its file system may not be mounted.
+pub fn places(config: &Config) -> Result<Vec<PathBuf>, String> {
+    let allowed = config.restore.allow.iter().filter_map(Rule::directory);
+    let parents = config.vram.parents.iter().map(PathBuf::as_path);
+    let used_in = config.store.used_in.iter().map(PathBuf::as_path);
+    let mut all: Vec<PathBuf> = Vec::new();
+    for place in allowed.chain(parents).chain(used_in) {
+        if !place.is_dir() {
+            return Err(format!(
+                "{} is not there, and checkpoints in it may need an entry",
+                place.display()
+            ));
+        }
+        all.push(place.to_owned());
+    }
+    all.extend(Some(config.cache.path.clone()).filter(|p| p.is_dir()));
+    Ok(all)
 }
 
 /// Finds an image directory's entry in a store; `None`: it has none. On error nothing was started.
@@ -159,20 +227,53 @@ mod tests {
     fn a_container_says_whether_and_never_where() {
         let with = |value: &str| Spec::from_json(json!({"annotations": {ANNOTATION: value}}));
         let none = Spec::from_json(json!({}));
+        let images = Path::new("/srv/images");
+        let asked = |options: &Options, spec: &Spec| wanted(options, spec, images).unwrap();
         let mut options = Options::default();
-        assert_eq!(wanted(&options, &none).unwrap(), None);
-        assert_eq!(wanted(&options, &with("on")).unwrap(), None);
+        assert!(!asked(&options, &none));
+        assert!(asked(&options, &with("on")));
+        assert_eq!(options.path(), Path::new(DEFAULT));
         options.path = Some("/srv/store".into());
-        let store = Some(Path::new("/srv/store"));
-        assert_eq!(wanted(&options, &none).unwrap(), store);
-        assert_eq!(wanted(&options, &with("off")).unwrap(), None);
-        options.used = Use::Off;
-        assert_eq!(wanted(&options, &none).unwrap(), None);
-        assert_eq!(wanted(&options, &with("true")).unwrap(), store);
+        assert_eq!(options.path(), Path::new("/srv/store"));
+        assert!(asked(&options, &none));
+        assert!(!asked(&options, &with("off")));
+        options.used = Some(Use::Off);
+        assert!(!asked(&options, &none));
+        assert!(asked(&options, &with("true")));
         for other in ["/etc", "../x", "srv", ""] {
-            let error = wanted(&options, &with(other)).unwrap_err().to_string();
+            let error = wanted(&options, &with(other), images).unwrap_err();
+            let error = error.to_string();
             assert!(error.contains("dev.cryopod.store"), "{error}");
         }
+    }
+
+    #[test]
+    fn where_an_engine_packs_by_itself_the_store_is_on() {
+        let images = Path::new("/tmp/ctrd-checkpoint1234");
+        let cri = json!({"annotations": {"io.kubernetes.cri.container-type": "container"}});
+        let (cri, other) = (Spec::from_json(cri), Spec::from_json(json!({})));
+        let mut options = Options::default();
+        assert!(wanted(&options, &other, images).unwrap());
+        assert!(!wanted(&options, &cri, images).unwrap());
+        assert!(!wanted(&options, &other, Path::new("/tmp/x")).unwrap());
+        options.used = Some(Use::Off);
+        assert!(!wanted(&options, &other, images).unwrap());
+        options.used = Some(Use::On);
+        assert!(wanted(&options, &cri, images).unwrap());
+    }
+
+    #[test]
+    fn a_place_that_is_not_there_stops_the_clean_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config::default();
+        config.store.path = Some(dir.path().to_owned());
+        config.store.used_in = vec![dir.path().join("mounted")];
+        assert_eq!(clean(&config).unwrap(), [], "a named store may be shared");
+        config.store.clean = Some(true);
+        let error = clean(&config).unwrap_err().to_string();
+        assert!(error.contains("mounted is not there"), "{error}");
+        std::fs::create_dir(dir.path().join("mounted")).unwrap();
+        assert_eq!(clean(&config).unwrap(), []);
     }
 
     #[test]

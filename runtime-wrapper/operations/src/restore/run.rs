@@ -52,6 +52,7 @@ pub(super) fn run(
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
     let watch = Watch {
+        stderr: None,
         kind: child::Kind::Restore { detach },
         action_script: &ready.action_script,
         limit: ready.limit,

@@ -6,6 +6,7 @@
 //! ends. It is killed only if it does not.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -75,6 +76,8 @@ pub struct Watch<'a> {
     pub agent: Option<i32>,
     /// What the low-level runtime and CRIU must not see.
     pub hidden: Option<HiddenGpus>,
+    /// In place of this process's standard error.
+    pub stderr: Option<File>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -207,6 +210,9 @@ fn spawn(
     // restore may have the container in the foreground and stays.
     if watch.kind == Kind::Checkpoint {
         command.process_group(0);
+    }
+    if let Some(file) = &watch.stderr {
+        command.stderr(file.try_clone().map_err(Error::io("standard error"))?);
     }
     let parent = Pid::this();
     let hidden = watch.hidden.clone();

@@ -6,7 +6,7 @@
 //! this program's, which includes crun's reason and CRIU's: podman reads a one-line log.
 
 use std::ffi::OsString;
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,7 @@ use crate::run::operation::Operation;
 use crate::run::reasons::records;
 
 const FILE: &str = "runtime.log";
+const ERRORS: &str = "runtime.errors";
 const MAX: u64 = 4 << 20;
 
 /// The file that crun logs to, and the engine's log.
@@ -56,7 +57,7 @@ impl RuntimeLog {
 
     fn read(&self) -> io::Result<String> {
         let mut text = Vec::new();
-        let file = std::fs::File::open(&self.apart)?;
+        let file = File::open(&self.apart)?;
         file.take(MAX).read_to_end(&mut text)?;
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
@@ -65,6 +66,30 @@ impl RuntimeLog {
         let mut options = OpenOptions::new();
         let mut file = options.append(true).create(true).open(&self.engine)?;
         file.write_all(text.as_bytes())
+    }
+}
+
+/// What the low-level runtime writes to standard error, kept until this program has said why it failed: containerd's own
+/// shim shows the engine the first line alone, and runc's is `criu failed: type NOTIFY errno 0`.
+#[derive(Debug)]
+pub struct HeldErrors(PathBuf);
+
+impl HeldErrors {
+    /// Returns the file for the low-level runtime, too.
+    pub fn of(op: &Operation) -> io::Result<(Self, File)> {
+        let path = op.file(ERRORS);
+        let file = File::create(&path)?;
+        Ok((Self(path), file))
+    }
+
+    pub fn hand_on(&self) {
+        let text = File::open(&self.0).and_then(|file| {
+            let mut text = Vec::new();
+            file.take(MAX).read_to_end(&mut text).map(|_| text)
+        });
+        if let Err(e) = text.and_then(|text| io::stderr().lock().write_all(&text)) {
+            tracing::debug!("{}: {e}", self.0.display());
+        }
     }
 }
 

@@ -89,6 +89,15 @@ else
 fi
 docker rm -f c1 > /dev/null
 rm -rf /tmp/ctrd-checkpoint* # which it leaves
+gpu=(--security-opt seccomp=unconfined "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
+docker run -d --name g0 --runtime cryopod "${gpu[@]}" busybox /cusim/cusim-client --mib 8 > /dev/null
+wait_for ticked g0 3
+/opt/build/cusim-ctl --socket "$sim" set fail-checkpoint > /dev/null
+if docker checkpoint create g0 never > /tmp/said 2>&1; then exit 1; fi
+check "containerd's own shim: docker gives cryopod's reason" says /tmp/said 'cryopod: checkpoint of .* failed and the container goes on running: checkpoint of process'
+check "containerd's own shim: and the sum goes on" goes_on g0
+/opt/build/cusim-ctl --socket "$sim" clear > /dev/null
+docker rm -f g0 > /dev/null
 
 cycle io.containerd.cryopod.v2 none killed
 cycle io.containerd.cryopod.v2 bridge killed
@@ -139,7 +148,6 @@ check 'a damaged checkpoint: the container starts anew' running b1 true
 docker rm -f b1 > /dev/null
 
 # GPUs
-gpu=(--security-opt seccomp=unconfined "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)
 docker run -d --name g1 --runtime cryopod "${gpu[@]}" busybox /cusim/cusim-client --mib 100 > /dev/null
 wait_for ticked g1 3
 before=$(sum g1)

@@ -1,0 +1,207 @@
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::*;
+use crate::names;
+use crate::store::{About, Origin, put};
+
+struct Bed {
+    _dir: tempfile::TempDir,
+    temporary: PathBuf,
+    content: PathBuf,
+    containers: PathBuf,
+    store: PathBuf,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| {
+            let path = dir.path().join(name);
+            fs::DirBuilder::new().mode(0o700).create(&path).unwrap();
+            path
+        };
+        let bed = Self {
+            temporary: at("tmp"),
+            content: at("content"),
+            containers: at("containers"),
+            store: at("store"),
+            _dir: dir,
+        };
+        fs::create_dir_all(bed.blobs()).unwrap();
+        bed
+    }
+
+    fn blobs(&self) -> PathBuf {
+        self.content.join("blobs/sha256")
+    }
+
+    fn origin(&self) -> Origin {
+        Origin {
+            temporary: Some(self.temporary.clone()),
+            content: Known::of(&self.content),
+            directory: Known::of(&self.containers),
+            elsewhere: false,
+        }
+    }
+
+    /// A checkpoint in containerd's image directory.
+    fn checkpoint(&self, n: u32, origin: Option<&Origin>) -> (PathBuf, Reference) {
+        let images = self.temporary.join(format!("ctrd-checkpoint{n}"));
+        fs::create_dir(&images).unwrap();
+        fs::write(images.join("vram-0000.img"), vec![7u8; 1 << 20]).unwrap();
+        fs::write(images.join("a-first.img"), [1u8; 700]).unwrap();
+        let about = About {
+            container: "c1",
+            created: "2026-01-02T03:04:05Z",
+            threads: 1,
+            until: None,
+            origin,
+        };
+        let reference = put(&images, &self.store, &about).unwrap().unwrap();
+        (images, reference)
+    }
+
+    /// containerd packs an image directory.
+    fn packed(&self, images: &Path, blob: &str) -> PathBuf {
+        let path = self.blobs().join(blob);
+        let mut tar = tar::Builder::new(fs::File::create(&path).unwrap());
+        for name in ["a-first.img", names::STORE_REFERENCE] {
+            tar.append_path_with_name(images.join(name), name).unwrap();
+        }
+        tar.finish().unwrap();
+        path
+    }
+
+    /// docker unpacks it.
+    fn kept(&self, images: &Path, name: &str) -> PathBuf {
+        let path = self.containers.join("c1/checkpoints").join(name);
+        fs::create_dir_all(&path).unwrap();
+        fs::copy(
+            images.join(names::STORE_REFERENCE),
+            path.join(names::STORE_REFERENCE),
+        )
+        .unwrap();
+        path
+    }
+
+    fn clean(&self, others: &[PathBuf]) -> usize {
+        clean(&self.store, others, Duration::ZERO).unwrap().len()
+    }
+
+    fn entries(&self) -> usize {
+        list(&self.store).unwrap().len()
+    }
+}
+
+#[test]
+fn an_entry_lives_as_long_as_something_refers_to_it() {
+    let bed = Bed::new();
+    let (images, reference) = bed.checkpoint(1, Some(&bed.origin()));
+    assert_eq!(bed.clean(&[]), 0, "containerd's image directory");
+    let blob = bed.packed(&images, "aa");
+    fs::remove_dir_all(&images).unwrap();
+    assert_eq!(bed.clean(&[]), 0, "containerd's content");
+    let _other = bed.checkpoint(2, Some(&bed.origin()));
+    fs::write(bed.blobs().join("bb"), b"no tar").unwrap();
+    fs::write(bed.blobs().join("cc"), vec![3u8; 5000]).unwrap();
+    fs::create_dir(bed.temporary.join("ctrd-checkpoint3")).unwrap();
+    fs::write(
+        bed.temporary.join("ctrd-checkpoint3/cryopod-store.json"),
+        fs::read(bed.store.join(&reference.id).join(names::STORE_REFERENCE)).unwrap(),
+    )
+    .unwrap();
+    let kept = bed.kept(&bed.temporary.join("ctrd-checkpoint3"), "cp");
+    fs::remove_dir_all(bed.temporary.join("ctrd-checkpoint3")).unwrap();
+    fs::remove_file(&blob).unwrap();
+    assert_eq!(bed.clean(&[]), 0, "docker's directory");
+    let copy = bed.temporary.join("copy");
+    fs::rename(&kept, &copy).unwrap();
+    assert_eq!(bed.clean(&[copy]), 0, "a directory of the configuration");
+    assert_eq!(bed.clean(&[]), 1);
+    assert_eq!(bed.entries(), 1, "the other one stays");
+}
+
+#[test]
+fn what_is_new_unknown_or_elsewhere_stays() {
+    let bed = Bed::new();
+    let gone = |origin: Option<&Origin>, n| {
+        let (images, _) = bed.checkpoint(n, origin);
+        fs::remove_dir_all(images).unwrap();
+    };
+    gone(None, 1);
+    assert_eq!(bed.clean(&[]), 0, "nobody knows");
+    let elsewhere = Origin {
+        elsewhere: true,
+        ..bed.origin()
+    };
+    gone(Some(&elsewhere), 2);
+    assert_eq!(bed.clean(&[]), 0, "elsewhere");
+    gone(Some(&bed.origin()), 3);
+    let hour = Duration::from_secs(3600);
+    assert_eq!(clean(&bed.store, &[], hour).unwrap().len(), 0, "new");
+    assert_eq!(bed.clean(&[]), 1);
+    assert_eq!(bed.entries(), 2);
+}
+
+#[test]
+fn another_directory_of_the_same_name_says_nothing() {
+    let bed = Bed::new();
+    let (images, _) = bed.checkpoint(1, Some(&bed.origin()));
+    let kept = bed.kept(&images, "cp");
+    fs::remove_dir_all(images).unwrap();
+    let away = bed.temporary.join("unmounted");
+    fs::rename(&bed.containers, &away).unwrap();
+    assert_eq!(bed.clean(&[]), 0, "it is not there");
+    fs::create_dir(&bed.containers).unwrap();
+    assert_eq!(bed.clean(&[]), 0, "another one is there");
+    fs::remove_dir(&bed.containers).unwrap();
+    fs::rename(&away, &bed.containers).unwrap();
+    fs::remove_dir_all(kept).unwrap();
+    assert_eq!(bed.clean(&[]), 1);
+}
+
+#[test]
+fn what_was_elsewhere_is_known_once_it_is_seen() {
+    let bed = Bed::new();
+    let elsewhere = Origin {
+        elsewhere: true,
+        directory: None,
+        ..bed.origin()
+    };
+    let (images, _) = bed.checkpoint(1, Some(&elsewhere));
+    bed.packed(&images, "aa");
+    assert_eq!(bed.clean(&[]), 0);
+    fs::remove_file(bed.blobs().join("aa")).unwrap();
+    let kept = bed.kept(&images, "cp");
+    fs::remove_dir_all(images).unwrap();
+    let named = [bed.containers.clone()];
+    assert_eq!(bed.clean(&[]), 0, "passing by is not staying");
+    assert_eq!(bed.clean(&named), 0);
+    fs::remove_dir_all(kept).unwrap();
+    assert_eq!(bed.clean(&named), 1);
+}
+
+#[test]
+fn what_killed_processes_left_goes() {
+    let bed = Bed::new();
+    let (_images, reference) = bed.checkpoint(1, Some(&bed.origin()));
+    let left = |name: String| {
+        let path = bed.store.join(name);
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("pages-1.img"), "x").unwrap();
+        path
+    };
+    let removed = left(format!(".{}{}removed", "0".repeat(32), staging::MARK));
+    let killed = left(format!(".{}{}17-0", "0".repeat(32), staging::MARK));
+    let written = left(format!(".{}{}18-0", "1".repeat(32), staging::MARK));
+    let file = fs::File::open(&written).unwrap();
+    let lock = Flock::lock(file, FlockArg::LockExclusive).unwrap();
+    bed.clean(&[]);
+    assert!(!removed.exists() && !killed.exists());
+    assert!(written.exists(), "its writer lives");
+    assert!(bed.store.join(reference.id).exists());
+    drop(lock);
+}

@@ -1,0 +1,60 @@
+//! Puts the files of an entry back into an image directory, which needs no store then.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use super::find::{Found, each};
+use super::{StoreError, Stored};
+use crate::names;
+
+/// Puts the files back, and removes the reference. The caller has verified them.
+///
+/// At any time, even if the process is killed, the image directory has the reference or all files.
+pub fn gather(images: &Path, found: &Found, threads: usize) -> Result<(), StoreError> {
+    each(threads, found.reference.files.iter(), |file| {
+        one(images, found, file)
+    })?;
+    let synced = || File::open(images).and_then(|dir| dir.sync_all());
+    synced().map_err(StoreError::io(images, "write it to disk"))?;
+    let reference = images.join(names::STORE_REFERENCE);
+    fs::remove_file(&reference).map_err(StoreError::io(&reference, "remove it"))
+}
+
+fn one(images: &Path, found: &Found, file: &Stored) -> Result<(), StoreError> {
+    let (place, partial) = (
+        images.join(&file.name),
+        images.join(format!(".{}.partial", file.name)),
+    );
+    let mut source = found.open(file)?;
+    let mut copied = || -> io::Result<()> {
+        match fs::remove_file(&partial) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        // A file that is there counts, as for a restore.
+        if place.symlink_metadata().is_ok() {
+            return Ok(());
+        }
+        let mut new = OpenOptions::new();
+        let mut new = new
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&partial)?;
+        let bytes = io::copy(&mut source, &mut new)?;
+        if bytes != file.bytes {
+            return Err(io::Error::other(format!(
+                "{bytes} bytes in place of {}",
+                file.bytes
+            )));
+        }
+        new.sync_all()?;
+        fs::rename(&partial, &place)
+    };
+    copied().map_err(|e| {
+        let _ = fs::remove_file(&partial);
+        StoreError::io(&place, "copy the store's file there")(e)
+    })
+}

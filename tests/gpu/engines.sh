@@ -1,0 +1,204 @@
+# engines.sh: docker and ctr beside podman: checkpoint and restore as their users call them, with the store and without it, and
+# copies. Sourced by inside.sh.
+# shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
+
+engines=/var/lib/containers/engines # on the file system that podman has, too
+
+# engines_up: containerd and dockerd, with cryopod's shim in place of containerd's, as `cryopod setup docker` makes it.
+engines_up() {
+    [ -z "${containerd_pid:-}" ] || return 0
+    mkdir -p "$engines"/{tmp,docker,cryopod,out} /etc/containerd /usr/local/sbin
+    [ -e /var/lib/cryopod ] || ln -s "$engines/cryopod" /var/lib/cryopod
+    ln -sf /usr/local/bin/containerd-shim-cryopod-v2 /usr/local/sbin/containerd-shim-runc-v2
+    printf 'version = 3\nroot = "%s/containerd"\n[plugins."io.containerd.cri.v1.runtime"]\n  disable_apparmor = true\n  restrict_oom_score_adj = true\n' \
+        "$engines" > /etc/containerd/config.toml
+    export CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS=1
+    TMPDIR=$engines/tmp containerd > /logs/containerd.log 2>&1 &
+    containerd_pid=$!
+    wait_for ctr version > /dev/null 2>&1 || { tail -n 20 /logs/containerd.log && return 1; }
+    dockerd --containerd /run/containerd/containerd.sock --data-root "$engines/docker" --exec-opt native.cgroupdriver=cgroupfs --bridge none \
+        --userland-proxy=false --iptables=false --ip6tables=false --experimental --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /logs/dockerd.log 2>&1 &
+    dockerd_pid=$!
+    wait_for docker version > /dev/null 2>&1 || { tail -n 20 /logs/dockerd.log && return 1; }
+    docker import /tmp/machine.tar machine > /dev/null || return
+    podman save -q --format oci-archive -o "$engines/machine.oci" "$image" || return
+    ctr images import "$engines/machine.oci" > /dev/null
+}
+
+engines_down() {
+    [ -n "${dockerd_pid:-}" ] || return 0
+    kill "$dockerd_pid" "$containerd_pid"
+    wait "$dockerd_pid" "$containerd_pid" 2> /dev/null
+    dockerd_pid='' containerd_pid=''
+}
+
+# engine_args: fills `docker_args` and `ctr_args` with what a container needs to use the first GPU.
+engine_args() {
+    local node pair target
+    docker_args=(--runtime cryopod --network none --security-opt seccomp=unconfined)
+    # ctr's shares of the CPU would need a controller, which this cgroup may not have.
+    ctr_args=(--null-io --cpu-shares 0 --runtime io.containerd.cryopod.v2)
+    for node in /dev/nvidiactl /dev/nvidia-uvm /dev/nvidia-uvm-tools "/dev/nvidia$(minor_of 0)"; do
+        if [ -e "$node" ]; then docker_args+=(--device "$node") ctr_args+=(--device "$node"); fi
+    done
+    for pair in "$usr:/usr" /opt/work:/work "$@" $([ -n "$sim" ] && echo /opt/cusim:/cusim || echo /opt/driver:/driver); do
+        docker_args+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},readonly,bind-recursive=disabled")
+        ctr_args+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},options=bind:ro")
+    done
+    for pair in "$engines/out:/out" $([ -z "$sim" ] || echo /run/cusim:/run/cusim); do
+        docker_args+=(-v "$pair")
+        ctr_args+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},options=bind:rw")
+    done
+    target=$([ -n "$sim" ] && echo /cusim || echo /driver)
+    docker_args+=(-e "LD_LIBRARY_PATH=$target")
+    ctr_args+=(--env "LD_LIBRARY_PATH=$target")
+}
+
+# engine_run ENGINE NAME ARG... -- COMMAND...: a container whose output is in $engines/out/NAME.
+engine_run() {
+    local engine=$1 name=$2 args=() && shift 2
+    while [ "$1" != -- ]; do args+=("$1") && shift; done
+    # shellcheck disable=SC2016
+    set -- sh -c 'out=$1; shift; exec "$@" >> "/out/$out" 2>&1' sh "$name" "${@:2}"
+    : > "$engines/out/$name"
+    case $engine in
+        podman) pod run -d --name "$name" "${gpu[@]}" -v "$engines/out:/out" "${args[@]}" "$image" "$@" ;;
+        docker) docker run -d --name "$name" "${docker_args[@]}" "${args[@]}" machine "$@" ;;
+        ctr) ctr run -d "${ctr_args[@]}" "${args[@]}" localhost/machine:latest "$name" "$@" ;;
+    esac > "/logs/$label.$name.run" 2>&1 || { cat "/logs/$label.$name.run" && return 1; }
+}
+
+engine_lines() { grep -c -E ' (ok|CORRUPT) ' "$engines/out/$1" || true; }
+engine_more() { [ "$(engine_lines "$1")" -ge "$2" ]; }
+
+# engine_checkpoint ENGINE NAME: as its users call it; the container ends.
+engine_checkpoint() {
+    case $1 in
+        podman) pod container checkpoint "$2" ;;
+        docker) docker checkpoint create "$2" cp ;;
+        ctr) ctr containers checkpoint --task --image --rw "$2" localhost/checkpoint:1 ;;
+    esac > "/logs/$label.checkpoint" 2>&1 || { cat "/logs/$label.checkpoint" && return 1; }
+}
+
+ctr_stopped() { [ "$(ctr tasks ls | awk -v id="$1" '$1 == id {print $3}')" = STOPPED ]; }
+docker_ended() { [ "$(docker inspect -f '{{.State.Running}}' "$1")" = false ]; }
+
+engine_end() { # ENGINE NAME: after a checkpoint
+    case $1 in
+        docker) wait_for docker_ended "$2" ;;
+        ctr)
+            ctr tasks kill -s SIGKILL "$2" 2> /dev/null
+            wait_for ctr_stopped "$2" && { ctr tasks delete "$2" > /dev/null 2>&1 || true; } && ctr containers rm "$2"
+            ;;
+    esac
+}
+
+engine_restore() { # ENGINE NAME
+    case $1 in
+        podman) pod container restore "$2" ;;
+        docker) docker start --checkpoint cp "$2" ;;
+        ctr) ctr containers restore --rw --live "$2" localhost/checkpoint:1 ;;
+    esac > "/logs/$label.restore" 2>&1 || { cat "/logs/$label.restore" && return 1; }
+}
+
+engine_clear() {
+    podman rm -f -t 0 -a > /dev/null 2>&1
+    docker rm -f $(docker ps -aq) > /dev/null 2>&1
+    local id
+    for id in $(ctr containers ls -q); do
+        ctr tasks kill -s SIGKILL "$id" > /dev/null 2>&1 && wait_for ctr_stopped "$id"
+        ctr tasks delete "$id" > /dev/null 2>&1
+        ctr containers rm "$id" > /dev/null 2>&1
+    done
+    ctr snapshots rm job > /dev/null 2>&1 # of a container that could not be started
+    ctr images rm --sync localhost/checkpoint:1 > /dev/null 2>&1
+    rm -f "$engines"/out/*
+    printf '[store]\ngrace_s = 0\n' > /tmp/clean.toml
+    CRYOPOD_CONFIG=/tmp/clean.toml cryopod store prune --unused -q || true
+}
+
+# engine_verdict NAME LINES: it has printed 5 lines more, nothing is corrupt, and the sum is what it was.
+engine_verdict() {
+    wait_for engine_more "$1" $(($2 + 5)) || return
+    cp "$engines/out/$1" "/logs/$label.out"
+    if grep -q -E 'CORRUPT|rror' "/logs/$label.out"; then say "$label: the memory has changed, or CUDA failed" && return 1; fi
+    [ "$(awk '/ ok / {print $2}' "/logs/$label.out" | sort -u | wc -l)" = 1 ]
+}
+
+engine_trip() { # ENGINE SIZE STORE LABEL: STORE on, off, or the default
+    local engine=$1 label=$4 from save load before entries
+    low_level runc
+    if [ "$3" != default ]; then printf '[store]\nuse = "%s"\n' "$3" >> /etc/cryopod/config.toml; fi
+    gpu_args 1
+    engine_args
+    job_command "$2" 0
+    engine_run "$engine" job -- "${job[@]}" || return
+    wait_for engine_more job 3 || { tail -n 5 "$engines/out/job" && return 1; }
+    from=$(now)
+    engine_checkpoint "$engine" job || return
+    save=$(since "$from")
+    engine_end "$engine" job || return
+    before=$(engine_lines job)
+    entries=$(cryopod store ls --json | jq length)
+    from=$(now)
+    engine_restore "$engine" job || return
+    load=$(since "$from")
+    engine_verdict job "$before" || return
+    result "$(jq -n --arg case "$label" --arg size "$2 $unit" --argjson save "$save" --argjson load "$load" --argjson entries "$entries" \
+        --argjson gap "$(gap "/logs/$label.out")" '{case: $case, ok: true, runtime: "runc", size: $size, store_entries: $entries,
+            checkpoint: {export_s: $save}, restore: {import_s: $load}, longest_pause_s: $gap}')"
+    say "$label: checkpoint $save s, restore $load s, $entries entries in the store"
+}
+
+engine_copies() { # ENGINE SIZE LABEL: containers that begin at a checkpoint, from the host's cache
+    local engine=$1 label=$3 archive=$engines/copies/job.tar from times=() i
+    low_level runc
+    printf '[restore]\nallow = ["%s/copies"]\n[cache]\npath = "%s/cache"\n' "$engines" "$engines" >> /etc/cryopod/config.toml
+    mkdir -p -m 755 "$engines/copies"
+    gpu_args 1
+    engine_args
+    job_command "$2" 0
+    engine_run "$engine" job -- "${job[@]}" || return
+    wait_for engine_more job 3 || return
+    cryopod export job -e "${engine/ctr/containerd}" --leave-running -q --replace -o "$archive" > "/logs/$label.export" 2>&1 || { cat "/logs/$label.export" && return 1; }
+    engine_clear
+    cryopod cache pull -q "$archive" > /dev/null || return
+    for i in 1 2 3; do
+        # The process goes on to write where its checkpoint did.
+        : > "$engines/out/job"
+        from=$(now)
+        engine_run "$engine" job --annotation "dev.cryopod.restore=$archive" -- "${job[@]}" || return
+        wait_for engine_more job 1 || return
+        times+=("$(since "$from")")
+        engine_verdict job 1 || return
+        engine_clear
+    done
+    result "$(jq -n --arg case "$label" --arg size "$2 $unit" --argjson warm "$(jq -n '$ARGS.positional | map(tonumber)' --args "${times[@]}")" \
+        '{case: $case, ok: true, runtime: "runc", size: $size, warm_s: $warm}')"
+    say "$label: first line after ${times[*]} s"
+    rm -rf "$engines/copies" "$engines/cache"
+}
+
+engine_case() { # LABEL FUNCTION ARG...
+    run_case "$@"
+    engine_clear
+}
+
+# engine_part ENGINE: beside podman in place, in the same run
+engine_part() {
+    local size
+    if [ ! -x /usr/bin/containerd ]; then
+        (skip "$1" "dist/gpu-engines.tar.zst is not here; pack.sh engines makes it")
+        return
+    fi
+    engines_up || { failed=$((failed + 1)) && return; }
+    for size in $sizes; do
+        engine_case "podman-$size-in-place" engine_trip podman "$size" default
+        engine_case "$1-$size" engine_trip "$1" "$size" default
+        engine_case "$1-$size-again" engine_trip "$1" "$size" default
+        engine_case "podman-$size-in-place-again" engine_trip podman "$size" default
+    done
+    for size in $store_off_sizes; do engine_case "$1-$size-store-off" engine_trip "$1" "$size" off; done
+    engine_case "podman-2-copies" engine_copies podman 2
+    engine_case "$1-2-copies" engine_copies "$1" 2
+}
