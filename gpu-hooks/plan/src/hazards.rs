@@ -14,6 +14,8 @@ mod sockets;
 mod tasks;
 mod watches;
 
+pub use namespaces::unrestorable;
+
 use std::collections::{HashMap, HashSet};
 
 use cryopod_archive::surroundings::ForeignMount;
@@ -150,7 +152,8 @@ pub fn file_systems(host: &Host, spec: &Spec, init: i32, foreign: &[ForeignMount
 
 /// Returns everything that CRIU cannot dump, a line each.
 pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> Vec<Refusal> {
-    let mut refusals: Vec<Refusal> = spec_hazards(spec).into_iter().collect();
+    let of_spec = [spec_hazards(spec), namespaces::shared_user_namespace(spec)];
+    let mut refusals: Vec<Refusal> = of_spec.into_iter().flatten().collect();
     let mounts = mount_ids(scan, host);
     for process in &scan.processes {
         let mut add = |what: String, remedy: String| {

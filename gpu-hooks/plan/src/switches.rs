@@ -1,8 +1,8 @@
 //! Reads the switches of the checks. A disabled check still runs and is reported; it no longer blocks the restore.
 //!
 //! Both vendors use one scheme. Each check has a name: NVIDIA's begin with `nvidia-`; AMD's are the environment
-//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`] and [`EXEC`] belong to neither. In
-//! order of rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
+//! variables of CRIU's amdgpu plugin, such as `KFD_FW_VER_CHECK`; [`RESTORE_HERE`], [`EXEC`] and [`VOLUMES`] belong to
+//! neither. In order of rank: the container's annotation `dev.cryopod.check.NAME` (`off` or `on`), the configuration's table `[checks]`
 //! (`NAME = false` or `true`), and for AMD's the environment variable of that name.
 
 use std::collections::BTreeMap;
@@ -39,7 +39,10 @@ pub const RESTORE_HERE: &str = "restore-here";
 /// A checkpoint of a container with processes that `exec` started, which no checkpoint has.
 pub const EXEC: &str = "exec";
 
-const OF_NEITHER: [&str; 2] = [RESTORE_HERE, EXEC];
+/// Open files of volumes are as they were at the checkpoint.
+pub const VOLUMES: &str = "volumes";
+
+const OF_NEITHER: [&str; 3] = [RESTORE_HERE, EXEC, VOLUMES];
 
 /// The enabled checks; all by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -18,6 +18,7 @@ use std::fs::File;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
 use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
@@ -88,10 +89,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 /// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.
 fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) -> Error {
-    // A restore compares every container's processes with its spec.
+    // A restore compares every container's processes with its spec, and CRIU restores not all that it dumps.
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     let tree = live::tree(&request.host, state.init);
-    let beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
+    let mut beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
+    beyond.extend(hazards::unrestorable(&request.host, &request.spec, &tree));
     if !beyond.is_empty() && switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
         return PlanError::Refused(beyond).into();
     }
@@ -119,7 +121,7 @@ fn carries_files(request: &Request<'_>, state: &State, goes_on: bool) -> bool {
 }
 
 fn capture_files(request: &Request<'_>, state: &State) -> Result<(), Error> {
-    let container = state.container(&request.spec);
+    let container = state.container(&request.spec, &request.mounts);
     let options = &request.config().rootfs;
     rootfs::capture(options, &request.host, &container, &request.images)
 }

@@ -18,7 +18,7 @@ mod conclude;
 mod device_filter;
 pub mod hook;
 mod link_remaps;
-mod loopback;
+mod network_settings;
 pub mod new_container;
 mod open;
 mod plan;
@@ -28,6 +28,7 @@ pub mod private_root;
 mod reach_tests;
 mod run;
 mod searchable;
+mod volume_files;
 
 use std::io;
 use std::process::ExitCode;

@@ -4,7 +4,8 @@
 //! restore in a fresh container then lacks the files that its processes have open. And where the container goes on
 //! running, all engines pack its files after CRIU's dump: a file that has grown meanwhile is another than the one that
 //! CRIU saw open (`has bad size`), and no restore succeeds. So in both cases cryopod packs the writable layer into the
-//! image directory while the container is frozen, and unpacks it before a restore, over what the engine has packed.
+//! image directory while the container is frozen, and unpacks it before a restore, over what the engine has packed. The
+//! same holds for podman's `/dev/shm`, a tmpfs on the host that is only this container's.
 //!
 //! The layer is overlayfs's upper directory; the tar has OCI's whiteouts for deleted files. Devices and sockets are
 //! left out.
@@ -16,8 +17,10 @@ pub mod frozen;
 mod layer;
 mod records;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use cryopod_host::destinations::Destinations;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
@@ -30,6 +33,7 @@ pub use adopt::adopt;
 pub const FILE: &str = cryopod_archive::names::CARRIED_ROOTFS;
 /// The files of `/dev/shm`, where that is a mount from outside of the container.
 pub const SHM_FILE: &str = "cryopod-shm.tar";
+const SHM: &str = "/dev/shm";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
 /// docker's namespace in containerd, a directory in the path of its bundles.
@@ -65,8 +69,18 @@ pub fn is_unpacked_again(spec: &Spec, bundle: &Path) -> bool {
     above.any(|name| name == DOCKER) || spec.annotations(NERDCTL).next().is_some()
 }
 
-/// Packs the changes of the container with the init process `init` into the image directory, with its cgroup frozen.
-/// Only logs a warning where the root is no overlay, as then nobody knows what has changed.
+/// Returns podman's `/dev/shm` on the host, new with its container. Another one (the host's, a pod's) is others' too.
+pub fn own_shm(mounts: &Destinations, bundle: &Path) -> Option<PathBuf> {
+    let mut mounts = mounts
+        .0
+        .iter()
+        .filter(|d| d.bind && d.path == Path::new(SHM));
+    let source = bundle.join(mounts.next_back()?.source.as_ref()?);
+    source.starts_with(bundle).then_some(source)
+}
+
+/// Packs the changes of the container with the init process `init` and its `/dev/shm` into the image directory, with its
+/// cgroup frozen. Only logs a warning where the root is no overlay, as then nobody knows what has changed.
 ///
 /// # Errors
 /// [`Error::Failed`]: something in the container cannot be stopped, or has been mounted over the engine's root.
@@ -86,35 +100,45 @@ pub fn capture(
         Some(root) => layer::upper(host, &root).map_err(failed)?,
         None => None,
     };
-    let Some(upper) = upper else {
+    if upper.is_none() {
         tracing::warn!(
             "the container's root is no overlay of its own: its changes of files are not in the checkpoint"
         );
-        return Ok(());
-    };
+    }
+    let shm = container
+        .shm
+        .as_ref()
+        .map(|path| (File::open(path), path.as_path(), SHM_FILE));
+    let upper = upper
+        .as_ref()
+        .map(|upper| (upper.open(), upper.path(), FILE));
     let _frozen = Frozen::of(host, container.init).map_err(failed)?;
-    let partial = images.join(format!(".{FILE}.partial"));
-    let done = upper
-        .open()
-        .and_then(|directory| capture::pack(&directory, &partial, options))
-        .and_then(|()| std::fs::rename(&partial, images.join(FILE)));
-    done.map_err(|source| {
-        let _ = std::fs::remove_file(&partial);
-        Error::Io {
-            what: format!(
-                "the container's changes of files cannot be packed from {} into {} (dev.cryopod.rootfs=off leaves them out)",
-                upper.path().display(),
-                images.display()
-            ),
-            source,
-        }
-    })
+    for (directory, path, name) in shm.into_iter().chain(upper) {
+        let partial = images.join(format!(".{name}.partial"));
+        let done = directory
+            .and_then(|directory| capture::pack(&directory, &partial, options))
+            .and_then(|()| std::fs::rename(&partial, images.join(name)));
+        done.map_err(|source| {
+            let _ = std::fs::remove_file(&partial);
+            Error::Io {
+                what: format!(
+                    "the container's changes of files cannot be packed from {} into {} (dev.cryopod.rootfs=off leaves them out)",
+                    path.display(),
+                    images.display()
+                ),
+                source,
+            }
+        })?;
+    }
+    Ok(())
 }
 
 pub struct Container<'a> {
     pub init: i32,
     pub bundle: &'a Path,
     pub spec: &'a Spec,
+    /// Its [`own_shm`].
+    pub shm: Option<PathBuf>,
 }
 
 impl Container<'_> {

@@ -3,8 +3,11 @@
 
 use std::collections::HashSet;
 
-use crate::refusal::Refusal;
+use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
+use cryopod_host::spec::Spec;
+
+use crate::refusal::Refusal;
 
 /// The kinds that may not be nested, and their names for messages.
 const NOT_NESTED: [(&str, &str); 6] = [
@@ -13,8 +16,10 @@ const NOT_NESTED: [(&str, &str); 6] = [
     ("ipc", "IPC"),
     ("uts", "UTS"),
     ("cgroup", "cgroup"),
-    ("time_for_children", "time"),
+    (TIME, "time"),
 ];
+const TIME: &str = "time_for_children";
+const OF_AN_EXEC: &str = "end it, and have the container start it: CRIU restores a container into a time namespace, and runc before 1.3 runs an exec in the host's";
 
 /// Returns processes in namespaces of their own, and descriptors of namespaces without a process. `own_network`: CRIU
 /// leaves out the container's network namespace; then there may be no second one either (`Unable to dump more than one
@@ -43,10 +48,16 @@ pub(super) fn namespaces(scan: &Scan, own_network: bool) -> Vec<Refusal> {
                 continue;
             };
             if its != outer && told.insert(its.clone()) {
+                let remedy = match *kind {
+                    TIME => OF_AN_EXEC,
+                    _ => {
+                        "run it without that sandbox (bubblewrap, unshare, a browser's own): CRIU cannot dump one"
+                    }
+                };
                 refusals.push(refusal(
                     process,
                     format!("is in a {name} namespace of its own, inside the container's"),
-                    "run it without that sandbox (bubblewrap, unshare, a browser's own): CRIU cannot dump one",
+                    remedy,
                 ));
             }
         }
@@ -71,6 +82,41 @@ pub(super) fn namespaces(scan: &Scan, own_network: bool) -> Vec<Refusal> {
         }
     }
     refusals
+}
+
+/// Returns what CRIU dumps of namespaces and then cannot restore: the container has another one's user namespace, as in a
+/// pod with one, or a process of `tree` has another time namespace than the first (`Can't restore sub-task in NS`).
+pub fn unrestorable(host: &Host, spec: &Spec, tree: &[i32]) -> Vec<Refusal> {
+    let time = |pid: &i32| std::fs::read_link(host.path(format!("/proc/{pid}/ns/{TIME}"))).ok();
+    let first = tree.first().and_then(time);
+    let other = tree.iter().find(|pid| {
+        let its = time(pid);
+        its.is_some() && first.is_some() && its != first
+    });
+    let name = |pid: i32| host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let other = other.map(|&pid| Refusal {
+        process: Some((pid, name(pid))),
+        what: "is in a time namespace of its own, inside the container's".into(),
+        remedy: OF_AN_EXEC.into(),
+    });
+    shared_user_namespace(spec)
+        .into_iter()
+        .chain(other)
+        .collect()
+}
+
+/// CRIU makes a new user namespace at a restore, and may join no other namespace of the pod from there (`Can't setns`).
+pub(super) fn shared_user_namespace(spec: &Spec) -> Option<Refusal> {
+    let namespaces = spec.json().pointer("/linux/namespaces")?.as_array()?;
+    let mut users = namespaces.iter().filter(|n| n["type"] == "user");
+    let path = users.find_map(|n| n["path"].as_str().filter(|p| !p.is_empty()))?;
+    Some(Refusal {
+        process: None,
+        what: format!(
+            "the container is in a user namespace that it shares ({path}), which CRIU cannot join at a restore"
+        ),
+        remedy: "start it outside of the pod, or in a pod without a user namespace (Kubernetes: hostUsers: true)".into(),
+    })
 }
 
 fn refusal(process: &Process, what: String, remedy: &str) -> Refusal {
@@ -111,6 +157,18 @@ mod tests {
         let scan = Scan { processes };
         let refusals = namespaces(&scan, own_network);
         refusals.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_pods_user_namespace() {
+        let spec = |user: serde_json::Value| {
+            Spec::from_json(serde_json::json!({"linux": {"namespaces": [{"type": "pid"}, user]}}))
+        };
+        let ask = |user| unrestorable(&Host::system(), &spec(user), &[]);
+        let shared = serde_json::json!({"type": "user", "path": "/proc/7/ns/user"});
+        assert_eq!(ask(shared).len(), 1);
+        assert!(ask(serde_json::json!({"type": "user"})).is_empty());
+        assert!(ask(serde_json::json!({"type": "uts", "path": "/proc/7/ns/uts"})).is_empty());
     }
 
     const INIT: [(&str, &str); 4] = [

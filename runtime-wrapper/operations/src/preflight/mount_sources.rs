@@ -3,8 +3,9 @@
 //! When a container is created, its runtime follows links in a source, as root. CRIU does neither at a restore. It
 //! clones what lies at the path itself, be it a link (`open_tree` with `AT_SYMLINK_NOFOLLOW`, mount-v2.c), and mounts a
 //! link in place of the volume. In a user namespace it goes along the path as the container's user, and engines keep
-//! sources in directories that only root may enter. So for the time of a restore the spec names the end of the links,
-//! or a bind mount of it in the operation's directory.
+//! sources in directories that only root may enter; and the kernel clones no directory there without what is mounted
+//! below it (`Failed to open_tree`). So for the time of a restore the spec names the end of the links, or a bind mount of
+//! it alone in the operation's directory. Mounts below a recursive one are foreign mounts, which CRIU gets on their own.
 
 use std::fs;
 use std::io;
@@ -16,6 +17,7 @@ use cryopod_gpu_plan::own_nodes;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::Destination;
 use cryopod_host::files::Host;
+use cryopod_host::mountinfo;
 use nix::mount::{MsFlags, mount};
 use serde_json::{Value, json};
 
@@ -67,16 +69,16 @@ impl Sources {
     /// A bind mount cannot be made.
     pub fn of(request: &Request<'_>, op: &Operation) -> Result<Self, Error> {
         let as_user = own_nodes::in_user_namespace(&request.host, &request.spec);
+        let mounts = mountinfo::of(&request.host, "self");
+        let mounts: Vec<PathBuf> = mounts.into_iter().map(|m| m.target).collect();
         let mut replaced = Vec::new();
         for (index, mount) in request.mounts.0.iter().enumerate() {
             let Some((source, Ok(real))) = resolved(&request.bundle, mount) else {
                 continue;
             };
-            if as_user && !is_reachable(&real) {
-                let options = request.spec.mounts();
-                let options = options.get(index).and_then(|m| m.options().clone());
-                let recursive = options.iter().flatten().any(|o| o == "rbind");
-                replaced.push((index, shown(op, &real, recursive)?));
+            let alone = || !mounts.iter().any(|m| m != &real && m.starts_with(&real));
+            if as_user && !(is_reachable(&real) && alone()) {
+                replaced.push((index, shown(op, &real)?));
             } else if real != source {
                 replaced.push((index, real));
             }
@@ -121,8 +123,8 @@ fn is_reachable(path: &Path) -> bool {
     })
 }
 
-/// Bind-mounts a source in the operation's directory, where any user can reach it.
-fn shown(op: &Operation, source: &Path, recursive: bool) -> Result<PathBuf, Error> {
+/// Bind-mounts a source in the operation's directory, where any user can reach it, without the mounts below it.
+fn shown(op: &Operation, source: &Path) -> Result<PathBuf, Error> {
     let what = |e| Error::io(format!("{}: cannot be shown to CRIU", source.display()))(e);
     let kind = match source.is_dir() {
         true => MountKind::Directory,
@@ -134,21 +136,9 @@ fn shown(op: &Operation, source: &Path, recursive: bool) -> Result<PathBuf, Erro
         fs::set_permissions(directory, fs::Permissions::from_mode(mode | ENTER)).map_err(what)?;
     }
     let none = None::<&str>;
-    let deep = match recursive {
-        true => MsFlags::MS_REC,
-        false => MsFlags::empty(),
-    };
-    mount(Some(source), &place, none, MsFlags::MS_BIND | deep, none)
-        // Else its end would unmount on the host what is mounted below the source.
-        .and_then(|()| {
-            mount(
-                none,
-                &place,
-                none,
-                MsFlags::MS_REC | MsFlags::MS_SLAVE,
-                none,
-            )
-        })
+    mount(Some(source), &place, none, MsFlags::MS_BIND, none)
+        // Else what is mounted below the source later would come here, too.
+        .and_then(|()| mount(none, &place, none, MsFlags::MS_SLAVE, none))
         .map_err(|e| what(e.into()))?;
     Ok(place)
 }

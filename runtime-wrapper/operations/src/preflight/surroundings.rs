@@ -115,7 +115,6 @@ pub fn checkpoint(
     );
     refusals.extend(helpers.refusals);
     options.use_lock(helpers.lock);
-    refusals.extend(group_range(request.low(), spec));
     let kernel = criu::numbers(&criu::host(host, None).kernel);
     refusals.extend(hazards::undumpable_sockets(
         scan,
@@ -163,26 +162,6 @@ pub fn checkpoint(
         mounts: found,
     };
     Ok((surroundings, refusals))
-}
-
-/// Refuses a setting of groups that CRIU would write with the host's numbers, into a user namespace that has none of them
-/// (`Failed to write net/ipv4/<sysctls>`). Under runc it restores no settings of the network.
-fn group_range(low: Kind, spec: &Spec) -> Option<Refusal> {
-    const NAME: &str = "net.ipv4.ping_group_range";
-    let set = spec.json().pointer("/linux/sysctl")?.get(NAME)?.as_str()?;
-    // None at all, as the kernel has it for a new namespace.
-    let nobody = set.split_whitespace().eq(["1", "0"]);
-    let own = |kind| spec.has_own_namespace(kind);
-    let written = low == Kind::Crun && own("user") && own("network") && !nobody;
-    written.then(|| Refusal {
-        process: None,
-        what: format!(
-            "the container's spec sets {NAME} to {set:?}, which CRIU cannot restore in a user namespace under crun"
-        ),
-        remedy: format!(
-            "start the container with --sysctl {NAME}=\"1 0\" (it is podman's default_sysctls in containers.conf), or with runc"
-        ),
-    })
 }
 
 /// CRIU's option for an external mount: at a checkpoint its name, at a restore its source.
@@ -604,27 +583,6 @@ mod tests {
         let e = make(&out, &bundle, &spec).unwrap_err();
         assert!(e.to_string().contains("/usr/lib/x.so"), "{e}");
         assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn groups_that_a_user_namespace_has_not() {
-        let spec = |range: &str, user: bool| {
-            let mut namespaces = vec![json!({"type": "network"})];
-            namespaces.extend(user.then(|| json!({"type": "user"})));
-            Spec::from_json(json!({"linux": {
-                "sysctl": {"net.ipv4.ping_group_range": range},
-                "namespaces": namespaces
-            }}))
-        };
-        let refusal = group_range(Kind::Crun, &spec("0 0", true)).unwrap();
-        assert!(
-            refusal
-                .remedy
-                .contains(r#"--sysctl net.ipv4.ping_group_range="1 0""#)
-        );
-        assert_eq!(group_range(Kind::Crun, &spec("1\t0", true)), None);
-        assert_eq!(group_range(Kind::Crun, &spec("0 0", false)), None);
-        assert_eq!(group_range(Kind::Runc, &spec("0 0", true)), None);
     }
 
     #[test]

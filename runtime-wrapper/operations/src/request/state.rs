@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_host::destinations::Destinations;
 use cryopod_host::mountinfo;
 use cryopod_host::programs::{Output, ToolError, Tools};
 use cryopod_host::spec::Spec;
@@ -52,11 +53,12 @@ impl State {
         })
     }
 
-    pub fn container<'a>(&'a self, spec: &'a Spec) -> rootfs::Container<'a> {
+    pub fn container<'a>(&'a self, spec: &'a Spec, mounts: &Destinations) -> rootfs::Container<'a> {
         rootfs::Container {
             init: self.init,
             bundle: &self.bundle,
             spec,
+            shm: rootfs::own_shm(mounts, &self.bundle),
         }
     }
 }

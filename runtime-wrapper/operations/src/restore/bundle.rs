@@ -40,6 +40,9 @@ pub(super) fn change(
         restoring.note(op.dir())?;
     }
     rootfs::apply(&request.config().rootfs, &request.images, bundle)?;
+    if let Some(shm) = rootfs::own_shm(&request.mounts, bundle) {
+        rootfs::apply_shm(&request.config().rootfs, &request.images, &shm)?;
+    }
     let provision = &prepared.provision;
     let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;
     let of_new = prepared.new_mounts.as_ref();

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use crate::restore::loopback;
+use crate::restore::network_settings::{self, NetworkSettings};
 use crate::restore::new_container::{self, NewContainer};
 use crate::run::action_script::Stage;
 
@@ -15,8 +15,13 @@ pub fn run(called_as: &Path) -> ExitCode {
     let directory = called_as.parent().unwrap_or(Path::new("/"));
     match stage.ask(directory) {
         Ok(true) => {
-            if stage.name == loopback::STAGE && directory.join(loopback::FILE).exists() {
-                set_loopback_up(stage.init);
+            if stage.name == network_settings::STAGE
+                && let Some(settings) = NetworkSettings::asked(directory)
+            {
+                // A container without them is better than none.
+                for failed in settings.set(stage.init) {
+                    eprintln!("cryopod: a setting of the container's network is missing: {failed}");
+                }
             }
             if stage.name == new_container::STAGE
                 && let Some(new) = NewContainer::asked(directory)
@@ -34,13 +39,5 @@ pub fn run(called_as: &Path) -> ExitCode {
             );
             ExitCode::FAILURE
         }
-    }
-}
-
-/// A container without loopback is better than none, so a failure is only logged.
-fn set_loopback_up(init: i32) {
-    let namespace = format!("/proc/{init}/ns/net");
-    if let Err(e) = loopback::up(Path::new(&namespace)) {
-        eprintln!("cryopod: the loopback device of {namespace} could not be set up: {e}");
     }
 }

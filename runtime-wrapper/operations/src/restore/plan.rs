@@ -21,6 +21,7 @@ use crate::preflight::{self, Means, Question};
 use crate::request::Request;
 use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::new_container::network::NewNetwork;
+use crate::restore::volume_files;
 use crate::run::operation::Operation;
 use crate::security::image_check::{self, CheckedImages, Subject};
 use crate::security::lsm;
@@ -83,7 +84,10 @@ pub(super) fn plan(
         spec: &request.spec,
         devices: &devices,
     };
-    let (checked, mut beyond) = image_check::check(config, &request.images, subject)?;
+    let (mut checked, mut beyond) = image_check::check(config, &request.images, subject)?;
+    if let Some(checked) = &mut checked {
+        beyond.extend(volume_files::settle(checked, request));
+    }
     let images = privileges::Images {
         directory: &request.images,
         checked: checked.as_ref(),

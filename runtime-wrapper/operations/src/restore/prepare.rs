@@ -17,7 +17,7 @@ use crate::preflight::setup::{Ready, Setup};
 use crate::preflight::surroundings::Provision;
 use crate::request::Request;
 use crate::request::lowlevel::Kind;
-use crate::restore::loopback;
+use crate::restore::network_settings::NetworkSettings;
 use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::private_root;
 use crate::restore::searchable::{self, Searchable};
@@ -65,8 +65,10 @@ pub(super) fn prepare(
     let bytes = bytes(request, checkpoint);
     let limit = request.config().limits.restore(bytes);
     provision.extra.limit_s = limit.as_secs();
+    // runc leaves it down.
     let loopback = new_network.as_ref().map(|n| n.loopback);
-    ask_for_loopback(request, op, loopback)?;
+    let loopback = loopback.unwrap_or(request.low() == Kind::Runc);
+    NetworkSettings::of(&request.host, &request.spec, loopback).ask(op)?;
     if let Some(stored) = &checkpoint.stored {
         store::verify(request, stored, limit)?;
     }
@@ -153,22 +155,6 @@ fn bytes(request: &Request<'_>, checkpoint: &Checkpoint) -> u64 {
     images::directory_bytes(&request.images)
         .saturating_add(stored)
         .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
-}
-
-/// Has the action script bring the loopback interface up where the container has a network of its own: runc does not.
-/// `of_new`: what is known of a container that is being created.
-fn ask_for_loopback(
-    request: &Request<'_>,
-    op: &Operation,
-    of_new: Option<bool>,
-) -> Result<(), Error> {
-    let needed = of_new.unwrap_or(request.low() == Kind::Runc);
-    if !needed || !request.spec.has_own_namespace("network") {
-        return Ok(());
-    }
-    let file = op.file(loopback::FILE);
-    let what = format!("{}: cannot be written", file.display());
-    std::fs::write(file, "").map_err(Error::io(what))
 }
 
 /// Lets the processes of a container in a user namespace pass the directories that CRIU opens as them.

@@ -26,9 +26,9 @@ const MAX_LIST: u64 = 64 << 20;
 /// # Errors
 /// The tar or the list cannot be read, or exceeds the bounds of `[rootfs]`.
 pub fn adopt(bounds: &Options, unpacked: &Path, images: &Path) -> Result<(), Error> {
-    let shm = unpacked.join(names::DEVSHM);
-    if shm.is_file() {
-        adopt_one(bounds, unpacked, Some(&shm), None, &images.join(SHM_FILE))?;
+    let (shm, to) = (unpacked.join(names::DEVSHM), images.join(SHM_FILE));
+    if shm.is_file() && !to.exists() {
+        adopt_one(bounds, unpacked, Some(&shm), None, &to)?;
     }
     let containerd = Path::new(names::CONTAINERD_DIR).join(names::CONTAINERD_RW);
     let tars = [Path::new(names::ROOTFS_DIFF), &containerd];

@@ -172,14 +172,17 @@ impl CheckedImages {
         self.images.get(name).map_or(&[], |i| &i.messages)
     }
 
-    fn messages_mut(&mut self, name: &str) -> &mut [Message] {
+    pub fn messages_mut(&mut self, name: &str) -> &mut [Message] {
         self.images
             .get_mut(name)
             .map_or(&mut [], |i| &mut i.messages)
     }
 
     /// Returns the images with this prefix before a number, by name.
-    fn numbered<'a>(&'a self, prefix: &'a str) -> impl Iterator<Item = (&'a str, &'a [Message])> {
+    pub fn numbered<'a>(
+        &'a self,
+        prefix: &'a str,
+    ) -> impl Iterator<Item = (&'a str, &'a [Message])> {
         let all = self.images.iter();
         let of = all.filter(move |(name, _)| names::is_numbered(name, prefix));
         of.map(|(name, image)| (name.as_str(), &image.messages[..]))

@@ -46,6 +46,28 @@ check 'a restore' pod container restore --import /tmp/c1.tar > /dev/null
 check 'it is back' has sleep
 ended
 
+# In a restored container runc before 1.3 runs an exec in the host's time namespace, and crun without the seccomp profile. CRIU
+# dumps what it leaves, and cannot restore it.
+for kind in GPU plain; do
+    options=("${gpu[@]}")
+    if [ $kind = plain ]; then options=(--network none); fi
+    pod run -d --name c1 "${options[@]}" localhost/busybox "${counter[@]}" > /dev/null
+    wait_for counted c1 3
+    check "$kind: a checkpoint" checkpoint
+    ended
+    check "$kind: a restore" pod container restore --import /tmp/c1.tar > /dev/null
+    podman exec c1 sh -c "$adopt"
+    if checkpoint; then
+        ended
+        check "$kind: a second restore" pod container restore --import /tmp/c1.tar > /dev/null
+    else
+        check "$kind: refused before" says /tmp/said 'time namespace of its own|has no seccomp filter'
+    fi
+    last=$(count c1)
+    check "$kind: it goes on" wait_for counted c1 $((last + 3))
+    ended
+done
+
 start --annotation dev.cryopod.check.exec=off
 podman exec -d c1 sleep 1000
 check 'a checkpoint without it, if asked for' checkpoint

@@ -40,3 +40,60 @@ if quiet cryopod verify "$from/later.tar"; then echo 'FAILED: verify sees nothin
 check 'verify' says /tmp/said '/grows: .* bytes .*when CRIU saved'
 if quiet cryopod check "$from/later.tar"; then echo 'FAILED: check sees nothing' && exit 1; fi
 check 'check' says /tmp/said '/grows: .* bytes .*when CRIU saved'
+
+# Files of volumes are not in an archive, or as of later. A log that has grown is as good; half a database is not.
+mkdir -p /srv/volume /srv/app
+cat > /srv/app/notes.py << 'P'
+import mmap, os, sys, time
+def file(path, mode, text):
+    f = open(path, mode)
+    f.write(text) and f.flush()
+    return f
+log, append, grows = file("/v/log", "w", ""), file("/v/append", "a", ""), file("/dev/shm/grows", "w", "")
+reader, database = open("/v/append"), file("/v/database", "w+", "x" * 100)
+database.seek(0)
+mapped = file("/v/mapped", "w+", "y" * 4096)
+mapping = mmap.mmap(mapped.fileno(), 4096)
+n = 0
+while True:
+    n += 1
+    # Shared memory is the container's own: what it has noted there is what it knows.
+    fd = os.open("/dev/shm/n", os.O_CREAT | os.O_RDWR)
+    os.pwrite(fd, b"%9d" % n, 0)
+    if int(os.pread(fd, 9, 0)) != n:
+        print("CORRUPT", flush=True)
+    os.close(fd)
+    for f in (log, append, grows):
+        print(n, file=f, flush=True)
+    print(n, flush=True)
+    time.sleep(0.02)
+P
+python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /srv/app:/app:ro)
+notes=(--network none --device /dev/nvidia0 "${python[@]}" -v /srv/volume:/v localhost/busybox /usr/bin/python3 /app/notes.py)
+restored() { # COMMAND...: and it goes on
+    "$@" > /tmp/said 2>&1 && n=$(count notes) && wait_for counted notes $((n + 5)) && ! printed notes | grep CORRUPT
+}
+refused() { # WANT
+    podman rm -f -t 0 notes > /dev/null
+    if quiet pod container restore --import $from/notes.tar; then echo 'FAILED: it went through' && exit 1; fi
+    podman rm -f -t 0 notes > /dev/null 2>&1 || true
+    check "refused: $1" grep -qF -- "$1" /tmp/said
+}
+pod run -d --name notes "${notes[@]}" > /dev/null
+check 'notes' within 60 counted notes 5
+check 'a checkpoint of notes' quiet pod container checkpoint --leave-running --export $from/notes.tar notes
+n=$(count notes)
+wait_for counted notes $((n + 20))
+podman rm -f -t 0 notes > /dev/null
+chmod go-w $from/notes.tar
+check 'imported' restored pod container restore --import $from/notes.tar
+podman rm -f -t 0 notes > /dev/null
+check 'copied' restored pod run -d --name notes --annotation "dev.cryopod.restore=$from/notes.tar" "${notes[@]}"
+echo more >> /srv/volume/database
+refused "truncate -s 100 /srv/volume/database"
+truncate -s 100 /srv/volume/database
+sleep 1 # the time of a file has a second
+printf z | dd of=/srv/volume/mapped conv=notrunc status=none
+refused '/v/mapped (/srv/volume/mapped) has been written since the checkpoint'
+printf '[checks]\nvolumes = false\n' >> /etc/cryopod/config.toml
+check 'taken as it is' restored pod container restore --import $from/notes.tar

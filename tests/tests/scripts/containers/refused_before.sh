@@ -50,8 +50,10 @@ refused 'a second checkpoint without a GPU' 'another checkpoint of it is under w
     cryopod-runtime checkpoint --leave-running --image-path /tmp/third --work-path /tmp/third "$id"
 exec 7<&-
 
-for kind in ipc pid; do
-    pod run -d --name other --network none "--$kind=container:c1" localhost/busybox "${counter[@]}" > /dev/null
+for kind in ipc pid network; do
+    shared=(--network none "--$kind=container:c1")
+    if [ $kind = network ]; then shared=(--network container:c1); fi
+    pod run -d --name other "${shared[@]}" localhost/busybox "${counter[@]}" > /dev/null
     wait_for counted other 3
     for flag in --export -e; do
         refused "$kind of another container, $flag" "it is in the $kind namespace of another container" pod container checkpoint $flag /tmp/other.tar other
@@ -62,6 +64,18 @@ for kind in ipc pid; do
 done
 check 'without the namespace an export works' saying pod container checkpoint --export /tmp/c1.tar c1
 podman rm -f -t 0 c1 > /dev/null
+
+# CRIU dumps a container in a pod's user namespace, and cannot join that again.
+podman pod create --name pod --network none --uidmap 0:100000:65536 --infra-image localhost/busybox --infra-command 'sleep 10000' > /dev/null
+for device in '' --device=/dev/nvidia0; do
+    pod run -d --name inside --pod pod ${device:+"$device"} localhost/busybox "${counter[@]}" > /dev/null
+    wait_for counted inside 3
+    refused "a pod's user namespace, $device" 'is in a user namespace that it shares' pod container checkpoint inside
+    now=$(count inside)
+    check 'it goes on' wait_for counted inside $((now + 3))
+    podman rm -f -t 0 inside > /dev/null
+done
+podman pod rm -f -t 0 pod > /dev/null
 
 # Another user, where CRIU may not read its limits.
 without=(setpriv --bounding-set=-sys_resource --inh-caps=-sys_resource --)

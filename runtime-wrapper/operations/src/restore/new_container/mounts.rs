@@ -231,13 +231,9 @@ impl NewMounts {
             made.map_err(|e| Error::io(what())(e.into()))?;
         }
         let shm = self.provided.iter().find(|p| p.key == SHM);
-        let own = request.mounts.0.iter();
-        let own = own.filter(|d| d.bind && d.path == Path::new(SHM));
-        let own = own.filter_map(|d| d.source.as_ref().map(|s| request.bundle.join(s)));
-        // podman's, new with its container. Another one (the host's, a pod's) is others' too.
-        let mut own = own.filter(|source| source.starts_with(&request.bundle));
-        if let Some(shm) = shm.map(|p| p.path.clone()).or_else(|| own.next()) {
-            rootfs::apply_shm(&request.config().rootfs, &request.images, &shm)?;
+        // One that the engine has made is in the bundle's mounts.
+        if let Some(shm) = shm {
+            rootfs::apply_shm(&request.config().rootfs, &request.images, &shm.path)?;
         }
         Ok(points)
     }

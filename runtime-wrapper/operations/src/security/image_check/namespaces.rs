@@ -30,6 +30,7 @@ const IPC: [(&str, &str); 12] = [
 
 pub fn settle(images: &mut CheckedImages, subject: Subject<'_>) -> Vec<String> {
     let mut told = user_ids(images, subject.spec.json());
+    told.extend(translate_group_range(images).err());
     if let Some(path) = by_path(subject.spec.json(), "uts") {
         told.extend(keep_host_name(images, path).err());
     }
@@ -87,6 +88,55 @@ fn user_ids(images: &CheckedImages, spec: &Value) -> Vec<String> {
         }
     }
     told
+}
+
+/// Translates the groups of `net.ipv4.ping_group_range` into the container's numbers.
+///
+/// CRIU reads them on the host, in the host's numbers, and writes them within the container's user namespace, which has
+/// other numbers (`Failed to write net/ipv4/<sysctls>`).
+fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
+    let maps = images.numbered("userns-").flat_map(|(_, m)| m);
+    let extents: Vec<_> = maps
+        .flat_map(|m| m.messages("gid_map"))
+        .map(|m| ["lower_first", "first", "count"].map(|field| m.number(field).unwrap_or(0)))
+        .collect();
+    if extents.is_empty() {
+        return Ok(());
+    }
+    let inside = |group: u64| {
+        extents.iter().find_map(|&[outside, inside, count]| {
+            let offset = group.checked_sub(outside).filter(|o| *o < count)?;
+            inside.checked_add(offset)
+        })
+    };
+    for name in images.names("netns-") {
+        for sysctl in images
+            .messages_mut(&name)
+            .iter_mut()
+            .flat_map(|m| m.messages_mut("ipv4_sysctl"))
+        {
+            let Some(text) = sysctl.text("sarg") else {
+                continue;
+            };
+            let numbers = text.split_whitespace().map(|n| n.parse().ok());
+            let Some([low, high]) = numbers
+                .collect::<Option<Vec<u64>>>()
+                .and_then(|n| <[u64; 2]>::try_from(n).ok())
+            else {
+                continue; // not a range of groups
+            };
+            if low > high {
+                continue; // no group at all, in any numbers
+            }
+            let (Some(low), Some(high)) = (inside(low), inside(high)) else {
+                return Err(format!(
+                    "{name}: net.ipv4.ping_group_range is {text:?}: groups that the user namespace does not map"
+                ));
+            };
+            sysctl.set_text("sarg", &format!("{low} {high}"));
+        }
+    }
+    Ok(())
 }
 
 fn keep_host_name(images: &mut CheckedImages, path: &Path) -> Result<(), String> {
