@@ -70,7 +70,7 @@ impl Sources {
     pub fn of(request: &Request<'_>, op: &Operation) -> Result<Self, Error> {
         let as_user = own_nodes::in_user_namespace(&request.host, &request.spec);
         let mounts = mountinfo::of(&request.host, "self");
-        let mounts: Vec<PathBuf> = mounts.into_iter().map(|m| m.target).collect();
+        let mounts: Vec<PathBuf> = mounts.into_iter().map(|m| m.point).collect();
         let mut replaced = Vec::new();
         for (index, mount) in request.mounts.0.iter().enumerate() {
             let Some((source, Ok(real))) = resolved(&request.bundle, mount) else {

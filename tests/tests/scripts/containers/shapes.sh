@@ -221,7 +221,7 @@ case $which in
         cell 'directory read-only file linked-directory linked-file link-to-a-link through-a-link below-another tree slave named-volume device' own
         cell 'below-a-new-volume secret tmpfs below-a-tmpfs init' own
         cell 'linked-directory secret' user
-        cell none user-default
+        cell tree user-default
         with_gpu
         cell 'linked-file below-a-new-volume secret' network-by-path
         ;;
