@@ -15,6 +15,7 @@
 mod cgroups;
 mod files;
 mod limits;
+mod members;
 mod mounts;
 mod namespaces;
 mod network;
@@ -33,6 +34,7 @@ use cryopod_host::destinations::Destinations;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
+use self::members::Members;
 use super::ceiling::CredentialsCeiling;
 use super::privileges::{self, PrivilegesError};
 use crate::config::{Config, IMAGES_CHECK};
@@ -108,6 +110,7 @@ impl CheckedImages {
             move |source| PrivilegesError::Read { path, source }
         };
         let mut found = Self::default();
+        let members = Members::of(directory)?;
         for entry in fs::read_dir(directory)
             .map_err(failed(directory))?
             .take(MAX_ENTRIES)
@@ -116,9 +119,13 @@ impl CheckedImages {
             let Ok(name) = entry.file_name().into_string() else {
                 continue; // neither CRIU nor cryopod has such a file
             };
+            if members.lack(&name) {
+                tracing::debug!("{name}: of an earlier checkpoint, not shown to CRIU");
+                continue;
+            }
             found.add(directory, name)?;
         }
-        parents(directory, &mut found.faults)?;
+        parents(directory, &members, &mut found.faults)?;
         Ok(found)
     }
 
@@ -295,7 +302,11 @@ fn payload(entry: &Message) -> u64 {
 }
 
 /// Checks what CRIU reads of the checkpoints that this one builds upon: maps of memory pages.
-fn parents(directory: &Path, faults: &mut Vec<String>) -> Result<(), PrivilegesError> {
+fn parents(
+    directory: &Path,
+    members: &Members,
+    faults: &mut Vec<String>,
+) -> Result<(), PrivilegesError> {
     const MOST: usize = 256;
     let mut at = directory.join(names::PARENT_LINK);
     for _ in 0..MOST {
@@ -309,7 +320,8 @@ fn parents(directory: &Path, faults: &mut Vec<String>) -> Result<(), PrivilegesE
             if matches!(
                 image_files::content_of(&name),
                 Some((Content::HeadAndMessages(..), _))
-            ) && let Err(e) = checked_memory_map(&at, &name)?
+            ) && !members.lack(&name)
+                && let Err(e) = checked_memory_map(&at, &name)?
             {
                 faults.push(e.to_string());
             }

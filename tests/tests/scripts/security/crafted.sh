@@ -169,7 +169,8 @@ cases = {
     "proc-sys": lambda: again("/proc/sys", f5=0, f17=0),
     "proc-root": lambda: mount("/evil", f1=1, f3=get(next(m for m in image("mountpoints-*.img").messages if get(m, 7).lstrip(b".") == b"/proc"), 3), f6="/1/root", f8="proc"),
     "seccomp": lambda: change("core-1.img", [5], sets(f11=0, f12=None)),
-    "userns": lambda: new_image("userns-7.img", 0x55474906, [field(1, [field(1, 0), field(2, 0), field(3, 4294967295)])]),
+    "userns": lambda: (new_image("userns-7.img", 0x55474906, [field(1, [field(1, 0), field(2, 0), field(3, 4294967295)])]),
+        change("ids-1.img", [], lambda m: put(m, 10, 7))),
     # open files, deleted files
     "packet-socket": lambda: first_file([field(1, 10), field(2, 900), field(6, [field(1, 900), field(2, 3), field(3, 768), field(4, 2), field(5, 1), field(6, fown), field(7, opts),
         field(8, 0), field(9, 0), field(10, 0), field(11, 0), field(12, 0), field(13, 0), field(14, 0), field(15, 0)])]),
