@@ -168,5 +168,9 @@ ctr containers restore --rw --live job localhost/cp:1
 check 'killed: restored, the sum goes on' goes_on job
 check 'killed: the same sum' test "$(sum job)" = "$sum"
 away job
+mkdir -p /var/lib/docker/containers/of-another/checkpoints/cp
+cp "$held/cryopod-store.json" /var/lib/docker/containers/of-another/checkpoints/cp/
 ctr images rm --sync localhost/cp:1 > /dev/null
+check 'ctr: docker has its checkpoint by now' cleans 1
+rm -r /var/lib/docker/containers/of-another
 check 'ctr: nothing is left' cleans 0
