@@ -1,9 +1,9 @@
 //! Edits the new container's `config.json` before the low-level runtime reads it.
 //!
-//! An edit changes the spec as JSON, so that fields unknown to this version survive. The edits of a restore are an
+//! An edit changes the spec as JSON, so that fields unknown to this version survive. The edits of an operation are one
 //! ordered list. The file is written once, after all of them have succeeded, and only if anything has changed: a new
-//! file is renamed over the old one. If the restore then fails, the old text comes back. If it succeeds, the edits that
-//! are not lasting are taken back.
+//! file is renamed over the old one. If the operation then fails, the old text comes back. If it succeeds, the edits
+//! that are not lasting are taken back.
 
 pub mod avoid;
 mod devices;
@@ -73,18 +73,24 @@ pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
     }
 }
 
-/// Applies the edits in order and writes the spec, if it has changed. On error nothing is written.
-pub fn edit(
-    host: &Host,
-    bundle: &Path,
-    spec: &Spec,
-    edits: &[Box<dyn Edit + '_>],
-) -> Result<Edited, Error> {
-    edit_noted(host, bundle, spec, edits, None)
+/// Returns the spec after these edits, and writes nothing.
+///
+/// # Errors
+/// That of the first edit that fails.
+pub fn preview(host: &Host, spec: &Spec, edits: &[Box<dyn Edit + '_>]) -> Result<Spec, Error> {
+    let mut json = spec.json().clone();
+    for edit in edits {
+        edit.apply(host, &mut json)?;
+    }
+    Ok(Spec::from_json(json))
 }
 
-/// Does the same for an operation with this directory, where [`put_back`] finds the old text if the operation is killed.
-pub fn edit_noted(
+/// Applies the edits in order and writes the spec, if it has changed. `spec`: what `config.json` holds now. `noted`: the
+/// directory of the operation, where [`put_back`] finds the old text if the operation is killed.
+///
+/// # Errors
+/// An edit fails, or the file cannot be written. It is as it was.
+pub fn edit(
     host: &Host,
     bundle: &Path,
     spec: &Spec,
@@ -239,7 +245,7 @@ mod tests {
         let go = |keys: &[&'static str]| {
             let spec = Spec::of_bundle(dir.path()).unwrap();
             let edits: Vec<Box<dyn Edit>> = keys.iter().map(|k| Box::new(Add(k)) as _).collect();
-            edit_noted(
+            edit(
                 &Host::system(),
                 dir.path(),
                 &spec,

@@ -22,17 +22,20 @@ use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
 use self::source::Wish;
-use crate::bundle::{self, Edit};
+use crate::bundle::{self, Edit, Edited, avoid};
 use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
+use crate::request::passthrough;
 use crate::restore;
 use crate::restore::new_container::NewContainer;
 use crate::restore::new_container::hooks::NewHooks;
 use crate::run::application::{self, Moment};
+use crate::run::{metrics, operation};
+use crate::vram::preload;
 
 pub const ANNOTATION: &str = "dev.cryopod.restore";
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
@@ -52,19 +55,59 @@ const HOLDS_POD: [&str; 2] = [
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
 
-/// Returns true if the container names a checkpoint.
-pub fn is_asked(spec: &Spec) -> bool {
-    named(spec).is_some()
-}
-
-/// Creates the container if it names a checkpoint. `None`: it names none, or is to start without.
+/// Creates a container: from a checkpoint if it names one, else by the low-level runtime. Returns only if it did not
+/// become the low-level runtime.
 ///
 /// # Errors
-/// The checkpoint may not be used, or cannot be restored. No container is left.
-pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<ExitCode>, Error> {
-    let Some(named) = named(spec) else {
-        return Ok(None);
-    };
+/// The checkpoint may not be used or cannot be restored, an annotation cannot be followed, or the low-level runtime
+/// cannot be started. No container is left, and the bundle is as it was.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    // A dead wrapper's note of a container must not outlive the next one of that name.
+    operation::sweep_dead();
+    let bundle = inv.bundle();
+    // The low-level runtime reports a bundle that cannot be read.
+    let mut edited = None;
+    if let Ok(spec) = Spec::of_bundle(&bundle) {
+        let mut edits: Vec<Box<dyn Edit>> = Vec::new();
+        if let Some(named) = named(&spec) {
+            let created = || create(ctx, inv, &spec, &named);
+            let is_restored = |created: &Creation| matches!(created, Creation::Restored(code) if *code == ExitCode::SUCCESS);
+            match metrics::measured("create", created, is_restored)? {
+                Creation::Restored(code) => return Ok(code),
+                Creation::WithoutCheckpoint(edit) => edits.push(Box::new(edit)),
+            }
+        }
+        edited = Some(edit_new(&ctx.config, &bundle, &spec, edits)?);
+    }
+    let failed = passthrough::exec(&ctx.low, &ctx.args);
+    drop(edited);
+    Err(failed)
+}
+
+/// Edits the bundle of a new container as its annotations ask for it, with one write. Dropped, the old text comes back.
+fn edit_new(
+    config: &Config,
+    bundle: &Path,
+    spec: &Spec,
+    mut edits: Vec<Box<dyn Edit>>,
+) -> Result<Edited, Error> {
+    edits.extend(avoid::edit(spec)?);
+    edits.extend(preload::edits(config, bundle, spec)?);
+    bundle::edit(&Host::system(), bundle, spec, &edits, None)
+}
+
+/// What became of a container that names a checkpoint.
+enum Creation {
+    Restored(ExitCode),
+    WithoutCheckpoint(Without),
+}
+
+fn create(
+    ctx: &Context,
+    inv: &Invocation,
+    spec: &Spec,
+    named: &Named<'_>,
+) -> Result<Creation, Error> {
     let start_without = match spec.annotation(OTHERWISE) {
         None | Some("fail") => false,
         Some("start") => true,
@@ -75,15 +118,13 @@ pub fn create(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<Option<Exi
         }
     };
     program::prefer(&ctx.config);
-    match restored(ctx, inv, spec, &named) {
+    match restored(ctx, inv, spec, named) {
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
-            let edits: [Box<dyn Edit>; 1] = [Box::new(Without { why })];
-            bundle::edit(&Host::system(), &inv.bundle(), spec, &edits)?.keep();
-            Ok(None)
+            Ok(Creation::WithoutCheckpoint(Without { why }))
         }
-        result => result.map(Some),
+        result => result.map(Creation::Restored),
     }
 }
 
@@ -212,6 +253,32 @@ fn restore_line(ctx: &Context, inv: &Invocation, images: &Path) -> Result<Vec<Os
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_containers_edits_are_written_together_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        let text = |preload| {
+            let annotations = json!({avoid::ANNOTATION: "io_uring", preload::ANNOTATION: preload});
+            json!({"annotations": annotations, "process": {"env": []}}).to_string()
+        };
+        let edit = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let spec = Spec::of_bundle(dir.path()).unwrap();
+            let edits = vec![Box::new(Without { why: "gone".into() }) as Box<dyn Edit>];
+            edit_new(&Config::default(), dir.path(), &spec, edits)
+        };
+        let now = || std::fs::read_to_string(&path).unwrap();
+        let refused = text("maybe");
+        let error = edit(&refused).unwrap_err().to_string();
+        assert!(error.contains("neither \"on\" nor \"off\""), "{error}");
+        assert_eq!(now(), refused, "nothing of the edits before is left");
+        let taken = text("off");
+        let edited = edit(&taken).unwrap();
+        assert!(now().contains("UV_USE_IO_URING=0") && now().contains(WITHOUT));
+        drop(edited);
+        assert_eq!(now(), taken, "the low-level runtime could not be started");
+    }
 
     #[test]
     fn the_annotation_comes_before_the_variable() {

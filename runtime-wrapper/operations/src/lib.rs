@@ -34,11 +34,9 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
-use bundle::avoid;
 use config::Config;
 use create_from::waiting;
 use criu::program;
-use cryopod_host::spec::Spec;
 use error::Error;
 use request::argv::{self, Invocation, Verb};
 use request::context::Context;
@@ -46,7 +44,6 @@ use request::lowlevel::{Kind, LowLevel};
 use request::{passthrough, state};
 use restore::{hook, private_root};
 use run::{action_script, log, metrics, operation};
-use vram::preload;
 
 /// Runs the whole program. Returns only if it did not become the low-level runtime.
 pub fn main(argv: Vec<OsString>) -> ExitCode {
@@ -82,7 +79,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         }
         Some(inv) if inv.verb == Verb::Pause => run(&ctx, &inv, pause::pause),
         Some(inv) if inv.verb == Verb::Resume => run(&ctx, &inv, pause::resume),
-        Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => run(&ctx, &inv, create),
+        Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => {
+            run(&ctx, &inv, create_from::run)
+        }
         Some(inv) if waiting::is(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
             let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
@@ -115,29 +114,6 @@ fn deleted_already(ctx: &Context, inv: &Invocation) -> Option<Error> {
     id.clone_into(&mut of.id);
     let gone = ctx.low.kind == Kind::Crun && !state::directory(ctx, &of).exists();
     gone.then(|| Error::Failed(format!("the container {id} does not exist")))
-}
-
-/// Creates a container: from a checkpoint if it names one, else by the low-level runtime.
-fn create(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
-    // A dead wrapper's note of a container must not outlive the next one of that name.
-    operation::sweep_dead();
-    let bundle = inv.bundle();
-    // The low-level runtime reports a bundle that cannot be read.
-    if let Ok(spec) = Spec::of_bundle(&bundle) {
-        if create_from::is_asked(&spec) {
-            let created = || create_from::create(ctx, inv, &spec);
-            let is_restored =
-                |code: &Option<ExitCode>| code.is_some_and(|c| c == ExitCode::SUCCESS);
-            if let Some(code) = metrics::measured("create", created, is_restored)? {
-                return Ok(code);
-            }
-        }
-        avoid::create(&bundle, &spec)?;
-        // With what the edit before has written.
-        let spec = Spec::of_bundle(&bundle).unwrap_or(spec);
-        preload::create(&ctx.config, &bundle, &spec)?;
-    }
-    Err(passthrough::exec(&ctx.low, &ctx.args))
 }
 
 fn context(args: Vec<OsString>) -> Result<Context, (Vec<OsString>, Error)> {

@@ -17,7 +17,6 @@ use cryopod_host::programs::SystemTools;
 use cryopod_host::spec::Spec;
 
 use crate::config::Config;
-use crate::error::Error;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::lowlevel::Kind;
@@ -43,15 +42,9 @@ impl<'a> Request<'a> {
         Self::new(ctx, inv, state.bundle.clone(), spec, inv.image_path())
     }
 
-    /// A restore into the bundle that the command line names.
-    ///
-    /// # Errors
-    /// The bundle's spec cannot be read.
-    pub fn restore(ctx: &'a Context, inv: &'a Invocation) -> Result<Self, Error> {
-        let bundle = inv.bundle();
-        let spec = Spec::of_bundle(&bundle)?;
-        let images = inv.images_of_restore(ctx.low.kind);
-        Ok(Self::new(ctx, inv, bundle, spec, images))
+    /// A restore of these images into the bundle that the command line names. `spec`: what the container will have.
+    pub fn restore(ctx: &'a Context, inv: &'a Invocation, spec: Spec, images: PathBuf) -> Self {
+        Self::new(ctx, inv, inv.bundle(), spec, images)
     }
 
     fn new(

@@ -34,11 +34,13 @@ use std::io;
 use std::process::ExitCode;
 
 use cryopod_gpu_plan::gpumap;
+use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use crate::bundle::hold;
+use self::open::{Checkpoint, OpenError};
+use crate::bundle::{Edit, hold};
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::Request;
@@ -61,13 +63,11 @@ use crate::vram::preload;
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let spec = Spec::of_bundle(&inv.bundle()).unwrap_or_else(|_| Spec::from_json(Value::Null));
-    let code = match open::open(ctx, inv)? {
-        Some(checkpoint) => restore(ctx, inv, &checkpoint, None)?,
-        None if open::has_images(ctx, inv) => {
-            restore(ctx, inv, &open::without_gpus(ctx, inv)?, None)?
-        }
-        None => return Err(without_images(ctx, inv)),
+    let checkpoint = match open::open(ctx, inv) {
+        Err(OpenError::NoImages(_)) => return Err(without_images(ctx, inv)),
+        opened => opened?,
     };
+    let code = restore(ctx, inv, checkpoint, None)?;
     if inv.flags.has("detach") {
         application::tell(ctx, inv, &spec, Moment::AfterRestore);
     }
@@ -79,38 +79,37 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 /// # Errors
 /// Nothing was started, and the checkpoint is untouched.
 pub fn run_new(ctx: &Context, inv: &Invocation, new: &NewContainer) -> Result<ExitCode, Error> {
-    let checkpoint = match open::open(ctx, inv)? {
-        Some(checkpoint) => checkpoint,
-        None => open::without_gpus(ctx, inv)?,
-    };
-    restore(ctx, inv, &checkpoint, Some(new))
+    restore(ctx, inv, open::open(ctx, inv)?, Some(new))
 }
 
 fn restore(
     ctx: &Context,
     inv: &Invocation,
-    checkpoint: &open::Checkpoint,
+    checkpoint: Checkpoint,
     new: Option<&NewContainer>,
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;
-    preload::restore(&inv.bundle(), &inv.images_of_restore(ctx.low.kind))?;
-    let with_handed = checkpoint.context(ctx);
-    let mut request = Request::restore(&with_handed, inv)?;
+    let host = Host::system();
+    let on_disk = Spec::of_bundle(&inv.bundle())?;
+    let mut edits = preload::edits_of_restore(&checkpoint.images)?;
     if checkpoint.handed.map.is_some() {
-        request.spec = request.spec.without_annotation(gpumap::ANNOTATION);
+        edits.push(Box::new(WithoutGpuMap));
     }
+    let spec = crate::bundle::preview(&host, &on_disk, &edits)?;
+    let with_handed = checkpoint.context(ctx);
+    let request = Request::restore(&with_handed, inv, spec, checkpoint.images.clone());
     let is_free = new.is_some() && !state::directory(ctx, inv).exists();
     let signals = Signals::watch()?;
     let op = Operation::new()?;
-    let planned = plan::plan(&request, checkpoint, &op, new.is_some())?;
-    let prepared = prepare::prepare(&request, checkpoint, planned, &op)?;
+    let planned = plan::plan(&request, &checkpoint, &op, new.is_some())?;
+    let prepared = prepare::prepare(&request, &checkpoint, planned, &op)?;
     if let Some(new) = new {
         new.ask(&op)?;
         NewContainer::reseed();
     }
     // The next copy needs what CRIU removes.
     let links = new.map(|_| LinkRemaps::of(&request)).transpose()?;
-    let changed = bundle::change(&request, &prepared, &op)?;
+    let changed = bundle::change(&request, &on_disk, edits, &prepared, &op)?;
     prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);
     let ran = run::run(&request, &prepared, &op, &signals, new, amd)?;
@@ -123,6 +122,22 @@ fn restore(
         state::remove(ctx, inv, &request.tools);
     }
     result
+}
+
+/// Removes the container's own GPU map, where root has given `cryopod import` another one.
+struct WithoutGpuMap;
+
+impl Edit for WithoutGpuMap {
+    fn name(&self) -> &'static str {
+        "the GPU map of cryopod import in place of its own"
+    }
+
+    fn apply(&self, _: &Host, spec: &mut Value) -> Result<(), Error> {
+        if let Some(all) = spec.get_mut("annotations").and_then(Value::as_object_mut) {
+            all.remove(gpumap::ANNOTATION);
+        }
+        Ok(())
+    }
 }
 
 /// Leaves a directory without images to the low-level runtime. Returns only if that fails.

@@ -8,13 +8,11 @@
 //! libuv from 1.49 on makes one io_uring whatever `UV_USE_IO_URING` says (seen with 1.50 and 1.53). So for `io_uring`
 //! the spec's seccomp profile forbids it, too: the call fails with ENOSYS, and libraries fall back to epoll.
 
-use std::path::Path;
-
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
-use crate::bundle::{self, Edit};
+use crate::bundle::Edit;
 use crate::error::Error;
 
 pub const ANNOTATION: &str = "dev.cryopod.env.avoid";
@@ -46,21 +44,18 @@ const KNOWN: [(&str, &[(&str, &str)]); 5] = [
     ),
 ];
 
-/// On `create` or `run`, sets what the container's annotation asks for.
+/// Returns the edit for a new container whose annotation asks for it.
 ///
 /// # Errors
-/// [`Error::Failed`] for an unknown word in the annotation; those of [`bundle::edit`].
-pub fn create(bundle: &Path, spec: &Spec) -> Result<(), Error> {
+/// [`Error::Failed`] for an unknown word in the annotation.
+pub fn edit(spec: &Spec) -> Result<Option<Box<dyn Edit>>, Error> {
     let Some(words) = spec.annotation(ANNOTATION) else {
-        return Ok(());
+        return Ok(None);
     };
-    let edit = Avoid {
+    Ok(Some(Box::new(Avoid {
         variables: variables(words)?,
         io_uring: words.split(',').any(|w| w.trim() == "io_uring"),
-    };
-    let edits: [Box<dyn Edit>; 1] = [Box::new(edit)];
-    bundle::edit(&Host::system(), bundle, spec, &edits)?.keep();
-    Ok(())
+    })))
 }
 
 fn variables(words: &str) -> Result<Vec<(&'static str, &'static str)>, Error> {

@@ -1,10 +1,11 @@
 //! Changes the bundle for a restore: its spec, its files and its mount points.
 
 use cryopod_host::cgroups::Cgroups;
+use cryopod_host::spec::Spec;
 
 use super::prepare::Prepared;
 use crate::bundle::render::OnlyRender;
-use crate::bundle::{Devices, Edit, Edited, Hooks, edit_noted};
+use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
 use crate::error::Error;
 use crate::preflight::surroundings::MountPoints;
 use crate::request::Request;
@@ -23,14 +24,21 @@ pub(super) struct Changed {
     pub restoring: Restoring,
 }
 
+/// Makes them. `on_disk`: what `config.json` holds now. `edits`: those that the plan knows already.
+///
+/// # Errors
+/// Nothing is changed.
 pub(super) fn change(
     request: &Request<'_>,
+    on_disk: &Spec,
+    edits: Vec<Box<dyn Edit>>,
     prepared: &Prepared,
     op: &Operation,
 ) -> Result<Changed, Error> {
     let (host, spec, bundle) = (&request.host, &request.spec, &request.bundle);
-    let edits = edits(request, prepared);
-    let edited = edit_noted(host, bundle, spec, &edits, Some(op.dir()))?;
+    let mut edits: Vec<Box<dyn Edit + '_>> = edits;
+    edits.extend(planned(request, prepared));
+    let edited = edit(host, bundle, on_disk, &edits, Some(op.dir()))?;
     let path = spec.cgroup(request.id());
     let cgroups = path
         .map(|path| Cgroups::vacant(host, path))
@@ -67,7 +75,7 @@ impl Changed {
     }
 }
 
-fn edits<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Edit + 'a>> {
+fn planned<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Edit + 'a>> {
     let mut edits: Vec<Box<dyn Edit + 'a>> = vec![
         Box::new(Devices {
             remap: &prepared.chosen.remap,

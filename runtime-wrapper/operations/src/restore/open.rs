@@ -1,5 +1,7 @@
 //! Opens a checkpoint: brings its files together and reads its metadata.
 
+use std::path::{Path, PathBuf};
+
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
 use cryopod_archive::store::Found;
@@ -14,11 +16,31 @@ use crate::request::argv::Invocation;
 use crate::request::context::Context;
 
 pub(super) struct Checkpoint {
+    /// The image directory.
+    pub images: PathBuf,
     pub metadata: Metadata,
     /// The store's entry with the large files, if they are in one.
     pub stored: Option<Found>,
     /// What `cryopod import` wants of this restore.
     pub handed: Handed,
+}
+
+/// Why a checkpoint cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OpenError {
+    #[error("{}: no checkpoint: it has no {}", .0.display(), names::CRIU_INVENTORY)]
+    NoImages(PathBuf),
+    #[error(transparent)]
+    Other(#[from] Error),
+}
+
+impl From<OpenError> for Error {
+    fn from(e: OpenError) -> Self {
+        match e {
+            OpenError::Other(e) => e,
+            OpenError::NoImages(_) => Self::Failed(e.to_string()),
+        }
+    }
 }
 
 impl Checkpoint {
@@ -34,61 +56,56 @@ impl Checkpoint {
     }
 }
 
-/// Returns true if the command line names a directory with images of CRIU.
-pub(super) fn has_images(ctx: &Context, inv: &Invocation) -> bool {
-    let directory = inv.images_of_restore(ctx.low.kind);
-    directory.join(names::CRIU_INVENTORY).is_file()
-}
-
-/// Opens a checkpoint without metadata: of a container without GPUs, or of another tool.
+/// Opens a checkpoint. One without metadata is of a container without GPUs, or of another tool.
 ///
 /// # Errors
-/// The directory holds no images of CRIU, or has links.
-pub(super) fn without_gpus(ctx: &Context, inv: &Invocation) -> Result<Checkpoint, Error> {
-    let directory = inv.images_of_restore(ctx.low.kind);
-    images::no_links(&directory)?;
-    if !directory.join(names::CRIU_INVENTORY).is_file() {
-        return Err(Error::Failed(format!(
-            "{}: no checkpoint: it has no {}",
-            directory.display(),
-            names::CRIU_INVENTORY
-        )));
+/// The directory holds no images of CRIU, the checkpoint is incomplete, has links, or others than root can write it.
+pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Checkpoint, OpenError> {
+    let images = inv.images_of_restore(ctx.low.kind);
+    if let Some(checkpoint) = with_metadata(ctx, inv, &images)? {
+        return Ok(checkpoint);
     }
+    if !images.join(names::CRIU_INVENTORY).is_file() {
+        return Err(OpenError::NoImages(images));
+    }
+    images::no_links(&images).map_err(OpenError::Other)?;
     Ok(Checkpoint {
+        images,
         metadata: Metadata::default(),
         stored: None,
         handed: Handed::default(),
     })
 }
 
-/// Opens the checkpoint in the image directory that the command line names. `None`: it has no metadata.
-///
-/// # Errors
-/// The checkpoint is incomplete, has links, or others than root can write it.
-pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Option<Checkpoint>, Error> {
-    let directory = inv.images_of_restore(ctx.low.kind);
+/// Opens a checkpoint that has metadata. `None`: it has none.
+fn with_metadata(
+    ctx: &Context,
+    inv: &Invocation,
+    directory: &Path,
+) -> Result<Option<Checkpoint>, Error> {
     // A user's own engine restores with that user's privileges. The low-level runtime reports a directory that is not
     // there.
     if directory.exists() && Tenant::user() == Some(0) {
-        owners::check_reachable(&directory).map_err(|what| {
+        owners::check_reachable(directory).map_err(|what| {
             Error::Failed(format!(
                 "restore of {} refused, nothing was started: {what}",
                 inv.id
             ))
         })?;
     }
-    let handed = handover::before_restore(&directory).map_err(|e| Error::Failed(e.to_string()))?;
-    let stored = store::find(&ctx.config, &inv.id, &directory)?;
-    match (Metadata::open(&directory)?, stored) {
+    let handed = handover::before_restore(directory).map_err(|e| Error::Failed(e.to_string()))?;
+    let stored = store::find(&ctx.config, &inv.id, directory)?;
+    match (Metadata::open(directory)?, stored) {
         (Some(metadata), stored) => {
-            images::no_links(&directory)?;
+            images::no_links(directory)?;
             Ok(Some(Checkpoint {
+                images: directory.to_owned(),
                 metadata,
                 stored,
                 handed,
             }))
         }
-        (None, Some(stored)) => Err(store::without_metadata(&stored, &directory)),
+        (None, Some(stored)) => Err(store::without_metadata(&stored, directory)),
         (None, None) => Ok(None),
     }
 }

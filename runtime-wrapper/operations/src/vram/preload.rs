@@ -19,7 +19,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::bundle::{self, Edit};
+use crate::bundle::Edit;
 use crate::config::Config;
 use crate::criu::plugins;
 use crate::error::Error;
@@ -45,13 +45,14 @@ const LIBC: [&str; 4] = [
     "usr/lib/libc.so.6",
 ];
 
-/// On `create` or `run`, gives the container the library if its annotation asks for it.
+/// Returns the edits that give a new container the library, if its annotation asks for it. Copies the library to
+/// [`STORE`].
 ///
 /// # Errors
 /// [`Error::Failed`]: a wrong value, no library on this host, or a container whose C library cannot load it.
-pub fn create(config: &Config, bundle: &Path, spec: &Spec) -> Result<(), Error> {
+pub fn edits(config: &Config, bundle: &Path, spec: &Spec) -> Result<Vec<Box<dyn Edit>>, Error> {
     match spec.annotation(ANNOTATION) {
-        None | Some("off") => return Ok(()),
+        None | Some("off") => return Ok(Vec::new()),
         Some("on") => {}
         Some(other) => {
             return Err(refused(format!("{other:?} is neither \"on\" nor \"off\"")));
@@ -61,24 +62,23 @@ pub fn create(config: &Config, bundle: &Path, spec: &Spec) -> Result<(), Error> 
     let library = read(&installed).map_err(|e| refused(format!("{}: {e}", installed.display())))?;
     fits(&library, bundle, spec).map_err(refused)?;
     let source = stored(Path::new(STORE), &library)?;
-    let edits: [Box<dyn Edit>; 3] = [
+    Ok(vec![
         Box::new(Mounted { source }),
         Box::new(Loaded),
         Box::new(WithoutMulticast),
-    ];
-    bundle::edit(&Host::system(), bundle, spec, &edits)?.keep();
-    Ok(())
+    ])
 }
 
-/// On a restore, gives the container the library that the image directory has, if it has one.
+/// Returns the edits that give a restored container the library of the image directory, if it has one. Copies the library
+/// to [`STORE`].
 ///
 /// # Errors
 /// The library cannot be read, or cannot be copied to this host.
-pub fn restore(bundle: &Path, images: &Path) -> Result<(), Error> {
+pub fn edits_of_restore(images: &Path) -> Result<Vec<Box<dyn Edit>>, Error> {
     let path = images.join(names::PRELOAD_LIBRARY);
     let library = match read(&path) {
         Ok(library) => library,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => {
             return Err(Error::Failed(format!(
                 "restore refused, nothing was started: {}: {e}",
@@ -87,13 +87,7 @@ pub fn restore(bundle: &Path, images: &Path) -> Result<(), Error> {
         }
     };
     let source = stored(Path::new(STORE), &library)?;
-    // The low-level runtime reports a bundle that cannot be read.
-    let Ok(spec) = Spec::of_bundle(bundle) else {
-        return Ok(());
-    };
-    let edits: [Box<dyn Edit>; 1] = [Box::new(Mounted { source })];
-    bundle::edit(&Host::system(), bundle, &spec, &edits)?.keep();
-    Ok(())
+    Ok(vec![Box::new(Mounted { source })])
 }
 
 /// At a checkpoint, puts the container's library into the image directory.
@@ -383,9 +377,9 @@ mod tests {
     #[test]
     fn an_image_directory_without_the_library_changes_nothing() {
         let dir = TempDir::new().unwrap();
-        restore(dir.path(), dir.path()).unwrap();
+        assert!(edits_of_restore(dir.path()).unwrap().is_empty());
         std::os::unix::fs::symlink("/etc/passwd", dir.path().join(names::PRELOAD_LIBRARY)).unwrap();
-        let error = restore(dir.path(), dir.path()).unwrap_err().to_string();
+        let error = edits_of_restore(dir.path()).err().unwrap().to_string();
         assert!(error.contains(names::PRELOAD_LIBRARY), "{error}");
     }
 }
