@@ -25,7 +25,12 @@ packages: ## deb and rpm packages and a tarball, in target/packages; docs/instal
 test: ## all tests: format, lints, units, the simulated driver, the real container stack
 	tests/run
 
+test-list: ## the names of the tests of the real stack
+	@cargo test --quiet --workspace --test real-stack -- --list | sed -n 's/: test$$//p'
+
 test-one: ## one test of the real stack: make test-one T=PART-OF-ITS-NAME [SUITE=forky]
+	@all=$$($(MAKE) --no-print-directory test-list) || exit 1; \
+	case "$$all" in *'$(T)'*) ;; *) printf 'No test has %s in its name. There are:\n%s\n' '$(T)' "$$all" >&2; exit 1; esac
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- $(T)
 
@@ -106,4 +111,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-one test-long testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-list test-one test-long testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean
