@@ -113,7 +113,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let config = Config::load();
     let hosts_own = SystemTools::from_env().find("criu");
     if let Ok(config) = &config {
-        program::prefer(config);
+        program::prefer_over_host(config);
     }
     let input = host::Input {
         hosts_own,

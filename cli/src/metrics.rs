@@ -37,7 +37,7 @@ fn text(totals: &Totals) -> String {
         vec![(version, "1".into())],
     );
     let all = &totals.operations;
-    let each = |sample: &dyn Fn(&metrics::Operation) -> String| -> Vec<Sample<'_>> {
+    let each = |sample: &dyn Fn(&metrics::OperationCounts) -> String| -> Vec<Sample<'_>> {
         let samples = all
             .iter()
             .map(|(name, op)| (vec![("operation", name.as_str())], sample(op)));
@@ -141,7 +141,7 @@ mod tests {
     fn prometheus_text() {
         let mut totals = Totals::default();
         assert_eq!(text(&totals).lines().count(), 3, "{}", text(&totals));
-        let op = metrics::Operation {
+        let op = metrics::OperationCounts {
             succeeded: 3,
             failed: [("driver".to_owned(), 2), ("refused".to_owned(), 1)].into(),
             micros: 1_500_000,
@@ -153,7 +153,7 @@ mod tests {
         totals.operations.insert("checkpoint".into(), op);
         totals
             .operations
-            .insert("a\"b\\c\nd".into(), metrics::Operation::default());
+            .insert("a\"b\\c\nd".into(), metrics::OperationCounts::default());
         let text = text(&totals);
         for want in [
             "# TYPE cryopod_operations_total counter\n",
@@ -179,11 +179,11 @@ mod tests {
     fn the_dashboard_asks_for_what_is_there() {
         let dashboard = include_str!("../../examples/grafana/cryopod.json");
         let json: serde_json::Value = serde_json::from_str(dashboard).unwrap();
-        let op = metrics::Operation {
+        let op = metrics::OperationCounts {
             failed: [("driver".to_owned(), 1)].into(),
             steps: [("dump".to_owned(), 1)].into(),
             bytes: [("gpu".to_owned(), 1)].into(),
-            ..metrics::Operation::default()
+            ..metrics::OperationCounts::default()
         };
         let mut totals = Totals::default();
         totals.operations.insert("checkpoint".into(), op);

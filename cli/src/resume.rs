@@ -16,7 +16,7 @@ use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_operations::config::Config;
-use cryopod_operations::pause::suspended::Record;
+use cryopod_operations::pause::suspended::SuspendedRecord;
 
 use crate::container::Container;
 use crate::suspend::{Work, find, steps};
@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn forget(record: &Record) {
+fn forget(record: &SuspendedRecord) {
     record.remove();
     if let Some(directory) = &record.directory {
         cryopod_archive::vram::remove(directory);
@@ -115,7 +115,7 @@ fn unknown(pid: i32) -> Suspended {
     }
 }
 
-fn whole(record: &Record) -> anyhow::Result<()> {
+fn whole(record: &SuspendedRecord) -> anyhow::Result<()> {
     let Some(directory) = &record.directory else {
         return Ok(());
     };

@@ -17,7 +17,7 @@ use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 use cryopod_operations::config::Config;
 use cryopod_operations::criu::plugins;
-use cryopod_operations::pause::suspended::{self, Record};
+use cryopod_operations::pause::suspended::{self, SuspendedRecord};
 use cryopod_operations::run::log;
 use cryopod_operations::run::operation::Operation;
 use cryopod_operations::vram::agent::{Agent, SOCKET};
@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     how.refuse_shared = policy == Policy::Refuse;
     room(&work.agent, &pids)?;
     let started = Instant::now();
-    let record = |done: &Done| Record {
+    let record = |done: &Done| SuspendedRecord {
         version: 1,
         name: args.container.clone(),
         init: container.init,
@@ -99,7 +99,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             );
         }
         Err(error) => {
-            if let Some(record) = Record::of(&host, container.init) {
+            if let Some(record) = SuspendedRecord::of(&host, container.init) {
                 record.remove();
             }
             // The agent brings the processes back before it exits.
@@ -142,10 +142,10 @@ fn say(args: &Args, done: &Done, took: Duration) {
 }
 
 /// Finds the container of this name, and its record if it is suspended.
-pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<Record>)> {
+pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<SuspendedRecord>)> {
     let container = Container::find(host, name)?;
     suspended::sweep(host);
-    let record = Record::of(host, container.init);
+    let record = SuspendedRecord::of(host, container.init);
     Ok((container, record))
 }
 

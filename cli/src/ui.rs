@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use cryopod_archive::progress::Progress as Counters;
 use cryopod_archive::text::hostile;
 use cryopod_operations::run::metrics;
-use cryopod_operations::run::progress::{Progress, State};
+use cryopod_operations::run::progress::{Progress, ProgressState};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Interval between two notes for `cryopod top`.
@@ -29,11 +29,11 @@ pub fn with_progress<T>(
     let watched = Arc::clone(progress);
     let what = what.to_owned();
     let watcher = thread::spawn(move || {
-        let mut told = Progress::of_transfer(State {
+        let mut told = Progress::of_transfer(ProgressState {
             operation: what.clone(),
             name: named(),
             step: "data".into(),
-            ..State::default()
+            ..ProgressState::default()
         });
         let mut since_line = Instant::now();
         let bar = match std::io::stderr().is_terminal() && !quiet {

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use cryopod_operations::config::rootfs::Options;
+use cryopod_operations::config::rootfs::RootfsOptions;
 use cryopod_operations::images::devtar::{self, Node};
 use cryopod_operations::rootfs;
 use libfuzzer_sys::fuzz_target;
@@ -43,7 +43,7 @@ fn files(tar: &[u8]) {
     }
     // So that a link in the root that leads out is there to be followed.
     let _ = std::os::unix::fs::symlink(DIR.join("bundle/outside"), root.join("out"));
-    let options = Options {
+    let options = RootfsOptions {
         max_gib: 1,
         max_files: 64,
         ..Options::default()

@@ -22,7 +22,7 @@ use anyhow::{Context, bail};
 use cryopod_archive::digest::Digest;
 use cryopod_archive::names;
 use cryopod_host::files::own_directory;
-use cryopod_operations::config::cache::Options;
+use cryopod_operations::config::cache::CacheOptions;
 use cryopod_registry::Error as RegistryError;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -76,7 +76,7 @@ pub struct Record {
 
 impl Cache {
     /// Opens the cache; makes its directory.
-    pub fn open(options: &Options) -> anyhow::Result<Self> {
+    pub fn open(options: &CacheOptions) -> anyhow::Result<Self> {
         let path = &options.path;
         let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
         made.with_context(|| format!("{}: the cache cannot be made (cache.path)", path.display()))?;
@@ -281,9 +281,9 @@ mod tests {
     use super::*;
 
     fn cache(dir: &Path, max: u64) -> Cache {
-        let mut cache = Cache::open(&Options {
+        let mut cache = Cache::open(&CacheOptions {
             path: dir.join("cache"),
-            ..Options::default()
+            ..CacheOptions::default()
         })
         .unwrap();
         cache.max = max;

@@ -28,8 +28,8 @@ use cryopod_operations::criu;
 use cryopod_operations::criu::compressed;
 use cryopod_operations::criu::plugins;
 use cryopod_operations::criu::program;
-use cryopod_operations::preflight::{self, Answer, Means, Question};
-use cryopod_operations::request::lowlevel::{Kind, LowLevel};
+use cryopod_operations::preflight::{self, RestoreAnswer, RestoreQuestion, RestoreTools};
+use cryopod_operations::request::lowlevel::{LowLevel, RuntimeKind};
 use cryopod_operations::run::operation::Operation;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -106,7 +106,7 @@ pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
+fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
     if let Some(name) = ask.off.iter().find(|name| !switches::known(name)) {
         return Err(format!(
             "--off {name}: no such check; there are {}",
@@ -114,7 +114,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         ));
     }
     let mut config = Config::load().map_err(|e| e.to_string())?;
-    program::prefer(&config);
+    program::prefer_over_host(&config);
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
         map.parse::<cryopod_gpu_plan::gpumap::Wish>()
@@ -136,9 +136,9 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         metadata: checkpoint.metadata.as_ref(),
     });
     let Some(metadata) = &checkpoint.metadata else {
-        let answer = Answer {
+        let answer = RestoreAnswer {
             other: missing,
-            ..Answer::default()
+            ..RestoreAnswer::default()
         };
         return Ok((checkpoint, answer));
     };
@@ -146,7 +146,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         std::env::var(name).ok()
     })?
     .without(ask.off);
-    let criu = criu::criu(&tools, config.limits.tool());
+    let criu = criu::find(&tools, config.limits.tool());
     let nvidia = plugins::uses(metadata, Vendor::Nvidia);
     // The driver agent needs a directory for its socket. Without one (not root) the driver is not asked.
     let op = match nvidia.then(Operation::new) {
@@ -157,14 +157,14 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, Answer), String> {
         }
         None => None,
     };
-    let means = Means::gather(&config, &host, &tools, criu.as_ref(), metadata, op.as_ref());
-    let mut answer = preflight::answer(&Question {
+    let means = RestoreTools::gather(&config, &host, &tools, criu.as_ref(), metadata, op.as_ref());
+    let mut answer = preflight::answer(&RestoreQuestion {
         host: &host,
         config: &config,
         metadata,
         spec: &checkpoint.spec,
         switches: &switches,
-        low: LowLevel::find(&config).map_or(Kind::Runc, |low| low.kind),
+        low: LowLevel::find(&config).map_or(RuntimeKind::Runc, |low| low.kind),
         faults: &means.faults,
         agent: means.agent.as_ref().map(|a| &a.ready),
         amd: Some(&checkpoint.amd),
@@ -361,7 +361,11 @@ fn spec(files: &BTreeMap<String, Vec<u8>>) -> Spec {
     Spec::from_json(json.unwrap_or(serde_json::Value::Null))
 }
 
-fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Result<ExitCode> {
+fn report(
+    ask: &Ask<'_>,
+    checkpoint: &Checkpoint,
+    answer: &RestoreAnswer,
+) -> anyhow::Result<ExitCode> {
     let refusals = answer.refusals();
     let ok = refusals.is_empty();
     let mut out = std::io::stdout().lock();
@@ -417,7 +421,7 @@ fn report(ask: &Ask<'_>, checkpoint: &Checkpoint, answer: &Answer) -> anyhow::Re
     })
 }
 
-fn table(checkpoint: &Checkpoint, answer: &Answer) -> String {
+fn table(checkpoint: &Checkpoint, answer: &RestoreAnswer) -> String {
     let mut text = match &checkpoint.metadata {
         Some(metadata) => format!("{}, made {}\n\n", checkpoint.kind, metadata.created),
         None => format!("{}\n\n", checkpoint.kind),

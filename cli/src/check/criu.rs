@@ -14,7 +14,7 @@ const OLDEST_CRIU: [u32; 2] = [4, 1];
 const NEW_ENOUGH: &str = "install the package cryopod-criu, or, if it is 4.1 or newer, install the criu package of the distribution";
 
 pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
-    let Some(criu) = criu::criu(input.tools, LIMIT) else {
+    let Some(criu) = criu::find(input.tools, LIMIT) else {
         lines.push(Line::missing("criu", "not found on PATH", NEW_ENOUGH));
         return;
     };

@@ -14,11 +14,11 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
 use cryopod_operations::config::{Config, ConfigError, Nvidia};
 use cryopod_operations::criu::helpers::{Fault, Probe};
-use cryopod_operations::criu::opts::{self, Options};
+use cryopod_operations::criu::opts::{self, CriuOptions};
 use cryopod_operations::criu::plugins;
 use cryopod_operations::criu::program;
-use cryopod_operations::criu::{criu as installed, numbers, version_line};
-use cryopod_operations::request::lowlevel::{Kind, LowLevel};
+use cryopod_operations::criu::{find as installed, numbers, version_line};
+use cryopod_operations::request::lowlevel::{LowLevel, RuntimeKind};
 use cryopod_operations::vram::agent;
 
 use super::{Line, criu, tested};
@@ -124,7 +124,7 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             format!("{v} at {}", low.path.display()),
         )),
     }
-    if low.kind == Kind::Crun {
+    if low.kind == RuntimeKind::Crun {
         let built_in = input
             .tools
             .output(&low.path, &[OsStr::new("--version")], LIMIT)
@@ -174,13 +174,13 @@ fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
         Err(fault) => Line::missing(name, fault.what, fault.remedy),
     };
     lines.push(line("tar", probe.tar()));
-    let runc = LowLevel::find(config).is_ok_and(|low| low.kind == Kind::Runc);
+    let runc = LowLevel::find(config).is_ok_and(|low| low.kind == RuntimeKind::Runc);
     lines.push(match probe.ip() {
         // runc does not let CRIU save networks.
         Err(fault) if runc => Line::note("ip", fault.what, fault.remedy),
         found => line("ip", found),
     });
-    let lock = match Options::in_files(&opts::earlier_files(), &config.criu.options) {
+    let lock = match CriuOptions::in_files(&opts::earlier_files(), &config.criu.options) {
         Some(lock) => probe.lock(lock, false),
         None => probe.any_lock(false).map(|(_, found)| found),
     };
@@ -238,7 +238,7 @@ fn set_up(input: &Input<'_>, lines: &mut Vec<Line>) {
 
 fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     let setup = cgroups::setup(input.host);
-    let crun = LowLevel::find(config).is_ok_and(|l| l.kind == Kind::Crun);
+    let crun = LowLevel::find(config).is_ok_and(|l| l.kind == RuntimeKind::Crun);
     lines.push(match (setup, cgroups::beside_v1(input.host)) {
         (_, Some(controllers)) if crun => Line::note(
             "cgroups",

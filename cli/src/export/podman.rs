@@ -66,7 +66,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
 /// The directory into which the runtime moves large files, if it is cryopod's.
 struct Away {
     bundle: PathBuf,
-    request: handover::Request,
+    request: handover::ImportRequest,
     is_back: Cell<bool>,
 }
 

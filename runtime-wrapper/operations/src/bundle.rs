@@ -22,7 +22,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde_json::Value;
 
 pub use devices::Devices;
-pub use hooks::Hooks;
+pub use hooks::DroppedHooks;
 
 use crate::error::Error;
 
@@ -38,9 +38,9 @@ pub trait Edit {
     fn apply(&self, host: &Host, spec: &mut Value) -> Result<(), Error>;
 }
 
-/// A bundle whose `config.json` was edited. Dropped without [`Edited::keep`], it is restored to the old text.
+/// A bundle whose `config.json` was edited. Dropped without [`BundleUndo::keep`], it is restored to the old text.
 #[derive(Debug)]
-pub struct Edited {
+pub struct BundleUndo {
     /// The file and its old text; `None`: nothing was changed.
     before: Option<(PathBuf, Vec<u8>)>,
     /// The text to keep, if it is another than the one that was written.
@@ -62,8 +62,8 @@ pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
     };
     match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Some(held)),
-        Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
-            "restore of {id} refused: another restore into {} is under way. Nothing was touched",
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(format!(
+            "restore of {id} refused: another restore into {} is under way",
             bundle.display()
         ))),
         Err((_, error)) => {
@@ -96,7 +96,7 @@ pub fn edit(
     spec: &Spec,
     edits: &[Box<dyn Edit + '_>],
     noted: Option<&Path>,
-) -> Result<Edited, Error> {
+) -> Result<BundleUndo, Error> {
     let apply = |edit: &dyn Edit, json: &mut Value| -> Result<(), Error> {
         let before = json.clone();
         edit.apply(host, json)?;
@@ -114,7 +114,7 @@ pub fn edit(
         apply(&**edit, &mut json)?;
     }
     if json == *spec.json() {
-        return Ok(Edited {
+        return Ok(BundleUndo {
             before: None,
             lasting: None,
         });
@@ -136,7 +136,7 @@ pub fn edit(
         fs::write(&note, &before).map_err(Error::io(unwritten(&note)))?;
     }
     replace(&path, &text(&json)?).map_err(Error::io(unwritten(&path)))?;
-    Ok(Edited {
+    Ok(BundleUndo {
         before: Some((path, before)),
         lasting: kept,
     })
@@ -153,7 +153,7 @@ pub fn put_back(bundle: &Path, noted: &Path) {
     }
 }
 
-impl Edited {
+impl BundleUndo {
     /// Keeps the new spec, after a successful restore.
     pub fn keep(mut self) {
         self.before = match (self.before.take(), self.lasting.take()) {
@@ -163,7 +163,7 @@ impl Edited {
     }
 }
 
-impl Drop for Edited {
+impl Drop for BundleUndo {
     fn drop(&mut self) {
         if let Some((path, text)) = self.before.take()
             && let Err(e) = replace(&path, &text)

@@ -32,9 +32,9 @@ use crate::request::Request;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
-use crate::request::state::{self, State};
+use crate::request::state::{self, ContainerState};
 use crate::rootfs;
-use crate::run::application::{self, Told};
+use crate::run::application::{self, NotifiedApplication};
 use crate::run::child;
 use crate::security::privileges;
 
@@ -47,7 +47,7 @@ const FREEZES: u32 = 3;
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let started = Instant::now();
     // The low-level runtime reports whatever is wrong with the container's state.
-    let Some(state) = State::ask(ctx, inv, &SystemTools::from_env()) else {
+    let Some(state) = ContainerState::ask(ctx, inv, &SystemTools::from_env()) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let request = Request::checkpoint(ctx, inv, &state);
@@ -68,7 +68,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         // Thawed now, or never: those that were about to end when the engine paused the container may do so.
         plan::no_exec_processes(&request, &state, !planned.locked.is_empty())?;
     }
-    let told = Told::before_checkpoint(&request, &state)?;
+    let told = NotifiedApplication::before_checkpoint(&request, &state)?;
     if told.is_some() {
         // The application may have changed everything.
         planned = plan::plan(&request, &state, nodes)?;
@@ -88,7 +88,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 }
 
 /// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.
-fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) -> Error {
+fn without_gpu(request: &Request<'_>, state: &ContainerState, held: Option<Flock<File>>) -> Error {
     // A restore compares every container's processes with its spec, and CRIU restores not all that it dumps.
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     let tree = live::tree(&request.host, state.init);
@@ -115,18 +115,18 @@ fn without_gpu(request: &Request<'_>, state: &State, held: Option<Flock<File>>) 
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU
 /// has dumped them.
-fn carries_files(request: &Request<'_>, state: &State, goes_on: bool) -> bool {
+fn carries_files(request: &Request<'_>, state: &ContainerState, goes_on: bool) -> bool {
     let options = &request.config().rootfs;
     !request.pre_dump() && rootfs::wanted(options, &request.spec, &state.bundle, goes_on)
 }
 
-fn capture_files(request: &Request<'_>, state: &State) -> Result<(), Error> {
+fn capture_files(request: &Request<'_>, state: &ContainerState) -> Result<(), Error> {
     let container = state.container(&request.spec, &request.mounts);
     let options = &request.config().rootfs;
     rootfs::capture(options, &request.host, &container, &request.images)
 }
 
-fn alive(host: &Host, state: &State) -> bool {
+fn alive(host: &Host, state: &ContainerState) -> bool {
     !live::tree(host, state.init).is_empty()
 }
 
@@ -143,11 +143,11 @@ fn ask(request: &Request<'_>, verb: &str) {
 /// its work in the processes' own threads. Dropped, it is paused again, for the engine to resume.
 struct Thawed<'a> {
     request: &'a Request<'a>,
-    state: &'a State,
+    state: &'a ContainerState,
 }
 
 impl<'a> Thawed<'a> {
-    fn of(request: &'a Request<'a>, state: &'a State) -> Option<Self> {
+    fn of(request: &'a Request<'a>, state: &'a ContainerState) -> Option<Self> {
         state.paused.then(|| {
             tracing::info!("{}: paused; resumed for the GPU driver", request.id());
             ask(request, "resume");

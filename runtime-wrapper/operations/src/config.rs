@@ -45,7 +45,7 @@ pub enum ConfigError {
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
     pub runtime: Runtime,
-    pub criu: Criu,
+    pub criu: CriuSettings,
     pub gpu: GpuChoice,
     pub nvidia: Nvidia,
     pub nccl: Nccl,
@@ -53,12 +53,12 @@ pub struct Config {
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
     pub mounts: Mounts,
-    pub restore: restore::Options,
-    pub hooks: Hooks,
-    pub vram: vram::Options,
-    pub rootfs: rootfs::Options,
-    pub store: store::Options,
-    pub cache: cache::Options,
+    pub restore: restore::RestoreOptions,
+    pub hooks: HookSettings,
+    pub vram: vram::VramOptions,
+    pub rootfs: rootfs::RootfsOptions,
+    pub store: store::StoreOptions,
+    pub cache: cache::CacheOptions,
     pub limits: Limits,
 }
 
@@ -71,7 +71,7 @@ pub struct Runtime {
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Criu {
+pub struct CriuSettings {
     /// CRIU, as an absolute path whose last name is `criu`, or `criu` for the host's on PATH.
     pub program: Option<PathBuf>,
     /// Options for CRIU's configuration, for GPU containers: `ghost-limit = "300M"`, `link-remap = true`.
@@ -82,7 +82,7 @@ pub struct Criu {
     pub private_root: bool,
 }
 
-impl Default for Criu {
+impl Default for CriuSettings {
     fn default() -> Self {
         Self {
             program: None,
@@ -114,12 +114,12 @@ pub struct Mounts {
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Hooks {
+pub struct HookSettings {
     /// OCI hooks to remove from a bundle before a restore: paths, or names of programs.
     pub drop: Vec<String>,
 }
 
-impl Default for Hooks {
+impl Default for HookSettings {
     fn default() -> Self {
         let names = [
             "nvidia-container-runtime-hook",

@@ -21,8 +21,8 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
-use self::source::Wish;
-use crate::bundle::{self, Edit, Edited, avoid};
+use self::source::SourceRequest;
+use crate::bundle::{self, BundleUndo, Edit, avoid};
 use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
@@ -90,7 +90,7 @@ fn edit_new(
     bundle: &Path,
     spec: &Spec,
     mut edits: Vec<Box<dyn Edit>>,
-) -> Result<Edited, Error> {
+) -> Result<BundleUndo, Error> {
     edits.extend(avoid::edit(spec)?);
     edits.extend(preload::edits(config, bundle, spec)?);
     bundle::edit(&Host::system(), bundle, spec, &edits, None)
@@ -99,41 +99,41 @@ fn edit_new(
 /// What became of a container that names a checkpoint.
 enum Creation {
     Restored(ExitCode),
-    WithoutCheckpoint(Without),
+    WithoutCheckpoint(StartReason),
 }
 
 fn create(
     ctx: &Context,
     inv: &Invocation,
     spec: &Spec,
-    named: &Named<'_>,
+    named: &CheckpointName<'_>,
 ) -> Result<Creation, Error> {
     let start_without = match spec.annotation(OTHERWISE) {
         None | Some("fail") => false,
         Some("start") => true,
         Some(other) => {
-            return Err(Error::Failed(format!(
-                "{OTHERWISE}: {other:?} is neither \"fail\" nor \"start\". Nothing was started"
+            return Err(Error::not_started(format!(
+                "{OTHERWISE}: {other:?} is neither \"fail\" nor \"start\""
             )));
         }
     };
-    program::prefer(&ctx.config);
+    program::prefer_over_host(&ctx.config);
     match restored(ctx, inv, spec, named) {
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
-            Ok(Creation::WithoutCheckpoint(Without { why }))
+            Ok(Creation::WithoutCheckpoint(StartReason { why }))
         }
         result => result.map(Creation::Restored),
     }
 }
 
 /// Tells in the container's annotations, which `state` shows, why it started without its checkpoint.
-struct Without {
+struct StartReason {
     why: String,
 }
 
-impl Edit for Without {
+impl Edit for StartReason {
     fn name(&self) -> &'static str {
         "the reason why it starts without its checkpoint"
     }
@@ -153,17 +153,17 @@ fn restored(
     ctx: &Context,
     inv: &Invocation,
     spec: &Spec,
-    named: &Named<'_>,
+    named: &CheckpointName<'_>,
 ) -> Result<ExitCode, Error> {
-    let Named { checkpoint, by } = named;
-    let wish = Wish {
+    let CheckpointName { checkpoint, by } = named;
+    let wish = SourceRequest {
         checkpoint,
         by_variable: *by == VARIABLE,
         tenant: &Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec),
     };
     let images = source::find(&ctx.config, wish).map_err(|why| {
-        Error::Failed(format!(
-            "the container is to be created from the checkpoint {checkpoint} ({by}), and {why}. Nothing was started"
+        Error::not_started(format!(
+            "the container is to be created from the checkpoint {checkpoint} ({by}), and {why}"
         ))
     })?;
     let restoring = Context {
@@ -181,7 +181,7 @@ fn restored(
     if wait {
         waiting::begin(&restoring, &inv_of_restore)?;
     } else if inv.flags.has("detach") {
-        application::tell(ctx, inv, spec, Moment::AfterRestore);
+        application::notify(ctx, inv, spec, Moment::AfterRestore);
     }
     Ok(code)
 }
@@ -203,7 +203,7 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct Named<'a> {
+struct CheckpointName<'a> {
     checkpoint: &'a str,
     /// [`ANNOTATION`] or [`VARIABLE`].
     by: &'static str,
@@ -211,7 +211,7 @@ struct Named<'a> {
 
 /// Returns the checkpoint that the container names. The annotation takes precedence. That of a pod is for the pod's
 /// containers, and not for the one that only holds its namespaces.
-fn named(spec: &Spec) -> Option<Named<'_>> {
+fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
     let holds_pod = HOLDS_POD
         .iter()
         .any(|key| spec.annotation(key) == Some("sandbox"));
@@ -220,7 +220,7 @@ fn named(spec: &Spec) -> Option<Named<'_>> {
         Some(annotation) => (annotation, ANNOTATION),
         None => (spec.variable(VARIABLE)?, VARIABLE),
     };
-    (!checkpoint.is_empty()).then_some(Named { checkpoint, by })
+    (!checkpoint.is_empty()).then_some(CheckpointName { checkpoint, by })
 }
 
 /// Rewrites the command line of `create` or `run` as that of a restore.
@@ -265,7 +265,7 @@ mod tests {
         let edit = |text: &str| {
             std::fs::write(&path, text).unwrap();
             let spec = Spec::of_bundle(dir.path()).unwrap();
-            let edits = vec![Box::new(Without { why: "gone".into() }) as Box<dyn Edit>];
+            let edits = vec![Box::new(StartReason { why: "gone".into() }) as Box<dyn Edit>];
             edit_new(&Config::default(), dir.path(), &spec, edits)
         };
         let now = || std::fs::read_to_string(&path).unwrap();

@@ -43,7 +43,7 @@ pub struct Criu {
     pub version: Option<String>,
 }
 
-pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
+pub fn find(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     let path = tools.find("criu")?;
     let version = version_line(tools, &path, limit)
         .as_deref()
@@ -54,13 +54,10 @@ pub fn criu(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
 
 /// Returns the error for a host without CRIU.
 pub fn no_criu() -> Error {
-    Error::Failed(
-        "criu was not found on PATH; install the criu package (4.1 or newer). Nothing was touched"
-            .into(),
-    )
+    Error::untouched("criu was not found on PATH; install the criu package (4.1 or newer)")
 }
 
-pub fn host(host: &Host, criu: Option<&Criu>) -> HostFacts {
+pub fn host_facts(host: &Host, criu: Option<&Criu>) -> HostFacts {
     let (kernel, arch) = match nix::sys::utsname::uname() {
         Ok(u) => (
             u.release().to_string_lossy().into_owned(),

@@ -1,5 +1,6 @@
 //! Errors that end an operation.
 
+use std::fmt;
 use std::path::PathBuf;
 
 /// Why no low-level runtime was found.
@@ -39,12 +40,45 @@ pub enum Error {
         what: String,
         source: std::io::Error,
     },
+    /// The operation was refused before it changed anything.
+    #[error("{what}. {untouched}")]
+    Refused { what: String, untouched: Untouched },
     /// Anything else that ends the operation; the text is complete.
     #[error("{0}")]
     Failed(String),
 }
 
+/// What a refused operation has left as it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Untouched {
+    /// The running container.
+    Container,
+    /// The container that was to start.
+    NewContainer,
+}
+
+impl fmt::Display for Untouched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Container => "Nothing was touched",
+            Self::NewContainer => "Nothing was started",
+        })
+    }
+}
+
 impl Error {
+    /// Returns the refusal of an operation that has touched nothing. `what` needs no sentence that says so.
+    pub fn untouched(what: impl Into<String>) -> Self {
+        let (what, untouched) = (what.into(), Untouched::Container);
+        Self::Refused { what, untouched }
+    }
+
+    /// Returns the refusal of a container that has not been started.
+    pub fn not_started(what: impl Into<String>) -> Self {
+        let (what, untouched) = (what.into(), Untouched::NewContainer);
+        Self::Refused { what, untouched }
+    }
+
     pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

@@ -56,7 +56,7 @@ pub fn no_links(images: &Path) -> Result<(), Error> {
 
 /// Where the files of a checkpoint are that its image directory has not.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Links<'a> {
+pub struct ImageLinks<'a> {
     pub stored: Option<&'a Found>,
     /// A directory with some.
     pub unpacked: Option<&'a Path>,
@@ -64,14 +64,14 @@ pub struct Links<'a> {
 
 /// Images that CRIU reads in place of the checkpoint's.
 #[derive(Debug, Default)]
-pub struct Written<'a> {
+pub struct RewrittenImages<'a> {
     /// All small ones, checked and encoded anew. CRIU then sees of the others only what is known.
     pub checked: Option<&'a CheckedImages>,
     /// That of the network namespace: name and content.
     pub network: Option<(String, Vec<u8>)>,
 }
 
-impl Links<'_> {
+impl ImageLinks<'_> {
     fn is_empty(&self) -> bool {
         self.stored.is_none() && self.unpacked.is_none()
     }
@@ -83,8 +83,8 @@ pub fn overlay(
     op: &Operation,
     images: &Path,
     remap: &Remap,
-    links: Links<'_>,
-    written: &Written<'_>,
+    links: ImageLinks<'_>,
+    written: &RewrittenImages<'_>,
 ) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
     let is_unwritten = written.checked.is_none() && written.network.is_none();

@@ -40,7 +40,7 @@ use criu::program;
 use error::Error;
 use request::argv::{self, Invocation, Verb};
 use request::context::Context;
-use request::lowlevel::{Kind, LowLevel};
+use request::lowlevel::{LowLevel, RuntimeKind};
 use request::{passthrough, state};
 use restore::{hook, private_root};
 use run::{action_script, log, metrics, operation};
@@ -59,20 +59,20 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Ok(ctx) => ctx,
         Err((args, e)) => {
             // The log that the engine reads, if the command line names one.
-            let globals = argv::decode(Kind::Runc, &args).map(|i| i.globals);
+            let globals = argv::decode(RuntimeKind::Runc, &args).map(|i| i.globals);
             log::init(globals.as_ref());
             return fail(&e);
         }
     };
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => {
-            program::prefer(&ctx.config);
+            program::prefer_over_host(&ctx.config);
             run(&ctx, &inv, |ctx, inv| {
                 counted("checkpoint", || checkpoint::run(ctx, inv))
             })
         }
         Some(inv) if inv.verb == Verb::Restore => {
-            program::prefer(&ctx.config);
+            program::prefer_over_host(&ctx.config);
             run(&ctx, &inv, |ctx, inv| {
                 counted("restore", || restore::run(ctx, inv))
             })
@@ -82,7 +82,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(inv) if matches!(inv.verb, Verb::Create | Verb::Run) => {
             run(&ctx, &inv, create_from::run)
         }
-        Some(inv) if waiting::is(&ctx, &inv) => run(&ctx, &inv, waiting::run),
+        Some(inv) if waiting::is_waiting_for_start(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
             let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
             if other.as_ref().is_some_and(is_delete) {
@@ -112,7 +112,7 @@ fn deleted_already(ctx: &Context, inv: &Invocation) -> Option<Error> {
     let id = id.to_str().filter(|id| !id.starts_with('-'))?;
     let mut of = inv.clone();
     id.clone_into(&mut of.id);
-    let gone = ctx.low.kind == Kind::Crun && !state::directory(ctx, &of).exists();
+    let gone = ctx.low.kind == RuntimeKind::Crun && !state::directory(ctx, &of).exists();
     gone.then(|| Error::Failed(format!("the container {id} does not exist")))
 }
 

@@ -23,13 +23,13 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::{Output, SystemTools};
 use cryopod_host::spec::Spec;
 
-use self::suspended::Record;
+use self::suspended::SuspendedRecord;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
-use crate::request::state::{State, verb};
+use crate::request::state::{ContainerState, verb};
 use crate::run::log;
 use crate::run::operation::Operation;
 use crate::vram::agent::{Agent, SOCKET};
@@ -41,7 +41,7 @@ pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
 pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
-    let state = State::ask(ctx, inv, &tools);
+    let state = ContainerState::ask(ctx, inv, &tools);
     let Some(state) = state.filter(|s| !s.paused && !s.created) else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
@@ -51,13 +51,13 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     suspended::sweep(&host);
-    if Record::of(&host, state.init).is_some() {
+    if SuspendedRecord::of(&host, state.init).is_some() {
         // `cryopod suspend` has locked it already.
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     let pids = live::tree(&host, state.init);
-    let driver = Driver::start(ctx, &host)?;
-    let record = |done: &Done| Record {
+    let driver = PauseDriver::start(ctx, &host)?;
+    let record = |done: &Done| SuspendedRecord {
         version: 1,
         name: inv.id.clone(),
         init: state.init,
@@ -86,7 +86,7 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         Err(e) => {
             // The agent unlocks what was locked.
             drop(driver);
-            if let Some(record) = Record::of(&host, state.init) {
+            if let Some(record) = SuspendedRecord::of(&host, state.init) {
                 record.remove();
             }
             return Err(Error::Failed(format!(
@@ -107,15 +107,15 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let host = Host::system();
     let tools = SystemTools::from_env();
     let locked = suspended::any()
-        .then(|| State::ask(ctx, inv, &tools))
+        .then(|| ContainerState::ask(ctx, inv, &tools))
         .flatten()
-        .and_then(|state| Record::of(&host, state.init))
+        .and_then(|state| SuspendedRecord::of(&host, state.init))
         .filter(|record| record.locked_at_pause);
     let Some(record) = locked else {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     // Before the container runs: without the driver it would hang in its next CUDA call.
-    let driver = Driver::start(ctx, &host)
+    let driver = PauseDriver::start(ctx, &host)
         .map_err(|e| Error::Failed(format!("{} stays paused: {e}; resume it again", inv.id)))?;
     let resumed = verb(ctx, inv, "resume", &tools)?;
     if resumed.code == 0 && !unlock(&driver, &host, &record) {
@@ -131,14 +131,14 @@ fn wanted(spec: &Spec) -> Result<bool, Error> {
     match spec.annotation(ANNOTATION) {
         None | Some("off") => Ok(false),
         Some("on") => Ok(true),
-        Some(other) => Err(Error::Failed(format!(
-            "{ANNOTATION}: {other:?} is neither \"on\" nor \"off\". Nothing was touched"
+        Some(other) => Err(Error::untouched(format!(
+            "{ANNOTATION}: {other:?} is neither \"on\" nor \"off\""
         ))),
     }
 }
 
 /// Unlocks the processes of a record and removes it; `false` if the driver failed.
-fn unlock(driver: &Driver, host: &Host, record: &Record) -> bool {
+fn unlock(driver: &PauseDriver, host: &Host, record: &SuspendedRecord) -> bool {
     let done = driver.connect().and_then(|mut client| {
         match suspend::resume(&mut client, &record.processes, &[], &driver.how) {
             // Somebody else has unlocked them.
@@ -173,13 +173,13 @@ fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
     Err(Error::Failed(format!("{word} of {}: {why}", inv.id)))
 }
 
-struct Driver {
+struct PauseDriver {
     agent: Option<Agent>,
     op: Operation,
     how: How,
 }
 
-impl Driver {
+impl PauseDriver {
     fn start(ctx: &Context, host: &Host) -> Result<Self, Error> {
         let op = Operation::new()?;
         let found = plugins::find(&ctx.config, host).nvidia;
@@ -203,7 +203,7 @@ impl Driver {
     }
 }
 
-impl Drop for Driver {
+impl Drop for PauseDriver {
     /// Waits until the agent has put things in order; its directory goes after that.
     fn drop(&mut self) {
         drop(self.agent.take());

@@ -1,10 +1,10 @@
 //! Checks whether a checkpoint would restore on this host, before anything is started. A restore refuses with
 //! everything that does not hold at once; `cryopod check ARCHIVE` prints it.
 
+pub mod criu_setup;
 pub mod gpus;
 pub mod mount_sources;
 pub mod restore_here;
-pub mod setup;
 pub mod surroundings;
 
 use std::ffi::OsString;
@@ -27,27 +27,27 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
 
-use self::gpus::Chosen;
+use self::gpus::GpuPlacement;
 use crate::config::Config;
 use crate::criu;
 use crate::criu::Criu;
 use crate::criu::helpers;
 use crate::criu::plugins;
 use crate::error::Error;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
 use crate::vram::agent::{Agent, AgentError};
 
 /// This host's programs for a restore.
 #[derive(Debug, Default)]
-pub struct Means {
+pub struct RestoreTools {
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
     pub agent: Option<Agent>,
     pub faults: Vec<Refusal>,
 }
 
-impl Means {
+impl RestoreTools {
     /// Finds them. Without an operation's directory the driver agent is not started.
     pub fn gather(
         config: &Config,
@@ -101,13 +101,13 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
     }
 }
 
-pub struct Question<'a> {
+pub struct RestoreQuestion<'a> {
     pub host: &'a Host,
     pub config: &'a Config,
     pub metadata: &'a Metadata,
     pub spec: &'a Spec,
     pub switches: &'a Switches,
-    pub low: Kind,
+    pub low: RuntimeKind,
     pub faults: &'a [Refusal],
     /// The driver agent's answer, if the images hold the state of NVIDIA GPUs.
     pub agent: Option<&'a AgentReady>,
@@ -118,18 +118,18 @@ pub struct Question<'a> {
 }
 
 #[derive(Debug, Default)]
-pub struct Answer {
+pub struct RestoreAnswer {
     /// Every check, whether it holds or not.
     pub checks: Vec<Check>,
     /// Reasons to refuse that are no comparison.
     pub other: Vec<Refusal>,
-    pub chosen: Option<Chosen>,
+    pub chosen: Option<GpuPlacement>,
     /// The only render minors that the container may see, so that the AMD plugin can choose no others.
     pub amd_visible: Option<Vec<u32>>,
     pub env: Vec<(&'static str, OsString)>,
 }
 
-impl Answer {
+impl RestoreAnswer {
     pub fn refusals(&self) -> Vec<Refusal> {
         let mut all = self.other.clone();
         all.extend(compat::refusals(&self.checks));
@@ -141,7 +141,7 @@ impl Answer {
     }
 
     /// Returns the choice if nothing prevents the restore, else every reason at once.
-    pub fn settled(&mut self) -> Result<Chosen, Error> {
+    pub fn settled(&mut self) -> Result<GpuPlacement, Error> {
         let refusals = self.refusals();
         match self.chosen.take() {
             Some(chosen) if refusals.is_empty() => Ok(chosen),
@@ -154,11 +154,11 @@ impl Answer {
 ///
 /// # Errors
 /// Only what makes the checks meaningless, as a map that cannot be read. Reasons against a restore are in the answer.
-pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
+pub fn answer(question: &RestoreQuestion<'_>) -> Result<RestoreAnswer, Error> {
     let metadata = question.metadata;
-    let mut answer = Answer {
+    let mut answer = RestoreAnswer {
         other: question.faults.to_vec(),
-        ..Answer::default()
+        ..RestoreAnswer::default()
     };
     let images = question
         .amd
@@ -170,7 +170,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     let agent = question.agent;
     // A disabled check must not steer the choice either. Where checks are on, they refuse a GPU of another model,
     // together with everything else that does not fit.
-    let given = gpus::Given {
+    let given = gpus::GpuConstraints {
         by_memory: question.switches.on("nvidia-free-memory"),
         any_model: plugins::uses(metadata, Vendor::Nvidia) || !question.switches.on("nvidia-model"),
         amd: decided,
@@ -190,7 +190,7 @@ pub fn answer(question: &Question<'_>) -> Result<Answer, Error> {
     Ok(answer)
 }
 
-fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answer) {
+fn nvidia(question: &RestoreQuestion<'_>, agent: Option<&AgentReady>, answer: &mut RestoreAnswer) {
     let mut gpus = gpus::nvidia_here(question.host, agent);
     let said = agent.map_or(&[][..], |a| &a.gpus);
     nvidia_compat::enrich(&mut gpus, said);
@@ -229,9 +229,9 @@ fn nvidia(question: &Question<'_>, agent: Option<&AgentReady>, answer: &mut Answ
 
 /// Returns the GPUs that CRIU's amdgpu plugin must restore on; `None` if the images do not say what they need.
 fn amd(
-    question: &Question<'_>,
+    question: &RestoreQuestion<'_>,
     images: &Images,
-    answer: &mut Answer,
+    answer: &mut RestoreAnswer,
 ) -> Result<Option<Vec<Choice>>, Error> {
     let switches = amd_switches(question.switches);
     answer.env = switches

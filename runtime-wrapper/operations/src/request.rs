@@ -19,8 +19,8 @@ use cryopod_host::spec::Spec;
 use crate::config::Config;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
-use crate::request::lowlevel::Kind;
-use crate::request::state::State;
+use crate::request::lowlevel::RuntimeKind;
+use crate::request::state::ContainerState;
 
 pub struct Request<'a> {
     pub ctx: &'a Context,
@@ -37,7 +37,7 @@ pub struct Request<'a> {
 
 impl<'a> Request<'a> {
     /// The checkpoint of a container that the low-level runtime knows.
-    pub fn checkpoint(ctx: &'a Context, inv: &'a Invocation, state: &State) -> Self {
+    pub fn checkpoint(ctx: &'a Context, inv: &'a Invocation, state: &ContainerState) -> Self {
         let spec = state.spec(ctx, inv);
         Self::new(ctx, inv, state.bundle.clone(), spec, inv.image_path())
     }
@@ -83,7 +83,7 @@ impl<'a> Request<'a> {
         &self.ctx.config
     }
 
-    pub fn low(&self) -> Kind {
+    pub fn low(&self) -> RuntimeKind {
         self.ctx.low.kind
     }
 

@@ -39,7 +39,7 @@ use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use self::open::{Checkpoint, OpenError};
+use self::open::{OpenError, OpenedCheckpoint};
 use crate::bundle::{Edit, hold};
 use crate::criu::plugins;
 use crate::error::Error;
@@ -69,7 +69,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let code = restore(ctx, inv, checkpoint, None)?;
     if inv.flags.has("detach") {
-        application::tell(ctx, inv, &spec, Moment::AfterRestore);
+        application::notify(ctx, inv, &spec, Moment::AfterRestore);
     }
     Ok(code)
 }
@@ -85,7 +85,7 @@ pub fn run_new(ctx: &Context, inv: &Invocation, new: &NewContainer) -> Result<Ex
 fn restore(
     ctx: &Context,
     inv: &Invocation,
-    checkpoint: Checkpoint,
+    checkpoint: OpenedCheckpoint,
     new: Option<&NewContainer>,
 ) -> Result<ExitCode, Error> {
     let _held = hold(&inv.bundle(), &inv.id)?;

@@ -24,7 +24,7 @@ use cryopod_host::destinations::Destinations;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
-use crate::config::rootfs::{Carry, Options};
+use crate::config::rootfs::{Carry, RootfsOptions};
 use crate::error::Error;
 use crate::rootfs::frozen::Frozen;
 
@@ -49,7 +49,7 @@ const OPAQUE: &str = ".wh..wh..opq";
 const CAPABILITY: &str = "security.capability";
 
 /// Returns true if this container's changes must be carried. `goes_on`: its processes run on when CRIU has dumped them.
-pub fn wanted(options: &Options, spec: &Spec, bundle: &Path, goes_on: bool) -> bool {
+pub fn wanted(options: &RootfsOptions, spec: &Spec, bundle: &Path, goes_on: bool) -> bool {
     match (spec.annotation(ANNOTATION), options.carry) {
         (Some("on"), _) | (None, Carry::Always) => true,
         (Some(other), _) => {
@@ -86,9 +86,9 @@ pub fn own_shm(mounts: &Destinations, bundle: &Path) -> Option<PathBuf> {
 /// [`Error::Failed`]: something in the container cannot be stopped, or has been mounted over the engine's root.
 /// [`Error::Io`]: the layer cannot be read, or the disk is full. No file is left.
 pub fn capture(
-    options: &Options,
+    options: &RootfsOptions,
     host: &Host,
-    container: &Container<'_>,
+    container: &ContainerRoot<'_>,
     images: &Path,
 ) -> Result<(), Error> {
     let failed = |what: String| {
@@ -133,7 +133,7 @@ pub fn capture(
     Ok(())
 }
 
-pub struct Container<'a> {
+pub struct ContainerRoot<'a> {
     pub init: i32,
     pub bundle: &'a Path,
     pub spec: &'a Spec,
@@ -141,7 +141,7 @@ pub struct Container<'a> {
     pub shm: Option<PathBuf>,
 }
 
-impl Container<'_> {
+impl ContainerRoot<'_> {
     fn root(&self) -> Option<PathBuf> {
         let root = self.spec.json().pointer("/root/path")?.as_str()?;
         Some(self.bundle.join(root))
@@ -153,7 +153,7 @@ impl Container<'_> {
 /// # Errors
 /// [`Error::Io`] names the entry. Nothing was written if the tar exceeds its bounds or names something outside the
 /// root.
-pub fn apply(options: &Options, images: &Path, bundle: &Path) -> Result<(), Error> {
+pub fn apply(options: &RootfsOptions, images: &Path, bundle: &Path) -> Result<(), Error> {
     let path = images.join(FILE);
     // A stranger's link would have other files of the host unpacked.
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
@@ -179,7 +179,7 @@ pub fn apply(options: &Options, images: &Path, bundle: &Path) -> Result<(), Erro
 ///
 /// # Errors
 /// Those of [`apply()`].
-pub fn apply_shm(options: &Options, images: &Path, directory: &Path) -> Result<(), Error> {
+pub fn apply_shm(options: &RootfsOptions, images: &Path, directory: &Path) -> Result<(), Error> {
     let path = images.join(SHM_FILE);
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
         return Ok(());

@@ -44,7 +44,7 @@ pub fn checkpoint(request: &Request<'_>) -> Result<Option<VramConfig>, Error> {
 }
 
 fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
-    let wrong = |what: String| Error::Failed(format!("{ANNOTATION}: {what}. Nothing was touched"));
+    let wrong = |what: String| Error::untouched(format!("{ANNOTATION}: {what}"));
     let mode = match spec.annotation(ANNOTATION) {
         Some(text) => text.parse().map_err(wrong)?,
         None => config.nvidia.vram,

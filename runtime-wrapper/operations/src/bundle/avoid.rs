@@ -52,7 +52,7 @@ pub fn edit(spec: &Spec) -> Result<Option<Box<dyn Edit>>, Error> {
     let Some(words) = spec.annotation(ANNOTATION) else {
         return Ok(None);
     };
-    Ok(Some(Box::new(Avoid {
+    Ok(Some(Box::new(Avoidance {
         variables: variables(words)?,
         io_uring: words.split(',').any(|w| w.trim() == "io_uring"),
     })))
@@ -73,7 +73,7 @@ fn variables(words: &str) -> Result<Vec<(&'static str, &'static str)>, Error> {
     Ok(found)
 }
 
-struct Avoid {
+struct Avoidance {
     variables: Vec<(&'static str, &'static str)>,
     io_uring: bool,
 }
@@ -108,7 +108,7 @@ fn forbid_io_uring(spec: &mut Value) {
     rules.push(json!({"names": RING_CALLS, "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS}));
 }
 
-impl Edit for Avoid {
+impl Edit for Avoidance {
     fn name(&self) -> &'static str {
         "environment that avoids what cannot be checkpointed"
     }
@@ -153,7 +153,7 @@ mod tests {
 
     fn avoid(words: &str, env: Value) -> Value {
         let mut spec = json!({"process": {"env": env}, "annotations": {ANNOTATION: words}});
-        let edit = Avoid {
+        let edit = Avoidance {
             variables: variables(words).unwrap(),
             io_uring: false,
         };

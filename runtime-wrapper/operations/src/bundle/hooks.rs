@@ -10,12 +10,12 @@ use serde_json::Value;
 use super::Edit;
 use crate::error::Error;
 
-pub struct Hooks<'a> {
+pub struct DroppedHooks<'a> {
     /// Paths, or names of programs.
     pub drop: &'a [String],
 }
 
-impl Edit for Hooks<'_> {
+impl Edit for DroppedHooks<'_> {
     fn name(&self) -> &'static str {
         "hooks that a restore must not run again were taken out"
     }
@@ -41,7 +41,7 @@ impl Edit for Hooks<'_> {
     }
 }
 
-impl Hooks<'_> {
+impl DroppedHooks<'_> {
     /// Returns true for the path of a hook that is to be removed.
     pub fn drops(&self, path: &str) -> bool {
         let name = path.rsplit('/').next().unwrap_or_default();
@@ -60,7 +60,7 @@ mod tests {
     #[test]
     fn by_name_or_path_and_no_others() {
         let drop = ["nvidia-ctk", "/opt/hook.sh"].map(str::to_owned);
-        let hooks = Hooks { drop: &drop };
+        let hooks = DroppedHooks { drop: &drop };
         let mut spec = json!({"hooks": {
             "createRuntime": [
                 {"path": "/usr/bin/nvidia-ctk", "args": ["nvidia-ctk", "hook", "create-symlinks"]},

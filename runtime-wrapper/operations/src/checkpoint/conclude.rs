@@ -7,30 +7,30 @@ use cryopod_archive::metadata::Metadata;
 use cryopod_archive::names;
 use cryopod_cuda::image::NvidiaImage;
 
-use super::dump::{Dumped, amd_users, unpause_amd};
-use super::prepare::Prepared;
+use super::dump::{DumpOutcome, amd_users, unpause_amd};
+use super::prepare::DumpPreparation;
 use super::{alive, ask};
 use crate::error::Error;
 use crate::images;
 use crate::images::handover;
 use crate::images::store;
-use crate::preflight::setup::Finished;
+use crate::preflight::criu_setup::OperationReports;
 use crate::request::Request;
-use crate::request::state::State;
+use crate::request::state::ContainerState;
 use crate::run::child::exit_code;
+use crate::run::failure;
 use crate::run::log;
 use crate::run::metrics;
-use crate::run::reasons;
 use crate::run::runtime_log::RuntimeLog;
 use crate::security::lsm;
 
 /// Concludes a dump. `again`: if it failed, another one follows.
 pub(super) fn conclude(
-    prepared: Prepared<'_>,
-    dumped: Dumped,
+    prepared: DumpPreparation<'_>,
+    dumped: DumpOutcome,
     again: bool,
 ) -> Result<ExitCode, Error> {
-    let Prepared {
+    let DumpPreparation {
         request,
         state,
         planned,
@@ -121,7 +121,11 @@ fn count(metadata: &Metadata, images: &Path) {
 }
 
 /// Returns the exit code for complete images. A container that goes on running may still lack its GPU.
-fn succeeded(request: &Request<'_>, state: &State, finished: &Finished) -> ExitCode {
+fn succeeded(
+    request: &Request<'_>,
+    state: &ContainerState,
+    finished: &OperationReports,
+) -> ExitCode {
     if let Some(error) = &finished.error {
         tracing::warn!("the checkpoint is complete; on the way: {error}");
     }
@@ -137,7 +141,12 @@ fn succeeded(request: &Request<'_>, state: &State, finished: &Finished) -> ExitC
     ExitCode::FAILURE
 }
 
-fn explain(request: &Request<'_>, state: &State, dumped: &Dumped, reasons: Vec<String>) -> String {
+fn explain(
+    request: &Request<'_>,
+    state: &ContainerState,
+    dumped: &DumpOutcome,
+    reasons: Vec<String>,
+) -> String {
     let container = if dumped.ended.killed {
         "CRIU had to be killed: see whether the container still answers, and restart it if not"
     } else if alive(&request.host, state) {
@@ -145,7 +154,7 @@ fn explain(request: &Request<'_>, state: &State, dumped: &Dumped, reasons: Vec<S
     } else {
         "the container is no longer running"
     };
-    let why = reasons::why(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
+    let why = failure::describe(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
     let id = request.id();
     format!("checkpoint of {id} failed and {container}: {why}")
 }

@@ -14,54 +14,54 @@ use cryopod_archive::names;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
-use super::plan::{Planned, no_exec_processes};
-use super::prepare::Prepared;
+use super::plan::{DumpPlan, no_exec_processes};
+use super::prepare::DumpPreparation;
 use super::{capture_files, micros};
 use crate::error::Error;
-use crate::preflight::setup;
+use crate::preflight::criu_setup;
 use crate::request::Request;
-use crate::request::state::State;
+use crate::request::state::ContainerState;
 use crate::rootfs::frozen;
-use crate::run::child::{self, Ended, Watch};
+use crate::run::child::{self, RunOutcome, RunWatch};
+use crate::run::failure;
+use crate::run::failure::LogMarks;
 use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::operation::Operation;
-use crate::run::reasons;
-use crate::run::reasons::Before;
 use crate::run::runtime_log::{HeldErrors, RuntimeLog};
 use crate::vram;
 use crate::vram::agent::Agent;
 use crate::vram::preload;
 
-pub(super) struct Dumped {
-    pub ended: Ended,
+pub(super) struct DumpOutcome {
+    pub ended: RunOutcome,
     /// Why the metadata could not be written.
     pub metadata_error: Option<String>,
     /// The disk was full.
     pub full: Option<String>,
-    pub before: Before,
+    pub before: LogMarks,
     pub runtime_log: Option<RuntimeLog>,
     pub held: HeldErrors,
 }
 
 /// Runs the low-level runtime until it ends. An error means that it could not be started.
 pub(super) fn dump(
-    prepared: &mut Prepared<'_>,
+    prepared: &mut DumpPreparation<'_>,
     signals: &child::Signals,
     started: Instant,
-) -> Result<Dumped, Error> {
+) -> Result<DumpOutcome, Error> {
     let (request, op) = (prepared.request, &prepared.op);
     let low = &request.ctx.low;
-    let before = Before::note(request.log(names::DUMP_LOG), &request.inv.globals);
+    let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
     let mut args = arguments(request, prepared.planned);
     let runtime_log = RuntimeLog::apart(op, low, request.inv, &mut args);
     let (held, stderr) = HeldErrors::of(op).map_err(Error::io("the operation's directory"))?;
-    let watch = Watch {
+    let watch = RunWatch {
         stderr: Some(stderr),
-        kind: child::Kind::Checkpoint,
+        kind: child::RunKind::Checkpoint,
         action_script: &prepared.ready.action_script,
         limit: prepared.ready.limit,
         abort_limit: Duration::from_secs(request.config().limits.abort_s),
-        abort_file: op.file(setup::ABORT_FILE),
+        abort_file: op.file(criu_setup::ABORT_FILE),
         images: Some(prepared.images.path.clone()),
         criu_log: request.log(names::DUMP_LOG),
         agent: prepared.ready.agent.as_ref().and_then(Agent::pid),
@@ -105,8 +105,8 @@ pub(super) fn dump(
     }
     // Before what was written in vain is removed, and there is room again.
     let failed = ended.code != 0 || metadata_error.is_some();
-    let full = failed.then(|| reasons::full_disk(&prepared.images.path));
-    Ok(Dumped {
+    let full = failed.then(|| failure::full_disk(&prepared.images.path));
+    Ok(DumpOutcome {
         ended,
         metadata_error,
         full: full.flatten(),
@@ -117,18 +117,18 @@ pub(super) fn dump(
 }
 
 /// The processes whose GPU state CRIU's amdgpu plugin saves.
-pub(super) fn amd_users(planned: &Planned) -> Vec<i32> {
+pub(super) fn amd_users(planned: &DumpPlan) -> Vec<i32> {
     planned.gpus.users_of(Vendor::Amd)
 }
 
 /// CRIU's amdgpu plugin may have left the queues of a container paused that goes on running.
-pub(super) fn unpause_amd(request: &Request<'_>, planned: &Planned) {
+pub(super) fn unpause_amd(request: &Request<'_>, planned: &DumpPlan) {
     for error in unpause(&request.host, &amd_users(planned)) {
         tracing::error!("{error}; restart the container if its GPUs do not answer");
     }
 }
 
-fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
+fn arguments(request: &Request<'_>, planned: &DumpPlan) -> Vec<OsString> {
     let kind = request.low();
     let options = &planned.surroundings.extra.options;
     let version = planned.low_version.as_deref();
@@ -139,8 +139,8 @@ fn arguments(request: &Request<'_>, planned: &Planned) -> Vec<OsString> {
 /// Completes the metadata when the images are complete.
 struct Completion<'a> {
     request: &'a Request<'a>,
-    state: &'a State,
-    planned: &'a Planned,
+    state: &'a ContainerState,
+    planned: &'a DumpPlan,
     op: &'a Operation,
     limit: Duration,
     /// The start of the dump.
@@ -272,7 +272,7 @@ impl Completion<'_> {
 /// NVIDIA's takes those files.
 fn packing(
     request: &Request<'_>,
-    planned: &Planned,
+    planned: &DumpPlan,
     slot: Option<&MetadataSlot>,
 ) -> Result<Option<Packing>, Error> {
     let processes = amd_users(planned).len();

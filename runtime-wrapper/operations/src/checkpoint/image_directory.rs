@@ -15,8 +15,8 @@ impl ImageDirectory {
     /// Makes the directory if it is missing.
     pub fn ready(path: &Path) -> Result<Self, Error> {
         if path.exists() && !path.is_dir() {
-            return Err(Error::Failed(format!(
-                "{}: the image path is not a directory; name another one. Nothing was touched",
+            return Err(Error::untouched(format!(
+                "{}: the image path is not a directory; name another one",
                 path.display()
             )));
         }

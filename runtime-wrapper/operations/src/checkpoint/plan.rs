@@ -19,13 +19,13 @@ use crate::criu::no_criu;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::images::store;
-use crate::pause::suspended::Record;
+use crate::pause::suspended::SuspendedRecord;
 use crate::preflight::restore_here::Prospect;
 use crate::preflight::surroundings::{self, Surroundings};
 use crate::request::Request;
-use crate::request::state::State;
+use crate::request::state::ContainerState;
 
-pub(super) struct Planned {
+pub(super) struct DumpPlan {
     pub gpus: CheckpointPlan,
     pub surroundings: Surroundings,
     pub criu: Criu,
@@ -45,9 +45,9 @@ pub(super) struct Planned {
 /// Every reason why it cannot work, at once.
 pub(super) fn plan(
     request: &Request<'_>,
-    state: &State,
+    state: &ContainerState,
     nodes: Vec<DeviceNode>,
-) -> Result<Planned, Error> {
+) -> Result<DumpPlan, Error> {
     refuse_created(request, state)?;
     let locked = locked_at_pause(request, state)?;
     let (criu, low_version, scan) = examine(request, state.init);
@@ -59,7 +59,7 @@ pub(super) fn plan(
     if !state.paused {
         refusals.extend(exec_processes(request, state, false)?);
     }
-    let planned = Planned {
+    let planned = DumpPlan {
         gpus,
         surroundings,
         criu,
@@ -78,7 +78,7 @@ pub(super) fn plan(
     Ok(planned)
 }
 
-impl Planned {
+impl DumpPlan {
     /// Refuses if there is a reason to. Adds those against a restore on this host, as far as they need no driver: the
     /// driver is not asked from here on.
     fn refuse(&self, request: &Request<'_>, mut refusals: Vec<Refusal>) -> Result<(), Error> {
@@ -122,7 +122,7 @@ fn untracked_memory(request: &Request<'_>, criu: &Criu) -> Option<Refusal> {
 /// Refuses a container with processes that would be lost.
 pub(super) fn no_exec_processes(
     request: &Request<'_>,
-    state: &State,
+    state: &ContainerState,
     frozen: bool,
 ) -> Result<(), Error> {
     match exec_processes(request, state, frozen)? {
@@ -133,7 +133,7 @@ pub(super) fn no_exec_processes(
 
 fn exec_processes(
     request: &Request<'_>,
-    state: &State,
+    state: &ContainerState,
     frozen: bool,
 ) -> Result<Vec<Refusal>, Error> {
     if request.pre_dump() {
@@ -141,7 +141,7 @@ fn exec_processes(
     }
     let (host, spec) = (&request.host, &request.spec);
     let switches = Switches::gather(spec, &request.config().checks, &|_| None)
-        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
+        .map_err(|e| Error::untouched(e.to_string()))?;
     let refusals = exec_processes::refusals(host, spec, state.init, frozen);
     if switches.on(EXEC) {
         return Ok(refusals);
@@ -154,11 +154,11 @@ fn exec_processes(
 
 /// Refuses a created container: it runs the runtime's own code, with files of the host. crun would have CRIU dump it
 /// anyway.
-fn refuse_created(request: &Request<'_>, state: &State) -> Result<(), Error> {
+fn refuse_created(request: &Request<'_>, state: &ContainerState) -> Result<(), Error> {
     match state.created {
         false => Ok(()),
-        true => Err(Error::Failed(format!(
-            "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first. Nothing was touched",
+        true => Err(Error::untouched(format!(
+            "checkpoint of {} refused: a container cannot be checkpointed in created state; start it first",
             request.id()
         ))),
     }
@@ -168,21 +168,21 @@ fn refuse_created(request: &Request<'_>, state: &State) -> Result<(), Error> {
 ///
 /// # Errors
 /// The container is suspended, or somebody thawed it without unlocking them.
-fn locked_at_pause(request: &Request<'_>, state: &State) -> Result<Vec<i32>, Error> {
-    let Some(record) = Record::of(&request.host, state.init) else {
+fn locked_at_pause(request: &Request<'_>, state: &ContainerState) -> Result<Vec<i32>, Error> {
+    let Some(record) = SuspendedRecord::of(&request.host, state.init) else {
         return Ok(Vec::new());
     };
     if record.locked_at_pause && state.paused {
         return Ok(record.processes.iter().map(|p| p.pid).collect());
     }
     let (id, since) = (request.id(), &record.since);
-    Err(Error::Failed(match record.locked_at_pause {
+    Err(Error::untouched(match record.locked_at_pause {
         true => format!(
-            "checkpoint of {id} refused: its CUDA calls are locked since it was paused at {since}, and it runs: unlock it first: cryopod resume pid:{}. Nothing was touched",
+            "checkpoint of {id} refused: its CUDA calls are locked since it was paused at {since}, and it runs: unlock it first: cryopod resume pid:{}",
             state.init
         ),
         false => format!(
-            "checkpoint of {id} refused: it is suspended since {since}, its GPU memory is {}; resume it first: cryopod resume {id}. Nothing was touched",
+            "checkpoint of {id} refused: it is suspended since {since}, its GPU memory is {}; resume it first: cryopod resume {id}",
             record.place()
         ),
     }))
@@ -192,7 +192,7 @@ fn locked_at_pause(request: &Request<'_>, state: &State) -> Result<Vec<i32>, Err
 fn examine(request: &Request<'_>, init: i32) -> (Option<Criu>, Option<String>, Scan) {
     let (tools, limit) = (&request.tools, request.tool_limit());
     std::thread::scope(|scope| {
-        let criu = scope.spawn(|| criu::criu(tools, limit));
+        let criu = scope.spawn(|| criu::find(tools, limit));
         let low = scope.spawn(|| criu::version_line(tools, &request.ctx.low.path, limit));
         let scan = Scan::of(&request.host, &live::tree(&request.host, init));
         (
@@ -217,7 +217,7 @@ fn gpus(
     let (config, host) = (request.config(), &request.host);
     let sharing = request
         .sharing()
-        .map_err(|e| Error::Failed(format!("{e}. Nothing was touched")))?;
+        .map_err(|e| Error::untouched(e.to_string()))?;
     let amd = nodes.iter().any(|n| n.vendor == Vendor::Amd);
     let plugins = plugins::checked(config, host, &request.tools, criu, amd);
     let mut refusals = open_nodes::refusals(scan, &nodes);

@@ -9,25 +9,25 @@ use cryopod_gpu_plan::{nvidia_compat, remap};
 use cryopod_host::nodes::Vendor;
 
 use super::image_directory::ImageDirectory;
-use super::plan::Planned;
+use super::plan::DumpPlan;
 use crate::criu;
 use crate::error::Error;
 use crate::images::handover;
-use crate::preflight::setup::{Ready, Setup};
+use crate::preflight::criu_setup::{CriuEnvironment, CriuSetup};
 use crate::request::Request;
-use crate::request::state::State;
+use crate::request::state::ContainerState;
 use crate::run::log;
 use crate::run::operation::Operation;
 use crate::run::progress::{self, Progress};
 use crate::vram;
 
-pub(super) struct Prepared<'a> {
+pub(super) struct DumpPreparation<'a> {
     pub request: &'a Request<'a>,
-    pub state: &'a State,
-    pub planned: &'a Planned,
+    pub state: &'a ContainerState,
+    pub planned: &'a DumpPlan,
     /// Without what the dump itself adds.
     pub metadata: Metadata,
-    pub ready: Ready,
+    pub ready: CriuEnvironment,
     /// The place of the metadata in the image directory; `None`: a pre-dump, which cannot be restored by itself, or
     /// the metadata is written.
     pub slot: Option<MetadataSlot>,
@@ -39,19 +39,19 @@ pub(super) struct Prepared<'a> {
 /// Makes what a dump needs. After an error nothing is left of it.
 pub(super) fn prepare<'a>(
     request: &'a Request<'a>,
-    state: &'a State,
-    planned: &'a Planned,
-) -> Result<Prepared<'a>, Error> {
+    state: &'a ContainerState,
+    planned: &'a DumpPlan,
+) -> Result<DumpPreparation<'a>, Error> {
     let op = Operation::new()?;
     let mut progress = Progress::of_operation(
         &op,
-        progress::State {
+        progress::ProgressState {
             operation: "checkpoint".into(),
             name: request.id().to_owned(),
             step: "prepare".into(),
             images: Some(request.images.clone()),
             log: Some(request.log(names::DUMP_LOG)),
-            ..progress::State::default()
+            ..progress::ProgressState::default()
         },
     );
     let images = ImageDirectory::ready(&request.images)?;
@@ -61,7 +61,7 @@ pub(super) fn prepare<'a>(
         handover::before_checkpoint(&images.path).map_err(|e| Error::Failed(e.to_string()))?;
         slot = Some(MetadataSlot::reserve(&images.path)?);
     }
-    let setup = Setup {
+    let setup = CriuSetup {
         request,
         criu: &planned.criu,
         low_version: planned.low_version.as_deref(),
@@ -78,7 +78,7 @@ pub(super) fn prepare<'a>(
     progress.total(ready.bytes);
     progress.step("reserve");
     reserve_memory(request, planned, &ready, &op);
-    Ok(Prepared {
+    Ok(DumpPreparation {
         request,
         state,
         planned,
@@ -104,8 +104,8 @@ fn work_directory(request: &Request<'_>) {
 /// would restore the checkpoint.
 fn check(
     request: &Request<'_>,
-    state: &State,
-    planned: &Planned,
+    state: &ContainerState,
+    planned: &DumpPlan,
     metadata: &Metadata,
     said: Option<&AgentReady>,
 ) -> Result<(), Error> {
@@ -120,7 +120,12 @@ fn check(
 }
 
 /// Has the agent allocate host memory for the GPU memory while the container still runs.
-fn reserve_memory(request: &Request<'_>, planned: &Planned, ready: &Ready, op: &Operation) {
+fn reserve_memory(
+    request: &Request<'_>,
+    planned: &DumpPlan,
+    ready: &CriuEnvironment,
+    op: &Operation,
+) {
     if let (Some(agent), false) = (&ready.agent, request.pre_dump()) {
         let users = planned.gpus.users_of(Vendor::Nvidia);
         vram::reserve(request, op, &users, &agent.ready.users, ready.limit);
@@ -130,7 +135,7 @@ fn reserve_memory(request: &Request<'_>, planned: &Planned, ready: &Ready, op: &
 /// Returns the metadata without what the dump itself adds. `agent`: the driver agent's answer, if there is one.
 pub(super) fn metadata_of(
     request: &Request<'_>,
-    planned: &Planned,
+    planned: &DumpPlan,
     agent: Option<&AgentReady>,
 ) -> Metadata {
     let mut gpu = planned.gpus.gpu.clone();
@@ -155,7 +160,7 @@ pub(super) fn metadata_of(
             low_level_version: planned.low_version.clone(),
             leave_running: request.leave_running(),
         },
-        host: criu::host(&request.host, Some(&planned.criu)),
+        host: criu::host_facts(&request.host, Some(&planned.criu)),
         gpu,
         mounts: surroundings.mounts.clone(),
         criu: surroundings.criu.clone(),

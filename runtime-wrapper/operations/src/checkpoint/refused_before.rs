@@ -30,8 +30,8 @@ pub(super) fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<File>>, Error
     };
     match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Some(held)),
-        Err((_, Errno::EWOULDBLOCK)) => Err(Error::Failed(format!(
-            "checkpoint of {id} refused: another checkpoint of it is under way; try again when that has ended. Nothing was touched"
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(format!(
+            "checkpoint of {id} refused: another checkpoint of it is under way; try again when that has ended"
         ))),
         Err(_) => Ok(None),
     }
@@ -54,8 +54,8 @@ pub(super) fn lost_export(request: &Request<'_>) -> Result<(), Error> {
     }
     match shared(host, spec) {
         None => Ok(()),
-        Some(kind) => Err(Error::Failed(format!(
-            "checkpoint of {} refused: it is in the {kind} namespace of another container, and podman exports no such container; it says so only after the checkpoint. Leave --export away, put both into a pod, or give it a namespace of its own. Nothing was touched",
+        Some(kind) => Err(Error::untouched(format!(
+            "checkpoint of {} refused: it is in the {kind} namespace of another container, and podman exports no such container; it says so only after the checkpoint. Leave --export away, put both into a pod, or give it a namespace of its own",
             request.id()
         ))),
     }

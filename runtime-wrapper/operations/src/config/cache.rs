@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
+pub struct CacheOptions {
     /// The directory for the images of archives from which containers are created.
     pub path: PathBuf,
     /// The most that it holds. Beyond it, what was not used for the longest time is removed.
@@ -15,7 +15,7 @@ pub struct Options {
     pub insecure_registries: Vec<String>,
 }
 
-impl Default for Options {
+impl Default for CacheOptions {
     fn default() -> Self {
         Self {
             path: "/var/cache/cryopod".into(),
@@ -25,7 +25,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl CacheOptions {
     pub fn max_bytes(&self) -> u64 {
         self.max_gib.saturating_mul(1 << 30)
     }

@@ -16,7 +16,7 @@ const ANY: &str = "*";
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
+pub struct RestoreOptions {
     pub allow: Vec<Rule>,
 }
 
@@ -80,7 +80,7 @@ impl Rule {
     }
 }
 
-impl Options {
+impl RestoreOptions {
     /// Checks the rules.
     ///
     /// # Errors
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn rule(text: &str) -> Result<Rule, String> {
-        let options: Options =
+        let options: RestoreOptions =
             toml::from_str(&format!("allow = [{text}]")).map_err(|e| e.to_string())?;
         options.check()?;
         Ok(options.allow.into_iter().next().unwrap())

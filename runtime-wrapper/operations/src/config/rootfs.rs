@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
+pub struct RootfsOptions {
     /// Which containers' changes of files a checkpoint carries.
     pub carry: Carry,
     /// The most that a restore unpacks, in GiB: checkpoints may come from strangers.
@@ -13,7 +13,7 @@ pub struct Options {
     pub max_files: u64,
 }
 
-impl Default for Options {
+impl Default for RootfsOptions {
     fn default() -> Self {
         Self {
             carry: Carry::default(),
@@ -23,7 +23,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl RootfsOptions {
     pub(crate) fn max_bytes(&self) -> u64 {
         self.max_gib.saturating_mul(1 << 30)
     }

@@ -12,7 +12,7 @@ const GRACE: Duration = Duration::from_secs(120);
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
+pub struct StoreOptions {
     /// The directory for the large files of checkpoints.
     pub path: Option<PathBuf>,
     /// Which containers use it.
@@ -30,7 +30,7 @@ pub struct Options {
     pub used_in: Vec<PathBuf>,
 }
 
-impl Options {
+impl StoreOptions {
     /// The store that takes the files of new checkpoints.
     pub fn path(&self) -> &Path {
         self.path.as_deref().unwrap_or(Path::new(DEFAULT))

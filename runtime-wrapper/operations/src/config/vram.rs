@@ -35,7 +35,7 @@ impl FromStr for Mode {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Options {
+pub struct VramOptions {
     /// Threads; 0: one a core, at most 16.
     pub threads: usize,
     pub chunk_kib: Option<u32>,
@@ -50,7 +50,7 @@ pub struct Options {
     pub parents: Vec<PathBuf>,
 }
 
-impl Options {
+impl VramOptions {
     /// Returns the plugin's form of these options. An error names the key.
     pub fn config(&self) -> Result<VramConfig, String> {
         let usual = VramConfig::default();
@@ -77,33 +77,33 @@ mod tests {
     #[test]
     fn options_out_of_range() {
         for options in [
-            Options {
+            VramOptions {
                 chunk_kib: Some(100),
-                ..Options::default()
+                ..VramOptions::default()
             },
-            Options {
+            VramOptions {
                 chunk_kib: Some(u32::MAX),
-                ..Options::default()
+                ..VramOptions::default()
             },
-            Options {
+            VramOptions {
                 shard_mib: Some(0),
-                ..Options::default()
+                ..VramOptions::default()
             },
-            Options {
+            VramOptions {
                 shard_mib: Some(u64::MAX),
-                ..Options::default()
+                ..VramOptions::default()
             },
-            Options {
+            VramOptions {
                 threads: 1000,
-                ..Options::default()
+                ..VramOptions::default()
             },
-            Options {
+            VramOptions {
                 level: Some(40),
-                ..Options::default()
+                ..VramOptions::default()
             },
         ] {
             assert!(options.config().is_err(), "{options:?}");
         }
-        assert_eq!(Options::default().config(), Ok(VramConfig::default()));
+        assert_eq!(VramOptions::default().config(), Ok(VramConfig::default()));
     }
 }

@@ -25,13 +25,13 @@ const TRIES: usize = 3;
 
 /// CRIU's images. They stay while this exists.
 #[derive(Debug)]
-pub struct Images {
+pub struct SourceImages {
     directory: PathBuf,
     /// The lock on the checkpoint in the cache.
     _in_use: Option<Flock<File>>,
 }
 
-impl Images {
+impl SourceImages {
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -39,7 +39,7 @@ impl Images {
 
 /// A container's wish for a checkpoint.
 #[derive(Debug, Clone, Copy)]
-pub struct Wish<'a> {
+pub struct SourceRequest<'a> {
     /// An absolute path of an image directory or an archive, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`,
     /// `docker://REGISTRY/REPOSITORY:TAG` or `@DIGEST`.
     pub checkpoint: &'a str,
@@ -48,7 +48,7 @@ pub struct Wish<'a> {
     pub tenant: &'a Tenant,
 }
 
-impl Wish<'_> {
+impl SourceRequest<'_> {
     /// The rules that count for this container.
     fn rules<'c>(&self, config: &'c Config) -> impl Iterator<Item = &'c Rule> {
         let counts =
@@ -77,14 +77,14 @@ impl Wish<'_> {
 ///
 /// # Errors
 /// A text: it is not allowed, does not exist, or cannot be pulled; and what to do.
-pub fn find(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+pub fn find(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     match wish.checkpoint.starts_with(REGISTRY) {
         true => image(config, wish),
         false => path(config, wish),
     }
 }
 
-fn image(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     let named = wish.checkpoint;
     let below = |rule: &Rule| {
         let allowed = rule.from.trim_end_matches('/');
@@ -103,12 +103,12 @@ fn image(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
     cached(config, named.as_ref())
 }
 
-fn path(config: &Config, wish: Wish<'_>) -> Result<Images, String> {
+fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     let place = Place::parse(wish.checkpoint);
     let allow: Vec<_> = wish.rules(config).filter_map(Rule::directory).collect();
     let real = allowed(place.path(), &allow, || wish.not_allowed("directory"))?;
     if real.join(names::CRIU_INVENTORY).is_file() {
-        return Ok(Images {
+        return Ok(SourceImages {
             directory: real,
             _in_use: None,
         });
@@ -150,7 +150,7 @@ fn allowed(
 }
 
 /// Brings a checkpoint into the cache, unless it is there, and holds it.
-fn cached(config: &Config, source: &OsStr) -> Result<Images, String> {
+fn cached(config: &Config, source: &OsStr) -> Result<SourceImages, String> {
     let tools = SystemTools::from_env();
     let beside = std::env::current_exe().ok();
     let beside = beside.and_then(|exe| Some(exe.parent()?.join(PROGRAM)));
@@ -177,7 +177,7 @@ fn cached(config: &Config, source: &OsStr) -> Result<Images, String> {
         let directory = PathBuf::from(out.stdout.trim_end());
         match held(&directory) {
             Ok(lock) if directory.is_dir() => {
-                return Ok(Images {
+                return Ok(SourceImages {
                     directory,
                     _in_use: Some(lock),
                 });
@@ -240,7 +240,7 @@ mod tests {
 
     fn config(rules: Vec<Rule>) -> Config {
         Config {
-            restore: restore::Options { allow: rules },
+            restore: restore::RestoreOptions { allow: rules },
             ..Config::default()
         }
     }
@@ -258,7 +258,7 @@ mod tests {
                 from: allow.into(),
                 ..Rule::default()
             };
-            let wish = Wish {
+            let wish = SourceRequest {
                 checkpoint: named,
                 by_variable: false,
                 tenant: &Tenant::Root,
@@ -294,7 +294,7 @@ mod tests {
         let config = config(rules);
         let ask = |checkpoint: &str, by_variable| {
             let tenant = &Tenant::Pod(Some("a".into()));
-            let wish = Wish {
+            let wish = SourceRequest {
                 checkpoint,
                 by_variable,
                 tenant,

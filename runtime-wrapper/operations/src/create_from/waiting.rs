@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::request::argv::{Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
-use crate::request::state::{self, State, verb};
+use crate::request::state::{self, ContainerState, verb};
 use crate::restore::new_container::hooks::NewHooks;
 use crate::run::application::{self, Moment};
 use crate::run::child;
@@ -25,7 +25,7 @@ fn file(ctx: &Context, inv: &Invocation) -> PathBuf {
 }
 
 /// Returns true if the verb is one that the wait changes, and the container waits.
-pub fn is(ctx: &Context, inv: &Invocation) -> bool {
+pub fn is_waiting_for_start(ctx: &Context, inv: &Invocation) -> bool {
     matches!(inv.verb, Verb::Start | Verb::State | Verb::Kill) && file(ctx, inv).exists()
 }
 
@@ -36,7 +36,7 @@ pub fn is(ctx: &Context, inv: &Invocation) -> bool {
 pub fn begin(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let tools = SystemTools::from_env();
     let path = file(ctx, inv);
-    let stopped = State::ask(ctx, inv, &tools).is_some_and(|state| state.paused);
+    let stopped = ContainerState::ask(ctx, inv, &tools).is_some_and(|state| state.paused);
     let failed = match std::fs::write(&path, "") {
         Ok(()) if stopped => return Ok(()),
         Ok(()) => "its cgroup could not be frozen before it ran".to_owned(),
@@ -78,13 +78,13 @@ fn start(ctx: &Context, inv: &Invocation, tools: &SystemTools) -> Result<ExitCod
         let what = "the container runs, and its note cannot be removed";
         return Err(Error::io(format!("{}: {what}", path.display()))(e));
     }
-    if let Some(state) = State::ask(ctx, inv, tools) {
+    if let Some(state) = ContainerState::ask(ctx, inv, tools) {
         let spec = state.spec(ctx, inv);
         match NewHooks::of(ctx, &inv.id, state.bundle.clone(), &spec) {
             Ok(hooks) => hooks.poststart(state.init),
             Err(e) => tracing::warn!("the poststart hooks are not run: {e}"),
         }
-        application::tell(ctx, inv, &spec, Moment::AfterRestore);
+        application::notify(ctx, inv, &spec, Moment::AfterRestore);
     }
     Ok(ExitCode::SUCCESS)
 }

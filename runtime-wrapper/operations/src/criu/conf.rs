@@ -20,8 +20,8 @@ use cryopod_host::spec::Spec;
 
 use crate::config::Config;
 use crate::criu::file;
-use crate::criu::opts::Options;
-use crate::request::lowlevel::Kind;
+use crate::criu::opts::CriuOptions;
+use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
 
 pub const ANNOTATION: &str = "org.criu.config";
@@ -45,7 +45,7 @@ pub enum CriuConfError {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Extra {
-    pub options: Options,
+    pub options: CriuOptions,
     /// Further lines: mounts that are external.
     pub lines: Vec<String>,
     /// How long CRIU may take, in seconds; 0: as `limits.checkpoint_s`.
@@ -83,7 +83,7 @@ fn split(text: &str) -> UserConf {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reader {
-    pub kind: Kind,
+    pub kind: RuntimeKind,
     /// True if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
     pub names_file: bool,
     /// True for a restore, whose spec and annotations come from the archive, and so perhaps from a stranger.
@@ -134,8 +134,8 @@ fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> 
         Some(path) => Some(Named::Annotation(path.into())),
         None => {
             let files: &[&str] = match reader.kind {
-                Kind::Crun => &["/etc/criu/crun.conf", "/etc/criu/runc.conf"],
-                Kind::Runc => &["/etc/criu/runc.conf"],
+                RuntimeKind::Crun => &["/etc/criu/crun.conf", "/etc/criu/runc.conf"],
+                RuntimeKind::Runc => &["/etc/criu/runc.conf"],
             };
             let found = files.iter().map(Path::new).find(|p| exists(p));
             found.map(|p| Named::Runtime(p.to_owned()))
@@ -144,7 +144,7 @@ fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> 
 }
 
 /// Returns the text of the file that the runtime names to CRIU, or would; `None`: no file, or it may not be used.
-pub fn runtime_text(kind: Kind, ceiling: &Ceiling<'_>) -> Option<String> {
+pub fn runtime_text(kind: RuntimeKind, ceiling: &Ceiling<'_>) -> Option<String> {
     let reader = Reader {
         kind,
         names_file: false,
@@ -262,21 +262,24 @@ mod tests {
         };
         let both: &[&str] = &["/etc/criu/crun.conf", "/etc/criu/runc.conf"];
         assert_eq!(
-            file(Kind::Crun, &none, both).unwrap(),
+            file(RuntimeKind::Crun, &none, both).unwrap(),
             Path::new("/etc/criu/crun.conf")
         );
         assert_eq!(
-            file(Kind::Crun, &none, &["/etc/criu/runc.conf"]).unwrap(),
+            file(RuntimeKind::Crun, &none, &["/etc/criu/runc.conf"]).unwrap(),
             Path::new("/etc/criu/runc.conf")
         );
-        assert_eq!(file(Kind::Runc, &none, &["/etc/criu/crun.conf"]), None);
         assert_eq!(
-            file(Kind::Runc, &with("/my.conf"), both).unwrap(),
+            file(RuntimeKind::Runc, &none, &["/etc/criu/crun.conf"]),
+            None
+        );
+        assert_eq!(
+            file(RuntimeKind::Runc, &with("/my.conf"), both).unwrap(),
             Path::new("/my.conf")
         );
-        assert_eq!(file(Kind::Runc, &with(""), both), None);
+        assert_eq!(file(RuntimeKind::Runc, &with(""), both), None);
         let old = |restore| Reader {
-            kind: Kind::Crun,
+            kind: RuntimeKind::Crun,
             names_file: false,
             restore,
         };
@@ -304,7 +307,7 @@ mod tests {
                 "{e}"
             );
             assert_eq!(
-                runtime_text(Kind::Runc, &config.ceiling(&host, &spec(path))),
+                runtime_text(RuntimeKind::Runc, &config.ceiling(&host, &spec(path))),
                 None
             );
         }

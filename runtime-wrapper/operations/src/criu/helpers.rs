@@ -28,7 +28,7 @@ use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, unshare};
 
 use crate::config::Config;
-use crate::request::lowlevel::{Kind, LowLevel};
+use crate::request::lowlevel::{LowLevel, RuntimeKind};
 
 /// The environment variable that names another `ip` to CRIU.
 const IP_TOOL: &str = "CR_IP_TOOL";
@@ -309,7 +309,7 @@ enum Network {
 
 fn network(
     host: &Host,
-    kind: Kind,
+    kind: RuntimeKind,
     spec: &Spec,
     init: i32,
     scan: &Scan,
@@ -334,7 +334,7 @@ fn network(
     if let (false, Some(own)) = (spec.has_own_namespace("network"), &own) {
         others.remove(own);
     }
-    let saved = kind == Kind::Crun && !others.is_empty();
+    let saved = kind == RuntimeKind::Crun && !others.is_empty();
     Network::Apart { saved }
 }
 
@@ -346,9 +346,9 @@ fn has_tmpfs(host: &Host, init: i32) -> bool {
         .any(|m| m.fs_type == "tmpfs" && !outside.iter().any(|o| o.device == m.device))
 }
 
-pub struct Subject<'a> {
+pub struct HelperSubject<'a> {
     pub host: &'a Host,
-    pub kind: Kind,
+    pub kind: RuntimeKind,
     pub spec: &'a Spec,
     pub init: i32,
     pub scan: &'a Scan,
@@ -357,7 +357,7 @@ pub struct Subject<'a> {
 }
 
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct HelperFindings {
     /// What a restore needs, in the metadata's words.
     pub recorded: Vec<String>,
     /// The lock to configure in CRIU.
@@ -365,7 +365,7 @@ pub struct Found {
     pub refusals: Vec<Refusal>,
 }
 
-pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
+pub fn checkpoint(probe: Probe<'_>, subject: &HelperSubject<'_>) -> HelperFindings {
     let network = network(
         subject.host,
         subject.kind,
@@ -374,7 +374,7 @@ pub fn checkpoint(probe: Probe<'_>, subject: &Subject<'_>) -> Found {
         subject.scan,
         subject.connections,
     );
-    let mut found = Found::default();
+    let mut found = HelperFindings::default();
     let mut wanted = BTreeSet::new();
     if has_tmpfs(subject.host, subject.init) {
         wanted.insert(Helper::Tar);
@@ -419,9 +419,9 @@ pub fn restore(config: &Config, tools: &dyn Tools, recorded: &[String]) -> Vec<R
     let saved = recorded.contains(&Helper::Ip);
     let needed = |helper: &Helper| match helper {
         Helper::Tar => true,
-        Helper::Ip => low.kind == Kind::Crun,
+        Helper::Ip => low.kind == RuntimeKind::Crun,
         // crun's CRIU removes the lock that the images hold; runc's locks an empty namespace first.
-        Helper::Lock(_) => low.kind == Kind::Runc || saved,
+        Helper::Lock(_) => low.kind == RuntimeKind::Runc || saved,
     };
     let wanted = recorded.into_iter().filter(needed).collect();
     missing(probe, &wanted, false)

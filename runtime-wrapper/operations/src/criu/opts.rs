@@ -17,7 +17,7 @@ use crate::criu::file;
 use crate::criu::helpers::Lock;
 use crate::criu::numbers;
 use crate::request::argv::Flags;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 
 /// Prefix of annotations that set a CRIU option.
 pub const ANNOTATION: &str = "dev.cryopod.criu.";
@@ -62,9 +62,9 @@ pub enum OptionError {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Options(BTreeMap<String, CriuValue>);
+pub struct CriuOptions(BTreeMap<String, CriuValue>);
 
-impl Options {
+impl CriuOptions {
     /// Collects the options. `user_texts`: CRIU configurations that come before cryopod's; a default does not override
     /// them.
     pub fn of(
@@ -247,7 +247,7 @@ impl Options {
     /// whatever a configuration says.
     pub fn flags(
         &self,
-        kind: Kind,
+        kind: RuntimeKind,
         version: Option<&str>,
         checkpoint: bool,
         given: &Flags,
@@ -260,11 +260,11 @@ impl Options {
             ("ext-unix-sk", "--ext-unix-sk"),
             ("shell-job", "--shell-job"),
         ];
-        if kind == Kind::Runc && checkpoint && from([1, 3]) {
+        if kind == RuntimeKind::Runc && checkpoint && from([1, 3]) {
             wanted.push(("skip-in-flight", "--tcp-skip-in-flight"));
             wanted.push(("link-remap", "--link-remap"));
         }
-        if kind == Kind::Crun && !checkpoint && from([1, 23]) {
+        if kind == RuntimeKind::Crun && !checkpoint && from([1, 23]) {
             wanted.push(("tcp-close", "--tcp-close"));
         }
         wanted
@@ -333,7 +333,7 @@ mod tests {
     use serde_json::json;
     use std::ffi::OsString;
 
-    fn options(config: &[(&str, CriuValue)], annotations: serde_json::Value) -> Options {
+    fn options(config: &[(&str, CriuValue)], annotations: serde_json::Value) -> CriuOptions {
         let config = config
             .iter()
             .map(|(k, v)| ((*k).to_owned(), v.clone()))
@@ -345,18 +345,18 @@ mod tests {
         config: &BTreeMap<String, CriuValue>,
         spec: serde_json::Value,
         texts: &[String],
-    ) -> Result<Options, OptionError> {
+    ) -> Result<CriuOptions, OptionError> {
         let ceiling = Ceiling {
             host: &Host::at("/nowhere"),
             spec: &Spec::from_json(spec),
             lifts: Lifts::default(),
         };
-        Options::of(config, &ceiling, texts)
+        CriuOptions::of(config, &ceiling, texts)
     }
 
     fn given(line: &str) -> Flags {
         let args: Vec<OsString> = line.split(' ').map(OsString::from).collect();
-        decode(Kind::Crun, &args).unwrap().flags
+        decode(RuntimeKind::Crun, &args).unwrap().flags
     }
 
     fn connection(loopback: bool) -> Connection {
@@ -511,13 +511,13 @@ mod tests {
         let closing = options(&[("tcp-close", CriuValue::Flag(true))], json!({}));
         for (kind, version, line, want) in [
             (
-                Kind::Crun,
+                RuntimeKind::Crun,
                 "crun version 1.21",
                 "checkpoint --file-locks c1",
                 &["--ext-unix-sk"][..],
             ),
             (
-                Kind::Runc,
+                RuntimeKind::Runc,
                 "runc version 1.3.6+ds1",
                 "checkpoint c1",
                 &[
@@ -528,31 +528,31 @@ mod tests {
                 ],
             ),
             (
-                Kind::Runc,
+                RuntimeKind::Runc,
                 "runc version 1.1.15",
                 "checkpoint c1",
                 &["--file-locks", "--ext-unix-sk"],
             ),
             (
-                Kind::Runc,
+                RuntimeKind::Runc,
                 "runc version 1.3.6",
                 "restore c1",
                 &["--file-locks", "--ext-unix-sk"],
             ),
             (
-                Kind::Crun,
+                RuntimeKind::Crun,
                 "crun version 1.22",
                 "restore c1",
                 &["--file-locks", "--ext-unix-sk"],
             ),
             (
-                Kind::Crun,
+                RuntimeKind::Crun,
                 "crun version 1.28",
                 "restore c1",
                 &["--file-locks", "--ext-unix-sk", "--tcp-close"],
             ),
             (
-                Kind::Crun,
+                RuntimeKind::Crun,
                 "crun version 1.28",
                 "restore --tcp-close c1",
                 &["--file-locks", "--ext-unix-sk"],

@@ -14,7 +14,7 @@ pub const PACKAGED: &str = "/usr/lib/cryopod/criu/criu";
 const LIBCRIU: &str = "libcriu";
 
 /// Returns the CRIU that goes before the host's; `None`: the host's.
-pub fn chosen(config: &Config) -> Option<PathBuf> {
+pub fn preferred(config: &Config) -> Option<PathBuf> {
     match &config.criu.program {
         Some(program) => program.is_absolute().then(|| program.clone()),
         None => Some(PathBuf::from(PACKAGED)).filter(|p| p.is_file()),
@@ -23,15 +23,17 @@ pub fn chosen(config: &Config) -> Option<PathBuf> {
 
 /// Returns the libcriu that belongs to the chosen CRIU.
 pub fn libcriu(config: &Config) -> Option<PathBuf> {
-    let library = chosen(config)?.with_file_name(LIBCRIU).join("libcriu.so.2");
+    let library = preferred(config)?
+        .with_file_name(LIBCRIU)
+        .join("libcriu.so.2");
     library.is_file().then_some(library)
 }
 
 /// Puts the chosen CRIU before the host's, for this process and those that it starts.
-pub fn prefer(config: &Config) {
+pub fn prefer_over_host(config: &Config) {
     let directory = |path: PathBuf| path.parent().map(Path::to_owned);
     for (variable, first) in [
-        ("PATH", chosen(config).and_then(directory)),
+        ("PATH", preferred(config).and_then(directory)),
         ("LD_LIBRARY_PATH", libcriu(config).and_then(directory)),
     ] {
         if let Some(first) = first {
@@ -62,14 +64,14 @@ mod tests {
         let criu = dir.path().join("criu");
         let mut config = Config::default();
         config.criu.program = Some(criu.clone());
-        assert_eq!(chosen(&config), Some(criu));
+        assert_eq!(preferred(&config), Some(criu));
         assert_eq!(libcriu(&config), None);
         std::fs::create_dir(dir.path().join("libcriu")).unwrap();
         let library = dir.path().join("libcriu/libcriu.so.2");
         std::fs::write(&library, "").unwrap();
         assert_eq!(libcriu(&config), Some(library));
         config.criu.program = Some("criu".into());
-        assert_eq!(chosen(&config), None, "that of PATH");
+        assert_eq!(preferred(&config), None, "that of PATH");
     }
 
     #[test]

@@ -155,12 +155,12 @@ fn beside(images: &Path) -> Option<PathBuf> {
 
 /// A request to move large files aside, valid until it is dropped or its process ends.
 #[derive(Debug)]
-pub struct Request {
+pub struct ImportRequest {
     away: PathBuf,
     _lock: Flock<File>,
 }
 
-impl Request {
+impl ImportRequest {
     /// The directory that the runtime will move the files into.
     pub fn away(&self) -> &Path {
         &self.away
@@ -172,7 +172,7 @@ impl Request {
 ///
 /// # Errors
 /// `WouldBlock` if another process has asked for the same.
-pub fn ask(images: &Path) -> io::Result<Request> {
+pub fn ask(images: &Path) -> io::Result<ImportRequest> {
     let away = beside(images).ok_or(io::ErrorKind::InvalidInput)?;
     for _ in 0..100 {
         match DirBuilder::new().mode(0o700).create(&away) {
@@ -197,7 +197,7 @@ pub fn ask(images: &Path) -> io::Result<Request> {
         };
         if (ours.dev(), ours.ino()) == (there.dev(), there.ino()) {
             join(&away, images)?;
-            return Ok(Request { away, _lock: lock });
+            return Ok(ImportRequest { away, _lock: lock });
         }
     }
     Err(fail(&away, "cannot be locked")(
@@ -262,7 +262,7 @@ pub fn after_checkpoint(images: &Path) -> io::Result<usize> {
 
 /// What `cryopod import` hands to one restore, beside the files.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Handed {
+pub struct ImportGrant {
     pub map: Option<String>,
     /// The directory with the list of the shards that stay in the archive.
     pub places: Option<PathBuf>,
@@ -270,7 +270,7 @@ pub struct Handed {
 
 /// Call before a restore. Brings the large files back into the image directory. Returns what came with them. Fails if the
 /// ticket leads nowhere.
-pub fn before_restore(images: &Path) -> io::Result<Handed> {
+pub fn before_restore(images: &Path) -> io::Result<ImportGrant> {
     if let Some(away) = beside(images).filter(|p| own_directory(p)) {
         back(&away, images)?;
     }
@@ -286,13 +286,13 @@ fn back(away: &Path, images: &Path) -> io::Result<()> {
     }
 }
 
-fn redeem(images: &Path, desk: &Path) -> io::Result<Handed> {
+fn redeem(images: &Path, desk: &Path) -> io::Result<ImportGrant> {
     let file = images.join(TICKET);
     let ticket = match fs::symlink_metadata(&file) {
         Ok(meta) if meta.is_file() && meta.len() == DIGITS as u64 => {
             fs::read_to_string(&file).map_err(fail(&file, "cannot read it"))?
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Handed::default()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(ImportGrant::default()),
         Err(e) => return Err(fail(&file, "cannot read it")(e)),
         Ok(_) => return Err(worthless(&file)),
     };
@@ -312,7 +312,7 @@ fn redeem(images: &Path, desk: &Path) -> io::Result<Handed> {
     join(&away, images)?;
     fs::remove_file(&file).map_err(fail(&file, "cannot remove it"))?;
     let places = away.join(VRAM_PLACES).is_file().then_some(away);
-    Ok(Handed { map, places })
+    Ok(ImportGrant { map, places })
 }
 
 /// Reads the GPU map and removes it, so that it does not become a file of the checkpoint.

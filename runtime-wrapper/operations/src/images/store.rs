@@ -17,7 +17,7 @@ use cryopod_host::spec::Spec;
 
 use crate::config::Config;
 use crate::config::restore::Rule;
-use crate::config::store::{DEFAULT, Options, Use};
+use crate::config::store::{DEFAULT, StoreOptions, Use};
 use crate::error::Error;
 use crate::request::Request;
 
@@ -35,13 +35,13 @@ const LONGEST: usize = 64;
 ///
 /// # Errors
 /// [`Error::Failed`] names the annotation.
-pub fn wanted(options: &Options, spec: &Spec, images: &Path) -> Result<bool, Error> {
+pub fn wanted(options: &StoreOptions, spec: &Spec, images: &Path) -> Result<bool, Error> {
     Ok(match spec.annotation(ANNOTATION).map(str::trim) {
         Some("on" | "true") => true,
         Some("off" | "false") => false,
         Some(other) => {
-            return Err(Error::Failed(format!(
-                "{ANNOTATION}: {other:?} is not one of on, off; the directory is the configuration's to name. Nothing was touched"
+            return Err(Error::untouched(format!(
+                "{ANNOTATION}: {other:?} is not one of on, off; the directory is the configuration's to name"
             )));
         }
         None => match options.used() {
@@ -86,8 +86,8 @@ fn whole(mut directory: PathBuf) -> Result<(), Error> {
             .symlink_metadata()
             .is_ok()
         {
-            return Err(Error::Failed(format!(
-                "{}: the memory of this checkpoint is in a store, and CRIU finds what another builds upon only beside it; leave --parent-path away (GPU memory can still build upon it: dev.cryopod.parent), or set {ANNOTATION}=off for containers whose checkpoints build upon each other. Nothing was touched",
+            return Err(Error::untouched(format!(
+                "{}: the memory of this checkpoint is in a store, and CRIU finds what another builds upon only beside it; leave --parent-path away (GPU memory can still build upon it: dev.cryopod.parent), or set {ANNOTATION}=off for containers whose checkpoints build upon each other",
                 directory.display()
             )));
         }
@@ -228,8 +228,8 @@ mod tests {
         let with = |value: &str| Spec::from_json(json!({"annotations": {ANNOTATION: value}}));
         let none = Spec::from_json(json!({}));
         let images = Path::new("/srv/images");
-        let asked = |options: &Options, spec: &Spec| wanted(options, spec, images).unwrap();
-        let mut options = Options::default();
+        let asked = |options: &StoreOptions, spec: &Spec| wanted(options, spec, images).unwrap();
+        let mut options = StoreOptions::default();
         assert!(!asked(&options, &none));
         assert!(asked(&options, &with("on")));
         assert_eq!(options.path(), Path::new(DEFAULT));
@@ -252,7 +252,7 @@ mod tests {
         let images = Path::new("/tmp/ctrd-checkpoint1234");
         let cri = json!({"annotations": {"io.kubernetes.cri.container-type": "container"}});
         let (cri, other) = (Spec::from_json(cri), Spec::from_json(json!({})));
-        let mut options = Options::default();
+        let mut options = StoreOptions::default();
         assert!(wanted(&options, &other, images).unwrap());
         assert!(!wanted(&options, &cri, images).unwrap());
         assert!(!wanted(&options, &other, Path::new("/tmp/x")).unwrap());

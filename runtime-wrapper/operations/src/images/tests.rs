@@ -1,6 +1,6 @@
 use super::*;
 use crate::request::argv::decode;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 
 #[test]
 fn the_command_line_names_the_overlay() {
@@ -28,8 +28,8 @@ fn the_command_line_names_the_overlay() {
         ),
         ("restore c1", "restore --image-path /o --work-path /i c1"),
     ] {
-        assert_eq!(line(Kind::Crun, text), want);
-        assert_eq!(line(Kind::Runc, text), want);
+        assert_eq!(line(RuntimeKind::Crun, text), want);
+        assert_eq!(line(RuntimeKind::Runc, text), want);
     }
 }
 

@@ -17,7 +17,7 @@ const DIRECTORY: &str = "suspended";
 const MAX_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+pub struct SuspendedRecord {
     pub version: u32,
     pub name: String,
     pub init: i32,
@@ -35,7 +35,7 @@ pub struct Record {
     pub locked_at_pause: bool,
 }
 
-impl Record {
+impl SuspendedRecord {
     fn path(init: i32, start_time: u64) -> PathBuf {
         operation::base()
             .join(DIRECTORY)

@@ -19,12 +19,12 @@ use crate::config::Config;
 use crate::error::Error;
 
 #[derive(Debug)]
-pub struct Chosen {
+pub struct GpuPlacement {
     pub gpus: Vec<Choice>,
     pub remap: Remap,
 }
 
-impl Chosen {
+impl GpuPlacement {
     /// Returns the map for NVIDIA's driver.
     ///
     /// # Errors
@@ -35,7 +35,7 @@ impl Chosen {
 }
 
 #[derive(Debug, Default)]
-pub struct Given {
+pub struct GpuConstraints {
     pub by_memory: bool,
     pub any_model: bool,
     /// The AMD GPUs, if CRIU's plugin has to restore on these.
@@ -52,8 +52,8 @@ pub fn choose(
     metadata: &Metadata,
     spec: &Spec,
     agent: Option<&AgentReady>,
-    given: Given,
-) -> Result<Chosen, Error> {
+    given: GpuConstraints,
+) -> Result<GpuPlacement, Error> {
     let wish = wish(config, spec)?;
     let ceiling = config.ceiling(host, spec);
     let mut situation = situation(&ceiling, metadata, agent);
@@ -88,7 +88,7 @@ pub fn choose(
     }
     gpus.extend(given.amd.unwrap_or_default());
     let remap = remap::remap(&ceiling, &metadata.gpu, &gpus).map_err(PlanError::RestoreRefused)?;
-    Ok(Chosen { gpus, remap })
+    Ok(GpuPlacement { gpus, remap })
 }
 
 /// Returns this host's NVIDIA GPUs from `/proc`, else from the driver's library, else from their nodes.

@@ -20,7 +20,7 @@ use cryopod_host::spec::Spec;
 use crate::criu::plugins;
 use crate::error::Error;
 use crate::preflight::surroundings;
-use crate::preflight::{self, Question};
+use crate::preflight::{self, RestoreQuestion};
 use crate::request::Request;
 use crate::security::privileges;
 
@@ -63,7 +63,7 @@ impl Prospect<'_> {
         let mut config = request.config().clone();
         config.gpu.map = None;
         let amd = plugins::uses(metadata, Vendor::Amd).then(|| amd_images(host, spec));
-        let answer = preflight::answer(&Question {
+        let answer = preflight::answer(&RestoreQuestion {
             host,
             config: &config,
             metadata,

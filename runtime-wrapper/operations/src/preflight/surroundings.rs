@@ -30,13 +30,13 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use crate::criu::conf::Extra;
 use crate::criu::helpers;
-use crate::criu::opts::{self, Options};
+use crate::criu::opts::{self, CriuOptions};
 use crate::criu::{self, Criu};
 use crate::error::Error;
-use crate::preflight::gpus::Chosen;
+use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::mount_sources::{self, Sources};
 use crate::request::Request;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
 use crate::security::lsm;
 
@@ -49,10 +49,10 @@ pub struct Surroundings {
     pub lsm: LsmFacts,
 }
 
-fn options(request: &Request<'_>) -> Result<Options, Error> {
+fn options(request: &Request<'_>) -> Result<CriuOptions, Error> {
     let ceiling = request.config().ceiling(&request.host, &request.spec);
     let texts = texts(request);
-    Ok(Options::of(
+    Ok(CriuOptions::of(
         &request.config().criu.options,
         &ceiling,
         &texts,
@@ -86,7 +86,7 @@ pub fn checkpoint(
     let mounts = &request.mounts;
     let mut options = options(request)?;
     let limits = CriuLimits {
-        own_network: request.low() == Kind::Runc && spec.has_own_namespace("network"),
+        own_network: request.low() == RuntimeKind::Runc && spec.has_own_namespace("network"),
         ghost_limit: options.ghost_limit(),
         searched: options.texts("irmap-scan-path"),
         version: criu
@@ -103,7 +103,7 @@ pub fn checkpoint(
             tools: &request.tools,
             limit: request.tool_limit(),
         },
-        &helpers::Subject {
+        &helpers::HelperSubject {
             host,
             kind: request.low(),
             spec,
@@ -115,7 +115,7 @@ pub fn checkpoint(
     );
     refusals.extend(helpers.refusals);
     options.use_lock(helpers.lock);
-    let kernel = criu::numbers(&criu::host(host, None).kernel);
+    let kernel = criu::numbers(&criu::host_facts(host, None).kernel);
     refusals.extend(hazards::undumpable_sockets(
         scan,
         host,
@@ -183,7 +183,7 @@ fn known(mounts: impl Iterator<Item = (PathBuf, PathBuf)>) -> Vec<String> {
 fn empty_directories(request: &Request<'_>) -> Vec<(PathBuf, PathBuf)> {
     const NAME: &str = ".empty-directory";
     let root = request.state_root();
-    let Some(root) = root.filter(|_| request.low() == Kind::Crun) else {
+    let Some(root) = root.filter(|_| request.low() == RuntimeKind::Crun) else {
         return Vec::new();
     };
     let runtime_dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|d| !d.is_empty());
@@ -229,7 +229,7 @@ pub struct Provision {
 pub fn provided(
     request: &Request<'_>,
     metadata: &Metadata,
-    chosen: Option<&Chosen>,
+    chosen: Option<&GpuPlacement>,
 ) -> Result<Vec<Provided>, Vec<Refusal>> {
     let (host, spec) = (&request.host, &request.spec);
     let moved = chosen.iter().flat_map(|c| &c.gpus).filter(|c| c.moved());
@@ -288,7 +288,7 @@ pub fn own_cgroup(request: &Request<'_>) -> Option<String> {
     let path = request
         .spec
         .cgroup_path()
-        .filter(|_| v2 && request.low() == Kind::Runc)?;
+        .filter(|_| v2 && request.low() == RuntimeKind::Runc)?;
     Some(format!("cgroup-root {path}"))
 }
 
@@ -299,7 +299,7 @@ pub fn own_cgroup(request: &Request<'_>) -> Option<String> {
 pub fn restore(
     request: &Request<'_>,
     metadata: &Metadata,
-    chosen: &Chosen,
+    chosen: &GpuPlacement,
     op: &Operation,
 ) -> Result<Provision, Error> {
     let (host, spec, flags) = (&request.host, &request.spec, &request.inv.flags);

@@ -8,7 +8,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
@@ -62,10 +62,10 @@ impl Invocation {
     }
 
     /// The image directory of a restore: crun takes a relative path below the bundle, runc below the working directory.
-    pub fn images_of_restore(&self, kind: Kind) -> PathBuf {
+    pub fn images_of_restore(&self, kind: RuntimeKind) -> PathBuf {
         match kind {
-            Kind::Crun => self.bundle().join(self.image_path()),
-            Kind::Runc => self.image_path(),
+            RuntimeKind::Crun => self.bundle().join(self.image_path()),
+            RuntimeKind::Runc => self.image_path(),
         }
     }
 
@@ -229,10 +229,10 @@ const KILL: &[Flag] = &[("all", false), ("a", false)];
 
 /// Decodes a command line (without the program's name). Returns `None` if it is not fully understood, asks for help or
 /// has no verb.
-pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
+pub fn decode(kind: RuntimeKind, args: &[OsString]) -> Option<Invocation> {
     let globals_set = match kind {
-        Kind::Crun => CRUN_GLOBALS,
-        Kind::Runc => RUNC_GLOBALS,
+        RuntimeKind::Crun => CRUN_GLOBALS,
+        RuntimeKind::Runc => RUNC_GLOBALS,
     };
     let (flags, verb_at) = take_flags(kind, globals_set, args, 0)?;
     let verb = match args.get(verb_at)?.to_str() {
@@ -273,10 +273,10 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
                 id: String::new(),
             });
         }
-        (Verb::Checkpoint, Kind::Runc) => RUNC_CHECKPOINT,
-        (Verb::Checkpoint, Kind::Crun) => CRUN_CHECKPOINT,
-        (Verb::Restore, Kind::Runc) => RUNC_RESTORE,
-        (Verb::Restore, Kind::Crun) => CRUN_RESTORE,
+        (Verb::Checkpoint, RuntimeKind::Runc) => RUNC_CHECKPOINT,
+        (Verb::Checkpoint, RuntimeKind::Crun) => CRUN_CHECKPOINT,
+        (Verb::Restore, RuntimeKind::Runc) => RUNC_RESTORE,
+        (Verb::Restore, RuntimeKind::Crun) => CRUN_RESTORE,
     };
     let (flags, id_at) = take_flags(kind, set, args, verb_at + 1)?;
     let id = args.get(id_at)?.to_str()?.to_owned();
@@ -294,7 +294,7 @@ pub fn decode(kind: Kind, args: &[OsString]) -> Option<Invocation> {
 
 /// Reads flags from `at` on. Returns them and the index of the first word that is not a flag.
 fn take_flags(
-    kind: Kind,
+    kind: RuntimeKind,
     set: &[Flag],
     args: &[OsString],
     mut at: usize,
@@ -326,7 +326,9 @@ fn take_flags(
                 Some(v)
             }
             // Go takes --flag=true; getopt refuses a value for a flag that takes none.
-            (false, Some(v)) if kind == Kind::Runc && (v == "true" || v == "false") => Some(v),
+            (false, Some(v)) if kind == RuntimeKind::Runc && (v == "true" || v == "false") => {
+                Some(v)
+            }
             (false, Some(_)) => return None,
             (false, None) => None,
         };
@@ -340,7 +342,7 @@ fn starts_with_dash(arg: &OsString) -> bool {
     arg.as_bytes().first() == Some(&b'-')
 }
 
-fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
+fn lookup(kind: RuntimeKind, set: &[Flag], word: &str) -> Option<Flag> {
     let exact = |name: &str| set.iter().find(|(n, _)| *n == name).copied();
     // Records short flags under their long names.
     let canonical = |(n, v): Flag| match n {
@@ -349,9 +351,9 @@ fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
         other => (other, v),
     };
     match (word.strip_prefix("--"), kind) {
-        (Some(name), Kind::Runc) => exact(name).map(canonical),
-        (None, Kind::Runc) => exact(word.strip_prefix('-')?).map(canonical),
-        (Some(name), Kind::Crun) => {
+        (Some(name), RuntimeKind::Runc) => exact(name).map(canonical),
+        (None, RuntimeKind::Runc) => exact(word.strip_prefix('-')?).map(canonical),
+        (Some(name), RuntimeKind::Crun) => {
             if let Some(flag) = exact(name).filter(|(n, _)| n.len() > 1) {
                 return Some(flag);
             }
@@ -361,7 +363,7 @@ fn lookup(kind: Kind, set: &[Flag], word: &str) -> Option<Flag> {
             let found = starting.next().copied()?;
             starting.next().is_none().then_some(found)
         }
-        (None, Kind::Crun) => {
+        (None, RuntimeKind::Crun) => {
             let name = word.strip_prefix('-')?;
             // containerd passes runc's single-dash spelling to any runtime.
             if name == "no-subreaper" {
@@ -381,13 +383,13 @@ mod tests {
         line.split_whitespace().map(OsString::from).collect()
     }
 
-    fn verb(kind: Kind, line: &str) -> Option<(Verb, usize)> {
+    fn verb(kind: RuntimeKind, line: &str) -> Option<(Verb, usize)> {
         decode(kind, &words(line)).map(|i| (i.verb, i.verb_at))
     }
 
     #[test]
     fn the_verb_is_the_first_word_after_the_global_flags() {
-        for kind in [Kind::Runc, Kind::Crun] {
+        for kind in [RuntimeKind::Runc, RuntimeKind::Crun] {
             for (line, want) in [
                 ("state x", Some((Verb::State, 0))),
                 ("kill c1 9", Some((Verb::Kill, 0))),
@@ -432,7 +434,7 @@ mod tests {
 
     #[test]
     fn each_runtimes_own_syntax() {
-        use Kind::{Crun, Runc};
+        use RuntimeKind::{Crun, Runc};
         assert!(verb(Runc, "-root /r -debug=true checkpoint -leave-running c1").is_some());
         assert!(verb(Crun, "-root /r checkpoint c1").is_none());
         assert!(verb(Crun, "--syst --root /r checkpoint --leave c1").is_some());
@@ -457,7 +459,7 @@ mod tests {
         #[test]
         fn never_panics_and_points_at_the_verb(args in proptest::collection::vec("(-{0,2}[a-z-]{0,12}(=[a-z]{0,3})?|checkpoint|restore|--root|/x)", 0..8), crun: bool) {
             let args: Vec<OsString> = args.into_iter().map(OsString::from).collect();
-            let kind = if crun { Kind::Crun } else { Kind::Runc };
+            let kind = if crun { RuntimeKind::Crun } else { RuntimeKind::Runc };
             if let Some(inv) = decode(kind, &args) {
                 let word = args[inv.verb_at].to_str().unwrap();
                 prop_assert_eq!(word == "checkpoint", inv.verb == Verb::Checkpoint);

@@ -12,13 +12,13 @@ use crate::error::LowLevelError;
 pub const ENV: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RuntimeKind {
     Crun,
     /// runc's (Go flags); also assumed for a runtime of another name.
     Runc,
 }
 
-impl Kind {
+impl RuntimeKind {
     /// The directory for the containers' state, where the command line names none.
     pub fn default_root(self) -> &'static str {
         match self {
@@ -33,7 +33,7 @@ pub struct LowLevel {
     /// The name as given: becomes `argv[0]`, so that its messages read as when it is called directly.
     pub name: OsString,
     pub path: PathBuf,
-    pub kind: Kind,
+    pub kind: RuntimeKind,
 }
 
 impl LowLevel {
@@ -93,15 +93,15 @@ fn same_file(a: &Path, b: &Path) -> bool {
 }
 
 /// Returns `Crun` if the name says so, or if it is a link to a file whose name does.
-fn kind_of(path: &Path) -> Kind {
+fn kind_of(path: &Path) -> RuntimeKind {
     let says_crun = |p: &Path| {
         p.file_name()
             .is_some_and(|n| n.to_string_lossy().contains("crun"))
     };
     if says_crun(path) || path.canonicalize().is_ok_and(|p| says_crun(&p)) {
-        Kind::Crun
+        RuntimeKind::Crun
     } else {
-        Kind::Runc
+        RuntimeKind::Runc
     }
 }
 
@@ -138,11 +138,11 @@ mod tests {
         let all = &["crun", "runc", "/opt/runc"];
         assert_eq!(
             find(None, None, all).unwrap(),
-            ("/usr/bin/crun".into(), Kind::Crun)
+            ("/usr/bin/crun".into(), RuntimeKind::Crun)
         );
         assert_eq!(
             find(None, None, &["runc"]).unwrap(),
-            ("/usr/bin/runc".into(), Kind::Runc)
+            ("/usr/bin/runc".into(), RuntimeKind::Runc)
         );
         assert_eq!(
             find(None, Some("runc"), all).unwrap().0,

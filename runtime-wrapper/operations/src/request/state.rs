@@ -12,10 +12,10 @@ use serde_json::Value;
 
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::rootfs;
 
-pub struct State {
+pub struct ContainerState {
     pub init: i32,
     pub bundle: PathBuf,
     pub paused: bool,
@@ -23,7 +23,7 @@ pub struct State {
     pub created: bool,
 }
 
-impl State {
+impl ContainerState {
     /// Asks for the state. `None`: the low-level runtime reports whatever is wrong.
     pub fn ask(ctx: &Context, inv: &Invocation, tools: &dyn Tools) -> Option<Self> {
         let out = verb(ctx, inv, "state", tools).ok()?;
@@ -44,8 +44,8 @@ impl State {
         let spec = Spec::of_bundle(&self.bundle);
         // crun names no bundle of a container in a user namespace ("/"), and keeps a copy of the spec.
         let spec = spec.or_else(|e| match ctx.low.kind {
-            Kind::Crun => Spec::of_bundle(&directory(ctx, inv)).map_err(|_| e),
-            Kind::Runc => Err(e),
+            RuntimeKind::Crun => Spec::of_bundle(&directory(ctx, inv)).map_err(|_| e),
+            RuntimeKind::Runc => Err(e),
         });
         spec.unwrap_or_else(|e| {
             tracing::warn!("only the running container can be looked at: {e}");
@@ -53,8 +53,12 @@ impl State {
         })
     }
 
-    pub fn container<'a>(&'a self, spec: &'a Spec, mounts: &Destinations) -> rootfs::Container<'a> {
-        rootfs::Container {
+    pub fn container<'a>(
+        &'a self,
+        spec: &'a Spec,
+        mounts: &Destinations,
+    ) -> rootfs::ContainerRoot<'a> {
+        rootfs::ContainerRoot {
             init: self.init,
             bundle: &self.bundle,
             spec,

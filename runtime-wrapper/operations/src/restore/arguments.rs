@@ -8,7 +8,7 @@ use crate::images;
 use crate::request::Request;
 use crate::request::argv::{self, Invocation};
 use crate::request::context::Context;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 
 /// Adapts the engine's command line to the low-level runtime.
 pub(super) fn fit(ctx: &Context, inv: &Invocation) -> Vec<OsString> {
@@ -39,11 +39,11 @@ pub(super) fn with_overlay(
 }
 
 /// Drops runc's `-no-subreaper`, which containerd's shim passes and crun does not know.
-fn adapt(kind: Kind, args: &[OsString], inv: &Invocation) -> Vec<OsString> {
+fn adapt(kind: RuntimeKind, args: &[OsString], inv: &Invocation) -> Vec<OsString> {
     let dropped = inv
         .flags
         .place("no-subreaper")
-        .filter(|_| kind == Kind::Crun);
+        .filter(|_| kind == RuntimeKind::Crun);
     let kept = args.iter().enumerate().filter(|(i, _)| Some(*i) != dropped);
     kept.map(|(_, a)| a.clone()).collect()
 }
@@ -57,11 +57,11 @@ mod tests {
     fn crun_gets_what_it_takes() {
         let args = "restore --detach -no-subreaper --bundle /b c1".split(' ');
         let args: Vec<OsString> = args.map(OsString::from).collect();
-        let inv = decode(Kind::Crun, &args).unwrap();
+        let inv = decode(RuntimeKind::Crun, &args).unwrap();
         let fit = |kind| adapt(kind, &args, &inv).join(std::ffi::OsStr::new(" "));
-        assert_eq!(fit(Kind::Crun), "restore --detach --bundle /b c1");
+        assert_eq!(fit(RuntimeKind::Crun), "restore --detach --bundle /b c1");
         assert_eq!(
-            fit(Kind::Runc),
+            fit(RuntimeKind::Runc),
             "restore --detach -no-subreaper --bundle /b c1"
         );
     }

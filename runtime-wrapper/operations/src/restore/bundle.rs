@@ -3,25 +3,25 @@
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::spec::Spec;
 
-use super::prepare::Prepared;
+use super::prepare::RestorePreparation;
 use crate::bundle::render::OnlyRender;
-use crate::bundle::{Devices, Edit, Edited, Hooks, edit};
+use crate::bundle::{BundleUndo, Devices, DroppedHooks, Edit, edit};
 use crate::error::Error;
 use crate::preflight::surroundings::MountPoints;
 use crate::request::Request;
 use crate::restore::new_container::hooks;
 use crate::rootfs;
-use crate::run::abandoned::Restoring;
+use crate::run::abandoned::RestoreNote;
 use crate::run::operation::Operation;
 
-/// The changes. Dropped without [`Changed::keep`], spec and mount points are as they were.
-pub(super) struct Changed {
-    edited: Edited,
+/// The changes. Dropped without [`BundleChanges::keep`], spec and mount points are as they were.
+pub(super) struct BundleChanges {
+    edited: BundleUndo,
     mount_points: MountPoints,
     of_new: Option<MountPoints>,
     /// The container's cgroups, as far as they were vacant before.
     pub cgroups: Cgroups,
-    pub restoring: Restoring,
+    pub restoring: RestoreNote,
 }
 
 /// Makes them. `on_disk`: what `config.json` holds now. `edits`: those that the plan knows already.
@@ -32,9 +32,9 @@ pub(super) fn change(
     request: &Request<'_>,
     on_disk: &Spec,
     edits: Vec<Box<dyn Edit>>,
-    prepared: &Prepared,
+    prepared: &RestorePreparation,
     op: &Operation,
-) -> Result<Changed, Error> {
+) -> Result<BundleChanges, Error> {
     let (host, spec, bundle) = (&request.host, &request.spec, &request.bundle);
     let mut edits: Vec<Box<dyn Edit + '_>> = edits;
     edits.extend(planned(request, prepared));
@@ -43,7 +43,7 @@ pub(super) fn change(
     let cgroups = path
         .map(|path| Cgroups::vacant(host, path))
         .unwrap_or_default();
-    let restoring = Restoring::of(request, cgroups.clone());
+    let restoring = RestoreNote::of(request, cgroups.clone());
     if request.flag("detach") {
         restoring.note(op.dir())?;
     }
@@ -55,7 +55,7 @@ pub(super) fn change(
     let mount_points = provision.mount_points(bundle, spec, &request.mounts)?;
     let of_new = prepared.new_mounts.as_ref();
     let of_new = of_new.map(|m| m.provide(request, op)).transpose()?;
-    Ok(Changed {
+    Ok(BundleChanges {
         edited,
         mount_points,
         of_new,
@@ -64,7 +64,7 @@ pub(super) fn change(
     })
 }
 
-impl Changed {
+impl BundleChanges {
     /// Keeps them, after a successful restore.
     pub fn keep(self) {
         self.edited.keep();
@@ -75,18 +75,21 @@ impl Changed {
     }
 }
 
-fn planned<'a>(request: &'a Request<'_>, prepared: &'a Prepared) -> Vec<Box<dyn Edit + 'a>> {
+fn planned<'a>(
+    request: &'a Request<'_>,
+    prepared: &'a RestorePreparation,
+) -> Vec<Box<dyn Edit + 'a>> {
     let mut edits: Vec<Box<dyn Edit + 'a>> = vec![
         Box::new(Devices {
             remap: &prepared.chosen.remap,
         }),
-        Box::new(Hooks {
+        Box::new(DroppedHooks {
             drop: &request.config().hooks.drop,
         }),
         Box::new(prepared.provision.sources.clone()),
     ];
     if prepared.new_mounts.is_some() {
-        edits.push(Box::new(hooks::Taken));
+        edits.push(Box::new(hooks::HooksRemoval));
     }
     if let Some(visible) = prepared.amd_visible.clone() {
         edits.push(Box::new(OnlyRender { visible }));

@@ -5,21 +5,21 @@ use std::time::Duration;
 
 use cryopod_host::cgroups::Cgroups;
 
-use super::bundle::Changed;
-use super::prepare::Prepared;
-use super::run::Ran;
+use super::bundle::BundleChanges;
+use super::prepare::RestorePreparation;
+use super::run::RestoreOutcome;
 use crate::criu::plugins;
 use crate::error::Error;
-use crate::preflight::setup::Finished;
+use crate::preflight::criu_setup::OperationReports;
 use crate::preflight::surroundings;
 use crate::request::Request;
 use crate::request::state;
 use crate::rootfs::frozen;
-use crate::run::abandoned::Restoring;
+use crate::run::abandoned::RestoreNote;
 use crate::run::child::exit_code;
+use crate::run::failure;
 use crate::run::metrics;
 use crate::run::operation::Operation;
-use crate::run::reasons;
 use crate::run::runtime_log::RuntimeLog;
 use crate::security::lsm;
 
@@ -32,9 +32,9 @@ const EXIT_LIMIT: Duration = Duration::from_secs(5);
 /// Nothing was restored. What is left of the container is removed, and the checkpoint is untouched.
 pub(super) fn conclude(
     request: &Request<'_>,
-    prepared: Prepared,
-    changed: Changed,
-    ran: Ran,
+    prepared: RestorePreparation,
+    changed: BundleChanges,
+    ran: RestoreOutcome,
     op: &Operation,
     amd: bool,
 ) -> Result<ExitCode, Error> {
@@ -68,7 +68,7 @@ pub(super) fn conclude(
             request.id()
         ));
     }
-    Restoring::done(op.dir());
+    RestoreNote::done(op.dir());
     changed.keep();
     if let Some(log) = log.filter(|_| !failed) {
         log.hand_on();
@@ -85,8 +85,8 @@ fn remove(cgroups: &Cgroups) {
 
 fn explain(
     request: &Request<'_>,
-    ran: &Ran,
-    finished: Finished,
+    ran: &RestoreOutcome,
+    finished: OperationReports,
     runtime_error: Option<String>,
     amd: bool,
 ) -> String {
@@ -96,7 +96,7 @@ fn explain(
     let reasons = ran.unfit.clone().into_iter();
     let reasons = reasons.chain(finished.reasons());
     let reasons = reasons.chain(denied).chain(runtime_error);
-    let why = reasons::why(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
+    let why = failure::describe(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
     let stuck = match amd && ran.ended.killed {
         true => format!(
             ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",

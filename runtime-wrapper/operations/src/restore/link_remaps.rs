@@ -24,10 +24,10 @@ const NAME: &str = "link_remap.";
 const IMAGES: [&str; 2] = ["files.img", "remap-fpath.img"];
 
 /// A link in a volume: the directory, the name, the file.
-type Link = (OwnedFd, OsString, OwnedFd);
+type LinkRemap = (OwnedFd, OsString, OwnedFd);
 
 #[derive(Debug)]
-pub struct LinkRemaps(Vec<Link>);
+pub struct LinkRemaps(Vec<LinkRemap>);
 
 impl LinkRemaps {
     /// Opens the files behind the links that the images name in the spec's volumes.
@@ -66,7 +66,7 @@ impl LinkRemaps {
     }
 }
 
-fn open(request: &Request<'_>, path: &str) -> Option<Link> {
+fn open(request: &Request<'_>, path: &str) -> Option<LinkRemap> {
     let path = Path::new("/").join(path);
     let name = path.file_name()?.to_owned();
     if !name.to_string_lossy().starts_with(NAME) {

@@ -9,20 +9,20 @@ use cryopod_archive::store::Found;
 use crate::config::tenant::Tenant;
 use crate::error::Error;
 use crate::images;
-use crate::images::handover::{self, Handed};
+use crate::images::handover::{self, ImportGrant};
 use crate::images::owners;
 use crate::images::store;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 
-pub(super) struct Checkpoint {
+pub(super) struct OpenedCheckpoint {
     /// The image directory.
     pub images: PathBuf,
     pub metadata: Metadata,
     /// The store's entry with the large files, if they are in one.
     pub stored: Option<Found>,
     /// What `cryopod import` wants of this restore.
-    pub handed: Handed,
+    pub handed: ImportGrant,
 }
 
 /// Why a checkpoint cannot be opened.
@@ -43,7 +43,7 @@ impl From<OpenError> for Error {
     }
 }
 
-impl Checkpoint {
+impl OpenedCheckpoint {
     /// Returns the context with what `cryopod import` wants of this restore: another GPU map, and the place of large
     /// files.
     pub fn context(&self, ctx: &Context) -> Context {
@@ -60,7 +60,7 @@ impl Checkpoint {
 ///
 /// # Errors
 /// The directory holds no images of CRIU, the checkpoint is incomplete, has links, or others than root can write it.
-pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Checkpoint, OpenError> {
+pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<OpenedCheckpoint, OpenError> {
     let images = inv.images_of_restore(ctx.low.kind);
     if let Some(checkpoint) = with_metadata(ctx, inv, &images)? {
         return Ok(checkpoint);
@@ -69,11 +69,11 @@ pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<Checkpoint, OpenEr
         return Err(OpenError::NoImages(images));
     }
     images::no_links(&images).map_err(OpenError::Other)?;
-    Ok(Checkpoint {
+    Ok(OpenedCheckpoint {
         images,
         metadata: Metadata::default(),
         stored: None,
-        handed: Handed::default(),
+        handed: ImportGrant::default(),
     })
 }
 
@@ -82,7 +82,7 @@ fn with_metadata(
     ctx: &Context,
     inv: &Invocation,
     directory: &Path,
-) -> Result<Option<Checkpoint>, Error> {
+) -> Result<Option<OpenedCheckpoint>, Error> {
     // A user's own engine restores with that user's privileges. The low-level runtime reports a directory that is not
     // there.
     if directory.exists() && Tenant::user() == Some(0) {
@@ -98,7 +98,7 @@ fn with_metadata(
     match (Metadata::open(directory)?, stored) {
         (Some(metadata), stored) => {
             images::no_links(directory)?;
-            Ok(Some(Checkpoint {
+            Ok(Some(OpenedCheckpoint {
                 images: directory.to_owned(),
                 metadata,
                 stored,

@@ -8,16 +8,16 @@ use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::switches::Switches;
 use cryopod_host::nodes::Vendor;
 
-use super::open::Checkpoint;
+use super::open::OpenedCheckpoint;
 use crate::criu;
 use crate::criu::Criu;
 use crate::criu::compressed;
 use crate::criu::no_criu;
 use crate::criu::plugins;
 use crate::error::Error;
-use crate::preflight::gpus::Chosen;
+use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::{self, Provision};
-use crate::preflight::{self, Means, Question};
+use crate::preflight::{self, RestoreQuestion, RestoreTools};
 use crate::request::Request;
 use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::new_container::network::NewNetwork;
@@ -28,8 +28,8 @@ use crate::security::lsm;
 use crate::security::privileges;
 use crate::vram::agent::Agent;
 
-pub(super) struct Planned {
-    pub chosen: Chosen,
+pub(super) struct RestorePlan {
+    pub chosen: GpuPlacement,
     /// The only render minors of AMD's GPUs that the container may see.
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
@@ -57,12 +57,12 @@ const EVERYBODYS: [(u32, u32); 7] = [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5,
 /// Every reason why the checkpoint cannot be restored here.
 pub(super) fn plan(
     request: &Request<'_>,
-    checkpoint: &Checkpoint,
+    checkpoint: &OpenedCheckpoint,
     op: &Operation,
     new: bool,
-) -> Result<Planned, Error> {
+) -> Result<RestorePlan, Error> {
     let (config, metadata) = (request.config(), &checkpoint.metadata);
-    let criu = criu::criu(&request.tools, request.tool_limit());
+    let criu = criu::find(&request.tools, request.tool_limit());
     let (means, answer, chosen) = gpus(request, checkpoint, criu.as_ref(), op)?;
     let low = &request.ctx.low.path;
     let low_version = criu::version_line(&request.tools, low, request.tool_limit());
@@ -120,7 +120,7 @@ pub(super) fn plan(
     if !beyond.is_empty() {
         return Err(PlanError::RestoreRefused(beyond).into());
     }
-    Ok(Planned {
+    Ok(RestorePlan {
         chosen,
         amd_visible: answer.amd_visible,
         provision,
@@ -136,7 +136,7 @@ pub(super) fn plan(
 }
 
 /// The device nodes that the container may have: those that every container has, the spec's and the GPUs'.
-fn devices(request: &Request<'_>, chosen: &Chosen) -> Vec<(u32, u32)> {
+fn devices(request: &Request<'_>, chosen: &GpuPlacement) -> Vec<(u32, u32)> {
     let of_spec = request.spec.devices().into_iter();
     let of_spec = of_spec.filter_map(|d| {
         let number = |n: i64| u32::try_from(n).ok();
@@ -152,10 +152,10 @@ fn devices(request: &Request<'_>, chosen: &Chosen) -> Vec<(u32, u32)> {
 /// Chooses the GPUs, and checks what this host has for them.
 fn gpus(
     request: &Request<'_>,
-    checkpoint: &Checkpoint,
+    checkpoint: &OpenedCheckpoint,
     criu: Option<&Criu>,
     op: &Operation,
-) -> Result<(Means, preflight::Answer, Chosen), Error> {
+) -> Result<(RestoreTools, preflight::RestoreAnswer, GpuPlacement), Error> {
     let (config, host, metadata) = (request.config(), &request.host, &checkpoint.metadata);
     let switches = Switches::gather(&request.spec, &config.checks, &|name| {
         std::env::var(name).ok()
@@ -165,10 +165,10 @@ fn gpus(
         true => Images::collect(&request.images).map_err(|e| Error::Failed(e.to_string()))?,
         false => Images::default(),
     };
-    let mut means = Means::gather(config, host, &request.tools, criu, metadata, Some(op));
+    let mut means = RestoreTools::gather(config, host, &request.tools, criu, metadata, Some(op));
     let unreadable = compressed::refusal(&request.images, criu);
     means.faults.extend(unreadable);
-    let mut answer = preflight::answer(&Question {
+    let mut answer = preflight::answer(&RestoreQuestion {
         host,
         config,
         metadata,

@@ -6,17 +6,17 @@ use cryopod_amd::pages::{self, Unpacked};
 use cryopod_gpu_plan::plan::PlanError;
 
 use super::arguments;
-use super::open::Checkpoint;
-use super::plan::Planned;
+use super::open::OpenedCheckpoint;
+use super::plan::RestorePlan;
 use crate::error::Error;
 use crate::images;
 use crate::images::store;
-use crate::images::{Links, Written};
-use crate::preflight::gpus::Chosen;
-use crate::preflight::setup::{Ready, Setup};
+use crate::images::{ImageLinks, RewrittenImages};
+use crate::preflight::criu_setup::{CriuEnvironment, CriuSetup};
+use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::Provision;
 use crate::request::Request;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::restore::network_settings::NetworkSettings;
 use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::private_root;
@@ -26,11 +26,11 @@ use crate::run::runtime_log::RuntimeLog;
 use crate::security::image_check::CheckedImages;
 use crate::vram;
 
-pub(super) struct Prepared {
-    pub ready: Ready,
+pub(super) struct RestorePreparation {
+    pub ready: CriuEnvironment,
     pub arguments: Vec<OsString>,
     pub runtime_log: Option<RuntimeLog>,
-    pub chosen: Chosen,
+    pub chosen: GpuPlacement,
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
@@ -45,11 +45,11 @@ pub(super) struct Prepared {
 
 pub(super) fn prepare(
     request: &Request<'_>,
-    checkpoint: &Checkpoint,
-    planned: Planned,
+    checkpoint: &OpenedCheckpoint,
+    planned: RestorePlan,
     op: &Operation,
-) -> Result<Prepared, Error> {
-    let Planned {
+) -> Result<RestorePreparation, Error> {
+    let RestorePlan {
         chosen,
         amd_visible,
         mut provision,
@@ -67,7 +67,7 @@ pub(super) fn prepare(
     provision.extra.limit_s = limit.as_secs();
     // runc leaves it down.
     let loopback = new_network.as_ref().map(|n| n.loopback);
-    let loopback = loopback.unwrap_or(request.low() == Kind::Runc);
+    let loopback = loopback.unwrap_or(request.low() == RuntimeKind::Runc);
     NetworkSettings::of(&request.host, &request.spec, loopback).ask(op)?;
     if let Some(stored) = &checkpoint.stored {
         store::verify(request, stored, limit)?;
@@ -82,7 +82,7 @@ pub(super) fn prepare(
             "restore refused, nothing was started: the GPU memory: {e}"
         ))
     })?;
-    let links = Links {
+    let links = ImageLinks {
         stored,
         unpacked: unpacked.as_ref().map(|u| u.directory.as_path()),
     };
@@ -91,7 +91,7 @@ pub(super) fn prepare(
         &request.images,
         &chosen.remap,
         links,
-        &Written {
+        &RewrittenImages {
             checked: checked.as_ref(),
             network: written,
         },
@@ -101,7 +101,7 @@ pub(super) fn prepare(
         Some(agent) => Some((agent, chosen.driver_map()?)),
         None => None,
     };
-    let setup = Setup {
+    let setup = CriuSetup {
         request,
         criu: &criu,
         low_version: low_version.as_deref(),
@@ -114,7 +114,7 @@ pub(super) fn prepare(
     }
     let mut arguments = provision.arguments(request, low_version.as_deref(), &args);
     let runtime_log = RuntimeLog::apart(op, &request.ctx.low, request.inv, &mut arguments);
-    Ok(Prepared {
+    Ok(RestorePreparation {
         ready,
         arguments,
         runtime_log,
@@ -129,7 +129,7 @@ pub(super) fn prepare(
     })
 }
 
-impl Prepared {
+impl RestorePreparation {
     /// Checks the container's files, as CRIU will find them, for links that lead CRIU out of the container.
     ///
     /// # Errors
@@ -147,7 +147,7 @@ impl Prepared {
 }
 
 /// Returns the size of the checkpoint, wherever its files are.
-fn bytes(request: &Request<'_>, checkpoint: &Checkpoint) -> u64 {
+fn bytes(request: &Request<'_>, checkpoint: &OpenedCheckpoint) -> u64 {
     let stored = checkpoint.stored.as_ref();
     let stored = stored.map_or(0, |found| found.reference.bytes());
     let vram = checkpoint.metadata.gpu.vram.as_ref();
@@ -161,7 +161,7 @@ fn bytes(request: &Request<'_>, checkpoint: &Checkpoint) -> u64 {
 fn searchable(request: &Request<'_>) -> Result<Option<Searchable>, Error> {
     let (host, spec) = (&request.host, &request.spec);
     let searchable = Searchable::for_restore(host, spec, &request.images)?;
-    if request.low() == Kind::Crun {
+    if request.low() == RuntimeKind::Crun {
         searchable::state_directory(host, spec, request.state_root())?;
     }
     Ok(searchable)

@@ -25,12 +25,12 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Value, json};
 
-use crate::bundle::{Devices, Edit, Hooks};
+use crate::bundle::{Devices, DroppedHooks, Edit};
 use crate::config::Config;
 use crate::criu::conf::{self, Extra, Reader};
-use crate::criu::opts::Options;
-use crate::preflight::gpus::{self, Given};
-use crate::request::lowlevel::Kind;
+use crate::criu::opts::CriuOptions;
+use crate::preflight::gpus::{self, GpuConstraints};
+use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
 use crate::security::privileges;
 
@@ -509,7 +509,7 @@ proptest! {
         let engine = Spec::from_json(spec.clone());
 
         // GPUs, device nodes and config.json.
-        let given = Given { by_memory: false, any_model: true, amd: None };
+        let given = GpuConstraints { by_memory: false, any_model: true, amd: None };
         let mut nodes = Vec::new();
         if let Ok(chosen) = gpus::choose(host, &config, &metadata, &engine, None, given) {
             for choice in &chosen.gpus {
@@ -520,7 +520,7 @@ proptest! {
             nodes = chosen.remap.targets.iter().map(|t| (t.path.clone(), t.host_path.clone())).collect();
             let mut written = spec.clone();
             let devices = Devices { remap: &chosen.remap };
-            let hooks = Hooks { drop: &config.hooks.drop };
+            let hooks = DroppedHooks { drop: &config.hooks.drop };
             if devices.apply(host, &mut written).and_then(|()| hooks.apply(host, &mut written)).is_ok() {
                 spec_is_within(&spec, &written, &gave);
             }
@@ -547,13 +547,13 @@ proptest! {
 
         // CRIU's configuration.
         let ceiling = config.ceiling(host, &engine);
-        if let Ok(mut options) = Options::of(&config.criu.options, &ceiling, &[]) {
+        if let Ok(mut options) = CriuOptions::of(&config.criu.options, &ceiling, &[]) {
             let args = ["restore".into(), "c".into()];
-            let flags = crate::request::argv::decode(Kind::Crun, &args).unwrap().flags;
+            let flags = crate::request::argv::decode(RuntimeKind::Crun, &args).unwrap().flags;
             options.as_at_the_checkpoint(&metadata.criu.options, &flags);
             let extra = Extra { options, ..Extra::default() };
             for (names_file, restore) in [(true, true), (false, true), (false, false)] {
-                let reader = Reader { kind: Kind::Runc, names_file, restore };
+                let reader = Reader { kind: RuntimeKind::Runc, names_file, restore };
                 let Ok((text, libdirs)) = conf::merge(&world.op, &config, reader, &engine, None, &extra) else {
                     continue;
                 };

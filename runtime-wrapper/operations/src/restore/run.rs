@@ -7,24 +7,24 @@ use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::names;
 use cryopod_host::files::Host;
 
-use super::prepare::Prepared;
+use super::prepare::RestorePreparation;
 use crate::error::Error;
-use crate::preflight::setup;
+use crate::preflight::criu_setup;
 use crate::request::Request;
 use crate::restore::device_filter;
 use crate::restore::new_container::mounts;
 use crate::restore::new_container::{self, NewContainer};
 use crate::run::action_script::Question;
-use crate::run::child::{self, Ended, Signals, Watch};
+use crate::run::child::{self, RunOutcome, RunWatch, Signals};
+use crate::run::failure::LogMarks;
 use crate::run::metrics;
 use crate::run::operation::Operation;
 use crate::run::progress::{self, Progress};
-use crate::run::reasons::Before;
 use crate::vram::agent::Agent;
 
-pub(super) struct Ran {
-    pub ended: Ended,
-    pub before: Before,
+pub(super) struct RestoreOutcome {
+    pub ended: RunOutcome,
+    pub before: LogMarks,
     pub detach: bool,
     /// Why the new container cannot have what is its own.
     pub unfit: Option<String>,
@@ -40,24 +40,103 @@ fn denied(host: &Host, visible: &[u32]) -> Vec<u32> {
     minors.filter(|minor| !visible.contains(minor)).collect()
 }
 
-/// Runs it until it ends. `new`: the container that is being created. `amd`: CRIU's amdgpu plugin takes part. An error means that it could not be started.
+type StageAnswer<'a> = dyn Fn(&Question) -> Result<(), String> + 'a;
+
+/// What the wrapper does while CRIU waits at a stage of its restore.
+struct Action<'a> {
+    /// `None`: each stage.
+    stage: Option<&'static str>,
+    /// An error ends the restore: its text says why the container cannot have what is its own.
+    run: Box<StageAnswer<'a>>,
+}
+
+impl<'a> Action<'a> {
+    fn at(stage: &'static str, run: impl Fn(&Question) -> Result<(), String> + 'a) -> Self {
+        Self {
+            stage: Some(stage),
+            run: Box::new(run),
+        }
+    }
+
+    fn is_due(&self, stage: &str) -> bool {
+        self.stage.is_none_or(|own| own == stage)
+    }
+}
+
+/// Returns the actions of a restore, in the order in which those of one stage run.
+fn actions<'a>(
+    request: &'a Request<'_>,
+    prepared: &'a RestorePreparation,
+    new: Option<&'a NewContainer>,
+    amd: bool,
+    before: &'a LogMarks,
+) -> Vec<Action<'a>> {
+    let host = &request.host;
+    let mut actions = Vec::new();
+    if let Some(new) = new {
+        actions.push(Action::at(new_container::STAGE, |question| {
+            if let Err(e) = new.stop(host, question.init) {
+                tracing::error!("{e}");
+            }
+            Ok(())
+        }));
+        actions.push(Action {
+            stage: None,
+            run: Box::new(|q| new.hooks().at(&q.stage, q.init, new.waits())),
+        });
+    }
+    if let Some(mounts) = &prepared.new_mounts {
+        actions.push(Action::at(new_container::STAGE, |question| {
+            mounts.put_environ(host, question.init);
+            Ok(())
+        }));
+        actions.push(Action::at(mounts::STAGE, |question| {
+            mounts.attach(question.init)
+        }));
+    }
+    if let Some(visible) = &prepared.amd_visible {
+        actions.push(Action::at(device_filter::STAGE, |question| {
+            if let Err(e) = device_filter::deny(host, question.init, &denied(host, visible)) {
+                tracing::warn!("other AMD GPUs are not denied yet: {e}");
+            }
+            Ok(())
+        }));
+    }
+    if amd {
+        actions.push(Action::at(RESTORED, |_| {
+            match before.criu_log().and_then(saved::failed_copy) {
+                None => Ok(()),
+                Some(line) => Err(format!(
+                    "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {line}"
+                )),
+            }
+        }));
+    }
+    actions
+}
+
+/// Runs the low-level runtime's restore and answers CRIU's stages. `new`: the container that is being created. `amd`:
+/// CRIU's amdgpu plugin takes part.
+///
+/// # Errors
+/// It could not be started.
 pub(super) fn run(
     request: &Request<'_>,
-    prepared: &Prepared,
+    prepared: &RestorePreparation,
     op: &Operation,
     signals: &Signals,
     new: Option<&NewContainer>,
     amd: bool,
-) -> Result<Ran, Error> {
+) -> Result<RestoreOutcome, Error> {
     let (low, ready) = (&request.ctx.low, &prepared.ready);
     let detach = request.flag("detach");
-    let watch = Watch {
+    let watch = RunWatch {
         stderr: None,
-        kind: child::Kind::Restore { detach },
+        kind: child::RunKind::Restore { detach },
         action_script: &ready.action_script,
         limit: ready.limit,
         abort_limit: Duration::from_secs(request.config().limits.abort_s),
-        abort_file: op.file(setup::ABORT_FILE),
+        abort_file: op.file(criu_setup::ABORT_FILE),
         images: None,
         criu_log: request.log(names::RESTORE_LOG),
         agent: ready.agent.as_ref().and_then(Agent::pid),
@@ -65,70 +144,36 @@ pub(super) fn run(
     };
     let mut progress = Progress::of_operation(
         op,
-        progress::State {
+        progress::ProgressState {
             operation: "restore".into(),
             name: request.id().to_owned(),
             step: "start".into(),
             total: prepared.bytes,
             images: Some(request.images.clone()),
             log: Some(request.log(names::RESTORE_LOG)),
-            ..progress::State::default()
+            ..progress::ProgressState::default()
         },
     );
     let since = Instant::now();
-    let before = Before::note(request.log(names::RESTORE_LOG), &request.inv.globals);
+    let before = LogMarks::note(request.log(names::RESTORE_LOG), &request.inv.globals);
     let arguments = &prepared.arguments;
+    let actions = actions(request, prepared, new, amd, &before);
     let mut unfit = None;
     let mut decide = |question: &Question| {
         progress.step(&question.stage);
-        if let Some(new) = new.filter(|_| question.stage == new_container::STAGE)
-            && let Err(e) = new.stop(&request.host, question.init)
-        {
-            tracing::error!("{e}");
-        }
-        if let Some(new) = new
-            && let Err(e) = new.hooks().at(&question.stage, question.init, new.waits())
-        {
-            unfit = Some(e);
-        }
-        if let Some(mounts) = prepared.new_mounts.as_ref()
-            && question.stage == new_container::STAGE
-        {
-            mounts.put_environ(&request.host, question.init);
-        }
-        if let Some(mounts) = prepared.new_mounts.as_ref()
-            && question.stage == mounts::STAGE
-            && let Err(e) = mounts.attach(question.init)
-        {
-            unfit = Some(e);
-        }
-        if question.stage == device_filter::STAGE
-            && let Some(visible) = &prepared.amd_visible
-            && let Err(e) = device_filter::deny(
-                &request.host,
-                question.init,
-                &denied(&request.host, visible),
-            )
-        {
-            tracing::warn!("other AMD GPUs are not denied yet: {e}");
-        }
-        if amd
-            && question.stage == RESTORED
-            && let Some(line) = before.criu_log().and_then(saved::failed_copy)
-        {
-            unfit = Some(format!(
-                "a copy of GPU memory to an AMD GPU has failed, and CRIU's amdgpu plugin has gone on without it: {line}"
-            ));
-        }
+        let mut due = actions.iter().filter(|a| a.is_due(&question.stage));
+        let found = || due.find_map(|action| (action.run)(question).err());
+        unfit = unfit.take().or_else(found);
         unfit.is_none()
     };
     let ended = child::run(low, arguments, &ready.env, &watch, signals, &mut decide)?;
+    drop(actions);
     // In the foreground the container has run since.
     if detach {
         metrics::step("restore", micros(since.elapsed()));
     }
     metrics::bytes("images", prepared.bytes);
-    Ok(Ran {
+    Ok(RestoreOutcome {
         ended,
         before,
         detach,

@@ -14,7 +14,7 @@ use tar::{Archive, Builder, EntryType, Header};
 
 use super::capture::empty;
 use super::{CAPABILITY, FILE, SHM_FILE, WHITEOUT};
-use crate::config::rootfs::Options;
+use crate::config::rootfs::RootfsOptions;
 use crate::error::Error;
 
 /// Largest list of deleted files, in bytes.
@@ -25,7 +25,7 @@ const MAX_LIST: u64 = 64 << 20;
 ///
 /// # Errors
 /// The tar or the list cannot be read, or exceeds the bounds of `[rootfs]`.
-pub fn adopt(bounds: &Options, unpacked: &Path, images: &Path) -> Result<(), Error> {
+pub fn adopt(bounds: &RootfsOptions, unpacked: &Path, images: &Path) -> Result<(), Error> {
     let (shm, to) = (unpacked.join(names::DEVSHM), images.join(SHM_FILE));
     if shm.is_file() && !to.exists() {
         adopt_one(bounds, unpacked, Some(&shm), None, &to)?;
@@ -45,7 +45,7 @@ pub fn adopt(bounds: &Options, unpacked: &Path, images: &Path) -> Result<(), Err
 }
 
 fn adopt_one(
-    bounds: &Options,
+    bounds: &RootfsOptions,
     unpacked: &Path,
     diff: Option<&Path>,
     list: Option<&Path>,
@@ -61,7 +61,7 @@ fn adopt_one(
 }
 
 fn rewrite(
-    bounds: &Options,
+    bounds: &RootfsOptions,
     diff: Option<&Path>,
     list: Option<&Path>,
     to: &Path,
@@ -97,7 +97,7 @@ fn whiteout<W: Write>(out: &mut Builder<W>, path: &Path) -> io::Result<()> {
     empty(out, &path.with_file_name(gone))
 }
 
-fn changes<W: Write>(bounds: &Options, diff: &Path, out: &mut Builder<W>) -> io::Result<()> {
+fn changes<W: Write>(bounds: &RootfsOptions, diff: &Path, out: &mut Builder<W>) -> io::Result<()> {
     let mut archive = Archive::new(decompressed(File::open(diff)?)?);
     let (mut files, mut bytes) = (0u64, 0u64);
     for entry in archive.entries()? {

@@ -16,11 +16,11 @@ use tar::EntryType;
 
 use super::records::{Record, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
-use crate::config::rootfs::Options;
+use crate::config::rootfs::RootfsOptions;
 
 const PARTIAL: &str = ".cryopod-unpacked";
 
-pub fn unpack(tar: &Path, root: &Path, bounds: &Options) -> io::Result<()> {
+pub fn unpack(tar: &Path, root: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let root = File::open(root)?;
     let mut options = OpenOptions::new();
     let tar = options

@@ -13,7 +13,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use tar::{Builder, EntryType, Header};
 
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
-use crate::config::rootfs::Options;
+use crate::config::rootfs::RootfsOptions;
 
 /// Deepest nesting of directories; a descriptor is open for each.
 const MAX_DEPTH: usize = 512;
@@ -27,7 +27,7 @@ const MAX_PATH: usize = 4096;
 ///
 /// # Errors
 /// An I/O error, or what exceeds `bounds`.
-pub fn pack(upper: &File, to: &Path, bounds: &Options) -> io::Result<()> {
+pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let _ = fs::remove_file(to);
     let mut options = OpenOptions::new();
     let to = options.write(true).create_new(true).mode(0o600).open(to)?;
@@ -108,7 +108,7 @@ struct Walk<'b, W: Write> {
     tar: Builder<W>,
     /// The first name of each file that has several.
     links: HashMap<(u64, u64), PathBuf>,
-    bounds: &'b Options,
+    bounds: &'b RootfsOptions,
     files: u64,
     bytes: u64,
 }

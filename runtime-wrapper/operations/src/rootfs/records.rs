@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use tar::{Archive, EntryType, Header, PaxExtensions};
 
 use super::CAPABILITY;
-use crate::config::rootfs::Options;
+use crate::config::rootfs::RootfsOptions;
 
 /// Longest name in bytes, as the kernel takes it.
 const MAX_NAME: u64 = 4096;
@@ -38,7 +38,7 @@ struct Ahead {
 
 pub fn each(
     tar: &File,
-    bounds: &Options,
+    bounds: &RootfsOptions,
     visit: &mut dyn FnMut(&mut Record<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut reader = BufReader::with_capacity(32 << 10, tar);

@@ -8,10 +8,10 @@ fn whose_changes_are_carried() {
     let spec = |a: serde_json::Value| Spec::from_json(json!({ "annotations": a }));
     let docker = Path::new("/run/containerd/io.containerd.runtime.v2.task/moby/c1");
     let other = Path::new("/run/containerd/io.containerd.runtime.v2.task/default/moby");
-    let auto = Options::default();
-    let with = |carry| Options {
+    let auto = RootfsOptions::default();
+    let with = |carry| RootfsOptions {
         carry,
-        ..Options::default()
+        ..RootfsOptions::default()
     };
     let (always, never) = (with(Carry::Always), with(Carry::Never));
     let (none, on, off) = (
@@ -42,7 +42,7 @@ fn whose_changes_are_carried() {
     assert!(!wanted(&never, &spec(none), other, true));
 }
 
-fn pack(upper: &Path, images: &Path, bounds: &Options) -> std::io::Result<()> {
+fn pack(upper: &Path, images: &Path, bounds: &RootfsOptions) -> std::io::Result<()> {
     capture::pack(&fs::File::open(upper)?, &images.join(FILE), bounds)
 }
 
@@ -54,7 +54,7 @@ fn bundle(dir: &Path) -> std::path::PathBuf {
 }
 
 fn restore(images: &Path, bundle: &Path) -> Result<(), Error> {
-    apply(&Options::default(), images, bundle)
+    apply(&RootfsOptions::default(), images, bundle)
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn there_and_back() {
     fs::hard_link(upper.join("a/b/file"), upper.join("z")).unwrap();
     symlink("/etc/passwd", upper.join("a/link")).unwrap();
     fs::write(upper.join("directory"), "now a file").unwrap();
-    pack(&upper, &images, &Options::default()).unwrap();
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
     fs::create_dir_all(root.join("directory/with")).unwrap();
@@ -197,7 +197,7 @@ fn whiteouts_of_dots_are_no_directories() {
 fn bounds() {
     let dir = tempfile::tempdir().unwrap();
     let bundle = bundle(dir.path());
-    let refused = |options: &Options| {
+    let refused = |options: &RootfsOptions| {
         let e = apply(options, dir.path(), &bundle).unwrap_err().to_string();
         assert_eq!(fs::read_dir(bundle.join("rootfs")).unwrap().count(), 0);
         e
@@ -207,9 +207,9 @@ fn bounds() {
         dir.path(),
         &[("a", file, ""), ("b", file, ""), ("c", file, "")],
     );
-    let e = refused(&Options {
+    let e = refused(&RootfsOptions {
         max_files: 2,
-        ..Options::default()
+        ..RootfsOptions::default()
     });
     assert!(e.contains("rootfs.max_files"), "{e}");
     // A file of 2 TiB, which is not there.
@@ -219,7 +219,7 @@ fn bounds() {
     header.set_size(2 << 40);
     header.set_cksum();
     fs::write(dir.path().join(FILE), header.as_bytes()).unwrap();
-    let e = refused(&Options::default());
+    let e = refused(&RootfsOptions::default());
     assert!(e.contains("more than 64 GiB (rootfs.max_gib"), "{e}");
     // Records that would be read into memory, and malicious ones.
     let write = |kind, size: u64, text: &[u8]| {
@@ -229,7 +229,7 @@ fn bounds() {
         header.set_size(size);
         header.set_cksum();
         fs::write(dir.path().join(FILE), [header.as_bytes(), text].concat()).unwrap();
-        refused(&Options::default())
+        refused(&RootfsOptions::default())
     };
     for kind in [
         tar::EntryType::GNULongName,
@@ -254,7 +254,7 @@ fn long_names_and_what_is_cut_off() {
     fs::create_dir(&images).unwrap();
     fs::write(upper.join(&long).join("file"), "text").unwrap();
     symlink(format!("/{long}/file"), upper.join("link")).unwrap();
-    pack(&upper, &images, &Options::default()).unwrap();
+    pack(&upper, &images, &RootfsOptions::default()).unwrap();
     let bundle = bundle(dir.path());
     restore(&images, &bundle).unwrap();
     let root = bundle.join("rootfs");
@@ -327,7 +327,7 @@ fn what_changes_while_it_is_packed_leads_nowhere() {
         for _ in 0..400 {
             // The left-over of an earlier attempt that was killed.
             fs::write(images.join(FILE), "").unwrap();
-            pack(&upper, &images, &Options::default()).unwrap();
+            pack(&upper, &images, &RootfsOptions::default()).unwrap();
             let tar = fs::read(images.join(FILE)).unwrap();
             let found = tar.windows(14).any(|bytes| bytes == b"the host's own");
             if found {
@@ -344,7 +344,7 @@ fn only_root_may_read_the_packed_files() {
     let dir = tempfile::tempdir().unwrap();
     let upper = dir.path().join("upper");
     fs::create_dir(&upper).unwrap();
-    pack(&upper, dir.path(), &Options::default()).unwrap();
+    pack(&upper, dir.path(), &RootfsOptions::default()).unwrap();
     let mode = fs::metadata(dir.path().join(FILE)).unwrap().mode();
     assert_eq!(mode & 0o7777, 0o600);
 }
@@ -357,11 +357,11 @@ fn what_is_packed_is_bounded() {
     fs::create_dir(&upper).unwrap();
     let sparse = fs::File::create(upper.join("sparse")).unwrap();
     sparse.set_len(65 << 30).unwrap();
-    let error = pack(&upper, dir.path(), &Options::default()).unwrap_err();
+    let error = pack(&upper, dir.path(), &RootfsOptions::default()).unwrap_err();
     assert!(error.to_string().contains("rootfs.max_gib"), "{error}");
-    let few = Options {
+    let few = RootfsOptions {
         max_files: 0,
-        ..Options::default()
+        ..RootfsOptions::default()
     };
     fs::remove_file(upper.join("sparse")).unwrap();
     fs::create_dir(upper.join("directory")).unwrap();
@@ -374,7 +374,7 @@ fn an_engines_tar_is_adopted() {
     let dir = tempfile::tempdir().unwrap();
     let (unpacked, images) = (dir.path(), dir.path().join("checkpoint"));
     fs::create_dir(&images).unwrap();
-    adopt(&Options::default(), unpacked, &images).unwrap();
+    adopt(&RootfsOptions::default(), unpacked, &images).unwrap();
     assert!(!images.join(FILE).exists());
     let mut tar = tar::Builder::new(fs::File::create(unpacked.join("rootfs-diff.tar")).unwrap());
     // As Go's writer does for what a header cannot hold.
@@ -394,7 +394,7 @@ fn an_engines_tar_is_adopted() {
         r#"["/gone", "a/gone", "../out"]"#,
     )
     .unwrap();
-    adopt(&Options::default(), unpacked, &images).unwrap();
+    adopt(&RootfsOptions::default(), unpacked, &images).unwrap();
     let bundle = bundle(dir.path());
     let root = bundle.join("rootfs");
     fs::create_dir(root.join("a")).unwrap();
@@ -406,9 +406,9 @@ fn an_engines_tar_is_adopted() {
     assert_eq!(fs::read_to_string(root.join(long)).unwrap(), "abc");
     assert!(!root.join("gone").exists() && !root.join("a/gone").exists());
     assert!(root.join("a/stays").exists() && dir.path().join("out").exists());
-    let few = Options {
+    let few = RootfsOptions {
         max_files: 0,
-        ..Options::default()
+        ..RootfsOptions::default()
     };
     fs::remove_file(images.join(FILE)).unwrap();
     let e = adopt(&few, unpacked, &images).unwrap_err().to_string();

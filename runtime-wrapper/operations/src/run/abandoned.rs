@@ -36,7 +36,7 @@ const EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// What a restore leaves behind if it is killed.
 #[derive(Debug)]
-pub struct Restoring {
+pub struct RestoreNote {
     /// CRIU's log; in its directory CRIU mounts cgroups.
     log: PathBuf,
     /// The low-level runtime's directory of the container, where runc mounts the root for CRIU.
@@ -45,7 +45,7 @@ pub struct Restoring {
     cgroups: Cgroups,
 }
 
-impl Restoring {
+impl RestoreNote {
     /// `cgroups`: those of the container, which have no processes yet.
     pub fn of(request: &Request<'_>, cgroups: Cgroups) -> Self {
         // As `/proc/PID/fd` and mountinfo show it.
@@ -114,7 +114,7 @@ impl Restoring {
 
 /// Ends what the directory of a dead wrapper names: its CRIU, the processes in the container's cgroups, and mounts.
 pub fn end(directory: &Path) {
-    let Some(left) = Restoring::noted(directory) else {
+    let Some(left) = RestoreNote::noted(directory) else {
         return;
     };
     // CRIU waits for ever for processes that were killed.
@@ -146,7 +146,7 @@ pub fn end(directory: &Path) {
     for (cgroup, error) in left.cgroups.remove(EXIT_LIMIT) {
         tracing::warn!("the cgroup {}: left behind: {error}", cgroup.display());
     }
-    Restoring::done(directory);
+    RestoreNote::done(directory);
 }
 
 fn comm(pid: i32) -> String {
@@ -177,7 +177,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cgroup = dir.path().join("c1");
         let cgroups = Cgroups::named([cgroup.clone(), dir.path().join("none")].into_iter());
-        let restoring = Restoring {
+        let restoring = RestoreNote {
             log: dir.path().join("work/restore.log"),
             state: dir.path().join("state"),
             bundle: dir.path().join("bundle"),

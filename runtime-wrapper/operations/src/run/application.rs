@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::request::Request;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
-use crate::request::state::State;
+use crate::request::state::ContainerState;
 use crate::run::operation::Operation;
 
 const LIMIT: &str = "dev.cryopod.exec.limit";
@@ -96,26 +96,26 @@ pub fn run(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) -> Resu
 }
 
 /// Runs the command for this moment; a failure is a warning.
-pub fn tell(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) {
+pub fn notify(ctx: &Context, inv: &Invocation, spec: &Spec, moment: Moment) {
     if let Err(e) = run(ctx, inv, spec, moment) {
         tracing::warn!("{}: {e}", inv.id);
     }
 }
 
 /// The application knows of the checkpoint. Dropped, it learns that the container goes on, if it does.
-pub struct Told<'a> {
+pub struct NotifiedApplication<'a> {
     request: &'a Request<'a>,
     init: i32,
 }
 
-impl<'a> Told<'a> {
+impl<'a> NotifiedApplication<'a> {
     /// Tells it. `None`: the container has no commands for its checkpoint.
     ///
     /// # Errors
     /// Its command failed. The container goes on.
     pub fn before_checkpoint(
         request: &'a Request<'a>,
-        state: &State,
+        state: &ContainerState,
     ) -> Result<Option<Self>, Error> {
         if request.pre_dump() || !takes_part(&request.spec) {
             return Ok(None);
@@ -135,7 +135,7 @@ impl<'a> Told<'a> {
     }
 }
 
-impl Drop for Told<'_> {
+impl Drop for NotifiedApplication<'_> {
     fn drop(&mut self) {
         let Request {
             ctx,
@@ -145,7 +145,7 @@ impl Drop for Told<'_> {
             ..
         } = self.request;
         if !cryopod_gpu_plan::live::tree(host, self.init).is_empty() {
-            tell(ctx, inv, spec, Moment::AfterCheckpoint);
+            notify(ctx, inv, spec, Moment::AfterCheckpoint);
         }
     }
 }

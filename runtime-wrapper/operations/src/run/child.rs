@@ -28,7 +28,7 @@ use crate::run::action_script::{ActionScript, Question};
 use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::mount_namespace;
 use crate::run::stuck_freeze::Freeze;
-use crate::run::stuck_restore::{Criu, is_criu};
+use crate::run::stuck_restore::{CriuProcess, is_criu};
 
 const INTERRUPTS: [Signal; 4] = [
     Signal::SIGTERM,
@@ -40,7 +40,7 @@ const INTERRUPTS: [Signal; 4] = [
 const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RunKind {
     /// The container exists already and must survive an interruption.
     Checkpoint,
     /// The container is being made; an interruption removes what exists of it.
@@ -50,7 +50,7 @@ pub enum Kind {
     },
 }
 
-impl Kind {
+impl RunKind {
     /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU ignores the answer at
     /// `pre-resume`.)
     fn final_stage(self) -> &'static str {
@@ -62,8 +62,8 @@ impl Kind {
 }
 
 #[derive(Debug)]
-pub struct Watch<'a> {
-    pub kind: Kind,
+pub struct RunWatch<'a> {
+    pub kind: RunKind,
     pub action_script: &'a ActionScript,
     pub limit: Duration,
     pub abort_limit: Duration,
@@ -81,7 +81,7 @@ pub struct Watch<'a> {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ended {
+pub struct RunOutcome {
     /// Its exit code; 128 + the number of the signal that ended it.
     pub code: i32,
     pub interrupted: Option<String>,
@@ -139,10 +139,10 @@ pub fn run(
     low: &LowLevel,
     args: &[OsString],
     env: &[(&str, OsString)],
-    watch: &Watch<'_>,
+    watch: &RunWatch<'_>,
     signals: &Signals,
     decide: &mut dyn FnMut(&Question) -> bool,
-) -> Result<Ended, Error> {
+) -> Result<RunOutcome, Error> {
     while let Some(signal) = signals.next() {
         if INTERRUPTS.contains(&signal) {
             return Err(Error::Failed(format!(
@@ -150,7 +150,7 @@ pub fn run(
             )));
         }
     }
-    if watch.kind == Kind::Checkpoint {
+    if watch.kind == RunKind::Checkpoint {
         // CRIU outlives a killed runtime: as its reaper this process can wait for it.
         // SAFETY: a plain system call that touches no memory of ours.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
@@ -168,12 +168,12 @@ pub fn run(
         killed: false,
         lost_processes: false,
         code: None,
-        criu: Criu::default(),
+        criu: CriuProcess::default(),
         freeze: Freeze::default(),
         not_frozen: false,
     };
     watcher.wait(signals, decide);
-    Ok(Ended {
+    Ok(RunOutcome {
         code: watcher.code.unwrap_or(1),
         interrupted: watcher.interrupted,
         passed: watcher.passed,
@@ -200,7 +200,7 @@ fn spawn(
     low: &LowLevel,
     args: &[OsString],
     env: &[(&str, OsString)],
-    watch: &Watch<'_>,
+    watch: &RunWatch<'_>,
     mask: SigSet,
 ) -> Result<Child, Error> {
     let mut command = Command::new(&low.path);
@@ -208,7 +208,7 @@ fn spawn(
     command.envs(env.iter().map(|(k, v)| (k, v)));
     // A checkpoint's child leaves the terminal's process group, so that ^C comes to this process alone; a
     // restore may have the container in the foreground and stays.
-    if watch.kind == Kind::Checkpoint {
+    if watch.kind == RunKind::Checkpoint {
         command.process_group(0);
     }
     if let Some(file) = &watch.stderr {
@@ -216,7 +216,7 @@ fn spawn(
     }
     let parent = Pid::this();
     let hidden = watch.hidden.clone();
-    let restores = watch.kind != Kind::Checkpoint;
+    let restores = watch.kind != RunKind::Checkpoint;
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
     unsafe {
         command.pre_exec(move || {
@@ -243,7 +243,7 @@ fn spawn(
 
 struct Watcher<'a> {
     child: Pid,
-    watch: &'a Watch<'a>,
+    watch: &'a RunWatch<'a>,
     /// `None`: no limit, as the container runs in the foreground.
     deadline: Option<Instant>,
     interrupted: Option<String>,
@@ -256,7 +256,7 @@ struct Watcher<'a> {
     killed: bool,
     lost_processes: bool,
     code: Option<i32>,
-    criu: Criu,
+    criu: CriuProcess,
     freeze: Freeze,
     not_frozen: bool,
 }
@@ -294,8 +294,8 @@ impl Watcher<'_> {
             self.questions(decide);
             self.end_orphans();
             match self.watch.kind {
-                Kind::Checkpoint => self.stuck_freeze(),
-                Kind::Restore { .. } => self.stuck_restore(),
+                RunKind::Checkpoint => self.stuck_freeze(),
+                RunKind::Restore { .. } => self.stuck_restore(),
             }
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
                 cut_off = self.patience_ends();
@@ -342,7 +342,7 @@ impl Watcher<'_> {
     /// reaper.
     fn orphans(&self) -> bool {
         let me = this_process();
-        self.watch.kind == Kind::Checkpoint
+        self.watch.kind == RunKind::Checkpoint
             && live::tree(&Host::system(), me)
                 .into_iter()
                 .any(|pid| pid != me && is_criu(pid))
@@ -357,7 +357,7 @@ impl Watcher<'_> {
         } else if !self.passed {
             // Not forwarded: the runtime would die, and CRIU go on without it.
             self.interrupt(&format!("it was interrupted by {signal}"));
-        } else if self.watch.kind == (Kind::Restore { detach: false }) {
+        } else if self.watch.kind == (RunKind::Restore { detach: false }) {
             let _ = kill(self.child, signal);
         }
     }
@@ -386,11 +386,11 @@ impl Watcher<'_> {
         watch.action_script.answer(|question| {
             let stage = question.stage.as_str();
             freeze.at(stage);
-            if watch.kind != Kind::Checkpoint {
+            if watch.kind != RunKind::Checkpoint {
                 criu.find(this_process());
             }
             // From here on CRIU restores whatever it is answered, so this was no interruption.
-            if stage == last && watch.kind != Kind::Checkpoint {
+            if stage == last && watch.kind != RunKind::Checkpoint {
                 *interrupted = None;
             }
             let yes = interrupted.is_none() && !*refuse && decide(question);
@@ -400,7 +400,7 @@ impl Watcher<'_> {
             } else if stage == last {
                 *passed = true;
                 *deadline = match watch.kind {
-                    Kind::Restore { detach: false } => None,
+                    RunKind::Restore { detach: false } => None,
                     _ => Some(Instant::now() + watch.limit),
                 };
             }
@@ -469,7 +469,7 @@ impl Watcher<'_> {
         }
         let me = this_process();
         let everybody = live::tree(&Host::system(), me);
-        if !self.escalated && self.watch.kind == Kind::Checkpoint && self.code.is_none() {
+        if !self.escalated && self.watch.kind == RunKind::Checkpoint && self.code.is_none() {
             // Without the runtime CRIU's next message to it fails, and CRIU resumes the container.
             self.escalated = true;
             let _ = kill(self.child, Signal::SIGKILL);

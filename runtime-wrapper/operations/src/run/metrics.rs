@@ -16,7 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::run::child::Ended;
+use crate::run::child::RunOutcome;
 
 /// The file with the totals, unless `CRYOPOD_METRICS_FILE` names another.
 pub const PATH: &str = "/var/lib/cryopod/metrics.json";
@@ -60,7 +60,7 @@ impl Reason {
 
     fn of(error: &Error) -> Self {
         match error {
-            Error::Plan(_) | Error::Privileges(_) => Self::Refused,
+            Error::Plan(_) | Error::Privileges(_) | Error::Refused { .. } => Self::Refused,
             Error::Config(_) | Error::LowLevel(_) | Error::Spec(_) | Error::Tool(_) => Self::Setup,
             Error::Metadata(_) | Error::Io { .. } => Self::Storage,
             Error::Failed(_) => Self::Other,
@@ -71,13 +71,13 @@ impl Reason {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Totals {
     pub version: u32,
-    pub operations: BTreeMap<String, Operation>,
+    pub operations: BTreeMap<String, OperationCounts>,
 }
 
 /// The totals of one kind of operation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Operation {
+pub struct OperationCounts {
     pub succeeded: u64,
     /// By [`Reason`].
     pub failed: BTreeMap<String, u64>,
@@ -126,7 +126,7 @@ pub fn failed(reason: Reason) {
 
 /// Notes why the low-level runtime ended with an error. `driver`: the plugin reports one of its own. `storage`: the disk is
 /// full, or the metadata could not be written.
-pub fn failed_run(ended: &Ended, driver: bool, storage: bool) {
+pub fn failed_run(ended: &RunOutcome, driver: bool, storage: bool) {
     failed(if ended.interrupted.is_some() || ended.killed {
         Reason::Interrupted
     } else if storage {
@@ -225,7 +225,7 @@ fn lock(path: &Path) -> io::Result<Flock<File>> {
     }
 }
 
-impl Operation {
+impl OperationCounts {
     fn add(&mut self, took: Duration, succeeded: bool, notes: Notes) {
         let sum = |total: &mut u64, n: u64| *total = total.saturating_add(n);
         if !succeeded {
@@ -310,7 +310,7 @@ mod tests {
 
     #[test]
     fn why_a_run_failed() {
-        let ended = |killed| Ended {
+        let ended = |killed| RunOutcome {
             code: 1,
             interrupted: None,
             passed: false,

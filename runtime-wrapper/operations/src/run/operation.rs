@@ -168,8 +168,8 @@ fn ours(base: &Path) -> Result<(), Error> {
     } else {
         return Ok(());
     };
-    Err(Error::Failed(format!(
-        "{}: not used for CRIU's plugins: {why}; remove it, it is made anew. Nothing was touched",
+    Err(Error::untouched(format!(
+        "{}: not used for CRIU's plugins: {why}; remove it, it is made anew",
         base.display()
     )))
 }

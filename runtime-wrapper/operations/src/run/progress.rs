@@ -23,7 +23,7 @@ const MAX_BYTES: u64 = 64 << 10;
 /// What an operation is doing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct State {
+pub struct ProgressState {
     /// `checkpoint`, `restore`, or a verb of `cryopod`.
     pub operation: String,
     /// The container's id, or the archive.
@@ -46,17 +46,17 @@ pub struct State {
 #[derive(Debug)]
 pub struct Progress {
     path: PathBuf,
-    state: State,
+    state: ProgressState,
 }
 
 impl Progress {
     /// Begins a checkpoint or a restore.
-    pub fn of_operation(op: &Operation, state: State) -> Self {
+    pub fn of_operation(op: &Operation, state: ProgressState) -> Self {
         Self::begin(op.file(FILE), state)
     }
 
     /// Begins a transfer; `None` for other users than root.
-    pub fn of_transfer(state: State) -> Option<Self> {
+    pub fn of_transfer(state: ProgressState) -> Option<Self> {
         let directory = Path::new(TRANSFERS);
         let made = DirBuilder::new()
             .recursive(true)
@@ -71,7 +71,7 @@ impl Progress {
         Some(Self::begin(path, state))
     }
 
-    fn begin(path: PathBuf, mut state: State) -> Self {
+    fn begin(path: PathBuf, mut state: ProgressState) -> Self {
         state.began = now();
         state.step_began = state.began;
         let progress = Self { path, state };
@@ -125,7 +125,7 @@ fn now() -> u64 {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Running {
     pub pid: i32,
-    pub state: State,
+    pub state: ProgressState,
 }
 
 /// Lists the running operations of this host, the oldest first.
@@ -170,10 +170,10 @@ mod tests {
         assert_eq!(all(), []);
         let mut progress = Progress::of_operation(
             &op,
-            State {
+            ProgressState {
                 operation: "checkpoint".into(),
                 name: "job".into(),
-                ..State::default()
+                ..ProgressState::default()
             },
         );
         progress.total(100);

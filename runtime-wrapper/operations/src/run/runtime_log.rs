@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::request::argv::Invocation;
-use crate::request::lowlevel::{Kind, LowLevel};
+use crate::request::lowlevel::{LowLevel, RuntimeKind};
+use crate::run::failure::records;
 use crate::run::operation::Operation;
-use crate::run::reasons::records;
 
 const FILE: &str = "runtime.log";
 const ERRORS: &str = "runtime.errors";
@@ -36,7 +36,11 @@ impl RuntimeLog {
         inv: &Invocation,
         args: &mut [OsString],
     ) -> Option<Self> {
-        let engine = inv.globals.log.clone().filter(|_| low.kind == Kind::Crun)?;
+        let engine = inv
+            .globals
+            .log
+            .clone()
+            .filter(|_| low.kind == RuntimeKind::Crun)?;
         let apart = op.file(FILE);
         replace(args, inv.verb_at, &engine, &apart).then_some(Self { apart, engine })
     }

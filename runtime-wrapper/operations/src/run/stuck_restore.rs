@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Default)]
-pub struct Criu {
+pub struct CriuProcess {
     /// Its pid and start time.
     process: Option<(i32, u64)>,
     gone: Option<Instant>,
@@ -38,7 +38,7 @@ pub struct Criu {
     unreaped: Option<(i32, Instant)>,
 }
 
-impl Criu {
+impl CriuProcess {
     /// Finds CRIU among the descendants of `parent`. Must be called while CRIU waits for the answer to its first
     /// question. Then the container's init process, which has CRIU's name, does not exist yet, and every other process
     /// of that name is CRIU's child.
@@ -180,7 +180,7 @@ mod tests {
                 _ => thread::sleep(Duration::from_millis(10)),
             }
         };
-        let mut criu = Criu::default();
+        let mut criu = CriuProcess::default();
         assert!(!criu.end_stuck_restore(parent), "none is known yet");
         let first = pid_of("criu");
         criu.find(parent);

@@ -39,17 +39,14 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
             let found = present(Path::new(path));
             if let (Some(_), Some(directory)) = (spec.annotation(ANNOTATION), &found) {
                 let allowed = within(config, &images, directory);
-                allowed.map_err(|what| {
-                    Error::Failed(format!(
-                        "{ANNOTATION}: {path:?} {what}. Nothing was touched"
-                    ))
-                })?;
+                allowed
+                    .map_err(|what| Error::untouched(format!("{ANNOTATION}: {path:?} {what}")))?;
             }
             found
         }
         Some(other) => {
-            return Err(Error::Failed(format!(
-                "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path. Nothing was touched"
+            return Err(Error::untouched(format!(
+                "{ANNOTATION}: {other:?} is not one of auto, off, and no absolute path"
             )));
         }
         None => {
@@ -61,8 +58,8 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
         return Ok(None);
     };
     let unusable = |what: String| {
-        Error::Failed(format!(
-            "{}: this checkpoint cannot build upon that one: {what}. Nothing was touched; {ANNOTATION}=off makes a whole one",
+        Error::untouched(format!(
+            "{}: this checkpoint cannot build upon that one: {what}; {ANNOTATION}=off makes a whole one",
             directory.display()
         ))
     };

@@ -63,9 +63,9 @@ pub fn edits(config: &Config, bundle: &Path, spec: &Spec) -> Result<Vec<Box<dyn 
     fits(&library, bundle, spec).map_err(refused)?;
     let source = stored(Path::new(STORE), &library)?;
     Ok(vec![
-        Box::new(Mounted { source }),
-        Box::new(Loaded),
-        Box::new(WithoutMulticast),
+        Box::new(LibraryMount { source }),
+        Box::new(LibraryVariable),
+        Box::new(NoMulticast),
     ])
 }
 
@@ -87,7 +87,7 @@ pub fn edits_of_restore(images: &Path) -> Result<Vec<Box<dyn Edit>>, Error> {
         }
     };
     let source = stored(Path::new(STORE), &library)?;
-    Ok(vec![Box::new(Mounted { source })])
+    Ok(vec![Box::new(LibraryMount { source })])
 }
 
 /// At a checkpoint, puts the container's library into the image directory.
@@ -218,11 +218,11 @@ fn glibc_versions(library: &[u8]) -> BTreeSet<String> {
     starts.filter_map(|(at, _)| version(at)).collect()
 }
 
-struct Mounted {
+struct LibraryMount {
     source: PathBuf,
 }
 
-impl Edit for Mounted {
+impl Edit for LibraryMount {
     fn name(&self) -> &'static str {
         "the mount of libcryopod_preload.so"
     }
@@ -248,9 +248,9 @@ impl Edit for Mounted {
     }
 }
 
-struct Loaded;
+struct LibraryVariable;
 
-impl Edit for Loaded {
+impl Edit for LibraryVariable {
     fn name(&self) -> &'static str {
         "LD_PRELOAD of libcryopod_preload.so"
     }
@@ -281,9 +281,9 @@ impl Edit for Loaded {
 }
 
 /// NCCL's multicast memory: a driver that is to checkpoint a process with such memory hangs.
-struct WithoutMulticast;
+struct NoMulticast;
 
-impl Edit for WithoutMulticast {
+impl Edit for NoMulticast {
     fn name(&self) -> &'static str {
         NVLS
     }
@@ -313,11 +313,11 @@ mod tests {
 
     fn applied(mut spec: Value) -> Value {
         let source = "/var/lib/cryopod/preload/0.so".into();
-        Mounted { source }
+        LibraryMount { source }
             .apply(&Host::system(), &mut spec)
             .unwrap();
-        Loaded.apply(&Host::system(), &mut spec).unwrap();
-        WithoutMulticast.apply(&Host::system(), &mut spec).unwrap();
+        LibraryVariable.apply(&Host::system(), &mut spec).unwrap();
+        NoMulticast.apply(&Host::system(), &mut spec).unwrap();
         spec
     }
 

@@ -133,11 +133,16 @@ fn host(network: &str, mounts: &str) -> (tempfile::TempDir, Host) {
     (dir, host)
 }
 
-fn found(network: &str, kind: Kind, namespaces: serde_json::Value, lock: Option<Lock>) -> Found {
+fn found(
+    network: &str,
+    kind: RuntimeKind,
+    namespaces: serde_json::Value,
+    lock: Option<Lock>,
+) -> HelperFindings {
     let (_dir, host) = host(network, "2 0 0:9 / /dev rw - tmpfs tmpfs rw\n");
     checkpoint(
         probe(&ALL),
-        &Subject {
+        &HelperSubject {
             host: &host,
             kind,
             spec: &Spec::from_json(json!({"linux": {"namespaces": namespaces}})),
@@ -153,23 +158,28 @@ fn found(network: &str, kind: Kind, namespaces: serde_json::Value, lock: Option<
 fn what_a_container_needs() {
     let own = || json!([{"type": "network"}]);
     let engines = || json!([{"type": "network", "path": "/run/netns/x"}]);
-    let all = found("net:[2]", Kind::Crun, own(), None);
+    let all = found("net:[2]", RuntimeKind::Crun, own(), None);
     assert_eq!(all.recorded, ["tar", "ip", "iptables"]);
     assert_eq!(all.lock, Some(Lock::Iptables));
     assert_eq!(
-        found("net:[2]", Kind::Runc, own(), None).recorded,
+        found("net:[2]", RuntimeKind::Runc, own(), None).recorded,
         ["tar", "iptables"]
     );
-    let engines = found("net:[2]", Kind::Crun, engines(), Some(Lock::Nftables));
+    let engines = found(
+        "net:[2]",
+        RuntimeKind::Crun,
+        engines(),
+        Some(Lock::Nftables),
+    );
     assert_eq!(
         (engines.recorded, engines.lock),
         (vec!["tar".into(), "nftables".into()], None)
     );
     assert_eq!(
-        found("net:[2]", Kind::Crun, own(), Some(Lock::Skip)).recorded,
+        found("net:[2]", RuntimeKind::Crun, own(), Some(Lock::Skip)).recorded,
         ["tar", "ip"]
     );
-    let hosts = found("net:[1]", Kind::Crun, json!([]), None);
+    let hosts = found("net:[1]", RuntimeKind::Crun, json!([]), None);
     assert_eq!((hosts.recorded, hosts.lock), (vec!["tar".into()], None));
 }
 

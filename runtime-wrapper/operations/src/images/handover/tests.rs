@@ -73,7 +73,7 @@ fn a_ticket_is_good_once_and_a_strangers_never() {
     assert_eq!(names(&away), [VRAM_PLACES]);
     for name in [MAP, VRAM_PLACES] {
         fs::write(images.join(name), "0=7").unwrap();
-        assert_eq!(redeem(&images, &desk).unwrap(), Handed::default());
+        assert_eq!(redeem(&images, &desk).unwrap(), ImportGrant::default());
         fs::remove_file(images.join(name)).unwrap();
     }
     drop(ticket);

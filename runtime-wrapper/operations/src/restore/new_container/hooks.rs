@@ -9,7 +9,7 @@
 //! | poststop | at `delete`, by the low-level runtime |
 //!
 //! At a restore crun runs none of these but the last. runc would run prestart and createRuntime hooks, and tell them that
-//! the container has stopped: [`Taken`] keeps them from it.
+//! the container has stopped: [`HooksRemoval`] keeps them from it.
 
 use std::fs::File;
 use std::io;
@@ -26,7 +26,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::bundle::{Edit, Hooks};
+use crate::bundle::{DroppedHooks, Edit};
 use crate::error::Error;
 use crate::request::context::Context;
 
@@ -59,9 +59,9 @@ struct Hook {
 }
 
 /// Takes the hooks that runc would run out of the spec.
-pub struct Taken;
+pub struct HooksRemoval;
 
-impl Edit for Taken {
+impl Edit for HooksRemoval {
     fn name(&self) -> &'static str {
         "hooks of a container that is created from a checkpoint are run by cryopod-runtime"
     }
@@ -91,7 +91,7 @@ impl NewHooks {
     /// # Errors
     /// One is no hook, or is one that cannot be run.
     pub fn of(ctx: &Context, id: &str, bundle: PathBuf, spec: &Spec) -> Result<Self, Error> {
-        let drop = Hooks {
+        let drop = DroppedHooks {
             drop: &ctx.config.hooks.drop,
         };
         let list = |stage: &str| -> Result<Vec<Hook>, Error> {

@@ -63,7 +63,7 @@ pub const STAGE: &str = "post-restore";
 /// The mounts that a new container needs beside those that the low-level runtime makes.
 #[derive(Debug, Default)]
 pub struct NewMounts {
-    provided: Vec<Provided>,
+    provided: Vec<MountTarget>,
     attached: Vec<Attached>,
     /// Mounts of the images that the spec limits further, and the limits (`MOUNT_ATTR_*`).
     limited: Vec<(PathBuf, u64)>,
@@ -73,15 +73,15 @@ pub struct NewMounts {
 
 /// An external mount of the images.
 #[derive(Debug, PartialEq, Eq)]
-struct Provided {
+struct MountTarget {
     key: String,
-    source: Source,
+    source: NewMountSource,
     /// Where CRIU finds it.
     path: PathBuf,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Source {
+enum NewMountSource {
     /// The file in the new container's root.
     Root,
     /// A new one, with these options and flags.
@@ -125,14 +125,16 @@ impl NewMounts {
             }
             let (source, path) = match key.as_str() {
                 // runc and crun give masked files different names.
-                _ if mount.root == MASK => (Source::Host, NULL.into()),
+                _ if mount.root == MASK => (NewMountSource::Host, NULL.into()),
                 SHM => (
-                    Source::Tmpfs(shm_options(request), MsFlags::empty()),
+                    NewMountSource::Tmpfs(shm_options(request), MsFlags::empty()),
                     op.place(MountKind::Directory)?,
                 ),
-                key if OF_ENGINES.contains(&key) => (Source::Root, op.place(MountKind::File)?),
+                key if OF_ENGINES.contains(&key) => {
+                    (NewMountSource::Root, op.place(MountKind::File)?)
+                }
                 key if key.starts_with('/') && key.ends_with(OF_CRUN) => {
-                    let tmpfs = Source::Tmpfs(MASKING.into(), MsFlags::MS_RDONLY);
+                    let tmpfs = NewMountSource::Tmpfs(MASKING.into(), MsFlags::MS_RDONLY);
                     (tmpfs, op.place(MountKind::Directory)?)
                 }
                 _ => {
@@ -149,7 +151,7 @@ impl NewMounts {
             };
             tracing::info!("{}: provided, as the new container has none", mount.path);
             let key = key.clone();
-            found.provided.push(Provided { key, source, path });
+            found.provided.push(MountTarget { key, source, path });
         }
         let own = request.mounts.0.iter().zip(request.spec.mounts());
         for (destination, mount) in own {
@@ -208,20 +210,20 @@ impl NewMounts {
             let at = Path::new(&provided.key);
             let what = || format!("{}: cannot be provided", provided.key);
             match &provided.source {
-                Source::Root => {
+                NewMountSource::Root => {
                     let made = points.make(at, MountKind::File);
                     made.map_err(|e| Error::io(what())(e.into()))?;
                     let file = opened_in(&root, at, OFlag::empty());
                     let file = file.map_err(|e| Error::io(what())(e.into()))?;
                     op.bind(file.as_fd(), &provided.path)?;
                 }
-                Source::Tmpfs(options, more) => {
+                NewMountSource::Tmpfs(options, more) => {
                     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | *more;
                     let of = Some("tmpfs");
                     mount(of, &provided.path, of, flags, Some(options.as_str()))
                         .map_err(|e| Error::io(what())(e.into()))?;
                 }
-                Source::Host => {}
+                NewMountSource::Host => {}
             }
         }
         // A root that is read-only later can have mount points now.

@@ -10,7 +10,7 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::security::privileges::{self, Images, PrivilegesError};
 
 /// CRIU's option for a namespace with nothing in it.
@@ -35,7 +35,7 @@ impl NewNetwork {
         images: Images<'_>,
         host: &Host,
         spec: &Spec,
-        low: Kind,
+        low: RuntimeKind,
     ) -> Result<Result<Self, Refusal>, PrivilegesError> {
         let found = network::of_first(|name| images.open(name))?;
         // A container on the host's network cannot get another one: `privileges` refuses that.
@@ -70,7 +70,7 @@ impl NewNetwork {
             },
             // runc has CRIU restore no devices.
             (from, false) => Self {
-                loopback: from == From::Nothing || low == Kind::Runc,
+                loopback: from == From::Nothing || low == RuntimeKind::Runc,
                 ..Self::default()
             },
         }))
@@ -134,27 +134,47 @@ mod tests {
             })
         };
         for (netns, namespaces, low, want) in [
-            (Some(&outside), &path, Kind::Crun, fit(None, None, false)),
+            (
+                Some(&outside),
+                &path,
+                RuntimeKind::Crun,
+                fit(None, None, false),
+            ),
             (
                 Some(&outside),
                 &own,
-                Kind::Crun,
+                RuntimeKind::Crun,
                 fit(Some(None), Some(EMPTY), true),
             ),
             (
                 Some(&settings),
                 &path,
-                Kind::Runc,
+                RuntimeKind::Runc,
                 fit(Some(Some(KEY)), None, false),
             ),
-            (None, &path, Kind::Runc, fit(Some(Some(KEY)), None, false)),
-            (Some(&settings), &own, Kind::Crun, fit(None, None, false)),
-            (Some(&settings), &own, Kind::Runc, fit(None, None, true)),
-            (None, &own, Kind::Crun, fit(None, None, true)),
+            (
+                None,
+                &path,
+                RuntimeKind::Runc,
+                fit(Some(Some(KEY)), None, false),
+            ),
+            (
+                Some(&settings),
+                &own,
+                RuntimeKind::Crun,
+                fit(None, None, false),
+            ),
+            (
+                Some(&settings),
+                &own,
+                RuntimeKind::Runc,
+                fit(None, None, true),
+            ),
+            (None, &own, RuntimeKind::Crun, fit(None, None, true)),
         ] {
             let netns = netns.map(Vec::as_slice);
             assert_eq!(ask(netns, namespaces, low), want, "{netns:?} {namespaces}");
         }
-        assert!(ask(None, &json!([]), Kind::Runc).is_err());
+        assert!(ask(None, &json!([]), RuntimeKind::Runc).is_err());
     }
 }

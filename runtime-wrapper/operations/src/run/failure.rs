@@ -1,6 +1,6 @@
 //! Quotes what CRIU and the low-level runtime report about a failure of this operation.
 //!
-//! An engine reuses work directories and logs, so both hold messages of earlier operations. [`Before::note`] notes
+//! An engine reuses work directories and logs, so both hold messages of earlier operations. [`LogMarks::note`] notes
 //! their state before the low-level runtime starts; only what was written since is quoted.
 
 use std::fs::{self, File};
@@ -12,13 +12,13 @@ use serde_json::{Deserializer, Map, Value};
 
 use crate::request::argv::Globals;
 use crate::request::lowlevel::LowLevel;
-use crate::run::child::Ended;
+use crate::run::child::RunOutcome;
 
 const MAX_READ: u64 = 1 << 20;
 const OURS: &str = "cryopod: ";
 
 #[derive(Debug)]
-pub struct Before {
+pub struct LogMarks {
     criu_log: PathBuf,
     stamp: Option<Stamp>,
     /// The file of `--log`, and its length.
@@ -33,7 +33,7 @@ fn stamp(path: &Path) -> Option<Stamp> {
     Some((meta.ino(), meta.len(), meta.ctime(), meta.ctime_nsec()))
 }
 
-impl Before {
+impl LogMarks {
     /// Notes the state of CRIU's log and of the log that the command line names.
     pub fn note(criu_log: PathBuf, globals: &Globals) -> Self {
         let length = |path: &PathBuf| fs::metadata(path).map_or(0, |m| m.len());
@@ -174,7 +174,12 @@ pub fn full_disk(dir: &Path) -> Option<String> {
 
 /// Returns why an operation failed: the interruption, else the known reasons and CRIU's first error, else the low-level
 /// runtime's own error. It repeats the latter because some engines read only the last error of a log.
-pub fn why(low: &LowLevel, ended: &Ended, mut reasons: Vec<String>, before: &Before) -> String {
+pub fn describe(
+    low: &LowLevel,
+    ended: &RunOutcome,
+    mut reasons: Vec<String>,
+    before: &LogMarks,
+) -> String {
     if let Some(interruption) = &ended.interrupted {
         return interruption.clone();
     }
@@ -210,11 +215,11 @@ mod tests {
     fn an_old_log_is_not_this_operations() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("dump.log");
-        let before = Before::note(log.clone(), &Globals::default());
+        let before = LogMarks::note(log.clone(), &Globals::default());
         assert_eq!(before.criu_log(), None, "there is none");
         fs::write(&log, "(00.1) Error (criu/old.c:1): of last week\n").unwrap();
         assert_eq!(before.criu_log(), Some(&*log), "written since");
-        let before = Before::note(log.clone(), &Globals::default());
+        let before = LogMarks::note(log.clone(), &Globals::default());
         assert_eq!(before.criu_log(), None, "as it was");
         // CRIU truncates it; the same length again would still differ in its time, or here in its inode.
         fs::remove_file(&log).unwrap();
@@ -227,7 +232,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log.json");
         fs::write(&log, "{\"level\":\"error\",\"msg\":\"an old one\"}\n").unwrap();
-        let before = Before::note("x".into(), &globals(&log));
+        let before = LogMarks::note("x".into(), &globals(&log));
         assert_eq!(before.runtime_error(), None);
         let mut file = fs::OpenOptions::new().append(true).open(&log).unwrap();
         file.write_all(b"{\"level\":\"error\",\"msg\":\"criu is missing features: [MemTrack]\"}\n{\"level\":\"warning\",\"msg\":\"careful\"}\n{\"level\":\"error\",\"msg\":\"cryopod: checkpoint failed\"}\n").unwrap();
@@ -237,7 +242,7 @@ mod tests {
         );
         fs::write(&log, "{\"msg\":\"begun anew\"}\n").unwrap();
         assert_eq!(before.runtime_error().unwrap(), "begun anew");
-        let none = Before::note("x".into(), &Globals::default());
+        let none = LogMarks::note("x".into(), &Globals::default());
         assert_eq!(none.runtime_error(), None);
     }
 
@@ -266,7 +271,7 @@ mod tests {
         );
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log.json");
-        let before = Before::note("x".into(), &globals(&log));
+        let before = LogMarks::note("x".into(), &globals(&log));
         fs::write(&log, format!("{crun}\n{ours}\n")).unwrap();
         assert!(before.runtime_error().unwrap().contains("/tmp/x"));
     }

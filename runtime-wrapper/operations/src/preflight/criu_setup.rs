@@ -18,7 +18,7 @@ use crate::criu::{self, Criu};
 use crate::error::Error;
 use crate::request::Request;
 use crate::request::argv::Verb;
-use crate::request::lowlevel::Kind;
+use crate::request::lowlevel::RuntimeKind;
 use crate::run::action_script::ActionScript;
 use crate::run::operation::Operation;
 use crate::vram;
@@ -30,7 +30,7 @@ const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "exchange/plugin-report.json";
 
 #[derive(Clone, Copy)]
-pub struct Setup<'a> {
+pub struct CriuSetup<'a> {
     pub request: &'a Request<'a>,
     pub criu: &'a Criu,
     /// The first line of the low-level runtime's `--version`.
@@ -65,7 +65,7 @@ fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
 }
 
 #[derive(Debug)]
-pub struct Ready {
+pub struct CriuEnvironment {
     pub action_script: ActionScript,
     /// Environment of the low-level runtime, and through it of CRIU.
     pub env: Vec<(&'static str, OsString)>,
@@ -78,13 +78,13 @@ pub struct Ready {
     pub bytes: u64,
 }
 
-impl Setup<'_> {
+impl CriuSetup<'_> {
     pub fn checkpoint(
         &self,
         op: &Operation,
         plan: &CheckpointPlan,
         extra: &Extra,
-    ) -> Result<Ready, Error> {
+    ) -> Result<CriuEnvironment, Error> {
         let pre_dump = self.request.pre_dump();
         let users = plan.users_of(Vendor::Nvidia);
         let vram = match pre_dump {
@@ -118,7 +118,7 @@ impl Setup<'_> {
             ..extra.clone()
         };
         let ready = self.ready(op, &plan.plugins, nvidia, agent, &extra)?;
-        Ok(Ready { bytes, ..ready })
+        Ok(CriuEnvironment { bytes, ..ready })
     }
 
     /// Sets up a restore with these plugins. `nvidia`: the driver agent, and the map that the driver gets, if the
@@ -130,7 +130,7 @@ impl Setup<'_> {
         nvidia: Option<(Agent, Vec<GpuPair>)>,
         vram: VramConfig,
         extra: &Extra,
-    ) -> Result<Ready, Error> {
+    ) -> Result<CriuEnvironment, Error> {
         let (agent, map) = nvidia.map_or((None, Vec::new()), |(a, m)| (Some(a), m));
         let config = agent.is_some().then(|| PluginConfig {
             gpu_map: map,
@@ -151,7 +151,7 @@ impl Setup<'_> {
         nvidia: Option<PluginConfig>,
         agent: Option<Agent>,
         extra: &Extra,
-    ) -> Result<Ready, Error> {
+    ) -> Result<CriuEnvironment, Error> {
         let config = self.request.config();
         let restore = self.request.inv.verb == Verb::Restore;
         let reader = self.reader(self.low_version, restore);
@@ -167,7 +167,7 @@ impl Setup<'_> {
         if let Some(plugin) = nvidia {
             self.nvidia(op, plugin)?;
         }
-        Ok(Ready {
+        Ok(CriuEnvironment {
             action_script: ActionScript::open(op)?,
             env: vec![
                 ("CRIU_LIBS_DIR", op.plugins().into()),
@@ -202,15 +202,15 @@ impl Setup<'_> {
         Reader {
             restore,
             kind,
-            names_file: kind == Kind::Runc
+            names_file: kind == RuntimeKind::Runc
                 || at_least(low_version, [1, 26]) && at_least(self.criu.version.as_deref(), [4, 2]),
         }
     }
 }
 
-impl Ready {
+impl CriuEnvironment {
     /// Ends the agent, which first puts back what was not committed, and reads both reports.
-    pub fn finish(self, op: &Operation) -> Finished {
+    pub fn finish(self, op: &Operation) -> OperationReports {
         drop(self.action_script);
         drop(self.agent);
         let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
@@ -222,7 +222,7 @@ impl Ready {
                 p.pid, p.comm, p.left
             ))
         };
-        Finished {
+        OperationReports {
             error: plugin.and_then(|r| r.error).map(|e| e.to_string()),
             not_put_back: agent
                 .iter()
@@ -234,13 +234,13 @@ impl Ready {
 }
 
 #[derive(Debug, Default)]
-pub struct Finished {
+pub struct OperationReports {
     pub error: Option<String>,
     /// The processes whose GPU state could not be put back.
     pub not_put_back: Vec<String>,
 }
 
-impl Finished {
+impl OperationReports {
     pub fn reasons(self) -> impl Iterator<Item = String> {
         self.error.into_iter().chain(self.not_put_back)
     }
