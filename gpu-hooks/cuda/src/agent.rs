@@ -294,13 +294,15 @@ impl<D: Driver> Agent<D> {
             Op::PreloadOut {
                 timeout_ms,
                 threads,
+                hold,
                 write,
                 ..
             } => {
                 self.note_found(pid)?;
                 let limit = Duration::from_millis(*timeout_ms);
                 let files = &self.vram_files;
-                let taken = (self.preloads).take_out(pid, *threads, limit, write.as_ref(), files);
+                let write = write.as_ref();
+                let taken = (self.preloads).take_out(pid, *threads, limit, *hold, write, files);
                 taken.map(Outcome::TakenOut)
             }
             Op::PreloadIn {

@@ -185,6 +185,9 @@ pub enum Op {
         /// How long its GPU work may take to end.
         timeout_ms: u64,
         threads: usize,
+        /// Whether it also stays on the GPU, for a process that goes on soon.
+        #[serde(default)]
+        hold: bool,
         /// Where its memory is to be written while it is copied; `None`: [`Op::VramWriteAhead`] follows.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         write: Option<WriteTo>,

@@ -143,6 +143,7 @@ impl Session {
             pid: *pid,
             timeout_ms,
             threads,
+            hold: true,
             write: write.clone(),
         };
         let replies = match self.batch(running.iter().map(out).collect(), &mut []) {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::{Client, Machine};
-use cryopod_cuda::copy::{Copier, Way};
+use cryopod_cuda::copy::{Copier, Imported, Way};
 use cryopod_cuda::preload::{Library, size};
 use cryopod_preload_wire::Request;
 use cuda_sim::cuda::Cuda;
@@ -40,21 +40,29 @@ fn client(machine: &mut Machine, flags: &[&str]) -> Client {
 
 /// Takes the memory out; the contents.
 fn take_out(copier: &Copier, library: &Library) -> Vec<u8> {
+    hold(copier, library).0
+}
+
+/// The same, and the pieces, which stay on the GPU.
+fn hold(copier: &Copier, library: &Library) -> (Vec<u8>, Vec<Imported>) {
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
-    let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
+    let bytes = size(&pieces).unwrap();
+    let mut memory = vec![0; usize::try_from(bytes).unwrap()];
+    let pieces = copier.import(pieces, bytes).unwrap();
     copier
-        .copy(pieces, &mut memory, Way::Out(&|_| ()), 3)
+        .copy(&pieces, &mut memory, Way::Out(&|_| ()), 3)
         .unwrap();
     library.ask(Request::Release, None, LIMIT).unwrap();
-    memory
+    (memory, pieces)
 }
 
 const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     let pieces = library.ask(ALL, None, LIMIT).unwrap();
+    let pieces = copier.import(pieces, memory.len() as u64).unwrap();
     copier
-        .copy(pieces, memory, Way::In(&|_| Ok(())), 3)
+        .copy(&pieces, memory, Way::In(&|_| Ok(())), 3)
         .unwrap();
     library.ask(Request::Go, None, LIMIT).unwrap();
 }
@@ -105,6 +113,22 @@ fn memory_leaves_and_comes_back() {
         // The driver has only the rest to move.
         machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
         bring_back(&copier, &library, &mut memory);
+        client.goes_on();
+        assert_eq!(machine.held(client.pid), before);
+    }
+
+    // What was held on the GPU comes back without the copy in host memory.
+    for _ in 0..2 {
+        let (memory, held) = hold(&copier, &library);
+        machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
+        let new = library.ask(ALL, None, LIMIT).unwrap();
+        let new = copier.import(new, memory.len() as u64).unwrap();
+        let of = |piece: &Imported| new.iter().find(|n| n.place() == piece.place()).unwrap();
+        let pairs: Vec<_> = held.iter().map(|piece| (piece, of(piece))).collect();
+        assert_eq!(pairs.len(), new.len());
+        copier.copy_on_gpus(&pairs).unwrap();
+        drop((held, new));
+        library.ask(Request::Go, None, LIMIT).unwrap();
         client.goes_on();
         assert_eq!(machine.held(client.pid), before);
     }
@@ -193,7 +217,9 @@ fn memory_leaves_and_comes_back() {
         });
         die(1);
         let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
-        let copied = copier.copy(pieces, &mut memory, Way::Out(&|_| ()), 2);
+        let pieces = copier.import(pieces, memory.len() as u64);
+        let copied =
+            pieces.and_then(|pieces| copier.copy(&pieces, &mut memory, Way::Out(&|_| ()), 2));
         assert!(copied.is_ok() || step < 2, "{copied:?}");
         for (now, request) in [(2, Request::Release), (3, ALL)] {
             die(now);

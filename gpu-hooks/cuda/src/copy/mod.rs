@@ -15,7 +15,7 @@ use self::ring::Ring;
 use crate::driver::{Handle, LoadError};
 use crate::protocol::{DriverError, ErrorKind};
 use crate::vram::front::Front;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
@@ -98,6 +98,8 @@ functions! {
     wait c"cuEventSynchronize" (*mut c_void);
     to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, Address, usize, *mut c_void);
     to_device c"cuMemcpyHtoDAsync_v2" (Address, *const c_void, usize, *mut c_void);
+    on_device c"cuMemcpyDtoDAsync_v2" (Address, Address, usize, *mut c_void);
+    synchronize c"cuCtxSynchronize" ();
 }
 
 /// Waits until so many bytes from the start of the memory may be read.
@@ -156,9 +158,9 @@ fn wrong(message: &str) -> DriverError {
     }
 }
 
-/// A piece, mapped in this process. Let go of when dropped.
-struct Imported<'a> {
-    functions: &'a Functions,
+/// A piece, mapped in this process: its memory stays on the GPU when its process lets go of it. Let go of when dropped.
+pub struct Imported {
+    functions: Functions,
     handle: u64,
     device: i32,
     /// 0 until it has one.
@@ -168,7 +170,14 @@ struct Imported<'a> {
     offset: usize,
 }
 
-impl Drop for Imported<'_> {
+impl Imported {
+    /// Returns its place in the file with all pieces: offset and bytes.
+    pub fn place(&self) -> (u64, u64) {
+        (self.offset as u64, self.bytes as u64)
+    }
+}
+
+impl Drop for Imported {
     fn drop(&mut self) {
         // SAFETY: what this value holds, and nothing uses any more.
         unsafe {
@@ -239,29 +248,38 @@ impl Copier {
         })
     }
 
-    /// Copies all pieces, all GPUs at once, with so many threads for each.
+    /// Maps pieces whose memory together has this size.
     ///
     /// # Errors
     /// The driver's, or a piece that does not lie within the memory. All pieces have been let go of.
+    pub fn import(&self, pieces: Vec<Piece>, size: u64) -> Result<Vec<Imported>, DriverError> {
+        // Importing needs a context of some device.
+        self.make_current(self.device(0)?)?;
+        let size = usize::try_from(size).map_err(|_| wrong("there is too much of it"))?;
+        let import = |piece| self.import_one(piece, size);
+        pieces.into_iter().map(import).collect()
+    }
+
+    /// Copies all pieces, all GPUs at once, with so many threads for each.
+    ///
+    /// # Errors
+    /// The driver's, or a piece that does not lie within the memory.
     pub fn copy(
         &self,
-        pieces: Vec<Piece>,
+        pieces: &[Imported],
         memory: &mut [u8],
         way: Way<'_>,
         threads: usize,
     ) -> Result<(), DriverError> {
-        // Importing needs a context of some device.
-        self.make_current(self.device(0)?)?;
-        let import = |piece| self.import(piece, memory.len());
-        let imported = pieces.into_iter().map(import);
-        let imported = imported.collect::<Result<Vec<_>, _>>()?;
         let front = Mutex::new(Front::new(memory.len()));
-        let host = Host::new(memory);
         let mut by_device: BTreeMap<i32, Vec<Block>> = BTreeMap::new();
-        for piece in &imported {
-            let blocks = Block::of(piece.address, (piece.offset, piece.bytes));
+        for piece in pieces {
+            let (offset, bytes) = piece.place();
+            let place = within(offset, bytes, memory.len())?;
+            let blocks = Block::of(piece.address, place);
             by_device.entry(piece.device).or_default().extend(blocks);
         }
+        let host = Host::new(memory);
         std::thread::scope(|scope| {
             let copies: Vec<_> = by_device
                 .iter()
@@ -275,7 +293,32 @@ impl Copier {
         })
     }
 
-    fn import(&self, piece: Piece, all: usize) -> Result<Imported<'_>, DriverError> {
+    /// Copies pieces to others of the same sizes and GPUs, from the one to the other GPU memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn copy_on_gpus(&self, pairs: &[(&Imported, &Imported)]) -> Result<(), DriverError> {
+        let f = &self.functions;
+        let devices: BTreeSet<i32> = pairs.iter().map(|(from, _)| from.device).collect();
+        for device in &devices {
+            self.make_current(self.device(*device)?)?;
+            for (from, to) in pairs.iter().filter(|(from, _)| from.device == *device) {
+                let stream = std::ptr::null_mut();
+                // SAFETY: both are mapped, and as long as the shorter of the two.
+                checked("a copy", unsafe {
+                    (f.on_device)(to.address, from.address, from.bytes.min(to.bytes), stream)
+                })?;
+            }
+        }
+        for device in devices {
+            self.make_current(self.device(device)?)?;
+            // SAFETY: takes nothing.
+            checked("a copy", unsafe { (f.synchronize)() })?;
+        }
+        Ok(())
+    }
+
+    fn import_one(&self, piece: Piece, all: usize) -> Result<Imported, DriverError> {
         let (offset, bytes) = within(piece.offset, piece.bytes, all)?;
         let f = &self.functions;
         let mut handle = 0;
@@ -285,7 +328,7 @@ impl Copier {
             (f.import)(&mut handle, fd, POSIX_DESCRIPTOR)
         })?;
         let mut imported = Imported {
-            functions: f,
+            functions: *f,
             handle,
             device: 0,
             address: 0,

@@ -5,7 +5,7 @@
 //! they are not lost when the agent dies; [`Preloads::is_out`] stays true until they are back.
 
 use super::{Library, size};
-use crate::copy::{Gpus, Piece, Way};
+use crate::copy::{Copier, Gpus, Imported, Piece, Way};
 use crate::gpu::GpuUuid;
 use crate::procfs;
 use crate::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
@@ -19,7 +19,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long the copying may take before the process goes on by itself.
 const HOLD: Duration = Duration::from_secs(120);
@@ -27,6 +27,13 @@ const HOLD: Duration = Duration::from_secs(120);
 const MARGIN: Duration = Duration::from_secs(5);
 /// GPU memory that a process allocates before the first of it is filled, in bytes.
 const ALLOCATED_AT_ONCE: u64 = 4 << 30;
+/// The same where as much is still held: both have to be there at once.
+const ALLOCATED_BESIDE_HELD: u64 = 1 << 30;
+/// Messages with allocated pieces that may wait to be filled.
+const AHEAD: usize = 1 << 10;
+/// How long to wait for room beside what is held, and how often to look.
+const FOR_ROOM: Duration = Duration::from_millis(500);
+const TICK: Duration = Duration::from_millis(10);
 /// How long releasing the memory may take.
 const RELEASE: Duration = Duration::from_secs(60);
 
@@ -35,8 +42,14 @@ const RELEASE: Duration = Duration::from_secs(60);
 pub struct Preloads {
     /// The GPUs whose memory is copied.
     pub gpus: Gpus,
-    /// The buffer of each process.
-    out: Mutex<BTreeMap<i32, u64>>,
+    out: Mutex<BTreeMap<i32, Out>>,
+}
+
+/// Where a process's GPU memory is.
+struct Out {
+    buffer: u64,
+    /// Its pieces, still on the GPU with their contents: the short way back.
+    held: Vec<Imported>,
 }
 
 fn failed(kind: ErrorKind, message: impl Into<String>) -> DriverError {
@@ -103,7 +116,7 @@ impl Preloads {
         self.gpus.prepare(&used)
     }
 
-    fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, u64>> {
+    fn out(&self) -> std::sync::MutexGuard<'_, BTreeMap<i32, Out>> {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -117,7 +130,8 @@ impl Preloads {
         self.out().clear();
     }
 
-    /// Takes the GPU memory out of a process.
+    /// Takes the GPU memory out of a process. With `hold` its pieces also stay on the GPU, where [`Preloads::bring_in`] finds
+    /// them.
     ///
     /// # Errors
     /// Its GPU work did not end, and it goes on; or it has lost memory to a buffer from which it could not be brought back
@@ -127,6 +141,7 @@ impl Preloads {
         pid: i32,
         threads: usize,
         limit: Duration,
+        hold: bool,
         write: Option<&WriteTo>,
         files: &Arc<VramFiles>,
     ) -> Result<TakenOut, DriverError> {
@@ -153,7 +168,7 @@ impl Preloads {
                 Err(error) => TakenOut::LeftOut(told(&error).message),
             });
         }
-        let (buffer, bytes) = match self.copied(pid, pieces, threads, joining, files) {
+        let (buffer, bytes, mut held) = match self.copied(pid, pieces, threads, joining, files) {
             Ok(copied) => copied,
             Err(error) => {
                 // Without this it goes on after a while.
@@ -169,7 +184,14 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        self.out().insert(pid, buffer.id);
+        if !hold {
+            held.clear();
+        }
+        let out = Out {
+            buffer: buffer.id,
+            held,
+        };
+        self.out().insert(pid, out);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
             let writes = files.is_written_ahead(buffer.id);
             return Ok(TakenOut::Out {
@@ -185,7 +207,7 @@ impl Preloads {
         Ok(TakenOut::LeftOut(told(&error).message))
     }
 
-    /// Copies the pieces into a new buffer.
+    /// Copies the pieces into a new buffer. Returns it, its size, and the pieces.
     fn copied(
         &self,
         pid: i32,
@@ -193,7 +215,7 @@ impl Preloads {
         threads: usize,
         joining: Joining<'_>,
         files: &Arc<VramFiles>,
-    ) -> Result<(SharedBuffer, u64), DriverError> {
+    ) -> Result<(SharedBuffer, u64, Vec<Imported>), DriverError> {
         let bytes = size(&pieces).map_err(|error| told(&error))?;
         // The threads that copy allocate it faster than others could ahead of them.
         let buffer = files.make_for(pid, bytes)?;
@@ -203,14 +225,15 @@ impl Preloads {
         let copied = files.file(buffer.id).and_then(|file| {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.gpus
-                .copier()?
-                .copy(pieces, memory, Way::Out(&filled), threads)
+            let copier = self.gpus.copier()?;
+            let pieces = copier.import(pieces, bytes)?;
+            copier.copy(&pieces, memory, Way::Out(&filled), threads)?;
+            Ok(pieces)
         });
         match copied {
-            Ok(()) => {
+            Ok(pieces) => {
                 files.set_state(buffer.id, State::Complete);
-                Ok((buffer, bytes))
+                Ok((buffer, bytes, pieces))
             }
             Err(error) => {
                 give_up(buffer.id, files);
@@ -232,7 +255,10 @@ impl Preloads {
         files: &VramFiles,
     ) -> Result<(), DriverError> {
         let library = library_of(pid)?;
-        let own = self.out().get(&pid).copied();
+        let (own, held) = match self.out().get_mut(&pid) {
+            Some(out) => (Some(out.buffer), std::mem::take(&mut out.held)),
+            None => (None, Vec::new()),
+        };
         let file = match buffer.or(own) {
             Some(id) => files.file(id)?,
             None => kept(&library, limit)?,
@@ -242,6 +268,7 @@ impl Preloads {
             answer.map_err(|error| told(&error))
         };
         let end = file.metadata().map_err(|error| told(&error))?.len();
+        let held = Held::new(held);
         let ready = |bytes| match buffer.or(own) {
             Some(id) => files.has_been_read(id, bytes, limit),
             None => Ok(()),
@@ -250,11 +277,12 @@ impl Preloads {
             let bytes = size(&pieces).map_err(|error| told(&error))?;
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            self.gpus
-                .copier()?
-                .copy(pieces, memory, Way::In(&ready), threads)
+            let copier = self.gpus.copier()?;
+            let pieces = copier.import(pieces, bytes)?;
+            let pieces = held.fill(copier, pieces);
+            copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
-        fill_while_allocating(end, &ask, &fill)?;
+        fill_while_allocating(end, &held, &ask, &fill)?;
         ask(Request::Go)?;
         self.out().remove(&pid);
         Ok(())
@@ -262,7 +290,7 @@ impl Preloads {
 
     /// Gives a process the file with its GPU memory, which then outlives the agent.
     pub fn keep(&self, pid: i32, limit: Duration, files: &VramFiles) -> Result<(), DriverError> {
-        let buffer = self.out().get(&pid).copied();
+        let buffer = self.out().get(&pid).map(|out| out.buffer);
         let buffer =
             buffer.ok_or_else(|| failed(ErrorKind::WrongState, "its GPU memory is its own"))?;
         let file = files.file(buffer)?;
@@ -271,14 +299,84 @@ impl Preloads {
     }
 }
 
+/// Pieces that are still on the GPU with their contents, by place.
+struct Held {
+    pieces: Mutex<BTreeMap<(u64, u64), Imported>>,
+    /// There were some.
+    any: bool,
+}
+
+impl Held {
+    fn new(pieces: Vec<Imported>) -> Self {
+        let any = !pieces.is_empty();
+        let by_place = pieces.into_iter().map(|piece| (piece.place(), piece));
+        let pieces = Mutex::new(by_place.collect());
+        Self { pieces, any }
+    }
+
+    fn pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<(u64, u64), Imported>> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Copies what is held to the process's new pieces, and lets go of it. Returns the pieces that are still to be filled.
+    fn fill(&self, copier: &Copier, pieces: Vec<Imported>) -> Vec<Imported> {
+        let (mut filled, mut from, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+        for piece in pieces {
+            match self.pieces().remove(&piece.place()) {
+                Some(held) => {
+                    from.push(held);
+                    filled.push(piece);
+                }
+                None => rest.push(piece),
+            }
+        }
+        let pairs: Vec<_> = from.iter().zip(&filled).collect();
+        if let Err(error) = copier.copy_on_gpus(&pairs) {
+            tracing::info!("the memory held on the GPU: {error}");
+            rest.append(&mut filled);
+        }
+        rest
+    }
+
+    /// Has the process allocate memory, beside what is held if there is room for both.
+    fn allocate(
+        &self,
+        request: Request,
+        ask: &dyn Fn(Request) -> Result<Vec<Piece>, DriverError>,
+    ) -> Result<Vec<Piece>, DriverError> {
+        let start = Instant::now();
+        loop {
+            match ask(request) {
+                Err(error)
+                    if error.kind == ErrorKind::OutOfMemory
+                        && self.any
+                        && start.elapsed() < 2 * FOR_ROOM =>
+                {
+                    // What is being filled makes room; if that is not enough, the rest comes from the file.
+                    if start.elapsed() > FOR_ROOM {
+                        self.pieces().clear();
+                    }
+                    std::thread::sleep(TICK);
+                }
+                done => return done,
+            }
+        }
+    }
+}
+
 /// Copies what is allocated already while the process allocates the rest.
 fn fill_while_allocating(
     end: u64,
+    held: &Held,
     ask: &dyn Fn(Request) -> Result<Vec<Piece>, DriverError>,
     fill: &(dyn Fn(Vec<Piece>) -> Result<(), DriverError> + Sync),
 ) -> Result<(), DriverError> {
     std::thread::scope(|scope| {
-        let (sender, allocated) = mpsc::channel::<Vec<Piece>>();
+        let (bytes, ahead) = match held.any {
+            true => (ALLOCATED_BESIDE_HELD, 1),
+            false => (ALLOCATED_AT_ONCE, AHEAD),
+        };
+        let (sender, allocated) = mpsc::sync_channel::<Vec<Piece>>(ahead);
         let filler = scope.spawn(move || {
             while let Ok(mut pieces) = allocated.recv() {
                 pieces.extend(allocated.try_iter().flatten());
@@ -289,16 +387,13 @@ fn fill_while_allocating(
         let allocate = || {
             let mut from = 0;
             while from < end {
-                let pieces = ask(Request::Allocate {
-                    from,
-                    bytes: ALLOCATED_AT_ONCE,
-                })?;
+                let pieces = held.allocate(Request::Allocate { from, bytes }, ask)?;
                 // None: an earlier try filled them, or they were never released. There may be others behind them.
                 let next = size(&pieces).map_err(|error| told(&error))?;
                 if !pieces.is_empty() && sender.send(pieces).is_err() {
                     return Ok(());
                 }
-                from = next.max(from.saturating_add(ALLOCATED_AT_ONCE));
+                from = next.max(from.saturating_add(bytes));
             }
             Ok(())
         };
@@ -367,8 +462,36 @@ mod tests {
             filled.lock().unwrap().extend(offsets);
             Ok(())
         };
-        fill_while_allocating(16 << 30, &ask, &fill).unwrap();
+        fill_while_allocating(16 << 30, &Held::new(Vec::new()), &ask, &fill).unwrap();
         assert_eq!(*asked.lock().unwrap(), [0, 4 << 30, 8 << 30, 15 << 30]);
         assert_eq!(*filled.lock().unwrap(), [9]);
+    }
+
+    #[test]
+    fn what_is_held_makes_room_or_is_let_go_of() {
+        let held = Held {
+            pieces: Mutex::default(),
+            any: true,
+        };
+        let request = Request::Allocate { from: 0, bytes: 1 };
+        let asked = Mutex::new(0);
+        let full = |times: u32| {
+            let asked = &asked;
+            *asked.lock().unwrap() = 0;
+            move |_| {
+                *asked.lock().unwrap() += 1;
+                match *asked.lock().unwrap() > times {
+                    true => Ok(Vec::new()),
+                    false => Err(failed(ErrorKind::OutOfMemory, "full")),
+                }
+            }
+        };
+        assert!(held.allocate(request, &full(3)).unwrap().is_empty());
+        let error = held.allocate(request, &full(u32::MAX)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::OutOfMemory);
+        // Nothing was held: it is told at once.
+        let none = Held::new(Vec::new());
+        none.allocate(request, &full(u32::MAX)).unwrap_err();
+        assert_eq!(*asked.lock().unwrap(), 1);
     }
 }

@@ -43,6 +43,7 @@ pub(super) fn take_out(
         pid,
         timeout_ms,
         threads: each,
+        hold: false,
         write: None,
     };
     let (micros, answers) = all(client, "preload", threads, &op)?;

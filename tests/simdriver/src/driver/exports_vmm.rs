@@ -228,6 +228,20 @@ extern "C" fn cuMemcpyHtoDAsync_v2(
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoDAsync_v2(
+    to: CuDevicePtr,
+    from: CuDevicePtr,
+    bytes: usize,
+    _stream: *mut c_void,
+) -> CuResult {
+    let mut copy = vec![0u8; bytes];
+    match cuMemcpyDtoH_v2(copy.as_mut_ptr().cast(), from, bytes) {
+        CUDA_SUCCESS => cuMemcpyHtoD_v2(to, copy.as_ptr().cast(), bytes),
+        error => error,
+    }
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, _flags: c_uint) -> CuResult {
     // SAFETY: takes a number; null when there is no memory.
     let made = unsafe { libc::malloc(bytes) };
