@@ -26,6 +26,7 @@ pub use hooks::DroppedHooks;
 
 use crate::error::Error;
 
+/// One change of a bundle's `config.json`.
 pub trait Edit {
     fn name(&self) -> &'static str;
 

@@ -29,6 +29,7 @@ pub const IMAGES_CHECK: &str = "images";
 /// The configuration, unless `CRYOPOD_CONFIG` names another file.
 pub const PATH: &str = "/etc/cryopod/config.toml";
 
+/// Why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("{path}: cannot read cryopod's configuration: {source}")]
@@ -41,6 +42,7 @@ pub enum ConfigError {
     },
 }
 
+/// The whole of `config.toml`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -69,6 +71,7 @@ pub struct Runtime {
     pub low_level: Option<String>,
 }
 
+/// `[criu]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CriuSettings {
@@ -93,6 +96,7 @@ impl Default for CriuSettings {
     }
 }
 
+/// The value of a CRIU option.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(untagged)]
 pub enum CriuValue {
@@ -112,6 +116,7 @@ pub struct Mounts {
     pub allow: Vec<PathBuf>,
 }
 
+/// `[hooks]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct HookSettings {
@@ -172,6 +177,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
+    /// Returns how long the ranks may take to come level, in milliseconds.
     pub fn quiesce_ms(&self) -> u64 {
         u64::from(self.quiesce_s.get()) * 1000
     }
@@ -186,6 +192,7 @@ impl Default for Nccl {
     }
 }
 
+/// `[amd]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Amd {
@@ -225,14 +232,17 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// Returns how long another program may take to report something.
     pub fn tool(&self) -> Duration {
         Duration::from_secs(self.tool_s)
     }
 
+    /// Returns how long a checkpoint of so many bytes may take.
     pub fn checkpoint(&self, bytes: u64) -> Duration {
         self.at_least(self.checkpoint_s, bytes)
     }
 
+    /// Returns how long a restore of so many bytes may take.
     pub fn restore(&self, bytes: u64) -> Duration {
         self.at_least(self.restore_s, bytes)
     }

@@ -37,7 +37,9 @@ use crate::run::application::{self, Moment};
 use crate::run::{metrics, operation};
 use crate::vram::preload;
 
+/// Names the checkpoint from which the container is created.
 pub const ANNOTATION: &str = "dev.cryopod.restore";
+/// Names the checkpoint in the process's environment, for engines that pass no annotations.
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 
 /// What happens if the restore is refused or fails: `fail`, or `start` without the checkpoint.

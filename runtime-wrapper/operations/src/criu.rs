@@ -36,6 +36,7 @@ pub fn numbers(line: &str) -> Option<Vec<u32>> {
         .find_map(|w| w.split('.').map(|n| n.parse().ok()).collect())
 }
 
+/// The CRIU of this host.
 #[derive(Debug, Clone)]
 pub struct Criu {
     pub path: PathBuf,
@@ -43,6 +44,7 @@ pub struct Criu {
     pub version: Option<String>,
 }
 
+/// Finds CRIU on PATH and asks for its version. `limit`: how long it may take to answer.
 pub fn find(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     let path = tools.find("criu")?;
     let version = version_line(tools, &path, limit)
@@ -57,6 +59,7 @@ pub fn no_criu() -> Error {
     Error::untouched("criu was not found on PATH; install the criu package (4.1 or newer)")
 }
 
+/// Returns what the metadata says of this host: kernel, architecture, cgroup version, CRIU's version.
 pub fn host_facts(host: &Host, criu: Option<&Criu>) -> HostFacts {
     let (kernel, arch) = match nix::sys::utsname::uname() {
         Ok(u) => (

@@ -79,6 +79,7 @@ impl Error {
         Self::Refused { what, untouched }
     }
 
+    /// Returns what makes an [`Error::Io`] of an I/O error. `what`: what failed, on what.
     pub fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| Self::Io { what, source }

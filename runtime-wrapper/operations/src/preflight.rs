@@ -101,6 +101,7 @@ fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
     }
 }
 
+/// A checkpoint, and the host and spec that it would be restored with.
 pub struct RestoreQuestion<'a> {
     pub host: &'a Host,
     pub config: &'a Config,
@@ -117,6 +118,7 @@ pub struct RestoreQuestion<'a> {
     pub freed: u64,
 }
 
+/// Whether a checkpoint would restore, and with which GPUs.
 #[derive(Debug, Default)]
 pub struct RestoreAnswer {
     /// Every check, whether it holds or not.
@@ -130,12 +132,14 @@ pub struct RestoreAnswer {
 }
 
 impl RestoreAnswer {
+    /// Returns every reason against the restore.
     pub fn refusals(&self) -> Vec<Refusal> {
         let mut all = self.other.clone();
         all.extend(compat::refusals(&self.checks));
         all
     }
 
+    /// Returns the GPUs that take the places of the recorded ones.
     pub fn choices(&self) -> impl Iterator<Item = &Choice> {
         self.chosen.iter().flat_map(|c| &c.gpus)
     }

@@ -22,6 +22,7 @@ use crate::request::context::Context;
 use crate::request::lowlevel::RuntimeKind;
 use crate::request::state::ContainerState;
 
+/// What a checkpoint or a restore was asked to do.
 pub struct Request<'a> {
     pub ctx: &'a Context,
     pub inv: &'a Invocation,
@@ -67,6 +68,7 @@ impl<'a> Request<'a> {
         }
     }
 
+    /// Returns the container's id.
     pub fn id(&self) -> &str {
         &self.inv.id
     }
@@ -79,10 +81,12 @@ impl<'a> Request<'a> {
         sharing::Policy::of(&self.spec, self.config().nvidia.sharing)
     }
 
+    /// Returns the configuration.
     pub fn config(&self) -> &Config {
         &self.ctx.config
     }
 
+    /// Returns which low-level runtime this is.
     pub fn low(&self) -> RuntimeKind {
         self.ctx.low.kind
     }
@@ -92,10 +96,12 @@ impl<'a> Request<'a> {
         self.inv.flags.has(name)
     }
 
+    /// Returns true for a checkpoint of the memory alone, upon which another one builds.
     pub fn pre_dump(&self) -> bool {
         self.flag("pre-dump")
     }
 
+    /// Returns true if the container is to run on after its checkpoint.
     pub fn leave_running(&self) -> bool {
         self.flag("leave-running")
     }

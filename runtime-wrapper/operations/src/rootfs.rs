@@ -30,6 +30,7 @@ use crate::rootfs::frozen::Frozen;
 
 pub use adopt::adopt;
 
+/// The tar of the container's changes, in the image directory.
 pub const FILE: &str = cryopod_archive::names::CARRIED_ROOTFS;
 /// The files of `/dev/shm`, where that is a mount from outside of the container.
 pub const SHM_FILE: &str = "cryopod-shm.tar";
@@ -133,6 +134,7 @@ pub fn capture(
     Ok(())
 }
 
+/// A container whose root file system is read.
 pub struct ContainerRoot<'a> {
     pub init: i32,
     pub bundle: &'a Path,

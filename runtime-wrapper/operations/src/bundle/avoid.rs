@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::bundle::Edit;
 use crate::error::Error;
 
+/// Names what the container is to avoid, separated by commas.
 pub const ANNOTATION: &str = "dev.cryopod.env.avoid";
 /// Lists the variables that cryopod set.
 pub const SET: &str = "dev.cryopod.env.set";

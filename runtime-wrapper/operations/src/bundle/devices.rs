@@ -19,6 +19,7 @@ use serde_json::{Map, Value, json};
 use super::Edit;
 use crate::error::Error;
 
+/// Sets the container's device nodes and device rules to the GPUs of a restore.
 #[derive(Debug)]
 pub struct Devices<'a> {
     pub remap: &'a Remap,

@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::Edit;
 use crate::error::Error;
 
+/// Removes the hooks that the configuration names.
 pub struct DroppedHooks<'a> {
     /// Paths, or names of programs.
     pub drop: &'a [String],

@@ -35,6 +35,7 @@ impl ImageDirectory {
         })
     }
 
+    /// Keeps the directory, also if it is empty.
     pub fn keep(mut self) {
         self.made = false;
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::Deserialize;
 
+/// `[cache]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CacheOptions {
@@ -26,6 +27,7 @@ impl Default for CacheOptions {
 }
 
 impl CacheOptions {
+    /// Returns the size up to which the cache may grow, in bytes.
     pub fn max_bytes(&self) -> u64 {
         self.max_gib.saturating_mul(1 << 30)
     }

@@ -14,6 +14,7 @@ pub const REGISTRY: &str = "docker://";
 /// In a list of namespaces: all of them.
 const ANY: &str = "*";
 
+/// `[restore]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreOptions {
@@ -31,6 +32,7 @@ pub struct Rule {
     pub variable: bool,
 }
 
+/// The tenants whose containers a rule admits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Who {
     pub users: Vec<u32>,
@@ -39,6 +41,7 @@ pub struct Who {
 }
 
 impl Rule {
+    /// Returns true if this tenant's containers may be created from the rule's checkpoints.
     pub fn admits(&self, tenant: &Tenant) -> bool {
         let has = |names: &[String], name: &str| names.iter().any(|n| n == ANY || n == name);
         match (&self.who, tenant) {

@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+/// `[rootfs]`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RootfsOptions {
@@ -29,6 +30,7 @@ impl RootfsOptions {
     }
 }
 
+/// Whether a checkpoint carries the container's changed files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Carry {

@@ -10,6 +10,7 @@ pub const DEFAULT: &str = "/var/lib/cryopod/store";
 /// Default of `grace_s`.
 const GRACE: Duration = Duration::from_secs(120);
 
+/// `[store]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct StoreOptions {
@@ -59,6 +60,7 @@ impl StoreOptions {
         self.clean.unwrap_or(self.path.is_none())
     }
 
+    /// Returns the age up to which an entry of the store is not removed.
     pub fn grace(&self) -> Duration {
         self.grace_s.map_or(GRACE, Duration::from_secs)
     }

@@ -29,6 +29,7 @@ const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const MANAGER: &str = "io.container.manager";
 const CRIO: &str = "cri-o";
 
+/// Whose container the engine makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tenant {
     /// Root's engine without containerd: podman, or the runtime's own command line.

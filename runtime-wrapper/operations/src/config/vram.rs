@@ -33,6 +33,7 @@ impl FromStr for Mode {
     }
 }
 
+/// `[vram]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VramOptions {

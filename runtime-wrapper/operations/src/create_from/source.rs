@@ -32,6 +32,7 @@ pub struct SourceImages {
 }
 
 impl SourceImages {
+    /// Returns the image directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }

@@ -24,8 +24,10 @@ use crate::criu::opts::CriuOptions;
 use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
 
+/// runc's annotation that names a CRIU configuration file.
 pub const ANNOTATION: &str = "org.criu.config";
 
+/// Why CRIU's configuration cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub enum CriuConfError {
     #[error("{path}: cannot read the CRIU configuration that {who} names: {source}")]

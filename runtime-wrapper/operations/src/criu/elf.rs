@@ -21,6 +21,7 @@ const VERSION_AT: u64 = 24;
 /// Two pointers.
 const LIST_HEAD: u64 = 16;
 
+/// Why an ELF file cannot be understood.
 #[derive(Debug, thiserror::Error)]
 pub enum ElfError {
     #[error("cannot be read: {0}")]
@@ -33,6 +34,7 @@ pub enum ElfError {
     NoDescriptor,
 }
 
+/// What a CRIU plugin says of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// The ABI version: major << 16 | minor << 8 | sublevel; 0x200 is 0.2.0.
@@ -40,6 +42,7 @@ pub struct Descriptor {
     pub max_hooks: u32,
 }
 
+/// What the installed CRIU supports, as its ELF file says.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CriuElf {
     pub hooks: Option<u32>,
@@ -83,6 +86,7 @@ fn parse(bytes: &[u8]) -> Result<object::File<'_>, ElfError> {
     Ok(file)
 }
 
+/// Reads the descriptor of a CRIU plugin.
 pub fn descriptor(path: &Path) -> Result<Descriptor, ElfError> {
     let bytes = read(path)?;
     let file = parse(&bytes)?;

@@ -45,6 +45,7 @@ END"#;
 /// CRIU's rule that blocks one connection (netfilter.c), of the program `$0` for the address `$1`.
 const LOCK_CONNECTION: &str = r#"exec "$0" -w -t filter -I INPUT --protocol tcp -m mark ! --mark 0xC114 --source "$1" --sport 1 --destination "$1" --dport 1 -j DROP"#;
 
+/// A program that CRIU runs, or what it is needed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Helper {
     /// Archives the content of tmpfs.
@@ -54,6 +55,7 @@ pub enum Helper {
     Lock(Lock),
 }
 
+/// The way in which CRIU blocks the network during a dump.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lock {
     Iptables,
@@ -71,6 +73,7 @@ impl Lock {
         }
     }
 
+    /// Parses the value of `network-lock`.
     pub fn of(word: &str) -> Option<Self> {
         let all = [Self::Iptables, Self::Nftables, Self::Skip];
         all.into_iter().find(|l| l.word() == word)
@@ -97,6 +100,7 @@ impl Helper {
     }
 }
 
+/// A helper that does not work, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     pub what: String,
@@ -365,6 +369,7 @@ pub struct HelperFindings {
     pub refusals: Vec<Refusal>,
 }
 
+/// Tests the helpers that the dump of this container needs.
 pub fn checkpoint(probe: Probe<'_>, subject: &HelperSubject<'_>) -> HelperFindings {
     let network = network(
         subject.host,

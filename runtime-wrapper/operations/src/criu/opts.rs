@@ -48,6 +48,7 @@ const FOR_THE_RESTORE: [&str; 5] = [
 /// Options that CRIU refuses at a checkpoint ("is only valid on restore", config.c).
 const ONLY_AT_RESTORES: [&str; 1] = ["mntns-compat-mode"];
 
+/// Why the CRIU options of a container cannot be used.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OptionError {
     /// A container may not set this option.
@@ -61,6 +62,7 @@ pub enum OptionError {
     Value { name: String, value: String },
 }
 
+/// CRIU's options by their names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CriuOptions(BTreeMap<String, CriuValue>);
 
@@ -116,12 +118,14 @@ impl CriuOptions {
         Ok(Self(all))
     }
 
+    /// Returns true if the option is set, and not to `false`.
     pub fn on(&self, name: &str) -> bool {
         self.0
             .get(name)
             .is_some_and(|v| *v != CriuValue::Flag(false))
     }
 
+    /// Returns the words of an option that takes text, one or several.
     pub fn texts(&self, name: &str) -> Vec<String> {
         match self.0.get(name) {
             Some(CriuValue::Text(word)) => vec![word.clone()],
@@ -207,6 +211,7 @@ impl CriuOptions {
         texts.iter().filter_map(|text| of(text)).next_back()
     }
 
+    /// Sets the network lock, if one is given.
     pub fn use_lock(&mut self, lock: Option<Lock>) {
         if let Some(lock) = lock {
             let value = CriuValue::Text(lock.word().to_owned());

@@ -19,7 +19,9 @@ use cryopod_host::programs::Tools;
 use crate::config::Config;
 use crate::criu::{self, Criu};
 
+/// The file name of cryopod's own plugin.
 pub const NVIDIA_PLUGIN: &str = "cryopod_nvidia.so";
+/// The file name of CRIU's plugin for AMD GPUs.
 pub const AMD_PLUGIN: &str = "amdgpu_plugin.so";
 const OUR_DIRECTORIES: [&str; 3] = [
     "/usr/local/lib/cryopod",
@@ -43,6 +45,7 @@ const INTERFACES: [([u32; 2], u32, u32); 3] = [
     ([4, 4], 0x300, 17),
 ];
 
+/// Finds the plugins that the configuration names, else those in the usual directories.
 pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
@@ -106,6 +109,7 @@ pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Ve
     }
 }
 
+/// Returns true if a process of the checkpoint used GPUs of this vendor.
 pub fn uses(metadata: &Metadata, vendor: Vendor) -> bool {
     metadata
         .gpu

@@ -193,6 +193,7 @@ pub fn find(config: &Config, id: &str, images: &Path) -> Result<Option<Found>, E
     store::find(images, &config.store.directories()).map_err(|e| refused(id, &e.to_string()))
 }
 
+/// Returns the error for an image directory whose large files are in a store and whose metadata is missing.
 pub fn without_metadata(stored: &Found, images: &Path) -> Error {
     Error::Failed(format!(
         "{}: has a reference to a store ({}) and no {}: the checkpoint is incomplete",

@@ -16,6 +16,7 @@ use crate::run::operation;
 const DIRECTORY: &str = "suspended";
 const MAX_BYTES: u64 = 4 << 20;
 
+/// A suspended container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SuspendedRecord {
     pub version: u32,
@@ -49,6 +50,7 @@ impl SuspendedRecord {
         serde_json::from_slice(&bytes).ok()
     }
 
+    /// Writes the record, whole or not at all.
     pub fn write(&self) -> io::Result<()> {
         use std::os::unix::fs::DirBuilderExt;
         let path = Self::path(self.init, self.start_time);
@@ -61,11 +63,13 @@ impl SuspendedRecord {
         write_json(&path, self)
     }
 
+    /// Removes the record, and the directory if it was the last one.
     pub fn remove(&self) {
         let _ = fs::remove_file(Self::path(self.init, self.start_time));
         let _ = fs::remove_dir(operation::base().join(DIRECTORY));
     }
 
+    /// Says where the container's GPU memory is.
     pub fn place(&self) -> String {
         match &self.directory {
             Some(directory) => format!("in {}", directory.display()),
@@ -74,10 +78,12 @@ impl SuspendedRecord {
     }
 }
 
+/// Returns true if there may be suspended containers.
 pub fn any() -> bool {
     operation::base().join(DIRECTORY).exists()
 }
 
+/// Removes the records of containers that do not exist any more.
 pub fn sweep(host: &Host) {
     let directory = operation::base().join(DIRECTORY);
     let Ok(entries) = fs::read_dir(&directory) else {

@@ -29,6 +29,7 @@ pub const ABORT_FILE: &str = "exchange/abort";
 const CRIU_CONF: &str = "criu.conf";
 const PLUGIN_REPORT: &str = "exchange/plugin-report.json";
 
+/// What CRIU is set up for.
 #[derive(Clone, Copy)]
 pub struct CriuSetup<'a> {
     pub request: &'a Request<'a>,
@@ -64,6 +65,7 @@ fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
     plan.memory_bytes.saturating_add(gpu_memory.sum())
 }
 
+/// All that CRIU needs for one operation, in place.
 #[derive(Debug)]
 pub struct CriuEnvironment {
     pub action_script: ActionScript,
@@ -79,6 +81,7 @@ pub struct CriuEnvironment {
 }
 
 impl CriuSetup<'_> {
+    /// Sets up a checkpoint. On error nothing was touched.
     pub fn checkpoint(
         &self,
         op: &Operation,
@@ -140,6 +143,7 @@ impl CriuSetup<'_> {
         self.ready(op, plugins, config, agent, extra)
     }
 
+    /// Starts the driver agent.
     pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
         Ok(Agent::of_operation(self.request.config(), plugins, op)?)
     }
@@ -233,6 +237,7 @@ impl CriuEnvironment {
     }
 }
 
+/// What the plugin and the driver agent report when the operation has ended.
 #[derive(Debug, Default)]
 pub struct OperationReports {
     pub error: Option<String>,
@@ -241,6 +246,7 @@ pub struct OperationReports {
 }
 
 impl OperationReports {
+    /// Returns the reported errors.
     pub fn reasons(self) -> impl Iterator<Item = String> {
         self.error.into_iter().chain(self.not_put_back)
     }

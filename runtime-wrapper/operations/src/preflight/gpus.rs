@@ -18,6 +18,7 @@ use cryopod_host::spec::Spec;
 use crate::config::Config;
 use crate::error::Error;
 
+/// Which GPU takes the place of which, and where each device node leads.
 #[derive(Debug)]
 pub struct GpuPlacement {
     pub gpus: Vec<Choice>,
@@ -34,6 +35,7 @@ impl GpuPlacement {
     }
 }
 
+/// What limits the choice of GPUs beside map and spec.
 #[derive(Debug, Default)]
 pub struct GpuConstraints {
     pub by_memory: bool,
@@ -101,6 +103,7 @@ pub fn nvidia_here(host: &Host, agent: Option<&AgentReady>) -> Vec<Gpu> {
     }
 }
 
+/// Returns the version of this host's NVIDIA driver.
 pub fn nvidia_driver(host: &Host, agent: Option<&AgentReady>) -> Option<String> {
     nvidia::driver_version(host).or_else(|| agent.and_then(|a| a.driver_version.clone()))
 }

@@ -24,6 +24,7 @@ use crate::preflight::{self, RestoreQuestion};
 use crate::request::Request;
 use crate::security::privileges;
 
+/// A checkpoint that is not written yet, for its own restore's checks.
 #[derive(Clone, Copy)]
 pub struct Prospect<'a> {
     pub request: &'a Request<'a>,

@@ -193,6 +193,7 @@ fn empty_directories(request: &Request<'_>) -> Vec<(PathBuf, PathBuf)> {
     pairs.collect()
 }
 
+/// Returns the security labels that the spec names.
 pub fn labels(spec: &Spec) -> LsmFacts {
     let text = |pointer: &str| {
         let value = spec.json().pointer(pointer)?.as_str()?;

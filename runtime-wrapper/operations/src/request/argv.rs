@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use crate::request::lowlevel::RuntimeKind;
 
+/// A verb that cryopod handles itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
     Checkpoint,
@@ -24,6 +25,7 @@ pub enum Verb {
     Other,
 }
 
+/// The flags before the verb.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Globals {
     pub root: Option<PathBuf>,
@@ -33,6 +35,7 @@ pub struct Globals {
     pub debug: bool,
 }
 
+/// A command line, as far as it is understood.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invocation {
     pub globals: Globals,
@@ -102,6 +105,7 @@ impl Flags {
         Some(self.0.iter().rev().find(|(n, ..)| n == name)?.2)
     }
 
+    /// Index of the flag's first occurrence among the arguments.
     pub fn place(&self, name: &str) -> Option<usize> {
         Some(self.0.iter().find(|(n, ..)| n == name)?.2)
     }

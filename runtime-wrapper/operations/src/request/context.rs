@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use crate::config::Config;
 use crate::request::lowlevel::LowLevel;
 
+/// What every verb needs.
 #[derive(Debug, Clone)]
 pub struct Context {
     pub config: Config,

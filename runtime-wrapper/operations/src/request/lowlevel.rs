@@ -11,6 +11,7 @@ use crate::error::LowLevelError;
 /// Environment variable that names the low-level runtime where the configuration does not.
 pub const ENV: &str = "CRYOPOD_LOW_LEVEL_RUNTIME";
 
+/// Whose command line the low-level runtime takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RuntimeKind {
     Crun,
@@ -28,6 +29,7 @@ impl RuntimeKind {
     }
 }
 
+/// The low-level runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LowLevel {
     /// The name as given: becomes `argv[0]`, so that its messages read as when it is called directly.
@@ -78,6 +80,7 @@ impl LowLevel {
         })
     }
 
+    /// Returns the name of its file, for messages.
     pub fn label(&self) -> String {
         self.path
             .file_name()

@@ -15,6 +15,7 @@ use crate::request::context::Context;
 use crate::request::lowlevel::RuntimeKind;
 use crate::rootfs;
 
+/// A container's state, as the low-level runtime reports it.
 pub struct ContainerState {
     pub init: i32,
     pub bundle: PathBuf,
@@ -53,6 +54,7 @@ impl ContainerState {
         })
     }
 
+    /// Returns the container as the root file system's part needs it.
     pub fn container<'a>(
         &'a self,
         spec: &'a Spec,

@@ -26,6 +26,7 @@ const IMAGES: [&str; 2] = ["files.img", "remap-fpath.img"];
 /// A link in a volume: the directory, the name, the file.
 type LinkRemap = (OwnedFd, OsString, OwnedFd);
 
+/// The links by which CRIU finds files without a name, kept for the next copy.
 #[derive(Debug)]
 pub struct LinkRemaps(Vec<LinkRemap>);
 

@@ -28,6 +28,7 @@ const FILE: &str = "network.json";
 /// The stage of CRIU's restore at which the network namespace exists, but no socket yet.
 pub const STAGE: &str = "setup-namespaces";
 
+/// Settings of a network namespace that CRIU does not restore.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkSettings {
     loopback: bool,

@@ -28,6 +28,7 @@ use crate::run::operation::Operation;
 pub const STAGE: &str = "pre-resume";
 const FILE: &str = "new-container.json";
 
+/// What a container that is created from a checkpoint has of its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NewContainer {
     /// The container waits for its start.
@@ -41,6 +42,7 @@ pub struct NewContainer {
 }
 
 impl NewContainer {
+    /// Reads it from the spec. `wait`: the container waits for its start.
     pub fn of(spec: &Spec, wait: bool, hooks: NewHooks) -> Self {
         let own = spec.has_own_namespace("uts");
         let name = |key| {
@@ -57,6 +59,7 @@ impl NewContainer {
         }
     }
 
+    /// Returns its OCI hooks.
     pub fn hooks(&self) -> &NewHooks {
         &self.hooks
     }

@@ -20,6 +20,7 @@ use crate::config::rootfs::RootfsOptions;
 
 const PARTIAL: &str = ".cryopod-unpacked";
 
+/// Unpacks a tar of changes over this root, within the bounds.
 pub fn unpack(tar: &Path, root: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let root = File::open(root)?;
     let mut options = OpenOptions::new();

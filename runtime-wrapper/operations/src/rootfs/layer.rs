@@ -17,10 +17,12 @@ use cryopod_host::files::Host;
 pub struct Upper(PathBuf);
 
 impl Upper {
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
+    /// Opens the directory.
     pub fn open(&self) -> io::Result<File> {
         directory(&self.0)
     }

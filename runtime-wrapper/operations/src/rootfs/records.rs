@@ -19,6 +19,7 @@ use crate::config::rootfs::RootfsOptions;
 const MAX_NAME: u64 = 4096;
 const MAX_PAX: u64 = 64 << 10;
 
+/// One entry of a tar.
 pub struct Record<'r> {
     pub path: PathBuf,
     /// Target, if it is a link.
@@ -36,6 +37,7 @@ struct Ahead {
     capability: Option<Vec<u8>>,
 }
 
+/// Visits the entries of a tar in order.
 pub fn each(
     tar: &File,
     bounds: &RootfsOptions,

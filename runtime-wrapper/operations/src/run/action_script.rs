@@ -13,12 +13,14 @@ use std::time::Duration;
 use crate::error::Error;
 use crate::run::operation::Operation;
 
+/// The name under which this program runs as CRIU's action script.
 pub const HOOK_NAME: &str = "cryopod-criu-hook";
 const SOCKET: &str = "action-script.sock";
 /// How long the hook waits for an answer: GPU memory may still be on its way to a slow disk. The wrapper has limits of
 /// its own, and the hook notices at once if the wrapper dies.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
 
+/// The wrapper's end of the action script.
 #[derive(Debug)]
 pub struct ActionScript {
     listener: UnixListener,
@@ -40,6 +42,7 @@ impl ActionScript {
         Ok(Self { listener })
     }
 
+    /// Returns the socket on which CRIU's questions come, to wait for them.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }

@@ -25,6 +25,7 @@ const SHELL: [&str; 2] = ["/bin/sh", "-c"];
 /// The most of a command's output that an error shows, in bytes.
 const MAX_SAID: usize = 500;
 
+/// When a command of the application runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
     /// Before the container is frozen. A failure stops the checkpoint, and the container goes on.

@@ -39,6 +39,7 @@ const INTERRUPTS: [Signal; 4] = [
 /// Signals that are only forwarded.
 const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
+/// What the low-level runtime is run for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunKind {
     /// The container exists already and must survive an interruption.
@@ -61,6 +62,7 @@ impl RunKind {
     }
 }
 
+/// What a run is watched with.
 #[derive(Debug)]
 pub struct RunWatch<'a> {
     pub kind: RunKind,
@@ -80,6 +82,7 @@ pub struct RunWatch<'a> {
     pub stderr: Option<File>,
 }
 
+/// How a run of the low-level runtime ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunOutcome {
     /// Its exit code; 128 + the number of the signal that ended it.

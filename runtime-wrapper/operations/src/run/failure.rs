@@ -17,6 +17,7 @@ use crate::run::child::RunOutcome;
 const MAX_READ: u64 = 1 << 20;
 const OURS: &str = "cryopod: ";
 
+/// How long the logs were before the run.
 #[derive(Debug)]
 pub struct LogMarks {
     criu_log: PathBuf,

@@ -25,6 +25,7 @@ struct Lines {
     level: Level,
 }
 
+/// Directs messages to the log that the command line names.
 pub fn init(globals: Option<&Globals>) {
     let lines = Lines {
         file: globals.and_then(|g| g.log.clone()),
@@ -39,6 +40,7 @@ pub fn init(globals: Option<&Globals>) {
     let _ = tracing_subscriber::registry().with(lines).try_init();
 }
 
+/// Reports an error to the engine.
 pub fn error(message: &str) {
     tracing::error!("{message}");
 }

@@ -68,6 +68,7 @@ impl Reason {
     }
 }
 
+/// All that `cryopod metrics` shows.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Totals {
     pub version: u32,

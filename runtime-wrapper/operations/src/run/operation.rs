@@ -30,6 +30,7 @@ pub const SHOWN: &str = "mounts";
 /// What CRIU's plugin writes for the wrapper, and the wrapper for a plugin that is at work.
 pub const EXCHANGE: &str = "exchange";
 
+/// Returns the parent of all operations' directories.
 pub fn base() -> PathBuf {
     std::env::var_os("CRYOPOD_RUN_DIR").map_or_else(|| BASE.into(), PathBuf::from)
 }
@@ -42,6 +43,7 @@ pub fn sweep_dead() {
     }
 }
 
+/// The directory of one operation. Dropped, it is removed.
 #[derive(Debug)]
 pub struct Operation {
     dir: PathBuf,
@@ -85,14 +87,17 @@ impl Operation {
             .map_err(Error::io(what))
     }
 
+    /// Returns its path.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
+    /// Returns the path of a file in it.
     pub fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
+    /// Returns the directory from which CRIU loads its plugins.
     pub fn plugins(&self) -> PathBuf {
         self.dir.join("plugins")
     }

@@ -86,6 +86,7 @@ impl HeldErrors {
         Ok((Self(path), file))
     }
 
+    /// Passes the kept messages on to where the engine looks for them.
     pub fn hand_on(&self) {
         let text = File::open(&self.0).and_then(|file| {
             let mut text = Vec::new();

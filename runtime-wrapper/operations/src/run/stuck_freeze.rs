@@ -60,6 +60,7 @@ impl fmt::Display for Unstoppable {
     }
 }
 
+/// Watches CRIU's freeze of a container.
 #[derive(Debug, Default)]
 pub struct Freeze {
     over: bool,

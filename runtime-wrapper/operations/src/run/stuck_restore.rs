@@ -25,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Interval between two scans of all processes.
 const PAUSE: Duration = Duration::from_millis(500);
 
+/// A CRIU that restores.
 #[derive(Debug, Default)]
 pub struct CriuProcess {
     /// Its pid and start time.

@@ -14,11 +14,14 @@ use crate::config::{Config, Nvidia};
 use crate::criu::plugins::NVIDIA_PLUGIN;
 use crate::run::operation::Operation;
 
+/// The driver agent's socket, in the operation's directory.
 pub const SOCKET: &str = "driver.sock";
+/// The driver agent's report, in the operation's directory.
 pub const REPORT: &str = "agent-report.json";
 /// How long the agent may take to put processes back in order when the operation is over.
 const GOODBYE: Duration = Duration::from_secs(300);
 
+/// Why the driver agent cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     #[error(
@@ -121,6 +124,7 @@ impl Agent {
 }
 
 impl Agent {
+    /// Returns the agent's process.
     pub fn pid(&self) -> Option<i32> {
         i32::try_from(self.child.id()).ok()
     }

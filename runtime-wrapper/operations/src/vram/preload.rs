@@ -24,6 +24,7 @@ use crate::config::Config;
 use crate::criu::plugins;
 use crate::error::Error;
 
+/// `on`: the container gets the preload library.
 pub const ANNOTATION: &str = "dev.cryopod.preload";
 /// The library's path in containers.
 pub const DESTINATION: &str = "/run/cryopod/libcryopod_preload.so";

@@ -13,6 +13,7 @@ const WAIT: Duration = Duration::from_secs(5);
 pub struct Cleaning(Option<JoinHandle<()>>);
 
 impl Cleaning {
+    /// Starts a thread that removes what nothing refers to.
     pub fn start(config: &Config) -> Self {
         let config = config.clone();
         let work = move || match clean(&config) {

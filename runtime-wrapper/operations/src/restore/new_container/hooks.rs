@@ -75,6 +75,7 @@ impl Edit for HooksRemoval {
     }
 }
 
+/// The OCI hooks of a new container, by the stage at which they run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NewHooks {
     create_runtime: Vec<Hook>,

@@ -16,6 +16,7 @@ use crate::security::privileges::{self, Images, PrivilegesError};
 /// CRIU's option for a namespace with nothing in it.
 const EMPTY: &str = "empty-ns net";
 
+/// How the checkpoint's network namespace becomes that of the new container.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct NewNetwork {
     /// An image in place of the checkpoint's: its name and content.
