@@ -179,7 +179,7 @@ pub fn restore(request: &Request<'_>, metadata: &Metadata) -> Result<VramConfig,
 
 /// Progress of the VRAM files.
 #[derive(Debug)]
-pub enum Progress {
+pub enum VramProgress {
     Unused,
     Durable(VramDone),
     Writing,
@@ -189,12 +189,12 @@ pub enum Progress {
 ///
 /// # Errors
 /// A text for a user: the checkpoint is not complete.
-pub fn wait(op: &Operation, limit: Duration) -> Result<Progress, String> {
+pub fn wait(op: &Operation, limit: Duration) -> Result<VramProgress, String> {
     let lost =
         |error: String| format!("the driver agent, which writes the GPU memory, is gone: {error}");
     let socket = op.file(crate::vram::agent::SOCKET);
     if !socket.exists() {
-        return Ok(Progress::Unused);
+        return Ok(VramProgress::Unused);
     }
     let mut client = Client::connect(&socket).map_err(|e| lost(e.to_string()))?;
     let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
@@ -202,9 +202,9 @@ pub fn wait(op: &Operation, limit: Duration) -> Result<Progress, String> {
         .call(Op::VramWait { limit_ms }, limit.saturating_add(MARGIN))
         .map_err(|e| lost(e.to_string()))?;
     match reply.outcome {
-        Outcome::Vram(None) => Ok(Progress::Unused),
-        Outcome::Vram(Some(done)) => Ok(Progress::Durable(done)),
-        Outcome::Error(error) if error.kind == ErrorKind::TimedOut => Ok(Progress::Writing),
+        Outcome::Vram(None) => Ok(VramProgress::Unused),
+        Outcome::Vram(Some(done)) => Ok(VramProgress::Durable(done)),
+        Outcome::Error(error) if error.kind == ErrorKind::TimedOut => Ok(VramProgress::Writing),
         Outcome::Error(error) => Err(error.message),
         other => Err(format!("unexpected answer of the driver agent: {other:?}")),
     }
@@ -218,9 +218,9 @@ pub fn note(
     metadata: &mut Metadata,
 ) -> Result<bool, String> {
     match wait(op, limit)? {
-        Progress::Unused => {}
-        Progress::Writing => return Ok(false),
-        Progress::Durable(done) => {
+        VramProgress::Unused => {}
+        VramProgress::Writing => return Ok(false),
+        VramProgress::Durable(done) => {
             metadata.timings.durable_us = u64::try_from(since.elapsed().as_micros()).ok();
             metadata.gpu.vram = Some(done.facts);
         }

@@ -121,7 +121,7 @@ const STATISTICS: &str = "stats-restore";
 
 /// CRIU's request (`images/rpc.proto`).
 #[derive(Clone, PartialEq, Message)]
-struct Request {
+struct RootRequest {
     #[prost(int32, tag = "1")]
     kind: i32,
     #[prost(message, optional, tag = "2")]
@@ -220,7 +220,7 @@ pub fn launch(argv: &[OsString]) -> ExitCode {
 
 /// Makes the root for a request to restore. CRIU's log names an error.
 fn answer(socket: RawFd, program: &Path) -> io::Result<()> {
-    let request = Request::decode(&*peek(socket)?).map_err(io::Error::other)?;
+    let request = RootRequest::decode(&*peek(socket)?).map_err(io::Error::other)?;
     let Some(options) = request.options.filter(|_| request.kind == RESTORE) else {
         return Ok(());
     };
