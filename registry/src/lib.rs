@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use cryopod_archive::digest::Digest;
 use cryopod_archive::progress::Progress;
-use oci_client::Reference;
+use oci_spec::distribution::Reference;
 
 pub use auth::Credentials;
 pub use known::{Known, Piece};
@@ -117,7 +117,7 @@ pub fn parse_reference(text: &str) -> Result<Reference, Error> {
     };
     let reference: Reference = bare
         .parse()
-        .map_err(|e: oci_client::ParseError| wrong(e.to_string()))?;
+        .map_err(|e: oci_spec::distribution::ParseError| wrong(e.to_string()))?;
     let first = bare.split('/').next().unwrap_or_default();
     if !bare.contains('/') || !(first.contains(['.', ':']) || first == "localhost") {
         return Err(wrong("it names no registry".into()));

@@ -15,12 +15,12 @@ use cryopod_archive::oci::{Descriptor, Index, Manifest, annotation, media};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;
-use oci_client::manifest::{IMAGE_MANIFEST_LIST_MEDIA_TYPE, OCI_IMAGE_INDEX_MEDIA_TYPE};
-use oci_client::{Reference, RegistryOperation};
+use oci_spec::distribution::Reference;
 use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
 use crate::known::{Known, Parts, put_together};
+use crate::session::Access;
 use crate::text::causes;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
@@ -52,7 +52,7 @@ pub fn pull_with(
 /// [`Error::NotFound`], no connection, no access, or a manifest that is none of a checkpoint.
 pub fn digest(of: &Reference, options: &Options) -> Result<Digest, Error> {
     let ask = async {
-        let registry = Registry::connect(of, RegistryOperation::Pull, options).await?;
+        let registry = Registry::connect(of, Access::Pull, options).await?;
         let (raw, _) = manifest(&registry, options).await?;
         Ok(Digest::of(&raw))
     };
@@ -66,7 +66,7 @@ async fn pull_all(
     known: &dyn Known,
 ) -> Result<Transferred, Error> {
     let work = Work::begin(layout)?;
-    let registry = Registry::connect(from, RegistryOperation::Pull, options).await?;
+    let registry = Registry::connect(from, Access::Pull, options).await?;
     let (raw, manifest) = manifest(&registry, options).await?;
     let digest = Digest::of(&raw);
 
@@ -129,11 +129,15 @@ async fn pull_all(
     })
 }
 
-async fn manifest(registry: &Registry, options: &Options) -> Result<(Vec<u8>, Manifest), Error> {
+/// Reads the manifest, and checks its digest if the image names one.
+pub(crate) async fn manifest(
+    registry: &Registry,
+    options: &Options,
+) -> Result<(Vec<u8>, Manifest), Error> {
     let accepted = [
         media::MANIFEST,
-        OCI_IMAGE_INDEX_MEDIA_TYPE,
-        IMAGE_MANIFEST_LIST_MEDIA_TYPE,
+        media::INDEX,
+        "application/vnd.docker.distribution.manifest.list.v2+json",
     ];
     let step = "reading the manifest";
     let (image, session) = (&registry.image, &registry.session);

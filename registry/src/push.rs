@@ -1,7 +1,7 @@
 //! Pushes an OCI image layout, or a tar of one, to a registry.
 
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::{self, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -10,11 +10,13 @@ use cryopod_archive::digest::Digest;
 use cryopod_archive::oci::{Descriptor, media};
 use cryopod_archive::source::Source;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
-use oci_client::errors::OciDistributionError;
-use oci_client::{Reference, RegistryOperation};
+use oci_spec::distribution::Reference;
+use reqwest::Body;
 use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
+use crate::pull::manifest;
+use crate::session::Access;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
 use crate::{Error, Options, Transferred};
 
@@ -42,7 +44,7 @@ async fn push_all(
             reason: format!("the archive's digest is {}", image.digest),
         });
     }
-    let registry = Registry::connect(to, RegistryOperation::Push, options).await?;
+    let registry = Registry::connect(to, Access::Push, options).await?;
 
     let mut seen = BTreeSet::new();
     let blobs: Vec<&Descriptor> = (image.manifest.layers.iter())
@@ -71,21 +73,17 @@ async fn push_all(
 
     // Last: until now the image has no name.
     let step = "writing the manifest";
-    with_tries(options.tries, || async {
-        let media_type = media::MANIFEST
-            .parse()
-            .map_err(|_| registry.failed(step, "its media type"))?;
-        let pushed = registry
-            .client
-            .push_manifest_raw(to, raw.clone(), media_type);
-        registry.step(step, pushed).await.map(|_| ())
+    let name = to.digest().or(to.tag()).unwrap_or("latest");
+    with_tries(options.tries, || {
+        let sent = registry
+            .session
+            .send_manifest(step, name, media::MANIFEST, raw.clone());
+        registry.within(step, sent)
     })
     .await?;
-    let asked = registry.client.fetch_manifest_digest(to, &registry.auth);
-    let found = registry
-        .step("reading the manifest's digest back", asked)
-        .await?;
-    if found != image.digest.to_string() {
+    let (there, _) = manifest(&registry, options).await?;
+    let found = Digest::of(&there);
+    if found != image.digest {
         return Err(registry.content(format!(
             "the registry has {found} under that name, not {} as was pushed",
             image.digest
@@ -107,15 +105,15 @@ async fn push_blob(
     options: &Options,
 ) -> Result<bool, Error> {
     let digest = blob.digest.to_string();
-    let exists = registry.client.blob_exists(&registry.image, &digest);
-    if registry
-        .step(&format!("asking for {digest}"), exists)
-        .await?
-    {
+    let step = format!("asking for {digest}");
+    let asked = registry.session.has_blob(&step, &digest);
+    if registry.within(&step, asked).await? {
         options.progress.add_done(blob.size);
         return Ok(false);
     }
     let step = format!("sending {digest}");
+    let begun = registry.session.begin_blob(&step, &digest);
+    let place = registry.within(&step, begun).await?;
     let flow = Flow::default();
     let reader = source.blob(blob)?;
     let (sender, receiver) = tokio::sync::mpsc::channel(QUEUE);
@@ -126,23 +124,21 @@ async fn push_blob(
     let chunks = stream::unfold(receiver, |mut receiver| async {
         receiver.recv().await.map(|chunk| (chunk, receiver))
     })
-    .inspect(move |chunk: &Result<Bytes, OciDistributionError>| {
+    .inspect(move |chunk: &io::Result<Bytes>| {
         if let Ok(chunk) = chunk {
             counted.fetch_add(chunk.len() as u64, Ordering::Relaxed);
             progress.add_done(chunk.len() as u64);
         }
     });
-    let pushed =
-        registry
-            .client
-            .push_blob_stream(&registry.image, chunks.boxed(), &digest, Some(blob.size));
+    let body = Body::wrap_stream(chunks);
+    let pushed = registry.session.send_blob(&step, place, blob.size, body);
     let pushed = while_flowing(pushed, &flow, options.stall_limit).await;
     let done = match pushed {
         None => Err(registry.failed(
             &step,
             format!("nothing moved for {} s", options.stall_limit.as_secs()),
         )),
-        Some(done) => done.map(|_| true).map_err(|e| registry.error(&step, e)),
+        Some(done) => done.map(|()| true),
     };
     if done.is_err() {
         options.progress.take_back(flow.load(Ordering::Relaxed));
@@ -161,11 +157,10 @@ async fn push_blob(
 fn read_blob(
     mut reader: impl Read,
     wanted: &Digest,
-    queue: &tokio::sync::mpsc::Sender<Result<Bytes, OciDistributionError>>,
+    queue: &tokio::sync::mpsc::Sender<io::Result<Bytes>>,
 ) -> Result<(), String> {
     let fail = |reason: String| {
-        let error = OciDistributionError::GenericError(Some(reason.clone()));
-        let _ = queue.blocking_send(Err(error));
+        let _ = queue.blocking_send(Err(io::Error::other(reason.clone())));
         Err(reason)
     };
     let mut hash = Sha256::new();
@@ -177,7 +172,7 @@ fn read_blob(
             match reader.read(&mut chunk[have..]) {
                 Ok(0) => break,
                 Ok(n) => have += n,
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return fail(format!("blob {wanted} cannot be read: {e}")),
             }
         }

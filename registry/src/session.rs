@@ -1,20 +1,19 @@
 //! Queries a registry whose answers are untrusted.
 //!
-//! `oci-client` reads tokens, manifests and error texts of any size, and sends credentials to any realm that a registry
-//! names. Here each of these has a limit, and [`may_have`] decides where credentials may go. A pull uses only this
-//! module. A push goes to a registry that the user chose for their own data: it asks for access here and then uses
-//! `oci-client`.
+//! Tokens, manifests and error texts have a limit, and [`may_have`] decides where credentials may go.
 
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Mutex;
 
+use bytes::Bytes;
 use futures_util::StreamExt;
-use oci_client::{Reference, RegistryOperation};
+use oci_spec::distribution::Reference;
 use reqwest::header::{
-    ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE, WWW_AUTHENTICATE,
+    ACCEPT, AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue, LOCATION, RANGE,
+    WWW_AUTHENTICATE,
 };
-use reqwest::{Client, Response, StatusCode, Url};
+use reqwest::{Body, Client, Method, Response, StatusCode, Url};
 use serde::Deserialize;
 
 use crate::auth::Credentials;
@@ -23,6 +22,15 @@ use crate::{Error, Options};
 
 /// Largest token answer, in bytes.
 const MAX_TOKEN: usize = 256 << 10;
+/// Largest text of an error that is read, in bytes.
+const MAX_REASON: usize = 16 << 10;
+
+/// What a session is for; the scope of its token.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Access {
+    Pull,
+    Push,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
@@ -61,7 +69,7 @@ impl Session {
     pub(crate) fn new(
         image: &Reference,
         scheme: &str,
-        operation: RegistryOperation,
+        access: Access,
         credentials: Option<(Credentials, Origin)>,
         options: &Options,
     ) -> Result<Self, Error> {
@@ -81,9 +89,9 @@ impl Session {
             .map_err(|e| wrong(causes(&e)))?;
         let registry = format!("{scheme}://{}/v2/", image.resolve_registry());
         let registry = Url::parse(&registry).map_err(|e| wrong(e.to_string()))?;
-        let actions = match operation {
-            RegistryOperation::Pull => "pull",
-            RegistryOperation::Push => "pull,push",
+        let actions = match access {
+            Access::Pull => "pull",
+            Access::Push => "pull,push",
         };
         Ok(Self {
             http,
@@ -97,8 +105,13 @@ impl Session {
 
     /// Checks that the registry answers, and asks for access.
     pub(crate) async fn connect(&self) -> Result<(), Error> {
-        let answer = self.send(self.registry.clone(), HeaderMap::new()).await?;
-        self.authorize(&answer).await.map(|_| ())
+        let ask = self.send(
+            Method::GET,
+            self.registry.clone(),
+            HeaderMap::new(),
+            Bytes::new(),
+        );
+        self.authorize(&ask.await?).await.map(|_| ())
     }
 
     /// Requests something of the repository: `manifests/TAG`, `blobs/DIGEST`.
@@ -116,7 +129,8 @@ impl Session {
                 accept.map_err(|_| self.failed(step, "no media type"))?,
             );
         }
-        self.get_with(step, what, headers).await
+        self.ask(step, Method::GET, what, headers, Bytes::new())
+            .await
     }
 
     /// Gets a part of a blob.
@@ -132,27 +146,94 @@ impl Session {
         let mut headers = HeaderMap::new();
         let range = format!("bytes={}-{}", part.start, part.end.saturating_sub(1)).parse();
         headers.insert(RANGE, range.map_err(|_| self.failed(step, "no range"))?);
-        let answer = self.get_with(step, what, headers).await?;
+        let asked = self.ask(step, Method::GET, what, headers, Bytes::new());
+        let answer = asked.await?;
         match answer.status() {
             StatusCode::PARTIAL_CONTENT => Ok(answer),
             _ => Err(self.failed(step, "the registry sends blobs only whole")),
         }
     }
 
-    async fn get_with(
+    /// Returns true if the repository has a blob.
+    pub(crate) async fn has_blob(&self, step: &str, digest: &str) -> Result<bool, Error> {
+        let what = format!("blobs/{digest}");
+        let asked = self.ask(step, Method::HEAD, &what, HeaderMap::new(), Bytes::new());
+        match asked.await {
+            Ok(_) => Ok(true),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Begins to send a blob; returns where it goes.
+    pub(crate) async fn begin_blob(&self, step: &str, digest: &str) -> Result<Url, Error> {
+        let headers = HeaderMap::from_iter([(CONTENT_LENGTH, HeaderValue::from(0))]);
+        let asked = self.ask(step, Method::POST, "blobs/uploads/", headers, Bytes::new());
+        let answer = asked.await?;
+        let place = answer.headers().get(LOCATION).and_then(|l| l.to_str().ok());
+        let place = place.and_then(|place| answer.url().join(place).ok());
+        let mut place = place.ok_or_else(|| self.failed(step, "it does not say where to"))?;
+        place.query_pairs_mut().append_pair("digest", digest);
+        Ok(place)
+    }
+
+    /// Sends a blob, whole. Another host than the registry, which may keep the blobs, gets no credentials.
+    pub(crate) async fn send_blob(
         &self,
         step: &str,
+        place: Url,
+        size: u64,
+        blob: Body,
+    ) -> Result<(), Error> {
+        let own = place.origin() == self.registry.origin();
+        let mut request = self.http.put(place).body(blob);
+        request = request
+            .header(CONTENT_LENGTH, size)
+            .header(CONTENT_TYPE, "application/octet-stream");
+        if let Some(known) = self.known().filter(|_| own) {
+            request = request.header(AUTHORIZATION, known);
+        }
+        let answer = request.send().await.map_err(|e| self.unanswered(&e))?;
+        self.checked(step, answer).await.map(drop)
+    }
+
+    /// Names a manifest.
+    pub(crate) async fn send_manifest(
+        &self,
+        step: &str,
+        name: &str,
+        media_type: &'static str,
+        raw: Bytes,
+    ) -> Result<(), Error> {
+        let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static(media_type))]);
+        let what = format!("manifests/{name}");
+        self.ask(step, Method::PUT, &what, headers, raw)
+            .await
+            .map(drop)
+    }
+
+    /// Sends a request about the repository, again with access if the registry asks for it.
+    async fn ask(
+        &self,
+        step: &str,
+        method: Method,
         what: &str,
         headers: HeaderMap,
+        body: Bytes,
     ) -> Result<Response, Error> {
         let place = format!("{}/{what}", self.image.repository());
         let url = self.registry.join(&place);
         let url = url.map_err(|e| self.failed(step, e.to_string()))?;
-        let mut answer = self.send(url.clone(), headers.clone()).await?;
+        let send = || self.send(method.clone(), url.clone(), headers.clone(), body.clone());
+        let mut answer = send().await?;
         // The first request, or an expired token.
         if answer.status() == StatusCode::UNAUTHORIZED && self.authorize(&answer).await? {
-            answer = self.send(url, headers).await?;
+            answer = send().await?;
         }
+        self.checked(step, answer).await
+    }
+
+    async fn checked(&self, step: &str, answer: Response) -> Result<Response, Error> {
         match answer.status() {
             status if status.is_success() => Ok(answer),
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
@@ -161,14 +242,28 @@ impl Session {
             StatusCode::NOT_FOUND => Err(Error::NotFound {
                 image: self.image.to_string(),
             }),
-            status => Err(self.failed(step, format!("the registry says {status}"))),
+            status => {
+                let text = self.bounded(step, answer, MAX_REASON).await;
+                let text = text.map(|text| format!(": {}", String::from_utf8_lossy(&text)));
+                let text = shortened(&text.unwrap_or_default());
+                Err(self.failed(step, format!("the registry says {status}{text}")))
+            }
         }
     }
 
-    async fn send(&self, url: Url, headers: HeaderMap) -> Result<Response, Error> {
-        let mut request = self.http.get(url).headers(headers);
-        let known = self.authorization.lock().ok().and_then(|a| a.clone());
-        if let Some(known) = known {
+    fn known(&self) -> Option<HeaderValue> {
+        self.authorization.lock().ok().and_then(|a| a.clone())
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        url: Url,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<Response, Error> {
+        let mut request = self.http.request(method, url).headers(headers).body(body);
+        if let Some(known) = self.known() {
             request = request.header(AUTHORIZATION, known);
         }
         request.send().await.map_err(|e| self.unanswered(&e))
@@ -214,13 +309,6 @@ impl Session {
         let mut header = header.map_err(|_| self.no_access("the credentials are no header"))?;
         header.set_sensitive(true);
         Ok(Some(header))
-    }
-
-    /// The access token of the last answer, for a client of its own.
-    pub(crate) fn bearer(&self) -> Option<String> {
-        let known = self.authorization.lock().ok()?.clone()?;
-        let token = known.to_str().ok()?.strip_prefix("Bearer ")?;
-        Some(token.to_owned())
     }
 
     async fn token(&self, realm: &str, service: Option<&str>) -> Result<String, Error> {
@@ -459,8 +547,7 @@ mod tests {
         };
         crate::transfer::run(
             async {
-                let pull = RegistryOperation::Pull;
-                let session = Session::new(&image, "http", pull, credentials, &options)?;
+                let session = Session::new(&image, "http", Access::Pull, credentials, &options)?;
                 let answer = session.get("x", "manifests/1", &["a/b"]).await?;
                 session.bounded("x", answer, max).await
             },
@@ -541,7 +628,7 @@ mod tests {
             let (port, _) = registry(vec![asks_for_a_token(REALM), answer("200 OK", token)]);
             assert!(get(port, 100).is_err());
         }
-        // The client does not read an error's text at all.
+        // An error's text is left out if it is large.
         let (port, _) = registry(vec![answer("500 Oops", &large)]);
         assert!(get(port, 100).unwrap_err().to_string().contains("500"));
     }
