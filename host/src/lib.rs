@@ -8,6 +8,7 @@
 //! - [`spec`]: a container's OCI spec; [`destinations`]: where its mounts end up inside the container's root.
 //! - [`nodes`]: device nodes of GPUs, by the vendors' naming.
 //! - [`processes`]: the processes of a container, examined once; [`sock_diag`]: their Unix sockets.
+//! - [`pidfd`]: processes by descriptor.
 //! - [`cgroups`]: the host's cgroup set-up, and cgroups of a container.
 //! - [`containerd`]: its image directories.
 //! - [`programs`], [`limited`]: other programs, within a time limit.
@@ -20,9 +21,15 @@ pub mod files;
 pub mod limited;
 pub mod mountinfo;
 pub mod nodes;
+pub mod pidfd;
 pub mod processes;
 pub mod programs;
 pub mod sandbox;
 pub mod shared;
 pub mod sock_diag;
 pub mod spec;
+
+/// Returns a duration in whole microseconds, as metadata and reports have it.
+pub fn micros(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}

@@ -2,6 +2,7 @@
 //!
 //! Chunks are copied in their stored form, compressed or not, after their digests have been checked.
 
+use cryopod_host::micros;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -10,7 +11,7 @@ use std::time::Instant;
 
 use super::index::{Chunk, Digest, Index, Kind};
 use super::shards::{Own, Shards, remove};
-use super::write::{WriteOptions, Written, micros};
+use super::write::{WriteOptions, Written};
 use super::{Vram, VramError, VramFacts};
 
 /// Writes the complete `vram` into a directory. Of the options, it uses the threads, the size of shards, and whether to
@@ -86,7 +87,7 @@ fn run(
             .push(own);
         Ok(())
     })?;
-    let write_us = micros(start);
+    let write_us = micros(start.elapsed());
     let start = Instant::now();
     shards.sync(&owns.into_inner().unwrap_or_else(PoisonError::into_inner))?;
     let mut index = Index {
@@ -104,6 +105,6 @@ fn run(
         changed: 0,
         facts: VramFacts::of(&index),
         write_us,
-        sync_us: micros(start),
+        sync_us: micros(start.elapsed()),
     })
 }

@@ -7,6 +7,7 @@
 //! Memory that another program fills from its start to its end can be written meanwhile ([`Writer::ahead`]). What was
 //! taken too early does not fit its digest in the end, and is written again.
 
+use cryopod_host::micros;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -252,7 +253,7 @@ impl<'a> Writer<'a> {
                 }
             }
         })?;
-        let write_us = micros(start);
+        let write_us = micros(start.elapsed());
         let start = Instant::now();
         self.shards.sync(&lock(&self.open))?;
         let mut index = Index {
@@ -276,7 +277,7 @@ impl<'a> Writer<'a> {
             ahead,
             changed,
             write_us,
-            sync_us: micros(start),
+            sync_us: micros(start.elapsed()),
         })
     }
 
@@ -496,8 +497,4 @@ fn region(source: &Source<'_>) -> Region {
         id: source.id.to_owned(),
         bytes: source.bytes.len() as u64,
     }
-}
-
-pub(super) fn micros(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

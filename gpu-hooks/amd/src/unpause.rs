@@ -7,9 +7,10 @@
 //! The KFD takes `UNPAUSE` from whoever traces the process, on the process's own descriptor (`kfd_ioctl` of the kernel's
 //! amdkfd driver). A process whose queues are not paused answers with EINVAL.
 
+use cryopod_host::pidfd;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 
 use cryopod_host::files::{Host, split_rdev};
@@ -83,7 +84,7 @@ fn in_a_tracer(pid: i32, fd: RawFd, device: (u64, u64)) -> io::Result<bool> {
         if unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) } == -1 {
             return Err(io::Error::last_os_error());
         }
-        let file = File::from(descriptor(pid, fd)?);
+        let file = File::from(pidfd::take(pid, fd)?);
         // The process runs, and may have opened something else there.
         match split_rdev(file.metadata()?.rdev()) == device {
             true => call(&file),
@@ -108,16 +109,4 @@ fn call(kfd: &File) -> io::Result<bool> {
         e if e.raw_os_error() == Some(libc::EINVAL) => Ok(false),
         e => Err(e),
     }
-}
-
-fn descriptor(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
-    let new = |fd: libc::c_long| match RawFd::try_from(fd) {
-        // SAFETY: a descriptor that was just made and belongs to nobody else.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    };
-    // SAFETY: takes numbers, returns a new descriptor or -1.
-    let process = new(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: as above.
-    new(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
 }

@@ -9,7 +9,7 @@ use super::driver::{CallError, Driver};
 use super::gpu::effective_map;
 use super::preload::process::Preloads;
 use super::procfs;
-use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
+use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState, Work};
 use super::vram::store::VramFiles;
 use communicators::Communicators;
 use std::collections::HashMap;
@@ -19,10 +19,6 @@ use std::time::Duration;
 mod communicators;
 mod settle;
 
-/// How much longer than its own timeout a lock may take before it counts as hanging.
-const LOCK_GRACE: Duration = Duration::from_secs(3);
-/// How much longer than its own timeout the copying of a process's GPU memory may take.
-const COPY_GRACE: Duration = Duration::from_secs(180);
 /// How long after an "illegal state" a lock is tried again: the process may be within cuInit.
 const RACE_PAUSE: Duration = Duration::from_millis(250);
 const TICK: Duration = Duration::from_millis(20);
@@ -155,21 +151,11 @@ impl<D: Driver> Agent<D> {
     /// # Errors
     /// The request makes no sense, or another call for the process still runs.
     pub fn begin(self: &Arc<Self>, op: &Op) -> Result<Begun, DriverError> {
-        let limit = match op {
-            Op::Lock { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + LOCK_GRACE,
-            Op::Find { limit_ms, .. }
-            | Op::Query { limit_ms, .. }
-            | Op::Checkpoint { limit_ms, .. }
-            | Op::Restore { limit_ms, .. }
-            | Op::Unlock { limit_ms, .. }
-            | Op::PreloadIn { limit_ms, .. } => Duration::from_millis(*limit_ms),
-            Op::PreloadOut { timeout_ms, .. } => Duration::from_millis(*timeout_ms) + COPY_GRACE,
-            _ => {
-                let what = format!("{} is not about a process", op.name());
-                return Err(error(ErrorKind::BadRequest, what));
-            }
-        };
-        self.begin_within(op.clone(), limit)
+        if op.work() == Work::Other {
+            let what = format!("{} is not about a process", op.name());
+            return Err(error(ErrorKind::BadRequest, what));
+        }
+        self.begin_within(op.clone(), op.limit())
     }
 
     fn begin_within(self: &Arc<Self>, op: Op, limit: Duration) -> Result<Begun, DriverError> {

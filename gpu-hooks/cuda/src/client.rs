@@ -2,6 +2,9 @@
 //! CRIU.
 
 use super::protocol::{FrameError, LineBuffer, Op, Reply, Request, encode};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{self, MsgFlags};
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -53,30 +56,17 @@ impl Client {
         let deadline = Instant::now() + SEND_LIMIT;
         let mut rest = &line[..];
         while !rest.is_empty() {
-            // SAFETY: the buffer lives during the call; MSG_NOSIGNAL keeps SIGPIPE away.
-            let sent = unsafe {
-                libc::send(
-                    self.stream.as_raw_fd(),
-                    rest.as_ptr().cast(),
-                    rest.len(),
-                    libc::MSG_NOSIGNAL,
-                )
-            };
-            if let Ok(sent) = usize::try_from(sent) {
-                rest = &rest[sent..];
-                continue;
-            }
-            let error = std::io::Error::last_os_error();
-            match error.kind() {
-                ErrorKind::Interrupted => {}
-                ErrorKind::WouldBlock => {
+            match socket::send(self.stream.as_raw_fd(), rest, MsgFlags::MSG_NOSIGNAL) {
+                Ok(sent) => rest = &rest[sent..],
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => {
                     if Instant::now() >= deadline {
                         return Err(ClientError::Silent(SEND_LIMIT.as_secs_f64()));
                     }
-                    self.wait(libc::POLLOUT, Duration::from_millis(50))?;
+                    self.wait(PollFlags::POLLOUT, Duration::from_millis(50))?;
                 }
-                ErrorKind::BrokenPipe => return Err(ClientError::Closed),
-                _ => return Err(error.into()),
+                Err(Errno::EPIPE) => return Err(ClientError::Closed),
+                Err(error) => return Err(std::io::Error::from(error).into()),
             }
         }
         Ok(id)
@@ -87,7 +77,7 @@ impl Client {
         if let Some(reply) = self.buffer.next_message()? {
             return Ok(Some(reply));
         }
-        self.wait(libc::POLLIN, limit)?;
+        self.wait(PollFlags::POLLIN, limit)?;
         let mut bytes = [0u8; 4096];
         loop {
             match self.stream.read(&mut bytes) {
@@ -122,20 +112,11 @@ impl Client {
         }
     }
 
-    fn wait(&self, events: libc::c_short, limit: Duration) -> Result<(), ClientError> {
-        let mut poll = libc::pollfd {
-            fd: self.stream.as_raw_fd(),
-            events,
-            revents: 0,
-        };
-        let millis = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
-        // SAFETY: one pollfd, alive during the call.
-        if unsafe { libc::poll(&mut poll, 1, millis) } < 0 {
-            let error = std::io::Error::last_os_error();
-            if error.kind() != ErrorKind::Interrupted {
-                return Err(error.into());
-            }
+    fn wait(&self, events: PollFlags, limit: Duration) -> Result<(), ClientError> {
+        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.fd(), events)], limit) {
+            Ok(_) | Err(Errno::EINTR) => Ok(()),
+            Err(error) => Err(std::io::Error::from(error).into()),
         }
-        Ok(())
     }
 }

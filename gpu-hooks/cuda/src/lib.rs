@@ -21,6 +21,7 @@ pub mod client;
 pub mod config;
 pub mod copy;
 pub mod driver;
+pub mod exchange;
 pub mod gpu;
 pub mod image;
 pub mod inject;

@@ -8,9 +8,20 @@ use super::inject::Descriptor;
 use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// A longer line ends the connection.
 pub const MAX_LINE: usize = 256 * 1024;
+/// How long a request may take that has no limit of its own, in milliseconds.
+pub const QUERY_MS: u64 = 10_000;
+/// How much longer than its own timeout a lock may take before it counts as hanging.
+const LOCK_GRACE: Duration = Duration::from_secs(3);
+/// How much longer than its own timeout the copying of a process's GPU memory may take.
+const COPY_GRACE: Duration = Duration::from_secs(180);
+/// How long NCCL's communicators may take to go, and to come again.
+const NCCL: Duration = Duration::from_secs(300);
+/// How much later than the agent's own limit its answer may come.
+const MARGIN: Duration = Duration::from_secs(10);
 
 /// A CUDA process's checkpoint state, as the driver names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,67 +227,92 @@ pub enum Op {
     },
 }
 
+/// What the agent does with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// It answers at once, or other parts of the agent do.
+    Other,
+    /// It calls the driver about a process.
+    Asks,
+    /// The same, and the call changes the process: it is undone when the connection ends.
+    Changes,
+}
+
 impl Op {
-    pub fn pid(&self) -> Option<i32> {
+    /// The one table of the requests: name, process, work, and how long the agent may take.
+    fn row(&self) -> (&'static str, Option<i32>, Work, Duration) {
+        use Work::{Asks, Changes, Other};
+        let ms = |ms: u64| Duration::from_millis(ms);
+        let short = ms(QUERY_MS);
         match self {
-            Self::Hello
-            | Self::Commit
-            | Self::Keep
-            | Self::VramReserve { .. }
-            | Self::VramDrop { .. }
-            | Self::VramWriteAhead { .. }
-            | Self::VramWrite { .. }
-            | Self::VramLoad { .. }
-            | Self::VramUserfault { .. }
-            | Self::VramWait { .. }
-            | Self::VramRead { .. }
-            | Self::VramCancel
-            | Self::NcclDown { .. }
-            | Self::NcclUp { .. }
-            | Self::PreloadPrepare { .. } => None,
-            Self::VramPrepare { pid, .. }
-            | Self::VramPlaced { pid, .. }
-            | Self::VramCopy { pid, .. }
-            | Self::PreloadOut { pid, .. }
-            | Self::PreloadIn { pid, .. }
-            | Self::Find { pid, .. }
-            | Self::Query { pid, .. }
-            | Self::Lock { pid, .. }
-            | Self::Checkpoint { pid, .. }
-            | Self::Restore { pid, .. }
-            | Self::Unlock { pid, .. } => Some(*pid),
+            Self::Hello => ("hello", None, Other, short),
+            Self::Find { pid, limit_ms } => ("find", Some(*pid), Asks, ms(*limit_ms)),
+            Self::Query { pid, limit_ms } => ("query", Some(*pid), Asks, ms(*limit_ms)),
+            Self::Lock { pid, timeout_ms } => {
+                let limit = ms(*timeout_ms).saturating_add(LOCK_GRACE);
+                ("lock", Some(*pid), Changes, limit)
+            }
+            Self::Checkpoint { pid, limit_ms } => {
+                ("checkpoint", Some(*pid), Changes, ms(*limit_ms))
+            }
+            Self::Restore { pid, limit_ms, .. } => ("restore", Some(*pid), Changes, ms(*limit_ms)),
+            Self::Unlock { pid, limit_ms } => ("unlock", Some(*pid), Changes, ms(*limit_ms)),
+            Self::Commit => ("commit", None, Other, short),
+            Self::Keep => ("keep", None, Other, short),
+            Self::VramReserve { .. } => ("vram-reserve", None, Other, short),
+            Self::VramPrepare { pid, limit_ms, .. } => {
+                ("vram-prepare", Some(*pid), Other, ms(*limit_ms))
+            }
+            Self::VramPlaced { pid, .. } => ("vram-placed", Some(*pid), Other, short),
+            Self::VramCopy { pid, limit_ms, .. } => ("vram-copy", Some(*pid), Other, ms(*limit_ms)),
+            Self::VramDrop { .. } => ("vram-drop", None, Other, short),
+            Self::VramWriteAhead { .. } => ("vram-write-ahead", None, Other, short),
+            Self::VramWrite { .. } => ("vram-write", None, Other, short),
+            Self::VramLoad { .. } => ("vram-load", None, Other, short),
+            Self::VramUserfault { .. } => ("vram-userfault", None, Other, short),
+            Self::VramWait { limit_ms } => ("vram-wait", None, Other, ms(*limit_ms)),
+            Self::VramRead { limit_ms, .. } => ("vram-read", None, Other, ms(*limit_ms)),
+            Self::VramCancel => ("vram-cancel", None, Other, short),
+            Self::PreloadPrepare { .. } => ("preload-prepare", None, Other, short),
+            Self::PreloadOut {
+                pid, timeout_ms, ..
+            } => {
+                let limit = ms(*timeout_ms).saturating_add(COPY_GRACE);
+                ("preload-out", Some(*pid), Changes, limit)
+            }
+            Self::PreloadIn { pid, limit_ms, .. } => {
+                ("preload-in", Some(*pid), Changes, ms(*limit_ms))
+            }
+            Self::NcclDown { quiesce_ms, .. } => (
+                "nccl-down",
+                None,
+                Other,
+                ms(*quiesce_ms).saturating_add(NCCL),
+            ),
+            Self::NcclUp { .. } => ("nccl-up", None, Other, NCCL),
         }
     }
 
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::Hello => "hello",
-            Self::Find { .. } => "find",
-            Self::Query { .. } => "query",
-            Self::Lock { .. } => "lock",
-            Self::Checkpoint { .. } => "checkpoint",
-            Self::Restore { .. } => "restore",
-            Self::Unlock { .. } => "unlock",
-            Self::Commit => "commit",
-            Self::Keep => "keep",
-            Self::VramReserve { .. } => "vram-reserve",
-            Self::VramPrepare { .. } => "vram-prepare",
-            Self::VramPlaced { .. } => "vram-placed",
-            Self::VramCopy { .. } => "vram-copy",
-            Self::VramDrop { .. } => "vram-drop",
-            Self::VramWriteAhead { .. } => "vram-write-ahead",
-            Self::VramWrite { .. } => "vram-write",
-            Self::VramLoad { .. } => "vram-load",
-            Self::VramUserfault { .. } => "vram-userfault",
-            Self::VramWait { .. } => "vram-wait",
-            Self::VramRead { .. } => "vram-read",
-            Self::VramCancel => "vram-cancel",
-            Self::PreloadPrepare { .. } => "preload-prepare",
-            Self::PreloadOut { .. } => "preload-out",
-            Self::PreloadIn { .. } => "preload-in",
-            Self::NcclDown { .. } => "nccl-down",
-            Self::NcclUp { .. } => "nccl-up",
-        }
+        self.row().0
+    }
+
+    pub fn pid(&self) -> Option<i32> {
+        self.row().1
+    }
+
+    pub fn work(&self) -> Work {
+        self.row().2
+    }
+
+    /// How long the agent may take until it answers.
+    pub fn limit(&self) -> Duration {
+        self.row().3
+    }
+
+    /// How long a client waits for the answer.
+    pub fn patience(&self) -> Duration {
+        self.limit().saturating_add(MARGIN)
     }
 }
 
@@ -346,7 +382,7 @@ impl NcclDone {
     ) -> Result<T, E> {
         let from = std::time::Instant::now();
         let done = work()?;
-        let micros = u64::try_from(from.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let micros = cryopod_host::micros(from.elapsed());
         self.steps.push((step, micros));
         Ok(done)
     }

@@ -9,10 +9,15 @@
 
 use super::agent::{Agent, Begun, Limits};
 use super::driver::Driver;
-use super::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, encode};
+use super::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, Work, encode};
 use super::report::{AgentOutcome, AgentReport};
+use cryopod_host::pidfd;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -44,8 +49,7 @@ impl<D: Driver> Server<D> {
     ) -> io::Result<AgentOutcome> {
         let mut connections = Vec::new();
         loop {
-            let fds = [listener.as_raw_fd(), stop.as_raw_fd()];
-            let ready = poll_in(&fds, -1)?;
+            let ready = poll_in([Some(listener.as_fd()), Some(stop)])?;
             if ready[0] {
                 match listener.accept() {
                     Ok((stream, _)) => {
@@ -94,11 +98,7 @@ impl<D: Driver> Server<D> {
         let mut buffer = LineBuffer::default();
         let mut bytes = [0u8; 16 * 1024];
         loop {
-            let fds = [
-                stream.as_raw_fd(),
-                peer.as_ref().map_or(-1, |fd| fd.as_raw_fd()),
-            ];
-            let ready = poll_in(&fds, -1)?;
+            let ready = poll_in([Some(stream.as_fd()), peer.as_ref().map(OwnedFd::as_fd)])?;
             if !ready[0] {
                 // Everything that was sent has been read and the other process has ended.
                 return Ok(());
@@ -125,51 +125,28 @@ impl<D: Driver> Server<D> {
     ) -> io::Result<()> {
         let Request { id, request: op } = request;
         tracing::debug!(id, ?op);
+        let answer = |outcome| {
+            let micros = 0;
+            let reply = Reply {
+                id,
+                micros,
+                outcome,
+            };
+            send(writer, &reply);
+        };
         match op {
-            Op::Hello => {
-                let outcome = Outcome::Hello(self.hello.clone());
-                send(
-                    writer,
-                    &Reply {
-                        id,
-                        micros: 0,
-                        outcome,
-                    },
-                );
-            }
+            Op::Hello => answer(Outcome::Hello(self.hello.clone())),
             Op::Keep => {
                 end.worked = false;
                 self.agent.keep();
-                send(
-                    writer,
-                    &Reply {
-                        id,
-                        micros: 0,
-                        outcome: Outcome::Done,
-                    },
-                );
+                answer(Outcome::Done);
             }
             Op::Commit => {
                 end.committed = true;
-                send(
-                    writer,
-                    &Reply {
-                        id,
-                        micros: 0,
-                        outcome: Outcome::Done,
-                    },
-                );
+                answer(Outcome::Done);
             }
             op => {
-                let changes = matches!(
-                    op,
-                    Op::Lock { .. }
-                        | Op::Checkpoint { .. }
-                        | Op::Restore { .. }
-                        | Op::Unlock { .. }
-                        | Op::PreloadOut { .. }
-                        | Op::PreloadIn { .. }
-                );
+                let changes = op.work() == Work::Changes;
                 end.worked |= changes || matches!(op, Op::NcclDown { .. });
                 let start = Instant::now();
                 let (agent, writer) = (Arc::clone(&self.agent), Arc::clone(writer));
@@ -185,7 +162,7 @@ impl<D: Driver> Server<D> {
                                 .or_else(|| agent.communicators().perform(&op))
                                 .unwrap_or_else(|| agent.perform(&op)),
                         };
-                        let micros = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+                        let micros = cryopod_host::micros(start.elapsed());
                         if let Outcome::Error(error) = &outcome {
                             tracing::info!(op = op.name(), pid = op.pid(), "{error}");
                         }
@@ -233,49 +210,26 @@ fn send(writer: &Mutex<UnixStream>, reply: &Reply) {
 
 /// Opens a descriptor that becomes readable when the process at the other end ends.
 fn peer_process(stream: &UnixStream) -> Option<OwnedFd> {
-    let mut cred = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
-    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: the option writes a ucred, whose size is given.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut cred).cast(),
-            &mut size,
-        )
-    };
-    if result != 0 || cred.pid <= 0 {
-        return None;
-    }
-    // SAFETY: pidfd_open takes a pid and flags and returns a new descriptor or -1.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, cred.pid, 0) };
-    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
-    // SAFETY: a descriptor that was just opened and belongs to nobody else.
-    Some(unsafe { OwnedFd::from_raw_fd(fd) })
+    let peer = getsockopt(stream, PeerCredentials).ok()?;
+    pidfd::open(peer.pid()).ok()
 }
 
-/// Returns which descriptors are readable or at their end; a negative one never is.
-fn poll_in(fds: &[RawFd; 2], timeout_ms: i32) -> io::Result<[bool; 2]> {
-    let mut polls = fds.map(|fd| libc::pollfd {
-        fd,
-        events: libc::POLLIN,
-        revents: 0,
-    });
+/// Waits until one of these is readable or at its end; returns which are. `None` never is.
+fn poll_in(fds: [Option<BorrowedFd<'_>>; 2]) -> io::Result<[bool; 2]> {
+    let mut polls: Vec<PollFd<'_>> = fds
+        .iter()
+        .flatten()
+        .map(|fd| PollFd::new(*fd, PollFlags::POLLIN))
+        .collect();
     loop {
-        // SAFETY: two pollfds, alive during the call.
-        if unsafe { libc::poll(polls.as_mut_ptr(), 2, timeout_ms) } >= 0 {
-            return Ok([polls[0].revents != 0, polls[1].revents != 0]);
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
+        match poll(&mut polls, PollTimeout::NONE) {
+            Ok(_) => break,
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
         }
     }
+    let mut ready = polls.iter().map(|one| one.any().unwrap_or(true));
+    Ok(fds.map(|fd| fd.is_some() && ready.next().unwrap_or(false)))
 }
 
 /// Reads what is there; true at the end of the stream.

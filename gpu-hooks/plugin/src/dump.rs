@@ -15,12 +15,12 @@
 use crate::criu::{self, Level};
 use crate::maps;
 use crate::session::{
-    Failed, QUERY_MS, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
+    Failed, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
 use cryopod_cuda::gpu::GpuUuid;
 use cryopod_cuda::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, ProcessState};
+use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, ProcessState, QUERY_MS};
 use cryopod_cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -5,32 +5,19 @@ use crate::criu::{self, Level};
 use crate::vram::Vram;
 use cryopod_cuda::client::{Client, ClientError};
 use cryopod_cuda::config::{self, Operation, PluginConfig};
+use cryopod_cuda::exchange::{Attendant, ExchangeError, exchange};
 use cryopod_cuda::image::{NvidiaImage, ProcessRecord};
 use cryopod_cuda::inject::SUPPORTED;
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{ErrorKind, Hello, NcclDone, Op, Outcome, Reply};
-use cryopod_cuda::released::{Attention, Released, is_ours};
+use cryopod_cuda::protocol::{
+    DriverError, ErrorKind, Hello, NcclDone, Op, Outcome, QUERY_MS, Reply,
+};
+use cryopod_cuda::released::{Released, is_ours};
 use cryopod_cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
-use cryopod_cuda::vram::VramDone;
-use std::collections::HashMap;
+use cryopod_cuda::vram::{VramConfig, VramDone};
 use std::ffi::c_void;
 use std::path::Path;
-use std::time::{Duration, Instant};
-
-/// How much later than the agent's own limit its answer may come.
-const MARGIN: Duration = Duration::from_secs(10);
-/// How often the released threads are handled while the driver works.
-const TICK: Duration = Duration::from_millis(5);
-/// The same for threads that stop at each of their system calls.
-const WATCH_TICK: Duration = Duration::from_micros(50);
-/// How long the driver may take to notice that a process was killed.
-const KILLED: Duration = Duration::from_secs(10);
-pub const QUERY_MS: u64 = 10_000;
-/// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
-const COPY_MS: u64 = 180_000;
-
-/// How long NCCL's communicators may take to go, and to come again.
-const NCCL_MS: u64 = 300_000;
+use std::time::Instant;
 
 /// Boxed: it is rare and large.
 pub type Failed = Box<Failure>;
@@ -211,7 +198,7 @@ impl Session {
 
     fn hello(client: &mut Client) -> Result<Hello, Failed> {
         let reply = client
-            .call(Op::Hello, Duration::from_millis(QUERY_MS))
+            .call(Op::Hello, Op::Hello.patience())
             .map_err(|e| Self::agent_failure(&e))?;
         match reply.outcome {
             Outcome::Hello(hello) => Ok(hello),
@@ -223,119 +210,27 @@ impl Session {
         }
     }
 
-    /// Sends all requests at once and waits for all answers, in the order of the requests. Handles the `released`
-    /// threads meanwhile.
-    ///
-    /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does
-    /// not come in time is an error of the whole batch. If memory that the released threads wait for cannot be read
-    /// (an error as the answer to [`Op::VramRead`]), their processes are killed: only that ends the driver's work. A fault in
-    /// a released thread ends its process, and fails the batch.
+    /// Sends all requests at once and waits for all answers, in the order of the requests, as [`exchange`] does.
     pub fn batch(&mut self, ops: Vec<Op>, released: &mut [Released]) -> Result<Vec<Reply>, Failed> {
-        let vram = self.config.vram.clone().unwrap_or_default();
-        let watching = released.iter().any(Released::is_watched);
-        let mut dropped = Vec::new();
         let Some(client) = self.client.as_mut() else {
             return Err(failure("driver agent", None, "not connected"));
         };
-        let longest = ops.iter().map(limit_of).max().unwrap_or_default();
-        let mut deadline = Instant::now() + longest + MARGIN;
-        let mut ids = Vec::with_capacity(ops.len());
-        let (mut reading, mut over) = (None, None);
-        for op in ops {
-            let waits = matches!(op, Op::VramRead { .. });
-            let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
-            ids.push(id);
-            reading = reading.or((waits && !released.is_empty()).then_some(id));
-        }
-        let mut replies: HashMap<u64, Reply> = HashMap::new();
-        // Threads that are held until the agent has memory for them.
-        let mut held: HashMap<u64, (usize, u64, Instant)> = HashMap::new();
-        let mut begun = None;
-        while ids.iter().any(|id| !replies.contains_key(id)) {
-            let tick = match (watching, released.is_empty()) {
-                (true, _) => Duration::ZERO,
-                (_, true) => Duration::from_millis(200),
-                _ => TICK,
-            };
-            let reply = client.receive(tick).map_err(|e| Self::agent_failure(&e))?;
-            let mut busy = reply.is_some();
-            for (i, thread) in released.iter_mut().enumerate() {
-                let bytes = match thread.attend() {
-                    Attention::Quiet => continue,
-                    Attention::Busy => 0,
-                    Attention::Asks(bytes) => bytes,
-                };
-                busy = true;
-                if let (Some(signal), None) = (thread.fault(), &over) {
-                    let what = format!("signal {signal} ended it in the driver's thread");
-                    over = Some(failure("driver", Some(thread.ids().0), what));
-                    deadline = Instant::now() + KILLED;
-                }
-                if bytes > 0 {
-                    let op = Op::VramPrepare {
-                        pid: thread.ids().0,
-                        bytes,
-                        threads: vram.threads(),
-                        limit_ms: 0,
-                    };
-                    let id = client.send(op).map_err(|e| Self::agent_failure(&e))?;
-                    held.insert(id, (i, bytes, Instant::now()));
-                }
-            }
-            if watching && !busy {
-                std::thread::sleep(WATCH_TICK);
-            }
-            match reply {
-                Some(reply) if held.contains_key(&reply.id) => {
-                    if let Some((i, bytes, since)) = held.remove(&reply.id) {
-                        let thread = &mut released[i];
-                        let unused = self
-                            .vram
-                            .answer(&vram, thread, bytes, since, &reply.outcome);
-                        dropped.extend(unused);
-                        if let Some(op) = self.vram.write_ahead(&vram, released.len()) {
-                            begun = Some(client.send(op).map_err(|e| Self::agent_failure(&e))?);
-                        }
-                    }
-                }
-                Some(reply) if begun == Some(reply.id) => {
-                    if let Outcome::Error(error) = reply.outcome {
-                        criu::log(Level::Info, &format!("nothing is written ahead: {error}"));
-                    }
-                }
-                Some(reply) => {
-                    if let (true, Outcome::Error(error)) =
-                        (reading == Some(reply.id), &reply.outcome)
-                    {
-                        over = Some(failure("vram", None, error.message.clone()));
-                        deadline = Instant::now() + KILLED;
-                        released.iter_mut().for_each(Released::kill);
-                    }
-                    replies.insert(reply.id, reply);
-                }
-                None if criu::alarm_passed() => {
-                    return Err(failure_with(
-                        "freeze",
-                        None,
-                        "CRIU's timeout passed",
-                        "raise CRIU's `timeout` above the lock timeout",
-                    ));
-                }
-                None if Instant::now() >= deadline && over.is_some() => break,
-                None if Instant::now() >= deadline => {
-                    let what = ClientError::Silent((longest + MARGIN).as_secs_f64());
-                    return Err(Self::agent_failure(&what));
-                }
-                None => {}
-            }
-        }
-        for id in dropped {
-            self.vram_drop(id);
-        }
-        if let Some(failed) = over {
-            return Err(failed);
-        }
-        Ok(ids.iter().filter_map(|id| replies.remove(id)).collect())
+        let mut attendant = Giver {
+            config: self.config.vram.clone().unwrap_or_default(),
+            vram: &mut self.vram,
+            processes: released.len(),
+        };
+        exchange(client, ops, released, &mut attendant).map_err(|error| match error {
+            ExchangeError::Agent(error) => Self::agent_failure(&error),
+            ExchangeError::Fault { pid, .. } => failure("driver", Some(pid), error.to_string()),
+            ExchangeError::Unread(error) => failure("vram", None, error.message),
+            ExchangeError::CalledOff => failure_with(
+                "freeze",
+                None,
+                "CRIU's timeout passed",
+                "raise CRIU's `timeout` above the lock timeout",
+            ),
+        })
     }
 
     /// Finds the processes that use CUDA: each with its driver's thread.
@@ -423,35 +318,40 @@ fn write_json(path: &Path, value: &PluginReport) {
     }
 }
 
-fn limit_of(op: &Op) -> Duration {
-    Duration::from_millis(match op {
-        Op::Hello
-        | Op::Commit
-        | Op::Keep
-        | Op::VramReserve { .. }
-        | Op::VramPlaced { .. }
-        | Op::VramDrop { .. }
-        | Op::VramWriteAhead { .. }
-        | Op::VramWrite { .. }
-        | Op::VramLoad { .. }
-        | Op::VramUserfault { .. }
-        | Op::VramCancel
-        | Op::PreloadPrepare { .. } => QUERY_MS,
-        Op::Lock { timeout_ms, .. } => *timeout_ms,
-        Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
-        Op::NcclDown { quiesce_ms, .. } => quiesce_ms.saturating_add(NCCL_MS),
-        Op::NcclUp { .. } => NCCL_MS,
-        Op::Find { limit_ms, .. }
-        | Op::Query { limit_ms, .. }
-        | Op::Checkpoint { limit_ms, .. }
-        | Op::Restore { limit_ms, .. }
-        | Op::Unlock { limit_ms, .. }
-        | Op::VramPrepare { limit_ms, .. }
-        | Op::VramCopy { limit_ms, .. }
-        | Op::PreloadIn { limit_ms, .. }
-        | Op::VramRead { limit_ms, .. }
-        | Op::VramWait { limit_ms } => *limit_ms,
-    })
+/// Gives the drivers' threads memory of the agent's.
+struct Giver<'a> {
+    config: VramConfig,
+    vram: &'a mut Vram,
+    processes: usize,
+}
+
+impl Attendant for Giver<'_> {
+    fn threads(&self) -> usize {
+        self.config.threads()
+    }
+
+    fn give(
+        &mut self,
+        thread: &mut Released,
+        bytes: u64,
+        since: Instant,
+        outcome: &Outcome,
+    ) -> Vec<Op> {
+        let unused = self
+            .vram
+            .answer(&self.config, thread, bytes, since, outcome);
+        let dropped = unused.map(|id| Op::VramDrop { id });
+        let ahead = self.vram.write_ahead(&self.config, self.processes);
+        dropped.into_iter().chain(ahead).collect()
+    }
+
+    fn refused(&mut self, error: &DriverError) {
+        criu::log(Level::Info, &format!("the driver agent: {error}"));
+    }
+
+    fn called_off(&self) -> bool {
+        criu::alarm_passed()
+    }
 }
 
 /// A CUDA process and the thread in it that does the driver's work.

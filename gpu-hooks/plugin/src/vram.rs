@@ -106,7 +106,7 @@ impl Vram {
                 id: buffer.id,
                 address,
                 bytes,
-                micros: u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX),
+                micros: cryopod_host::micros(since.elapsed()),
                 file,
                 away: false,
             })

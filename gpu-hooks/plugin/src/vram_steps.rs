@@ -1,10 +1,10 @@
 //! Runs the steps of a dump and a restore that concern VRAM files.
 
 use crate::criu::{self, Level};
-use crate::session::{Failed, QUERY_MS, Session, failure};
+use crate::session::{Failed, Session, failure};
 use crate::vram::{Captured, image_directory, open, test_fails};
 use cryopod_cuda::inject::{Descriptor, take_descriptor};
-use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
+use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, QUERY_MS};
 use cryopod_cuda::released::{inject, own_pid};
 use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
 use std::fs::File;

@@ -16,7 +16,7 @@ mod refused_before;
 
 use std::fs::File;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
@@ -162,8 +162,4 @@ impl Drop for Thawed<'_> {
             ask(self.request, "pause");
         }
     }
-}
-
-fn micros(d: Duration) -> u64 {
-    u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,10 +1,11 @@
 //! Gives a process a descriptor of ours.
 
 use super::{Injection, arch};
+use cryopod_host::pidfd;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 
 /// Bytes below the stack pointer that the ABI lets a function use without moving it.
@@ -90,15 +91,7 @@ impl Injection {
 
 /// Duplicates a descriptor of another process into this one.
 pub fn take_descriptor(Descriptor { pid, fd }: Descriptor) -> io::Result<OwnedFd> {
-    let new = |fd: libc::c_long| match RawFd::try_from(fd) {
-        // SAFETY: a descriptor that was just made and belongs to nobody else.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    };
-    // SAFETY: takes numbers, returns a new descriptor or -1.
-    let process = new(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: as above.
-    new(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
+    pidfd::take(pid, fd)
 }
 
 fn send_descriptor(socket: &OwnedFd, file: &File) -> io::Result<()> {

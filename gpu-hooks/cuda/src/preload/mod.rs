@@ -13,7 +13,7 @@ use crate::procfs;
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -47,7 +47,7 @@ impl Library {
         if card.pid != own {
             return None;
         }
-        let socket = take(pid, card.agent_end).ok()?;
+        let socket = cryopod_host::pidfd::take(pid, card.agent_end).ok()?;
         Some(Self {
             socket,
             tid: card.tid,
@@ -210,19 +210,6 @@ fn card(pid: i32) -> Option<Card> {
         .read_exact(&mut bytes)
         .ok()?;
     Card::decode(&bytes)
-}
-
-/// Takes a copy of a process's descriptor.
-fn take(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
-    let owned = |fd: libc::c_long| match RawFd::try_from(fd) {
-        // SAFETY: a descriptor that was just made and belongs to nobody else.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    };
-    // SAFETY: numbers; new descriptors or -1.
-    let process = owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
-    // SAFETY: as above.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
 //! Runs the driver's checkpoint into memory for VRAM files, with this program as the tracer of the driver's threads.
 
-use super::super::client::{Client, ClientError};
+use super::super::client::Client;
+use super::super::exchange::Attendant;
 use super::super::inject::Seized;
 use super::super::protocol::{Op, Outcome};
-use super::super::released::{Attention, Released};
-use super::{Captured, How, MARGIN, SuspendError, TICK, Threads, micros, step};
-use std::collections::{HashMap, HashSet};
+use super::super::released::Released;
+use super::{Captured, How, SuspendError, Threads, all_attended, step};
 use std::fs::File;
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Has the driver checkpoint the processes. Returns what it asked memory for, and the time that it took.
 pub(super) fn checkpoint(
@@ -29,8 +29,24 @@ pub(super) fn checkpoint(
         }
         Ok(())
     };
+    let mut attendant = Capture {
+        threads: how.vram.threads(),
+        captured: Vec::new(),
+        left_out,
+    };
+    let limit_ms = how.step_timeout_ms;
+    let op = |pid| Op::Checkpoint { pid, limit_ms };
     let begun = { begin }();
-    let result = begun.and_then(|()| watch(client, threads, how, &mut released, left_out));
+    let result = begun.and_then(|()| {
+        all_attended(
+            client,
+            "checkpoint",
+            threads,
+            &op,
+            &mut released,
+            &mut attendant,
+        )
+    });
     let mut stopped = Ok(());
     for thread in released {
         let (pid, _) = thread.ids();
@@ -39,101 +55,64 @@ pub(super) fn checkpoint(
         }
     }
     drop(seized);
-    let captured = result?;
+    result?;
     stopped?;
-    Ok((captured, micros(start)))
-}
-
-/// Handles the stops of the driver's threads until all checkpoints have been answered.
-fn watch(
-    client: &mut Client,
-    threads: &Threads,
-    how: &How,
-    released: &mut [Released],
-    left_out: &mut Option<String>,
-) -> Result<Vec<Captured>, SuspendError> {
-    let limit_ms = how.step_timeout_ms;
-    let mut waiting = HashMap::new();
-    for (pid, _) in threads {
-        let op = Op::Checkpoint {
-            pid: *pid,
-            limit_ms,
-        };
-        waiting.insert(client.send(op)?, *pid);
-    }
-    let deadline = Instant::now() + Duration::from_millis(limit_ms) + MARGIN;
-    let mut held: HashMap<u64, (usize, u64)> = HashMap::new();
-    let mut ignored: HashSet<u64> = HashSet::new();
-    let mut captured = Vec::new();
-    let mut failed = None;
-    while !waiting.is_empty() {
-        let reply = client.receive(Duration::ZERO)?;
-        let mut busy = reply.is_some();
-        for (i, thread) in released.iter_mut().enumerate() {
-            match thread.attend() {
-                Attention::Quiet => {}
-                Attention::Busy => busy = true,
-                Attention::Asks(bytes) => {
-                    busy = true;
-                    let op = Op::VramPrepare {
-                        pid: thread.ids().0,
-                        bytes,
-                        threads: how.vram.threads(),
-                        limit_ms: 0,
-                    };
-                    held.insert(client.send(op)?, (i, bytes));
-                }
-            }
-        }
-        if !busy {
-            std::thread::sleep(TICK);
-        }
-        if Instant::now() >= deadline {
-            return Err(ClientError::Silent(limit_ms as f64 / 1000.0).into());
-        }
-        let Some(reply) = reply else { continue };
-        if let Some((i, bytes)) = held.remove(&reply.id) {
-            let thread = &mut released[i];
-            match answer(thread, bytes, &reply.outcome) {
-                Ok(one) => {
-                    let Captured {
-                        pid,
-                        tid,
-                        id,
-                        address,
-                        ..
-                    } = one;
-                    let op = Op::VramPlaced {
-                        id,
-                        pid,
-                        tid,
-                        address,
-                    };
-                    ignored.insert(client.send(op)?);
-                    captured.push(one);
-                }
-                Err(reason) => {
-                    thread.pass();
-                    left_out.get_or_insert(reason);
-                    if let Outcome::Buffer(buffer) = &reply.outcome {
-                        ignored.insert(client.send(Op::VramDrop { id: buffer.id })?);
-                    }
-                }
-            }
-        } else if let Some(pid) = waiting.remove(&reply.id) {
-            if let Outcome::Error(error) = reply.outcome {
-                failed.get_or_insert(step("checkpoint", pid, error));
-            }
-        } else {
-            ignored.remove(&reply.id);
-        }
-    }
-    match (failed, left_out, &how.directory) {
-        (Some(failed), ..) => Err(failed),
-        (None, Some(reason), Some(_)) => Err(SuspendError::Files(format!(
+    let Capture {
+        captured, left_out, ..
+    } = attendant;
+    match (left_out, &how.directory) {
+        (Some(reason), Some(_)) => Err(SuspendError::Files(format!(
             "the GPU memory cannot go into files: {reason}"
         ))),
-        _ => Ok(captured),
+        _ => Ok((captured, cryopod_host::micros(start.elapsed()))),
+    }
+}
+
+/// Gives the drivers' threads memory of the agent's.
+struct Capture<'a> {
+    threads: usize,
+    captured: Vec<Captured>,
+    left_out: &'a mut Option<String>,
+}
+
+impl Attendant for Capture<'_> {
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    fn give(
+        &mut self,
+        thread: &mut Released,
+        bytes: u64,
+        _since: Instant,
+        outcome: &Outcome,
+    ) -> Vec<Op> {
+        match answer(thread, bytes, outcome) {
+            Ok(one) => {
+                let Captured {
+                    pid,
+                    tid,
+                    id,
+                    address,
+                    ..
+                } = one;
+                self.captured.push(one);
+                vec![Op::VramPlaced {
+                    id,
+                    pid,
+                    tid,
+                    address,
+                }]
+            }
+            Err(reason) => {
+                thread.pass();
+                self.left_out.get_or_insert(reason);
+                match outcome {
+                    Outcome::Buffer(buffer) => vec![Op::VramDrop { id: buffer.id }],
+                    _ => Vec::new(),
+                }
+            }
+        }
     }
 }
 

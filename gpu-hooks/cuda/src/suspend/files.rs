@@ -5,7 +5,7 @@ use super::super::inject::{Injection, Seized};
 use super::super::protocol::{Op, Outcome};
 use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use super::preload::Out;
-use super::{Captured, Done, How, SuspendError, call, micros, step};
+use super::{Captured, Done, How, SuspendError, call, step};
 use std::io;
 use std::path::Path;
 use std::time::Instant;
@@ -59,7 +59,7 @@ pub(super) fn to_files(
         })
         .map_err(|error| step("taking the memory away", one.pid, error))?;
     }
-    Ok((written, micros(start)))
+    Ok((written, cryopod_host::micros(start.elapsed())))
 }
 
 pub(super) fn from_files(

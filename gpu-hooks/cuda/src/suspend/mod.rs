@@ -13,27 +13,20 @@ mod files;
 mod preload;
 
 use super::client::{Client, ClientError};
+use super::exchange::{Attendant, ExchangeError, exchange};
 use super::gpu::{GpuPair, GpuUuid, mapped};
 use super::preload::Library;
 use super::preload::nccl::Group;
 use super::procfs;
-use super::protocol::{Op, Outcome, ProcessState, Reply};
+use super::protocol::{Op, Outcome, ProcessState, QUERY_MS, Reply};
+use super::released::Released;
 use super::vram::{SharedBuffer, VramBuffer, VramConfig};
 use cryopod_archive::vram::VramFacts;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
-
-const QUERY_MS: u64 = 10_000;
-/// How long the agent may take to copy a process's GPU memory out, beside its own waiting.
-const COPY_MS: u64 = 180_000;
-/// How much later than the agent's own limit its answer may come.
-const MARGIN: Duration = Duration::from_secs(10);
-const TICK: Duration = Duration::from_micros(50);
-/// How long NCCL's communicators may take to go, and to come again.
-const NCCL_MS: u64 = 300_000;
+use std::time::Instant;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspended {
@@ -209,7 +202,7 @@ fn leave(
 ) -> Result<(), SuspendError> {
     note(done).map_err(SuspendError::Files)?;
     // The agent may have accepted it before it died: the written files must stay until that is known.
-    let kept = client.call(Op::Keep, limit_of(&Op::Keep));
+    let kept = client.call(Op::Keep, Op::Keep.patience());
     kept.map_err(SuspendError::Unsettled).map(drop)
 }
 
@@ -346,7 +339,8 @@ pub fn resume(
                 return Err(step("mapping the memory", *pid, error));
             }
         }
-        done.steps.push(("read", micros(start)));
+        done.steps
+            .push(("read", cryopod_host::micros(start.elapsed())));
     }
     let limit_ms = how.step_timeout_ms;
     let restored = all(client, "restore", &restore, &|pid| Op::Restore {
@@ -424,24 +418,8 @@ fn states(
     Ok(states)
 }
 
-fn limit_of(op: &Op) -> Duration {
-    Duration::from_millis(match op {
-        Op::Lock { timeout_ms, .. } => *timeout_ms,
-        Op::Checkpoint { limit_ms, .. }
-        | Op::Restore { limit_ms, .. }
-        | Op::Unlock { limit_ms, .. }
-        | Op::PreloadIn { limit_ms, .. }
-        | Op::VramRead { limit_ms, .. }
-        | Op::VramWait { limit_ms } => *limit_ms,
-        Op::PreloadOut { timeout_ms, .. } => timeout_ms.saturating_add(COPY_MS),
-        Op::NcclDown { quiesce_ms, .. } => quiesce_ms.saturating_add(NCCL_MS),
-        Op::NcclUp { .. } => NCCL_MS,
-        _ => QUERY_MS,
-    }) + MARGIN
-}
-
 fn call(client: &mut Client, op: Op) -> Result<Reply, SuspendError> {
-    let limit = limit_of(&op);
+    let limit = op.patience();
     Ok(client.call(op, limit)?)
 }
 
@@ -452,35 +430,31 @@ fn all(
     threads: &Threads,
     op: &dyn Fn(i32) -> Op,
 ) -> Result<(u64, Vec<(i32, Outcome)>), SuspendError> {
-    let mut sent = HashMap::new();
-    let mut limit = MARGIN;
-    for (pid, _) in threads {
-        let op = op(*pid);
-        limit = limit.max(limit_of(&op));
-        sent.insert(client.send(op)?, *pid);
-    }
-    let deadline = Instant::now() + limit;
-    let (mut slowest, mut failed, mut answers) = (0, None, Vec::new());
-    while !sent.is_empty() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ClientError::Silent(limit.as_secs_f64()).into());
-        }
-        let Some(reply) = client.receive(left)? else {
-            continue;
-        };
-        let Some(pid) = sent.remove(&reply.id) else {
-            continue;
-        };
-        slowest = slowest.max(reply.micros);
-        match reply.outcome {
-            Outcome::Error(error) => drop(failed.get_or_insert(step(name, pid, error))),
-            outcome => answers.push((pid, outcome)),
-        }
-    }
-    failed.map_or(Ok((slowest, answers)), Err)
+    all_attended(client, name, threads, op, &mut [], &mut ())
 }
 
-fn micros(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+/// The same while the drivers' threads are released.
+fn all_attended(
+    client: &mut Client,
+    name: &'static str,
+    threads: &Threads,
+    op: &dyn Fn(i32) -> Op,
+    released: &mut [Released],
+    attendant: &mut dyn Attendant,
+) -> Result<(u64, Vec<(i32, Outcome)>), SuspendError> {
+    let ops = threads.iter().map(|(pid, _)| op(*pid)).collect();
+    let replies = exchange(client, ops, released, attendant).map_err(|error| match error {
+        ExchangeError::Agent(error) => SuspendError::Agent(error),
+        ExchangeError::Fault { pid, .. } => step(name, pid, error),
+        other => SuspendError::Files(other.to_string()),
+    })?;
+    let (mut slowest, mut answers) = (0, Vec::new());
+    for ((pid, _), reply) in threads.iter().zip(replies) {
+        slowest = slowest.max(reply.micros);
+        match reply.outcome {
+            Outcome::Error(error) => return Err(step(name, *pid, error)),
+            outcome => answers.push((*pid, outcome)),
+        }
+    }
+    Ok((slowest, answers))
 }

@@ -413,7 +413,7 @@ fn load(
     })?;
     Ok(VramDone {
         facts: vram.facts(),
-        work_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
+        work_us: cryopod_host::micros(start.elapsed()),
         ..VramDone::default()
     })
 }

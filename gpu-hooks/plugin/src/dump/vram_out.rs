@@ -46,7 +46,7 @@ impl Dump {
         if !used {
             return Ok(());
         }
-        let out = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let out = cryopod_host::micros(start.elapsed());
         let preloaded = given.iter().any(|(.., buffer)| buffer.preload);
         self.session.image.version = if preloaded {
             PRELOAD_VERSION

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use super::plan::{DumpPlan, no_exec_processes};
 use super::prepare::DumpPreparation;
-use super::{capture_files, micros};
+use super::capture_files;
 use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
@@ -31,6 +31,7 @@ use crate::run::runtime_log::{HeldErrors, RuntimeLog};
 use crate::vram;
 use crate::vram::agent::Agent;
 use crate::vram::preload;
+use cryopod_host::micros;
 
 pub(super) struct DumpOutcome {
     pub ended: RunOutcome,

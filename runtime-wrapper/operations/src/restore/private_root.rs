@@ -26,6 +26,8 @@
 //! There is no such root where a container has the host's `/` or `/proc` by its spec, as nothing is to be kept from it; and
 //! where the administrator's configuration of CRIU has an action script, which may need anything of the host.
 
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -280,26 +282,9 @@ fn peek(socket: RawFd) -> io::Result<Vec<u8>> {
 
 /// The process that made the socket: CRIU opens the runtime's descriptors as `/proc/PEER/fd/FD`.
 fn peer(socket: RawFd) -> io::Result<i32> {
-    let mut peer = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
-    let mut size = libc::socklen_t::try_from(size_of_val(&peer)).unwrap_or(0);
-    // SAFETY: writes into the structure, whose size is given.
-    let done = unsafe {
-        libc::getsockopt(
-            socket,
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut peer).cast(),
-            &raw mut size,
-        )
-    };
-    match done {
-        0 => Ok(peer.pid),
-        _ => Err(io::Error::last_os_error()),
-    }
+    // SAFETY: CRIU's socket stays open until this program becomes CRIU.
+    let socket = unsafe { BorrowedFd::borrow_raw(socket) };
+    Ok(getsockopt(&socket, PeerCredentials)?.pid())
 }
 
 struct View<'a> {

@@ -170,7 +170,7 @@ pub(super) fn run(
     drop(actions);
     // In the foreground the container has run since.
     if detach {
-        metrics::step("restore", micros(since.elapsed()));
+        metrics::step("restore", cryopod_host::micros(since.elapsed()));
     }
     metrics::bytes("images", prepared.bytes);
     Ok(RestoreOutcome {
@@ -179,8 +179,4 @@ pub(super) fn run(
         detach,
         unfit,
     })
-}
-
-fn micros(d: Duration) -> u64 {
-    u64::try_from(d.as_micros()).unwrap_or(u64::MAX)
 }

@@ -234,7 +234,7 @@ impl OperationCounts {
             return sum(self.failed.entry(reason.to_owned()).or_default(), 1);
         }
         sum(&mut self.succeeded, 1);
-        self.last_micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        self.last_micros = cryopod_host::micros(took);
         sum(&mut self.micros, self.last_micros);
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         self.last_at = now.map_or(0, |d| d.as_secs());

@@ -4,9 +4,10 @@ use super::{VramFiles, directory, failed, refused};
 use crate::protocol::{DriverError, ErrorKind, WriteTo};
 use crate::vram::worker::{self, Complete, Job, Progress};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
+use cryopod_host::pidfd;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
 use std::sync::{Arc, PoisonError, mpsc};
@@ -226,7 +227,10 @@ impl VramFiles {
                 Ok(child) => child,
                 Err(error) => return drop(sender.send(Err(error))),
             };
-            let _ = sender.send(Ok((pidfd(&child), child.stdin.take())));
+            let _ = sender.send(Ok((
+                pidfd::open(child.id() as i32).ok(),
+                child.stdin.take(),
+            )));
             let result = worker::finish(child, |memory, bytes| {
                 if let Some(id) = read_into.get(memory) {
                     vram_files.has_read(*id, bytes);
@@ -310,15 +314,6 @@ impl VramFiles {
             cryopod_archive::vram::write::remove(&dir);
         }
     }
-}
-
-/// Opens a pidfd, which names the child even if its pid is reused.
-fn pidfd(child: &std::process::Child) -> Option<OwnedFd> {
-    // SAFETY: a number; a new descriptor or -1.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
-    let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0)?;
-    // SAFETY: a descriptor that was just made and belongs to nobody else.
-    Some(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 #[cfg(test)]
