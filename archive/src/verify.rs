@@ -204,7 +204,7 @@ fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> R
         .chain(&options.stores)
         .cloned()
         .collect();
-    let found = vram::parent::find(shards.table(), dir.as_deref(), &search);
+    let found = vram::parent_of(shards.table(), dir.as_deref(), &search);
     let Some(parent) = found.map_err(failed)? else {
         return Ok(0);
     };

@@ -12,12 +12,25 @@ mod tested;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
 use cryopod_operations::config::Config;
 use cryopod_operations::criu::program;
 use serde::Serialize;
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// What the checks look at.
+struct Input<'a> {
+    /// The CRIU on PATH, which need not be the one that is used.
+    pub hosts_own: Option<PathBuf>,
+    pub host: &'a Host,
+    pub tools: &'a dyn Tools,
+    pub root: bool,
+    pub has_library: &'a dyn Fn(&str) -> bool,
+}
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -115,7 +128,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Ok(config) = &config {
         program::prefer_over_host(config);
     }
-    let input = host::Input {
+    let input = Input {
         hosts_own,
         host: &Host::system(),
         tools: &SystemTools::from_env(),

@@ -7,6 +7,7 @@ mod docker;
 mod low_level;
 mod podman;
 mod record;
+mod toml_file;
 mod trial;
 
 use std::io::{BufRead, IsTerminal, Write};

@@ -27,8 +27,6 @@ const PROGRAMS: [(&str, &str); 5] = [
     ("cryopod-shim", "shim"),
 ];
 
-type Imports = BTreeMap<String, BTreeSet<String>>;
-
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -53,59 +51,114 @@ fn code(path: &Path) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-fn word(text: &str) -> &str {
-    let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
-    &text[..end.unwrap_or(text.len())]
-}
+/// A module, by the names from the crate's root: `["vram", "read"]`.
+type Module = Vec<String>;
+/// Which of the modules in one folder names which other.
+type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// The first names of what follows `crate::`: one, or those of a group.
-fn first_names(text: &str) -> Vec<&str> {
-    let Some(group) = text.strip_prefix('{') else {
-        return vec![word(text)];
-    };
-    let (mut depth, mut start, mut names) = (0, 0, Vec::new());
-    for (at, c) in group.char_indices() {
-        match c {
-            '{' => depth += 1,
-            '}' if depth == 0 => {
-                names.push(word(group[start..at].trim()));
-                break;
+/// Reads a path or a tree of paths, `a::{b, c::d}`, and adds each to `found`. Returns the rest of the text.
+fn paths<'a>(text: &'a str, before: &[&'a str], found: &mut Vec<Vec<&'a str>>) -> &'a str {
+    if let Some(mut rest) = text.strip_prefix('{') {
+        loop {
+            rest = rest.trim_start_matches(|c: char| c.is_whitespace() || c == ',');
+            if rest.is_empty() || rest.starts_with('}') {
+                return rest.get(1..).unwrap_or_default();
             }
-            '}' => depth -= 1,
-            ',' if depth == 0 => {
-                names.push(word(group[start..at].trim()));
-                start = at + 1;
+            let after = paths(rest, before, found);
+            // A star or the like.
+            let step = rest.chars().next().map_or(0, char::len_utf8);
+            rest = if after.len() == rest.len() {
+                &rest[step..]
+            } else {
+                after
+            };
+            if let Some(renamed) = rest.trim_start().strip_prefix("as ") {
+                rest = renamed.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
             }
-            _ => {}
         }
     }
-    names
+    let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
+    let (word, rest) = text.split_at(end.unwrap_or(text.len()));
+    let mut path = before.to_vec();
+    path.extend((!word.is_empty()).then_some(word));
+    match rest.strip_prefix("::").filter(|_| !word.is_empty()) {
+        Some(rest) => paths(rest, &path, found),
+        None => {
+            found.push(path);
+            rest
+        }
+    }
 }
 
-/// Which module of a crate names which other.
-fn imports(src: &Path) -> Imports {
+/// The modules of a crate, with the code of each.
+fn modules(src: &Path) -> BTreeMap<Module, String> {
     let mut files = Vec::new();
     sources(src, &mut files);
-    let module = |file: &Path| {
-        let first = file.strip_prefix(src).unwrap().components().next().unwrap();
-        let first = first.as_os_str().to_string_lossy().into_owned();
-        first.strip_suffix(".rs").unwrap_or(&first).to_owned()
-    };
-    let modules: BTreeSet<String> = files.iter().map(|f| module(f)).collect();
-    let mut found = Imports::new();
+    let mut found = BTreeMap::new();
     for file in files {
-        let own = module(&file);
-        let text = code(&file);
-        let named = text.split("crate::").skip(1).flat_map(first_names);
-        let named = named.filter(|n| *n != own && modules.contains(*n));
-        found
-            .entry(own.clone())
-            .or_default()
-            .extend(named.map(str::to_owned));
+        let path = file.strip_prefix(src).unwrap().with_extension("");
+        let mut module: Module = (path.iter())
+            .map(|part| part.to_string_lossy().into_owned())
+            .collect();
+        if module
+            .last()
+            .is_some_and(|n| ["mod", "lib", "main"].contains(&n.as_str()))
+        {
+            module.pop();
+        }
+        found.insert(module, code(&file));
     }
-    // The crate's root names its modules, as it must.
-    found.remove("lib");
-    found.remove("main");
+    found
+}
+
+/// The module that a path names, seen from `from`.
+fn resolved(from: &[String], path: &[&str], all: &BTreeMap<Module, String>) -> Module {
+    let mut at = from.to_vec();
+    for word in path {
+        match *word {
+            "crate" => at.clear(),
+            "self" => {}
+            "super" => drop(at.pop()),
+            name => {
+                at.push(name.to_owned());
+                if !all.keys().any(|module| module.starts_with(&at)) {
+                    at.pop();
+                    break;
+                }
+            }
+        }
+    }
+    at
+}
+
+/// For each folder of modules, which of them names which other, itself or by a module in it.
+fn imports(src: &Path) -> BTreeMap<Module, Imports> {
+    let all = modules(src);
+    let mut found = BTreeMap::<Module, Imports>::new();
+    for (module, text) in &all {
+        for start in ["crate::", "super::", "self::"] {
+            for (at, _) in text.match_indices(start) {
+                let before = text[..at].chars().next_back();
+                if before.is_some_and(|c| c.is_alphanumeric() || c == '_' || c == ':') {
+                    continue;
+                }
+                let mut named = Vec::new();
+                paths(&text[at..], &[], &mut named);
+                for path in named {
+                    let other = resolved(module, &path, &all);
+                    let same = module
+                        .iter()
+                        .zip(&other)
+                        .take_while(|(a, b)| a == b)
+                        .count();
+                    if let (Some(own), Some(other)) = (module.get(same), other.get(same)) {
+                        let folder = found.entry(module[..same].to_vec()).or_default();
+                        folder.entry(own.clone()).or_default().insert(other.clone());
+                    }
+                }
+            }
+        }
+    }
     found
 }
 
@@ -127,14 +180,33 @@ fn circles(imports: &Imports) -> Vec<String> {
     imports.keys().filter(|m| comes_back(m)).cloned().collect()
 }
 
+/// Circles that are still there, with the reason: crate, folder, modules.
+const KNOWN: [(&str, &str, &[&str]); 3] = [
+    // The messages have the types of GPU memory, and its files answer messages.
+    ("cryopod-cuda", "", &["image", "protocol", "report", "vram"]),
+    // A plan prepares, and what is prepared checks with the plan's own functions.
+    ("cryopod-operations", "checkpoint", &["plan", "prepare"]),
+    // The privileges are read from the images that were checked, by the functions that the checks use.
+    (
+        "cryopod-operations",
+        "security",
+        &["image_check", "privileges"],
+    ),
+];
+
 #[test]
 fn modules_form_no_circles() {
     for (name, directory) in LIBRARIES.iter().chain(&PROGRAMS) {
-        let found = circles(&imports(&root().join(directory).join("src")));
-        assert!(
-            found.is_empty(),
-            "{name}: these modules import each other in a circle: {found:?}; move what they share into a module of its own"
-        );
+        for (folder, imports) in imports(&root().join(directory).join("src")) {
+            let folder = folder.join("/");
+            let found = circles(&imports);
+            let known = KNOWN.iter().find(|k| k.0 == *name && k.1 == folder);
+            assert_eq!(
+                found,
+                known.map_or(&[][..], |known| known.2),
+                "{name}, {folder}: these modules import each other in a circle; move what they share into a module of its own"
+            );
+        }
     }
 }
 
@@ -162,18 +234,28 @@ fn crates_depend_downwards() {
 }
 
 #[test]
-fn a_circle_is_found() {
+fn circles_are_found_at_every_depth() {
     let dir = std::env::temp_dir().join(format!("cryopod-layout-{}", std::process::id()));
-    fs::create_dir_all(dir.join("b")).unwrap();
-    fs::write(dir.join("a.rs"), "use crate::{b::{self, x}, d};\n").unwrap();
-    fs::write(dir.join("b/mod.rs"), "// crate::a\nuse crate::c::y;\n").unwrap();
-    fs::write(dir.join("c.rs"), "fn f() { crate::a::g() }\n").unwrap();
-    fs::write(
-        dir.join("d.rs"),
-        "use crate::c;\n#[cfg(test)]\nmod tests { use crate::d; }\n",
-    )
-    .unwrap();
-    let found = circles(&imports(&dir));
+    fs::create_dir_all(dir.join("b/in")).unwrap();
+    for (file, text) in [
+        ("lib.rs", "mod a;\nuse crate::a::x;\n"),
+        ("a.rs", "use crate::{b::{self, x}, d as e};\n"),
+        (
+            "b/mod.rs",
+            "// crate::a\nuse crate::c::y;\nuse self::one::z;\n",
+        ),
+        ("b/one.rs", "use super::two;\n"),
+        ("b/two.rs", "fn f() { super::super::b::one::g() }\n"),
+        ("b/in/alone.rs", "use super::super::x;\n"),
+        ("c.rs", "fn f() { crate::a::g() }\n"),
+        (
+            "d.rs",
+            "use crate::c;\n#[cfg(test)]\nmod tests { use crate::d; }\n",
+        ),
+    ] {
+        fs::write(dir.join(file), text).unwrap();
+    }
+    let found: Vec<_> = imports(&dir).values().map(circles).collect();
     fs::remove_dir_all(&dir).unwrap();
-    assert_eq!(found, ["a", "b", "c", "d"]);
+    assert_eq!(found, [vec!["a", "b", "c", "d"], vec!["one", "two"]]);
 }

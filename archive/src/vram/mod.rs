@@ -17,6 +17,7 @@
 //! docs/formats.md describes every byte.
 
 pub mod codec;
+mod file;
 pub mod flatten;
 pub mod index;
 pub mod layers;
@@ -33,7 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use codec::Codec;
 pub use index::{Chunk, Digest, Index, Kind, Region};
-pub use read::{ReadOptions, Vram};
+pub use read::{ReadOptions, Vram, parent_of};
 pub use write::{Ahead, Source, WriteOptions, Writer, Written, remove, write};
 
 /// In bytes.

@@ -7,70 +7,13 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::VramError;
+use super::file::open_file;
 use super::index::{Digest, Index};
-use super::read::{Opening, open_file};
-use super::{Vram, VramError};
 use crate::names;
 
-const MAX_DEPTH: usize = 1024;
 /// Most entries that are read of a searched directory.
 const MAX_ENTRIES: usize = 100_000;
-
-/// Opens the VRAM files that a table builds on; `dir` is the table's directory, if it lies in one.
-///
-/// Searches in this order: CRIU's link to the previous checkpoint, the paths that the table names, the directories of
-/// `search`, the directories in those. Fails with [`VramError::Parent`] if the parent is missing, or another one, or
-/// unusable.
-pub fn find(
-    index: &Index,
-    dir: Option<&Path>,
-    search: &[PathBuf],
-) -> Result<Option<Vram>, VramError> {
-    open(index, dir, Opening::new(search))
-}
-
-pub(super) fn open(
-    index: &Index,
-    dir: Option<&Path>,
-    opening: Opening<'_>,
-) -> Result<Option<Vram>, VramError> {
-    let Some(digest) = index.parent else {
-        return Ok(None);
-    };
-    let named = named(index, dir);
-    let found = opening.search.iter().flat_map(|place| below(place));
-    let mut failed: Option<(PathBuf, String)> = None;
-    if opening.depth >= MAX_DEPTH {
-        failed = Some((PathBuf::new(), "is one of an endless chain".into()));
-    } else {
-        for place in named.iter().cloned().chain(found) {
-            match table_digest(&place) {
-                Some(found) if found == digest => {}
-                // The table names the paths, and may be a stranger's: it must not learn what is there.
-                Some(_) | None => continue,
-            }
-            let below = Opening {
-                depth: opening.depth + 1,
-                ..opening
-            };
-            match Vram::open_at(&place, Some(digest), below) {
-                Ok(Some(vram)) => return Ok(Some(vram)),
-                Ok(None) => {}
-                Err(error @ VramError::Parent { .. }) => return Err(error),
-                // Another copy may be intact.
-                Err(error) => failed = Some((place, format!("cannot be used: {error}"))),
-            }
-        }
-    }
-    let (path, reason) = failed.unwrap_or_else(|| {
-        let first = named.into_iter().next();
-        (
-            first.unwrap_or_default(),
-            "is missing or another one".into(),
-        )
-    });
-    Err(VramError::Parent { path, reason })
-}
 
 /// The parent upon which a table builds, by the table's own words.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,7 +35,7 @@ impl Wanted {
         }))
     }
 
-    /// Finds the directory whose table has the digest, as [`find`](fn@find) does. Reads no more than that.
+    /// Finds the directory whose table has the digest, as [`parent_of`](super::read::parent_of) does. Reads no more than that.
     pub fn find(&self, search: &[PathBuf]) -> Option<PathBuf> {
         let digest: Digest = self.digest.parse().ok()?;
         let found = search.iter().flat_map(|place| below(place));
@@ -102,7 +45,7 @@ impl Wanted {
 }
 
 /// The paths that are known without a search.
-fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
+pub(super) fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
     let link = dir.map(|dir| dir.join(names::PARENT_LINK));
     let link = link.filter(|link| fs::symlink_metadata(link).is_ok());
     let places = index.parent_at.iter().filter_map(|place| {
@@ -132,7 +75,7 @@ fn from(dir: &Path, place: &Path) -> PathBuf {
 }
 
 /// A directory and the directories in it, with those of an unpacked export file.
-fn below(place: &Path) -> Vec<PathBuf> {
+pub(super) fn below(place: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(place).into_iter().flatten();
     let inner = entries.flatten().take(MAX_ENTRIES).map(|e| e.path());
     std::iter::once(place.to_owned())
@@ -142,7 +85,7 @@ fn below(place: &Path) -> Vec<PathBuf> {
 }
 
 /// Reads the digest that a directory's table states; `None` if there is no table.
-fn table_digest(dir: &Path) -> Option<Digest> {
+pub(super) fn table_digest(dir: &Path) -> Option<Digest> {
     let file = open_file(&dir.join(names::VRAM_INDEX)).ok()?;
     let mut digest = Digest::default();
     let at = file

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use cryopod_host::files::{own_directory, read_bounded_from};
 
-use super::read::open_file;
+use super::file::open_file;
 use super::{Digest, Index, VramError};
 use crate::names;
 use crate::source::InPlace;

@@ -1,21 +1,22 @@
 //! Reads shards into memory, and verifies them.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
+use super::file::open_file;
 use super::index::{Chunk, Digest, Index, Kind};
 use super::places::{self, Place, Places};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
 use crate::names;
 use crate::store::{self, Found};
 
-const O_NOFOLLOW: i32 = 0o400_000;
-const O_NONBLOCK: i32 = 0o4_000;
+/// Longest chain of VRAM files that build on each other.
+const MAX_DEPTH: usize = 1024;
 
 /// A thread's work. It polls whether to stop, and has its own buffer.
 type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
@@ -84,16 +85,16 @@ impl Shard {
 
 /// How VRAM files are opened.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Opening<'a> {
-    pub(super) search: &'a [PathBuf],
+struct Opening<'a> {
+    search: &'a [PathBuf],
     /// How many have been opened that build on these.
-    pub(super) depth: usize,
+    depth: usize,
     /// `false`: the shards are only looked at, and nothing can be read.
-    pub(super) keep: bool,
+    keep: bool,
 }
 
 impl<'a> Opening<'a> {
-    pub(super) fn new(search: &'a [PathBuf]) -> Self {
+    fn new(search: &'a [PathBuf]) -> Self {
         Self {
             search,
             depth: 0,
@@ -139,18 +140,60 @@ impl Elsewhere {
     }
 }
 
-/// Opens a regular file, whatever a stranger may have put there.
-pub(super) fn open_file(path: &Path) -> Result<File, VramError> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(O_NOFOLLOW | O_NONBLOCK)
-        .open(path)
-        .map_err(VramError::io(path, "cannot be opened"))?;
-    let is_file = file.metadata().is_ok_and(|meta| meta.is_file());
-    if !is_file {
-        return Err(VramError::damaged(path, "not a regular file"));
+/// Opens the VRAM files that a table builds on; `dir` is the table's directory, if it lies in one.
+///
+/// Searches in this order: CRIU's link to the previous checkpoint, the paths that the table names, the directories of
+/// `search`, the directories in those. Fails with [`VramError::Parent`] if the parent is missing, or another one, or
+/// unusable.
+pub fn parent_of(
+    index: &Index,
+    dir: Option<&Path>,
+    search: &[PathBuf],
+) -> Result<Option<Vram>, VramError> {
+    open_parent(index, dir, Opening::new(search))
+}
+
+fn open_parent(
+    index: &Index,
+    dir: Option<&Path>,
+    opening: Opening<'_>,
+) -> Result<Option<Vram>, VramError> {
+    let Some(digest) = index.parent else {
+        return Ok(None);
+    };
+    let named = parent::named(index, dir);
+    let found = opening.search.iter().flat_map(|place| parent::below(place));
+    let mut failed: Option<(PathBuf, String)> = None;
+    if opening.depth >= MAX_DEPTH {
+        failed = Some((PathBuf::new(), "is one of an endless chain".into()));
+    } else {
+        for place in named.iter().cloned().chain(found) {
+            match parent::table_digest(&place) {
+                Some(found) if found == digest => {}
+                // The table names the paths, and may be a stranger's: it must not learn what is there.
+                Some(_) | None => continue,
+            }
+            let below = Opening {
+                depth: opening.depth + 1,
+                ..opening
+            };
+            match Vram::open_at(&place, Some(digest), below) {
+                Ok(Some(vram)) => return Ok(Some(vram)),
+                Ok(None) => {}
+                Err(error @ VramError::Parent { .. }) => return Err(error),
+                // Another copy may be intact.
+                Err(error) => failed = Some((place, format!("cannot be used: {error}"))),
+            }
+        }
     }
-    Ok(file)
+    let (path, reason) = failed.unwrap_or_else(|| {
+        let first = named.into_iter().next();
+        (
+            first.unwrap_or_default(),
+            "is missing or another one".into(),
+        )
+    });
+    Err(VramError::Parent { path, reason })
 }
 
 impl Vram {
@@ -185,7 +228,7 @@ impl Vram {
         Ok(found.map(|vram| vram.depth()))
     }
 
-    pub(super) fn open_at(
+    fn open_at(
         dir: &Path,
         digest: Option<Digest>,
         opening: Opening<'_>,
@@ -227,7 +270,7 @@ impl Vram {
             parent: None,
         };
         if vram.index.parent.is_some() {
-            vram.parent = parent::open(&vram.index, Some(dir), opening)?.map(Box::new);
+            vram.parent = open_parent(&vram.index, Some(dir), opening)?.map(Box::new);
             vram.check_parent()?;
         }
         Ok(Some(vram))

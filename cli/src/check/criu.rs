@@ -6,8 +6,7 @@ use std::path::Path;
 use cryopod_operations::criu;
 use cryopod_operations::criu::program;
 
-use super::Line;
-use super::host::{Input, LIMIT};
+use super::{Input, LIMIT, Line};
 
 /// The oldest CRIU that the plugin works with.
 const OLDEST_CRIU: [u32; 2] = [4, 1];

@@ -1,8 +1,7 @@
 //! Gathers the facts for `cryopod check`.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
 use cryopod_cuda::nvidia;
 use cryopod_gpu_plan::amd_gpus;
@@ -11,7 +10,6 @@ use cryopod_gpu_plan::plan::Plugins;
 use cryopod_host::cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
-use cryopod_host::programs::Tools;
 use cryopod_operations::config::{Config, ConfigError, Nvidia};
 use cryopod_operations::criu::helpers::{Fault, Probe};
 use cryopod_operations::criu::opts::{self, CriuOptions};
@@ -21,22 +19,12 @@ use cryopod_operations::criu::{find as installed, numbers, version_line};
 use cryopod_operations::request::lowlevel::{LowLevel, RuntimeKind};
 use cryopod_operations::vram::agent;
 
-use super::{Line, criu, tested};
+use super::{Input, LIMIT, Line, criu, tested};
 use crate::setup::{self, Target};
 
-pub const LIMIT: Duration = Duration::from_secs(30);
 /// The first NVIDIA driver branch that can checkpoint whole processes, and the first that can restore on other GPUs.
 const DRIVER_CHECKPOINT: u32 = 570;
 const DRIVER_OTHER_GPU: u32 = 580;
-
-pub struct Input<'a> {
-    /// The CRIU on PATH, which need not be the one that is used.
-    pub hosts_own: Option<PathBuf>,
-    pub host: &'a Host,
-    pub tools: &'a dyn Tools,
-    pub root: bool,
-    pub has_library: &'a dyn Fn(&str) -> bool,
-}
 
 /// Returns true if the dynamic linker can load this shared library.
 pub fn can_load(name: &str) -> bool {
@@ -348,7 +336,10 @@ fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> Line {
 mod tests {
     use super::super::Status;
     use super::*;
+    use cryopod_host::programs::Tools;
     use cryopod_host::programs::{Output, ToolError};
+    use std::path::PathBuf;
+    use std::time::Duration;
 
     /// Programs by name, with a fixed output.
     struct Says(&'static [(&'static str, &'static str)]);

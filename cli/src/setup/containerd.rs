@@ -6,11 +6,11 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
 use cryopod_operations::criu;
-use toml_edit::{DocumentMut, Item, TableLike, value};
+use toml_edit::{DocumentMut, Item, value};
 
 use super::Wanted;
 use super::change::{self, Change};
-use super::podman::{hide, implicit, put_back, set};
+use super::toml_file::{hide, put_back, set, table};
 
 const FILE: &str = "/etc/containerd/config.toml";
 const EXAMPLE: &str = include_str!("../../../examples/kubernetes/containerd.toml");
@@ -242,20 +242,6 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
         hide(doc.get_mut("plugins").and_then(|p| p.get_mut(plugin)), was);
     }
     Ok(Some(doc.to_string()))
-}
-
-/// Returns a table, and makes it if it is not there.
-pub fn table<'a>(
-    parent: &'a mut dyn TableLike,
-    key: &str,
-) -> anyhow::Result<&'a mut dyn TableLike> {
-    if !parent.contains_key(key) {
-        parent.insert(key, implicit());
-    }
-    parent
-        .get_mut(key)
-        .and_then(Item::as_table_like_mut)
-        .with_context(|| format!("`{key}` is not a table"))
 }
 
 #[cfg(test)]

@@ -9,9 +9,9 @@ use anyhow::Context;
 use cryopod_host::programs::Tools;
 use toml_edit::{DocumentMut, Item};
 
+use super::Wanted;
 use super::change::{self, Change};
-use super::podman::{put_back, set};
-use super::{Wanted, containerd};
+use super::toml_file::{put_back, set, table};
 
 pub const FILE: &str = "/etc/cryopod/config.toml";
 const TABLE: &str = "runtime";
@@ -40,7 +40,7 @@ fn crun_without_criu(tools: &dyn Tools) -> bool {
 /// Names runc, unless the configuration names a runtime.
 fn with(text: &str) -> anyhow::Result<String> {
     let mut doc: DocumentMut = text.parse()?;
-    let table = containerd::table(doc.as_table_mut(), TABLE)?;
+    let table = table(doc.as_table_mut(), TABLE)?;
     if table.contains_key(KEY) {
         return Ok(text.to_owned());
     }

@@ -4,10 +4,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use toml_edit::{Array, DocumentMut, Item, Table, TableLike, value};
+use toml_edit::{Array, DocumentMut, Item, value};
 
+use super::Wanted;
 use super::change::{self, Change};
-use super::{Wanted, containerd};
+use super::toml_file::{hide, put_back, set, table};
 
 const FILE: &str = "/etc/containers/containers.conf";
 const OWN_FILE: &str = "/etc/containers/containers.conf.d/cryopod.conf";
@@ -43,7 +44,7 @@ pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
 
 fn with(text: &str, vendor: Option<&str>, runtime: &Path, default: bool) -> anyhow::Result<String> {
     let mut doc: DocumentMut = text.parse()?;
-    let engine = containerd::table(doc.as_table_mut(), "engine")?;
+    let engine = table(doc.as_table_mut(), "engine")?;
     if default {
         set(engine, "runtime", NAME.into());
     }
@@ -64,7 +65,7 @@ fn with(text: &str, vendor: Option<&str>, runtime: &Path, default: bool) -> anyh
     if !supports.iter().any(|name| name.as_str() == Some(NAME)) {
         supports.push(NAME);
     }
-    let runtimes = containerd::table(engine, "runtimes")?;
+    let runtimes = table(engine, "runtimes")?;
     let path = runtime.to_string_lossy().into_owned();
     let known = runtimes.get(NAME).and_then(Item::as_array);
     if !known.is_some_and(|k| k.iter().any(|p| p.as_str() == Some(&path))) {
@@ -107,52 +108,6 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
     hide(doc.get_mut("engine"), old.get("engine"));
     let text = doc.to_string();
     Ok((before.is_some() || !text.trim().is_empty()).then_some(text))
-}
-
-/// Sets a value, with the spaces and the comment of the old one.
-pub fn set(table: &mut dyn TableLike, key: &str, new: toml_edit::Value) {
-    match table.get_mut(key).and_then(Item::as_value_mut) {
-        Some(old) => {
-            let decor = old.decor().clone();
-            if old.as_str() != new.as_str() || new.as_str().is_none() {
-                *old = new;
-                *old.decor_mut() = decor;
-            }
-        }
-        None => {
-            table.insert(key, Item::Value(new));
-        }
-    }
-}
-
-/// Gives a key the value that it had, or removes it if it was not there.
-pub fn put_back(table: &mut dyn TableLike, old: Option<&dyn TableLike>, key: &str) {
-    match (old.and_then(|old| old.get(key)), table.get_mut(key)) {
-        // In place: the key keeps its comment.
-        (Some(item), Some(now)) => now.clone_from(item),
-        (Some(item), None) => {
-            table.insert(key, item.clone());
-        }
-        (None, _) => {
-            table.remove(key);
-        }
-    }
-}
-
-/// A table that had no header of its own before has none again, if it holds only tables.
-pub fn hide(table: Option<&mut Item>, old: Option<&Item>) {
-    let implicit = old.is_none_or(|old| old.as_table().is_some_and(Table::is_implicit));
-    match table {
-        Some(Item::Table(table)) if implicit => table.set_implicit(true),
-        _ => {}
-    }
-}
-
-/// Makes a table that shows no header of its own if it only holds tables.
-pub fn implicit() -> Item {
-    let mut table = Table::new();
-    table.set_implicit(true);
-    Item::Table(table)
 }
 
 #[cfg(test)]
