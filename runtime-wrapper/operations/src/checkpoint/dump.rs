@@ -14,9 +14,9 @@ use cryopod_archive::names;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
+use super::capture_files;
 use super::plan::{DumpPlan, no_exec_processes};
 use super::prepare::DumpPreparation;
-use super::capture_files;
 use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
