@@ -108,6 +108,8 @@ mod create_from {
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/engines.sh";
         many_crun: V2 ["crun"] "archive/lib.sh" + "create_from/many.sh";
         many_runc: V1 ["runc"] "archive/lib.sh" + "create_from/many.sh";
+        other_gpu_crun: V2 ["crun"] "archive/lib.sh" + "create_from/other_gpu.sh";
+        other_gpu_runc: V1 ["runc"] "archive/lib.sh" + "create_from/other_gpu.sh";
         matrix: V1 [] "archive/lib.sh" + "shim/lib.sh" + "create_from/matrix.sh";
         parts: V2 ["crun"] "archive/lib.sh" + "create_from/parts.sh";
         sources: V2 ["crun"] "archive/lib.sh" + "create_from/sources.sh";

@@ -125,6 +125,11 @@ impl Devices<'_> {
                     .engine_paths(&target.from)
                     .find_map(|p| Some((p.to_owned(), device(p).or_else(|| mounted(p))?)))
             })
+            // In a copy only the node's other name is the engine's.
+            .or_else(|| {
+                let native = target.alias_of.as_ref()?;
+                Some((native.clone(), device(native)?))
+            })
         };
         let mut granted = Vec::new();
         for target in &self.remap.targets {
