@@ -18,6 +18,7 @@ use std::fs::File;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use cryopod_archive::names;
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
@@ -36,6 +37,9 @@ use crate::request::state::{self, ContainerState};
 use crate::rootfs;
 use crate::run::application::{self, NotifiedApplication};
 use crate::run::child;
+use crate::run::failure::{self, LogMarks};
+use crate::run::log;
+use crate::run::runtime_log::HeldErrors;
 use crate::security::privileges;
 
 /// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze (under
@@ -55,7 +59,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     refused_before::lost_export(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     if nodes.is_empty() && !application::takes_part(&request.spec) {
-        return Err(without_gpu(&request, &state, held));
+        return without_gpu(&request, &state, held);
     }
     let mut planned = plan::plan(&request, &state, nodes.clone())?;
     let signals = child::Signals::watch()?;
@@ -87,22 +91,38 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     }
 }
 
-/// Leaves a container without GPUs to the low-level runtime. Returns only if that fails.
-fn without_gpu(request: &Request<'_>, state: &ContainerState, held: Option<Flock<File>>) -> Error {
+/// Leaves a container without GPUs to the low-level runtime: by exec, or as its parent where the engine reads a log. An
+/// engine shows the last error there, and runc's has no reason (`criu failed: type NOTIFY errno 0`).
+fn without_gpu(
+    request: &Request<'_>,
+    state: &ContainerState,
+    held: Option<Flock<File>>,
+) -> Result<ExitCode, Error> {
     // A restore compares every container's processes with its spec, and CRIU restores not all that it dumps.
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     let tree = live::tree(&request.host, state.init);
     let mut beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
     beyond.extend(hazards::unrestorable(&request.host, &request.spec, &tree));
     if !beyond.is_empty() && switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
-        return PlanError::Refused(beyond).into();
+        return Err(PlanError::Refused(beyond).into());
     }
     // A running container cannot be asked for its files; an engine that carries none has paused it.
-    if state.paused
-        && carries_files(request, state, false)
-        && let Err(e) = capture_files(request, state)
-    {
-        return e;
+    if state.paused && carries_files(request, state, false) {
+        capture_files(request, state)?;
+    }
+    prepare::work_directory(request);
+    let (low, args) = (&request.ctx.low, &request.ctx.args);
+    if request.inv.globals.log.is_some() {
+        let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
+        let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
+        let ended = child::attend(low, args, stderr)?;
+        if ended.code != 0 {
+            let full = failure::full_disk(&request.images).into_iter().collect();
+            let why = failure::describe(low, &ended, full, &before);
+            log::error(&failed(request, state, &why));
+        }
+        held.hand_on();
+        return Ok(child::exit_code(ended.code));
     }
     // The low-level runtime holds the lock until it ends.
     if let Some(lock) = &held
@@ -110,7 +130,17 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState, held: Option<Flock
     {
         tracing::debug!("the lock is not handed on: {e}");
     }
-    passthrough::exec(&request.ctx.low, &request.ctx.args)
+    Err(passthrough::exec(low, args))
+}
+
+/// What to tell of a failed checkpoint.
+fn failed(request: &Request<'_>, state: &ContainerState, why: &str) -> String {
+    let container = match alive(&request.host, state) {
+        true => "the container goes on running",
+        false => "the container is no longer running",
+    };
+    let id = request.id();
+    format!("checkpoint of {id} failed and {container}: {why}")
 }
 
 /// Returns true if the checkpoint must carry the container's changes of files. `goes_on`: its processes run on when CRIU

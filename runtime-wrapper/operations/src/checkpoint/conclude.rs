@@ -9,7 +9,7 @@ use cryopod_cuda::image::NvidiaImage;
 
 use super::dump::{DumpOutcome, amd_users, unpause_amd};
 use super::prepare::DumpPreparation;
-use super::{alive, ask};
+use super::{alive, ask, failed};
 use crate::error::Error;
 use crate::images;
 use crate::images::handover;
@@ -147,14 +147,12 @@ fn explain(
     dumped: &DumpOutcome,
     reasons: Vec<String>,
 ) -> String {
-    let container = if dumped.ended.killed {
-        "CRIU had to be killed: see whether the container still answers, and restart it if not"
-    } else if alive(&request.host, state) {
-        "the container goes on running"
-    } else {
-        "the container is no longer running"
-    };
     let why = failure::describe(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
-    let id = request.id();
-    format!("checkpoint of {id} failed and {container}: {why}")
+    match dumped.ended.killed {
+        true => format!(
+            "checkpoint of {} failed and CRIU had to be killed: see whether the container still answers, and restart it if not: {why}",
+            request.id()
+        ),
+        false => failed(request, state, &why),
+    }
 }

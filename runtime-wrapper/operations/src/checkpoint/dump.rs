@@ -55,7 +55,7 @@ pub(super) fn dump(
     let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
     let mut args = arguments(request, prepared.planned);
     let runtime_log = RuntimeLog::apart(op, low, request.inv, &mut args);
-    let (held, stderr) = HeldErrors::of(op).map_err(Error::io("the operation's directory"))?;
+    let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
     let watch = RunWatch {
         stderr: Some(stderr),
         kind: child::RunKind::Checkpoint,

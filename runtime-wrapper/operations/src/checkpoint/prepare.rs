@@ -93,7 +93,7 @@ pub(super) fn prepare<'a>(
 
 /// Makes the directory of CRIU's logs, as runc does. crun needs it to be there, and the shim of containerd 1.7 makes none.
 /// The runtime reports one that cannot be made.
-fn work_directory(request: &Request<'_>) {
+pub(super) fn work_directory(request: &Request<'_>) {
     let directory = request.inv.work_path();
     if let Err(e) = std::fs::create_dir_all(&directory) {
         tracing::debug!("{}: cannot be made: {e}", directory.display());

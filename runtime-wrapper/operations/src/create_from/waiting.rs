@@ -36,9 +36,10 @@ pub fn is_waiting_for_start(ctx: &Context, inv: &Invocation) -> bool {
 pub fn begin(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
     let tools = SystemTools::from_env();
     let path = file(ctx, inv);
-    let stopped = ContainerState::ask(ctx, inv, &tools).is_some_and(|state| state.paused);
+    let paused = ContainerState::ask(ctx, inv, &tools).map(|state| state.paused);
     let failed = match std::fs::write(&path, "") {
-        Ok(()) if stopped => return Ok(()),
+        Ok(()) if paused == Some(true) => return Ok(()),
+        Ok(()) if paused.is_none() => "the low-level runtime does not answer for it".to_owned(),
         Ok(()) => "its cgroup could not be frozen before it ran".to_owned(),
         Err(e) => format!("{}: cannot be written: {e}", path.display()),
     };

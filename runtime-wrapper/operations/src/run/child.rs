@@ -83,7 +83,7 @@ pub struct RunWatch<'a> {
 }
 
 /// How a run of the low-level runtime ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RunOutcome {
     /// Its exit code; 128 + the number of the signal that ended it.
     pub code: i32,
@@ -191,6 +191,36 @@ pub fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
+/// Runs the low-level runtime until it ends, with this program's descriptors but for standard error. It dies with this
+/// program.
+pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutcome, Error> {
+    let mut command = Command::new(&low.path);
+    command.arg0(&low.name).args(args).stderr(stderr);
+    let parent = Pid::this();
+    // SAFETY: between fork and exec only async-signal-safe calls are made: prctl and getppid.
+    unsafe {
+        command.pre_exec(move || die_with(parent));
+    }
+    let what = format!("{}: cannot be started", low.path.display());
+    let status = command.status().map_err(Error::io(what))?;
+    Ok(RunOutcome {
+        code: status.code().unwrap_or(1),
+        ..RunOutcome::default()
+    })
+}
+
+/// Has the kernel kill this process, which is about to become another program, when `parent` dies.
+fn die_with(parent: Pid) -> io::Result<()> {
+    // SAFETY: a plain system call without pointers.
+    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    match nix::unistd::getppid() == parent {
+        true => Ok(()),
+        false => Err(io::ErrorKind::BrokenPipe.into()),
+    }
+}
+
 fn this_process() -> i32 {
     i32::try_from(std::process::id()).unwrap_or(0)
 }
@@ -223,12 +253,7 @@ fn spawn(
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
     unsafe {
         command.pre_exec(move || {
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
-                return Err(io::Error::last_os_error());
-            }
-            if nix::unistd::getppid() != parent {
-                return Err(io::ErrorKind::BrokenPipe.into());
-            }
+            die_with(parent)?;
             if restores {
                 mount_namespace::enter()?;
             }

@@ -8,8 +8,10 @@
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 
 use crate::request::argv::Invocation;
@@ -18,7 +20,6 @@ use crate::run::failure::records;
 use crate::run::operation::Operation;
 
 const FILE: &str = "runtime.log";
-const ERRORS: &str = "runtime.errors";
 const MAX: u64 = 4 << 20;
 
 /// The file that crun logs to, and the engine's log.
@@ -76,24 +77,25 @@ impl RuntimeLog {
 /// What the low-level runtime writes to standard error, kept until this program has said why it failed: containerd's own
 /// shim shows the engine the first line alone, and runc's is `criu failed: type NOTIFY errno 0`.
 #[derive(Debug)]
-pub struct HeldErrors(PathBuf);
+pub struct HeldErrors(File);
 
 impl HeldErrors {
     /// Returns the file for the low-level runtime, too.
-    pub fn of(op: &Operation) -> io::Result<(Self, File)> {
-        let path = op.file(ERRORS);
-        let file = File::create(&path)?;
-        Ok((Self(path), file))
+    pub fn new() -> io::Result<(Self, File)> {
+        let file: File = memfd_create("cryopod-errors", MFdFlags::MFD_CLOEXEC)?.into();
+        Ok((Self(file.try_clone()?), file))
     }
 
     /// Passes the kept messages on to where the engine looks for them.
     pub fn hand_on(&self) {
-        let text = File::open(&self.0).and_then(|file| {
+        let path = format!("/proc/self/fd/{}", self.0.as_raw_fd());
+        // Opened anew: the low-level runtime has left the other one at its end.
+        let text = File::open(&path).and_then(|file| {
             let mut text = Vec::new();
             file.take(MAX).read_to_end(&mut text).map(|_| text)
         });
         if let Err(e) = text.and_then(|text| io::stderr().lock().write_all(&text)) {
-            tracing::debug!("{}: {e}", self.0.display());
+            tracing::debug!("{path}: {e}");
         }
     }
 }

@@ -130,7 +130,7 @@ refuse() { # CELL: the checkpoint did not succeed, so the container must be ther
     if goes_on; then
         refused=$((refused + 1))
         outcome+=' refused'
-        reasons[$(why | sed -E 's/process [0-9]+/process N/g')]+=" $1"
+        reasons[$(why | sed -E 's/process [0-9]+/process N/g; s,/proc/[0-9]+,/proc/N,g')]+=" $1"
     else
         lose "$1: the checkpoint failed and the container is gone: $(why)"
     fi

@@ -11,6 +11,7 @@ tasks() { # METHOD JSON
     python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock "containerd.services.tasks.v1.Tasks/$1" "$2" > /tmp/said 2>&1 ||
         { cat /tmp/said && return 1; }
 }
+job='exec /cusim/cusim-client --mib 20 >> /out/job 2>&1'
 start_job() { # ctr's ARG...
     local mounts=() node pair
     for pair in "${binds[@]}" /out:/out; do
@@ -18,7 +19,7 @@ start_job() { # ctr's ARG...
     done
     for node in "${nodes[@]}"; do mounts+=(--device "$node"); done
     ctr run -d --null-io "${mounts[@]}" --annotation nerdctl/namespace=default "$@" --env LD_LIBRARY_PATH=/cusim $image job \
-        sh -c 'exec /cusim/cusim-client --mib 20 >> /out/job 2>&1'
+        sh -c "$job"
     wait_for at_tick job 10
 }
 ended_and_back() { # NAME OPTIONS: the options of the checkpoint, as nerdctl sends them to this runtime
@@ -38,6 +39,7 @@ ended_and_back() { # NAME OPTIONS: the options of the checkpoint, as nerdctl sen
     check "$1: it starts" tasks Start '[[1, "job"]]'
     check "$1: the sum goes on" goes_on job
     check "$1: not from its beginning" at_tick job 10
+    check "$1: the loopback device is up" sh -c 'ctr tasks exec --exec-id look job ifconfig lo | grep -q UP'
     ctr content label "$digest" containerd.io/gc.root= > /dev/null
     ctr tasks kill -s SIGKILL job
     wait_for is job STOPPED
@@ -51,3 +53,15 @@ start_job --runtime $STOCK --runc-binary /usr/local/bin/cryopod-runtime
 ended_and_back "containerd's own shim" "$exits"
 start_job --runtime $OURS --annotation dev.cryopod.checkpoint.exit=on
 ended_and_back 'our shim' ''
+# Without a GPU, too.
+nodes=()
+# shellcheck disable=SC2016 # for the container's shell
+job='i=0; while :; do echo $i ok; i=$((i + 1)); sleep 0.1; done >> /out/job'
+start_job --runtime $STOCK --runc-binary /usr/local/bin/cryopod-runtime
+ended_and_back 'no GPU' "$exits"
+start_job --runtime $STOCK --runc-binary /usr/local/bin/cryopod-runtime
+mkdir -p /etc/criu
+echo 'action-script /bin/false' > /etc/criu/default.conf
+if tasks Checkpoint "[[1, \"job\"]$exits]" > /dev/null; then echo 'FAILED: a checkpoint' && exit 1; fi
+check 'no GPU: why a checkpoint has failed' says /tmp/said 'cryopod: checkpoint of job failed and the container goes on running: .*Error'
+check 'no GPU: it goes on' goes_on job
