@@ -13,6 +13,7 @@
 //! The administrator can turn this off (`images = false` under `[checks]`); CRIU then reads the directory as it is.
 
 mod cgroups;
+mod closed;
 mod files;
 mod limits;
 mod members;
@@ -81,6 +82,7 @@ pub fn check(
     let ceiling = CredentialsCeiling::of(subject.spec);
     let mut told = std::mem::take(&mut images.faults);
     told.extend(cgroups::check(&mut images, subject));
+    closed::settle(&mut images, subject.spec, &ceiling);
     told.extend(mounts::check(&images, subject, directory)?);
     told.extend(files::check(&images, subject, &ceiling));
     told.extend(network::check(&images, directory, &ceiling)?);

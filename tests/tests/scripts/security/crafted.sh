@@ -214,12 +214,17 @@ for case in $(craft list /); do
     user=()
     [ "$case" != root-of-user ] || user=(--user 1000)
     if start copy "${user[@]}" --annotation "dev.cryopod.restore=$from/crafted"; then
+        # What is mounted over a read-only path is read-only, too.
+        if [ "$case" = proc-sys ]; then
+            check "$case: read-only" podman exec copy sh -c '! echo 1 > /proc/sys/kernel/panic_on_oops'
+            podman rm -f -t 0 copy > /dev/null && continue
+        fi
         echo "$case: restored" && podman exec copy cat /proc/1/status /proc/1/mountinfo && exit 1
     fi
     case $case in
         cgroup-*) want=cgroup.img: ;;
         mount-writable | mount-elsewhere) want='the images mount /data without ro' ;;
-        mount-other-root | proc-sys) want='the images leave /proc/' ;;
+        mount-other-root) want='the images leave /proc/' ;;
         mount-* | proc-root | nul) want='mountpoints-[0-9]*.img: ' ;;
         capabilities | bounding | ambient) want='has capabilities in the images that the spec does not give' ;;
         no-new-privileges) want='may gain privileges in the images' ;;
@@ -252,13 +257,19 @@ craft capabilities "$directory"
 if pod container restore --keep root > /tmp/said 2>&1; then echo 'in place: restored' && exit 1; fi
 check 'in place, without metadata' grep -q 'has capabilities in the images that the spec does not give: CAP_SYS_ADMIN' /tmp/said
 podman rm -f -t 0 root > /dev/null
-# What is lowered, not refused: a limit, a score, a priority.
+# What is lowered, not refused: a limit, a score, a priority. And cgroups stay read-only.
 rm -rf "$from/crafted" && cp -r "$from/root" "$from/crafted"
 python3 - "$from/crafted" <<'P'
-import sys
+import glob, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, "/src/tests/tests/scripts/security")
-from images import Image, decode, encode, field, put
+from images import Image, decode, encode, field, get, put
+mounts = Image(glob.glob(sys.argv[1] + "/mountpoints-*.img")[0])
+cgroups = [m for m in mounts.messages if get(m, 1) in (12, 23)]
+assert cgroups and all(get(m, 5) & 1 for m in cgroups)
+for m in cgroups:
+    put(m, 5, 1 << 21)
+mounts.write()
 of = Image(sys.argv[1] + "/core-1.img")
 for m in of.messages:
     for f in m:
@@ -277,6 +288,7 @@ of.write()
 P
 check 'a copy with limits of its own' start copy --ulimit nofile=100:200 --oom-score-adj 100 --annotation "dev.cryopod.restore=$from/crafted"
 pid=$(podman inspect -f '{{.State.Pid}}' copy)
+check 'its cgroups are read-only' awk '/ - cgroup/ && $6 !~ /^ro,/ {open = 1} END {exit open}' "/proc/$pid/mountinfo"
 check 'its limit' grep -q 'Max open files *200 *200' "/proc/$pid/limits"
 check 'its score' [ "$(cat "/proc/$pid/oom_score_adj")" = 100 ]
 check 'its priority' [ "$(awk '{print $19}' "/proc/$pid/stat")" = 0 ]

@@ -21,7 +21,7 @@ use super::{CheckedImages, Subject, in_root, is_clean};
 use crate::security::ceiling::CredentialsCeiling;
 use crate::security::privileges::{PrivilegesError, top};
 
-const PREFIX: &str = "mountpoints-";
+pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
 const OF_CRIU: &str = "CRIU:";
 /// The most bytes of an archive of a tmpfs that are searched for a link.

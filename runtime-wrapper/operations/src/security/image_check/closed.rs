@@ -1,0 +1,65 @@
+//! Closes in `mountpoints-*.img` what a runtime closes by itself: the cgroup file systems, and the spec's masked and
+//! read-only paths. Whoever can write to a cgroup file system gives itself devices.
+
+use std::collections::BTreeSet;
+
+use cryopod_archive::criu::message::Message;
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
+use super::CheckedImages;
+use super::mounts::PREFIX;
+use crate::security::ceiling::CredentialsCeiling;
+use crate::security::mount_limits::limits;
+
+/// CRIU's numbers of the file systems `cgroup` and `cgroup2`.
+const CGROUP: [u32; 2] = [12, 23];
+const READ_ONLY: u64 = libc::MS_RDONLY;
+/// A cgroup file system has no programs and no devices.
+const WITHOUT_PROGRAMS: u64 = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+
+pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeiling) {
+    // Such a container can open all of it by itself.
+    if ceiling.has("SYS_ADMIN") {
+        return;
+    }
+    let pointers = ["/linux/readonlyPaths", "/linux/maskedPaths"];
+    let lists = pointers.map(|p| spec.json().pointer(p).and_then(Value::as_array));
+    let paths = lists.into_iter().flatten().flatten();
+    let closed: BTreeSet<&str> = paths.filter_map(Value::as_str).collect();
+    let of_cgroups = match cgroups_are_writable(spec) {
+        true => WITHOUT_PROGRAMS,
+        false => WITHOUT_PROGRAMS | READ_ONLY,
+    };
+    for name in images.names(PREFIX) {
+        for mount in images.messages_mut(&name) {
+            if mount.u32("fstype").is_some_and(|t| CGROUP.contains(&t)) {
+                close(mount, of_cgroups);
+                continue;
+            }
+            let at = mount.text("mountpoint").unwrap_or_default();
+            let is_external = mount.text("ext_key").is_some_and(|key| !key.is_empty());
+            if !is_external && closed.contains(at.strip_prefix('.').unwrap_or(&at)) {
+                close(mount, READ_ONLY);
+            }
+        }
+    }
+}
+
+fn close(mount: &mut Message, flags: u64) {
+    let has = mount.number("flags").unwrap_or(0);
+    mount.set_number("flags", has | flags);
+}
+
+/// Returns true if the spec has a cgroup mount without `ro`.
+fn cgroups_are_writable(spec: &Spec) -> bool {
+    let list = spec.json().get("mounts").and_then(Value::as_array);
+    list.into_iter().flatten().any(|mount| {
+        let text = |key: &str| mount.get(key).and_then(Value::as_str);
+        let options = mount.get("options").and_then(Value::as_array);
+        let options = options.into_iter().flatten().filter_map(Value::as_str);
+        let options: Vec<String> = options.map(str::to_owned).collect();
+        text("type").is_some_and(|t| t.starts_with("cgroup"))
+            && !limits(&options).any(|limit| limit.option == "ro")
+    })
+}
