@@ -46,7 +46,7 @@ fn files(tar: &[u8]) {
     let options = RootfsOptions {
         max_gib: 1,
         max_files: 64,
-        ..Options::default()
+        ..RootfsOptions::default()
     };
     let _ = rootfs::apply(&options, &DIR.join("images"), &DIR.join("bundle"));
     assert_eq!(
