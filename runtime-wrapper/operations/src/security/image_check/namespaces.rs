@@ -92,8 +92,8 @@ fn user_ids(images: &CheckedImages, spec: &Value) -> Vec<String> {
 
 /// Translates the groups of `net.ipv4.ping_group_range` into the container's numbers.
 ///
-/// CRIU reads them on the host, in the host's numbers, and writes them within the container's user namespace, which has
-/// other numbers (`Failed to write net/ipv4/<sysctls>`).
+/// CRIU 4.1 reads them on the host, in the host's numbers, and writes them within the container's user namespace, which
+/// has other numbers (`Failed to write net/ipv4/<sysctls>`). CRIU 4.2 has the container's numbers in the image: they stay.
 fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
     let maps = images.numbered("userns-").flat_map(|(_, m)| m);
     let extents: Vec<_> = maps
@@ -108,6 +108,10 @@ fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
             let offset = group.checked_sub(outside).filter(|o| *o < count)?;
             inside.checked_add(offset)
         })
+    };
+    let is_inside = |group: u64| {
+        let mut all = extents.iter();
+        all.any(|&[_, inside, count]| group.checked_sub(inside).is_some_and(|o| o < count))
     };
     for name in images.names("netns-") {
         for sysctl in images
@@ -129,6 +133,9 @@ fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
                 continue; // no group at all, in any numbers
             }
             let (Some(low), Some(high)) = (inside(low), inside(high)) else {
+                if is_inside(low) && is_inside(high) {
+                    continue;
+                }
                 return Err(format!(
                     "{name}: net.ipv4.ping_group_range is {text:?}: groups that the user namespace does not map"
                 ));
