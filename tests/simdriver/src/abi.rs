@@ -3,11 +3,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
-/// `CUresult`.
 pub type CuResult = c_int;
-/// `CUdevice`, an ordinal.
 pub type CuDevice = c_int;
-/// `CUdeviceptr_v2`.
 pub type CuDevicePtr = u64;
 
 /// Defines the result codes with the name and the text that the driver gives for each.
@@ -21,7 +18,6 @@ macro_rules! results {
                 _ => None,
             }
         }
-        /// The code with this name.
         pub fn code_of(name: &str) -> Option<CuResult> {
             match name {
                 $(stringify!($name) => Some($value),)*
@@ -59,16 +55,11 @@ results! {
     CUDA_ERROR_UNKNOWN = 999, "unknown error";
 }
 
-/// `CU_PROCESS_STATE_RUNNING`.
 pub const STATE_RUNNING: c_uint = 0;
-/// `CU_PROCESS_STATE_LOCKED`.
 pub const STATE_LOCKED: c_uint = 1;
-/// `CU_PROCESS_STATE_CHECKPOINTED`.
 pub const STATE_CHECKPOINTED: c_uint = 2;
-/// `CU_PROCESS_STATE_FAILED`.
 pub const STATE_FAILED: c_uint = 3;
 
-/// `CUuuid`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CuUuid {
@@ -76,33 +67,25 @@ pub struct CuUuid {
     pub bytes: [u8; 16],
 }
 
-/// `CUcheckpointLockArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CuCheckpointLockArgs {
     /// Milliseconds to try; 0 is no limit.
     pub timeout_ms: c_uint,
-    /// Must be zero.
     pub reserved0: c_uint,
-    /// Must be zero.
     pub reserved1: [u64; 7],
 }
 
-/// `CUcheckpointCheckpointArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CuCheckpointCheckpointArgs {
-    /// Must be zero.
     pub reserved: [u64; 8],
 }
 
-/// `CUcheckpointGpuPair`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CuCheckpointGpuPair {
-    /// The GPU that was checkpointed.
     pub old_uuid: CuUuid,
-    /// The GPU to restore onto.
     pub new_uuid: CuUuid,
 }
 
@@ -113,17 +96,13 @@ pub struct CuCheckpointGpuPair {
 pub struct CuCheckpointRestoreArgs {
     /// Array of pairs, may be null.
     pub gpu_pairs: *const CuCheckpointGpuPair,
-    /// Its length.
     pub gpu_pairs_count: c_uint,
-    /// Must be zero.
     pub reserved: [c_char; 64 - size_of::<usize>() - size_of::<c_uint>()],
 }
 
-/// `CUcheckpointUnlockArgs`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CuCheckpointUnlockArgs {
-    /// Must be zero.
     pub reserved: [u64; 8],
 }
 
@@ -135,9 +114,7 @@ const _: () = {
     assert!(size_of::<CuCheckpointGpuPair>() == 32);
 };
 
-/// `CU_GET_PROC_ADDRESS_SUCCESS`.
 pub const PROC_ADDRESS_SUCCESS: c_int = 0;
-/// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 pub const PROC_ADDRESS_NOT_FOUND: c_int = 1;
 
 #[cfg(test)]

@@ -1,14 +1,13 @@
 //! Loads `libcuda.so.1`, the simulated or the real one, and calls it: what the client program, the
 //! conformance probe and the tests use.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::mem::transmute_copy;
 use std::path::Path;
 
 use crate::abi::*;
 use crate::uuid::GpuUuid;
 
-/// A loaded driver library.
 #[derive(Clone, Copy)]
 pub struct Cuda(*mut c_void);
 
@@ -17,7 +16,6 @@ unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
-/// An error code with its name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CuError(pub CuResult);
 
@@ -38,24 +36,28 @@ impl std::fmt::Display for CuError {
 
 impl std::error::Error for CuError {}
 
-/// Outcome of a call.
 pub type CuOutcome<T> = Result<T, CuError>;
 
 /// Calls a function of the library by name; a missing one is CUDA_ERROR_NOT_FOUND.
 macro_rules! call {
-    ($cuda:expr, $name:literal, ($($ty:ty),*), $($arg:expr),*) => {
+    ($cuda:expr, $name:literal $(, $arg:expr)*) => {
         match $cuda.symbol($name) {
             p if p.is_null() => Err(CuError(CUDA_ERROR_NOT_FOUND)),
             p => {
-                // SAFETY: the symbol is a function of this signature in NVIDIA's ABI; pointer
-                // arguments are to live locals of the right type.
-                let r = unsafe {
-                    let f: unsafe extern "C" fn($($ty),*) -> CuResult = transmute_copy(&p);
+                // SAFETY: the symbol is a function of NVIDIA's ABI that takes these arguments; pointers are to live
+                // locals of the right type.
+                let code = unsafe {
+                    let f: unsafe extern "C" fn($(infer!($arg)),*) -> CuResult = transmute_copy(&p);
                     f($($arg),*)
                 };
-                if r == CUDA_SUCCESS { Ok(()) } else { Err(CuError(r)) }
+                if code == CUDA_SUCCESS { Ok(()) } else { Err(CuError(code)) }
             }
         }
+    };
+}
+macro_rules! infer {
+    ($arg:expr) => {
+        _
     };
 }
 
@@ -90,47 +92,28 @@ impl Cuda {
         unsafe { libc::dlsym(self.0, name.as_ptr()) }
     }
 
-    /// `cuInit(0)`.
     pub fn init(&self) -> CuOutcome<()> {
-        call!(self, c"cuInit", (c_uint), 0)
+        call!(self, c"cuInit", 0)
     }
 
-    /// `cuDriverGetVersion`.
     pub fn version(&self) -> CuOutcome<i32> {
         let mut v: c_int = 0;
-        call!(self, c"cuDriverGetVersion", (*mut c_int), &mut v).map(|()| v)
+        call!(self, c"cuDriverGetVersion", &mut v).map(|()| v)
     }
 
-    /// `cuDeviceGetCount`.
     pub fn device_count(&self) -> CuOutcome<i32> {
         let mut n: c_int = 0;
-        call!(self, c"cuDeviceGetCount", (*mut c_int), &mut n).map(|()| n)
+        call!(self, c"cuDeviceGetCount", &mut n).map(|()| n)
     }
 
-    /// `cuDeviceGetUuid_v2`.
     pub fn uuid(&self, device: i32) -> CuOutcome<GpuUuid> {
         let mut u = CuUuid { bytes: [0; 16] };
-        call!(
-            self,
-            c"cuDeviceGetUuid_v2",
-            (*mut CuUuid, CuDevice),
-            &mut u,
-            device
-        )
-        .map(|()| GpuUuid(u.bytes))
+        call!(self, c"cuDeviceGetUuid_v2", &mut u, device).map(|()| GpuUuid(u.bytes))
     }
 
-    /// `cuDeviceGetName`.
     pub fn name(&self, device: i32) -> CuOutcome<String> {
         let mut b = [0u8; 128];
-        call!(
-            self,
-            c"cuDeviceGetName",
-            (*mut c_char, c_int, CuDevice),
-            b.as_mut_ptr().cast(),
-            128,
-            device
-        )?;
+        call!(self, c"cuDeviceGetName", b.as_mut_ptr(), 128, device)?;
         Ok(CStr::from_bytes_until_nul(&b)
             .unwrap_or(c"")
             .to_string_lossy()
@@ -140,147 +123,65 @@ impl Cuda {
     /// Retains the primary context of a device and makes it current.
     pub fn use_device(&self, device: i32) -> CuOutcome<()> {
         let mut ctx: *mut c_void = std::ptr::null_mut();
-        call!(
-            self,
-            c"cuDevicePrimaryCtxRetain",
-            (*mut *mut c_void, CuDevice),
-            &mut ctx,
-            device
-        )?;
-        call!(self, c"cuCtxSetCurrent", (*mut c_void), ctx)
+        call!(self, c"cuDevicePrimaryCtxRetain", &mut ctx, device)?;
+        call!(self, c"cuCtxSetCurrent", ctx)
     }
 
-    /// `cuMemGetInfo_v2`: free and total.
     pub fn mem_info(&self) -> CuOutcome<(usize, usize)> {
         let (mut f, mut t) = (0usize, 0usize);
-        call!(
-            self,
-            c"cuMemGetInfo_v2",
-            (*mut usize, *mut usize),
-            &mut f,
-            &mut t
-        )
-        .map(|()| (f, t))
+        call!(self, c"cuMemGetInfo_v2", &mut f, &mut t).map(|()| (f, t))
     }
 
-    /// `cuMemAlloc_v2`.
     pub fn alloc(&self, bytes: usize) -> CuOutcome<CuDevicePtr> {
         let mut p: CuDevicePtr = 0;
-        call!(
-            self,
-            c"cuMemAlloc_v2",
-            (*mut CuDevicePtr, usize),
-            &mut p,
-            bytes
-        )
-        .map(|()| p)
+        call!(self, c"cuMemAlloc_v2", &mut p, bytes).map(|()| p)
     }
 
-    /// `cuMemAllocManaged`, attached globally.
     pub fn alloc_managed(&self, bytes: usize) -> CuOutcome<CuDevicePtr> {
         let mut p: CuDevicePtr = 0;
-        call!(
-            self,
-            c"cuMemAllocManaged",
-            (*mut CuDevicePtr, usize, c_uint),
-            &mut p,
-            bytes,
-            1
-        )
-        .map(|()| p)
+        call!(self, c"cuMemAllocManaged", &mut p, bytes, 1).map(|()| p)
     }
 
-    /// `cuIpcGetMemHandle`.
     pub fn ipc_handle(&self, p: CuDevicePtr) -> CuOutcome<Handle> {
         let mut h = Handle::default();
-        call!(
-            self,
-            c"cuIpcGetMemHandle",
-            (*mut Handle, CuDevicePtr),
-            &mut h,
-            p
-        )
-        .map(|()| h)
+        call!(self, c"cuIpcGetMemHandle", &mut h, p).map(|()| h)
     }
 
-    /// `cuIpcOpenMemHandle_v2`, for all peers.
     pub fn ipc_open(&self, handle: Handle) -> CuOutcome<CuDevicePtr> {
         let mut p: CuDevicePtr = 0;
-        call!(
-            self,
-            c"cuIpcOpenMemHandle_v2",
-            (*mut CuDevicePtr, Handle, c_uint),
-            &mut p,
-            handle,
-            1
-        )
-        .map(|()| p)
+        call!(self, c"cuIpcOpenMemHandle_v2", &mut p, handle, 1).map(|()| p)
     }
 
-    /// `cuIpcCloseMemHandle`.
     pub fn ipc_close(&self, p: CuDevicePtr) -> CuOutcome<()> {
-        call!(self, c"cuIpcCloseMemHandle", (CuDevicePtr), p)
+        call!(self, c"cuIpcCloseMemHandle", p)
     }
 
     /// The simulation's own: a handle that another process can import as cuMem does.
     pub fn share(&self, p: CuDevicePtr) -> CuOutcome<Handle> {
         let mut h = Handle::default();
-        call!(self, c"cusim_export", (*mut Handle, CuDevicePtr), &mut h, p).map(|()| h)
+        call!(self, c"cusim_export", &mut h, p).map(|()| h)
     }
 
     /// The simulation's own: imports it, as cuMem does or as NCCL's P2P/IPC (`legacy`).
     pub fn import(&self, handle: Handle, legacy: bool) -> CuOutcome<CuDevicePtr> {
         let mut p: CuDevicePtr = 0;
-        call!(
-            self,
-            c"cusim_import",
-            (*mut CuDevicePtr, Handle, c_uint),
-            &mut p,
-            handle,
-            c_uint::from(legacy)
-        )
-        .map(|()| p)
+        call!(self, c"cusim_import", &mut p, handle, c_uint::from(legacy)).map(|()| p)
     }
 
-    /// `cuMemFree_v2`.
     pub fn free(&self, p: CuDevicePtr) -> CuOutcome<()> {
-        call!(self, c"cuMemFree_v2", (CuDevicePtr), p)
+        call!(self, c"cuMemFree_v2", p)
     }
 
-    /// `cuMemcpyHtoD_v2`.
     pub fn upload(&self, to: CuDevicePtr, from: &[u8]) -> CuOutcome<()> {
-        call!(
-            self,
-            c"cuMemcpyHtoD_v2",
-            (CuDevicePtr, *const c_void, usize),
-            to,
-            from.as_ptr().cast(),
-            from.len()
-        )
+        call!(self, c"cuMemcpyHtoD_v2", to, from.as_ptr(), from.len())
     }
 
-    /// `cuMemcpyDtoH_v2`.
     pub fn download(&self, to: &mut [u8], from: CuDevicePtr) -> CuOutcome<()> {
-        call!(
-            self,
-            c"cuMemcpyDtoH_v2",
-            (*mut c_void, CuDevicePtr, usize),
-            to.as_mut_ptr().cast(),
-            from,
-            to.len()
-        )
+        call!(self, c"cuMemcpyDtoH_v2", to.as_mut_ptr(), from, to.len())
     }
 
-    /// `cuMemsetD8_v2`.
     pub fn fill(&self, p: CuDevicePtr, value: u8, bytes: usize) -> CuOutcome<()> {
-        call!(
-            self,
-            c"cuMemsetD8_v2",
-            (CuDevicePtr, u8, usize),
-            p,
-            value,
-            bytes
-        )
+        call!(self, c"cuMemsetD8_v2", p, value, bytes)
     }
 
     /// The checksum of device memory: a call of its own in the simulated driver, a copy and a
@@ -288,14 +189,7 @@ impl Cuda {
     pub fn sum(&self, p: CuDevicePtr, bytes: usize) -> CuOutcome<u64> {
         let mut total = 0u64;
         if !self.symbol(c"cuLaunchCusimSum").is_null() {
-            call!(
-                self,
-                c"cuLaunchCusimSum",
-                (CuDevicePtr, usize, *mut u64),
-                p,
-                bytes,
-                &mut total
-            )?;
+            call!(self, c"cuLaunchCusimSum", p, bytes, &mut total)?;
             return Ok(total);
         }
         let mut block = vec![0u8; bytes.min(64 << 20)];
@@ -313,61 +207,36 @@ impl Cuda {
         Ok(total)
     }
 
-    /// `cuCheckpointProcessGetRestoreThreadId`.
     pub fn restore_thread(&self, pid: i32) -> CuOutcome<i32> {
         let mut tid: c_int = 0;
         call!(
             self,
             c"cuCheckpointProcessGetRestoreThreadId",
-            (c_int, *mut c_int),
             pid,
             &mut tid
         )
         .map(|()| tid)
     }
 
-    /// `cuCheckpointProcessGetState`.
     pub fn state(&self, pid: i32) -> CuOutcome<u32> {
         let mut s: c_uint = 0;
-        call!(
-            self,
-            c"cuCheckpointProcessGetState",
-            (c_int, *mut c_uint),
-            pid,
-            &mut s
-        )
-        .map(|()| s)
+        call!(self, c"cuCheckpointProcessGetState", pid, &mut s).map(|()| s)
     }
 
-    /// `cuCheckpointProcessLock`.
     pub fn lock(&self, pid: i32, timeout_ms: u32) -> CuOutcome<()> {
         let a = CuCheckpointLockArgs {
             timeout_ms,
             reserved0: 0,
             reserved1: [0; 7],
         };
-        call!(
-            self,
-            c"cuCheckpointProcessLock",
-            (c_int, *const CuCheckpointLockArgs),
-            pid,
-            &a
-        )
+        call!(self, c"cuCheckpointProcessLock", pid, &a)
     }
 
-    /// `cuCheckpointProcessCheckpoint`.
     pub fn checkpoint(&self, pid: i32) -> CuOutcome<()> {
         let a = CuCheckpointCheckpointArgs { reserved: [0; 8] };
-        call!(
-            self,
-            c"cuCheckpointProcessCheckpoint",
-            (c_int, *const CuCheckpointCheckpointArgs),
-            pid,
-            &a
-        )
+        call!(self, c"cuCheckpointProcessCheckpoint", pid, &a)
     }
 
-    /// `cuCheckpointProcessRestore`.
     pub fn restore(&self, pid: i32, pairs: &[(GpuUuid, GpuUuid)]) -> CuOutcome<()> {
         let pairs: Vec<CuCheckpointGpuPair> = pairs
             .iter()
@@ -385,24 +254,11 @@ impl Cuda {
             gpu_pairs_count: c_uint::try_from(pairs.len()).unwrap_or(c_uint::MAX),
             reserved: [0; 52],
         };
-        call!(
-            self,
-            c"cuCheckpointProcessRestore",
-            (c_int, *const CuCheckpointRestoreArgs),
-            pid,
-            &a
-        )
+        call!(self, c"cuCheckpointProcessRestore", pid, &a)
     }
 
-    /// `cuCheckpointProcessUnlock`.
     pub fn unlock(&self, pid: i32) -> CuOutcome<()> {
         let a = CuCheckpointUnlockArgs { reserved: [0; 8] };
-        call!(
-            self,
-            c"cuCheckpointProcessUnlock",
-            (c_int, *const CuCheckpointUnlockArgs),
-            pid,
-            &a
-        )
+        call!(self, c"cuCheckpointProcessUnlock", pid, &a)
     }
 }

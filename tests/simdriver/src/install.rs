@@ -6,7 +6,6 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
-/// The cdylib as cargo names it.
 const BUILT: &str = "libcuda_sim.so";
 const NCCL: &str = "libnccl_sim.so";
 

@@ -27,7 +27,6 @@ const VALUE: usize = 17;
 const STOP: usize = 19;
 const POLL: Duration = Duration::from_micros(300);
 
-/// What carries data between ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// `P2P/CUMEM`
@@ -67,7 +66,6 @@ impl Way {
         }
     }
 
-    /// Memory of other processes is mapped.
     fn imports(self) -> bool {
         !matches!(self, Self::Shm | Self::Socket)
     }
@@ -78,12 +76,10 @@ pub struct Team {
     way: Way,
     ranks: usize,
     board: Shared,
-    /// One for each pair of ranks.
     wires: Vec<(usize, usize, UnixStream, UnixStream)>,
 }
 
 impl Team {
-    /// For so many ranks.
     pub fn new(way: Way, ranks: usize) -> Result<Self> {
         let mut wires = Vec::new();
         for a in 0..ranks {
@@ -103,7 +99,6 @@ impl Team {
     }
 }
 
-/// One rank.
 pub struct Rank {
     team: Team,
     rank: usize,
@@ -113,7 +108,6 @@ pub struct Rank {
     turn: u64,
     generation: u64,
     joined: Option<Joined>,
-    /// What the sums of all come to.
     pub expected: u64,
 }
 
@@ -350,7 +344,6 @@ fn shm_file(id: u32) -> PathBuf {
     Path::new(&root).join(format!("shm/nccl-{id:08x}"))
 }
 
-/// Words that several processes see.
 struct Shared {
     words: &'static [AtomicU64],
     /// NCCL keeps the descriptor of its file.

@@ -5,7 +5,6 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The identity of one GPU.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct GpuUuid(pub [u8; 16]);
 
@@ -17,7 +16,6 @@ impl GpuUuid {
         Self(b)
     }
 
-    /// Two words, for the wire.
     pub fn words(self) -> [u64; 2] {
         let mut w = [0u64; 2];
         for (word, half) in w.iter_mut().zip(self.0.chunks_exact(8)) {

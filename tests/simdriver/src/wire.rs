@@ -10,11 +10,8 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// Words of a frame.
 pub const WORDS: usize = 16;
-/// One request or reply.
 pub type Frame = [u64; WORDS];
-/// Bytes of a frame.
 pub const BYTES: usize = WORDS * 8;
 
 /// Operations. The comments give the request words from word 1 and the reply words from word 1.
@@ -58,15 +55,12 @@ pub const ALLOC_CONTEXT: u64 = 1;
 
 /// What the server tells the restore thread to do with a step.
 pub mod directive {
-    /// Do it.
     pub const PROCEED: u64 = 0;
-    /// Return the code, change nothing.
     pub const FAIL: u64 = 1;
     /// Return the code and end in the failed state.
     pub const BREAK: u64 = 2;
     /// Wait until the timeout of the call, then say not ready.
     pub const HANG: u64 = 3;
-    /// Wait without looking at the timeout.
     pub const HANG_FOREVER: u64 = 4;
 }
 
@@ -74,25 +68,16 @@ pub mod directive {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum Step {
-    /// `cuInit` of a client.
     Init = 0,
-    /// `cuCheckpointProcessGetState`.
     GetState = 1,
-    /// `cuCheckpointProcessLock`.
     Lock = 2,
-    /// `cuCheckpointProcessCheckpoint`.
     Checkpoint = 3,
-    /// `cuCheckpointProcessRestore`.
     Restore = 4,
-    /// `cuCheckpointProcessUnlock`.
     Unlock = 5,
-    /// `cuMemUnmap`.
     Unmap = 6,
-    /// `cuMemExportToShareableHandle`.
     Export = 7,
 }
 
-/// All steps.
 pub const STEPS: [Step; 8] = [
     Step::Init,
     Step::GetState,
@@ -105,12 +90,10 @@ pub const STEPS: [Step; 8] = [
 ];
 
 impl Step {
-    /// The step with this number.
     pub fn from_word(w: u64) -> Option<Self> {
         STEPS.into_iter().find(|s| *s as u64 == w)
     }
 
-    /// Its name in the log.
     pub fn name(self) -> &'static str {
         match self {
             Self::Init => "init",
@@ -125,7 +108,6 @@ impl Step {
     }
 }
 
-/// Writes one frame.
 pub fn send(mut s: &UnixStream, f: &Frame) -> io::Result<()> {
     let mut b = [0u8; BYTES];
     for (chunk, w) in b.chunks_exact_mut(8).zip(f) {
@@ -134,7 +116,6 @@ pub fn send(mut s: &UnixStream, f: &Frame) -> io::Result<()> {
     s.write_all(&b)
 }
 
-/// The words of a received frame.
 pub fn decode(b: &[u8; BYTES]) -> Frame {
     let mut f = [0u64; WORDS];
     for (w, chunk) in f.iter_mut().zip(b.chunks_exact(8)) {
@@ -145,7 +126,6 @@ pub fn decode(b: &[u8; BYTES]) -> Frame {
     f
 }
 
-/// Reads one frame.
 pub fn recv(mut s: &UnixStream) -> io::Result<Frame> {
     let mut b = [0u8; BYTES];
     s.read_exact(&mut b)?;
@@ -168,7 +148,6 @@ pub fn ask_fd(s: &UnixStream, op: u64, args: &[u64]) -> io::Result<(Frame, Optio
     Ok((decode(&b), fd.map(File::from)))
 }
 
-/// A request frame.
 fn request(op: u64, args: &[u64]) -> Frame {
     let mut f = [0u64; WORDS];
     f[0] = op;

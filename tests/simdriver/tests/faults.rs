@@ -8,14 +8,12 @@ use std::time::{Duration, Instant};
 
 use common::{Client, Machine, gpu, wait_for};
 
-/// A machine with a client.
 fn with_client() -> (Machine, Client) {
     let mut m = Machine::new(&[]);
     let c = m.client(&[]);
     (m, c)
 }
 
-/// Time that a closure takes.
 fn timed(f: impl FnOnce()) -> Duration {
     let start = Instant::now();
     f();

@@ -61,7 +61,6 @@ impl Frozen {
     }
 }
 
-/// Stops a seized thread.
 fn interrupt(t: Pid) {
     ptrace::interrupt(t).unwrap();
     let status = waitpid(t, Some(WaitPidFlag::__WALL)).unwrap();

@@ -30,7 +30,6 @@ impl Job {
         Self::with(flags, env, "")
     }
 
-    /// With one more library.
     fn with(flags: &[&str], env: &[(&str, &str)], more: &str) -> Self {
         let program = Path::new(env!("CARGO_BIN_EXE_cusim-nccl"));
         let library = program.with_file_name("libcryopod_preload.so");

@@ -22,7 +22,6 @@ const STOP: Request = Request::Stop {
     hold_ms: 20_000,
 };
 
-/// The library, built by `cargo build --workspace`.
 fn library() -> PathBuf {
     let client = Path::new(env!("CARGO_BIN_EXE_cusim-client"));
     let path = client.with_file_name("libcryopod_preload.so");

@@ -11,7 +11,6 @@ use common::{Machine, children, fds, wait_for};
 const MIB: u64 = 1 << 20;
 const NODES: usize = 6;
 
-/// Descriptors of device nodes.
 fn nodes(fds: &[String]) -> usize {
     fds.iter().filter(|f| f.contains("/dev/nvidia")).count()
 }

@@ -32,7 +32,6 @@ pub struct Board {
     pub path: PathBuf,
 }
 
-/// Where all ranks find each other.
 pub fn directory() -> PathBuf {
     let root = std::env::var("CUSIM_DEV_ROOT").unwrap_or_else(|_| "/dev".into());
     Path::new(&root).join("shm")

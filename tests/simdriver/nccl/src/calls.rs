@@ -15,7 +15,6 @@ const SYSTEM_ERROR: c_int = 2;
 const INVALID_ARGUMENT: c_int = 4;
 const IN_PROGRESS: c_int = 7;
 
-/// `ncclUniqueId`
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; 128]);
@@ -37,7 +36,6 @@ fn add(comm: Comm) -> usize {
     handle
 }
 
-/// Calls of a group, by communicator.
 type Group = Option<(u32, Vec<(usize, Call)>)>;
 
 thread_local! {
@@ -193,7 +191,6 @@ pub unsafe extern "C" fn ncclCommFinalize(handle: usize) -> c_int {
     comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
 }
 
-/// Writes a number of a communicator.
 macro_rules! numbers {
     ($($name:ident $number:expr;)*) => {$(
         #[unsafe(no_mangle)]
@@ -327,7 +324,6 @@ pub unsafe extern "C" fn ncclCommWindowRegister(
     comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)
 }
 
-/// A function of a later version, say.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommNovelty(handle: usize) -> c_int {
     comm(handle).map_or(INVALID_ARGUMENT, |_| SUCCESS)

@@ -65,7 +65,6 @@ impl Shared {
         true
     }
 
-    /// All ranks' values of a collective call.
     pub fn exchange(&self, value: u64) -> Option<Vec<u64>> {
         let number = self.collectives.fetch_add(1, SeqCst);
         let at = (number as usize) % RING;
@@ -208,7 +207,6 @@ impl Comm {
 }
 
 impl Drop for Comm {
-    /// Ends when all calls are done.
     fn drop(&mut self) {
         drop(self.sender.take());
         if let Some(worker) = self.worker.take() {

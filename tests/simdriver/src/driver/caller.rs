@@ -11,7 +11,6 @@ use crate::abi::*;
 use crate::uuid::GpuUuid;
 use crate::wire::{self, Step, op};
 
-/// Time between two looks for the answer.
 const POLL: Duration = Duration::from_micros(200);
 
 /// Asks the process for a step and waits for the answer. As with the real driver there is no

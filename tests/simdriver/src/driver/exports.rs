@@ -7,7 +7,6 @@ use super::process::{api, init, process};
 use super::shared::{self, Kind};
 use crate::abi::*;
 
-/// The code of an outcome.
 pub fn code(r: Result<(), CuResult>) -> CuResult {
     r.err().unwrap_or(CUDA_SUCCESS)
 }
@@ -25,7 +24,6 @@ pub fn put<T>(to: *mut T, r: Result<T, CuResult>) -> CuResult {
     }
 }
 
-/// Contexts are ordinals in disguise.
 const CONTEXT_TAG: usize = 0x00c0_da00;
 
 pub fn context(ordinal: usize) -> *mut c_void {
@@ -59,40 +57,45 @@ extern "C" fn cuDriverGetVersion(version: *mut c_int) -> CuResult {
     put(version, Ok(process().map_or(13_000, |p| p.cuda_version)))
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuGetErrorName(error: CuResult, text: *mut *const c_char) -> CuResult {
-    put(
-        text,
-        describe(error)
-            .map(|d| d.0.as_ptr())
-            .ok_or(CUDA_ERROR_INVALID_VALUE),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuGetErrorString(error: CuResult, text: *mut *const c_char) -> CuResult {
-    put(
-        text,
-        describe(error)
-            .map(|d| d.1.as_ptr())
-            .ok_or(CUDA_ERROR_INVALID_VALUE),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceGetCount(count: *mut c_int) -> CuResult {
-    put(
-        count,
-        api(|i| Ok(c_int::try_from(i.ordinals.len()).unwrap_or(0))),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceGet(dev: *mut CuDevice, number: c_int) -> CuResult {
-    put(
-        dev,
-        api(|i| memory::gpu_of(i, device(number)?).map(|_| number)),
-    )
+exports! {
+    fn cuGetErrorName(error: CuResult, text: *mut *const c_char) =
+        put(text, describe(error).map(|d| d.0.as_ptr()).ok_or(CUDA_ERROR_INVALID_VALUE));
+    fn cuGetErrorString(error: CuResult, text: *mut *const c_char) =
+        put(text, describe(error).map(|d| d.1.as_ptr()).ok_or(CUDA_ERROR_INVALID_VALUE));
+    fn cuDeviceGetCount(count: *mut c_int) = put(count, api(|i| Ok(c_int::try_from(i.ordinals.len()).unwrap_or(0))));
+    fn cuDeviceGet(dev: *mut CuDevice, number: c_int) =
+        put(dev, api(|i| memory::gpu_of(i, device(number)?).map(|_| number)));
+    fn cuDeviceGetUuid(uuid: *mut CuUuid, dev: CuDevice) = cuDeviceGetUuid_v2(uuid, dev);
+    fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, dev: CuDevice) = put(ctx, retain(dev).map(context));
+    fn cuDevicePrimaryCtxRelease_v2(dev: CuDevice) = code(api(|i| memory::gpu_of(i, device(dev)?).map(|_| ())));
+    fn cuCtxCreate_v2(ctx: *mut *mut c_void, _flags: c_uint, dev: CuDevice) =
+        put(ctx, retain(dev).map(|o| { memory::set_current(Some(o)); context(o) }));
+    fn cuCtxCreate_v4(ctx: *mut *mut c_void, _params: *const c_void, flags: c_uint, dev: CuDevice) =
+        cuCtxCreate_v2(ctx, flags, dev);
+    fn cuCtxDestroy_v2(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(|_| ())));
+    fn cuCtxSetCurrent(ctx: *mut c_void) = code(api(|_| ordinal(ctx).map(memory::set_current)));
+    fn cuCtxGetCurrent(ctx: *mut *mut c_void) =
+        put(ctx, api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))));
+    fn cuCtxSynchronize() = code(api(|_| Ok(())));
+    fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) = put(ptr, api(|i| memory::alloc(i, bytes as u64)));
+    fn cuMemAllocManaged(ptr: *mut CuDevicePtr, bytes: usize, _flags: c_uint) =
+        put(ptr, api(|i| memory::alloc_managed(i, bytes as u64)));
+    fn cuMemFree_v2(ptr: CuDevicePtr) = code(api(|i| memory::free(i, ptr)));
+    fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) =
+        code(api(|i| memory::copy(i, to, from.cast_mut(), bytes, Way::ToDevice)));
+    fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) =
+        code(api(|i| memory::copy(i, from, to, bytes, Way::ToHost)));
+    fn cuMemsetD8_v2(ptr: CuDevicePtr, value: u8, bytes: usize) =
+        code(api(|i| memory::fill(i, ptr, value, bytes as u64)));
+    fn cuIpcGetMemHandle(handle: *mut Handle, ptr: CuDevicePtr) = put(handle, api(|i| shared::export(i, ptr, true)));
+    fn cuIpcOpenMemHandle_v2(ptr: *mut CuDevicePtr, handle: Handle, _flags: c_uint) =
+        put(ptr, api(|i| shared::import(i, &handle, Kind::Ipc)));
+    fn cuIpcCloseMemHandle(ptr: CuDevicePtr) = code(api(|i| shared::close(i, ptr)));
+    /// Not NVIDIA's: a handle of memory, in place of exporting a cuMem allocation as a descriptor.
+    fn cusim_export(handle: *mut Handle, ptr: CuDevicePtr) = put(handle, api(|i| shared::export(i, ptr, false)));
+    /// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64. Its name tells that it enqueues work.
+    fn cuLaunchCusimSum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) =
+        put(total, api(|i| memory::sum(i, ptr, bytes as u64)));
 }
 
 #[unsafe(no_mangle)]
@@ -103,11 +106,6 @@ extern "C" fn cuDeviceGetUuid_v2(uuid: *mut CuUuid, dev: CuDevice) -> CuResult {
         })
     };
     put(uuid, api(read))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDeviceGetUuid(uuid: *mut CuUuid, dev: CuDevice) -> CuResult {
-    cuDeviceGetUuid_v2(uuid, dev)
 }
 
 #[unsafe(no_mangle)]
@@ -168,55 +166,6 @@ fn retain(dev: CuDevice) -> Result<usize, CuResult> {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn cuDevicePrimaryCtxRetain(ctx: *mut *mut c_void, dev: CuDevice) -> CuResult {
-    put(ctx, retain(dev).map(context))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuDevicePrimaryCtxRelease_v2(dev: CuDevice) -> CuResult {
-    code(api(|i| memory::gpu_of(i, device(dev)?).map(|_| ())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxCreate_v2(ctx: *mut *mut c_void, _flags: c_uint, dev: CuDevice) -> CuResult {
-    put(
-        ctx,
-        retain(dev).map(|o| {
-            memory::set_current(Some(o));
-            context(o)
-        }),
-    )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxCreate_v4(
-    ctx: *mut *mut c_void,
-    _params: *const c_void,
-    flags: c_uint,
-    dev: CuDevice,
-) -> CuResult {
-    cuCtxCreate_v2(ctx, flags, dev)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxDestroy_v2(ctx: *mut c_void) -> CuResult {
-    code(api(|_| ordinal(ctx).map(|_| ())))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetCurrent(ctx: *mut c_void) -> CuResult {
-    code(api(|_| ordinal(ctx).map(memory::set_current)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxGetCurrent(ctx: *mut *mut c_void) -> CuResult {
-    put(
-        ctx,
-        api(|_| Ok(memory::current().map_or(std::ptr::null_mut(), context))),
-    )
-}
-
-#[unsafe(no_mangle)]
 extern "C" fn cuCtxGetDevice(dev: *mut CuDevice) -> CuResult {
     put(
         dev,
@@ -225,11 +174,6 @@ extern "C" fn cuCtxGetDevice(dev: *mut CuDevice) -> CuResult {
             CuDevice::try_from(o).map_err(|_| CUDA_ERROR_UNKNOWN)
         }),
     )
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxSynchronize() -> CuResult {
-    code(api(|_| Ok(())))
 }
 
 #[unsafe(no_mangle)]
@@ -243,63 +187,6 @@ extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CuResult {
     }
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAlloc_v2(ptr: *mut CuDevicePtr, bytes: usize) -> CuResult {
-    put(ptr, api(|i| memory::alloc(i, bytes as u64)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAllocManaged(ptr: *mut CuDevicePtr, bytes: usize, _flags: c_uint) -> CuResult {
-    put(ptr, api(|i| memory::alloc_managed(i, bytes as u64)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFree_v2(ptr: CuDevicePtr) -> CuResult {
-    code(api(|i| memory::free(i, ptr)))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyHtoD_v2(to: CuDevicePtr, from: *const c_void, bytes: usize) -> CuResult {
-    code(api(|i| {
-        memory::copy(i, to, from.cast_mut(), bytes, Way::ToDevice)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyDtoH_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize) -> CuResult {
-    code(api(|i| memory::copy(i, from, to, bytes, Way::ToHost)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemsetD8_v2(ptr: CuDevicePtr, value: u8, bytes: usize) -> CuResult {
-    code(api(|i| memory::fill(i, ptr, value, bytes as u64)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcGetMemHandle(handle: *mut Handle, ptr: CuDevicePtr) -> CuResult {
-    put(handle, api(|i| shared::export(i, ptr, true)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcOpenMemHandle_v2(
-    ptr: *mut CuDevicePtr,
-    handle: Handle,
-    _flags: c_uint,
-) -> CuResult {
-    put(ptr, api(|i| shared::import(i, &handle, Kind::Ipc)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuIpcCloseMemHandle(ptr: CuDevicePtr) -> CuResult {
-    code(api(|i| shared::close(i, ptr)))
-}
-
-/// Not NVIDIA's: a handle of memory, in place of exporting a cuMem allocation as a descriptor.
-#[unsafe(no_mangle)]
-extern "C" fn cusim_export(handle: *mut Handle, ptr: CuDevicePtr) -> CuResult {
-    put(handle, api(|i| shared::export(i, ptr, false)))
-}
-
 /// Not NVIDIA's: maps such memory, as cuMem does or, with `legacy` not 0, as NCCL's P2P/IPC. `cuIpcCloseMemHandle` unmaps
 /// it.
 #[unsafe(no_mangle)]
@@ -309,12 +196,6 @@ extern "C" fn cusim_import(ptr: *mut CuDevicePtr, handle: Handle, legacy: c_uint
         _ => Kind::NcclIpc,
     };
     put(ptr, api(|i| shared::import(i, &handle, kind)))
-}
-
-/// Not NVIDIA's: the checksum kernel, word i times (i | 1), modulo 2^64. Its name tells that it enqueues work.
-#[unsafe(no_mangle)]
-extern "C" fn cuLaunchCusimSum(ptr: CuDevicePtr, bytes: usize, total: *mut u64) -> CuResult {
-    put(total, api(|i| memory::sum(i, ptr, bytes as u64)))
 }
 
 #[unsafe(no_mangle)]

@@ -9,7 +9,6 @@ use super::process::api;
 use super::vmm;
 use crate::abi::*;
 
-/// `CUmemLocation`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Location {
@@ -17,7 +16,6 @@ pub struct Location {
     id: c_int,
 }
 
-/// `CUmemAllocationProp`.
 #[repr(C)]
 pub struct Properties {
     kind: c_uint,
@@ -28,20 +26,27 @@ pub struct Properties {
 
 const DESCRIPTOR: c_uint = 1;
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAddressReserve(
-    address: *mut u64,
-    bytes: usize,
-    _align: usize,
-    _wanted: u64,
-    _flags: u64,
-) -> CuResult {
-    put(address, api(|i| vmm::reserve(i, bytes as u64)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemAddressFree(_address: u64, _bytes: usize) -> CuResult {
-    code(api(|_| Ok(())))
+exports! {
+    fn cuMemAddressReserve(address: *mut u64, bytes: usize, _align: usize, _wanted: u64, _flags: u64) =
+        put(address, api(|i| vmm::reserve(i, bytes as u64)));
+    fn cuMemAddressFree(_address: u64, _bytes: usize) = code(api(|_| Ok(())));
+    fn cuMemRelease(handle: u64) = code(api(|i| vmm::release(i, handle)));
+    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, _flags: u64) =
+        code(api(|i| vmm::map(i, address, bytes as u64, offset as u64, handle)));
+    fn cuMemUnmap(address: u64, bytes: usize) = code(api(|i| vmm::unmap(i, address, bytes as u64)));
+    fn cuMemSetAccess(address: u64, bytes: usize, _access: *const c_void, _count: usize) =
+        code(api(|i| vmm::allow(i, address, bytes as u64)));
+    fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) = put(stream, api(|_| Ok(token())));
+    fn cuStreamDestroy_v2(_stream: *mut c_void) = code(api(|_| Ok(())));
+    fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) = put(event, api(|_| Ok(token())));
+    fn cuEventDestroy_v2(_event: *mut c_void) = code(api(|_| Ok(())));
+    fn cuEventRecord(_event: *mut c_void, _stream: *mut c_void) = code(api(|_| Ok(())));
+    fn cuEventSynchronize(_event: *mut c_void) = code(api(|_| Ok(())));
+    /// Copies at once, so that all events are complete.
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CuDevicePtr, bytes: usize, _stream: *mut c_void) =
+        cuMemcpyDtoH_v2(to, from, bytes);
+    fn cuMemcpyHtoDAsync_v2(to: CuDevicePtr, from: *const c_void, bytes: usize, _stream: *mut c_void) =
+        cuMemcpyHtoD_v2(to, from, bytes);
 }
 
 #[unsafe(no_mangle)]
@@ -57,39 +62,6 @@ extern "C" fn cuMemCreate(
     // SAFETY: not null; the program promised that it may be read.
     let device = unsafe { (*properties).location.id };
     put(handle, api(|i| vmm::create(i, bytes as u64, device)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemRelease(handle: u64) -> CuResult {
-    code(api(|i| vmm::release(i, handle)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemMap(
-    address: u64,
-    bytes: usize,
-    offset: usize,
-    handle: u64,
-    _flags: u64,
-) -> CuResult {
-    code(api(|i| {
-        vmm::map(i, address, bytes as u64, offset as u64, handle)
-    }))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemUnmap(address: u64, bytes: usize) -> CuResult {
-    code(api(|i| vmm::unmap(i, address, bytes as u64)))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemSetAccess(
-    address: u64,
-    bytes: usize,
-    _access: *const c_void,
-    _count: usize,
-) -> CuResult {
-    code(api(|i| vmm::allow(i, address, bytes as u64)))
 }
 
 #[unsafe(no_mangle)]
@@ -133,7 +105,6 @@ extern "C" fn cuMemGetAllocationPropertiesFromHandle(
 }
 
 thread_local! {
-    /// Contexts below the current one.
     static STACK: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -174,57 +145,6 @@ extern "C" fn cuDevicePrimaryCtxGetState(
 /// Something that is not null.
 fn token() -> *mut c_void {
     std::ptr::without_provenance_mut(0x7ea)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> CuResult {
-    put(stream, api(|_| Ok(token())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamDestroy_v2(_stream: *mut c_void) -> CuResult {
-    code(api(|_| Ok(())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) -> CuResult {
-    put(event, api(|_| Ok(token())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuEventDestroy_v2(_event: *mut c_void) -> CuResult {
-    code(api(|_| Ok(())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuEventRecord(_event: *mut c_void, _stream: *mut c_void) -> CuResult {
-    code(api(|_| Ok(())))
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuEventSynchronize(_event: *mut c_void) -> CuResult {
-    code(api(|_| Ok(())))
-}
-
-/// Copies at once, so that all events are complete.
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyDtoHAsync_v2(
-    to: *mut c_void,
-    from: CuDevicePtr,
-    bytes: usize,
-    _stream: *mut c_void,
-) -> CuResult {
-    cuMemcpyDtoH_v2(to, from, bytes)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyHtoDAsync_v2(
-    to: CuDevicePtr,
-    from: *const c_void,
-    bytes: usize,
-    _stream: *mut c_void,
-) -> CuResult {
-    cuMemcpyHtoD_v2(to, from, bytes)
 }
 
 #[unsafe(no_mangle)]

@@ -10,11 +10,9 @@ use std::time::{Duration, Instant};
 /// The bit that says closed; the rest counts calls inside.
 const CLOSED: u32 = 1 << 31;
 
-/// See the module.
 pub struct Gate(AtomicU32);
 
 impl Gate {
-    /// An open gate with nobody inside.
     pub const fn new() -> Self {
         Self(AtomicU32::new(0))
     }
@@ -45,14 +43,12 @@ impl Gate {
         true
     }
 
-    /// Opens the gate and wakes whoever waits.
     pub fn open(&self) {
         self.0.fetch_and(!CLOSED, SeqCst);
         futex(&self.0, libc::FUTEX_WAKE, i32::MAX.unsigned_abs());
     }
 }
 
-/// A call that is inside.
 pub struct Inside<'a>(&'a Gate);
 
 impl Drop for Inside<'_> {

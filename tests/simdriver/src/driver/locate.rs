@@ -11,15 +11,12 @@ use std::path::{Path, PathBuf};
 
 use crate::server::DEFAULT_SOCKET;
 
-/// The two places.
 pub struct Places {
-    /// The driver socket.
     pub socket: PathBuf,
     /// The directory of the device nodes, normally /dev.
     pub dev: PathBuf,
 }
 
-/// Looks them up.
 pub fn places() -> Places {
     let conf = library_directory()
         .and_then(|dir| fs::read_to_string(dir.join("cusim.conf")).ok())

@@ -16,14 +16,11 @@ use crate::uuid::GpuUuid;
 /// Where the page is, in every client process: far from where programs, heaps, stacks and other
 /// mappings are put.
 pub const ADDRESS: usize = 0x2c0d_a000_0000;
-/// Its size.
 pub const SIZE: usize = 4096;
-/// Most GPU pairs that a request holds.
 pub const MAX_PAIRS: usize = 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"CUSIMBX1");
 
-/// Words of the page.
 #[derive(Clone, Copy)]
 #[repr(usize)]
 pub enum Word {
@@ -32,7 +29,6 @@ pub enum Word {
     Owner = 1,
     /// The restore thread, in the process's pid namespace.
     Thread = 2,
-    /// The checkpoint state.
     State = 3,
     /// Number of the last request; set last by the caller.
     Request = 8,
@@ -42,11 +38,9 @@ pub enum Word {
     Done = 10,
     /// Number of a request that the caller gave up.
     Withdrawn = 11,
-    /// The step asked for.
     Step = 12,
     TimeoutMs = 13,
     Pairs = 14,
-    /// The answer.
     Code = 15,
     Value = 16,
 }
@@ -54,7 +48,6 @@ pub enum Word {
 /// First word of the pairs: old and new UUID, two words each.
 const PAIR_WORDS: usize = 64;
 
-/// The page of this process.
 #[derive(Clone, Copy)]
 pub struct Mailbox(&'static [AtomicU64; SIZE / 8]);
 
@@ -87,17 +80,14 @@ impl Mailbox {
         self.set(Word::Magic, MAGIC);
     }
 
-    /// Reads a word.
     pub fn get(self, w: Word) -> u64 {
         self.0[w as usize].load(SeqCst)
     }
 
-    /// Writes a word.
     pub fn set(self, w: Word, value: u64) {
         self.0[w as usize].store(value, SeqCst);
     }
 
-    /// The pairs of the request under way.
     pub fn pairs(self) -> impl Iterator<Item = (GpuUuid, GpuUuid)> {
         let n = usize::try_from(self.get(Word::Pairs))
             .unwrap_or(0)
@@ -112,7 +102,6 @@ impl Mailbox {
     }
 }
 
-/// The page of another process.
 pub struct Remote {
     memory: File,
     pid: i32,
@@ -153,13 +142,11 @@ impl Remote {
         Ok(u64::from_le_bytes(b))
     }
 
-    /// Writes a word.
     pub fn set(&self, w: Word, value: u64) -> io::Result<()> {
         self.memory
             .write_all_at(&value.to_le_bytes(), address(w as usize))
     }
 
-    /// Writes the pairs of a request.
     pub fn set_pairs(&self, pairs: &[(GpuUuid, GpuUuid)]) -> io::Result<()> {
         let bytes: Vec<u8> = pairs
             .iter()
@@ -182,7 +169,6 @@ impl Remote {
     }
 }
 
-/// Byte address of a word.
 fn address(word: usize) -> u64 {
     (ADDRESS + 8 * word) as u64
 }

@@ -15,13 +15,11 @@ use crate::wire::{ALLOC_CONTEXT, op};
 const GRAIN: u64 = 4096;
 /// Addresses of allocations start at multiples of this.
 const ALIGN: u64 = 2 << 20;
-/// Where the memory of contexts is.
 const CONTEXTS: u64 = 0x6000_0000_0000;
 /// Most that one read or write system call moves.
 const MOST: usize = 0x4000_0000;
 
 thread_local! {
-    /// The ordinal of the thread's current context.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
@@ -30,12 +28,10 @@ pub fn set_current(ordinal: Option<usize>) {
     CURRENT.set(ordinal);
 }
 
-/// The ordinal of this thread's current context.
 pub fn current() -> Option<usize> {
     CURRENT.get()
 }
 
-/// The GPU of an ordinal.
 pub fn gpu_of(inner: &Inner, ordinal: usize) -> Result<usize, CuResult> {
     inner
         .ordinals
@@ -44,7 +40,6 @@ pub fn gpu_of(inner: &Inner, ordinal: usize) -> Result<usize, CuResult> {
         .ok_or(CUDA_ERROR_INVALID_DEVICE)
 }
 
-/// The GPU of the current context.
 fn current_gpu(inner: &Inner) -> Result<usize, CuResult> {
     gpu_of(inner, current().ok_or(CUDA_ERROR_INVALID_CONTEXT)?)
 }
@@ -66,7 +61,6 @@ pub fn make_context(inner: &mut Inner, gpu: usize) -> Result<(), CuResult> {
     )
 }
 
-/// Takes memory on the device.
 pub fn add(inner: &mut Inner, b: Block) -> Result<(), CuResult> {
     let [hi, lo] = inner
         .gpus
@@ -80,7 +74,6 @@ pub fn add(inner: &mut Inner, b: Block) -> Result<(), CuResult> {
     Ok(())
 }
 
-/// `cuMemAlloc`.
 pub fn alloc(inner: &mut Inner, bytes: u64) -> Result<CuDevicePtr, CuResult> {
     let gpu = current_gpu(inner)?;
     let bytes = bytes
@@ -112,7 +105,6 @@ pub fn alloc_managed(inner: &mut Inner, bytes: u64) -> Result<CuDevicePtr, CuRes
     Ok(address)
 }
 
-/// `cuMemFree`.
 pub fn free(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
     if address == 0 {
         return Ok(());
@@ -140,7 +132,6 @@ pub fn find(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(Block, u64
         .ok_or(CUDA_ERROR_INVALID_VALUE)
 }
 
-/// Which way a copy goes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     ToDevice,
@@ -199,7 +190,6 @@ fn own(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<(u64, u64), CuRe
     }
 }
 
-/// The checksum kernel of gpujob.cu.
 pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResult> {
     if let Some((import, offset)) = shared::find(inner, address, len) {
         return import.sum(inner, offset, len);
@@ -208,7 +198,6 @@ pub fn sum(inner: &Inner, address: CuDevicePtr, len: u64) -> Result<u64, CuResul
     Ok(inner.ask(op::SUM, &[block, offset, len])?[1])
 }
 
-/// `cuMemsetD8`.
 pub fn fill(inner: &Inner, address: CuDevicePtr, value: u8, len: u64) -> Result<(), CuResult> {
     if len == 0 {
         return Ok(());

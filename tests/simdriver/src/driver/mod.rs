@@ -1,5 +1,16 @@
 //! The client side of the simulated driver: what `libcuda.so.1` does inside a process.
 
+/// Exports functions of `cuda.h`, each of which is one expression.
+macro_rules! exports {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) = $value:expr;)*) => {$(
+        $(#[$doc])*
+        #[unsafe(no_mangle)]
+        pub extern "C" fn $name($($arg: $ty),*) -> CuResult {
+            $value
+        }
+    )*};
+}
+
 pub mod caller;
 pub mod exports;
 pub mod exports_checkpoint;

@@ -13,11 +13,8 @@ use std::path::Path;
 /// which may be another GPU after a restore.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Node {
-    /// `nvidiactl`
     Ctl,
-    /// `nvidia-uvm`
     Uvm,
-    /// `nvidia<minor>`
     Gpu(usize),
 }
 
@@ -42,9 +39,7 @@ pub struct Nodes {
     maps: Vec<Mapping>,
 }
 
-/// Mappings made of each GPU's node.
 const MAPS_PER_GPU: usize = 24;
-/// Mappings made of nvidia-uvm.
 const MAPS_OF_UVM: usize = 4;
 
 impl Nodes {
@@ -122,7 +117,6 @@ impl Nodes {
         }
     }
 
-    /// Puts a `PROT_NONE` placeholder over every mapping.
     pub fn park(&mut self) {
         for m in &mut self.maps {
             if m.real {
@@ -132,7 +126,6 @@ impl Nodes {
         }
     }
 
-    /// Maps every node again where it was.
     pub fn unpark(&mut self) -> io::Result<()> {
         for i in 0..self.maps.len() {
             let Mapping {
@@ -170,7 +163,6 @@ impl Nodes {
         Some(address)
     }
 
-    /// A descriptor of this node.
     fn fd(&self, node: Node) -> Option<i32> {
         self.open
             .iter()

@@ -14,7 +14,6 @@ const NOT_FOUND: c_int = 6;
 const INSUFFICIENT_SIZE: c_int = 7;
 const DRIVER_NOT_LOADED: c_int = 9;
 
-/// `nvmlMemory_t`.
 #[repr(C)]
 pub struct Memory {
     total: u64,
@@ -22,7 +21,6 @@ pub struct Memory {
     used: u64,
 }
 
-/// `nvmlProcessInfo_t` of version 3.
 #[repr(C)]
 pub struct ProcessInfo {
     pid: c_uint,

@@ -28,7 +28,6 @@ pub struct Gpu {
     pub total: u64,
     /// The model, NUL-padded.
     pub name: [u8; 64],
-    /// Compute capability.
     pub compute: (u64, u64),
 }
 
@@ -36,11 +35,8 @@ pub struct Gpu {
 #[derive(Clone, Copy)]
 pub struct Block {
     pub address: u64,
-    /// Size on the device.
     pub bytes: u64,
-    /// Index of the GPU.
     pub gpu: usize,
-    /// Whether it is a context's own memory.
     pub context: bool,
 }
 
@@ -55,16 +51,13 @@ pub struct Image {
 pub struct Inner {
     /// The connection to the device server; none while checkpointed.
     pub server: Option<UnixStream>,
-    /// Every GPU whose node the process has.
     pub gpus: Vec<Gpu>,
-    /// GPUs by ordinal, as CUDA_VISIBLE_DEVICES has it.
     pub ordinals: Vec<usize>,
     pub nodes: Nodes,
     pub blocks: Vec<Block>,
     pub next_address: u64,
     pub context_bytes: u64,
     pub image: Option<Image>,
-    /// Memory of other processes.
     pub imports: Vec<Import>,
     pub vmm: Vmm,
     /// What shows that others may import this process's memory by CUDA IPC.
@@ -78,9 +71,7 @@ pub struct Inner {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
     Up,
-    /// From the end to the start.
     Down,
-    /// With something else first.
     Twice,
 }
 
@@ -94,7 +85,6 @@ impl Fill {
     }
 }
 
-/// The driver in this process.
 pub struct Process {
     pub gate: Gate,
     inner: Mutex<Inner>,
@@ -125,7 +115,6 @@ impl Inner {
         checked(wire::ask(server, op, args))
     }
 
-    /// Replaces the connection.
     pub fn set_server(&mut self, server: Option<UnixStream>) {
         SERVER_FD.store(server.as_ref().map_or(-1, AsRawFd::as_raw_fd), SeqCst);
         self.server = server;
@@ -179,7 +168,6 @@ pub fn connect(server: &Path) -> io::Result<UnixStream> {
     Ok(unix.into())
 }
 
-/// `cuInit`.
 pub fn init() -> Result<(), CuResult> {
     let _one = INIT.lock().unwrap_or_else(PoisonError::into_inner);
     if PROCESS.get().is_some() {

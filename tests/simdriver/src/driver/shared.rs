@@ -15,31 +15,26 @@ const ALIGN: u64 = 2 << 20;
 /// Size of the file that shows exported memory.
 const SHM_BYTES: usize = 4096;
 
-/// How memory is imported.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// `cuIpcOpenMemHandle`: shows in `/dev/shm`.
     Ipc,
-    /// cuMem: shows nowhere.
     Cumem,
     /// NCCL's P2P/IPC: fails as CUDA IPC does; whether it shows in `/dev/shm` is not known.
     NcclIpc,
 }
 
-/// Memory of another process.
 pub struct Import {
     address: u64,
     bytes: u64,
     /// The exporter, as the server knows it, and the address there.
     session: u64,
     remote: u64,
-    /// What every restore of this process returns.
     pub refusal: CuResult,
     _file: Option<ShmFile>,
 }
 
 impl Import {
-    /// The memory as a file.
     pub fn memory(&self, inner: &Inner) -> Result<File, CuResult> {
         let server = inner.server.as_ref().ok_or(CUDA_ERROR_UNKNOWN)?;
         let asked = wire::ask_fd(server, op::GET_FD, &[self.remote, self.session]);
@@ -48,7 +43,6 @@ impl Import {
         file.ok_or(CUDA_ERROR_UNKNOWN)
     }
 
-    /// The checksum of a part.
     pub fn sum(&self, inner: &Inner, offset: u64, len: u64) -> Result<u64, CuResult> {
         let asked = inner.ask(op::SUM, &[self.remote, offset, len, self.session])?;
         Ok(asked[1])
@@ -86,7 +80,6 @@ pub fn export(inner: &mut Inner, address: CuDevicePtr, shown: bool) -> Result<Ha
     ]))
 }
 
-/// Maps exported memory.
 pub fn import(inner: &mut Inner, handle: &Handle, kind: Kind) -> Result<CuDevicePtr, CuResult> {
     let [session, remote, bytes, pid, ..] = handle.0;
     let pid = u32::try_from(pid).map_err(|_| CUDA_ERROR_INVALID_VALUE)?;
@@ -116,7 +109,6 @@ pub fn import(inner: &mut Inner, handle: &Handle, kind: Kind) -> Result<CuDevice
     Ok(address)
 }
 
-/// Unmaps it.
 pub fn close(inner: &mut Inner, address: CuDevicePtr) -> Result<(), CuResult> {
     let at = inner.imports.iter().position(|i| i.address == address);
     inner.imports.remove(at.ok_or(CUDA_ERROR_INVALID_VALUE)?);

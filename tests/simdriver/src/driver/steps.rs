@@ -15,7 +15,6 @@ use crate::abi::*;
 use crate::uuid::GpuUuid;
 use crate::wire::{self, ALLOC_CONTEXT, Step, directive, op};
 
-/// Start of the image: magic, blocks, bytes.
 const HEADER: usize = 4096;
 const HEADER_MAGIC: u64 = u64::from_le_bytes(*b"CUSIMIMG");
 /// The real driver's mapping is not a multiple of a page either.
@@ -59,7 +58,6 @@ impl Stop {
     }
 }
 
-/// Whether the process is in this state.
 fn need(p: &Process, state: u32) -> Result<(), CuResult> {
     if p.mailbox.get(Word::State) == u64::from(state) {
         Ok(())
@@ -139,7 +137,6 @@ pub fn lock(p: &Process, request: &Request) -> Result<(), CuResult> {
     }
 }
 
-/// Opens the gate.
 pub fn unlock(p: &Process) -> Result<(), CuResult> {
     need(p, STATE_LOCKED)?;
     let inner = p.inner();
@@ -173,7 +170,6 @@ pub fn checkpoint(p: &Process) -> Result<(), CuResult> {
     Ok(())
 }
 
-/// Copies device memory into the image.
 fn save(inner: &Inner, image: Image, bytes: u64) -> Result<(), CuResult> {
     // SAFETY: the image was just mapped by this thread, readable and writable over its length,
     // and nothing else refers to it.
@@ -377,7 +373,6 @@ pub fn device_memory(inner: &Inner, address: u64) -> Result<File, CuResult> {
     file.ok_or(CUDA_ERROR_UNKNOWN)
 }
 
-/// The one mapping of a checkpoint.
 fn map_image(len: usize) -> Option<Image> {
     // SAFETY: a new anonymous mapping wherever the kernel puts it.
     let p = unsafe {
@@ -396,7 +391,6 @@ fn map_image(len: usize) -> Option<Image> {
     })
 }
 
-/// Frees the image.
 fn unmap_image(image: Image) {
     // SAFETY: the range is the image, which nothing refers to any more.
     unsafe {

@@ -12,7 +12,6 @@ use crate::abi::{CUDA_ERROR_INVALID_VALUE, CuResult};
 use crate::uuid::GpuUuid;
 use crate::wire::Step;
 
-/// Time between two looks at the mailbox.
 const POLL: Duration = Duration::from_millis(1);
 
 /// A request, copied out of the mailbox: a caller that died may be followed by another while the
@@ -56,7 +55,6 @@ pub fn start(p: &'static Process) -> io::Result<()> {
     Ok(())
 }
 
-/// Polls for ever.
 fn serve(p: &'static Process) -> ! {
     let mailbox = p.mailbox;
     loop {
@@ -84,7 +82,6 @@ fn serve(p: &'static Process) -> ! {
     }
 }
 
-/// One step.
 fn work(p: &'static Process, step: u64, request: &Request) -> CuResult {
     let done = match Step::from_word(step) {
         Some(Step::GetState) => Ok(()),
@@ -97,7 +94,6 @@ fn work(p: &'static Process, step: u64, request: &Request) -> CuResult {
     done.err().unwrap_or(0)
 }
 
-/// Blocks every signal in this thread.
 fn block_signals() -> libc::sigset_t {
     // SAFETY: all-zero signal sets are valid values, filled before they are read.
     unsafe {
@@ -108,7 +104,6 @@ fn block_signals() -> libc::sigset_t {
     }
 }
 
-/// Puts the mask back.
 fn restore_signals(old: &libc::sigset_t) {
     // SAFETY: `old` was filled by pthread_sigmask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, old, std::ptr::null_mut()) };

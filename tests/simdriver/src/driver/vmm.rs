@@ -20,14 +20,11 @@ const UNIT: u64 = 2 << 20;
 pub struct Physical {
     handle: u64,
     bytes: u64,
-    /// Index of the GPU.
     gpu: usize,
-    /// Another process's memory.
     foreign: Option<File>,
     released: bool,
 }
 
-/// A mapping.
 pub struct Mapping {
     address: u64,
     bytes: u64,
@@ -36,7 +33,6 @@ pub struct Mapping {
     accessible: bool,
 }
 
-/// What `cuMemCreate` and its kin have made.
 #[derive(Default)]
 pub struct Vmm {
     physical: Vec<Physical>,
@@ -55,7 +51,6 @@ impl Vmm {
 pub enum Place {
     /// In a block of the process's own, at an offset.
     Own(u64, u64),
-    /// In another process's memory.
     Foreign(File, u64),
 }
 
@@ -83,7 +78,6 @@ pub fn find(inner: &Inner, address: u64, len: u64) -> Option<Result<Place, CuRes
     })
 }
 
-/// `cuMemAddressReserve`.
 pub fn reserve(inner: &mut Inner, bytes: u64) -> Result<u64, CuResult> {
     if bytes == 0 || !bytes.is_multiple_of(UNIT) {
         return Err(CUDA_ERROR_INVALID_VALUE);
@@ -93,7 +87,6 @@ pub fn reserve(inner: &mut Inner, bytes: u64) -> Result<u64, CuResult> {
     Ok(address)
 }
 
-/// `cuMemCreate`.
 pub fn create(inner: &mut Inner, bytes: u64, ordinal: i32) -> Result<u64, CuResult> {
     if bytes == 0 || !bytes.is_multiple_of(UNIT) {
         return Err(CUDA_ERROR_INVALID_VALUE);
@@ -140,7 +133,6 @@ fn free_unused(inner: &mut Inner) -> Result<(), CuResult> {
     free_unused(inner)
 }
 
-/// `cuMemMap`.
 pub fn map(
     inner: &mut Inner,
     address: u64,
@@ -168,7 +160,6 @@ pub fn map(
     Ok(())
 }
 
-/// `cuMemUnmap`, of whole mappings.
 pub fn unmap(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult> {
     steps::begin(inner, Step::Unmap, None, bytes).map_err(|stop| stop.code)?;
     let inside = |m: &Mapping| m.address >= address && m.address + m.bytes <= address + bytes;
@@ -180,7 +171,6 @@ pub fn unmap(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult
     free_unused(inner)
 }
 
-/// `cuMemSetAccess`.
 pub fn allow(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult> {
     let mut any = false;
     for m in &mut inner.vmm.mappings {
@@ -191,7 +181,6 @@ pub fn allow(inner: &mut Inner, address: u64, bytes: u64) -> Result<(), CuResult
     any.then_some(()).ok_or(CUDA_ERROR_INVALID_VALUE)
 }
 
-/// `cuMemExportToShareableHandle`: the memory's own file.
 pub fn export(inner: &Inner, handle: u64) -> Result<i32, CuResult> {
     steps::begin(inner, Step::Export, None, 0).map_err(|stop| stop.code)?;
     let physical = inner.vmm.physical.iter().find(|p| p.handle == handle);

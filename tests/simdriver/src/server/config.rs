@@ -17,26 +17,18 @@ pub struct GpuEntry {
     compute: Option<(u32, u32)>,
 }
 
-/// One GPU.
 #[derive(Clone, Debug, Serialize)]
 pub struct Gpu {
-    /// Its identity.
     pub uuid: GpuUuid,
-    /// The model.
     pub name: String,
-    /// Memory in bytes.
     pub bytes: u64,
-    /// `/dev/nvidia<minor>`.
     pub minor: u32,
     /// Bus location, `0000:18:00.0`.
     pub pci: String,
-    /// Whether MIG is on.
     pub mig: bool,
-    /// Compute capability, major and minor.
     pub compute: (u32, u32),
 }
 
-/// The file.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ConfigFile {
@@ -45,7 +37,6 @@ pub struct ConfigFile {
     gpu: Vec<GpuEntry>,
 }
 
-/// The machine.
 #[derive(Clone, Debug, Serialize)]
 pub struct Config {
     /// Driver version, `580.159.04`.
@@ -68,7 +59,6 @@ impl Config {
         Ok(Self::build(toml::from_str(text)?, count))
     }
 
-    /// Fills in what the file leaves out.
     fn build(file: ConfigFile, count: u8) -> Self {
         let mut entries = file.gpu;
         if entries.is_empty() {
@@ -96,7 +86,6 @@ impl Config {
         }
     }
 
-    /// The first number of the driver version.
     pub fn driver_major(&self) -> u64 {
         self.driver
             .split('.')
@@ -105,7 +94,6 @@ impl Config {
             .unwrap_or(0)
     }
 
-    /// `cuDriverGetVersion` of that driver.
     pub fn cuda_version(&self) -> u64 {
         match self.driver_major() {
             0..550 => 12_020,

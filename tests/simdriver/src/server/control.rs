@@ -14,7 +14,6 @@ use super::faults::Fault;
 use super::{Server, control_socket};
 use crate::uuid::GpuUuid;
 
-/// Serves a connection.
 pub fn serve(server: &Arc<Server>, stream: &UnixStream) {
     let mut out = stream;
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
@@ -25,7 +24,6 @@ pub fn serve(server: &Arc<Server>, stream: &UnixStream) {
     }
 }
 
-/// Does one command.
 fn command(server: &Arc<Server>, line: &str) -> Result<Value, String> {
     let mut words = line.split_whitespace();
     match (words.next(), words.next(), words.next()) {

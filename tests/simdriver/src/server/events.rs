@@ -8,11 +8,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
 
-/// Where events go.
 pub struct Events(Mutex<Option<File>>);
 
 impl Events {
-    /// Appends to this file, or drops everything.
     pub fn to(path: Option<&Path>) -> io::Result<Self> {
         let file = match path {
             Some(p) => Some(OpenOptions::new().create(true).append(true).open(p)?),

@@ -10,22 +10,17 @@ use serde::Serialize;
 use crate::abi;
 use crate::wire::{STEPS, Step, directive};
 
-/// One switch that is set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Fault {
-    /// What it does, see [`HELP`].
     pub name: String,
     /// A result code by name or number, milliseconds or bytes per second.
     pub value: Option<String>,
-    /// How often it still acts.
     pub count: Option<u64>,
     /// How many matching steps it still lets pass.
     pub skip: u64,
-    /// The only process that it acts on.
     pub pid: Option<i32>,
 }
 
-/// The switches, for people.
 pub const HELP: &str = "\
 fail-STEP[=CODE]     the step returns CODE and changes nothing
 break-STEP[=CODE]    the step returns CODE and leaves the process in the failed state
@@ -88,12 +83,10 @@ impl FromStr for Fault {
     }
 }
 
-/// What is to happen to a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
     /// One of [`directive`].
     pub directive: u64,
-    /// The result code that goes with it.
     pub code: i32,
     /// Milliseconds to add.
     pub delay_ms: u64,

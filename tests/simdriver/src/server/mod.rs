@@ -30,13 +30,11 @@ use self::world::World;
 /// Where the server listens unless told otherwise; also where libcuda looks.
 pub const DEFAULT_SOCKET: &str = "/run/cusim/server.sock";
 
-/// Everything that the connection threads share.
 pub struct Server {
     world: Mutex<World>,
     /// Pids with a call of the checkpoint API under way: one call at a time each.
     calls: Mutex<Vec<i32>>,
     calls_changed: Condvar,
-    /// The event log.
     pub events: Events,
 }
 
@@ -68,7 +66,6 @@ impl Server {
         calls.push(pid);
     }
 
-    /// Gives the place of [`Server::call_begin`] back.
     fn call_end(&self, pid: i32) {
         self.calls
             .lock()

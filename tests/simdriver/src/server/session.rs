@@ -21,7 +21,6 @@ use crate::wire::{self, ALLOC_CONTEXT, Frame, Step, WORDS, directive, op};
 /// Bytes that a sum or a fill handles at once.
 const BLOCK: usize = 1 << 20;
 
-/// A connection's place in the server.
 struct Connection {
     pid: i32,
     /// Set once the peer has said that it is a client process.
@@ -87,7 +86,6 @@ fn respond(stream: &UnixStream, reply: &Frame, file: Option<&File>) -> io::Resul
     }
 }
 
-/// Does what a frame asks.
 fn answer(
     server: &Arc<Server>,
     c: &mut Connection,
@@ -142,7 +140,6 @@ fn asked_for_state(server: &Arc<Server>, target: i32) -> Result<(), CuResult> {
     }
 }
 
-/// A client process introduces itself.
 fn hello(
     server: &Arc<Server>,
     c: &mut Connection,
@@ -177,7 +174,6 @@ fn hello(
     Ok(())
 }
 
-/// Tells about one GPU.
 fn gpu_info(server: &Arc<Server>, f: &Frame, reply: &mut Frame) -> Result<(), CuResult> {
     let world = server.world();
     let index = usize::try_from(f[1]).map_err(|_| CUDA_ERROR_INVALID_DEVICE)?;
@@ -201,7 +197,6 @@ fn gpu_info(server: &Arc<Server>, f: &Frame, reply: &mut Frame) -> Result<(), Cu
     Ok(())
 }
 
-/// The requests of a client process.
 fn client(
     server: &Arc<Server>,
     c: &mut Connection,
@@ -373,14 +368,12 @@ fn step_begin(
     Ok(())
 }
 
-/// Memory of a GPU.
 fn vram(bytes: u64) -> io::Result<File> {
     let file = File::from(memfd_create(c"cusim-vram", MFdFlags::MFD_CLOEXEC)?);
     file.set_len(bytes)?;
     Ok(file)
 }
 
-/// `len` if the range lies within `total`.
 fn within(offset: u64, len: u64, total: u64) -> Result<u64, CuResult> {
     match offset.checked_add(len) {
         Some(end) if end <= total => Ok(len),
@@ -405,7 +398,6 @@ fn sum(m: &File, offset: u64, len: u64) -> io::Result<u64> {
     Ok(total)
 }
 
-/// Fills a range with one byte.
 fn fill(m: &File, offset: u64, len: u64, value: u8) -> io::Result<()> {
     let block = vec![value; BLOCK];
     let mut at = 0;

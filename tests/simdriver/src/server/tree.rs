@@ -11,12 +11,9 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::config::Config;
 
-/// Device numbers of the fake nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rdev {
-    /// Major number.
     pub major: u64,
-    /// Minor number.
     pub minor: u64,
 }
 
@@ -32,7 +29,6 @@ impl FromStr for Rdev {
     }
 }
 
-/// Device numbers of every kind of node.
 #[derive(Clone, Copy, Debug)]
 pub struct Rdevs {
     /// `nvidiactl`: opens and cannot be mapped; outside of the mem major, so that CRIU asks its
@@ -40,7 +36,6 @@ pub struct Rdevs {
     pub ctl: Rdev,
     /// `nvidia-uvm` and `nvidia-uvm-tools`: opens and can be mapped.
     pub uvm: Rdev,
-    /// `nvidiaN`: opens and can be mapped.
     pub gpu: Rdev,
 }
 
@@ -149,7 +144,6 @@ pub fn write_dev(root: &Path, c: &Config, r: Rdevs) -> io::Result<()> {
     Ok(())
 }
 
-/// Names and numbers of the nodes.
 fn node_names(c: &Config, r: Rdevs) -> Vec<(String, Rdev)> {
     let mut nodes = vec![
         ("nvidiactl".to_owned(), r.ctl),

@@ -13,32 +13,22 @@ use crate::abi::{
 };
 use crate::uuid::GpuUuid;
 
-/// A piece of device memory.
 pub struct Alloc {
-    /// The GPU that it is on.
     pub gpu: GpuUuid,
-    /// Its size.
     pub bytes: u64,
     /// Whether it belongs to a context rather than to the program.
     pub context: bool,
-    /// The bytes.
     pub memory: Arc<File>,
 }
 
-/// A connected client process.
 pub struct Session {
-    /// Its pid as this server sees it.
     pub pid: i32,
-    /// Its memory, by device address.
     pub allocs: BTreeMap<u64, Alloc>,
-    /// Whether it uses managed memory.
     pub managed: bool,
-    /// Whether it exported memory to other processes.
     pub ipc: bool,
 }
 
 impl Session {
-    /// Bytes on each GPU.
     pub fn by_gpu(&self) -> BTreeMap<String, u64> {
         let mut out = BTreeMap::new();
         for a in self.allocs.values() {
@@ -48,21 +38,16 @@ impl Session {
     }
 }
 
-/// The machine.
 pub struct World {
-    /// GPUs and versions.
     pub config: Config,
     /// Bytes that are taken away from a GPU by hand.
     pub reserved: BTreeMap<GpuUuid, u64>,
-    /// Connected client processes.
     pub sessions: BTreeMap<u64, Session>,
-    /// Switches.
     pub faults: Faults,
     next: u64,
 }
 
 impl World {
-    /// A machine with nothing running.
     pub fn new(config: Config) -> Self {
         Self {
             config,
@@ -73,7 +58,6 @@ impl World {
         }
     }
 
-    /// Lets a process in.
     pub fn enter(&mut self, pid: i32) -> u64 {
         let id = self.next;
         self.next += 1;
@@ -87,7 +71,6 @@ impl World {
         id
     }
 
-    /// The GPU with this UUID.
     pub fn gpu(&self, uuid: GpuUuid) -> Option<&Gpu> {
         self.config.gpus.iter().find(|g| g.uuid == uuid)
     }
@@ -106,7 +89,6 @@ impl World {
             .saturating_sub(self.reserved.get(&gpu.uuid).copied().unwrap_or(0))
     }
 
-    /// Adds memory to a session.
     pub fn alloc(&mut self, session: u64, address: u64, alloc: Alloc) -> Result<(), CuResult> {
         let gpu = self.gpu(alloc.gpu).ok_or(CUDA_ERROR_INVALID_DEVICE)?;
         if alloc.bytes > self.free_on(gpu) {
@@ -123,7 +105,6 @@ impl World {
         Ok(())
     }
 
-    /// What `cusim-ctl status` prints.
     pub fn status(&self) -> Value {
         let gpus: Vec<Value> = self
             .config

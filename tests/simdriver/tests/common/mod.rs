@@ -19,14 +19,12 @@ use cuda_sim::uuid::GpuUuid;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The machine.
 pub struct Machine {
     dir: TempDir,
     server: Child,
     clients: Vec<Child>,
 }
 
-/// A client process.
 #[derive(Clone)]
 pub struct Client {
     pub pid: i32,
@@ -37,7 +35,6 @@ pub struct Client {
 pub type Outcome = Result<String, String>;
 
 impl Machine {
-    /// A machine with these server flags.
     pub fn new(flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         install::install(&dir.path().join("lib"), &dir.path().join("sock")).unwrap();
@@ -61,7 +58,6 @@ impl Machine {
         m
     }
 
-    /// A file of the machine.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -78,7 +74,6 @@ impl Machine {
         self.client_env(flags, &[])
     }
 
-    /// The same, with additions to the environment.
     pub fn client_env(&mut self, flags: &[&str], env: &[(&str, &str)]) -> Client {
         let mut all = flags.to_vec();
         for (flag, value) in [
@@ -125,7 +120,6 @@ impl Machine {
         pid
     }
 
-    /// The command that does steps.
     pub fn step_command(&self, pid: i32, args: &[&str]) -> Command {
         let mut c = Command::new(env!("CARGO_BIN_EXE_cusim-step"));
         self.environment(&mut c);
@@ -152,7 +146,6 @@ impl Machine {
         }
     }
 
-    /// Does steps that must succeed.
     pub fn ok(&self, pid: i32, args: &[&str]) -> String {
         self.step(pid, args)
             .unwrap_or_else(|e| panic!("{args:?}: {e}"))
@@ -166,17 +159,14 @@ impl Machine {
         }
     }
 
-    /// The checkpoint state.
     pub fn state(&self, pid: i32) -> String {
         self.ok(pid, &["state"])
     }
 
-    /// Sends a line to the control socket.
     pub fn control(&self, line: &str) -> Value {
         control::send(&self.path("sock"), line).unwrap()
     }
 
-    /// Sets a switch.
     pub fn set(&self, switch: &str) {
         self.control(&format!("set {switch}"));
     }
@@ -190,7 +180,6 @@ impl Machine {
             .collect()
     }
 
-    /// Events of this name in the log.
     pub fn events(&self, name: &str) -> Vec<Value> {
         let text = fs::read_to_string(self.path("log")).unwrap_or_default();
         text.lines()
@@ -199,7 +188,6 @@ impl Machine {
             .collect()
     }
 
-    /// Ends a client.
     pub fn kill(&mut self, c: &Client) {
         for child in &mut self.clients {
             if i32::try_from(child.id()).unwrap() == c.pid {
@@ -222,12 +210,10 @@ impl Drop for Machine {
 }
 
 impl Client {
-    /// All that it printed.
     pub fn text(&self) -> String {
         fs::read_to_string(&self.out).unwrap_or_default()
     }
 
-    /// How many ticks it printed.
     pub fn ticks(&self) -> usize {
         self.text()
             .lines()
@@ -242,7 +228,6 @@ impl Client {
         self.is_right();
     }
 
-    /// No tick was wrong.
     pub fn is_right(&self) {
         let text = self.text();
         assert!(
@@ -251,7 +236,6 @@ impl Client {
         );
     }
 
-    /// It prints nothing.
     pub fn stands_still(&self) {
         let mut before = self.ticks();
         // What it was about to print when it was stopped may come.
@@ -266,18 +250,15 @@ impl Client {
         panic!("it goes on");
     }
 
-    /// Where its descriptors point.
     pub fn fds(&self) -> Vec<String> {
         fds(self.pid)
     }
 
-    /// Its memory maps.
     pub fn maps(&self) -> String {
         fs::read_to_string(format!("/proc/{}/maps", self.pid)).unwrap()
     }
 }
 
-/// Where a process's descriptors point.
 pub fn fds(pid: i32) -> Vec<String> {
     fs::read_dir(format!("/proc/{pid}/fd"))
         .unwrap()
@@ -286,7 +267,6 @@ pub fn fds(pid: i32) -> Vec<String> {
         .collect()
 }
 
-/// Children of a process.
 pub fn children(pid: i32) -> Vec<i32> {
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     text.split_whitespace()
