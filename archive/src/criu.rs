@@ -83,9 +83,6 @@ pub struct Process {
 
 /// Reads the images. `files` maps names (without directories) to contents. `pages_bytes` is the size of all
 /// `pages-*.img` together, or 0 if unknown.
-///
-/// # Errors
-/// [`ImageError`] with the file's name and the field, if an image is damaged or `inventory.img` is missing.
 pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts, ImageError> {
     let mut bounds = Bounds::default();
     let mut facts = Facts::default();

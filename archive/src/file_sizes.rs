@@ -43,9 +43,6 @@ fn in_images(name: &str) -> Option<&str> {
 
 impl FileSizes {
     /// `files`: those of the archive that [`is_wanted`].
-    ///
-    /// # Errors
-    /// An image is damaged.
     pub fn of(source: &Source, files: &BTreeMap<String, Vec<u8>>) -> Result<Self, Error> {
         let wrong = |e: ImageError| {
             let (name, reason) = (names::CHECKPOINT_DIR.to_owned(), e.to_string());
@@ -75,9 +72,6 @@ impl FileSizes {
     }
 
     /// Reads a tar of the archive, plain or compressed with gzip, of `size` bytes. Returns how many there were.
-    ///
-    /// # Errors
-    /// The archive cannot be read.
     pub fn read(&self, name: &str, size: u64, reader: &mut dyn Read) -> io::Result<u64> {
         let Some(of_cryopod) = self.tar(name) else {
             return Ok(0);
@@ -228,9 +222,6 @@ fn records(text: &[u8]) -> Vec<(&str, &str)> {
 }
 
 /// Compares in one more pass over an archive. `files`: those of the archive that [`is_wanted`].
-///
-/// # Errors
-/// The archive cannot be read; an image is damaged.
 pub fn differences(
     source: &Source,
     files: &BTreeMap<String, Vec<u8>>,

@@ -288,9 +288,6 @@ impl<'a> Decoded<'a> {
 }
 
 /// Reads a file, decompressed if it is gzip or zstd, within the default [`Limits`].
-///
-/// # Errors
-/// The file cannot be read. Errors of the reader name the format.
 pub fn decompressed(mut file: File) -> io::Result<impl Read + Send> {
     let mut start = [0; 4];
     let n = file.read_at(&mut start, 0)?;

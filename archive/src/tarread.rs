@@ -52,9 +52,6 @@ impl<S: Stream> TarReader<S> {
     }
 
     /// Returns the next entry, and skips the rest of the one before. `None` at the end mark.
-    ///
-    /// # Errors
-    /// A [`Bad`] inside an `io::Error`, or an error of the stream.
     pub(crate) fn next(&mut self) -> io::Result<Option<Entry>> {
         self.leave()?;
         let mut extended = Extended::default();

@@ -51,17 +51,11 @@ pub struct Verified {
 
 /// Reads a whole checkpoint and checks everything possible: digests, names, the compression's checksums, CRIU's magic
 /// numbers, `cryopod.json`, the VRAM files' chunks, stated sizes, and the sizes of the files that processes have open.
-///
-/// # Errors
-/// The first fault, with the file's name.
 pub fn verify(source: &Source, options: &VerifyOptions) -> Result<Verified, Error> {
     verify_with(source, table(source, &options.limits)?, options)
 }
 
 /// Reads the table of GPU memory in an archive; `None` if it has none.
-///
-/// # Errors
-/// The archive is damaged.
 pub fn table(source: &Source, limits: &Limits) -> Result<Option<Vec<u8>>, Error> {
     let table = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
     let mut tables = source.small_files(&|name| name == table, limits)?;
@@ -69,9 +63,6 @@ pub fn table(source: &Source, limits: &Limits) -> Result<Option<Vec<u8>>, Error>
 }
 
 /// [`verify`], with the archive's [`table`].
-///
-/// # Errors
-/// As for [`verify`].
 pub fn verify_with(
     source: &Source,
     table: Option<Vec<u8>>,

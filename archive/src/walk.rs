@@ -34,10 +34,6 @@ pub(crate) trait Sink: Sync {
 }
 
 /// Passes every entry to the sink. A directory may come after its content.
-///
-/// # Errors
-/// The first fault. Digests are checked at the end of each layer: until this has returned, no data that the sink
-/// received may be used.
 pub(crate) fn walk(
     source: &Source,
     limits: &Limits,

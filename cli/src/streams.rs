@@ -17,9 +17,6 @@ const STDOUT_OCI: &str = "oci-archive:-";
 
 /// Returns the file name for an archive that goes to standard output; `None` if the output is a place of its own. The name
 /// says which kind it is.
-///
-/// # Errors
-/// Standard output is a terminal.
 pub fn to_stdout(output: &str) -> anyhow::Result<Option<&'static str>> {
     let name = match output {
         STDOUT => "checkpoint.tar.zst",
@@ -49,9 +46,6 @@ pub struct Received {
 }
 
 /// Reads an archive from standard input.
-///
-/// # Errors
-/// Standard input is a terminal or empty, or the disk is full.
 pub fn receive() -> anyhow::Result<Received> {
     if io::stdin().is_terminal() {
         bail!(

@@ -176,9 +176,6 @@ fn drivers(path: &str) -> (&'static [&'static str], Option<u64>) {
 }
 
 /// Checks in this host's `/proc/devices` that `major` belongs to the driver of the node `path`.
-///
-/// # Errors
-/// What the major is instead, and what to do, in a sentence each.
 pub fn registered(host: &Host, path: &str, major: u64) -> Result<(), (String, String)> {
     let (names, fixed) = drivers(path);
     let text = host.text("/proc/devices").unwrap_or_default();

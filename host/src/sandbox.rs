@@ -62,9 +62,6 @@ pub enum SandboxError {
 
 impl Sandbox {
     /// Does the work in a child and returns its result.
-    ///
-    /// # Errors
-    /// As [`Worker::finish`]; the child cannot be made.
     pub fn run(
         &self,
         limit: Duration,
@@ -79,9 +76,6 @@ impl Sandbox {
     ///
     /// The child has one thread. A lock that another thread of this process holds is never released in it, so start it
     /// before there are others, or let the work take no lock but the allocator's, which the C library releases.
-    ///
-    /// # Errors
-    /// The child cannot be made.
     pub fn start(
         &self,
         work: impl FnOnce() -> Result<Vec<u8>, String>,
@@ -90,9 +84,6 @@ impl Sandbox {
     }
 
     /// [`Self::start`], with more descriptors.
-    ///
-    /// # Errors
-    /// The child cannot be made.
     pub fn start_with(
         &self,
         keep: &[i32],

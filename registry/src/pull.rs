@@ -47,9 +47,6 @@ pub fn pull_with(
 }
 
 /// Asks a registry for the digest of an image's manifest.
-///
-/// # Errors
-/// [`Error::NotFound`], no connection, no access, or a manifest that is none of a checkpoint.
 pub fn digest(of: &Reference, options: &Options) -> Result<Digest, Error> {
     let ask = async {
         let registry = Registry::connect(of, Access::Pull, options).await?;

@@ -134,9 +134,6 @@ impl Session {
     }
 
     /// Gets a part of a blob.
-    ///
-    /// # Errors
-    /// Those of [`Self::get`]; the registry sends no parts.
     pub(crate) async fn get_part(
         &self,
         step: &str,

@@ -92,9 +92,6 @@ fn field(message: &[u8], number: u32) -> io::Result<Option<Field>> {
 }
 
 /// Marks the network namespace in the images as external. Returns `false`, and changes nothing, if they have none.
-///
-/// # Errors
-/// The images cannot be read, are damaged, or cannot be written.
 pub fn set_outer_network(images: &Path) -> io::Result<bool> {
     let Some(number) = namespace(images)? else {
         return Ok(false);

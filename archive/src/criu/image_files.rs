@@ -116,9 +116,6 @@ pub struct ImageFile {
 impl ImageFile {
     /// Decodes the content of the file with this name, which holds [`Content::Messages`] or
     /// [`Content::HeadAndMessages`].
-    ///
-    /// # Errors
-    /// [`ImageError`] with the field that is wrong.
     pub fn decode(name: &str, content: &[u8]) -> Result<Self, ImageError> {
         let (head, of, expected) = match content_of(name) {
             Some((Content::Messages(of), magic)) => (None, of, magic),
@@ -151,9 +148,6 @@ impl ImageFile {
 
 /// Checks the messages of an image that has data between them ([`Content::WithData`]), and returns them. Each must be
 /// encoded as CRIU encodes it, since CRIU reads this file itself.
-///
-/// # Errors
-/// [`ImageError`].
 pub fn messages_with_data(name: &str, content: &[u8]) -> Result<Vec<Message>, ImageError> {
     let Some((Content::WithData(of), expected)) = content_of(name) else {
         return Err(wrong(name, 0, "is no image of messages and data".into()));

@@ -27,9 +27,6 @@ pub struct Mount {
 }
 
 /// Reads an image with the name `file`.
-///
-/// # Errors
-/// [`ImageError`]: it is damaged.
 pub fn read(file: &str, content: &[u8]) -> Result<Vec<Mount>, ImageError> {
     bounded(file, content, &mut Bounds::default())
 }

@@ -58,9 +58,6 @@ pub fn is_wanted(name: &str) -> bool {
 /// Returns the sizes by path, without the first `/`. CRIU restores none of these files and compares the size (`has bad
 /// size`). Leaves out files of other mounts, and those that have been deleted or renamed. `files` maps names (without
 /// directories) to contents.
-///
-/// # Errors
-/// [`ImageError`]: an image is damaged.
 pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>, ImageError> {
     let mut bounds = Bounds::default();
     let Some(content) = files.get(FILES) else {
@@ -101,9 +98,6 @@ pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>,
 
 /// Returns the paths of the links that CRIU has made for files that were open and had lost that name (`link_remap.N`),
 /// without the first `/`. CRIU removes them at a restore. `files` as for [`sizes`].
-///
-/// # Errors
-/// [`ImageError`]: an image is damaged.
 pub fn links(files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, ImageError> {
     let mut bounds = Bounds::default();
     let (Some(remaps), Some(opened)) = (files.get(REMAPS), files.get(FILES)) else {

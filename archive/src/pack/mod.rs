@@ -67,9 +67,6 @@ impl Destination {
 
     /// Checks that the destination may be written. An existing one is replaced only if `replace` is set, and a
     /// directory only if it is an image layout: a mistyped name must not cost a directory.
-    ///
-    /// # Errors
-    /// [`Error::Exists`], [`Error::Unsupported`].
     pub fn check(&self, replace: bool) -> Result<(), Error> {
         let path = self.path();
         let Ok(meta) = std::fs::symlink_metadata(path) else {

@@ -37,9 +37,6 @@ pub struct InPlace {
 impl Source {
     /// Lists the shards that can be read in place. The archive's digests of them are not checked: the VRAM files' table
     /// has a digest of each chunk.
-    ///
-    /// # Errors
-    /// The archive cannot be read.
     pub fn shards_in_place(&self, limits: &Limits) -> Result<Vec<InPlace>, Error> {
         let shards: BTreeSet<String> = (0..MAX_SHARDS)
             .map(|n| format!("{}/{}", names::CHECKPOINT_DIR, names::vram_shard(n)))

@@ -96,9 +96,6 @@ pub type Visitor<'v> = dyn FnMut(&Entry, &mut dyn Read) -> Result<(), Error> + '
 impl Source {
     /// Detects the kind of checkpoint at the path, within the default [`Limits`]. Reads only as much of a large archive
     /// as this needs.
-    ///
-    /// # Errors
-    /// [`Error::NotACheckpoint`], or what is wrong with the checkpoint.
     pub fn open(path: &Path) -> Result<Self, Error> {
         Self::open_image(path, None, &Limits::default())
     }

@@ -52,9 +52,6 @@ impl Place {
     }
 
     /// Opens the archive within the default limits.
-    ///
-    /// # Errors
-    /// As for [`Source::open`].
     pub fn open(&self) -> Result<Source, Error> {
         Source::open_image(&self.path, self.image.as_deref(), &Limits::default())
     }

@@ -47,9 +47,6 @@ pub struct Holder {
 
 impl Holders {
     /// Searches the places that the entries' records name and the usual ones, then `others`.
-    ///
-    /// # Errors
-    /// A directory or file cannot be read. Then nobody knows what refers to an entry.
     pub fn find(entries: &[Entry], others: &[PathBuf]) -> Result<Self, StoreError> {
         let records = || entries.iter().filter_map(|e| e.origin.as_ref());
         let places = |of: fn(&Origin) -> Option<&PathBuf>| -> BTreeSet<&PathBuf> {

@@ -27,9 +27,6 @@ pub struct Entry {
 const REMOVED: &str = "removed";
 
 /// Lists the entries of a store, the oldest first. Leaves out what is not readable as an entry.
-///
-/// # Errors
-/// [`StoreError::Io`]: the store cannot be read.
 pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
     let items = fs::read_dir(store).map_err(StoreError::io(store, "list it"))?;
     let entry = |item: fs::DirEntry| {

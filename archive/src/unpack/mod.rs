@@ -69,9 +69,6 @@ pub struct Unpacking {
 
 /// Starts to unpack; see [`Sandbox::start`] for when. The progress counts here, too. Files of a store that were joined
 /// to the source are left out.
-///
-/// # Errors
-/// As for [`unpack`].
 pub fn start(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpacking, Error> {
     let staging = Staging::directory(to, false)?;
     let sandbox = Sandbox {
@@ -89,9 +86,6 @@ pub fn start(source: &Source, to: &Path, options: &UnpackOptions) -> Result<Unpa
 
 impl Unpacking {
     /// Waits until the directory is complete, and gives it its name.
-    ///
-    /// # Errors
-    /// As for [`unpack`]; it takes longer than the limit.
     pub fn finish(self, limit: Duration) -> Result<Unpacked, Error> {
         let said = self.decoder.finish(limit)?;
         let nonsense = |e: serde_json::Error| SandboxError::Ended(format!("makes no sense: {e}"));

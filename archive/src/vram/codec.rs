@@ -78,9 +78,6 @@ impl Encoder {
 }
 
 /// Undoes [`Encoder::encode`]: the result must fill `to` exactly.
-///
-/// # Errors
-/// A text that says what is wrong with the data.
 pub fn decode(kind: Kind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
     let size = match kind {
         Kind::Lz4 => lz4_flex::block::decompress_into(stored, to).map_err(|e| e.to_string())?,

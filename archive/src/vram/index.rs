@@ -237,9 +237,6 @@ impl Index {
     }
 
     /// Parses and checks the file's bytes; `path` only appears in errors.
-    ///
-    /// # Errors
-    /// [`VramError::Damaged`] or [`VramError::Version`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, VramError> {
         let damaged = |reason: String| VramError::damaged(path, reason);
         if bytes.len() < PREFIX + DIGEST || &bytes[..8] != MAGIC {

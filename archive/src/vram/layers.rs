@@ -19,9 +19,6 @@ const END: u64 = 2 * BLOCK;
 const MAX_HEADER: u64 = 4 * BLOCK;
 
 /// Reads the table of chunks in an image's first layer, which holds the small files. `None`: it has none.
-///
-/// # Errors
-/// The layer cannot be read, or the table is damaged.
 pub fn index(first_layer: &Path) -> Result<Option<Index>, VramError> {
     let unreadable = || VramError::io(first_layer, "cannot be read");
     let read = || -> io::Result<Option<Vec<u8>>> {

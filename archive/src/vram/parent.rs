@@ -24,9 +24,6 @@ pub struct Wanted {
 
 impl Wanted {
     /// Reads a table, and in which directory it is, if it is in one. `None`: it builds upon nothing.
-    ///
-    /// # Errors
-    /// The table is damaged.
     pub fn of(table: &[u8], dir: Option<&Path>) -> Result<Option<Self>, VramError> {
         let index = Index::parse(table, Path::new(names::VRAM_INDEX))?;
         Ok(index.parent.map(|digest| Self {

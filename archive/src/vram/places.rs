@@ -40,9 +40,6 @@ pub(super) struct Place {
 }
 
 /// Writes the file of places into a directory, for the table of an image directory.
-///
-/// # Errors
-/// The table cannot be read, or the file cannot be written.
 pub fn write(images: &Path, shards: &[InPlace], directory: &Path) -> Result<(), VramError> {
     let table = images.join(names::VRAM_INDEX);
     let index = Index::read(&open_file(&table)?, &table)?;

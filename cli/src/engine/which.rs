@@ -55,9 +55,6 @@ impl fmt::Display for Engine {
 }
 
 /// Finds the one engine that knows a container.
-///
-/// # Errors
-/// None knows it: what each said. Several do: their names.
 pub fn knows(name: &str, namespace: &str) -> anyhow::Result<Engine> {
     let tools = SystemTools::from_env();
     let here = ALL
@@ -99,9 +96,6 @@ fn decide(
 }
 
 /// Finds the engine for an archive: the one that made it, if it is installed, else the only one that is.
-///
-/// # Errors
-/// No engine is installed, or several are and none of them made the archive.
 pub fn fits(made_by: Option<&str>) -> anyhow::Result<Engine> {
     let tools = SystemTools::from_env();
     let here = ALL

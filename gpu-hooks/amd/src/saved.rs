@@ -39,9 +39,6 @@ const FAILED_COPIES: [&str; 13] = [
 
 /// Checks that the checkpoint in this directory has the memory of every GPU of every process. Returns the processes'
 /// images.
-///
-/// # Errors
-/// What is missing, and why.
 pub fn complete(dir: &Path) -> Result<Images, String> {
     let images = Images::collect(dir).map_err(|e| e.to_string())?;
     if images.kfd.is_empty() {

@@ -147,9 +147,6 @@ impl<D: Driver> Agent<D> {
     }
 
     /// Starts a request about a process, and marks the process as busy.
-    ///
-    /// # Errors
-    /// The request makes no sense, or another call for the process still runs.
     pub fn begin(self: &Arc<Self>, op: &Op) -> Result<Begun, DriverError> {
         if op.work() == Work::Other {
             let what = format!("{} is not about a process", op.name());

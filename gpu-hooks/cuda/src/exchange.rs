@@ -68,9 +68,6 @@ pub enum ExchangeError {
 /// The driver cannot be stopped half-way, so this waits for every answer even after an error. An answer that does not
 /// come in time is an error of all. If memory that the released threads wait for cannot be read (an error as the answer
 /// to [`Op::VramRead`]), their processes are killed. A fault in a released thread ends its process.
-///
-/// # Errors
-/// See [`ExchangeError`].
 pub fn exchange(
     client: &mut Client,
     ops: Vec<Op>,

@@ -372,9 +372,6 @@ pub enum NcclStep {
 
 impl NcclDone {
     /// Measures a step.
-    ///
-    /// # Errors
-    /// What the step returns.
     pub fn time<T, E>(
         &mut self,
         step: NcclStep,

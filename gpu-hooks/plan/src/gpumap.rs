@@ -124,9 +124,6 @@ pub fn decide(situation: &Situation, wish: &Wish) -> Result<Vec<Choice>, Vec<Ref
 }
 
 /// Returns the map for NVIDIA's driver: all GPUs, or none if all stay.
-///
-/// # Errors
-/// A GPU that moves has no UUID.
 pub fn driver_map(chosen: &[Choice]) -> Result<Vec<GpuPair>, Vec<Refusal>> {
     let ours = || chosen.iter().filter(|c| c.old.vendor == Vendor::Nvidia);
     if !ours().any(Choice::moved) {

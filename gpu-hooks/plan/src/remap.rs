@@ -65,9 +65,6 @@ impl Remap {
 }
 
 /// Maps every node.
-///
-/// # Errors
-/// Every node that has no place on this host, or whose place is no GPU node of the same kind.
 pub fn remap(
     ceiling: &Ceiling<'_>,
     gpu: &GpuFacts,

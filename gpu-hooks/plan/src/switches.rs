@@ -70,9 +70,6 @@ pub fn state(text: &str) -> Option<bool> {
 
 impl Switches {
     /// Reads all three sources.
-    ///
-    /// # Errors
-    /// An annotation that names no check, or is neither `on` nor `off`.
     pub fn gather(
         spec: &Spec,
         config: &BTreeMap<String, bool>,

@@ -30,9 +30,6 @@ struct Answer {
 }
 
 /// Asks a helper; `None` if it has nothing for this registry.
-///
-/// # Errors
-/// A text that names the helper: it is missing, fails, does not answer in time, or answers something else.
 pub(super) fn ask(name: &str, registry: &str) -> Result<Option<Credentials>, String> {
     within(name, registry, LIMIT)
 }

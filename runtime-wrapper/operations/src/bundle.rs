@@ -53,9 +53,6 @@ const NOTED: &str = "config.json.before";
 
 /// Locks a bundle against other restores until the lock is dropped, so that a failed restore cleans up only its own
 /// work. `None`: the file system has no locks.
-///
-/// # Errors
-/// [`Error::Failed`]: another restore holds the lock.
 pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
     let Ok(directory) = fs::File::open(bundle) else {
         // The reader of the spec reports this error better.
@@ -75,9 +72,6 @@ pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
 }
 
 /// Returns the spec after these edits, and writes nothing.
-///
-/// # Errors
-/// That of the first edit that fails.
 pub fn preview(host: &Host, spec: &Spec, edits: &[Box<dyn Edit + '_>]) -> Result<Spec, Error> {
     let mut json = spec.json().clone();
     for edit in edits {

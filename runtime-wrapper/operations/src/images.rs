@@ -34,9 +34,6 @@ const REWRITE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Refuses an image directory that has links. Nothing that writes checkpoints makes any but CRIU's `parent`. CRIU would
 /// read any file of the host through a link in place of memory, and rewrite it as the container's.
-///
-/// # Errors
-/// [`Error::Failed`] names the link.
 pub fn no_links(images: &Path) -> Result<(), Error> {
     let unread = || format!("{}: the image directory cannot be read", images.display());
     let entries = fs::read_dir(images).map_err(Error::io(unread()))?;

@@ -74,9 +74,6 @@ impl<'a> Request<'a> {
     }
 
     /// What happens to a container whose processes share GPU memory.
-    ///
-    /// # Errors
-    /// The annotation's value is wrong.
     pub fn sharing(&self) -> Result<sharing::Policy, String> {
         sharing::Policy::of(&self.spec, self.config().nvidia.sharing)
     }

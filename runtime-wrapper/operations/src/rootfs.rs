@@ -82,10 +82,6 @@ pub fn own_shm(mounts: &Destinations, bundle: &Path) -> Option<PathBuf> {
 
 /// Packs the changes of the container with the init process `init` and its `/dev/shm` into the image directory, with its
 /// cgroup frozen. Only logs a warning where the root is no overlay, as then nobody knows what has changed.
-///
-/// # Errors
-/// [`Error::Failed`]: something in the container cannot be stopped, or has been mounted over the engine's root.
-/// [`Error::Io`]: the layer cannot be read, or the disk is full. No file is left.
 pub fn capture(
     options: &RootfsOptions,
     host: &Host,
@@ -178,9 +174,6 @@ pub fn apply(options: &RootfsOptions, images: &Path, bundle: &Path) -> Result<()
 }
 
 /// Unpacks the carried files of `/dev/shm` into the directory that the new container has there.
-///
-/// # Errors
-/// Those of [`apply()`].
 pub fn apply_shm(options: &RootfsOptions, images: &Path, directory: &Path) -> Result<(), Error> {
     let path = images.join(SHM_FILE);
     if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {

@@ -31,9 +31,6 @@ const SPARE_BYTES: u64 = 1 << 30;
 const MARGIN: Duration = Duration::from_secs(10);
 
 /// Returns the plugin's VRAM settings for a checkpoint; `None`: without VRAM files.
-///
-/// # Errors
-/// [`Error::Failed`] names the annotation.
 pub fn checkpoint(request: &Request<'_>) -> Result<Option<VramConfig>, Error> {
     let (config, spec) = (request.config(), &request.spec);
     let Some(vram) = wanted(config, spec)? else {
@@ -62,9 +59,6 @@ fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
 
 /// Checks that there is host memory for the processes' GPU memory, as far as the driver reports its size. With VRAM
 /// files it is charged to this program's cgroup, else to the container's.
-///
-/// # Errors
-/// [`Error::Failed`] says how much is needed and how much there is.
 pub fn room(
     request: &Request<'_>,
     init: i32,
@@ -186,9 +180,6 @@ pub enum VramProgress {
 }
 
 /// Waits for the VRAM files of this operation.
-///
-/// # Errors
-/// A text for a user: the checkpoint is not complete.
 pub fn wait(op: &Operation, limit: Duration) -> Result<VramProgress, String> {
     let lost =
         |error: String| format!("the driver agent, which writes the GPU memory, is gone: {error}");

@@ -116,9 +116,6 @@ impl<'a> Growing<'a> {
     }
 
     /// Writes what the plugin has written, until all is `complete`.
-    ///
-    /// # Errors
-    /// The VRAM files cannot be written, or the plugin needs their room.
     pub fn write(&mut self, writer: &mut Writer<'_>, complete: &AtomicBool) -> Result<(), String> {
         let each = || self.maps.0.iter();
         let memory = Memory {

@@ -69,9 +69,6 @@ impl Drop for Unpacked {
 
 /// Writes the plugin's files of this checkpoint again, beside the image directory: GPU memory need not fit into the
 /// host's. `None`: they are where CRIU looks for them.
-///
-/// # Errors
-/// The memory is damaged, or there is no room for it.
 pub fn unpack(
     images: &Path,
     metadata: &Metadata,

@@ -25,8 +25,6 @@ impl Gpus {
         let _ = self.driver.set(Driver { library, gpus });
     }
 
-    /// # Errors
-    /// The driver lacks a function, or is not known.
     pub fn copier(&self) -> Result<&Copier, DriverError> {
         let copier = self.copier.get_or_init(|| {
             let driver = self.driver.get().ok_or("the driver is not known")?;
@@ -40,9 +38,6 @@ impl Gpus {
     }
 
     /// Makes these GPUs ready, and the first, which an import needs.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn prepare(&self, used: &[GpuUuid]) -> Result<(), DriverError> {
         let Some(driver) = self.driver.get() else {
             return Ok(());

@@ -261,9 +261,6 @@ impl Copier {
     }
 
     /// Copies all pieces, all GPUs at once, with so many threads for each.
-    ///
-    /// # Errors
-    /// The driver's, or a piece that does not lie within the memory.
     pub fn copy(
         &self,
         pieces: &[Imported],
@@ -294,9 +291,6 @@ impl Copier {
     }
 
     /// Copies pieces to others of the same sizes and GPUs, from the one to the other GPU memory.
-    ///
-    /// # Errors
-    /// The driver's.
     pub fn copy_on_gpus(&self, pairs: &[(&Imported, &Imported)]) -> Result<(), DriverError> {
         let f = &self.functions;
         let devices: BTreeSet<i32> = pairs.iter().map(|(from, _)| from.device).collect();

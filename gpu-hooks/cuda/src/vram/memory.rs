@@ -178,9 +178,6 @@ impl Mapped {
 
 /// Has the kernel allocate what these mappings have between two offsets, the lowest offsets first, with several threads.
 /// Ends early at `stop`.
-///
-/// # Errors
-/// As [`Mapped::populate_end`].
 pub fn populate_all(
     maps: &[&Mapped],
     range: Range<usize>,

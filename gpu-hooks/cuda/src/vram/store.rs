@@ -238,9 +238,6 @@ impl VramFiles {
     }
 
     /// Another descriptor of a buffer's file.
-    ///
-    /// # Errors
-    /// There is no such buffer.
     pub fn file(&self, id: u64) -> Result<File, DriverError> {
         let file = self.buffer(id)?.file.try_clone();
         file.map_err(failed("a buffer's file"))
@@ -263,9 +260,6 @@ impl VramFiles {
     }
 
     /// Makes memory for a process's GPU memory, and allocates all of it.
-    ///
-    /// # Errors
-    /// It is more than the process may have, or than the host has.
     fn prepare(&self, pid: i32, bytes: u64, threads: usize) -> Result<SharedBuffer, DriverError> {
         let (buffer, shared, missing) = self.make(pid, bytes)?;
         let populated = Mapped::new(&buffer.file, bytes, true)
@@ -278,9 +272,6 @@ impl VramFiles {
     }
 
     /// Makes memory for a process's GPU memory, which is allocated as it is filled.
-    ///
-    /// # Errors
-    /// It is more than the process may have, or than the host has.
     pub fn make_for(&self, pid: i32, bytes: u64) -> Result<SharedBuffer, DriverError> {
         self.make(pid, bytes).map(|(_, shared, _)| shared)
     }

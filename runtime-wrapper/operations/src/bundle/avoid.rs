@@ -46,9 +46,6 @@ const KNOWN: [(&str, &[(&str, &str)]); 5] = [
 ];
 
 /// Returns the edit for a new container whose annotation asks for it.
-///
-/// # Errors
-/// [`Error::Failed`] for an unknown word in the annotation.
 pub fn edit(spec: &Spec) -> Result<Option<Box<dyn Edit>>, Error> {
     let Some(words) = spec.annotation(ANNOTATION) else {
         return Ok(None);

@@ -231,9 +231,6 @@ impl Completion<'_> {
     }
 
     /// What CRIU's amdgpu plugin has saved, if it had anything to save.
-    ///
-    /// # Errors
-    /// It has not saved everything.
     fn amd_saved(&self) -> Result<Option<Images>, String> {
         match amd_users(self.planned).is_empty() {
             true => Ok(None),

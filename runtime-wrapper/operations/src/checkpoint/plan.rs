@@ -165,9 +165,6 @@ fn refuse_created(request: &Request<'_>, state: &ContainerState) -> Result<(), E
 }
 
 /// Returns the processes whose CUDA calls were locked when the container was paused.
-///
-/// # Errors
-/// The container is suspended, or somebody thawed it without unlocking them.
 fn locked_at_pause(request: &Request<'_>, state: &ContainerState) -> Result<Vec<i32>, Error> {
     let Some(record) = SuspendedRecord::of(&request.host, state.init) else {
         return Ok(Vec::new());
@@ -204,9 +201,6 @@ fn examine(request: &Request<'_>, init: i32) -> (Option<Criu>, Option<String>, S
 }
 
 /// Plans for the container's GPUs.
-///
-/// # Errors
-/// An annotation cannot be followed. Reasons to refuse are returned beside the plan.
 fn gpus(
     request: &Request<'_>,
     init: i32,

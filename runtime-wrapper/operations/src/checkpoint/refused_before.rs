@@ -21,9 +21,6 @@ const PODMAN_CGROUP: &str = "libpod-";
 
 /// Locks a container's bundle against other checkpoints until the lock is dropped, or the program ends that inherits it.
 /// `None`: the file system has no locks.
-///
-/// # Errors
-/// Another checkpoint holds the lock.
 pub(super) fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<File>>, Error> {
     let Ok(directory) = File::open(bundle) else {
         return Ok(None);

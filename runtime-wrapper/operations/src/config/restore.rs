@@ -64,9 +64,6 @@ impl Rule {
     }
 
     /// Checks what the types do not say.
-    ///
-    /// # Errors
-    /// A text that names the key.
     fn check(&self) -> Result<(), String> {
         if self.directory().is_some_and(Path::is_relative) {
             return Err(format!(
@@ -85,9 +82,6 @@ impl Rule {
 
 impl RestoreOptions {
     /// Checks the rules.
-    ///
-    /// # Errors
-    /// A text that names the rule.
     pub fn check(&self) -> Result<(), String> {
         self.allow.iter().try_for_each(Rule::check)
     }

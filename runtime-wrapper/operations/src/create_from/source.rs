@@ -75,9 +75,6 @@ impl SourceRequest<'_> {
 }
 
 /// Finds the images that a container wishes.
-///
-/// # Errors
-/// A text: it is not allowed, does not exist, or cannot be pulled; and what to do.
 pub fn find(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     match wish.checkpoint.starts_with(REGISTRY) {
         true => image(config, wish),

@@ -51,9 +51,6 @@ pub fn begin(ctx: &Context, inv: &Invocation) -> Result<(), Error> {
 }
 
 /// Runs the verb.
-///
-/// # Errors
-/// Those of the low-level runtime.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let tools = SystemTools::from_env();
     match inv.verb {

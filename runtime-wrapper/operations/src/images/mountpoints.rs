@@ -14,9 +14,6 @@ use crate::error::Error;
 const MAX_BYTES: u64 = 16 << 20;
 
 /// Reads all mounts of a checkpoint.
-///
-/// # Errors
-/// [`Error::Failed`]: an image is damaged; the archive is not used. [`Error::Io`].
 pub fn read(images: &Path) -> Result<Vec<Mount>, Error> {
     let unread = |path: &Path| {
         let path = path.display();

@@ -19,9 +19,6 @@ const STICKY: u32 = 0o1000;
 
 /// Checks a checkpoint's file or directory, all below it, all directories above it, and the checkpoints that CRIU
 /// would read with it. The path has no symbolic links.
-///
-/// # Errors
-/// A text names what others can write, and what to do.
 pub fn check(path: &Path) -> Result<(), String> {
     let mut next = Some(path.to_owned());
     for _ in 0..MAX_PARENTS {
@@ -41,9 +38,6 @@ pub fn check(path: &Path) -> Result<(), String> {
 }
 
 /// Checks an image directory that an engine names: one that others cannot even reach is the engine's own affair.
-///
-/// # Errors
-/// As [`check`].
 pub fn check_reachable(images: &Path) -> Result<(), String> {
     let real = images.canonicalize().map_err(unread(images))?;
     for path in real.ancestors() {

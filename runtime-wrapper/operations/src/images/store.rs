@@ -32,9 +32,6 @@ pub const ANNOTATION: &str = "dev.cryopod.store";
 const LONGEST: usize = 64;
 
 /// Returns true if this container's checkpoint goes to the store.
-///
-/// # Errors
-/// [`Error::Failed`] names the annotation.
 pub fn wanted(options: &StoreOptions, spec: &Spec, images: &Path) -> Result<bool, Error> {
     Ok(match spec.annotation(ANNOTATION).map(str::trim) {
         Some("on" | "true") => true,
@@ -53,9 +50,6 @@ pub fn wanted(options: &StoreOptions, spec: &Spec, images: &Path) -> Result<bool
 }
 
 /// Checks that the images that a dump builds upon lie where CRIU's own link leads.
-///
-/// # Errors
-/// [`Error::Failed`]: they are in a store.
 pub fn parent_is_here(request: &Request<'_>) -> Result<(), Error> {
     let flags = &request.inv.flags;
     let parent = flags.value("parent-path").filter(|p| !p.is_empty());
@@ -163,9 +157,6 @@ pub fn clean(config: &Config) -> Result<Vec<Reference>, Error> {
 }
 
 /// The directories of the configuration with checkpoints that may need an entry.
-///
-/// # Errors
-/// One of them is not there: its file system may not be mounted.
 pub fn places(config: &Config) -> Result<Vec<PathBuf>, String> {
     let allowed = config.restore.allow.iter().filter_map(Rule::directory);
     let parents = config.vram.parents.iter().map(PathBuf::as_path);

@@ -27,9 +27,6 @@ pub struct GpuPlacement {
 
 impl GpuPlacement {
     /// Returns the map for NVIDIA's driver.
-    ///
-    /// # Errors
-    /// A GPU that moves has no UUID.
     pub fn driver_map(&self) -> Result<Vec<GpuPair>, Error> {
         Ok(gpumap::driver_map(&self.gpus).map_err(PlanError::RestoreRefused)?)
     }
@@ -45,9 +42,6 @@ pub struct GpuConstraints {
 }
 
 /// Chooses the GPUs. `agent` is the driver agent's answer, if the images hold the state of NVIDIA GPUs.
-///
-/// # Errors
-/// Every reason why the checkpoint cannot be restored here.
 pub fn choose(
     host: &Host,
     config: &Config,
@@ -121,9 +115,6 @@ pub fn amd_offered(host: &Host, config: &Config, spec: &Spec, gpu: &GpuFacts) ->
 }
 
 /// Returns the map of the annotation, else of the configuration, else `auto`.
-///
-/// # Errors
-/// The text is no map.
 pub fn wish(config: &Config, spec: &Spec) -> Result<Wish, Error> {
     let said = spec.annotation(gpumap::ANNOTATION);
     said.or(config.gpu.map.as_deref())

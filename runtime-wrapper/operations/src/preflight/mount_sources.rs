@@ -64,9 +64,6 @@ pub fn missing(request: &Request<'_>) -> Vec<Refusal> {
 
 impl Sources {
     /// Resolves the sources, and makes bind mounts of those that CRIU could not reach.
-    ///
-    /// # Errors
-    /// A bind mount cannot be made.
     pub fn of(request: &Request<'_>, op: &Operation) -> Result<Self, Error> {
         let as_user = own_nodes::in_user_namespace(&request.host, &request.spec);
         let mounts = mountinfo::of(&request.host, "self");

@@ -33,9 +33,6 @@ pub struct Prospect<'a> {
 
 impl Prospect<'_> {
     /// Returns an error unless the checkpoint would restore here. `agent`: the driver agent's answer, if there is one.
-    ///
-    /// # Errors
-    /// Every reason why not; an annotation that the restore could not follow.
     pub fn settled(&self, metadata: &Metadata, agent: Option<&AgentReady>) -> Result<(), Error> {
         let refusals = self.refusals(metadata, agent)?;
         match refusals.is_empty() {
@@ -46,9 +43,6 @@ impl Prospect<'_> {
 
     /// Returns every reason why the checkpoint could not be restored here. CRIU and the plugins are left out: the
     /// checkpoint itself needs them.
-    ///
-    /// # Errors
-    /// An annotation that the restore could not follow.
     pub fn refusals(
         &self,
         metadata: &Metadata,

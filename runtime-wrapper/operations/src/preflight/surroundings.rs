@@ -73,9 +73,6 @@ fn texts(request: &Request<'_>) -> Vec<String> {
 
 /// Examines the container with the init process `init` and the processes in `scan`. Its refusals are to be reported
 /// with those of the GPUs.
-///
-/// # Errors
-/// An annotation cannot be followed.
 pub fn checkpoint(
     request: &Request<'_>,
     init: i32,
@@ -224,9 +221,6 @@ pub struct Provision {
 
 /// Finds on this host the mounts of the checkpoint that no spec names, and the sources of those that the spec names.
 /// `chosen`: the GPUs, as far as known. Touches nothing.
-///
-/// # Errors
-/// Every mount that cannot be provided.
 pub fn provided(
     request: &Request<'_>,
     metadata: &Metadata,
@@ -294,9 +288,6 @@ pub fn own_cgroup(request: &Request<'_>) -> Option<String> {
 }
 
 /// Finds the checkpoint's surroundings on this host, and shows them in the operation's directory.
-///
-/// # Errors
-/// [`Error::Plan`] with every mount that cannot be provided; an annotation that cannot be followed.
 pub fn restore(
     request: &Request<'_>,
     metadata: &Metadata,

@@ -20,9 +20,6 @@ const ROOTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 
 /// Denies these render minors to the cgroup of the container's first process. Nothing is done where that is no cgroup v2 of
 /// the container's own.
-///
-/// # Errors
-/// The kernel does not take the program.
 pub fn deny(host: &Host, init: i32, minors: &[u32]) -> io::Result<()> {
     if minors.is_empty() {
         return Ok(());

@@ -32,9 +32,6 @@ pub struct LinkRemaps(Vec<LinkRemap>);
 
 impl LinkRemaps {
     /// Opens the files behind the links that the images name in the spec's volumes.
-    ///
-    /// # Errors
-    /// The images cannot be read.
     pub fn of(request: &Request<'_>) -> Result<Self, PrivilegesError> {
         let mut images = BTreeMap::new();
         for name in IMAGES {

@@ -103,9 +103,6 @@ impl NewContainer {
     }
 
     /// Freezes the container with this init process if it has to wait.
-    ///
-    /// # Errors
-    /// A text: what cannot be frozen.
     pub fn stop(&self, host: &Host, init: i32) -> Result<(), String> {
         match self.wait {
             true => Frozen::at_restore(host, init),

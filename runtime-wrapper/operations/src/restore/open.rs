@@ -57,9 +57,6 @@ impl OpenedCheckpoint {
 }
 
 /// Opens a checkpoint. One without metadata is of a container without GPUs, or of another tool.
-///
-/// # Errors
-/// The directory holds no images of CRIU, the checkpoint is incomplete, has links, or others than root can write it.
 pub(super) fn open(ctx: &Context, inv: &Invocation) -> Result<OpenedCheckpoint, OpenError> {
     let images = inv.images_of_restore(ctx.low.kind);
     if let Some(checkpoint) = with_metadata(ctx, inv, &images)? {

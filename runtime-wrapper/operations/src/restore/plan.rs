@@ -52,9 +52,6 @@ pub(super) struct RestorePlan {
 const EVERYBODYS: [(u32, u32); 7] = [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 2)];
 
 /// Plans the restore. Starts the driver agent if the checkpoint needs it. `new`: into a container that is being created.
-///
-/// # Errors
-/// Every reason why the checkpoint cannot be restored here.
 pub(super) fn plan(
     request: &Request<'_>,
     checkpoint: &OpenedCheckpoint,

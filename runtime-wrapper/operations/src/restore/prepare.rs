@@ -131,9 +131,6 @@ pub(super) fn prepare(
 
 impl RestorePreparation {
     /// Checks the container's files, as CRIU will find them, for links that lead CRIU out of the container.
-    ///
-    /// # Errors
-    /// [`PlanError::RestoreRefused`].
     pub fn ensure_no_links(&self, request: &Request<'_>) -> Result<(), Error> {
         let Some(checked) = &self.checked else {
             return Ok(());

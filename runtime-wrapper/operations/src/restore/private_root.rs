@@ -166,9 +166,6 @@ struct JoinedNamespace {
 }
 
 /// Puts this program in front of CRIU for an operation. Returns the low-level runtime's environment.
-///
-/// # Errors
-/// The link cannot be made.
 pub fn prepare(op: &Operation) -> Result<Vec<(&'static str, OsString)>, Error> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     // Without CRIU the runtime says so.

@@ -117,9 +117,6 @@ fn actions<'a>(
 
 /// Runs the low-level runtime's restore and answers CRIU's stages. `new`: the container that is being created. `amd`:
 /// CRIU's amdgpu plugin takes part.
-///
-/// # Errors
-/// It could not be started.
 pub(super) fn run(
     request: &Request<'_>,
     prepared: &RestorePreparation,

@@ -22,9 +22,6 @@ const MAX_LIST: u64 = 64 << 20;
 
 /// Puts the changes of files of an unpacked archive into its image directory, where a restore takes them from. Does
 /// nothing if the archive has none, or has them there.
-///
-/// # Errors
-/// The tar or the list cannot be read, or exceeds the bounds of `[rootfs]`.
 pub fn adopt(bounds: &RootfsOptions, unpacked: &Path, images: &Path) -> Result<(), Error> {
     let (shm, to) = (unpacked.join(names::DEVSHM), images.join(SHM_FILE));
     if shm.is_file() && !to.exists() {

@@ -24,9 +24,6 @@ const MAX_PATH: usize = 4096;
 ///
 /// Somebody may still change the directory. So every entry is opened once, without following a link, and only the
 /// opened file is examined and read. Other types than directories and regular files are opened with O_PATH only.
-///
-/// # Errors
-/// An I/O error, or what exceeds `bounds`.
 pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let _ = fs::remove_file(to);
     let mut options = OpenOptions::new();

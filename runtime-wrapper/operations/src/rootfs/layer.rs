@@ -37,9 +37,6 @@ fn directory(path: &Path) -> io::Result<File> {
 }
 
 /// Returns the upper directory of the overlay that is mounted at `root`; `None` where no overlay with one is.
-///
-/// # Errors
-/// A text: something was mounted over the engine's mount. A container can do so where its mounts propagate to the host.
 pub fn upper(host: &Host, root: &Path) -> Result<Option<Upper>, String> {
     let (Ok(opened), Ok(path)) = (directory(root), root.canonicalize()) else {
         return Ok(None);

@@ -61,9 +61,6 @@ impl RestoreNote {
     }
 
     /// Notes it in this directory of an operation.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn note(&self, operation: &Path) -> Result<(), Error> {
         let paths = [&*self.log, &*self.state, &*self.bundle].into_iter();
         let paths = paths.chain(self.cgroups.paths());

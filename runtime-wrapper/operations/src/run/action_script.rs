@@ -110,9 +110,6 @@ impl Stage {
     }
 
     /// Asks the wrapper of the operation in this directory. Returns true if CRIU may go on.
-    ///
-    /// # Errors
-    /// Nobody answers.
     pub fn ask(&self, directory: &Path) -> io::Result<bool> {
         ask(&directory.join(SOCKET), &self.name, self.init)
     }

@@ -31,9 +31,6 @@ pub struct HiddenGpus {
 
 impl HiddenGpus {
     /// Those that the container's device rules deny; `None`: there are none.
-    ///
-    /// # Errors
-    /// The empty directory cannot be made.
     pub fn of(host: &Host, spec: &Spec, op: &Operation) -> Result<Option<Self>, Error> {
         let topology = Topology::read(host);
         let denied = topology

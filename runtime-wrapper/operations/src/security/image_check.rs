@@ -66,9 +66,6 @@ pub struct CheckedImages {
 }
 
 /// Reads and checks the images. `None`: the check is off, and CRIU reads them as they are.
-///
-/// # Errors
-/// The directory or a file of it cannot be read.
 pub fn check(
     config: &Config,
     directory: &Path,

@@ -89,9 +89,6 @@ pub fn check(images: Images<'_>, given: Given<'_>) -> Result<Vec<Refusal>, Privi
 }
 
 /// Returns the refusals: none if nothing goes beyond the spec, or the check is off.
-///
-/// # Errors
-/// The images cannot be compared, and the check is on.
 pub fn settle(
     config: &Config,
     images: Images<'_>,

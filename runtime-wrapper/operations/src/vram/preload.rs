@@ -48,9 +48,6 @@ const LIBC: [&str; 4] = [
 
 /// Returns the edits that give a new container the library, if its annotation asks for it. Copies the library to
 /// [`STORE`].
-///
-/// # Errors
-/// [`Error::Failed`]: a wrong value, no library on this host, or a container whose C library cannot load it.
 pub fn edits(config: &Config, bundle: &Path, spec: &Spec) -> Result<Vec<Box<dyn Edit>>, Error> {
     match spec.annotation(ANNOTATION) {
         None | Some("off") => return Ok(Vec::new()),
@@ -72,9 +69,6 @@ pub fn edits(config: &Config, bundle: &Path, spec: &Spec) -> Result<Vec<Box<dyn 
 
 /// Returns the edits that give a restored container the library of the image directory, if it has one. Copies the library
 /// to [`STORE`].
-///
-/// # Errors
-/// The library cannot be read, or cannot be copied to this host.
 pub fn edits_of_restore(images: &Path) -> Result<Vec<Box<dyn Edit>>, Error> {
     let path = images.join(names::PRELOAD_LIBRARY);
     let library = match read(&path) {
@@ -92,9 +86,6 @@ pub fn edits_of_restore(images: &Path) -> Result<Vec<Box<dyn Edit>>, Error> {
 }
 
 /// At a checkpoint, puts the container's library into the image directory.
-///
-/// # Errors
-/// A text for a user: without it the checkpoint cannot be restored elsewhere.
 pub fn carry(spec: &Spec, images: &Path) -> Result<(), String> {
     let mounts = spec.mounts();
     let mut own = mounts

@@ -109,9 +109,6 @@ impl VramFiles {
     }
 
     /// Waits until so many bytes from the start of a buffer have been read, if it is one that is read into.
-    ///
-    /// # Errors
-    /// They cannot be read, or not in time.
     pub fn has_been_read(&self, id: u64, bytes: u64, limit: Duration) -> Result<(), DriverError> {
         let late = "the GPU memory was not read in time";
         self.answered(limit, late, |inner| {

@@ -136,9 +136,6 @@ impl VramFiles {
     }
 
     /// Begins to write buffers that are being filled.
-    ///
-    /// # Errors
-    /// The worker cannot be started, or works already.
     pub fn write_ahead(
         self: &Arc<Self>,
         dir: &Path,

@@ -47,9 +47,6 @@ pub fn owner(host: &Host, pid: i32) -> Option<(u32, u32)> {
 }
 
 /// Writes the file below the container's root, which no link can lead out of.
-///
-/// # Errors
-/// It cannot be written: the root file system is read-only, say.
 pub fn put(root: &File, environ: &[u8], owner: (u32, u32)) -> io::Result<()> {
     let mut points = MountPoints::below(root.try_clone()?);
     points.make(Path::new(DIRECTORY), MountKind::Directory)?;

@@ -88,9 +88,6 @@ pub struct NewHooks {
 
 impl NewHooks {
     /// Reads the hooks of a container; without those of `hooks.drop`.
-    ///
-    /// # Errors
-    /// One is no hook, or is one that cannot be run.
     pub fn of(ctx: &Context, id: &str, bundle: PathBuf, spec: &Spec) -> Result<Self, Error> {
         let drop = DroppedHooks {
             drop: &ctx.config.hooks.drop,
@@ -134,9 +131,6 @@ impl NewHooks {
     }
 
     /// Runs those of one of CRIU's stages, for the container with this init process. `waits`: it waits for its start.
-    ///
-    /// # Errors
-    /// A text that names the hook that failed. The others were not run.
     pub fn at(&self, stage: &str, init: i32, waits: bool) -> Result<(), String> {
         match stage {
             NAMESPACES_MADE => self.create_runtime(init),

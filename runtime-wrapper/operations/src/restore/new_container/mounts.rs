@@ -103,9 +103,6 @@ struct Attached {
 
 impl NewMounts {
     /// Compares the images with the spec. `named`: the external mounts that are named to CRIU otherwise.
-    ///
-    /// # Errors
-    /// The images' mounts cannot be read.
     pub fn of(
         request: &Request<'_>,
         named: &[String],
@@ -241,9 +238,6 @@ impl NewMounts {
     }
 
     /// Mounts what only the new spec has into the container with this init process, whose processes do not run.
-    ///
-    /// # Errors
-    /// A text: what cannot be mounted.
     pub fn attach(&self, init: i32) -> Result<(), String> {
         if self.attached.is_empty() && self.limited.is_empty() {
             return Ok(());

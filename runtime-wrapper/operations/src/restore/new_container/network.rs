@@ -29,9 +29,6 @@ pub struct NewNetwork {
 
 impl NewNetwork {
     /// Compares the images with the spec.
-    ///
-    /// # Errors
-    /// The images cannot be read. The refusal: the spec has another kind of network than the images can be given.
     pub fn of(
         images: Images<'_>,
         host: &Host,

@@ -34,9 +34,6 @@ pub struct Members {
 
 impl Members {
     /// Reads the process tree and what it says of namespaces. Damaged images are left to the checks.
-    ///
-    /// # Errors
-    /// A file cannot be read.
     pub fn of(directory: &Path) -> Result<Self, PrivilegesError> {
         let read = |name: &str| -> Result<Vec<Message>, PrivilegesError> {
             let content = privileges::open(directory, name)?.unwrap_or_default();
