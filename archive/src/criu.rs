@@ -1,18 +1,14 @@
 //! Reads CRIU's images for reports: what the checkpoint holds, process by process. No restore needs this, and nothing
 //! here writes.
 //!
-//! An image starts with one or two magic numbers; protobuf messages follow, each after its length. The field numbers
-//! are those of CRIU's `images/*.proto`. Unknown fields are skipped, so images of newer versions can be read too. The
-//! caller passes in the small files ([`is_wanted`]); memory pages are not read.
+//! The caller passes in the small files ([`is_wanted`]); memory pages are not read.
 
-mod image;
 pub mod image_files;
 pub mod message;
 pub mod mounts;
 pub mod network;
 pub mod open_files;
 pub mod privileges;
-mod proto;
 pub mod schema;
 #[cfg(test)]
 mod tests;
@@ -21,13 +17,15 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-pub use image::ImageError;
-use image::{Bounds, messages};
-use proto::{CoreEntry, FileEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEntry, StatsEntry};
-pub use proto::{DumpStats, RestoreStats};
+pub use image_files::ImageError;
+use image_files::{first_message, messages};
+use message::Message;
 
 /// Page size in bytes where the images do not state it.
 const PAGE: u64 = 4096;
+
+const INVENTORY: &str = crate::names::CRIU_INVENTORY;
+const PSTREE: &str = "pstree.img";
 
 /// Returns true if [`read`] uses this file. `name` has no directories.
 pub fn is_wanted(name: &str) -> bool {
@@ -81,100 +79,129 @@ pub struct Process {
     pub memory_bytes: u64,
 }
 
+/// CRIU's statistics of a dump; times in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct DumpStats {
+    /// Until all processes were frozen.
+    pub freezing_us: u64,
+    /// How long the processes were frozen.
+    pub frozen_us: u64,
+    /// Taking the memory.
+    pub memdump_us: u64,
+    /// Writing the memory.
+    pub memwrite_us: u64,
+    pub pages_scanned: u64,
+    pub pages_skipped_parent: u64,
+    pub pages_written: u64,
+    pub pages_lazy: u64,
+}
+
+/// CRIU's statistics of a restore; times in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct RestoreStats {
+    /// Creating the processes.
+    pub forking_us: u64,
+    pub restore_us: u64,
+    /// Pages compared with those of the parent process.
+    pub pages_compared: u64,
+    /// Pages shared with the parent process.
+    pub pages_skipped_cow: u64,
+    pub pages_restored: u64,
+}
+
 /// Reads the images. `files` maps names (without directories) to contents. `pages_bytes` is the size of all
 /// `pages-*.img` together, or 0 if unknown.
 pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts, ImageError> {
-    let mut bounds = Bounds::default();
     let mut facts = Facts::default();
-    inventory(files, &mut bounds, &mut facts)?;
-    processes(files, &mut bounds, &mut facts)?;
-    memory(files, &mut bounds, pages_bytes, &mut facts)?;
+    let content = files
+        .get(INVENTORY)
+        .ok_or_else(|| ImageError::missing(INVENTORY))?;
+    let inventory = needed_message(INVENTORY, content)?;
+    facts.image_version = inventory.u32("img_version").unwrap_or(0);
+    let plugins = inventory.message("plugins_entry");
+    facts.plugins = plugins.map_or(Vec::new(), |p| p.texts("plugins").collect());
+    processes(files, &mut facts)?;
+    memory(files, pages_bytes, &mut facts)?;
     for (name, content) in with_prefix(files, "mountpoints-") {
-        let mounts: Vec<MntEntry> = messages(name, content, proto::MOUNTS_MAGIC, &mut bounds)?;
-        facts.mounts += mounts.len();
-        let external = |m: &&MntEntry| {
-            m.ext_mount == Some(true) || m.with_plugin == Some(true) || m.ext_key.is_some()
-        };
-        facts.external_mounts += mounts.iter().filter(external).count();
-    }
-    if let Some(content) = files.get("files.img") {
-        let opened: Vec<FileEntry> =
-            messages("files.img", content, proto::FILES_MAGIC, &mut bounds)?;
-        for file in opened {
-            *facts.files.entry(proto::file_kind(file.kind)).or_default() += 1;
+        for mount in messages(name, content)? {
+            let mount = mount?;
+            let is = |field| mount.number(field) == Some(1);
+            let external = is("ext_mount") || is("with_plugin") || mount.has("ext_key");
+            facts.mounts += 1;
+            facts.external_mounts += usize::from(external);
         }
     }
-    if let Some(stats) = stats(files, "stats-dump", &mut bounds)? {
-        facts.dump = stats.dump;
+    if let Some(content) = files.get("files.img") {
+        for file in messages("files.img", content)? {
+            let kind = file_kind(file?.u32("type").unwrap_or(0));
+            *facts.files.entry(kind).or_default() += 1;
+        }
     }
-    if let Some(stats) = stats(files, "stats-restore", &mut bounds)? {
-        facts.restore = stats.restore;
-    }
+    let dump = stats(files, "stats-dump")?;
+    facts.dump = dump.as_ref().and_then(|s| s.message("dump")).map(|dump| {
+        let get = |field| dump.number(field).unwrap_or(0);
+        DumpStats {
+            freezing_us: get("freezing_time"),
+            frozen_us: get("frozen_time"),
+            memdump_us: get("memdump_time"),
+            memwrite_us: get("memwrite_time"),
+            pages_scanned: get("pages_scanned"),
+            pages_skipped_parent: get("pages_skipped_parent"),
+            pages_written: get("pages_written"),
+            pages_lazy: get("pages_lazy"),
+        }
+    });
+    let restore = stats(files, "stats-restore")?;
+    facts.restore = restore
+        .as_ref()
+        .and_then(|s| s.message("restore"))
+        .map(|restore| {
+            let get = |field| restore.number(field).unwrap_or(0);
+            RestoreStats {
+                forking_us: get("forking_time"),
+                restore_us: get("restore_time"),
+                pages_compared: get("pages_compared"),
+                pages_skipped_cow: get("pages_skipped_cow"),
+                pages_restored: get("pages_restored"),
+            }
+        });
     Ok(facts)
 }
 
 /// Returns true if memory pages of these images may be compressed with LZ4 (CRIU 4.3). `inventory` is the content of
 /// `inventory.img`.
 pub fn has_compressed_pages(inventory: &[u8]) -> Result<bool, ImageError> {
-    let entry = inventory_entry(inventory, &mut Bounds::default())?;
-    Ok(entry.compress.is_some_and(|mode| mode != 0))
+    let compress = needed_message(INVENTORY, inventory)?.number("compress");
+    Ok(compress.is_some_and(|mode| mode != 0))
 }
 
-fn inventory(
-    files: &BTreeMap<String, Vec<u8>>,
-    bounds: &mut Bounds,
-    facts: &mut Facts,
-) -> Result<(), ImageError> {
-    const NAME: &str = crate::names::CRIU_INVENTORY;
-    let content = files
-        .get(NAME)
-        .ok_or(ImageError::Missing { file: NAME.into() })?;
-    let entry = inventory_entry(content, bounds)?;
-    facts.image_version = entry.img_version;
-    facts.plugins = entry.plugins.map(|p| p.plugins).unwrap_or_default();
-    Ok(())
+/// Returns the first message of an image that has one.
+fn needed_message(name: &str, content: &[u8]) -> Result<Message, ImageError> {
+    let empty = || ImageError::Empty { file: name.into() };
+    first_message(name, content)?.ok_or_else(empty)
 }
 
-fn inventory_entry(
-    content: &[u8],
-    bounds: &mut Bounds,
-) -> Result<proto::InventoryEntry, ImageError> {
-    const NAME: &str = crate::names::CRIU_INVENTORY;
-    let entries: Vec<proto::InventoryEntry> =
-        messages(NAME, content, proto::INVENTORY_MAGIC, bounds)?;
-    let first = entries.into_iter().next();
-    first.ok_or(ImageError::Empty { file: NAME.into() })
-}
-
-fn processes(
-    files: &BTreeMap<String, Vec<u8>>,
-    bounds: &mut Bounds,
-    facts: &mut Facts,
-) -> Result<(), ImageError> {
-    const NAME: &str = "pstree.img";
-    let Some(content) = files.get(NAME) else {
+fn processes(files: &BTreeMap<String, Vec<u8>>, facts: &mut Facts) -> Result<(), ImageError> {
+    let Some(content) = files.get(PSTREE) else {
         return Ok(()); // a pre-dump has none
     };
-    let tree: Vec<PstreeEntry> = messages(NAME, content, proto::PSTREE_MAGIC, bounds)?;
-    for entry in tree {
-        let name = format!("core-{}.img", entry.pid);
+    for entry in messages(PSTREE, content)? {
+        let entry = entry?;
+        let get = |field| entry.u32(field).unwrap_or(0);
         let mut process = Process {
-            pid: entry.pid,
-            parent: entry.ppid,
-            threads: entry.threads.len(),
+            pid: get("pid"),
+            parent: get("ppid"),
+            threads: entry.numbers("threads").count(),
             state: "unknown",
             ..Process::default()
         };
+        let name = format!("core-{}.img", process.pid);
         if let Some(content) = files.get(&name) {
-            let cores: Vec<CoreEntry> = messages(&name, content, proto::CORE_MAGIC, bounds)?;
-            let core = cores
-                .into_iter()
-                .next()
-                .ok_or(ImageError::Empty { file: name })?;
-            facts.arch = facts.arch.or(proto::arch(core.mtype));
-            if let Some(task) = core.tc {
-                process.state = proto::task_state(task.task_state);
-                process.comm = task.comm;
+            let core = needed_message(&name, content)?;
+            facts.arch = facts.arch.or(core.u32("mtype").and_then(arch));
+            if let Some(task) = core.message("tc") {
+                process.state = task_state(task.u32("task_state").unwrap_or(0));
+                process.comm = task.text("comm").unwrap_or_default();
             }
         }
         facts.processes.push(process);
@@ -182,9 +209,34 @@ fn processes(
     Ok(())
 }
 
+/// What one entry of a pagemap says of its pages.
+struct Pages {
+    count: u64,
+    in_parent: bool,
+    present: bool,
+    /// Bytes of the blocks in which they are compressed (CRIU 4.3).
+    compressed: Option<u64>,
+}
+
+impl Pages {
+    fn of(entry: &Message) -> Self {
+        const PARENT: u64 = 1;
+        const PRESENT: u64 = 4;
+        let flags = entry.number("flags");
+        let count = entry.number("nr_pages");
+        let blocks = entry.message("blocks");
+        Self {
+            count: count.or(entry.number("compat_nr_pages")).unwrap_or(0),
+            // CRIU before 2.9 had no flags; then every page that is not in the parent is here.
+            in_parent: flags.map_or(entry.number("in_parent") == Some(1), |f| f & PARENT != 0),
+            present: flags.is_none_or(|flags| flags & PRESENT != 0),
+            compressed: blocks.map(|b| b.number("total_payload_size").unwrap_or(0)),
+        }
+    }
+}
+
 fn memory(
     files: &BTreeMap<String, Vec<u8>>,
-    bounds: &mut Bounds,
     pages_bytes: u64,
     facts: &mut Facts,
 ) -> Result<(), ImageError> {
@@ -194,17 +246,15 @@ fn memory(
     let (mut compressed, mut compressed_bytes) = (0_u64, 0_u64);
     for (name, content) in with_prefix(files, "pagemap-") {
         let mut own = 0_u64;
-        let (_, entries): (PagemapHead, Vec<PagemapEntry>) =
-            image::head_and_messages(name, content, proto::PAGEMAP_MAGIC, bounds)?;
-        for entry in entries {
-            let count = entry.count();
-            if entry.is_in_parent() {
-                parent = parent.saturating_add(count);
-            } else if entry.is_present() {
-                own = own.saturating_add(count);
-                if let Some(blocks) = entry.blocks {
-                    compressed = compressed.saturating_add(count);
-                    compressed_bytes = compressed_bytes.saturating_add(blocks.total_payload_size);
+        for entry in messages(name, content)?.skip(1) {
+            let entry = Pages::of(&entry?);
+            if entry.in_parent {
+                parent = parent.saturating_add(entry.count);
+            } else if entry.present {
+                own = own.saturating_add(entry.count);
+                if let Some(bytes) = entry.compressed {
+                    compressed = compressed.saturating_add(entry.count);
+                    compressed_bytes = compressed_bytes.saturating_add(bytes);
                 }
             }
         }
@@ -233,16 +283,60 @@ fn memory(
     Ok(())
 }
 
-fn stats(
-    files: &BTreeMap<String, Vec<u8>>,
-    name: &str,
-    bounds: &mut Bounds,
-) -> Result<Option<StatsEntry>, ImageError> {
-    let Some(content) = files.get(name) else {
-        return Ok(None);
-    };
-    let entries: Vec<StatsEntry> = messages(name, content, proto::STATS_MAGIC, bounds)?;
-    Ok(entries.into_iter().next())
+fn stats(files: &BTreeMap<String, Vec<u8>>, name: &str) -> Result<Option<Message>, ImageError> {
+    let content = files.get(name).map(|content| first_message(name, content));
+    Ok(content.transpose()?.flatten())
+}
+
+fn task_state(state: u32) -> &'static str {
+    match state {
+        1 => "running",
+        2 => "dead",
+        3 => "stopped",
+        6 => "zombie",
+        _ => "unknown",
+    }
+}
+
+fn arch(mtype: u32) -> Option<&'static str> {
+    let names = [
+        "x86_64",
+        "arm",
+        "aarch64",
+        "ppc64le",
+        "s390x",
+        "mips",
+        "loongarch64",
+        "riscv64",
+    ];
+    names.get((mtype as usize).checked_sub(1)?).copied()
+}
+
+fn file_kind(kind: u32) -> &'static str {
+    const NAMES: [&str; 20] = [
+        "file",
+        "pipe",
+        "fifo",
+        "inet socket",
+        "unix socket",
+        "eventfd",
+        "epoll",
+        "inotify",
+        "signalfd",
+        "packet socket",
+        "terminal",
+        "fanotify",
+        "netlink socket",
+        "namespace",
+        "tun",
+        "device of a plugin",
+        "timerfd",
+        "memfd",
+        "bpf map",
+        "pidfd",
+    ];
+    let at = (kind as usize).checked_sub(1);
+    at.and_then(|at| NAMES.get(at).copied()).unwrap_or("other")
 }
 
 fn with_prefix<'a>(

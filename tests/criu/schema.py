@@ -71,8 +71,8 @@ def serialized(module):
 found = {}
 for directory in sys.argv[1:]:
     for module in sorted(pathlib.Path(directory).glob("*_pb2.py")):
-        if module.stem in ("rpc_pb2", "opts_pb2", "img_streamer_pb2", "stats_pb2"):
-            continue  # none of them is in an image that a restore reads
+        if module.stem in ("rpc_pb2", "opts_pb2", "img_streamer_pb2"):
+            continue  # none of them is in an image
         for descriptor in all_of(serialized(module), 4):
             for name, message in messages(descriptor):
                 known = found.setdefault(name, {})

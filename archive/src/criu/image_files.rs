@@ -3,13 +3,55 @@
 //! A restore shows CRIU only files that are known here. Images of CRIU 3 that version 4 still reads (`reg-files.img` and
 //! the like) are not: CRIU 4 writes none of them.
 
-use super::image::ImageError;
 use super::message::Message;
-use super::proto::{COMMON_MAGIC, SERVICE_MAGIC};
 use super::schema::MessageType;
 
+/// Since CRIU 1.5 every image but the inventory starts with one of these, followed by its own magic.
+const COMMON_MAGIC: u32 = 0x5456_4319;
+const SERVICE_MAGIC: u32 = 0x5510_5940;
 /// Bytes of one message. CRIU's largest, a process with all of its timers and signals, has about 10 kB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
+/// Messages of one image. Checkpoints of the largest hosts have fewer.
+const MAX_MESSAGES: usize = 4_000_000;
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ImageError {
+    #[error("{file}: not there; this is no complete checkpoint of CRIU")]
+    Missing { file: String },
+    #[error("{file}: holds nothing; the checkpoint is damaged")]
+    Empty { file: String },
+    #[error(
+        "{file}: starts with {found:#010x}, an image of that name with {expected:#010x}; the checkpoint is damaged"
+    )]
+    Magic {
+        file: String,
+        found: u32,
+        expected: u32,
+    },
+    #[error("{file}: ends in the middle of message {message}; the checkpoint is damaged")]
+    Truncated {
+        file: String,
+        /// The message's number, from 0.
+        message: usize,
+    },
+    #[error("{file}: message {message}: {reason}; the checkpoint is damaged")]
+    Message {
+        file: String,
+        message: usize,
+        /// The field, and what is wrong with it.
+        reason: String,
+    },
+    #[error(
+        "{file}: {what}, more than a checkpoint has; the file is damaged or was made to do harm"
+    )]
+    TooMuch { file: String, what: String },
+}
+
+impl ImageError {
+    pub(super) fn missing(file: &str) -> Self {
+        Self::Missing { file: file.into() }
+    }
+}
 
 /// What a file of an image directory holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,21 +159,10 @@ impl ImageFile {
     /// Decodes the content of the file with this name, which holds [`Content::Messages`] or
     /// [`Content::HeadAndMessages`].
     pub fn decode(name: &str, content: &[u8]) -> Result<Self, ImageError> {
-        let (head, of, expected) = match content_of(name) {
-            Some((Content::Messages(of), magic)) => (None, of, magic),
-            Some((Content::HeadAndMessages(head, of), magic)) => (Some(head), of, magic),
-            _ => return Err(wrong(name, 0, "is no image of messages".into())),
-        };
-        let (magic, mut rest) = split_magic(name, content, expected)?;
-        let mut messages = Vec::new();
-        while !rest.is_empty() {
-            let of = head.filter(|_| messages.is_empty()).unwrap_or(of);
-            let body = take_frame(name, messages.len(), &mut rest)?;
-            messages.push(decode(name, messages.len(), of, body)?);
-        }
+        let frames = Frames::open(name, content, Message::decode)?;
         Ok(Self {
-            magic: magic.to_owned(),
-            messages,
+            magic: frames.magic.to_owned(),
+            messages: frames.collect::<Result<_, _>>()?,
         })
     }
 
@@ -143,6 +174,78 @@ impl ImageFile {
             out.extend(body);
         }
         out
+    }
+}
+
+/// Returns the messages of an image for a report ([`Message::read`]). No restore needs this.
+pub fn messages<'a>(
+    name: &'a str,
+    content: &'a [u8],
+) -> Result<impl Iterator<Item = Result<Message, ImageError>> + 'a, ImageError> {
+    Frames::open(name, content, Message::read)
+}
+
+/// Returns the first message of an image for a report.
+pub fn first_message(name: &str, content: &[u8]) -> Result<Option<Message>, ImageError> {
+    messages(name, content)?.next().transpose()
+}
+
+type Decode = fn(&'static MessageType, &[u8]) -> Result<Message, String>;
+
+struct Frames<'a> {
+    name: &'a str,
+    magic: &'a [u8],
+    rest: &'a [u8],
+    at: usize,
+    head: Option<&'static str>,
+    of: &'static str,
+    decode: Decode,
+}
+
+impl<'a> Frames<'a> {
+    fn open(name: &'a str, content: &'a [u8], decode: Decode) -> Result<Self, ImageError> {
+        let (head, of, expected) = match content_of(name) {
+            Some((Content::Messages(of), magic)) => (None, of, magic),
+            Some((Content::HeadAndMessages(head, of), magic)) => (Some(head), of, magic),
+            None if matches!(name, "stats-dump" | "stats-restore") => {
+                (None, "stats_entry", 0x5709_3306)
+            }
+            _ => return Err(wrong(name, 0, "is no image of messages".into())),
+        };
+        let (magic, rest) = split_magic(name, content, expected)?;
+        Ok(Self {
+            name,
+            magic,
+            rest,
+            at: 0,
+            head,
+            of,
+            decode,
+        })
+    }
+}
+
+impl Iterator for Frames<'_> {
+    type Item = Result<Message, ImageError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.rest.is_empty() {
+            return None;
+        }
+        let of = self.head.take().unwrap_or(self.of);
+        let body = match self.at {
+            MAX_MESSAGES => Err(ImageError::TooMuch {
+                file: self.name.into(),
+                what: format!("more than {MAX_MESSAGES} messages"),
+            }),
+            at => take_frame(self.name, at, &mut self.rest),
+        };
+        let message = body.and_then(|body| decode(self.name, self.at, of, body, self.decode));
+        self.at += 1;
+        if message.is_err() {
+            self.rest = &[];
+        }
+        Some(message)
     }
 }
 
@@ -159,7 +262,7 @@ pub fn messages_with_data(name: &str, content: &[u8]) -> Result<Vec<Message>, Im
     let mut messages = Vec::new();
     let next = |of: &'static str, rest: &mut &[u8], all: &mut Vec<Message>| {
         let body = take_frame(name, all.len(), rest)?;
-        let message = decode(name, all.len(), of, body)?;
+        let message = decode(name, all.len(), of, body, Message::decode)?;
         if message.encode() != body {
             let reason = "is encoded in another way than CRIU's".to_owned();
             return Err(wrong(name, all.len(), reason));
@@ -201,9 +304,15 @@ pub fn messages_with_data(name: &str, content: &[u8]) -> Result<Vec<Message>, Im
     Ok(messages)
 }
 
-fn decode(name: &str, at: usize, of: &str, body: &[u8]) -> Result<Message, ImageError> {
+fn decode(
+    name: &str,
+    at: usize,
+    of: &str,
+    body: &[u8],
+    decode: Decode,
+) -> Result<Message, ImageError> {
     let of = MessageType::named(of).ok_or_else(|| wrong(name, at, format!("no type {of}")))?;
-    Message::decode(of, body).map_err(|reason| wrong(name, at, reason))
+    decode(of, body).map_err(|reason| wrong(name, at, reason))
 }
 
 /// Splits an image into its magic numbers, one or two, and the rest.
@@ -268,6 +377,32 @@ fn wrong(file: &str, message: usize, reason: String) -> ImageError {
         file: file.into(),
         message,
         reason,
+    }
+}
+
+/// Makes images for tests.
+#[cfg(test)]
+pub(crate) mod making {
+    use super::*;
+
+    /// Makes a message of these numbers, by field.
+    pub(crate) fn message(of: &str, numbers: &[(&str, u64)]) -> Message {
+        let mut message = Message::read(MessageType::named(of).unwrap(), b"").unwrap();
+        for (field, number) in numbers {
+            message.set_number(field, *number);
+        }
+        message
+    }
+
+    /// Makes the image with this name.
+    pub(crate) fn image(name: &str, messages: &[Message]) -> Vec<u8> {
+        let magic = content_of(name).map_or(0x5709_3306, |content| content.1);
+        let mut magic = [COMMON_MAGIC, magic].map(u32::to_le_bytes).concat();
+        if name == "inventory.img" {
+            magic.drain(..4);
+        }
+        let messages = messages.to_vec();
+        ImageFile { magic, messages }.encode()
     }
 }
 

@@ -26,7 +26,12 @@ enum Value {
 impl Message {
     /// Decodes `bytes`. A text is returned for bytes that have more or less than one meaning.
     pub fn decode(of: &'static MessageType, bytes: &[u8]) -> Result<Self, String> {
-        decode(of, bytes, 0)
+        decode(of, bytes, Mode::Strict, 0)
+    }
+
+    /// Decodes `bytes` for a report. Skips what newer versions have added; any field may be missing.
+    pub fn read(of: &'static MessageType, bytes: &[u8]) -> Result<Self, String> {
+        decode(of, bytes, Mode::Report, 0)
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -87,6 +92,12 @@ impl Message {
             Value::Number(n) => Some(*n),
             _ => None,
         })
+    }
+
+    /// The low halves of all numbers of a repeated field.
+    #[allow(clippy::cast_possible_truncation)]
+    pub fn u32s(&self, name: &str) -> impl Iterator<Item = u32> {
+        self.numbers(name).map(|n| n as u32)
     }
 
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
@@ -196,7 +207,18 @@ impl Message {
     }
 }
 
-fn decode(of: &'static MessageType, mut rest: &[u8], depth: usize) -> Result<Message, String> {
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Strict,
+    Report,
+}
+
+fn decode(
+    of: &'static MessageType,
+    mut rest: &[u8],
+    mode: Mode,
+    depth: usize,
+) -> Result<Message, String> {
     let damaged = || format!("{}: ends in the middle of a field", of.name);
     if depth > MAX_DEPTH {
         return Err(format!("{}: more than {MAX_DEPTH} levels deep", of.name));
@@ -206,12 +228,16 @@ fn decode(of: &'static MessageType, mut rest: &[u8], depth: usize) -> Result<Mes
     while !rest.is_empty() {
         let key = take_varint(&mut rest).ok_or_else(damaged)?;
         let number = u32::try_from(key >> 3).unwrap_or(u32::MAX);
-        let field = of.field(number).ok_or_else(|| {
-            format!(
+        let Some(field) = of.field(number) else {
+            if mode == Mode::Report {
+                skip(key & 7, &mut rest).ok_or_else(damaged)?;
+                continue;
+            }
+            return Err(format!(
                 "{}: has a field {number} that is not known; a newer CRIU?",
                 of.name
-            )
-        })?;
+            ));
+        };
         let at = |what: &str| format!("{}.{}: {what}", of.name, field.name);
         let wire = key & 7;
         let packed = wire == 2 && field.label == Label::Repeated && wire_type(field.kind) == 0;
@@ -260,7 +286,7 @@ fn decode(of: &'static MessageType, mut rest: &[u8], depth: usize) -> Result<Mes
                 let value = match field.kind {
                     FieldType::Message(name) => {
                         let inner = MessageType::named(name).ok_or_else(|| at("has no type"))?;
-                        Value::Message(decode(inner, bytes, depth + 1)?)
+                        Value::Message(decode(inner, bytes, mode, depth + 1)?)
                     }
                     FieldType::Text if bytes.contains(&0) => return Err(at("has a NUL")),
                     _ => Value::Bytes(bytes.to_owned()),
@@ -275,9 +301,23 @@ fn decode(of: &'static MessageType, mut rest: &[u8], depth: usize) -> Result<Mes
     let message = Message { of, fields };
     let required = of.fields.iter().filter(|f| f.label == Label::Required);
     match required.into_iter().find(|f| !message.has(f.name)) {
-        Some(missing) => Err(format!("{}.{}: is missing", of.name, missing.name)),
-        None => Ok(message),
+        Some(missing) if mode == Mode::Strict => {
+            Err(format!("{}.{}: is missing", of.name, missing.name))
+        }
+        _ => Ok(message),
     }
+}
+
+fn skip(wire: u64, rest: &mut &[u8]) -> Option<()> {
+    let bytes = match wire {
+        0 => return take_varint(rest).map(drop),
+        1 => 8,
+        2 => usize::try_from(take_varint(rest)?).ok()?,
+        5 => 4,
+        _ => return None,
+    };
+    *rest = rest.get(bytes..)?;
+    Some(())
 }
 
 /// Returns the value if it is one of the field's type; `None` if a parser could cut it.
@@ -357,6 +397,10 @@ mod tests {
             why("utsns_entry", b"\x0a\x01a\x12\x01b\x18\x01").contains("field 3 that is not known")
         );
         assert!(why("utsns_entry", b"\x0a\x01a\x12\x05b").contains("ends in the middle"));
+        let newer = b"\x0a\x01a\x18\x01\x21\0\0\0\0\0\0\0\0\x2a\x01x\x35\0\0\0\0";
+        let report = Message::read(of("utsns_entry"), newer).unwrap();
+        assert_eq!(report.encode(), b"\x0a\x01a");
+        assert!(Message::read(of("utsns_entry"), &newer[..newer.len() - 1]).is_err());
         assert!(why("utsns_entry", b"\x08\x01\x12\x01b").contains("another type"));
         // pidfd_entry.id with 33 bits
         assert!(why("pidfd_entry", b"\x08\x80\x80\x80\x80\x10").contains("no number"));

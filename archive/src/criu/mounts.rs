@@ -1,7 +1,7 @@
 //! Reads the mounts of a checkpoint: `mountpoints-ID.img`, one for each mount namespace.
 
-use super::image::{Bounds, ImageError, messages};
-use super::proto::{MOUNTS_MAGIC, MntEntry};
+use super::image_files::{ImageError, messages};
+use super::message::Message;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Mount {
@@ -28,42 +28,35 @@ pub struct Mount {
 
 /// Reads an image with the name `file`.
 pub fn read(file: &str, content: &[u8]) -> Result<Vec<Mount>, ImageError> {
-    bounded(file, content, &mut Bounds::default())
-}
-
-pub(super) fn bounded(
-    file: &str,
-    content: &[u8],
-    bounds: &mut Bounds,
-) -> Result<Vec<Mount>, ImageError> {
-    let mounts: Vec<MntEntry> = messages(file, content, MOUNTS_MAGIC, bounds)?;
     let number = file
         .trim_start_matches("mountpoints-")
         .trim_end_matches(".img");
     let namespace = number.parse().unwrap_or(0);
-    Ok(mounts.into_iter().map(|m| mount(m, namespace)).collect())
+    messages(file, content)?
+        .map(|entry| Ok(mount(&entry?, namespace)))
+        .collect()
 }
 
-fn mount(entry: MntEntry, namespace: u32) -> Mount {
+fn mount(entry: &Message, namespace: u32) -> Mount {
+    let number = |field| entry.u32(field).unwrap_or(0);
+    let root = entry.text("root").unwrap_or_default();
     // Old images have the name in place of the root.
-    let old = (entry.ext_mount == Some(true)).then(|| entry.root.clone());
-    let key = entry.ext_key.filter(|k| !k.is_empty()).or(old);
+    let old = (entry.number("ext_mount") == Some(1)).then(|| root.clone());
+    let key = entry.text("ext_key").filter(|k| !k.is_empty()).or(old);
     let external = key.is_some();
     // CRIU does not create the file system of an external mount.
-    let of_file_system = entry.sb_flags.filter(|_| !external).unwrap_or(0);
+    let of_file_system = if external { 0 } else { number("sb_flags") };
+    let path = entry.text("mountpoint").unwrap_or_default();
     Mount {
-        id: entry.mnt_id,
-        parent: entry.parent_mnt_id,
+        id: number("mnt_id"),
+        parent: number("parent_mnt_id"),
         namespace,
         // CRIU writes paths with or without a leading dot.
-        path: format!(
-            "/{}",
-            entry.mountpoint.trim_start_matches('.').trim_matches('/')
-        ),
-        fs_type: entry.fstype,
-        device: entry.root_dev,
-        flags: entry.flags | of_file_system,
-        root: entry.root,
+        path: format!("/{}", path.trim_start_matches('.').trim_matches('/')),
+        fs_type: number("fstype"),
+        device: number("root_dev"),
+        flags: number("flags") | of_file_system,
+        root,
         external,
         key: key.unwrap_or_default(),
     }

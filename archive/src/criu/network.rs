@@ -3,13 +3,7 @@
 //! `netns-ID.img` holds the settings of a namespace that CRIU makes, or the key of one that its caller hands to it.
 //! Without the file CRIU makes an empty one (`--empty-ns net`).
 
-use prost::Message;
-
-use super::image::{Bounds, ImageError, messages};
-use super::proto::{
-    COMMON_MAGIC, IDS_MAGIC, INVENTORY_MAGIC, Ids, InventoryEntry, NETNS_MAGIC, NetnsEntry,
-    PSTREE_MAGIC, PstreeEntry,
-};
+use super::image_files::{ImageError, ImageFile, first_message};
 use crate::names::CRIU_INVENTORY;
 
 /// The key under which runc and crun hand over the namespace that the spec names.
@@ -41,21 +35,15 @@ pub enum From {
 pub fn of_first<E: std::convert::From<ImageError>>(
     mut open: impl FnMut(&str) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<Option<Network>, E> {
-    let mut bounds = Bounds::default();
     let mut needed = |file: &str| {
-        let missing = || ImageError::Missing { file: file.into() };
-        Ok::<_, E>(open(file)?.ok_or_else(missing)?)
+        let content = open(file)?.ok_or_else(|| ImageError::missing(file))?;
+        Ok::<_, E>(first_message(file, &content)?)
     };
-    let content = needed(CRIU_INVENTORY)?;
-    let inventory: Vec<InventoryEntry> =
-        messages(CRIU_INVENTORY, &content, INVENTORY_MAGIC, &mut bounds)?;
-    let host = inventory.first().and_then(|i| i.root_ids.as_ref()?.net);
-    let content = needed("pstree.img")?;
-    let tree: Vec<PstreeEntry> = messages("pstree.img", &content, PSTREE_MAGIC, &mut bounds)?;
-    let first = tree.first().map_or(0, |p| p.pid);
-    let file = format!("ids-{first}.img");
-    let ids: Vec<Ids> = messages(&file, &needed(&file)?, IDS_MAGIC, &mut bounds)?;
-    let id = ids.first().and_then(|i| i.net);
+    let inventory = needed(CRIU_INVENTORY)?;
+    let host = inventory.and_then(|i| i.message("root_ids")?.number("net_ns_id"));
+    let first = needed("pstree.img")?.and_then(|p| p.number("pid"));
+    let ids = needed(&format!("ids-{}.img", first.unwrap_or(0)))?;
+    let id = ids.and_then(|ids| ids.number("net_ns_id"));
     let Some(id) = id.filter(|id| Some(*id) != host) else {
         return Ok(None);
     };
@@ -63,8 +51,7 @@ pub fn of_first<E: std::convert::From<ImageError>>(
     let from = match open(&file)?.filter(|content| !content.is_empty()) {
         None => From::Nothing,
         Some(content) => {
-            let all: Vec<NetnsEntry> = messages(&file, &content, NETNS_MAGIC, &mut bounds)?;
-            let key = all.into_iter().next().and_then(|n| n.ext_key);
+            let key = first_message(&file, &content)?.and_then(|n| n.text("ext_key"));
             match key.is_some_and(|k| !k.is_empty()) {
                 true => From::Outside,
                 false => From::Images,
@@ -76,58 +63,40 @@ pub fn of_first<E: std::convert::From<ImageError>>(
 
 /// Makes the image of a namespace that is handed over under this key, or with `None` of one without settings.
 pub fn image(key: Option<&str>) -> Vec<u8> {
-    let entry = NetnsEntry {
-        ext_key: key.map(str::to_owned),
+    // An empty message.
+    let empty = [0x5456_4319_u32, 0x5593_3752, 0].map(u32::to_le_bytes);
+    let Ok(mut image) = ImageFile::decode("netns-1.img", &empty.concat()) else {
+        return Vec::new();
     };
-    let mut image = Vec::new();
-    for word in [COMMON_MAGIC, NETNS_MAGIC] {
-        image.extend(word.to_le_bytes());
+    for message in &mut image.messages {
+        key.inspect(|key| message.set_text("ext_key", key));
     }
-    image.extend(
-        u32::try_from(entry.encoded_len())
-            .unwrap_or(0)
-            .to_le_bytes(),
-    );
-    image.extend(entry.encode_to_vec());
-    image
+    image.encode()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::criu::image_files::making::{self, message};
+    use crate::criu::message::Message;
     use std::collections::BTreeMap;
 
-    fn file(magic: u32, message: &impl Message) -> Vec<u8> {
-        let mut all: Vec<u8> = [COMMON_MAGIC, magic]
-            .iter()
-            .flat_map(|m| m.to_le_bytes())
-            .collect();
-        all.extend(u32::try_from(message.encoded_len()).unwrap().to_le_bytes());
-        all.extend(message.encode_to_vec());
-        all
-    }
-
-    fn ids(net: u32) -> Ids {
-        Ids {
-            net: Some(net),
-            ..Ids::default()
-        }
+    fn ids(net: u64) -> Message {
+        message("task_kobj_ids_entry", &[("net_ns_id", net)])
     }
 
     #[test]
     fn where_it_comes_from() {
-        let inventory = InventoryEntry {
-            root_ids: Some(ids(2)),
-            ..InventoryEntry::default()
-        };
-        let process = PstreeEntry {
-            pid: 7,
-            ..PstreeEntry::default()
-        };
+        let mut inventory = message("inventory_entry", &[]);
+        inventory.push("root_ids", ids(2));
+        let process = message("pstree_entry", &[("pid", 7)]);
         let mut files = BTreeMap::from([
-            ("inventory.img", file(INVENTORY_MAGIC, &inventory)),
-            ("pstree.img", file(PSTREE_MAGIC, &process)),
-            ("ids-7.img", file(IDS_MAGIC, &ids(10))),
+            (
+                "inventory.img",
+                making::image("inventory.img", &[inventory]),
+            ),
+            ("pstree.img", making::image("pstree.img", &[process])),
+            ("ids-7.img", making::image("ids-7.img", &[ids(10)])),
         ]);
         let ask = |files: &BTreeMap<&str, Vec<u8>>| {
             of_first::<ImageError>(|name| Ok(files.get(name).cloned()))
@@ -152,7 +121,7 @@ mod tests {
         assert_eq!(ask(&files), from(From::Outside));
         files.insert("netns-10.img", b"\x19CVTR7\x93U\x0e\0\0".to_vec());
         assert!(ask(&files).is_err());
-        files.insert("ids-7.img", file(IDS_MAGIC, &ids(2)));
+        files.insert("ids-7.img", making::image("ids-7.img", &[ids(2)]));
         assert_eq!(ask(&files), Ok(None));
         files.remove("pstree.img");
         assert!(ask(&files).unwrap_err().to_string().contains("pstree.img"));

@@ -2,53 +2,14 @@
 //! open or mapped.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
-use prost::Message;
-
-use super::image::{Bounds, ImageError, messages};
-use super::proto::{FILES_MAGIC, MOUNTS_MAGIC};
+use super::image_files::{ImageError, messages};
+use super::message::Message;
 
 const FILES: &str = "files.img";
 const REMAPS: &str = "remap-fpath.img";
-const REMAPS_MAGIC: u32 = 0x5913_3954;
 const MOUNTS: &str = "mountpoints-";
-
-#[derive(Clone, PartialEq, Message)]
-struct Opened {
-    #[prost(message, optional, tag = "3")]
-    regular: Option<Regular>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Regular {
-    #[prost(uint32, tag = "1")]
-    id: u32,
-    #[prost(string, tag = "6")]
-    name: String,
-    #[prost(sint32, optional, tag = "7")]
-    mount: Option<i32>,
-    #[prost(uint64, optional, tag = "8")]
-    size: Option<u64>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct MountPoint {
-    #[prost(uint32, tag = "2")]
-    id: u32,
-    #[prost(string, tag = "7")]
-    path: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Remap {
-    #[prost(uint32, tag = "1")]
-    id: u32,
-    #[prost(uint32, tag = "2")]
-    by: u32,
-    /// 0: by a link that CRIU has made at the checkpoint.
-    #[prost(uint32, optional, tag = "3")]
-    kind: Option<u32>,
-}
 
 /// Returns true if [`sizes`] reads this file. `name` has no directories.
 pub fn is_wanted(name: &str) -> bool {
@@ -59,57 +20,82 @@ pub fn is_wanted(name: &str) -> bool {
 /// size`). Leaves out files of other mounts, and those that have been deleted or renamed. `files` maps names (without
 /// directories) to contents.
 pub fn sizes(files: &BTreeMap<String, Vec<u8>>) -> Result<BTreeMap<String, u64>, ImageError> {
-    let mut bounds = Bounds::default();
     let Some(content) = files.get(FILES) else {
         return Ok(BTreeMap::new());
     };
     let mut roots = BTreeSet::new();
     let mut mounted = Vec::new();
     for (name, content) in super::with_prefix(files, MOUNTS) {
-        let mounts: Vec<MountPoint> = messages(name, content, MOUNTS_MAGIC, &mut bounds)?;
-        let is_root = |m: &MountPoint| plain(&m.path).is_empty();
-        let others = mounts.iter().filter(|m| !is_root(m));
-        mounted.extend(others.map(|m| plain(&m.path).to_owned()));
-        roots.extend(
-            mounts
-                .iter()
-                .filter(|m| is_root(m))
-                .map(|m| i64::from(m.id)),
-        );
+        for mount in messages(name, content)? {
+            let mount = mount?;
+            match plain(&mount.text("mountpoint").unwrap_or_default()) {
+                "" => drop(roots.insert(mount.number("mnt_id"))),
+                path => mounted.push(path.to_owned()),
+            }
+        }
     }
     let mut remapped = BTreeSet::new();
     if let Some(content) = files.get(REMAPS) {
-        let remaps: Vec<Remap> = messages(REMAPS, content, REMAPS_MAGIC, &mut bounds)?;
-        remapped.extend(remaps.into_iter().map(|r| r.id));
+        for remap in messages(REMAPS, content)? {
+            remapped.insert(remap?.number("orig_id"));
+        }
     }
-    let opened: Vec<Opened> = messages(FILES, content, FILES_MAGIC, &mut bounds)?;
-    let regular = opened.into_iter().filter_map(|o| o.regular);
-    Ok(regular
-        .filter(|r| !remapped.contains(&r.id))
-        .filter(|r| r.mount.is_some_and(|id| roots.contains(&i64::from(id))))
-        .filter(|r| {
-            // What is mounted there is not in the archive.
-            let path = std::path::Path::new(plain(&r.name));
-            !mounted.iter().any(|at| path.starts_with(at))
-        })
-        .filter_map(|r| Some((plain(&r.name).to_owned(), r.size?)))
-        .collect())
+    let mut sizes = BTreeMap::new();
+    for file in regular(content)? {
+        let file = file?;
+        // The number of a mount is zigzag-encoded.
+        let mount = file
+            .number("mnt_id")
+            .filter(|id| id & 1 == 0)
+            .map(|id| id >> 1);
+        let path = file.text("name").unwrap_or_default();
+        let path = plain(&path);
+        // What is mounted there is not in the archive.
+        let is_outside = || mounted.iter().any(|at| Path::new(path).starts_with(at));
+        if let (Some(size), true) = (
+            file.number("size"),
+            mount.is_some() && roots.contains(&mount),
+        ) && !remapped.contains(&file.number("id"))
+            && !is_outside()
+        {
+            sizes.insert(path.to_owned(), size);
+        }
+    }
+    Ok(sizes)
+}
+
+/// Returns the open files that are regular.
+fn regular(
+    content: &[u8],
+) -> Result<impl Iterator<Item = Result<Message, ImageError>>, ImageError> {
+    Ok(messages(FILES, content)?.filter_map(|file| match file {
+        Ok(file) => file.message("reg").cloned().map(Ok),
+        Err(e) => Some(Err(e)),
+    }))
 }
 
 /// Returns the paths of the links that CRIU has made for files that were open and had lost that name (`link_remap.N`),
 /// without the first `/`. CRIU removes them at a restore. `files` as for [`sizes`].
 pub fn links(files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, ImageError> {
-    let mut bounds = Bounds::default();
     let (Some(remaps), Some(opened)) = (files.get(REMAPS), files.get(FILES)) else {
         return Ok(Vec::new());
     };
-    let remaps: Vec<Remap> = messages(REMAPS, remaps, REMAPS_MAGIC, &mut bounds)?;
-    let linked = remaps.iter().filter(|r| r.kind.unwrap_or(0) == 0);
-    let linked: BTreeSet<u32> = linked.map(|r| r.by).collect();
-    let opened: Vec<Opened> = messages(FILES, opened, FILES_MAGIC, &mut bounds)?;
-    let regular = opened.into_iter().filter_map(|o| o.regular);
-    let regular = regular.filter(|r| linked.contains(&r.id));
-    Ok(regular.map(|r| plain(&r.name).to_owned()).collect())
+    let mut linked = BTreeSet::new();
+    for remap in messages(REMAPS, remaps)? {
+        let remap = remap?;
+        // Type 0 is a link that CRIU has made at the checkpoint.
+        if remap.number("remap_type").unwrap_or(0) == 0 {
+            linked.insert(remap.number("remap_id"));
+        }
+    }
+    let mut links = Vec::new();
+    for file in regular(opened)? {
+        let file = file?;
+        if linked.contains(&file.number("id")) {
+            links.push(plain(&file.text("name").unwrap_or_default()).to_owned());
+        }
+    }
+    Ok(links)
 }
 
 /// CRIU writes paths with or without a leading dot.
@@ -120,68 +106,39 @@ fn plain(path: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn image(magic: u32, all: &[Vec<u8>]) -> Vec<u8> {
-        let mut out: Vec<u8> = [0x5456_4319, magic]
-            .iter()
-            .flat_map(|m| m.to_le_bytes())
-            .collect();
-        for message in all {
-            out.extend(u32::try_from(message.len()).unwrap().to_le_bytes());
-            out.extend(message);
-        }
-        out
-    }
+    use crate::criu::image_files::making::{image, message};
 
     #[test]
     fn files_of_the_root() {
-        let opened = |id, name: &str, mount, size| {
-            let name = name.to_owned();
-            let regular = Some(Regular {
-                id,
-                name,
-                mount: Some(mount),
-                size,
-            });
-            Opened { regular }.encode_to_vec()
+        let opened = |id, name: &str, mount: u64, size: Option<u64>| {
+            let mut regular = message("reg_file_entry", &[("id", id), ("mnt_id", mount << 1)]);
+            regular.set_text("name", name);
+            size.inspect(|size| regular.set_number("size", *size));
+            let mut file = message("file_entry", &[]);
+            file.push("reg", regular);
+            file
         };
         let mount = |id, path: &str| {
-            MountPoint {
-                id,
-                path: path.into(),
-            }
-            .encode_to_vec()
+            let mut mount = message("mnt_entry", &[("mnt_id", id)]);
+            mount.set_text("mountpoint", path);
+            mount
         };
-        let files = BTreeMap::from([
-            (
-                "files.img".to_owned(),
-                image(
-                    FILES_MAGIC,
-                    &[
-                        opened(1, "/grows", 50, Some(7)),
-                        opened(2, "/data/x", 51, Some(8)),
-                        opened(3, "/gone", 50, Some(9)),
-                        opened(4, "/tmp", 50, None),
-                    ],
-                ),
-            ),
-            (
-                "mountpoints-12.img".to_owned(),
-                image(MOUNTS_MAGIC, &[mount(50, "./"), mount(51, "./data")]),
-            ),
-            (
-                "remap-fpath.img".to_owned(),
-                image(
-                    REMAPS_MAGIC,
-                    &[Remap {
-                        id: 3,
-                        by: 2,
-                        kind: None,
-                    }
-                    .encode_to_vec()],
-                ),
-            ),
-        ]);
+        let opened = [
+            opened(1, "/grows", 50, Some(7)),
+            opened(2, "/data/x", 51, Some(8)),
+            opened(3, "/gone", 50, Some(9)),
+            opened(4, "/tmp", 50, None),
+        ];
+        let mounts = [mount(50, "./"), mount(51, "./data")];
+        let remap = message("remap_file_path_entry", &[("orig_id", 3), ("remap_id", 2)]);
+        let files = BTreeMap::from(
+            [
+                ("files.img", &opened[..]),
+                ("mountpoints-12.img", &mounts),
+                ("remap-fpath.img", &[remap]),
+            ]
+            .map(|(name, messages)| (name.to_owned(), image(name, messages))),
+        );
         assert!(files.keys().all(|name| is_wanted(name)));
         assert_eq!(
             sizes(&files).unwrap(),

@@ -6,17 +6,11 @@
 
 use std::collections::BTreeSet;
 
-use prost::Message;
-
-use super::image::{Bounds, ImageError, messages};
+use super::image_files::{ImageError, first_message, messages};
+use super::message::Message;
 use super::mounts::{self, Mount};
-use super::proto::{
-    CORE_MAGIC, CoreEntry, Creds, IDS_MAGIC, INVENTORY_MAGIC, Ids, InventoryEntry, PSTREE_MAGIC,
-    PstreeEntry,
-};
 use crate::names::CRIU_INVENTORY;
 
-const SECCOMP_MAGIC: u32 = 0x6441_3049;
 const MAX_THREADS: usize = 1 << 20;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -88,47 +82,46 @@ pub const NAMESPACES: [&str; 8] = [
 pub fn read<E: From<ImageError>>(
     mut open: impl FnMut(&str) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<Privileges, E> {
-    let mut bounds = Bounds::default();
     let mut found = Privileges::default();
-    let missing = |file: &str| ImageError::Missing { file: file.into() };
+    let missing = ImageError::missing;
     let damaged = |file: &str, reason: &str| ImageError::Message {
         file: file.into(),
         message: 0,
         reason: reason.into(),
     };
     let content = open(CRIU_INVENTORY)?.ok_or_else(|| missing(CRIU_INVENTORY))?;
-    let inventory: Vec<InventoryEntry> =
-        messages(CRIU_INVENTORY, &content, INVENTORY_MAGIC, &mut bounds)?;
-    let host = inventory.into_iter().next().and_then(|i| i.root_ids);
+    let inventory = first_message(CRIU_INVENTORY, &content)?;
+    let host = inventory.as_ref().and_then(|i| i.message("root_ids"));
     let host = host.ok_or_else(|| {
         damaged(
             CRIU_INVENTORY,
             "it does not say which namespaces are the host's",
         )
     })?;
-    found.host = host.namespaces(0);
+    found.host = namespaces(host, 0);
 
     let content = open("pstree.img")?.ok_or_else(|| missing("pstree.img"))?;
-    let tree: Vec<PstreeEntry> = messages("pstree.img", &content, PSTREE_MAGIC, &mut bounds)?;
-    let filters = match open("seccomp.img")? {
-        Some(content) => {
-            let all: Vec<Seccomp> = messages("seccomp.img", &content, SECCOMP_MAGIC, &mut bounds)?;
-            all.into_iter().next().unwrap_or_default().filters
-        }
-        None => Vec::new(),
+    let seccomp = match open("seccomp.img")? {
+        Some(content) => first_message("seccomp.img", &content)?,
+        None => None,
     };
+    let filters: Vec<&Message> = seccomp
+        .iter()
+        .flat_map(|s| s.messages("seccomp_filters"))
+        .collect();
     let mut mount_namespaces: BTreeSet<u32> = BTreeSet::new();
     let mut threads = 0usize;
-    for process in &tree {
-        let file = format!("ids-{}.img", process.pid);
-        if let Some(content) = open(&file)? {
-            let ids: Vec<Ids> = messages(&file, &content, IDS_MAGIC, &mut bounds)?;
-            if let Some(ids) = ids.into_iter().next() {
-                mount_namespaces.extend(ids.mnt);
-                found.namespaces.push(ids.namespaces(process.pid));
-            }
+    for process in messages("pstree.img", &content)? {
+        let process = process?;
+        let pid = process.u32("pid").unwrap_or(0);
+        let file = format!("ids-{pid}.img");
+        if let Some(content) = open(&file)?
+            && let Some(ids) = first_message(&file, &content)?
+        {
+            mount_namespaces.extend(ids.u32("mnt_ns_id"));
+            found.namespaces.push(namespaces(&ids, pid));
         }
-        threads = threads.saturating_add(process.threads.len().max(1));
+        threads = threads.saturating_add(process.numbers("threads").count().max(1));
         if threads > MAX_THREADS {
             return Err(ImageError::TooMuch {
                 file: "pstree.img".into(),
@@ -139,43 +132,44 @@ pub fn read<E: From<ImageError>>(
         let mut comm = String::new();
         // If all threads have the leader's filters, CRIU records only the leader's, for all of them.
         let mut for_all = 0;
-        let others = process.threads.iter().filter(|tid| **tid != process.pid);
-        for tid in std::iter::once(&process.pid).chain(others) {
+        let others = process.u32s("threads").filter(|tid| *tid != pid);
+        for tid in std::iter::once(pid).chain(others) {
             let file = format!("core-{tid}.img");
             let content = open(&file)?.ok_or_else(|| missing(&file))?;
-            let cores: Vec<CoreEntry> = messages(&file, &content, CORE_MAGIC, &mut bounds)?;
-            let core = cores.into_iter().next();
+            let core = first_message(&file, &content)?;
             let core = core.ok_or_else(|| ImageError::Empty { file: file.clone() })?;
-            let task = core.tc.unwrap_or_default();
-            if *tid == process.pid {
-                comm = task.comm.clone();
+            let task = core.message("tc");
+            if tid == pid {
+                comm = task.and_then(|t| t.text("comm")).unwrap_or_default();
                 // In any other state CRIU gives the process the credentials of the images, or its own.
-                if task.task_state == DEAD || task.task_state == ZOMBIE {
+                let state = task.and_then(|t| t.u32("task_state"));
+                if state == Some(DEAD) || state == Some(ZOMBIE) {
                     break;
                 }
             }
-            let thread = core.thread_core.and_then(|t| Some((t.creds.clone()?, t)));
+            let thread = core.message("thread_core");
+            let thread = thread.and_then(|t| Some((t.message("creds")?, t)));
             let (creds, thread) = thread.ok_or_else(|| {
                 damaged(
                     &file,
                     "it has no credentials; the process would get CRIU's own",
                 )
             })?;
-            let credentials = creds
-                .credentials()
+            let credentials = credentials(creds)
                 .ok_or_else(|| damaged(&file, "a set of capabilities has not two words"))?;
-            let own = thread.seccomp_mode.or(task.old_seccomp_mode).unwrap_or(0);
-            if *tid == process.pid && own == FILTER && synced(&filters, thread.seccomp_filter) {
+            let old = || task.and_then(|t| t.u32("old_seccomp_mode"));
+            let own = thread.u32("seccomp_mode").or_else(old).unwrap_or(0);
+            if tid == pid && own == FILTER && synced(&filters, thread.u32("seccomp_filter")) {
                 for_all = FILTER;
             }
             found.threads.push(Thread {
-                pid: process.pid,
-                tid: *tid,
+                pid,
+                tid,
                 comm: comm.clone(),
                 credentials,
-                no_new_privs: creds.no_new_privs.unwrap_or(0) != 0,
+                no_new_privs: creds.number("no_new_privs").unwrap_or(0) != 0,
                 seccomp: own.max(for_all),
-                label: creds.lsm_profile.filter(|l| !l.is_empty()),
+                label: creds.text("lsm_profile").filter(|l| !l.is_empty()),
             });
         }
     }
@@ -184,9 +178,7 @@ pub fn read<E: From<ImageError>>(
         let Some(content) = open(&file)? else {
             continue; // the host's own mount namespace has none
         };
-        found
-            .mounts
-            .extend(mounts::bounded(&file, &content, &mut bounds)?);
+        found.mounts.extend(mounts::read(&file, &content)?);
     }
     Ok(found)
 }
@@ -198,77 +190,51 @@ const FILTER: u32 = 2;
 const TSYNC: u32 = 1;
 
 /// Returns true if every filter of the chain that begins at `first` applies to all threads of its process.
-fn synced(filters: &[Filter], first: Option<u32>) -> bool {
+fn synced(filters: &[&Message], first: Option<u32>) -> bool {
     let mut next = first;
     for _ in 0..=filters.len() {
         let Some(at) = next else {
             return first.is_some();
         };
         match filters.get(at as usize) {
-            Some(filter) if filter.flags & TSYNC != 0 => next = filter.prev,
+            Some(filter) if filter.u32("flags").unwrap_or(0) & TSYNC != 0 => {
+                next = filter.u32("prev");
+            }
             _ => return false,
         }
     }
     false // the chain has a cycle
 }
 
-#[derive(Clone, PartialEq, Message)]
-struct Seccomp {
-    #[prost(message, repeated, tag = "1")]
-    filters: Vec<Filter>,
+fn namespaces(ids: &Message, of: u32) -> Namespaces {
+    let kinds = ["pid", "net", "ipc", "uts", "mnt", "user", "cgroup", "time"];
+    let ids = kinds.map(|kind| ids.u32(&format!("{kind}_ns_id")).unwrap_or(0));
+    Namespaces { of, ids }
 }
 
-#[derive(Clone, PartialEq, Message)]
-struct Filter {
-    #[prost(uint32, optional, tag = "2")]
-    prev: Option<u32>,
-    #[prost(uint32, tag = "3")]
-    flags: u32,
-}
-
-impl Ids {
-    fn namespaces(&self, of: u32) -> Namespaces {
-        let ids = [
-            self.pid,
-            self.net,
-            self.ipc,
-            self.uts,
-            self.mnt,
-            self.user,
-            self.cgroup,
-            self.time,
-        ];
-        Namespaces {
-            of,
-            ids: ids.map(|id| id.unwrap_or(0)),
-        }
-    }
-}
-
-impl Creds {
-    /// Returns `None` if a set of capabilities lacks the two words that CRIU writes. CRIU before 4.1 has no ambient set.
-    fn credentials(&self) -> Option<Credentials> {
-        let set = |words: &[u32]| {
-            let [low, high] = words[..] else { return None };
-            Some(u64::from(high) << 32 | u64::from(low))
-        };
-        Some(Credentials {
-            uids: [self.uid, self.euid, self.suid, self.fsuid],
-            gids: [self.gid, self.egid, self.sgid, self.fsgid],
-            groups: self.groups.clone(),
-            capabilities: Capabilities {
-                inheritable: set(&self.cap_inh)?,
-                permitted: set(&self.cap_prm)?,
-                effective: set(&self.cap_eff)?,
-                bounding: set(&self.cap_bnd)?,
-                ambient: match self.cap_amb.is_empty() {
-                    true => 0,
-                    false => set(&self.cap_amb)?,
-                },
+/// Returns `None` if a set of capabilities lacks the two words that CRIU writes. CRIU before 4.1 has no ambient set.
+fn credentials(creds: &Message) -> Option<Credentials> {
+    let id = |field| creds.u32(field).unwrap_or(0);
+    let set = |field| match creds.u32s(field).collect::<Vec<_>>()[..] {
+        [low, high] => Some(u64::from(high) << 32 | u64::from(low)),
+        _ => None,
+    };
+    Some(Credentials {
+        uids: ["uid", "euid", "suid", "fsuid"].map(id),
+        gids: ["gid", "egid", "sgid", "fsgid"].map(id),
+        groups: creds.u32s("groups").collect(),
+        capabilities: Capabilities {
+            inheritable: set("cap_inh")?,
+            permitted: set("cap_prm")?,
+            effective: set("cap_eff")?,
+            bounding: set("cap_bnd")?,
+            ambient: match creds.has("cap_amb") {
+                true => set("cap_amb")?,
+                false => 0,
             },
-            securebits: self.secbits,
-        })
-    }
+        },
+        securebits: id("secbits"),
+    })
 }
 
 #[cfg(test)]

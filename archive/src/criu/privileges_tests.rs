@@ -1,98 +1,68 @@
 use super::*;
+use crate::criu::image_files::making::{image, message};
 use crate::criu::mounts::fs_type;
-use crate::criu::proto::{COMMON_MAGIC, MOUNTS_MAGIC, MntEntry, TaskCoreEntry, ThreadCore};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 type Files = BTreeMap<String, Vec<u8>>;
 
-fn image<M: Message>(magic: &[u32], all: &[M]) -> Vec<u8> {
-    let mut bytes: Vec<u8> = magic.iter().flat_map(|m| m.to_le_bytes()).collect();
-    for message in all {
-        let body = message.encode_to_vec();
-        bytes.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
-        bytes.extend(body);
-    }
-    bytes
+fn ids(base: u64) -> Message {
+    let of = |kind, n: u64| (kind, base + n);
+    message(
+        "task_kobj_ids_entry",
+        &[
+            of("pid_ns_id", 1),
+            of("net_ns_id", 2),
+            of("ipc_ns_id", 3),
+            of("uts_ns_id", 4),
+            of("mnt_ns_id", 5),
+            ("user_ns_id", 9),
+            of("cgroup_ns_id", 7),
+        ],
+    )
 }
 
-fn ids(base: u32) -> Ids {
-    let id = |n: u32| Some(base + n);
-    Ids {
-        pid: id(1),
-        net: id(2),
-        ipc: id(3),
-        uts: id(4),
-        mnt: id(5),
-        user: Some(9),
-        cgroup: id(7),
-        time: None,
+fn core(capabilities: &[u64], seccomp: Option<u64>) -> Message {
+    let mut creds = message("creds_entry", &[("uid", 1000), ("no_new_privs", 1)]);
+    creds.set_numbers("groups", &[7]);
+    creds.set_numbers("cap_inh", &[0, 0]);
+    for set in ["cap_prm", "cap_eff", "cap_bnd"] {
+        creds.set_numbers(set, capabilities);
     }
-}
-
-fn core(capabilities: [u32; 2]) -> CoreEntry {
-    let set = capabilities.to_vec();
-    CoreEntry {
-        mtype: 1,
-        tc: Some(TaskCoreEntry {
-            task_state: 1,
-            comm: "sh".into(),
-            old_seccomp_mode: None,
-        }),
-        thread_core: Some(ThreadCore {
-            creds: Some(Creds {
-                uid: 1000,
-                groups: vec![7],
-                cap_inh: vec![0, 0],
-                cap_prm: set.clone(),
-                cap_eff: set.clone(),
-                cap_bnd: set,
-                lsm_profile: None,
-                no_new_privs: Some(1),
-                cap_amb: vec![],
-                ..Creds::default()
-            }),
-            seccomp_mode: Some(2),
-            seccomp_filter: Some(0),
-        }),
-    }
+    let mut thread = message("thread_core_entry", &[("seccomp_filter", 0)]);
+    seccomp.inspect(|mode| thread.set_number("seccomp_mode", *mode));
+    thread.push("creds", creds);
+    let mut core = message("core_entry", &[("mtype", 1)]);
+    let mut task = message("task_core_entry", &[("task_state", 1)]);
+    task.set_text("comm", "sh");
+    core.push("tc", task);
+    core.push("thread_core", thread);
+    core
 }
 
 /// A container of one process with two threads.
 fn files() -> Files {
-    let common = |magic| [COMMON_MAGIC, magic];
-    let root_ids = Some(ids(100));
-    let tree = PstreeEntry {
-        pid: 1,
-        ppid: 0,
-        threads: vec![1, 7],
-    };
-    let mount = MntEntry {
-        fstype: 5,
-        root_dev: 60,
-        flags: 1,
-        mountpoint: "./dev/shm".into(),
-        sb_flags: Some(2),
-        ..MntEntry::default()
-    };
+    let mut inventory = message("inventory_entry", &[]);
+    inventory.push("root_ids", ids(100));
+    let mut tree = message("pstree_entry", &[("pid", 1)]);
+    tree.set_numbers("threads", &[1, 7]);
+    let numbers = [
+        ("fstype", 5),
+        ("root_dev", 60),
+        ("flags", 1),
+        ("sb_flags", 2),
+    ];
+    let mut mount = message("mnt_entry", &numbers);
+    mount.set_text("mountpoint", "./dev/shm");
     [
-        (
-            "inventory.img",
-            image(
-                &[INVENTORY_MAGIC],
-                &[InventoryEntry {
-                    root_ids,
-                    ..InventoryEntry::default()
-                }],
-            ),
-        ),
-        ("pstree.img", image(&common(PSTREE_MAGIC), &[tree])),
-        ("ids-1.img", image(&common(IDS_MAGIC), &[ids(0)])),
-        ("core-1.img", image(&common(CORE_MAGIC), &[core([5, 1])])),
-        ("core-7.img", image(&common(CORE_MAGIC), &[core([2, 0])])),
-        ("mountpoints-5.img", image(&common(MOUNTS_MAGIC), &[mount])),
+        ("inventory.img", inventory),
+        ("pstree.img", tree),
+        ("ids-1.img", ids(0)),
+        ("core-1.img", core(&[5, 1], Some(2))),
+        ("core-7.img", core(&[2, 0], Some(2))),
+        ("mountpoints-5.img", mount),
     ]
-    .map(|(name, content)| (name.to_owned(), content))
+    .map(|(name, message)| (name.to_owned(), image(name, &[message])))
     .into()
 }
 
@@ -126,32 +96,33 @@ fn every_thread_and_mount() {
 
 #[test]
 fn what_would_give_a_process_crius_own_credentials_is_an_error() {
-    for (change, told) in [
-        (0, "core-7.img: not there"),
-        (1, "core-7.img: message 0: it has no credentials"),
-        (2, "a set of capabilities has not two words"),
-        (3, "which namespaces are the host's"),
+    let mut bare = core(&[0, 0], None);
+    bare.remove("thread_core");
+    let three = core(&[0, 0, 1], None);
+    let empty = message("inventory_entry", &[]);
+    for (file, content, told) in [
+        ("core-7.img", None, "core-7.img: not there"),
+        (
+            "core-7.img",
+            Some(bare),
+            "core-7.img: message 0: it has no credentials",
+        ),
+        (
+            "core-7.img",
+            Some(three),
+            "a set of capabilities has not two words",
+        ),
+        (
+            "inventory.img",
+            Some(empty),
+            "which namespaces are the host's",
+        ),
     ] {
         let mut files = files();
-        let with =
-            |core: &CoreEntry| image(&[COMMON_MAGIC, CORE_MAGIC], std::slice::from_ref(core));
-        let mut one = core([0, 0]);
-        match change {
-            0 => drop(files.remove("core-7.img")),
-            1 => {
-                one.thread_core = None;
-                files.insert("core-7.img".into(), with(&one));
-            }
-            2 => {
-                let creds = one.thread_core.as_mut().unwrap().creds.as_mut().unwrap();
-                creds.cap_eff.push(1);
-                files.insert("core-7.img".into(), with(&one));
-            }
-            _ => {
-                let empty = image(&[INVENTORY_MAGIC], &[InventoryEntry::default()]);
-                files.insert("inventory.img".into(), empty);
-            }
-        }
+        match content {
+            Some(content) => files.insert(file.into(), image(file, &[content])),
+            None => files.remove(file),
+        };
         let e = read_of(&files).unwrap_err().to_string();
         assert!(e.contains(told), "{e}");
     }
@@ -159,25 +130,20 @@ fn what_would_give_a_process_crius_own_credentials_is_an_error() {
 
 #[test]
 fn a_thread_has_the_leaders_filters_where_these_go_to_all() {
-    let filter = |prev, flags| Filter { prev, flags };
     for (filters, mode) in [
-        (vec![filter(Some(1), 1), filter(None, 1)], 2),
-        (vec![filter(Some(1), 1), filter(None, 0)], 0),
-        (vec![filter(Some(0), 1)], 0),
+        (vec![vec![("prev", 1), ("flags", 1)], vec![("flags", 1)]], 2),
+        (vec![vec![("prev", 1), ("flags", 1)], vec![("flags", 0)]], 0),
+        (vec![vec![("prev", 0), ("flags", 1)]], 0),
         (vec![], 0),
     ] {
         let mut files = files();
-        let mut thread = core([0, 0]);
-        thread.thread_core.as_mut().unwrap().seccomp_mode = None;
-        files.insert(
-            "core-7.img".into(),
-            image(&[COMMON_MAGIC, CORE_MAGIC], &[thread]),
-        );
-        let seccomp = Seccomp { filters };
-        files.insert(
-            "seccomp.img".into(),
-            image(&[COMMON_MAGIC, SECCOMP_MAGIC], &[seccomp]),
-        );
+        let thread = core(&[0, 0], None);
+        files.insert("core-7.img".into(), image("core-7.img", &[thread]));
+        let mut seccomp = message("seccomp_entry", &[]);
+        for filter in filters {
+            seccomp.push("seccomp_filters", message("seccomp_filter", &filter));
+        }
+        files.insert("seccomp.img".into(), image("seccomp.img", &[seccomp]));
         assert_eq!(read_of(&files).unwrap().threads[1].seccomp, mode);
     }
 }

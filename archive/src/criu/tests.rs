@@ -1,21 +1,5 @@
+use super::image_files::making::{image, message};
 use super::*;
-use prost::Message;
-
-/// An image with CRIU's common magic.
-fn image(magic: u32, messages: &[Vec<u8>]) -> Vec<u8> {
-    let mut out = Vec::new();
-    if magic == proto::STATS_MAGIC {
-        out.extend(proto::SERVICE_MAGIC.to_le_bytes());
-    } else if magic != proto::INVENTORY_MAGIC {
-        out.extend(proto::COMMON_MAGIC.to_le_bytes());
-    }
-    out.extend(magic.to_le_bytes());
-    for message in messages {
-        out.extend((message.len() as u32).to_le_bytes());
-        out.extend(message);
-    }
-    out
-}
 
 /// Written by CRIU 4.1.1: a container's first process and two children with three threads each.
 const PSTREE: &str = "1943565430302750 0a000000 08011000180120012801 0e000000 0802100118012001280228042805 \
@@ -24,7 +8,7 @@ const PSTREE: &str = "1943565430302750 0a000000 08011000180120012801 0e000000 08
 const STATS_DUMP: &str = "4059105506330957 29000000 0a2708e43e10a7ac26189fd30720ab840728fea101300038b5a10140004800\
     5018581860006800 7000";
 /// Of the same checkpoint; without its ids, and with the plugin.
-const INVENTORY: &str = "16313158 18000000 080210016210620e6372796f706f645f6e7669646961 6800";
+const INVENTORY: &str = "16313158 18000000 080210016210620e6372796f706f645f6e7669646961 7000";
 
 fn hex(text: &str) -> Vec<u8> {
     let digits: Vec<u8> = text.bytes().filter(u8::is_ascii_hexdigit).collect();
@@ -32,58 +16,40 @@ fn hex(text: &str) -> Vec<u8> {
     digits.chunks(2).map(byte).collect()
 }
 
-fn core(comm: &str, task_state: u32) -> Vec<u8> {
-    let core = CoreEntry {
-        mtype: 1,
-        tc: Some(proto::TaskCoreEntry {
-            task_state,
-            comm: comm.into(),
-            ..Default::default()
-        }),
-        ..CoreEntry::default()
-    };
-    image(proto::CORE_MAGIC, &[core.encode_to_vec()])
+fn core(pid: u32, comm: &str, task_state: u64) -> Vec<u8> {
+    let mut task = message("task_core_entry", &[("task_state", task_state)]);
+    task.set_text("comm", comm);
+    let mut core = message("core_entry", &[("mtype", 1)]);
+    core.push("tc", task);
+    image(&format!("core-{pid}.img"), &[core])
 }
 
-fn pagemap(entries: &[(u32, Option<u32>)]) -> Vec<u8> {
-    let mut messages = vec![PagemapHead { pages_id: 1 }.encode_to_vec()];
+fn pagemap(entries: &[(u64, Option<u64>)]) -> Vec<u8> {
+    let mut messages = vec![message("pagemap_head", &[("pages_id", 1)])];
     for (pages, flags) in entries {
-        let entry = PagemapEntry {
-            compat_nr_pages: *pages,
-            flags: *flags,
-            ..PagemapEntry::default()
-        };
-        messages.push(entry.encode_to_vec());
+        let mut entry = message("pagemap_entry", &[("compat_nr_pages", *pages)]);
+        flags.inspect(|flags| entry.set_number("flags", *flags));
+        messages.push(entry);
     }
-    image(proto::PAGEMAP_MAGIC, &messages)
+    image("pagemap-1.img", &messages)
 }
 
 fn sample() -> BTreeMap<String, Vec<u8>> {
-    let mounts: Vec<Vec<u8>> = [Some(true), None]
-        .map(|ext_mount| {
-            let entry = MntEntry {
-                ext_mount,
-                ..MntEntry::default()
-            };
-            entry.encode_to_vec()
-        })
-        .into();
-    let files: Vec<Vec<u8>> = [1, 1, 16, 99]
-        .map(|kind| FileEntry { kind }.encode_to_vec())
-        .into();
+    let mounts = [&[("ext_mount", 1)][..], &[]].map(|fields| message("mnt_entry", fields));
+    let files = [1, 1, 16, 99].map(|kind| message("file_entry", &[("type", kind)]));
     BTreeMap::from(
         [
             ("inventory.img", hex(INVENTORY)),
             ("pstree.img", hex(PSTREE)),
             ("stats-dump", hex(STATS_DUMP)),
-            ("core-1.img", core("sh", 1)),
-            ("core-2.img", core("python3", 3)),
-            ("core-3.img", core("gone", 6)),
+            ("core-1.img", core(1, "sh", 1)),
+            ("core-2.img", core(2, "python3", 3)),
+            ("core-3.img", core(3, "gone", 6)),
             ("pagemap-1.img", pagemap(&[(10, Some(4)), (5, Some(1))])),
             ("pagemap-2.img", pagemap(&[(7, None), (100, Some(2))])),
             ("pagemap-shmem-4.img", pagemap(&[(3, Some(4))])),
-            ("mountpoints-13.img", image(proto::MOUNTS_MAGIC, &mounts)),
-            ("files.img", image(proto::FILES_MAGIC, &files)),
+            ("mountpoints-13.img", image("mountpoints-13.img", &mounts)),
+            ("files.img", image("files.img", &files)),
         ]
         .map(|(name, content)| (name.to_owned(), content)),
     )
@@ -135,40 +101,25 @@ fn larger_pages() {
 #[test]
 fn compressed_pages() {
     let mut files = sample();
-    let entry = |blocks| {
-        let entry = PagemapEntry {
-            flags: Some(4),
-            nr_pages: Some(20),
-            blocks,
-            ..PagemapEntry::default()
-        };
-        entry.encode_to_vec()
-    };
-    let blocks = proto::PagemapBlocks {
-        total_payload_size: 12_345,
-    };
-    let head = PagemapHead { pages_id: 1 }.encode_to_vec();
-    let content = image(
-        proto::PAGEMAP_MAGIC,
-        &[head, entry(Some(blocks)), entry(None)],
+    let head = message("pagemap_head", &[("pages_id", 1)]);
+    let plain = message("pagemap_entry", &[("flags", 4), ("nr_pages", 20)]);
+    let mut packed = plain.clone();
+    packed.push(
+        "blocks",
+        message("pagemap_blocks", &[("total_payload_size", 12_345)]),
     );
+    let content = image("pagemap-2.img", &[head, packed, plain]);
     files.insert("pagemap-2.img".into(), content);
     // 13 pages of the sample and 20 of this one are uncompressed.
     let facts = read(&files, 33 * 16384 + 12_345).unwrap();
     assert_eq!(facts.memory_bytes, 53 * 16384);
 
-    let mut inventory = proto::InventoryEntry {
-        img_version: 3,
-        ..proto::InventoryEntry::default()
-    };
     for (compress, want) in [
-        (None, false),
-        (Some(0), false),
-        (Some(1), true),
-        (Some(2), true),
+        (&[][..], false),
+        (&[("compress", 0)], false),
+        (&[("compress", 1)], true),
     ] {
-        inventory.compress = compress;
-        let content = image(proto::INVENTORY_MAGIC, &[inventory.encode_to_vec()]);
+        let content = image("inventory.img", &[message("inventory_entry", compress)]);
         assert_eq!(has_compressed_pages(&content), Ok(want));
     }
     assert_eq!(has_compressed_pages(&hex(INVENTORY)), Ok(false));
@@ -207,7 +158,7 @@ fn damaged() {
     let huge = [&hex("1943565430302750"), &[0xff_u8, 0xff, 0xff, 0x7f][..]].concat();
     assert!(say("pstree.img", &huge).contains("a message of 2147483647 bytes"));
     // The error names a field of another type.
-    let wrong = say("core-2.img", &image(proto::CORE_MAGIC, &[vec![0x0a, 0x00]]));
+    let wrong = say("core-2.img", &hex("19435654 47380555 02000000 0a00"));
     assert!(
         wrong.contains("core-2.img: message 0") && wrong.contains("mtype"),
         "{wrong}"

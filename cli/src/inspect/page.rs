@@ -83,7 +83,7 @@ fn tiles(report: &Report) -> Markup {
     let gpu = &report.gpu;
     let mut all: Vec<(String, String, &str)> = Vec::new();
     if let Some(dump) = &criu.dump {
-        let frozen = u64::from(dump.frozen_us) + u64::from(dump.freezing_us);
+        let frozen = dump.frozen_us + dump.freezing_us;
         all.push((micros(frozen), "frozen".into(), "frozen"));
     }
     if gpu.vram_bytes > 0 {

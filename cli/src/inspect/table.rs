@@ -240,10 +240,10 @@ fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
             "CRIU dump",
             format!(
                 "frozen {}: freezing {}, taking memory {}, writing it {}; {} of {} pages written",
-                micros(dump.frozen_us.into()),
-                micros(dump.freezing_us.into()),
-                micros(dump.memdump_us.into()),
-                micros(dump.memwrite_us.into()),
+                micros(dump.frozen_us),
+                micros(dump.freezing_us),
+                micros(dump.memdump_us),
+                micros(dump.memwrite_us),
                 dump.pages_written,
                 dump.pages_scanned
             ),
@@ -254,8 +254,8 @@ fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
             "CRIU restore",
             format!(
                 " {}, processes made in {}; {} pages",
-                micros(restore.restore_us.into()),
-                micros(restore.forking_us.into()),
+                micros(restore.restore_us),
+                micros(restore.forking_us),
                 restore.pages_restored
             ),
         ));

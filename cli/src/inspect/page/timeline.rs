@@ -115,8 +115,8 @@ fn rows(report: &Report) -> Vec<Row> {
         });
     }
     if let Some(dump) = &report.criu.dump {
-        let (freezing, frozen) = (u64::from(dump.freezing_us), u64::from(dump.frozen_us));
-        let (taking, writing) = (u64::from(dump.memdump_us), u64::from(dump.memwrite_us));
+        let (freezing, frozen) = (dump.freezing_us, dump.frozen_us);
+        let (taking, writing) = (dump.memdump_us, dump.memwrite_us);
         let end = end.unwrap_or(freezing + frozen);
         let frozen_at = end.saturating_sub(frozen).max(start);
         let freeze_at = frozen_at.saturating_sub(freezing).max(start);
