@@ -1,7 +1,7 @@
 #!/bin/bash
 # bench-plan.sh: how long the plan of a checkpoint takes, from the start of the wrapper until the low-level runtime is started,
 # for a container of 200 processes with 10 descriptors each. The container runs meanwhile; beside it the dump, for most of which
-# it is frozen. Runs in the test bed; `make bench` starts it.
+# it is frozen. Then how long the check of CRIU's images takes at a restore. Runs in the test bed; `make bench` starts it.
 set -euo pipefail
 . /src/tests/testbed/lib.sh
 low_level crun
@@ -41,10 +41,19 @@ for _ in {1..9}; do
 done
 state=$(micros crun state bench-plan)
 version=$(micros criu --version)
+checks=()
+for _ in {1..9}; do
+    cryopod-runtime delete --force bench-plan
+    rm -f /tmp/log
+    (cd /tmp/plan && cryopod-runtime --debug --log /tmp/log restore --detach --image-path /tmp/images bench-plan < /dev/null > /tmp/said 2>&1) || { cat /tmp/said; exit 1; }
+    checks+=("$(sed -n 's/.* were checked within \([0-9]*\) us.*/\1/p' /tmp/log)")
+done
 cryopod-runtime delete --force bench-plan
+check=$(printf '%s\n' "${checks[@]}" | median)
 plan=$(printf '%s\n' "${plans[@]}" | median)
 dump=$(printf '%s\n' "${dumps[@]}" | median)
 printf '\na checkpoint of 200 processes with %s descriptors, medians of 9: plan %s, while the container runs; then the dump %s\n' \
     "$descriptors" "$(ms "$plan")" "$(ms "$dump")"
+printf 'at a restore the check of their images: %s\n' "$(ms "$check")"
 printf 'of the plan are questions to other programs: crun state %s, then criu --version %s beside the rest\n' \
     "$(ms "$state")" "$(ms "$version")"

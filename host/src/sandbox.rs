@@ -6,10 +6,10 @@
 //! the files, where the kernel has it (Linux 5.13 with `landlock` in `lsm=`); without it only the calls are bounded.
 //!
 //! The user stays the same, so that the child reads and writes what this process may. Root loses its capabilities,
-//! those over files too, unless what the child is given is another user's.
+//! those over files too, unless what the child is given is another user's, or closed to its owner.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -182,9 +182,11 @@ impl Sandbox {
     /// The capabilities over files that root needs for what it is given: none, if that is its own.
     fn capabilities(&self) -> u64 {
         let uid = nix::unistd::geteuid().as_raw();
-        let others = |path: &PathBuf| path.metadata().is_ok_and(|m| m.uid() != uid);
-        let read = self.read.iter().any(others);
-        let write = self.write.iter().any(others);
+        // runc makes image directories that only capabilities enter (mode 0600).
+        let closed = |m: Metadata| m.uid() != uid || m.is_dir() && m.mode() & 0o500 != 0o500;
+        let closed = |path: &PathBuf| path.metadata().is_ok_and(closed);
+        let read = self.read.iter().any(closed);
+        let write = self.write.iter().any(closed);
         u64::from(read) << CAP_DAC_READ_SEARCH | u64::from(write) << CAP_DAC_OVERRIDE
     }
 }

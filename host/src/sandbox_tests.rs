@@ -182,6 +182,19 @@ fn another_users_files_are_within_reach_of_root() {
         Ok(bytes)
     });
     assert_eq!(done.unwrap(), b"theirs");
+    // runc's own directory for images.
+    let own = dir.path().join("own");
+    fs::create_dir(&own).unwrap();
+    fs::write(own.join("file"), "own").unwrap();
+    fs::set_permissions(&own, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let sandbox = Sandbox {
+        read: vec![own.clone()],
+        write: Vec::new(),
+    };
+    let done = sandbox.run(LONG, || {
+        fs::read(own.join("file")).map_err(|e| e.to_string())
+    });
+    assert_eq!(done.unwrap(), b"own");
 }
 
 #[test]

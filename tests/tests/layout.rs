@@ -181,17 +181,11 @@ fn circles(imports: &Imports) -> Vec<String> {
 }
 
 /// Circles that are still there, with the reason: crate, folder, modules.
-const KNOWN: [(&str, &str, &[&str]); 3] = [
+const KNOWN: [(&str, &str, &[&str]); 2] = [
     // The messages have the types of GPU memory, and its files answer messages.
     ("cryopod-cuda", "", &["image", "protocol", "report", "vram"]),
     // A plan prepares, and what is prepared checks with the plan's own functions.
     ("cryopod-operations", "checkpoint", &["plan", "prepare"]),
-    // The privileges are read from the images that were checked, by the functions that the checks use.
-    (
-        "cryopod-operations",
-        "security",
-        &["image_check", "privileges"],
-    ),
 ];
 
 #[test]

@@ -1,9 +1,11 @@
 //! Reads the mounts of a checkpoint: `mountpoints-ID.img`, one for each mount namespace.
 
+use serde::{Deserialize, Serialize};
+
 use super::image_files::{ImageError, messages};
 use super::message::Message;
 
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
     /// The mount's number, and that of the mount that it is on.
     pub id: u32,

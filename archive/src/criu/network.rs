@@ -3,6 +3,8 @@
 //! `netns-ID.img` holds the settings of a namespace that CRIU makes, or the key of one that its caller hands to it.
 //! Without the file CRIU makes an empty one (`--empty-ns net`).
 
+use serde::{Deserialize, Serialize};
+
 use super::image_files::{ImageError, ImageFile, first_message};
 use crate::names::CRIU_INVENTORY;
 
@@ -10,14 +12,14 @@ use crate::names::CRIU_INVENTORY;
 pub const KEY: &str = "extRootNetNS";
 
 /// The network namespace of the first process.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Network {
     /// Its image, which need not exist.
     pub file: String,
     pub from: From,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum From {
     /// CRIU's caller hands it over.
     Outside,

@@ -3,8 +3,9 @@
 use std::fmt;
 
 use cryopod_cuda::preflight;
+use serde::{Deserialize, Serialize};
 
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
     /// The process, if it is about one: pid on the host and name.
     pub process: Option<(i32, String)>,

@@ -11,12 +11,15 @@ pub mod mountpoints;
 pub mod owners;
 pub mod store;
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
+use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use cryopod_archive::criu::mounts::Mount;
 use cryopod_archive::names;
 use cryopod_archive::store::Found;
 use cryopod_gpu_plan::remap::{Remap, Target};
@@ -26,7 +29,8 @@ use cryopod_host::sandbox::Sandbox;
 use crate::error::Error;
 use crate::request::argv::Invocation;
 use crate::run::operation::Operation;
-use crate::security::image_check::{CheckedImages, MAX_ENTRIES};
+use crate::security::decoder::DecodedImages;
+use crate::security::image_check::MAX_ENTRIES;
 
 const DIRECTORY: &str = "images";
 /// How long it may take to rewrite an archived `/dev`; one of 64 MiB takes a second.
@@ -60,10 +64,10 @@ pub struct ImageLinks<'a> {
 }
 
 /// Images that CRIU reads in place of the checkpoint's.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct RewrittenImages<'a> {
-    /// All small ones, checked and encoded anew. CRIU then sees of the others only what is known.
-    pub checked: Option<&'a CheckedImages>,
+    /// All small ones, if they are checked and encoded anew. CRIU then sees of the others only what is known.
+    pub decoded: &'a DecodedImages,
     /// That of the network namespace: name and content.
     pub network: Option<(String, Vec<u8>)>,
 }
@@ -84,7 +88,8 @@ pub fn overlay(
     written: &RewrittenImages<'_>,
 ) -> Result<Option<PathBuf>, Error> {
     let changed = changed(remap);
-    let is_unwritten = written.checked.is_none() && written.network.is_none();
+    let encoded = written.decoded.encoded.as_ref();
+    let is_unwritten = encoded.is_none() && written.network.is_none();
     if changed.is_empty() && links.is_empty() && is_unwritten {
         return Ok(None);
     }
@@ -94,7 +99,7 @@ pub fn overlay(
     )))?;
     let rewritten = match changed.is_empty() {
         true => Vec::new(),
-        false => rewritten(&images, remap, changed)?,
+        false => rewritten(written.decoded.mounts()?, remap, changed)?,
     };
     if rewritten.is_empty() && links.is_empty() && is_unwritten {
         return Ok(None);
@@ -113,32 +118,22 @@ pub fn overlay(
         directory.display()
     )))?;
     for (file, nodes) in &rewritten {
-        let sandbox = Sandbox {
-            read: vec![images.join(file)],
-            write: vec![directory.clone()],
-        };
-        let rewrite = || {
-            let done = devtar::rewrite(&images.join(file), &directory.join(file), nodes);
-            done.map(|()| Vec::new()).map_err(|e| e.to_string())
-        };
-        let done = sandbox.run(REWRITE_LIMIT, rewrite);
-        done.map_err(|e| Error::Failed(e.to_string()))?;
+        rewrite(op, &images.join(file), nodes, &directory.join(file))?;
     }
     let network = written
         .network
         .iter()
-        .map(|(name, content)| (name.as_str(), content.clone()));
-    let checked = written.checked.iter().flat_map(|c| c.written());
-    for (name, content) in checked.chain(network) {
+        .map(|(name, content)| (name, content));
+    let network: BTreeMap<&String, &Vec<u8>> = network.collect();
+    let checked = encoded.into_iter().flat_map(|e| &e.written);
+    let checked = checked.filter(|(name, _)| !network.contains_key(name));
+    for (name, content) in checked.chain(network.iter().map(|(n, c)| (*n, *c))) {
         let path = directory.join(name);
         let what = format!("{}: cannot be written", path.display());
-        fs::write(path, content).map_err(Error::io(what))?;
+        let mut file = File::create_new(&path).map_err(Error::io(what.clone()))?;
+        file.write_all(content).map_err(Error::io(what))?;
     }
-    let shows = |name: &OsStr| {
-        written
-            .checked
-            .is_none_or(|c| name.to_str().is_some_and(|n| c.shows(n)))
-    };
+    let shows = |name: &OsStr| encoded.is_none_or(|e| name.to_str().is_some_and(|n| e.shows(n)));
     link_rest(&images, &directory, &shows)?;
     if let Some(stored) = links.stored {
         link_stored(stored, &directory)?;
@@ -150,6 +145,34 @@ pub fn overlay(
         link_rest(&unpacked, &directory, &|_| true)?;
     }
     Ok(Some(directory))
+}
+
+/// Rewrites an archive of `/dev` in a confined child, in a directory of its own.
+fn rewrite(op: &Operation, from: &Path, nodes: &[devtar::Node], to: &Path) -> Result<(), Error> {
+    let directory = op.file("dev");
+    let failed = || format!("{}: cannot be written", to.display());
+    fs::create_dir(&directory).map_err(Error::io(failed()))?;
+    let directory = directory.canonicalize().map_err(Error::io(failed()))?;
+    let archive = directory.join("archive");
+    let sandbox = Sandbox {
+        read: vec![from.to_owned()],
+        write: vec![directory.clone()],
+    };
+    let rewrite = || {
+        let done = devtar::rewrite(from, &archive, nodes);
+        done.map(|()| Vec::new()).map_err(|e| e.to_string())
+    };
+    let done = sandbox.run(REWRITE_LIMIT, rewrite);
+    done.map_err(|e| Error::Failed(e.to_string()))?;
+    // The child may have left a link.
+    if !archive
+        .symlink_metadata()
+        .is_ok_and(|m| m.is_file() && m.nlink() == 1)
+    {
+        return Err(Error::Failed(failed()));
+    }
+    fs::rename(&archive, to).map_err(Error::io(failed()))?;
+    fs::remove_dir_all(&directory).map_err(Error::io(failed()))
 }
 
 /// Links the files of a store's entry that the overlay does not have yet.
@@ -170,14 +193,13 @@ fn link_stored(stored: &Found, directory: &Path) -> Result<(), Error> {
 
 /// Returns the archives of `/dev` that have to change, and their new nodes.
 fn rewritten(
-    images: &Path,
+    mounts: &[Mount],
     remap: &Remap,
     changed: Vec<&Target>,
 ) -> Result<Vec<(String, Vec<devtar::Node>)>, Error> {
-    let mounts = mountpoints::read(images)?;
     let mut rewritten: Vec<(String, Vec<devtar::Node>)> = Vec::new();
     for target in changed {
-        let mount = mountpoints::covering(&mounts, &target.path);
+        let mount = mountpoints::covering(mounts, &target.path);
         let Some(mount) = mount.filter(|m| mountpoints::is_archived(m)) else {
             let bound = remap
                 .recorded(&target.from)

@@ -108,7 +108,10 @@ fn restore(
         NewContainer::reseed();
     }
     // The next copy needs what CRIU removes.
-    let links = new.map(|_| LinkRemaps::of(&request)).transpose()?;
+    let links = match new {
+        Some(_) => Some(LinkRemaps::of(&request, prepared.decoded.links()?)),
+        None => None,
+    };
     let changed = bundle::change(&request, &on_disk, edits, &prepared, &op)?;
     prepared.ensure_no_links(&request)?;
     let amd = plugins::uses(&checkpoint.metadata, Vendor::Amd);

@@ -2,37 +2,9 @@
 //!
 //! CRIU archives a tmpfs as `tmpfs-dev-DEVICE.tar.gz.img`, and lists the mounts in `mountpoints-ID.img`.
 
-use std::fs;
 use std::path::Path;
 
-use cryopod_archive::criu::ImageError;
-use cryopod_archive::criu::mounts::{self, Mount, fs_type};
-use cryopod_host::files::read_bounded;
-
-use crate::error::Error;
-
-const MAX_BYTES: u64 = 16 << 20;
-
-/// Reads all mounts of a checkpoint.
-pub fn read(images: &Path) -> Result<Vec<Mount>, Error> {
-    let unread = |path: &Path| {
-        let path = path.display();
-        Error::io(format!("{path}: cannot read the checkpoint's mounts"))
-    };
-    let mut mounts = Vec::new();
-    for entry in fs::read_dir(images).map_err(unread(images))? {
-        let entry = entry.map_err(unread(images))?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with("mountpoints-") && name.ends_with(".img") {
-            let path = entry.path();
-            let content = read_bounded(&path, MAX_BYTES).map_err(unread(&path))?;
-            let failed = |e: ImageError| Error::Failed(e.to_string());
-            mounts.extend(mounts::read(&name, &content).map_err(failed)?);
-        }
-    }
-    Ok(mounts)
-}
+use cryopod_archive::criu::mounts::{Mount, fs_type};
 
 /// Returns the mount that contains a path of the container: the longest match, and the last of those.
 pub fn covering<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
@@ -51,6 +23,7 @@ pub fn is_archived(mount: &Mount) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_archive::criu::mounts;
     use proptest::prelude::*;
 
     /// An entry encoded independently: tags as CRIU's compiler writes them.
@@ -94,12 +67,8 @@ mod tests {
         assert_eq!(over("/dev/shm/x"), (65, true, false));
         assert_eq!(over("/dev/kfd"), (53, false, true));
         assert_eq!(over("/device"), (60, false, false));
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("mountpoints-13.img"), &text).unwrap();
-        fs::write(dir.path().join("inventory.img"), "x").unwrap();
-        assert_eq!(read(dir.path()).unwrap(), mounts);
-        fs::write(dir.path().join("mountpoints-14.img"), &text[..20]).unwrap();
-        let e = read(dir.path()).unwrap_err().to_string();
+        let e = mounts::read("mountpoints-14.img", &text[..20]);
+        let e = e.unwrap_err().to_string();
         assert!(
             e.contains("mountpoints-14.img") && e.contains("ends in the middle"),
             "{e}"

@@ -4,24 +4,20 @@
 //! (`remove_link_remap`, files-reg.c). In a volume that is the only one: the next copy of the checkpoint would not find
 //! the file (`Can't link ... link_remap.N`). So a copy puts it back.
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-use cryopod_archive::criu::open_files;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag};
 use nix::unistd::linkat;
 
 use crate::preflight::surroundings::opened_in;
 use crate::request::Request;
-use crate::security::privileges::{self, PrivilegesError};
 
 /// Start of the names that CRIU gives.
 const NAME: &str = "link_remap.";
-const IMAGES: [&str; 2] = ["files.img", "remap-fpath.img"];
 
 /// A link in a volume: the directory, the name, the file.
 type LinkRemap = (OwnedFd, OsString, OwnedFd);
@@ -31,17 +27,10 @@ type LinkRemap = (OwnedFd, OsString, OwnedFd);
 pub struct LinkRemaps(Vec<LinkRemap>);
 
 impl LinkRemaps {
-    /// Opens the files behind the links that the images name in the spec's volumes.
-    pub fn of(request: &Request<'_>) -> Result<Self, PrivilegesError> {
-        let mut images = BTreeMap::new();
-        for name in IMAGES {
-            if let Some(content) = privileges::open(&request.images, name)? {
-                images.insert(name.to_owned(), content);
-            }
-        }
-        let links = open_files::links(&images)?;
+    /// Opens the files behind those of the images' links that are in the spec's volumes.
+    pub fn of(request: &Request<'_>, links: &[String]) -> Self {
         let found = links.iter().filter_map(|path| open(request, path));
-        Ok(Self(found.collect()))
+        Self(found.collect())
     }
 
     /// Makes the links that CRIU has removed.

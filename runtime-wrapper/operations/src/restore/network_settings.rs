@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 use crate::run::operation::Operation;
-use crate::security::privileges;
+use crate::security::host_facts::of_host;
 
 /// File in an operation's directory that asks the hook for this.
 const FILE: &str = "network.json";
@@ -44,7 +44,7 @@ impl NetworkSettings {
         let namespaces = spec.json().pointer("/linux/namespaces");
         let mut namespaces = namespaces.and_then(Value::as_array).into_iter().flatten();
         let network = namespaces.find(|n| n["type"] == "network");
-        if network.is_none_or(|n| privileges::of_host(host, n)) {
+        if network.is_none_or(|n| of_host(host, n)) {
             return Self::default();
         }
         let sysctls = spec.json().pointer("/linux/sysctl");

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use cryopod_amd::image::Images;
 use cryopod_gpu_plan::plan::PlanError;
@@ -15,6 +16,7 @@ use crate::criu::compressed;
 use crate::criu::no_criu;
 use crate::criu::plugins;
 use crate::error::Error;
+use crate::images;
 use crate::preflight::gpus::GpuPlacement;
 use crate::preflight::surroundings::{self, Provision};
 use crate::preflight::{self, RestoreQuestion, RestoreTools};
@@ -23,7 +25,8 @@ use crate::restore::new_container::mounts::NewMounts;
 use crate::restore::new_container::network::NewNetwork;
 use crate::restore::volume_files;
 use crate::run::operation::Operation;
-use crate::security::image_check::{self, CheckedImages, Subject};
+use crate::security::decoder::{self, DecodedImages, Question};
+use crate::security::host_facts::HostFacts;
 use crate::security::lsm;
 use crate::security::privileges;
 use crate::vram::agent::Agent;
@@ -44,8 +47,10 @@ pub(super) struct RestorePlan {
     /// Of a container that is created from the checkpoint.
     pub new_mounts: Option<NewMounts>,
     pub new_network: Option<NewNetwork>,
-    /// What CRIU reads in place of the checkpoint's images; `None`: the images themselves.
-    pub checked: Option<CheckedImages>,
+    pub decoded: DecodedImages,
+    /// The size of the checkpoint, and how long its restore may take.
+    pub bytes: u64,
+    pub limit: Duration,
 }
 
 /// `null`, `zero`, `full`, `random`, `urandom`, `tty` and `ptmx`.
@@ -58,6 +63,7 @@ pub(super) fn plan(
     op: &Operation,
     new: bool,
 ) -> Result<RestorePlan, Error> {
+    let bytes = bytes(request, checkpoint);
     let (config, metadata) = (request.config(), &checkpoint.metadata);
     let criu = criu::find(&request.tools, request.tool_limit());
     let (means, answer, chosen) = gpus(request, checkpoint, criu.as_ref(), op)?;
@@ -68,35 +74,31 @@ pub(super) fn plan(
         tracing::warn!("{warning}");
     }
     let mut provision = surroundings::restore(request, metadata, &chosen, op)?;
-    let given = privileges::Given {
-        host: &request.host,
-        spec: &request.spec,
-        read_only: &provision.read_only,
-        relabelled: provision.relabels(request),
-        limited: new,
-    };
-    let devices = devices(request, &chosen);
-    let subject = Subject {
-        host: &request.host,
-        spec: &request.spec,
-        devices: &devices,
-    };
-    let (mut checked, mut beyond) = image_check::check(config, &request.images, subject)?;
-    if let Some(checked) = &mut checked {
-        beyond.extend(volume_files::settle(checked, request));
-    }
-    let images = privileges::Images {
+    let limit = request.config().limits.restore(bytes);
+    let mut decoded = decoder::decode(Question {
+        config,
         directory: &request.images,
-        checked: checked.as_ref(),
-    };
-    match privileges::settle(config, images, given) {
-        // What could not be decoded is among the refusals.
-        Err(_) if !beyond.is_empty() => {}
-        compared => beyond.extend(compared?),
+        devices: &devices(request, &chosen),
+        given: privileges::Given {
+            facts: &HostFacts::of(&request.host, &request.spec),
+            spec: &request.spec,
+            read_only: &provision.read_only,
+            relabelled: provision.relabels(request),
+            limited: new,
+        },
+        limit,
+    })?;
+    let mut beyond = std::mem::take(&mut decoded.refusals);
+    let criu = criu.ok_or_else(no_criu)?;
+    beyond.extend(compressed::refusal(decoded.is_compressed, &criu));
+    if let Some(encoded) = &mut decoded.encoded {
+        let volumes = volume_files::compare(&encoded.files, request);
+        encoded.set_sizes(&volumes.sizes, limit)?;
+        beyond.extend(volumes.refused);
     }
     let (mut new_mounts, mut new_network) = (None, None);
     if new {
-        let (mounts, refusals) = NewMounts::of(request, &provision.named, op)?;
+        let (mounts, refusals) = NewMounts::of(request, decoded.mounts()?, &provision.named, op)?;
         provision.extra.lines.extend(mounts.lines());
         provision
             .extra
@@ -105,7 +107,7 @@ pub(super) fn plan(
         beyond.extend(refusals);
         new_mounts = Some(mounts);
         let low = request.low();
-        match NewNetwork::of(images, &request.host, &request.spec, low)? {
+        match NewNetwork::of(decoded.network()?, &request.host, &request.spec, low) {
             Ok(network) => {
                 let line = network.line.map(str::to_owned);
                 provision.extra.lines.extend(line);
@@ -124,11 +126,13 @@ pub(super) fn plan(
         plugins: means.plugins,
         agent: means.agent,
         env: answer.env,
-        criu: criu.ok_or_else(no_criu)?,
+        criu,
         low_version,
         new_mounts,
         new_network,
-        checked,
+        decoded,
+        limit,
+        bytes,
     })
 }
 
@@ -162,9 +166,7 @@ fn gpus(
         true => Images::collect(&request.images).map_err(|e| Error::Failed(e.to_string()))?,
         false => Images::default(),
     };
-    let mut means = RestoreTools::gather(config, host, &request.tools, criu, metadata, Some(op));
-    let unreadable = compressed::refusal(&request.images, criu);
-    means.faults.extend(unreadable);
+    let means = RestoreTools::gather(config, host, &request.tools, criu, metadata, Some(op));
     let mut answer = preflight::answer(&RestoreQuestion {
         host,
         config,
@@ -179,4 +181,15 @@ fn gpus(
     })?;
     let chosen = answer.settled()?;
     Ok((means, answer, chosen))
+}
+
+/// Returns the size of the checkpoint, wherever its files are.
+fn bytes(request: &Request<'_>, checkpoint: &OpenedCheckpoint) -> u64 {
+    let stored = checkpoint.stored.as_ref();
+    let stored = stored.map_or(0, |found| found.reference.bytes());
+    let vram = checkpoint.metadata.gpu.vram.as_ref();
+    let in_archive = vram.filter(|_| checkpoint.handed.places.is_some());
+    images::directory_bytes(&request.images)
+        .saturating_add(stored)
+        .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
 }

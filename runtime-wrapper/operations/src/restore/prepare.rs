@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use cryopod_amd::pages::{self, Unpacked};
 use cryopod_gpu_plan::plan::PlanError;
+use cryopod_gpu_plan::refusal::Refusal;
 
 use super::arguments;
 use super::open::OpenedCheckpoint;
@@ -23,7 +24,8 @@ use crate::restore::private_root;
 use crate::restore::searchable::{self, Searchable};
 use crate::run::operation::Operation;
 use crate::run::runtime_log::RuntimeLog;
-use crate::security::image_check::CheckedImages;
+use crate::security::container_links;
+use crate::security::decoder::{self, DecodedImages};
 use crate::vram;
 
 pub(super) struct RestorePreparation {
@@ -34,7 +36,7 @@ pub(super) struct RestorePreparation {
     pub amd_visible: Option<Vec<u32>>,
     pub provision: Provision,
     pub new_mounts: Option<NewMounts>,
-    pub checked: Option<CheckedImages>,
+    pub decoded: DecodedImages,
     /// The size of the checkpoint.
     pub bytes: u64,
     /// The image directory, passable for a container in a user namespace.
@@ -60,10 +62,10 @@ pub(super) fn prepare(
         low_version,
         new_mounts,
         new_network,
-        checked,
+        decoded,
+        bytes,
+        limit,
     } = planned;
-    let bytes = bytes(request, checkpoint);
-    let limit = request.config().limits.restore(bytes);
     provision.extra.limit_s = limit.as_secs();
     // runc leaves it down.
     let loopback = new_network.as_ref().map(|n| n.loopback);
@@ -92,7 +94,7 @@ pub(super) fn prepare(
         &chosen.remap,
         links,
         &RewrittenImages {
-            checked: checked.as_ref(),
+            decoded: &decoded,
             network: written,
         },
     )?;
@@ -122,7 +124,7 @@ pub(super) fn prepare(
         amd_visible,
         provision,
         new_mounts,
-        checked,
+        decoded,
         bytes,
         _searchable: searchable(request)?,
         _unpacked: unpacked,
@@ -132,26 +134,23 @@ pub(super) fn prepare(
 impl RestorePreparation {
     /// Checks the container's files, as CRIU will find them, for links that lead CRIU out of the container.
     pub fn ensure_no_links(&self, request: &Request<'_>) -> Result<(), Error> {
-        let Some(checked) = &self.checked else {
+        let Some(encoded) = &self.decoded.encoded else {
             return Ok(());
         };
-        let found = checked.links(&request.spec, &request.mounts, &request.bundle)?;
+        let (spec, mounts) = (&request.spec, self.decoded.mounts()?);
+        let found = container_links::links(
+            mounts,
+            &encoded.made,
+            spec,
+            &request.mounts,
+            &request.bundle,
+        );
+        let found: Vec<Refusal> = found.into_iter().map(decoder::refusal).collect();
         match found.is_empty() {
             true => Ok(()),
             false => Err(PlanError::RestoreRefused(found).into()),
         }
     }
-}
-
-/// Returns the size of the checkpoint, wherever its files are.
-fn bytes(request: &Request<'_>, checkpoint: &OpenedCheckpoint) -> u64 {
-    let stored = checkpoint.stored.as_ref();
-    let stored = stored.map_or(0, |found| found.reference.bytes());
-    let vram = checkpoint.metadata.gpu.vram.as_ref();
-    let in_archive = vram.filter(|_| checkpoint.handed.places.is_some());
-    images::directory_bytes(&request.images)
-        .saturating_add(stored)
-        .saturating_add(in_archive.map_or(0, |facts| facts.stored_bytes))
 }
 
 /// Lets the processes of a container in a user namespace pass the directories that CRIU opens as them.

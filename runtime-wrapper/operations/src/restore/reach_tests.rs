@@ -32,6 +32,7 @@ use crate::criu::opts::CriuOptions;
 use crate::preflight::gpus::{self, GpuConstraints};
 use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
+use crate::security::host_facts::HostFacts;
 use crate::security::privileges;
 
 /// The host's nodes: path, number, and kind of GPU node; empty: none.
@@ -564,7 +565,8 @@ proptest! {
         }
 
         // Images.
-        let compared = privileges::Given { host, spec: &engine, read_only: &[], relabelled: false, limited: false };
+        let facts = &HostFacts::of(host, &engine);
+        let compared = privileges::Given { facts, spec: &engine, read_only: &[], relabelled: false, limited: false };
         if privileges::beyond(&images, compared).is_empty() {
             let thread = &images.threads[0];
             let of = &thread.credentials;

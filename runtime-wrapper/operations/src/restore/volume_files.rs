@@ -6,13 +6,12 @@
 //! written anywhere, may be half of a database whose other half is in the memory: that is refused, also where only the
 //! content of a mapping has changed, which CRIU does not notice.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::criu::message::Message;
 use cryopod_archive::names;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{Switches, VOLUMES};
@@ -23,12 +22,7 @@ use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGI
 use crate::preflight::surroundings::opened_in;
 use crate::request::Request;
 use crate::rootfs;
-use crate::security::image_check::CheckedImages;
-
-const FILES: &str = "files.img";
-/// `VMA_FILE_PRIVATE` and `VMA_FILE_SHARED` (CRIU's `image.h`). The number of the file is then in `shmid`.
-const OF_FILE: u32 = 1 << 6 | 1 << 7;
-const SHARED: u32 = 1 << 7;
+use crate::security::image_check::opened::OpenedFile;
 
 /// File systems that may set a file's time when the process that wrote to it is gone.
 const FLUSHED_LATER: [FsType; 5] = [
@@ -39,34 +33,25 @@ const FLUSHED_LATER: [FsType; 5] = [
     FsType(0x00c3_6400), // Ceph
 ];
 
-/// A file of a volume that CRIU is to open.
-struct Opened {
-    id: u64,
-    path: PathBuf,
-    saved: u64,
-    position: u64,
-    flags: OFlag,
+/// What volumes have now.
+#[derive(Debug, Default)]
+pub struct VolumeFiles {
+    /// Files that have grown without harm, by CRIU's number, and the size that CRIU is to accept.
+    pub sizes: BTreeMap<u64, u64>,
+    /// Those that CRIU must not restore; none with the check [`VOLUMES`] off.
+    pub refused: Vec<Refusal>,
 }
 
-/// How processes have a file mapped.
-#[derive(Default)]
-struct Mapped {
-    all: BTreeSet<u64>,
-    written: BTreeSet<u64>,
-}
-
-/// Has CRIU accept files that have grown without harm. Returns those that it must not restore; none with the check
-/// [`VOLUMES`] off.
-pub fn settle(images: &mut CheckedImages, request: &Request<'_>) -> Vec<Refusal> {
+/// Compares the files of the images with those of the spec's volumes.
+pub fn compare(files: &[OpenedFile], request: &Request<'_>) -> VolumeFiles {
     let (mounts, bundle) = (&request.mounts, &request.bundle);
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     // A wrong annotation is refused elsewhere.
     let check = switches.is_ok_and(|s| s.on(VOLUMES));
     let dumped = request.images.join(names::CRIU_INVENTORY).metadata();
     let dumped = dumped.map_or(i64::MAX, |m| m.mtime());
-    let mapped = mapped(images);
     let (mut sizes, mut refused) = (BTreeMap::new(), BTreeMap::new());
-    for file in images.messages(FILES).iter().filter_map(opened) {
+    for file in files {
         let Some((host_path, found)) = found(mounts, bundle, &file.path) else {
             continue;
         };
@@ -75,90 +60,52 @@ pub fn settle(images: &mut CheckedImages, request: &Request<'_>) -> Vec<Refusal>
             continue;
         };
         let (now, path) = (found.len(), file.path.display());
-        let rewritten = mapped.written.contains(&file.id) && found.mtime() > dumped && !network;
+        let rewritten = file.is_written && found.mtime() > dumped && !network;
         if !found.is_file() || now == file.saved && !rewritten {
             continue;
         }
-        let grows = now > file.saved && !mapped.all.contains(&file.id) && file.bears_growth();
+        let grows = now > file.saved && !file.is_mapped && bears_growth(file);
         if grows || !check {
             tracing::warn!("{path}: {now} bytes, and {} at the checkpoint", file.saved);
             sizes.insert(file.id, now);
         } else {
-            refused.insert(file.path.clone(), file.refusal(&host_path, now));
+            refused.insert(file.path.clone(), refusal(file, &host_path, now));
         }
     }
-    for message in images.messages_mut(FILES) {
-        if let Some(regular) = message.message_mut("reg")
-            && let Some(now) = regular.number("id").and_then(|id| sizes.get(&id))
-        {
-            regular.set_number("size", *now);
-        }
-    }
-    refused.into_values().collect()
-}
-
-impl Opened {
-    /// True if its process cannot tell that somebody has written behind the end.
-    fn bears_growth(&self) -> bool {
-        self.flags & OFlag::O_ACCMODE == OFlag::O_RDONLY
-            || self.flags.contains(OFlag::O_APPEND)
-            || self.position == self.saved
-    }
-
-    fn refusal(&self, host_path: &Path, now: u64) -> Refusal {
-        let (path, saved, host) = (self.path.display(), self.saved, host_path.display());
-        let (what, cut) = match now == saved {
-            true => (
-                "has been written since the checkpoint".into(),
-                String::new(),
-            ),
-            false => (
-                format!("has {now} bytes, and {saved} at the checkpoint"),
-                format!(" (a longer file: truncate -s {saved} {host})"),
-            ),
-        };
-        Refusal {
-            process: None,
-            what: format!(
-                "{path} ({host}) {what}, and a process has it mapped or open for writing"
-            ),
-            remedy: format!(
-                "put it back as it was{cut}, or, if the program takes it as it is, {}",
-                Switches::how(VOLUMES)
-            ),
-        }
+    VolumeFiles {
+        sizes,
+        refused: refused.into_values().collect(),
     }
 }
 
-fn opened(file: &Message) -> Option<Opened> {
-    let file = file.message("reg")?;
-    let flags = file.u32("flags").unwrap_or(0);
-    Some(Opened {
-        id: file.number("id")?,
-        path: Path::new("/").join(file.text("name")?),
-        saved: file.number("size")?,
-        position: file.number("pos").unwrap_or(0),
-        flags: OFlag::from_bits_retain(flags.cast_signed()),
-    })
+/// True if its process cannot tell that somebody has written behind the end.
+fn bears_growth(file: &OpenedFile) -> bool {
+    let flags = OFlag::from_bits_retain(file.flags);
+    flags & OFlag::O_ACCMODE == OFlag::O_RDONLY
+        || flags.contains(OFlag::O_APPEND)
+        || file.position == file.saved
 }
 
-fn mapped(images: &CheckedImages) -> Mapped {
-    let mut found = Mapped::default();
-    for memory in images.numbered("mm-").flat_map(|(_, m)| m) {
-        found.all.extend(memory.number("exe_file_id"));
-        for area in memory.messages("vmas") {
-            let number = |field| area.u32(field).unwrap_or(0);
-            let (status, id) = (number("status"), area.number("shmid").unwrap_or(0));
-            if status & OF_FILE == 0 {
-                continue;
-            }
-            found.all.insert(id);
-            if status & SHARED != 0 && number("prot").cast_signed() & libc::PROT_WRITE != 0 {
-                found.written.insert(id);
-            }
-        }
+fn refusal(file: &OpenedFile, host_path: &Path, now: u64) -> Refusal {
+    let (path, saved, host) = (file.path.display(), file.saved, host_path.display());
+    let (what, cut) = match now == saved {
+        true => (
+            "has been written since the checkpoint".into(),
+            String::new(),
+        ),
+        false => (
+            format!("has {now} bytes, and {saved} at the checkpoint"),
+            format!(" (a longer file: truncate -s {saved} {host})"),
+        ),
+    };
+    Refusal {
+        process: None,
+        what: format!("{path} ({host}) {what}, and a process has it mapped or open for writing"),
+        remedy: format!(
+            "put it back as it was{cut}, or, if the program takes it as it is, {}",
+            Switches::how(VOLUMES)
+        ),
     }
-    found
 }
 
 /// Opens a file of the container on the host, if it is in one of the spec's bind mounts.

@@ -10,45 +10,43 @@
 //!
 //! Data is shown to CRIU as it is: memory pages, archives of a tmpfs, files.
 //!
-//! The administrator can turn this off (`images = false` under `[checks]`); CRIU then reads the directory as it is.
+//! All of it runs in [`super::decoder`]'s child: it logs nothing, and sees of the host what it is given.
 
 mod cgroups;
 mod closed;
 mod files;
 mod limits;
 mod members;
-mod mounts;
-mod namespaces;
+pub mod mounts;
+pub mod namespaces;
 mod network;
+pub mod opened;
 mod seccomp;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use cryopod_archive::criu::ImageError;
 use cryopod_archive::criu::image_files::{self, Content, ImageFile};
 use cryopod_archive::criu::message::Message;
 use cryopod_archive::names;
-use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::destinations::Destinations;
-use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
 use self::members::Members;
+use self::namespaces::NamespaceValues;
 use super::ceiling::CredentialsCeiling;
+use super::host_facts::HostFacts;
 use super::privileges::{self, PrivilegesError};
-use crate::config::{Config, IMAGES_CHECK};
 
 /// The most entries of an image directory; CRIU makes a few for each process.
 pub const MAX_ENTRIES: usize = 1 << 20;
-/// At most so many refusals are reported.
-const MAX_TOLD: usize = 20;
 
 /// What the images are compared with.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
-    pub host: &'a Host,
+    pub facts: &'a HostFacts,
+    pub values: &'a NamespaceValues,
     pub spec: &'a Spec,
     /// Device nodes that the container may have.
     pub devices: &'a [(u32, u32)],
@@ -65,16 +63,11 @@ pub struct CheckedImages {
     faults: Vec<String>,
 }
 
-/// Reads and checks the images. `None`: the check is off, and CRIU reads them as they are.
+/// Reads and checks the images. Returns what is wrong with them, too.
 pub fn check(
-    config: &Config,
     directory: &Path,
     subject: Subject<'_>,
-) -> Result<(Option<CheckedImages>, Vec<Refusal>), PrivilegesError> {
-    if !config.checks.get(IMAGES_CHECK).copied().unwrap_or(true) {
-        tracing::warn!("the check {IMAGES_CHECK} is off: CRIU reads the images as they are");
-        return Ok((None, Vec::new()));
-    }
+) -> Result<(CheckedImages, Vec<String>), PrivilegesError> {
     let mut images = CheckedImages::read(directory)?;
     let ceiling = CredentialsCeiling::of(subject.spec);
     let mut told = std::mem::take(&mut images.faults);
@@ -86,20 +79,7 @@ pub fn check(
     told.extend(namespaces::settle(&mut images, subject));
     told.extend(seccomp::settle(&mut images, subject.spec));
     told.extend(limits::settle(&mut images, subject, &ceiling));
-    Ok((Some(images), refusals(told)))
-}
-
-fn refusals(mut told: Vec<String>) -> Vec<Refusal> {
-    told.truncate(MAX_TOLD);
-    let refusal = |what: String| Refusal {
-        process: None,
-        what,
-        remedy: format!(
-            "make the checkpoint anew; if you trust this one, set `{IMAGES_CHECK} = false` under [checks] in {}",
-            crate::config::PATH
-        ),
-    };
-    told.into_iter().map(refusal).collect()
+    Ok((images, told))
 }
 
 impl CheckedImages {
@@ -118,11 +98,9 @@ impl CheckedImages {
             let Ok(name) = entry.file_name().into_string() else {
                 continue; // neither CRIU nor cryopod has such a file
             };
-            if members.lack(&name) {
-                tracing::debug!("{name}: of an earlier checkpoint, not shown to CRIU");
-                continue;
+            if !members.lack(&name) {
+                found.add(directory, name)?;
             }
-            found.add(directory, name)?;
         }
         parents(directory, &members, &mut found.faults)?;
         Ok(found)
@@ -168,7 +146,7 @@ impl CheckedImages {
             None if name.ends_with(".img") => self
                 .faults
                 .push(format!("{name}: an image that is not known; a newer CRIU?")),
-            None => tracing::debug!("{name}: not shown to CRIU"),
+            None => {}
         }
         Ok(())
     }
@@ -210,15 +188,10 @@ impl CheckedImages {
         self.with_data.contains_key(name) || self.others.iter().any(|n| n == name)
     }
 
-    /// Returns the symbolic links of the container's that would lead CRIU out of it ([`mounts::links`]).
-    pub fn links(
-        &self,
-        spec: &Spec,
-        destinations: &Destinations,
-        bundle: &Path,
-    ) -> Result<Vec<Refusal>, PrivilegesError> {
-        let told = mounts::links(self, spec, destinations, bundle)?;
-        Ok(refusals(told))
+    /// Returns the names of such files.
+    pub fn shown(&self) -> impl Iterator<Item = &str> {
+        let with_data = self.with_data.keys();
+        with_data.chain(&self.others).map(String::as_str)
     }
 
     /// Returns the images as they are to be written, with their names.
@@ -335,10 +308,4 @@ fn parents(
 fn is_clean(path: &str) -> bool {
     let names = path.strip_prefix('/').map(|p| p.split('/'));
     path == "/" || names.is_some_and(|mut n| n.all(|n| !matches!(n, "" | "." | "..")))
-}
-
-/// Where a container's file lies on the host, if its mount is the root's.
-fn in_root(spec: &Spec, bundle: &Path) -> PathBuf {
-    let root = spec.json().pointer("/root/path").and_then(|p| p.as_str());
-    bundle.join(root.unwrap_or("rootfs"))
 }

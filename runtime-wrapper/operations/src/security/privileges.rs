@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::{self, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
@@ -17,12 +17,12 @@ use cryopod_archive::criu::privileges::{
 };
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
-use cryopod_host::mountinfo;
+use cryopod_host::sandbox::SandboxError;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
 use super::ceiling::CredentialsCeiling;
-use super::image_check::CheckedImages;
+use super::host_facts::{HostFacts, READ_ONLY};
 use super::mount_limits::limits;
 use crate::config::{Config, PRIVILEGES_CHECK};
 
@@ -31,7 +31,6 @@ const MAX_DATA: u64 = 4 << 30;
 /// At most so many refusals are reported.
 const MAX_TOLD: usize = 20;
 
-const READ_ONLY: u32 = 1;
 /// Paths that specs mask or make read-only and every kernel has; without the mount over them a container reaches the
 /// host. Others differ between kernels, and a checkpoint of another host may lack them.
 const GUARDED: [&str; 6] = [
@@ -52,11 +51,13 @@ pub enum PrivilegesError {
     /// An image is damaged, or says too little.
     #[error(transparent)]
     Image(#[from] ImageError),
+    #[error(transparent)]
+    Decoder(#[from] SandboxError),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Given<'a> {
-    pub host: &'a Host,
+    pub facts: &'a HostFacts,
     pub spec: &'a Spec,
     /// Mount points of the host's own files that no spec names: read-only whatever the images say.
     pub read_only: &'a [String],
@@ -66,47 +67,29 @@ pub struct Given<'a> {
     pub limited: bool,
 }
 
-/// CRIU's images: a directory, and what CRIU will read in place of its small files.
-#[derive(Debug, Clone, Copy)]
-pub struct Images<'a> {
-    pub directory: &'a Path,
-    pub checked: Option<&'a CheckedImages>,
-}
-
-impl Images<'_> {
-    /// Returns the content of a small image as CRIU will read it; `None` if there is no such file.
-    pub fn open(&self, name: &str) -> Result<Option<Vec<u8>>, PrivilegesError> {
-        match self.checked {
-            Some(checked) => Ok(checked.content(name)),
-            None => open(self.directory, name),
-        }
-    }
-}
-
-pub fn check(images: Images<'_>, given: Given<'_>) -> Result<Vec<Refusal>, PrivilegesError> {
-    let found = privileges::read(|name| images.open(name))?;
-    Ok(beyond(&found, given))
-}
-
-/// Returns the refusals: none if nothing goes beyond the spec, or the check is off.
-pub fn settle(
+/// Returns the refusals, none if nothing goes beyond the spec, or the check is off; and warnings. `open` returns the
+/// content of an image as CRIU will read it, or `None` if there is no such file.
+pub fn compare(
     config: &Config,
-    images: Images<'_>,
+    open: impl FnMut(&str) -> Result<Option<Vec<u8>>, PrivilegesError>,
     given: Given<'_>,
-) -> Result<Vec<Refusal>, PrivilegesError> {
+) -> Result<(Vec<Refusal>, Vec<String>), PrivilegesError> {
     let on = config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true);
-    match check(images, given) {
-        found if on => found,
+    let off = |what: String| format!("the check {PRIVILEGES_CHECK} is off: {what}");
+    match privileges::read(open) {
         Ok(found) => {
-            for refusal in found {
-                tracing::warn!("the check {PRIVILEGES_CHECK} is off: {}", refusal.what);
+            let open = left_open(&found, given).into_iter();
+            let mut warnings: Vec<String> = open
+                .map(|path| format!("the images leave {path} open, which the spec closes and the checkpoint's host may not have had"))
+                .collect();
+            let mut refusals = beyond(&found, given);
+            if !on {
+                warnings.extend(refusals.drain(..).map(|r| off(r.what)));
             }
-            Ok(Vec::new())
+            Ok((refusals, warnings))
         }
-        Err(e) => {
-            tracing::warn!("the check {PRIVILEGES_CHECK} is off: {e}");
-            Ok(Vec::new())
-        }
+        Err(e) if on => Err(e),
+        Err(e) => Ok((Vec::new(), vec![off(e.to_string())])),
     }
 }
 
@@ -116,8 +99,9 @@ pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<R
     if !config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true) || !spec.json().is_object() {
         return Vec::new();
     }
+    let facts = HostFacts::of(host, spec);
     let bounds = Bounds::of(Given {
-        host,
+        facts: &facts,
         spec,
         read_only: &[],
         relabelled: false,
@@ -246,6 +230,19 @@ fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, P
     })
 }
 
+/// Returns the paths that the spec closes and the images leave open, and that no restore is refused for.
+pub fn left_open(found: &Privileges, given: Given<'_>) -> BTreeSet<String> {
+    let bounds = Bounds::of(given);
+    if bounds.credentials.has("SYS_ADMIN") {
+        return BTreeSet::new();
+    }
+    let namespaces = found.mounts.chunk_by(|a, b| a.namespace == b.namespace);
+    let open = namespaces.flat_map(|mounts| bounds.left_open(mounts));
+    open.filter(|p| !GUARDED.contains(p))
+        .map(str::to_owned)
+        .collect()
+}
+
 pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     let mount = NAMESPACES.iter().position(|n| *n == "mount").unwrap_or(0);
     let seen: BTreeSet<u32> = found.namespaces.iter().map(|n| n.ids[mount]).collect();
@@ -291,9 +288,9 @@ impl<'a> Bounds<'a> {
         let text = |pointer: &str| json.pointer(pointer).and_then(Value::as_str);
         let label = text("/process/apparmorProfile")
             .filter(|l| !l.is_empty() && *l != "unconfined")
-            .filter(|_| given.host.path("/sys/kernel/security/apparmor").is_dir());
-        let context = text("/process/selinuxLabel")
-            .filter(|l| !l.is_empty() && given.host.path("/sys/fs/selinux").is_dir());
+            .filter(|_| given.facts.apparmor);
+        let context =
+            text("/process/selinuxLabel").filter(|l| !l.is_empty() && given.facts.selinux);
         let seccomp = json.pointer("/linux/seccomp");
         let open = seccomp.is_none_or(|s| {
             let allows = s.get("defaultAction").and_then(Value::as_str) == Some("SCMP_ACT_ALLOW");
@@ -398,29 +395,24 @@ impl<'a> Bounds<'a> {
                 }
             }
         }
-        for (pointer, flag) in [
-            ("/linux/readonlyPaths", READ_ONLY),
-            ("/linux/maskedPaths", 0),
-        ] {
-            let list = spec.pointer(pointer).and_then(Value::as_array);
-            for path in list.into_iter().flatten().filter_map(Value::as_str) {
-                let closed = |m: &Mount| m.path == path && m.flags & flag == flag;
-                if top(mounts, path).is_some_and(closed) || !self.given.host.path(path).exists() {
-                    continue;
-                }
-                match GUARDED.contains(&path) {
-                    true => told.push(format!(
-                        "the images leave {path} open, which the spec closes"
-                    )),
-                    false => tracing::warn!(
-                        "the images leave {path} open, which the spec closes and the checkpoint's host may not have had"
-                    ),
-                }
-            }
+        for path in self.left_open(mounts).filter(|p| GUARDED.contains(p)) {
+            told.push(format!(
+                "the images leave {path} open, which the spec closes"
+            ));
         }
         let root = mounts.iter().find(|m| m.path == "/").map(|m| m.device);
         told.extend(mounts.iter().filter_map(|m| self.file_system(m, root)));
         told
+    }
+
+    /// Returns the paths that the spec closes, this host has, and no mount covers.
+    fn left_open(&self, mounts: &[Mount]) -> impl Iterator<Item = &'a str> {
+        let closed = self.given.facts.closed.iter();
+        let closed = closed.filter(move |(path, flag)| {
+            let is_closed = |m: &Mount| m.path == *path && m.flags & flag == *flag;
+            !top(mounts, path).is_some_and(is_closed)
+        });
+        closed.map(|(path, _)| path.as_str())
     }
 
     /// Refuses a new instance of a file system that the spec does not mount there. `root`: the device of the
@@ -457,10 +449,8 @@ impl<'a> Bounds<'a> {
 impl Bounds<'_> {
     /// Returns true if this host has such a file system there: a recursive bind mount brings it along.
     fn has_mounted(&self, path: &Path, fs_type: &str) -> bool {
-        let mounts = mountinfo::of(self.given.host, "self");
-        mounts
-            .iter()
-            .any(|m| m.point == path && m.fs_type == fs_type)
+        let mut mounts = self.given.facts.mounts.iter();
+        mounts.any(|m| m.point == path && m.fs_type == fs_type)
     }
 }
 
@@ -482,41 +472,11 @@ pub fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
     Some(seen)
 }
 
-/// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)
-/// that leads there.
-pub(crate) fn of_host(host: &Host, entry: &Value) -> bool {
-    let text = |key: &str| entry.get(key).and_then(Value::as_str);
-    let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
-        return false;
-    };
-    let file = match named {
-        "network" => "net",
-        "mount" => "mnt",
-        other => other,
-    };
-    let identity = |path: PathBuf| {
-        let meta = std::fs::metadata(path).ok()?;
-        Some((meta.dev(), meta.ino()))
-    };
-    let hosts = identity(host.path(format!("/proc/self/ns/{file}")));
-    hosts.is_some() && hosts == identity(host.path(path))
-}
-
 /// The spec's own namespaces: no process may share them with the host.
 fn namespaces(found: &Privileges, given: Given<'_>) -> Vec<String> {
-    let list = given
-        .spec
-        .json()
-        .pointer("/linux/namespaces")
-        .and_then(Value::as_array);
-    let types = list
-        .into_iter()
-        .flatten()
-        .filter(|n| !of_host(given.host, n))
-        .filter_map(|n| n.get("type")?.as_str());
     let mut told = Vec::new();
-    for named in types {
-        let Some(i) = NAMESPACES.iter().position(|n| *n == named) else {
+    for named in &given.facts.own_namespaces {
+        let Some(i) = NAMESPACES.iter().position(|n| n == named) else {
             continue;
         };
         // A missing record is CRIU's 0, the same for both: the process would stay in CRIU's.

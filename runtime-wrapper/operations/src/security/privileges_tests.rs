@@ -104,9 +104,10 @@ fn told(spec: Value, change: impl FnOnce(&mut Privileges)) -> String {
         std::fs::create_dir_all(dir.path().join(path)).unwrap();
     }
     let host = Host::at(dir.path());
+    let spec = Spec::from_json(spec);
     let given = Given {
-        host: &host,
-        spec: &Spec::from_json(spec),
+        facts: &HostFacts::of(&host, &spec),
+        spec: &spec,
         read_only: &["/usr/lib/libcuda.so.1".to_owned()],
         relabelled: false,
         limited: false,
@@ -229,29 +230,6 @@ fn a_spec_with_sys_admin_limits_no_mounts() {
 }
 
 #[test]
-fn the_configuration_alone_switches_it_off() {
-    let dir = tempfile::tempdir().unwrap();
-    let host = Host::at("/nowhere");
-    let spec = Spec::from_json(json!({"annotations": {"dev.cryopod.check.privileges": "off"}}));
-    let given = Given {
-        host: &host,
-        spec: &spec,
-        read_only: &[],
-        relabelled: false,
-        limited: false,
-    };
-    let images = Images {
-        directory: dir.path(),
-        checked: None,
-    };
-    let mut config = Config::default();
-    let e = settle(&config, images, given).unwrap_err().to_string();
-    assert!(e.contains("inventory.img"), "{e}");
-    config.checks.insert(PRIVILEGES_CHECK.into(), false);
-    assert_eq!(settle(&config, images, given).unwrap(), []);
-}
-
-#[test]
 fn a_running_process_is_held_against_its_own_spec() {
     let dir = tempfile::tempdir().unwrap();
     let task = dir.path().join("proc/7/task/7");
@@ -273,15 +251,4 @@ fn a_running_process_is_held_against_its_own_spec() {
     );
     assert_eq!(told(&["CAP_CHOWN", "CAP_SYS_ADMIN"], true), [""; 0]);
     assert_eq!(told(&["CAP_CHOWN"], false), [""; 0]);
-}
-
-#[test]
-fn a_namespace_by_path_may_be_the_hosts() {
-    let host = Host::system();
-    let entry = |kind: &str, path: &str| json!({"type": kind, "path": path});
-    assert!(of_host(&host, &entry("network", "/proc/self/ns/net")));
-    assert!(of_host(&host, &entry("uts", "/proc/self/ns/uts")));
-    assert!(!of_host(&host, &entry("network", "/proc/self/ns/uts")));
-    assert!(!of_host(&host, &entry("network", "/nowhere")));
-    assert!(!of_host(&host, &json!({"type": "network"})));
 }

@@ -7,7 +7,7 @@ mount --bind /run/simulated/driver /proc/driver
 probe=/src/tests/tests/scripts/security/probe.py
 from=/srv/checkpoints
 mkdir -p "$from" /srv/out
-on_failure() { cat /tmp/probed /tmp/said; }
+on_failure() { cat /tmp/probed /tmp/said; grep -h Error /var/lib/containers/storage/overlay-containers/*/userdata/dump.log; }
 : > /tmp/said
 
 # A large file takes a moment to read.
@@ -40,6 +40,16 @@ probed inspect 'cryopod inspect' cryopod inspect "$from/c1.tar.zst"
 probed check 'cryopod check' cryopod check "$from/c1.tar.zst"
 probed 'cache pull' 'cryopod cache pull' cryopod cache pull -q "$from/c1.tar.zst"
 rm -r /srv/out/whole
+
+# A restore's decoder of CRIU's images: here it takes a moment to read a deleted file.
+mkdir -p /etc/criu
+echo ghost-limit 500M > /etc/criu/default.conf
+pod run -d --name c2 --network none localhost/busybox \
+    sh -c 'head -c 400000000 /dev/urandom > /big; exec 5< /big; rm /big; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done' > /dev/null
+wait_for counted c2 2
+check 'a checkpoint with a deleted file' saying pod container checkpoint c2
+probed restore cryopod-runtime pod container restore c2
+podman rm -f -t 0 c2 > /dev/null
 
 # The VRAM worker of a restore.
 gpu=(--network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim)

@@ -105,10 +105,10 @@ impl NewMounts {
     /// Compares the images with the spec. `named`: the external mounts that are named to CRIU otherwise.
     pub fn of(
         request: &Request<'_>,
+        images: &[Mount],
         named: &[String],
         op: &Operation,
     ) -> Result<(Self, Vec<Refusal>), Error> {
-        let images = mountpoints::read(&request.images)?;
         let (mut found, mut refusals) = (Self::default(), Vec::new());
         found.environ = environ::of(&request.spec);
         for mount in images.iter().filter(|m| m.external) {
@@ -178,7 +178,7 @@ impl NewMounts {
                 });
                 continue;
             }
-            match attached(&images, &request.bundle, destination, &options) {
+            match attached(images, &request.bundle, destination, &options) {
                 Ok(attached) => found.attached.extend(attached),
                 Err(refusal) => refusals.push(refusal),
             }

@@ -4,14 +4,14 @@
 //! CRIU, if the images ask for it. docker and ctr name none, and CRIU makes one. A copy of the one kind into the other
 //! gets an image of its namespace that asks, or does not.
 
-use cryopod_archive::criu::network::{self, From, KEY};
+use cryopod_archive::criu::network::{self, From, KEY, Network};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
 use crate::request::lowlevel::RuntimeKind;
-use crate::security::privileges::{self, Images, PrivilegesError};
+use crate::security::host_facts::of_host;
 
 /// CRIU's option for a namespace with nothing in it.
 const EMPTY: &str = "empty-ns net";
@@ -30,32 +30,31 @@ pub struct NewNetwork {
 impl NewNetwork {
     /// Compares the images with the spec.
     pub fn of(
-        images: Images<'_>,
+        found: Option<&Network>,
         host: &Host,
         spec: &Spec,
         low: RuntimeKind,
-    ) -> Result<Result<Self, Refusal>, PrivilegesError> {
-        let found = network::of_first(|name| images.open(name))?;
+    ) -> Result<Self, Refusal> {
         // A container on the host's network cannot get another one: `privileges` refuses that.
         let Some(found) = found else {
-            return Ok(Ok(Self::default()));
+            return Ok(Self::default());
         };
         let list = spec.json().pointer("/linux/namespaces");
         let list = list.and_then(Value::as_array);
         let entry = list.into_iter().flatten().find(|n| n["type"] == "network");
-        let Some(entry) = entry.filter(|n| !privileges::of_host(host, n)) else {
-            return Ok(Err(Refusal {
+        let Some(entry) = entry.filter(|n| !of_host(host, n)) else {
+            return Err(Refusal {
                 process: None,
                 what: "the checkpoint has a network of its own, and the new container the host's"
                     .into(),
                 remedy:
                     "give the new container a network of its own, or checkpoint one on the host's"
                         .into(),
-            }));
+            });
         };
         let named = entry["path"].as_str().is_some_and(|p| !p.is_empty());
         let rewritten = |key| Some((found.file.clone(), network::image(key)));
-        Ok(Ok(match (found.from, named) {
+        Ok(match (found.from, named) {
             (From::Outside, true) => Self::default(),
             (From::Outside, false) => Self {
                 image: rewritten(None),
@@ -71,13 +70,14 @@ impl NewNetwork {
                 loopback: from == From::Nothing || low == RuntimeKind::Runc,
                 ..Self::default()
             },
-        }))
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cryopod_archive::criu::ImageError;
     use serde_json::json;
 
     /// CRIU's images of a first process with network namespace 10 and CRIU in 2.
@@ -116,11 +116,10 @@ mod tests {
         let ask = |netns: Option<&[u8]>, namespaces: &Value, low| {
             let spec = Spec::from_json(json!({"linux": {"namespaces": namespaces}}));
             let directory = images(netns);
-            let images = Images {
-                directory: directory.path(),
-                checked: None,
-            };
-            NewNetwork::of(images, &Host::at("/nowhere"), &spec, low).unwrap()
+            let open =
+                |name: &str| Ok::<_, ImageError>(std::fs::read(directory.path().join(name)).ok());
+            let found = network::of_first(open).unwrap();
+            NewNetwork::of(found.as_ref(), &Host::at("/nowhere"), &spec, low)
         };
         let fit = |image: Option<Option<&str>>, line, loopback| {
             let name = || "netns-10.img".to_owned();

@@ -41,12 +41,8 @@ pub fn settle(
     let mut told = Vec::new();
     let spec = subject.spec.json();
     let hard = hard_limits(spec);
-    let own_score = || {
-        let text = subject.host.line("/proc/self/oom_score_adj")?;
-        text.trim().parse().ok()
-    };
     let score = spec.pointer("/process/oomScoreAdj").and_then(Value::as_i64);
-    let score: i64 = score.or_else(own_score).unwrap_or(0);
+    let score = score.or(subject.facts.oom_score).unwrap_or(0);
     let names = images.names("core-");
     for name in names {
         for core in images.messages_mut(&name) {

@@ -2,24 +2,19 @@
 //!
 //! CRIU makes most mounts in its own mount namespace, where the host is to be seen: a path with `..`, or one that leads
 //! through a symbolic link of the container's, could end anywhere. Paths with `..` are refused by [`check`], before
-//! anything is touched; links by [`links`], when the container's files are as CRIU will find them.
+//! anything is touched; links by [`crate::security::container_links`].
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::message::Message;
 use cryopod_archive::criu::mounts::{self, Mount, fs_type};
-use cryopod_host::destinations::Destinations;
-use cryopod_host::spec::Spec;
 use flate2::read::GzDecoder;
-use nix::errno::Errno;
-use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 
-use super::{CheckedImages, Subject, in_root, is_clean};
+use super::{CheckedImages, Subject, is_clean};
 use crate::security::ceiling::CredentialsCeiling;
-use crate::security::privileges::{PrivilegesError, top};
+use crate::security::privileges::PrivilegesError;
 
 pub const PREFIX: &str = "mountpoints-";
 /// Names that CRIU gives to mounts by itself, and follows without asking its caller.
@@ -49,8 +44,9 @@ pub fn check(
             told.push(format!("{file}: has two mounts with one number"));
         }
     }
-    for mount in read(images)? {
-        told.extend(archived_link(images, &mount, directory)?);
+    let mounts = read(images)?;
+    for mount in &mounts {
+        told.extend(archived_link(images, &mounts, mount, directory)?);
     }
     Ok(told)
 }
@@ -141,7 +137,7 @@ fn is_other_root(mount: &Message, all: &[&Message]) -> bool {
 }
 
 /// Reads all mounts, as CRIU will.
-fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
+pub fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
     let mut all = Vec::new();
     for (name, _) in images.numbered(PREFIX) {
         let content = images.content(name).unwrap_or_default();
@@ -153,10 +149,10 @@ fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
 /// Returns what is wrong if a mount is on, or of, a symbolic link of an archived tmpfs.
 fn archived_link(
     images: &CheckedImages,
+    all: &[Mount],
     mount: &Mount,
     directory: &Path,
 ) -> Result<Option<String>, PrivilegesError> {
-    let all = read(images)?;
     let mut asked: Vec<(u32, PathBuf)> = Vec::new();
     if let Some(parent) = all.iter().find(|m| m.id == mount.parent)
         && is_tmpfs(parent)
@@ -211,56 +207,8 @@ fn leads_through_link(archive: &Path, path: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Returns what is wrong with the container's files, when they are as CRIU will find them: mount points, and the places
-/// of deleted files that CRIU makes, must not lead through symbolic links. CRIU would follow them outside of the container.
-pub fn links(
-    images: &CheckedImages,
-    spec: &Spec,
-    destinations: &Destinations,
-    bundle: &Path,
-) -> Result<Vec<String>, PrivilegesError> {
-    let all = read(images)?;
-    let place = ContainerFiles {
-        root: in_root(spec, bundle),
-        destinations,
-        bundle,
-    };
-    let mut told = Vec::new();
-    for namespace in all.chunk_by(|a, b| a.namespace == b.namespace) {
-        for mount in namespace {
-            let parent = namespace.iter().find(|m| m.id == mount.parent);
-            if let Some(parent) = parent {
-                told.extend(link(&place, parent, &mount.path));
-            }
-            told.extend(bound_from(mount, &all).and_then(|(from, path)| link(&place, from, &path)));
-        }
-        for path in made_anew(images) {
-            let above = Path::new(&path).parent().unwrap_or(Path::new("/"));
-            let above = above.to_string_lossy();
-            told.extend(top(namespace, &above).and_then(|m| link(&place, m, &above)));
-        }
-    }
-    Ok(told)
-}
-
-/// Returns the mount of the runtime's from which CRIU binds another one, and the path of that in the container.
-fn bound_from<'a>(mount: &Mount, all: &'a [Mount]) -> Option<(&'a Mount, String)> {
-    let is_bind = !mount.external
-        && mount.path != "/"
-        && fs_type(mount.fs_type).is_none_or(|t| t == "overlay");
-    let mut from = all.iter().filter(|m| m.external || m.path == "/");
-    let from = from.find(|m| m.device == mount.device && is_below(&mount.root, &m.root))?;
-    let inner = Path::new(&mount.root).strip_prefix(&from.root).ok()?;
-    is_bind.then(|| {
-        (
-            from,
-            Path::new(&from.path).join(inner).display().to_string(),
-        )
-    })
-}
-
 /// The paths of files that CRIU makes, or links, for the restore: those that were deleted.
-fn made_anew(images: &CheckedImages) -> Vec<String> {
+pub fn made_anew(images: &CheckedImages) -> Vec<String> {
     let deleted: Vec<u64> = images
         .messages("remap-fpath.img")
         .iter()
@@ -274,96 +222,9 @@ fn made_anew(images: &CheckedImages) -> Vec<String> {
     deleted.filter_map(|f| f.text("name")).collect()
 }
 
-/// Where the container's files lie on the host.
-struct ContainerFiles<'a> {
-    root: PathBuf,
-    destinations: &'a Destinations,
-    bundle: &'a Path,
-}
-
-/// Returns what is wrong if `path` of the container, which lies in `mount`, leads through a link.
-fn link(place: &ContainerFiles<'_>, mount: &Mount, path: &str) -> Option<String> {
-    let below = Path::new(path).strip_prefix(&mount.path).ok()?;
-    let at = match mount.path.as_str() {
-        "/" if !mount.external => place.root.clone(),
-        _ => {
-            let key = Path::new(&mount.key);
-            let mut of_spec = place.destinations.0.iter().filter(|d| d.bind);
-            let found = of_spec.find(|d| mount.external && (d.path == key || d.named == key))?;
-            place.bundle.join(found.source.as_ref()?)
-        }
-    };
-    if below.as_os_str().is_empty() || !at.is_dir() {
-        return None;
-    }
-    let root = File::open(&at).ok()?;
-    match open_plainly(&root, below) {
-        Err(Errno::ELOOP | Errno::EXDEV) => Some(format!(
-            "{path} leads through a symbolic link of the container's, and CRIU would follow it outside of the container"
-        )),
-        // What does not exist CRIU reports itself.
-        _ => None,
-    }
-}
-
-fn open_plainly(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
-    let how = OpenHow::new()
-        .flags(OFlag::O_PATH | OFlag::O_CLOEXEC)
-        .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
-    openat2(root, path, how)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::symlink;
-
-    fn mount(path: &str) -> Mount {
-        Mount {
-            path: path.into(),
-            root: "/".into(),
-            ..Mount::default()
-        }
-    }
-
-    #[test]
-    fn links_of_the_container() {
-        let bundle = tempfile::tempdir().unwrap();
-        let root = bundle.path().join("rootfs");
-        std::fs::create_dir_all(root.join("data/deep")).unwrap();
-        symlink("/etc", root.join("out")).unwrap();
-        symlink("data", root.join("in")).unwrap();
-        let volume = bundle.path().join("volume");
-        std::fs::create_dir_all(volume.join("plain")).unwrap();
-        symlink("/usr/bin", volume.join("programs")).unwrap();
-        let destinations = Destinations(vec![cryopod_host::destinations::Destination {
-            named: "/vol".into(),
-            path: "/vol".into(),
-            bind: true,
-            source: Some(volume),
-        }]);
-        let place = ContainerFiles {
-            root,
-            destinations: &destinations,
-            bundle: bundle.path(),
-        };
-        let of_volume = Mount {
-            external: true,
-            key: "/vol".into(),
-            ..mount("/vol")
-        };
-        for (on, path, fine) in [
-            (&mount("/"), "/data/deep", true),
-            (&mount("/"), "/not/there", true),
-            (&mount("/"), "/out", false),
-            (&mount("/"), "/out/passwd", false),
-            (&mount("/"), "/in/deep", false),
-            (&of_volume, "/vol/plain", true),
-            (&of_volume, "/vol/programs", false),
-        ] {
-            assert_eq!(link(&place, on, path).is_none(), fine, "{path}");
-        }
-    }
 
     #[test]
     fn links_of_an_archived_tmpfs() {

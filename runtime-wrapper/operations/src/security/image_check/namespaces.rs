@@ -7,6 +7,7 @@ use std::fs::File;
 use std::path::Path;
 
 use cryopod_archive::criu::message::Message;
+use cryopod_host::spec::Spec;
 use nix::sched::{CloneFlags, setns};
 use serde_json::Value;
 
@@ -28,14 +29,35 @@ const IPC: [(&str, &str); 12] = [
     ("mq_msg_default", "fs/mqueue/msg_default"),
 ];
 
+/// The values of the namespaces that the spec gives by path. Nothing that is confined may enter them.
+#[derive(Debug, Default)]
+pub struct NamespaceValues {
+    /// The names of the host and of its domain.
+    names: Option<Result<(String, String), String>>,
+    ipc: Option<Result<IpcLimits, String>>,
+}
+
+/// The values of [`IPC`], and those of semaphores.
+type IpcLimits = (Vec<Option<u64>>, Vec<u64>);
+
+impl NamespaceValues {
+    pub fn of(spec: &Spec) -> Self {
+        let path = |kind| by_path(spec.json(), kind);
+        Self {
+            names: path("uts").map(host_name),
+            ipc: path("ipc").map(ipc_limits),
+        }
+    }
+}
+
 pub fn settle(images: &mut CheckedImages, subject: Subject<'_>) -> Vec<String> {
     let mut told = user_ids(images, subject.spec.json());
     told.extend(translate_group_range(images).err());
-    if let Some(path) = by_path(subject.spec.json(), "uts") {
-        told.extend(keep_host_name(images, path).err());
+    if let Some(names) = &subject.values.names {
+        told.extend(keep_host_name(images, names).err());
     }
-    if let Some(path) = by_path(subject.spec.json(), "ipc") {
-        told.extend(keep_ipc_limits(images, path).err());
+    if let Some(limits) = &subject.values.ipc {
+        told.extend(keep_ipc_limits(images, limits).err());
     }
     told
 }
@@ -146,16 +168,19 @@ fn translate_group_range(images: &mut CheckedImages) -> Result<(), String> {
     Ok(())
 }
 
-fn keep_host_name(images: &mut CheckedImages, path: &Path) -> Result<(), String> {
-    let names = images.names("utsns-");
-    if names.is_empty() {
-        return Ok(());
-    }
-    let (node, domain) = within(path, CloneFlags::CLONE_NEWUTS, || {
+fn host_name(path: &Path) -> Result<(String, String), String> {
+    within(path, CloneFlags::CLONE_NEWUTS, || {
         let read = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}"));
         Ok((read("hostname")?, read("domainname")?))
-    })?;
-    for name in names {
+    })
+}
+
+fn keep_host_name(
+    images: &mut CheckedImages,
+    names: &Result<(String, String), String>,
+) -> Result<(), String> {
+    for name in images.names("utsns-") {
+        let (node, domain) = names.as_ref()?;
         for of in images.messages_mut(&name) {
             of.set_text("nodename", node.trim_end());
             of.set_text("domainname", domain.trim_end());
@@ -164,12 +189,8 @@ fn keep_host_name(images: &mut CheckedImages, path: &Path) -> Result<(), String>
     Ok(())
 }
 
-fn keep_ipc_limits(images: &mut CheckedImages, path: &Path) -> Result<(), String> {
-    let names = images.names("ipcns-var-");
-    if names.is_empty() {
-        return Ok(());
-    }
-    let values = within(path, CloneFlags::CLONE_NEWIPC, || {
+fn ipc_limits(path: &Path) -> Result<IpcLimits, String> {
+    within(path, CloneFlags::CLONE_NEWIPC, || {
         let read = |(_, file): &(&str, &str)| {
             let text = std::fs::read_to_string(format!("/proc/sys/{file}")).ok()?;
             text.trim().parse::<u64>().ok()
@@ -180,16 +201,22 @@ fn keep_ipc_limits(images: &mut CheckedImages, path: &Path) -> Result<(), String
             IPC.iter().map(read).collect::<Vec<_>>(),
             sem.collect::<Vec<u64>>(),
         ))
-    });
-    let (values, semaphores) = values?;
-    for name in names {
+    })
+}
+
+fn keep_ipc_limits(
+    images: &mut CheckedImages,
+    limits: &Result<IpcLimits, String>,
+) -> Result<(), String> {
+    for name in images.names("ipcns-var-") {
+        let (values, semaphores) = limits.as_ref()?;
         for of in images.messages_mut(&name) {
-            of.set_numbers("sem_ctls", &semaphores);
+            of.set_numbers("sem_ctls", semaphores);
             // The ids of the next objects are the checkpoint's.
             for next in ["msg_next_id", "sem_next_id", "shm_next_id"] {
                 of.remove(next);
             }
-            for ((field, _), value) in IPC.iter().zip(&values) {
+            for ((field, _), value) in IPC.iter().zip(values) {
                 if let (Some(value), true) = (value, of.has(field)) {
                     of.set_number(field, *value);
                 }

@@ -1,0 +1,93 @@
+//! What the checks of CRIU's images have to know of the host. It is read before they run: where they run, the host is not
+//! to be seen ([`super::decoder`]).
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use cryopod_host::files::Host;
+use cryopod_host::mountinfo::{self, Mount};
+use cryopod_host::spec::Spec;
+use serde_json::Value;
+
+/// What a read-only mount has set.
+pub const READ_ONLY: u32 = 1;
+
+#[derive(Debug, Clone, Default)]
+pub struct HostFacts {
+    /// The kinds of namespaces that the spec names and that are not the host's.
+    pub own_namespaces: Vec<String>,
+    /// The paths that the spec makes read-only or masks, as far as this host has them, and the flags of a mount that does
+    /// so.
+    pub closed: Vec<(String, u32)>,
+    pub apparmor: bool,
+    pub selinux: bool,
+    /// The host's mounts.
+    pub mounts: Vec<Mount>,
+    /// This process's own, which a new container would get.
+    pub oom_score: Option<i64>,
+}
+
+impl HostFacts {
+    pub fn of(host: &Host, spec: &Spec) -> Self {
+        let list = |pointer: &str| spec.json().pointer(pointer).and_then(Value::as_array);
+        let namespaces = list("/linux/namespaces").into_iter().flatten();
+        let own = namespaces.filter(|n| !of_host(host, n));
+        let closed = |pointer, flag| {
+            let paths = list(pointer).into_iter().flatten();
+            let paths = paths.filter_map(Value::as_str);
+            let paths = paths.filter(|path| host.path(path).exists());
+            paths.map(move |path| (path.to_owned(), flag))
+        };
+        Self {
+            own_namespaces: own
+                .filter_map(|n| Some(n.get("type")?.as_str()?.to_owned()))
+                .collect(),
+            closed: closed("/linux/readonlyPaths", READ_ONLY)
+                .chain(closed("/linux/maskedPaths", 0))
+                .collect(),
+            apparmor: host.path("/sys/kernel/security/apparmor").is_dir(),
+            selinux: host.path("/sys/fs/selinux").is_dir(),
+            mounts: mountinfo::of(host, "self"),
+            oom_score: host
+                .line("/proc/self/oom_score_adj")
+                .and_then(|text| text.trim().parse().ok()),
+        }
+    }
+}
+
+/// Returns true if this entry of the spec's namespaces is the host's own: a path (of a pod on the host's network, say)
+/// that leads there.
+pub fn of_host(host: &Host, entry: &Value) -> bool {
+    let text = |key: &str| entry.get(key).and_then(Value::as_str);
+    let (Some(named), Some(path)) = (text("type"), text("path").filter(|p| !p.is_empty())) else {
+        return false;
+    };
+    let file = match named {
+        "network" => "net",
+        "mount" => "mnt",
+        other => other,
+    };
+    let identity = |path: PathBuf| {
+        let meta = std::fs::metadata(path).ok()?;
+        Some((meta.dev(), meta.ino()))
+    };
+    let hosts = identity(host.path(format!("/proc/self/ns/{file}")));
+    hosts.is_some() && hosts == identity(host.path(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_namespace_by_path_may_be_the_hosts() {
+        let host = Host::system();
+        let entry = |kind: &str, path: &str| json!({"type": kind, "path": path});
+        assert!(of_host(&host, &entry("network", "/proc/self/ns/net")));
+        assert!(of_host(&host, &entry("uts", "/proc/self/ns/uts")));
+        assert!(!of_host(&host, &entry("network", "/proc/self/ns/uts")));
+        assert!(!of_host(&host, &entry("network", "/nowhere")));
+        assert!(!of_host(&host, &json!({"type": "network"})));
+    }
+}
