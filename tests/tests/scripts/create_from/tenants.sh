@@ -21,7 +21,7 @@ allow = [
 [cache]
 insecure_registries = ["$at"]
 T
-on_failure() { cat /tmp/said; cryopod cache ls; tail -n 5 /tmp/registry.log; }
+on_failure() { cat /tmp/said; head -n 40 /tmp/own /tmp/there /tmp/none; cryopod cache ls; tail -n 5 /tmp/registry.log; }
 
 pod run -d --name c1 --network none localhost/busybox "${counter[@]}" > /dev/null
 wait_for counted c1 5
@@ -43,7 +43,7 @@ as() { # NAMESPACE CHECKPOINT [jq FILTER]: a create that is refused before anyth
     jq -n --arg root "$root" --arg from "$2" '{ociVersion: "1.0.2", root: {path: $root, readonly: true},
         process: {args: ["true"], cwd: "/", user: {uid: 0, gid: 0}, env: []}, linux: {namespaces: [{type: "mount"}, {type: "pid"}]},
         mounts: [{destination: "/proc", type: "proc", source: "proc"}], annotations: {"dev.cryopod.restore": $from}}' | jq "${3:-.}" > "$bundle/config.json"
-    cryopod-runtime --root "/run/containerd/runc/$1" create --bundle "$bundle" "t$n" > /tmp/said 2>&1 < /dev/null
+    ${traced:+"${strace[@]}"} cryopod-runtime --root "/run/containerd/runc/$1" create --bundle "$bundle" "t$n" > /tmp/said 2>&1 < /dev/null
     local rc=$?
     cryopod-runtime --root "/run/containerd/runc/$1" delete --force "t$n" > /dev/null 2>&1 || true
     return $rc
@@ -97,6 +97,25 @@ done
 if as a "oci:$from/a/layout"; then exit 1; fi
 check 'a layout with the manifest alone' grep -qF 'is missing' /tmp/said
 check 'the cache has nothing more' test "$(entries)" = 1
+
+# What can be timed: the system calls that look for a checkpoint, in directories, cache, store and registry.
+strace=(strace -f -qq -e trace=file,network -e signal=none -o /tmp/trace)
+looked() { # NAMESPACE CHECKPOINT [FILTER]: each call and its path, without what differs between any two runs
+    traced=1 as "$@" || true
+    grep -F -e "$from" -e "$cache" -e /var/lib/cryopod/store -e 'htons(5000)' /tmp/trace |
+        sed -E 's/^[0-9]+ +//; s/^connect.*/connect/; s/^([a-z0-9_]+)\([^"]*("[^"]*").*/\1 \2/; s/[0-9a-f]{32,}/HASH/g' || true
+}
+looked b "docker://$at/b/job@$digest" > /tmp/own
+check "what is allowed is looked for" grep -qF "$cache/HASH" /tmp/own
+none=sha256:$(printf %064d 7)
+for other in "docker://$at/b/job@$digest" "docker://$at/b/job@$none" "oci:$from/b/layout" "oci:$from/b/none" "$from/plain" "$from/none"; do
+    check "nobody looks for what is not allowed: $other" test "$(looked a "$other" | wc -l)" = 0
+    check "nor for a pod" test "$(looked k8s.io "$other" "$(pod_of a)" | wc -l)" = 0
+done
+looked a "docker://$at/a/job@$digest" | sort > /tmp/there
+looked a "docker://$at/a/job@$none" | sort > /tmp/none
+check 'a digest that only the other tenant has is looked for' grep -qx connect /tmp/there
+check 'as one that nobody has' diff /tmp/there /tmp/none
 
 # Root's own engines: podman and docker have the list without names, the variable where the rule says so.
 copy() { # NAME OPTION...
