@@ -2,8 +2,8 @@
 # (mutations.py).
 low=$1 count=$2 seed=$3
 simulate "$low"
-# What hangs in CRIU is given up soon.
-printf '[limits]\nrestore_s = 20\nabort_s = 5\n[restore]\nallow = ["/srv/checkpoints", "/tmp/m"]\n' >> /etc/cryopod/config.toml
+# What hangs in CRIU is given up soon: one in a hundred does.
+printf '[limits]\nrestore_s = 8\nabort_s = 1\n[restore]\nallow = ["/srv/checkpoints", "/tmp/m"]\n' >> /etc/cryopod/config.toml
 mkdir -p /srv/checkpoints /srv/data /tmp/m
 container() { # NAME JQ COMMANDS: a checkpoint in /tmp/m/NAME/images, and its bundle
     local name=$1 program=$2 at=/tmp/m/$1
