@@ -6,7 +6,7 @@
 mod split;
 
 use std::io::{self, Read};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -15,6 +15,7 @@ use self::split::Splitter;
 use crate::digest::Digest;
 use crate::error::{Bad, Cancelled};
 use crate::hash;
+use crate::lease::{Lease, Spare};
 use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::{Allowance, Compression, Stream};
@@ -33,57 +34,13 @@ impl Drop for Token {
     }
 }
 
-/// Buffers for reuse.
-type Spare = Arc<Mutex<Vec<Vec<u8>>>>;
-
-/// A frame as it is stored.
-struct Stored {
-    data: Vec<u8>,
-    spare: Spare,
-    token: Arc<Token>,
-}
-
-impl AsRef<[u8]> for Stored {
-    fn as_ref(&self) -> &[u8] {
-        &self.data
-    }
-}
-
-impl Drop for Stored {
-    fn drop(&mut self) {
-        give(&self.spare, &mut self.data);
-    }
-}
+/// A frame as it is stored, or a piece of what it holds.
+type Piece = Lease<Arc<Token>>;
 
 struct Job {
-    frame: Arc<Stored>,
+    frame: Arc<Piece>,
     content: usize,
     reply: Sender<io::Result<Piece>>,
-}
-
-struct Piece {
-    data: Vec<u8>,
-    spare: Spare,
-    _token: Arc<Token>,
-}
-
-impl AsRef<[u8]> for Piece {
-    fn as_ref(&self) -> &[u8] {
-        &self.data
-    }
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        give(&self.spare, &mut self.data);
-    }
-}
-
-fn give(spare: &Spare, data: &mut Vec<u8>) {
-    let mut spare = spare.lock().unwrap_or_else(PoisonError::into_inner);
-    if spare.len() < 64 {
-        spare.push(std::mem::take(data));
-    }
 }
 
 pub(crate) struct Decoder<'p> {
@@ -110,7 +67,7 @@ pub(crate) fn with_decoder<T>(
         }
         let spare = Spare::default();
         for _ in 0..threads {
-            let (queue, spare) = (queue.clone(), Arc::clone(&spare));
+            let (queue, spare) = (queue.clone(), spare.clone());
             scope.spawn(move || worker(&queue, &spare));
         }
         let decoder = Decoder {
@@ -125,44 +82,14 @@ pub(crate) fn with_decoder<T>(
     })
 }
 
-fn buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
-    let mut data = spare
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .pop()
-        .unwrap_or_default();
-    data.clear();
-    data
-}
-
-/// Returns a buffer of a whole piece. Clears it only where it has to grow.
-fn piece_buffer(spare: &Mutex<Vec<Vec<u8>>>) -> Vec<u8> {
-    let mut data = spare
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .pop()
-        .unwrap_or_default();
-    data.resize(PIECE, 0);
-    data
-}
-
 fn worker(queue: &Receiver<Job>, spare: &Spare) {
     let mut decompressor = None;
-    for Job {
-        frame,
-        content,
-        reply,
-    } in queue
-    {
-        let mut data = buffer(spare);
-        let done = decompress(&mut decompressor, &frame.data, content, &mut data);
-        let piece = done.map(|()| Piece {
-            data,
-            spare: Arc::clone(spare),
-            _token: Arc::clone(&frame.token),
-        });
-        drop(frame);
-        let _ = reply.send(piece);
+    for job in queue {
+        let mut piece = spare.lease(Arc::clone(&job.frame.right));
+        piece.clear();
+        let done = decompress(&mut decompressor, &job.frame, job.content, &mut piece);
+        drop(job.frame);
+        let _ = job.reply.send(done.map(|()| piece));
     }
 }
 
@@ -310,7 +237,7 @@ impl Read for Output<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             if let Some(piece) = &self.piece {
-                let rest = &piece.data[self.at..];
+                let rest = &piece[self.at..];
                 if !rest.is_empty() {
                     let n = rest.len().min(buf.len());
                     buf[..n].copy_from_slice(&rest[..n]);

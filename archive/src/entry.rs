@@ -32,6 +32,28 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// A directory that only its owner may use.
+    pub(crate) fn directory(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            kind: EntryKind::Directory,
+            size: 0,
+            mode: 0o700,
+            layer: None,
+        }
+    }
+
+    /// A file that only its owner may use.
+    pub(crate) fn file(name: impl Into<String>, size: u64) -> Self {
+        Self {
+            name: name.into(),
+            kind: EntryKind::File,
+            size,
+            mode: 0o600,
+            layer: None,
+        }
+    }
+
     pub fn is_file(&self) -> bool {
         self.kind == EntryKind::File
     }

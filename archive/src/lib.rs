@@ -18,6 +18,7 @@ pub mod file_sizes;
 pub mod flatten;
 mod frames;
 mod hash;
+mod lease;
 pub mod limits;
 pub mod metadata;
 pub mod names;
@@ -34,7 +35,6 @@ pub mod text;
 pub mod unpack;
 pub mod verify;
 pub mod vram;
-mod walk;
 
 pub use error::{Bad, Error};
 pub use stream::{Compression, decompressed};

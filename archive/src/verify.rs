@@ -19,10 +19,10 @@ use crate::metadata::Metadata;
 use crate::names;
 use crate::oci::annotation;
 use crate::progress::Progress;
+use crate::source::walk::{Sink, walk};
 use crate::source::{Kind, Source};
 use crate::store::{self, Found, Reference, StoreError};
 use crate::vram::{self, VramError};
-use crate::walk::{Sink, walk};
 
 #[derive(Debug, Clone, Default)]
 pub struct VerifyOptions {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
 
-use super::{Decoder, Job, Next, PIECE, Piece, Stored, Token, buffer, piece_buffer};
+use super::{Decoder, Job, Next, PIECE, Piece, Token};
 use crate::digest::Digest;
 use crate::frames::{Frame, MAX_FRAME, look};
 use crate::hash;
@@ -100,17 +100,16 @@ impl Splitter<'_> {
                     self.out.send(Next::Coming(coming)).map_err(|_| Gone)?;
                     continue;
                 }
-                Frame::Skip { len } if len <= (end - at) as u64 => {
-                    self.input += len;
+                Frame::Skip { len } => {
+                    self.input += len as u64;
                     if let Some(hash) = &self.hash {
-                        hash.update(&buf[at..at + len as usize]);
+                        hash.update(&buf[at..at + len]);
                     }
-                    at += len as usize;
+                    at += len;
                     continue;
                 }
-                Frame::Skip { len } if len <= MAX_FRAME as u64 => {}
                 Frame::Short if end - at <= MAX_FRAME => {}
-                Frame::Short | Frame::Skip { .. } | Frame::Other => break,
+                Frame::Short | Frame::Other => break,
             }
             buf.copy_within(at..end, 0);
             end -= at;
@@ -131,14 +130,11 @@ impl Splitter<'_> {
         self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
     }
 
-    fn stored(&self, part: &[u8], token: Token) -> Arc<Stored> {
-        let mut data = buffer(&self.decoder.spare);
-        data.extend_from_slice(part);
-        let stored = Arc::new(Stored {
-            data,
-            spare: Arc::clone(&self.decoder.spare),
-            token: Arc::new(token),
-        });
+    fn stored(&self, part: &[u8], token: Token) -> Arc<Piece> {
+        let mut stored = self.decoder.spare.lease(Arc::new(token));
+        stored.clear();
+        stored.extend_from_slice(part);
+        let stored = Arc::new(stored);
         if let Some(hash) = &self.hash {
             hash.feed(stored.clone());
         }
@@ -164,10 +160,12 @@ impl Splitter<'_> {
         let mut decoded = Decoded::new(Tee { inner: raw, hash }, compression, allowance)?;
         loop {
             let token = self.decoder.token()?;
-            let mut data = piece_buffer(&self.decoder.spare);
+            let mut piece = self.decoder.spare.lease(Arc::new(token));
+            // Clears a buffer only where it has to grow.
+            piece.resize(PIECE, 0);
             let mut have = 0;
             while have < PIECE {
-                let n = read_some(&mut decoded, &mut data[have..])?;
+                let n = read_some(&mut decoded, &mut piece[have..])?;
                 if n == 0 {
                     break;
                 }
@@ -176,12 +174,7 @@ impl Splitter<'_> {
             if have == 0 {
                 return Ok(());
             }
-            data.truncate(have);
-            let piece = Piece {
-                data,
-                spare: Arc::clone(&self.decoder.spare),
-                _token: Arc::new(token),
-            };
+            piece.truncate(have);
             self.out.send(Next::Ready(piece)).map_err(|_| Gone)?;
         }
     }

@@ -6,7 +6,7 @@ use super::pipeline::{Pool, with_pool};
 use super::{Destination, Packed};
 use crate::blobs::Blobs;
 use crate::digest::Digest;
-use crate::entry::{Entry, EntryKind};
+use crate::entry::Entry;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
@@ -110,13 +110,7 @@ impl Complete<'_> {
                     path: self.source.path().into(),
                     reason: e.to_string(),
                 };
-                let entry = Entry {
-                    name: file.name.clone(),
-                    kind: EntryKind::File,
-                    size: file.bytes,
-                    mode: 0o600,
-                    layer: None,
-                };
+                let entry = Entry::file(&file.name, file.bytes);
                 content_bytes += entry.size;
                 let path = self.stored.path(file);
                 let section = Section::whole(self.stored.open(file).map_err(failed)?);

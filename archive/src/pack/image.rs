@@ -13,7 +13,7 @@ use super::{PackOptions, Packed, facts, tarwrite};
 use crate::blobs::blob_name;
 use crate::digest::Digest;
 use crate::direct_io::Through;
-use crate::entry::{Entry, EntryKind};
+use crate::entry::Entry;
 use crate::error::Error;
 use crate::names;
 use crate::oci::{Descriptor, Index, Manifest, annotation, media};
@@ -54,12 +54,10 @@ impl Store {
             names::OCI_BLOBS.to_owned(),
             format!("{}/sha256", names::OCI_BLOBS),
         ] {
+            let mode = 0o755;
             let entry = Entry {
-                name: directory,
-                kind: EntryKind::Directory,
-                size: 0,
-                mode: 0o755,
-                layer: None,
+                mode,
+                ..Entry::directory(directory)
             };
             store.put_header(&entry)?;
         }
@@ -241,12 +239,10 @@ impl Store {
 }
 
 fn blob_entry(name: String, size: u64) -> Entry {
+    let mode = 0o644;
     Entry {
-        name,
-        kind: EntryKind::File,
-        size,
-        mode: 0o644,
-        layer: None,
+        mode,
+        ..Entry::file(name, size)
     }
 }
 

@@ -21,7 +21,7 @@ pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 use self::pipeline::{Input, Pool, with_pool};
 use self::plan::{Item, Known};
-use crate::decode::{Decoder, with_decoder};
+use crate::decode::{Decoder, Hash, with_decoder};
 use crate::digest::Digest;
 use crate::direct_io::Through;
 use crate::entry::Entry;
@@ -31,10 +31,10 @@ use crate::limits::threads_or_cores;
 use crate::names;
 use crate::oci::Descriptor;
 use crate::progress::Progress;
+use crate::source::walk;
 use crate::source::{Source, Visitor};
 use crate::staging::Staging;
 use crate::stream::Compression;
-use crate::walk;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
@@ -324,7 +324,14 @@ impl Run<'_> {
             }
             visitor(entry, reader)
         };
-        walk::visit(self.source, &options.limits, self.decoder, &mut kept)
+        walk::visit(
+            self.source,
+            &options.limits,
+            self.decoder,
+            &|_| true,
+            Hash::Stored,
+            &mut kept,
+        )
     }
 
     fn image(

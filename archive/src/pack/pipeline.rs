@@ -7,7 +7,7 @@
 
 use std::io::{self, Read, Write};
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -17,6 +17,7 @@ use crate::digest::Digest;
 use crate::direct_io::Aligned;
 use crate::error::Cancelled;
 use crate::hash;
+use crate::lease::{Lease, Spare};
 use crate::limits::threads_or_cores;
 use crate::progress::Progress;
 use crate::stream::Compression;
@@ -56,27 +57,7 @@ impl Drop for Chunk {
 }
 
 /// The compressed form of a chunk. Keeps the chunk, so that the pool bounds both.
-struct Output {
-    data: Vec<u8>,
-    spare: Spare,
-    _chunk: Arc<Chunk>,
-}
-
-impl AsRef<[u8]> for Output {
-    fn as_ref(&self) -> &[u8] {
-        &self.data
-    }
-}
-
-impl Drop for Output {
-    fn drop(&mut self) {
-        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        spare.push(std::mem::take(&mut self.data));
-    }
-}
-
-/// Output buffers for reuse; at most one per chunk.
-type Spare = Arc<Mutex<Vec<Vec<u8>>>>;
+type Output = Lease<Arc<Chunk>>;
 
 struct Job {
     chunk: Arc<Chunk>,
@@ -117,7 +98,7 @@ pub(crate) fn with_pool<T>(
             let _ = home.send(Aligned::default());
         }
         for _ in 0..workers {
-            let (queue, spare) = (queue.clone(), Arc::clone(&spare));
+            let (queue, spare) = (queue.clone(), spare.clone());
             scope.spawn(move || worker(&queue, level, &spare));
         }
         let pool = Pool {
@@ -135,21 +116,14 @@ pub(crate) fn with_pool<T>(
 fn worker(queue: &Receiver<Job>, level: i32, spare: &Spare) {
     let mut zstd = ZstdFrames::new(level);
     for job in queue {
-        let mut data = spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()
-            .unwrap_or_default();
-        data.clear();
+        let mut output = spare.lease(job.chunk);
+        output.clear();
+        let chunk = Arc::clone(&output.right);
         let done = match job.compression {
-            Compression::Zstd => zstd.frame(&job.chunk, &mut data),
-            _ => gzip_member(level, &job.chunk, &mut data),
+            Compression::Zstd => zstd.frame(&chunk, &mut output),
+            _ => gzip_member(level, &chunk, &mut output),
         };
-        let _ = job.reply.send(done.map(|()| Output {
-            data,
-            spare: Arc::clone(spare),
-            _chunk: job.chunk,
-        }));
+        let _ = job.reply.send(done.map(|()| output));
     }
 }
 
@@ -280,7 +254,7 @@ impl Pool<'_> {
                     if let Some(digest) = &digest {
                         digest.feed(output.clone());
                     }
-                    put(&output.data)?;
+                    put(&output)?;
                 }
             }
         }

@@ -5,7 +5,7 @@ use std::io::{self, Read, Seek, Write};
 use std::path::Path;
 
 use super::PackOptions;
-use crate::entry::{Entry, EntryKind};
+use crate::entry::Entry;
 use crate::error::{Bad, Error};
 use crate::names;
 use crate::source::{Inner, Source};
@@ -164,13 +164,7 @@ pub(super) fn random_access(
 
 pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
     options.extra_files.iter().map(|(name, content)| Item {
-        entry: Entry {
-            name: name.clone(),
-            kind: EntryKind::File,
-            size: content.len() as u64,
-            mode: 0o600,
-            layer: None,
-        },
+        entry: Entry::file(name, content.len() as u64),
         content: Content::Bytes(content.clone()),
     })
 }
@@ -232,15 +226,7 @@ pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
     };
     name.match_indices('/')
         .map(|(at, _)| &name[..at])
-        .map(|directory| {
-            find(directory).unwrap_or_else(|| Entry {
-                name: directory.into(),
-                kind: EntryKind::Directory,
-                size: 0,
-                mode: 0o700,
-                layer: None,
-            })
-        })
+        .map(|directory| find(directory).unwrap_or_else(|| Entry::directory(directory)))
         .map(|entry| Item {
             entry,
             content: Content::None,

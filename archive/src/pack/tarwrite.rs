@@ -96,13 +96,7 @@ mod tests {
                 assert_eq!(reader.next().unwrap(), None);
             }
         }
-        let huge = Entry {
-            name: "a".into(),
-            kind: EntryKind::File,
-            size: 20 << 30,
-            mode: 0o600,
-            layer: None,
-        };
+        let huge = Entry::file("a", 20 << 30);
         let bytes = header(&huge).unwrap();
         let mut reader = TarReader::new(&bytes[..], &Limits::default(), None);
         assert_eq!(reader.next().unwrap(), Some(huge));

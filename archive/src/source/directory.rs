@@ -63,12 +63,10 @@ impl Directory {
         let mut entries = Vec::new();
         if self.bare {
             let meta = fs::metadata(&self.root).map_err(Error::io(&self.root, "read it"))?;
+            let mode = meta.mode() & 0o777;
             entries.push(Entry {
-                name: names::CHECKPOINT_DIR.into(),
-                kind: EntryKind::Directory,
-                size: 0,
-                mode: meta.mode() & 0o777,
-                layer: None,
+                mode,
+                ..Entry::directory(names::CHECKPOINT_DIR)
             });
         }
         let mut pending = vec![(
@@ -127,13 +125,7 @@ impl Directory {
             for file in &stored.reference.files {
                 let name = format!("{}/{}", names::CHECKPOINT_DIR, file.name);
                 if self.place(&name).symlink_metadata().is_err() {
-                    entries.push(Entry {
-                        name,
-                        kind: EntryKind::File,
-                        size: file.bytes,
-                        mode: 0o600,
-                        layer: None,
-                    });
+                    entries.push(Entry::file(name, file.bytes));
                 }
             }
         }

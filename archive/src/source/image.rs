@@ -8,12 +8,12 @@ use super::tarball::visit_tar;
 use super::{Inner, Kind, Visitor};
 use crate::blobs::Blobs;
 use crate::digest::Digest;
-use crate::entry::{Entry, EntryKind, clean_name};
+use crate::entry::{Entry, clean_name};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
 use crate::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
-use crate::stream::{Allowance, Compression, Decoded, Hashed, Stream};
+use crate::stream::{Allowance, Compression, Hashed, Stream};
 use crate::tarread::TarReader;
 
 /// An OCI image: its documents, all checked against their digests.
@@ -330,47 +330,6 @@ impl ImageSource {
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Layer> {
         self.layers.iter()
     }
-
-    pub(super) fn visit(
-        &self,
-        limits: &Limits,
-        wanted: &dyn Fn(&Layer) -> bool,
-        visitor: &mut Visitor<'_>,
-    ) -> Result<(), Error> {
-        let path = self.blobs.path();
-        let wrap = |e| Error::from_io(path, "read it", e);
-        for layer in self.layers.iter().filter(|l| wanted(l)) {
-            let mut section = self.blobs.open(&layer.descriptor)?;
-            let mut blob = Hashed::new(&mut section);
-            let decoded = Decoded::new(&mut blob, layer.compression, layer.allowance(limits))
-                .map_err(wrap)?;
-            let mut reader = TarReader::new(Hashed::new(decoded), limits, Some(layer.index));
-            visit_tar(&mut reader, None, path, visitor)?;
-            let content = reader.finish().map_err(wrap)?.digest();
-            io::copy(&mut blob, &mut io::sink()).map_err(wrap)?;
-            let found = blob.digest();
-            let expected = &layer.descriptor.digest;
-            if found != *expected {
-                let bad = Bad::BlobDigest {
-                    expected: expected.to_string(),
-                    found: found.to_string(),
-                };
-                return Err(Error::bad(path, bad));
-            }
-            if content != layer.diff_id {
-                let (expected, found) = (layer.diff_id.to_string(), content.to_string());
-                return Err(Error::bad(
-                    path,
-                    Bad::DiffId {
-                        layer: layer.index,
-                        expected,
-                        found,
-                    },
-                ));
-            }
-        }
-        Ok(())
-    }
 }
 
 impl ContainerdSource {
@@ -395,25 +354,11 @@ impl ContainerdSource {
         reader.finish().map_err(wrap)?;
         self.expect(section.digest(), &self.parts.criu)?;
 
-        let directory = Entry {
-            name: names::CONTAINERD_DIR.into(),
-            kind: EntryKind::Directory,
-            size: 0,
-            mode: 0o700,
-            layer: None,
-        };
-        visitor(&directory, &mut io::empty())?;
+        visitor(&Entry::directory(names::CONTAINERD_DIR), &mut io::empty())?;
         let named = self.named_parts(limits).map_err(|b| Error::bad(path, b))?;
         for (name, descriptor) in named {
             let mut section = Hashed::new(self.blobs.open(descriptor)?);
-            let entry = Entry {
-                name,
-                kind: EntryKind::File,
-                size: descriptor.size,
-                mode: 0o600,
-                layer: None,
-            };
-            visitor(&entry, &mut section)?;
+            visitor(&Entry::file(name, descriptor.size), &mut section)?;
             io::copy(&mut section, &mut io::sink()).map_err(wrap)?;
             self.expect(section.digest(), descriptor)?;
         }

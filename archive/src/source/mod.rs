@@ -10,16 +10,19 @@ mod image;
 mod in_place;
 mod place;
 mod tarball;
+pub(crate) mod walk;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use crate::entry::{Entry, Ledger};
+use crate::decode::{Hash, with_decoder};
+use crate::entry::Entry;
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::oci::Descriptor;
+use crate::progress::Progress;
 use crate::store::Found;
 use crate::stream::Compression;
 
@@ -230,18 +233,9 @@ impl Source {
         layer: &dyn Fn(&Layer) -> bool,
         visitor: &mut Visitor<'_>,
     ) -> Result<(), Error> {
-        let mut ledger = Ledger::new(limits);
-        let mut visitor = |entry: &Entry, reader: &mut dyn Read| match ledger.take(entry) {
-            Ok(true) => visitor(entry, reader),
-            Ok(false) => Ok(()),
-            Err(bad) => Err(Error::bad(&self.path, bad)),
-        };
-        match &self.inner {
-            Inner::Directory(directory) => directory.visit(limits, &mut visitor),
-            Inner::Tar(tar) => tar.visit(limits, &mut visitor),
-            Inner::Image(image) => image.visit(limits, layer, &mut visitor),
-            Inner::Containerd(source) => source.visit(limits, &mut visitor),
-        }
+        with_decoder(1, &Progress::default(), |decoder| {
+            walk::visit(self, limits, decoder, layer, Hash::Both, visitor)
+        })
     }
 
     /// Reads the small files that `wanted` accepts, by name. Skips the content of other files. In an image written by

@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Visitor;
-use crate::entry::{Entry, EntryKind, Ledger};
+use crate::entry::{Entry, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::names;
@@ -87,19 +87,6 @@ impl Tarball {
         }
         Ok(Some(entries))
     }
-
-    pub(crate) fn visit(&self, limits: &Limits, visitor: &mut Visitor<'_>) -> Result<(), Error> {
-        let wrap = |e| Error::from_io(&self.path, "read it", e);
-        let mut reader = self.reader(limits).map_err(wrap)?;
-        visit_tar(
-            &mut reader,
-            self.bare.then_some(names::CHECKPOINT_DIR),
-            &self.path,
-            visitor,
-        )?;
-        reader.finish().map_err(wrap)?;
-        Ok(())
-    }
 }
 
 /// Visits the entries of a tar, below a directory if one is given.
@@ -130,11 +117,5 @@ pub(crate) fn visit_tar<S: Stream>(
 
 /// The directory that a tar of bare images lacks.
 fn checkpoint_directory() -> Entry {
-    Entry {
-        name: names::CHECKPOINT_DIR.into(),
-        kind: EntryKind::Directory,
-        size: 0,
-        mode: 0o700,
-        layer: None,
-    }
+    Entry::directory(names::CHECKPOINT_DIR)
 }

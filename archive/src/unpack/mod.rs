@@ -24,8 +24,8 @@ use crate::names;
 use crate::oci::annotation;
 use crate::progress::Progress;
 use crate::source::Source;
+use crate::source::walk::{Sink, walk};
 use crate::staging::Staging;
-use crate::walk::{Sink, walk};
 
 #[derive(Debug, Clone, Default)]
 pub struct UnpackOptions {

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
+use super::{Inner, Layer, Source, Visitor, visit_tar};
 use crate::decode::{Decoder, Digests, Hash};
 use crate::entry::{Entry, Ledger};
 use crate::error::{Bad, Error};
 use crate::limits::Limits;
 use crate::progress::Progress;
-use crate::source::{Inner, Layer, Source, Visitor, visit_tar};
 use crate::stream::{Allowance, Compression, Section};
 use crate::tarread::TarReader;
 
@@ -91,9 +91,14 @@ pub(crate) fn walk(
                 walk.layer(layer, image.blobs.open(&layer.descriptor)?)
             })
         }
-        Inner::Containerd(_) => visit(source, limits, decoder, &mut |entry, reader| {
-            sink.entry(entry, reader)
-        }),
+        Inner::Containerd(_) => visit(
+            source,
+            limits,
+            decoder,
+            &|_| true,
+            Hash::Both,
+            &mut |entry, reader| sink.entry(entry, reader),
+        ),
     }
 }
 
@@ -254,17 +259,26 @@ impl Raw<'_> {
     }
 }
 
-/// Like [`Source::visit`], but decompresses on all cores.
+/// Visits the entries one after the other, without the layers for which `wanted` returns false; these are not checked.
+/// `hash`: the layer digests to check.
 pub(crate) fn visit(
     source: &Source,
     limits: &Limits,
     decoder: &Decoder<'_>,
+    wanted: &dyn Fn(&Layer) -> bool,
+    hash: Hash,
     visitor: &mut Visitor<'_>,
 ) -> Result<(), Error> {
     let path = source.path();
     let mut ledger = Ledger::new(limits);
+    let counts = matches!(source.inner, Inner::Directory(_) | Inner::Containerd(_));
     let mut new = |entry: &Entry, reader: &mut dyn Read| match ledger.take(entry) {
-        Ok(true) => visitor(entry, reader),
+        Ok(true) => {
+            if counts {
+                decoder.progress().add_done(entry.size);
+            }
+            visitor(entry, reader)
+        }
         Ok(false) => Ok(()),
         Err(bad) => Err(Error::bad(path, bad)),
     };
@@ -281,24 +295,22 @@ pub(crate) fn visit(
             raw.entries(decoder, limits, path, &mut new).map(drop)
         }
         Inner::Image(image) => {
-            for layer in image.layers() {
+            for layer in image.layers().filter(|l| wanted(l)) {
                 let raw = Raw {
                     section: image.blobs.open(&layer.descriptor)?,
                     compression: layer.compression,
                     allowance: layer.allowance(limits),
                     layer: Some(layer.index),
                     below: None,
-                    hash: Hash::Stored,
+                    hash,
                 };
                 let digests = raw.entries(decoder, limits, path, &mut new)?;
                 layer.check(&digests).map_err(|bad| Error::bad(path, bad))?;
             }
             Ok(())
         }
-        _ => source.visit(limits, &mut |entry, reader| {
-            decoder.progress().add_done(entry.size);
-            visitor(entry, reader)
-        }),
+        Inner::Directory(directory) => directory.visit(limits, &mut new),
+        Inner::Containerd(containerd) => containerd.visit(limits, &mut new),
     }
 }
 
