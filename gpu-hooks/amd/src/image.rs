@@ -10,10 +10,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use prost::Message;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
-use super::proto::{BufferEntry, DeviceEntry};
 use super::topology::{
     LINK_PCIE, LINK_XGMI, Link, Node, Properties, RENDER_FIRST, RENDER_LAST, Topology,
 };
@@ -155,8 +153,8 @@ impl Field<'_> {
         }
     }
 
-    fn need<T>(self, entry: &str, field: &str, value: Option<T>) -> Result<T, ImageError> {
-        value.ok_or_else(|| self.wrong(format!("{entry}{field}"), "missing"))
+    fn missing(self, entry: &str, field: &str) -> ImageError {
+        self.wrong(format!("{entry}{field}"), "missing")
     }
 }
 
@@ -188,57 +186,69 @@ fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError
     ))
 }
 
-enum Value<'a> {
-    Number(u64),
-    Bytes(&'a [u8]),
-}
+/// A known field: its number, its name, and whether it holds bytes.
+type Known = (u32, &'static str, bool);
 
-/// Walks a message without keeping it. `names` gives the known fields: number, name, and whether it holds bytes.
-fn walk<'a>(
+/// Walks a message without keeping it: hands bytes to `each`, and returns the numbers by name. Each number is required.
+/// `entry` goes before names in messages.
+fn walk(
     file: Field<'_>,
-    mut rest: &'a [u8],
-    names: &[(u32, &str, bool)],
-    mut each: impl FnMut(u32, Value<'a>) -> Result<(), ImageError>,
-) -> Result<(), ImageError> {
+    entry: &str,
+    mut rest: &[u8],
+    known: &[Known],
+    mut each: impl FnMut(&str, &[u8]) -> Result<(), ImageError>,
+) -> Result<BTreeMap<&'static str, u64>, ImageError> {
+    let mut numbers = BTreeMap::new();
     let mut last = "the beginning";
     while !rest.is_empty() {
-        let (tag, wire) = decode_key(&mut rest)
-            .map_err(|e| file.wrong(format!("after {last}"), e.to_string()))?;
-        let Some((_, name, bytes)) = names.iter().find(|(n, ..)| *n == tag) else {
-            skip_field(wire, tag, &mut rest, DecodeContext::default())
-                .map_err(|e| file.wrong(format!("field {tag}"), e.to_string()))?;
+        let wrong =
+            |field: &str, reason: String| Err(file.wrong(format!("{entry}{field}"), reason));
+        let (tag, wire) = match decode_key(&mut rest) {
+            Ok(key) => key,
+            Err(e) => return wrong(&format!("after {last}"), e.to_string()),
+        };
+        let Some((_, name, bytes)) = known.iter().find(|(n, ..)| *n == tag) else {
+            if let Err(e) = skip_field(wire, tag, &mut rest, DecodeContext::default()) {
+                return wrong(&format!("field {tag}"), e.to_string());
+            }
             continue;
         };
         last = name;
-        let wanted = if *bytes {
-            WireType::LengthDelimited
-        } else {
-            WireType::Varint
+        let wanted = match bytes {
+            true => WireType::LengthDelimited,
+            false => WireType::Varint,
         };
         if wire != wanted {
-            return Err(file.wrong(*name, format!("wire type {wire:?} in place of {wanted:?}")));
+            return wrong(name, format!("wire type {wire:?} in place of {wanted:?}"));
         }
-        let number = decode_varint(&mut rest).map_err(|e| file.wrong(*name, e.to_string()))?;
+        let number = match decode_varint(&mut rest) {
+            Ok(number) => number,
+            Err(e) => return wrong(name, e.to_string()),
+        };
         if !bytes {
-            each(tag, Value::Number(number))?;
+            numbers.insert(*name, number);
             continue;
         }
         let split = usize::try_from(number)
             .ok()
             .and_then(|n| rest.split_at_checked(n));
         let Some((value, after)) = split else {
-            return Err(file.wrong(
-                *name,
-                format!("{number} bytes announced, {} left", rest.len()),
-            ));
+            let reason = format!("{number} bytes announced, {} left", rest.len());
+            return wrong(name, reason);
         };
         rest = after;
-        each(tag, Value::Bytes(value))?;
+        each(name, value)?;
     }
-    Ok(())
+    let missing = known
+        .iter()
+        .find(|(_, name, bytes)| !bytes && !numbers.contains_key(name));
+    match missing {
+        Some((_, name, _)) => Err(file.missing(entry, name)),
+        None => Ok(numbers),
+    }
 }
 
-const KFD_FIELDS: &[(u32, &str, bool)] = &[
+const KFD_FIELDS: &[Known] = &[
     (1, "pid", false),
     (2, "num_of_gpus", false),
     (3, "num_of_cpus", false),
@@ -250,55 +260,57 @@ const KFD_FIELDS: &[(u32, &str, bool)] = &[
     (9, "shared_mem_magic", false),
     (10, "priv_data", true),
 ];
+const BUFFER_FIELDS: &[Known] = &[
+    (1, "addr", false),
+    (2, "size", false),
+    (3, "offset", false),
+    (4, "alloc_flags", false),
+    (5, "gpu_id", false),
+];
+const LINK_FIELDS: &[Known] = &[(1, "type", false), (2, "node_to_id", false)];
+
+/// Of a node: `gds_size_in_kb` stands among the properties, and nothing depends on it.
+fn device_fields() -> Vec<Known> {
+    let mut names = vec!["node_id", "gpu_id", "cpu_cores_count"];
+    names.extend(Properties::NAMES);
+    names.insert(9, "gds_size_in_kb");
+    let numbers = (1..).zip(names).map(|(tag, name)| (tag, name, false));
+    numbers.chain([(32, "iolinks", true)]).collect()
+}
 
 impl KfdImage {
     /// Parses an image. `name` is for messages; `bytes` is the whole file.
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         let file = Field(name);
-        let mut numbers: BTreeMap<u32, u64> = BTreeMap::new();
         let mut nodes = Vec::new();
         let (mut buffers, mut vram, mut saved) = (0_u64, BTreeMap::new(), BTreeMap::new());
-        let mut private = None;
-        walk(file, contents(file, bytes)?, KFD_FIELDS, |tag, value| {
-            match (tag, value) {
-                (4, Value::Bytes(entry)) => {
-                    if nodes.len() == MAX_NODES {
-                        return Err(file.wrong("device_entries", format!("more than {MAX_NODES}")));
-                    }
-                    nodes.push(device(file, nodes.len(), entry)?);
+        let mut private = false;
+        let contents = contents(file, bytes)?;
+        let numbers = walk(file, "", contents, KFD_FIELDS, |field, entry| {
+            match field {
+                "device_entries" if nodes.len() == MAX_NODES => {
+                    return Err(file.wrong(field, format!("more than {MAX_NODES}")));
                 }
-                (6, Value::Bytes(entry)) => {
+                "device_entries" => nodes.push(device(file, nodes.len(), entry)?),
+                "bo_entries" => {
                     buffer(file, buffers, entry, &mut vram, &mut saved)?;
                     buffers += 1;
                 }
-                (10, Value::Bytes(data)) => private = Some(data.len()),
-                (tag, Value::Number(n)) => {
-                    numbers.insert(tag, n);
-                }
-                _ => {}
+                _ => private = true,
             }
             Ok(())
         })?;
-        for (tag, field, bytes) in KFD_FIELDS {
-            if !bytes && !numbers.contains_key(tag) {
-                return Err(file.wrong(*field, "missing"));
-            }
+        if !private {
+            return Err(file.missing("", "priv_data"));
         }
-        file.need("", "priv_data", private)?;
-        let number = |tag: u32| numbers.get(&tag).copied().unwrap_or(0);
-        count(
-            file,
-            "num_of_gpus",
-            number(2),
-            nodes.iter().filter(|n| n.is_gpu()).count() as u64,
-        )?;
-        count(
-            file,
-            "num_of_cpus",
-            number(3),
-            nodes.iter().filter(|n| !n.is_gpu()).count() as u64,
-        )?;
-        count(file, "num_of_bos", number(5), buffers)?;
+        let gpus = nodes.iter().filter(|n| n.is_gpu()).count() as u64;
+        for (field, found) in [
+            ("num_of_gpus", gpus),
+            ("num_of_cpus", nodes.len() as u64 - gpus),
+            ("num_of_bos", buffers),
+        ] {
+            count(file, field, number(&numbers, field), found)?;
+        }
         unique(file, &nodes)?;
         if let Some(gpu_id) = saved
             .keys()
@@ -311,7 +323,8 @@ impl KfdImage {
         }
         Ok(Self {
             file: name.to_owned(),
-            pid: u32::try_from(number(1)).map_err(|_| file.wrong("pid", "larger than 32 bits"))?,
+            pid: u32::try_from(number(&numbers, "pid"))
+                .map_err(|_| file.wrong("pid", "larger than 32 bits"))?,
             topology: Topology {
                 nodes,
                 unreadable: Vec::new(),
@@ -321,6 +334,16 @@ impl KfdImage {
             contents: saved,
         })
     }
+}
+
+fn number(numbers: &BTreeMap<&str, u64>, name: &str) -> u64 {
+    numbers.get(name).copied().unwrap_or(0)
+}
+
+/// The plugin's own numbers have 32 bits.
+#[allow(clippy::cast_possible_truncation)]
+fn short(numbers: &BTreeMap<&str, u64>, name: &str) -> u32 {
+    number(numbers, name) as u32
 }
 
 fn count(file: Field<'_>, field: &str, said: u64, found: u64) -> Result<(), ImageError> {
@@ -362,51 +385,32 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
     if bytes.len() > MAX_ENTRY {
         return Err(wrong("length", format!("larger than {MAX_ENTRY} bytes")));
     }
-    let e = DeviceEntry::decode(bytes).map_err(|e| wrong("fields", e.to_string()))?;
-    if e.iolinks.len() > MAX_LINKS {
-        return Err(wrong("iolinks", format!("more than {MAX_LINKS}")));
-    }
-    macro_rules! need {
-        ($name:ident) => {
-            file.need(&entry, stringify!($name), e.$name)?
-        };
-    }
-    need!(gds_size_in_kb);
+    let mut links = Vec::new();
+    let numbers = walk(file, &entry, bytes, &device_fields(), |_, link| {
+        if links.len() == MAX_LINKS {
+            return Err(wrong("iolinks", format!("more than {MAX_LINKS}")));
+        }
+        let entry = format!("{entry}iolinks[{}].", links.len());
+        let link = walk(file, &entry, link, LINK_FIELDS, |_, _| Ok(()))?;
+        let (kind, to) = (short(&link, "type"), short(&link, "node_to_id"));
+        if kind != LINK_PCIE && kind != LINK_XGMI {
+            return Err(file.wrong(
+                format!("{entry}type"),
+                format!("{kind} is neither PCIe ({LINK_PCIE}) nor XGMI ({LINK_XGMI})"),
+            ));
+        }
+        links.push(Link { kind, to });
+        Ok(())
+    })?;
     let mut node = Node {
-        id: need!(node_id),
-        gpu_id: need!(gpu_id),
-        cpu_cores_count: need!(cpu_cores_count),
-        properties: Properties {
-            simd_count: need!(simd_count),
-            mem_banks_count: need!(mem_banks_count),
-            caches_count: need!(caches_count),
-            io_links_count: need!(io_links_count),
-            max_waves_per_simd: need!(max_waves_per_simd),
-            lds_size_in_kb: need!(lds_size_in_kb),
-            num_gws: need!(num_gws),
-            wave_front_size: need!(wave_front_size),
-            array_count: need!(array_count),
-            simd_arrays_per_engine: need!(simd_arrays_per_engine),
-            cu_per_simd_array: need!(cu_per_simd_array),
-            simd_per_cu: need!(simd_per_cu),
-            max_slots_scratch_cu: need!(max_slots_scratch_cu),
-            vendor_id: need!(vendor_id),
-            device_id: need!(device_id),
-            domain: need!(domain),
-            drm_render_minor: need!(drm_render_minor),
-            hive_id: need!(hive_id),
-            num_sdma_engines: need!(num_sdma_engines),
-            num_sdma_xgmi_engines: need!(num_sdma_xgmi_engines),
-            num_sdma_queues_per_engine: need!(num_sdma_queues_per_engine),
-            num_cp_queues: need!(num_cp_queues),
-            fw_version: need!(fw_version),
-            capability: need!(capability),
-            sdma_fw_version: need!(sdma_fw_version),
-            vram_public: u32::from(need!(vram_public) != 0),
-            vram_size: need!(vram_size),
-        },
+        id: short(&numbers, "node_id"),
+        gpu_id: short(&numbers, "gpu_id"),
+        cpu_cores_count: short(&numbers, "cpu_cores_count"),
+        properties: Properties::of(|name| number(&numbers, name)),
+        links,
         ..Node::default()
     };
+    node.properties.vram_public = u32::from(node.properties.vram_public != 0);
     // The plugin reads nothing else of a node with cores.
     if node.cpu_cores_count != 0 {
         if node.is_gpu() {
@@ -424,20 +428,6 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
             format!("{minor} is none of {RENDER_FIRST} to {RENDER_LAST}"),
         ));
     }
-    for (i, link) in e.iolinks.iter().enumerate() {
-        let entry = format!("{entry}iolinks[{i}].");
-        let kind = file.need(&entry, "type", link.kind)?;
-        if kind != LINK_PCIE && kind != LINK_XGMI {
-            return Err(file.wrong(
-                format!("{entry}type"),
-                format!("{kind} is neither PCIe ({LINK_PCIE}) nor XGMI ({LINK_XGMI})"),
-            ));
-        }
-        node.links.push(Link {
-            kind,
-            to: file.need(&entry, "node_to_id", link.node_to_id)?,
-        });
-    }
     Ok(node)
 }
 
@@ -449,23 +439,13 @@ fn buffer(
     contents: &mut BTreeMap<u32, u64>,
 ) -> Result<(), ImageError> {
     let entry = format!("bo_entries[{index}].");
-    let e = bytes
-        .get(..bytes.len().min(MAX_ENTRY))
-        .filter(|b| b.len() == bytes.len())
-        .ok_or_else(|| {
-            file.wrong(
-                format!("{entry}length"),
-                format!("larger than {MAX_ENTRY} bytes"),
-            )
-        })
-        .and_then(|b| {
-            BufferEntry::decode(b).map_err(|e| file.wrong(format!("{entry}fields"), e.to_string()))
-        })?;
-    file.need(&entry, "addr", e.addr)?;
-    let size = file.need(&entry, "size", e.size)?;
-    file.need(&entry, "offset", e.offset)?;
-    let flags = file.need(&entry, "alloc_flags", e.alloc_flags)?;
-    let gpu_id = file.need(&entry, "gpu_id", e.gpu_id)?;
+    if bytes.len() > MAX_ENTRY {
+        let reason = format!("larger than {MAX_ENTRY} bytes");
+        return Err(file.wrong(format!("{entry}length"), reason));
+    }
+    let numbers = walk(file, &entry, bytes, BUFFER_FIELDS, |_, _| Ok(()))?;
+    let (size, gpu_id) = (number(&numbers, "size"), short(&numbers, "gpu_id"));
+    let flags = short(&numbers, "alloc_flags");
     let add = |sums: &mut BTreeMap<u32, u64>| {
         let sum = sums.entry(gpu_id).or_insert(0_u64);
         *sum = sum.saturating_add(size);
@@ -483,19 +463,9 @@ impl RenderImage {
     /// Parses an image. `name` is for messages; `bytes` is the whole file.
     pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
         let file = Field(name);
-        let mut gpu_id = None;
-        walk(
-            file,
-            contents(file, bytes)?,
-            &[(1, "gpu_id", false)],
-            |_, value| {
-                if let Value::Number(n) = value {
-                    gpu_id = Some(n);
-                }
-                Ok(())
-            },
-        )?;
-        match file.need("", "gpu_id", gpu_id)? {
+        let contents = contents(file, bytes)?;
+        let numbers = walk(file, "", contents, &[(1, "gpu_id", false)], |_, _| Ok(()))?;
+        match number(&numbers, "gpu_id") {
             0 => Err(file.wrong("gpu_id", "0 is a CPU")),
             n => Ok(Self {
                 file: name.to_owned(),

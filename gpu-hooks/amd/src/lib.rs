@@ -20,7 +20,6 @@ pub mod image;
 pub mod open_nodes;
 pub mod pages;
 pub mod plugin_choice;
-mod proto;
 mod reasons;
 mod ring;
 pub mod saved;

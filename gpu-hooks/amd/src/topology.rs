@@ -29,38 +29,62 @@ pub struct Link {
     pub to: u32,
 }
 
-/// The KFD's properties of a GPU, under its names. All 0 for a CPU.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the names are those of the KFD's properties")]
-pub struct Properties {
-    pub simd_count: u32,
-    pub mem_banks_count: u32,
-    pub caches_count: u32,
-    pub io_links_count: u32,
-    pub max_waves_per_simd: u32,
-    pub lds_size_in_kb: u32,
-    pub num_gws: u32,
-    pub wave_front_size: u32,
-    pub array_count: u32,
-    pub simd_arrays_per_engine: u32,
-    pub cu_per_simd_array: u32,
-    pub simd_per_cu: u32,
-    pub max_slots_scratch_cu: u32,
-    pub vendor_id: u32,
-    pub device_id: u32,
-    pub domain: u32,
-    pub drm_render_minor: u32,
-    pub hive_id: u64,
-    pub num_sdma_engines: u32,
-    pub num_sdma_xgmi_engines: u32,
-    pub num_sdma_queues_per_engine: u32,
-    pub num_cp_queues: u32,
-    pub fw_version: u32,
-    pub capability: u32,
-    pub sdma_fw_version: u32,
+macro_rules! properties {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
+        /// The KFD's properties of a GPU, under its names. All 0 for a CPU.
+        #[derive(Debug, Clone, Default, PartialEq, Eq)]
+        #[allow(missing_docs, reason = "the names are those of the KFD's properties")]
+        pub struct Properties {
+            $($(#[$doc])* pub $name: $type,)*
+        }
+
+        impl Properties {
+            /// The names, in the order of the plugin's images.
+            pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
+
+            /// Takes each from where it stands under its name. As the plugin, keeps the low 32 bits of most.
+            #[allow(clippy::cast_possible_truncation, trivial_numeric_casts)]
+            pub(super) fn of(number: impl Fn(&str) -> u64) -> Self {
+                Self { $($name: number(stringify!($name)) as $type,)* }
+            }
+
+            #[cfg(test)]
+            pub(super) fn numbers(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name.into())),*]
+            }
+        }
+    };
+}
+
+properties! {
+    simd_count: u32,
+    mem_banks_count: u32,
+    caches_count: u32,
+    io_links_count: u32,
+    max_waves_per_simd: u32,
+    lds_size_in_kb: u32,
+    num_gws: u32,
+    wave_front_size: u32,
+    array_count: u32,
+    simd_arrays_per_engine: u32,
+    cu_per_simd_array: u32,
+    simd_per_cu: u32,
+    max_slots_scratch_cu: u32,
+    vendor_id: u32,
+    device_id: u32,
+    domain: u32,
+    drm_render_minor: u32,
+    hive_id: u64,
+    num_sdma_engines: u32,
+    num_sdma_xgmi_engines: u32,
+    num_sdma_queues_per_engine: u32,
+    num_cp_queues: u32,
+    fw_version: u32,
+    capability: u32,
+    sdma_fw_version: u32,
     /// 1 if the CPU can see all VRAM, else 0.
-    pub vram_public: u32,
-    pub vram_size: u64,
+    vram_public: u32,
+    vram_size: u64,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -236,40 +260,12 @@ impl Node {
         let long = |key: &str| from.get(key).copied().unwrap_or(0);
         // The plugin keeps the low 32 bits.
         #[allow(clippy::cast_possible_truncation)]
-        let short = |key: &str| long(key) as u32;
-        self.cpu_cores_count = short("cpu_cores_count");
+        let cores = long("cpu_cores_count") as u32;
+        self.cpu_cores_count = cores;
         if !self.is_gpu() {
             return;
         }
-        self.properties = Properties {
-            simd_count: short("simd_count"),
-            mem_banks_count: short("mem_banks_count"),
-            caches_count: short("caches_count"),
-            io_links_count: short("io_links_count"),
-            max_waves_per_simd: short("max_waves_per_simd"),
-            lds_size_in_kb: short("lds_size_in_kb"),
-            num_gws: short("num_gws"),
-            wave_front_size: short("wave_front_size"),
-            array_count: short("array_count"),
-            simd_arrays_per_engine: short("simd_arrays_per_engine"),
-            cu_per_simd_array: short("cu_per_simd_array"),
-            simd_per_cu: short("simd_per_cu"),
-            max_slots_scratch_cu: short("max_slots_scratch_cu"),
-            vendor_id: short("vendor_id"),
-            device_id: short("device_id"),
-            domain: short("domain"),
-            drm_render_minor: short("drm_render_minor"),
-            hive_id: long("hive_id"),
-            num_sdma_engines: short("num_sdma_engines"),
-            num_sdma_xgmi_engines: short("num_sdma_xgmi_engines"),
-            num_sdma_queues_per_engine: short("num_sdma_queues_per_engine"),
-            num_cp_queues: short("num_cp_queues"),
-            fw_version: short("fw_version"),
-            capability: short("capability"),
-            sdma_fw_version: short("sdma_fw_version"),
-            vram_public: 0,
-            vram_size: 0,
-        };
+        self.properties = Properties::of(long);
         let pci = pci_address(long("domain"), long("location_id"));
         self.unique_id = Some(match long("unique_id") {
             0 => pci.clone(),

@@ -27,46 +27,23 @@ fn bytes(out: &mut Vec<u8>, field: u64, value: &[u8]) {
     out.extend_from_slice(value);
 }
 
-fn device_values(n: &Node) -> [u64; 31] {
-    let p = &n.properties;
-    [
-        n.id.into(),
-        n.gpu_id.into(),
-        n.cpu_cores_count.into(),
-        p.simd_count.into(),
-        p.mem_banks_count.into(),
-        p.caches_count.into(),
-        p.io_links_count.into(),
-        p.max_waves_per_simd.into(),
-        p.lds_size_in_kb.into(),
-        0,
-        p.num_gws.into(),
-        p.wave_front_size.into(),
-        p.array_count.into(),
-        p.simd_arrays_per_engine.into(),
-        p.cu_per_simd_array.into(),
-        p.simd_per_cu.into(),
-        p.max_slots_scratch_cu.into(),
-        p.vendor_id.into(),
-        p.device_id.into(),
-        p.domain.into(),
-        p.drm_render_minor.into(),
-        p.hive_id,
-        p.num_sdma_engines.into(),
-        p.num_sdma_xgmi_engines.into(),
-        p.num_sdma_queues_per_engine.into(),
-        p.num_cp_queues.into(),
-        p.fw_version.into(),
-        p.capability.into(),
-        p.sdma_fw_version.into(),
-        p.vram_public.into(),
-        p.vram_size,
-    ]
+/// The numbers of a node in the order of their fields, by name.
+fn device_values(n: &Node) -> Vec<(&'static str, u64)> {
+    let mut values = vec![
+        ("node_id", n.id.into()),
+        ("gpu_id", n.gpu_id.into()),
+        ("cpu_cores_count", n.cpu_cores_count.into()),
+    ];
+    values.extend(n.properties.numbers());
+    values.insert(9, ("gds_size_in_kb", 0));
+    // The numbers of criu-amdgpu.proto.
+    assert_eq!((values[10].0, values[30].0), ("num_gws", "vram_size"));
+    values
 }
 
 fn device(n: &Node, without: u64) -> Vec<u8> {
     let mut out = Vec::new();
-    for (i, value) in device_values(n).into_iter().enumerate() {
+    for (i, (_, value)) in device_values(n).into_iter().enumerate() {
         if i as u64 + 1 != without {
             number(&mut out, i as u64 + 1, value);
         }
@@ -179,45 +156,12 @@ fn every_field_that_is_missing_is_named() {
         "shared_mem_magic",
         "priv_data",
     ];
-    const DEVICE: [&str; 31] = [
-        "node_id",
-        "gpu_id",
-        "cpu_cores_count",
-        "simd_count",
-        "mem_banks_count",
-        "caches_count",
-        "io_links_count",
-        "max_waves_per_simd",
-        "lds_size_in_kb",
-        "gds_size_in_kb",
-        "num_gws",
-        "wave_front_size",
-        "array_count",
-        "simd_arrays_per_engine",
-        "cu_per_simd_array",
-        "simd_per_cu",
-        "max_slots_scratch_cu",
-        "vendor_id",
-        "device_id",
-        "domain",
-        "drm_render_minor",
-        "hive_id",
-        "num_sdma_engines",
-        "num_sdma_xgmi_engines",
-        "num_sdma_queues_per_engine",
-        "num_cp_queues",
-        "fw_version",
-        "capability",
-        "sdma_fw_version",
-        "vram_public",
-        "vram_size",
-    ];
     let t = sample();
     for (i, field) in OUTER.iter().enumerate().filter(|(_, f)| !f.is_empty()) {
         let e = error(&kfd(&t, i as u64 + 1, (0, 0)));
         assert!(e.starts_with(&format!("{NAME}: {field}: missing;")), "{e}");
     }
-    for (i, field) in DEVICE.iter().enumerate() {
+    for (i, (field, _)) in device_values(&t.nodes[3]).iter().enumerate() {
         let e = error(&kfd(&t, 0, (3, i as u64 + 1)));
         assert!(
             e.starts_with(&format!("{NAME}: device_entries[3].{field}: missing;")),

@@ -111,24 +111,13 @@ fn random_pair(seed: u64) -> Pair {
 fn numbers(topology: &Topology, out: &mut String) {
     write!(out, "{}", topology.nodes.len()).unwrap();
     for node in &topology.nodes {
-        let p = &node.properties;
-        let (hive, vram) = (p.hive_id, p.vram_size);
-        #[rustfmt::skip]
-        let short = [
-            node.id, node.gpu_id, node.cpu_cores_count, p.simd_count, p.mem_banks_count, p.caches_count, p.io_links_count,
-            p.max_waves_per_simd, p.lds_size_in_kb, p.num_gws, p.wave_front_size, p.array_count, p.simd_arrays_per_engine,
-            p.cu_per_simd_array, p.simd_per_cu, p.max_slots_scratch_cu, p.vendor_id, p.device_id, p.domain,
-            p.drm_render_minor,
-        ];
-        #[rustfmt::skip]
-        let more = [
-            p.num_sdma_engines, p.num_sdma_xgmi_engines, p.num_sdma_queues_per_engine, p.num_cp_queues, p.fw_version,
-            p.capability, p.sdma_fw_version, p.vram_public,
-        ];
-        short.iter().for_each(|n| write!(out, " {n}").unwrap());
-        write!(out, " {hive}").unwrap();
-        more.iter().for_each(|n| write!(out, " {n}").unwrap());
-        write!(out, " {vram} {}", node.links.len()).unwrap();
+        let own = [node.id, node.gpu_id, node.cpu_cores_count].map(u64::from);
+        let properties = node.properties.numbers();
+        let all = own
+            .into_iter()
+            .chain(properties.into_iter().map(|(_, n)| n));
+        all.for_each(|n| write!(out, " {n}").unwrap());
+        write!(out, " {}", node.links.len()).unwrap();
         for link in &node.links {
             write!(out, " {} {}", link.kind, link.to).unwrap();
         }

@@ -14,38 +14,12 @@ fn write(root: &Path, t: &Topology) {
         fs::create_dir_all(dir.join("io_links")).unwrap();
         fs::write(dir.join("gpu_id"), format!("{}\n", n.gpu_id)).unwrap();
         let p = &n.properties;
-        let mut text = format!("cpu_cores_count {}\n", n.cpu_cores_count);
-        let more: [(&str, u64); 26] = [
-            ("simd_count", p.simd_count.into()),
-            ("mem_banks_count", p.mem_banks_count.into()),
-            ("caches_count", p.caches_count.into()),
-            ("io_links_count", p.io_links_count.into()),
-            ("max_waves_per_simd", p.max_waves_per_simd.into()),
-            ("lds_size_in_kb", p.lds_size_in_kb.into()),
-            ("num_gws", p.num_gws.into()),
-            ("wave_front_size", p.wave_front_size.into()),
-            ("array_count", p.array_count.into()),
-            ("simd_arrays_per_engine", p.simd_arrays_per_engine.into()),
-            ("cu_per_simd_array", p.cu_per_simd_array.into()),
-            ("simd_per_cu", p.simd_per_cu.into()),
-            ("max_slots_scratch_cu", p.max_slots_scratch_cu.into()),
-            ("vendor_id", p.vendor_id.into()),
-            ("device_id", p.device_id.into()),
-            ("location_id", 0x4300),
-            ("domain", p.domain.into()),
-            ("drm_render_minor", p.drm_render_minor.into()),
-            ("hive_id", p.hive_id),
-            ("num_sdma_engines", p.num_sdma_engines.into()),
-            ("num_sdma_xgmi_engines", p.num_sdma_xgmi_engines.into()),
-            (
-                "num_sdma_queues_per_engine",
-                p.num_sdma_queues_per_engine.into(),
-            ),
-            ("num_cp_queues", p.num_cp_queues.into()),
-            ("fw_version", p.fw_version.into()),
-            ("capability", p.capability.into()),
-            ("sdma_fw_version", p.sdma_fw_version.into()),
-        ];
+        let mut text = format!(
+            "cpu_cores_count {}\nlocation_id {}\n",
+            n.cpu_cores_count, 0x4300
+        );
+        let more = p.numbers();
+        let more = more.iter().filter(|(name, _)| !name.starts_with("vram_"));
         for (name, value) in more {
             text.push_str(&format!("{name} {value}\n"));
         }
