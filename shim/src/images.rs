@@ -9,107 +9,37 @@ use std::io::{self, Read, Write as _};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use containerd_shim::protos::protobuf::CodedInputStream;
-use containerd_shim::protos::protobuf::rt::skip_field_for_tag;
+use cryopod_archive::criu::network::{self, KEY};
 
-/// The key with which runc and crun hand a network namespace to CRIU.
-const KEY: &[u8] = b"extRootNetNS";
-/// CRIU's common magic number, little-endian; the image's own magic follows.
-const COMMON: [u8; 4] = 0x5456_4319_u32.to_le_bytes();
-/// The inventory has only its own magic.
-const INVENTORY: [u8; 4] = 0x5831_3116_u32.to_le_bytes();
-/// Of `netns-N.img`.
-const NETNS: [u8; 4] = 0x5593_3752_u32.to_le_bytes();
-/// `ext_key` in CRIU's `netns_entry`: field 8, a string.
-const TAG: u8 = 8 << 3 | 2;
-/// Fields of CRIU's entries: `pstree_entry.pid`, `inventory_entry.root_ids`, `task_kobj_ids_entry.net_ns_id`.
-const PID: u32 = 1;
-const ROOT_IDS: u32 = 3;
-const NET_NS_ID: u32 = 6;
 /// Largest image to read; these images are small.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// Returns the number of the container's own network namespace: that of its first process, if it is not CRIU's. `None`:
-/// it has none of its own.
-fn namespace(images: &Path) -> io::Result<Option<u64>> {
-    let Some(Field::Number(pid)) = field(&first(images, "pstree.img")?, PID)? else {
-        return Err(damaged("pstree.img"));
-    };
-    let ids = first(images, &format!("ids-{pid}.img"))?;
-    let Some(Field::Number(own)) = field(&ids, NET_NS_ID)? else {
+fn read(images: &Path, name: &str) -> io::Result<Option<Vec<u8>>> {
+    // What the namespace's own image holds does not matter: it is replaced.
+    if name.starts_with("netns-") {
         return Ok(None);
-    };
-    let inventory = first(images, "inventory.img")?;
-    let outer = match field(&inventory, ROOT_IDS)? {
-        Some(Field::Bytes(ids)) => field(&ids, NET_NS_ID)?,
-        _ => None,
-    };
-    Ok((outer != Some(Field::Number(own))).then_some(own))
-}
-
-fn damaged(name: &str) -> io::Error {
-    let what = format!("{name} is none of CRIU's images; the checkpoint is damaged");
-    io::Error::new(io::ErrorKind::InvalidData, what)
-}
-
-fn first(images: &Path, name: &str) -> io::Result<Vec<u8>> {
+    }
     let mut bytes = Vec::new();
-    let named = |e: io::Error| io::Error::new(e.kind(), format!("{name}: {e}"));
     fs::OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(images.join(name))
         .and_then(|f| f.take(MAX_BYTES).read_to_end(&mut bytes))
-        .map_err(named)?;
-    let entry = || {
-        let rest = match bytes.strip_prefix(&INVENTORY) {
-            Some(rest) => rest,
-            None => bytes.strip_prefix(&COMMON)?.get(NETNS.len()..)?,
-        };
-        let (size, rest) = rest.split_first_chunk::<4>()?;
-        rest.get(..u32::from_le_bytes(*size) as usize)
-    };
-    entry().map(<[u8]>::to_vec).ok_or_else(|| damaged(name))
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Field {
-    Number(u64),
-    Bytes(Vec<u8>),
-}
-
-fn field(message: &[u8], number: u32) -> io::Result<Option<Field>> {
-    let mut input = CodedInputStream::from_bytes(message);
-    let mut found = None;
-    while let Some(tag) = input.read_raw_tag_or_eof()? {
-        match (tag >> 3 == number, tag & 7) {
-            (true, 0) => found = Some(Field::Number(input.read_uint64()?)),
-            (true, 2) => found = Some(Field::Bytes(input.read_bytes()?)),
-            _ => skip_field_for_tag(tag, &mut input)?,
-        }
-    }
-    Ok(found)
+        .map_err(|e| io::Error::new(e.kind(), format!("{name}: {e}")))?;
+    Ok(Some(bytes))
 }
 
 /// Marks the network namespace in the images as external. Returns `false`, and changes nothing, if they have none.
 pub fn set_outer_network(images: &Path) -> io::Result<bool> {
-    let Some(number) = namespace(images)? else {
+    let Some(network) = network::of_first(|name| read(images, name))? else {
         return Ok(false);
     };
-    let mut image = [COMMON, NETNS].concat();
-    image.extend(
-        u32::try_from(KEY.len() + 2)
-            .unwrap_or_default()
-            .to_le_bytes(),
-    );
-    image.extend([TAG, u8::try_from(KEY.len()).unwrap_or_default()]);
-    image.extend(KEY);
-    let path = images.join(format!("netns-{number}.img"));
+    let path = images.join(network.file);
     match fs::remove_file(&path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
-    File::create_new(path)?.write_all(&image)?;
+    File::create_new(path)?.write_all(&network::image(Some(KEY)))?;
     Ok(true)
 }
 
@@ -119,7 +49,11 @@ mod tests {
 
     /// An image of one entry, encoded independently of the code under test.
     fn image(dir: &Path, name: &str, entry: &[u8]) {
-        let mut bytes = b"\x19\x43\x56\x54\x30\x30\x27\x50".to_vec();
+        let mut bytes = match name {
+            "pstree.img" => b"\x19\x43\x56\x54\x30\x30\x27\x50".to_vec(),
+            "ids-1.img" => b"\x19\x43\x56\x54\x30\x20\x43\x54".to_vec(),
+            _ => b"\x16\x31\x31\x58".to_vec(),
+        };
         bytes.extend(u32::try_from(entry.len()).unwrap().to_le_bytes());
         bytes.extend(entry);
         fs::write(dir.join(name), bytes).unwrap();
@@ -160,7 +94,7 @@ mod tests {
     fn a_damaged_image_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let told = || set_outer_network(dir.path()).unwrap_err().to_string();
-        assert!(told().contains("pstree.img"));
+        assert!(told().contains("inventory.img"));
         checkpoint(dir.path(), 10, 4);
         for name in ["ids-1.img", "inventory.img", "pstree.img"] {
             let whole = fs::read(dir.path().join(name)).unwrap();

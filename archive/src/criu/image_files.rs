@@ -3,6 +3,8 @@
 //! A restore shows CRIU only files that are known here. Images of CRIU 3 that version 4 still reads (`reg-files.img` and
 //! the like) are not: CRIU 4 writes none of them.
 
+use std::io;
+
 use super::message::Message;
 use super::schema::MessageType;
 
@@ -50,6 +52,12 @@ pub enum ImageError {
 impl ImageError {
     pub(super) fn missing(file: &str) -> Self {
         Self::Missing { file: file.into() }
+    }
+}
+
+impl From<ImageError> for io::Error {
+    fn from(e: ImageError) -> Self {
+        Self::new(io::ErrorKind::InvalidData, e)
     }
 }
 
