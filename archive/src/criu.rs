@@ -24,7 +24,7 @@ use message::Message;
 /// Page size in bytes where the images do not state it.
 const PAGE: u64 = 4096;
 
-const INVENTORY: &str = crate::names::CRIU_INVENTORY;
+const INVENTORY: &str = crate::format::names::CRIU_INVENTORY;
 const PSTREE: &str = "pstree.img";
 
 /// Returns true if [`read`] uses this file. `name` has no directories.

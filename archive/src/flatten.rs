@@ -8,10 +8,10 @@ use std::sync::atomic::AtomicBool;
 
 use crate::criu;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::limits::threads_or_cores;
+use crate::format::limits::Limits;
+use crate::format::limits::threads_or_cores;
+use crate::format::names;
 use crate::metadata::{Metadata, MetadataError, MetadataSlot};
-use crate::names;
 use crate::progress::Progress;
 use crate::source::{Kind, Source};
 use crate::unpack::{UnpackOptions, unpack};

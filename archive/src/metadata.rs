@@ -13,8 +13,8 @@ use cryopod_host::nodes::{DeviceNode, Vendor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::names;
-use crate::surroundings::{CriuFacts, LsmFacts, MountFacts};
+use crate::container::surroundings::{CriuFacts, LsmFacts, MountFacts};
+use crate::format::names;
 use crate::vram::VramFacts;
 
 mod slot;

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::names;
+use crate::format::names;
 
 mod clean;
 mod find;

@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::pack::{Destination, PackOptions, pack};
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{UnpackOptions, unpack};

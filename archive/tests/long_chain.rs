@@ -6,7 +6,7 @@ mod common;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
-use cryopod_archive::limits::raise_open_files;
+use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::vram::{self, Vram};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 

@@ -48,7 +48,7 @@ pub struct Args {
     image: Option<String>,
     /// The engine for the restore, if not the one that made the checkpoint.
     #[arg(short, long, requires = "path", value_enum)]
-    engine: Option<crate::engine::Engine>,
+    engine: Option<crate::engines::engine::Engine>,
     /// Assume that podman restores with --ignore-volumes, and uses the volumes of this host.
     #[arg(long, requires = "path")]
     ignore_volumes: bool,

@@ -10,8 +10,8 @@ use std::process::ExitCode;
 use cryopod_archive::source::Place;
 use cryopod_gpu_plan::gpumap::Wish;
 
-use crate::confined::Decoding;
-use crate::output;
+use crate::archives::confined::Decoding;
+use crate::terminal::output;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -3,41 +3,29 @@
 // The comments on arguments are the command's help, where `[:NAME]` is no link.
 #![allow(rustdoc::broken_intra_doc_links)]
 
-mod bundle;
+mod activity;
+mod archives;
 mod cache;
-mod carried;
 mod check;
-mod confined;
-mod container;
-mod engine;
-mod export;
-mod flatten;
+mod engines;
 mod generate;
-mod import;
+mod gpu_memory;
 mod inspect;
-mod metrics;
-mod output;
-mod pack;
-mod pull;
-mod push;
-mod registry_args;
-mod resume;
 mod setup;
 mod store;
-mod streams;
-mod suspend;
 mod temp_dir;
-mod top;
-mod ui;
-mod unpack;
-mod verify;
+mod terminal;
 
 use std::process::ExitCode;
 use std::time::Instant;
 
+use activity::{metrics, top};
+use archives::{bundle, flatten, pack, pull, push, unpack, verify};
 use clap::{Parser, Subcommand};
-use cryopod_archive::text::printable;
+use cryopod_archive::format::text::printable;
 use cryopod_operations::run::metrics as counts;
+use engines::{export, import};
+use gpu_memory::{resume, suspend};
 
 /// Checkpoints and restores GPU containers.
 #[derive(Parser)]

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use cryopod_archive::digest::Digest;
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::source::Source;
 use libfuzzer_sys::fuzz_target;
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::store::Reference;
 use cryopod_archive::vram::Index;
-use cryopod_archive::{criu, engine};
+use cryopod_archive::{container::engine, criu};
 use libfuzzer_sys::fuzz_target;
 
 const IMAGES: [&str; 6] = [

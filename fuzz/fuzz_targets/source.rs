@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::source::Source;
 use cryopod_archive::verify::{VerifyOptions, verify};
 use libfuzzer_sys::fuzz_target;

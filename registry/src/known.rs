@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cryopod_archive::Error as ArchiveError;
-use cryopod_archive::digest::Digest;
-use cryopod_archive::oci::{Descriptor, Manifest};
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::oci::{Descriptor, Manifest};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest as _, Sha256};
 

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cryopod_archive::digest::Digest;
+use cryopod_archive::format::digest::Digest;
 use cryopod_archive::progress::Progress;
 use oci_spec::distribution::Reference;
 

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use cryopod_archive::Error as ArchiveError;
-use cryopod_archive::digest::Digest;
-use cryopod_archive::names;
-use cryopod_archive::oci::{Descriptor, Index, Manifest, annotation, media};
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::names;
+use cryopod_archive::format::oci::{Descriptor, Index, Manifest, annotation, media};
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statvfs::statvfs;

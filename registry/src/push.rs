@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use cryopod_archive::digest::Digest;
-use cryopod_archive::oci::{Descriptor, media};
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::oci::{Descriptor, media};
 use cryopod_archive::source::Source;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use oci_spec::distribution::Reference;

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::image_files::{ImageError, ImageFile, first_message};
-use crate::names::CRIU_INVENTORY;
+use crate::format::names::CRIU_INVENTORY;
 
 /// The key under which runc and crun hand over the namespace that the spec names.
 pub const KEY: &str = "extRootNetNS";

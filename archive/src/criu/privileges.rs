@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use super::image_files::{ImageError, first_message, messages};
 use super::message::Message;
 use super::mounts::{self, Mount};
-use crate::names::CRIU_INVENTORY;
+use crate::format::names::CRIU_INVENTORY;
 
 const MAX_THREADS: usize = 1 << 20;
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::{Metadata, MetadataError};
-use crate::names;
+use crate::format::names;
 
 /// Disk space reserved for the metadata before a container is frozen, in bytes.
 pub(super) const RESERVE_BYTES: u64 = 256 << 10;

@@ -4,18 +4,19 @@ use super::PackOptions;
 use super::image::{Store, json, put_end, put_entry};
 use super::pipeline::{Pool, with_pool};
 use super::{Destination, Packed};
-use crate::blobs::Blobs;
-use crate::digest::Digest;
-use crate::entry::Entry;
+use crate::bytes::blobs::Blobs;
+use crate::bytes::staging::Staging;
+use crate::bytes::stream::Section;
+use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
-use crate::oci::{self, Descriptor, Index, media};
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::entry::Entry;
+use crate::format::limits::Limits;
+use crate::format::names;
+use crate::format::oci::{self, Descriptor, Index, media};
 use crate::source::{Inner, Source};
-use crate::staging::Staging;
 use crate::store::{Found, StoreError};
-use crate::stream::{Compression, Section};
-use crate::tarread::TarReader;
 
 /// Writes containerd's checkpoint again, in containerd's form. Adds the files of the store's entry to CRIU's images,
 /// and removes the reference. Ignores level, compression, names and annotations of the options. Fails with

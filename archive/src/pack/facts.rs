@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::plan::Known;
-use crate::digest::Digest;
+use crate::format::digest::Digest;
+use crate::format::names;
+use crate::format::oci::{Config, RootFs, annotation};
 use crate::metadata::Metadata;
-use crate::names;
-use crate::oci::{Config, RootFs, annotation};
 use crate::source::Kind;
 
 /// Longest value that is copied into an annotation, in bytes.

@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::pipeline::{Input, Pool, Written};
 use super::plan::{Item, Known};
 use super::{PackOptions, Packed, facts, tarwrite};
-use crate::blobs::blob_name;
-use crate::digest::Digest;
-use crate::direct_io::Through;
-use crate::entry::Entry;
+use crate::bytes::blobs::blob_name;
+use crate::bytes::direct_io::Through;
+use crate::bytes::staging::Staging;
 use crate::error::Error;
-use crate::names;
-use crate::oci::{Descriptor, Index, Manifest, annotation, media};
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::entry::Entry;
+use crate::format::names;
+use crate::format::oci::{Descriptor, Index, Manifest, annotation, media};
 use crate::source::Source;
-use crate::staging::Staging;
-use crate::stream::Compression;
 
 /// Samples of a large file that decide whether it is compressed, and the bytes of each.
 const SAMPLES: u64 = 64;
@@ -371,7 +371,7 @@ pub(super) fn shrinks(item: &Item, source: &Source) -> Result<bool, Error> {
     for n in 0..SAMPLES {
         let mut at = section.clone();
         let offset = (item.entry.size.saturating_sub(SAMPLE_BYTES as u64) / SAMPLES) * n;
-        crate::stream::Stream::skip(&mut at, offset).map_err(read)?;
+        crate::bytes::stream::Stream::skip(&mut at, offset).map_err(read)?;
         at.read_exact(&mut piece).map_err(read)?;
         before += piece.len();
         out.clear();

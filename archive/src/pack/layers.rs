@@ -7,13 +7,13 @@ use super::image::{Store, descriptor, put, put_end, put_entry, shrinks};
 use super::pipeline::Pool;
 use super::plan::{self, Content, Group, Item, Known, LARGE_BYTES, LARGE_LAYERS, Spool};
 use super::{PackOptions, Run};
-use crate::digest::Digest;
+use crate::bytes::staging::Staging;
 use crate::error::Error;
-use crate::names;
-use crate::oci::Descriptor;
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::names;
+use crate::format::oci::Descriptor;
 use crate::source::Source;
-use crate::staging::Staging;
-use crate::stream::Compression;
 
 /// Layers that are written at the same time: each has two threads of its own, one reads and one writes.
 const AT_ONCE: usize = 16;

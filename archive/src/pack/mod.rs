@@ -21,20 +21,20 @@ pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 use self::pipeline::{Input, Pool, with_pool};
 use self::plan::{Item, Known};
-use crate::decode::{Decoder, Hash, with_decoder};
-use crate::digest::Digest;
-use crate::direct_io::Through;
-use crate::entry::Entry;
+use crate::bytes::decode::{Decoder, Hash, with_decoder};
+use crate::bytes::direct_io::Through;
+use crate::bytes::staging::Staging;
 use crate::error::Error;
-use crate::limits::Limits;
-use crate::limits::threads_or_cores;
-use crate::names;
-use crate::oci::Descriptor;
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::entry::Entry;
+use crate::format::limits::Limits;
+use crate::format::limits::threads_or_cores;
+use crate::format::names;
+use crate::format::oci::Descriptor;
 use crate::progress::Progress;
 use crate::source::walk;
 use crate::source::{Source, Visitor};
-use crate::staging::Staging;
-use crate::stream::Compression;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
@@ -226,7 +226,7 @@ fn check_options(source: &Source, options: &PackOptions) -> Result<(), Error> {
         )));
     }
     for name in options.extra_files.keys() {
-        if crate::entry::clean_name(name.as_bytes(), &options.limits).as_ref() != Ok(name) {
+        if crate::format::entry::clean_name(name.as_bytes(), &options.limits).as_ref() != Ok(name) {
             return Err(unsupported(format!(
                 "{name:?} is not a name for a file of a checkpoint"
             )));

@@ -13,14 +13,14 @@ use std::thread;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 
 use super::entropy;
-use crate::digest::Digest;
-use crate::direct_io::Aligned;
+use crate::bytes::direct_io::Aligned;
+use crate::bytes::hash;
+use crate::bytes::lease::{Lease, Spare};
 use crate::error::Cancelled;
-use crate::hash;
-use crate::lease::{Lease, Spare};
-use crate::limits::threads_or_cores;
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::limits::threads_or_cores;
 use crate::progress::Progress;
-use crate::stream::Compression;
 
 /// Bytes of a chunk before compression. zstd's window at its default level is 2 MiB; at level 1 it is 512 KiB.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;

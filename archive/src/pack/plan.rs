@@ -5,11 +5,11 @@ use std::io::{self, Read, Seek, Write};
 use std::path::Path;
 
 use super::PackOptions;
-use crate::entry::Entry;
+use crate::bytes::stream::Section;
 use crate::error::{Bad, Error};
-use crate::names;
+use crate::format::entry::Entry;
+use crate::format::names;
 use crate::source::{Inner, Source};
-use crate::stream::Section;
 
 /// Files of at least this size get a layer of their own.
 pub(super) const LARGE_BYTES: u64 = 32 << 20;

@@ -4,7 +4,7 @@ use std::io;
 
 use tar::{EntryType, Header};
 
-use crate::entry::{Entry, EntryKind};
+use crate::format::entry::{Entry, EntryKind};
 
 pub(super) const BLOCK: u64 = 512;
 /// Longest name that fits into the header itself.
@@ -71,8 +71,8 @@ pub(super) fn padding(size: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limits::Limits;
-    use crate::tarread::TarReader;
+    use crate::bytes::tarread::TarReader;
+    use crate::format::limits::Limits;
 
     #[test]
     fn names_of_every_length_come_back() {

@@ -10,12 +10,13 @@ use super::directory::Directory;
 use super::image;
 use super::tarball::Tarball;
 use super::{Inner, Kind};
-use crate::blobs::Blobs;
-use crate::entry::EntryKind;
+use crate::bytes::blobs::Blobs;
+use crate::bytes::stream::{Section, open_regular};
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
-use crate::stream::{Compression, Section, open_regular};
+use crate::format::compression::Compression;
+use crate::format::entry::EntryKind;
+use crate::format::limits::Limits;
+use crate::format::names;
 
 pub(super) fn detect(
     path: &Path,

@@ -7,12 +7,12 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::Visitor;
-use crate::entry::{Entry, EntryKind, check_link, clean_name};
+use crate::bytes::stream::{Section, open_regular};
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
+use crate::format::entry::{Entry, EntryKind, check_link, clean_name};
+use crate::format::limits::Limits;
+use crate::format::names;
 use crate::store::{Found, Stored};
-use crate::stream::{Section, open_regular};
 
 /// A directory: CRIU's images alone, or with the engine's files beside them.
 #[derive(Debug, Clone)]

@@ -6,15 +6,16 @@ use std::path::Path;
 
 use super::tarball::visit_tar;
 use super::{Inner, Kind, Visitor};
-use crate::blobs::Blobs;
-use crate::digest::Digest;
-use crate::entry::{Entry, clean_name};
+use crate::bytes::blobs::Blobs;
+use crate::bytes::stream::{Allowance, Hashed, Stream};
+use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
-use crate::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
-use crate::stream::{Allowance, Compression, Hashed, Stream};
-use crate::tarread::TarReader;
+use crate::format::compression::Compression;
+use crate::format::digest::Digest;
+use crate::format::entry::{Entry, clean_name};
+use crate::format::limits::Limits;
+use crate::format::names;
+use crate::format::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
 
 /// An OCI image: its documents, all checked against their digests.
 #[derive(Debug, Clone)]

@@ -10,12 +10,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use super::{Inner, Source};
-use crate::entry::{Entry, Ledger};
+use crate::bytes::stream::Section;
+use crate::bytes::tarread::TarReader;
 use crate::error::Error;
-use crate::limits::Limits;
-use crate::names;
-use crate::stream::{Compression, Section};
-use crate::tarread::TarReader;
+use crate::format::compression::Compression;
+use crate::format::entry::{Entry, Ledger};
+use crate::format::limits::Limits;
+use crate::format::names;
 
 /// Shards with higher numbers are unpacked.
 const MAX_SHARDS: usize = 4096;

@@ -17,14 +17,14 @@ use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use crate::decode::{Hash, with_decoder};
-use crate::entry::Entry;
+use crate::bytes::decode::{Hash, with_decoder};
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::oci::Descriptor;
+use crate::format::compression::Compression;
+use crate::format::entry::Entry;
+use crate::format::limits::Limits;
+use crate::format::oci::Descriptor;
 use crate::progress::Progress;
 use crate::store::Found;
-use crate::stream::Compression;
 
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
@@ -141,7 +141,9 @@ impl Source {
     /// Returns CRIU's image directory, if the checkpoint is a directory.
     pub fn images_directory(&self) -> Option<PathBuf> {
         match &self.inner {
-            Inner::Directory(directory) => Some(directory.place(crate::names::CHECKPOINT_DIR)),
+            Inner::Directory(directory) => {
+                Some(directory.place(crate::format::names::CHECKPOINT_DIR))
+            }
             _ => None,
         }
     }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Source;
 use crate::error::Error;
-use crate::limits::Limits;
+use crate::format::limits::Limits;
 
 /// An archive to read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,12 +4,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Visitor;
-use crate::entry::{Entry, Ledger};
+use crate::bytes::stream::{Allowance, Decoded, Section, Stream};
+use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
-use crate::stream::{Allowance, Compression, Decoded, Section, Stream};
-use crate::tarread::TarReader;
+use crate::format::compression::Compression;
+use crate::format::entry::{Entry, Ledger};
+use crate::format::limits::Limits;
+use crate::format::names;
 
 #[derive(Debug, Clone)]
 pub(crate) struct Tarball {

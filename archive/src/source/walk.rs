@@ -7,13 +7,14 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use super::{Inner, Layer, Source, Visitor, visit_tar};
-use crate::decode::{Decoder, Digests, Hash};
-use crate::entry::{Entry, Ledger};
+use crate::bytes::decode::{Decoder, Digests, Hash};
+use crate::bytes::stream::{Allowance, Section};
+use crate::bytes::tarread::TarReader;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
+use crate::format::compression::Compression;
+use crate::format::entry::{Entry, Ledger};
+use crate::format::limits::Limits;
 use crate::progress::Progress;
-use crate::stream::{Allowance, Compression, Section};
-use crate::tarread::TarReader;
 
 /// Layers that are read at the same time: each has two threads of its own.
 const AT_ONCE: usize = 16;

@@ -12,7 +12,7 @@ use super::holders::Holders;
 use super::list::{Entry, list, remove, removed_name};
 use super::origin::Known;
 use super::{Reference, StoreError};
-use crate::staging;
+use crate::bytes::staging;
 
 /// Age at which leftovers of a killed checkpoint are removed from a shared store. Another host may still be writing, and a
 /// network file system need not show its locks.

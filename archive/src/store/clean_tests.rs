@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::*;
-use crate::names;
+use crate::format::names;
 use crate::store::{About, Origin, put};
 
 struct Bed {

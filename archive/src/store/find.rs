@@ -14,7 +14,7 @@ use nix::sys::stat::Mode;
 use super::{Reference, StoreError, Stored};
 use cryopod_host::files::own_directory;
 
-use crate::names;
+use crate::format::names;
 
 const READ_BYTES: usize = 1 << 20;
 

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::find::{Found, each};
 use super::{StoreError, Stored};
-use crate::names;
+use crate::format::names;
 
 /// Puts the files back, and removes the reference. The caller has verified them.
 ///

@@ -15,7 +15,7 @@ use cryopod_host::containerd::is_image_directory;
 use super::list::Entry;
 use super::origin::Origin;
 use super::{MAX_BYTES, Reference, StoreError};
-use crate::names;
+use crate::format::names;
 
 const BLOCK: u64 = 512;
 /// Most entries of a tar that are looked at.

@@ -9,8 +9,8 @@ use cryopod_host::files::own_directory;
 
 use super::origin::Origin;
 use super::{Reference, StoreError, is_id};
-use crate::names;
-use crate::staging;
+use crate::bytes::staging;
+use crate::format::names;
 
 /// An entry: the large files of one checkpoint.
 #[derive(Debug, Clone)]

@@ -14,10 +14,10 @@ use super::origin::Origin;
 use super::{DIGITS, MAX_FILES, Reference, StoreError, Stored, VERSION, write};
 use cryopod_host::files::own_directory;
 
-use crate::direct_io::Through;
-use crate::names;
-use crate::staging::Staging;
-use crate::stream::open_regular;
+use crate::bytes::direct_io::Through;
+use crate::bytes::staging::Staging;
+use crate::bytes::stream::open_regular;
+use crate::format::names;
 
 /// Facts that a reference records for people.
 #[derive(Debug, Clone, Copy)]

@@ -290,7 +290,7 @@ fn entries_are_listed_and_removed() {
     let (_dir, images, store) = set_up();
     let put = put(&images, &store, &ABOUT).unwrap().unwrap();
     fs::create_dir(store.join("other")).unwrap();
-    let unfinished = store.join(format!(".{}{}1-1", put.id, crate::staging::MARK));
+    let unfinished = store.join(format!(".{}{}1-1", put.id, crate::bytes::staging::MARK));
     fs::create_dir(&unfinished).unwrap();
     let entries = list(&store).unwrap();
     assert_eq!(entries.len(), 1);

@@ -15,17 +15,17 @@ use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
 use serde::{Deserialize, Serialize};
 
 use self::tree::Tree;
-use crate::decode::with_decoder;
-use crate::direct_io::Through;
-use crate::entry::{Entry, EntryKind};
+use crate::bytes::decode::with_decoder;
+use crate::bytes::direct_io::Through;
+use crate::bytes::staging::Staging;
 use crate::error::{Bad, Error};
-use crate::limits::Limits;
-use crate::names;
-use crate::oci::annotation;
+use crate::format::entry::{Entry, EntryKind};
+use crate::format::limits::Limits;
+use crate::format::names;
+use crate::format::oci::annotation;
 use crate::progress::Progress;
 use crate::source::Source;
 use crate::source::walk::{Sink, walk};
-use crate::staging::Staging;
 
 #[derive(Debug, Clone, Default)]
 pub struct UnpackOptions {

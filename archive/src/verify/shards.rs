@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::Bad;
+use crate::format::names;
 use crate::metadata::Metadata;
-use crate::names;
 use crate::vram::{Chunk, Digest, Index, Kind, codec};
 
 /// The shards and chunks that the VRAM files' table lists.

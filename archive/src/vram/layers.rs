@@ -6,10 +6,10 @@ use std::path::Path;
 
 use super::index::MAX_BYTES;
 use super::{Index, VramError};
-use crate::digest::Digest;
-use crate::names;
-use crate::oci::{Manifest, annotation, media};
-use crate::stream::decompressed;
+use crate::bytes::stream::decompressed;
+use crate::format::digest::Digest;
+use crate::format::names;
+use crate::format::oci::{Manifest, annotation, media};
 
 /// The unit of a tar's headers and contents, in bytes.
 const BLOCK: u64 = 512;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::VramError;
 use super::file::open_file;
 use super::index::{Digest, Index};
-use crate::names;
+use crate::format::names;
 
 /// Most entries that are read of a searched directory.
 const MAX_ENTRIES: usize = 100_000;

@@ -16,7 +16,7 @@ use cryopod_host::files::{own_directory, read_bounded_from};
 
 use super::file::open_file;
 use super::{Digest, Index, VramError};
-use crate::names;
+use crate::format::names;
 use crate::source::InPlace;
 
 const MAX_BYTES: u64 = 16 << 20;

@@ -12,7 +12,7 @@ use super::file::open_file;
 use super::index::{Chunk, Digest, Index, Kind};
 use super::places::{self, Place, Places};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
-use crate::names;
+use crate::format::names;
 use crate::store::{self, Found};
 
 /// Longest chain of VRAM files that build on each other.

@@ -10,7 +10,7 @@ use std::thread;
 
 use super::index::{Index, MAX_SHARDS};
 use super::{VramError, usual_threads};
-use crate::names;
+use crate::format::names;
 
 /// The shards being written; each thread appends to its own.
 pub(super) struct Shards<'a> {

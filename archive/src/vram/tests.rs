@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::names;
+use crate::format::names;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::source::Source;
 
 pub const PODMAN_CONFIG: &str = r#"{"id":"0123456789abcdef","name":"web","lockID":3,"runtime":"cryopod-runtime","rootfsImageID":"aa","rootfsImageName":"docker.io/library/web:1","createdTime":"2026-01-02T03:04:05Z"}"#;

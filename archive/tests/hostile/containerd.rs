@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use cryopod_archive::digest::Digest;
-use cryopod_archive::oci::media;
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::oci::media;
 use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::verify::{VerifyOptions, verify};
 use serde_json::{Value, json};

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use cryopod_archive::digest::Digest;
+use cryopod_archive::format::digest::Digest;
 use cryopod_archive::source::Source;
 use cryopod_archive::verify::{VerifyOptions, verify};
 use serde_json::{Value, json};

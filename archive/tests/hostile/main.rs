@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::listing;
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::limits::Limits;
 use cryopod_archive::pack::{Destination, PackOptions, pack};
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{UnpackOptions, unpack};

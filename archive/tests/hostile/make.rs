@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::digest::Digest;
+use cryopod_archive::format::digest::Digest;
 use serde_json::{Value, json};
 
 use crate::common::PODMAN_CONFIG;

@@ -1,6 +1,6 @@
 //! Cut off, damaged and swollen streams.
 
-use cryopod_archive::limits::Limits;
+use cryopod_archive::format::limits::Limits;
 
 use crate::common::noise;
 use crate::make::*;

@@ -19,15 +19,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, bail};
-use cryopod_archive::digest::Digest;
-use cryopod_archive::names;
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::names;
 use cryopod_host::files::own_directory;
 use cryopod_operations::config::cache::CacheOptions;
 use cryopod_registry::Error as RegistryError;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use crate::ui;
+use crate::terminal::ui;
 
 const RECORD: &str = "cryopod-cache.json";
 const PULL: &str = ".pull-";

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use cryopod_archive::digest::Digest;
-use cryopod_archive::names;
-use cryopod_archive::oci::Manifest;
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::names;
+use cryopod_archive::format::oci::Manifest;
 use cryopod_archive::vram::{self, Chunk, Index, Kind, layers};
 use cryopod_registry::{Known, Piece};
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use cryopod_operations::config::Config;
 
 use super::directory::Cache;
-use crate::ui;
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cryopod_operations::config::Config;
 
 use super::directory::Cache;
-use crate::ui;
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::bail;
-use cryopod_archive::digest::Digest;
-use cryopod_archive::names;
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::names;
 use cryopod_archive::source::{Kind, Place, Source};
 use cryopod_archive::unpack::UnpackOptions;
 use cryopod_operations::config::Config;
@@ -18,7 +18,7 @@ use cryopod_registry::{Options, parse_reference};
 
 use super::directory::{Cache, Origin};
 use super::known::InCache;
-use crate::{confined, ui};
+use crate::{archives::confined, terminal::ui};
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -8,14 +8,14 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use cryopod_amd::image::{self as amd_image, Images};
-use cryopod_archive::engine as engine_records;
-use cryopod_archive::file_sizes;
-use cryopod_archive::limits::Limits;
+use cryopod_archive::container::engine as engine_records;
+use cryopod_archive::container::file_sizes;
+use cryopod_archive::format::limits::Limits;
+use cryopod_archive::format::names;
+use cryopod_archive::format::text::printable;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
-use cryopod_archive::text::printable;
 use cryopod_gpu_plan::compat::{Check, Verdict};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{self, Switches};
@@ -35,8 +35,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::engine;
-use crate::confined::Decoding;
-use crate::engine::Engine;
+use crate::archives::confined::Decoding;
+use crate::engines::engine::Engine;
 
 /// containerd's record of a container, as [`Source`] names it.
 const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_archive::engine::Facts;
+use cryopod_archive::container::engine::Facts;
 use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
@@ -15,7 +15,7 @@ use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
 use serde_json::Value;
 
-use crate::engine::Engine;
+use crate::engines::engine::Engine;
 
 const ASK: Duration = Duration::from_secs(60);
 /// Most volumes, networks and bind mounts to check; an archive may come from a stranger.

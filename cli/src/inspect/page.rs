@@ -1,7 +1,7 @@
 //! Formats the facts as one HTML page.
 //!
 //! The page has no scripts, loads nothing, and forbids both by a content security policy. Everything that comes from the
-//! archive passes [`ui::plain`](crate::ui::plain) and maud's escaping: an archive comes from strangers.
+//! archive passes [`ui::plain`](crate::terminal::ui::plain) and maud's escaping: an archive comes from strangers.
 
 pub mod gpus;
 mod memory;
@@ -12,7 +12,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::report::Report;
 use super::table;
-use crate::ui::{bytes, micros, plain};
+use crate::terminal::ui::{bytes, micros, plain};
 use gpus::Place;
 
 const STYLE: &str = include_str!("page/style.css");

@@ -7,7 +7,7 @@ use cryopod_archive::criu::Process;
 use cryopod_archive::vram::VramFacts;
 
 use super::report::{GpuProcess, Report};
-use crate::ui::{bytes, micros, plain};
+use crate::terminal::ui::{bytes, micros, plain};
 
 /// Deepest process tree that is drawn as one.
 const MAX_DEPTH: usize = 32;

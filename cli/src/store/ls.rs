@@ -7,7 +7,7 @@ use cryopod_archive::store::{Entry, Holders};
 use cryopod_operations::config::Config;
 use cryopod_operations::images::store::places;
 
-use crate::ui;
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 pub struct Args {

@@ -9,7 +9,7 @@ use cryopod_archive::store::{Reference, remove};
 use cryopod_operations::config::Config;
 use cryopod_operations::images::store::clean;
 
-use crate::ui;
+use crate::terminal::ui;
 
 #[derive(clap::Args)]
 #[command(arg_required_else_help = true)]

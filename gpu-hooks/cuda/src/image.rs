@@ -10,7 +10,7 @@ use super::protocol::ProcessState;
 use super::vram::VramBuffer;
 use serde::{Deserialize, Serialize};
 
-pub const FILE_NAME: &str = cryopod_archive::names::NVIDIA_IMAGE;
+pub const FILE_NAME: &str = cryopod_archive::format::names::NVIDIA_IMAGE;
 /// The version written without VRAM files: an older plugin can restore it.
 pub const VERSION: u32 = 1;
 pub const VRAM_VERSION: u32 = 2;

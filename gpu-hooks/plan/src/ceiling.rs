@@ -8,8 +8,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use cryopod_archive::container::surroundings::MountKind;
 use cryopod_archive::metadata::Gpu;
-use cryopod_archive::surroundings::MountKind;
 use cryopod_host::nodes::Vendor;
 use serde::Deserialize;
 

@@ -18,7 +18,7 @@ pub use namespaces::unrestorable;
 
 use std::collections::{HashMap, HashSet};
 
-use cryopod_archive::surroundings::ForeignMount;
+use cryopod_archive::container::surroundings::ForeignMount;
 
 use crate::refusal::Refusal;
 use cryopod_host::files::Host;

@@ -256,7 +256,7 @@ fn mounts_in_use() {
     process(dir.path(), 7, &[("/lib/firmware/gsp/a.bin", 50)], maps, 0);
     let mount = |path: &str| ForeignMount {
         path: path.into(),
-        kind: cryopod_archive::surroundings::MountKind::File,
+        kind: cryopod_archive::container::surroundings::MountKind::File,
         host_path: path.into(),
         fs_type: "overlay".into(),
         options: vec![],

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::surroundings::{ForeignMount, MountFacts, MountKind};
+use cryopod_archive::container::surroundings::{ForeignMount, MountFacts, MountKind};
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 

@@ -3,7 +3,7 @@
 //! Every symbol is looked up at run time and may be absent: CRIU's versions differ, and a plugin with an unresolved
 //! symbol does not load at all.
 
-use cryopod_archive::text::printable;
+use cryopod_archive::format::text::printable;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::path::PathBuf;

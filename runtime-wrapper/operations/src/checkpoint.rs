@@ -18,7 +18,7 @@ use std::fs::File;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};

@@ -20,7 +20,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use cryopod_archive::criu::mounts::Mount;
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_archive::store::Found;
 use cryopod_gpu_plan::remap::{Remap, Target};
 use cryopod_host::nodes::NodeSource;

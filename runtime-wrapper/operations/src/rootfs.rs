@@ -31,7 +31,7 @@ use crate::rootfs::frozen::Frozen;
 pub use adopt::adopt;
 
 /// The tar of the container's changes, in the image directory.
-pub const FILE: &str = cryopod_archive::names::CARRIED_ROOTFS;
+pub const FILE: &str = cryopod_archive::format::names::CARRIED_ROOTFS;
 /// The files of `/dev/shm`, where that is a mount from outside of the container.
 pub const SHM_FILE: &str = "cryopod-shm.tar";
 const SHM: &str = "/dev/shm";

@@ -6,8 +6,8 @@ pub mod preload;
 
 use std::time::{Duration, Instant};
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_archive::vram::{Digest, Vram};
 use cryopod_cuda::client::Client;
 use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};

@@ -10,7 +10,7 @@ use maud::{Markup, html};
 
 use super::super::report::Report;
 use super::{more, shown};
-use crate::ui::bytes;
+use crate::terminal::ui::bytes;
 
 /// Most GPUs that are drawn.
 const MAX_GPUS: usize = 256;

@@ -8,7 +8,7 @@ use maud::{Markup, html};
 
 use super::super::report::Report;
 use super::{more, shown, span};
-use crate::ui::bytes;
+use crate::terminal::ui::bytes;
 
 /// Most processes that are drawn.
 const MAX_ROWS: usize = 64;

@@ -41,7 +41,7 @@ fn report() -> Report {
         content_bytes: 200 * MIB,
         stored_bytes: 120 * MIB,
         files: Some(3),
-        container: cryopod_archive::engine::Facts {
+        container: cryopod_archive::container::engine::Facts {
             name: Some(text()),
             image: Some(text()),
             pod: Some(text()),

@@ -9,7 +9,7 @@ use maud::{Markup, html};
 
 use super::super::report::{GpuProcess, Report};
 use super::{more, shown, span};
-use crate::ui::micros;
+use crate::terminal::ui::micros;
 
 /// Most processes that are drawn.
 const MAX_ROWS: usize = 64;

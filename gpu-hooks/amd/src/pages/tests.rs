@@ -1,8 +1,8 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::{GpuFacts, Metadata};
-use cryopod_archive::names;
 
 use super::*;
 

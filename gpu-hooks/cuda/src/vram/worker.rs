@@ -7,7 +7,7 @@
 use super::front::Front;
 use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
-use cryopod_archive::limits::raise_open_files;
+use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::vram::{
     Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
 };
@@ -357,7 +357,7 @@ fn load(
 ) -> Result<VramDone, String> {
     let start = Instant::now();
     let vram = vram.ok_or_else(|| {
-        let index = dir.join(cryopod_archive::names::VRAM_INDEX);
+        let index = dir.join(cryopod_archive::format::names::VRAM_INDEX);
         format!(
             "{} is missing; the checkpoint is incomplete",
             index.display()

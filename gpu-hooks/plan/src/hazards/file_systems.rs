@@ -1,6 +1,6 @@
 //! Detects mounts of the container's own whose file system CRIU cannot make anew (`unsupported id`, mount.c).
 
-use cryopod_archive::surroundings::ForeignMount;
+use cryopod_archive::container::surroundings::ForeignMount;
 
 use crate::refusal::Refusal;
 use cryopod_host::mountinfo::Mount;
@@ -78,7 +78,7 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_archive::surroundings::MountKind;
+    use cryopod_archive::container::surroundings::MountKind;
     use serde_json::json;
 
     fn mount(point: &str, fs_type: &str, root: &str) -> Mount {

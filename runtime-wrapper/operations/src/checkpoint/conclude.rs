@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_cuda::image::NvidiaImage;
 
 use super::dump::{DumpOutcome, amd_users, unpause_amd};

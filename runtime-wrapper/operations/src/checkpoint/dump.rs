@@ -9,8 +9,8 @@ use cryopod_amd::image::Images;
 use cryopod_amd::pages::{Expected, Packing};
 use cryopod_amd::saved;
 use cryopod_amd::unpause::unpause;
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
-use cryopod_archive::names;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 

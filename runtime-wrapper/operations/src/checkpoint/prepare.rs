@@ -2,8 +2,8 @@
 
 use std::time::SystemTime;
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::{ContainerFacts, Metadata, MetadataSlot, Timings};
-use cryopod_archive::names;
 use cryopod_cuda::report::AgentReady;
 use cryopod_gpu_plan::{nvidia_compat, remap};
 use cryopod_host::nodes::Vendor;

@@ -8,7 +8,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_archive::source::Place;
 use cryopod_host::programs::{SystemTools, Tools};
 use nix::fcntl::{Flock, FlockArg};

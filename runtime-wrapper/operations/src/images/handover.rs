@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use cryopod_archive::names::{VRAM_PLACES, is_large};
+use cryopod_archive::format::names::{VRAM_PLACES, is_large};
 use cryopod_host::files::own_directory;
 
 /// The directory beside the image directory that takes the large files.

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 
 use crate::security::image_check::MAX_ENTRIES;
 

@@ -9,8 +9,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_archive::store::{self, About, Found, Reference};
 use cryopod_archive::vram::usual_threads;
 use cryopod_host::spec::Spec;

@@ -9,8 +9,8 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
+use cryopod_archive::container::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_cuda::nvidia;
 use cryopod_gpu_plan::hazards::{self, CriuLimits};
 use cryopod_gpu_plan::mounts::{self, Provided, Provider};

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_archive::store::Found;
 
 use crate::config::tenant::Tenant;

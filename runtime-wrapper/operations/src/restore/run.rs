@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_amd::saved;
 use cryopod_amd::topology::{Node, Topology};
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_host::files::Host;
 
 use super::prepare::RestorePreparation;

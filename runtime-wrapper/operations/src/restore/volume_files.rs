@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_gpu_plan::switches::{Switches, VOLUMES};
 use cryopod_host::destinations::Destinations;

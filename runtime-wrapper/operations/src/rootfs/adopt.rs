@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, Write};
 use std::path::{Component, Path, PathBuf};
 
-use cryopod_archive::{decompressed, names};
+use cryopod_archive::{decompressed, format::names};
 use tar::{Archive, Builder, EntryType, Header};
 
 use super::capture::empty;

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_archive::text::printable;
+use cryopod_archive::format::text::printable;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 

@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::{Host, read_bounded};
 use cryopod_host::mountinfo;

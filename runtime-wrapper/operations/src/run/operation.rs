@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::surroundings::MountKind;
+use cryopod_archive::container::surroundings::MountKind;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::mounts::Provided;
 use cryopod_host::files::Host;

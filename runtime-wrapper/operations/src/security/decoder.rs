@@ -13,7 +13,7 @@ use cryopod_archive::criu::image_files::{Content, ImageFile, content_of};
 use cryopod_archive::criu::mounts::Mount;
 use cryopod_archive::criu::network::{self, Network};
 use cryopod_archive::criu::{self, has_compressed_pages, open_files};
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::micros;
 use cryopod_host::sandbox::{Sandbox, SandboxError, real};

@@ -30,7 +30,7 @@ use std::path::Path;
 use cryopod_archive::criu::ImageError;
 use cryopod_archive::criu::image_files::{self, Content, ImageFile};
 use cryopod_archive::criu::message::Message;
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_host::spec::Spec;
 
 use self::members::Members;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use cryopod_archive::surroundings::LsmFacts;
+use cryopod_archive::container::surroundings::LsmFacts;
 use cryopod_host::files::Host;
 
 const MAX_LOG: u64 = 64 << 20;

@@ -7,8 +7,8 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::names;
 use cryopod_archive::vram::{Digest, Vram};
 use cryopod_cuda::vram::VramParent;
 use cryopod_host::spec::Spec;

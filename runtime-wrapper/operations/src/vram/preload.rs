@@ -12,7 +12,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 use cryopod_host::files::{Host, read_bounded_from};
 use cryopod_host::spec::Spec;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};

@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::fchown;
 use std::path::Path;
 
-use cryopod_archive::surroundings::MountKind;
+use cryopod_archive::container::surroundings::MountKind;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;

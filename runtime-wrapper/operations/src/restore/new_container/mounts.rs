@@ -14,8 +14,8 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
+use cryopod_archive::container::surroundings::MountKind;
 use cryopod_archive::criu::mounts::Mount;
-use cryopod_archive::surroundings::MountKind;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::{Destination, Destinations};
 use cryopod_host::detached::{self, Detached};

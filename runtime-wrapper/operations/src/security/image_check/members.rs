@@ -7,7 +7,7 @@ use std::path::Path;
 
 use cryopod_archive::criu::image_files::ImageFile;
 use cryopod_archive::criu::message::Message;
-use cryopod_archive::names;
+use cryopod_archive::format::names;
 
 use crate::security::privileges::{self, PrivilegesError};
 

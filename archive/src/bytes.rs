@@ -1,0 +1,11 @@
+//! How bytes are read and written: files past the page cache, streams, tars, compression, digests.
+
+pub(crate) mod blobs;
+pub(crate) mod decode;
+pub(crate) mod direct_io;
+pub(crate) mod frames;
+pub(crate) mod hash;
+pub(crate) mod lease;
+pub(crate) mod staging;
+pub(crate) mod stream;
+pub(crate) mod tarread;

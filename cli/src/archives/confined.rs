@@ -1,0 +1,121 @@
+//! Decodes strangers' archives in children that can do little ([`cryopod_host::sandbox`]).
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use cryopod_archive::Error;
+use cryopod_archive::format::names;
+use cryopod_archive::source::Source;
+use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
+use cryopod_archive::vram::parent::Wanted;
+use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
+use cryopod_operations::config::Limits;
+
+use crate::{one_line, terminal::ui};
+
+/// The longest chain of checkpoints that is followed.
+const MAX_PARENTS: usize = 1024;
+
+/// Unpacks an archive, and shows how far that is.
+pub fn unpack(
+    quiet: bool,
+    source: &Source,
+    to: &Path,
+    options: &UnpackOptions,
+) -> Result<Unpacked, Error> {
+    let limit = limit(source.path());
+    // Before there is a thread that shows the progress.
+    let unpacking = unpack::start(source, to, options)?;
+    ui::with_progress("unpack", quiet, &options.progress, || {
+        unpacking.finish(limit)
+    })
+}
+
+/// What a decoder may read.
+pub struct Decoding {
+    pub read: Vec<PathBuf>,
+    limit: Duration,
+}
+
+impl Decoding {
+    /// Of one archive.
+    pub fn of(archive: &Path) -> Self {
+        Self {
+            read: vec![sandbox::real(archive)],
+            limit: limit(archive),
+        }
+    }
+
+    /// Adds the checkpoints upon which one builds. Tables say where they are, so a place counts only if there is a table
+    /// with the digest that is wanted.
+    pub fn add_parents(&mut self, wanted: Option<Wanted>, search: &[PathBuf]) {
+        let mut wanted = wanted;
+        for _ in 0..MAX_PARENTS {
+            // If one is missing, the work says so.
+            let Some(parent) = wanted.and_then(|wanted| wanted.find(search)) else {
+                return;
+            };
+            let parent = sandbox::real(&parent);
+            self.read.push(parent.clone());
+            let decoding = Self {
+                read: vec![parent.clone()],
+                limit: self.limit,
+            };
+            let said = decoding.run(|| {
+                let table = std::fs::read(parent.join(names::VRAM_INDEX))?;
+                Ok(serde_json::to_vec(&Wanted::of(&table, Some(&parent))?)?)
+            });
+            let said = said
+                .ok()
+                .and_then(|said| serde_json::from_slice(&said).ok());
+            wanted = said.flatten();
+        }
+    }
+
+    /// Does the work in a child.
+    pub fn run(
+        &self,
+        work: impl FnOnce() -> anyhow::Result<Vec<u8>>,
+    ) -> Result<Vec<u8>, SandboxError> {
+        self.start(work)?.finish()
+    }
+
+    /// Starts the work; see [`Sandbox::start`].
+    pub fn start(
+        &self,
+        work: impl FnOnce() -> anyhow::Result<Vec<u8>>,
+    ) -> Result<Running, SandboxError> {
+        let sandbox = Sandbox {
+            read: self.read.clone(),
+            write: Vec::new(),
+        };
+        let worker = sandbox.start(|| work().map_err(|e| one_line(&e)))?;
+        Ok(Running {
+            worker,
+            limit: self.limit,
+        })
+    }
+}
+
+pub struct Running {
+    worker: Worker,
+    limit: Duration,
+}
+
+impl Running {
+    pub fn finish(self) -> Result<Vec<u8>, SandboxError> {
+        self.worker.finish(self.limit)
+    }
+}
+
+/// How long decoding may take, as a restore with the default limits.
+fn limit(archive: &Path) -> Duration {
+    let files = std::fs::read_dir(archive).into_iter().flatten().flatten();
+    let sizes = files.filter_map(|f| f.metadata().ok()).map(|m| m.len());
+    let size = match archive.is_dir() {
+        true => sizes.fold(0, u64::saturating_add),
+        false => archive.metadata().map_or(0, |m| m.len()),
+    };
+    // Zstd packs zeros to a thousandth.
+    Limits::default().restore(size.saturating_mul(16))
+}

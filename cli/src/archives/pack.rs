@@ -1,0 +1,275 @@
+//! `cryopod pack`: packs a checkpoint into one portable archive, or makes an archive of another kind of one.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use cryopod_archive::format::digest::Digest;
+use cryopod_archive::format::limits::MAX_JSON_BYTES;
+use cryopod_archive::format::oci::media;
+use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
+use cryopod_archive::progress::Progress;
+use cryopod_archive::source::Source;
+use cryopod_archive::store::Reference;
+use cryopod_archive::{Compression, container::engine};
+
+use crate::archives::registry_args::{RegistryAccess, RegistryArgs};
+use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::ui;
+use cryopod_archive::source::Place;
+use cryopod_operations::config::restore::REGISTRY;
+use cryopod_registry::parse_reference;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The checkpoint: a directory of CRIU images, or an archive: podman's export file, an exported containerd
+    /// checkpoint, a Kubernetes checkpoint file, oci:DIR[:NAME] or oci-archive:FILE.
+    source: String,
+    /// The output: oci:DIR, oci-archive:FILE, docker://REGISTRY/REPOSITORY:TAG, or a file for `podman container restore
+    /// --import` (.tar, .tar.gz, else zstd).
+    #[arg(short, long)]
+    output: String,
+    #[command(flatten)]
+    how: How,
+    #[command(flatten)]
+    registry: RegistryAccess,
+}
+
+/// Options for writing an archive.
+#[derive(clap::Args, Clone)]
+pub struct How {
+    /// Compression of an image's layers: zstd, gzip or none.
+    #[arg(long, default_value = "zstd", value_parser = compression)]
+    compression: Compression,
+    /// The zstd level, -7 to 19, or the gzip level, 1 to 9.
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
+    level: i32,
+    /// Threads that compress; 0: one per core. The result does not depend on it.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Put all files into one layer.
+    #[arg(long)]
+    single_layer: bool,
+    /// The image's name in the layout, as in `localhost/job:1`.
+    #[arg(long)]
+    name: Option<String>,
+    /// KEY=VALUE: an annotation of the image; may be given several times.
+    #[arg(long = "annotation", value_parser = annotation)]
+    annotations: Vec<(String, String)>,
+    /// Replace an existing output.
+    #[arg(long)]
+    replace: bool,
+    /// Print nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+    /// Standard output is for the archive.
+    #[arg(skip)]
+    unsaid: bool,
+}
+
+fn compression(text: &str) -> Result<Compression, String> {
+    match text {
+        "zstd" => Ok(Compression::Zstd),
+        "gzip" => Ok(Compression::Gzip),
+        "none" => Ok(Compression::None),
+        _ => Err("zstd, gzip or none".into()),
+    }
+}
+
+fn annotation(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.into(), value.into())),
+        _ => Err("KEY=VALUE".into()),
+    }
+}
+
+impl How {
+    /// The defaults of the command line.
+    pub fn plain(quiet: bool) -> Self {
+        Self {
+            compression: Compression::Zstd,
+            level: 1,
+            threads: 0,
+            single_layer: false,
+            name: None,
+            annotations: Vec::new(),
+            replace: false,
+            quiet,
+            unsaid: false,
+        }
+    }
+
+    pub fn named(mut self, name: Option<&str>) -> Self {
+        self.name = name.map(str::to_owned);
+        self
+    }
+
+    /// The same, and prints nothing on standard output at the end.
+    #[must_use]
+    pub fn silent(&self) -> Self {
+        Self {
+            unsaid: true,
+            ..self.clone()
+        }
+    }
+
+    /// Like [`How::write`], but does not report what was written.
+    pub fn write_silently(
+        &self,
+        what: &str,
+        source: &Source,
+        to: &Destination,
+    ) -> anyhow::Result<()> {
+        let options = self.options(completed(source)?);
+        let progress = Arc::clone(&options.progress);
+        ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        Ok(())
+    }
+
+    /// 0: one per core.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    pub fn quiet(&self) -> bool {
+        self.quiet
+    }
+
+    pub fn replace(&self) -> bool {
+        self.replace
+    }
+
+    /// Builds the library's options, with files that complete the source's.
+    pub fn options(&self, extra_files: BTreeMap<String, Vec<u8>>) -> PackOptions {
+        PackOptions {
+            level: self.level,
+            compression: self.compression,
+            threads: self.threads,
+            single_layer: self.single_layer,
+            annotations: self.annotations.iter().cloned().collect(),
+            name: self.name.clone(),
+            extra_files,
+            replace: self.replace,
+            progress: Arc::new(Progress::default()),
+            ..PackOptions::default()
+        }
+    }
+
+    /// Packs, shows progress, and reports what was written.
+    pub fn write(
+        &self,
+        what: &str,
+        source: &Source,
+        to: &Destination,
+        extra_files: BTreeMap<String, Vec<u8>>,
+    ) -> anyhow::Result<Packed> {
+        let options = self.options(extra_files);
+        let progress = Arc::clone(&options.progress);
+        let packed = ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        self.say(to, &packed);
+        Ok(packed)
+    }
+
+    pub fn say(&self, to: &Destination, packed: &Packed) {
+        if !self.quiet && !self.unsaid {
+            say(to, packed);
+        }
+    }
+}
+
+fn say(to: &Destination, packed: &Packed) {
+    let ratio = packed.content_bytes as f64 / packed.stored_bytes.max(1) as f64;
+    let mut text = format!(
+        "{}: {} stored as {} (ratio {ratio:.2})",
+        to.path().display(),
+        ui::bytes(packed.content_bytes),
+        ui::bytes(packed.stored_bytes),
+    );
+    if !packed.layers.is_empty() {
+        text.push_str(&format!(" in {} layers", packed.layers.len()));
+    }
+    if let Some(digest) = &packed.digest {
+        text.push_str(&format!("\n{digest}"));
+    }
+    println!("{text}");
+}
+
+/// Parses a destination on disk. Refuses a registry's name.
+pub fn destination(text: &str) -> anyhow::Result<Destination> {
+    if text.starts_with(REGISTRY) {
+        bail!("{text}: a registry; pack to oci:DIR and send that with `cryopod push DIR {text}`");
+    }
+    Ok(Destination::parse(text))
+}
+
+/// Builds the files that a source lacks and other engines want: containerd's own checkpoint has its record in another
+/// form.
+pub fn completed(source: &Source) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
+    let Some(parts) = source.containerd() else {
+        return Ok(BTreeMap::new());
+    };
+    let record = parts
+        .records
+        .iter()
+        .find(|d| d.media_type == media::CONTAINERD_CONFIG && d.size <= MAX_JSON_BYTES);
+    let Some(descriptor) = record else {
+        return Ok(BTreeMap::new());
+    };
+    let mut record = Vec::new();
+    source
+        .blob(descriptor)?
+        .read_to_end(&mut record)
+        .with_context(|| source.path().display().to_string())?;
+    let name = descriptor.digest.to_string();
+    let found = Digest::of(&record);
+    if found != descriptor.digest {
+        bail!(
+            "{}: blob {name}: its content has the digest {found}",
+            source.path().display()
+        );
+    }
+    engine::files_of_containerd(&name, &record, &parts.index.annotations)
+        .with_context(|| source.path().display().to_string())
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let image = args.output.strip_prefix(REGISTRY);
+    if let Some(image) = image {
+        parse_reference(image)?;
+    }
+    let source = Place::parse(&args.source).open()?;
+    let images = source.images_directory();
+    if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
+        eprintln!(
+            "cryopod: {} are in entry {} of a store, and the archive will only refer to them; `cryopod bundle` makes one that has them",
+            reference, reference.id
+        );
+    }
+    match image {
+        Some(image) => {
+            let registry = args.registry.with(args.how.quiet());
+            to_registry(&source, image, &args.how, &registry)?;
+        }
+        None => {
+            let to = destination(&args.output)?;
+            args.how.write("pack", &source, &to, completed(&source)?)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Packs an image in a temporary directory and pushes it.
+pub fn to_registry(
+    source: &Source,
+    image: &str,
+    how: &How,
+    registry: &RegistryArgs,
+) -> anyhow::Result<()> {
+    parse_reference(image)?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let layout = temp.path().join("image");
+    how.write_silently("pack", source, &Destination::Layout(layout.clone()))?;
+    registry.push(&Source::open(&layout)?, image)
+}

@@ -1,0 +1,53 @@
+//! `cryopod pull`: pulls an image from a registry.
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::Source;
+use cryopod_registry::parse_reference;
+
+use crate::archives::pack::{self, How};
+use crate::archives::registry_args::{RegistryArgs, said};
+use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::ui;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// REGISTRY/REPOSITORY:TAG, or @DIGEST.
+    image: String,
+    /// The output: oci:DIR; or oci-archive:FILE or a podman export file, by way of a layout beside it.
+    #[arg(short, long)]
+    output: String,
+    #[command(flatten)]
+    registry: RegistryArgs,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    match pack::destination(&args.output)? {
+        Destination::Layout(dir) => pull(args, &dir)?,
+        to => {
+            to.check(false)?;
+            let temp = LockedTempDir::beside(to.path(), Holds::Copy)?;
+            let layout = temp.path().join("image");
+            pull(args, &layout)?;
+            let how = How::plain(args.registry.quiet());
+            how.write("pack", &Source::open(&layout)?, &to, Default::default())?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn pull(args: &Args, layout: &Path) -> anyhow::Result<()> {
+    let from = parse_reference(&args.image)?;
+    let options = args.registry.options();
+    let progress = Arc::clone(&options.progress);
+    let done = ui::with_progress("pull", args.registry.quiet(), &progress, || {
+        cryopod_registry::pull(&from, layout, &options)
+    })?;
+    if !args.registry.quiet() {
+        println!("{}", said(&layout.display().to_string(), "received", &done));
+    }
+    Ok(())
+}

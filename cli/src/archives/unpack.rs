@@ -1,0 +1,49 @@
+//! `cryopod unpack`: unpacks an archive into a directory.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use cryopod_archive::progress::Progress;
+use cryopod_archive::unpack::UnpackOptions;
+
+use crate::{archives::confined, terminal::ui};
+use cryopod_archive::source::Place;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The archive, as for `cryopod inspect`.
+    source: String,
+    /// A directory that does not exist yet, or is empty.
+    #[arg(short, long)]
+    output: PathBuf,
+    /// Only CRIU's images, directly in the directory, as a runtime's --image-path wants them.
+    #[arg(long)]
+    images_only: bool,
+    /// Threads; 0: one per core.
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+    /// Print nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let source = Place::parse(&args.source).open()?;
+    let options = UnpackOptions {
+        images_only: args.images_only,
+        threads: args.threads,
+        progress: Arc::new(Progress::default()),
+        ..UnpackOptions::default()
+    };
+    let done = confined::unpack(args.quiet, &source, &args.output, &options)?;
+    if !args.quiet {
+        println!(
+            "{}: {} files, {}",
+            args.output.display(),
+            done.files,
+            ui::bytes(done.bytes)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,219 @@
+//! `cryopod export`: lets the engine checkpoint a container, and makes an archive of the checkpoint.
+
+mod containerd;
+mod docker;
+mod image;
+mod podman;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use cryopod_archive::Compression;
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::Source;
+use cryopod_registry::parse_reference;
+
+use crate::archives::bundle;
+use crate::archives::pack::{self, How};
+use crate::archives::registry_args::RegistryAccess;
+use crate::archives::streams;
+use crate::engines::engine::{Engine, which};
+use crate::store::stores;
+use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::ui::Steps;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container, as its engine names it.
+    container: String,
+    /// Its engine, where two engines have a container of this name.
+    #[arg(short, long, value_enum)]
+    engine: Option<Engine>,
+    /// The output: oci:DIR, oci-archive:FILE, a file for `podman container restore --import` (.tar, .tar.gz, else
+    /// zstd), docker://REGISTRY/REPOSITORY:TAG, or `-`: such a file to standard output, for `cryopod import -`.
+    #[arg(short, long)]
+    output: String,
+    /// Take the container's image along, for a host that does not have it (podman, docker).
+    #[arg(long)]
+    with_image: bool,
+    /// Leave the container running.
+    #[arg(long)]
+    leave_running: bool,
+    /// Keep open TCP connections (podman).
+    #[arg(long)]
+    tcp_established: bool,
+    /// Keep file locks (podman).
+    #[arg(long)]
+    file_locks: bool,
+    /// containerd's namespace.
+    #[arg(long, default_value = "default")]
+    namespace: String,
+    /// Time limit of the engine's checkpoint, in seconds.
+    #[arg(long, default_value_t = 3600)]
+    timeout: u64,
+    /// Print at the end how long each step took, as JSON.
+    #[arg(long)]
+    timings: bool,
+    /// Compression and other options of `pack`.
+    #[command(flatten)]
+    how: How,
+    /// The registry's options.
+    #[command(flatten)]
+    registry: RegistryAccess,
+}
+
+pub struct Taken {
+    source: PathBuf,
+    /// Files that complete it.
+    extra: BTreeMap<String, Vec<u8>>,
+    /// The directory with the checkpoint, if it is not the one that was offered.
+    directory: Option<LockedTempDir>,
+}
+
+impl Args {
+    fn limit(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+}
+
+/// Runs the subcommand. On an error it keeps what the engine has made, and names it.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let mut steps = Steps::new();
+    let name = streams::to_stdout(&args.output)?;
+    let done = match name {
+        Some(name) => export_to_stdout(args, name, &mut steps),
+        None => export(args, &mut steps),
+    };
+    if args.timings && done.is_ok() {
+        match name {
+            // Nothing but the archive is on standard output.
+            Some(_) => eprintln!("{}", steps.json()),
+            None => println!("{}", steps.json()),
+        }
+    }
+    done
+}
+
+fn export_to_stdout(args: &Args, name: &str, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+    let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
+    let file = temp.path().join(name);
+    let to = match name.ends_with(".oci.tar") {
+        true => Destination::Archive(file.clone()),
+        false => Destination::Tar(file.clone(), Compression::Zstd),
+    };
+    take(args, &to, &args.how.silent(), steps)?;
+    let sent = streams::send(&file);
+    steps.done("send");
+    keep_on_error(sent, temp, name, "cat PATH | ...")
+}
+
+fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+    if let Some(image) = args.output.strip_prefix("docker://") {
+        parse_reference(image)?;
+        let temp = LockedTempDir::anywhere(Holds::Checkpoint)?;
+        let layout = temp.path().join("image");
+        take(args, &Destination::Layout(layout.clone()), &args.how, steps)?;
+        let registry = args.registry.with(args.how.quiet());
+        let pushed = Source::open(&layout)
+            .map_err(anyhow::Error::from)
+            .and_then(|source| registry.push(&source, image));
+        steps.done("push");
+        return keep_on_error(
+            pushed,
+            temp,
+            "image",
+            &format!("cryopod push oci:PATH {image}"),
+        );
+    }
+    let to = Destination::parse(&args.output);
+    // Checked before anything is frozen.
+    to.check(args.how.replace())?;
+    take(args, &to, &args.how, steps)
+}
+
+fn take(args: &Args, to: &Destination, how: &How, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+    let engine = match args.engine {
+        Some(engine) => engine,
+        None => which::knows(&args.container, &args.namespace)?,
+    };
+    let temp = LockedTempDir::beside(to.path(), Holds::Checkpoint)?;
+    let image = args
+        .with_image
+        .then(|| image::save(args, engine, temp.path()));
+    let image = image.transpose()?;
+    if image.is_some() {
+        steps.done("image save");
+    }
+    let mut taken = match engine {
+        Engine::Podman => podman::checkpoint(args, temp.path(), steps),
+        Engine::Docker => docker::checkpoint(args, temp.path(), steps),
+        Engine::Containerd => containerd::checkpoint(args, temp.path(), steps),
+    }?;
+    let offered = temp;
+    let kept = taken.directory.take();
+    let temp = kept.as_ref().unwrap_or(&offered);
+    if let Some(image) = &image {
+        let before = taken.source.clone();
+        match image::add(taken, image, temp.path()) {
+            Ok(with_image) => taken = with_image,
+            Err(e) => {
+                let name = before.file_name().unwrap_or_default();
+                let name = name.to_string_lossy().into_owned();
+                let again = format!("cryopod pack PATH -o {}", args.output);
+                return keep_on_error::<()>(Err(e), kept.unwrap_or(offered), &name, &again);
+            }
+        }
+    }
+    let temp = kept.unwrap_or(offered);
+    let name = taken
+        .source
+        .file_name()
+        .map(|n| n.to_string_lossy().into_owned());
+    let packed = Source::open(&taken.source)
+        .map_err(anyhow::Error::from)
+        .and_then(|source| {
+            let mut extra = pack::completed(&source)?;
+            extra.extend(taken.extra);
+            let stores = stores(&[])?;
+            let stored = match stores.is_empty() {
+                true => None,
+                false => bundle::found(&source, &stores)?,
+            };
+            let Some(stored) = stored else {
+                return how.write("export", &source, to, extra);
+            };
+            let threads = how.threads();
+            let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
+            let packed = how.write("export", &whole, to, extra)?;
+            // Nothing else refers to it.
+            if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
+                tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());
+            }
+            Ok(packed)
+        });
+    steps.done("pack");
+    let again = format!("cryopod pack PATH -o {}", args.output);
+    keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
+}
+
+/// The checkpoint may be all that is left of the container, so it is removed only after the archive is complete.
+fn keep_on_error<T>(
+    done: anyhow::Result<T>,
+    temp: LockedTempDir,
+    name: &str,
+    again: &str,
+) -> anyhow::Result<ExitCode> {
+    match done {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            let kept = temp.keep().join(name);
+            let again = again.replace("PATH", &kept.display().to_string());
+            Err(error.context(format!(
+                "the checkpoint was made and is kept in {}; go on with: {again}",
+                kept.display()
+            )))
+        }
+    }
+}

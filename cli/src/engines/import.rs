@@ -1,0 +1,284 @@
+//! `cryopod import`: hands an archive to an engine for a restore.
+
+mod podman;
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use cryopod_archive::container::carried::IMAGE;
+use cryopod_archive::container::engine as engine_records;
+use cryopod_archive::format::limits::Limits;
+use cryopod_archive::format::names;
+use cryopod_archive::pack::Destination;
+use cryopod_archive::source::{Kind, Source};
+use cryopod_archive::unpack::UnpackOptions;
+
+use crate::archives::confined;
+use crate::archives::pack::How;
+use crate::archives::streams;
+use crate::engines::carried::{self, Named};
+use crate::engines::engine::{Call, Engine, which};
+use crate::temp_dir::{Holds, LockedTempDir};
+use crate::terminal::ui::Steps;
+use cryopod_archive::source::Place;
+use cryopod_gpu_plan::gpumap::Wish;
+
+const ASK: Duration = Duration::from_secs(60);
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The archive, as for `cryopod inspect`; `-` reads it from standard input.
+    source: String,
+    /// The engine; else the one that made the checkpoint, or the only one on this host.
+    #[arg(short, long, value_enum)]
+    engine: Option<Engine>,
+    /// The image's name in the engine. With --restore: the container's name. For docker: the checkpoint's name.
+    #[arg(long)]
+    name: Option<String>,
+    /// podman: restore the container at once.
+    #[arg(long)]
+    restore: bool,
+    /// Restore onto these GPUs: `auto`, or OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index.
+    #[arg(long, requires = "restore")]
+    map: Option<Map>,
+    /// docker: the container for the checkpoint, created from the same image.
+    #[arg(long)]
+    container: Option<String>,
+    /// containerd's namespace.
+    #[arg(long, default_value = "default")]
+    namespace: String,
+    /// Time limit for the engine, in seconds.
+    #[arg(long, default_value_t = 3600)]
+    timeout: u64,
+    /// Print at the end how long each step of a restore took, as JSON.
+    #[arg(long)]
+    timings: bool,
+    /// Print nothing while it runs.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// A GPU map that can be understood, as its user wrote it.
+#[derive(Debug, Clone)]
+struct Map(String);
+
+impl std::str::FromStr for Map {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse::<Wish>().map(|_| Self(text.to_owned()))
+    }
+}
+
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let received = (args.source == "-").then(streams::receive).transpose()?;
+    let source = match &received {
+        Some(received) => Source::open(&received.path)?,
+        None => Place::parse(&args.source).open()?,
+    };
+    let records = Records::of(&source)?;
+    let engine = match args.engine {
+        Some(engine) => engine,
+        None => which::fits(records.made_by(&source)?)?,
+    };
+    if args.restore && engine != Engine::Podman {
+        bail!(
+            "--restore is for podman; {engine} restores by commands of its own, which import names"
+        );
+    }
+    if engine == Engine::Podman && !records.files.contains_key(names::CONFIG_DUMP) {
+        bail!(
+            "{}: a {} without {}: podman restores only what says which image and settings its container had; `cryopod unpack --images-only` gives the images alone",
+            source.path().display(),
+            source.kind(),
+            names::CONFIG_DUMP
+        );
+    }
+    let mut steps = Steps::new();
+    let next = match engine {
+        Engine::Podman if args.restore => podman::restore(args, &source, &records, &mut steps)?,
+        Engine::Podman => image(args, &source, &records)?,
+        Engine::Containerd => containerd(args, &source)?,
+        Engine::Docker => docker(args, &source, &records)?,
+    };
+    println!("{next}");
+    if args.timings {
+        println!("{}", steps.json());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What an archive says about its container.
+struct Records {
+    /// The engine's records, by name.
+    files: BTreeMap<String, Vec<u8>>,
+    /// The archive has the container's image.
+    image: bool,
+}
+
+impl Records {
+    fn of(source: &Source) -> anyhow::Result<Self> {
+        let image = Cell::new(false);
+        let wanted = |name: &str| {
+            if name == IMAGE {
+                image.set(true);
+            }
+            engine_records::FILES.contains(&name)
+        };
+        let files = source.small_files(&wanted, &Limits::default())?;
+        let image = image.get();
+        Ok(Self { files, image })
+    }
+
+    fn made_by(&self, source: &Source) -> anyhow::Result<Option<&'static str>> {
+        if source.containerd().is_some() {
+            return Ok(Some("containerd-ctr"));
+        }
+        let facts = engine_records::read(&self.files);
+        let facts = facts.with_context(|| source.path().display().to_string())?;
+        Ok(facts.engine)
+    }
+}
+
+impl Args {
+    fn limit(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+
+    fn call(&self, program: &'static str) -> Call {
+        Call::new(program, self.limit())
+    }
+
+    fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
+        let how = How::plain(self.quiet).named(self.name.as_deref());
+        how.write_silently("pack", source, to)
+    }
+}
+
+/// Unpacks an archive with its container's image, and loads the image. The rest is what podman gets.
+fn without_image(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<Source> {
+    let whole = temp.join("whole");
+    let options = UnpackOptions::default();
+    confined::unpack(args.quiet, source, &whole, &options)?;
+    carried::take(&whole, args.limit())?;
+    Ok(Source::open(&whole)?)
+}
+
+fn image(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let layout = match records.image {
+        true => layout(
+            args,
+            &without_image(args, source, temp.path())?,
+            temp.path(),
+        )?,
+        false => layout(args, source, temp.path())?,
+    };
+    let said = args
+        .call("podman")
+        .args(["pull", "--quiet", &format!("oci:{}", layout.display())])
+        .run()?;
+    let id = said.lines().last().unwrap_or_default().trim().to_owned();
+    if let Some(name) = &args.name {
+        args.call("podman").args(["tag", &id, name]).run()?;
+    }
+    let image = args.name.as_deref().unwrap_or(&id);
+    Ok(format!(
+        "{id}\nrestore it with: podman container restore {image}"
+    ))
+}
+
+fn layout(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<PathBuf> {
+    if source.kind() == Kind::OciLayout {
+        return Ok(fs::canonicalize(source.path())?);
+    }
+    let layout = temp.join("image");
+    args.write(source, &Destination::Layout(layout.clone()))?;
+    Ok(layout)
+}
+
+fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
+    let own = matches!(source.kind(), Kind::Containerd { archive: true });
+    let file = if own || (source.kind() == Kind::OciArchive && args.name.is_none()) {
+        fs::canonicalize(source.path())?
+    } else {
+        if args.name.is_none() {
+            bail!(
+                "containerd's images have names: give one with --name, as in --name localhost/job:1"
+            );
+        }
+        let file = temp.path().join("image.tar");
+        args.write(source, &Destination::Archive(file.clone()))?;
+        file
+    };
+    let said = args
+        .call("ctr")
+        .args(["--namespace", &args.namespace, "images", "import"])
+        // The CRI wants a snapshot of an image, but the parts of its own checkpoint are not an image.
+        .flag(own, "--no-unpack")
+        .args([&file])
+        .run()?;
+    let how = if own {
+        "restore it with: ctr containers restore --rw --live NAME IMAGE"
+    } else {
+        "restore it in a pod whose container has this image (containerd 2.1 to 2.3, in the namespace k8s.io; from 2.3.4 on with enable_experimental_restore_via_create)"
+    };
+    Ok(format!("{}\n{how}", said.trim()))
+}
+
+fn docker(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
+    if records.image {
+        let temp = LockedTempDir::anywhere(Holds::Copy)?;
+        let config = records.files.get(names::CONFIG_DUMP);
+        let named = Named::of(config.map_or(&[], Vec::as_slice))?;
+        let file = carried::extract(source, temp.path())?;
+        carried::load(&file, &named, Engine::Docker, args.limit())?;
+        if args.container.is_none() {
+            return Ok(format!(
+                "{0}\nthe container's image is loaded; make the container with: docker create --name NAME ... {0}\nand import again with --container NAME",
+                named.id
+            ));
+        }
+    }
+    let container = args
+        .container
+        .as_deref()
+        .context("docker restores a checkpoint into a container that exists: name it with --container; make it with `docker create`, from the image that `cryopod inspect` names")?;
+    let name = args.name.as_deref().unwrap_or("cryopod");
+    if name.contains('/') || name.starts_with('.') {
+        bail!("--name {name}: the name of a docker checkpoint has no `/` and no dot ahead");
+    }
+    let ask = |words: &[&str]| -> anyhow::Result<String> {
+        Ok(Call::new("docker", ASK)
+            .args(words)
+            .run()?
+            .trim()
+            .to_owned())
+    };
+    let id = ask(&["container", "inspect", "--format", "{{.Id}}", container])?;
+    let root = ask(&["info", "--format", "{{.DockerRootDir}}"])?;
+    let directory = Path::new(&root)
+        .join("containers")
+        .join(&id)
+        .join("checkpoints");
+    fs::create_dir_all(&directory).with_context(|| {
+        format!(
+            "{}: cannot be made; run it as root, on the daemon's host",
+            directory.display()
+        )
+    })?;
+    let options = UnpackOptions {
+        images_only: true,
+        ..UnpackOptions::default()
+    };
+    confined::unpack(true, source, &directory.join(name), &options)?;
+    Ok(format!(
+        "restore it with: docker start --checkpoint {name} {container}"
+    ))
+}

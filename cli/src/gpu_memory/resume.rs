@@ -1,0 +1,198 @@
+//! `cryopod resume`: gives a suspended container its GPU memory back.
+
+use std::collections::BTreeSet;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::bail;
+use cryopod_archive::metadata::Gpu;
+use cryopod_archive::vram::{Digest, Vram};
+use cryopod_cuda::gpu::GpuPair;
+use cryopod_cuda::procfs;
+use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume};
+use cryopod_gpu_plan::gpumap::{self, Choice, Situation, Wish};
+use cryopod_gpu_plan::inventory;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use cryopod_host::nodes::Vendor;
+use cryopod_operations::config::Config;
+use cryopod_operations::pause::suspended::SuspendedRecord;
+
+use crate::engines::container::Container;
+use crate::gpu_memory::suspend::{Work, find, steps};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container, as for `cryopod suspend`.
+    container: String,
+    /// Use other GPUs: OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index. The container must
+    /// have their nodes.
+    #[arg(long)]
+    map: Option<Wish>,
+    /// Print only errors.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand. After an error the container stays suspended.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let host = Host::system();
+    let config = Config::load()?;
+    let (container, record) = find(&host, &args.container)?;
+    container.is_unpaused(&host, &args.container)?;
+    if let Some(record) = &record {
+        whole(record)?;
+    }
+    let processes = match &record {
+        Some(record) => record.processes.clone(),
+        // Another tool suspended it, or the record is gone.
+        None => container
+            .processes(&host)
+            .into_iter()
+            .map(unknown)
+            .collect(),
+    };
+    let map = map(args, &host, &container, &processes)?;
+    let work = Work::begin(&config, &host)?;
+    let directory = record.as_ref().and_then(|record| record.directory.clone());
+    let mut how: How = work.how(&config, directory)?;
+    how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
+    let started = Instant::now();
+    let mut client = work.connect()?;
+    let done = resume(&mut client, &processes, &map, &how);
+    drop(client);
+    work.end();
+    let done = match (done, &record) {
+        (Ok(done), _) => done,
+        // Another tool has resumed it, or a suspend was interrupted.
+        (Err(error @ SuspendError::Running), Some(record)) => {
+            forget(record);
+            bail!("{}: not resumed: {error}", args.container);
+        }
+        (Err(error @ SuspendError::Nccl(_)), Some(record)) => {
+            forget(record);
+            bail!(
+                "{}: resumed, and its GPU memory is back, but {error}",
+                args.container
+            );
+        }
+        (Err(error), Some(record)) => bail!(
+            "{}: not resumed; it stays suspended, with its GPU memory {}: {error}",
+            args.container,
+            record.place()
+        ),
+        (Err(error), None) => bail!("{}: not resumed: {error}", args.container),
+    };
+    if let Some(record) = record {
+        forget(&record);
+    }
+    if !args.quiet {
+        println!(
+            "{}: resumed in {:.2} s ({})",
+            args.container,
+            started.elapsed().as_secs_f64(),
+            steps(&done)
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn forget(record: &SuspendedRecord) {
+    record.remove();
+    if let Some(directory) = &record.directory {
+        cryopod_archive::vram::remove(directory);
+        let _ = std::fs::remove_dir(directory);
+    }
+}
+
+fn unknown(pid: i32) -> Suspended {
+    Suspended {
+        pid,
+        start_time: procfs::stat(pid).map_or(0, |stat| stat.start_time),
+        comm: procfs::comm(pid),
+        gpus: Vec::new(),
+        buffers: Vec::new(),
+    }
+}
+
+fn whole(record: &SuspendedRecord) -> anyhow::Result<()> {
+    let Some(directory) = &record.directory else {
+        return Ok(());
+    };
+    let digest = record.digest.as_deref().map(str::parse::<Digest>);
+    let digest = digest.transpose().map_err(anyhow::Error::msg)?;
+    let why = match Vram::open(directory, digest) {
+        Ok(Some(_)) => return Ok(()),
+        Ok(None) => "the files are missing".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    bail!(
+        "{}: the GPU memory of {} is not whole there, and without it the container cannot go on: put the files back, or remove the container: {why}",
+        directory.display(),
+        record.name
+    )
+}
+
+/// Builds the driver's map; empty if all GPUs stay.
+fn map(
+    args: &Args,
+    host: &Host,
+    container: &Container,
+    processes: &[Suspended],
+) -> anyhow::Result<Vec<GpuPair>> {
+    let Some(wish) = &args.map else {
+        return Ok(Vec::new());
+    };
+    let here = inventory::here(host, Vendor::Nvidia);
+    let had: BTreeSet<String> = processes
+        .iter()
+        .flat_map(|p| &p.gpus)
+        .map(ToString::to_string)
+        .collect();
+    // If its GPUs are unknown, use all: the driver accepts a map with more GPUs.
+    let recorded: Vec<Gpu> = here
+        .iter()
+        .filter(|gpu| had.is_empty() || had.contains(&gpu.id))
+        .cloned()
+        .collect();
+    let situation = Situation {
+        recorded,
+        here,
+        ..Situation::default()
+    };
+    let told = |refusals: Vec<cryopod_gpu_plan::refusal::Refusal>| {
+        let words: Vec<_> = refusals
+            .iter()
+            .map(|r| format!("{}; {}", r.what, r.remedy))
+            .collect();
+        anyhow::anyhow!("{}: {}", args.container, words.join(" | "))
+    };
+    // If a GPU is not named and its place is taken, it changes places.
+    let chosen = gpumap::decide(&situation, wish)
+        .or_else(|refusals| gpumap::decide(&situation, &swapped(wish)).map_err(|_| refusals))
+        .map_err(told)?;
+    let nodes = live::nodes(host, container.init);
+    for Choice { new, .. } in chosen.iter().filter(|choice| choice.moved()) {
+        let path = format!("/dev/nvidia{}", new.minor.unwrap_or(u64::from(new.index)));
+        if !nodes.iter().any(|node| node.path == path) {
+            bail!(
+                "{}: the container has no {path}, the node of {}; give it that GPU when it is started, or checkpoint and restore it, which adds nodes",
+                args.container,
+                new.id
+            );
+        }
+    }
+    gpumap::driver_map(&chosen).map_err(told)
+}
+
+/// Adds the reverse of each pair.
+fn swapped(wish: &Wish) -> Wish {
+    let Wish::Pairs(pairs) = wish else {
+        return wish.clone();
+    };
+    let back = pairs
+        .iter()
+        .filter(|(_, new)| !pairs.iter().any(|(old, _)| old == new))
+        .map(|(old, new)| (new.clone(), old.clone()));
+    Wish::Pairs(pairs.iter().cloned().chain(back).collect())
+}

@@ -1,0 +1,282 @@
+//! `cryopod suspend`: moves a container's GPU memory to host memory, or into files; the container stays.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context, bail};
+use cryopod_cuda::client::Client;
+use cryopod_cuda::sharing::Policy;
+use cryopod_cuda::suspend::{Done, How, SuspendError, suspend};
+use cryopod_cuda::vram::memory;
+use cryopod_gpu_plan::live;
+use cryopod_gpu_plan::plan;
+use cryopod_host::files::Host;
+use cryopod_host::processes::Scan;
+use cryopod_host::spec::Spec;
+use cryopod_operations::config::Config;
+use cryopod_operations::criu::plugins;
+use cryopod_operations::pause::suspended::{self, SuspendedRecord};
+use cryopod_operations::run::log;
+use cryopod_operations::run::operation::Operation;
+use cryopod_operations::vram::agent::{Agent, SOCKET};
+
+use crate::engines::container::Container;
+use crate::terminal::ui;
+
+/// Host memory that must remain free besides the container's GPU memory, in bytes.
+const SPARE: u64 = 1 << 30;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The container: its name or id with podman or docker, its id with containerd, crun or runc, or pid:N for its init
+    /// process.
+    container: String,
+    /// Write the GPU memory to files, in a new directory of this name, instead of keeping it in host memory.
+    #[arg(long, value_name = "PATH")]
+    to: Option<PathBuf>,
+    /// Print only errors.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Runs the subcommand. After an error the container continues to run.
+pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let host = Host::system();
+    let config = Config::load()?;
+    let (container, record) = find(&host, &args.container)?;
+    if let Some(record) = record {
+        bail!(
+            "{0}: it is suspended already, since {1}; its GPU memory is {2}; `cryopod resume {0}` brings it back",
+            args.container,
+            record.since,
+            record.place()
+        );
+    }
+    container.is_unpaused(&host, &args.container)?;
+    let pids = container.processes(&host);
+    let policy = shares_nothing(&host, &config, &container, &args.container, &pids)?;
+    let work = Work::begin(&config, &host)?;
+    let directory = args.to.as_deref().map(Directory::make).transpose()?;
+    let mut how = work.how(
+        &config,
+        directory.as_ref().map(|directory| directory.path.clone()),
+    )?;
+    how.refuse_shared = policy == Policy::Refuse;
+    room(&work.agent, &pids)?;
+    let started = Instant::now();
+    let record = |done: &Done| SuspendedRecord {
+        version: 1,
+        name: args.container.clone(),
+        init: container.init,
+        start_time: container.start_time,
+        since: log::rfc3339(SystemTime::now()),
+        directory: how.directory.clone(),
+        digest: done.vram.as_ref().map(|vram| vram.digest.clone()),
+        processes: done.processes.clone(),
+        locked_at_pause: false,
+    };
+    let mut note = |done: &Done| {
+        record(done)
+            .write()
+            .map_err(|e| format!("the record of it cannot be written: {e}"))
+    };
+    let mut client = work.connect()?;
+    let done = suspend(&mut client, &pids, &how, &mut note);
+    drop(client);
+    let done = match done {
+        Ok(done) => done,
+        Err(error @ SuspendError::Unsettled(_)) => {
+            // Its memory may be only in the files.
+            if let Some(directory) = directory {
+                directory.keep();
+            }
+            work.end();
+            bail!(
+                "{0}: {error}; `cryopod resume {0}` brings it back, or says that it runs",
+                args.container
+            );
+        }
+        Err(error) => {
+            if let Some(record) = SuspendedRecord::of(&host, container.init) {
+                record.remove();
+            }
+            // The agent brings the processes back before it exits.
+            work.end();
+            bail!("{}: not suspended, and it runs on: {error}", args.container);
+        }
+    };
+    if let Some(directory) = directory {
+        directory.keep();
+    }
+    work.end();
+    if !args.quiet {
+        say(args, &done, started.elapsed());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say(args: &Args, done: &Done, took: Duration) {
+    let bytes: u64 = done
+        .processes
+        .iter()
+        .flat_map(|p| &p.buffers)
+        .map(|b| b.bytes)
+        .sum();
+    let place = match &args.to {
+        Some(to) => format!("in {}", to.display()),
+        None => "in host memory".into(),
+    };
+    println!(
+        "{}: suspended in {:.2} s ({}): {} of GPU memory of {} processes {place}",
+        args.container,
+        took.as_secs_f64(),
+        steps(done),
+        ui::bytes(bytes),
+        done.processes.len(),
+    );
+    if let Some(reason) = &done.left_out {
+        println!("without VRAM files: {}", ui::plain(reason));
+    }
+}
+
+/// Finds the container of this name, and its record if it is suspended.
+pub fn find(host: &Host, name: &str) -> anyhow::Result<(Container, Option<SuspendedRecord>)> {
+    let container = Container::find(host, name)?;
+    suspended::sweep(host);
+    let record = SuspendedRecord::of(host, container.init);
+    Ok((container, record))
+}
+
+/// Formats the steps and their times.
+pub fn steps(done: &Done) -> String {
+    let steps = done.steps.iter();
+    let words: Vec<_> = steps
+        .map(|(name, micros)| format!("{name} {}", ui::micros(*micros)))
+        .collect();
+    words.join(", ")
+}
+
+/// Shared by suspend and resume: an operation's directory and the driver agent.
+pub struct Work {
+    op: Operation,
+    pub agent: Agent,
+}
+
+impl Work {
+    /// Starts the agent. From here on only the time limits end this program: if a signal ended it, the container would
+    /// depend on the agent, which brings it back.
+    pub fn begin(config: &Config, host: &Host) -> anyhow::Result<Self> {
+        use nix::sys::signal::{SigHandler, Signal, signal};
+        for name in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+            // SAFETY: ignoring a signal runs no code of ours.
+            unsafe { signal(name, SigHandler::SigIgn) }?;
+        }
+        let op = Operation::new()?;
+        let found = plugins::find(config, host);
+        let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
+        let agent = Agent::of_operation(config, &found, &op)?;
+        Ok(Self { op, agent })
+    }
+
+    pub fn connect(&self) -> anyhow::Result<Client> {
+        Client::connect(&self.op.file(SOCKET)).context("the driver agent")
+    }
+
+    pub fn how(&self, config: &Config, directory: Option<PathBuf>) -> anyhow::Result<How> {
+        let vram = config.vram.config().map_err(anyhow::Error::msg)?;
+        Ok(How {
+            vram,
+            directory,
+            lock_timeout_ms: config.nvidia.lock_timeout_ms.unwrap_or(10_000),
+            step_timeout_ms: config.limits.checkpoint_s.saturating_mul(1000),
+            nccl_quiesce_ms: config.nccl.quiesce_ms(),
+            refuse_shared: true,
+        })
+    }
+
+    /// Waits for the agent, which cleans up.
+    pub fn end(self) {
+        drop(self.agent);
+        drop(self.op);
+    }
+}
+
+/// Checks that host memory has room for the processes' GPU memory.
+fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
+    let users = agent.ready.users.iter().filter(|u| pids.contains(&u.pid));
+    let need: u64 = users.map(|user| user.bytes).sum();
+    let available = memory::available();
+    if need > 0 && need.saturating_add(SPARE) > available {
+        bail!(
+            "{} of host memory are needed for the GPU memory, and {} to spare; {} are available: free some, or raise the memory limit of this cgroup",
+            ui::bytes(need),
+            ui::bytes(SPARE),
+            ui::bytes(available)
+        );
+    }
+    Ok(())
+}
+
+/// Refuses, like a checkpoint, what the driver could not bring back.
+fn shares_nothing(
+    host: &Host,
+    config: &Config,
+    container: &Container,
+    name: &str,
+    pids: &[i32],
+) -> anyhow::Result<Policy> {
+    let bundle = container.bundle();
+    let spec = bundle.and_then(|bundle| Spec::of_bundle(&bundle).ok());
+    let spec = spec.unwrap_or_else(|| Spec::from_json(serde_json::Value::Null));
+    let policy = Policy::of(&spec, config.nvidia.sharing)
+        .map_err(|e| anyhow::anyhow!("{name}: {e}. Nothing was touched"))?;
+    let scan = Scan::of(host, pids);
+    let cuda = plan::cuda_users(&live::users(&scan, &[]));
+    let refusals = plan::shared_memory(host, &scan, &cuda, policy);
+    if !refusals.is_empty() {
+        let reasons: Vec<String> = refusals.iter().map(ToString::to_string).collect();
+        bail!(
+            "{name}: not suspended, and it runs on: {}",
+            reasons.join(" | ")
+        );
+    }
+    Ok(policy)
+}
+
+/// The directory for the files; removed unless kept.
+struct Directory {
+    path: PathBuf,
+    kept: bool,
+}
+
+impl Directory {
+    fn make(path: &Path) -> anyhow::Result<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let path = std::path::absolute(path)?;
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .create(&path)
+            .with_context(|| {
+                format!(
+                    "{}: cannot be made: it must be a new name in a directory that can be written",
+                    path.display()
+                )
+            })?;
+        Ok(Self { path, kept: false })
+    }
+
+    fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if !self.kept {
+            cryopod_archive::vram::remove(&self.path);
+            let _ = fs::remove_dir(&self.path);
+        }
+    }
+}
