@@ -223,7 +223,7 @@ fn decode(
     if depth > MAX_DEPTH {
         return Err(format!("{}: more than {MAX_DEPTH} levels deep", of.name));
     }
-    let mut fields: Vec<(u32, Value)> = Vec::new();
+    let mut fields: Vec<(u32, Value)> = Vec::with_capacity(of.fields.len().min(rest.len() / 2));
     let mut sorted = true;
     while !rest.is_empty() {
         let key = take_varint(&mut rest).ok_or_else(damaged)?;

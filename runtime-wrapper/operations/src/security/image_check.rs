@@ -41,6 +41,9 @@ use super::privileges::{self, PrivilegesError};
 
 /// The most entries of an image directory; CRIU makes a few for each process.
 pub const MAX_ENTRIES: usize = 1 << 20;
+/// The most threads that read images, and the files for which another one pays.
+const MAX_THREADS: usize = 8;
+const LEAST_FILES: usize = 64;
 
 /// What the images are compared with.
 #[derive(Debug, Clone, Copy)]
@@ -88,22 +91,48 @@ impl CheckedImages {
             let path = path.to_owned();
             move |source| PrivilegesError::Read { path, source }
         };
-        let mut found = Self::default();
         let members = Members::of(directory)?;
+        let mut names = Vec::new();
         for entry in fs::read_dir(directory)
             .map_err(failed(directory))?
             .take(MAX_ENTRIES)
         {
             let entry = entry.map_err(failed(directory))?;
-            let Ok(name) = entry.file_name().into_string() else {
-                continue; // neither CRIU nor cryopod has such a file
-            };
-            if !members.lack(&name) {
-                found.add(directory, name)?;
-            }
+            // Neither CRIU nor cryopod has a file with another name.
+            names.extend(entry.file_name().into_string());
         }
+        names.retain(|name| !members.lack(name));
+        names.sort_unstable();
+        let mut found = Self::of_all(directory, &names)?;
         parents(directory, &members, &mut found.faults)?;
         Ok(found)
+    }
+
+    /// Reads these files in several threads.
+    fn of_all(directory: &Path, names: &[String]) -> Result<Self, PrivilegesError> {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS));
+        let each = names.len().div_ceil(threads).max(LEAST_FILES);
+        let read = |names: &[String]| {
+            let mut found = Self::default();
+            for name in names {
+                found.add(directory, name.clone())?;
+            }
+            Ok(found)
+        };
+        let mut parts = names.chunks(each);
+        let first = parts.next().unwrap_or_default();
+        std::thread::scope(|scope| {
+            let others: Vec<_> = parts.map(|part| scope.spawn(move || read(part))).collect();
+            let mut found = read(first)?;
+            for other in others {
+                let other = other.join().unwrap_or(Err(PrivilegesError::Panicked))?;
+                found.images.extend(other.images);
+                found.with_data.extend(other.with_data);
+                found.others.extend(other.others);
+                found.faults.extend(other.faults);
+            }
+            Ok(found)
+        })
     }
 
     fn add(&mut self, directory: &Path, name: String) -> Result<(), PrivilegesError> {

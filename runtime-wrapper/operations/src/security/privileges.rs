@@ -53,6 +53,8 @@ pub enum PrivilegesError {
     Image(#[from] ImageError),
     #[error(transparent)]
     Decoder(#[from] SandboxError),
+    #[error("a thread that reads the images has ended early")]
+    Panicked,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -220,7 +222,7 @@ fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, P
                 "it is no file of a size that such an image has",
             ));
         }
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(usize::try_from(meta.len()).map_or(0, |n| n + 1));
         file.take(limit).read_to_end(&mut bytes)?;
         Ok(Some(bytes))
     };
