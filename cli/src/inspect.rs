@@ -8,7 +8,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use cryopod_archive::source::Place;
-use cryopod_gpu_plan::gpumap::Wish;
+use cryopod_gpu_plan::mapping::gpumap::Wish;
 
 use crate::archives::confined::Decoding;
 use crate::terminal::output;

@@ -3,7 +3,7 @@
 
 use cryopod_amd::image::{KfdImage, RenderImage};
 use cryopod_archive::criu::mounts;
-use cryopod_cuda::image::NvidiaImage;
+use cryopod_cuda::messages::image::NvidiaImage;
 use cryopod_operations::images::mountpoints;
 use libfuzzer_sys::fuzz_target;
 

@@ -2,7 +2,7 @@
 //!
 //! containerd before 2.3 writes the runtime's options, an `Any`. containerd 2.3 and newer write a `BootstrapParams`
 //! (`containerd.runtime.bootstrap.v1`) with the options among its extensions, and read a `BootstrapResult`
-//! ([`crate::address::Bootstrap`]). Both messages are changed field by field, to keep the fields of newer versions.
+//! ([`crate::ttrpc::address::Bootstrap`]). Both messages are changed field by field, to keep the fields of newer versions.
 
 use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::well_known_types::empty::Empty;

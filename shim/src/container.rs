@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use containerd_shim::protos::ttrpc::Response;
 
 use crate::cleanup::Place;
-use crate::responses::ended;
 use crate::restore::Restoring;
+use crate::ttrpc::responses::ended;
 
 /// A held call. If dropped, it never gets an answer.
 pub trait Held: Send {

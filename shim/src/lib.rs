@@ -10,32 +10,26 @@
 //!
 //! - [`lifecycle`]: runs the actions that containerd calls (`start`, `delete`, `-info`) through the stock shim.
 //! - [`proxy`]: forwards frames unchanged, except the calls that [`task`] changes.
-//! - [`task`]: changes `Create` and other calls; [`responses`], [`container`].
-//! - [`restore`], [`holder`], [`images`]: prepare a container from a checkpoint until it runs; [`cleanup`], [`criu`]
-//!   clean up if it never does.
+//! - [`task`]: changes `Create` and other calls; [`container`].
+//! - [`restore`]: prepares a container from a checkpoint until it runs; [`cleanup`], [`criu`] clean up if it never does.
 //! - [`bootstrap`]: reads what containerd sends to `start`, before and since its version 2.3.
 //! - [`options`]: converts the runtime options of containerd, its CRI and docker to the stock shim's.
-//! - [`frame`], [`rpc`]: implement the part of ttrpc that a proxy needs.
-//! - [`address`], [`record`]: parse socket addresses, and keep them in the bundle.
+//! - [`ttrpc`]: implements the part of ttrpc that a proxy needs.
+//! - [`record`]: keeps socket addresses in the bundle.
 
-pub mod address;
 pub mod bootstrap;
 pub mod cleanup;
 pub mod container;
 pub mod criu;
-pub mod frame;
-pub mod holder;
-pub mod images;
 pub mod lifecycle;
 pub mod options;
 pub mod proxy;
 pub mod record;
-pub mod responses;
 pub mod restore;
-pub mod rpc;
 pub mod stock;
 pub mod task;
 mod threads;
+pub mod ttrpc;
 
 use std::ffi::OsString;
 use std::io;
@@ -89,7 +83,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
 
 fn run(args: &[OsString]) -> Result<ExitCode, Error> {
     if args == ["hold"] {
-        return holder::main();
+        return restore::holder::main();
     }
     let flags = containerd_shim::parse(args).map_err(|e| Error::Usage(e.to_string()))?;
     if flags.version {

@@ -18,11 +18,11 @@ use containerd_shim::protos::protobuf::Message;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::address::{Address, Bootstrap};
 use crate::bootstrap::Request;
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::Record;
-use crate::{Error, cleanup, criu, options, proxy, restore, rpc, stock};
+use crate::ttrpc::address::{Address, Bootstrap};
+use crate::{Error, cleanup, criu, options, proxy, restore, stock, ttrpc::rpc};
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;

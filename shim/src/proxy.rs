@@ -20,12 +20,12 @@ use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use crate::address::Address;
 use crate::container::Held;
-use crate::frame::Frame;
 use crate::task::{Fate, Tasks, Watched};
 use crate::threads::spawn;
-use crate::{Error, rpc, stock};
+use crate::ttrpc::address::Address;
+use crate::ttrpc::frame::Frame;
+use crate::{Error, stock, ttrpc::rpc};
 
 /// The descriptor in which `start` hands over the listening socket.
 pub const LISTENER: RawFd = 3;

@@ -5,7 +5,7 @@ use std::{fs, io};
 
 use serde::{Deserialize, Serialize};
 
-use crate::address::Address;
+use crate::ttrpc::address::Address;
 
 /// In the bundle.
 pub const FILE: &str = "cryopod-shim.json";

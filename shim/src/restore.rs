@@ -1,5 +1,8 @@
 //! Prepares a container that is created from a checkpoint, between Create and Start.
 
+pub mod holder;
+pub mod images;
+
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -8,11 +11,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::holder::{self, Holder};
-use crate::images;
 use cryopod_host::containerd::is_image_directory;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
+use holder::Holder;
 
 /// Our directory in a bundle, for the network namespace.
 const DIRECTORY: &str = "cryopod";

@@ -17,13 +17,13 @@ use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
-use crate::address::Address;
 use crate::cleanup::Place;
 use crate::container::{Container, Held};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
-use crate::responses::{KILLED, Pid, ended, reason};
 use crate::restore::{self, Restoring, Wanted};
-use crate::{criu, options, rpc, threads};
+use crate::ttrpc::address::Address;
+use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
+use crate::{criu, options, threads, ttrpc::rpc};
 use cryopod_host::cgroups::Cgroups;
 use cryopod_host::files::Host;
 use cryopod_host::limited;

@@ -19,10 +19,10 @@ use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{Message, UnknownFields};
 use containerd_shim::protos::ttrpc::Response;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
-use cryopod_shim::address::{Address, Bootstrap};
 use cryopod_shim::bootstrap::{Request, fields};
-use cryopod_shim::frame::Frame;
 use cryopod_shim::options;
+use cryopod_shim::ttrpc::address::{Address, Bootstrap};
+use cryopod_shim::ttrpc::frame::Frame;
 
 const SHIM: &str = env!("CARGO_BIN_EXE_containerd-shim-cryopod-v2");
 const ID: &str = "c1";

@@ -180,24 +180,46 @@ fn circles(imports: &Imports) -> Vec<String> {
     imports.keys().filter(|m| comes_back(m)).cloned().collect()
 }
 
-/// Circles that are still there, with the reason: crate, folder, modules.
-const KNOWN: [(&str, &str, &[&str]); 2] = [
-    // The messages have the types of GPU memory, and its files answer messages.
-    ("cryopod-cuda", "", &["image", "protocol", "report", "vram"]),
-    // A plan prepares, and what is prepared checks with the plan's own functions.
-    ("cryopod-operations", "checkpoint", &["plan", "prepare"]),
-];
+/// A folder is a room: so many modules at the most.
+const ROOM: usize = 15;
+/// Lines of a file.
+const LONGEST: usize = 700;
+
+#[test]
+fn folders_are_rooms_and_files_are_short() {
+    let mut wrong = Vec::new();
+    for (name, directory) in LIBRARIES.iter().chain(&PROGRAMS) {
+        let src = root().join(directory).join("src");
+        let mut rooms = BTreeMap::<Vec<String>, usize>::new();
+        for module in modules(&src).keys().filter(|module| !module.is_empty()) {
+            *rooms
+                .entry(module[..module.len() - 1].to_vec())
+                .or_default() += 1;
+        }
+        let full = rooms.iter().filter(|(_, count)| **count > ROOM);
+        wrong.extend(
+            full.map(|(room, count)| format!("{name}, {}: {count} modules", room.join("/"))),
+        );
+        let mut files = Vec::new();
+        sources(&src, &mut files);
+        for file in files {
+            let lines = fs::read_to_string(&file).unwrap().lines().count();
+            if lines > LONGEST {
+                wrong.push(format!("{}: {lines} lines", file.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
 
 #[test]
 fn modules_form_no_circles() {
     for (name, directory) in LIBRARIES.iter().chain(&PROGRAMS) {
         for (folder, imports) in imports(&root().join(directory).join("src")) {
             let folder = folder.join("/");
-            let found = circles(&imports);
-            let known = KNOWN.iter().find(|k| k.0 == *name && k.1 == folder);
             assert_eq!(
-                found,
-                known.map_or(&[][..], |known| known.2),
+                circles(&imports),
+                [] as [String; 0],
                 "{name}, {folder}: these modules import each other in a circle; move what they share into a module of its own"
             );
         }

@@ -16,9 +16,9 @@ use cryopod_archive::format::text::printable;
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{self, Reference};
-use cryopod_gpu_plan::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::switches::{self, Switches};
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_gpu_plan::switches::{self, Switches};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::SystemTools;
@@ -117,12 +117,12 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
     program::prefer_over_host(&config);
     let mut checkpoint = open(ask)?;
     if let Some(map) = ask.map {
-        map.parse::<cryopod_gpu_plan::gpumap::Wish>()
+        map.parse::<cryopod_gpu_plan::mapping::gpumap::Wish>()
             .map_err(|e| format!("--map: {e}"))?;
         config.gpu.map = Some(map.to_owned());
         checkpoint.spec = checkpoint
             .spec
-            .without_annotation(cryopod_gpu_plan::gpumap::ANNOTATION);
+            .without_annotation(cryopod_gpu_plan::mapping::gpumap::ANNOTATION);
     }
     let host = Host::system();
     let tools = SystemTools::from_env();

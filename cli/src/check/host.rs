@@ -3,8 +3,8 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-use cryopod_cuda::nvidia;
-use cryopod_gpu_plan::amd_gpus;
+use cryopod_cuda::gpus::nvidia;
+use cryopod_gpu_plan::gpus::amd_gpus;
 use cryopod_gpu_plan::hazards::limits::sets_others_limits;
 use cryopod_gpu_plan::plan::Plugins;
 use cryopod_host::cgroups;

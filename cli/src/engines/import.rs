@@ -26,7 +26,7 @@ use crate::engines::engine::{Call, Engine, which};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
 use cryopod_archive::source::Place;
-use cryopod_gpu_plan::gpumap::Wish;
+use cryopod_gpu_plan::mapping::gpumap::Wish;
 
 const ASK: Duration = Duration::from_secs(60);
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, bail};
-use cryopod_cuda::client::Client;
+use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::suspend::{Done, How, SuspendError, suspend};
 use cryopod_cuda::vram::memory;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use super::topology::{Node, Properties, Topology};
-use cryopod_gpu_plan::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 
 const NAMED: usize = 4;
 

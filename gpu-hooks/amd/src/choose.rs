@@ -5,8 +5,8 @@ use crate::checks::{Switch, Switches, compare, matches, names};
 use crate::plugin_choice::{self, PluginChoice};
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
-use cryopod_gpu_plan::compat::{Check, Verdict};
-use cryopod_gpu_plan::wish::{self, Wish};
+use cryopod_gpu_plan::checks::compat::{Check, Verdict};
+use cryopod_gpu_plan::mapping::wish::{self, Wish};
 
 /// How many sets of GPUs are tried.
 const SETS: u32 = 20_000;

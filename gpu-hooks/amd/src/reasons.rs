@@ -2,7 +2,7 @@
 
 use crate::checks::{Switches, compare, explain, matches, names};
 use crate::topology::{Node, Topology};
-use cryopod_gpu_plan::compat::{Check, Verdict};
+use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 
 /// For each GPU of the checkpoint that no GPU of this host can replace, lists why.
 pub(super) fn unmatched(

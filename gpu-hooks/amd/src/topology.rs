@@ -11,7 +11,7 @@ use std::io;
 use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
 
-use cryopod_gpu_plan::amd_gpus::{TOPOLOGY, pci_address};
+use cryopod_gpu_plan::gpus::amd_gpus::{TOPOLOGY, pci_address};
 use cryopod_host::files::Host;
 
 /// PCI Express (`HSA_IOLINKTYPE_PCIEXPRESS`).

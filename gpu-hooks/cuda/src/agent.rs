@@ -5,12 +5,14 @@
 //! [`ErrorKind::TimedOut`] while the call goes on, and further calls for the same process get [`ErrorKind::Busy`] until
 //! it returns. The result is recorded in any case, so that it can be undone.
 
-use super::driver::{CallError, Driver};
-use super::gpu::effective_map;
-use super::preload::process::Preloads;
-use super::procfs;
-use super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState, Work};
-use super::vram::store::VramFiles;
+pub mod server;
+
+use crate::driver::{CallError, Driver};
+use crate::gpus::gpu::effective_map;
+use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState, Work};
+use crate::preload::process::Preloads;
+use crate::procfs;
+use crate::vram::store::VramFiles;
 use communicators::Communicators;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, mpsc};

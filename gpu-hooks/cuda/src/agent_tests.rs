@@ -1,6 +1,6 @@
 use super::*;
-use crate::gpu::GpuPair;
-use crate::report::AgentOutcome;
+use crate::gpus::gpu::GpuPair;
+use crate::messages::report::AgentOutcome;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -4,8 +4,8 @@
 //! libcuda is loaded at run time: it belongs to the driver installed on the host. Every call acts on another process by
 //! pid and needs only `cuInit`; no CUDA context is ever made here.
 
-use super::gpu::{GpuPair, GpuUuid};
-use super::protocol::{AgentGpu, DriverError, ErrorKind, ProcessState};
+use crate::gpus::gpu::{GpuPair, GpuUuid};
+use crate::messages::protocol::{AgentGpu, DriverError, ErrorKind, ProcessState};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};

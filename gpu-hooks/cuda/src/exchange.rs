@@ -1,9 +1,11 @@
 //! Sends requests to the agent and waits for all answers. Meanwhile the drivers' threads run in stopped processes, stop
 //! where the driver asks for memory, and get it.
 
-use super::client::{Client, ClientError};
-use super::protocol::{DriverError, Op, Outcome, Reply};
-use super::released::{Attention, Released};
+pub mod client;
+
+use crate::exchange::client::{Client, ClientError};
+use crate::messages::protocol::{DriverError, Op, Outcome, Reply};
+use crate::released::{Attention, Released};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 

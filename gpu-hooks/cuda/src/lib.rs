@@ -2,38 +2,32 @@
 //!
 //! Three programs take part in one operation; this crate holds what they share:
 //!
-//! * **the runtime wrapper** plans, writes [`config::PluginConfig`] next to the plugin, starts the agent before
+//! * **the runtime wrapper** plans, writes [`messages::config::PluginConfig`] next to the plugin, starts the agent before
 //!   anything is frozen, and reads both reports afterwards;
 //! * **the CRIU plugin** (`gpu-hooks/plugin`, a cdylib) runs inside CRIU: it makes every ptrace call, decides the order
-//!   of the steps and writes [`image::NvidiaImage`] into the image directory. It never loads libcuda;
+//!   of the steps and writes [`messages::image::NvidiaImage`] into the image directory. It never loads libcuda;
 //! * **the driver agent** (`cryopod-cuda-agent`) loads libcuda once and makes every driver call, each on a thread of
 //!   its own so that the calls of several processes overlap. It remembers what it did: when the plugin goes away
-//!   without [`protocol::Op::Commit`], it puts every process back into the state it was found in.
+//!   without [`messages::protocol::Op::Commit`], it puts every process back into the state it was found in.
 //!
-//! Plugin and agent talk newline-delimited JSON over a Unix socket ([`protocol`]).
+//! Plugin and agent talk newline-delimited JSON over a Unix socket ([`messages::protocol`]).
 //!
 //! All input here may come from another host or from a damaged file: parsers are bounded, validate, and return errors.
 
 use std::path::Path;
 
 pub mod agent;
-pub mod client;
-pub mod config;
 pub mod copy;
 pub mod driver;
 pub mod exchange;
-pub mod gpu;
-pub mod image;
+pub mod gpus;
 pub mod inject;
-pub mod nvidia;
+pub mod messages;
 pub mod nvml;
 pub mod preflight;
 pub mod preload;
 pub mod procfs;
-pub mod protocol;
 pub mod released;
-pub mod report;
-pub mod server;
 pub mod sharing;
 pub mod suspend;
 pub mod vram;

@@ -3,10 +3,10 @@
 //!
 //! It comes with the driver. Without it these facts are unknown, and nothing fails.
 
-use super::driver::Handle;
-use super::gpu::GpuUuid;
-use super::protocol::AgentGpu;
-use super::report::GpuUser;
+use crate::driver::Handle;
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::protocol::AgentGpu;
+use crate::messages::report::GpuUser;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 

@@ -4,10 +4,10 @@
 //! driver; if it refuses, the process stays locked and the plugin undoes that.
 //!
 //! Seen on driver 580.159.04 (H200): a plain CUDA process has one mapping of `/dev/nvidia-uvm`, of 2 MiB;
-//! `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. [`super::sharing`] detects memory
+//! `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. [`crate::sharing`] detects memory
 //! that processes share.
 
-use crate::nvidia;
+use crate::gpus::nvidia;
 use cryopod_host::files::Host;
 use std::collections::BTreeSet;
 

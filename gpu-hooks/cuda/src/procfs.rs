@@ -171,7 +171,7 @@ pub fn open_gpu_minors(pid: i32) -> Vec<u32> {
 }
 
 /// The GPUs of the host by device minor, from `/proc/driver/nvidia/gpus/*/information`.
-pub fn gpus_by_minor() -> Vec<(u32, super::gpu::GpuUuid)> {
+pub fn gpus_by_minor() -> Vec<(u32, crate::gpus::gpu::GpuUuid)> {
     let Ok(entries) = std::fs::read_dir("/proc/driver/nvidia/gpus") else {
         return Vec::new();
     };
@@ -184,7 +184,7 @@ pub fn gpus_by_minor() -> Vec<(u32, super::gpu::GpuUuid)> {
         .collect()
 }
 
-pub fn parse_gpu_information(text: &str) -> Option<(u32, super::gpu::GpuUuid)> {
+pub fn parse_gpu_information(text: &str) -> Option<(u32, crate::gpus::gpu::GpuUuid)> {
     let field = |name: &str| {
         text.lines().find_map(|line| {
             let (key, value) = line.split_once(':')?;

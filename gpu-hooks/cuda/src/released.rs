@@ -7,12 +7,12 @@
 //! A thread can also be watched: it then stops at each system call. It is held where the driver asks for the memory
 //! into which it will copy the GPU's.
 
-use super::inject::{
+use crate::inject::{
     ALL_BUT_TRAP, Call, Event, Injection, O_SUSPEND_SECCOMP, O_TRACESYSGOOD, entered_call,
     make_again, poll_event, ptrace, replace_entered, set_signal_mask, signal_mask,
 };
-use super::procfs;
-use super::vram::memory::HUGE;
+use crate::procfs;
+use crate::vram::memory::HUGE;
 use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};

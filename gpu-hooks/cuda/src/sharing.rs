@@ -27,10 +27,10 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 
-use super::preflight::Refusal;
-use super::preload::Library;
-use super::preload::nccl::Group;
-use crate::nvidia;
+use crate::gpus::nvidia;
+use crate::preflight::Refusal;
+use crate::preload::Library;
+use crate::preload::nccl::Group;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 use cryopod_host::spec::Spec;

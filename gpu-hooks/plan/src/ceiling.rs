@@ -13,8 +13,8 @@ use cryopod_archive::metadata::Gpu;
 use cryopod_host::nodes::Vendor;
 use serde::Deserialize;
 
-use crate::driver_files;
-use crate::inventory;
+use crate::gpus::driver_files;
+use crate::gpus::inventory;
 use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::nodes;

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 
+use crate::checks::switches::{EXEC, Switches};
 use crate::live;
 use crate::refusal::Refusal;
-use crate::switches::{EXEC, Switches};
 
 /// How long such processes may take to end: health checks and short commands do.
 const LIMIT: Duration = Duration::from_secs(3);

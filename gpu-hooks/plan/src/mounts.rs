@@ -17,7 +17,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 
 use crate::ceiling::{Asked, Ceiling};
-use crate::own_nodes;
+use crate::gpus::own_nodes;
 use crate::refusal::Refusal;
 use cryopod_host::destinations::{Destinations, clean};
 use cryopod_host::files::Host;

@@ -1,6 +1,6 @@
 use super::*;
 use crate::ceiling::Lifts;
-use crate::driver_files::is_driver_place;
+use crate::gpus::driver_files::is_driver_place;
 use serde_json::json;
 
 /// A host whose own mounts are `/` (0:43) and `/mnt` (0:50), and a container with these mounts.

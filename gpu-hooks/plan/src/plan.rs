@@ -9,9 +9,9 @@ use crate::refusal::Refusal;
 use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 
-use crate::amd_gpus;
+use crate::gpus::amd_gpus;
 use crate::live;
-use cryopod_cuda::nvidia;
+use cryopod_cuda::gpus::nvidia;
 use cryopod_cuda::{preflight, sharing};
 use cryopod_host::files::Host;
 use cryopod_host::nodes;

@@ -17,11 +17,11 @@ use crate::maps;
 use crate::session::{
     Failed, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
 };
-use cryopod_cuda::gpu::GpuUuid;
-use cryopod_cuda::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
+use cryopod_cuda::gpus::gpu::GpuUuid;
+use cryopod_cuda::messages::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
+use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome, ProcessState, QUERY_MS};
+use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, ProcessState, QUERY_MS};
-use cryopod_cuda::report::PluginOutcome;
 use std::collections::{BTreeMap, BTreeSet};
 
 mod vram_out;

@@ -3,7 +3,7 @@
 //! node is opened again.
 
 use crate::session::{Failed, failure};
-use cryopod_cuda::image::{FileRecord, is_device_path};
+use cryopod_cuda::messages::image::{FileRecord, is_device_path};
 use std::ffi::CString;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 

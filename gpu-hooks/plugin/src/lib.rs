@@ -22,8 +22,8 @@ mod vram;
 mod vram_steps;
 
 use criu::Level;
-use cryopod_cuda::config::Operation;
-use cryopod_cuda::image::NvidiaImage;
+use cryopod_cuda::messages::config::Operation;
+use cryopod_cuda::messages::image::NvidiaImage;
 use dump::Dump;
 use restore::Restore;
 use session::{Failed, Session, failure, failure_with, read_config};

@@ -6,7 +6,7 @@
 //! which CRIU keeps. So the mappings are not dumped, and a restored child finds empty memory in their place.
 
 use crate::session::{Failed, failure};
-use cryopod_cuda::image::is_device_path;
+use cryopod_cuda::messages::image::is_device_path;
 use std::ffi::CStr;
 use std::fs;
 use std::os::fd::RawFd;

@@ -3,8 +3,8 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
 use crate::vram::{PreloadedMemory, image_directory, open};
+use cryopod_cuda::messages::protocol::{Op, Outcome, TakenOut, WriteTo};
 use cryopod_cuda::preload::Library;
-use cryopod_cuda::protocol::{Op, Outcome, TakenOut, WriteTo};
 use cryopod_cuda::released::is_ours;
 use cryopod_cuda::vram::SharedBuffer;
 use std::fs::File;

@@ -9,11 +9,11 @@
 use crate::criu::{self, Level};
 use crate::preload_steps::library_thread;
 use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
-use cryopod_cuda::gpu::{GpuUuid, mapped};
-use cryopod_cuda::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
+use cryopod_cuda::gpus::gpu::{GpuUuid, mapped};
+use cryopod_cuda::messages::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
+use cryopod_cuda::messages::protocol::{Op, Outcome, ProcessState};
+use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{Op, Outcome, ProcessState};
-use cryopod_cuda::report::PluginOutcome;
 use cryopod_cuda::vram::{SharedBuffer, WantedRegion};
 use cryopod_host::files::read_bounded_from;
 use std::collections::HashMap;

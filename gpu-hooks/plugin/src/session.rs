@@ -3,17 +3,17 @@
 
 use crate::criu::{self, Level};
 use crate::vram::Vram;
-use cryopod_cuda::client::{Client, ClientError};
-use cryopod_cuda::config::{self, Operation, PluginConfig};
+use cryopod_cuda::exchange::client::{Client, ClientError};
 use cryopod_cuda::exchange::{Attendant, ExchangeError, exchange};
-use cryopod_cuda::image::{NvidiaImage, ProcessRecord};
 use cryopod_cuda::inject::SUPPORTED;
-use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{
+use cryopod_cuda::messages::config::{self, Operation, PluginConfig};
+use cryopod_cuda::messages::image::{NvidiaImage, ProcessRecord};
+use cryopod_cuda::messages::protocol::{
     DriverError, ErrorKind, Hello, NcclDone, Op, Outcome, QUERY_MS, Reply,
 };
+use cryopod_cuda::messages::report::{Failure, PluginOutcome, PluginReport, VERSION};
+use cryopod_cuda::procfs;
 use cryopod_cuda::released::{Released, is_ours};
-use cryopod_cuda::report::{Failure, PluginOutcome, PluginReport, VERSION};
 use cryopod_cuda::vram::{VramConfig, VramDone};
 use std::ffi::c_void;
 use std::path::Path;

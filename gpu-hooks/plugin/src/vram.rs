@@ -3,7 +3,7 @@
 
 use crate::criu::{self, Level};
 use cryopod_cuda::inject::{Descriptor, take_descriptor};
-use cryopod_cuda::protocol::{Op, Outcome};
+use cryopod_cuda::messages::protocol::{Op, Outcome};
 use cryopod_cuda::released::{Released, own_pid};
 use cryopod_cuda::vram::{SharedBuffer, VramConfig};
 use std::fs::File;

@@ -4,7 +4,7 @@ use crate::criu::{self, Level};
 use crate::session::{Failed, Session, failure};
 use crate::vram::{Captured, image_directory, open, test_fails};
 use cryopod_cuda::inject::{Descriptor, take_descriptor};
-use cryopod_cuda::protocol::{ErrorKind, Op, Outcome, QUERY_MS};
+use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome, QUERY_MS};
 use cryopod_cuda::released::{inject, own_pid};
 use cryopod_cuda::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone};
 use std::fs::File;

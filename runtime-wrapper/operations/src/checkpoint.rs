@@ -11,6 +11,7 @@ mod conclude;
 mod dump;
 mod image_directory;
 mod plan;
+mod planned;
 mod prepare;
 mod refused_before;
 
@@ -19,10 +20,10 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use cryopod_archive::format::names;
+use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
 use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
-use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
 use cryopod_host::files::Host;
 use cryopod_host::programs::SystemTools;
 use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};

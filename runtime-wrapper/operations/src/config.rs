@@ -13,10 +13,10 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_cuda::config::NCCL_QUIESCE_MS;
+use cryopod_cuda::messages::config::NCCL_QUIESCE_MS;
 use cryopod_cuda::sharing;
 use cryopod_gpu_plan::ceiling::{Ceiling, Lifts, OtherGpus};
-use cryopod_gpu_plan::switches;
+use cryopod_gpu_plan::checks::switches;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde::Deserialize;
@@ -353,7 +353,7 @@ impl Config {
         let restore = config.restore.check();
         restore.map_err(|e| invalid(format!("restore.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {
-            map.parse::<cryopod_gpu_plan::gpumap::Wish>()
+            map.parse::<cryopod_gpu_plan::mapping::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;
         }
         // Only this file decides on privileges, never an annotation.

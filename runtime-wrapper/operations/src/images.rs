@@ -22,7 +22,7 @@ use std::time::Duration;
 use cryopod_archive::criu::mounts::Mount;
 use cryopod_archive::format::names;
 use cryopod_archive::store::Found;
-use cryopod_gpu_plan::remap::{Remap, Target};
+use cryopod_gpu_plan::mapping::remap::{Remap, Target};
 use cryopod_host::nodes::NodeSource;
 use cryopod_host::sandbox::Sandbox;
 

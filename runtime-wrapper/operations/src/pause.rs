@@ -14,7 +14,7 @@ pub mod suspended;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
-use cryopod_cuda::client::Client;
+use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::suspend::{self, Done, How, SuspendError};
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan;

@@ -33,7 +33,7 @@ mod volume_files;
 use std::io;
 use std::process::ExitCode;
 
-use cryopod_gpu_plan::gpumap;
+use cryopod_gpu_plan::mapping::gpumap;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;

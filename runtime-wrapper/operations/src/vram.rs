@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::vram::{Digest, Vram};
-use cryopod_cuda::client::Client;
-use cryopod_cuda::protocol::{ErrorKind, Op, Outcome};
-use cryopod_cuda::report::GpuUser;
+use cryopod_cuda::exchange::client::Client;
+use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome};
+use cryopod_cuda::messages::report::GpuUser;
 use cryopod_cuda::vram::memory::available_to;
 use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
 use cryopod_host::spec::Spec;
@@ -222,7 +222,7 @@ pub fn note(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_cuda::gpu::GpuUuid;
+    use cryopod_cuda::gpus::gpu::GpuUuid;
     use serde_json::json;
 
     #[test]

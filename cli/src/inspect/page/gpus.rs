@@ -2,8 +2,8 @@
 
 use anyhow::bail;
 use cryopod_archive::metadata::Gpu;
-use cryopod_gpu_plan::gpumap::{self, Situation, Wish};
-use cryopod_gpu_plan::inventory;
+use cryopod_gpu_plan::gpus::inventory;
+use cryopod_gpu_plan::mapping::gpumap::{self, Situation, Wish};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use maud::{Markup, html};

@@ -6,7 +6,7 @@ use super::super::checks::Switches;
 use super::super::choose::{Request, choose};
 use super::super::plugin_choice::{PluginChoice, choose as stock};
 use super::*;
-use cryopod_gpu_plan::wish::Wish;
+use cryopod_gpu_plan::mapping::wish::Wish;
 
 fn mi210() -> Topology {
     let mut t = machine(2, 8, 0xa000);

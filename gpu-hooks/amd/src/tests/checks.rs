@@ -2,7 +2,7 @@
 
 use super::super::checks::{Switch, SwitchError, Switches, compare, explain, matches};
 use super::*;
-use cryopod_gpu_plan::compat::Verdict;
+use cryopod_gpu_plan::checks::compat::Verdict;
 
 type Change = fn(&mut Properties, i64);
 

@@ -4,8 +4,8 @@ use super::super::checks::{Switch, Switches};
 use super::super::choose::{Choice, Refused, Request, choose};
 use super::super::plugin_choice;
 use super::*;
-use cryopod_gpu_plan::compat::{Verdict, refusals};
-use cryopod_gpu_plan::wish::Wish;
+use cryopod_gpu_plan::checks::compat::{Verdict, refusals};
+use cryopod_gpu_plan::mapping::wish::Wish;
 use std::collections::BTreeSet;
 
 fn decide(

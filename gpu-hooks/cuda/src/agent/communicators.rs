@@ -1,9 +1,9 @@
 //! Which processes' NCCL communicators are down, and whether they need to be.
 
-use super::super::preload::nccl::{Group, UP};
-use super::super::protocol::{DriverError, ErrorKind, NcclDone, Op, Outcome};
-use super::super::sharing;
 use super::error;
+use crate::messages::protocol::{DriverError, ErrorKind, NcclDone, Op, Outcome};
+use crate::preload::nccl::{Group, UP};
+use crate::sharing;
 use cryopod_host::files::Host;
 use cryopod_host::processes::Scan;
 use std::sync::{Mutex, PoisonError};

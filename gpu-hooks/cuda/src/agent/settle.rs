@@ -1,10 +1,10 @@
 //! Undoes the steps at the end: puts every process back into the state in which it was found.
 
-use super::super::driver::Driver;
-use super::super::procfs;
-use super::super::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
-use super::super::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
 use super::{Agent, Begun, Limits, TICK, Tracked, communicators, error};
+use crate::driver::Driver;
+use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState};
+use crate::messages::report::{AgentOutcome, AgentReport, RolledBack, VERSION};
+use crate::procfs;
 use cryopod_archive::vram::usual_threads;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! The GPUs as CUDA numbers them in this program, and what copies their memory.
 
 use super::Copier;
-use crate::gpu::GpuUuid;
-use crate::protocol::{AgentGpu, DriverError, ErrorKind};
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::protocol::{AgentGpu, DriverError, ErrorKind};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 

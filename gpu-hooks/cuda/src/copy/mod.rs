@@ -13,7 +13,7 @@ pub use gpus::Gpus;
 use self::pipeline::{Block, Host};
 use self::ring::Ring;
 use crate::driver::{Handle, LoadError};
-use crate::protocol::{DriverError, ErrorKind};
+use crate::messages::protocol::{DriverError, ErrorKind};
 use crate::vram::front::Front;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint, c_void};

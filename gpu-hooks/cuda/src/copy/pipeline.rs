@@ -2,7 +2,7 @@
 
 use super::ring::{BUFFER, BUFFERS, Ring};
 use super::{Address, Copier, Device, Ready, Way, checked, wrong};
-use crate::protocol::DriverError;
+use crate::messages::protocol::DriverError;
 use crate::vram::front::Front;
 use std::sync::{Mutex, PoisonError, mpsc};
 

@@ -1,7 +1,7 @@
 //! Pinned buffers between the GPU and the host memory.
 
 use super::{Functions, NO_TIMING, NON_BLOCKING, checked};
-use crate::protocol::DriverError;
+use crate::messages::protocol::DriverError;
 use std::ffi::c_void;
 
 /// Bytes of a buffer.

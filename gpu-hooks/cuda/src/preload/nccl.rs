@@ -13,8 +13,8 @@
 //! NCCL's own error from them, as after the death of a rank.
 
 use super::Library;
+use crate::messages::protocol::{NcclDone, NcclStep};
 use crate::procfs;
-use crate::protocol::{NcclDone, NcclStep};
 use cryopod_preload_wire::Request;
 use cryopod_preload_wire::nccl::{
     Clock, Comm, Fresh, Kind, Report, State, UNIQUE_ID, encode_clocks, encode_fresh,

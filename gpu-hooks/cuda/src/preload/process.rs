@@ -6,9 +6,9 @@
 
 use super::{Library, size};
 use crate::copy::{Copier, Gpus, Imported, Piece, Way};
-use crate::gpu::GpuUuid;
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
 use crate::procfs;
-use crate::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
 use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
 use crate::vram::store::{Joining, VramFiles};

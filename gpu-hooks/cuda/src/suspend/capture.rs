@@ -1,11 +1,11 @@
 //! Runs the driver's checkpoint into memory for VRAM files, with this program as the tracer of the driver's threads.
 
-use super::super::client::Client;
-use super::super::exchange::Attendant;
-use super::super::inject::Seized;
-use super::super::protocol::{Op, Outcome};
-use super::super::released::Released;
 use super::{Captured, How, SuspendError, Threads, all_attended, step};
+use crate::exchange::Attendant;
+use crate::exchange::client::Client;
+use crate::inject::Seized;
+use crate::messages::protocol::{Op, Outcome};
+use crate::released::Released;
 use std::fs::File;
 use std::io;
 use std::time::Instant;

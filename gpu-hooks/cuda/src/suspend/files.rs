@@ -1,11 +1,11 @@
 //! Moves the memory into files, and back.
 
-use super::super::client::Client;
-use super::super::inject::{Injection, Seized};
-use super::super::protocol::{Op, Outcome};
-use super::super::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use super::preload::Out;
 use super::{Captured, Done, How, SuspendError, call, step};
+use crate::exchange::client::Client;
+use crate::inject::{Injection, Seized};
+use crate::messages::protocol::{Op, Outcome};
+use crate::vram::{NamedBuffer, SharedBuffer, VramBuffer, VramDone, WantedRegion};
 use std::io;
 use std::path::Path;
 use std::time::Instant;

@@ -1,11 +1,11 @@
 //! The preload library at a suspend and a resume.
 
-use super::super::client::Client;
-use super::super::gpu::GpuUuid;
-use super::super::preload::Library;
-use super::super::protocol::{NcclDone, Op, Outcome, TakenOut};
-use super::super::vram::{SharedBuffer, VramBuffer};
 use super::{Done, How, SuspendError, Suspended, Threads, all, call, step};
+use crate::exchange::client::Client;
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::protocol::{NcclDone, Op, Outcome, TakenOut};
+use crate::preload::Library;
+use crate::vram::{SharedBuffer, VramBuffer};
 use std::collections::BTreeMap;
 
 /// A process's GPU memory in a buffer of the agent's.

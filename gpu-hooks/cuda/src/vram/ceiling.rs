@@ -5,8 +5,8 @@
 //! and a little more.
 
 use super::Wanted;
-use crate::protocol::AgentGpu;
-use crate::report::GpuUser;
+use crate::messages::protocol::AgentGpu;
+use crate::messages::report::GpuUser;
 use std::collections::BTreeMap;
 
 /// Extra over the driver's number: a quarter, for what the process allocates until it is locked, and so many bytes.
@@ -72,7 +72,7 @@ impl Ceiling {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::GpuUuid;
+    use crate::gpus::gpu::GpuUuid;
 
     const GIB: u64 = 1 << 30;
 

@@ -96,7 +96,7 @@ fn populate(maps: &[Mapped], range: Range<usize>, threads: usize, rest: &Rest) -
 mod tests {
     use super::super::store::VramFiles;
     use super::*;
-    use crate::protocol::{ErrorKind, Op, Outcome};
+    use crate::messages::protocol::{ErrorKind, Op, Outcome};
     use std::os::unix::fs::MetadataExt;
     use std::time::{Duration, Instant};
 
@@ -189,9 +189,9 @@ mod tests {
     fn what_is_asked_is_bounded_in_all() {
         use super::super::WantedRegion;
         use super::super::ceiling::Ceiling;
-        use crate::gpu::GpuUuid;
-        use crate::protocol::AgentGpu;
-        use crate::report::GpuUser;
+        use crate::gpus::gpu::GpuUuid;
+        use crate::messages::protocol::AgentGpu;
+        use crate::messages::report::GpuUser;
         let vram_files = Arc::new(VramFiles::default());
         let gpu = AgentGpu {
             uuid: GpuUuid([1; 16]),

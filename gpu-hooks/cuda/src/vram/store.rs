@@ -13,7 +13,7 @@ use super::memory::{self, Mapped};
 use super::reserve::Reserve;
 use super::worker::{Memory, State};
 use super::{SPARE_BYTES, SharedBuffer, Wanted};
-use crate::protocol::{DriverError, ErrorKind, Op, Outcome};
+use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;

@@ -7,13 +7,13 @@
 //! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
 //! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
+use cryopod_cuda::agent::server::{Server, listen};
 use cryopod_cuda::agent::{Agent, Limits};
 use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
+use cryopod_cuda::messages::protocol::{AgentGpu, Hello};
+use cryopod_cuda::messages::report::{AgentOutcome, AgentReady, GpuUser};
 use cryopod_cuda::nvml;
 use cryopod_cuda::procfs;
-use cryopod_cuda::protocol::{AgentGpu, Hello};
-use cryopod_cuda::report::{AgentOutcome, AgentReady, GpuUser};
-use cryopod_cuda::server::{Server, listen};
 use cryopod_cuda::vram::ceiling::Ceiling;
 use cryopod_cuda::vram::worker;
 use std::io::Write;

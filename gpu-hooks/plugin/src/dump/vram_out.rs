@@ -2,7 +2,7 @@
 
 use super::Dump;
 use crate::session::{Failed, failure_with, record_of};
-use cryopod_cuda::image::{PRELOAD_VERSION, Step, VRAM_VERSION};
+use cryopod_cuda::messages::image::{PRELOAD_VERSION, Step, VRAM_VERSION};
 use cryopod_cuda::vram::VramBuffer;
 use std::time::Instant;
 

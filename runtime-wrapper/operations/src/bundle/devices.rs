@@ -8,8 +8,8 @@ use std::path::Path;
 
 use cryopod_archive::metadata::{EngineNode, MovedNode};
 use cryopod_gpu_plan::ceiling::{Asked, Ceiling, Lifts};
+use cryopod_gpu_plan::mapping::remap::{ANNOTATION, Remap, Target};
 use cryopod_gpu_plan::plan::PlanError;
-use cryopod_gpu_plan::remap::{ANNOTATION, Remap, Target};
 use cryopod_host::files::Host;
 use cryopod_host::nodes;
 use cryopod_host::nodes::{DeviceNode, NodeRole, NodeSource, Vendor};

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_cuda::image::NvidiaImage;
+use cryopod_cuda::messages::image::NvidiaImage;
 
 use super::dump::{DumpOutcome, amd_users, unpause_amd};
 use super::prepare::DumpPreparation;

@@ -15,7 +15,8 @@ use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
 use super::capture_files;
-use super::plan::{DumpPlan, no_exec_processes};
+use super::plan::no_exec_processes;
+use super::planned::DumpPlan;
 use super::prepare::DumpPreparation;
 use crate::error::Error;
 use crate::preflight::criu_setup;
@@ -290,7 +291,7 @@ fn packing(
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
 
 fn plugin_report(images: &Path) -> Value {
-    std::fs::read(images.join(cryopod_cuda::image::FILE_NAME))
+    std::fs::read(images.join(cryopod_cuda::messages::image::FILE_NAME))
         .ok()
         .and_then(|bytes| serde_json::from_slice(&bytes).ok())
         .unwrap_or(Value::Null)

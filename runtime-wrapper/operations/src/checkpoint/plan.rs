@@ -3,16 +3,16 @@
 use std::ffi::OsStr;
 
 use cryopod_amd::open_nodes;
+use cryopod_gpu_plan::checks::switches::{EXEC, Switches};
 use cryopod_gpu_plan::exec_processes;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_gpu_plan::switches::{EXEC, Switches};
 use cryopod_host::nodes::{DeviceNode, Vendor};
 use cryopod_host::processes::Scan;
 use cryopod_host::programs::Tools;
 
-use super::prepare::metadata_of;
+use super::planned::{DumpPlan, metadata_of};
 use crate::criu;
 use crate::criu::Criu;
 use crate::criu::no_criu;
@@ -21,23 +21,9 @@ use crate::error::Error;
 use crate::images::store;
 use crate::pause::suspended::SuspendedRecord;
 use crate::preflight::restore_here::Prospect;
-use crate::preflight::surroundings::{self, Surroundings};
+use crate::preflight::surroundings::{self};
 use crate::request::Request;
 use crate::request::state::ContainerState;
-
-pub(super) struct DumpPlan {
-    pub gpus: CheckpointPlan,
-    pub surroundings: Surroundings,
-    pub criu: Criu,
-    /// The first line of the low-level runtime's `--version`.
-    pub low_version: Option<String>,
-    /// The processes whose CUDA calls were locked when the container was paused.
-    pub locked: Vec<i32>,
-    /// The checkpoint carries the container's changes of files.
-    pub carries_files: bool,
-    /// The store takes the large files.
-    pub stored: bool,
-}
 
 /// Plans the checkpoint of a container with these GPU nodes.
 ///

@@ -1,22 +1,17 @@
 //! Prepares a dump: makes what it needs, and checks with the driver's help what is left to check. Nothing is frozen.
 
-use std::time::SystemTime;
-
 use cryopod_archive::format::names;
-use cryopod_archive::metadata::{ContainerFacts, Metadata, MetadataSlot, Timings};
-use cryopod_cuda::report::AgentReady;
-use cryopod_gpu_plan::{nvidia_compat, remap};
+use cryopod_archive::metadata::{Metadata, MetadataSlot};
+use cryopod_cuda::messages::report::AgentReady;
 use cryopod_host::nodes::Vendor;
 
 use super::image_directory::ImageDirectory;
-use super::plan::DumpPlan;
-use crate::criu;
+use super::planned::{DumpPlan, metadata_of};
 use crate::error::Error;
 use crate::images::handover;
 use crate::preflight::criu_setup::{CriuEnvironment, CriuSetup};
 use crate::request::Request;
 use crate::request::state::ContainerState;
-use crate::run::log;
 use crate::run::operation::Operation;
 use crate::run::progress::{self, Progress};
 use crate::vram;
@@ -129,43 +124,5 @@ fn reserve_memory(
     if let (Some(agent), false) = (&ready.agent, request.pre_dump()) {
         let users = planned.gpus.users_of(Vendor::Nvidia);
         vram::reserve(request, op, &users, &agent.ready.users, ready.limit);
-    }
-}
-
-/// Returns the metadata without what the dump itself adds. `agent`: the driver agent's answer, if there is one.
-pub(super) fn metadata_of(
-    request: &Request<'_>,
-    planned: &DumpPlan,
-    agent: Option<&AgentReady>,
-) -> Metadata {
-    let mut gpu = planned.gpus.gpu.clone();
-    remap::complete(&mut gpu, &request.spec);
-    if let Some(agent) = agent {
-        if let Some(version) = &agent.driver_version {
-            gpu.drivers
-                .entry("nvidia".into())
-                .or_insert_with(|| version.clone());
-        }
-        nvidia_compat::enrich(&mut gpu.gpus, &agent.gpus);
-        nvidia_compat::note_use(&mut gpu.processes, &agent.users);
-    }
-    let surroundings = &planned.surroundings;
-    Metadata {
-        schema: Metadata::current_schema(),
-        cryopod: env!("CARGO_PKG_VERSION").into(),
-        created: log::rfc3339(SystemTime::now()),
-        container: ContainerFacts {
-            id: request.id().to_owned(),
-            low_level: request.ctx.low.label(),
-            low_level_version: planned.low_version.clone(),
-            leave_running: request.leave_running(),
-        },
-        host: criu::host_facts(&request.host, Some(&planned.criu)),
-        gpu,
-        mounts: surroundings.mounts.clone(),
-        criu: surroundings.criu.clone(),
-        lsm: surroundings.lsm.clone(),
-        timings: Timings::default(),
-        extra: serde_json::Map::new(),
     }
 }

@@ -4,12 +4,12 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_cuda::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
-use cryopod_cuda::gpu::GpuPair;
-use cryopod_cuda::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_cuda::gpus::gpu::GpuPair;
+use cryopod_cuda::messages::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
+use cryopod_cuda::messages::report::{AgentReport, PluginReport, RolledBack};
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::vram::VramConfig;
-use cryopod_gpu_plan::nvidia_compat;
+use cryopod_gpu_plan::checks::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
 use cryopod_host::nodes::Vendor;
 

@@ -1,16 +1,16 @@
 //! Chooses the GPUs of a restore: gathers what is known for [`gpumap::decide`], and maps every device node accordingly.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts, Metadata};
-use cryopod_cuda::gpu::GpuPair;
-use cryopod_cuda::nvidia;
-use cryopod_cuda::protocol::AgentGpu;
-use cryopod_cuda::report::AgentReady;
+use cryopod_cuda::gpus::gpu::GpuPair;
+use cryopod_cuda::gpus::nvidia;
+use cryopod_cuda::messages::protocol::AgentGpu;
+use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::ceiling::{Asked, Ceiling};
-use cryopod_gpu_plan::gpumap::{self, Choice, Situation, Wish};
-use cryopod_gpu_plan::inventory;
-use cryopod_gpu_plan::nvidia_compat::{self, Found};
+use cryopod_gpu_plan::checks::nvidia_compat::{self, Found};
+use cryopod_gpu_plan::gpus::inventory;
+use cryopod_gpu_plan::mapping::gpumap::{self, Choice, Situation, Wish};
+use cryopod_gpu_plan::mapping::remap::{self, Remap};
 use cryopod_gpu_plan::plan::PlanError;
-use cryopod_gpu_plan::remap::{self, Remap};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::spec::Spec;

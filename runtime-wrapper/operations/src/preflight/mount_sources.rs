@@ -13,7 +13,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::container::surroundings::MountKind;
-use cryopod_gpu_plan::own_nodes;
+use cryopod_gpu_plan::gpus::own_nodes;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::Destination;
 use cryopod_host::files::Host;

@@ -9,10 +9,10 @@
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::metadata::Metadata;
-use cryopod_cuda::report::AgentReady;
+use cryopod_cuda::messages::report::AgentReady;
+use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
 use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_gpu_plan::switches::{RESTORE_HERE, Switches};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{DRM_MAJOR, Vendor};
 use cryopod_host::spec::Spec;

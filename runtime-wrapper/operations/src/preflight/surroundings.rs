@@ -11,10 +11,10 @@ use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::container::surroundings::{CriuFacts, LsmFacts, MountFacts, MountKind};
 use cryopod_archive::metadata::Metadata;
-use cryopod_cuda::nvidia;
+use cryopod_cuda::gpus::nvidia;
+use cryopod_gpu_plan::gpus::own_nodes;
 use cryopod_gpu_plan::hazards::{self, CriuLimits};
 use cryopod_gpu_plan::mounts::{self, Provided, Provider};
-use cryopod_gpu_plan::own_nodes;
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::cgroups;

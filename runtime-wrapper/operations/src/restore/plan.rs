@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use cryopod_amd::image::Images;
+use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::plan::PlanError;
-use cryopod_gpu_plan::switches::Switches;
 use cryopod_host::nodes::Vendor;
 
 use super::open::OpenedCheckpoint;

@@ -478,7 +478,7 @@ fn spec_is_within(before: &Value, after: &Value, gave: &Gave) {
     for (i, mount) in mounts(before).into_iter().enumerate() {
         rest["mounts"][i]["source"] = mount["source"].clone();
     }
-    let note = cryopod_gpu_plan::remap::ANNOTATION;
+    let note = cryopod_gpu_plan::mapping::remap::ANNOTATION;
     rest["annotations"].as_object_mut().unwrap().remove(note);
     assert_eq!(rest, *before, "nothing else has changed");
 }

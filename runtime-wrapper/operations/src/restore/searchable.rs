@@ -9,7 +9,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use cryopod_gpu_plan::own_nodes;
+use cryopod_gpu_plan::gpus::own_nodes;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 

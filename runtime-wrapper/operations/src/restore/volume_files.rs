@@ -13,8 +13,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
+use cryopod_gpu_plan::checks::switches::{Switches, VOLUMES};
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_gpu_plan::switches::{Switches, VOLUMES};
 use cryopod_host::destinations::Destinations;
 use nix::fcntl::OFlag;
 use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, fstatfs};

@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use cryopod_amd::topology::Topology;
-use cryopod_gpu_plan::amd_gpus::TOPOLOGY;
+use cryopod_gpu_plan::gpus::amd_gpus::TOPOLOGY;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DRM_MAJOR;
 use cryopod_host::spec::Spec;

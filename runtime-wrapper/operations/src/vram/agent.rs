@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use cryopod_cuda::report::AgentReady;
+use cryopod_cuda::messages::report::AgentReady;
 
 use crate::config::{Config, Nvidia};
 use crate::criu::plugins::NVIDIA_PLUGIN;

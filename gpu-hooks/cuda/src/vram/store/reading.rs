@@ -3,7 +3,7 @@
 use super::work::Work;
 use super::{VramFiles, directory, failed, refused, there_is};
 use crate::inject::{Descriptor, take_descriptor};
-use crate::protocol::{DriverError, ErrorKind};
+use crate::messages::protocol::{DriverError, ErrorKind};
 use crate::vram::userfault::{self, Userfault};
 use crate::vram::worker::Job;
 use crate::vram::{SharedBuffer, VramConfig, WantedRegion};

@@ -1,7 +1,7 @@
 //! The worker that writes and reads the VRAM files: its start, its end, and what it is told meanwhile.
 
 use super::{VramFiles, directory, failed, refused};
-use crate::protocol::{DriverError, ErrorKind, WriteTo};
+use crate::messages::protocol::{DriverError, ErrorKind, WriteTo};
 use crate::vram::worker::{self, Complete, Job, Progress};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
 use cryopod_host::pidfd;

@@ -1,7 +1,7 @@
-use super::super::agent::tests::{FakeDriver, Victim, quick};
-use super::super::client::{Client, ClientError};
-use super::super::protocol::ProcessState;
 use super::*;
+use crate::agent::tests::{FakeDriver, Victim, quick};
+use crate::exchange::client::{Client, ClientError};
+use crate::messages::protocol::ProcessState;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -160,8 +160,8 @@ fn nonsense_ends_the_connection_and_a_silent_agent_is_noticed() {
 
 #[test]
 fn a_suspend_whose_end_is_lost_is_not_taken_for_one_that_failed() {
-    use super::super::suspend::{How, SuspendError, resume, suspend};
-    use super::super::vram::VramConfig;
+    use crate::suspend::{How, SuspendError, resume, suspend};
+    use crate::vram::VramConfig;
     let victim = Victim::new();
     let server = start(FakeDriver::with(&[victim.pid()]));
     let mut client = server.connect();

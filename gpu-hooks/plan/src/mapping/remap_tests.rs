@@ -1,7 +1,7 @@
 use super::*;
 use crate::ceiling::Lifts;
-use crate::gpumap::{self, Situation, Wish};
-use crate::inventory;
+use crate::gpus::inventory;
+use crate::mapping::gpumap::{self, Situation, Wish};
 use cryopod_archive::metadata::EngineNode;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::NodeSource;

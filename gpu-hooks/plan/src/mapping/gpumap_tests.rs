@@ -1,6 +1,6 @@
 use super::*;
 use crate::ceiling::{Lifts, OtherGpus};
-use crate::inventory::recorded;
+use crate::gpus::inventory::recorded;
 use cryopod_archive::metadata::{EngineNode, GpuFacts, MovedNode};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{NodeRole, NodeSource, Vendor};

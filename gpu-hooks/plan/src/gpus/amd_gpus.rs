@@ -1,4 +1,4 @@
-//! Reads the host's AMD GPUs and the version of their kernel driver (NVIDIA's: `cryopod_cuda::nvidia`).
+//! Reads the host's AMD GPUs and the version of their kernel driver (NVIDIA's: `cryopod_cuda::gpus::nvidia`).
 
 use cryopod_archive::metadata::Gpu;
 use cryopod_host::files::Host;

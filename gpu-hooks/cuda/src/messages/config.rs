@@ -4,8 +4,8 @@
 //! A missing or invalid file fails the operation: with a silently disabled plugin CRIU would dump a process whose GPU
 //! state is lost.
 
-use super::gpu::GpuPair;
-use super::vram::VramConfig;
+use super::buffers::VramConfig;
+use crate::gpus::gpu::GpuPair;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -66,7 +66,7 @@ pub struct PluginConfig {
     /// Restore only: every GPU of the checkpoint and its replacement.
     #[serde(default)]
     pub gpu_map: Vec<GpuPair>,
-    /// Path for [`super::report::PluginReport`].
+    /// Path for [`crate::messages::report::PluginReport`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<PathBuf>,
     /// Checkpoint only: when this file exists, CRIU asks at `post-dump` whether the checkpoint may become final, and

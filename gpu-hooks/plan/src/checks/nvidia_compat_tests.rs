@@ -89,7 +89,7 @@ fn all_is_well_and_every_check_is_told() {
         "{checks:#?}"
     );
     let told: BTreeSet<&str> = checks.iter().map(|c| c.name.as_str()).collect();
-    assert_eq!(told, BTreeSet::from(crate::switches::NVIDIA));
+    assert_eq!(told, BTreeSet::from(crate::checks::switches::NVIDIA));
 }
 
 #[test]

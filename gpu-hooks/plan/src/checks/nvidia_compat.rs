@@ -10,11 +10,11 @@ use cryopod_archive::metadata::{Gpu, GpuFacts, GpuProcess, GpuUse};
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
-use crate::compat::{Check, Verdict};
-use crate::switches::Switches;
-use cryopod_cuda::nvidia;
-use cryopod_cuda::protocol::AgentGpu;
-use cryopod_cuda::report::GpuUser;
+use crate::checks::compat::{Check, Verdict};
+use crate::checks::switches::Switches;
+use cryopod_cuda::gpus::nvidia;
+use cryopod_cuda::messages::protocol::AgentGpu;
+use cryopod_cuda::messages::report::GpuUser;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeMap;
 
-use super::gpu::GpuUuid;
-use super::protocol::ProcessState;
-use super::vram::VramBuffer;
+use super::buffers::VramBuffer;
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::protocol::ProcessState;
 use serde::{Deserialize, Serialize};
 
 pub const FILE_NAME: &str = cryopod_archive::format::names::NVIDIA_IMAGE;

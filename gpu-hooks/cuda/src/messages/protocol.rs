@@ -3,9 +3,9 @@
 //! The client chooses a request's id; the answer repeats it. Several requests may be in flight, and answers come in the
 //! order the driver finishes. A request for a process whose previous driver call still runs gets [`ErrorKind::Busy`].
 
-use super::gpu::{GpuPair, GpuUuid};
-use super::inject::Descriptor;
-use super::vram::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use super::buffers::{NamedBuffer, SharedBuffer, VramConfig, VramDone, Wanted, WantedRegion};
+use crate::gpus::gpu::{GpuPair, GpuUuid};
+use crate::inject::Descriptor;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;

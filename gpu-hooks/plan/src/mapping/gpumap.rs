@@ -9,7 +9,7 @@
 //! for GPUs: [`of_nodes`].
 //!
 //! NVIDIA's driver wants a map that names every GPU a process had, or none at all if nothing changes.
-//! [`crate::nvidia_compat`] checks whether the chosen GPUs can hold the checkpoint.
+//! [`crate::checks::nvidia_compat`] checks whether the chosen GPUs can hold the checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,11 +17,11 @@ use cryopod_archive::metadata::{Gpu, GpuFacts};
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
 use crate::ceiling::Ceiling;
-use crate::inventory::{has_place, of_nodes, same, same_place};
+use crate::checks::switches::Switches;
+use crate::gpus::inventory::{has_place, of_nodes, same, same_place};
+pub use crate::mapping::wish::{ANNOTATION, Wish};
 use crate::refusal::Refusal;
-use crate::switches::Switches;
-pub use crate::wish::{ANNOTATION, Wish};
-use cryopod_cuda::gpu::{GpuPair, GpuUuid};
+use cryopod_cuda::gpus::gpu::{GpuPair, GpuUuid};
 
 impl Wish {
     #[must_use]

@@ -1,10 +1,10 @@
 //! Defines what agent and plugin report to the runtime wrapper: the agent's ready line, and the two report files that
 //! are read after CRIU's end.
 
-use super::gpu::GpuUuid;
-use super::image::ProcessRecord;
-use super::protocol::{AgentGpu, NcclDone, ProcessState};
-use super::vram::VramDone;
+use super::buffers::VramDone;
+use crate::gpus::gpu::GpuUuid;
+use crate::messages::image::ProcessRecord;
+use crate::messages::protocol::{AgentGpu, NcclDone, ProcessState};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

@@ -7,10 +7,10 @@
 //! When `stop` is set (the wrapper closed our stdin, or died), no further connection is accepted. Open ones are served
 //! to their end: CRIU may well outlive the wrapper, and a process must not be put back in the middle of its dump.
 
-use super::agent::{Agent, Begun, Limits};
-use super::driver::Driver;
-use super::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, Work, encode};
-use super::report::{AgentOutcome, AgentReport};
+use crate::agent::{Agent, Begun, Limits};
+use crate::driver::Driver;
+use crate::messages::protocol::{Hello, LineBuffer, Op, Outcome, Reply, Request, Work, encode};
+use crate::messages::report::{AgentOutcome, AgentReport};
 use cryopod_host::pidfd;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -182,7 +182,7 @@ impl<D: Driver> Server<D> {
 
     fn write_report(&self, report: &AgentReport) {
         let Some(path) = &self.report else { return };
-        if let Err(error) = super::write_json(path, report) {
+        if let Err(error) = crate::write_json(path, report) {
             tracing::error!("cannot write {}: {error}", path.display());
         }
     }

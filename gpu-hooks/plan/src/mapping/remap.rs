@@ -10,7 +10,7 @@ use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
 use crate::ceiling::{Asked, Ceiling};
-use crate::gpumap::Choice;
+use crate::mapping::gpumap::Choice;
 use crate::refusal::Refusal;
 use cryopod_host::nodes;
 use cryopod_host::spec::Spec;

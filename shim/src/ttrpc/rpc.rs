@@ -7,8 +7,8 @@ use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::ttrpc::proto::MessageHeader;
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
-use crate::address::Address;
-use crate::frame::Frame;
+use crate::ttrpc::address::Address;
+use crate::ttrpc::frame::Frame;
 
 /// The names of containerd's task service, in both versions.
 pub const TASK_SERVICES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];

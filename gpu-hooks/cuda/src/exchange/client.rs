@@ -1,7 +1,7 @@
 //! Connects the plugin to the agent. No call blocks longer than its limit, and a lost agent never raises SIGPIPE in
 //! CRIU.
 
-use super::protocol::{FrameError, LineBuffer, Op, Reply, Request, encode};
+use crate::messages::protocol::{FrameError, LineBuffer, Op, Reply, Request, encode};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{self, MsgFlags};

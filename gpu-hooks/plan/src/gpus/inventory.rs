@@ -1,12 +1,12 @@
 //! Collects GPUs from a checkpoint's record, from this host, and from device nodes.
 
 use cryopod_archive::metadata::{Gpu, GpuFacts};
-use cryopod_cuda::nvidia;
+use cryopod_cuda::gpus::nvidia;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{self, DeviceNode, NodeRole, Vendor};
 use serde_json::Map;
 
-use crate::amd_gpus;
+use crate::gpus::amd_gpus;
 
 /// The checkpoint's GPUs: those that the metadata describes, and the nodes that lead to none of them.
 pub fn recorded(gpu: &GpuFacts) -> Vec<Gpu> {

@@ -1,0 +1,5 @@
+//! What must hold on this host for a restore, and what relaxes it.
+
+pub mod compat;
+pub mod nvidia_compat;
+pub mod switches;
