@@ -5,3 +5,4 @@ pub(crate) mod container;
 pub(crate) mod engine;
 pub(crate) mod export;
 pub(crate) mod import;
+pub(crate) mod migrate;

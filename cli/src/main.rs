@@ -24,7 +24,7 @@ use archives::{bundle, flatten, pack, pull, push, unpack, verify};
 use clap::{Parser, Subcommand};
 use cryopod_archive::format::text::printable;
 use cryopod_operations::run::metrics as counts;
-use engines::{export, import};
+use engines::{export, import, migrate};
 use gpu_memory::{resume, suspend};
 
 /// Checkpoints and restores GPU containers.
@@ -53,6 +53,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Checkpoints a container through its engine, and makes an archive of it.
     Export(export::Args),
+    /// Moves a running container to another host over ssh.
+    Migrate(migrate::Args),
     /// Moves a container's GPU memory to host memory or into files, and leaves it there.
     Suspend(suspend::Args),
     /// Moves a suspended container's GPU memory back to its GPUs.
@@ -131,6 +133,8 @@ impl Command {
             Self::Cache(cache::Args::Pull(_)) => Some("cache_pull"),
             Self::Check(_) | Self::Inspect(_) | Self::Cache(_) | Self::Store(_) => None,
             Self::Metrics(_) | Self::Top(_) | Self::Setup(_) | Self::Generate(_) => None,
+            // What it runs is counted.
+            Self::Migrate(_) => None,
         }
     }
 
@@ -147,6 +151,7 @@ impl Command {
             Self::Suspend(args) => suspend::run(&args),
             Self::Resume(args) => resume::run(&args),
             Self::Import(args) => import::run(&args),
+            Self::Migrate(args) => migrate::run(&args),
             Self::Cache(args) => cache::run(&args),
             Self::Store(args) => store::run(&args),
             Self::Metrics(args) => metrics::run(&args),

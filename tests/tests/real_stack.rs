@@ -193,6 +193,15 @@ mod plugin_podman {
     }
 }
 
+/// A running container moves to another host: a bed within the bed.
+mod migrate {
+    crate::scenarios! {
+        podman: V2 ["podman" "crun"] "archive/lib.sh" + "shim/lib.sh" + "migrate/lib.sh" + "migrate/migrate.sh";
+        docker: V1 ["docker" "runc"] "archive/lib.sh" + "shim/lib.sh" + "migrate/lib.sh" + "migrate/migrate.sh";
+        ctr: V1 ["ctr" "runc"] "archive/lib.sh" + "shim/lib.sh" + "migrate/lib.sh" + "migrate/migrate.sh";
+    }
+}
+
 /// The main job under podman: run, checkpoint, export, remove, restore from the archive, go on.
 mod podman {
     crate::scenarios! {

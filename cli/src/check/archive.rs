@@ -1,13 +1,14 @@
 //! `cryopod check ARCHIVE`: reports whether this checkpoint would restore here. Runs the checks of a restore on every
 //! kind that [`Source`] reads; unpacks and changes nothing.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
 use cryopod_amd::image::{self as amd_image, Images};
+use cryopod_archive::container::carried::IMAGE;
 use cryopod_archive::container::engine as engine_records;
 use cryopod_archive::container::file_sizes;
 use cryopod_archive::format::limits::Limits;
@@ -221,7 +222,9 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
     };
     let decoded = Decoding::of(ask.path).run(|| {
         let volumes = RefCell::new(BTreeSet::new());
+        let has_image = Cell::new(false);
         let wanted = |name: &str| {
+            has_image.set(has_image.get() || name == IMAGE);
             if let Some(volume) = names::volume(name) {
                 volumes.borrow_mut().insert(volume.to_owned());
             }
@@ -243,6 +246,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             grown,
             kind: source.kind().to_string(),
             volumes: volumes.into_inner(),
+            has_image: has_image.get(),
             annotations: parts.map(|parts| parts.index.annotations.clone()),
             files: files
                 .iter()
@@ -294,6 +298,7 @@ struct About {
     /// What is said of files that are not as CRIU saved them.
     grown: Vec<String>,
     volumes: BTreeSet<String>,
+    has_image: bool,
     /// Of containerd's own checkpoint.
     annotations: Option<BTreeMap<String, String>>,
     /// Names and sizes, in the order of their bytes.
@@ -341,6 +346,7 @@ fn records(
         config: json(names::CONFIG_DUMP),
         network_status: json(names::NETWORK_STATUS),
         volumes: about.volumes,
+        has_image: about.has_image,
     })
 }
 

@@ -41,6 +41,8 @@ pub struct Records {
     pub network_status: Value,
     /// The named volumes whose content is in the archive.
     pub volumes: BTreeSet<String>,
+    /// The archive has the container's image.
+    pub has_image: bool,
 }
 
 pub struct Question<'a> {
@@ -153,7 +155,8 @@ impl Asked<'_> {
                 }
             }
             (Some(image), Some(id), _) if facts.engine == Some("podman") => {
-                all.extend(self.podman_image(image, id).err());
+                let missing = self.podman_image(image, id).err();
+                all.extend(missing.filter(|_| !self.question.records.has_image));
             }
             _ => all.push(refusal(
                 "its config.dump is not podman's, which restores only what says which image and settings its container had",
@@ -362,6 +365,7 @@ impl Asked<'_> {
         };
         let image = facts.image.as_deref().or(facts.image_id.as_deref());
         let image = image.and_then(|image| self.docker_image(image).err());
+        let image = image.filter(|_| !self.question.records.has_image);
         let runtime = facts.runtime.as_deref();
         let runtime = runtime.filter(|_| facts.engine == Some("docker"));
         let runtime = runtime.and_then(|name| docker_runtime(name, &runtimes).err());

@@ -63,9 +63,17 @@ impl Container {
 
     /// Returns its bundle, if a low-level runtime has a record of it.
     pub fn bundle(&self) -> Option<PathBuf> {
-        let records = records().into_iter().map(|(_, record)| record);
-        let mut own = records.filter(|record| pid_in(record).is_ok_and(|pid| pid == self.init));
-        bundle_in(&own.next()?)
+        bundle_in(&self.record()?)
+    }
+
+    /// Returns the low-level runtime's directory for it.
+    pub fn state_directory(&self) -> Option<PathBuf> {
+        Some(self.record()?.parent()?.into())
+    }
+
+    fn record(&self) -> Option<PathBuf> {
+        let mut records = records().into_iter().map(|(_, record)| record);
+        records.find(|record| pid_in(record).is_ok_and(|pid| pid == self.init))
     }
 
     /// Fails if the container is paused: the driver's thread in it would not answer.

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
 
 /// Most bytes of a program's output that are kept.
 const KEPT: u64 = 4 << 20;
 /// Time for a program to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(30);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 pub enum Engine {
     /// podman.
     Podman,
@@ -31,6 +32,8 @@ pub struct Call {
     program: &'static str,
     args: Vec<OsString>,
     limit: Duration,
+    shown: Option<String>,
+    input: Stdio,
 }
 
 impl Call {
@@ -40,7 +43,22 @@ impl Call {
             program,
             args: Vec::new(),
             limit,
+            shown: None,
+            input: Stdio::null(),
         }
+    }
+
+    /// What messages show instead of the command line.
+    #[must_use]
+    pub fn shown(mut self, as_text: String) -> Self {
+        self.shown = Some(as_text);
+        self
+    }
+
+    #[must_use]
+    pub fn input(mut self, input: impl Into<Stdio>) -> Self {
+        self.input = input.into();
+        self
     }
 
     #[must_use]
@@ -64,7 +82,7 @@ impl Call {
         let line = self.line();
         let mut child = Command::new(self.program)
             .args(&self.args)
-            .stdin(Stdio::null())
+            .stdin(self.input)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -83,6 +101,9 @@ impl Call {
     }
 
     fn line(&self) -> String {
+        if let Some(text) = &self.shown {
+            return text.clone();
+        }
         let args = self.args.iter().map(|a| a.to_string_lossy());
         let words: Vec<_> = std::iter::once(self.program.into()).chain(args).collect();
         words.join(" ")

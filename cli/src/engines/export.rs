@@ -1,6 +1,6 @@
 //! `cryopod export`: lets the engine checkpoint a container, and makes an archive of the checkpoint.
 
-mod containerd;
+pub mod containerd;
 mod docker;
 mod image;
 mod podman;

@@ -11,6 +11,9 @@
 
 pub mod suspended;
 
+use std::fs::File;
+use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
@@ -22,6 +25,8 @@ use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use cryopod_host::programs::{Output, SystemTools};
 use cryopod_host::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 
 use self::suspended::SuspendedRecord;
 use crate::criu::plugins;
@@ -29,13 +34,30 @@ use crate::error::Error;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
-use crate::request::state::{ContainerState, verb};
+use crate::request::state::{self, ContainerState, verb};
 use crate::run::log;
 use crate::run::operation::Operation;
 use crate::vram::agent::{Agent, SOCKET};
 
 /// Asks for the driver's lock at the pause: `on` or `off`.
 pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
+
+/// `cryopod migrate` holds a lock on this file in the low-level runtime's directory of the container.
+const HELD: &str = "cryopod-held";
+
+/// Makes [`resume`] fail until the result is dropped or this process dies. (`ctr containers checkpoint` resumes a container
+/// at its end.)
+pub fn hold(state_directory: &Path) -> io::Result<Flock<File>> {
+    let file = File::create(state_directory.join(HELD))?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, e)| e.into())
+}
+
+fn is_held(state_directory: &Path) -> bool {
+    File::open(state_directory.join(HELD)).is_ok_and(|file| {
+        let lock = Flock::lock(file, FlockArg::LockSharedNonblock);
+        matches!(lock, Err((_, Errno::EWOULDBLOCK)))
+    })
+}
 
 /// Pauses a container. On error the container goes on running.
 pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
@@ -47,7 +69,9 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     };
     let spec = state.spec(ctx, inv);
     let nodes = plan::container_nodes(&host, &spec, state.init);
-    if !wanted(&spec)? || nodes.iter().all(|n| n.vendor != Vendor::Nvidia) {
+    // A container that moves to another host must not run on after its checkpoint.
+    let wanted = wanted(&spec)? || is_held(&state::directory(ctx, inv));
+    if !wanted || nodes.iter().all(|n| n.vendor != Vendor::Nvidia) {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }
     suspended::sweep(&host);
@@ -104,6 +128,12 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 /// Resumes a container. An error says whether it runs.
 pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    if is_held(&state::directory(ctx, inv)) {
+        return Err(Error::Failed(format!(
+            "{} stays paused: `cryopod migrate` moves it to another host",
+            inv.id
+        )));
+    }
     let host = Host::system();
     let tools = SystemTools::from_env();
     let locked = suspended::any()

@@ -2,7 +2,6 @@
 //! exports the result from the content store.
 
 use std::path::Path;
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use cryopod_archive::source::Source;
@@ -10,9 +9,6 @@ use cryopod_archive::source::Source;
 use super::{Args, Taken};
 use crate::engines::engine::Call;
 use crate::terminal::ui::Steps;
-
-/// Time limit for removing the image.
-const REMOVE: Duration = Duration::from_secs(60);
 
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
     if !args.leave_running {
@@ -25,14 +21,14 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
             "ctr has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
         );
     }
-    let ctr = |limit| Call::new("ctr", limit).args(["--namespace", &args.namespace]);
+    let ctr = || Call::new("ctr", args.limit()).args(["--namespace", &args.namespace]);
     let image = format!(
         "localhost/cryopod-export/{}:{}",
         args.container.to_lowercase(),
         std::process::id()
     );
     let file = temp.join("checkpoint.tar");
-    ctr(args.limit())
+    ctr()
         .args([
             "containers",
             "checkpoint",
@@ -43,28 +39,34 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
         ])
         .run()?;
     steps.done("ctr containers checkpoint");
-    let export = |local: bool| {
-        ctr(args.limit())
-            .args(["images", "export", "--skip-manifest-json"])
-            .flag(local, "--local")
-            .args([&file])
-            .args([&image])
-            .run()
-    };
-    // Without this option ctr 2.0 and 2.1 exit when containerd has sent everything, perhaps before it is written: the
-    // file is silently truncated. Older versions lack the option, and write the file themselves.
-    export(true).or_else(|e| match e.to_string().contains("not defined: -local") {
-        true => export(false),
-        false => Err(e),
-    })?;
+    write_image(ctr, &image, &file)?;
     Source::open(&file).with_context(|| {
         format!("the checkpoint is in containerd as {image}; what ctr has made of it is damaged")
     })?;
-    let _ = ctr(REMOVE).args(["images", "rm", &image]).run();
+    let _ = ctr().args(["images", "rm", &image]).run();
     steps.done("ctr images export");
     Ok(Taken {
         source: file,
         extra: Default::default(),
         directory: None,
     })
+}
+
+/// Writes an image to a file. `ctr` returns a call with its address and namespace.
+pub fn write_image(ctr: impl Fn() -> Call, image: &str, file: &Path) -> anyhow::Result<()> {
+    let export = |local: bool| {
+        ctr()
+            .args(["images", "export", "--skip-manifest-json"])
+            .flag(local, "--local")
+            .args([file])
+            .args([image])
+            .run()
+    };
+    // Without this option ctr 2.0 and 2.1 exit when containerd has sent everything, perhaps before it is written: the
+    // file is silently truncated. Older versions lack the option, and write the file themselves.
+    let written = export(true).or_else(|e| match e.to_string().contains("not defined: -local") {
+        true => export(false),
+        false => Err(e),
+    });
+    written.map(drop)
 }

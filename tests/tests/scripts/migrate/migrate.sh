@@ -1,0 +1,176 @@
+# migrate.sh ENGINE LOW: `cryopod migrate` to another host, and all that can break on the way. The job writes numbers to a file
+# that both hosts share: it ran in one place at a time, and lost nothing, if each number follows the one before.
+engine=$1 low=$2
+simulate "$low"
+mkdir -p /out /srv/out && mount --bind /srv/out /out
+case $engine in
+    podman) daemons=: ;;
+    docker) daemons='ln -sf /usr/local/bin/containerd-shim-cryopod-v2 /usr/local/sbin/containerd-shim-runc-v2
+        containerd_up
+        dockerd --containerd /run/containerd/containerd.sock --experimental --iptables=false --ip6tables=false --bridge none \
+            --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /tmp/dockerd.log 2>&1 &
+        wait_for docker version > /dev/null 2>&1' ;;
+    ctr) daemons=containerd_up ;;
+esac
+eval "$daemons"
+case $engine in
+    podman) mkimage ;;
+    docker) docker import /usr/local/share/testbed/busybox.tar localhost/busybox > /dev/null ;;
+    ctr) images ;;
+esac
+far_host /srv/out "simulate $low; $daemons"
+PATH=/place:$PATH
+on_failure() { cat /tmp/said; tail -n 5 /tmp/far.log /tmp/dockerd.log /tmp/containerd.log; }
+job=(sh -c 'exec /cusim/cusim-client --mib 8 >> /out/job 2>&1')
+start() {
+    local volumes=("${binds[@]}" /out:/out) mounts=() pair
+    case $engine in
+        podman) pod run -d --name job --network none "${nodes[@]/#/--device=}" "${volumes[@]/#/--volume=}" \
+            -e LD_LIBRARY_PATH=/cusim localhost/busybox "${job[@]}" ;;
+        docker) docker run -d --name job --runtime cryopod --network none --security-opt seccomp=unconfined \
+            "${nodes[@]/#/--device=}" "${volumes[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox "${job[@]}" ;;
+        ctr)
+            for pair in "${volumes[@]}"; do mounts+=(--mount "type=bind,src=${pair%%:*},dst=${pair#*:},options=rbind:rw"); done
+            for pair in "${nodes[@]}"; do mounts+=(--device "$pair"); done
+            ctr run -d --null-io --runtime $OURS "${mounts[@]}" --env LD_LIBRARY_PATH=/cusim $image job "${job[@]}" ;;
+    esac > /dev/null
+}
+case $engine in
+    ctr)
+        stop='ctr tasks kill -s SIGKILL job'
+        state="ctr tasks ls | awk '\$1 == \"job\" {print \$3}'"
+        remove='while ctr containers ls -q | grep -qx job; do
+            ctr tasks kill -s SIGKILL job; ctr tasks resume job; sleep 0.2; ctr tasks delete job; ctr containers rm job
+        done'
+        known='ctr containers ls -q'
+        ;;
+    *)
+        stop="$engine kill job"
+        state="$engine container inspect -f '{{.State.Status}}' job"
+        remove="$engine rm -f job"
+        known="$engine ps -a --format '{{.Names}}'"
+        ;;
+esac
+at() { "$@" "$state" 2> /dev/null | tr A-Z a-z; }
+here() { [ "$(at bash -c)" = running ]; }
+yonder() { [ "$(at there)" = running ]; }
+known_at() { "$@" "$known" | grep -qx job; }
+logs() { cat /out/job; }
+follows() { awk 'NR > 1 && $1 != last + 1 {print "after " last ": " $0; bad = 1} {last = $1} END {exit bad}' /out/job && ! grep CORRUPT /out/job; }
+leaves_nothing() {
+    [ -z "$(ls -d /var/tmp/.cryopod-* 2> /dev/null)$(there 'ls -d /var/tmp/cryopod-*' 2> /dev/null)" ]
+}
+fresh() {
+    { bash -c "$remove" && there "$remove"; } > /dev/null 2>&1 || true
+    : > /out/job
+    start
+    wait_for ticked job 3
+}
+migrates() { cryopod migrate job ssh://root@$far > /tmp/said 2>&1; }
+stays() { # WHAT MESSAGE: it fails, and runs here
+    if migrates; then check "$1: fails" false; fi
+    runs_here "$@"
+}
+runs_here() {
+    check "$1: the message" says /tmp/said "^Error: job runs here.*$2"
+    check "$1: in one line" test "$(wc -l < /tmp/said)" = 1
+    check "$1: runs here" here
+    if known_at there; then check "$1: not there" false; fi
+    check "$1: goes on" goes_on job
+    check "$1: each number once" follows
+    check "$1: nothing is left" wait_for leaves_nothing
+    check "$1: it happened" test ! -e /tmp/fault
+}
+runs_there() {
+    check "$1: the message" says /tmp/said "^job runs on ssh://root@$far"
+    check "$1: runs there" yonder
+    if known_at bash -c; then check "$1: not here" false; fi
+    check "$1: goes on" goes_on job
+    check "$1: each number once" follows
+    check "$1: nothing is left" wait_for leaves_nothing
+}
+goes() { # WHAT
+    migrates || { on_failure && check "$1" false; }
+    runs_there "$1"
+}
+
+fresh
+goes 'without the image there'
+there "$stop" > /dev/null 2>&1
+: > /out/job
+start
+wait_for ticked job 3
+if migrates; then check 'the name is taken: fails' false; fi
+check 'the name is taken: the message' says /tmp/said 'job runs here, untouched: ssh.*a container of this name is there'
+check 'the name is taken: by what was there' known_at there
+fresh
+goes 'with the image there'
+fresh
+
+# ---- what breaks: it runs here ----
+if cryopod migrate job ssh://root@10.9.0.3 > /tmp/said 2>&1; then exit 1; fi
+runs_here 'no such host' 'untouched.*cryopod check'
+there 'umount /usr/local/bin/cryopod'
+stays 'no cryopod there' 'cryopod check'
+there 'mount --bind /opt/build/cryopod /usr/local/bin/cryopod'
+there 'mv /etc/cryopod/config.toml /root; echo "[" > /etc/cryopod/config.toml'
+stays 'no valid configuration there' 'config.toml: TOML'
+there 'mv /root/config.toml /etc/cryopod/'
+there 'mount -t tmpfs -o size=1m tmpfs /var/tmp'
+stays 'a full disk there' 'No space left'
+there 'umount /var/tmp'
+instead() { # ON COMMAND: of the low-level runtime's checkpoint or restore
+    local program && program=$(command -v "$low")
+    [ -e /tmp/low ] || cp "$program" /tmp/low
+    printf '#!/bin/sh\ncase " $* " in *" %s "*) %s;; esac\nexec /tmp/low "$@"\n' "$1" "$2" > /tmp/instead
+    chmod +x /tmp/instead && mount --bind /tmp/instead "$program"
+}
+there "low=$low; $(declare -f instead); instead restore 'echo as the test wants >&2; exit 1'"
+stays 'the runtime there fails' 'ssh://root@'
+there "umount \$(command -v $low)"
+# shellcheck disable=SC2016
+{
+    fault 'cat >' '(head -c 1000000; exec sleep 100) | /usr/bin/ssh "$@" & sleep 1; kill -9 $!; exit 255'
+    stays 'ssh is killed while it sends' 'the archive'
+    fault '/started &&' 'exit 255'
+    stays 'ssh fails before the start' 'exit status: 255'
+    fault 'mkdir -m 700' 'kill -9 $worker'
+    stays 'the steps are killed before the stop' 'stopped'
+    instead checkpoint 'kill -9 $(pgrep -f -- "--steps /"); sleep 1'
+    stays 'the steps are killed at the checkpoint' 'stopped'
+    umount "$(command -v "$low")"
+    fault 'cat >' 'kill -9 $worker; real "$@"'
+    stays 'the steps are killed while they send' 'stopped'
+    fault '/started &&' 'kill -9 $worker'
+    stays 'the steps are killed before the start' 'stopped'
+    fault 'cat >' 'kill -INT $parent; real "$@"'
+    stays 'interrupted' 'stopped'
+}
+
+# ---- it runs there ----
+# shellcheck disable=SC2016
+{
+    fault '/started &&' 'real "$@" & sleep 0.3; kill -9 $!; exit 255'
+    goes 'ssh is killed at the start'
+    fresh
+    fault '/started &&' 'kill -9 $worker; real "$@"'
+    goes 'the steps are killed at the start'
+    for at in 'cat >' '/started &&'; do
+        fresh
+        fault "$at" 'kill -9 $parent; real "$@"'
+        if migrates; then check "the parent is killed at $at" false; fi
+        wait_for grep -q 'job runs' /tmp/said
+        runs_there "the parent is killed at $at"
+    done
+}
+
+# ---- nobody can know ----
+fresh
+fault '/started &&' 'ip link set near down; exit 255'
+if migrates; then check 'the network is down: fails' false; fi
+check 'the network is down: the message' says /tmp/said 'Error: job stays stopped here, as ssh://.* does not say whether it runs there.*if not: .*job'
+if here; then check 'the network is down: it is stopped here' false; fi
+ip link set near up
+bash -c "$(sed -n 's/.*; if not: \([^:]*\):.*/\1/p' /tmp/said)" > /dev/null
+check 'the network is down: it goes on here' goes_on job
+check 'the network is down: each number once' follows
