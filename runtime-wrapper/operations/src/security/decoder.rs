@@ -154,7 +154,7 @@ impl Question<'_> {
         // The process ends with this function; freeing a million fields would only take time.
         let checked = ManuallyDrop::new(checked);
         let encoded: Option<BTreeMap<&str, Vec<u8>>> =
-            checked.as_ref().map(|c| c.written().collect());
+            checked.as_ref().map(CheckedImages::written).transpose()?;
         let open = |name: &str| match &encoded {
             Some(encoded) => Ok(encoded.get(name).cloned()),
             None => privileges::open(self.directory, name),

@@ -108,31 +108,23 @@ impl CheckedImages {
         Ok(found)
     }
 
-    /// Reads these files in several threads.
     fn of_all(directory: &Path, names: &[String]) -> Result<Self, PrivilegesError> {
-        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS));
-        let each = names.len().div_ceil(threads).max(LEAST_FILES);
         let read = |names: &[String]| {
             let mut found = Self::default();
             for name in names {
                 found.add(directory, name.clone())?;
             }
-            Ok(found)
+            Ok::<_, PrivilegesError>(found)
         };
-        let mut parts = names.chunks(each);
-        let first = parts.next().unwrap_or_default();
-        std::thread::scope(|scope| {
-            let others: Vec<_> = parts.map(|part| scope.spawn(move || read(part))).collect();
-            let mut found = read(first)?;
-            for other in others {
-                let other = other.join().unwrap_or(Err(PrivilegesError::Panicked))?;
-                found.images.extend(other.images);
-                found.with_data.extend(other.with_data);
-                found.others.extend(other.others);
-                found.faults.extend(other.faults);
-            }
-            Ok(found)
-        })
+        let mut found = Self::default();
+        for part in in_threads(names, read)? {
+            let part = part?;
+            found.images.extend(part.images);
+            found.with_data.extend(part.with_data);
+            found.others.extend(part.others);
+            found.faults.extend(part.faults);
+        }
+        Ok(found)
     }
 
     fn add(&mut self, directory: &Path, name: String) -> Result<(), PrivilegesError> {
@@ -223,12 +215,36 @@ impl CheckedImages {
         with_data.chain(&self.others).map(String::as_str)
     }
 
-    /// Returns the images as they are to be written, with their names.
-    pub fn written(&self) -> impl Iterator<Item = (&str, Vec<u8>)> {
-        self.images
-            .iter()
-            .map(|(name, image)| (name.as_str(), image.encode()))
+    /// Returns the images as they are to be written, by name.
+    pub fn written(&self) -> Result<BTreeMap<&str, Vec<u8>>, PrivilegesError> {
+        let images: Vec<(&String, &ImageFile)> = self.images.iter().collect();
+        let encode = |part: &[(&String, &ImageFile)]| -> Vec<Vec<u8>> {
+            part.iter().map(|(_, image)| image.encode()).collect()
+        };
+        let encoded = in_threads(&images, encode)?.into_iter().flatten();
+        let names = self.images.keys().map(String::as_str);
+        Ok(names.zip(encoded).collect())
     }
+}
+
+/// Does the work in several threads, each with a part of the items; returns what became of the parts, in their order.
+fn in_threads<T: Sync, R: Send>(
+    items: &[T],
+    work: impl Fn(&[T]) -> R + Sync,
+) -> Result<Vec<R>, PrivilegesError> {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS));
+    let each = items.len().div_ceil(threads).max(LEAST_FILES);
+    let (first, others) = items.split_at(each.min(items.len()));
+    let work = &work;
+    std::thread::scope(|scope| {
+        let others = others.chunks(each);
+        let others: Vec<_> = others.map(|part| scope.spawn(move || work(part))).collect();
+        let mut done = vec![work(first)];
+        for other in others {
+            done.push(other.join().map_err(|_| PrivilegesError::Panicked)?);
+        }
+        Ok(done)
+    })
 }
 
 /// Files of an image directory that are no images of CRIU: of cryopod, of CRIU's amdgpu plugin, of runc and crun.
