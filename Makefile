@@ -40,7 +40,7 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	SHAPES=all CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- --nocapture containers::shapes
 	cargo build --quiet --workspace
 	for low in crun runc; do CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/mutations $$low 10000 1 $$(nproc) || exit 1; done
-	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::as_it_comes
+	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::killed
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	tests/amd/predict 10000

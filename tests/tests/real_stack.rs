@@ -285,14 +285,24 @@ mod store {
         under_containerd_and_podman: V1 [] "archive/lib.sh" + "shim/lib.sh" + "shim/store.sh";
     }
 
-    #[test]
-    fn as_it_comes() {
-        let rounds = std::env::var("STORE_ROUNDS").unwrap_or_else(|_| "10".into());
+    /// `STORE_ROUNDS` of a script, by default as many as CI runs.
+    fn rounds(default: &str, script: &str) {
+        let rounds = std::env::var("STORE_ROUNDS").unwrap_or_else(|_| default.into());
         let scripts = [
             include_str!("scripts/archive/lib.sh"),
             include_str!("scripts/shim/lib.sh"),
-            include_str!("scripts/shim/store_default.sh"),
+            script,
         ];
         crate::run(cryopod_tests::bed::Cgroup::V1, &[&rounds], &scripts);
+    }
+
+    #[test]
+    fn as_it_comes() {
+        rounds("100", include_str!("scripts/shim/store_default.sh"));
+    }
+
+    #[test]
+    fn killed() {
+        rounds("8", include_str!("scripts/shim/store_killed.sh"));
     }
 }
