@@ -269,6 +269,10 @@ cgroups = [m for m in mounts.messages if get(m, 1) in (12, 23)]
 assert cgroups and all(get(m, 5) & 1 for m in cgroups)
 for m in cgroups:
     put(m, 5, 1 << 21)
+masked = [m for m in mounts.messages if get(m, 7).lstrip(b".") == b"/proc/keys"]
+assert masked
+for m in masked:
+    put(m, 5, 1 << 21)
 mounts.write()
 of = Image(sys.argv[1] + "/core-1.img")
 for m in of.messages:
@@ -288,6 +292,7 @@ of.write()
 P
 check 'a copy with limits of its own' start copy --ulimit nofile=100:200 --oom-score-adj 100 --annotation "dev.cryopod.restore=$from/crafted"
 pid=$(podman inspect -f '{{.State.Pid}}' copy)
+check 'a masked file has nosuid' awk '$5 == "/proc/keys" && $6 !~ /nosuid/ {open = 1} END {exit open}' "/proc/$pid/mountinfo"
 check 'its cgroups are read-only' awk '/ - cgroup/ && $6 !~ /^ro,/ {open = 1} END {exit open}' "/proc/$pid/mountinfo"
 check 'its limit' grep -q 'Max open files *200 *200' "/proc/$pid/limits"
 check 'its score' [ "$(cat "/proc/$pid/oom_score_adj")" = 100 ]

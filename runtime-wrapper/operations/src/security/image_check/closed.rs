@@ -39,8 +39,10 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeil
             }
             let at = mount.text("mountpoint").unwrap_or_default();
             let is_external = mount.text("ext_key").is_some_and(|key| !key.is_empty());
-            if !is_external && closed.contains(at.strip_prefix('.').unwrap_or(&at)) {
-                close(mount, READ_ONLY);
+            if closed.contains(at.strip_prefix('.').unwrap_or(&at)) {
+                // Over a masked file, runc mounts the host's `/dev/null`, which a process may write to.
+                let read_only = if is_external { 0 } else { READ_ONLY };
+                close(mount, libc::MS_NOSUID | read_only);
             }
         }
     }
