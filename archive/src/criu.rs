@@ -39,7 +39,7 @@ pub fn is_wanted(name: &str) -> bool {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Facts {
+pub struct ImageFacts {
     pub image_version: u32,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub plugins: Vec<String>,
@@ -47,7 +47,7 @@ pub struct Facts {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arch: Option<&'static str>,
     /// The processes, in the order of the images: normally parents before children.
-    pub processes: Vec<Process>,
+    pub processes: Vec<ProcessFacts>,
     /// Bytes of memory in these images, over all processes and shared memory.
     pub memory_bytes: u64,
     /// Bytes of memory that only the images of a pre-dump have.
@@ -64,7 +64,7 @@ pub struct Facts {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Process {
+pub struct ProcessFacts {
     /// Process id inside the container.
     pub pid: u32,
     /// The parent's process id; 0 for the first process.
@@ -111,8 +111,8 @@ pub struct RestoreStats {
 
 /// Reads the images. `files` maps names (without directories) to contents. `pages_bytes` is the size of all
 /// `pages-*.img` together, or 0 if unknown.
-pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<Facts, ImageError> {
-    let mut facts = Facts::default();
+pub fn read(files: &BTreeMap<String, Vec<u8>>, pages_bytes: u64) -> Result<ImageFacts, ImageError> {
+    let mut facts = ImageFacts::default();
     let content = files
         .get(INVENTORY)
         .ok_or_else(|| ImageError::missing(INVENTORY))?;
@@ -181,19 +181,19 @@ fn needed_message(name: &str, content: &[u8]) -> Result<Message, ImageError> {
     first_message(name, content)?.ok_or_else(empty)
 }
 
-fn processes(files: &BTreeMap<String, Vec<u8>>, facts: &mut Facts) -> Result<(), ImageError> {
+fn processes(files: &BTreeMap<String, Vec<u8>>, facts: &mut ImageFacts) -> Result<(), ImageError> {
     let Some(content) = files.get(PSTREE) else {
         return Ok(()); // a pre-dump has none
     };
     for entry in messages(PSTREE, content)? {
         let entry = entry?;
         let get = |field| entry.u32(field).unwrap_or(0);
-        let mut process = Process {
+        let mut process = ProcessFacts {
             pid: get("pid"),
             parent: get("ppid"),
             threads: entry.numbers("threads").count(),
             state: "unknown",
-            ..Process::default()
+            ..ProcessFacts::default()
         };
         let name = format!("core-{}.img", process.pid);
         if let Some(content) = files.get(&name) {
@@ -238,7 +238,7 @@ impl Pages {
 fn memory(
     files: &BTreeMap<String, Vec<u8>>,
     pages_bytes: u64,
-    facts: &mut Facts,
+    facts: &mut ImageFacts,
 ) -> Result<(), ImageError> {
     let mut pages = BTreeMap::new();
     let (mut all, mut parent) = (0_u64, 0_u64);

@@ -15,7 +15,9 @@ use crate::metadata::{Metadata, MetadataError, MetadataSlot};
 use crate::progress::Progress;
 use crate::source::{Kind, Source};
 use crate::unpack::{UnpackOptions, unpack};
-use crate::vram::{Digest, Vram, VramError, VramFacts, WriteOptions, flatten::flatten, remove};
+use crate::vram::{
+    ChunkDigest, Vram, VramError, VramFacts, WriteOptions, flatten::flatten, remove,
+};
 
 #[derive(Debug, Clone, Default)]
 pub struct FlattenOptions {
@@ -73,7 +75,7 @@ pub fn into_directory(
     let recorded = metadata
         .as_ref()
         .and_then(|metadata| metadata.gpu.vram.as_ref());
-    let digest = recorded.map(|facts| facts.digest.parse::<Digest>());
+    let digest = recorded.map(|facts| facts.digest.parse::<ChunkDigest>());
     let digest = digest.transpose().map_err(unsupported)?;
     let from = here.unwrap_or_else(|| images.clone());
     let vram = Vram::open_with(&from, digest, &options.parents).map_err(failed)?;

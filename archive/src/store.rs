@@ -37,8 +37,8 @@ pub use clean::clean;
 pub use find::{Found, find, find_in};
 pub use gather::gather;
 pub use holders::{Holder, Holders};
-pub use list::{Entry, list, remove};
-pub use origin::{Known, Origin};
+pub use list::{StoreEntry, list, remove};
+pub use origin::{KnownOrigins, Origin};
 pub use put::{About, put};
 
 /// The version that this cryopod writes, and the newest that it reads.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use self::shards::Shards;
+use self::shards::SeenShards;
 use crate::bytes::decode::{Hash, with_decoder};
 use crate::container::file_sizes::{self, FileSizes};
 use crate::error::{Bad, Error};
@@ -76,7 +76,7 @@ pub fn verify_with(
     };
     let opened = source.small_files(&|name| file_sizes::is_wanted(name), &limits)?;
     let sizes = FileSizes::of(source, &opened)?;
-    let shards = table.map(|text| Shards::new(&text)).transpose();
+    let shards = table.map(|text| SeenShards::new(&text)).transpose();
     let shards = shards.map_err(|bad| Error::bad(source.path(), bad))?;
     let sink = Verifier {
         source,
@@ -122,11 +122,11 @@ pub fn verify_with(
         Some(shards) => shards.checked(),
     };
     let absent = |name: &&String| !found.shards.contains(*name);
-    if let Some(name) = sink.shards.iter().flat_map(Shards::names).find(absent) {
+    if let Some(name) = sink.shards.iter().flat_map(SeenShards::names).find(absent) {
         return missing(name);
     }
     if let Some(metadata) = &found.metadata {
-        Shards::recorded(sink.shards.as_ref(), metadata)
+        SeenShards::recorded(sink.shards.as_ref(), metadata)
             .map_err(|bad| Error::bad(source.path(), bad))?;
     }
     let chunks = match &sink.shards {
@@ -149,8 +149,8 @@ pub fn verify_with(
 /// Checks the files in a store. Skips those that the checkpoint has itself, like a restore.
 fn stored(
     source: &Source,
-    shards: Option<&Shards>,
-    found: &mut Seen,
+    shards: Option<&SeenShards>,
+    found: &mut SeenFiles,
     options: &VerifyOptions,
 ) -> Result<Option<Found>, Error> {
     let Some(text) = &found.reference else {
@@ -183,7 +183,11 @@ fn stored(
 }
 
 /// Checks the chunks in parent checkpoints. Returns their number.
-fn parent_chunks(source: &Source, shards: &Shards, options: &VerifyOptions) -> Result<u64, Error> {
+fn parent_chunks(
+    source: &Source,
+    shards: &SeenShards,
+    options: &VerifyOptions,
+) -> Result<u64, Error> {
     let failed = |e: VramError| Error::Unsupported {
         path: source.path().into(),
         reason: e.to_string(),
@@ -236,7 +240,7 @@ const JSON: [&str; 5] = [
 ];
 
 #[derive(Default)]
-struct Seen {
+struct SeenFiles {
     files: u64,
     bytes: u64,
     inventory: bool,
@@ -250,13 +254,13 @@ struct Seen {
 struct Verifier<'v> {
     source: &'v Source,
     limits: &'v Limits,
-    shards: Option<Shards>,
+    shards: Option<SeenShards>,
     sizes: FileSizes,
-    found: Mutex<Seen>,
+    found: Mutex<SeenFiles>,
 }
 
 impl Verifier<'_> {
-    fn found(&self) -> MutexGuard<'_, Seen> {
+    fn found(&self) -> MutexGuard<'_, SeenFiles> {
         self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

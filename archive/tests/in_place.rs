@@ -25,7 +25,7 @@ fn checkpoint(dir: &Path) -> (PathBuf, Vec<u8>) {
     fs::write(images.join("inventory.img"), b"\x19CVT\x16\x311X").unwrap();
     fs::write(images.join("pages-1.img"), common::noise(7, 3 << 20)).unwrap();
     let memory = common::noise(1, 70 << 20);
-    let region = vram::Source {
+    let region = vram::MemorySource {
         id: "gpu",
         bytes: &memory,
     };

@@ -20,7 +20,7 @@ fn more_files_than_may_be_open() {
         memory[usize::from(number) << 16] ^= 1;
         let dir = root.path().join(number.to_string());
         std::fs::create_dir(&dir).unwrap();
-        let region = vram::Source {
+        let region = vram::MemorySource {
             id: "gpu",
             bytes: &memory,
         };

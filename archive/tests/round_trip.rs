@@ -230,7 +230,7 @@ fn every_chunk_of_the_vram_is_checked_in_every_form() {
         vec![0; 1 << 20],
     ]
     .concat();
-    let region = vram::Source {
+    let region = vram::MemorySource {
         id: "gpu",
         bytes: &memory,
     };

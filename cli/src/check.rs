@@ -23,7 +23,7 @@ use serde::Serialize;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// What the checks look at.
-struct Input<'a> {
+struct CheckInput<'a> {
     /// The CRIU on PATH, which need not be the one that is used.
     pub hosts_own: Option<PathBuf>,
     pub host: &'a Host,
@@ -59,7 +59,7 @@ pub struct Args {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Status {
+pub enum CheckStatus {
     Ok,
     /// Missing, or slower than necessary; a checkpoint works without it.
     Note,
@@ -68,19 +68,19 @@ pub enum Status {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Line {
+pub struct ReportLine {
     pub name: &'static str,
-    pub status: Status,
+    pub status: CheckStatus,
     pub found: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
 
-impl Line {
+impl ReportLine {
     fn ok(name: &'static str, found: impl Into<String>) -> Self {
         Self {
             name,
-            status: Status::Ok,
+            status: CheckStatus::Ok,
             found: found.into(),
             remedy: None,
         }
@@ -89,7 +89,7 @@ impl Line {
     fn note(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
             name,
-            status: Status::Note,
+            status: CheckStatus::Note,
             found: found.into(),
             remedy: Some(remedy.into()),
         }
@@ -98,7 +98,7 @@ impl Line {
     fn missing(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
             name,
-            status: Status::Missing,
+            status: CheckStatus::Missing,
             found: found.into(),
             remedy: Some(remedy.into()),
         }
@@ -106,14 +106,14 @@ impl Line {
 }
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct CheckReport<'a> {
     ok: bool,
-    checks: &'a [Line],
+    checks: &'a [ReportLine],
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(path) = &args.path {
-        return archive::run(&archive::Ask {
+        return archive::run(&archive::ArchiveQuestion {
             path,
             image: args.image.as_deref(),
             map: args.map.as_deref(),
@@ -128,7 +128,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Ok(config) = &config {
         program::prefer_over_host(config);
     }
-    let input = Input {
+    let input = CheckInput {
         hosts_own,
         host: &Host::system(),
         tools: &SystemTools::from_env(),
@@ -136,10 +136,10 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         has_library: &host::can_load,
     };
     let lines = host::check(&input, config);
-    let ok = lines.iter().all(|l| l.status != Status::Missing);
+    let ok = lines.iter().all(|l| l.status != CheckStatus::Missing);
     let mut out = std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer_pretty(&mut out, &Report { ok, checks: &lines })?;
+        serde_json::to_writer_pretty(&mut out, &CheckReport { ok, checks: &lines })?;
         writeln!(out)?;
     } else {
         out.write_all(table(&lines).as_bytes())?;
@@ -157,14 +157,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-fn table(lines: &[Line]) -> String {
+fn table(lines: &[ReportLine]) -> String {
     let width = lines.iter().map(|l| l.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     for line in lines {
         let status = match line.status {
-            Status::Ok => "ok",
-            Status::Note => "note",
-            Status::Missing => "missing",
+            CheckStatus::Ok => "ok",
+            CheckStatus::Note => "note",
+            CheckStatus::Missing => "missing",
         };
         text.push_str(&format!(
             "{status:<8}{:<width$}  {}\n",

@@ -7,7 +7,7 @@ mod table;
 use std::io::Write;
 use std::process::ExitCode;
 
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 use cryopod_gpu_plan::mapping::gpumap::Wish;
 
 use crate::archives::confined::Decoding;
@@ -30,7 +30,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let place = Place::parse(&args.source);
+    let place = ArchivePlace::parse(&args.source);
     // The driver and the host's files are out of the decoder's reach.
     let here = args.map.as_ref().map(|_| page::gpus::here());
     let text = Decoding::of(place.path()).run(|| {

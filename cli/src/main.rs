@@ -109,7 +109,7 @@ fn run() -> anyhow::Result<ExitCode> {
     let started = Instant::now();
     let done = command.run();
     if done.is_err() {
-        counts::failed(counts::Reason::Other);
+        counts::failed(counts::FailureReason::Other);
     }
     counts::count(operation, started.elapsed(), done.is_ok());
     done

@@ -22,7 +22,7 @@ use cryopod_operations::config::store::DEFAULT;
 use cryopod_operations::images::store;
 
 use change::Change;
-use record::Record;
+use record::SetupRecord;
 
 /// The example's RuntimeClass, without the example's pod.
 const RUNTIME_CLASS: &str = include_str!("../../examples/kubernetes/runtimeclass.yaml");
@@ -97,7 +97,7 @@ impl Target {
 }
 
 /// What a change is computed from.
-struct Wanted<'a> {
+struct WantedSetup<'a> {
     host: &'a Host,
     tools: &'a dyn Tools,
     /// The engine's configuration file, if the user names one.
@@ -109,7 +109,7 @@ struct Wanted<'a> {
     shim: PathBuf,
 }
 
-impl Wanted<'_> {
+impl WantedSetup<'_> {
     fn changes(&self, target: Target) -> anyhow::Result<Vec<Change>> {
         let mut all = match target {
             Target::Podman => podman::changes(self),
@@ -149,8 +149,8 @@ fn wanted<'a>(
     tools: &'a dyn Tools,
     config: Option<&'a Path>,
     default: bool,
-) -> anyhow::Result<Wanted<'a>> {
-    Ok(Wanted {
+) -> anyhow::Result<WantedSetup<'a>> {
+    Ok(WantedSetup {
         host,
         tools,
         config,
@@ -209,7 +209,7 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
         if !agreed(args)? {
             return Ok(ExitCode::FAILURE);
         }
-        let backup = Record::make(host, target.key(), &changes)?;
+        let backup = SetupRecord::make(host, target.key(), &changes)?;
         println!("{} is set up. Backup: {}", target.key(), backup.display());
     }
     if target != Target::Podman && !args.dry_run {
@@ -230,15 +230,15 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
         return Ok(ExitCode::SUCCESS);
     }
     match trial::run(target, host, tools) {
-        Ok(trial::Outcome::Works(what))
+        Ok(trial::TrialOutcome::Works(what))
             if target == Target::Kubernetes && !containerd::is_read(&wanted)? =>
         {
             println!(
                 "Tested with ctr alone: {what}. Pods can name the runtime class once containerd has read its configuration: systemctl restart containerd"
             );
         }
-        Ok(trial::Outcome::Works(what)) => println!("Tested: {what}."),
-        Ok(trial::Outcome::NotNow(why)) => {
+        Ok(trial::TrialOutcome::Works(what)) => println!("Tested: {what}."),
+        Ok(trial::TrialOutcome::NotNow(why)) => {
             println!(
                 "Not tested: {why}. Then run `cryopod setup {}` again.",
                 target.name()
@@ -254,7 +254,7 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
 
 fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode> {
     let target = args.engine;
-    let record = Record::read(host, target.key())?;
+    let record = SetupRecord::read(host, target.key())?;
     let changes = record.undone(host, |path, text, before| {
         without(target, path, text, before)
     })?;

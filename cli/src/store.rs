@@ -6,7 +6,7 @@ mod prune;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use cryopod_archive::store::{Entry, list};
+use cryopod_archive::store::{StoreEntry, list};
 use cryopod_operations::config::Config;
 use cryopod_operations::config::store::DEFAULT;
 
@@ -32,7 +32,7 @@ pub fn stores(named: &[PathBuf]) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 /// The entries of the named stores and of those that are configured, the oldest of each store first.
-fn entries(named: &[PathBuf]) -> anyhow::Result<Vec<Entry>> {
+fn entries(named: &[PathBuf]) -> anyhow::Result<Vec<StoreEntry>> {
     let mut entries = Vec::new();
     for store in stores(named)? {
         // The usual store is made by the first checkpoint that needs it.

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use cryopod_archive::metadata::Metadata;
 use cryopod_archive::store::Reference;
-use cryopod_archive::vram::Index;
+use cryopod_archive::vram::VramIndex;
 use cryopod_archive::{container::engine, criu};
 use libfuzzer_sys::fuzz_target;
 
@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     let [which, rest @ ..] = data else { return };
     match which % 6 {
         0 => drop(Metadata::parse(rest, Path::new("cryopod.json"))),
-        1 => drop(Index::parse(rest, Path::new("vram-index.img"))),
+        1 => drop(VramIndex::parse(rest, Path::new("vram-index.img"))),
         // The files follow each other, each with two bytes of length.
         2 => drop(criu::read(&split(rest, &IMAGES, "checkpoint/"), 1 << 20)),
         3 => drop(engine::read(&split(rest, &RECORDS, ""))),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use cryopod_operations::config::rootfs::RootfsOptions;
-use cryopod_operations::images::devtar::{self, Node};
+use cryopod_operations::images::devtar::{self, TarNode};
 use cryopod_operations::rootfs;
 use libfuzzer_sys::fuzz_target;
 
@@ -72,7 +72,7 @@ fn nodes(tar: &[u8], level: u8) {
     if fs::write(&from, bytes).is_err() {
         return;
     }
-    let node = Node {
+    let node = TarNode {
         path: "nvidia1".into(),
         model: "nvidia0".into(),
         otherwise: (level > 128).then_some((0o666, 0, 0)),

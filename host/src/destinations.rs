@@ -21,7 +21,7 @@ use crate::spec::Spec;
 const MAX_LINKS: usize = 40;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Destination {
+pub struct MountDestination {
     /// Where the spec puts it, without `.` and `..`.
     pub named: PathBuf,
     pub path: PathBuf,
@@ -29,7 +29,7 @@ pub struct Destination {
     pub source: Option<PathBuf>,
 }
 
-impl Destination {
+impl MountDestination {
     /// True for a bind mount whose destination leads through a link.
     pub fn is_linked(&self) -> bool {
         self.bind && self.path != self.named
@@ -37,7 +37,7 @@ impl Destination {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Destinations(pub Vec<Destination>);
+pub struct Destinations(pub Vec<MountDestination>);
 
 impl Destinations {
     /// Resolves the destinations of a bundle's spec. Where the root directory cannot be opened, links stay as they are.
@@ -48,7 +48,7 @@ impl Destinations {
         let all = mounts.iter().map(|m| {
             let options = m.options().iter().flatten();
             let named = clean(m.destination());
-            Destination {
+            MountDestination {
                 path: match &root {
                     Some(root) => resolve(root, &named),
                     None => named.clone(),
@@ -63,12 +63,12 @@ impl Destinations {
     }
 
     /// Bind mounts whose destination leads through a link.
-    pub fn linked(&self) -> impl Iterator<Item = &Destination> {
+    pub fn linked(&self) -> impl Iterator<Item = &MountDestination> {
         self.0.iter().filter(|d| d.is_linked())
     }
 
     /// Returns the innermost mount above a path, and the rest of the path in it.
-    pub fn covering<'a>(&self, path: &'a Path) -> Option<(&Destination, &'a Path)> {
+    pub fn covering<'a>(&self, path: &'a Path) -> Option<(&MountDestination, &'a Path)> {
         let above = self.0.iter().filter(|d| d.path != path);
         above
             .filter_map(|d| Some((d, path.strip_prefix(&d.path).ok()?)))

@@ -135,12 +135,12 @@ impl Tools for SystemTools {
 }
 
 /// What a thread has read so far.
-struct Reader {
+struct OutputReader {
     bytes: Arc<Mutex<Vec<u8>>>,
     thread: JoinHandle<()>,
 }
 
-impl Reader {
+impl OutputReader {
     fn text(self) -> String {
         let end = Instant::now() + REST;
         while !self.thread.is_finished() && Instant::now() < end {
@@ -151,7 +151,7 @@ impl Reader {
     }
 }
 
-fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> Reader {
+fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> OutputReader {
     let bytes = Arc::new(Mutex::new(Vec::new()));
     let read = Arc::clone(&bytes);
     let thread = std::thread::spawn(move || {
@@ -163,7 +163,7 @@ fn drain<R: Read + Send + 'static>(pipe: Option<R>) -> Reader {
             bytes.extend_from_slice(&part[..n]);
         }
     });
-    Reader { bytes, thread }
+    OutputReader { bytes, thread }
 }
 
 #[cfg(test)]

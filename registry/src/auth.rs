@@ -18,7 +18,7 @@ use crate::Error;
 const MAX_FILE: u64 = 1 << 20;
 
 #[derive(Clone, PartialEq, Eq)]
-pub struct Credentials {
+pub struct Login {
     pub user: String,
     /// The password or token.
     pub password: String,
@@ -26,13 +26,13 @@ pub struct Credentials {
     pub identity_token: bool,
 }
 
-impl fmt::Debug for Credentials {
+impl fmt::Debug for Login {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Credentials({}, ...)", self.user)
     }
 }
 
-impl Credentials {
+impl Login {
     /// Parses `USER:PASSWORD`.
     pub fn parse(text: &str) -> Option<Self> {
         let (user, password) = text.split_once(':')?;
@@ -54,14 +54,14 @@ impl Credentials {
 #[derive(Deserialize, Default)]
 #[serde(default, rename_all = "camelCase")]
 struct AuthFile {
-    auths: BTreeMap<String, Entry>,
+    auths: BTreeMap<String, AuthEntry>,
     cred_helpers: BTreeMap<String, String>,
     creds_store: Option<String>,
 }
 
 #[derive(Deserialize, Default)]
 #[serde(default)]
-struct Entry {
+struct AuthEntry {
     auth: String,
     identitytoken: Option<String>,
 }
@@ -95,7 +95,7 @@ pub fn find(
     explicit: Option<&Path>,
     registry: &str,
     repository: &str,
-) -> Result<Option<Credentials>, Error> {
+) -> Result<Option<Login>, Error> {
     let (files, named) = files(explicit);
     for path in files {
         let text = match read(&path) {
@@ -127,7 +127,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     Ok(text)
 }
 
-type Ask<'a> = &'a dyn Fn(&str, &str) -> Result<Option<Credentials>, String>;
+type AuthQuestion<'a> = &'a dyn Fn(&str, &str) -> Result<Option<Login>, String>;
 
 /// Finds the most specific entry of a file: `registry/a/b`, `registry/a`, `registry`, and docker's URLs. A helper of this
 /// registry comes first, and the helper of all registries last.
@@ -135,8 +135,8 @@ fn lookup(
     text: &[u8],
     registry: &str,
     repository: &str,
-    ask: Ask<'_>,
-) -> Result<Option<Credentials>, String> {
+    ask: AuthQuestion<'_>,
+) -> Result<Option<Login>, String> {
     let file: AuthFile = serde_json::from_slice(text).map_err(|e| e.to_string())?;
     let mut own = file.cred_helpers.iter();
     if let Some((_, helper)) = own.find(|(name, _)| normal(name) == registry)
@@ -151,13 +151,13 @@ fn lookup(
     loop {
         let plain = file.auths.get(key);
         let entry = plain.or_else(|| {
-            let url = |(name, _): &(&String, &Entry)| normal(name) == key;
+            let url = |(name, _): &(&String, &AuthEntry)| normal(name) == key;
             file.auths.iter().find(url).map(|(_, entry)| entry)
         });
         if let Some(entry) = entry {
             named = true;
             if let Some(token) = entry.identitytoken.as_ref().filter(|t| !t.is_empty()) {
-                return Ok(Some(Credentials {
+                return Ok(Some(Login {
                     user: decode(&entry.auth).map(|c| c.user).unwrap_or_default(),
                     password: token.clone(),
                     identity_token: true,
@@ -205,9 +205,9 @@ fn normal(key: &str) -> &str {
     }
 }
 
-fn decode(auth: &str) -> Option<Credentials> {
+fn decode(auth: &str) -> Option<Login> {
     let text = String::from_utf8(STANDARD.decode(auth.trim()).ok()?).ok()?;
-    Credentials::parse(text.trim_end_matches('\0'))
+    Login::parse(text.trim_end_matches('\0'))
 }
 
 #[cfg(test)]
@@ -225,7 +225,7 @@ mod tests {
         let ask = |helper: &str, registry: &str| match helper {
             "none" => Ok(None),
             "fails" => Err("docker-credential-fails: it failed".into()),
-            _ => Ok(Some(Credentials {
+            _ => Ok(Some(Login {
                 user: helper.into(),
                 password: registry.into(),
                 identity_token: false,
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn passwords_are_not_printed() {
-        let credentials = Credentials::parse("me:secret").unwrap();
+        let credentials = Login::parse("me:secret").unwrap();
         assert!(!format!("{credentials:?}").contains("secret"));
     }
 }

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use oci_spec::distribution::Reference;
 
-use crate::session::{Access, Origin, Session};
-use crate::{Error, Options, auth};
+use crate::session::{RegistryOrigin, RegistrySession, TokenAccess};
+use crate::{Error, RegistryOptions, auth};
 
 /// A registry that has answered, for one image.
 pub(crate) struct Registry {
-    pub(crate) session: Session,
+    pub(crate) session: RegistrySession,
     pub(crate) image: Reference,
     step_limit: Duration,
 }
@@ -18,19 +18,20 @@ pub(crate) struct Registry {
 impl Registry {
     pub(crate) async fn connect(
         image: &Reference,
-        access: Access,
-        options: &Options,
+        access: TokenAccess,
+        options: &RegistryOptions,
     ) -> Result<Self, Error> {
         let credentials = match &options.credentials {
-            Some(given) => Some((given.clone(), Origin::Given)),
+            Some(given) => Some((given.clone(), RegistryOrigin::Given)),
             None => {
                 let (registry, repository) = (image.registry(), image.repository());
                 let found = auth::find(options.auth_file.as_deref(), registry, repository)?;
-                found.map(|stored| (stored, Origin::Stored))
+                found.map(|stored| (stored, RegistryOrigin::Stored))
             }
         };
         let with = |scheme| {
-            let session = Session::new(image, scheme, access, credentials.clone(), options)?;
+            let session =
+                RegistrySession::new(image, scheme, access, credentials.clone(), options)?;
             Ok::<_, Error>(Self {
                 session,
                 image: image.clone(),

@@ -19,7 +19,7 @@ use sha2::{Digest as _, Sha256};
 use crate::client::Registry;
 use crate::text::causes;
 use crate::transfer::{Flow, while_flowing};
-use crate::{Error, Options};
+use crate::{Error, RegistryOptions};
 
 /// Smaller pieces than this are fetched with what is around them, in bytes.
 const SMALLEST: u64 = 1 << 20;
@@ -29,7 +29,7 @@ const BUFFER: usize = 1 << 20;
 
 /// A part of a blob, and a file of this host that has it.
 #[derive(Debug, Clone)]
-pub struct Piece {
+pub struct BlobPiece {
     /// Offset in the blob.
     pub at: u64,
     pub bytes: u64,
@@ -39,31 +39,31 @@ pub struct Piece {
 }
 
 /// Tells what this host has of an image.
-pub trait Known: Sync {
+pub trait KnownBlobs: Sync {
     /// Returns the pieces of its blobs. `first` is the image's first layer, which holds the small files. The result may
     /// be wrong: a blob whose digest is another is fetched whole.
-    fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<Piece>>;
+    fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<BlobPiece>>;
 }
 
 /// Nothing is known.
-impl Known for () {
-    fn pieces(&self, _: &Path, _: &Manifest) -> BTreeMap<Digest, Vec<Piece>> {
+impl KnownBlobs for () {
+    fn pieces(&self, _: &Path, _: &Manifest) -> BTreeMap<Digest, Vec<BlobPiece>> {
         BTreeMap::new()
     }
 }
 
 /// What of a blob is on this host, and what is not.
 #[derive(Debug)]
-pub(crate) struct Parts {
-    pieces: Vec<Piece>,
+pub(crate) struct BlobParts {
+    pieces: Vec<BlobPiece>,
     gaps: Vec<Range<u64>>,
 }
 
-impl Parts {
+impl BlobParts {
     /// `None`: nothing that is worth a request.
-    pub(crate) fn of(mut pieces: Vec<Piece>, size: u64) -> Option<Self> {
+    pub(crate) fn of(mut pieces: Vec<BlobPiece>, size: u64) -> Option<Self> {
         pieces.sort_by_key(|piece| piece.at);
-        let mut joined: Vec<Piece> = Vec::new();
+        let mut joined: Vec<BlobPiece> = Vec::new();
         for piece in pieces {
             let end = joined.last().map_or(0, |last| last.at + last.bytes);
             let fits = piece.at.checked_add(piece.bytes).is_some_and(|e| e <= size);
@@ -109,8 +109,8 @@ pub(crate) async fn put_together(
     registry: &Registry,
     partial: &Path,
     blob: &Descriptor,
-    parts: Parts,
-    options: &Options,
+    parts: BlobParts,
+    options: &RegistryOptions,
 ) -> Result<u64, Error> {
     let counted = AtomicU64::new(0);
     let count = |bytes| {
@@ -125,8 +125,8 @@ async fn write(
     registry: &Registry,
     partial: &Path,
     blob: &Descriptor,
-    parts: Parts,
-    options: &Options,
+    parts: BlobParts,
+    options: &RegistryOptions,
     count: &dyn Fn(u64),
 ) -> Result<u64, Error> {
     let step = format!("receiving parts of {}", blob.digest);
@@ -211,7 +211,7 @@ async fn fetch(
     received.unwrap_or_else(|| Err(registry.failed(step, "nothing moved")))
 }
 
-fn copy(piece: &Piece, to: &File) -> io::Result<()> {
+fn copy(piece: &BlobPiece, to: &File) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER];
     let mut done = 0;
     while done < piece.bytes {
@@ -245,14 +245,14 @@ mod tests {
     fn parts_join_and_leave_gaps() {
         const MIB: u64 = 1 << 20;
         let file = Arc::new(tempfile::tempfile().unwrap());
-        let piece = |at: u64, bytes: u64, offset: u64| Piece {
+        let piece = |at: u64, bytes: u64, offset: u64| BlobPiece {
             at,
             bytes,
             file: Arc::clone(&file),
             offset,
         };
-        let parts = |pieces: &[Piece]| {
-            let parts = Parts::of(pieces.to_vec(), 10 * MIB)?;
+        let parts = |pieces: &[BlobPiece]| {
+            let parts = BlobParts::of(pieces.to_vec(), 10 * MIB)?;
             let pieces: Vec<_> = parts.pieces.iter().map(|p| (p.at, p.bytes)).collect();
             Some((pieces, parts.gaps))
         };

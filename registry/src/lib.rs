@@ -21,18 +21,18 @@ use cryopod_archive::format::digest::Digest;
 use cryopod_archive::progress::Progress;
 use oci_spec::distribution::Reference;
 
-pub use auth::Credentials;
-pub use known::{Known, Piece};
+pub use auth::Login;
+pub use known::{BlobPiece, KnownBlobs};
 pub use pull::{digest, pull, pull_with};
 pub use push::push;
 
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct RegistryOptions {
     /// Require TLS with a valid certificate. Otherwise accept any certificate, and plain HTTP if the registry has no
     /// TLS.
     pub tls_verify: bool,
     /// `None`: use those of the auth files, if any.
-    pub credentials: Option<Credentials>,
+    pub credentials: Option<Login>,
     /// `None`: use `$REGISTRY_AUTH_FILE`, else the usual files of podman and docker.
     pub auth_file: Option<PathBuf>,
     /// Time limit for a connection, and for each answer.
@@ -45,7 +45,7 @@ pub struct Options {
     pub progress: Arc<Progress>,
 }
 
-impl Default for Options {
+impl Default for RegistryOptions {
     fn default() -> Self {
         Self {
             tls_verify: true,

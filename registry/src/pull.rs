@@ -19,11 +19,11 @@ use oci_spec::distribution::Reference;
 use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
-use crate::known::{Known, Parts, put_together};
-use crate::session::Access;
+use crate::known::{BlobParts, KnownBlobs, put_together};
+use crate::session::TokenAccess;
 use crate::text::causes;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
-use crate::{Error, Options, Transferred};
+use crate::{Error, RegistryOptions, Transferred};
 
 /// Most layers of an image, as in an archive.
 const MAX_LAYERS: usize = 128;
@@ -32,7 +32,11 @@ const MAX_MANIFEST: usize = 4 << 20;
 
 /// Pulls an image into a layout that does not exist yet. A hidden directory beside it keeps partial data, so the next
 /// try continues from there. After an [`Error`] no layout has that name.
-pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transferred, Error> {
+pub fn pull(
+    from: &Reference,
+    layout: &Path,
+    options: &RegistryOptions,
+) -> Result<Transferred, Error> {
     pull_with(from, layout, options, &())
 }
 
@@ -40,16 +44,16 @@ pub fn pull(from: &Reference, layout: &Path, options: &Options) -> Result<Transf
 pub fn pull_with(
     from: &Reference,
     layout: &Path,
-    options: &Options,
-    known: &dyn Known,
+    options: &RegistryOptions,
+    known: &dyn KnownBlobs,
 ) -> Result<Transferred, Error> {
     run(pull_all(from, layout, options, known), &from.to_string())
 }
 
 /// Asks a registry for the digest of an image's manifest.
-pub fn digest(of: &Reference, options: &Options) -> Result<Digest, Error> {
+pub fn digest(of: &Reference, options: &RegistryOptions) -> Result<Digest, Error> {
     let ask = async {
-        let registry = Registry::connect(of, Access::Pull, options).await?;
+        let registry = Registry::connect(of, TokenAccess::Pull, options).await?;
         let (raw, _) = manifest(&registry, options).await?;
         Ok(Digest::of(&raw))
     };
@@ -59,11 +63,11 @@ pub fn digest(of: &Reference, options: &Options) -> Result<Digest, Error> {
 async fn pull_all(
     from: &Reference,
     layout: &Path,
-    options: &Options,
-    known: &dyn Known,
+    options: &RegistryOptions,
+    known: &dyn KnownBlobs,
 ) -> Result<Transferred, Error> {
-    let work = Work::begin(layout)?;
-    let registry = Registry::connect(from, Access::Pull, options).await?;
+    let work = PullWork::begin(layout)?;
+    let registry = Registry::connect(from, TokenAccess::Pull, options).await?;
     let (raw, manifest) = manifest(&registry, options).await?;
     let digest = Digest::of(&raw);
 
@@ -97,7 +101,7 @@ async fn pull_all(
     }
     let planned = missing.into_iter().map(|blob| {
         let pieces = parts.remove(&blob.digest).unwrap_or_default();
-        Ok((blob, Parts::of(pieces, blob.size)))
+        Ok((blob, BlobParts::of(pieces, blob.size)))
     });
     let planned: Vec<_> = planned.collect();
     stream::iter(planned)
@@ -129,7 +133,7 @@ async fn pull_all(
 /// Reads the manifest, and checks its digest if the image names one.
 pub(crate) async fn manifest(
     registry: &Registry,
-    options: &Options,
+    options: &RegistryOptions,
 ) -> Result<(Vec<u8>, Manifest), Error> {
     let accepted = [
         media::MANIFEST,
@@ -173,10 +177,10 @@ pub(crate) async fn manifest(
 /// Returns how many bytes came from the registry.
 async fn pull_parts(
     registry: &Registry,
-    work: &Work,
+    work: &PullWork,
     blob: &Descriptor,
-    parts: Parts,
-    options: &Options,
+    parts: BlobParts,
+    options: &RegistryOptions,
 ) -> Result<u64, Error> {
     let partial = work.partial(&blob.digest);
     let _ = fs::remove_file(&partial);
@@ -191,9 +195,9 @@ async fn pull_parts(
 
 async fn pull_blob(
     registry: &Registry,
-    work: &Work,
+    work: &PullWork,
     blob: &Descriptor,
-    options: &Options,
+    options: &RegistryOptions,
 ) -> Result<(), Error> {
     let digest = blob.digest.to_string();
     let step = format!("receiving {digest}");
@@ -282,12 +286,12 @@ fn write_blob(
 }
 
 /// The hidden directory that becomes the layout.
-struct Work {
+struct PullWork {
     dir: PathBuf,
     _lock: Flock<File>,
 }
 
-impl Work {
+impl PullWork {
     fn begin(layout: &Path) -> Result<Self, Error> {
         if fs::symlink_metadata(layout).is_ok() {
             return Err(ArchiveError::Exists {
@@ -468,7 +472,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let layout = dir.path().join("job");
         let hidden = dir.path().join(".job.cryopod-pull");
-        let refused = || match Work::begin(&layout) {
+        let refused = || match PullWork::begin(&layout) {
             Ok(_) => panic!("taken"),
             Err(e) => e.to_string(),
         };
@@ -479,12 +483,12 @@ mod tests {
         fs::set_permissions(&hidden, fs::Permissions::from_mode(0o777)).unwrap();
         assert!(refused().contains("others can write there"));
         fs::remove_dir(&hidden).unwrap();
-        let work = Work::begin(&layout).unwrap();
+        let work = PullWork::begin(&layout).unwrap();
         assert!(refused().contains("another pull to this name"));
         drop(work);
         // The next try reuses partial data.
         fs::write(hidden.join("blobs/sha256/aa"), "x").unwrap();
-        Work::begin(&layout).unwrap();
+        PullWork::begin(&layout).unwrap();
         assert!(hidden.join("blobs/sha256/aa").exists());
         fs::create_dir(&layout).unwrap();
         assert!(refused().contains("exists already"));

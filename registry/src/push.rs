@@ -16,23 +16,27 @@ use sha2::{Digest as _, Sha256};
 
 use crate::client::Registry;
 use crate::pull::manifest;
-use crate::session::Access;
+use crate::session::TokenAccess;
 use crate::transfer::{Flow, run, while_flowing, with_tries};
-use crate::{Error, Options, Transferred};
+use crate::{Error, RegistryOptions, Transferred};
 
 const CHUNK: usize = 1 << 20;
 /// Chunks between the disk and the network.
 const QUEUE: usize = 4;
 
 /// Pushes an image. After an [`Error`] the image's name in the registry is unchanged.
-pub fn push(source: &Source, to: &Reference, options: &Options) -> Result<Transferred, Error> {
+pub fn push(
+    source: &Source,
+    to: &Reference,
+    options: &RegistryOptions,
+) -> Result<Transferred, Error> {
     run(push_all(source, to, options), &to.to_string())
 }
 
 async fn push_all(
     source: &Source,
     to: &Reference,
-    options: &Options,
+    options: &RegistryOptions,
 ) -> Result<Transferred, Error> {
     let raw = Bytes::from(source.manifest()?);
     let image = source.image().ok_or_else(|| Error::NotFound {
@@ -44,7 +48,7 @@ async fn push_all(
             reason: format!("the archive's digest is {}", image.digest),
         });
     }
-    let registry = Registry::connect(to, Access::Push, options).await?;
+    let registry = Registry::connect(to, TokenAccess::Push, options).await?;
 
     let mut seen = BTreeSet::new();
     let blobs: Vec<&Descriptor> = (image.manifest.layers.iter())
@@ -102,7 +106,7 @@ async fn push_blob(
     registry: &Registry,
     source: &Source,
     blob: &Descriptor,
-    options: &Options,
+    options: &RegistryOptions,
 ) -> Result<bool, Error> {
     let digest = blob.digest.to_string();
     let step = format!("asking for {digest}");

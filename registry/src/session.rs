@@ -16,9 +16,9 @@ use reqwest::header::{
 use reqwest::{Body, Client, Method, Response, StatusCode, Url};
 use serde::Deserialize;
 
-use crate::auth::Credentials;
+use crate::auth::Login;
 use crate::text::{causes, shortened};
-use crate::{Error, Options};
+use crate::{Error, RegistryOptions};
 
 /// Largest token answer, in bytes.
 const MAX_TOKEN: usize = 256 << 10;
@@ -27,13 +27,13 @@ const MAX_REASON: usize = 16 << 10;
 
 /// What a session is for; the scope of its token.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Access {
+pub(crate) enum TokenAccess {
     Pull,
     Push,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Origin {
+pub(crate) enum RegistryOrigin {
     /// The command line, for exactly this registry.
     Given,
     /// An auth file, for a registry of this name, whoever answers.
@@ -41,12 +41,12 @@ pub(crate) enum Origin {
 }
 
 #[derive(Debug)]
-pub(crate) struct Session {
+pub(crate) struct RegistrySession {
     http: Client,
     image: Reference,
     registry: Url,
     scope: String,
-    credentials: Option<(Credentials, Origin)>,
+    credentials: Option<(Login, RegistryOrigin)>,
     authorization: Mutex<Option<HeaderValue>>,
 }
 
@@ -60,18 +60,18 @@ enum Challenge {
 }
 
 #[derive(Deserialize)]
-struct Token {
+struct BearerToken {
     #[serde(alias = "access_token")]
     token: String,
 }
 
-impl Session {
+impl RegistrySession {
     pub(crate) fn new(
         image: &Reference,
         scheme: &str,
-        access: Access,
-        credentials: Option<(Credentials, Origin)>,
-        options: &Options,
+        access: TokenAccess,
+        credentials: Option<(Login, RegistryOrigin)>,
+        options: &RegistryOptions,
     ) -> Result<Self, Error> {
         let wrong = |reason: String| Error::Connect {
             registry: image.resolve_registry().into(),
@@ -90,8 +90,8 @@ impl Session {
         let registry = format!("{scheme}://{}/v2/", image.resolve_registry());
         let registry = Url::parse(&registry).map_err(|e| wrong(e.to_string()))?;
         let actions = match access {
-            Access::Pull => "pull",
-            Access::Push => "pull,push",
+            TokenAccess::Pull => "pull",
+            TokenAccess::Push => "pull,push",
         };
         Ok(Self {
             http,
@@ -346,7 +346,7 @@ impl Session {
             return Err(self.no_access(&format!("{} says {}", realm, answer.status())));
         }
         let text = self.bounded(step, answer, MAX_TOKEN).await?;
-        let token: Result<Token, _> = serde_json::from_slice(&text);
+        let token: Result<BearerToken, _> = serde_json::from_slice(&text);
         token
             .map(|t| t.token)
             .map_err(|_| self.failed(step, "the answer has none"))
@@ -406,7 +406,7 @@ impl Session {
 /// Over TLS: the registry itself, and a realm that it names, as with docker and podman. Without TLS: only the registry
 /// itself, if it is on this host or the credentials are from the command line. Without TLS anybody on the network path
 /// could have named the realm.
-fn may_have(place: &Url, registry: &Url, origin: Origin) -> Result<(), String> {
+fn may_have(place: &Url, registry: &Url, origin: RegistryOrigin) -> Result<(), String> {
     let of = |url: &Url| {
         (
             url.host_str().map(str::to_owned),
@@ -418,7 +418,11 @@ fn may_have(place: &Url, registry: &Url, origin: Origin) -> Result<(), String> {
     let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
     let here = host == "localhost" || address.is_ok_and(|ip| ip.is_loopback());
     let tls = place.scheme() == "https" && registry.scheme() == "https";
-    if tls || itself && place.scheme() == registry.scheme() && (here || origin == Origin::Given) {
+    if tls
+        || itself
+            && place.scheme() == registry.scheme()
+            && (here || origin == RegistryOrigin::Given)
+    {
         return Ok(());
     }
     Err(if itself {
@@ -467,22 +471,27 @@ mod tests {
         let plain = url("http://r.example:5000/v2/");
         let here = url("http://127.0.0.1:5000/v2/");
         let may = |place: &str, registry: &Url, origin| may_have(&url(place), registry, origin);
-        assert!(may("https://auth.example/token", &far, Origin::Stored).is_ok());
-        assert!(may("https://r.example/v2/", &far, Origin::Stored).is_ok());
+        assert!(may("https://auth.example/token", &far, RegistryOrigin::Stored).is_ok());
+        assert!(may("https://r.example/v2/", &far, RegistryOrigin::Stored).is_ok());
         // A realm without TLS, whatever the registry.
         for registry in [&far, &plain, &here] {
-            for origin in [Origin::Stored, Origin::Given] {
+            for origin in [RegistryOrigin::Stored, RegistryOrigin::Given] {
                 assert!(may("http://evil.example/token", registry, origin).is_err());
             }
         }
         // A realm that was named without TLS.
-        assert!(may("https://evil.example/token", &plain, Origin::Given).is_err());
+        assert!(may("https://evil.example/token", &plain, RegistryOrigin::Given).is_err());
         // The registry itself without TLS.
-        let said = may("http://r.example:5000/token", &plain, Origin::Stored).unwrap_err();
+        let said = may(
+            "http://r.example:5000/token",
+            &plain,
+            RegistryOrigin::Stored,
+        )
+        .unwrap_err();
         assert!(said.contains("--creds"), "{said}");
-        assert!(may("http://r.example:5000/token", &plain, Origin::Given).is_ok());
-        assert!(may("http://127.0.0.1:5000/token", &here, Origin::Stored).is_ok());
-        assert!(may("http://127.0.0.1:6000/token", &here, Origin::Stored).is_err());
+        assert!(may("http://r.example:5000/token", &plain, RegistryOrigin::Given).is_ok());
+        assert!(may("http://127.0.0.1:5000/token", &here, RegistryOrigin::Stored).is_ok());
+        assert!(may("http://127.0.0.1:6000/token", &here, RegistryOrigin::Stored).is_err());
     }
 
     #[test]
@@ -532,19 +541,20 @@ mod tests {
     const REALM: &str = "http://127.0.0.1:PORT/token";
 
     fn get(port: u16, max: usize) -> Result<Vec<u8>, Error> {
-        get_as(Credentials::parse("me:secret"), port, max)
+        get_as(Login::parse("me:secret"), port, max)
     }
 
-    fn get_as(login: Option<Credentials>, port: u16, max: usize) -> Result<Vec<u8>, Error> {
+    fn get_as(login: Option<Login>, port: u16, max: usize) -> Result<Vec<u8>, Error> {
         let image = format!("127.0.0.1:{port}/a:1").parse().unwrap();
-        let credentials = login.map(|c| (c, Origin::Stored));
-        let options = Options {
+        let credentials = login.map(|c| (c, RegistryOrigin::Stored));
+        let options = RegistryOptions {
             step_limit: Duration::from_secs(10),
-            ..Options::default()
+            ..RegistryOptions::default()
         };
         crate::transfer::run(
             async {
-                let session = Session::new(&image, "http", Access::Pull, credentials, &options)?;
+                let session =
+                    RegistrySession::new(&image, "http", TokenAccess::Pull, credentials, &options)?;
                 let answer = session.get("x", "manifests/1", &["a/b"]).await?;
                 session.bounded("x", answer, max).await
             },
@@ -555,7 +565,7 @@ mod tests {
     #[test]
     fn an_identity_token_is_exchanged_and_never_sent_as_a_password() {
         let login = || {
-            Some(Credentials {
+            Some(Login {
                 user: "me".into(),
                 password: "s e&cret".into(),
                 identity_token: true,

@@ -212,6 +212,42 @@ fn folders_are_rooms_and_files_are_short() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// Crates whose types may have the names of others' still.
+const NAMES_LATER: [&str; 5] = [
+    "cryopod-cuda",
+    "cryopod-criu-plugin",
+    "cryopod-preload",
+    "cryopod-preload-wire",
+    "cryopod-shim",
+];
+/// Names that several types may have.
+const NAMES_OF_MANY: [&str; 3] = ["Args", "Error", "HostFacts"];
+
+#[test]
+fn types_have_names_of_their_own() {
+    let mut found = BTreeMap::<String, Vec<String>>::new();
+    let crates = LIBRARIES.iter().chain(&PROGRAMS);
+    for (name, directory) in crates.filter(|(name, _)| !NAMES_LATER.contains(name)) {
+        for (module, text) in modules(&root().join(directory).join("src")) {
+            for line in text.lines() {
+                let mut words = line.split_whitespace().skip_while(|w| w.starts_with("pub"));
+                let is_type = words
+                    .next()
+                    .is_some_and(|w| ["struct", "enum", "union", "trait"].contains(&w));
+                let word = words.next().unwrap_or_default();
+                let end = word.find(|c: char| !c.is_alphanumeric());
+                let of = &word[..end.unwrap_or(word.len())];
+                if is_type && !NAMES_OF_MANY.contains(&of) {
+                    let place = format!("{name}: {}", module.join("/"));
+                    found.entry(of.to_owned()).or_default().push(place);
+                }
+            }
+        }
+    }
+    found.retain(|_, places| places.len() > 1);
+    assert!(found.is_empty(), "{found:#?}");
+}
+
 #[test]
 fn modules_form_no_circles() {
     for (name, directory) in LIBRARIES.iter().chain(&PROGRAMS) {

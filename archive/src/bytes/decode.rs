@@ -36,16 +36,16 @@ impl Drop for Token {
 }
 
 /// A frame as it is stored, or a piece of what it holds.
-type Piece = Lease<Arc<Token>>;
+type DecodedPiece = Lease<Arc<Token>>;
 
-struct Job {
-    frame: Arc<Piece>,
+struct DecodeJob {
+    frame: Arc<DecodedPiece>,
     content: usize,
-    reply: Sender<io::Result<Piece>>,
+    reply: Sender<io::Result<DecodedPiece>>,
 }
 
 pub(crate) struct Decoder<'p> {
-    jobs: Sender<Job>,
+    jobs: Sender<DecodeJob>,
     free: Receiver<()>,
     home: Sender<()>,
     spare: Spare,
@@ -60,7 +60,7 @@ pub(crate) fn with_decoder<T>(
 ) -> T {
     let threads = threads_or_cores(threads);
     thread::scope(|scope| {
-        let (jobs, queue) = unbounded::<Job>(); // bounded by the tokens
+        let (jobs, queue) = unbounded::<DecodeJob>(); // bounded by the tokens
         let tokens = 8 + 2 * threads;
         let (home, free) = bounded(tokens);
         for _ in 0..tokens {
@@ -83,7 +83,7 @@ pub(crate) fn with_decoder<T>(
     })
 }
 
-fn worker(queue: &Receiver<Job>, spare: &Spare) {
+fn worker(queue: &Receiver<DecodeJob>, spare: &Spare) {
     let mut decompressor = None;
     for job in queue {
         let mut piece = spare.lease(Arc::clone(&job.frame.right));
@@ -132,8 +132,8 @@ pub(crate) enum Hash {
 }
 
 enum Next {
-    Ready(Piece),
-    Coming(Receiver<io::Result<Piece>>),
+    Ready(DecodedPiece),
+    Coming(Receiver<io::Result<DecodedPiece>>),
     Failed(io::Error),
 }
 
@@ -164,15 +164,15 @@ impl Decoder<'_> {
         compression: Compression,
         allowance: Allowance,
         hash: Hash,
-        consume: impl FnOnce(&mut Output<'_>) -> Result<T, E>,
+        consume: impl FnOnce(&mut DecodedOutput<'_>) -> Result<T, E>,
     ) -> Result<(T, Digests), E> {
         thread::scope(|scope| {
             let plain = compression == Compression::None;
             let both = hash == Hash::Both || (plain && hash == Hash::Stored);
             let stored = !plain && hash != Hash::No;
             let (to_consumer, next) = unbounded::<Next>();
-            let content = both.then(hash::Stream::new);
-            let mut raw = Counted {
+            let content = both.then(hash::HashStream::new);
+            let mut raw = CountedInput {
                 inner: raw,
                 progress: self.progress,
             };
@@ -183,11 +183,11 @@ impl Decoder<'_> {
                     input: 0,
                     output: 0,
                     out: to_consumer,
-                    hash: stored.then(hash::Stream::new),
+                    hash: stored.then(hash::HashStream::new),
                 };
                 split.run(&mut raw, compression)
             });
-            let mut output = Output {
+            let mut output = DecodedOutput {
                 next,
                 piece: None,
                 at: 0,
@@ -197,7 +197,7 @@ impl Decoder<'_> {
             drop(output);
             let gone = || io::Error::other("a worker thread ended unexpectedly");
             let blob = splitter.join().map_err(|_| gone())??;
-            let content = content.map(hash::Stream::finish).transpose()?;
+            let content = content.map(hash::HashStream::finish).transpose()?;
             let blob = if plain { content.clone() } else { blob };
             Ok((value, Digests { blob, content }))
         })
@@ -214,12 +214,12 @@ impl Decoder<'_> {
     }
 }
 
-struct Counted<'p, R> {
+struct CountedInput<'p, R> {
     inner: R,
     progress: &'p Progress,
 }
 
-impl<R: Read> Read for Counted<'_, R> {
+impl<R: Read> Read for CountedInput<'_, R> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let n = self.inner.read(buf)?;
         self.progress.add_done(n as u64);
@@ -227,14 +227,14 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
-pub(crate) struct Output<'h> {
+pub(crate) struct DecodedOutput<'h> {
     next: Receiver<Next>,
-    piece: Option<Arc<Piece>>,
+    piece: Option<Arc<DecodedPiece>>,
     at: usize,
-    hash: Option<&'h hash::Stream>,
+    hash: Option<&'h hash::HashStream>,
 }
 
-impl Read for Output<'_> {
+impl Read for DecodedOutput<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             if let Some(piece) = &self.piece {
@@ -263,4 +263,4 @@ impl Read for Output<'_> {
     }
 }
 
-impl Stream for Output<'_> {}
+impl Stream for DecodedOutput<'_> {}

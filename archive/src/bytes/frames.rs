@@ -7,7 +7,7 @@ pub(crate) const MAX_FRAME: usize = 2 << 20;
 
 /// What a buffer starts with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Frame {
+pub(crate) enum ZstdFrame {
     /// More bytes are needed.
     Short,
     /// A frame of this length whose content has a known, small size.
@@ -19,22 +19,22 @@ pub(crate) enum Frame {
 }
 
 /// Examines the start of a buffer.
-pub(crate) fn look(buf: &[u8]) -> Frame {
+pub(crate) fn look(buf: &[u8]) -> ZstdFrame {
     let len = match find_frame_compressed_size(buf) {
         Ok(len) => len,
-        Err(code) if get_error_name(code) == "Src size is incorrect" => return Frame::Short,
-        Err(_) => return Frame::Other,
+        Err(code) if get_error_name(code) == "Src size is incorrect" => return ZstdFrame::Short,
+        Err(_) => return ZstdFrame::Other,
     };
     if buf.starts_with(&0xfd2f_b528_u32.to_le_bytes()) {
         match get_frame_content_size(buf) {
-            Ok(Some(content)) if len.max(content as usize) <= MAX_FRAME => Frame::Whole {
+            Ok(Some(content)) if len.max(content as usize) <= MAX_FRAME => ZstdFrame::Whole {
                 len,
                 content: content as usize,
             },
-            _ => Frame::Other,
+            _ => ZstdFrame::Other,
         }
     } else {
-        Frame::Skip { len }
+        ZstdFrame::Skip { len }
     }
 }
 
@@ -52,14 +52,14 @@ mod tests {
                 let mut compressor = zstd::bulk::Compressor::new(1).unwrap();
                 compressor.include_checksum(fill == 1).unwrap();
                 let frame = compressor.compress(&data).unwrap();
-                let expected = Frame::Whole {
+                let expected = ZstdFrame::Whole {
                     len: frame.len(),
                     content: size,
                 };
                 assert_eq!(look(&frame), expected);
                 assert_eq!(look(&[&frame[..], b"more"].concat()), expected);
                 for cut in (0..frame.len()).step_by(frame.len() / 50 + 1) {
-                    assert_eq!(look(&frame[..cut]), Frame::Short, "{size} {cut}");
+                    assert_eq!(look(&frame[..cut]), ZstdFrame::Short, "{size} {cut}");
                 }
             }
         }
@@ -68,12 +68,12 @@ mod tests {
     #[test]
     fn what_is_no_small_frame_is_left_to_the_decoder() {
         let skipped = b"\x50\x2a\x4d\x18\x05\0\0\0hello";
-        assert_eq!(look(skipped), Frame::Skip { len: 13 });
-        assert_eq!(look(b"\x50\x2a\x4d\x18\x05\0"), Frame::Short);
-        assert_eq!(look(b"hello"), Frame::Other);
+        assert_eq!(look(skipped), ZstdFrame::Skip { len: 13 });
+        assert_eq!(look(b"\x50\x2a\x4d\x18\x05\0"), ZstdFrame::Short);
+        assert_eq!(look(b"hello"), ZstdFrame::Other);
         let unsized_frame = zstd::stream::encode_all(&b"hello"[..], 1).unwrap();
-        assert_eq!(look(&unsized_frame), Frame::Other);
+        assert_eq!(look(&unsized_frame), ZstdFrame::Other);
         let large = zstd::bulk::compress(&vec![0; MAX_FRAME + 1], 1).unwrap();
-        assert_eq!(look(&large), Frame::Other);
+        assert_eq!(look(&large), ZstdFrame::Other);
     }
 }

@@ -13,17 +13,17 @@ use crate::format::digest::Digest;
 const AHEAD: usize = 4;
 
 /// Bytes that several threads read.
-pub(crate) type Shared = Arc<dyn AsRef<[u8]> + Send + Sync>;
+pub(crate) type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// The input side of a stream.
-pub(crate) struct Stream {
-    pieces: Sender<Shared>,
+pub(crate) struct HashStream {
+    pieces: Sender<SharedBytes>,
     digest: Receiver<Digest>,
 }
 
-impl Stream {
+impl HashStream {
     pub(crate) fn new() -> Self {
-        let (pieces, to_hash) = bounded::<Shared>(AHEAD);
+        let (pieces, to_hash) = bounded::<SharedBytes>(AHEAD);
         let (done, digest) = bounded(1);
         let work = move || {
             let mut hash = Sha256::new();
@@ -37,7 +37,7 @@ impl Stream {
         Self { pieces, digest }
     }
 
-    pub(crate) fn feed(&self, piece: Shared) {
+    pub(crate) fn feed(&self, piece: SharedBytes) {
         // Fails only without a thread; `finish` reports that.
         let _ = self.pieces.send(piece);
     }
@@ -71,7 +71,7 @@ mod tests {
         thread::scope(|scope| {
             for n in 0..7 {
                 scope.spawn(move || {
-                    let stream = Stream::new();
+                    let stream = HashStream::new();
                     let mut all = Vec::new();
                     for piece in 0..40 {
                         let data = content((n * 7919 + piece * 104_729) % 300_000, n);
@@ -85,14 +85,14 @@ mod tests {
                 });
             }
         });
-        assert_eq!(Stream::new().finish().unwrap(), Digest::of(b""));
+        assert_eq!(HashStream::new().finish().unwrap(), Digest::of(b""));
     }
 
     #[test]
     fn without_a_thread_there_is_no_digest() {
         let (pieces, _) = bounded(1);
         let (_, digest) = bounded(1);
-        let stream = Stream { pieces, digest };
+        let stream = HashStream { pieces, digest };
         stream.update(b"data");
         assert!(stream.finish().is_err());
     }

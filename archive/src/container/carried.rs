@@ -182,18 +182,18 @@ mod tests {
 
     const ID: &str = "4444444444444444444444444444444444444444444444444444444444444444";
 
-    struct Image {
+    struct CarriedImage {
         files: Vec<(String, Vec<u8>)>,
     }
 
     /// What `podman save --format oci-archive ID` writes.
-    fn image(id: &str, annotations: &Value) -> Image {
+    fn image(id: &str, annotations: &Value) -> CarriedImage {
         let manifest = json!({"config": {"digest": format!("sha256:{id}")}, "layers": []});
         let manifest = manifest.to_string().into_bytes();
         let digest = Digest::of(&manifest);
         let entry = json!({"digest": digest.to_string(), "annotations": annotations});
         let index = json!({"schemaVersion": 2, "manifests": [entry]}).to_string();
-        Image {
+        CarriedImage {
             files: vec![
                 ("oci-layout".into(), b"{}".to_vec()),
                 ("index.json".into(), index.into_bytes()),
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    impl Image {
+    impl CarriedImage {
         fn with(mut self, name: &str, content: &str) -> Self {
             self.files.retain(|(n, _)| n != name);
             self.files.push((name.into(), content.into()));
@@ -239,7 +239,7 @@ mod tests {
             "fine"
         );
         let other = "5".repeat(64);
-        let refused = |image: Image, why: &str| {
+        let refused = |image: CarriedImage, why: &str| {
             let said = image.said();
             assert!(said.contains(why), "{why}: {said}");
         };
@@ -270,7 +270,7 @@ mod tests {
         let mut missing = image(ID, &none);
         missing.files.remove(2);
         refused(missing, "is missing");
-        refused(Image { files: Vec::new() }, "neither index.json");
+        refused(CarriedImage { files: Vec::new() }, "neither index.json");
         // docker's own format
         let config = r#"{"rootfs": {}}"#;
         let digest = Digest::of(config.as_bytes());
@@ -280,7 +280,7 @@ mod tests {
         );
         let name = format!("{}.json", digest.hex());
         let docker = || {
-            let image = Image { files: Vec::new() };
+            let image = CarriedImage { files: Vec::new() };
             image.with("manifest.json", &list).with(&name, config)
         };
         assert_eq!(docker().said_of(digest.hex()), "fine");

@@ -23,11 +23,11 @@ const MAX_NAME: u64 = 64 << 10;
 pub struct FileSizes {
     /// By path, without the first `/`.
     saved: BTreeMap<String, u64>,
-    packed: Mutex<Packed>,
+    packed: Mutex<PackedSizes>,
 }
 
 #[derive(Debug, Default)]
-struct Packed {
+struct PackedSizes {
     by_engine: BTreeMap<String, u64>,
     by_cryopod: BTreeMap<String, u64>,
 }
@@ -100,7 +100,7 @@ impl FileSizes {
         Ok(size - whole.into_inner().1.limit())
     }
 
-    fn packed(&self) -> MutexGuard<'_, Packed> {
+    fn packed(&self) -> MutexGuard<'_, PackedSizes> {
         self.packed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

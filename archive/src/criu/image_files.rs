@@ -63,7 +63,7 @@ impl From<ImageError> for io::Error {
 
 /// What a file of an image directory holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Content {
+pub enum ImageContent {
     /// Messages of one type.
     Messages(&'static str),
     /// One message of the first type, then messages of the second.
@@ -77,8 +77,8 @@ pub enum Content {
 }
 
 /// Returns what the file with this name holds, and its magic number (0: none). `None`: CRIU reads no such file.
-pub fn content_of(name: &str) -> Option<(Content, u32)> {
-    use Content::{Data, HeadAndMessages, Messages, Refused, WithData};
+pub fn content_of(name: &str) -> Option<(ImageContent, u32)> {
+    use ImageContent::{Data, HeadAndMessages, Messages, Refused, WithData};
     let stem = name.strip_suffix(".img")?;
     let whole = |content, magic| Some((content, magic));
     match stem {
@@ -164,8 +164,8 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Decodes the content of the file with this name, which holds [`Content::Messages`] or
-    /// [`Content::HeadAndMessages`].
+    /// Decodes the content of the file with this name, which holds [`ImageContent::Messages`] or
+    /// [`ImageContent::HeadAndMessages`].
     pub fn decode(name: &str, content: &[u8]) -> Result<Self, ImageError> {
         let frames = Frames::open(name, content, Message::decode)?;
         Ok(Self {
@@ -213,8 +213,8 @@ struct Frames<'a> {
 impl<'a> Frames<'a> {
     fn open(name: &'a str, content: &'a [u8], decode: Decode) -> Result<Self, ImageError> {
         let (head, of, expected) = match content_of(name) {
-            Some((Content::Messages(of), magic)) => (None, of, magic),
-            Some((Content::HeadAndMessages(head, of), magic)) => (Some(head), of, magic),
+            Some((ImageContent::Messages(of), magic)) => (None, of, magic),
+            Some((ImageContent::HeadAndMessages(head, of), magic)) => (Some(head), of, magic),
             None if matches!(name, "stats-dump" | "stats-restore") => {
                 (None, "stats_entry", 0x5709_3306)
             }
@@ -257,10 +257,10 @@ impl Iterator for Frames<'_> {
     }
 }
 
-/// Checks the messages of an image that has data between them ([`Content::WithData`]), and returns them. Each must be
+/// Checks the messages of an image that has data between them ([`ImageContent::WithData`]), and returns them. Each must be
 /// encoded as CRIU encodes it, since CRIU reads this file itself.
 pub fn messages_with_data(name: &str, content: &[u8]) -> Result<Vec<Message>, ImageError> {
-    let Some((Content::WithData(of), expected)) = content_of(name) else {
+    let Some((ImageContent::WithData(of), expected)) = content_of(name) else {
         return Err(wrong(name, 0, "is no image of messages and data".into()));
     };
     if content.is_empty() {
@@ -459,7 +459,7 @@ mod tests {
         }
         assert!(matches!(
             content_of("apparmor.img"),
-            Some((Content::Refused(_), _))
+            Some((ImageContent::Refused(_), _))
         ));
     }
 
@@ -501,8 +501,8 @@ mod tests {
             "ipcns-msg-1",
         ] {
             let types = match content_of(&format!("{name}.img")).unwrap().0 {
-                Content::Messages(a) | Content::WithData(a) => vec![a],
-                Content::HeadAndMessages(a, b) => vec![a, b],
+                ImageContent::Messages(a) | ImageContent::WithData(a) => vec![a],
+                ImageContent::HeadAndMessages(a, b) => vec![a, b],
                 other => panic!("{name}: {other:?}"),
             };
             assert!(

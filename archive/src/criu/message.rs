@@ -26,12 +26,12 @@ enum Value {
 impl Message {
     /// Decodes `bytes`. A text is returned for bytes that have more or less than one meaning.
     pub fn decode(of: &'static MessageType, bytes: &[u8]) -> Result<Self, String> {
-        decode(of, bytes, Mode::Strict, 0)
+        decode(of, bytes, DecodeMode::Strict, 0)
     }
 
     /// Decodes `bytes` for a report. Skips what newer versions have added; any field may be missing.
     pub fn read(of: &'static MessageType, bytes: &[u8]) -> Result<Self, String> {
-        decode(of, bytes, Mode::Report, 0)
+        decode(of, bytes, DecodeMode::Report, 0)
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -208,7 +208,7 @@ impl Message {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Mode {
+enum DecodeMode {
     Strict,
     Report,
 }
@@ -216,7 +216,7 @@ enum Mode {
 fn decode(
     of: &'static MessageType,
     mut rest: &[u8],
-    mode: Mode,
+    mode: DecodeMode,
     depth: usize,
 ) -> Result<Message, String> {
     let damaged = || format!("{}: ends in the middle of a field", of.name);
@@ -229,7 +229,7 @@ fn decode(
         let key = take_varint(&mut rest).ok_or_else(damaged)?;
         let number = u32::try_from(key >> 3).unwrap_or(u32::MAX);
         let Some(field) = of.field(number) else {
-            if mode == Mode::Report {
+            if mode == DecodeMode::Report {
                 skip(key & 7, &mut rest).ok_or_else(damaged)?;
                 continue;
             }
@@ -301,7 +301,7 @@ fn decode(
     let message = Message { of, fields };
     let required = of.fields.iter().filter(|f| f.label == Label::Required);
     match required.into_iter().find(|f| !message.has(f.name)) {
-        Some(missing) if mode == Mode::Strict => {
+        Some(missing) if mode == DecodeMode::Strict => {
             Err(format!("{}.{}: is missing", of.name, missing.name))
         }
         _ => Ok(message),

@@ -6,7 +6,7 @@ use super::image_files::{ImageError, messages};
 use super::message::Message;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Mount {
+pub struct CriuMount {
     /// The mount's number, and that of the mount that it is on.
     pub id: u32,
     pub parent: u32,
@@ -29,7 +29,7 @@ pub struct Mount {
 }
 
 /// Reads an image with the name `file`.
-pub fn read(file: &str, content: &[u8]) -> Result<Vec<Mount>, ImageError> {
+pub fn read(file: &str, content: &[u8]) -> Result<Vec<CriuMount>, ImageError> {
     let number = file
         .trim_start_matches("mountpoints-")
         .trim_end_matches(".img");
@@ -39,7 +39,7 @@ pub fn read(file: &str, content: &[u8]) -> Result<Vec<Mount>, ImageError> {
         .collect()
 }
 
-fn mount(entry: &Message, namespace: u32) -> Mount {
+fn mount(entry: &Message, namespace: u32) -> CriuMount {
     let number = |field| entry.u32(field).unwrap_or(0);
     let root = entry.text("root").unwrap_or_default();
     // Old images have the name in place of the root.
@@ -49,7 +49,7 @@ fn mount(entry: &Message, namespace: u32) -> Mount {
     // CRIU does not create the file system of an external mount.
     let of_file_system = if external { 0 } else { number("sb_flags") };
     let path = entry.text("mountpoint").unwrap_or_default();
-    Mount {
+    CriuMount {
         id: number("mnt_id"),
         parent: number("parent_mnt_id"),
         namespace,

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::image_files::{ImageError, first_message, messages};
 use super::message::Message;
-use super::mounts::{self, Mount};
+use super::mounts::{self, CriuMount};
 use crate::format::names::CRIU_INVENTORY;
 
 const MAX_THREADS: usize = 1 << 20;
@@ -22,7 +22,7 @@ pub struct Privileges {
     /// The namespaces that CRIU ran in at the checkpoint. A process with one of these ids shares that namespace with
     /// the host.
     pub host: Namespaces,
-    pub mounts: Vec<Mount>,
+    pub mounts: Vec<CriuMount>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use crate::format::entry::Entry;
 use crate::format::limits::Limits;
 use crate::format::names;
 use crate::format::oci::{self, Descriptor, Index, media};
-use crate::source::{Inner, Source};
+use crate::source::{Source, SourceInner};
 use crate::store::{Found, StoreError};
 
 /// Writes containerd's checkpoint again, in containerd's form. Adds the files of the store's entry to CRIU's images,
@@ -27,7 +27,7 @@ pub fn complete(
     to: &Destination,
     options: &PackOptions,
 ) -> Result<Packed, Error> {
-    let Inner::Containerd(containerd) = &source.inner else {
+    let SourceInner::Containerd(containerd) = &source.inner else {
         return Err(Error::Unsupported {
             path: source.path().into(),
             reason: format!("a {} is no checkpoint of containerd's own", source.kind()),
@@ -38,7 +38,7 @@ pub fn complete(
         .saturating_add(stored.reference.bytes());
     options.progress.set_total(bytes);
     with_pool(options.threads, 1, &options.progress, true, |pool| {
-        let run = Complete {
+        let run = CompleteParts {
             source,
             blobs: &containerd.blobs,
             criu: &containerd.parts.criu,
@@ -71,7 +71,7 @@ pub fn complete(
     })
 }
 
-struct Complete<'c> {
+struct CompleteParts<'c> {
     source: &'c Source,
     blobs: &'c Blobs,
     criu: &'c Descriptor,
@@ -87,7 +87,7 @@ struct Indexes {
     index: Vec<u8>,
 }
 
-impl Complete<'_> {
+impl CompleteParts<'_> {
     fn write(&self, mut out: Store) -> Result<Packed, Error> {
         let mut content_bytes = 0;
         let written = out.layer(self.pool, Compression::None, |input| {

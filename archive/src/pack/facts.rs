@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use super::plan::Known;
+use super::plan::KnownContent;
 use crate::format::digest::Digest;
 use crate::format::names;
-use crate::format::oci::{Config, RootFs, annotation};
+use crate::format::oci::{ImageConfig, RootFs, annotation};
 use crate::metadata::Metadata;
 use crate::source::Kind;
 
@@ -15,7 +15,7 @@ use crate::source::Kind;
 const MAX_VALUE: usize = 512;
 
 /// Returns the annotations of a checkpoint's manifest, for podman, CRI-O, containerd and people.
-pub(super) fn annotations(known: &Known, kind: Kind) -> BTreeMap<String, String> {
+pub(super) fn annotations(known: &KnownContent, kind: Kind) -> BTreeMap<String, String> {
     let json = |name: &str| -> Value {
         known
             .files
@@ -158,7 +158,7 @@ fn gpu(metadata: &Metadata, put: &mut impl FnMut(&str, Option<&str>)) {
     }
 }
 
-fn metadata(known: &Known) -> Option<Metadata> {
+fn metadata(known: &KnownContent) -> Option<Metadata> {
     let name = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
     let text = known.files.get(&name)?;
     Metadata::parse(text, name.as_ref()).ok()
@@ -187,12 +187,12 @@ fn created(config: &Value, metadata: Option<&Metadata>) -> Option<String> {
 
 /// Builds the image's config. The image is never run as it is.
 pub(super) fn config(
-    known: &Known,
+    known: &KnownContent,
     annotations: &BTreeMap<String, String>,
     diff_ids: Vec<Digest>,
-) -> Config {
+) -> ImageConfig {
     let arch = metadata(known).map(|s| s.host.arch);
-    Config {
+    ImageConfig {
         created: annotations.get(annotation::CREATED).cloned(),
         architecture: go_arch(arch.as_deref().unwrap_or(std::env::consts::ARCH)).into(),
         os: "linux".into(),

@@ -7,8 +7,8 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::pipeline::{Input, Pool, Written};
-use super::plan::{Item, Known};
+use super::pipeline::{Input, Pool, WrittenStream};
+use super::plan::{Item, KnownContent};
 use super::{PackOptions, Packed, facts, tarwrite};
 use crate::bytes::blobs::blob_name;
 use crate::bytes::direct_io::Through;
@@ -83,7 +83,7 @@ impl Store {
         pool: &Pool<'_>,
         compression: Compression,
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), Error>,
-    ) -> Result<Written, Error> {
+    ) -> Result<WrittenStream, Error> {
         match self {
             Self::Directory { dir, next } => {
                 let path = dir.join(format!("partial-{}", next.fetch_add(1, Ordering::Relaxed)));
@@ -194,7 +194,7 @@ impl Store {
         mut self,
         layers: Vec<Descriptor>,
         diff_ids: Vec<Digest>,
-        known: &Known,
+        known: &KnownContent,
         source: &Source,
         options: &PackOptions,
     ) -> Result<Packed, Error> {
@@ -259,7 +259,7 @@ fn run(
     out: &mut (dyn Write + Send),
     path: &Path,
     produce: impl FnOnce(&mut Input<'_>) -> Result<(), Error>,
-) -> Result<Written, Error> {
+) -> Result<WrittenStream, Error> {
     pool.write(compression, true, out, |input| {
         produce(input).map_err(Carried::from)
     })
@@ -334,7 +334,7 @@ pub(super) fn put_end(input: &mut Input<'_>, path: &Path) -> Result<(), Error> {
 }
 
 pub(super) fn descriptor(
-    written: &Written,
+    written: &WrittenStream,
     compression: Compression,
     large: Option<&[String]>,
 ) -> Result<Descriptor, Error> {

@@ -5,7 +5,9 @@ use std::thread;
 
 use super::image::{Store, descriptor, put, put_end, put_entry, shrinks};
 use super::pipeline::Pool;
-use super::plan::{self, Content, Group, Item, Known, LARGE_BYTES, LARGE_LAYERS, Spool};
+use super::plan::{
+    self, Item, ItemContent, KnownContent, LARGE_BYTES, LARGE_LAYERS, LayerGroup, Spool,
+};
 use super::{PackOptions, Run};
 use crate::bytes::staging::Staging;
 use crate::error::Error;
@@ -18,15 +20,15 @@ use crate::source::Source;
 /// Layers that are written at the same time: each has two threads of its own, one reads and one writes.
 const AT_ONCE: usize = 16;
 
-type Layer = (Option<Digest>, Descriptor);
+type WrittenLayer = (Option<Digest>, Descriptor);
 
 fn write(
     source: &Source,
-    group: &Group,
+    group: &LayerGroup,
     store: &Store,
     pool: &Pool<'_>,
     options: &PackOptions,
-) -> Result<Layer, Error> {
+) -> Result<WrittenLayer, Error> {
     let mut compression = match group.large.as_deref() {
         Some([name]) => compression_of(name, options),
         _ => options.compression,
@@ -65,11 +67,11 @@ fn compression_of(name: &str, options: &PackOptions) -> Compression {
 /// Writes layers whose content can be read in any order, several at a time.
 pub(super) fn parallel(
     source: &Source,
-    groups: &[Group],
+    groups: &[LayerGroup],
     store: &Store,
     pool: &Pool<'_>,
     options: &PackOptions,
-) -> Result<Vec<Layer>, Error> {
+) -> Result<Vec<WrittenLayer>, Error> {
     let at_once = if store.parallel() {
         pool.threads().clamp(1, AT_ONCE).min(groups.len())
     } else {
@@ -86,7 +88,7 @@ pub(super) fn parallel(
     let done = Mutex::new(
         (0..groups.len())
             .map(|_| None)
-            .collect::<Vec<Option<Layer>>>(),
+            .collect::<Vec<Option<WrittenLayer>>>(),
     );
     let failed = Mutex::new(None);
     thread::scope(|scope| {
@@ -136,8 +138,8 @@ pub(super) fn streamed(
     run: &Run<'_>,
     store: &Store,
     staging: &Staging,
-    known: &mut Known,
-) -> Result<Vec<Layer>, Error> {
+    known: &mut KnownContent,
+) -> Result<Vec<WrittenLayer>, Error> {
     let Run {
         source,
         pool,
@@ -165,12 +167,12 @@ pub(super) fn streamed(
             known.keep(&entry.name, &text);
             small.push(Item {
                 entry,
-                content: Content::Bytes(text),
+                content: ItemContent::Bytes(text),
             });
         } else if !entry.is_file() {
             small.push(Item {
                 entry,
-                content: Content::None,
+                content: ItemContent::None,
             });
         } else if entry.size < LARGE_BYTES || large.len() >= LARGE_LAYERS {
             let section = spool
@@ -178,7 +180,7 @@ pub(super) fn streamed(
                 .map_err(|e| Error::from_io(path, "keep a part of it", e))?;
             small.push(Item {
                 entry,
-                content: Content::Section(section),
+                content: ItemContent::Section(section),
             });
         } else {
             let compression = compression_of(&entry.name, options);
@@ -199,7 +201,7 @@ pub(super) fn streamed(
         Ok(())
     })?;
     plan::sort(&mut small);
-    let group = Group {
+    let group = LayerGroup {
         items: small,
         large: None,
     };

@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub use self::containerd::complete;
 use self::image::{Carried, Store, descriptor, put, put_end, put_entry};
 use self::pipeline::{Input, Pool, with_pool};
-use self::plan::{Item, Known};
+use self::plan::{Item, KnownContent};
 use crate::bytes::decode::{Decoder, Hash, with_decoder};
 use crate::bytes::direct_io::Through;
 use crate::bytes::staging::Staging;
@@ -256,7 +256,7 @@ impl Run<'_> {
             .and_then(Through::new)
             .map_err(wrap)?
             .alone();
-        let mut known = Known::default();
+        let mut known = KnownContent::default();
         let written = self.pool.write(compression, false, &mut out, |input| {
             self.everything(items, input, &mut known)
                 .map_err(Carried::from)
@@ -279,7 +279,7 @@ impl Run<'_> {
         &self,
         items: Option<Vec<Item>>,
         input: &mut Input<'_>,
-        known: &mut Known,
+        known: &mut KnownContent,
     ) -> Result<(), Error> {
         let (source, options) = (self.source, self.options);
         match items {
@@ -341,7 +341,7 @@ impl Run<'_> {
         staging: &Staging,
     ) -> Result<Packed, Error> {
         let (source, options) = (self.source, self.options);
-        let mut known = Known::default();
+        let mut known = KnownContent::default();
         let mut written = Vec::new();
         match items {
             Some(items) => {
@@ -377,7 +377,7 @@ impl Run<'_> {
 }
 
 fn note(
-    known: &mut Known,
+    known: &mut KnownContent,
     item: &Item,
     source: &Source,
     options: &PackOptions,

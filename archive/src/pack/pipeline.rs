@@ -30,44 +30,44 @@ const FAST_LEVEL: i32 = 3;
 const HEAVY_LEVEL: i32 = 12;
 
 /// A chunk's memory; returns to its pool when dropped.
-struct Chunk {
+struct PoolChunk {
     /// Always of [`CHUNK_BYTES`], so that it is cleared only once.
     data: Aligned,
     len: usize,
     home: Sender<Aligned>,
 }
 
-impl Deref for Chunk {
+impl Deref for PoolChunk {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         &self.data[..self.len]
     }
 }
 
-impl AsRef<[u8]> for Chunk {
+impl AsRef<[u8]> for PoolChunk {
     fn as_ref(&self) -> &[u8] {
         self
     }
 }
 
-impl Drop for Chunk {
+impl Drop for PoolChunk {
     fn drop(&mut self) {
         let _ = self.home.try_send(std::mem::take(&mut self.data));
     }
 }
 
 /// The compressed form of a chunk. Keeps the chunk, so that the pool bounds both.
-type Output = Lease<Arc<Chunk>>;
+type PackedOutput = Lease<Arc<PoolChunk>>;
 
-struct Job {
-    chunk: Arc<Chunk>,
+struct PackJob {
+    chunk: Arc<PoolChunk>,
     compression: Compression,
-    reply: Sender<io::Result<Output>>,
+    reply: Sender<io::Result<PackedOutput>>,
 }
 
 /// Workers and memory that the streams of an operation share.
 pub(crate) struct Pool<'p> {
-    jobs: Sender<Job>,
+    jobs: Sender<PackJob>,
     free: Receiver<Aligned>,
     home: Sender<Aligned>,
     progress: &'p Progress,
@@ -91,7 +91,7 @@ pub(crate) fn with_pool<T>(
     };
     let spare = Spare::default();
     thread::scope(|scope| {
-        let (jobs, queue) = unbounded::<Job>(); // bounded by the chunks
+        let (jobs, queue) = unbounded::<PackJob>(); // bounded by the chunks
         let chunks = 8 + 3 * threads;
         let (home, free) = bounded(chunks);
         for _ in 0..chunks {
@@ -113,7 +113,7 @@ pub(crate) fn with_pool<T>(
     })
 }
 
-fn worker(queue: &Receiver<Job>, level: i32, spare: &Spare) {
+fn worker(queue: &Receiver<PackJob>, level: i32, spare: &Spare) {
     let mut zstd = ZstdFrames::new(level);
     for job in queue {
         let mut output = spare.lease(job.chunk);
@@ -171,7 +171,7 @@ fn gzip_member(level: i32, input: &[u8], out: &mut Vec<u8>) -> io::Result<()> {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Written {
+pub(crate) struct WrittenStream {
     pub(crate) input: u64,
     pub(crate) output: u64,
     /// Digest of the input, if the caller asked for it.
@@ -180,9 +180,9 @@ pub(crate) struct Written {
     pub(crate) blob: Option<Digest>,
 }
 
-enum Piece {
-    Plain(Arc<Chunk>),
-    Coming(Receiver<io::Result<Output>>),
+enum PackedPiece {
+    Plain(Arc<PoolChunk>),
+    Coming(Receiver<io::Result<PackedOutput>>),
 }
 
 impl Pool<'_> {
@@ -197,10 +197,10 @@ impl Pool<'_> {
         hash: bool,
         out: &mut (dyn Write + Send),
         produce: impl FnOnce(&mut Input<'_>) -> Result<(), E>,
-    ) -> Result<Written, E> {
+    ) -> Result<WrittenStream, E> {
         thread::scope(|scope| {
-            let (to_write, write_in) = unbounded::<Piece>();
-            let content = hash.then(hash::Stream::new);
+            let (to_write, write_in) = unbounded::<PackedPiece>();
+            let content = hash.then(hash::HashStream::new);
             let twice = hash && compression != Compression::None;
             let writer = scope.spawn(move || self.write_pieces(&write_in, twice, out));
             let mut input = Input {
@@ -221,9 +221,9 @@ impl Pool<'_> {
                 (Ok(_), Err(e)) => return Err(e),
                 (Ok(written), Ok(())) => written,
             };
-            let content = content.map(hash::Stream::finish).transpose()?;
+            let content = content.map(hash::HashStream::finish).transpose()?;
             let blob = if twice { blob } else { content.clone() };
-            Ok(Written {
+            Ok(WrittenStream {
                 input: bytes,
                 output,
                 content,
@@ -234,11 +234,11 @@ impl Pool<'_> {
 
     fn write_pieces(
         &self,
-        pieces: &Receiver<Piece>,
+        pieces: &Receiver<PackedPiece>,
         hash: bool,
         out: &mut (dyn Write + Send),
     ) -> io::Result<(u64, Option<Digest>)> {
-        let digest = hash.then(hash::Stream::new);
+        let digest = hash.then(hash::HashStream::new);
         let mut bytes = 0;
         let mut put = |data: &[u8]| {
             out.write_all(data)?;
@@ -248,8 +248,8 @@ impl Pool<'_> {
         };
         for piece in pieces {
             match piece {
-                Piece::Plain(chunk) => put(&chunk)?,
-                Piece::Coming(reply) => {
+                PackedPiece::Plain(chunk) => put(&chunk)?,
+                PackedPiece::Coming(reply) => {
                     let output = Arc::new(reply.recv().map_err(|_| panicked())??);
                     if let Some(digest) = &digest {
                         digest.feed(output.clone());
@@ -259,15 +259,15 @@ impl Pool<'_> {
             }
         }
         out.flush()?;
-        Ok((bytes, digest.map(hash::Stream::finish).transpose()?))
+        Ok((bytes, digest.map(hash::HashStream::finish).transpose()?))
     }
 
-    fn chunk(&self) -> io::Result<Chunk> {
+    fn chunk(&self) -> io::Result<PoolChunk> {
         let mut data = self.free.recv().map_err(|_| panicked())?;
         if data.is_empty() {
             data = Aligned::new(CHUNK_BYTES);
         }
-        Ok(Chunk {
+        Ok(PoolChunk {
             data,
             len: 0,
             home: self.home.clone(),
@@ -283,10 +283,10 @@ fn panicked() -> io::Error {
 pub(crate) struct Input<'p> {
     pool: &'p Pool<'p>,
     compression: Compression,
-    chunk: Option<Chunk>,
+    chunk: Option<PoolChunk>,
     bytes: u64,
-    to_hash: Option<&'p hash::Stream>,
-    to_write: Sender<Piece>,
+    to_hash: Option<&'p hash::HashStream>,
+    to_write: Sender<PackedPiece>,
 }
 
 impl Input<'_> {
@@ -320,7 +320,7 @@ impl Input<'_> {
         io::copy(&mut io::repeat(0).take(n), self).map(drop)
     }
 
-    fn current(&mut self) -> io::Result<&mut Chunk> {
+    fn current(&mut self) -> io::Result<&mut PoolChunk> {
         if self.pool.progress.is_cancelled() {
             return Err(io::Error::other(Cancelled));
         }
@@ -357,18 +357,18 @@ impl Write for Input<'_> {
             to_hash.feed(chunk.clone());
         }
         let piece = match self.compression {
-            Compression::None => Piece::Plain(chunk),
+            Compression::None => PackedPiece::Plain(chunk),
             compression => {
                 let (reply, coming) = bounded(1);
                 self.pool
                     .jobs
-                    .send(Job {
+                    .send(PackJob {
                         chunk,
                         compression,
                         reply,
                     })
                     .map_err(|_| gone())?;
-                Piece::Coming(coming)
+                PackedPiece::Coming(coming)
             }
         };
         self.to_write.send(piece).map_err(|_| gone())

@@ -9,7 +9,7 @@ use crate::bytes::stream::Section;
 use crate::error::{Bad, Error};
 use crate::format::entry::Entry;
 use crate::format::names;
-use crate::source::{Inner, Source};
+use crate::source::{Source, SourceInner};
 
 /// Files of at least this size get a layer of their own.
 pub(super) const LARGE_BYTES: u64 = 32 << 20;
@@ -26,11 +26,11 @@ const FACT_FILES: [&str; 3] = [
 #[derive(Debug)]
 pub(super) struct Item {
     pub(super) entry: Entry,
-    pub(super) content: Content,
+    pub(super) content: ItemContent,
 }
 
 #[derive(Debug)]
-pub(super) enum Content {
+pub(super) enum ItemContent {
     None,
     Bytes(Vec<u8>),
     Section(Section),
@@ -41,18 +41,20 @@ pub(super) enum Content {
 impl Item {
     pub(super) fn open<'i>(&'i self, source: &Source) -> Result<Box<dyn Read + Send + 'i>, Error> {
         Ok(match &self.content {
-            Content::None => Box::new(io::empty()),
-            Content::Bytes(bytes) => Box::new(&bytes[..]),
-            Content::Section(section) => Box::new(section.clone()),
-            Content::Lazy => Box::new(self.section(source)?),
+            ItemContent::None => Box::new(io::empty()),
+            ItemContent::Bytes(bytes) => Box::new(&bytes[..]),
+            ItemContent::Section(section) => Box::new(section.clone()),
+            ItemContent::Lazy => Box::new(self.section(source)?),
         })
     }
 
     /// Returns the content as a section of a file.
     pub(super) fn section(&self, source: &Source) -> Result<Section, Error> {
         match (&self.content, &source.inner) {
-            (Content::Section(section), _) => Ok(section.clone()),
-            (Content::Lazy, Inner::Directory(directory)) => directory.content(&self.entry),
+            (ItemContent::Section(section), _) => Ok(section.clone()),
+            (ItemContent::Lazy, SourceInner::Directory(directory)) => {
+                directory.content(&self.entry)
+            }
             _ => Err(Error::from_io(
                 source.path(),
                 "read it",
@@ -64,7 +66,7 @@ impl Item {
 
 /// Facts about a checkpoint from its small files.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct KnownContent {
     /// The files of [`FACT_FILES`] that exist.
     pub(super) files: BTreeMap<String, Vec<u8>>,
     pub(super) bytes: u64,
@@ -72,7 +74,7 @@ pub(super) struct Known {
     pub(super) inventory: bool,
 }
 
-impl Known {
+impl KnownContent {
     pub(super) fn note(&mut self, entry: &Entry) {
         self.bytes += entry.size;
         self.inventory |=
@@ -126,26 +128,26 @@ pub(super) fn random_access(
     options: &PackOptions,
 ) -> Result<Option<Vec<Item>>, Error> {
     let limits = &options.limits;
-    let entries: Vec<(Entry, Content)> = match &source.inner {
-        Inner::Directory(directory) => directory
+    let entries: Vec<(Entry, ItemContent)> = match &source.inner {
+        SourceInner::Directory(directory) => directory
             .list(limits)?
             .into_iter()
             .map(|e| {
                 if e.is_file() {
-                    (e, Content::Lazy)
+                    (e, ItemContent::Lazy)
                 } else {
-                    (e, Content::None)
+                    (e, ItemContent::None)
                 }
             })
             .collect(),
-        Inner::Tar(tar) => match tar.index(limits)? {
+        SourceInner::Tar(tar) => match tar.index(limits)? {
             Some(index) => index
                 .into_iter()
                 .map(|(e, s)| {
                     if e.is_file() {
-                        (e, Content::Section(s))
+                        (e, ItemContent::Section(s))
                     } else {
-                        (e, Content::None)
+                        (e, ItemContent::None)
                     }
                 })
                 .collect(),
@@ -165,7 +167,7 @@ pub(super) fn random_access(
 pub(super) fn extra(options: &PackOptions) -> impl Iterator<Item = Item> {
     options.extra_files.iter().map(|(name, content)| Item {
         entry: Entry::file(name, content.len() as u64),
-        content: Content::Bytes(content.clone()),
+        content: ItemContent::Bytes(content.clone()),
     })
 }
 
@@ -175,7 +177,7 @@ pub(super) fn early(entry: &Entry) -> bool {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Group {
+pub(super) struct LayerGroup {
     pub(super) items: Vec<Item>,
     /// Names of its large files; `None` for the layer of the small ones.
     pub(super) large: Option<Vec<String>>,
@@ -187,12 +189,12 @@ pub(super) fn sort(items: &mut [Item]) {
 }
 
 /// Assigns items to layers: small files to the first, each large file to its own.
-pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
+pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<LayerGroup> {
     sort(&mut items);
     let (small, large): (Vec<_>, Vec<_>) = items
         .into_iter()
         .partition(|i| single || i.entry.size < LARGE_BYTES);
-    let mut groups = vec![Group {
+    let mut groups = vec![LayerGroup {
         items: small,
         large: None,
     }];
@@ -200,7 +202,7 @@ pub(super) fn layers(mut items: Vec<Item>, single: bool) -> Vec<Group> {
         let name = item.entry.name.clone();
         let parents = parents(&item.entry.name, &groups[0].items);
         if n < LARGE_LAYERS {
-            groups.push(Group::default());
+            groups.push(LayerGroup::default());
         }
         if let Some(group) = groups.last_mut() {
             let new = parents
@@ -229,7 +231,7 @@ pub(super) fn parents(name: &str, known: &[Item]) -> Vec<Item> {
         .map(|directory| find(directory).unwrap_or_else(|| Entry::directory(directory)))
         .map(|entry| Item {
             entry,
-            content: Content::None,
+            content: ItemContent::None,
         })
         .collect()
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::directory::Directory;
 use super::image;
 use super::tarball::Tarball;
-use super::{Inner, Kind};
+use super::{Kind, SourceInner};
 use crate::bytes::blobs::Blobs;
 use crate::bytes::stream::{Section, open_regular};
 use crate::error::{Bad, Error};
@@ -22,7 +22,7 @@ pub(super) fn detect(
     path: &Path,
     image: Option<&str>,
     limits: &Limits,
-) -> Result<(Kind, Inner), Error> {
+) -> Result<(Kind, SourceInner), Error> {
     let meta = fs::metadata(path).map_err(Error::io(path, "open it"))?;
     if meta.is_dir() {
         return directory(path, image, limits);
@@ -58,7 +58,11 @@ fn not(path: &Path, reason: impl Into<String>) -> Error {
     }
 }
 
-fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind, Inner), Error> {
+fn directory(
+    path: &Path,
+    image: Option<&str>,
+    limits: &Limits,
+) -> Result<(Kind, SourceInner), Error> {
     let has = |name: &str| fs::symlink_metadata(path.join(name)).is_ok();
     if has(names::OCI_LAYOUT) || (has(names::OCI_INDEX) && has(names::OCI_BLOBS)) {
         return image::open(Blobs::Directory(path.into()), image, limits);
@@ -66,7 +70,7 @@ fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind,
     if has(names::CRIU_INVENTORY) {
         return Ok((
             Kind::CriuDirectory,
-            Inner::Directory(Directory::new(path, true)),
+            SourceInner::Directory(Directory::new(path, true)),
         ));
     }
     if has(&format!(
@@ -76,7 +80,7 @@ fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind,
     )) {
         return Ok((
             Kind::Directory,
-            Inner::Directory(Directory::new(path, false)),
+            SourceInner::Directory(Directory::new(path, false)),
         ));
     }
     Err(not(
@@ -86,7 +90,7 @@ fn directory(path: &Path, image: Option<&str>, limits: &Limits) -> Result<(Kind,
 }
 
 #[derive(Default)]
-struct Seen {
+struct SeenEntries {
     layout: bool,
     bare: bool,
     checkpoint: bool,
@@ -101,7 +105,7 @@ fn tar(
     tar: Tarball,
     image: Option<&str>,
     limits: &Limits,
-) -> Result<(Kind, Inner), Error> {
+) -> Result<(Kind, SourceInner), Error> {
     let seen = look(&tar, limits).map_err(|e| Error::from_io(path, "read it", e))?;
     let compression = tar.compression();
     if seen.layout {
@@ -116,7 +120,7 @@ fn tar(
         return image::open(Blobs::in_tar(path, tar.section(), limits)?, image, limits);
     }
     if seen.bare && !seen.checkpoint {
-        return Ok((Kind::CriuTar(compression), Inner::Tar(tar.bare())));
+        return Ok((Kind::CriuTar(compression), SourceInner::Tar(tar.bare())));
     }
     if !seen.checkpoint {
         return Err(not(
@@ -128,21 +132,21 @@ fn tar(
         ));
     }
     let kind = match config_of(&seen, path)? {
-        Config::Podman => Kind::PodmanTar(compression),
-        Config::Cri if seen.status => Kind::CriContainerdTar(compression),
-        Config::Cri => Kind::CrioTar(compression),
+        ConfigWriter::Podman => Kind::PodmanTar(compression),
+        ConfigWriter::Cri if seen.status => Kind::CriContainerdTar(compression),
+        ConfigWriter::Cri => Kind::CrioTar(compression),
     };
-    Ok((kind, Inner::Tar(tar)))
+    Ok((kind, SourceInner::Tar(tar)))
 }
 
-enum Config {
+enum ConfigWriter {
     Podman,
     Cri,
 }
 
 /// Determines who wrote a `config.dump`. CRI-O and containerd use checkpointctl's schema, which has the time of the
 /// checkpoint; podman uses its own.
-fn config_of(seen: &Seen, path: &Path) -> Result<Config, Error> {
+fn config_of(seen: &SeenEntries, path: &Path) -> Result<ConfigWriter, Error> {
     let Some(text) = &seen.config else {
         return Err(Error::bad(
             path,
@@ -161,15 +165,15 @@ fn config_of(seen: &Seen, path: &Path) -> Result<Config, Error> {
     let has = |key| config.get(key).is_some();
     Ok(
         match has("checkpointedTime") && !has("lockID") && !has("staticDir") {
-            true => Config::Cri,
-            false => Config::Podman,
+            true => ConfigWriter::Cri,
+            false => ConfigWriter::Podman,
         },
     )
 }
 
 /// Reads all headers of a plain tar; of a compressed tar only up to the entry that decides.
-fn look(tar: &Tarball, limits: &Limits) -> io::Result<Seen> {
-    let mut seen = Seen::default();
+fn look(tar: &Tarball, limits: &Limits) -> io::Result<SeenEntries> {
+    let mut seen = SeenEntries::default();
     let mut reader = tar.reader(limits)?;
     while let Some(entry) = reader.next()? {
         seen.entries += 1;

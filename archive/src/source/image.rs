@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 
 use super::tarball::visit_tar;
-use super::{Inner, Kind, Visitor};
+use super::{Kind, SourceInner, Visitor};
 use crate::bytes::blobs::Blobs;
 use crate::bytes::stream::{Allowance, Hashed, Stream};
 use crate::bytes::tarread::TarReader;
@@ -15,7 +15,7 @@ use crate::format::digest::Digest;
 use crate::format::entry::{Entry, clean_name};
 use crate::format::limits::Limits;
 use crate::format::names;
-use crate::format::oci::{self, Config, Descriptor, Index, Manifest, annotation, media};
+use crate::format::oci::{self, Descriptor, ImageConfig, Index, Manifest, annotation, media};
 
 /// An OCI image: its documents, all checked against their digests.
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub struct Image {
     /// Its name in the layout's index.
     pub name: Option<String>,
     pub manifest: Manifest,
-    pub config: Config,
+    pub config: ImageConfig,
 }
 
 #[derive(Debug, Clone)]
@@ -84,7 +84,7 @@ pub(super) fn open(
     blobs: Blobs,
     wanted: Option<&str>,
     limits: &Limits,
-) -> Result<(Kind, Inner), Error> {
+) -> Result<(Kind, SourceInner), Error> {
     let path = blobs.path().to_owned();
     let bad = |bad| Error::bad(&path, bad);
     let archive = matches!(blobs, Blobs::Tar { .. });
@@ -96,7 +96,7 @@ pub(super) fn open(
         let parts = containerd_parts(index, None).map_err(bad)?;
         return Ok((
             Kind::Containerd { archive },
-            Inner::Containerd(ContainerdSource { blobs, parts }),
+            SourceInner::Containerd(ContainerdSource { blobs, parts }),
         ));
     }
     let descriptor = choose(&index, wanted).map_err(bad)?;
@@ -109,7 +109,7 @@ pub(super) fn open(
             } else {
                 Kind::OciLayout
             };
-            Ok((kind, Inner::Image(image)))
+            Ok((kind, SourceInner::Image(image)))
         }
         media::INDEX => {
             let text = blobs.json(descriptor, "the image index")?;
@@ -121,7 +121,7 @@ pub(super) fn open(
             let parts = containerd_parts(index, name).map_err(bad)?;
             Ok((
                 Kind::Containerd { archive },
-                Inner::Containerd(ContainerdSource { blobs, parts }),
+                SourceInner::Containerd(ContainerdSource { blobs, parts }),
             ))
         }
         other => Err(bad(Bad::MediaType {
@@ -255,7 +255,7 @@ fn read_image(
     let text = blobs.json(descriptor, "the manifest")?;
     let manifest: Manifest = oci::parse("the manifest", &text).map_err(bad)?;
     version("the manifest", manifest.schema_version).map_err(bad)?;
-    let config: Config = {
+    let config: ImageConfig = {
         let wrong = (manifest.config.media_type != media::CONFIG).then(|| Bad::MediaType {
             what: "the config".into(),
             found: manifest.config.media_type.chars().take(100).collect(),
@@ -281,7 +281,11 @@ fn read_image(
 }
 
 /// Returns the layers if manifest and config agree on them.
-fn layers_of(manifest: &Manifest, config: &Config, limits: &Limits) -> Result<Vec<Layer>, Bad> {
+fn layers_of(
+    manifest: &Manifest,
+    config: &ImageConfig,
+    limits: &Limits,
+) -> Result<Vec<Layer>, Bad> {
     if let Some(other) = manifest
         .media_type
         .as_deref()

@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-use super::{Inner, Source};
+use super::{Source, SourceInner};
 use crate::bytes::stream::Section;
 use crate::bytes::tarread::TarReader;
 use crate::error::Error;
@@ -46,11 +46,11 @@ impl Source {
         let mut ledger = Ledger::new(limits);
         let mut found = Vec::new();
         match &self.inner {
-            Inner::Tar(tar) => {
+            SourceInner::Tar(tar) => {
                 let all = tar.index(limits)?.into_iter().flatten();
                 found.extend(all.filter(|(entry, _)| wanted(entry)));
             }
-            Inner::Image(image) => {
+            SourceInner::Image(image) => {
                 let plain = image
                     .layers()
                     .filter(|l| l.compression == Compression::None);
@@ -73,7 +73,7 @@ impl Source {
                     }
                 }
             }
-            Inner::Directory(_) | Inner::Containerd(_) => {}
+            SourceInner::Directory(_) | SourceInner::Containerd(_) => {}
         }
         let found = found.into_iter().map(|(entry, content)| {
             let (path, device, inode) = place(&content)?;

@@ -29,7 +29,7 @@ use crate::store::Found;
 pub(crate) use image::Layer;
 pub use image::{ContainerdParts, Image};
 pub use in_place::InPlace;
-pub use place::Place;
+pub use place::ArchivePlace;
 pub(crate) use tarball::visit_tar;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,11 +83,11 @@ pub struct Source {
     /// The image that was asked for.
     asked: Option<String>,
     kind: Kind,
-    pub(crate) inner: Inner,
+    pub(crate) inner: SourceInner,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Inner {
+pub(crate) enum SourceInner {
     Directory(directory::Directory),
     Tar(tarball::Tarball),
     Image(image::ImageSource),
@@ -141,7 +141,7 @@ impl Source {
     /// Returns CRIU's image directory, if the checkpoint is a directory.
     pub fn images_directory(&self) -> Option<PathBuf> {
         match &self.inner {
-            Inner::Directory(directory) => {
+            SourceInner::Directory(directory) => {
                 Some(directory.place(crate::format::names::CHECKPOINT_DIR))
             }
             _ => None,
@@ -153,7 +153,7 @@ impl Source {
     /// first.
     pub fn join(&mut self, stored: Found) -> bool {
         match &mut self.inner {
-            Inner::Directory(directory) => {
+            SourceInner::Directory(directory) => {
                 directory.join(stored);
                 true
             }
@@ -163,14 +163,14 @@ impl Source {
 
     pub fn image(&self) -> Option<&Image> {
         match &self.inner {
-            Inner::Image(image) => Some(&image.image),
+            SourceInner::Image(image) => Some(&image.image),
             _ => None,
         }
     }
 
     pub fn containerd(&self) -> Option<&ContainerdParts> {
         match &self.inner {
-            Inner::Containerd(source) => Some(&source.parts),
+            SourceInner::Containerd(source) => Some(&source.parts),
             _ => None,
         }
     }
@@ -179,7 +179,7 @@ impl Source {
     /// [`Error::Unsupported`] if it is not an image; [`Error::Bad`] if it has changed since it was opened.
     pub fn manifest(&self) -> Result<Vec<u8>, Error> {
         match &self.inner {
-            Inner::Image(image) => image.blobs.checked(&image.image.digest),
+            SourceInner::Image(image) => image.blobs.checked(&image.image.digest),
             _ => Err(self.no_image()),
         }
     }
@@ -199,8 +199,8 @@ impl Source {
     /// another size.
     pub fn blob(&self, descriptor: &Descriptor) -> Result<impl Read + Send + use<>, Error> {
         match &self.inner {
-            Inner::Image(image) => image.blobs.open(descriptor),
-            Inner::Containerd(source) => source.blobs.open(descriptor),
+            SourceInner::Image(image) => image.blobs.open(descriptor),
+            SourceInner::Containerd(source) => source.blobs.open(descriptor),
             _ => Err(self.no_image()),
         }
     }
@@ -208,14 +208,14 @@ impl Source {
     /// Bytes on disk: the file, or all files of the directory or image.
     pub fn stored_bytes(&self) -> Result<u64, Error> {
         match &self.inner {
-            Inner::Directory(directory) => Ok(directory
+            SourceInner::Directory(directory) => Ok(directory
                 .list(&Limits::default())?
                 .iter()
                 .map(|e| e.size)
                 .sum()),
-            Inner::Tar(tar) => Ok(tar.bytes()),
-            Inner::Image(image) => Ok(image.layers().map(|l| l.descriptor.size).sum()),
-            Inner::Containerd(source) => Ok(source.bytes()),
+            SourceInner::Tar(tar) => Ok(tar.bytes()),
+            SourceInner::Image(image) => Ok(image.layers().map(|l| l.descriptor.size).sum()),
+            SourceInner::Containerd(source) => Ok(source.bytes()),
         }
     }
 

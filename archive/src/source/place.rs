@@ -8,12 +8,12 @@ use crate::format::limits::Limits;
 
 /// An archive to read: `PATH`, `oci:DIR[:NAME]`, `oci-archive:FILE[:NAME]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct ArchivePlace {
     path: PathBuf,
     image: Option<String>,
 }
 
-impl Place {
+impl ArchivePlace {
     /// Parses a user's text. Never fails: errors show when the archive is opened.
     pub fn parse(text: &str) -> Self {
         let image = text
@@ -67,7 +67,7 @@ mod tests {
         let layout = dir.path().join("lay:out");
         std::fs::create_dir(&layout).unwrap();
         let place = |text: &str| {
-            let place = Place::parse(text);
+            let place = ArchivePlace::parse(text);
             (place.path, place.image)
         };
         let layout = layout.to_str().unwrap();

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::{Inner, Layer, Source, Visitor, visit_tar};
+use super::{Layer, Source, SourceInner, Visitor, visit_tar};
 use crate::bytes::decode::{Decoder, Digests, Hash};
 use crate::bytes::stream::{Allowance, Section};
 use crate::bytes::tarread::TarReader;
@@ -53,7 +53,7 @@ pub(crate) fn walk(
     };
     decoder.progress().set_total(source.stored_bytes()?);
     match &source.inner {
-        Inner::Directory(directory) => {
+        SourceInner::Directory(directory) => {
             let entries = directory.list(limits)?;
             walk.each(&entries, |entry| {
                 if entry.is_file() {
@@ -63,7 +63,7 @@ pub(crate) fn walk(
                 }
             })
         }
-        Inner::Tar(tar) => match tar.index(limits)? {
+        SourceInner::Tar(tar) => match tar.index(limits)? {
             Some(index) => walk.each(&index, |(entry, section)| {
                 walk.counted(entry, section.clone())
             }),
@@ -81,7 +81,7 @@ pub(crate) fn walk(
                 .map(drop)
             }
         },
-        Inner::Image(image) => {
+        SourceInner::Image(image) => {
             // The largest first, so that none runs alone at the end.
             let wanted = |l: &&Layer| l.files().is_none_or(|files| sink.layer(&files));
             let mut layers: Vec<&Layer> = image.layers().filter(wanted).collect();
@@ -92,7 +92,7 @@ pub(crate) fn walk(
                 walk.layer(layer, image.blobs.open(&layer.descriptor)?)
             })
         }
-        Inner::Containerd(_) => visit(
+        SourceInner::Containerd(_) => visit(
             source,
             limits,
             decoder,
@@ -137,7 +137,7 @@ impl Walk<'_> {
     }
 
     fn counted(&self, entry: &Entry, section: Section) -> Result<(), Error> {
-        let mut reader = Counted {
+        let mut reader = CountedSection {
             inner: section,
             progress: self.decoder.progress(),
         };
@@ -248,14 +248,14 @@ impl Raw<'_> {
         let (compression, allowance) = (self.compression, self.allowance);
         let read = decoder.read(self.section, compression, allowance, self.hash, |output| {
             let mut reader = TarReader::new(output, limits, self.layer);
-            visit_tar(&mut reader, self.below, path, visitor).map_err(Carried::Ours)?;
+            visit_tar(&mut reader, self.below, path, visitor).map_err(WalkError::Ours)?;
             reader.finish()?;
-            Ok::<_, Carried>(())
+            Ok::<_, WalkError>(())
         });
         match read {
             Ok(((), digests)) => Ok(digests),
-            Err(Carried::Ours(e)) => Err(e),
-            Err(Carried::Io(e)) => Err(Error::from_io(path, "read it", e)),
+            Err(WalkError::Ours(e)) => Err(e),
+            Err(WalkError::Io(e)) => Err(Error::from_io(path, "read it", e)),
         }
     }
 }
@@ -272,7 +272,10 @@ pub(crate) fn visit(
 ) -> Result<(), Error> {
     let path = source.path();
     let mut ledger = Ledger::new(limits);
-    let counts = matches!(source.inner, Inner::Directory(_) | Inner::Containerd(_));
+    let counts = matches!(
+        source.inner,
+        SourceInner::Directory(_) | SourceInner::Containerd(_)
+    );
     let mut new = |entry: &Entry, reader: &mut dyn Read| match ledger.take(entry) {
         Ok(true) => {
             if counts {
@@ -284,7 +287,7 @@ pub(crate) fn visit(
         Err(bad) => Err(Error::bad(path, bad)),
     };
     match &source.inner {
-        Inner::Tar(tar) => {
+        SourceInner::Tar(tar) => {
             let raw = Raw {
                 section: tar.section().clone(),
                 compression: tar.compression(),
@@ -295,7 +298,7 @@ pub(crate) fn visit(
             };
             raw.entries(decoder, limits, path, &mut new).map(drop)
         }
-        Inner::Image(image) => {
+        SourceInner::Image(image) => {
             for layer in image.layers().filter(|l| wanted(l)) {
                 let raw = Raw {
                     section: image.blobs.open(&layer.descriptor)?,
@@ -310,8 +313,8 @@ pub(crate) fn visit(
             }
             Ok(())
         }
-        Inner::Directory(directory) => directory.visit(limits, &mut new),
-        Inner::Containerd(containerd) => containerd.visit(limits, &mut new),
+        SourceInner::Directory(directory) => directory.visit(limits, &mut new),
+        SourceInner::Containerd(containerd) => containerd.visit(limits, &mut new),
     }
 }
 
@@ -340,23 +343,23 @@ impl Layer {
     }
 }
 
-enum Carried {
+enum WalkError {
     Ours(Error),
     Io(io::Error),
 }
 
-impl From<io::Error> for Carried {
+impl From<io::Error> for WalkError {
     fn from(e: io::Error) -> Self {
         Self::Io(e)
     }
 }
 
-struct Counted<'p> {
+struct CountedSection<'p> {
     inner: Section,
     progress: &'p Progress,
 }
 
-impl Read for Counted<'_> {
+impl Read for CountedSection<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let n = self.inner.read(buf)?;
         self.progress.add_done(n as u64);

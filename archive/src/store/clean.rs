@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 use nix::fcntl::{Flock, FlockArg};
 
 use super::holders::Holders;
-use super::list::{Entry, list, remove, removed_name};
-use super::origin::Known;
+use super::list::{StoreEntry, list, remove, removed_name};
+use super::origin::KnownOrigins;
 use super::{Reference, StoreError};
 use crate::bytes::staging;
 
@@ -32,8 +32,8 @@ pub fn clean(
 ) -> Result<Vec<Reference>, StoreError> {
     sweep(store, Duration::ZERO);
     let entries = list(store)?;
-    let settled = |e: &&Entry| e.made.elapsed().is_ok_and(|age| age >= grace);
-    let may_go = |e: &&Entry| e.origin.as_ref().is_some_and(|o| !o.elsewhere);
+    let settled = |e: &&StoreEntry| e.made.elapsed().is_ok_and(|age| age >= grace);
+    let may_go = |e: &&StoreEntry| e.origin.as_ref().is_some_and(|o| !o.elsewhere);
     if !entries.iter().any(|e| e.origin.is_some()) {
         return Ok(Vec::new());
     }
@@ -41,8 +41,8 @@ pub fn clean(
     for entry in &entries {
         settle(entry, &first)?;
     }
-    let unused = |holders: &Holders, e: &Entry| holders.of(e).next().is_none();
-    let candidates: Vec<&Entry> = entries
+    let unused = |holders: &Holders, e: &StoreEntry| holders.of(e).next().is_none();
+    let candidates: Vec<&StoreEntry> = entries
         .iter()
         .filter(settled)
         .filter(may_go)
@@ -73,12 +73,12 @@ pub fn clean(
 }
 
 /// Notes where an entry is referred to that was not known.
-fn settle(entry: &Entry, holders: &Holders) -> Result<(), StoreError> {
+fn settle(entry: &StoreEntry, holders: &Holders) -> Result<(), StoreError> {
     let Some(origin) = entry.origin.as_ref().filter(|o| o.elsewhere) else {
         return Ok(());
     };
     let mut stays = holders.of(entry).filter(|h| !h.passing);
-    let Some(directory) = stays.find_map(|h| Known::of(&h.below)) else {
+    let Some(directory) = stays.find_map(|h| KnownOrigins::of(&h.below)) else {
         return Ok(());
     };
     let mut known = origin.clone();

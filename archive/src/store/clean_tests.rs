@@ -41,8 +41,8 @@ impl Bed {
     fn origin(&self) -> Origin {
         Origin {
             temporary: Some(self.temporary.clone()),
-            content: Known::of(&self.content),
-            directory: Known::of(&self.containers),
+            content: KnownOrigins::of(&self.content),
+            directory: KnownOrigins::of(&self.containers),
             elsewhere: false,
         }
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use cryopod_host::containerd::is_image_directory;
 
-use super::list::Entry;
+use super::list::StoreEntry;
 use super::origin::Origin;
 use super::{MAX_BYTES, Reference, StoreError};
 use crate::format::names;
@@ -47,7 +47,7 @@ pub struct Holder {
 
 impl Holders {
     /// Searches the places that the entries' records name and the usual ones, then `others`.
-    pub fn find(entries: &[Entry], others: &[PathBuf]) -> Result<Self, StoreError> {
+    pub fn find(entries: &[StoreEntry], others: &[PathBuf]) -> Result<Self, StoreError> {
         let records = || entries.iter().filter_map(|e| e.origin.as_ref());
         let places = |of: fn(&Origin) -> Option<&PathBuf>| -> BTreeSet<&PathBuf> {
             records().filter_map(of).collect()
@@ -73,7 +73,7 @@ impl Holders {
         let own: BTreeSet<_> = own.chain([&usual]).filter(|d| d.is_dir()).collect();
         let own = own.into_iter().map(|d| (d, device(d)));
         for (directory, device) in own.chain(others.iter().map(|d| (d, None))) {
-            let mut walk = Walk {
+            let mut walk = HolderWalk {
                 root: directory,
                 device,
                 left: MAX_DIRECTORIES,
@@ -83,7 +83,7 @@ impl Holders {
         Ok(found)
     }
 
-    pub fn of(&self, entry: &Entry) -> impl Iterator<Item = &Holder> {
+    pub fn of(&self, entry: &StoreEntry) -> impl Iterator<Item = &Holder> {
         self.0.get(&entry.reference.id).into_iter().flatten()
     }
 
@@ -91,7 +91,7 @@ impl Holders {
         &mut self,
         directory: &Path,
         depth: usize,
-        walk: &mut Walk<'_>,
+        walk: &mut HolderWalk<'_>,
     ) -> Result<(), StoreError> {
         self.add(directory, walk.root, false)?;
         if depth == 0 {
@@ -149,7 +149,7 @@ impl Holders {
     }
 }
 
-struct Walk<'a> {
+struct HolderWalk<'a> {
     root: &'a Path,
     /// Stay on this device.
     device: Option<u64>,

@@ -14,7 +14,7 @@ use crate::format::names;
 
 /// An entry: the large files of one checkpoint.
 #[derive(Debug, Clone)]
-pub struct Entry {
+pub struct StoreEntry {
     pub path: PathBuf,
     pub reference: Reference,
     /// When it was complete.
@@ -27,14 +27,14 @@ pub struct Entry {
 const REMOVED: &str = "removed";
 
 /// Lists the entries of a store, the oldest first. Leaves out what is not readable as an entry.
-pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
+pub fn list(store: &Path) -> Result<Vec<StoreEntry>, StoreError> {
     let items = fs::read_dir(store).map_err(StoreError::io(store, "list it"))?;
     let entry = |item: fs::DirEntry| {
         let path = item.path();
         let named = item.file_name().to_str().is_some_and(is_id) && own_directory(&path);
         let record = path.join(names::STORE_REFERENCE);
         let made = record.symlink_metadata().ok()?.modified().ok()?;
-        Some(Entry {
+        Some(StoreEntry {
             reference: Reference::open(&path).ok().flatten().filter(|_| named)?,
             origin: Origin::of(&path),
             path,
@@ -50,7 +50,7 @@ pub fn list(store: &Path) -> Result<Vec<Entry>, StoreError> {
 ///
 /// # Errors
 /// [`StoreError::Io`]: it cannot be removed.
-pub fn remove(entry: &Entry) -> Result<(), StoreError> {
+pub fn remove(entry: &StoreEntry) -> Result<(), StoreError> {
     let gone = || -> io::Result<()> {
         // Under a leftover's name, so that the next checkpoint removes what is left if this is interrupted.
         let name = format!(".{}{}{REMOVED}", entry.reference.id, staging::MARK);

@@ -15,12 +15,12 @@ const MAX_BYTES: u64 = 64 << 10;
 
 /// An engine's directory. Another one of the same name, as of a file system that is not mounted, says nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Known {
+pub struct KnownOrigins {
     pub path: PathBuf,
     inode: u64,
 }
 
-impl Known {
+impl KnownOrigins {
     /// Returns `None` if there is no such directory.
     pub fn of(path: &Path) -> Option<Self> {
         let inode = inode(path)?;
@@ -45,9 +45,9 @@ pub struct Origin {
     /// containerd makes image directories here.
     pub temporary: Option<PathBuf>,
     /// containerd's content store.
-    pub content: Option<Known>,
+    pub content: Option<KnownOrigins>,
     /// The engine's own directory of checkpoints, as docker's `containers`.
-    pub directory: Option<Known>,
+    pub directory: Option<KnownOrigins>,
     /// The engine has its checkpoint in a directory that nobody named: the entry is kept until it is seen somewhere.
     pub elsewhere: bool,
 }

@@ -8,42 +8,45 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::Bad;
 use crate::format::names;
 use crate::metadata::Metadata;
-use crate::vram::{Chunk, Digest, Index, Kind, codec};
+use crate::vram::{Chunk, ChunkDigest, ChunkKind, VramIndex, codec};
 
 /// The shards and chunks that the VRAM files' table lists.
 #[derive(Debug)]
-pub(super) struct Shards {
-    table: Index,
-    by_name: BTreeMap<String, Shard>,
+pub(super) struct SeenShards {
+    table: VramIndex,
+    by_name: BTreeMap<String, SeenShard>,
     checked: AtomicU64,
 }
 
 #[derive(Debug, Default)]
-struct Shard {
+struct SeenShard {
     bytes: u64,
     /// The stored chunks by their position, and the decompressed length of each.
     chunks: Vec<(Chunk, u32)>,
 }
 
-impl Shards {
+impl SeenShards {
     pub(super) fn new(table: &[u8]) -> Result<Self, Bad> {
         let name = format!("{}/{}", names::CHECKPOINT_DIR, names::VRAM_INDEX);
         let bad = |reason: String| Bad::Content {
             name: name.clone(),
             reason,
         };
-        let index =
-            Index::parse(table, Path::new(names::VRAM_INDEX)).map_err(|e| bad(e.to_string()))?;
-        let mut shards: Vec<Shard> = index
+        let index = VramIndex::parse(table, Path::new(names::VRAM_INDEX))
+            .map_err(|e| bad(e.to_string()))?;
+        let mut shards: Vec<SeenShard> = index
             .shards
             .iter()
-            .map(|bytes| Shard {
+            .map(|bytes| SeenShard {
                 bytes: *bytes,
                 chunks: Vec::new(),
             })
             .collect();
         for (chunk, length) in index.chunks.iter().zip(index.lengths()) {
-            if matches!(chunk.kind, Kind::Raw | Kind::Lz4 | Kind::Zstd) {
+            if matches!(
+                chunk.kind,
+                ChunkKind::Raw | ChunkKind::Lz4 | ChunkKind::Zstd
+            ) {
                 let shard = shards.get_mut(usize::from(chunk.shard));
                 shard
                     .ok_or_else(|| bad("a chunk of no shard".into()))?
@@ -88,7 +91,7 @@ impl Shards {
         }
     }
 
-    pub(super) fn table(&self) -> &Index {
+    pub(super) fn table(&self) -> &VramIndex {
         &self.table
     }
 
@@ -96,7 +99,7 @@ impl Shards {
     pub(super) fn in_parent(&self) -> Vec<usize> {
         let chunks = self.table.chunks.iter();
         let mut numbers: Vec<usize> = chunks
-            .filter(|chunk| chunk.kind == Kind::Parent)
+            .filter(|chunk| chunk.kind == ChunkKind::Parent)
             .map(|chunk| usize::try_from(chunk.place).unwrap_or(usize::MAX))
             .collect();
         numbers.sort_unstable();
@@ -143,14 +146,14 @@ impl Shards {
                 _ => e,
             })?;
             at = chunk.place + u64::from(chunk.stored);
-            let plain = if chunk.kind == Kind::Raw {
+            let plain = if chunk.kind == ChunkKind::Raw {
                 &stored
             } else {
                 content.resize(*length as usize, 0);
                 codec::decode(chunk.kind, &stored, &mut content).map_err(|what| wrong(&what))?;
                 &content
             };
-            if Digest::of(plain) != chunk.digest {
+            if ChunkDigest::of(plain) != chunk.digest {
                 return Err(wrong("has another digest than the table says"));
             }
             self.checked.fetch_add(1, Ordering::Relaxed);

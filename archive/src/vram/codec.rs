@@ -4,7 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::index::Kind;
+use super::index::ChunkKind;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -51,7 +51,7 @@ impl Encoder {
     }
 
     /// Returns the chunk in its stored form.
-    pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (Kind, &'a [u8]) {
+    pub fn encode<'a>(&'a mut self, chunk: &'a [u8]) -> (ChunkKind, &'a [u8]) {
         let codec = match self.codec {
             Codec::Auto if pays(chunk) => Codec::Lz4,
             Codec::Auto => Codec::None,
@@ -59,29 +59,33 @@ impl Encoder {
         };
         let (kind, size) = match (codec, &mut self.zstd) {
             (Codec::Lz4, _) => (
-                Kind::Lz4,
+                ChunkKind::Lz4,
                 lz4_flex::block::compress_into(chunk, &mut self.buffer).ok(),
             ),
             (Codec::Zstd, Some(zstd)) => (
-                Kind::Zstd,
+                ChunkKind::Zstd,
                 zstd.compress_to_buffer(chunk, &mut self.buffer[..]).ok(),
             ),
-            _ => (Kind::Raw, None),
+            _ => (ChunkKind::Raw, None),
         };
         match size {
             Some(size) if (size as u64) * 64 <= (chunk.len() as u64) * WORTH => {
                 (kind, &self.buffer[..size])
             }
-            _ => (Kind::Raw, chunk),
+            _ => (ChunkKind::Raw, chunk),
         }
     }
 }
 
 /// Undoes [`Encoder::encode`]: the result must fill `to` exactly.
-pub fn decode(kind: Kind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
+pub fn decode(kind: ChunkKind, stored: &[u8], to: &mut [u8]) -> Result<(), String> {
     let size = match kind {
-        Kind::Lz4 => lz4_flex::block::decompress_into(stored, to).map_err(|e| e.to_string())?,
-        Kind::Zstd => zstd::bulk::decompress_to_buffer(stored, to).map_err(|e| e.to_string())?,
+        ChunkKind::Lz4 => {
+            lz4_flex::block::decompress_into(stored, to).map_err(|e| e.to_string())?
+        }
+        ChunkKind::Zstd => {
+            zstd::bulk::decompress_to_buffer(stored, to).map_err(|e| e.to_string())?
+        }
         _ => return Err(format!("{kind:?} is not compressed")),
     };
     if size != to.len() {

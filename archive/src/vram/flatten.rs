@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::index::{Chunk, Digest, Index, Kind};
+use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
 use super::shards::{Own, Shards, remove};
 use super::write::{WriteOptions, Written};
 use super::{Vram, VramError, VramFacts};
@@ -38,17 +38,17 @@ fn run(
     let start = Instant::now();
     let shards = Shards::new(dir, options.shard_bytes, options.sync);
     // The first chunk of each content is stored; the others refer to it.
-    let mut first: HashMap<(Digest, u32), usize> = HashMap::new();
+    let mut first: HashMap<(ChunkDigest, u32), usize> = HashMap::new();
     let mut chunks = vram.index.chunks.clone();
     let mut stored = Vec::new();
     for (number, (chunk, length)) in chunks.iter_mut().zip(vram.index.lengths()).enumerate() {
-        if chunk.kind == Kind::Zero {
+        if chunk.kind == ChunkKind::Zero {
             continue;
         }
         match first.get(&(chunk.digest, length)) {
             Some(other) => {
                 *chunk = Chunk {
-                    kind: Kind::Same,
+                    kind: ChunkKind::Same,
                     place: *other as u64,
                     digest: chunk.digest,
                     ..Chunk::ZERO
@@ -90,14 +90,14 @@ fn run(
     let write_us = micros(start.elapsed());
     let start = Instant::now();
     shards.sync(&owns.into_inner().unwrap_or_else(PoisonError::into_inner))?;
-    let mut index = Index {
+    let mut index = VramIndex {
         chunk_bytes: vram.index.chunk_bytes,
         regions: vram.index.regions.clone(),
         shards: shards.take_sizes(),
         parent: None,
         parent_at: Vec::new(),
         chunks,
-        digest: Digest::default(),
+        digest: ChunkDigest::default(),
     };
     shards.put(&mut index)?;
     Ok(Written {

@@ -33,27 +33,27 @@ pub(super) const MAX_BYTES: u64 =
     PREFIX as u64 + MAX_HEADER as u64 + MAX_CHUNKS * ROW as u64 + DIGEST as u64;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Digest(pub [u8; DIGEST]);
+pub struct ChunkDigest(pub [u8; DIGEST]);
 
-impl Digest {
+impl ChunkDigest {
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
 }
 
-impl fmt::Display for Digest {
+impl fmt::Display for ChunkDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(blake3::Hash::from_bytes(self.0).to_hex().as_str())
     }
 }
 
-impl fmt::Debug for Digest {
+impl fmt::Debug for ChunkDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl std::str::FromStr for Digest {
+impl std::str::FromStr for ChunkDigest {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -65,7 +65,7 @@ impl std::str::FromStr for Digest {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum ChunkKind {
     /// All bytes are zero; neither data nor digest is stored.
     Zero = 0,
     /// In a shard, uncompressed.
@@ -80,7 +80,7 @@ pub enum Kind {
     Parent = 5,
 }
 
-impl Kind {
+impl ChunkKind {
     fn from_byte(byte: u8) -> Option<Self> {
         Some(match byte {
             0 => Self::Zero,
@@ -96,7 +96,7 @@ impl Kind {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    pub kind: Kind,
+    pub kind: ChunkKind,
     /// The number of its shard; 0 if it is in no shard.
     pub shard: u16,
     /// Its size in the shard; 0 if it is in no shard.
@@ -104,16 +104,16 @@ pub struct Chunk {
     /// Its offset in the shard, or the number of the identical chunk.
     pub place: u64,
     /// BLAKE3 of its uncompressed contents; zeros for a chunk of zeros.
-    pub digest: Digest,
+    pub digest: ChunkDigest,
 }
 
 impl Chunk {
     pub const ZERO: Self = Self {
-        kind: Kind::Zero,
+        kind: ChunkKind::Zero,
         shard: 0,
         stored: 0,
         place: 0,
-        digest: Digest([0; DIGEST]),
+        digest: ChunkDigest([0; DIGEST]),
     };
 }
 
@@ -126,24 +126,24 @@ pub struct Region {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Index {
+pub struct VramIndex {
     /// Size of a chunk; the last of a region may be shorter.
     pub chunk_bytes: u32,
     /// The buffers; their chunks follow each other in the table.
     pub regions: Vec<Region>,
     pub shards: Vec<u64>,
     /// Digest of the parent's table.
-    pub parent: Option<Digest>,
+    pub parent: Option<ChunkDigest>,
     /// Paths of the parent at the checkpoint, absolute or relative to this directory. Only the digest decides whether a
     /// table is the parent.
     pub parent_at: Vec<String>,
     pub chunks: Vec<Chunk>,
     /// Digest of this table; set when it is encoded or parsed.
-    pub digest: Digest,
+    pub digest: ChunkDigest,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Header {
+struct IndexHeader {
     chunk_bytes: u32,
     regions: Vec<Region>,
     shards: Vec<u64>,
@@ -157,7 +157,7 @@ pub fn chunks_of(bytes: u64, chunk_bytes: u32) -> u64 {
     bytes.div_ceil(u64::from(chunk_bytes))
 }
 
-impl Index {
+impl VramIndex {
     /// The numbers of a region's chunks.
     pub fn range(&self, region: usize) -> Option<std::ops::Range<usize>> {
         let count = |r: &Region| chunks_of(r.bytes, self.chunk_bytes) as usize;
@@ -187,7 +187,7 @@ impl Index {
     /// back.
     pub fn encode(&mut self) -> Result<Vec<u8>, VramError> {
         self.check().map_err(VramError::Invalid)?;
-        let header = Header {
+        let header = IndexHeader {
             chunk_bytes: self.chunk_bytes,
             regions: self.regions.clone(),
             shards: self.shards.clone(),
@@ -213,7 +213,7 @@ impl Index {
             bytes.extend(chunk.place.to_le_bytes());
             bytes.extend(chunk.digest.0);
         }
-        self.digest = Digest::of(&bytes);
+        self.digest = ChunkDigest::of(&bytes);
         bytes.extend(self.digest.0);
         Ok(bytes)
     }
@@ -259,23 +259,23 @@ impl Index {
         if bytes.len() != end + DIGEST {
             return Err(damaged("its size does not fit its contents".into()));
         }
-        let digest = Digest::of(&bytes[..end]);
+        let digest = ChunkDigest::of(&bytes[..end]);
         if digest.0 != bytes[end..] {
             return Err(damaged("its digest does not fit its contents".into()));
         }
-        let header: Header = serde_json::from_slice(&bytes[PREFIX..rows_at])
+        let header: IndexHeader = serde_json::from_slice(&bytes[PREFIX..rows_at])
             .map_err(|error| damaged(format!("its header: {error}")))?;
         let parent = header
             .parent
-            .map(|text| text.parse::<Digest>())
+            .map(|text| text.parse::<ChunkDigest>())
             .transpose()
             .map_err(damaged)?;
         let mut chunks = Vec::with_capacity(count as usize);
         for (i, row) in bytes[rows_at..end].chunks_exact(ROW).enumerate() {
-            let kind = Kind::from_byte(row[0])
+            let kind = ChunkKind::from_byte(row[0])
                 .filter(|_| row[1] == 0)
                 .ok_or_else(|| damaged(format!("chunk {i} is of unknown kind {}", row[0])))?;
-            let mut digest = Digest::default();
+            let mut digest = ChunkDigest::default();
             digest.0.copy_from_slice(&row[16..]);
             chunks.push(Chunk {
                 kind,
@@ -339,12 +339,12 @@ impl Index {
     fn check_chunk(&self, chunk: &Chunk, length: u32, lengths: &[u32]) -> Result<(), String> {
         let stored = chunk.stored;
         match chunk.kind {
-            Kind::Zero => {
+            ChunkKind::Zero => {
                 if *chunk != Chunk::ZERO {
                     return Err("zero, and yet something is stored".into());
                 }
             }
-            Kind::Raw | Kind::Lz4 | Kind::Zstd => {
+            ChunkKind::Raw | ChunkKind::Lz4 | ChunkKind::Zstd => {
                 let shard = self
                     .shards
                     .get(usize::from(chunk.shard))
@@ -354,18 +354,18 @@ impl Index {
                     return Err(format!("beyond the end of shard {}", chunk.shard));
                 }
                 let fits = match chunk.kind {
-                    Kind::Raw => stored == length,
+                    ChunkKind::Raw => stored == length,
                     _ => stored > 0 && stored < length,
                 };
                 if !fits {
                     return Err(format!("{stored} bytes stored for {length}"));
                 }
             }
-            Kind::Same => {
+            ChunkKind::Same => {
                 let other = usize::try_from(chunk.place).ok();
                 let target = other.and_then(|n| Some((self.chunks.get(n)?, lengths.get(n)?)));
                 let fits = target.is_some_and(|(to, len)| {
-                    !matches!(to.kind, Kind::Same | Kind::Zero)
+                    !matches!(to.kind, ChunkKind::Same | ChunkKind::Zero)
                         && *len == length
                         && to.digest == chunk.digest
                 });
@@ -373,7 +373,7 @@ impl Index {
                     return Err(format!("cannot be the same as {}", chunk.place));
                 }
             }
-            Kind::Parent => {
+            ChunkKind::Parent => {
                 if self.parent.is_none() || stored != 0 || chunk.shard != 0 {
                     return Err("in a parent that is not named".into());
                 }

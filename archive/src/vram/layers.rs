@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use super::index::MAX_BYTES;
-use super::{Index, VramError};
+use super::{VramError, VramIndex};
 use crate::bytes::stream::decompressed;
 use crate::format::digest::Digest;
 use crate::format::names;
@@ -19,7 +19,7 @@ const END: u64 = 2 * BLOCK;
 const MAX_HEADER: u64 = 4 * BLOCK;
 
 /// Reads the table of chunks in an image's first layer, which holds the small files. `None`: it has none.
-pub fn index(first_layer: &Path) -> Result<Option<Index>, VramError> {
+pub fn index(first_layer: &Path) -> Result<Option<VramIndex>, VramError> {
     let unreadable = || VramError::io(first_layer, "cannot be read");
     let read = || -> io::Result<Option<Vec<u8>>> {
         let mut tar = tar::Archive::new(decompressed(File::open(first_layer)?)?);
@@ -36,7 +36,7 @@ pub fn index(first_layer: &Path) -> Result<Option<Index>, VramError> {
     };
     let bytes = read().map_err(unreadable())?;
     bytes
-        .map(|bytes| Index::parse(&bytes, first_layer))
+        .map(|bytes| VramIndex::parse(&bytes, first_layer))
         .transpose()
 }
 
@@ -51,7 +51,7 @@ pub struct ShardLayer {
 
 /// Lists the shards that are layers of their own, uncompressed. What the manifest states is not verified: it is true if
 /// the layer, put together by it, has its digest.
-pub fn shards(manifest: &Manifest, index: &Index) -> Vec<ShardLayer> {
+pub fn shards(manifest: &Manifest, index: &VramIndex) -> Vec<ShardLayer> {
     let name = |number: u16| {
         format!(
             "{}/{}",

@@ -33,9 +33,9 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use codec::Codec;
-pub use index::{Chunk, Digest, Index, Kind, Region};
+pub use index::{Chunk, ChunkDigest, ChunkKind, Region, VramIndex};
 pub use read::{ReadOptions, Vram, parent_of};
-pub use write::{Ahead, Source, WriteOptions, Writer, Written, remove, write};
+pub use write::{Ahead, MemorySource, WriteOptions, Writer, Written, remove, write};
 
 /// In bytes.
 pub const MIN_CHUNK: u32 = 64 << 10;
@@ -120,7 +120,7 @@ pub struct VramFacts {
 }
 
 impl VramFacts {
-    pub fn of(index: &Index) -> Self {
+    pub fn of(index: &VramIndex) -> Self {
         let mut facts = Self {
             digest: index.digest.to_string(),
             bytes: index.regions.iter().map(|region| region.bytes).sum(),
@@ -133,12 +133,12 @@ impl VramFacts {
         };
         for chunk in &index.chunks {
             match chunk.kind {
-                Kind::Zero => facts.zero += 1,
-                Kind::Raw => facts.raw += 1,
-                Kind::Lz4 => facts.lz4 += 1,
-                Kind::Zstd => facts.zstd += 1,
-                Kind::Same => facts.same += 1,
-                Kind::Parent => facts.parent += 1,
+                ChunkKind::Zero => facts.zero += 1,
+                ChunkKind::Raw => facts.raw += 1,
+                ChunkKind::Lz4 => facts.lz4 += 1,
+                ChunkKind::Zstd => facts.zstd += 1,
+                ChunkKind::Same => facts.same += 1,
+                ChunkKind::Parent => facts.parent += 1,
             }
         }
         facts

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::VramError;
 use super::file::open_file;
-use super::index::{Digest, Index};
+use super::index::{ChunkDigest, VramIndex};
 use crate::format::names;
 
 /// Most entries that are read of a searched directory.
@@ -17,15 +17,15 @@ const MAX_ENTRIES: usize = 100_000;
 
 /// The parent upon which a table builds, by the table's own words.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
+pub struct WantedParent {
     digest: String,
     places: Vec<PathBuf>,
 }
 
-impl Wanted {
+impl WantedParent {
     /// Reads a table, and in which directory it is, if it is in one. `None`: it builds upon nothing.
     pub fn of(table: &[u8], dir: Option<&Path>) -> Result<Option<Self>, VramError> {
-        let index = Index::parse(table, Path::new(names::VRAM_INDEX))?;
+        let index = VramIndex::parse(table, Path::new(names::VRAM_INDEX))?;
         Ok(index.parent.map(|digest| Self {
             digest: digest.to_string(),
             places: named(&index, dir),
@@ -34,7 +34,7 @@ impl Wanted {
 
     /// Finds the directory whose table has the digest, as [`parent_of`](super::read::parent_of) does. Reads no more than that.
     pub fn find(&self, search: &[PathBuf]) -> Option<PathBuf> {
-        let digest: Digest = self.digest.parse().ok()?;
+        let digest: ChunkDigest = self.digest.parse().ok()?;
         let found = search.iter().flat_map(|place| below(place));
         let mut places = self.places.iter().cloned().chain(found);
         places.find(|place| table_digest(place) == Some(digest))
@@ -42,7 +42,7 @@ impl Wanted {
 }
 
 /// The paths that are known without a search.
-pub(super) fn named(index: &Index, dir: Option<&Path>) -> Vec<PathBuf> {
+pub(super) fn named(index: &VramIndex, dir: Option<&Path>) -> Vec<PathBuf> {
     let link = dir.map(|dir| dir.join(names::PARENT_LINK));
     let link = link.filter(|link| fs::symlink_metadata(link).is_ok());
     let places = index.parent_at.iter().filter_map(|place| {
@@ -82,9 +82,9 @@ pub(super) fn below(place: &Path) -> Vec<PathBuf> {
 }
 
 /// Reads the digest that a directory's table states; `None` if there is no table.
-pub(super) fn table_digest(dir: &Path) -> Option<Digest> {
+pub(super) fn table_digest(dir: &Path) -> Option<ChunkDigest> {
     let file = open_file(&dir.join(names::VRAM_INDEX)).ok()?;
-    let mut digest = Digest::default();
+    let mut digest = ChunkDigest::default();
     let at = file
         .metadata()
         .ok()?

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use cryopod_host::files::{own_directory, read_bounded_from};
 
 use super::file::open_file;
-use super::{Digest, Index, VramError};
+use super::{ChunkDigest, VramError, VramIndex};
 use crate::format::names;
 use crate::source::InPlace;
 
@@ -26,11 +26,11 @@ pub(super) struct Places {
     /// Digest of the VRAM files' table.
     table: String,
     /// By the shard's name in the image directory.
-    shards: BTreeMap<String, Place>,
+    shards: BTreeMap<String, ShardPlace>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct ShardPlace {
     pub(super) path: PathBuf,
     device: u64,
     inode: u64,
@@ -42,10 +42,10 @@ pub(super) struct Place {
 /// Writes the file of places into a directory, for the table of an image directory.
 pub fn write(images: &Path, shards: &[InPlace], directory: &Path) -> Result<(), VramError> {
     let table = images.join(names::VRAM_INDEX);
-    let index = Index::read(&open_file(&table)?, &table)?;
+    let index = VramIndex::read(&open_file(&table)?, &table)?;
     let shards = shards.iter().map(|shard| {
         let name = shard.name.rsplit('/').next().unwrap_or_default();
-        let place = Place {
+        let place = ShardPlace {
             path: shard.path.clone(),
             device: shard.device,
             inode: shard.inode,
@@ -64,7 +64,7 @@ pub fn write(images: &Path, shards: &[InPlace], directory: &Path) -> Result<(), 
 }
 
 /// Finds the places of a table's shards in the searched directories.
-pub(super) fn find(search: &[PathBuf], table: Digest) -> Result<Option<Places>, VramError> {
+pub(super) fn find(search: &[PathBuf], table: ChunkDigest) -> Result<Option<Places>, VramError> {
     for directory in search {
         let path = directory.join(names::VRAM_PLACES);
         if path.symlink_metadata().is_err() || !own_directory(directory) {
@@ -82,12 +82,12 @@ pub(super) fn find(search: &[PathBuf], table: Digest) -> Result<Option<Places>, 
 }
 
 impl Places {
-    pub(super) fn of(&self, shard: &str) -> Option<&Place> {
+    pub(super) fn of(&self, shard: &str) -> Option<&ShardPlace> {
         self.shards.get(shard)
     }
 }
 
-impl Place {
+impl ShardPlace {
     /// Opens the file that the shard lies in.
     ///
     /// # Errors

@@ -9,8 +9,8 @@ use std::sync::{Mutex, PoisonError};
 
 use super::codec::decode;
 use super::file::open_file;
-use super::index::{Chunk, Digest, Index, Kind};
-use super::places::{self, Place, Places};
+use super::index::{Chunk, ChunkDigest, ChunkKind, VramIndex};
+use super::places::{self, Places, ShardPlace};
 use super::{VramError, VramFacts, parent, run_on, usual_threads};
 use crate::format::names;
 use crate::store::{self, Found};
@@ -19,7 +19,7 @@ use crate::store::{self, Found};
 const MAX_DEPTH: usize = 1024;
 
 /// A thread's work. It polls whether to stop, and has its own buffer.
-type Work<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
+type ReadWork<'a> = dyn Fn(&dyn Fn() -> bool, &mut Vec<u8>) -> Result<(), VramError> + Sync + 'a;
 
 #[derive(Debug, Clone)]
 pub struct ReadOptions {
@@ -42,16 +42,16 @@ impl Default for ReadOptions {
 /// VRAM files in a directory, with those that they build on.
 #[derive(Debug)]
 pub struct Vram {
-    pub index: Index,
+    pub index: VramIndex,
     dir: PathBuf,
-    shards: Vec<Shard>,
+    shards: Vec<OpenShard>,
     lengths: Vec<u32>,
     parent: Option<Box<Vram>>,
 }
 
 /// An open shard.
 #[derive(Debug)]
-struct Shard {
+struct OpenShard {
     file: File,
     path: PathBuf,
     /// Offset of the shard in the file; `None` for a file of its own.
@@ -59,7 +59,7 @@ struct Shard {
     bytes: u64,
 }
 
-impl Shard {
+impl OpenShard {
     fn alone(path: PathBuf) -> Result<Self, VramError> {
         let file = open_file(&path)?;
         let meta = file
@@ -73,7 +73,7 @@ impl Shard {
         })
     }
 
-    fn in_archive(place: &Place) -> Result<Self, VramError> {
+    fn in_archive(place: &ShardPlace) -> Result<Self, VramError> {
         Ok(Self {
             file: place.open()?,
             path: place.path.clone(),
@@ -115,26 +115,26 @@ impl Elsewhere {
         &mut self,
         dir: &Path,
         number: usize,
-        table: Digest,
+        table: ChunkDigest,
         search: &[PathBuf],
-    ) -> Result<Shard, VramError> {
+    ) -> Result<OpenShard, VramError> {
         let name = names::vram_shard(number);
         let path = dir.join(&name);
         if path.symlink_metadata().is_ok() {
-            return Shard::alone(path);
+            return OpenShard::alone(path);
         }
         if self.places.is_none() {
             self.places = Some(places::find(search, table)?);
         }
         if let Some(place) = self.places.iter().flatten().find_map(|p| p.of(&name)) {
-            return Shard::in_archive(place);
+            return OpenShard::in_archive(place);
         }
         // A store is one of the searched directories.
         if self.stored.is_none() {
             self.stored = Some(store::find(dir, search)?);
         }
         match self.stored.iter().flatten().next() {
-            Some(found) => Shard::alone(found.entry.join(&name)),
+            Some(found) => OpenShard::alone(found.entry.join(&name)),
             None => Err(VramError::Missing(path)),
         }
     }
@@ -146,7 +146,7 @@ impl Elsewhere {
 /// `search`, the directories in those. Fails with [`VramError::Parent`] if the parent is missing, or another one, or
 /// unusable.
 pub fn parent_of(
-    index: &Index,
+    index: &VramIndex,
     dir: Option<&Path>,
     search: &[PathBuf],
 ) -> Result<Option<Vram>, VramError> {
@@ -154,7 +154,7 @@ pub fn parent_of(
 }
 
 fn open_parent(
-    index: &Index,
+    index: &VramIndex,
     dir: Option<&Path>,
     opening: Opening<'_>,
 ) -> Result<Option<Vram>, VramError> {
@@ -199,7 +199,7 @@ fn open_parent(
 impl Vram {
     /// Opens the VRAM files of an image directory; `None` if there are none. `digest` is the table's digest in the
     /// metadata.
-    pub fn open(dir: &Path, digest: Option<Digest>) -> Result<Option<Self>, VramError> {
+    pub fn open(dir: &Path, digest: Option<ChunkDigest>) -> Result<Option<Self>, VramError> {
         Self::open_with(dir, digest, &[])
     }
 
@@ -207,7 +207,7 @@ impl Vram {
     /// have moved. Shards in a store are found in the same directories.
     pub fn open_with(
         dir: &Path,
-        digest: Option<Digest>,
+        digest: Option<ChunkDigest>,
         search: &[PathBuf],
     ) -> Result<Option<Self>, VramError> {
         Self::open_at(dir, digest, Opening::new(search))
@@ -217,7 +217,7 @@ impl Vram {
     /// a long chain has more files than a process may have open. Returns the length of the chain of parents.
     pub fn check(
         dir: &Path,
-        digest: Option<Digest>,
+        digest: Option<ChunkDigest>,
         search: &[PathBuf],
     ) -> Result<Option<usize>, VramError> {
         let opening = Opening {
@@ -230,7 +230,7 @@ impl Vram {
 
     fn open_at(
         dir: &Path,
-        digest: Option<Digest>,
+        digest: Option<ChunkDigest>,
         opening: Opening<'_>,
     ) -> Result<Option<Self>, VramError> {
         let path = dir.join(names::VRAM_INDEX);
@@ -240,7 +240,7 @@ impl Vram {
             }
             other => other?,
         };
-        let index = Index::read(&file, &path)?;
+        let index = VramIndex::read(&file, &path)?;
         drop(file);
         if digest.is_some_and(|digest| digest != index.digest) {
             return Err(VramError::damaged(
@@ -284,15 +284,15 @@ impl Vram {
     }
 
     /// Checks that this holds the chunks that a table has in its parent. `path` is the table's, for the message.
-    pub(crate) fn holds(&self, child: &Index, path: &Path) -> Result<(), VramError> {
+    pub(crate) fn holds(&self, child: &VramIndex, path: &Path) -> Result<(), VramError> {
         for (number, (chunk, length)) in child.chunks.iter().zip(child.lengths()).enumerate() {
-            if chunk.kind != Kind::Parent {
+            if chunk.kind != ChunkKind::Parent {
                 continue;
             }
             let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
             let there = self.index.chunks.get(place).zip(self.lengths.get(place));
             let fits = there.is_some_and(|(to, len)| {
-                to.kind != Kind::Zero && to.digest == chunk.digest && *len == length
+                to.kind != ChunkKind::Zero && to.digest == chunk.digest && *len == length
             });
             if !fits {
                 let what = format!("chunk {number} is not in the parent");
@@ -360,7 +360,7 @@ impl Vram {
                 if failed() {
                     return Err(VramError::Cancelled);
                 }
-                let zeros = self.index.chunks[number].kind == Kind::Zero;
+                let zeros = self.index.chunks[number].kind == ChunkKind::Zero;
                 if !(zeros && options.zeroed) {
                     self.chunk(number, piece, options.check, scratch)?;
                 }
@@ -396,7 +396,7 @@ impl Vram {
                 else {
                     return Err(VramError::Invalid(format!("there is no chunk {number}")));
                 };
-                if !matches!(chunk.kind, Kind::Zero | Kind::Same) {
+                if !matches!(chunk.kind, ChunkKind::Zero | ChunkKind::Same) {
                     self.chunk(*number, &mut piece[..*length as usize], true, scratch)?;
                 }
             }
@@ -409,7 +409,7 @@ impl Vram {
         &self,
         threads: usize,
         cancel: &AtomicBool,
-        work: &Work<'_>,
+        work: &ReadWork<'_>,
     ) -> Result<(), VramError> {
         let failed = AtomicBool::new(false);
         let stop = || failed.load(Relaxed) || cancel.load(Relaxed);
@@ -433,18 +433,18 @@ impl Vram {
         let chunk = self.index.chunks[number];
         let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
         match (chunk.kind, &self.parent) {
-            (Kind::Zero, _) => {
+            (ChunkKind::Zero, _) => {
                 to.fill(0);
                 return Ok(());
             }
             // Reading the table has compared the digests of both.
-            (Kind::Same, _) => return self.chunk(place, to, check, scratch),
-            (Kind::Parent, Some(parent)) => return parent.chunk(place, to, check, scratch),
-            (Kind::Parent, None) => {
+            (ChunkKind::Same, _) => return self.chunk(place, to, check, scratch),
+            (ChunkKind::Parent, Some(parent)) => return parent.chunk(place, to, check, scratch),
+            (ChunkKind::Parent, None) => {
                 return Err(VramError::Invalid("a chunk of no parent".into()));
             }
-            (Kind::Raw, _) => self.stored(&chunk, to)?,
-            (Kind::Lz4 | Kind::Zstd, _) => {
+            (ChunkKind::Raw, _) => self.stored(&chunk, to)?,
+            (ChunkKind::Lz4 | ChunkKind::Zstd, _) => {
                 scratch.resize(chunk.stored as usize, 0);
                 self.stored(&chunk, scratch)?;
                 decode(chunk.kind, scratch, to).map_err(|what| {
@@ -453,7 +453,7 @@ impl Vram {
             }
         }
         let check = check || self.of(&chunk).inside.is_some();
-        if check && Digest::of(to) != chunk.digest {
+        if check && ChunkDigest::of(to) != chunk.digest {
             let what = format!("chunk {number} does not fit its digest");
             return Err(VramError::damaged(&self.shard(&chunk), what));
         }
@@ -466,15 +466,15 @@ impl Vram {
         number: usize,
         stored: &mut Vec<u8>,
         plain: &mut Vec<u8>,
-    ) -> Result<Kind, VramError> {
+    ) -> Result<ChunkKind, VramError> {
         let mut at = (self, number);
         let chunk = loop {
             let (vram, number) = at;
             let chunk = vram.index.chunks[number];
             let place = usize::try_from(chunk.place).unwrap_or(usize::MAX);
             at = match (chunk.kind, &vram.parent) {
-                (Kind::Same, _) => (vram, place),
-                (Kind::Parent, Some(parent)) => (&**parent, place),
+                (ChunkKind::Same, _) => (vram, place),
+                (ChunkKind::Parent, Some(parent)) => (&**parent, place),
                 _ => break chunk,
             };
         };
@@ -485,21 +485,21 @@ impl Vram {
             VramError::damaged(&vram.shard(&chunk), format!("chunk {number}: {what}"))
         };
         let content = match chunk.kind {
-            Kind::Lz4 | Kind::Zstd => {
+            ChunkKind::Lz4 | ChunkKind::Zstd => {
                 plain.resize(vram.lengths[number] as usize, 0);
                 decode(chunk.kind, stored, plain).map_err(&bad)?;
                 &plain[..]
             }
-            Kind::Raw => &stored[..],
+            ChunkKind::Raw => &stored[..],
             _ => return Err(bad("it is nowhere".into())),
         };
-        match Digest::of(content) == chunk.digest {
+        match ChunkDigest::of(content) == chunk.digest {
             true => Ok(chunk.kind),
             false => Err(bad("it does not fit its digest".into())),
         }
     }
 
-    fn of(&self, chunk: &Chunk) -> &Shard {
+    fn of(&self, chunk: &Chunk) -> &OpenShard {
         &self.shards[usize::from(chunk.shard)]
     }
 

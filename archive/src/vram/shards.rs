@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use super::index::{Index, MAX_SHARDS};
+use super::index::{MAX_SHARDS, VramIndex};
 use super::{VramError, usual_threads};
 use crate::format::names;
 
@@ -109,7 +109,7 @@ impl<'a> Shards<'a> {
     }
 
     /// Writes the table atomically.
-    pub(super) fn put(&self, index: &mut Index) -> Result<(), VramError> {
+    pub(super) fn put(&self, index: &mut VramIndex) -> Result<(), VramError> {
         let partial = self.dir.join(names::VRAM_INDEX_PARTIAL);
         let path = self.dir.join(names::VRAM_INDEX);
         let bytes = index.encode()?;

@@ -31,9 +31,9 @@ fn options(codec: Codec) -> WriteOptions {
 }
 
 fn save(dir: &Path, sources: &[(&str, &[u8])], codec: Codec) -> Written {
-    let sources: Vec<Source<'_>> = sources
+    let sources: Vec<MemorySource<'_>> = sources
         .iter()
-        .map(|(id, bytes)| Source { id, bytes })
+        .map(|(id, bytes)| MemorySource { id, bytes })
         .collect();
     write(dir, &sources, &options(codec), None, &NEVER).unwrap()
 }
@@ -164,7 +164,7 @@ fn every_damage_is_found() {
     assert!(Vram::open(dir.path(), None).is_err());
     std::fs::remove_file(&shard).unwrap();
     std::fs::write(&shard, &good).unwrap();
-    assert!(Vram::open(dir.path(), Some(Digest::of(b"another"))).is_err());
+    assert!(Vram::open(dir.path(), Some(ChunkDigest::of(b"another"))).is_err());
     assert!(Vram::open(dir.path(), Some(digest.parse().unwrap())).is_ok());
 }
 
@@ -179,7 +179,7 @@ fn a_chain_of_parents() {
         if i > 0 {
             data[i << 20] ^= 1; // one chunk of 64
         }
-        let source = [Source {
+        let source = [MemorySource {
             id: "a",
             bytes: &data,
         }];
@@ -250,7 +250,7 @@ fn a_chain_of_parents() {
 fn what_fails_leaves_nothing() {
     let dir = TempDir::new().unwrap();
     let data = noise(2 << 20, 9);
-    let source = [Source {
+    let source = [MemorySource {
         id: "a",
         bytes: &data,
     }];
@@ -274,8 +274,8 @@ fn what_fails_leaves_nothing() {
 }
 
 /// A table with every kind of chunk.
-fn sample() -> Index {
-    let digest = Digest::of(b"x");
+fn sample() -> VramIndex {
+    let digest = ChunkDigest::of(b"x");
     let size = MIN_CHUNK;
     let chunk = |kind, stored, place| Chunk {
         kind,
@@ -284,7 +284,7 @@ fn sample() -> Index {
         place,
         digest,
     };
-    Index {
+    VramIndex {
         chunk_bytes: size,
         regions: vec![
             Region {
@@ -297,22 +297,22 @@ fn sample() -> Index {
             },
         ],
         shards: vec![u64::from(size) + 100],
-        parent: Some(Digest::of(b"p")),
+        parent: Some(ChunkDigest::of(b"p")),
         parent_at: vec!["../p".into()],
         chunks: vec![
             Chunk::ZERO,
-            chunk(Kind::Raw, size, 100),
-            chunk(Kind::Lz4, 60, 0),
-            chunk(Kind::Zstd, 40, 60),
-            chunk(Kind::Same, 0, 1),
-            chunk(Kind::Parent, 0, 9),
+            chunk(ChunkKind::Raw, size, 100),
+            chunk(ChunkKind::Lz4, 60, 0),
+            chunk(ChunkKind::Zstd, 40, 60),
+            chunk(ChunkKind::Same, 0, 1),
+            chunk(ChunkKind::Parent, 0, 9),
         ],
-        digest: Digest::default(),
+        digest: ChunkDigest::default(),
     }
 }
 
-fn parse(bytes: &[u8]) -> Result<Index, VramError> {
-    Index::parse(bytes, Path::new("vram-index.img"))
+fn parse(bytes: &[u8]) -> Result<VramIndex, VramError> {
+    VramIndex::parse(bytes, Path::new("vram-index.img"))
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn a_table_is_read_back() {
 
 #[test]
 fn hostile_tables_are_refused() {
-    let cases: [fn(&mut Index); 19] = [
+    let cases: [fn(&mut VramIndex); 19] = [
         |i| i.chunk_bytes = 0,
         |i| i.chunk_bytes = MIN_CHUNK + 1,
         |i| i.chunk_bytes = 1 << 31,
@@ -352,7 +352,7 @@ fn hostile_tables_are_refused() {
         |i| i.chunks[4].place = 4, // itself
         |i| i.chunks[4].place = 6,
         |i| i.chunks[4].place = 0, // zeros
-        |i| i.chunks[4].digest = Digest::of(b"y"),
+        |i| i.chunks[4].digest = ChunkDigest::of(b"y"),
     ];
     for (n, spoil) in cases.iter().enumerate() {
         let mut index = sample();
@@ -374,7 +374,7 @@ proptest! {
         let mut bytes = index.encode().unwrap();
         let end = bytes.len() - 32;
         bytes[at.index(end)] = value;
-        let digest = Digest::of(&bytes[..end]);
+        let digest = ChunkDigest::of(&bytes[..end]);
         bytes[end..].copy_from_slice(&digest.0);
         if let Ok(mut index) = parse(&bytes) {
             prop_assert!(index.encode().is_ok());
@@ -459,9 +459,9 @@ proptest! {
         let filled: Vec<AtomicUsize> = filled.into_iter().map(AtomicUsize::new).collect();
         writer.ahead(&taken, &filled[..taken.len()], &AtomicBool::new(true)).unwrap();
         let names = ["a", "b", "c"];
-        let sources: Vec<Source<'_>> = order
+        let sources: Vec<MemorySource<'_>> = order
             .iter()
-            .map(|m| Source { id: names[*m], bytes: &late[*m] })
+            .map(|m| MemorySource { id: names[*m], bytes: &late[*m] })
             .collect();
         let ahead: Vec<Option<usize>> =
             order.iter().map(|m| (*m < early.len()).then_some(*m)).collect();

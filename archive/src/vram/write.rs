@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::codec::{Codec, Encoder, is_zero};
-use super::index::{Chunk, Digest, Index, Kind, Region};
+use super::index::{Chunk, ChunkDigest, ChunkKind, Region, VramIndex};
 pub use super::shards::remove;
 use super::shards::{Own, Shards};
 use super::{DEFAULT_CHUNK, Vram, VramError, VramFacts, run_on, usual_threads};
@@ -28,7 +28,7 @@ const MIN_PER_THREAD: usize = 16 << 20;
 const POLL: Duration = Duration::from_millis(1);
 
 /// A thread's work. It has its own buffers and shards.
-type Work<'a> = dyn Fn(&mut Encoder, &mut Own) -> Result<(), VramError> + Sync + 'a;
+type WriteWork<'a> = dyn Fn(&mut Encoder, &mut Own) -> Result<(), VramError> + Sync + 'a;
 
 #[derive(Debug, Clone)]
 pub struct WriteOptions {
@@ -66,7 +66,7 @@ pub struct Ahead<'a> {
 
 /// A buffer to write. Its contents must not change during the write: a changed chunk would not match its digest.
 #[derive(Debug, Clone, Copy)]
-pub struct Source<'a> {
+pub struct MemorySource<'a> {
     /// [`Region::id`].
     pub id: &'a str,
     pub bytes: &'a [u8],
@@ -91,7 +91,7 @@ pub struct Written {
 /// early. After a [`VramError`] no VRAM files are left in the directory.
 pub fn write(
     dir: &Path,
-    sources: &[Source<'_>],
+    sources: &[MemorySource<'_>],
     options: &WriteOptions,
     parent: Option<&Vram>,
     cancel: &AtomicBool,
@@ -107,7 +107,7 @@ pub struct Writer<'a> {
     cancel: &'a AtomicBool,
     failed: AtomicBool,
     /// The first chunk with that digest, here or in the parent, and its length.
-    known: Mutex<HashMap<Digest, (Kind, u64, usize)>>,
+    known: Mutex<HashMap<ChunkDigest, (ChunkKind, u64, usize)>>,
     shards: Shards<'a>,
     /// Shards that a thread may append to.
     open: Mutex<Vec<Own>>,
@@ -214,7 +214,7 @@ impl<'a> Writer<'a> {
     /// memory it was in [`Writer::ahead`]; it may be shorter.
     pub fn finish(
         mut self,
-        sources: &[Source<'_>],
+        sources: &[MemorySource<'_>],
         memory: &[Option<usize>],
     ) -> Result<Written, VramError> {
         let start = Instant::now();
@@ -226,10 +226,14 @@ impl<'a> Writer<'a> {
         let (ahead, changed) = self.drop_changed(&pieces, &settled, &mut rows)?;
         self.known = Mutex::new(known);
         lock(&self.known).extend(rows.iter().enumerate().filter_map(|(number, row)| {
-            let row =
-                row.filter(|row| !matches!(row.kind, Kind::Zero | Kind::Same | Kind::Parent))?;
+            let row = row.filter(|row| {
+                !matches!(
+                    row.kind,
+                    ChunkKind::Zero | ChunkKind::Same | ChunkKind::Parent
+                )
+            })?;
             let length = pieces.get(number)?.len();
-            Some((row.digest, (Kind::Same, number as u64, length)))
+            Some((row.digest, (ChunkKind::Same, number as u64, length)))
         }));
         let missing: Vec<usize> = (0..pieces.len()).filter(|n| rows[*n].is_none()).collect();
         let next = AtomicUsize::new(0);
@@ -256,16 +260,19 @@ impl<'a> Writer<'a> {
         let write_us = micros(start.elapsed());
         let start = Instant::now();
         self.shards.sync(&lock(&self.open))?;
-        let mut index = Index {
+        let mut index = VramIndex {
             chunk_bytes: self.options.chunk_bytes,
             regions: sources.iter().map(region).collect(),
             shards: self.shards.take_sizes(),
             parent: None,
             parent_at: Vec::new(),
             chunks: rows.into_iter().flatten().collect(),
-            digest: Digest::default(),
+            digest: ChunkDigest::default(),
         };
-        let builds_on_it = index.chunks.iter().any(|chunk| chunk.kind == Kind::Parent);
+        let builds_on_it = index
+            .chunks
+            .iter()
+            .any(|chunk| chunk.kind == ChunkKind::Parent);
         if let Some(vram) = self.parent.filter(|_| builds_on_it) {
             index.parent = Some(vram.index.digest);
             index.parent_at = places(self.dir, vram.dir());
@@ -295,20 +302,23 @@ impl<'a> Writer<'a> {
         }
     }
 
-    fn known_of_parent(&self) -> HashMap<Digest, (Kind, u64, usize)> {
+    fn known_of_parent(&self) -> HashMap<ChunkDigest, (ChunkKind, u64, usize)> {
         let chunks = self.parent.into_iter().flat_map(|vram| {
             let all = vram.index.chunks.iter().zip(vram.index.lengths());
-            all.enumerate().filter(|(_, (c, _))| c.kind != Kind::Zero)
+            all.enumerate()
+                .filter(|(_, (c, _))| c.kind != ChunkKind::Zero)
         });
         chunks
-            .map(|(i, (chunk, length))| (chunk.digest, (Kind::Parent, i as u64, length as usize)))
+            .map(|(i, (chunk, length))| {
+                (chunk.digest, (ChunkKind::Parent, i as u64, length as usize))
+            })
             .collect()
     }
 
     /// What was written ahead, by the numbers of the sources' chunks.
     fn translated(
         &self,
-        sources: &[Source<'_>],
+        sources: &[MemorySource<'_>],
         memory: &[Option<usize>],
         size: usize,
     ) -> Vec<Option<Chunk>> {
@@ -333,7 +343,7 @@ impl<'a> Writer<'a> {
             }
         }
         for row in &mut rows {
-            if let Some(chunk) = row.filter(|chunk| chunk.kind == Kind::Same) {
+            if let Some(chunk) = row.filter(|chunk| chunk.kind == ChunkKind::Same) {
                 *row = numbers.get(&chunk.place).map(|place| Chunk {
                     place: *place,
                     ..chunk
@@ -344,7 +354,12 @@ impl<'a> Writer<'a> {
     }
 
     /// For each of the sources' chunks whether it cannot have changed since it was written.
-    fn settled(&self, sources: &[Source<'_>], memory: &[Option<usize>], size: usize) -> Vec<bool> {
+    fn settled(
+        &self,
+        sources: &[MemorySource<'_>],
+        memory: &[Option<usize>],
+        size: usize,
+    ) -> Vec<bool> {
         let of = |s: usize| {
             let number = memory.get(s).copied().flatten();
             number.and_then(|m| self.settled.get(m)).copied()
@@ -377,8 +392,8 @@ impl<'a> Writer<'a> {
                 self.check_cancelled()?;
                 let piece = pieces[*number];
                 let same = match row.kind {
-                    Kind::Zero => is_zero(piece),
-                    _ => Digest::of(piece) == row.digest,
+                    ChunkKind::Zero => is_zero(piece),
+                    _ => ChunkDigest::of(piece) == row.digest,
                 };
                 if !same {
                     lock(&changed).push(*number);
@@ -391,7 +406,7 @@ impl<'a> Writer<'a> {
         }
         for (number, row) in &taken {
             let place = usize::try_from(row.place).unwrap_or(usize::MAX);
-            if row.kind == Kind::Same && rows.get(place).copied().flatten().is_none() {
+            if row.kind == ChunkKind::Same && rows.get(place).copied().flatten().is_none() {
                 rows[*number] = None;
             }
         }
@@ -400,7 +415,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Runs the same work on several threads, each with its shards; the first error ends all.
-    fn on_threads(&self, bytes: usize, work: &Work<'_>) -> Result<(), VramError> {
+    fn on_threads(&self, bytes: usize, work: &WriteWork<'_>) -> Result<(), VramError> {
         let threads = self
             .options
             .threads
@@ -433,7 +448,7 @@ impl<'a> Writer<'a> {
         if is_zero(piece) {
             return Ok(Chunk::ZERO);
         }
-        let digest = Digest::of(piece);
+        let digest = ChunkDigest::of(piece);
         let mut known = lock(&self.known);
         match known.get(&digest) {
             Some((kind, place, length)) if *length == piece.len() => {
@@ -444,7 +459,7 @@ impl<'a> Writer<'a> {
                     ..Chunk::ZERO
                 });
             }
-            _ => known.insert(digest, (Kind::Same, number, piece.len())),
+            _ => known.insert(digest, (ChunkKind::Same, number, piece.len())),
         };
         drop(known);
         let (kind, stored) = encoder.encode(piece);
@@ -492,7 +507,7 @@ fn places(from: &Path, to: &Path) -> Vec<String> {
         .collect()
 }
 
-fn region(source: &Source<'_>) -> Region {
+fn region(source: &MemorySource<'_>) -> Region {
     Region {
         id: source.id.to_owned(),
         bytes: source.bytes.len() as u64,

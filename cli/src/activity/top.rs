@@ -51,7 +51,7 @@ fn interval(text: &str) -> Result<f64, String> {
 
 /// An operation at one moment.
 #[derive(Debug, Clone, PartialEq)]
-struct Seen {
+struct SeenBytes {
     pid: i32,
     operation: String,
     name: String,
@@ -65,7 +65,7 @@ struct Seen {
     rate: Option<f64>,
 }
 
-impl Seen {
+impl SeenBytes {
     fn left(&self) -> Option<f64> {
         let rate = self.rate.filter(|r| *r > 0.0)?;
         let left = self
@@ -83,10 +83,10 @@ struct Looks {
 }
 
 impl Looks {
-    fn look(&mut self, host: &Host) -> Vec<Seen> {
+    fn look(&mut self, host: &Host) -> Vec<SeenBytes> {
         let running = progress::running(host);
         let now = Instant::now();
-        let seen: Vec<Seen> = running
+        let seen: Vec<SeenBytes> = running
             .into_iter()
             .map(|running| {
                 let done = done(host, &running);
@@ -94,7 +94,7 @@ impl Looks {
                     let passed = (now - *at).as_secs_f64();
                     (passed > 0.0).then(|| done.saturating_sub(*before) as f64 / passed)
                 });
-                Seen {
+                SeenBytes {
                     pid: running.pid,
                     step: step(&running),
                     operation: running.state.operation,
@@ -242,7 +242,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn cells(seen: &Seen) -> [String; 8] {
+fn cells(seen: &SeenBytes) -> [String; 8] {
     let dash = || "-".to_owned();
     let done = match seen.total {
         0 => bytes(seen.done),
@@ -273,7 +273,7 @@ fn shortened(text: &str, max: usize) -> String {
     plain(text).chars().take(max).collect()
 }
 
-fn table(seen: &[Seen]) -> String {
+fn table(seen: &[SeenBytes]) -> String {
     if seen.is_empty() {
         return "No checkpoint, restore or transfer of cryopod is running.\n".into();
     }
@@ -293,7 +293,7 @@ fn table(seen: &[Seen]) -> String {
 }
 
 /// One line of a log.
-fn line(seen: &Seen) -> String {
+fn line(seen: &SeenBytes) -> String {
     let [pid, operation, name, step, time, done, rate, left] = cells(seen);
     let left = if left == "-" {
         String::new()
@@ -308,7 +308,7 @@ fn line(seen: &Seen) -> String {
     format!("{operation} of {name} ({pid}): {step}, {time}: {done}{rate}{left}")
 }
 
-fn json(seen: &[Seen]) -> serde_json::Value {
+fn json(seen: &[SeenBytes]) -> serde_json::Value {
     let list = seen.iter().map(|s| {
         serde_json::json!({
             "pid": s.pid, "operation": s.operation, "name": s.name, "step": s.step, "seconds": s.seconds,
@@ -322,8 +322,8 @@ fn json(seen: &[Seen]) -> serde_json::Value {
 mod tests {
     use super::*;
 
-    fn seen() -> Seen {
-        Seen {
+    fn seen() -> SeenBytes {
+        SeenBytes {
             pid: 7,
             operation: "checkpoint".into(),
             name: "jo\u{1b}[2Jb".into(),
@@ -349,7 +349,7 @@ mod tests {
             line(&seen()),
             "checkpoint of jo?[2Jb (7): dump, 2.0 s: 1.0 GiB of 4.0 GiB (25 %), 2.00 GB/s, 2 s left"
         );
-        let unknown = Seen {
+        let unknown = SeenBytes {
             total: 0,
             rate: None,
             ..seen()

@@ -15,11 +15,11 @@ use cryopod_archive::store::{Found, Reference, find, find_in, gather};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_archive::verify::{VerifyOptions, verify};
 
-use crate::archives::pack::{How, completed, destination};
+use crate::archives::pack::{PackMethod, completed, destination};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -40,7 +40,7 @@ pub struct Args {
     #[arg(long)]
     parents: Vec<PathBuf>,
     #[command(flatten)]
-    how: How,
+    how: PackMethod,
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(to) = &to {
         to.check(args.how.replace())?;
     }
-    let source = Place::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open()?;
     let stores = stores(&args.store)?;
     let found = found(&source, &stores)?.with_context(|| {
         format!(

@@ -7,9 +7,9 @@ use cryopod_archive::Error;
 use cryopod_archive::format::names;
 use cryopod_archive::source::Source;
 use cryopod_archive::unpack::{self, UnpackOptions, Unpacked};
-use cryopod_archive::vram::parent::Wanted;
+use cryopod_archive::vram::parent::WantedParent;
 use cryopod_host::sandbox::{self, Sandbox, SandboxError, Worker};
-use cryopod_operations::config::Limits;
+use cryopod_operations::config::TimeLimits;
 
 use crate::{one_line, terminal::ui};
 
@@ -48,7 +48,7 @@ impl Decoding {
 
     /// Adds the checkpoints upon which one builds. Tables say where they are, so a place counts only if there is a table
     /// with the digest that is wanted.
-    pub fn add_parents(&mut self, wanted: Option<Wanted>, search: &[PathBuf]) {
+    pub fn add_parents(&mut self, wanted: Option<WantedParent>, search: &[PathBuf]) {
         let mut wanted = wanted;
         for _ in 0..MAX_PARENTS {
             // If one is missing, the work says so.
@@ -63,7 +63,10 @@ impl Decoding {
             };
             let said = decoding.run(|| {
                 let table = std::fs::read(parent.join(names::VRAM_INDEX))?;
-                Ok(serde_json::to_vec(&Wanted::of(&table, Some(&parent))?)?)
+                Ok(serde_json::to_vec(&WantedParent::of(
+                    &table,
+                    Some(&parent),
+                )?)?)
             });
             let said = said
                 .ok()
@@ -84,25 +87,25 @@ impl Decoding {
     pub fn start(
         &self,
         work: impl FnOnce() -> anyhow::Result<Vec<u8>>,
-    ) -> Result<Running, SandboxError> {
+    ) -> Result<ConfinedRun, SandboxError> {
         let sandbox = Sandbox {
             read: self.read.clone(),
             write: Vec::new(),
         };
         let worker = sandbox.start(|| work().map_err(|e| one_line(&e)))?;
-        Ok(Running {
+        Ok(ConfinedRun {
             worker,
             limit: self.limit,
         })
     }
 }
 
-pub struct Running {
+pub struct ConfinedRun {
     worker: Worker,
     limit: Duration,
 }
 
-impl Running {
+impl ConfinedRun {
     pub fn finish(self) -> Result<Vec<u8>, SandboxError> {
         self.worker.finish(self.limit)
     }
@@ -117,5 +120,5 @@ fn limit(archive: &Path) -> Duration {
         false => archive.metadata().map_or(0, |m| m.len()),
     };
     // Zstd packs zeros to a thousandth.
-    Limits::default().restore(size.saturating_mul(16))
+    TimeLimits::default().restore(size.saturating_mul(16))
 }

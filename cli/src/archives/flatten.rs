@@ -14,11 +14,11 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
 
 use crate::archives::bundle::found;
-use crate::archives::pack::{How, destination};
+use crate::archives::pack::{PackMethod, destination};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long)]
     parents: Vec<PathBuf>,
     #[command(flatten)]
-    how: How,
+    how: PackMethod,
 }
 
 /// Returns true if the output is to be a directory like the source.
@@ -48,7 +48,7 @@ fn to_directory(source: &Source, output: &str) -> bool {
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     raise_open_files();
-    let mut source = Place::parse(&args.source).open()?;
+    let mut source = ArchivePlace::parse(&args.source).open()?;
     let stores = stores(&[])?;
     if !stores.is_empty()
         && let Some(stored) = found(&source, &stores)?
@@ -114,6 +114,6 @@ fn put(whole: &Path, path: &Path) -> io::Result<()> {
 }
 
 fn pack(args: &Args, whole: &Path, to: &Destination) -> anyhow::Result<()> {
-    let whole = Place::parse(&whole.to_string_lossy()).open()?;
+    let whole = ArchivePlace::parse(&whole.to_string_lossy()).open()?;
     args.how.write_silently("pack", &whole, to)
 }

@@ -18,7 +18,7 @@ use cryopod_archive::{Compression, container::engine};
 use crate::archives::registry_args::{RegistryAccess, RegistryArgs};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 use cryopod_operations::config::restore::REGISTRY;
 use cryopod_registry::parse_reference;
 
@@ -32,14 +32,14 @@ pub struct Args {
     #[arg(short, long)]
     output: String,
     #[command(flatten)]
-    how: How,
+    how: PackMethod,
     #[command(flatten)]
     registry: RegistryAccess,
 }
 
 /// Options for writing an archive.
 #[derive(clap::Args, Clone)]
-pub struct How {
+pub struct PackMethod {
     /// Compression of an image's layers: zstd, gzip or none.
     #[arg(long, default_value = "zstd", value_parser = compression)]
     compression: Compression,
@@ -85,7 +85,7 @@ fn annotation(text: &str) -> Result<(String, String), String> {
     }
 }
 
-impl How {
+impl PackMethod {
     /// The defaults of the command line.
     pub fn plain(quiet: bool) -> Self {
         Self {
@@ -115,7 +115,7 @@ impl How {
         }
     }
 
-    /// Like [`How::write`], but does not report what was written.
+    /// Like [`PackMethod::write`], but does not report what was written.
     pub fn write_silently(
         &self,
         what: &str,
@@ -239,7 +239,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if let Some(image) = image {
         parse_reference(image)?;
     }
-    let source = Place::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open()?;
     let images = source.images_directory();
     if let Some(reference) = images.map(|i| Reference::open(&i)).transpose()?.flatten() {
         eprintln!(
@@ -264,7 +264,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 pub fn to_registry(
     source: &Source,
     image: &str,
-    how: &How,
+    how: &PackMethod,
     registry: &RegistryArgs,
 ) -> anyhow::Result<()> {
     parse_reference(image)?;

@@ -8,7 +8,7 @@ use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
-use crate::archives::pack::{self, How};
+use crate::archives::pack::{self, PackMethod};
 use crate::archives::registry_args::{RegistryArgs, said};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui;
@@ -32,7 +32,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let temp = LockedTempDir::beside(to.path(), Holds::Copy)?;
             let layout = temp.path().join("image");
             pull(args, &layout)?;
-            let how = How::plain(args.registry.quiet());
+            let how = PackMethod::plain(args.registry.quiet());
             how.write("pack", &Source::open(&layout)?, &to, Default::default())?;
         }
     }

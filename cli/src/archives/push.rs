@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 
 use crate::archives::pack;
 use crate::archives::registry_args::RegistryArgs;
@@ -19,11 +19,11 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = Place::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open()?;
     match source.image() {
         Some(_) => args.registry.push(&source, &args.image)?,
         None => {
-            let how = pack::How::plain(args.registry.quiet());
+            let how = pack::PackMethod::plain(args.registry.quiet());
             pack::to_registry(&source, &args.image, &how, &args.registry)?;
         }
     }

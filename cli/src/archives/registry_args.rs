@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
-use cryopod_registry::{Credentials, Options, Transferred, parse_reference};
+use cryopod_registry::{Login, RegistryOptions, Transferred, parse_reference};
 
 use crate::terminal::ui;
 
@@ -17,7 +17,7 @@ pub struct RegistryArgs {
     tls_verify: bool,
     /// USER:PASSWORD; otherwise those of podman's or docker's auth file.
     #[arg(long, value_parser = credentials)]
-    creds: Option<Credentials>,
+    creds: Option<Login>,
     /// The auth file, instead of $REGISTRY_AUTH_FILE and the usual ones.
     #[arg(long)]
     authfile: Option<PathBuf>,
@@ -26,8 +26,8 @@ pub struct RegistryArgs {
     quiet: bool,
 }
 
-fn credentials(text: &str) -> Result<Credentials, String> {
-    Credentials::parse(text).ok_or_else(|| "USER:PASSWORD".into())
+fn credentials(text: &str) -> Result<Login, String> {
+    Login::parse(text).ok_or_else(|| "USER:PASSWORD".into())
 }
 
 /// Those of a verb with a `--quiet` of its own.
@@ -57,13 +57,13 @@ impl RegistryArgs {
         self.quiet
     }
 
-    pub fn options(&self) -> Options {
-        Options {
+    pub fn options(&self) -> RegistryOptions {
+        RegistryOptions {
             tls_verify: self.tls_verify,
             credentials: self.creds.clone(),
             auth_file: self.authfile.clone(),
             progress: Arc::new(Progress::default()),
-            ..Options::default()
+            ..RegistryOptions::default()
         }
     }
 

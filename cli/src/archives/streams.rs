@@ -40,13 +40,13 @@ pub fn send(path: &Path) -> anyhow::Result<u64> {
 }
 
 /// An archive that came from standard input, in a directory that is removed with it.
-pub struct Received {
+pub struct ReceivedArchive {
     _temp: LockedTempDir,
     pub path: PathBuf,
 }
 
 /// Reads an archive from standard input.
-pub fn receive() -> anyhow::Result<Received> {
+pub fn receive() -> anyhow::Result<ReceivedArchive> {
     if io::stdin().is_terminal() {
         bail!(
             "-: the archive is read from standard input, which is a terminal; name a file, or pipe an archive into the command"
@@ -65,5 +65,5 @@ pub fn receive() -> anyhow::Result<Received> {
     if read == 0 {
         bail!("-: standard input is empty: the command before it sent no archive");
     }
-    Ok(Received { _temp: temp, path })
+    Ok(ReceivedArchive { _temp: temp, path })
 }

@@ -8,7 +8,7 @@ use cryopod_archive::progress::Progress;
 use cryopod_archive::unpack::UnpackOptions;
 
 use crate::{archives::confined, terminal::ui};
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -29,7 +29,7 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let source = Place::parse(&args.source).open()?;
+    let source = ArchivePlace::parse(&args.source).open()?;
     let options = UnpackOptions {
         images_only: args.images_only,
         threads: args.threads,

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::progress::Progress;
 use cryopod_archive::verify::{Verified, VerifyOptions, table, verify_with};
-use cryopod_archive::vram::parent::Wanted;
+use cryopod_archive::vram::parent::WantedParent;
 
 use crate::archives::confined::Decoding;
 use crate::store::stores;
 use crate::terminal::ui;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -34,7 +34,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     raise_open_files();
-    let place = Place::parse(&args.source);
+    let place = ArchivePlace::parse(&args.source);
     let stores = stores(&args.store)?;
     let options = VerifyOptions {
         threads: args.threads,
@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         let Some(table) = table(&source, &options.limits)? else {
             return Ok(Vec::new());
         };
-        let wanted = Wanted::of(&table, source.images_directory().as_deref());
+        let wanted = WantedParent::of(&table, source.images_directory().as_deref());
         // A damaged table is verify's to report.
         let mut said = serde_json::to_vec(&wanted.ok().flatten())?;
         said.push(b'\n');
@@ -76,7 +76,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn said(place: &Place, done: &Verified) -> String {
+fn said(place: &ArchivePlace, done: &Verified) -> String {
     let mut parts = vec![format!("{} files", done.files), ui::bytes(done.bytes)];
     if done.layers > 0 {
         parts.push(format!("{} layers with their digests", done.layers));

@@ -8,7 +8,7 @@
 //! .removed-KEY/             one that a process is removing
 //! ```
 //!
-//! KEY is computed from a checkpoint's [`Origin`]: the same digest of another repository is another checkpoint. So the
+//! KEY is computed from a checkpoint's [`CacheOrigin`]: the same digest of another repository is another checkpoint. So the
 //! cache answers only for a repository or file that has been asked for it. Whoever reads a checkpoint holds a shared
 //! lock on its directory, and whoever removes it an exclusive one.
 
@@ -43,14 +43,14 @@ pub struct Cache {
 
 /// Where a checkpoint comes from: what a tenant must be allowed to have it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Origin {
+pub struct CacheOrigin {
     /// `docker://REGISTRY/REPOSITORY`, or the real path of an archive.
     pub place: String,
     /// Of an image's manifest. For other archives it is computed from the file's identity.
     pub digest: Digest,
 }
 
-impl Origin {
+impl CacheOrigin {
     pub fn key(&self) -> String {
         // No digest has a line break.
         let text = format!("{}\n{}", self.digest, self.place);
@@ -59,17 +59,17 @@ impl Origin {
 }
 
 /// A checkpoint in the cache.
-pub struct Entry {
+pub struct CacheEntry {
     pub key: String,
-    pub record: Record,
+    pub record: CacheRecord,
     pub last_use: SystemTime,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Record {
+pub struct CacheRecord {
     /// As the user named it. Shown to users only.
     pub source: String,
-    pub origin: Origin,
+    pub origin: CacheOrigin,
     /// Bytes of its files.
     pub bytes: u64,
 }
@@ -97,7 +97,7 @@ impl Cache {
     }
 
     /// Returns the image directory of a checkpoint in the cache, and notes the use.
-    pub fn find(&self, origin: &Origin) -> Option<PathBuf> {
+    pub fn find(&self, origin: &CacheOrigin) -> Option<PathBuf> {
         let path = self.path_of(&origin.key());
         let _in_use = lock(&path, FlockArg::LockSharedNonblock)?;
         read(&path)?;
@@ -110,7 +110,7 @@ impl Cache {
     /// what a killed process left there, and returns the directory below it with the finished checkpoint.
     pub fn make(
         &self,
-        origin: &Origin,
+        origin: &CacheOrigin,
         source: &str,
         limit: Duration,
         make: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
@@ -153,7 +153,7 @@ impl Cache {
             let _ = fs::remove_dir_all(&work);
             return Err(e);
         }
-        let record = Record {
+        let record = CacheRecord {
             source: source.to_owned(),
             origin: origin.clone(),
             bytes,
@@ -171,7 +171,7 @@ impl Cache {
     }
 
     /// Lists the checkpoints, the least recently used first.
-    pub fn entries(&self) -> anyhow::Result<Vec<Entry>> {
+    pub fn entries(&self) -> anyhow::Result<Vec<CacheEntry>> {
         let list = fs::read_dir(&self.path);
         let list = list.with_context(|| format!("{}: cannot be read", self.path.display()))?;
         let keys = list
@@ -181,7 +181,7 @@ impl Cache {
             let path = self.path_of(&key);
             let record = read(&path)?;
             let last_use = path.join(RECORD).metadata().ok()?.modified().ok()?;
-            Some(Entry {
+            Some(CacheEntry {
                 key,
                 record,
                 last_use,
@@ -259,7 +259,7 @@ fn lock(path: &Path, how: FlockArg) -> Option<Flock<File>> {
     ((held.dev(), held.ino()) == (named.dev(), named.ino())).then_some(lock)
 }
 
-fn read(entry: &Path) -> Option<Record> {
+fn read(entry: &Path) -> Option<CacheRecord> {
     let text = fs::read(entry.join(RECORD)).ok()?;
     serde_json::from_slice(&text).ok()
 }
@@ -290,8 +290,8 @@ mod tests {
         cache
     }
 
-    fn origin(place: &str) -> Origin {
-        Origin {
+    fn origin(place: &str) -> CacheOrigin {
+        CacheOrigin {
             place: place.into(),
             digest: Digest::of(b"manifest"),
         }

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
 use cryopod_archive::format::oci::Manifest;
-use cryopod_archive::vram::{self, Chunk, Index, Kind, layers};
-use cryopod_registry::{Known, Piece};
+use cryopod_archive::vram::{self, Chunk, ChunkKind, VramIndex, layers};
+use cryopod_registry::{BlobPiece, KnownBlobs};
 
 use super::directory::Cache;
 
 /// Where the chunks of GPU memory are that the cache has, by their digest and how they are stored.
 pub struct InCache {
-    chunks: HashMap<(vram::Digest, u8, u32), (Arc<File>, u64)>,
+    chunks: HashMap<(vram::ChunkDigest, u8, u32), (Arc<File>, u64)>,
 }
 
 impl InCache {
@@ -30,7 +30,7 @@ impl InCache {
             let path = images.join(names::VRAM_INDEX);
             let Some(index) = File::open(&path)
                 .ok()
-                .and_then(|file| Index::read(&file, &path).ok())
+                .and_then(|file| VramIndex::read(&file, &path).ok())
             else {
                 continue;
             };
@@ -52,8 +52,8 @@ impl InCache {
     }
 }
 
-impl Known for InCache {
-    fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<Piece>> {
+impl KnownBlobs for InCache {
+    fn pieces(&self, first: &Path, manifest: &Manifest) -> BTreeMap<Digest, Vec<BlobPiece>> {
         if self.chunks.is_empty() {
             return BTreeMap::new();
         }
@@ -70,7 +70,7 @@ impl Known for InCache {
             let chunks = chunks.filter(|chunk| is_stored(chunk) && chunk.shard == layer.shard);
             let pieces = chunks.filter_map(|chunk| {
                 let (file, offset) = self.chunks.get(&key(chunk))?;
-                Some(Piece {
+                Some(BlobPiece {
                     at: layer.at.checked_add(chunk.place)?,
                     bytes: u64::from(chunk.stored),
                     file: Arc::clone(file),
@@ -88,9 +88,12 @@ impl Known for InCache {
 }
 
 fn is_stored(chunk: &Chunk) -> bool {
-    matches!(chunk.kind, Kind::Raw | Kind::Lz4 | Kind::Zstd)
+    matches!(
+        chunk.kind,
+        ChunkKind::Raw | ChunkKind::Lz4 | ChunkKind::Zstd
+    )
 }
 
-fn key(chunk: &Chunk) -> (vram::Digest, u8, u32) {
+fn key(chunk: &Chunk) -> (vram::ChunkDigest, u8, u32) {
     (chunk.digest, chunk.kind as u8, chunk.stored)
 }

@@ -9,14 +9,14 @@ use std::sync::Arc;
 use anyhow::bail;
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::names;
-use cryopod_archive::source::{Kind, Place, Source};
+use cryopod_archive::source::{ArchivePlace, Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
 use cryopod_operations::config::Config;
 use cryopod_operations::config::restore::REGISTRY;
 use cryopod_operations::rootfs;
-use cryopod_registry::{Options, parse_reference};
+use cryopod_registry::{RegistryOptions, parse_reference};
 
-use super::directory::{Cache, Origin};
+use super::directory::{Cache, CacheOrigin};
 use super::known::InCache;
 use crate::{archives::confined, terminal::ui};
 
@@ -54,15 +54,15 @@ impl Pull<'_> {
         let source = &self.args.source;
         let image = parse_reference(source)?;
         let insecure = &self.config.cache.insecure_registries;
-        let options = Options {
+        let options = RegistryOptions {
             tls_verify: !insecure.iter().any(|r| r == image.registry()),
-            ..Options::default()
+            ..RegistryOptions::default()
         };
         let digest = match image.digest() {
             Some(digest) => Digest::parse(digest)?,
             None => cryopod_registry::digest(&image, &options)?,
         };
-        let origin = Origin {
+        let origin = CacheOrigin {
             place: format!("{REGISTRY}{}/{}", image.registry(), image.repository()),
             digest,
         };
@@ -88,13 +88,13 @@ impl Pull<'_> {
     }
 
     fn archive(&self, cache: &Cache) -> anyhow::Result<PathBuf> {
-        let source = Place::parse(&self.args.source).open()?;
+        let source = ArchivePlace::parse(&self.args.source).open()?;
         let digest = match source.image() {
             Some(image) => image.digest.clone(),
             None => identity(&source)?,
         };
         let path = fs::canonicalize(source.path())?;
-        let origin = Origin {
+        let origin = CacheOrigin {
             // Without loss, for a path that is no text.
             place: format!("{path:?}"),
             digest,
@@ -108,7 +108,7 @@ impl Pull<'_> {
     fn make(
         &self,
         cache: &Cache,
-        origin: &Origin,
+        origin: &CacheOrigin,
         make: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
     ) -> anyhow::Result<PathBuf> {
         let limit = self.config.limits.restore(0);

@@ -44,7 +44,7 @@ const CONTAINERD_RECORD: &str = "containerd/checkpoint.config.v1+proto";
 /// Exit code for a question that makes no sense.
 const UNUSABLE: u8 = 2;
 
-pub struct Ask<'a> {
+pub struct ArchiveQuestion<'a> {
     pub path: &'a Path,
     /// The name of the image, if a layout holds several.
     pub image: Option<&'a str>,
@@ -73,31 +73,31 @@ struct Checkpoint {
 }
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct ArchiveReport<'a> {
     ok: bool,
     path: &'a Path,
     kind: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     created: Option<&'a str>,
     checks: &'a [Check],
-    refusals: Vec<Reason<'a>>,
-    map: Vec<Move<'a>>,
+    refusals: Vec<RefusalReason<'a>>,
+    map: Vec<GpuMove<'a>>,
 }
 
 #[derive(Serialize)]
-struct Reason<'a> {
+struct RefusalReason<'a> {
     what: &'a str,
     remedy: &'a str,
 }
 
 #[derive(Serialize)]
-struct Move<'a> {
+struct GpuMove<'a> {
     from: &'a str,
     to: &'a str,
     why: &'a str,
 }
 
-pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
+pub fn run(ask: &ArchiveQuestion<'_>) -> anyhow::Result<ExitCode> {
     match answer(ask) {
         Ok((checkpoint, answer)) => report(ask, &checkpoint, &answer),
         Err(why) => {
@@ -107,7 +107,7 @@ pub fn run(ask: &Ask<'_>) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
+fn answer(ask: &ArchiveQuestion<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
     if let Some(name) = ask.off.iter().find(|name| !switches::known(name)) {
         return Err(format!(
             "--off {name}: no such check; there are {}",
@@ -127,7 +127,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
     }
     let host = Host::system();
     let tools = SystemTools::from_env();
-    let missing = engine::missing(&engine::Question {
+    let missing = engine::missing(&engine::EngineQuestion {
         host: &host,
         tools: &tools,
         engine: ask.engine,
@@ -187,7 +187,7 @@ fn answer(ask: &Ask<'_>) -> Result<(Checkpoint, RestoreAnswer), String> {
 }
 
 /// Refuses if large files are in a store that is not here.
-fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refusal> {
+fn away(ask: &ArchiveQuestion<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refusal> {
     let reference = checkpoint.reference.clone()?;
     let path = ask.path.join(names::STORE_REFERENCE);
     let error = store::find_in(reference, &path, &config.store.directories()).err()?;
@@ -198,7 +198,7 @@ fn away(ask: &Ask<'_>, config: &Config, checkpoint: &Checkpoint) -> Option<Refus
     })
 }
 
-fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
+fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {
     let limits = Limits {
         small_file_bytes: 256 << 20,
         small_total_bytes: 1 << 30,
@@ -242,7 +242,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
             true => file_sizes::differences(&source, &files, &limits)?,
             false => Vec::new(),
         };
-        let about = About {
+        let about = AboutCheckpoint {
             grown,
             kind: source.kind().to_string(),
             volumes: volumes.into_inner(),
@@ -293,7 +293,7 @@ fn open(ask: &Ask<'_>) -> Result<Checkpoint, String> {
 
 /// What the decoder tells beside the files.
 #[derive(Serialize, Deserialize)]
-struct About {
+struct AboutCheckpoint {
     kind: String,
     /// What is said of files that are not as CRIU saved them.
     grown: Vec<String>,
@@ -305,7 +305,7 @@ struct About {
     files: Vec<(String, usize)>,
 }
 
-fn files_of(decoded: &[u8]) -> Result<(About, BTreeMap<String, Vec<u8>>), String> {
+fn files_of(decoded: &[u8]) -> Result<(AboutCheckpoint, BTreeMap<String, Vec<u8>>), String> {
     let nonsense = || "the process that decodes it makes no sense".to_owned();
     let end = decoded
         .iter()
@@ -313,7 +313,7 @@ fn files_of(decoded: &[u8]) -> Result<(About, BTreeMap<String, Vec<u8>>), String
         .ok_or_else(nonsense)?;
     let (line, mut rest) = decoded.split_at(end);
     rest = &rest[1..];
-    let mut about: About = serde_json::from_slice(line).map_err(|_| nonsense())?;
+    let mut about: AboutCheckpoint = serde_json::from_slice(line).map_err(|_| nonsense())?;
     let mut files = BTreeMap::new();
     for (name, bytes) in std::mem::take(&mut about.files) {
         let (file, after) = rest.split_at_checked(bytes).ok_or_else(nonsense)?;
@@ -326,7 +326,7 @@ fn files_of(decoded: &[u8]) -> Result<(About, BTreeMap<String, Vec<u8>>), String
 fn records(
     path: &Path,
     files: &BTreeMap<String, Vec<u8>>,
-    about: About,
+    about: AboutCheckpoint,
 ) -> Result<engine::Records, String> {
     let json = |name: &str| -> Value {
         let text = files.get(name);
@@ -368,7 +368,7 @@ fn spec(files: &BTreeMap<String, Vec<u8>>) -> Spec {
 }
 
 fn report(
-    ask: &Ask<'_>,
+    ask: &ArchiveQuestion<'_>,
     checkpoint: &Checkpoint,
     answer: &RestoreAnswer,
 ) -> anyhow::Result<ExitCode> {
@@ -376,7 +376,7 @@ fn report(
     let ok = refusals.is_empty();
     let mut out = std::io::stdout().lock();
     if ask.json {
-        let report = Report {
+        let report = ArchiveReport {
             ok,
             path: ask.path,
             kind: &checkpoint.kind,
@@ -384,14 +384,14 @@ fn report(
             checks: &answer.checks,
             refusals: refusals
                 .iter()
-                .map(|r| Reason {
+                .map(|r| RefusalReason {
                     what: &r.what,
                     remedy: &r.remedy,
                 })
                 .collect(),
             map: answer
                 .choices()
-                .map(|c| Move {
+                .map(|c| GpuMove {
                     from: &c.old.id,
                     to: &c.new.id,
                     why: &c.why,

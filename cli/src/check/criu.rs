@@ -6,15 +6,15 @@ use std::path::Path;
 use cryopod_operations::criu;
 use cryopod_operations::criu::program;
 
-use super::{Input, LIMIT, Line};
+use super::{CheckInput, LIMIT, ReportLine};
 
 /// The oldest CRIU that the plugin works with.
 const OLDEST_CRIU: [u32; 2] = [4, 1];
 const NEW_ENOUGH: &str = "install the package cryopod-criu, or, if it is 4.1 or newer, install the criu package of the distribution";
 
-pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
+pub fn check(input: &CheckInput<'_>, lines: &mut Vec<ReportLine>) {
     let Some(criu) = criu::find(input.tools, LIMIT) else {
-        lines.push(Line::missing("criu", "not found on PATH", NEW_ENOUGH));
+        lines.push(ReportLine::missing("criu", "not found on PATH", NEW_ENOUGH));
         return;
     };
     let at = whose(&criu.path, input.hosts_own.as_deref());
@@ -24,11 +24,15 @@ pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
         .map(|v| (v, criu::numbers(v).unwrap_or_default()))
     {
         Some((v, n)) if n.as_slice() >= OLDEST_CRIU.as_slice() => {
-            lines.push(Line::ok("criu", format!("{v} at {at}")))
+            lines.push(ReportLine::ok("criu", format!("{v} at {at}")))
         }
-        Some((v, _)) => lines.push(Line::missing("criu", format!("{v} at {at}"), NEW_ENOUGH)),
+        Some((v, _)) => lines.push(ReportLine::missing(
+            "criu",
+            format!("{v} at {at}"),
+            NEW_ENOUGH,
+        )),
         None => {
-            lines.push(Line::missing(
+            lines.push(ReportLine::missing(
                 "criu",
                 format!("that at {at} does not say its version"),
                 NEW_ENOUGH,
@@ -44,7 +48,7 @@ pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
             .tools
             .output(&criu.path, &[OsStr::new("check")], LIMIT)
         {
-            Ok(out) if out.code == 0 => Line::ok("kernel", "criu check: looks good"),
+            Ok(out) if out.code == 0 => ReportLine::ok("kernel", "criu check: looks good"),
             Ok(out) => {
                 let said = out
                     .stderr
@@ -53,13 +57,13 @@ pub fn check(input: &Input<'_>, lines: &mut Vec<Line>) {
                     .find(|l| l.contains("Error"))
                     .unwrap_or("no reason given")
                     .to_owned();
-                Line::missing(
+                ReportLine::missing(
                     "kernel",
                     format!("criu check: {said}"),
                     "run `criu check --all` and use a kernel with CONFIG_CHECKPOINT_RESTORE",
                 )
             }
-            Err(e) => Line::missing("kernel", e.to_string(), "run `criu check --all`"),
+            Err(e) => ReportLine::missing("kernel", e.to_string(), "run `criu check --all`"),
         },
     );
 }
@@ -84,13 +88,13 @@ mod tests {
     use cryopod_host::files::Host;
     use cryopod_host::programs::{Output, ToolError, Tools};
 
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
 
     /// A CRIU that says this to everything; empty: none.
-    struct Criu(&'static str);
+    struct CriuCheck(&'static str);
 
-    impl Tools for Criu {
+    impl Tools for CriuCheck {
         fn find(&self, _: &str) -> Option<PathBuf> {
             (self.0 != "none").then(|| "/usr/sbin/criu".into())
         }
@@ -107,17 +111,17 @@ mod tests {
     #[test]
     fn criu_must_be_there_and_new_enough() {
         for (says, want) in [
-            ("none", Status::Missing),
-            ("Version: 3.17.1\n", Status::Missing),
-            ("Version: 4.1.1\n", Status::Ok),
-            ("Version: 4.2\n", Status::Ok),
-            ("", Status::Missing),
+            ("none", CheckStatus::Missing),
+            ("Version: 3.17.1\n", CheckStatus::Missing),
+            ("Version: 4.1.1\n", CheckStatus::Ok),
+            ("Version: 4.2\n", CheckStatus::Ok),
+            ("", CheckStatus::Missing),
         ] {
             let mut lines = Vec::new();
-            let input = Input {
+            let input = CheckInput {
                 host: &Host::at("/nowhere"),
                 hosts_own: None,
-                tools: &Criu(says),
+                tools: &CriuCheck(says),
                 root: true,
                 has_library: &|_| true,
             };

@@ -45,7 +45,7 @@ pub struct Records {
     pub has_image: bool,
 }
 
-pub struct Question<'a> {
+pub struct EngineQuestion<'a> {
     pub host: &'a Host,
     pub tools: &'a dyn Tools,
     /// The engine for the restore; `None`: the one that made the archive.
@@ -58,7 +58,7 @@ pub struct Question<'a> {
 }
 
 /// Returns everything that the engine would miss.
-pub fn missing(question: &Question<'_>) -> Vec<Refusal> {
+pub fn missing(question: &EngineQuestion<'_>) -> Vec<Refusal> {
     let engine = question.engine.or(match question.records.facts.engine {
         Some("podman") => Some(Engine::Podman),
         Some("docker") => Some(Engine::Docker),
@@ -79,7 +79,7 @@ pub fn missing(question: &Question<'_>) -> Vec<Refusal> {
             "install it, or name another engine with --engine",
         )];
     };
-    let asked = Asked {
+    let asked = AskedEngine {
         question,
         name,
         program,
@@ -113,13 +113,13 @@ fn plain(name: &str) -> Result<&str, Refusal> {
     }
 }
 
-struct Asked<'a> {
-    question: &'a Question<'a>,
+struct AskedEngine<'a> {
+    question: &'a EngineQuestion<'a>,
     name: &'static str,
     program: PathBuf,
 }
 
-impl Asked<'_> {
+impl AskedEngine<'_> {
     /// Asks the engine. Returns its output, or `None` if it exits with code 1, which means no.
     fn ask(&self, args: &[&str]) -> Result<Option<String>, Refusal> {
         let words: Vec<&OsStr> = args.iter().map(OsStr::new).collect();

@@ -19,7 +19,7 @@ use cryopod_operations::criu::{find as installed, numbers, version_line};
 use cryopod_operations::request::lowlevel::{LowLevel, RuntimeKind};
 use cryopod_operations::vram::agent;
 
-use super::{Input, LIMIT, Line, criu, tested};
+use super::{CheckInput, LIMIT, ReportLine, criu, tested};
 use crate::setup::{self, Target};
 
 /// The first NVIDIA driver branch that can checkpoint whole processes, and the first that can restore on other GPUs.
@@ -38,19 +38,19 @@ pub fn can_load(name: &str) -> bool {
     }
 }
 
-pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line> {
+pub fn check(input: &CheckInput<'_>, config: Result<Config, ConfigError>) -> Vec<ReportLine> {
     let mut lines = Vec::new();
     lines.push(if input.root {
-        Line::ok("user", "root")
+        ReportLine::ok("user", "root")
     } else {
-        Line::missing(
+        ReportLine::missing(
             "user",
             "not root",
             "CRIU needs root to checkpoint containers; run engines and this check as root",
         )
     });
     if input.root && !sets_others_limits(input.host) {
-        lines.push(Line::note(
+        lines.push(ReportLine::note(
             "CAP_SYS_RESOURCE",
             "missing: only processes of root can be checkpointed",
             "CRIU reads and sets the limits of each process: give the engine this capability",
@@ -58,11 +58,11 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
     }
     let config = match config {
         Ok(config) => {
-            lines.push(Line::ok("configuration", "valid"));
+            lines.push(ReportLine::ok("configuration", "valid"));
             config
         }
         Err(e) => {
-            lines.push(Line::missing(
+            lines.push(ReportLine::missing(
                 "configuration",
                 e.to_string(),
                 "correct the file; checkpoints and restores fail until then",
@@ -88,11 +88,11 @@ pub fn check(input: &Input<'_>, config: Result<Config, ConfigError>) -> Vec<Line
     lines
 }
 
-fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+fn runtimes(input: &CheckInput<'_>, config: &Config, lines: &mut Vec<ReportLine>) {
     let low = match LowLevel::find(config) {
         Ok(low) => low,
         Err(e) => {
-            lines.push(Line::missing(
+            lines.push(ReportLine::missing(
                 "low-level runtime",
                 e.to_string(),
                 "install crun or runc",
@@ -102,12 +102,12 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     };
     let version = version_line(input.tools, &low.path, LIMIT);
     match version {
-        None => lines.push(Line::missing(
+        None => lines.push(ReportLine::missing(
             "low-level runtime",
             format!("{} does not run", low.path.display()),
             "reinstall it",
         )),
-        Some(v) => lines.push(Line::ok(
+        Some(v) => lines.push(ReportLine::ok(
             "low-level runtime",
             format!("{v} at {}", low.path.display()),
         )),
@@ -124,13 +124,13 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
             .chain(["libcriu.so.2"])
             .find(|l| (input.has_library)(l));
         lines.push(match (built_in, found) {
-            (true, Some(library)) => Line::ok("libcriu", format!("crun can load {library}")),
-            (true, None) => Line::missing(
+            (true, Some(library)) => ReportLine::ok("libcriu", format!("crun can load {library}")),
+            (true, None) => ReportLine::missing(
                 "libcriu",
                 "crun needs libcriu.so.2 and it is not installed",
                 "install it (Debian: libcriu2; Fedora: criu-libs) or the package cryopod-criu, or use runc",
             ),
-            (false, _) => Line::missing(
+            (false, _) => ReportLine::missing(
                 "libcriu",
                 "this crun was built without CRIU",
                 match input.tools.find("runc") {
@@ -143,8 +143,8 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
         });
     }
     lines.push(match input.tools.find("cryopod-runtime") {
-        Some(path) => Line::ok("cryopod-runtime", path.display().to_string()),
-        None => Line::note(
+        Some(path) => ReportLine::ok("cryopod-runtime", path.display().to_string()),
+        None => ReportLine::note(
             "cryopod-runtime",
             "not on PATH",
             "engines need its full path, or install it in /usr/local/bin",
@@ -152,20 +152,20 @@ fn runtimes(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     });
 }
 
-fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+fn helpers(input: &CheckInput<'_>, config: &Config, lines: &mut Vec<ReportLine>) {
     let probe = Probe {
         tools: input.tools,
         limit: LIMIT,
     };
     let line = |name, found: Result<String, Fault>| match found {
-        Ok(found) => Line::ok(name, found),
-        Err(fault) => Line::missing(name, fault.what, fault.remedy),
+        Ok(found) => ReportLine::ok(name, found),
+        Err(fault) => ReportLine::missing(name, fault.what, fault.remedy),
     };
     lines.push(line("tar", probe.tar()));
     let runc = LowLevel::find(config).is_ok_and(|low| low.kind == RuntimeKind::Runc);
     lines.push(match probe.ip() {
         // runc does not let CRIU save networks.
-        Err(fault) if runc => Line::note("ip", fault.what, fault.remedy),
+        Err(fault) if runc => ReportLine::note("ip", fault.what, fault.remedy),
         found => line("ip", found),
     });
     let lock = match CriuOptions::in_files(&opts::earlier_files(), &config.criu.options) {
@@ -175,7 +175,7 @@ fn helpers(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
     lines.push(line("network lock", lock));
 }
 
-fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
+fn engines(input: &CheckInput<'_>, lines: &mut Vec<ReportLine>) {
     let mut found = Vec::new();
     for (name, program) in [
         ("podman", "podman"),
@@ -197,14 +197,14 @@ fn engines(input: &Input<'_>, lines: &mut Vec<Line>) {
         });
     }
     lines.push(if found.is_empty() {
-        Line::note("engines", "none found", "install podman, docker or containerd; the low-level runtime can also be used by itself")
+        ReportLine::note("engines", "none found", "install podman, docker or containerd; the low-level runtime can also be used by itself")
     } else {
-        Line::ok("engines", found.join(", "))
+        ReportLine::ok("engines", found.join(", "))
     });
 }
 
 /// Tells which engines do not know cryopod yet. containerd needs to know it for Kubernetes alone.
-fn set_up(input: &Input<'_>, lines: &mut Vec<Line>) {
+fn set_up(input: &CheckInput<'_>, lines: &mut Vec<ReportLine>) {
     for (name, program, target) in [
         ("podman setup", "podman", Target::Podman),
         ("docker setup", "dockerd", Target::Docker),
@@ -214,8 +214,8 @@ fn set_up(input: &Input<'_>, lines: &mut Vec<Line>) {
             continue;
         }
         lines.push(match setup::is_done(target, input.host, input.tools) {
-            true => Line::ok(name, "done"),
-            false => Line::note(
+            true => ReportLine::ok(name, "done"),
+            false => ReportLine::note(
                 name,
                 "its configuration does not name cryopod",
                 format!("cryopod setup {}", target.name()),
@@ -224,23 +224,23 @@ fn set_up(input: &Input<'_>, lines: &mut Vec<Line>) {
     }
 }
 
-fn cgroups(input: &Input<'_>, config: &Config, lines: &mut Vec<Line>) {
+fn cgroups(input: &CheckInput<'_>, config: &Config, lines: &mut Vec<ReportLine>) {
     let setup = cgroups::setup(input.host);
     let crun = LowLevel::find(config).is_ok_and(|l| l.kind == RuntimeKind::Crun);
     lines.push(match (setup, cgroups::beside_v1(input.host)) {
-        (_, Some(controllers)) if crun => Line::note(
+        (_, Some(controllers)) if crun => ReportLine::note(
             "cgroups",
             format!("hybrid (v1 and v2), v2 has {controllers}"),
             "crun starts no container here (\"cgroups in hybrid mode not supported, drop all controllers from cgroupv2\"); use runc, or a host with v2 alone",
         ),
-        (other, _) => Line::ok("cgroups", other.label()),
+        (other, _) => ReportLine::ok("cgroups", other.label()),
     });
 }
 
-fn shmem(host: &Host, lines: &mut Vec<Line>) {
+fn shmem(host: &Host, lines: &mut Vec<ReportLine>) {
     const FILE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
     let Some(text) = host.line(FILE) else {
-        lines.push(Line::note(
+        lines.push(ReportLine::note(
             "shmem huge pages",
             "the kernel has none",
             "large GPU memories are saved more slowly",
@@ -253,8 +253,8 @@ fn shmem(host: &Host, lines: &mut Vec<Line>) {
         .unwrap_or("unknown")
         .to_owned();
     lines.push(match chosen.as_str() {
-        "advise" | "always" | "within_size" | "force" => Line::ok("shmem huge pages", chosen),
-        _ => Line::note(
+        "advise" | "always" | "within_size" | "force" => ReportLine::ok("shmem huge pages", chosen),
+        _ => ReportLine::note(
             "shmem huge pages",
             chosen,
             format!("echo advise > {FILE}: GPU memory is saved faster with huge pages"),
@@ -262,9 +262,9 @@ fn shmem(host: &Host, lines: &mut Vec<Line>) {
     });
 }
 
-fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>) {
+fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<ReportLine>) {
     let Some(version) = nvidia::driver_version(host) else {
-        lines.push(Line::note(
+        lines.push(ReportLine::note(
             "NVIDIA driver",
             "not loaded",
             "only needed for containers with NVIDIA GPUs",
@@ -276,13 +276,13 @@ fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>
     models.dedup();
     let found = format!("{version}, {} GPU(s): {}", gpus.len(), models.join(", "));
     lines.push(match nvidia::branch(&version) {
-        Some(b) if b >= DRIVER_OTHER_GPU => Line::ok("NVIDIA driver", found),
-        Some(b) if b >= DRIVER_CHECKPOINT => Line::note(
+        Some(b) if b >= DRIVER_OTHER_GPU => ReportLine::ok("NVIDIA driver", found),
+        Some(b) if b >= DRIVER_CHECKPOINT => ReportLine::note(
             "NVIDIA driver",
             found,
             "a restore on other GPUs needs driver 580 or newer",
         ),
-        _ => Line::missing(
+        _ => ReportLine::missing(
             "NVIDIA driver",
             found,
             "CUDA processes can be checkpointed from driver 570 on; update the driver",
@@ -291,8 +291,8 @@ fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>
     lines.push(plugin("NVIDIA plugin", plugins, Vendor::Nvidia));
     if let Some(plugin) = &plugins.nvidia {
         lines.push(match agent::find(config, Some(plugin)) {
-            Some(path) => Line::ok("NVIDIA agent", path.display().to_string()),
-            None => Line::missing(
+            Some(path) => ReportLine::ok("NVIDIA agent", path.display().to_string()),
+            None => ReportLine::missing(
                 "NVIDIA agent",
                 "cryopod-cuda-agent was not found",
                 "install it beside the plugin, or name it as `nvidia.agent` in the configuration",
@@ -301,7 +301,7 @@ fn nvidia(host: &Host, config: &Nvidia, plugins: &Plugins, lines: &mut Vec<Line>
     }
 }
 
-fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
+fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<ReportLine>) {
     let gpus = amd_gpus::gpus(host);
     if gpus.is_empty() {
         let found = match host.char_device("/dev/kfd") {
@@ -310,7 +310,7 @@ fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
             }
             None => "not loaded".into(),
         };
-        lines.push(Line::note(
+        lines.push(ReportLine::note(
             "AMD driver",
             found,
             "only needed for containers with AMD GPUs",
@@ -318,23 +318,23 @@ fn amd(host: &Host, plugins: &Plugins, lines: &mut Vec<Line>) {
         return;
     }
     let version = amd_gpus::driver_version(host).unwrap_or_else(|| "unknown version".into());
-    lines.push(Line::ok(
+    lines.push(ReportLine::ok(
         "AMD driver",
         format!("{version}, {} GPU(s)", gpus.len()),
     ));
     lines.push(plugin("AMD plugin", plugins, Vendor::Amd));
 }
 
-fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> Line {
+fn plugin(name: &'static str, plugins: &Plugins, vendor: Vendor) -> ReportLine {
     match plugins.usable(vendor) {
-        Ok(path) => Line::ok(name, path.display().to_string()),
-        Err(fault) => Line::missing(name, fault.what, fault.remedy),
+        Ok(path) => ReportLine::ok(name, path.display().to_string()),
+        Err(fault) => ReportLine::missing(name, fault.what, fault.remedy),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
     use cryopod_host::programs::Tools;
     use cryopod_host::programs::{Output, ToolError};
@@ -367,11 +367,15 @@ mod tests {
     #[test]
     fn versions_newer_than_tested() {
         for (tools, want, says) in [
-            (&[][..], Status::Ok, "criu 4.1 to "),
-            (&[("criu", "Version: 4.3\n")], Status::Ok, "runc 1.1 to "),
+            (&[][..], CheckStatus::Ok, "criu 4.1 to "),
+            (
+                &[("criu", "Version: 4.3\n")],
+                CheckStatus::Ok,
+                "runc 1.1 to ",
+            ),
             (
                 &[("podman", "podman version 3.4.4\n")],
-                Status::Note,
+                CheckStatus::Note,
                 "podman 3.4 is older than",
             ),
             (
@@ -379,7 +383,7 @@ mod tests {
                     ("criu", "Version: 99.1.2\n"),
                     ("runc", "runc version 1.1.15+ds1\n"),
                 ],
-                Status::Note,
+                CheckStatus::Note,
                 "criu 99.1 is newer",
             ),
         ] {
@@ -389,7 +393,7 @@ mod tests {
         }
     }
 
-    fn status(lines: &[Line], name: &str) -> Option<Status> {
+    fn status(lines: &[ReportLine], name: &str) -> Option<CheckStatus> {
         lines.iter().find(|l| l.name == name).map(|l| l.status)
     }
 
@@ -420,16 +424,24 @@ mod tests {
         };
         assert_eq!(
             check("580.1.2", &Plugins::default()),
-            (Some(Status::Ok), Some(Status::Missing), None)
+            (Some(CheckStatus::Ok), Some(CheckStatus::Missing), None)
         );
         assert_eq!(
             check("570.1.2", &with),
-            (Some(Status::Note), Some(Status::Ok), Some(Status::Missing))
+            (
+                Some(CheckStatus::Note),
+                Some(CheckStatus::Ok),
+                Some(CheckStatus::Missing)
+            )
         );
         std::fs::write(plugin.with_file_name("cryopod-cuda-agent"), "").unwrap();
         assert_eq!(
             check("550.1.2", &with),
-            (Some(Status::Missing), Some(Status::Ok), Some(Status::Ok))
+            (
+                Some(CheckStatus::Missing),
+                Some(CheckStatus::Ok),
+                Some(CheckStatus::Ok)
+            )
         );
     }
 
@@ -439,8 +451,8 @@ mod tests {
         let d = dir.path().join("sys/kernel/mm/transparent_hugepage");
         std::fs::create_dir_all(&d).unwrap();
         for (text, want) in [
-            ("always within_size [advise] never\n", Status::Ok),
-            ("always advise [never]\n", Status::Note),
+            ("always within_size [advise] never\n", CheckStatus::Ok),
+            ("always advise [never]\n", CheckStatus::Note),
         ] {
             std::fs::write(d.join("shmem_enabled"), text).unwrap();
             let mut lines = Vec::new();

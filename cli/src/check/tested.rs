@@ -5,7 +5,7 @@ use std::time::Duration;
 use cryopod_host::programs::Tools;
 use cryopod_operations::criu;
 
-use super::Line;
+use super::ReportLine;
 
 /// Program, oldest and newest tested version.
 const TESTED: [(&str, [u32; 2], [u32; 2]); 6] = [
@@ -18,7 +18,7 @@ const TESTED: [(&str, [u32; 2], [u32; 2]); 6] = [
 ];
 
 /// Returns one line: the tested versions, and what is newer here.
-pub fn line(tools: &dyn Tools, limit: Duration) -> Line {
+pub fn line(tools: &dyn Tools, limit: Duration) -> ReportLine {
     let dotted = |[major, minor]: [u32; 2]| format!("{major}.{minor}");
     let range = |(name, oldest, newest)| format!("{name} {} to {}", dotted(oldest), dotted(newest));
     let tested = TESTED.map(range).join(", ");
@@ -40,8 +40,8 @@ pub fn line(tools: &dyn Tools, limit: Duration) -> Line {
         }
     }
     match others.is_empty() {
-        true => Line::ok("tested versions", tested),
-        false => Line::note(
+        true => ReportLine::ok("tested versions", tested),
+        false => ReportLine::note(
             "tested versions",
             format!("{} than what was tested: {tested}", others.join(", ")),
             "restore a checkpoint of a container that you can lose before you rely on it",

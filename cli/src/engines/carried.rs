@@ -13,19 +13,19 @@ use cryopod_archive::format::names;
 use cryopod_archive::source::Source;
 use serde_json::Value;
 
-use crate::engines::engine::{Call, Engine};
+use crate::engines::engine::{Engine, EngineCall};
 
 const ASK: Duration = Duration::from_secs(60);
 
 /// The image that a checkpoint names.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Named {
+pub struct NamedImage {
     /// Its id: the digest of its config, without `sha256:`.
     pub id: String,
     pub name: String,
 }
 
-impl Named {
+impl NamedImage {
     /// Reads it from the content of `config.dump`.
     pub fn of(config: &[u8]) -> anyhow::Result<Self> {
         let config: Value = serde_json::from_slice(config).context(names::CONFIG_DUMP)?;
@@ -46,17 +46,22 @@ impl Named {
 }
 
 /// Loads an image from its file, unless the engine has it. The file is checked first.
-pub fn load(file: &Path, named: &Named, engine: Engine, limit: Duration) -> anyhow::Result<()> {
+pub fn load(
+    file: &Path,
+    named: &NamedImage,
+    engine: Engine,
+    limit: Duration,
+) -> anyhow::Result<()> {
     let program = engine.program();
     let has = || {
-        let call = Call::new(program, ASK).args(["image", "inspect", "--format", "{{.Id}}"]);
+        let call = EngineCall::new(program, ASK).args(["image", "inspect", "--format", "{{.Id}}"]);
         call.args([&named.id]).run().is_ok()
     };
     if has() {
         return Ok(());
     }
     carried::check(file, &named.id)?;
-    Call::new(program, limit)
+    EngineCall::new(program, limit)
         .args(["image", "load", "--quiet", "--input"])
         .args([file])
         .run()
@@ -79,10 +84,11 @@ pub fn take(whole: &Path, limit: Duration) -> anyhow::Result<()> {
     }
     let path = whole.join(names::CONFIG_DUMP);
     let text = fs::read(&path).with_context(|| path.display().to_string())?;
-    let named = Named::of(&text)?;
+    let named = NamedImage::of(&text)?;
     load(&file, &named, Engine::Podman, limit)?;
     fs::remove_file(&file).with_context(|| file.display().to_string())?;
-    let call = Call::new("podman", ASK).args(["image", "inspect", "--format", "{{.Id}}", "--"]);
+    let call =
+        EngineCall::new("podman", ASK).args(["image", "inspect", "--format", "{{.Id}}", "--"]);
     let here = call.args([&named.name]).run();
     if here.is_ok_and(|id| id.trim() == named.id) {
         return Ok(());
@@ -112,8 +118,8 @@ mod tests {
     #[test]
     fn the_image_that_a_checkpoint_names() {
         let id = "a".repeat(64);
-        let of = |text: String| Named::of(text.as_bytes());
-        let named = Named {
+        let of = |text: String| NamedImage::of(text.as_bytes());
+        let named = NamedImage {
             id: id.clone(),
             name: "busybox".into(),
         };

@@ -10,7 +10,7 @@ use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use serde_json::Value;
 
-use crate::engines::engine::Call;
+use crate::engines::engine::EngineCall;
 
 /// Where crun and runc keep their state; containerd and docker have subdirectories there.
 const ROOTS: [&str; 2] = ["/run/crun", "/run/runc"];
@@ -194,7 +194,7 @@ fn by_engine(name: &str) -> anyhow::Result<Option<i32>> {
     }
     let answers = ["podman", "docker"].into_iter().filter_map(|engine| {
         let args = ["container", "inspect", "--format", "{{.State.Pid}}", name];
-        let said = Call::new(engine, LIMIT).args(args).run().ok()?;
+        let said = EngineCall::new(engine, LIMIT).args(args).run().ok()?;
         let pid = said.trim().parse::<i32>().ok().filter(|pid| *pid > 0)?;
         Some((engine, pid))
     });

@@ -28,7 +28,7 @@ pub enum Engine {
     Containerd,
 }
 
-pub struct Call {
+pub struct EngineCall {
     program: &'static str,
     args: Vec<OsString>,
     limit: Duration,
@@ -36,7 +36,7 @@ pub struct Call {
     input: Stdio,
 }
 
-impl Call {
+impl EngineCall {
     /// `program ARGS...`, stopped after `limit`.
     pub fn new(program: &'static str, limit: Duration) -> Self {
         Self {
@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     fn sh(script: &str, limit: Duration) -> anyhow::Result<String> {
-        Call::new("sh", limit).args(["-c", script]).run()
+        EngineCall::new("sh", limit).args(["-c", script]).run()
     }
 
     #[test]
@@ -204,7 +204,7 @@ mod tests {
             .to_string();
         assert!(error.contains("was ended after"), "{error}");
         assert!(
-            Call::new("no-such-program", long)
+            EngineCall::new("no-such-program", long)
                 .run()
                 .unwrap_err()
                 .to_string()

@@ -16,7 +16,7 @@ use cryopod_archive::source::Source;
 use cryopod_registry::parse_reference;
 
 use crate::archives::bundle;
-use crate::archives::pack::{self, How};
+use crate::archives::pack::{self, PackMethod};
 use crate::archives::registry_args::RegistryAccess;
 use crate::archives::streams;
 use crate::engines::engine::{Engine, which};
@@ -58,7 +58,7 @@ pub struct Args {
     timings: bool,
     /// Compression and other options of `pack`.
     #[command(flatten)]
-    how: How,
+    how: PackMethod,
     /// The registry's options.
     #[command(flatten)]
     registry: RegistryAccess,
@@ -133,7 +133,12 @@ fn export(args: &Args, steps: &mut Steps) -> anyhow::Result<ExitCode> {
     take(args, &to, &args.how, steps)
 }
 
-fn take(args: &Args, to: &Destination, how: &How, steps: &mut Steps) -> anyhow::Result<ExitCode> {
+fn take(
+    args: &Args,
+    to: &Destination,
+    how: &PackMethod,
+    steps: &mut Steps,
+) -> anyhow::Result<ExitCode> {
     let engine = match args.engine {
         Some(engine) => engine,
         None => which::knows(&args.container, &args.namespace)?,

@@ -19,13 +19,13 @@ use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::UnpackOptions;
 
 use crate::archives::confined;
-use crate::archives::pack::How;
+use crate::archives::pack::PackMethod;
 use crate::archives::streams;
-use crate::engines::carried::{self, Named};
-use crate::engines::engine::{Call, Engine, which};
+use crate::engines::carried::{self, NamedImage};
+use crate::engines::engine::{Engine, EngineCall, which};
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 use cryopod_gpu_plan::mapping::gpumap::Wish;
 
 const ASK: Duration = Duration::from_secs(60);
@@ -45,7 +45,7 @@ pub struct Args {
     restore: bool,
     /// Restore onto these GPUs: `auto`, or OLD=NEW[,OLD=NEW...], each side a UUID, a PCI address, a node or an index.
     #[arg(long, requires = "restore")]
-    map: Option<Map>,
+    map: Option<ImportMap>,
     /// docker: the container for the checkpoint, created from the same image.
     #[arg(long)]
     container: Option<String>,
@@ -65,9 +65,9 @@ pub struct Args {
 
 /// A GPU map that can be understood, as its user wrote it.
 #[derive(Debug, Clone)]
-struct Map(String);
+struct ImportMap(String);
 
-impl std::str::FromStr for Map {
+impl std::str::FromStr for ImportMap {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -79,9 +79,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let received = (args.source == "-").then(streams::receive).transpose()?;
     let source = match &received {
         Some(received) => Source::open(&received.path)?,
-        None => Place::parse(&args.source).open()?,
+        None => ArchivePlace::parse(&args.source).open()?,
     };
-    let records = Records::of(&source)?;
+    let records = ImportRecords::of(&source)?;
     let engine = match args.engine {
         Some(engine) => engine,
         None => which::fits(records.made_by(&source)?)?,
@@ -114,14 +114,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// What an archive says about its container.
-struct Records {
+struct ImportRecords {
     /// The engine's records, by name.
     files: BTreeMap<String, Vec<u8>>,
     /// The archive has the container's image.
     image: bool,
 }
 
-impl Records {
+impl ImportRecords {
     fn of(source: &Source) -> anyhow::Result<Self> {
         let image = Cell::new(false);
         let wanted = |name: &str| {
@@ -150,12 +150,12 @@ impl Args {
         Duration::from_secs(self.timeout)
     }
 
-    fn call(&self, program: &'static str) -> Call {
-        Call::new(program, self.limit())
+    fn call(&self, program: &'static str) -> EngineCall {
+        EngineCall::new(program, self.limit())
     }
 
     fn write(&self, source: &Source, to: &Destination) -> anyhow::Result<()> {
-        let how = How::plain(self.quiet).named(self.name.as_deref());
+        let how = PackMethod::plain(self.quiet).named(self.name.as_deref());
         how.write_silently("pack", source, to)
     }
 }
@@ -169,7 +169,7 @@ fn without_image(args: &Args, source: &Source, temp: &Path) -> anyhow::Result<So
     Ok(Source::open(&whole)?)
 }
 
-fn image(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
+fn image(args: &Args, source: &Source, records: &ImportRecords) -> anyhow::Result<String> {
     let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let layout = match records.image {
         true => layout(
@@ -232,11 +232,11 @@ fn containerd(args: &Args, source: &Source) -> anyhow::Result<String> {
     Ok(format!("{}\n{how}", said.trim()))
 }
 
-fn docker(args: &Args, source: &Source, records: &Records) -> anyhow::Result<String> {
+fn docker(args: &Args, source: &Source, records: &ImportRecords) -> anyhow::Result<String> {
     if records.image {
         let temp = LockedTempDir::anywhere(Holds::Copy)?;
         let config = records.files.get(names::CONFIG_DUMP);
-        let named = Named::of(config.map_or(&[], Vec::as_slice))?;
+        let named = NamedImage::of(config.map_or(&[], Vec::as_slice))?;
         let file = carried::extract(source, temp.path())?;
         carried::load(&file, &named, Engine::Docker, args.limit())?;
         if args.container.is_none() {
@@ -255,7 +255,7 @@ fn docker(args: &Args, source: &Source, records: &Records) -> anyhow::Result<Str
         bail!("--name {name}: the name of a docker checkpoint has no `/` and no dot ahead");
     }
     let ask = |words: &[&str]| -> anyhow::Result<String> {
-        Ok(Call::new("docker", ASK)
+        Ok(EngineCall::new("docker", ASK)
             .args(words)
             .run()?
             .trim()

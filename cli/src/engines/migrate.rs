@@ -34,7 +34,7 @@ use serde_json::Value;
 
 use self::by_engine::Needs;
 use crate::engines::container::Container;
-use crate::engines::engine::{Call, Engine, which};
+use crate::engines::engine::{Engine, EngineCall, which};
 use crate::temp_dir::{Holds, LockedTempDir};
 
 /// Time limit of a question.
@@ -225,10 +225,10 @@ impl Move {
     }
 
     /// Runs a shell script on the other host.
-    fn far(&self, what: &str, script: &str, limit: Duration) -> Call {
+    fn far(&self, what: &str, script: &str, limit: Duration) -> EngineCall {
         // sshd gives commands a short PATH.
         let script = format!("PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin\n{script}");
-        Call::new("ssh", limit)
+        EngineCall::new("ssh", limit)
             .args(SSH)
             .args(["--", &self.host, &format!("exec sh -c {}", quoted(&script))])
             .shown(format!("{}: {what}", self.host))

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::bail;
 use cryopod_archive::metadata::Gpu;
-use cryopod_archive::vram::{Digest, Vram};
+use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::gpus::gpu::GpuPair;
 use cryopod_cuda::procfs;
 use cryopod_cuda::suspend::{How, SuspendError, Suspended, resume};
@@ -19,7 +19,7 @@ use cryopod_operations::config::Config;
 use cryopod_operations::pause::suspended::SuspendedRecord;
 
 use crate::engines::container::Container;
-use crate::gpu_memory::suspend::{Work, find, steps};
+use crate::gpu_memory::suspend::{SuspendWork, find, steps};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
             .collect(),
     };
     let map = map(args, &host, &container, &processes)?;
-    let work = Work::begin(&config, &host)?;
+    let work = SuspendWork::begin(&config, &host)?;
     let directory = record.as_ref().and_then(|record| record.directory.clone());
     let mut how: How = work.how(&config, directory)?;
     how.vram.digest = record.as_ref().and_then(|record| record.digest.clone());
@@ -119,7 +119,7 @@ fn whole(record: &SuspendedRecord) -> anyhow::Result<()> {
     let Some(directory) = &record.directory else {
         return Ok(());
     };
-    let digest = record.digest.as_deref().map(str::parse::<Digest>);
+    let digest = record.digest.as_deref().map(str::parse::<ChunkDigest>);
     let digest = digest.transpose().map_err(anyhow::Error::msg)?;
     let why = match Vram::open(directory, digest) {
         Ok(Some(_)) => return Ok(()),

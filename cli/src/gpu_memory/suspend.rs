@@ -20,7 +20,7 @@ use cryopod_operations::criu::plugins;
 use cryopod_operations::pause::suspended::{self, SuspendedRecord};
 use cryopod_operations::run::log;
 use cryopod_operations::run::operation::Operation;
-use cryopod_operations::vram::agent::{Agent, SOCKET};
+use cryopod_operations::vram::agent::{RunningAgent, SOCKET};
 
 use crate::engines::container::Container;
 use crate::terminal::ui;
@@ -57,8 +57,8 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     container.is_unpaused(&host, &args.container)?;
     let pids = container.processes(&host);
     let policy = shares_nothing(&host, &config, &container, &args.container, &pids)?;
-    let work = Work::begin(&config, &host)?;
-    let directory = args.to.as_deref().map(Directory::make).transpose()?;
+    let work = SuspendWork::begin(&config, &host)?;
+    let directory = args.to.as_deref().map(SuspendDirectory::make).transpose()?;
     let mut how = work.how(
         &config,
         directory.as_ref().map(|directory| directory.path.clone()),
@@ -159,12 +159,12 @@ pub fn steps(done: &Done) -> String {
 }
 
 /// Shared by suspend and resume: an operation's directory and the driver agent.
-pub struct Work {
+pub struct SuspendWork {
     op: Operation,
-    pub agent: Agent,
+    pub agent: RunningAgent,
 }
 
-impl Work {
+impl SuspendWork {
     /// Starts the agent. From here on only the time limits end this program: if a signal ended it, the container would
     /// depend on the agent, which brings it back.
     pub fn begin(config: &Config, host: &Host) -> anyhow::Result<Self> {
@@ -176,7 +176,7 @@ impl Work {
         let op = Operation::new()?;
         let found = plugins::find(config, host);
         let found: Vec<PathBuf> = found.nvidia.into_iter().collect();
-        let agent = Agent::of_operation(config, &found, &op)?;
+        let agent = RunningAgent::of_operation(config, &found, &op)?;
         Ok(Self { op, agent })
     }
 
@@ -204,7 +204,7 @@ impl Work {
 }
 
 /// Checks that host memory has room for the processes' GPU memory.
-fn room(agent: &Agent, pids: &[i32]) -> anyhow::Result<()> {
+fn room(agent: &RunningAgent, pids: &[i32]) -> anyhow::Result<()> {
     let users = agent.ready.users.iter().filter(|u| pids.contains(&u.pid));
     let need: u64 = users.map(|user| user.bytes).sum();
     let available = memory::available();
@@ -246,12 +246,12 @@ fn shares_nothing(
 }
 
 /// The directory for the files; removed unless kept.
-struct Directory {
+struct SuspendDirectory {
     path: PathBuf,
     kept: bool,
 }
 
-impl Directory {
+impl SuspendDirectory {
     fn make(path: &Path) -> anyhow::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         let path = std::path::absolute(path)?;
@@ -272,7 +272,7 @@ impl Directory {
     }
 }
 
-impl Drop for Directory {
+impl Drop for SuspendDirectory {
     fn drop(&mut self) {
         if !self.kept {
             cryopod_archive::vram::remove(&self.path);

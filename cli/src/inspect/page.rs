@@ -7,13 +7,13 @@ pub mod gpus;
 mod memory;
 mod timeline;
 
-use cryopod_archive::criu::Process;
+use cryopod_archive::criu::ProcessFacts;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::report::Report;
 use super::table;
 use crate::terminal::ui::{bytes, micros, plain};
-use gpus::Place;
+use gpus::GpuPlace;
 
 const STYLE: &str = include_str!("page/style.css");
 /// Longest text of an archive that is shown at one place, in characters.
@@ -22,7 +22,7 @@ const MAX_TEXT: usize = 200;
 const MAX_PROCESSES: usize = 1000;
 
 /// Returns the page. `places`: where the GPUs would go at a restore, if that is known.
-pub fn html(report: &Report, places: &[Place]) -> String {
+pub fn html(report: &Report, places: &[GpuPlace]) -> String {
     let title = format!("Checkpoint of {}", name(report));
     html! {
         (DOCTYPE)
@@ -107,7 +107,7 @@ fn tiles(report: &Report) -> Markup {
 
 fn processes(report: &Report) -> Markup {
     let list = &report.criu.processes;
-    let tree: Vec<(usize, &Process)> = table::tree(list);
+    let tree: Vec<(usize, &ProcessFacts)> = table::tree(list);
     html! {
         section #processes {
             h2 { "Processes" }
@@ -133,7 +133,7 @@ fn processes(report: &Report) -> Markup {
     }
 }
 
-fn row(report: &Report, depth: usize, process: &Process) -> Markup {
+fn row(report: &Report, depth: usize, process: &ProcessFacts) -> Markup {
     let gpu = report.gpu.processes.iter().find(|p| p.pid == process.pid);
     let driver = gpu.map(|g| g.steps.iter().fold(0u64, |sum, s| sum.saturating_add(s.1)));
     let of = memory::of(report, process);

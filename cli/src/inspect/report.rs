@@ -38,8 +38,8 @@ pub struct Report {
     /// The large files in a store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub store: Option<Reference>,
-    pub gpu: GpuFacts,
-    pub criu: criu::Facts,
+    pub gpu: GpuReport,
+    pub criu: criu::ImageFacts,
 }
 
 #[derive(Debug, Serialize)]
@@ -78,7 +78,7 @@ pub struct MetadataFacts {
 }
 
 #[derive(Debug, Default, Serialize)]
-pub struct GpuFacts {
+pub struct GpuReport {
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub drivers: BTreeMap<String, String>,
     /// NVIDIA's CUDA driver version: 13000 is 13.0.
@@ -90,7 +90,7 @@ pub struct GpuFacts {
     /// Nodes that an earlier restore moved to another GPU.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub moved: Vec<MovedNode>,
-    pub processes: Vec<GpuProcess>,
+    pub processes: Vec<GpuProcessReport>,
     /// GPU memory of all processes, in bytes.
     pub vram_bytes: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -110,7 +110,7 @@ pub struct Copied {
 
 /// A process that uses a GPU driver.
 #[derive(Debug, Default, Serialize)]
-pub struct GpuProcess {
+pub struct GpuProcessReport {
     pub pid: u32,
     pub comm: String,
     /// GPU memory in bytes, if the plugin could tell.
@@ -187,24 +187,24 @@ struct Gathered {
     files: Option<u64>,
 }
 
-enum Place<'a> {
+enum MemoryPlace<'a> {
     Small(&'a str),
     Criu(&'a str),
 }
 
 /// Returns the use of a file; `None` if it is not read.
-fn place(name: &str) -> Option<Place<'_>> {
+fn place(name: &str) -> Option<MemoryPlace<'_>> {
     if engine::FILES.contains(&name) || name == CONTAINERD_RECORD {
-        return Some(Place::Small(name));
+        return Some(MemoryPlace::Small(name));
     }
     let inner = name
         .strip_prefix(names::CHECKPOINT_DIR)
         .and_then(|rest| rest.strip_prefix('/'));
     match inner {
-        Some(names::METADATA) => Some(Place::Small(names::METADATA)),
-        Some(names::STORE_REFERENCE) => Some(Place::Small(names::STORE_REFERENCE)),
-        Some(image) if criu::is_wanted(image) => Some(Place::Criu(image)),
-        None if name == names::STATS_DUMP => Some(Place::Criu(name)),
+        Some(names::METADATA) => Some(MemoryPlace::Small(names::METADATA)),
+        Some(names::STORE_REFERENCE) => Some(MemoryPlace::Small(names::STORE_REFERENCE)),
+        Some(image) if criu::is_wanted(image) => Some(MemoryPlace::Criu(image)),
+        None if name == names::STATS_DUMP => Some(MemoryPlace::Criu(name)),
         _ => None,
     }
 }
@@ -212,8 +212,8 @@ fn place(name: &str) -> Option<Place<'_>> {
 impl Gathered {
     fn take(&mut self, name: &str, content: Vec<u8>) {
         match place(name) {
-            Some(Place::Small(name)) => self.small.insert(name.into(), content),
-            Some(Place::Criu(name)) => self.criu.insert(name.into(), content),
+            Some(MemoryPlace::Small(name)) => self.small.insert(name.into(), content),
+            Some(MemoryPlace::Criu(name)) => self.criu.insert(name.into(), content),
             None => None,
         };
     }
@@ -296,11 +296,11 @@ fn metadata_facts(metadata: Metadata) -> MetadataFacts {
     }
 }
 
-fn gpu_facts(metadata: &Metadata) -> GpuFacts {
+fn gpu_facts(metadata: &Metadata) -> GpuReport {
     let report = &metadata.gpu.plugin_report;
     let told = report.get("processes").and_then(Value::as_array);
     let told: Vec<&Value> = told.into_iter().flatten().collect();
-    let processes: Vec<GpuProcess> = metadata
+    let processes: Vec<GpuProcessReport> = metadata
         .gpu
         .processes
         .iter()
@@ -308,7 +308,7 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
             let pid = u32::try_from(process.ns_pid).unwrap_or(0);
             let own = told.iter().find(|p| inner_pid(p) == Some(u64::from(pid)));
             let gpus = own.map(|p| strings(p, "gpus"));
-            GpuProcess {
+            GpuProcessReport {
                 pid,
                 comm: process.comm.clone(),
                 vram_bytes: own
@@ -323,7 +323,7 @@ fn gpu_facts(metadata: &Metadata) -> GpuFacts {
             }
         })
         .collect();
-    GpuFacts {
+    GpuReport {
         drivers: metadata.gpu.drivers.clone(),
         cuda_version: report.get("cuda_version").and_then(Value::as_u64),
         gpus: metadata.gpu.gpus.clone(),

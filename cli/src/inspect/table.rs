@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-use cryopod_archive::criu::Process;
+use cryopod_archive::criu::ProcessFacts;
 use cryopod_archive::vram::VramFacts;
 
-use super::report::{GpuProcess, Report};
+use super::report::{GpuProcessReport, Report};
 use crate::terminal::ui::{bytes, micros, plain};
 
 /// Deepest process tree that is drawn as one.
@@ -267,7 +267,8 @@ fn processes(report: &Report, out: &mut String) {
     if list.is_empty() {
         return;
     }
-    let gpu: BTreeMap<u32, &GpuProcess> = report.gpu.processes.iter().map(|p| (p.pid, p)).collect();
+    let gpu: BTreeMap<u32, &GpuProcessReport> =
+        report.gpu.processes.iter().map(|p| (p.pid, p)).collect();
     let mut rows = vec![
         [
             "PID", "THREADS", "STATE", "MEMORY", "VRAM", "DRIVER", "PROCESS",
@@ -314,9 +315,9 @@ fn processes(report: &Report, out: &mut String) {
 
 /// Returns each process with its depth, children after their parents. The images are untrusted: a process whose parent
 /// is missing, or that is its own ancestor, becomes a root.
-pub fn tree(list: &[Process]) -> Vec<(usize, &Process)> {
+pub fn tree(list: &[ProcessFacts]) -> Vec<(usize, &ProcessFacts)> {
     let known: BTreeSet<u32> = list.iter().map(|p| p.pid).collect();
-    let mut children: BTreeMap<u32, Vec<&Process>> = BTreeMap::new();
+    let mut children: BTreeMap<u32, Vec<&ProcessFacts>> = BTreeMap::new();
     let mut pending = Vec::new();
     for process in list.iter().rev() {
         if known.contains(&process.parent) && process.parent != process.pid {
@@ -366,18 +367,18 @@ pub fn shortened(text: &str, max: usize) -> String {
 mod tests {
     use super::*;
 
-    fn process(pid: u32, parent: u32) -> Process {
-        Process {
+    fn process(pid: u32, parent: u32) -> ProcessFacts {
+        ProcessFacts {
             pid,
             parent,
-            ..Process::default()
+            ..ProcessFacts::default()
         }
     }
 
     #[test]
     fn trees_also_hostile_ones() {
         let drawn = |pairs: &[(u32, u32)]| -> Vec<(usize, u32)> {
-            let list: Vec<Process> = pairs.iter().map(|(p, q)| process(*p, *q)).collect();
+            let list: Vec<ProcessFacts> = pairs.iter().map(|(p, q)| process(*p, *q)).collect();
             tree(&list).iter().map(|(d, p)| (*d, p.pid)).collect()
         };
         assert_eq!(

@@ -8,7 +8,7 @@ use cryopod_gpu_plan::live;
 use cryopod_operations::criu;
 use toml_edit::{DocumentMut, Item, value};
 
-use super::Wanted;
+use super::WantedSetup;
 use super::change::{self, Change};
 use super::toml_file::{hide, put_back, set, table};
 
@@ -22,7 +22,7 @@ const PLUGIN_3: &str = "io.containerd.cri.v1.runtime";
 const RESTORES: &str = "enable_experimental_restore_via_create";
 const LIMIT: Duration = Duration::from_secs(30);
 
-pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
+pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
     let path = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
     let before = change::read(wanted.host, &path)?;
     let version = containerds(wanted);
@@ -55,7 +55,7 @@ pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
 
 /// Returns true if a containerd runs that has started since its configuration was written. It reads it when it starts;
 /// `ctr` finds our shim without.
-pub fn is_read(wanted: &Wanted<'_>) -> anyhow::Result<bool> {
+pub fn is_read(wanted: &WantedSetup<'_>) -> anyhow::Result<bool> {
     let host = wanted.host;
     let main = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
     let text = change::read(host, &main)?.unwrap_or_default();
@@ -80,7 +80,7 @@ pub fn is_read(wanted: &Wanted<'_>) -> anyhow::Result<bool> {
     }))
 }
 
-fn containerds(wanted: &Wanted<'_>) -> Option<Vec<u32>> {
+fn containerds(wanted: &WantedSetup<'_>) -> Option<Vec<u32>> {
     let path = wanted.tools.find("containerd")?;
     criu::numbers(&criu::version_line(wanted.tools, &path, LIMIT)?)
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::ser::PrettyFormatter;
 use serde_json::{Map, Value, json};
 
-use super::Wanted;
+use super::WantedSetup;
 use super::change::{self, Change};
 
 const FILE: &str = "/etc/docker/daemon.json";
@@ -18,7 +18,7 @@ const NAME: &str = "cryopod";
 const DEFAULT: &str = "default-runtime";
 const EXPERIMENTAL: &str = "experimental";
 
-pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
+pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
     let path = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
     let before = change::read(wanted.host, &path)?;
     let after = with(
@@ -44,7 +44,7 @@ pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
 }
 
 /// Returns true if our shim is the first of the stock shim's name on PATH.
-fn in_place(wanted: &Wanted<'_>) -> bool {
+fn in_place(wanted: &WantedSetup<'_>) -> bool {
     let first = wanted.tools.find("containerd-shim-runc-v2");
     let real = |path: &Path| path.canonicalize().ok();
     first.is_some_and(|first| real(&first).is_some() && real(&first) == real(&wanted.shim))

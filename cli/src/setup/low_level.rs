@@ -9,7 +9,7 @@ use anyhow::Context;
 use cryopod_host::programs::Tools;
 use toml_edit::{DocumentMut, Item};
 
-use super::Wanted;
+use super::WantedSetup;
 use super::change::{self, Change};
 use super::toml_file::{put_back, set, table};
 
@@ -19,7 +19,7 @@ const KEY: &str = "low_level";
 const RUNC: &str = "runc";
 const LIMIT: Duration = Duration::from_secs(30);
 
-pub fn change(wanted: &Wanted<'_>) -> anyhow::Result<Option<Change>> {
+pub fn change(wanted: &WantedSetup<'_>) -> anyhow::Result<Option<Change>> {
     if !crun_without_criu(wanted.tools) || wanted.tools.find(RUNC).is_none() {
         return Ok(None);
     }

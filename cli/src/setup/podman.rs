@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use toml_edit::{Array, DocumentMut, Item, value};
 
-use super::Wanted;
+use super::WantedSetup;
 use super::change::{self, Change};
 use super::toml_file::{hide, put_back, set, table};
 
@@ -21,7 +21,7 @@ const PODMANS: [&str; 8] = [
     "crun", "runc", "kata", "runsc", "youki", "krun", "crun-vm", "ocijail",
 ];
 
-pub fn changes(wanted: &Wanted<'_>) -> anyhow::Result<Vec<Change>> {
+pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
     let path = match wanted.config {
         Some(path) => path.to_owned(),
         None if wanted.host.path(FILE).exists() => FILE.into(),

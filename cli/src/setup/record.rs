@@ -13,7 +13,7 @@ const DIRECTORY: &str = "/var/lib/cryopod/setup";
 const NAME: &str = "record.json";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub struct Record {
+pub struct SetupRecord {
     #[serde(skip)]
     engine: String,
     /// Each file once: as it was before the first setup, and as the last one left it.
@@ -24,7 +24,7 @@ pub struct Record {
     edited: Vec<PathBuf>,
 }
 
-impl Record {
+impl SetupRecord {
     pub fn read(host: &Host, engine: &str) -> anyhow::Result<Self> {
         let path = Path::new(DIRECTORY).join(engine).join(NAME);
         let mut record: Self = match change::read(host, &path)? {
@@ -194,10 +194,10 @@ mod tests {
         std::fs::create_dir(dir.path().join("var")).unwrap();
         std::fs::create_dir(dir.path().join("var/lib")).unwrap();
         let change = file(None, "ours\n");
-        Record::make(&host, "e", std::slice::from_ref(&change)).unwrap();
+        SetupRecord::make(&host, "e", std::slice::from_ref(&change)).unwrap();
         let path = dir.path().join("etc/engine/e.conf");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "ours\n");
-        let record = Record::read(&host, "e").unwrap();
+        let record = SetupRecord::read(&host, "e").unwrap();
         for undo in record.undone(&host, cut).unwrap() {
             undo.make(&host).unwrap();
         }
@@ -206,7 +206,7 @@ mod tests {
         assert!(!dir.path().join("var/lib/cryopod").exists());
         assert!(dir.path().join("var/lib").exists());
         assert!(
-            Record::read(&host, "e")
+            SetupRecord::read(&host, "e")
                 .unwrap()
                 .undone(&host, cut)
                 .unwrap()
@@ -221,19 +221,19 @@ mod tests {
         let path = dir.path().join("etc/engine/e.conf");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, "a\n").unwrap();
-        Record::make(&host, "e", &[file(Some("a\n"), "a\nours\n")]).unwrap();
+        SetupRecord::make(&host, "e", &[file(Some("a\n"), "a\nours\n")]).unwrap();
         let backup = dir.path().join("var/lib/cryopod/setup/e/e.conf");
         assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
         std::fs::write(&path, "a\nours\nb\n").unwrap();
-        let undone = Record::read(&host, "e")
+        let undone = SetupRecord::read(&host, "e")
             .unwrap()
             .undone(&host, cut)
             .unwrap();
         assert_eq!(undone, [file(Some("a\nours\nb\n"), "a\nb\n")]);
         // After a second setup, too.
         let all = "a\nours\nb\nours\n";
-        Record::make(&host, "e", &[file(Some("a\nours\nb\n"), all)]).unwrap();
-        let undone = Record::read(&host, "e")
+        SetupRecord::make(&host, "e", &[file(Some("a\nours\nb\n"), all)]).unwrap();
+        let undone = SetupRecord::read(&host, "e")
             .unwrap()
             .undone(&host, cut)
             .unwrap();
@@ -249,8 +249,8 @@ mod tests {
             before: None,
             after: Some("/usr/bin/ours".into()),
         };
-        Record::make(&host, "e", &[link]).unwrap();
-        let record = Record::read(&host, "e").unwrap();
+        SetupRecord::make(&host, "e", &[link]).unwrap();
+        let record = SetupRecord::read(&host, "e").unwrap();
         assert_eq!(record.undone(&host, cut).unwrap().len(), 1);
         let path = dir.path().join("bin/shim");
         std::fs::remove_file(&path).unwrap();

@@ -21,24 +21,24 @@ const IMAGE: &str = "localhost/cryopod-setup:test";
 const PROGRAMS: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 const EMPTY: [&str; 7] = ["dev", "etc", "proc", "run", "sys", "tmp", "var"];
 
-pub enum Outcome {
+pub enum TrialOutcome {
     Works(String),
     /// The engine does not run, or has not read its configuration yet.
     NotNow(String),
 }
 
-pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<Outcome> {
+pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<TrialOutcome> {
     let name = match target {
         Target::Podman => "podman",
         Target::Docker => "docker",
         Target::Containerd | Target::Kubernetes => "ctr",
     };
     let Some(program) = tools.find(name) else {
-        return Ok(Outcome::NotNow(format!(
+        return Ok(TrialOutcome::NotNow(format!(
             "install {name}, which asks the engine"
         )));
     };
-    let engine = Engine {
+    let engine = TrialEngine {
         tools,
         program: &program,
     };
@@ -59,7 +59,7 @@ pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<Out
         Target::Containerd | Target::Kubernetes => trial.containerd_not_now(),
     };
     if let Some(why) = not_now {
-        return Ok(Outcome::NotNow(why));
+        return Ok(TrialOutcome::NotNow(why));
     }
     let done = match target {
         Target::Podman => trial.podman(),
@@ -69,7 +69,7 @@ pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<Out
     let left = trial.clean(target);
     done?;
     left.context("the test's container cannot be removed")?;
-    Ok(Outcome::Works(format!(
+    Ok(TrialOutcome::Works(format!(
         "a container without a GPU was checkpointed and restored in {:.1} s",
         start.elapsed().as_secs_f64()
     )))
@@ -92,19 +92,19 @@ pub fn run_one(
     bail!("{} {}: {said}", program.display(), args.join(" "))
 }
 
-struct Engine<'a> {
+struct TrialEngine<'a> {
     tools: &'a dyn Tools,
     program: &'a Path,
 }
 
-impl Engine<'_> {
+impl TrialEngine<'_> {
     fn run(&self, args: &[&str]) -> anyhow::Result<String> {
         run_one(self.tools, self.program, args, LIMIT)
     }
 }
 
 struct Trial<'a> {
-    engine: Engine<'a>,
+    engine: TrialEngine<'a>,
     temp: &'a Path,
     file: String,
     container: String,

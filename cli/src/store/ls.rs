@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use cryopod_archive::store::{Entry, Holders};
+use cryopod_archive::store::{Holders, StoreEntry};
 use cryopod_operations::config::Config;
 use cryopod_operations::images::store::places;
 
@@ -66,7 +66,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Why an entry is never removed by itself.
-fn kept(entry: &Entry) -> Option<&'static str> {
+fn kept(entry: &StoreEntry) -> Option<&'static str> {
     match &entry.origin {
         None => Some("kept until it is pruned: its engine does not say where the checkpoint is"),
         Some(origin) if origin.elsewhere => Some(

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use cryopod_archive::format::text::hostile;
 use cryopod_archive::progress::Progress as Counters;
 use cryopod_operations::run::metrics;
-use cryopod_operations::run::progress::{Progress, ProgressState};
+use cryopod_operations::run::progress::{OperationProgress, ProgressState};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Interval between two notes for `cryopod top`.
@@ -29,7 +29,7 @@ pub fn with_progress<T>(
     let watched = Arc::clone(progress);
     let what = what.to_owned();
     let watcher = thread::spawn(move || {
-        let mut told = Progress::of_transfer(ProgressState {
+        let mut told = OperationProgress::of_transfer(ProgressState {
             operation: what.clone(),
             name: named(),
             step: "data".into(),

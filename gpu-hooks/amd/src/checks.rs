@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use super::topology::{Node, Properties, Topology};
+use super::topology::{KfdProperties, Node, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 
 const NAMED: usize = 4;
@@ -68,12 +68,12 @@ pub enum SwitchError {
 
 /// The enabled comparisons. By default all.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Switches {
+pub struct KfdSwitches {
     set: BTreeMap<Switch, bool>,
     max_buffer_size: Option<String>,
 }
 
-impl Switches {
+impl KfdSwitches {
     /// Parses pairs of variable and value as the plugin would; a later pair wins. An error names the pair that it does
     /// not know.
     pub fn parse<K: AsRef<str>, V: AsRef<str>>(
@@ -151,9 +151,9 @@ fn is_size(value: &str) -> bool {
             .is_ok_and(|n| n.leading_zeros() >= shift || n == 0)
 }
 
-pub(super) struct Rule {
+pub(super) struct KfdRule {
     pub(super) name: &'static str,
-    get: fn(&Properties) -> u64,
+    get: fn(&KfdProperties) -> u64,
     /// The target may have more.
     at_most: bool,
     switch: Option<Switch>,
@@ -175,7 +175,7 @@ macro_rules! rule {
         rule!($field, false, None, $show)
     };
     ($field:ident, $at_most:expr, $switch:expr, $show:expr) => {
-        Rule {
+        KfdRule {
             name: stringify!($field),
             get: |p| u64::from(p.$field),
             at_most: $at_most,
@@ -186,7 +186,7 @@ macro_rules! rule {
 }
 
 /// Everything that the plugin compares of a GPU.
-pub(super) const RULES: &[Rule] = &[
+pub(super) const RULES: &[KfdRule] = &[
     rule!(vendor_id, Show::Hex),
     rule!(device_id, Show::Hex),
     rule!(simd_count),
@@ -218,7 +218,7 @@ pub(super) const RULES: &[Rule] = &[
     ),
 ];
 
-impl Rule {
+impl KfdRule {
     fn holds(&self, source: &Node, target: &Node) -> bool {
         let (a, b) = (
             (self.get)(&source.properties),
@@ -227,7 +227,7 @@ impl Rule {
         if self.at_most { a <= b } else { a == b }
     }
 
-    fn verdict(&self, source: &Node, target: &Node, switches: &Switches) -> Verdict {
+    fn verdict(&self, source: &Node, target: &Node, switches: &KfdSwitches) -> Verdict {
         if self.holds(source, target) {
             Verdict::Ok
         } else if self.switch.is_some_and(|s| !switches.is_on(s)) {
@@ -291,7 +291,7 @@ impl Rule {
 }
 
 /// Compares a GPU of the checkpoint with one of this host in every property.
-pub fn compare(source: &Node, target: &Node, switches: &Switches) -> Vec<Check> {
+pub fn compare(source: &Node, target: &Node, switches: &KfdSwitches) -> Vec<Check> {
     RULES
         .iter()
         .map(|rule| {
@@ -306,14 +306,14 @@ pub fn compare(source: &Node, target: &Node, switches: &Switches) -> Vec<Check> 
 }
 
 /// Returns true if the GPU of this host can replace the other, considering only these two.
-pub fn matches(source: &Node, target: &Node, switches: &Switches) -> bool {
+pub fn matches(source: &Node, target: &Node, switches: &KfdSwitches) -> bool {
     RULES
         .iter()
         .all(|rule| rule.verdict(source, target, switches) != Verdict::Refused)
 }
 
 /// Explains why no GPU of this host can replace this one: for each comparison the targets that it rules out.
-pub fn explain(source: &Node, targets: &Topology, switches: &Switches) -> Vec<Check> {
+pub fn explain(source: &Node, targets: &Topology, switches: &KfdSwitches) -> Vec<Check> {
     RULES
         .iter()
         .filter_map(|rule| {

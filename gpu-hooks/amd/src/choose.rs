@@ -1,7 +1,7 @@
 //! Chooses the GPUs of this host that CRIU and the container see after a restore. CRIU's amdgpu plugin maps the
 //! checkpoint's GPUs onto those that it sees by a search of its own, which [`super::plugin_choice`] predicts.
 
-use crate::checks::{Switch, Switches, compare, matches, names};
+use crate::checks::{KfdSwitches, Switch, compare, matches, names};
 use crate::plugin_choice::{self, PluginChoice};
 use crate::reasons::{too_few, unmatched, wish_mismatches};
 use crate::topology::{Node, RENDER_FIRST, RENDER_LAST, Topology};
@@ -14,7 +14,7 @@ const SETS: u32 = 20_000;
 const LOOP: u32 = 20;
 
 #[derive(Debug, Clone, Copy)]
-pub struct Request<'a> {
+pub struct ChoiceRequest<'a> {
     /// The topologies of the checkpoint's images ([`super::image::KfdImage`]), one a process, best with
     /// [`Topology::label`] applied.
     pub sources: &'a [Topology],
@@ -23,19 +23,19 @@ pub struct Request<'a> {
     pub permitted: Option<&'a [u32]>,
     /// The user's map: OLD by `gpu_id`, render minor, index, PCI address or unique id, and NEW likewise.
     pub wish: &'a Wish,
-    pub switches: &'a Switches,
+    pub switches: &'a KfdSwitches,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pair {
+pub struct GpuMatch {
     pub source: Node,
     pub target: Node,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
+pub struct KfdChoice {
     /// All GPUs of the checkpoint, in the image's order.
-    pub pairs: Vec<Pair>,
+    pub pairs: Vec<GpuMatch>,
     /// The only render minors that CRIU and the container may see; ascending.
     pub visible: Vec<u32>,
     pub checks: Vec<Check>,
@@ -44,13 +44,13 @@ pub struct Choice {
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
-pub struct Refused {
+pub struct KfdRefused {
     pub reason: String,
     /// All checks; at least one is [`Verdict::Refused`].
     pub checks: Vec<Check>,
 }
 
-impl Choice {
+impl KfdChoice {
     pub fn moves(&self) -> bool {
         self.pairs
             .iter()
@@ -59,7 +59,7 @@ impl Choice {
 }
 
 /// Chooses; the error has every reason.
-pub fn choose(request: &Request<'_>) -> Result<Choice, Box<Refused>> {
+pub fn choose(request: &ChoiceRequest<'_>) -> Result<KfdChoice, Box<KfdRefused>> {
     let Some(source) = request.sources.first() else {
         return Err(refuse(
             "the checkpoint has no image of CRIU's amdgpu plugin",
@@ -89,12 +89,12 @@ pub fn choose(request: &Request<'_>) -> Result<Choice, Box<Refused>> {
 /// Shows the plugin's search one set of GPUs after the other, the closest first, until it makes a map that keeps the
 /// wishes.
 fn settle(
-    request: &Request<'_>,
+    request: &ChoiceRequest<'_>,
     source: &Topology,
     candidates: &Topology,
     wishes: &[(u32, u32)],
     mut checks: Vec<Check>,
-) -> Result<Choice, Box<Refused>> {
+) -> Result<KfdChoice, Box<KfdRefused>> {
     let (trouble, minors) = match first_agreed(request, source, candidates, wishes) {
         Ok(pairs) => return Ok(chosen(request, pairs, checks)),
         Err(refused) => refused,
@@ -116,7 +116,7 @@ fn settle(
             checks,
         ));
     }
-    let relaxed = Request {
+    let relaxed = ChoiceRequest {
         switches: &request.switches.clone().with(Switch::Numa, false),
         ..*request
     };
@@ -143,11 +143,11 @@ fn settle(
 /// Returns the plugin's map for the first set of GPUs with which it makes one that is right. The error says what it does
 /// with the closest set, and has that set.
 fn first_agreed<'a>(
-    request: &Request<'_>,
+    request: &ChoiceRequest<'_>,
     source: &Topology,
     candidates: &'a Topology,
     wishes: &[(u32, u32)],
-) -> Result<Vec<Pair>, (String, Vec<&'a Node>)> {
+) -> Result<Vec<GpuMatch>, (String, Vec<&'a Node>)> {
     let mut first = None;
     let mut budget = SETS;
     for set in sets(source, candidates, wishes, request.switches) {
@@ -172,7 +172,7 @@ fn sets<'a>(
     source: &Topology,
     candidates: &'a Topology,
     wishes: &[(u32, u32)],
-    switches: &Switches,
+    switches: &KfdSwitches,
 ) -> impl Iterator<Item = Vec<&'a Node>> + use<'a> {
     let (wished, others): (Vec<&Node>, Vec<&Node>) = candidates
         .gpus()
@@ -242,11 +242,11 @@ fn distance(source: &Node, target: &Node) -> u32 {
 /// Returns the plugin's map if it sees only these GPUs, if that keeps the wishes. An error has what is wrong with the
 /// map, and how many sets it costs.
 fn plugin_agrees(
-    request: &Request<'_>,
+    request: &ChoiceRequest<'_>,
     source: &Topology,
     minors: &[u32],
     wishes: &[(u32, u32)],
-) -> Result<Vec<Pair>, (String, u32)> {
+) -> Result<Vec<GpuMatch>, (String, u32)> {
     let view = request.target.visible(minors);
     let mut agreed: Option<Vec<(u32, u32)>> = None;
     for source in request.sources {
@@ -270,9 +270,9 @@ fn plugin_agrees(
         let id = picks.iter().find(|p| p.0 == gpu.gpu_id)?.1;
         let target = view.gpus().find(|t| t.gpu_id == id)?.clone();
         let source = gpu.clone();
-        Some(Pair { source, target })
+        Some(GpuMatch { source, target })
     };
-    let pairs: Option<Vec<Pair>> = source.gpus().map(pair).collect();
+    let pairs: Option<Vec<GpuMatch>> = source.gpus().map(pair).collect();
     let pairs = pairs.ok_or_else(|| ("would choose a GPU that is not there".to_owned(), 1))?;
     let broken = wishes.iter().find(|wish| !picks.contains(wish));
     match broken {
@@ -288,13 +288,13 @@ fn plugin_agrees(
     }
 }
 
-fn chosen(request: &Request<'_>, pairs: Vec<Pair>, mut checks: Vec<Check>) -> Choice {
+fn chosen(request: &ChoiceRequest<'_>, pairs: Vec<GpuMatch>, mut checks: Vec<Check>) -> KfdChoice {
     for pair in &pairs {
         checks.extend(compare(&pair.source, &pair.target, request.switches));
     }
     let mut visible: Vec<u32> = pairs.iter().map(|p| p.target.render_minor()).collect();
     visible.sort_unstable();
-    let choice = Choice {
+    let choice = KfdChoice {
         pairs,
         visible,
         checks,
@@ -310,21 +310,21 @@ fn chosen(request: &Request<'_>, pairs: Vec<Pair>, mut checks: Vec<Check>) -> Ch
         (false, Wish::Auto) => "each in its own place",
         (true, Wish::Auto) => "the closest that match and that CRIU's plugin chooses too",
     };
-    Choice {
+    KfdChoice {
         sentence: format!("AMD GPUs, {what}: {}", list.join("; ")),
         ..choice
     }
 }
 
-fn refuse(reason: impl Into<String>, checks: Vec<Check>) -> Box<Refused> {
-    Box::new(Refused {
+fn refuse(reason: impl Into<String>, checks: Vec<Check>) -> Box<KfdRefused> {
+    Box::new(KfdRefused {
         reason: reason.into(),
         checks,
     })
 }
 
 /// Returns this host's topology with only the GPUs that may be used. GPUs without a render node of their own may not.
-fn candidates(request: &Request<'_>) -> Topology {
+fn candidates(request: &ChoiceRequest<'_>) -> Topology {
     let mut minors: Vec<u32> = Vec::new();
     let mut twice: Vec<u32> = Vec::new();
     for gpu in request.target.gpus() {

@@ -13,7 +13,7 @@ use std::path::Path;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 
 use super::topology::{
-    LINK_PCIE, LINK_XGMI, Link, Node, Properties, RENDER_FIRST, RENDER_LAST, Topology,
+    KfdProperties, LINK_PCIE, LINK_XGMI, Link, Node, RENDER_FIRST, RENDER_LAST, Topology,
 };
 
 /// Largest image that is read, in bytes. It holds the queues' and buffers' private data, not the VRAM.
@@ -28,7 +28,7 @@ const ALLOC_GTT: u32 = 2;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{file}: {field}: {reason}; the checkpoint is damaged or not of CRIU's amdgpu plugin")]
-pub struct ImageError {
+pub struct KfdImageError {
     pub file: String,
     pub field: String,
     pub reason: String,
@@ -90,7 +90,7 @@ fn numbered(name: &str, prefix: &str) -> bool {
 
 impl Images {
     /// Parses a file of a checkpoint, if it is one of the plugin's; returns `false` if not.
-    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<bool, ImageError> {
+    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<bool, KfdImageError> {
         if numbered(name, "amdgpu-kfd-") {
             self.kfd.push(KfdImage::parse(name, bytes)?);
             self.kfd.sort_by(|a, b| a.file.cmp(&b.file));
@@ -121,8 +121,8 @@ impl Images {
     }
 
     /// Reads the images in a directory. The error is that of the first bad one, by name.
-    pub fn collect(dir: &Path) -> Result<Self, ImageError> {
-        let io = |file: &str, e: &io::Error| Field(file).wrong("file", e.to_string());
+    pub fn collect(dir: &Path) -> Result<Self, KfdImageError> {
+        let io = |file: &str, e: &io::Error| FileField(file).wrong("file", e.to_string());
         let mut names = Vec::new();
         for entry in dir.read_dir().map_err(|e| io(&dir.to_string_lossy(), &e))? {
             let entry = entry.map_err(|e| io(&dir.to_string_lossy(), &e))?;
@@ -142,23 +142,23 @@ impl Images {
 }
 
 #[derive(Clone, Copy)]
-struct Field<'a>(&'a str);
+struct FileField<'a>(&'a str);
 
-impl Field<'_> {
-    fn wrong(self, field: impl Into<String>, reason: impl Into<String>) -> ImageError {
-        ImageError {
+impl FileField<'_> {
+    fn wrong(self, field: impl Into<String>, reason: impl Into<String>) -> KfdImageError {
+        KfdImageError {
             file: self.0.to_owned(),
             field: field.into(),
             reason: reason.into(),
         }
     }
 
-    fn missing(self, entry: &str, field: &str) -> ImageError {
+    fn missing(self, entry: &str, field: &str) -> KfdImageError {
         self.wrong(format!("{entry}{field}"), "missing")
     }
 }
 
-fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError> {
+fn contents<'a>(file: FileField<'_>, bytes: &'a [u8]) -> Result<&'a [u8], KfdImageError> {
     if bytes.len() as u64 > MAX_IMAGE {
         return Err(file.wrong(
             "length",
@@ -187,17 +187,17 @@ fn contents<'a>(file: Field<'_>, bytes: &'a [u8]) -> Result<&'a [u8], ImageError
 }
 
 /// A known field: its number, its name, and whether it holds bytes.
-type Known = (u32, &'static str, bool);
+type KnownField = (u32, &'static str, bool);
 
 /// Walks a message without keeping it: hands bytes to `each`, and returns the numbers by name. Each number is required.
 /// `entry` goes before names in messages.
 fn walk(
-    file: Field<'_>,
+    file: FileField<'_>,
     entry: &str,
     mut rest: &[u8],
-    known: &[Known],
-    mut each: impl FnMut(&str, &[u8]) -> Result<(), ImageError>,
-) -> Result<BTreeMap<&'static str, u64>, ImageError> {
+    known: &[KnownField],
+    mut each: impl FnMut(&str, &[u8]) -> Result<(), KfdImageError>,
+) -> Result<BTreeMap<&'static str, u64>, KfdImageError> {
     let mut numbers = BTreeMap::new();
     let mut last = "the beginning";
     while !rest.is_empty() {
@@ -248,7 +248,7 @@ fn walk(
     }
 }
 
-const KFD_FIELDS: &[Known] = &[
+const KFD_FIELDS: &[KnownField] = &[
     (1, "pid", false),
     (2, "num_of_gpus", false),
     (3, "num_of_cpus", false),
@@ -260,19 +260,19 @@ const KFD_FIELDS: &[Known] = &[
     (9, "shared_mem_magic", false),
     (10, "priv_data", true),
 ];
-const BUFFER_FIELDS: &[Known] = &[
+const BUFFER_FIELDS: &[KnownField] = &[
     (1, "addr", false),
     (2, "size", false),
     (3, "offset", false),
     (4, "alloc_flags", false),
     (5, "gpu_id", false),
 ];
-const LINK_FIELDS: &[Known] = &[(1, "type", false), (2, "node_to_id", false)];
+const LINK_FIELDS: &[KnownField] = &[(1, "type", false), (2, "node_to_id", false)];
 
 /// Of a node: `gds_size_in_kb` stands among the properties, and nothing depends on it.
-fn device_fields() -> Vec<Known> {
+fn device_fields() -> Vec<KnownField> {
     let mut names = vec!["node_id", "gpu_id", "cpu_cores_count"];
-    names.extend(Properties::NAMES);
+    names.extend(KfdProperties::NAMES);
     names.insert(9, "gds_size_in_kb");
     let numbers = (1..).zip(names).map(|(tag, name)| (tag, name, false));
     numbers.chain([(32, "iolinks", true)]).collect()
@@ -280,8 +280,8 @@ fn device_fields() -> Vec<Known> {
 
 impl KfdImage {
     /// Parses an image. `name` is for messages; `bytes` is the whole file.
-    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
-        let file = Field(name);
+    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KfdImageError> {
+        let file = FileField(name);
         let mut nodes = Vec::new();
         let (mut buffers, mut vram, mut saved) = (0_u64, BTreeMap::new(), BTreeMap::new());
         let mut private = false;
@@ -346,7 +346,7 @@ fn short(numbers: &BTreeMap<&str, u64>, name: &str) -> u32 {
     number(numbers, name) as u32
 }
 
-fn count(file: Field<'_>, field: &str, said: u64, found: u64) -> Result<(), ImageError> {
+fn count(file: FileField<'_>, field: &str, said: u64, found: u64) -> Result<(), KfdImageError> {
     if said == found {
         return Ok(());
     }
@@ -354,7 +354,7 @@ fn count(file: Field<'_>, field: &str, said: u64, found: u64) -> Result<(), Imag
 }
 
 /// Node and GPU ids and render minors must tell the nodes apart.
-fn unique(file: Field<'_>, nodes: &[Node]) -> Result<(), ImageError> {
+fn unique(file: FileField<'_>, nodes: &[Node]) -> Result<(), KfdImageError> {
     let (mut ids, mut gpus, mut minors) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for (i, node) in nodes.iter().enumerate() {
         let twice = |field: &str, n: u32| {
@@ -379,7 +379,7 @@ fn unique(file: Field<'_>, nodes: &[Node]) -> Result<(), ImageError> {
     Ok(())
 }
 
-fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageError> {
+fn device(file: FileField<'_>, index: usize, bytes: &[u8]) -> Result<Node, KfdImageError> {
     let entry = format!("device_entries[{index}].");
     let wrong = |field: &str, reason: String| file.wrong(format!("{entry}{field}"), reason);
     if bytes.len() > MAX_ENTRY {
@@ -406,7 +406,7 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
         id: short(&numbers, "node_id"),
         gpu_id: short(&numbers, "gpu_id"),
         cpu_cores_count: short(&numbers, "cpu_cores_count"),
-        properties: Properties::of(|name| number(&numbers, name)),
+        properties: KfdProperties::of(|name| number(&numbers, name)),
         links,
         ..Node::default()
     };
@@ -419,7 +419,7 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
                 format!("{} for a GPU", node.cpu_cores_count),
             ));
         }
-        node.properties = Properties::default();
+        node.properties = KfdProperties::default();
     }
     let minor = node.render_minor();
     if node.is_gpu() && !(RENDER_FIRST..=RENDER_LAST).contains(&minor) {
@@ -432,12 +432,12 @@ fn device(file: Field<'_>, index: usize, bytes: &[u8]) -> Result<Node, ImageErro
 }
 
 fn buffer(
-    file: Field<'_>,
+    file: FileField<'_>,
     index: u64,
     bytes: &[u8],
     vram: &mut BTreeMap<u32, u64>,
     contents: &mut BTreeMap<u32, u64>,
-) -> Result<(), ImageError> {
+) -> Result<(), KfdImageError> {
     let entry = format!("bo_entries[{index}].");
     if bytes.len() > MAX_ENTRY {
         let reason = format!("larger than {MAX_ENTRY} bytes");
@@ -461,8 +461,8 @@ fn buffer(
 
 impl RenderImage {
     /// Parses an image. `name` is for messages; `bytes` is the whole file.
-    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, ImageError> {
-        let file = Field(name);
+    pub fn parse(name: &str, bytes: &[u8]) -> Result<Self, KfdImageError> {
+        let file = FileField(name);
         let contents = contents(file, bytes)?;
         let numbers = walk(file, "", contents, &[(1, "gpu_id", false)], |_, _| Ok(()))?;
         match number(&numbers, "gpu_id") {

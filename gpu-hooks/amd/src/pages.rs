@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use cryopod_archive::vram::{Digest, Source, Vram, VramFacts, Writer};
+use cryopod_archive::vram::{ChunkDigest, MemorySource, Vram, VramFacts, Writer};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
 
 use self::growing::{Growing, Maps};
-pub use self::unpack::{Unpacked, unpack};
+pub use self::unpack::{UnpackedPages, unpack};
 
 const POLL: Duration = Duration::from_millis(5);
 /// How long a thread that is called off may take to end.
@@ -35,12 +35,12 @@ const CALLED_OFF: Duration = Duration::from_secs(30);
 pub struct Packing {
     /// Without VRAM files there is no checkpoint.
     pub required: bool,
-    stop: Arc<Stop>,
-    thread: Option<JoinHandle<Result<Option<Packed>, String>>>,
+    stop: Arc<PagesStop>,
+    thread: Option<JoinHandle<Result<Option<PackedPages>, String>>>,
 }
 
 #[derive(Debug, Default)]
-struct Stop {
+struct PagesStop {
     /// The plugin's files are complete.
     complete: AtomicBool,
     cancel: AtomicBool,
@@ -56,7 +56,7 @@ pub struct Expected {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Packed {
+pub struct PackedPages {
     pub facts: VramFacts,
     /// Chunks that were written while the plugin went on.
     pub ahead: u64,
@@ -65,7 +65,7 @@ pub struct Packed {
 impl Packing {
     /// Begins with what the plugin is going to write into this image directory.
     pub fn start(images: &Path, config: VramConfig, expected: Expected) -> Self {
-        let stop = Arc::new(Stop::default());
+        let stop = Arc::new(PagesStop::default());
         let required = config.required;
         let (dir, told) = (images.to_owned(), Arc::clone(&stop));
         let old = growing::names(images).unwrap_or_default();
@@ -86,7 +86,7 @@ impl Packing {
         mut self,
         limit: Duration,
         interrupted: impl Fn() -> bool,
-    ) -> Option<Result<Option<Packed>, String>> {
+    ) -> Option<Result<Option<PackedPages>, String>> {
         self.stop.complete.store(true, Relaxed);
         let deadline = Instant::now() + limit;
         let thread = self.thread.take()?;
@@ -125,8 +125,8 @@ fn pack(
     config: &VramConfig,
     expected: Expected,
     old: Vec<String>,
-    stop: &Stop,
-) -> Result<Option<Packed>, String> {
+    stop: &PagesStop,
+) -> Result<Option<PackedPages>, String> {
     let parent = parent(config)?;
     let options = config.write_options(expected.files);
     let mut writer = Writer::new(images, &options, parent.as_ref(), &stop.cancel);
@@ -141,11 +141,11 @@ fn pack(
     if bytes < config.min_bytes.max(1) {
         return Ok(None);
     }
-    let sources = files.iter().map(|file| Source {
+    let sources = files.iter().map(|file| MemorySource {
         id: &file.name,
         bytes: file.map.bytes(),
     });
-    let sources: Vec<Source<'_>> = sources.collect();
+    let sources: Vec<MemorySource<'_>> = sources.collect();
     let before: Vec<Option<usize>> = files.iter().map(|f| f.before).collect();
     let written = writer.finish(&sources, &before);
     let written = written.map_err(|e| e.to_string())?;
@@ -164,7 +164,7 @@ fn pack(
         written.ahead,
         written.facts.chunks
     );
-    Ok(Some(Packed {
+    Ok(Some(PackedPages {
         facts: written.facts,
         ahead: written.ahead,
     }))
@@ -174,19 +174,19 @@ fn parent(config: &VramConfig) -> Result<Option<Vram>, String> {
     let Some(parent) = &config.parent else {
         return Ok(None);
     };
-    let digest: Digest = parent.digest.parse()?;
+    let digest: ChunkDigest = parent.digest.parse()?;
     Vram::open_with(&parent.directory, Some(digest), &config.search).map_err(|e| e.to_string())
 }
 
 /// One of the plugin's files when it has written all.
-struct Pages {
+struct PagesFile {
     name: String,
     map: Mapped,
     /// Its number among those that were read as they grew.
     before: Option<usize>,
 }
 
-fn complete(images: &Path, growing: &Growing<'_>) -> Result<Vec<Pages>, String> {
+fn complete(images: &Path, growing: &Growing<'_>) -> Result<Vec<PagesFile>, String> {
     let unread = |e| format!("{}: cannot be read: {e}", images.display());
     let names = growing::names(images).map_err(unread)?;
     let pages = names.into_iter().map(|name| {
@@ -200,7 +200,7 @@ fn complete(images: &Path, growing: &Growing<'_>) -> Result<Vec<Pages>, String> 
         });
         let (map, before) =
             mapped.map_err(|e| format!("{}: cannot be mapped: {e}", path.display()))?;
-        Ok(Pages { name, map, before })
+        Ok(PagesFile { name, map, before })
     });
     pages.collect()
 }

@@ -7,8 +7,8 @@
 //! When a group fails after another had succeeded, the pairs of the latter stay behind. Hence it refuses some mappings
 //! that exist, and never ends on some inputs. This model keeps the same lists and pairs, step by step.
 
-use super::checks::{Switch, Switches, matches};
-use super::ring::{Broken, Ring};
+use super::checks::{KfdSwitches, Switch, matches};
+use super::ring::{Broken, ListRing};
 use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Topology};
 
 /// The plugin prints each list that it walks into a buffer of this size, `0xABCD ` a node, and does not check it. The
@@ -28,7 +28,7 @@ pub enum PluginChoice {
 }
 
 /// Predicts the plugin's choice for an image and for the nodes that it can see, in the order in which it reads them.
-pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> PluginChoice {
+pub fn choose(source: &Topology, visible: &Topology, switches: &KfdSwitches) -> PluginChoice {
     if let Some(trouble) = visible.unreadable.iter().find(|u| u.stops_plugin) {
         return PluginChoice::Refuses(format!(
             "node {} cannot be read: {}",
@@ -41,12 +41,12 @@ pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Plu
             matches(source.nodes[i], target.nodes[j], switches)
                 && source.valid[i] <= target.valid[j]
         };
-        Ok(Model {
+        Ok(SearchModel {
             alike: (0..source.nodes.len())
                 .map(|i| (0..target.nodes.len()).map(|j| alike(i, j)).collect())
                 .collect(),
             switches,
-            mapping: Ring::new(source.nodes.len() + target.nodes.len()),
+            mapping: ListRing::new(source.nodes.len() + target.nodes.len()),
             source,
             target,
             gpus: Vec::new(),
@@ -56,18 +56,18 @@ pub fn choose(source: &Topology, visible: &Topology, switches: &Switches) -> Plu
     });
     match model.and_then(|mut m| m.choose()) {
         Ok(pairs) => PluginChoice::Picks(pairs),
-        Err(Stop::Refuses(reason)) => PluginChoice::Refuses(reason),
-        Err(Stop::Broken(Broken::Nowhere)) => {
+        Err(SearchStop::Refuses(reason)) => PluginChoice::Refuses(reason),
+        Err(SearchStop::Broken(Broken::Nowhere)) => {
             PluginChoice::Crashes("a list or link leads nowhere".into())
         }
-        Err(Stop::Broken(Broken::TooLong)) => PluginChoice::Crashes(format!(
+        Err(SearchStop::Broken(Broken::TooLong)) => PluginChoice::Crashes(format!(
             "it writes {} GPUs of one list into a buffer for 27",
             source.gpus().count()
         )),
-        Err(Stop::Broken(Broken::Endless)) => {
+        Err(SearchStop::Broken(Broken::Endless)) => {
             PluginChoice::Loops("its search comes back to where it was".into())
         }
-        Err(Stop::Budget) => PluginChoice::Loops(format!(
+        Err(SearchStop::Budget) => PluginChoice::Loops(format!(
             "its search has not ended after {BUDGET} comparisons"
         )),
     }
@@ -82,13 +82,13 @@ fn fits_print<'a>(start: usize, nodes: impl Iterator<Item = &'a Node>) -> Result
     }
 }
 
-enum Stop {
+enum SearchStop {
     Refuses(String),
     Broken(Broken),
     Budget,
 }
 
-impl From<Broken> for Stop {
+impl From<Broken> for SearchStop {
     fn from(broken: Broken) -> Self {
         Self::Broken(broken)
     }
@@ -96,7 +96,7 @@ impl From<Broken> for Stop {
 
 /// A link as the search sees it.
 #[derive(Clone, Copy)]
-struct Way {
+struct LinkWay {
     kind: u32,
     to: u32,
     /// True if the other end is a GPU; `None` if it does not exist.
@@ -104,7 +104,7 @@ struct Way {
     peered: bool,
 }
 
-impl Way {
+impl LinkWay {
     /// Returns true if `other` can replace this link to a CPU.
     fn fits(self, other: Self) -> bool {
         other.to_gpu == Some(false)
@@ -116,24 +116,24 @@ impl Way {
 struct System<'a> {
     nodes: Vec<&'a Node>,
     valid: Vec<usize>,
-    links: Vec<Vec<Way>>,
+    links: Vec<Vec<LinkWay>>,
     /// The groups' members: elements are nodes.
-    members: Ring,
+    members: ListRing,
     /// The groups: elements are their numbers, then the head.
-    groups: Ring,
+    groups: ListRing,
     /// The head of each group's members.
     heads: Vec<usize>,
     list: usize,
 }
 
 impl<'a> System<'a> {
-    fn new(topology: &'a Topology) -> Result<Self, Stop> {
+    fn new(topology: &'a Topology) -> Result<Self, SearchStop> {
         let nodes: Vec<&Node> = topology.nodes.iter().collect();
         // There cannot be more groups than nodes.
-        let mut groups = Ring::new(nodes.len());
+        let mut groups = ListRing::new(nodes.len());
         let list = groups.head();
         let mut system = Self {
-            members: Ring::new(nodes.len()),
+            members: ListRing::new(nodes.len()),
             valid: vec![0; nodes.len()],
             links: Vec::new(),
             nodes,
@@ -142,7 +142,7 @@ impl<'a> System<'a> {
             list,
         };
         for at in 0..system.nodes.len() {
-            let ways: Vec<Way> = system.nodes[at]
+            let ways: Vec<LinkWay> = system.nodes[at]
                 .links
                 .iter()
                 .map(|l| system.way(at, *l))
@@ -169,14 +169,14 @@ impl<'a> System<'a> {
         self.nodes.iter().position(|n| n.id == id)
     }
 
-    fn way(&self, at: usize, link: Link) -> Way {
+    fn way(&self, at: usize, link: Link) -> LinkWay {
         let peer = self.at(link.to).map(|peer| self.nodes[peer]);
         let back = |n: &Node| {
             n.links
                 .iter()
                 .any(|l| l.kind == link.kind && l.to == self.nodes[at].id)
         };
-        Way {
+        LinkWay {
             kind: link.kind,
             to: link.to,
             to_gpu: peer.map(Node::is_gpu),
@@ -184,12 +184,12 @@ impl<'a> System<'a> {
         }
     }
 
-    fn is_member(&self, group: usize, gpu_id: u32) -> Result<bool, Stop> {
+    fn is_member(&self, group: usize, gpu_id: u32) -> Result<bool, SearchStop> {
         let same = |n: usize| self.nodes.get(n).is_some_and(|n| n.gpu_id == gpu_id);
         Ok(self.members.find(self.heads[group], same)?.is_some())
     }
 
-    fn join(&mut self, at: usize, peer: usize) -> Result<(), Stop> {
+    fn join(&mut self, at: usize, peer: usize) -> Result<(), SearchStop> {
         let mut group = None;
         for g in 0..self.heads.len() {
             if self.is_member(g, self.nodes[at].gpu_id)? {
@@ -217,7 +217,7 @@ impl<'a> System<'a> {
         self.nodes.iter().filter(|n| n.is_gpu()).count()
     }
 
-    fn group(&self, group: usize) -> Result<Vec<usize>, Stop> {
+    fn group(&self, group: usize) -> Result<Vec<usize>, SearchStop> {
         let mut all = Vec::new();
         self.members.find(self.heads[group], |n| {
             all.push(n);
@@ -230,26 +230,26 @@ impl<'a> System<'a> {
     }
 }
 
-struct Model<'a> {
-    switches: &'a Switches,
+struct SearchModel<'a> {
+    switches: &'a KfdSwitches,
     source: System<'a>,
     target: System<'a>,
     /// By source and target: their properties match, and the target has enough valid links.
     alike: Vec<Vec<bool>>,
     /// Lists of nodes to be mapped: elements are the source's nodes, then the target's.
-    mapping: Ring,
+    mapping: ListRing,
     gpus: Vec<(u32, u32)>,
     cpus: Vec<(u32, u32)>,
     steps: u64,
 }
 
 /// Everything that decides how a walk goes on; compared to detect that it never ends.
-type Moment = (
+type SearchMoment = (
     usize,
     usize,
-    Ring,
-    Ring,
-    Ring,
+    ListRing,
+    ListRing,
+    ListRing,
     Vec<(u32, u32)>,
     Vec<(u32, u32)>,
 );
@@ -258,11 +258,11 @@ type Moment = (
 #[derive(Default)]
 struct Again {
     count: u64,
-    kept: Option<Moment>,
+    kept: Option<SearchMoment>,
 }
 
 impl Again {
-    fn check(&mut self, model: &Model<'_>, at: usize, next: usize) -> Result<(), Stop> {
+    fn check(&mut self, model: &SearchModel<'_>, at: usize, next: usize) -> Result<(), SearchStop> {
         self.count += 1;
         if self.count < 8 {
             return Ok(());
@@ -297,22 +297,22 @@ fn lookup(pairs: &[(u32, u32)], source: u32) -> Option<u32> {
     pairs.iter().rev().find(|p| p.0 == source).map(|p| p.1)
 }
 
-impl Model<'_> {
-    fn choose(&mut self) -> Result<Vec<(u32, u32)>, Stop> {
+impl SearchModel<'_> {
+    fn choose(&mut self) -> Result<Vec<(u32, u32)>, SearchStop> {
         let (recorded, here) = (self.source.gpus(), self.target.gpus());
         if recorded != here {
-            return Err(Stop::Refuses(format!(
+            return Err(SearchStop::Refuses(format!(
                 "it wants to see {recorded} GPUs and sees {here}"
             )));
         }
         let (recorded, here) = (self.source.heads.len(), self.target.heads.len());
         if recorded > here {
-            return Err(Stop::Refuses(format!(
+            return Err(SearchStop::Refuses(format!(
                 "the checkpoint has {recorded} hives and it sees {here}"
             )));
         }
         if recorded > 0 && !self.map_groups()? {
-            return Err(Stop::Refuses(
+            return Err(SearchStop::Refuses(
                 "its search finds no hive for a hive of the checkpoint".into(),
             ));
         }
@@ -329,19 +329,19 @@ impl Model<'_> {
             }
         }
         if !self.map_nodes(sources, targets)? {
-            return Err(Stop::Refuses(
+            return Err(SearchStop::Refuses(
                 "its search finds no GPU for a GPU of the checkpoint".into(),
             ));
         }
         let gpus = self.source.nodes.iter().filter(|n| n.is_gpu());
         gpus.map(|n| match lookup(&self.gpus, n.gpu_id) {
             Some(target) if target != 0 => Ok((n.gpu_id, target)),
-            _ => Err(Stop::Refuses(format!("its search leaves out {n}"))),
+            _ => Err(SearchStop::Refuses(format!("its search leaves out {n}"))),
         })
         .collect()
     }
 
-    fn map_groups(&mut self) -> Result<bool, Stop> {
+    fn map_groups(&mut self) -> Result<bool, SearchStop> {
         let (sources, targets) = (self.source.list, self.target.list);
         if self.source.groups.is_empty(sources) {
             return Ok(true);
@@ -375,7 +375,7 @@ impl Model<'_> {
         Ok(false)
     }
 
-    fn map_nodes(&mut self, sources: usize, targets: usize) -> Result<bool, Stop> {
+    fn map_nodes(&mut self, sources: usize, targets: usize) -> Result<bool, SearchStop> {
         if self.mapping.is_empty(sources) {
             return Ok(true);
         }
@@ -417,7 +417,7 @@ impl Model<'_> {
     }
 
     /// The plugin prints both lists before it looks at them.
-    fn print(&self, list: usize) -> Result<(), Stop> {
+    fn print(&self, list: usize) -> Result<(), SearchStop> {
         let mut all = Vec::new();
         let ends = self.mapping.find(list, |at| {
             all.push(at);
@@ -449,10 +449,14 @@ impl Model<'_> {
     }
 
     /// Returns whether a node can replace another, and the CPUs that this binds to each other.
-    fn map_node(&mut self, source: usize, target: usize) -> Result<Option<Vec<(u32, u32)>>, Stop> {
+    fn map_node(
+        &mut self,
+        source: usize,
+        target: usize,
+    ) -> Result<Option<Vec<(u32, u32)>>, SearchStop> {
         self.steps += 1;
         if self.steps > BUDGET {
-            return Err(Stop::Budget);
+            return Err(SearchStop::Budget);
         }
         if !*self
             .alike

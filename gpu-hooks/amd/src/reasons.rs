@@ -1,6 +1,6 @@
 //! Lists the reasons why no map of GPUs exists.
 
-use crate::checks::{Switches, compare, explain, matches, names};
+use crate::checks::{KfdSwitches, compare, explain, matches, names};
 use crate::topology::{Node, Topology};
 use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 
@@ -8,7 +8,7 @@ use cryopod_gpu_plan::checks::compat::{Check, Verdict};
 pub(super) fn unmatched(
     source: &Topology,
     candidates: &Topology,
-    switches: &Switches,
+    switches: &KfdSwitches,
 ) -> Vec<Check> {
     source
         .gpus()
@@ -21,7 +21,7 @@ pub(super) fn wish_mismatches(
     source: &Topology,
     candidates: &Topology,
     wishes: &[(u32, u32)],
-    switches: &Switches,
+    switches: &KfdSwitches,
 ) -> Vec<Check> {
     let by_id = |t: &Topology, id: u32| t.gpus().find(|g| g.gpu_id == id).cloned();
     let pairs = wishes
@@ -37,7 +37,7 @@ pub(super) fn wish_mismatches(
 pub(super) fn too_few(
     source: &Topology,
     candidates: &Topology,
-    switches: &Switches,
+    switches: &KfdSwitches,
 ) -> Option<Check> {
     let fit = |s: &Node| -> Vec<&Node> {
         let targets = candidates.gpus();

@@ -14,12 +14,12 @@ const NOWHERE: usize = usize::MAX;
 
 /// Elements and heads by number.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Ring {
+pub(super) struct ListRing {
     prev: Vec<usize>,
     next: Vec<usize>,
 }
 
-impl Ring {
+impl ListRing {
     pub(super) fn new(elements: usize) -> Self {
         Self {
             prev: vec![NOWHERE; elements],

@@ -34,11 +34,11 @@ macro_rules! properties {
         /// The KFD's properties of a GPU, under its names. All 0 for a CPU.
         #[derive(Debug, Clone, Default, PartialEq, Eq)]
         #[allow(missing_docs, reason = "the names are those of the KFD's properties")]
-        pub struct Properties {
+        pub struct KfdProperties {
             $($(#[$doc])* pub $name: $type,)*
         }
 
-        impl Properties {
+        impl KfdProperties {
             /// The names, in the order of the plugin's images.
             pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
 
@@ -94,7 +94,7 @@ pub struct Node {
     pub gpu_id: u32,
     /// Cores of a CPU; 0 for a GPU.
     pub cpu_cores_count: u32,
-    pub properties: Properties,
+    pub properties: KfdProperties,
     /// Links to other nodes, also to hidden ones.
     pub links: Vec<Link>,
     pub pci: Option<String>,
@@ -265,7 +265,7 @@ impl Node {
         if !self.is_gpu() {
             return;
         }
-        self.properties = Properties::of(long);
+        self.properties = KfdProperties::of(long);
         let pci = pci_address(long("domain"), long("location_id"));
         self.unique_id = Some(match long("unique_id") {
             0 => pci.clone(),

@@ -71,7 +71,7 @@ pub struct Ceiling<'a> {
 
 /// A value of an archive or an annotation, and its intended use.
 #[derive(Debug, Clone, Copy)]
-pub enum Asked<'a> {
+pub enum AskedNode<'a> {
     /// A node of the container becomes the host's node at `host_path`, with that node's number.
     Node {
         /// The native name of the node that the engine gives, or that the record names.
@@ -92,13 +92,13 @@ pub enum Asked<'a> {
 }
 
 impl Ceiling<'_> {
-    pub fn admit(&self, asked: Asked<'_>) -> Result<(), Refusal> {
+    pub fn admit(&self, asked: AskedNode<'_>) -> Result<(), Refusal> {
         let (what, remedy) = match asked {
-            Asked::Node { given, host_path } => match self.node(given, host_path) {
+            AskedNode::Node { given, host_path } => match self.node(given, host_path) {
                 Ok(()) => return Ok(()),
                 Err(refused) => refused,
             },
-            Asked::Gpu { gpu, here } => {
+            AskedNode::Gpu { gpu, here } => {
                 if self.gpus(here).is_none_or(|given| given.contains(&gpu.id)) {
                     return Ok(());
                 }
@@ -107,7 +107,7 @@ impl Ceiling<'_> {
                     "give the container that GPU, name the map as `gpu.map` in /etc/cryopod/config.toml, or set `gpu.allow_others = \"always\"` there".to_owned(),
                 )
             }
-            Asked::Mount { source, kind } => {
+            AskedNode::Mount { source, kind } => {
                 let node = || {
                     source
                         .to_str()
@@ -123,7 +123,7 @@ impl Ceiling<'_> {
                     "if the checkpoint is trusted, add the path to `mounts.allow` in /etc/cryopod/config.toml".to_owned(),
                 )
             }
-            Asked::CriuFile(path) => {
+            AskedNode::CriuFile(path) => {
                 let directories = self.lifts.criu_directories;
                 if path
                     .parent()
@@ -139,7 +139,7 @@ impl Ceiling<'_> {
                     "move the file into /etc/criu, or add its directory to `criu.config_directories` in /etc/cryopod/config.toml".to_owned(),
                 )
             }
-            Asked::CriuOption(name) => {
+            AskedNode::CriuOption(name) => {
                 if CRIU_OPTIONS.contains(&name) {
                     return Ok(());
                 }

@@ -38,7 +38,7 @@ fn given(spec: &Spec, other_gpus: OtherGpus) -> Option<Vec<String>> {
     let here = [gpu(0), gpu(1)];
     let given = ceiling.gpus(&here);
     for gpu in &here {
-        let asked = Asked::Gpu { gpu, here: &here };
+        let asked = AskedNode::Gpu { gpu, here: &here };
         let allowed = given.as_ref().is_none_or(|g| g.contains(&gpu.id));
         assert_eq!(ceiling.admit(asked).is_ok(), allowed);
     }
@@ -79,7 +79,7 @@ fn files_and_options() {
             ..Lifts::default()
         },
     };
-    let file = |path: &str| ceiling.admit(Asked::CriuFile(Path::new(path))).is_ok();
+    let file = |path: &str| ceiling.admit(AskedNode::CriuFile(Path::new(path))).is_ok();
     assert!(file("/etc/criu/mine.conf"));
     for other in [
         "/tmp/x",
@@ -90,6 +90,6 @@ fn files_and_options() {
     ] {
         assert!(!file(other), "{other}");
     }
-    let option = |name| ceiling.admit(Asked::CriuOption(name)).is_ok();
+    let option = |name| ceiling.admit(AskedNode::CriuOption(name)).is_ok();
     assert!(option("tcp-close") && !option("libdir") && !option("action-script"));
 }

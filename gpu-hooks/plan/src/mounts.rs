@@ -16,7 +16,7 @@ use cryopod_archive::container::surroundings::{ForeignMount, MountFacts, MountKi
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use sha2::{Digest, Sha256};
 
-use crate::ceiling::{Asked, Ceiling};
+use crate::ceiling::{AskedNode, Ceiling};
 use crate::gpus::own_nodes;
 use crate::refusal::Refusal;
 use cryopod_host::destinations::{Destinations, clean};
@@ -38,7 +38,7 @@ pub fn unnamed(
 ) -> (MountFacts, Vec<Refusal>) {
     let inside = visible(mountinfo::of(host, &init.to_string()));
     let outside = mountinfo::of(host, "self");
-    let known = Known::of(spec, mounts);
+    let known = KnownMounts::of(spec, mounts);
     let own_nodes = own_nodes::paths(host, spec);
     let mut found = MountFacts::default();
     let mut refusals = Vec::new();
@@ -84,13 +84,13 @@ fn refusal(path: &str, what: &str, remedy: &str) -> Refusal {
     }
 }
 
-struct Known<'a> {
+struct KnownMounts<'a> {
     mounts: &'a Destinations,
     /// Masked and read-only paths: mounts of the runtime's own.
     made: Vec<PathBuf>,
 }
 
-impl<'a> Known<'a> {
+impl<'a> KnownMounts<'a> {
     fn of(spec: &Spec, mounts: &'a Destinations) -> Self {
         let list = |pointer: &str| {
             let list = spec.json().pointer(pointer).and_then(|v| v.as_array());
@@ -134,7 +134,7 @@ fn visible(all: Vec<Mount>) -> Vec<Mount> {
 
 /// Returns true if CRIU can make this mount again from what it saves: a file system of the container's own, or part of
 /// one.
-fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &Known<'_>) -> bool {
+fn carried(mount: &Mount, inside: &[Mount], outside: &[Mount], known: &KnownMounts<'_>) -> bool {
     inside
         .iter()
         .filter(|m| m.device == mount.device && below(&mount.root, &m.root).is_some())
@@ -317,7 +317,7 @@ impl Provider<'_> {
                 Some(Path::new("/").join(p.strip_prefix(root).ok()?))
             });
             let real = real.unwrap_or_else(|| source.clone());
-            let asked = Asked::Mount {
+            let asked = AskedNode::Mount {
                 source: &real,
                 kind,
             };

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::Credentials;
+use super::Login;
 
 /// Time limit: a helper may ask a service on the network.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -23,18 +23,18 @@ const NOTHING: &str = "credentials not found";
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
+struct HelperAnswer {
     #[serde(default)]
     username: String,
     secret: String,
 }
 
 /// Asks a helper; `None` if it has nothing for this registry.
-pub(super) fn ask(name: &str, registry: &str) -> Result<Option<Credentials>, String> {
+pub(super) fn ask(name: &str, registry: &str) -> Result<Option<Login>, String> {
     within(name, registry, LIMIT)
 }
 
-fn within(name: &str, registry: &str, limit: Duration) -> Result<Option<Credentials>, String> {
+fn within(name: &str, registry: &str, limit: Duration) -> Result<Option<Login>, String> {
     let program = format!("docker-credential-{name}");
     let wrong =
         |what: String| format!("{program}, which has the credentials of {registry}: {what}");
@@ -63,12 +63,12 @@ fn within(name: &str, registry: &str, limit: Duration) -> Result<Option<Credenti
         return Err(wrong(format!("it failed with {code}: {said}")));
     }
     // The answer has a secret: it is in no message.
-    let answer: Answer = serde_json::from_str(&text)
+    let answer: HelperAnswer = serde_json::from_str(&text)
         .map_err(|_| wrong("its answer is not JSON with Username and Secret".into()))?;
     if answer.secret.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Credentials {
+    Ok(Some(Login {
         identity_token: answer.username == TOKEN_USER,
         user: answer.username,
         password: answer.secret,

@@ -61,7 +61,7 @@ pub struct Config {
     pub rootfs: rootfs::RootfsOptions,
     pub store: store::StoreOptions,
     pub cache: cache::CacheOptions,
-    pub limits: Limits,
+    pub limits: TimeLimits,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
@@ -162,7 +162,7 @@ pub struct Nvidia {
     pub lock_timeout_ms: Option<u64>,
     /// Whether GPU memory goes into VRAM files: `auto`, `on`, `off`. The annotation `dev.cryopod.vram` takes
     /// precedence.
-    pub vram: vram::Mode,
+    pub vram: vram::VramMode,
     /// Whether a container whose processes share GPU memory is refused: `refuse`, `allow`. The annotation
     /// `dev.cryopod.gpu.sharing` takes precedence.
     pub sharing: sharing::Policy,
@@ -203,7 +203,7 @@ pub struct Amd {
 /// `[limits]`: how long each step may take, in seconds.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Limits {
+pub struct TimeLimits {
     pub checkpoint_s: u64,
     /// A whole restore, until the container runs.
     pub restore_s: u64,
@@ -218,7 +218,7 @@ pub struct Limits {
     pub slowest_mib_s: u64,
 }
 
-impl Default for Limits {
+impl Default for TimeLimits {
     fn default() -> Self {
         Self {
             checkpoint_s: 3600,
@@ -231,7 +231,7 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl TimeLimits {
     /// Returns how long another program may take to report something.
     pub fn tool(&self) -> Duration {
         Duration::from_secs(self.tool_s)

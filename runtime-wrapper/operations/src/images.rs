@@ -19,10 +19,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_archive::criu::mounts::Mount;
+use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_archive::format::names;
 use cryopod_archive::store::Found;
-use cryopod_gpu_plan::mapping::remap::{Remap, Target};
+use cryopod_gpu_plan::mapping::remap::{NodeTarget, Remap};
 use cryopod_host::nodes::NodeSource;
 use cryopod_host::sandbox::Sandbox;
 
@@ -148,7 +148,7 @@ pub fn overlay(
 }
 
 /// Rewrites an archive of `/dev` in a confined child, in a directory of its own.
-fn rewrite(op: &Operation, from: &Path, nodes: &[devtar::Node], to: &Path) -> Result<(), Error> {
+fn rewrite(op: &Operation, from: &Path, nodes: &[devtar::TarNode], to: &Path) -> Result<(), Error> {
     let directory = op.file("dev");
     let failed = || format!("{}: cannot be written", to.display());
     fs::create_dir(&directory).map_err(Error::io(failed()))?;
@@ -193,11 +193,11 @@ fn link_stored(stored: &Found, directory: &Path) -> Result<(), Error> {
 
 /// Returns the archives of `/dev` that have to change, and their new nodes.
 fn rewritten(
-    mounts: &[Mount],
+    mounts: &[CriuMount],
     remap: &Remap,
-    changed: Vec<&Target>,
-) -> Result<Vec<(String, Vec<devtar::Node>)>, Error> {
-    let mut rewritten: Vec<(String, Vec<devtar::Node>)> = Vec::new();
+    changed: Vec<&NodeTarget>,
+) -> Result<Vec<(String, Vec<devtar::TarNode>)>, Error> {
+    let mut rewritten: Vec<(String, Vec<devtar::TarNode>)> = Vec::new();
     for target in changed {
         let mount = mountpoints::covering(mounts, &target.path);
         let Some(mount) = mount.filter(|m| mountpoints::is_archived(m)) else {
@@ -221,7 +221,7 @@ fn rewritten(
         let (Some(path), Some(model)) = (below(&target.path), below(&target.from)) else {
             continue;
         };
-        let node = devtar::Node {
+        let node = devtar::TarNode {
             path,
             model,
             otherwise: remap
@@ -248,8 +248,8 @@ fn access(path: &str) -> Option<(u32, u32, u32)> {
 
 /// Returns the nodes that the archived `/dev` lacks or has with other numbers. Bind-mounted nodes are left out: the
 /// mount is made anew, from the spec.
-fn changed(remap: &Remap) -> Vec<&Target> {
-    let bound = |t: &&Target| {
+fn changed(remap: &Remap) -> Vec<&NodeTarget> {
+    let bound = |t: &&NodeTarget| {
         remap
             .recorded(&t.path)
             .is_some_and(|n| n.source == NodeSource::BindMount)

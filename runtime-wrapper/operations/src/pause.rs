@@ -37,7 +37,7 @@ use crate::request::passthrough;
 use crate::request::state::{self, ContainerState, verb};
 use crate::run::log;
 use crate::run::operation::Operation;
-use crate::vram::agent::{Agent, SOCKET};
+use crate::vram::agent::{RunningAgent, SOCKET};
 
 /// Asks for the driver's lock at the pause: `on` or `off`.
 pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
@@ -204,7 +204,7 @@ fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
 }
 
 struct PauseDriver {
-    agent: Option<Agent>,
+    agent: Option<RunningAgent>,
     op: Operation,
     how: How,
 }
@@ -214,7 +214,7 @@ impl PauseDriver {
         let op = Operation::new()?;
         let found = plugins::find(&ctx.config, host).nvidia;
         let found: Vec<_> = found.into_iter().collect();
-        let agent = Some(Agent::of_operation(&ctx.config, &found, &op)?);
+        let agent = Some(RunningAgent::of_operation(&ctx.config, &found, &op)?);
         let vram = ctx.config.vram.config().map_err(Error::Failed)?;
         let how = How {
             vram,

@@ -10,13 +10,13 @@ pub mod surroundings;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use cryopod_amd::choose::{self as amd_choose, Request};
+use cryopod_amd::choose::{self as amd_choose, ChoiceRequest};
 use cryopod_amd::image::Images;
 use cryopod_amd::topology::Topology;
 use cryopod_archive::metadata::{Gpu, Metadata};
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::compat::{self, Check};
-use cryopod_gpu_plan::checks::nvidia_compat::{self, Found, Pair};
+use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost, Pair};
 use cryopod_gpu_plan::checks::switches::Switches;
 use cryopod_gpu_plan::gpus::amd_gpus;
 use cryopod_gpu_plan::mapping::gpumap::Choice;
@@ -36,14 +36,14 @@ use crate::criu::plugins;
 use crate::error::Error;
 use crate::request::lowlevel::RuntimeKind;
 use crate::run::operation::Operation;
-use crate::vram::agent::{Agent, AgentError};
+use crate::vram::agent::{AgentError, RunningAgent};
 
 /// This host's programs for a restore.
 #[derive(Debug, Default)]
 pub struct RestoreTools {
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
-    pub agent: Option<Agent>,
+    pub agent: Option<RunningAgent>,
     pub faults: Vec<Refusal>,
 }
 
@@ -73,7 +73,7 @@ impl RestoreTools {
             Err(faults) => means.faults.extend(faults),
         }
         if let (true, Some(op)) = (plugins::uses(metadata, Vendor::Nvidia), op) {
-            match Agent::of_operation(config, &means.plugins, op) {
+            match RunningAgent::of_operation(config, &means.plugins, op) {
                 Ok(agent) => means.agent = Some(agent),
                 // The agent lies beside the plugin. Where the plugin is missing, that is already reported.
                 Err(AgentError::Missing) if !means.faults.is_empty() => {}
@@ -198,9 +198,9 @@ fn nvidia(question: &RestoreQuestion<'_>, agent: Option<&AgentReady>, answer: &m
     let mut gpus = gpus::nvidia_here(question.host, agent);
     let said = agent.map_or(&[][..], |a| &a.gpus);
     nvidia_compat::enrich(&mut gpus, said);
-    let found = Found {
+    let found = FoundHost {
         driver: gpus::nvidia_driver(question.host, agent),
-        free: Found::free_of(said),
+        free: FoundHost::free_of(said),
         available: nvidia_compat::available_memory(question.host)
             .map(|bytes| bytes.saturating_add(question.freed)),
         container_limit: nvidia_compat::memory_limit(question.spec),
@@ -252,7 +252,7 @@ fn amd(
     let target = Topology::read(question.host);
     let (host, config, spec) = (question.host, question.config, question.spec);
     let permitted = gpus::amd_offered(host, config, spec, &question.metadata.gpu);
-    let request = Request {
+    let request = ChoiceRequest {
         sources: &sources,
         target: &target,
         permitted: permitted.as_deref(),
@@ -290,8 +290,8 @@ fn amd(
     Ok(Some(pairs.collect()))
 }
 
-fn amd_switches(switches: &Switches) -> cryopod_amd::checks::Switches {
-    let mut all = cryopod_amd::checks::Switches::default();
+fn amd_switches(switches: &Switches) -> cryopod_amd::checks::KfdSwitches {
+    let mut all = cryopod_amd::checks::KfdSwitches::default();
     for switch in cryopod_amd::checks::Switch::ALL {
         all = all.with(switch, switches.on(switch.name()));
     }

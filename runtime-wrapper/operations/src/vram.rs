@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::vram::{Digest, Vram};
+use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome};
 use cryopod_cuda::messages::report::GpuUser;
@@ -17,7 +17,7 @@ use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
 use cryopod_host::spec::Spec;
 
 use crate::config::Config;
-use crate::config::vram::Mode;
+use crate::config::vram::VramMode;
 use crate::error::Error;
 use crate::request::Request;
 use crate::run::operation::Operation;
@@ -46,12 +46,12 @@ fn wanted(config: &Config, spec: &Spec) -> Result<Option<VramConfig>, Error> {
         Some(text) => text.parse().map_err(wrong)?,
         None => config.nvidia.vram,
     };
-    if mode == Mode::Off {
+    if mode == VramMode::Off {
         return Ok(None);
     }
     let vram = config.vram.config().map_err(wrong)?;
     Ok(Some(VramConfig {
-        required: mode == Mode::On,
+        required: mode == VramMode::On,
         search: config.search(),
         ..vram
     }))
@@ -153,7 +153,7 @@ pub fn restore(request: &Request<'_>, metadata: &Metadata) -> Result<VramConfig,
     if let Some(facts) = &metadata.gpu.vram {
         let failed =
             |what: String| Error::Failed(format!("restore refused, nothing was started: {what}"));
-        let digest = facts.digest.parse::<Digest>().map_err(failed)?;
+        let digest = facts.digest.parse::<ChunkDigest>().map_err(failed)?;
         let found = Vram::check(directory, Some(digest), &config.search());
         if found.map_err(|e| failed(e.to_string()))?.is_none() {
             let index = directory.join(names::VRAM_INDEX);
@@ -233,7 +233,7 @@ mod tests {
         assert!(!wanted(&config, &none).unwrap().unwrap().required);
         assert!(wanted(&config, &with("on")).unwrap().unwrap().required);
         assert!(wanted(&config, &with("off")).unwrap().is_none());
-        config.nvidia.vram = Mode::Off;
+        config.nvidia.vram = VramMode::Off;
         assert!(wanted(&config, &none).unwrap().is_none());
         assert!(wanted(&config, &with("auto")).unwrap().is_some());
         let error = wanted(&config, &with("yes")).unwrap_err().to_string();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use cryopod_archive::vram::{Codec, ReadOptions, Source, Vram, WriteOptions, write};
+use cryopod_archive::vram::{Codec, MemorySource, ReadOptions, Vram, WriteOptions, write};
 
 fn main() {
     let mut args = std::env::args().skip(1);
@@ -38,7 +38,7 @@ fn one(dir: &Path, name: &str, data: &mut [u8], codec: Codec) {
     };
     let mut stored = 0;
     let written = timed(&mut || {
-        let source = [Source {
+        let source = [MemorySource {
             id: "a",
             bytes: data,
         }];

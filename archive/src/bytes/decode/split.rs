@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
 
-use super::{Decoder, Job, Next, PIECE, Piece, Token};
-use crate::bytes::frames::{Frame, MAX_FRAME, look};
+use super::{DecodeJob, DecodedPiece, Decoder, Next, PIECE, Token};
+use crate::bytes::frames::{MAX_FRAME, ZstdFrame, look};
 use crate::bytes::hash;
 use crate::bytes::stream::{Allowance, Decoded};
 use crate::format::compression::Compression;
@@ -15,7 +15,7 @@ use crate::format::digest::Digest;
 /// Hashes what is read, for the blob's digest.
 struct Tee<'h, R> {
     inner: R,
-    hash: Option<&'h hash::Stream>,
+    hash: Option<&'h hash::HashStream>,
 }
 
 impl<R: Read> Read for Tee<'_, R> {
@@ -35,7 +35,7 @@ pub(super) struct Splitter<'d> {
     pub(super) output: u64,
     pub(super) out: Sender<Next>,
     /// Hash of the stored bytes.
-    pub(super) hash: Option<hash::Stream>,
+    pub(super) hash: Option<hash::HashStream>,
 }
 
 /// The consumer has stopped reading.
@@ -72,7 +72,7 @@ impl Splitter<'_> {
         if let Err(Stop::Failed(e)) = done {
             let _ = self.out.send(Next::Failed(e));
         }
-        self.hash.map(hash::Stream::finish).transpose()
+        self.hash.map(hash::HashStream::finish).transpose()
     }
 
     /// Reads frame by frame, as long as they are small.
@@ -82,7 +82,7 @@ impl Splitter<'_> {
         let (mut at, mut end) = (0, 0);
         loop {
             match look(&buf[at..end]) {
-                Frame::Whole { len, content } => {
+                ZstdFrame::Whole { len, content } => {
                     self.input += len as u64;
                     self.output += content as u64;
                     self.allowance
@@ -92,7 +92,7 @@ impl Splitter<'_> {
                     let frame = self.stored(&buf[at..at + len], token);
                     at += len;
                     let (reply, coming) = bounded(1);
-                    let job = Job {
+                    let job = DecodeJob {
                         frame,
                         content,
                         reply,
@@ -101,7 +101,7 @@ impl Splitter<'_> {
                     self.out.send(Next::Coming(coming)).map_err(|_| Gone)?;
                     continue;
                 }
-                Frame::Skip { len } => {
+                ZstdFrame::Skip { len } => {
                     self.input += len as u64;
                     if let Some(hash) = &self.hash {
                         hash.update(&buf[at..at + len]);
@@ -109,8 +109,8 @@ impl Splitter<'_> {
                     at += len;
                     continue;
                 }
-                Frame::Short if end - at <= MAX_FRAME => {}
-                Frame::Short | Frame::Other => break,
+                ZstdFrame::Short if end - at <= MAX_FRAME => {}
+                ZstdFrame::Short | ZstdFrame::Other => break,
             }
             buf.copy_within(at..end, 0);
             end -= at;
@@ -131,7 +131,7 @@ impl Splitter<'_> {
         self.alone(&mut io::Cursor::new(rest).chain(raw), Compression::Zstd)
     }
 
-    fn stored(&self, part: &[u8], token: Token) -> Arc<Piece> {
+    fn stored(&self, part: &[u8], token: Token) -> Arc<DecodedPiece> {
         let mut stored = self.decoder.spare.lease(Arc::new(token));
         stored.clear();
         stored.extend_from_slice(part);

@@ -8,7 +8,7 @@ use anyhow::bail;
 use clap::ValueEnum;
 use cryopod_host::programs::{SystemTools, Tools};
 
-use super::{Call, Engine};
+use super::{Engine, EngineCall};
 
 /// containerd's socket.
 const SOCKET: &str = "/run/containerd/containerd.sock";
@@ -33,7 +33,7 @@ impl Engine {
         if self == Self::Containerd && !socket.exists() {
             bail!("it does not run: {} is missing", socket.display());
         }
-        let call = Call::new(self.program(), ASK);
+        let call = EngineCall::new(self.program(), ASK);
         let said = match self {
             Self::Podman | Self::Docker => call
                 .args(["container", "inspect", "--format", "{{.Id}}", "--", name])

@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use cryopod_archive::source::Source;
 
 use super::{Args, Taken};
-use crate::engines::engine::Call;
+use crate::engines::engine::EngineCall;
 use crate::terminal::ui::Steps;
 
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
@@ -21,7 +21,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
             "ctr has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
         );
     }
-    let ctr = || Call::new("ctr", args.limit()).args(["--namespace", &args.namespace]);
+    let ctr = || EngineCall::new("ctr", args.limit()).args(["--namespace", &args.namespace]);
     let image = format!(
         "localhost/cryopod-export/{}:{}",
         args.container.to_lowercase(),
@@ -53,7 +53,7 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
 }
 
 /// Writes an image to a file. `ctr` returns a call with its address and namespace.
-pub fn write_image(ctr: impl Fn() -> Call, image: &str, file: &Path) -> anyhow::Result<()> {
+pub fn write_image(ctr: impl Fn() -> EngineCall, image: &str, file: &Path) -> anyhow::Result<()> {
     let export = |local: bool| {
         ctr()
             .args(["images", "export", "--skip-manifest-json"])

@@ -10,7 +10,7 @@ use cryopod_archive::format::names;
 use serde_json::{Value, json};
 
 use super::{Args, Taken};
-use crate::engines::engine::Call;
+use crate::engines::engine::EngineCall;
 use crate::terminal::ui::Steps;
 
 /// The checkpoint's name, below the directory that docker gets.
@@ -23,12 +23,12 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
             "docker has no option for TCP connections and file locks; put `tcp-established` or `file-locks` into /etc/criu/default.conf"
         );
     }
-    let said = Call::new("docker", ASK)
+    let said = EngineCall::new("docker", ASK)
         .args(["container", "inspect", &args.container])
         .run()?;
     let said: Value = serde_json::from_str(&said).context("docker container inspect: not JSON")?;
     let extra = records(&said[0])?;
-    Call::new("docker", args.limit())
+    EngineCall::new("docker", args.limit())
         .args(["checkpoint", "create", "--checkpoint-dir"])
         .args([temp])
         .flag(args.leave_running, "--leave-running")

@@ -11,7 +11,7 @@ use cryopod_archive::source::{Kind, Source};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
 
 use super::{Args, Taken};
-use crate::engines::engine::{Call, Engine};
+use crate::engines::engine::{Engine, EngineCall};
 
 const ASK: Duration = Duration::from_secs(60);
 
@@ -30,7 +30,7 @@ pub fn save(args: &Args, engine: Engine, temp: &Path) -> anyhow::Result<PathBuf>
             "--with-image is for podman and docker: a checkpoint of `ctr` goes to containerd, which takes the image from `ctr images export`"
         ),
     };
-    let image = Call::new(program, ASK)
+    let image = EngineCall::new(program, ASK)
         .args(["container", "inspect", "--format", "{{.Image}}", "--"])
         .args([&args.container])
         .run()?;
@@ -39,7 +39,7 @@ pub fn save(args: &Args, engine: Engine, temp: &Path) -> anyhow::Result<PathBuf>
     for format in formats {
         // podman does not write over a file.
         let _ = fs::remove_file(&file);
-        Call::new(program, args.limit())
+        EngineCall::new(program, args.limit())
             .args(*format)
             .args(["--output"])
             .args([&file])

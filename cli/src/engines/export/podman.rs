@@ -15,7 +15,7 @@ use cryopod_archive::unpack::{UnpackOptions, unpack};
 use cryopod_operations::images::handover;
 
 use super::{Args, Taken};
-use crate::engines::engine::Call;
+use crate::engines::engine::EngineCall;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
 
@@ -23,13 +23,13 @@ const ASK: Duration = Duration::from_secs(60);
 
 /// After an error the container still runs, unless podman says otherwise.
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
-    let bundle = Call::new("podman", ASK)
+    let bundle = EngineCall::new("podman", ASK)
         .args(["container", "inspect", "--format", "{{.StaticDir}}"])
         .args([&args.container])
         .run()?;
     let away = Away::beside(Path::new(bundle.trim()))?;
     let file = temp.join("checkpoint.tar");
-    let made = Call::new("podman", args.limit())
+    let made = EngineCall::new("podman", args.limit())
         .args(["container", "checkpoint", "--compress", "none", "--export"])
         .args([&file])
         .flag(args.leave_running, "--leave-running")

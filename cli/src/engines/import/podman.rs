@@ -14,10 +14,10 @@ use cryopod_archive::vram::places;
 use cryopod_archive::{Compression, format::names};
 use cryopod_operations::images::handover;
 
-use super::{Args, Records, without_image};
+use super::{Args, ImportRecords, without_image};
 use crate::archives::confined;
 use crate::engines::carried;
-use crate::engines::engine::Call;
+use crate::engines::engine::EngineCall;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
 
@@ -26,10 +26,10 @@ const ASK: Duration = Duration::from_secs(60);
 pub fn restore(
     args: &Args,
     source: &Source,
-    records: &Records,
+    records: &ImportRecords,
     steps: &mut Steps,
 ) -> anyhow::Result<String> {
-    if let Some(parts) = Parts::unpack(args, source)? {
+    if let Some(parts) = ImportParts::unpack(args, source)? {
         steps.done("unpack");
         let file = parts.small_file(args)?;
         let restored = import(args, &file);
@@ -86,14 +86,14 @@ fn import(args: &Args, file: &Path) -> anyhow::Result<String> {
 
 /// A checkpoint whose small files go to podman, and whose large files go to cryopod's runtime. Shards that it can read in
 /// the archive stay there.
-struct Parts {
+struct ImportParts {
     whole: PathBuf,
     ticket: handover::Ticket,
     /// On podman's file system.
     temp: LockedTempDir,
 }
 
-impl Parts {
+impl ImportParts {
     /// `None` if podman is to get all files.
     fn unpack(args: &Args, source: &Source) -> anyhow::Result<Option<Self>> {
         let metadata = format!("{}/{}", names::CHECKPOINT_DIR, names::METADATA);
@@ -105,7 +105,7 @@ impl Parts {
         {
             return Ok(None);
         }
-        let root = Call::new("podman", ASK)
+        let root = EngineCall::new("podman", ASK)
             .args(["info", "--format", "{{.Store.GraphRoot}}"])
             .run()?;
         let temp = LockedTempDir::within(Path::new(root.trim()), Holds::Copy)?;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{ARCHIVE, ASK, Move, State, quoted};
 use crate::archives::bundle;
-use crate::engines::engine::{Call, Engine};
+use crate::engines::engine::{Engine, EngineCall};
 use crate::engines::export::containerd::write_image;
 use crate::store::stores;
 
@@ -42,21 +42,23 @@ impl Engine {
             return Ok(container.to_owned());
         }
         let args = ["container", "inspect", "--format", "{{.Name}}", "--"];
-        let call = Call::new(self.program(), ASK).args(args);
+        let call = EngineCall::new(self.program(), ASK).args(args);
         let name = call.args([container]).run()?;
         Ok(name.trim().trim_start_matches('/').to_owned())
     }
 }
 
 impl Move {
-    fn ctr(&self) -> Call {
-        Call::new("ctr", self.limit()).args(["--namespace", &self.namespace])
+    fn ctr(&self) -> EngineCall {
+        EngineCall::new("ctr", self.limit()).args(["--namespace", &self.namespace])
     }
 
     fn call<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> anyhow::Result<String> {
         match self.engine {
             Engine::Containerd => self.ctr().args(args).run(),
-            engine => Call::new(engine.program(), self.limit()).args(args).run(),
+            engine => EngineCall::new(engine.program(), self.limit())
+                .args(args)
+                .run(),
         }
     }
 
@@ -205,7 +207,7 @@ impl Move {
     /// Step 2; returns the archive.
     pub fn checkpoint(&self, needs: &Needs) -> anyhow::Result<PathBuf> {
         let archive = self.directory.join(ARCHIVE);
-        let cryopod = |verb: &str| Call::new(CRYOPOD, self.limit()).args([verb]);
+        let cryopod = |verb: &str| EngineCall::new(CRYOPOD, self.limit()).args([verb]);
         if self.engine != Engine::Containerd {
             if self.engine == Engine::Docker {
                 self.call(["pause", &self.name])?;
@@ -286,7 +288,7 @@ impl Move {
                 format!("{program} images import -")
             }
             _ => {
-                let call = Call::new(self.engine.program(), self.limit());
+                let call = EngineCall::new(self.engine.program(), self.limit());
                 let call = call.args(["image", "save", "--output"]).args([&file]);
                 call.args([&needs.image]).run()?;
                 format!("{program} image load")
@@ -383,7 +385,7 @@ impl Move {
             (State::Paused, Engine::Containerd) => self.call(["tasks", "resume", &self.name])?,
             (State::Stopped, Engine::Podman) => self.call(["container", "restore", &self.name])?,
             // podman has removed it (`--rm`).
-            (State::Missing, Engine::Podman) => Call::new(CRYOPOD, self.limit())
+            (State::Missing, Engine::Podman) => EngineCall::new(CRYOPOD, self.limit())
                 .args(["import", "--quiet", "--restore", "--engine", "podman"])
                 .args([self.directory.join(ARCHIVE)])
                 .shown("cryopod import".into())

@@ -16,7 +16,7 @@ use crate::terminal::ui::bytes;
 const MAX_GPUS: usize = 256;
 
 /// Where a GPU of the checkpoint would go.
-pub struct Place {
+pub struct GpuPlace {
     /// [`Gpu::id`] at the checkpoint.
     pub old: String,
     pub new: Gpu,
@@ -30,7 +30,7 @@ pub fn here() -> Vec<Gpu> {
 }
 
 /// Decides where the GPUs would go among those `here`, as a restore does. Fails with every reason why they cannot.
-pub fn places(recorded: &[Gpu], here: &[Gpu], wish: &Wish) -> anyhow::Result<Vec<Place>> {
+pub fn places(recorded: &[Gpu], here: &[Gpu], wish: &Wish) -> anyhow::Result<Vec<GpuPlace>> {
     let of_kind = |gpu: &&Gpu| recorded.iter().any(|r| r.vendor == gpu.vendor);
     let situation = Situation {
         recorded: recorded.to_vec(),
@@ -44,14 +44,14 @@ pub fn places(recorded: &[Gpu], here: &[Gpu], wish: &Wish) -> anyhow::Result<Vec
             bail!("--map: {}", reasons.join(" | "));
         }
     };
-    let places = chosen.into_iter().map(|choice| Place {
+    let places = chosen.into_iter().map(|choice| GpuPlace {
         old: choice.old.id,
         new: choice.new,
     });
     Ok(places.collect())
 }
 
-pub fn section(report: &Report, places: &[Place]) -> Markup {
+pub fn section(report: &Report, places: &[GpuPlace]) -> Markup {
     let gpu = &report.gpu;
     html! {
         section #gpus {

@@ -2,7 +2,7 @@
 //!
 //! Without VRAM files CRIU's images hold GPU memory as memory of its process, because the driver has copied it there.
 
-use cryopod_archive::criu::Process;
+use cryopod_archive::criu::ProcessFacts;
 use cryopod_archive::vram::VramFacts;
 use maud::{Markup, html};
 
@@ -35,7 +35,7 @@ impl Split {
 }
 
 /// Of one process.
-pub fn of(report: &Report, process: &Process) -> Split {
+pub fn of(report: &Report, process: &ProcessFacts) -> Split {
     let gpu = report.gpu.processes.iter().find(|p| p.pid == process.pid);
     let Some(gpu) = gpu else {
         return Split {
@@ -57,7 +57,7 @@ type Part = (&'static str, String, u64);
 pub fn section(report: &Report) -> Markup {
     let parts = parts(report);
     let all = parts.iter().fold(0, |sum: u64, p| sum.saturating_add(p.2));
-    let mut rows: Vec<(&Process, Split)> = report
+    let mut rows: Vec<(&ProcessFacts, Split)> = report
         .criu
         .processes
         .iter()

@@ -1,9 +1,9 @@
-use cryopod_archive::criu::{DumpStats, Facts, Process};
+use cryopod_archive::criu::{DumpStats, ImageFacts, ProcessFacts};
 use cryopod_archive::metadata::Gpu;
 use cryopod_archive::vram::VramFacts;
 use cryopod_host::nodes::Vendor;
 
-use super::super::report::{GpuFacts, GpuProcess, MetadataFacts};
+use super::super::report::{GpuProcessReport, GpuReport, MetadataFacts};
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -26,7 +26,7 @@ fn gpu(id: &str) -> Gpu {
 /// A checkpoint whose every text is hostile.
 fn report() -> Report {
     let text = || EVIL.to_owned();
-    let process = |pid: u32, parent: u32, mib: u64| Process {
+    let process = |pid: u32, parent: u32, mib: u64| ProcessFacts {
         pid,
         parent,
         comm: text(),
@@ -63,11 +63,11 @@ fn report() -> Report {
             durable_us: Some(650_000),
         }),
         store: None,
-        gpu: GpuFacts {
+        gpu: GpuReport {
             drivers: [(text(), text())].into(),
             gpus: vec![gpu(EVIL)],
             nodes: vec![text()],
-            processes: vec![GpuProcess {
+            processes: vec![GpuProcessReport {
                 pid: 2,
                 comm: text(),
                 vram_bytes: Some(64 * MIB),
@@ -87,9 +87,9 @@ fn report() -> Report {
                 parent_digest: Some(text()),
                 ..VramFacts::default()
             }),
-            ..GpuFacts::default()
+            ..GpuReport::default()
         },
-        criu: Facts {
+        criu: ImageFacts {
             processes: vec![process(1, 0, 30), process(2, 1, 20)],
             memory_bytes: 50 * MIB,
             plugins: vec![text()],
@@ -100,14 +100,14 @@ fn report() -> Report {
                 memwrite_us: 30_000,
                 ..DumpStats::default()
             }),
-            ..Facts::default()
+            ..ImageFacts::default()
         },
     }
 }
 
 #[test]
 fn a_hostile_archive_is_only_text() {
-    let places = [Place {
+    let places = [GpuPlace {
         old: EVIL.into(),
         new: gpu("GPU-new"),
     }];
@@ -166,7 +166,7 @@ fn an_archive_of_many_processes_makes_no_endless_page() {
     let mut report = report();
     let one = report.criu.processes[0].clone();
     report.criu.processes = (1..20_000)
-        .map(|pid| Process { pid, ..one.clone() })
+        .map(|pid| ProcessFacts { pid, ..one.clone() })
         .collect();
     let page = html(&report, &[]);
     assert!(page.len() < 2 << 20, "{}", page.len());
@@ -177,7 +177,7 @@ fn an_archive_of_many_processes_makes_no_endless_page() {
 fn a_checkpoint_without_times_and_gpus() {
     let mut report = report();
     report.metadata = None;
-    report.gpu = GpuFacts::default();
+    report.gpu = GpuReport::default();
     report.criu.dump = None;
     let page = html(&report, &[]);
     assert!(page.contains("The checkpoint records no times."));

@@ -7,7 +7,7 @@
 
 use maud::{Markup, html};
 
-use super::super::report::{GpuProcess, Report};
+use super::super::report::{GpuProcessReport, Report};
 use super::{more, shown, span};
 use crate::terminal::ui::micros;
 
@@ -146,7 +146,7 @@ fn rows(report: &Report) -> Vec<Row> {
 }
 
 /// Lays the steps of all processes one after the other: the n-th step begins when the one before it has ended everywhere.
-fn lay(processes: &[GpuProcess], mut start: u64) -> Vec<Vec<Bar>> {
+fn lay(processes: &[GpuProcessReport], mut start: u64) -> Vec<Vec<Bar>> {
     let mut bars: Vec<Vec<Bar>> = vec![Vec::new(); processes.len()];
     let most = processes.iter().map(|p| p.steps.len()).max().unwrap_or(0);
     for n in 0..most.min(MAX_ROWS) {
@@ -208,11 +208,11 @@ fn words(step: &str) -> String {
 mod tests {
     use super::*;
 
-    fn process(steps: &[(&str, u64)]) -> GpuProcess {
+    fn process(steps: &[(&str, u64)]) -> GpuProcessReport {
         let steps = steps.iter().map(|(name, n)| ((*name).to_owned(), *n));
-        GpuProcess {
+        GpuProcessReport {
             steps: steps.collect(),
-            ..GpuProcess::default()
+            ..GpuProcessReport::default()
         }
     }
 

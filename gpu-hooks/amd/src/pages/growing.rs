@@ -46,30 +46,30 @@ pub struct Growing<'a> {
     expected: Expected,
     maps: &'a Maps,
     /// Each one's number is that of its mapping.
-    files: Vec<Pages>,
+    files: Vec<GrowingPages>,
     /// Files that are read when all is complete.
-    later: Vec<Pages>,
+    later: Vec<GrowingPages>,
     /// Names that are not looked at again.
     seen: HashSet<String>,
     /// Files that are not read yet, as all together are less than `min_bytes`.
-    waiting: Vec<Pages>,
+    waiting: Vec<GrowingPages>,
 }
 
 /// What the writer sees of the files.
-struct Memory<'a> {
+struct PluginMemory<'a> {
     bytes: Vec<OnceLock<Ahead<'a>>>,
     filled: Vec<AtomicUsize>,
 }
 
 /// A file of the plugin's.
-struct Pages {
+struct GrowingPages {
     name: String,
     file: File,
     /// The length that it will have.
     bytes: u64,
 }
 
-impl Pages {
+impl GrowingPages {
     /// `None`: its length is not there yet.
     fn open(images: &Path, name: &str) -> io::Result<Option<Self>> {
         let file = File::open(images.join(name))?;
@@ -118,7 +118,7 @@ impl<'a> Growing<'a> {
     /// Writes what the plugin has written, until all is `complete`.
     pub fn write(&mut self, writer: &mut Writer<'_>, complete: &AtomicBool) -> Result<(), String> {
         let each = || self.maps.0.iter();
-        let memory = Memory {
+        let memory = PluginMemory {
             bytes: each().map(|_| OnceLock::new()).collect(),
             filled: each().map(|_| AtomicUsize::new(0)).collect(),
         };
@@ -161,19 +161,21 @@ impl<'a> Growing<'a> {
     /// Bytes that the plugin has yet to write into the files that there are.
     fn missing(&self) -> u64 {
         let files = self.files.iter().chain(&self.later);
-        files.map(Pages::missing).fold(0, u64::saturating_add)
+        files
+            .map(GrowingPages::missing)
+            .fold(0, u64::saturating_add)
     }
 
     /// The number of a file that was read as it grew, if it has the length that it announced.
     pub fn number(&self, name: &str, bytes: u64) -> Option<usize> {
-        let is_it = |file: &Pages| file.name == name && file.bytes == bytes;
+        let is_it = |file: &GrowingPages| file.name == name && file.bytes == bytes;
         self.files.iter().position(is_it)
     }
 
-    fn look(&mut self, memory: &Memory<'a>) {
+    fn look(&mut self, memory: &PluginMemory<'a>) {
         for name in names(self.images).unwrap_or_default() {
             if !self.seen.contains(&name)
-                && let Ok(Some(pages)) = Pages::open(self.images, &name)
+                && let Ok(Some(pages)) = GrowingPages::open(self.images, &name)
             {
                 self.waiting.push(pages);
                 self.seen.insert(name);
@@ -193,7 +195,7 @@ impl<'a> Growing<'a> {
 
     /// Has the writer read a file from now on. Where the disk may not hold the file's copy beside all that is still to be
     /// written, the file is read when all is complete: the plugin's own files come first.
-    fn take(&mut self, pages: Pages, memory: &Memory<'a>) {
+    fn take(&mut self, pages: GrowingPages, memory: &PluginMemory<'a>) {
         let number = self.files.len();
         let (Some(place), Some(slot)) = (self.maps.0.get(number), memory.bytes.get(number)) else {
             return self.later.push(pages);

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::image::is_pages;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::vram::{Digest, Vram};
+use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::vram::VramConfig;
 use cryopod_cuda::vram::memory::Mapped;
 use nix::errno::Errno;
@@ -19,13 +19,13 @@ const PREFIX: &str = ".cryopod-amd-";
 
 /// The plugin's files of a checkpoint, written again. Dropped, they are removed.
 #[derive(Debug)]
-pub struct Unpacked {
+pub struct UnpackedPages {
     pub directory: PathBuf,
     /// Held as long as somebody works with the directory.
     _lock: Flock<File>,
 }
 
-impl Unpacked {
+impl UnpackedPages {
     fn make(beside: &Path) -> io::Result<Self> {
         // A name that none in another PID namespace has.
         let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
@@ -59,7 +59,7 @@ fn remove_left(beside: &Path) {
     }
 }
 
-impl Drop for Unpacked {
+impl Drop for UnpackedPages {
     fn drop(&mut self) {
         if let Err(e) = fs::remove_dir_all(&self.directory) {
             tracing::warn!("{}: cannot be removed: {e}", self.directory.display());
@@ -73,11 +73,11 @@ pub fn unpack(
     images: &Path,
     metadata: &Metadata,
     config: &VramConfig,
-) -> Result<Option<Unpacked>, String> {
+) -> Result<Option<UnpackedPages>, String> {
     let Some(facts) = &metadata.gpu.vram else {
         return Ok(None);
     };
-    let digest: Digest = facts.digest.parse()?;
+    let digest: ChunkDigest = facts.digest.parse()?;
     let vram = Vram::open_with(images, Some(digest), &config.search).map_err(|e| e.to_string())?;
     let Some(vram) = vram.filter(|v| v.index.regions.iter().any(|r| is_pages(&r.id))) else {
         return Ok(None);
@@ -85,7 +85,7 @@ pub fn unpack(
     let beside = images.parent().unwrap_or(images);
     remove_left(beside);
     // Another restore may have taken it for one that was left.
-    let made = Unpacked::make(beside).or_else(|_| Unpacked::make(beside));
+    let made = UnpackedPages::make(beside).or_else(|_| UnpackedPages::make(beside));
     let unpacked = made.map_err(|e| {
         format!(
             "{}: a directory cannot be made in it: {e}",

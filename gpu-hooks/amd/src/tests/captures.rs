@@ -2,8 +2,8 @@
 //! topology that ROCm's k8s-device-plugin carries for its tests (testdata/topo-mi210-xgmi-pcie, Apache-2.0). It has no
 //! `gpu_id` and no `mem_banks`, which are made up here.
 
-use super::super::checks::Switches;
-use super::super::choose::{Request, choose};
+use super::super::checks::KfdSwitches;
+use super::super::choose::{ChoiceRequest, choose};
 use super::super::plugin_choice::{PluginChoice, choose as stock};
 use super::*;
 use cryopod_gpu_plan::mapping::wish::Wish;
@@ -57,12 +57,12 @@ fn decide(
     target: &Topology,
     permitted: Option<&[u32]>,
 ) -> Result<Vec<u32>, String> {
-    let request = Request {
+    let request = ChoiceRequest {
         sources: std::slice::from_ref(source),
         target,
         permitted,
         wish: &Wish::Auto,
-        switches: &Switches::default(),
+        switches: &KfdSwitches::default(),
     };
     choose(&request)
         .map(|c| c.visible)
@@ -80,7 +80,7 @@ fn the_whole_machine() {
         (128..136).collect::<Vec<_>>()
     );
     assert!(matches!(
-        stock(&mi210(), &elsewhere(), &Switches::default()),
+        stock(&mi210(), &elsewhere(), &KfdSwitches::default()),
         PluginChoice::Picks(_)
     ));
 }

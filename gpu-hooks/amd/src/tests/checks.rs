@@ -1,18 +1,18 @@
 //! Tests each comparison and each switch, on and off.
 
-use super::super::checks::{Switch, SwitchError, Switches, compare, explain, matches};
+use super::super::checks::{KfdSwitches, Switch, SwitchError, compare, explain, matches};
 use super::*;
 use cryopod_gpu_plan::checks::compat::Verdict;
 
-type Change = fn(&mut Properties, i64);
+type Change = fn(&mut KfdProperties, i64);
 
 macro_rules! change {
     ($($field:ident),*) => {
-        [$((stringify!($field), (|p: &mut Properties, by: i64| p.$field = (p.$field as i64 + by) as _) as Change)),*]
+        [$((stringify!($field), (|p: &mut KfdProperties, by: i64| p.$field = (p.$field as i64 + by) as _) as Change)),*]
     };
 }
 
-fn failing(source: &Node, target: &Node, switches: &Switches) -> Vec<(String, Verdict)> {
+fn failing(source: &Node, target: &Node, switches: &KfdSwitches) -> Vec<(String, Verdict)> {
     compare(source, target, switches)
         .into_iter()
         .filter(|c| c.verdict != Verdict::Ok)
@@ -43,14 +43,14 @@ fn properties_that_must_be_equal() {
     );
     let all_off = Switch::ALL
         .into_iter()
-        .fold(Switches::default(), |s, switch| s.with(switch, false));
+        .fold(KfdSwitches::default(), |s, switch| s.with(switch, false));
     let source = gpu(1, 0xa000, 0);
-    assert_eq!(failing(&source, &source, &Switches::default()), []);
+    assert_eq!(failing(&source, &source, &KfdSwitches::default()), []);
     for (name, change) in changes {
         for by in [1, -1] {
             let mut target = source.clone();
             change(&mut target.properties, by);
-            for switches in [Switches::default(), all_off.clone()] {
+            for switches in [KfdSwitches::default(), all_off.clone()] {
                 assert_eq!(
                     failing(&source, &target, &switches),
                     [(name.to_owned(), Verdict::Refused)]
@@ -71,11 +71,11 @@ fn properties_that_must_be_equal() {
             && e.contains("the checkpoint has public VRAM, this host has private VRAM"),
         "{e}"
     );
-    // Properties that the plugin ignores.
+    // KfdProperties that the plugin ignores.
     for (_, change) in change!(domain, hive_id) {
         let mut target = source.clone();
         change(&mut target.properties, 1);
-        assert!(matches(&source, &target, &Switches::default()));
+        assert!(matches(&source, &target, &KfdSwitches::default()));
     }
 }
 
@@ -120,7 +120,7 @@ fn each_switch_relaxes_its_own_comparison() {
         let (mut less, mut more) = (source.clone(), source.clone());
         change(&mut less.properties, -1);
         change(&mut more.properties, 1);
-        let on = Switches::default();
+        let on = KfdSwitches::default();
         assert_eq!(
             failing(&source, &less, &on),
             [(title.clone(), Verdict::Refused)]
@@ -167,7 +167,7 @@ fn switches_are_read_as_the_plugin_reads_them() {
             ("YES", true),
             ("Yes", true),
         ] {
-            let switches = Switches::parse([(switch.name(), value)]).unwrap();
+            let switches = KfdSwitches::parse([(switch.name(), value)]).unwrap();
             assert_eq!(switches.is_on(switch), on);
             assert!(
                 Switch::ALL
@@ -175,19 +175,19 @@ fn switches_are_read_as_the_plugin_reads_them() {
                     .all(|s| s == switch || switches.is_on(s))
             );
             assert_eq!(
-                Switches::parse(switches.environment())
+                KfdSwitches::parse(switches.environment())
                     .unwrap()
                     .environment(),
                 switches.environment()
             );
         }
         for value in ["", "false", "true", "off", "2", " 1"] {
-            let e = Switches::parse([(switch.name(), value)]).unwrap_err();
+            let e = KfdSwitches::parse([(switch.name(), value)]).unwrap_err();
             assert!(matches!(&e, SwitchError::Bool { key, .. } if key == switch.name()));
             assert!(e.to_string().starts_with(switch.name()), "{e}");
         }
     }
-    let e = Switches::parse([("KFD_FW_CHECK", "0")])
+    let e = KfdSwitches::parse([("KFD_FW_CHECK", "0")])
         .unwrap_err()
         .to_string();
     assert!(
@@ -195,7 +195,7 @@ fn switches_are_read_as_the_plugin_reads_them() {
         "{e}"
     );
     for good in ["0", "4096", "64k", "64K", "10M", "2G"] {
-        let env = Switches::parse([("KFD_MAX_BUFFER_SIZE", good)])
+        let env = KfdSwitches::parse([("KFD_MAX_BUFFER_SIZE", good)])
             .unwrap()
             .environment();
         assert!(env.contains(&("KFD_MAX_BUFFER_SIZE", good.to_owned())));
@@ -209,12 +209,12 @@ fn switches_are_read_as_the_plugin_reads_them() {
         "99999999999999999999",
         "99999999999G",
     ] {
-        let e = Switches::parse([("KFD_MAX_BUFFER_SIZE", bad)])
+        let e = KfdSwitches::parse([("KFD_MAX_BUFFER_SIZE", bad)])
             .unwrap_err()
             .to_string();
         assert!(e.starts_with("KFD_MAX_BUFFER_SIZE: "), "{e}");
     }
-    assert_eq!(Switches::default().environment().len(), 7);
+    assert_eq!(KfdSwitches::default().environment().len(), 7);
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn every_reason_at_once_and_not_too_many() {
         node.properties.device_id += 1;
         node.properties.fw_version = 10 + i as u32;
     }
-    let checks = explain(&source, &here, &Switches::default());
+    let checks = explain(&source, &here, &KfdSwitches::default());
     let [model, firmware] = &checks[..] else {
         panic!("{checks:?}");
     };

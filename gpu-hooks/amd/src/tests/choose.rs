@@ -1,7 +1,7 @@
 //! Tests the choice as a whole.
 
-use super::super::checks::{Switch, Switches};
-use super::super::choose::{Choice, Refused, Request, choose};
+use super::super::checks::{KfdSwitches, Switch};
+use super::super::choose::{ChoiceRequest, KfdChoice, KfdRefused, choose};
 use super::super::plugin_choice;
 use super::*;
 use cryopod_gpu_plan::checks::compat::{Verdict, refusals};
@@ -13,9 +13,9 @@ fn decide(
     target: &Topology,
     permitted: Option<&[u32]>,
     wish: &str,
-    switches: &Switches,
-) -> Result<Choice, Box<Refused>> {
-    choose(&Request {
+    switches: &KfdSwitches,
+) -> Result<KfdChoice, Box<KfdRefused>> {
+    choose(&ChoiceRequest {
         sources,
         target,
         permitted,
@@ -24,17 +24,17 @@ fn decide(
     })
 }
 
-fn auto(source: &Topology, target: &Topology) -> Result<Choice, Box<Refused>> {
+fn auto(source: &Topology, target: &Topology) -> Result<KfdChoice, Box<KfdRefused>> {
     decide(
         std::slice::from_ref(source),
         target,
         None,
         "auto",
-        &Switches::default(),
+        &KfdSwitches::default(),
     )
 }
 
-fn minors(choice: &Choice) -> Vec<(u32, u32)> {
+fn minors(choice: &KfdChoice) -> Vec<(u32, u32)> {
     choice
         .pairs
         .iter()
@@ -42,7 +42,7 @@ fn minors(choice: &Choice) -> Vec<(u32, u32)> {
         .collect()
 }
 
-fn all(refused: &Refused) -> String {
+fn all(refused: &KfdRefused) -> String {
     assert!(refused.checks.iter().any(|c| c.verdict == Verdict::Refused));
     refusals(&refused.checks)
         .iter()
@@ -81,7 +81,7 @@ fn another_host_and_only_what_may_be_used() {
         &here,
         Some(&[131, 133]),
         "auto",
-        &Switches::default(),
+        &KfdSwitches::default(),
     )
     .unwrap();
     assert_eq!(
@@ -96,7 +96,7 @@ fn another_host_and_only_what_may_be_used() {
         "{}",
         choice.sentence
     );
-    let e = all(&decide(&[source], &here, Some(&[]), "auto", &Switches::default()).unwrap_err());
+    let e = all(&decide(&[source], &here, Some(&[]), "auto", &KfdSwitches::default()).unwrap_err());
     assert!(
         e.contains("GPU count: the checkpoint has 1, this host has 0 that may be used (none)"),
         "{e}"
@@ -135,7 +135,7 @@ fn wishes_by_every_kind_of_name() {
                 &here,
                 None,
                 &wish,
-                &Switches::default(),
+                &KfdSwitches::default(),
             )
             .unwrap();
             assert_eq!(minors(&choice), [(129, 131)], "{wish}");
@@ -147,7 +147,7 @@ fn wishes_by_every_kind_of_name() {
         &here,
         None,
         "7=0,0=renderD140,0=1,0=2",
-        &Switches::default(),
+        &KfdSwitches::default(),
     )
     .unwrap_err());
     for want in [
@@ -158,7 +158,7 @@ fn wishes_by_every_kind_of_name() {
         assert!(e.contains(want), "{want}: {e}");
     }
     here.nodes[4].properties.fw_version -= 1;
-    let e = all(&decide(&[source], &here, None, "0=3", &Switches::default()).unwrap_err());
+    let e = all(&decide(&[source], &here, None, "0=3", &KfdSwitches::default()).unwrap_err());
     assert!(
         e.contains("KFD_FW_VER_CHECK (fw_version)")
             && e.contains("the checkpoint has 80, this host has 79"),
@@ -203,7 +203,7 @@ fn relaxed_checks_are_shown_as_such() {
     let source = server(1, 1, 0, 0xa000);
     let mut here = server(1, 1, 0, 0xb000);
     here.nodes[1].properties.fw_version -= 1;
-    let off = Switches::default().with(Switch::FwVersion, false);
+    let off = KfdSwitches::default().with(Switch::FwVersion, false);
     let choice = decide(&[source], &here, None, "auto", &off).unwrap();
     let relaxed: Vec<&str> = choice
         .checks
@@ -270,11 +270,11 @@ fn processes_that_saw_other_gpus() {
         &t,
         None,
         "auto",
-        &Switches::default(),
+        &KfdSwitches::default(),
     )
     .unwrap_err());
     assert!(e.contains("GPUs of each process: the checkpoint has one process with 0xa000, 0xa001, one with 0xa000"), "{e}");
-    assert!(decide(&[], &t, None, "auto", &Switches::default()).is_err());
+    assert!(decide(&[], &t, None, "auto", &KfdSwitches::default()).is_err());
     // The same GPUs in another order map in another way.
     let mut reversed = t.clone();
     reversed.nodes.reverse();
@@ -283,7 +283,7 @@ fn processes_that_saw_other_gpus() {
         &t,
         None,
         "auto",
-        &Switches::default(),
+        &KfdSwitches::default(),
     )
     .unwrap_err();
     assert!(
@@ -296,7 +296,7 @@ fn processes_that_saw_other_gpus() {
 #[test]
 fn a_wish_that_the_plugin_would_not_keep_is_refused() {
     let (source, here) = (server(1, 2, 0, 0xa000), server(1, 2, 0, 0xb000));
-    let e = decide(&[source], &here, None, "0=1,1=0", &Switches::default()).unwrap_err();
+    let e = decide(&[source], &here, None, "0=1,1=0", &KfdSwitches::default()).unwrap_err();
     assert!(
         e.reason.contains(
             "CRIU's amdgpu plugin would map GPU 0xa000 (renderD128) to GPU 0xb000 (renderD128)"
@@ -330,7 +330,7 @@ fn the_plugin_chooses_it_too() {
                     .map(|p| (p.source.gpu_id, p.target.gpu_id))
                     .collect();
                 assert_eq!(
-                    plugin_choice::choose(&source, &view, &Switches::default()),
+                    plugin_choice::choose(&source, &view, &KfdSwitches::default()),
                     plugin_choice::PluginChoice::Picks(pairs),
                     "seed {seed}"
                 );

@@ -11,14 +11,14 @@ mod real_matcher;
 mod saved;
 mod topology;
 
-use super::topology::{LINK_PCIE, LINK_XGMI, Link, Node, Properties, Topology};
+use super::topology::{KfdProperties, LINK_PCIE, LINK_XGMI, Link, Node, Topology};
 
 /// A GPU like an MI250's, at node `id`, with render node `renderD(128 + index)`.
 fn gpu(id: u32, gpu_id: u32, index: u32) -> Node {
     Node {
         id,
         gpu_id,
-        properties: Properties {
+        properties: KfdProperties {
             simd_count: 416,
             mem_banks_count: 1,
             caches_count: 206,

@@ -1,20 +1,20 @@
 //! Tests the prediction against what the plugin's own code did with these inputs (CRIU 4.2).
 
-use super::super::checks::{Switch, Switches};
+use super::super::checks::{KfdSwitches, Switch};
 use super::super::plugin_choice::{PluginChoice, choose};
 use super::super::topology::Unreadable;
 use super::machines::described;
 use super::*;
 
 fn picks(source: &Topology, target: &Topology) -> Vec<(u32, u32)> {
-    match choose(source, target, &Switches::default()) {
+    match choose(source, target, &KfdSwitches::default()) {
         PluginChoice::Picks(pairs) => pairs,
         other => panic!("{other:?}"),
     }
 }
 
 fn refuses(source: &Topology, target: &Topology) -> String {
-    match choose(source, target, &Switches::default()) {
+    match choose(source, target, &KfdSwitches::default()) {
         PluginChoice::Refuses(why) => why,
         other => panic!("{other:?}"),
     }
@@ -95,7 +95,7 @@ fn counts_must_agree() {
     // A recorded link to nowhere.
     let mut torn = a.clone();
     torn.nodes[1].links[0].to = 99;
-    let choice = choose(&torn, &server(1, 2, 0, 0xb000), &Switches::default());
+    let choice = choose(&torn, &server(1, 2, 0, 0xb000), &KfdSwitches::default());
     assert!(matches!(choice, PluginChoice::Crashes(_)), "{choice:?}");
 }
 
@@ -103,9 +103,9 @@ fn counts_must_agree() {
 #[test]
 fn a_search_that_never_ends_is_foreseen() {
     let (a, b) = (described("endless-a"), described("endless-b"));
-    let choice = choose(&a, &b, &Switches::default());
+    let choice = choose(&a, &b, &KfdSwitches::default());
     assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
-    let choice = choose(&a, &a, &Switches::default());
+    let choice = choose(&a, &a, &KfdSwitches::default());
     assert!(matches!(choice, PluginChoice::Loops(_)), "{choice:?}");
 }
 
@@ -122,6 +122,6 @@ fn numa_follows_its_switch() {
         },
     );
     refuses(&a, &b);
-    let off = Switches::default().with(Switch::Numa, false);
+    let off = KfdSwitches::default().with(Switch::Numa, false);
     assert!(matches!(choose(&a, &b, &off), PluginChoice::Picks(_)));
 }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::process::{Command, Stdio};
 use std::{env, fs};
 
-use super::super::checks::{Switch, Switches};
+use super::super::checks::{KfdSwitches, Switch};
 use super::super::plugin_choice::{PluginChoice, choose};
 use super::machines::{ALL, described};
 use super::*;
@@ -14,7 +14,7 @@ struct Pair {
     name: String,
     source: Topology,
     target: Topology,
-    switches: Switches,
+    switches: KfdSwitches,
 }
 
 /// All pairs of the described machines, whole and in part, in the order of the description and in the reverse.
@@ -51,7 +51,7 @@ fn captured() -> Vec<Pair> {
                         name: format!("{a} on {b}{how}, NUMA {numa}"),
                         source: source.recorded(),
                         target: target.clone(),
-                        switches: Switches::default().with(Switch::Numa, numa),
+                        switches: KfdSwitches::default().with(Switch::Numa, numa),
                     });
                 }
             }
@@ -94,7 +94,7 @@ fn random_pair(seed: u64) -> Pair {
         let last = target.nodes.len() - 1;
         target.nodes[at].gpu_id = target.nodes[last].gpu_id;
     }
-    let mut switches = Switches::default();
+    let mut switches = KfdSwitches::default();
     for switch in Switch::ALL {
         if dice.one_in(4) {
             switches = switches.with(switch, false);

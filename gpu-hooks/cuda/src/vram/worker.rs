@@ -9,7 +9,7 @@ use super::memory::{Mapped, populate_part};
 use super::{VramDone, VramParent, filling};
 use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::vram::{
-    Ahead, Codec, Digest, ReadOptions, Source, Vram, WriteOptions, Writer, Written,
+    Ahead, ChunkDigest, Codec, MemorySource, ReadOptions, Vram, WriteOptions, Writer, Written,
 };
 use cryopod_host::sandbox::Sandbox;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -298,11 +298,11 @@ fn write(
         .memory
         .iter()
         .zip(&maps)
-        .map(|(memory, map)| Source {
+        .map(|(memory, map)| MemorySource {
             id: &memory.name,
             bytes: map.bytes(),
         });
-    let sources: Vec<Source<'_>> = sources.collect();
+    let sources: Vec<MemorySource<'_>> = sources.collect();
     let written = writer.finish(&sources, &complete.filled_before);
     written.map_err(failed)
 }
@@ -345,7 +345,7 @@ fn map(memory: &Memory, writable: bool) -> Result<Mapped, String> {
 }
 
 fn open(dir: &Path, digest: Option<&str>, search: &[PathBuf]) -> Result<Option<Vram>, String> {
-    let digest = digest.map(str::parse::<Digest>).transpose()?;
+    let digest = digest.map(str::parse::<ChunkDigest>).transpose()?;
     Vram::open_with(dir, digest, search).map_err(|error| error.to_string())
 }
 

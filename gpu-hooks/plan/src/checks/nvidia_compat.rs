@@ -112,7 +112,7 @@ fn gpus_of(facts: &GpuFacts, process: &GpuProcess) -> Option<Vec<String>> {
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct Found {
+pub struct FoundHost {
     pub gpus: Vec<Gpu>,
     pub driver: Option<String>,
     /// Free memory of each GPU, by [`Gpu::id`], in bytes, where it is known.
@@ -123,7 +123,7 @@ pub struct Found {
     pub container_limit: Option<u64>,
 }
 
-impl Found {
+impl FoundHost {
     pub fn free_of(said: &[AgentGpu]) -> BTreeMap<String, u64> {
         said.iter()
             .filter_map(|g| Some((g.uuid.to_string(), g.free_memory?)))
@@ -153,7 +153,7 @@ pub type Pair<'a> = (&'a Gpu, &'a Gpu);
 /// Makes all checks. `pairs` are the GPUs chosen, `None` if no choice could be made.
 pub fn checks(
     recorded: &GpuFacts,
-    found: &Found,
+    found: &FoundHost,
     pairs: Option<&[Pair<'_>]>,
     switches: &Switches,
 ) -> Vec<Check> {
@@ -183,7 +183,7 @@ struct Maker<'a> {
     checks: Vec<Check>,
 }
 
-struct Line<'a> {
+struct CheckLine<'a> {
     name: &'static str,
     subject: String,
     recorded: String,
@@ -192,7 +192,7 @@ struct Line<'a> {
 }
 
 impl Maker<'_> {
-    fn add(&mut self, line: Line<'_>, holds: Option<bool>) {
+    fn add(&mut self, line: CheckLine<'_>, holds: Option<bool>) {
         let verdict = match holds {
             None => Verdict::Unknown,
             Some(true) => Verdict::Ok,
@@ -214,7 +214,7 @@ impl Maker<'_> {
         let text = |v: Option<&String>| v.map_or_else(|| "an unknown one".into(), String::clone);
         let both = recorded.zip(here);
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-driver",
                 subject: String::new(),
                 recorded: text(recorded),
@@ -236,7 +236,7 @@ impl Maker<'_> {
             ),
         };
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-driver-minimum",
                 subject: String::new(),
                 recorded: what.into(),
@@ -250,7 +250,7 @@ impl Maker<'_> {
     fn count(&mut self, recorded: &[&Gpu], here: &[Gpu]) {
         let (want, have) = (recorded.len(), here.len());
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-gpu-count",
                 subject: String::new(),
                 recorded: format!("{want}"),
@@ -272,7 +272,7 @@ impl Maker<'_> {
             false => text.to_owned(),
         };
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-model",
                 subject: subject.clone(),
                 recorded: known(&old.model),
@@ -289,7 +289,7 @@ impl Maker<'_> {
         };
         let (a, b) = (capability(old), capability(new));
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-compute-capability",
                 subject: subject.clone(),
                 recorded: known(a.as_deref().unwrap_or_default()),
@@ -299,7 +299,7 @@ impl Maker<'_> {
             a.zip(b).map(|(a, b)| a == b),
         );
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-memory",
                 subject: subject.clone(),
                 recorded: size(old.memory_bytes),
@@ -315,7 +315,7 @@ impl Maker<'_> {
             None => "unknown".to_owned(),
         };
         self.add(
-            Line {
+            CheckLine {
                 name: "nvidia-mig",
                 subject,
                 recorded: mode(mig(old)),
@@ -326,7 +326,7 @@ impl Maker<'_> {
         );
     }
 
-    fn free(&mut self, need: &Need, found: &Found, pairs: &[Pair<'_>]) {
+    fn free(&mut self, need: &Need, found: &FoundHost, pairs: &[Pair<'_>]) {
         let remedy = "end what uses that GPU (nvidia-smi shows it), or choose another with dev.cryopod.gpu.map";
         let mut targets: BTreeSet<&str> = BTreeSet::new();
         for (old, new) in pairs {
@@ -335,7 +335,7 @@ impl Maker<'_> {
                 continue;
             }
             self.add(
-                Line {
+                CheckLine {
                     name: "nvidia-free-memory",
                     subject: new.id.clone(),
                     recorded: format!("{} in use", size(want.copied())),
@@ -350,7 +350,7 @@ impl Maker<'_> {
         }
     }
 
-    fn host(&mut self, need: &Need, found: &Found) {
+    fn host(&mut self, need: &Need, found: &FoundHost) {
         let Some(want) = need.host else { return };
         let want = want.saturating_add(HOST_MARGIN);
         for (have, what, remedy) in [
@@ -367,7 +367,7 @@ impl Maker<'_> {
         ] {
             let Some(bytes) = have else { continue };
             self.add(
-                Line {
+                CheckLine {
                     name: "nvidia-host-memory",
                     subject: String::new(),
                     recorded: format!("{} to be held while it is restored", size(Some(want))),

@@ -49,9 +49,9 @@ fn recorded() -> GpuFacts {
     }
 }
 
-fn found() -> Found {
+fn found() -> FoundHost {
     let gpus = vec![gpu(0, |_| ()), gpu(1, |_| ())];
-    Found {
+    FoundHost {
         free: gpus.iter().map(|g| (g.id.clone(), 130 * G)).collect(),
         gpus,
         driver: Some("580.159.04".into()),
@@ -61,7 +61,7 @@ fn found() -> Found {
 }
 
 /// Each recorded GPU on the one of the same number, or the other.
-fn judge(recorded: &GpuFacts, found: &Found, swapped: bool, off: &[&str]) -> Vec<Check> {
+fn judge(recorded: &GpuFacts, found: &FoundHost, swapped: bool, off: &[&str]) -> Vec<Check> {
     let news = &found.gpus;
     let pairs: Vec<Pair<'_>> = recorded
         .gpus
@@ -94,7 +94,7 @@ fn all_is_well_and_every_check_is_told() {
 
 #[test]
 fn each_mismatch_is_told_with_both_sides_and_the_remedy() {
-    type Spoil = fn(&mut GpuFacts, &mut Found);
+    type Spoil = fn(&mut GpuFacts, &mut FoundHost);
     let cases: [(&str, Spoil, bool, &str, &str, &str); 10] = [
         (
             "nvidia-model",
@@ -260,9 +260,9 @@ fn what_is_not_known_refuses_nothing() {
         gpus: vec![bare(0), bare(1)],
         ..GpuFacts::default()
     };
-    let f = Found {
+    let f = FoundHost {
         gpus: vec![bare(0), bare(1)],
-        ..Found::default()
+        ..FoundHost::default()
     };
     for (r, f) in [(&r, &found()), (&recorded(), &f), (&r, &f)] {
         assert!(refused(&judge(r, f, false, &[])).is_empty());

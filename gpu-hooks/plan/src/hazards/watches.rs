@@ -61,7 +61,8 @@ pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String], criu: &[u32
         if watches.is_empty() {
             continue;
         }
-        let place = place.get_or_insert_with(|| Place::of(scan, host, init.pid, searched, criu));
+        let place =
+            place.get_or_insert_with(|| WatchPlace::of(scan, host, init.pid, searched, criu));
         let lost: Vec<&Watch> = watches.iter().filter(|w| place.is_lost(w)).collect();
         if lost.is_empty() {
             continue;
@@ -130,7 +131,7 @@ fn parse(line: &str) -> Option<Watch> {
     })
 }
 
-struct Place<'a> {
+struct WatchPlace<'a> {
     scan: &'a Scan,
     host: &'a Host,
     init: i32,
@@ -149,7 +150,7 @@ struct Searched {
     cut: bool,
 }
 
-impl<'a> Place<'a> {
+impl<'a> WatchPlace<'a> {
     fn of(scan: &'a Scan, host: &'a Host, init: i32, hints: &'a [String], criu: &[u32]) -> Self {
         Self {
             scan,

@@ -9,7 +9,7 @@
 use cryopod_archive::metadata::{Gpu, GpuFacts, MovedNode};
 use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
-use crate::ceiling::{Asked, Ceiling};
+use crate::ceiling::{AskedNode, Ceiling};
 use crate::mapping::gpumap::Choice;
 use crate::refusal::Refusal;
 use cryopod_host::nodes;
@@ -19,7 +19,7 @@ use cryopod_host::spec::Spec;
 pub const ANNOTATION: &str = "dev.cryopod.gpu.moved";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Target {
+pub struct NodeTarget {
     pub path: String,
     /// The node of this host.
     pub host_path: String,
@@ -34,14 +34,14 @@ pub struct Target {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Remap {
     /// The nodes, those of the checkpoint in their order, then the new names.
-    pub targets: Vec<Target>,
+    pub targets: Vec<NodeTarget>,
     pub recorded: Vec<DeviceNode>,
     pub moved: Vec<MovedNode>,
 }
 
 impl Remap {
     /// The nodes that the checkpoint lacks or has otherwise.
-    pub fn changed(&self) -> Vec<&Target> {
+    pub fn changed(&self) -> Vec<&NodeTarget> {
         self.targets
             .iter()
             .filter(|t| {
@@ -71,14 +71,14 @@ pub fn remap(
     chosen: &[Choice],
 ) -> Result<Remap, Vec<Refusal>> {
     let mut refusals = Vec::new();
-    let mut natives: Vec<Target> = Vec::new();
-    let mut aliases: Vec<Target> = Vec::new();
+    let mut natives: Vec<NodeTarget> = Vec::new();
+    let mut aliases: Vec<NodeTarget> = Vec::new();
     for node in &gpu.nodes {
         let Some((target, native)) = place(ceiling, gpu, node, chosen, &mut refusals) else {
             continue;
         };
         if target.path != node.path {
-            aliases.push(Target {
+            aliases.push(NodeTarget {
                 path: node.path.clone(),
                 alias_of: Some(target.path.clone()),
                 ..target.clone()
@@ -93,13 +93,13 @@ pub fn remap(
     if !refusals.is_empty() {
         return Err(refusals);
     }
-    let mut all: Vec<Target> = Vec::new();
+    let mut all: Vec<NodeTarget> = Vec::new();
     for target in natives.into_iter().chain(aliases) {
         if !all.iter().any(|t| t.path == target.path) {
             all.push(target);
         }
     }
-    let order = |t: &Target| {
+    let order = |t: &NodeTarget| {
         let at = gpu.nodes.iter().position(|n| n.path == t.path);
         at.unwrap_or(usize::MAX)
     };
@@ -118,7 +118,7 @@ fn place(
     node: &DeviceNode,
     chosen: &[Choice],
     refusals: &mut Vec<Refusal>,
-) -> Option<(Target, bool)> {
+) -> Option<(NodeTarget, bool)> {
     let host = ceiling.host;
     let own = node.host_path.as_ref().unwrap_or(&node.path);
     let behind = behind(gpu, node);
@@ -140,7 +140,7 @@ fn place(
         }
         _ => (node.path.clone(), own.clone(), None),
     };
-    let asked = Asked::Node {
+    let asked = AskedNode::Node {
         given: own,
         host_path: &host_path,
     };
@@ -192,7 +192,7 @@ fn place(
         });
         return None;
     }
-    let target = Target {
+    let target = NodeTarget {
         path,
         host_path,
         major,

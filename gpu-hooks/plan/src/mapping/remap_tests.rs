@@ -94,7 +94,7 @@ fn go(host: &Host, facts: &GpuFacts, wish: &str) -> Result<Remap, String> {
 }
 
 fn short(remap: &Remap) -> Vec<(&str, u64, u64, &str, bool)> {
-    let one = |t: &'_ Target| (t.major, t.minor, t.alias_of.is_some());
+    let one = |t: &'_ NodeTarget| (t.major, t.minor, t.alias_of.is_some());
     remap
         .targets
         .iter()

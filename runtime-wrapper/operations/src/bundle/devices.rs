@@ -7,8 +7,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use cryopod_archive::metadata::{EngineNode, MovedNode};
-use cryopod_gpu_plan::ceiling::{Asked, Ceiling, Lifts};
-use cryopod_gpu_plan::mapping::remap::{ANNOTATION, Remap, Target};
+use cryopod_gpu_plan::ceiling::{AskedNode, Ceiling, Lifts};
+use cryopod_gpu_plan::mapping::remap::{ANNOTATION, NodeTarget, Remap};
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_host::files::Host;
 use cryopod_host::nodes;
@@ -32,7 +32,7 @@ const COMMON_MAJORS: [u64; 3] = [1, 5, 136];
 
 /// A node of the restored container, and the node of the engine's spec that it replaces.
 struct Granted<'a> {
-    target: &'a Target,
+    target: &'a NodeTarget,
     path: String,
     number: Number,
 }
@@ -62,13 +62,13 @@ impl Edit for Devices<'_> {
 }
 
 /// Returns an error unless the engine's node may become the host node that the record chose.
-fn admit(host: &Host, spec: &Spec, given: &str, target: &Target) -> Result<(), Error> {
+fn admit(host: &Host, spec: &Spec, given: &str, target: &NodeTarget) -> Result<(), Error> {
     let ceiling = Ceiling {
         host,
         spec,
         lifts: Lifts::default(),
     };
-    let asked = Asked::Node {
+    let asked = AskedNode::Node {
         given,
         host_path: &target.host_path,
     };
@@ -76,7 +76,7 @@ fn admit(host: &Host, spec: &Spec, given: &str, target: &Target) -> Result<(), E
     ceiling.admit(asked).map_err(refused)
 }
 
-fn number(target: &Target) -> Number {
+fn number(target: &NodeTarget) -> Number {
     (target.major, target.minor)
 }
 
@@ -118,7 +118,7 @@ impl Devices<'_> {
             let number = known.or_else(|| numbers.next())?;
             (node.source == NodeSource::BindMount).then_some((given, number))
         };
-        let find = |target: &Target| {
+        let find = |target: &NodeTarget| {
             let own = device(&target.path).map(|found| (target.path.clone(), found));
             own.or_else(|| {
                 self.remap

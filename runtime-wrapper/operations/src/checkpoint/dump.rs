@@ -30,7 +30,7 @@ use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::operation::Operation;
 use crate::run::runtime_log::{HeldErrors, RuntimeLog};
 use crate::vram;
-use crate::vram::agent::Agent;
+use crate::vram::agent::RunningAgent;
 use crate::vram::preload;
 use cryopod_host::micros;
 
@@ -66,7 +66,7 @@ pub(super) fn dump(
         abort_file: op.file(criu_setup::ABORT_FILE),
         images: Some(prepared.images.path.clone()),
         criu_log: request.log(names::DUMP_LOG),
-        agent: prepared.ready.agent.as_ref().and_then(Agent::pid),
+        agent: prepared.ready.agent.as_ref().and_then(RunningAgent::pid),
         hidden: match amd_users(prepared.planned).is_empty() {
             true => None,
             false => HiddenGpus::of(&request.host, &request.spec, op)?,

@@ -13,7 +13,7 @@ use crate::preflight::criu_setup::{CriuEnvironment, CriuSetup};
 use crate::request::Request;
 use crate::request::state::ContainerState;
 use crate::run::operation::Operation;
-use crate::run::progress::{self, Progress};
+use crate::run::progress::{self, OperationProgress};
 use crate::vram;
 
 pub(super) struct DumpPreparation<'a> {
@@ -27,7 +27,7 @@ pub(super) struct DumpPreparation<'a> {
     /// the metadata is written.
     pub slot: Option<MetadataSlot>,
     pub images: ImageDirectory,
-    pub progress: Progress,
+    pub progress: OperationProgress,
     pub op: Operation,
 }
 
@@ -38,7 +38,7 @@ pub(super) fn prepare<'a>(
     planned: &'a DumpPlan,
 ) -> Result<DumpPreparation<'a>, Error> {
     let op = Operation::new()?;
-    let mut progress = Progress::of_operation(
+    let mut progress = OperationProgress::of_operation(
         &op,
         progress::ProgressState {
             operation: "checkpoint".into(),

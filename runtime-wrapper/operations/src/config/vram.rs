@@ -10,7 +10,7 @@ use serde::Deserialize;
 /// Whether GPU memory goes into VRAM files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Mode {
+pub enum VramMode {
     /// Where possible, else through CRIU.
     #[default]
     Auto,
@@ -20,7 +20,7 @@ pub enum Mode {
     Off,
 }
 
-impl FromStr for Mode {
+impl FromStr for VramMode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
 use cryopod_archive::format::names;
-use cryopod_archive::source::Place;
+use cryopod_archive::source::ArchivePlace;
 use cryopod_host::programs::{SystemTools, Tools};
 use nix::fcntl::{Flock, FlockArg};
 
@@ -102,7 +102,7 @@ fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, Strin
 }
 
 fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
-    let place = Place::parse(wish.checkpoint);
+    let place = ArchivePlace::parse(wish.checkpoint);
     let allow: Vec<_> = wish.rules(config).filter_map(Rule::directory).collect();
     let real = allowed(place.path(), &allow, || wish.not_allowed("directory"))?;
     if real.join(names::CRIU_INVENTORY).is_file() {

@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use cryopod_gpu_plan::ceiling::{Asked, Ceiling};
+use cryopod_gpu_plan::ceiling::{AskedNode, Ceiling};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
@@ -84,7 +84,7 @@ fn split(text: &str) -> UserConf {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reader {
+pub struct ConfReader {
     pub kind: RuntimeKind,
     /// True if it names a configuration file to CRIU: runc always, crun from 1.26 with CRIU from 4.2.
     pub names_file: bool,
@@ -112,7 +112,7 @@ impl Named {
     fn read(&self, ceiling: &Ceiling<'_>) -> Result<String, CriuConfError> {
         let (path, who, text) = match self {
             Self::Annotation(path) => {
-                let asked = Asked::CriuFile(path);
+                let asked = AskedNode::CriuFile(path);
                 let refused = |r: Refusal| CriuConfError::Refused(r.to_string());
                 ceiling.admit(asked).map_err(refused)?;
                 let who = format!("the annotation {ANNOTATION}");
@@ -128,7 +128,7 @@ impl Named {
     }
 }
 
-fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> Option<Named> {
+fn runtime_file(reader: ConfReader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> Option<Named> {
     // Where the runtime would not follow a stranger's annotation, cryopod does not either.
     let trusted = reader.names_file || !reader.restore;
     match spec.annotation(ANNOTATION).filter(|_| trusted) {
@@ -147,7 +147,7 @@ fn runtime_file(reader: Reader, spec: &Spec, exists: &dyn Fn(&Path) -> bool) -> 
 
 /// Returns the text of the file that the runtime names to CRIU, or would; `None`: no file, or it may not be used.
 pub fn runtime_text(kind: RuntimeKind, ceiling: &Ceiling<'_>) -> Option<String> {
-    let reader = Reader {
+    let reader = ConfReader {
         kind,
         names_file: false,
         restore: false,
@@ -161,7 +161,7 @@ pub fn runtime_text(kind: RuntimeKind, ceiling: &Ceiling<'_>) -> Option<String> 
 pub fn merge(
     op: &Operation,
     config: &Config,
-    reader: Reader,
+    reader: ConfReader,
     spec: &Spec,
     env: Option<&Path>,
     extra: &Extra,
@@ -254,7 +254,7 @@ mod tests {
         let none = Spec::from_json(json!({}));
         let with = |v: &str| Spec::from_json(json!({"annotations": {ANNOTATION: v}}));
         let file = |kind, spec: &Spec, there: &'static [&'static str]| {
-            let reader = Reader {
+            let reader = ConfReader {
                 kind,
                 names_file: true,
                 restore: true,
@@ -280,7 +280,7 @@ mod tests {
             Path::new("/my.conf")
         );
         assert_eq!(file(RuntimeKind::Runc, &with(""), both), None);
-        let old = |restore| Reader {
+        let old = |restore| ConfReader {
             kind: RuntimeKind::Crun,
             names_file: false,
             restore,

@@ -36,7 +36,7 @@ pub enum ElfError {
 
 /// What a CRIU plugin says of itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Descriptor {
+pub struct HookDescriptor {
     /// The ABI version: major << 16 | minor << 8 | sublevel; 0x200 is 0.2.0.
     pub version: u32,
     pub max_hooks: u32,
@@ -87,7 +87,7 @@ fn parse(bytes: &[u8]) -> Result<object::File<'_>, ElfError> {
 }
 
 /// Reads the descriptor of a CRIU plugin.
-pub fn descriptor(path: &Path) -> Result<Descriptor, ElfError> {
+pub fn descriptor(path: &Path) -> Result<HookDescriptor, ElfError> {
     let bytes = read(path)?;
     let file = parse(&bytes)?;
     let symbol = file
@@ -105,7 +105,7 @@ pub fn descriptor(path: &Path) -> Result<Descriptor, ElfError> {
         true => u32::from_le_bytes(bytes),
         false => u32::from_be_bytes(bytes),
     };
-    Ok(Descriptor {
+    Ok(HookDescriptor {
         version: word([a, b, c, d]),
         max_hooks: word([e, f, g, h]),
     })

@@ -304,7 +304,7 @@ fn in_new_network<T: Send>(run: impl FnOnce() -> T + Send) -> Option<T> {
 
 /// What a container's networks require of CRIU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Network {
+enum NetworkNeeds {
     /// CRIU's own namespace, with connections or without.
     Hosts { connections: bool },
     /// Another namespace. `saved`: CRIU saves addresses and routes.
@@ -318,7 +318,7 @@ fn network(
     init: i32,
     scan: &Scan,
     connections: &[Connection],
-) -> Network {
+) -> NetworkNeeds {
     let namespace = |process: &str| -> Option<PathBuf> {
         fs::read_link(host.path(format!("/proc/{process}/ns/net"))).ok()
     };
@@ -333,13 +333,13 @@ fn network(
         .collect();
     if own == hosts {
         let connections = !connections.is_empty();
-        return Network::Hosts { connections };
+        return NetworkNeeds::Hosts { connections };
     }
     if let (false, Some(own)) = (spec.has_own_namespace("network"), &own) {
         others.remove(own);
     }
     let saved = kind == RuntimeKind::Crun && !others.is_empty();
-    Network::Apart { saved }
+    NetworkNeeds::Apart { saved }
 }
 
 /// Returns true if the container has a tmpfs of its own: only its content does CRIU dump.
@@ -384,11 +384,11 @@ pub fn checkpoint(probe: Probe<'_>, subject: &HelperSubject<'_>) -> HelperFindin
     if has_tmpfs(subject.host, subject.init) {
         wanted.insert(Helper::Tar);
     }
-    if (network == Network::Apart { saved: true }) {
+    if (network == NetworkNeeds::Apart { saved: true }) {
         wanted.insert(Helper::Ip);
     }
-    let connections_only = matches!(network, Network::Hosts { .. });
-    if network != (Network::Hosts { connections: false }) {
+    let connections_only = matches!(network, NetworkNeeds::Hosts { .. });
+    if network != (NetworkNeeds::Hosts { connections: false }) {
         match subject.lock {
             Some(Lock::Skip) => {}
             Some(lock) => {

@@ -8,7 +8,7 @@ use crate::error::Error;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use cryopod_gpu_plan::ceiling::{Asked, Ceiling};
+use cryopod_gpu_plan::ceiling::{AskedNode, Ceiling};
 use cryopod_gpu_plan::hazards::Connection;
 use cryopod_gpu_plan::refusal::Refusal;
 
@@ -91,7 +91,7 @@ impl CriuOptions {
             let Some(name) = key.strip_prefix(ANNOTATION) else {
                 continue;
             };
-            if let Err(refused) = ceiling.admit(Asked::CriuOption(name)) {
+            if let Err(refused) = ceiling.admit(AskedNode::CriuOption(name)) {
                 return Err(OptionError::Unknown {
                     name: name.to_owned(),
                     refused: refused.to_string(),

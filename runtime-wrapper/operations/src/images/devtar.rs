@@ -17,7 +17,7 @@ const BLOCK: usize = 512;
 const MAX_EXTENSION: u64 = 1 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Node {
+pub struct TarNode {
     /// Its path below the archived directory.
     pub path: PathBuf,
     /// The archived node whose mode, owner and times it takes.
@@ -44,7 +44,7 @@ pub enum TarError {
 }
 
 /// Copies the archive with these nodes. After an error `to` may be incomplete.
-pub fn rewrite(from: &Path, to: &Path, nodes: &[Node]) -> Result<(), TarError> {
+pub fn rewrite(from: &Path, to: &Path, nodes: &[TarNode]) -> Result<(), TarError> {
     let io = |path: &Path, what| {
         let path = path.to_owned();
         move |source| TarError::Io { path, what, source }
@@ -85,7 +85,7 @@ pub fn rewrite(from: &Path, to: &Path, nodes: &[Node]) -> Result<(), TarError> {
 struct Copy<'a, R, W> {
     input: R,
     output: W,
-    nodes: &'a [Node],
+    nodes: &'a [TarNode],
     /// The header of each node's model, once it has been seen.
     models: Vec<Option<Header>>,
 }
@@ -178,7 +178,7 @@ fn content(input: &mut impl Read, out: &mut dyn Write, header: &Header) -> io::R
     }
 }
 
-fn fresh(node: &Node) -> Option<Header> {
+fn fresh(node: &TarNode) -> Option<Header> {
     let (mode, uid, gid) = node.otherwise?;
     let mut header = Header::new_gnu();
     header.set_mode(mode);
@@ -188,7 +188,7 @@ fn fresh(node: &Node) -> Option<Header> {
     Some(header)
 }
 
-fn add(out: &mut impl Write, header: &mut Header, node: &Node) -> io::Result<()> {
+fn add(out: &mut impl Write, header: &mut Header, node: &TarNode) -> io::Result<()> {
     let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
     header.set_path(Path::new(".").join(&node.path))?;
     header.set_entry_type(EntryType::Char);

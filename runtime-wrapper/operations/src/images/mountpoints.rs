@@ -4,10 +4,10 @@
 
 use std::path::Path;
 
-use cryopod_archive::criu::mounts::{Mount, fs_type};
+use cryopod_archive::criu::mounts::{CriuMount, fs_type};
 
 /// Returns the mount that contains a path of the container: the longest match, and the last of those.
-pub fn covering<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
+pub fn covering<'a>(mounts: &'a [CriuMount], path: &str) -> Option<&'a CriuMount> {
     mounts
         .iter()
         .filter(|m| Path::new(path).starts_with(&m.path))
@@ -15,7 +15,7 @@ pub fn covering<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
 }
 
 /// Returns true if CRIU archives the mount's content.
-pub fn is_archived(mount: &Mount) -> bool {
+pub fn is_archived(mount: &CriuMount) -> bool {
     let archived = matches!(fs_type(mount.fs_type), Some("devtmpfs" | "tmpfs"));
     archived && mount.root == "/" && !mount.external
 }

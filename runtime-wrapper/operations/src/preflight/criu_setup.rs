@@ -13,7 +13,7 @@ use cryopod_gpu_plan::checks::nvidia_compat;
 use cryopod_gpu_plan::plan::CheckpointPlan;
 use cryopod_host::nodes::Vendor;
 
-use crate::criu::conf::{self, Extra, Reader};
+use crate::criu::conf::{self, ConfReader, Extra};
 use crate::criu::{self, Criu};
 use crate::error::Error;
 use crate::request::Request;
@@ -22,7 +22,7 @@ use crate::request::lowlevel::RuntimeKind;
 use crate::run::action_script::ActionScript;
 use crate::run::operation::Operation;
 use crate::vram;
-use crate::vram::agent::{self, Agent};
+use crate::vram::agent::{self, RunningAgent};
 
 /// The file in the operation's directory that tells the plugin to give up.
 pub const ABORT_FILE: &str = "exchange/abort";
@@ -42,7 +42,7 @@ pub struct CriuSetup<'a> {
 
 /// Estimates what a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver reports
 /// it, or else all memory of the GPUs.
-fn data(plan: &CheckpointPlan, agent: Option<&Agent>) -> u64 {
+fn data(plan: &CheckpointPlan, agent: Option<&RunningAgent>) -> u64 {
     let mut gpus = plan.gpu.gpus.clone();
     let ready = agent.map(|a| &a.ready);
     nvidia_compat::enrich(&mut gpus, ready.map_or(&[], |r| &r.gpus));
@@ -72,7 +72,7 @@ pub struct CriuEnvironment {
     /// Environment of the low-level runtime, and through it of CRIU.
     pub env: Vec<(&'static str, OsString)>,
     /// The driver agent, if a process uses the NVIDIA driver.
-    pub agent: Option<Agent>,
+    pub agent: Option<RunningAgent>,
     /// The first line of the low-level runtime's `--version`.
     pub low_version: Option<String>,
     pub limit: Duration,
@@ -130,7 +130,7 @@ impl CriuSetup<'_> {
         &self,
         op: &Operation,
         plugins: &[PathBuf],
-        nvidia: Option<(Agent, Vec<GpuPair>)>,
+        nvidia: Option<(RunningAgent, Vec<GpuPair>)>,
         vram: VramConfig,
         extra: &Extra,
     ) -> Result<CriuEnvironment, Error> {
@@ -144,8 +144,12 @@ impl CriuSetup<'_> {
     }
 
     /// Starts the driver agent.
-    pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<Agent, Error> {
-        Ok(Agent::of_operation(self.request.config(), plugins, op)?)
+    pub fn agent(&self, op: &Operation, plugins: &[PathBuf]) -> Result<RunningAgent, Error> {
+        Ok(RunningAgent::of_operation(
+            self.request.config(),
+            plugins,
+            op,
+        )?)
     }
 
     fn ready(
@@ -153,7 +157,7 @@ impl CriuSetup<'_> {
         op: &Operation,
         plugins: &[PathBuf],
         nvidia: Option<PluginConfig>,
-        agent: Option<Agent>,
+        agent: Option<RunningAgent>,
         extra: &Extra,
     ) -> Result<CriuEnvironment, Error> {
         let config = self.request.config();
@@ -197,13 +201,13 @@ impl CriuSetup<'_> {
     }
 
     /// crun names a configuration file to CRIU from 1.26 on, where libcriu can (4.2).
-    fn reader(&self, low_version: Option<&str>, restore: bool) -> Reader {
+    fn reader(&self, low_version: Option<&str>, restore: bool) -> ConfReader {
         let at_least = |line: Option<&str>, want: [u32; 2]| {
             line.and_then(criu::numbers)
                 .is_some_and(|n| n.as_slice() >= want.as_slice())
         };
         let kind = self.request.low();
-        Reader {
+        ConfReader {
             restore,
             kind,
             names_file: kind == RuntimeKind::Runc

@@ -5,8 +5,8 @@ use cryopod_cuda::gpus::gpu::GpuPair;
 use cryopod_cuda::gpus::nvidia;
 use cryopod_cuda::messages::protocol::AgentGpu;
 use cryopod_cuda::messages::report::AgentReady;
-use cryopod_gpu_plan::ceiling::{Asked, Ceiling};
-use cryopod_gpu_plan::checks::nvidia_compat::{self, Found};
+use cryopod_gpu_plan::ceiling::{AskedNode, Ceiling};
+use cryopod_gpu_plan::checks::nvidia_compat::{self, FoundHost};
 use cryopod_gpu_plan::gpus::inventory;
 use cryopod_gpu_plan::mapping::gpumap::{self, Choice, Situation, Wish};
 use cryopod_gpu_plan::mapping::remap::{self, Remap};
@@ -59,7 +59,7 @@ pub fn choose(
         situation.refused = here
             .iter()
             .filter_map(|gpu| {
-                let refused = ceiling.admit(Asked::Gpu { gpu, here }).err()?;
+                let refused = ceiling.admit(AskedNode::Gpu { gpu, here }).err()?;
                 Some((gpu.id.clone(), refused))
             })
             .collect();
@@ -142,7 +142,7 @@ fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentRea
         offered: gpumap::offered(ceiling, &metadata.gpu, &here),
         here,
         refused: std::collections::BTreeMap::new(),
-        free: Found::free_of(said),
+        free: FoundHost::free_of(said),
         need: nvidia_compat::need(&metadata.gpu).gpus,
         any_model: false,
     }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use cryopod_archive::container::surroundings::MountKind;
 use cryopod_gpu_plan::gpus::own_nodes;
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::destinations::Destination;
+use cryopod_host::destinations::MountDestination;
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo;
 use nix::mount::{MsFlags, mount};
@@ -37,7 +37,7 @@ pub struct Sources {
 }
 
 /// Returns the source of a bind mount without links; `None` for other mounts.
-fn resolved(bundle: &Path, mount: &Destination) -> Option<(PathBuf, io::Result<PathBuf>)> {
+fn resolved(bundle: &Path, mount: &MountDestination) -> Option<(PathBuf, io::Result<PathBuf>)> {
     let source = bundle.join(mount.source.as_ref().filter(|_| mount.bind)?);
     let real = fs::canonicalize(&source);
     Some((source, real))
@@ -84,7 +84,7 @@ impl Sources {
     }
 
     /// The source of this mount of the spec, as CRIU is to mount it.
-    pub fn source<'a>(&'a self, index: usize, mount: &'a Destination) -> Option<&'a Path> {
+    pub fn source<'a>(&'a self, index: usize, mount: &'a MountDestination) -> Option<&'a Path> {
         let replaced = self.replaced.iter().find(|(i, _)| *i == index);
         replaced
             .map(|(_, path)| path)
@@ -153,7 +153,7 @@ mod tests {
         symlink("data", dir.path().join("link")).unwrap();
         symlink("nowhere", dir.path().join("gone")).unwrap();
         let of = |source: &str, bind| {
-            let mount = Destination {
+            let mount = MountDestination {
                 named: "/x".into(),
                 path: "/x".into(),
                 bind,

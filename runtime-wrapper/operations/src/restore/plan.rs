@@ -29,7 +29,7 @@ use crate::security::decoder::{self, DecodedImages, Question};
 use crate::security::host_facts::HostFacts;
 use crate::security::lsm;
 use crate::security::privileges;
-use crate::vram::agent::Agent;
+use crate::vram::agent::RunningAgent;
 
 pub(super) struct RestorePlan {
     pub chosen: GpuPlacement,
@@ -38,7 +38,7 @@ pub(super) struct RestorePlan {
     pub provision: Provision,
     pub plugins: Vec<PathBuf>,
     /// The driver agent, if the images hold the state of NVIDIA GPUs.
-    pub agent: Option<Agent>,
+    pub agent: Option<RunningAgent>,
     /// Environment for CRIU's amdgpu plugin.
     pub env: Vec<(&'static str, OsString)>,
     pub criu: Criu,

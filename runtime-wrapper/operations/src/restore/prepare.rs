@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use cryopod_amd::pages::{self, Unpacked};
+use cryopod_amd::pages::{self, UnpackedPages};
 use cryopod_gpu_plan::plan::PlanError;
 use cryopod_gpu_plan::refusal::Refusal;
 
@@ -42,7 +42,7 @@ pub(super) struct RestorePreparation {
     /// The image directory, passable for a container in a user namespace.
     _searchable: Option<Searchable>,
     /// The memory of AMD's GPUs, until CRIU has read it.
-    _unpacked: Option<Unpacked>,
+    _unpacked: Option<UnpackedPages>,
 }
 
 pub(super) fn prepare(

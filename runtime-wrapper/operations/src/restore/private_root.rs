@@ -125,14 +125,14 @@ struct RootRequest {
     #[prost(int32, tag = "1")]
     kind: i32,
     #[prost(message, optional, tag = "2")]
-    options: Option<Options>,
+    options: Option<RootOptions>,
 }
 
 /// `CRIU_REQ_TYPE__RESTORE`.
 const RESTORE: i32 = 2;
 
 #[derive(Clone, PartialEq, Message)]
-struct Options {
+struct RootOptions {
     #[prost(int32, optional, tag = "1")]
     images_dir_fd: Option<i32>,
     #[prost(string, optional, tag = "10")]
@@ -283,7 +283,7 @@ fn peer(socket: RawFd) -> io::Result<i32> {
 }
 
 struct View<'a> {
-    options: &'a Options,
+    options: &'a RootOptions,
     peer: i32,
     /// Descriptors of the peer, and where they lead.
     images: Option<&'a (i32, PathBuf)>,

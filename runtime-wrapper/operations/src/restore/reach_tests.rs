@@ -11,7 +11,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use cryopod_archive::criu::mounts::Mount;
+use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_archive::criu::privileges::{
     Capabilities, Credentials, Namespaces, Privileges, Thread,
 };
@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 
 use crate::bundle::{Devices, DroppedHooks, Edit};
 use crate::config::Config;
-use crate::criu::conf::{self, Extra, Reader};
+use crate::criu::conf::{self, ConfReader, Extra};
 use crate::criu::opts::CriuOptions;
 use crate::preflight::gpus::{self, GpuConstraints};
 use crate::request::lowlevel::RuntimeKind;
@@ -374,11 +374,11 @@ fn any_images() -> impl Strategy<Value = Privileges> {
                         of: 0,
                         ids: [2, 0, 0, 0, 2, 0, 0, 0],
                     },
-                    mounts: vec![Mount {
+                    mounts: vec![CriuMount {
                         path: path.into(),
                         fs_type,
                         device: fs_type,
-                        ..Mount::default()
+                        ..CriuMount::default()
                     }],
                 }
             },
@@ -554,7 +554,7 @@ proptest! {
             options.as_at_the_checkpoint(&metadata.criu.options, &flags);
             let extra = Extra { options, ..Extra::default() };
             for (names_file, restore) in [(true, true), (false, true), (false, false)] {
-                let reader = Reader { kind: RuntimeKind::Runc, names_file, restore };
+                let reader = ConfReader { kind: RuntimeKind::Runc, names_file, restore };
                 let Ok((text, libdirs)) = conf::merge(&world.op, &config, reader, &engine, None, &extra) else {
                     continue;
                 };

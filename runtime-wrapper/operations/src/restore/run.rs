@@ -14,13 +14,13 @@ use crate::request::Request;
 use crate::restore::device_filter;
 use crate::restore::new_container::mounts;
 use crate::restore::new_container::{self, NewContainer};
-use crate::run::action_script::Question;
+use crate::run::action_script::StageQuestion;
 use crate::run::child::{self, RunOutcome, RunWatch, Signals};
 use crate::run::failure::LogMarks;
 use crate::run::metrics;
 use crate::run::operation::Operation;
-use crate::run::progress::{self, Progress};
-use crate::vram::agent::Agent;
+use crate::run::progress::{self, OperationProgress};
+use crate::vram::agent::RunningAgent;
 
 pub(super) struct RestoreOutcome {
     pub ended: RunOutcome,
@@ -40,7 +40,7 @@ fn denied(host: &Host, visible: &[u32]) -> Vec<u32> {
     minors.filter(|minor| !visible.contains(minor)).collect()
 }
 
-type StageAnswer<'a> = dyn Fn(&Question) -> Result<(), String> + 'a;
+type StageAnswer<'a> = dyn Fn(&StageQuestion) -> Result<(), String> + 'a;
 
 /// What the wrapper does while CRIU waits at a stage of its restore.
 struct Action<'a> {
@@ -51,7 +51,7 @@ struct Action<'a> {
 }
 
 impl<'a> Action<'a> {
-    fn at(stage: &'static str, run: impl Fn(&Question) -> Result<(), String> + 'a) -> Self {
+    fn at(stage: &'static str, run: impl Fn(&StageQuestion) -> Result<(), String> + 'a) -> Self {
         Self {
             stage: Some(stage),
             run: Box::new(run),
@@ -136,10 +136,10 @@ pub(super) fn run(
         abort_file: op.file(criu_setup::ABORT_FILE),
         images: None,
         criu_log: request.log(names::RESTORE_LOG),
-        agent: ready.agent.as_ref().and_then(Agent::pid),
+        agent: ready.agent.as_ref().and_then(RunningAgent::pid),
         hidden: None,
     };
-    let mut progress = Progress::of_operation(
+    let mut progress = OperationProgress::of_operation(
         op,
         progress::ProgressState {
             operation: "restore".into(),
@@ -156,7 +156,7 @@ pub(super) fn run(
     let arguments = &prepared.arguments;
     let actions = actions(request, prepared, new, amd, &before);
     let mut unfit = None;
-    let mut decide = |question: &Question| {
+    let mut decide = |question: &StageQuestion| {
         progress.step(&question.stage);
         let mut due = actions.iter().filter(|a| a.is_due(&question.stage));
         let found = || due.find_map(|action| (action.run)(question).err());

@@ -14,7 +14,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
 use tar::EntryType;
 
-use super::records::{Record, each};
+use super::records::{TarRecord, each};
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
 use crate::config::rootfs::RootfsOptions;
 
@@ -33,9 +33,9 @@ pub fn unpack(tar: &Path, root: &Path, bounds: &RootfsOptions) -> io::Result<()>
     each(&tar, bounds, &mut |record| one(record, &root))
 }
 
-struct Directory(OwnedFd);
+struct OpenDirectory(OwnedFd);
 
-impl Directory {
+impl OpenDirectory {
     fn open(root: &File, path: &Path) -> io::Result<Self> {
         let how = OpenHow::new()
             .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
@@ -83,7 +83,7 @@ impl Directory {
     }
 }
 
-impl Record<'_> {
+impl TarRecord<'_> {
     /// Splits the entry's path into a directory within the root and a name in it; `None` for the root itself.
     fn place(&self) -> io::Result<Option<(PathBuf, Name)>> {
         let Some((parent, name)) = parts(&self.path)? else {
@@ -128,11 +128,11 @@ fn parts(path: &Path) -> io::Result<Option<(PathBuf, OsString)>> {
     Ok(name.map(|n| (clean.parent().map(Path::to_owned).unwrap_or_default(), n)))
 }
 
-fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
+fn one(entry: &mut TarRecord<'_>, root: &File) -> io::Result<()> {
     let Some((parent, name)) = entry.place()? else {
         return Ok(());
     };
-    let directory = Directory::make(root, &parent)?;
+    let directory = OpenDirectory::make(root, &parent)?;
     let name = match name {
         Name::There(name) => name,
         Name::Gone(name) => return directory.remove(&name),
@@ -165,7 +165,7 @@ fn one(entry: &mut Record<'_>, root: &File) -> io::Result<()> {
             let Some((parent, first)) = parts(link)? else {
                 return Err(cut_off());
             };
-            let beside = Directory::open(root, &parent)?;
+            let beside = OpenDirectory::open(root, &parent)?;
             let first = beside.at(&first);
             if !fs::symlink_metadata(&first)?.is_file() {
                 return Err(io::Error::other("a hard link to what is no file"));
@@ -194,8 +194,8 @@ fn cut_off() -> io::Error {
 
 /// Writes a file beside its place and renames it, so that the old or the new one is there in full.
 fn file(
-    entry: &mut Record<'_>,
-    directory: &Directory,
+    entry: &mut TarRecord<'_>,
+    directory: &OpenDirectory,
     name: &OsStr,
     in_the_way: bool,
 ) -> io::Result<()> {
@@ -229,7 +229,7 @@ fn file(
 }
 
 /// Sets the owner and, except for links, the mode.
-fn settle(entry: &Record<'_>, target: &Path, mode: bool) -> io::Result<()> {
+fn settle(entry: &TarRecord<'_>, target: &Path, mode: bool) -> io::Result<()> {
     let number = |n: u64| u32::try_from(n).map_err(io::Error::other);
     let header = &entry.header;
     lchown(

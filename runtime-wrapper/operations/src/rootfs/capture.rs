@@ -28,14 +28,14 @@ pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     let _ = fs::remove_file(to);
     let mut options = OpenOptions::new();
     let to = options.write(true).create_new(true).mode(0o600).open(to)?;
-    let mut walk = Walk {
+    let mut walk = LayerWalk {
         tar: Builder::new(BufWriter::with_capacity(1 << 20, to)),
         links: HashMap::new(),
         bounds,
         files: 0,
         bytes: 0,
     };
-    walk.directory(&Entry(upper.try_clone()?), Path::new(""), 0)?;
+    walk.directory(&LayerEntry(upper.try_clone()?), Path::new(""), 0)?;
     let file = walk
         .tar
         .into_inner()?
@@ -44,9 +44,9 @@ pub fn pack(upper: &File, to: &Path, bounds: &RootfsOptions) -> io::Result<()> {
     file.sync_all()
 }
 
-struct Entry(File);
+struct LayerEntry(File);
 
-impl Entry {
+impl LayerEntry {
     /// Opens what has this name in the directory now; a link itself, not its target.
     fn open(directory: &Self, name: &OsStr) -> io::Result<Self> {
         let how = OpenHow::new()
@@ -101,7 +101,7 @@ impl Entry {
     }
 }
 
-struct Walk<'b, W: Write> {
+struct LayerWalk<'b, W: Write> {
     tar: Builder<W>,
     /// The first name of each file that has several.
     links: HashMap<(u64, u64), PathBuf>,
@@ -110,8 +110,8 @@ struct Walk<'b, W: Write> {
     bytes: u64,
 }
 
-impl<W: Write> Walk<'_, W> {
-    fn directory(&mut self, at: &Entry, path: &Path, depth: usize) -> io::Result<()> {
+impl<W: Write> LayerWalk<'_, W> {
+    fn directory(&mut self, at: &LayerEntry, path: &Path, depth: usize) -> io::Result<()> {
         if depth > MAX_DEPTH {
             return Err(io::Error::other(format!(
                 "/{}: more than {MAX_DEPTH} directories in directories",
@@ -139,7 +139,7 @@ impl<W: Write> Walk<'_, W> {
         names.sort();
         for name in names {
             let path = path.join(&name);
-            match Entry::open(at, &name) {
+            match LayerEntry::open(at, &name) {
                 Ok(entry) => self.entry(&entry, &path, &name, depth)?,
                 // Removed or renamed meanwhile.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -149,7 +149,13 @@ impl<W: Write> Walk<'_, W> {
         Ok(())
     }
 
-    fn entry(&mut self, entry: &Entry, path: &Path, name: &OsStr, depth: usize) -> io::Result<()> {
+    fn entry(
+        &mut self,
+        entry: &LayerEntry,
+        path: &Path,
+        name: &OsStr,
+        depth: usize,
+    ) -> io::Result<()> {
         self.count(path)?;
         let meta = entry.0.metadata()?;
         let kind = meta.file_type();
@@ -191,7 +197,7 @@ impl<W: Write> Walk<'_, W> {
         Ok(())
     }
 
-    fn file(&mut self, entry: &Entry, name: &Path, meta: &Metadata) -> io::Result<()> {
+    fn file(&mut self, entry: &LayerEntry, name: &Path, meta: &Metadata) -> io::Result<()> {
         if meta.nlink() > 1 {
             if let Some(first) = self.links.get(&(meta.dev(), meta.ino())) {
                 let mut header = header(meta, EntryType::Link);

@@ -20,7 +20,7 @@ const MAX_NAME: u64 = 4096;
 const MAX_PAX: u64 = 64 << 10;
 
 /// One entry of a tar.
-pub struct Record<'r> {
+pub struct TarRecord<'r> {
     pub path: PathBuf,
     /// Target, if it is a link.
     pub link: Option<PathBuf>,
@@ -31,7 +31,7 @@ pub struct Record<'r> {
 
 /// Extension records before an entry.
 #[derive(Default)]
-struct Ahead {
+struct AheadRecords {
     path: Option<PathBuf>,
     link: Option<PathBuf>,
     capability: Option<Vec<u8>>,
@@ -41,13 +41,13 @@ struct Ahead {
 pub fn each(
     tar: &File,
     bounds: &RootfsOptions,
-    visit: &mut dyn FnMut(&mut Record<'_>) -> io::Result<()>,
+    visit: &mut dyn FnMut(&mut TarRecord<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut reader = BufReader::with_capacity(32 << 10, tar);
     reader.rewind()?;
     let mut archive = Archive::new(reader);
     let (mut entries, mut bytes) = (0u64, 0u64);
-    let mut ahead = Ahead::default();
+    let mut ahead = AheadRecords::default();
     for entry in archive.entries_with_seek()?.raw(true) {
         let mut entry = entry?;
         let header = entry.header().clone();
@@ -76,14 +76,14 @@ pub fn each(
                 return Err(io::Error::other("a PAX record for all files"));
             }
             _ => {
-                let Ahead {
+                let AheadRecords {
                     path,
                     link,
                     capability,
                 } = std::mem::take(&mut ahead);
                 let path = path.unwrap_or_else(|| name(&header.path_bytes()));
                 let link = link.or_else(|| header.link_name_bytes().map(|l| name(&l)));
-                let mut record = Record {
+                let mut record = TarRecord {
                     path,
                     link,
                     capability,

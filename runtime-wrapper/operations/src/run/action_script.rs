@@ -48,7 +48,7 @@ impl ActionScript {
     }
 
     /// Answers every waiting hook. `decide` returns true if CRIU may go on.
-    pub fn answer(&self, mut decide: impl FnMut(&Question) -> bool) {
+    pub fn answer(&self, mut decide: impl FnMut(&StageQuestion) -> bool) {
         while let Ok((stream, _)) = self.listener.accept() {
             if let Err(e) = answer_one(stream, &mut decide) {
                 tracing::warn!("CRIU's question could not be answered: {e}");
@@ -59,13 +59,13 @@ impl ActionScript {
 
 /// What CRIU asks at a stage.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Question {
+pub struct StageQuestion {
     pub stage: String,
     /// The container's init process in CRIU's PID namespace; 0: not known.
     pub init: i32,
 }
 
-impl Question {
+impl StageQuestion {
     fn parse(line: &str) -> Self {
         let (stage, init) = line.split_once(' ').unwrap_or((line, ""));
         Self {
@@ -77,7 +77,7 @@ impl Question {
 
 fn answer_one(
     mut stream: UnixStream,
-    decide: &mut impl FnMut(&Question) -> bool,
+    decide: &mut impl FnMut(&StageQuestion) -> bool,
 ) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(Duration::from_secs(5)))?;
@@ -87,7 +87,7 @@ fn answer_one(
     while line.len() < 64 && stream.read(&mut byte)? == 1 && byte[0] != b'\n' {
         line.push(byte[0]);
     }
-    let yes = decide(&Question::parse(&String::from_utf8_lossy(&line)));
+    let yes = decide(&StageQuestion::parse(&String::from_utf8_lossy(&line)));
     stream.write_all(if yes { b"y" } else { b"n" })
 }
 

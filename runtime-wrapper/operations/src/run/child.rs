@@ -24,7 +24,7 @@ use nix::unistd::Pid;
 
 use crate::error::Error;
 use crate::request::lowlevel::LowLevel;
-use crate::run::action_script::{ActionScript, Question};
+use crate::run::action_script::{ActionScript, StageQuestion};
 use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::mount_namespace;
 use crate::run::stuck_freeze::Freeze;
@@ -144,7 +144,7 @@ pub fn run(
     env: &[(&str, OsString)],
     watch: &RunWatch<'_>,
     signals: &Signals,
-    decide: &mut dyn FnMut(&Question) -> bool,
+    decide: &mut dyn FnMut(&StageQuestion) -> bool,
 ) -> Result<RunOutcome, Error> {
     while let Some(signal) = signals.next() {
         if INTERRUPTS.contains(&signal) {
@@ -290,7 +290,7 @@ struct Watcher<'a> {
 }
 
 impl Watcher<'_> {
-    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&Question) -> bool) {
+    fn wait(&mut self, signals: &Signals, decide: &mut dyn FnMut(&StageQuestion) -> bool) {
         let mut cut_off = false;
         while !cut_off {
             if self.over() {
@@ -399,7 +399,7 @@ impl Watcher<'_> {
         abort(&self.watch.abort_file);
     }
 
-    fn questions(&mut self, decide: &mut dyn FnMut(&Question) -> bool) {
+    fn questions(&mut self, decide: &mut dyn FnMut(&StageQuestion) -> bool) {
         let Self {
             watch,
             interrupted,

@@ -29,7 +29,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// Why an operation failed, as a label of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub enum FailureReason {
     /// The plan refused it; nothing was touched.
     Refused,
     /// The GPU driver or its agent.
@@ -45,7 +45,7 @@ pub enum Reason {
     Other,
 }
 
-impl Reason {
+impl FailureReason {
     fn label(self) -> &'static str {
         match self {
             Self::Refused => "refused",
@@ -80,7 +80,7 @@ pub struct Totals {
 #[serde(default)]
 pub struct OperationCounts {
     pub succeeded: u64,
-    /// By [`Reason`].
+    /// By [`FailureReason`].
     pub failed: BTreeMap<String, u64>,
     /// Microseconds, of those that succeeded.
     pub micros: u64,
@@ -98,7 +98,7 @@ pub struct OperationCounts {
 struct Notes {
     steps: BTreeMap<String, u64>,
     bytes: BTreeMap<&'static str, u64>,
-    reason: Option<Reason>,
+    reason: Option<FailureReason>,
 }
 
 static NOTES: Mutex<Option<Notes>> = Mutex::new(None);
@@ -119,7 +119,7 @@ pub fn bytes(kind: &'static str, n: u64) {
 }
 
 /// Notes why the operation fails. The first reason stays.
-pub fn failed(reason: Reason) {
+pub fn failed(reason: FailureReason) {
     note(|notes| {
         notes.reason.get_or_insert(reason);
     });
@@ -129,13 +129,13 @@ pub fn failed(reason: Reason) {
 /// full, or the metadata could not be written.
 pub fn failed_run(ended: &RunOutcome, driver: bool, storage: bool) {
     failed(if ended.interrupted.is_some() || ended.killed {
-        Reason::Interrupted
+        FailureReason::Interrupted
     } else if storage {
-        Reason::Storage
+        FailureReason::Storage
     } else if driver {
-        Reason::Driver
+        FailureReason::Driver
     } else {
-        Reason::Criu
+        FailureReason::Criu
     });
 }
 
@@ -148,7 +148,7 @@ pub fn measured<T>(
     let started = Instant::now();
     let done = work();
     if let Err(e) = &done {
-        failed(Reason::of(e));
+        failed(FailureReason::of(e));
     }
     count(
         operation,
@@ -230,7 +230,7 @@ impl OperationCounts {
     fn add(&mut self, took: Duration, succeeded: bool, notes: Notes) {
         let sum = |total: &mut u64, n: u64| *total = total.saturating_add(n);
         if !succeeded {
-            let reason = notes.reason.unwrap_or(Reason::Other).label();
+            let reason = notes.reason.unwrap_or(FailureReason::Other).label();
             return sum(self.failed.entry(reason.to_owned()).or_default(), 1);
         }
         sum(&mut self.succeeded, 1);
@@ -251,7 +251,7 @@ impl OperationCounts {
 mod tests {
     use super::*;
 
-    fn notes(reason: Option<Reason>) -> Notes {
+    fn notes(reason: Option<FailureReason>) -> Notes {
         Notes {
             steps: BTreeMap::from([("dump".to_owned(), 7)]),
             bytes: BTreeMap::from([("gpu", 5)]),
@@ -269,8 +269,8 @@ mod tests {
             add_to(&path, "checkpoint", took, succeeded, notes(reason)).unwrap();
         };
         add(true, None);
-        add(true, Some(Reason::Refused));
-        add(false, Some(Reason::Refused));
+        add(true, Some(FailureReason::Refused));
+        add(false, Some(FailureReason::Refused));
         add(false, None);
         let all = read(&path).unwrap();
         let own = &all.operations["checkpoint"];

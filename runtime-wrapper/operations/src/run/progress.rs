@@ -44,12 +44,12 @@ pub struct ProgressState {
 
 /// The file of one operation. Dropped, it is removed.
 #[derive(Debug)]
-pub struct Progress {
+pub struct OperationProgress {
     path: PathBuf,
     state: ProgressState,
 }
 
-impl Progress {
+impl OperationProgress {
     /// Begins a checkpoint or a restore.
     pub fn of_operation(op: &Operation, state: ProgressState) -> Self {
         Self::begin(op.file(FILE), state)
@@ -110,7 +110,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for OperationProgress {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
@@ -168,7 +168,7 @@ mod tests {
         let op = Operation::below(&dir.path().join("run"), &host).unwrap();
         let all = || in_directory(&host, &dir.path().join("run"), &|p| p.join(FILE));
         assert_eq!(all(), []);
-        let mut progress = Progress::of_operation(
+        let mut progress = OperationProgress::of_operation(
             &op,
             ProgressState {
                 operation: "checkpoint".into(),

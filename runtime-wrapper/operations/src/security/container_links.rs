@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use cryopod_archive::criu::mounts::{Mount, fs_type};
+use cryopod_archive::criu::mounts::{CriuMount, fs_type};
 use cryopod_host::destinations::Destinations;
 use cryopod_host::spec::Spec;
 use nix::errno::Errno;
@@ -18,7 +18,7 @@ use super::privileges::top;
 
 /// Returns what is wrong. `made`: the paths of files that CRIU makes.
 pub fn links(
-    all: &[Mount],
+    all: &[CriuMount],
     made: &[String],
     spec: &Spec,
     destinations: &Destinations,
@@ -48,7 +48,7 @@ pub fn links(
 }
 
 /// Returns the mount of the runtime's from which CRIU binds another one, and the path of that in the container.
-fn bound_from<'a>(mount: &Mount, all: &'a [Mount]) -> Option<(&'a Mount, String)> {
+fn bound_from<'a>(mount: &CriuMount, all: &'a [CriuMount]) -> Option<(&'a CriuMount, String)> {
     let is_bind = !mount.external
         && mount.path != "/"
         && fs_type(mount.fs_type).is_none_or(|t| t == "overlay");
@@ -72,7 +72,7 @@ struct ContainerFiles<'a> {
 }
 
 /// Returns what is wrong if `path` of the container, which lies in `mount`, leads through a link.
-fn link(place: &ContainerFiles<'_>, mount: &Mount, path: &str) -> Option<String> {
+fn link(place: &ContainerFiles<'_>, mount: &CriuMount, path: &str) -> Option<String> {
     let below = Path::new(path).strip_prefix(&mount.path).ok()?;
     let at = match mount.path.as_str() {
         "/" if !mount.external => place.root.clone(),
@@ -114,11 +114,11 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    fn mount(path: &str) -> Mount {
-        Mount {
+    fn mount(path: &str) -> CriuMount {
+        CriuMount {
             path: path.into(),
             root: "/".into(),
-            ..Mount::default()
+            ..CriuMount::default()
         }
     }
 
@@ -132,7 +132,7 @@ mod tests {
         let volume = bundle.path().join("volume");
         std::fs::create_dir_all(volume.join("plain")).unwrap();
         symlink("/usr/bin", volume.join("programs")).unwrap();
-        let destinations = Destinations(vec![cryopod_host::destinations::Destination {
+        let destinations = Destinations(vec![cryopod_host::destinations::MountDestination {
             named: "/vol".into(),
             path: "/vol".into(),
             bind: true,
@@ -143,7 +143,7 @@ mod tests {
             destinations: &destinations,
             bundle: bundle.path(),
         };
-        let of_volume = Mount {
+        let of_volume = CriuMount {
             external: true,
             key: "/vol".into(),
             ..mount("/vol")

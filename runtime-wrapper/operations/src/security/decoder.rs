@@ -10,8 +10,8 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cryopod_archive::criu::image_files::{Content, ImageFile, content_of};
-use cryopod_archive::criu::mounts::Mount;
+use cryopod_archive::criu::image_files::{ImageContent, ImageFile, content_of};
+use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_archive::criu::network::{self, Network};
 use cryopod_archive::criu::{self, has_compressed_pages, open_files};
 use cryopod_archive::format::names;
@@ -51,7 +51,7 @@ pub struct Question<'a> {
 pub struct DecodedImages {
     pub refusals: Vec<Refusal>,
     warnings: Vec<String>,
-    mounts: Result<Vec<Mount>, String>,
+    mounts: Result<Vec<CriuMount>, String>,
     network: Result<Option<Network>, String>,
     /// Paths of the links by which CRIU finds files that have lost their name.
     links: Result<Vec<String>, String>,
@@ -195,7 +195,7 @@ impl Question<'_> {
         Ok(answer)
     }
 
-    fn raw_mounts(&self) -> Result<Vec<Mount>, PrivilegesError> {
+    fn raw_mounts(&self) -> Result<Vec<CriuMount>, PrivilegesError> {
         let mut all = Vec::new();
         let files = self.directory.read_dir().into_iter().flatten().flatten();
         for name in files.filter_map(|f| f.file_name().into_string().ok()) {
@@ -207,7 +207,7 @@ impl Question<'_> {
         Ok(all)
     }
 
-    fn mounts(&self, checked: Option<&CheckedImages>) -> Result<Vec<Mount>, PrivilegesError> {
+    fn mounts(&self, checked: Option<&CheckedImages>) -> Result<Vec<CriuMount>, PrivilegesError> {
         match checked {
             Some(images) => mounts::read(images),
             None => self.raw_mounts(),
@@ -273,7 +273,7 @@ impl DecodedImages {
         let mut written = BTreeMap::new();
         for (name, size) in checked.sizes {
             let (image, more) = rest.split_at_checked(size).ok_or_else(cut)?;
-            if !matches!(content_of(&name), Some((Content::Messages(_), _))) {
+            if !matches!(content_of(&name), Some((ImageContent::Messages(_), _))) {
                 return Err(nonsense(format!("{name:?} is no image")));
             }
             written.insert(name, image.to_vec());
@@ -289,7 +289,7 @@ impl DecodedImages {
     }
 
     /// Returns all mounts.
-    pub fn mounts(&self) -> Result<&[Mount], PrivilegesError> {
+    pub fn mounts(&self) -> Result<&[CriuMount], PrivilegesError> {
         self.mounts.as_deref().map_err(|e| failed(e.clone()))
     }
 

@@ -28,7 +28,7 @@ use std::fs;
 use std::path::Path;
 
 use cryopod_archive::criu::ImageError;
-use cryopod_archive::criu::image_files::{self, Content, ImageFile};
+use cryopod_archive::criu::image_files::{self, ImageContent, ImageFile};
 use cryopod_archive::criu::message::Message;
 use cryopod_archive::format::names;
 use cryopod_host::spec::Spec;
@@ -130,7 +130,7 @@ impl CheckedImages {
     fn add(&mut self, directory: &Path, name: String) -> Result<(), PrivilegesError> {
         let mut fault = |e: &ImageError| self.faults.push(e.to_string());
         match image_files::content_of(&name).map(|(content, _)| content) {
-            Some(Content::Messages(_)) => {
+            Some(ImageContent::Messages(_)) => {
                 let Some(content) = privileges::open(directory, &name)? else {
                     return Ok(());
                 };
@@ -143,21 +143,21 @@ impl CheckedImages {
                     Err(e) => fault(&e),
                 }
             }
-            Some(Content::HeadAndMessages(..)) => {
+            Some(ImageContent::HeadAndMessages(..)) => {
                 if let Err(e) = checked_memory_map(directory, &name)? {
                     fault(&e);
                 }
                 self.others.push(name);
             }
-            Some(Content::WithData(_)) => {
+            Some(ImageContent::WithData(_)) => {
                 let content = privileges::open_data(directory, &name)?.unwrap_or_default();
                 match image_files::messages_with_data(&name, &content) {
                     Ok(messages) => drop(self.with_data.insert(name, messages)),
                     Err(e) => fault(&e),
                 }
             }
-            Some(Content::Data) => self.others.push(name),
-            Some(Content::Refused(what)) => {
+            Some(ImageContent::Data) => self.others.push(name),
+            Some(ImageContent::Refused(what)) => {
                 let empty = privileges::open(directory, &name)?.is_none_or(|c| c.len() <= 8);
                 if !empty {
                     self.faults.push(format!("{name}: holds {what}"));
@@ -336,7 +336,7 @@ fn parents(
             };
             if matches!(
                 image_files::content_of(&name),
-                Some((Content::HeadAndMessages(..), _))
+                Some((ImageContent::HeadAndMessages(..), _))
             ) && !members.lack(&name)
                 && let Err(e) = checked_memory_map(&at, &name)?
             {

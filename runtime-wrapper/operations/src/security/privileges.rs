@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::ImageError;
-use cryopod_archive::criu::mounts::{Mount, fs_type};
+use cryopod_archive::criu::mounts::{CriuMount, fs_type};
 use cryopod_archive::criu::privileges::{
     self, Capabilities, Credentials, NAMESPACES, Privileges, Thread,
 };
@@ -342,10 +342,10 @@ impl<'a> Bounds<'a> {
         told
     }
 
-    fn mounts(&self, mounts: &[Mount]) -> Vec<String> {
+    fn mounts(&self, mounts: &[CriuMount]) -> Vec<String> {
         let mut told = Vec::new();
         for path in self.given.read_only {
-            let of = |m: &&Mount| m.path == *path || m.external && m.key == *path;
+            let of = |m: &&CriuMount| m.path == *path || m.external && m.key == *path;
             let open = mounts.iter().filter(of).any(|m| m.flags & READ_ONLY == 0);
             if open {
                 told.push(format!(
@@ -376,14 +376,14 @@ impl<'a> Bounds<'a> {
             let options: Vec<String> = options.map(str::to_owned).collect();
             // Its source may be mounted elsewhere, too, and `rro` is for all that is below.
             let at = at.trim_end_matches('/');
-            let below = |m: &&Mount| Path::new(&m.path).starts_with(at);
-            let is = |m: &&Mount| m.path == at || m.external && m.key == at;
+            let below = |m: &&CriuMount| Path::new(&m.path).starts_with(at);
+            let is = |m: &&CriuMount| m.path == at || m.external && m.key == at;
             let limited = self.given.limited && mounts.iter().filter(is).count() == 1;
             for limit in limits(&options) {
                 if limited && limit.flag != READ_ONLY {
                     continue;
                 }
-                let open = |m: &Mount| m.flags & limit.flag == 0;
+                let open = |m: &CriuMount| m.flags & limit.flag == 0;
                 let mut of_it = mounts.iter().filter(is);
                 let mut all_below = mounts.iter().filter(|m| limit.recursive && below(m));
                 if of_it.any(open)
@@ -408,10 +408,10 @@ impl<'a> Bounds<'a> {
     }
 
     /// Returns the paths that the spec closes, this host has, and no mount covers.
-    fn left_open(&self, mounts: &[Mount]) -> impl Iterator<Item = &'a str> {
+    fn left_open(&self, mounts: &[CriuMount]) -> impl Iterator<Item = &'a str> {
         let closed = self.given.facts.closed.iter();
         let closed = closed.filter(move |(path, flag)| {
-            let is_closed = |m: &Mount| m.path == *path && m.flags & flag == *flag;
+            let is_closed = |m: &CriuMount| m.path == *path && m.flags & flag == *flag;
             !top(mounts, path).is_some_and(is_closed)
         });
         closed.map(|(path, _)| path.as_str())
@@ -419,7 +419,7 @@ impl<'a> Bounds<'a> {
 
     /// Refuses a new instance of a file system that the spec does not mount there. `root`: the device of the
     /// container's own.
-    fn file_system(&self, mount: &Mount, root: Option<u32>) -> Option<String> {
+    fn file_system(&self, mount: &CriuMount, root: Option<u32>) -> Option<String> {
         let name = fs_type(mount.fs_type)?;
         let own = mount.path == "/" || name == "overlay" && root == Some(mount.device);
         if mount.external || own || ORDINARY.contains(&name) {
@@ -457,9 +457,9 @@ impl Bounds<'_> {
 }
 
 /// Returns the mount that a process sees at this path: of several on one mount point, the last.
-pub fn top<'a>(mounts: &'a [Mount], path: &str) -> Option<&'a Mount> {
+pub fn top<'a>(mounts: &'a [CriuMount], path: &str) -> Option<&'a CriuMount> {
     let path = Path::new(path);
-    let is_child = |m: &&Mount| !mounts.iter().any(|p| p.id == m.parent && p.id != m.id);
+    let is_child = |m: &&CriuMount| !mounts.iter().any(|p| p.id == m.parent && p.id != m.id);
     let mut seen = mounts.iter().find(|m| m.path == "/" && is_child(m))?;
     // Each step goes to a mount on the one before; a damaged image may lead in a circle.
     for _ in 0..mounts.len() {

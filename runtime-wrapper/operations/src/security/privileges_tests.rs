@@ -29,8 +29,8 @@ fn id(path: &str) -> u32 {
 }
 
 /// A mount on the root's, or on `/proc`.
-fn mount(path: &str, fs_type: u32, flags: u32) -> Mount {
-    Mount {
+fn mount(path: &str, fs_type: u32, flags: u32) -> CriuMount {
+    CriuMount {
         id: id(path),
         parent: match path {
             "/" => 0,
@@ -83,7 +83,7 @@ fn images() -> Privileges {
             mount("/proc/kcore", 5, 0),
             mount("/dev", 5, 0),
             mount("/sys", 2, 1),
-            Mount {
+            CriuMount {
                 external: true,
                 ..mount("/data", 0, 1)
             },
@@ -177,7 +177,7 @@ fn more_than_the_spec_gives_is_refused_by_name() {
     one(
         |p| {
             let closed = p.mounts[2].id;
-            p.mounts.push(Mount {
+            p.mounts.push(CriuMount {
                 parent: closed,
                 id: 77,
                 ..mount("/proc/sys", 1, 0)

@@ -44,7 +44,7 @@ pub enum AgentError {
 
 /// A running agent. Dropped, it puts back what was not committed, and ends.
 #[derive(Debug)]
-pub struct Agent {
+pub struct RunningAgent {
     child: Child,
     pub ready: AgentReady,
 }
@@ -59,7 +59,7 @@ pub fn find(config: &Nvidia, plugin: Option<&std::path::Path>) -> Option<PathBuf
         .filter(|p| p.is_file())
 }
 
-impl Agent {
+impl RunningAgent {
     /// Starts the configured agent, or the one beside one of these plugins. On failure nothing is left running.
     pub fn of_operation(
         config: &Config,
@@ -123,14 +123,14 @@ impl Agent {
     }
 }
 
-impl Agent {
+impl RunningAgent {
     /// Returns the agent's process.
     pub fn pid(&self) -> Option<i32> {
         i32::try_from(self.child.id()).ok()
     }
 }
 
-impl Drop for Agent {
+impl Drop for RunningAgent {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
         let end = Instant::now() + GOODBYE;

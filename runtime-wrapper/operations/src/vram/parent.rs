@@ -9,7 +9,7 @@ use std::time::SystemTime;
 
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
-use cryopod_archive::vram::{Digest, Vram};
+use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::vram::VramParent;
 use cryopod_host::spec::Spec;
 
@@ -77,7 +77,7 @@ pub fn choose(config: &Config, spec: &Spec, inv: &Invocation) -> Result<Option<V
         );
         return Ok(None);
     };
-    let digest = facts.digest.parse::<Digest>().map_err(unusable)?;
+    let digest = facts.digest.parse::<ChunkDigest>().map_err(unusable)?;
     let depth = Vram::check(&directory, Some(digest), &config.search());
     let depth = depth.map_err(|e| unusable(e.to_string()))?;
     let depth = depth.ok_or_else(|| unusable(format!("{} is missing", names::VRAM_INDEX)))?;

@@ -21,8 +21,8 @@ fn recorded(path: &str, major: u64, minor: u64, host_path: Option<&str>) -> Devi
     }
 }
 
-fn target(path: &str, number: Number, from: &str, alias_of: Option<&str>) -> Target {
-    Target {
+fn target(path: &str, number: Number, from: &str, alias_of: Option<&str>) -> NodeTarget {
+    NodeTarget {
         path: path.into(),
         host_path: alias_of.unwrap_or(path).into(),
         major: number.0,
@@ -285,7 +285,7 @@ fn no_node_takes_the_place_of_another_kind() {
     for other in ["/dev/sg0", "/dev/mem", "/dev/nvidia-uvm", "/dev/nvidia0"] {
         let mut ctl = recorded("/dev/nvidiactl", 195, 255, Some("/dev/nvidiactl"));
         ctl.role = NodeRole::Control;
-        let target = Target {
+        let target = NodeTarget {
             host_path: other.into(),
             ..target("/dev/nvidiactl", (21, 0), "/dev/nvidiactl", None)
         };

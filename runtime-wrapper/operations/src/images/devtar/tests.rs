@@ -43,8 +43,8 @@ fn list(file: &Path) -> Vec<String> {
     lines
 }
 
-fn node(path: &str, model: &str, major: u64, minor: u64) -> Node {
-    Node {
+fn node(path: &str, model: &str, major: u64, minor: u64) -> TarNode {
+    TarNode {
         path: path.into(),
         model: model.into(),
         otherwise: None,
@@ -86,7 +86,7 @@ fn a_dev_of_gnu_tar() {
         node("nvidia0", "nvidia0", 195, 1),
         node("nvidia1", "nvidia0", 195, 1),
         node("dri/renderD130", "dri/renderD128", 226, 130),
-        Node {
+        TarNode {
             otherwise: Some((0o620, 0, 5)),
             ..node("nvidia2", "mounted", 195, 2)
         },
@@ -134,7 +134,7 @@ fn a_dev_of_gnu_tar() {
     rewrite(&to, &again, &nodes).unwrap();
     assert_eq!(list(&again), list(&to));
 
-    let e = |from: &Path, nodes: &[Node]| {
+    let e = |from: &Path, nodes: &[TarNode]| {
         let to = dir.path().join("d.tar.gz");
         let _ = fs::remove_file(&to);
         rewrite(from, &to, nodes).unwrap_err().to_string()

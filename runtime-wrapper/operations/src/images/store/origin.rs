@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use cryopod_archive::store::{Known, Origin};
+use cryopod_archive::store::{KnownOrigins, Origin};
 use cryopod_host::containerd::is_image_directory;
 use cryopod_host::spec::Spec;
 
@@ -42,15 +42,15 @@ pub fn of(request: &Request<'_>) -> Option<Origin> {
         origin.directory = own
             .as_deref()
             .filter(|own| expects(own))
-            .and_then(|own| Known::of(own.parent()?));
+            .and_then(|own| KnownOrigins::of(own.parent()?));
         origin.elsewhere |= origin.directory.is_none();
     }
     Some(origin)
 }
 
-fn content(bundle: &Path) -> Option<Known> {
+fn content(bundle: &Path) -> Option<KnownOrigins> {
     let work = fs::read_link(bundle.join(WORK)).ok()?;
-    Known::of(&work.ancestors().nth(3)?.join(CONTENT))
+    KnownOrigins::of(&work.ancestors().nth(3)?.join(CONTENT))
 }
 
 /// docker's directory of a container, from which it mounts files.

@@ -15,9 +15,9 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::container::surroundings::MountKind;
-use cryopod_archive::criu::mounts::Mount;
+use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_gpu_plan::refusal::Refusal;
-use cryopod_host::destinations::{Destination, Destinations};
+use cryopod_host::destinations::{Destinations, MountDestination};
 use cryopod_host::detached::{self, Detached};
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo::declarable;
@@ -105,7 +105,7 @@ impl NewMounts {
     /// Compares the images with the spec. `named`: the external mounts that are named to CRIU otherwise.
     pub fn of(
         request: &Request<'_>,
-        images: &[Mount],
+        images: &[CriuMount],
         named: &[String],
         op: &Operation,
     ) -> Result<(Self, Vec<Refusal>), Error> {
@@ -345,16 +345,16 @@ fn shm_options(request: &Request<'_>) -> String {
 }
 
 /// Returns the limits of the options that the mount in the images lacks. Without `ro`: files may be open for writing.
-fn less(there: &Mount, options: &[String]) -> u64 {
+fn less(there: &CriuMount, options: &[String]) -> u64 {
     let missing = limits(options).filter(|l| l.option != "ro" && there.flags & l.flag == 0);
     missing.fold(0, |all, limit| all | limit.attribute)
 }
 
 /// Describes a bind mount that the images lack.
 fn attached(
-    images: &[Mount],
+    images: &[CriuMount],
     bundle: &Path,
-    destination: &Destination,
+    destination: &MountDestination,
     options: &[String],
 ) -> Result<Option<Attached>, Refusal> {
     let (at, Some(source)) = (&destination.path, &destination.source) else {
@@ -392,16 +392,16 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn mount(path: &str, flags: u32) -> Mount {
-        Mount {
+    fn mount(path: &str, flags: u32) -> CriuMount {
+        CriuMount {
             path: path.into(),
             flags,
-            ..Mount::default()
+            ..CriuMount::default()
         }
     }
 
-    fn bind(at: &str) -> Destination {
-        Destination {
+    fn bind(at: &str) -> MountDestination {
+        MountDestination {
             named: at.into(),
             path: at.into(),
             bind: true,

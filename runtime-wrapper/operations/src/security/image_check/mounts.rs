@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::message::Message;
-use cryopod_archive::criu::mounts::{self, Mount, fs_type};
+use cryopod_archive::criu::mounts::{self, CriuMount, fs_type};
 use flate2::read::GzDecoder;
 
 use super::{CheckedImages, Subject, is_clean};
@@ -137,7 +137,7 @@ fn is_other_root(mount: &Message, all: &[&Message]) -> bool {
 }
 
 /// Reads all mounts, as CRIU will.
-pub fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
+pub fn read(images: &CheckedImages) -> Result<Vec<CriuMount>, PrivilegesError> {
     let mut all = Vec::new();
     for (name, _) in images.numbered(PREFIX) {
         let content = images.content(name).unwrap_or_default();
@@ -149,8 +149,8 @@ pub fn read(images: &CheckedImages) -> Result<Vec<Mount>, PrivilegesError> {
 /// Returns what is wrong if a mount is on, or of, a symbolic link of an archived tmpfs.
 fn archived_link(
     images: &CheckedImages,
-    all: &[Mount],
-    mount: &Mount,
+    all: &[CriuMount],
+    mount: &CriuMount,
     directory: &Path,
 ) -> Result<Option<String>, PrivilegesError> {
     let mut asked: Vec<(u32, PathBuf)> = Vec::new();
@@ -186,7 +186,7 @@ fn archived_link(
     Ok(None)
 }
 
-fn is_tmpfs(mount: &Mount) -> bool {
+fn is_tmpfs(mount: &CriuMount) -> bool {
     !mount.external && matches!(fs_type(mount.fs_type), Some("tmpfs" | "devtmpfs"))
 }
 
