@@ -190,6 +190,9 @@ pub struct Timings {
     /// From the start of the low-level runtime until the VRAM files were on disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub durable_us: Option<u64>,
+    /// How long the CUDA processes of a container that went on could not work.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_us: Option<u64>,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -100,6 +100,8 @@ struct Control<'a> {
     socket: &'a OwnedFd,
     state: State,
     kept: Option<OwnedFd>,
+    /// Pieces keep their places.
+    placed: bool,
     /// Of the request that is answered.
     number: u64,
     /// Nobody reads the answers: the agent has died.
@@ -112,6 +114,7 @@ fn serve(socket: &OwnedFd) {
         socket,
         state: State::Open,
         kept: None,
+        placed: false,
         number: 0,
         deaf: Cell::new(false),
     };
@@ -194,12 +197,20 @@ impl Control<'_> {
                 let limits = [limit_ms, hold_ms].map(Duration::from_millis);
                 self.stop(limits)
             }
+            (Request::Export, State::Open) => {
+                self.placed = true;
+                self.export(false)
+            }
             (Request::Release, State::Stopped(_)) => {
                 self.kept = fd;
                 self.state = State::Away;
                 memory::release_all().map_err(cuda)
             }
             (Request::Allocate { from, bytes }, State::Away) => self.allocate(from, bytes),
+            (Request::TakeBack { offset, bytes }, State::Away) => {
+                let from = fd.ok_or(Reason::Order)?;
+                in_a_context(|| memory::take_back(offset, bytes, from.as_fd()))
+            }
             (Request::Go, State::Stopped(_)) => {
                 self.go_on();
                 Ok(())
@@ -245,7 +256,7 @@ impl Control<'_> {
     /// Opens the gate.
     fn go_on(&mut self) {
         self.state = State::Open;
-        self.kept = None;
+        (self.kept, self.placed) = (None, false);
         gate::open();
     }
 
@@ -277,15 +288,17 @@ impl Control<'_> {
             }
             std::thread::sleep(TICK);
         }
-        let exported = idle::finished(until).and_then(|()| {
-            memory::export_all(|one| self.piece(one.offset, one.bytes, &one.descriptor))
-                .map_err(cuda)
-        });
+        let exported = idle::finished(until).and_then(|()| self.export(self.placed));
         match exported {
             Ok(()) => self.state = State::Stopped(Instant::now() + hold),
             Err(_) => self.go_on(),
         }
         exported
+    }
+
+    fn export(&self, keep: bool) -> Result<(), Reason> {
+        let each = |one: Exported| self.piece(one.offset, one.bytes, &one.descriptor);
+        memory::export_all(keep, each).map_err(cuda)
     }
 
     fn allocate(&mut self, from: u64, bytes: u64) -> Result<(), Reason> {
@@ -299,19 +312,25 @@ impl Control<'_> {
     }
 
     fn fill(&mut self) -> Result<(), Reason> {
-        let file = self.kept.as_ref().ok_or(Reason::Order)?;
-        let contents = Contents::map(file).map_err(|_| Reason::Order)?;
         memory::restore(&(0..u64::MAX)).map_err(cuda)?;
-        let context = contexts::all().first().copied().unwrap_or_default();
-        contexts::with(context, || memory::fill_from(contents.bytes()))
-            .and_then(|filled| filled)
-            .map_err(cuda)?;
+        if !memory::has_all() {
+            let file = self.kept.as_ref().ok_or(Reason::Order)?;
+            let contents = Contents::map(file).map_err(|_| Reason::Order)?;
+            in_a_context(|| memory::fill_from(contents.bytes()))?;
+        }
         match memory::filled() {
             true => self.go_on(),
             false => return Err(Reason::Order),
         }
         Ok(())
     }
+}
+
+/// Does work that needs a context of CUDA's.
+fn in_a_context(work: impl FnOnce() -> Result<(), c_int>) -> Result<(), Reason> {
+    let context = contexts::all().first().copied().unwrap_or_default();
+    let done = contexts::with(context, work);
+    done.and_then(|done| done).map_err(cuda)
 }
 
 /// A file's contents, mapped.

@@ -63,6 +63,8 @@ pub struct Piece {
     pub contents: Contents,
     /// Place in the file, while the contents are not here.
     pub offset: u64,
+    /// It has had one since it was made.
+    has_place: bool,
     /// The application has given it to somebody else: the driver has to deal with it.
     pub shared: bool,
     /// How often the application would have to release it.
@@ -113,6 +115,7 @@ impl Map {
             properties,
             contents: Contents::Here,
             offset: 0,
+            has_place: false,
             shared: false,
             references: 1,
         };
@@ -208,11 +211,15 @@ impl Map {
         }
     }
 
-    /// Gives each piece that can be moved its place in the file. Returns the file's size.
-    pub fn lay_out(&mut self) -> u64 {
-        let mut at = 0u64;
-        for piece in self.pieces.values_mut().filter(|p| !p.shared) {
-            piece.offset = at;
+    /// Gives each piece that can be moved its place in the file; with `keep` those that have one keep it, and the others
+    /// come behind. Returns the file's size.
+    pub fn lay_out(&mut self, keep: bool) -> u64 {
+        let placed = self.pieces.values().filter(|p| keep && p.has_place);
+        let ends = placed.map(|p| p.offset.saturating_add(p.bytes));
+        let mut at = ends.max().unwrap_or_default();
+        let pieces = self.pieces.values_mut().filter(|p| !p.shared);
+        for piece in pieces.filter(|p| !keep || !p.has_place) {
+            (piece.offset, piece.has_place) = (at, true);
             at = at.saturating_add(piece.bytes);
         }
         at
@@ -369,7 +376,7 @@ mod tests {
                     }
                     Step::Move => {
                         // New handles, as after a checkpoint.
-                        let size = map.lay_out();
+                        let size = map.lay_out(false);
                         let mut at = 0;
                         let mut renamed = BTreeMap::new();
                         for (_, piece) in map.movable() {
@@ -414,11 +421,24 @@ mod tests {
         map.piece(a).unwrap().shared = true;
         map.map(0, UNIT, 0, a);
         map.map(UNIT, UNIT, 0, b);
-        assert_eq!(map.lay_out(), UNIT);
+        assert_eq!(map.lay_out(false), UNIT);
         let moved: Vec<u64> = map.movable().map(|(id, _)| id).collect();
         assert_eq!(moved, [b]);
         assert_eq!(map.movable_mappings().count(), 1);
         assert!(is_id(a) && !is_id(7));
         assert_eq!(map.handle(42), 42);
+    }
+
+    #[test]
+    fn pieces_keep_their_places() {
+        let mut map = Map::new();
+        let [a, b] = [5, 7].map(|units| map.add(units, units * UNIT, properties()));
+        assert_eq!(map.lay_out(false), 12 * UNIT);
+        map.release(a);
+        let c = map.add(9, 2 * UNIT, properties());
+        assert_eq!(map.lay_out(true), 14 * UNIT);
+        let places: Vec<_> = map.movable().map(|(id, p)| (id, p.offset / UNIT)).collect();
+        assert_eq!(places, [(b, 5), (c, 12)]);
+        assert_eq!(map.lay_out(false), 9 * UNIT);
     }
 }

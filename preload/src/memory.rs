@@ -9,7 +9,7 @@ use crate::map::{Access, Contents, Location, Map, Properties};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_int};
 use std::ops::Range;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Physical memory comes in units of so many bytes; smaller allocations are the driver's.
@@ -363,10 +363,10 @@ fn export(handle: u64, offset: u64, bytes: u64) -> Result<Exported, c_int> {
     })
 }
 
-/// Gives each piece its place in the file, and exports all.
-pub fn export_all(each: impl FnMut(Exported)) -> Result<(), c_int> {
+/// Gives each piece its place in the file ([`Map::lay_out`]), and exports all.
+pub fn export_all(keep: bool, each: impl FnMut(Exported)) -> Result<(), c_int> {
     let mut memory = memory();
-    memory.map.lay_out();
+    memory.map.lay_out(keep);
     export_those(&mut memory.map, each)
 }
 
@@ -444,6 +444,14 @@ pub fn filled() -> bool {
     here
 }
 
+/// Whether all pieces have their contents.
+pub fn has_all() -> bool {
+    memory()
+        .map
+        .movable()
+        .all(|(_, p)| p.contents == Contents::Here)
+}
+
 /// Copies all pieces without contents from memory that holds them at their places.
 pub fn fill_from(contents: &[u8]) -> Result<(), c_int> {
     let mut memory = memory();
@@ -470,9 +478,21 @@ pub fn fill_from(contents: &[u8]) -> Result<(), c_int> {
     Ok(())
 }
 
-/// Through a mapping of its own: a piece need not be mapped anywhere.
 fn fill_one(handle: u64, from: &[u8], device: i32) -> Result<(), c_int> {
-    let (len, bytes) = (from.len(), from.len() as u64);
+    while_mapped(handle, from.len(), device, |address| {
+        let arguments = [address, from.as_ptr() as usize, from.len(), 0, 0, 0];
+        driver_call(Symbol::cuMemcpyHtoD_v2, arguments)
+    })
+}
+
+/// Maps memory for a moment, at addresses of its own: a piece need not be mapped anywhere.
+fn while_mapped(
+    handle: u64,
+    len: usize,
+    device: i32,
+    work: impl FnOnce(usize) -> Result<(), c_int>,
+) -> Result<(), c_int> {
+    let bytes = len as u64;
     let address = reserve(len)?;
     let access = Access {
         location: Location {
@@ -481,12 +501,42 @@ fn fill_one(handle: u64, from: &[u8], device: i32) -> Result<(), c_int> {
         },
         flags: READ_WRITE,
     };
-    let copied = map_physical(address, bytes, 0, handle).and_then(|()| {
-        let arguments = [address as usize, from.as_ptr() as usize, len, 0, 0, 0];
-        let copied = set_access(address, bytes, &[access])
-            .and_then(|()| driver_call(Symbol::cuMemcpyHtoD_v2, arguments));
-        copied.and(unmap_physical(address, bytes))
+    let done = map_physical(address, bytes, 0, handle).and_then(|()| {
+        let done = set_access(address, bytes, &[access]).and_then(|()| work(address as usize));
+        done.and(unmap_physical(address, bytes))
     });
     unreserve(address, len);
-    copied
+    done
+}
+
+/// Allocates the piece at a place again if need be, and copies its contents from memory of this handle.
+pub fn take_back(offset: u64, bytes: u64, from: BorrowedFd<'_>) -> Result<(), c_int> {
+    restore(&(offset..offset.saturating_add(1)))?;
+    let len = usize::try_from(bytes).map_err(|_| INVALID_VALUE)?;
+    let mut memory = memory();
+    let mut movable = memory.map.movable();
+    let piece = movable.find(|(_, piece)| piece.offset == offset && piece.bytes == bytes);
+    let (_, piece) = piece.ok_or(INVALID_VALUE)?;
+    let mut old = 0u64;
+    let fd = from.as_raw_fd().unsigned_abs() as usize;
+    let import = [
+        &raw mut old as usize,
+        fd,
+        POSIX_DESCRIPTOR as usize,
+        0,
+        0,
+        0,
+    ];
+    other_call(c"cuMemImportFromShareableHandle", import)?;
+    let device = piece.properties.location.id;
+    let copied = while_mapped(piece.handle, len, device, |to| {
+        while_mapped(old, len, device, |from| {
+            other_call(c"cuMemcpyDtoD_v2", [to, from, len, 0, 0, 0])?;
+            other_call(c"cuCtxSynchronize", [0; 6])
+        })
+    });
+    let released = release_physical(old);
+    copied.and(released)?;
+    piece.contents = Contents::Here;
+    Ok(())
 }

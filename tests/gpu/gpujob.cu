@@ -1,5 +1,5 @@
 // gpujob GIB CHUNK_MIB GPU[,GPU...] [zero|half]: one process a GPU, each holding GIB of device memory (plain cudaMalloc)
-// filled with random words, zeros, or every other MiB random. Prints TICK SUM ok|CORRUPT SECONDS ten times a second, and pI behind it when there are several.
+// filled with random words, zeros, or every other MiB random. Prints TICK SUM ok|CORRUPT SECONDS every 10 ms, and pI behind it when there are several.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -64,7 +64,7 @@ static void work(size_t bytes, size_t chunk, int gpu, const char *suffix) {
         int n = snprintf(line, sizeof line, "%d %016llx %s %ld.%03ld%s\n", tick, now, now == first ? "ok" : "CORRUPT",
                          (long)t.tv_sec, t.tv_nsec / 1000000, suffix);
         if (write(1, line, n) != n) exit(1);
-        usleep(100000);
+        usleep(10000);
     }
 }
 

@@ -409,6 +409,12 @@ for part in $parts; do
             run_case preload-torch torch
             annotations=()
             ;;
+        preload-running)
+            annotations=(--annotation dev.cryopod.preload=on)
+            run_case preload-running left_running "${runtimes%% *}"
+            annotations=()
+            ;;
+        digests) run_case digests digests_agree ;;
         preload-programs) preload_programs ;;
         preload-cost)
             annotations=(--annotation dev.cryopod.preload=on)

@@ -83,6 +83,7 @@ install -m 755 "$bin/cryopod-cuda-agent" "$root/usr/local/lib/cryopod/"
 install -m 644 "$bin/libcryopod_nvidia.so" "$root/usr/local/lib/cryopod/cryopod_nvidia.so"
 install -m 644 "$bin/libcryopod_preload.so" "$root/usr/local/lib/cryopod/"
 git -C "$workspace" describe --always --dirty > "$root/etc/cryopod-commit" 2> /dev/null || echo unknown > "$root/etc/cryopod-commit"
+if [ -e "$bin/examples/digests" ]; then install -m 755 "$bin/examples/digests" "$root/usr/local/bin/"; fi # for the part `digests`
 if [ -e "$bin/bench-pages" ]; then install -m 755 "$bin/bench-pages" "$root/usr/local/bin/"; fi # for the part `archive`
 for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_sim.so; do # the test driver, if built
     if [ -e "$bin/$file" ]; then install -m 755 "$bin/$file" "$root/opt/cusim/"; fi

@@ -3,9 +3,11 @@
 
 preload_ways() { # in place, left running, suspended, in an archive
     local rt=${runtimes%% *} i
-    for i in $(seq "$vram_runs"); do run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''; done
+    for i in $(seq "$vram_runs"); do
+        run_case "vram-preload-on.$i" vram "$rt" "$vram_size" random on ''
+        run_case "vram-running-on.$i" vram "$rt" "$vram_size" random on leave
+    done
     medians
-    run_case vram-preload-running vram "$rt" "$vram_size" random on leave
     run_case "preload-archive-$vram_size" archive "$rt" "$vram_size"
     driver_runs=1
     run_case preload-suspend suspend_resume "$rt" "$vram_size"
@@ -41,6 +43,38 @@ preloaded_program() { # RUNTIME VARIABLE COMMAND... LABEL: as without the librar
         --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson gap "$(gap "/logs/$label.out")" \
         --argjson frozen "$frozen" '{case: $case, ok: true, runtime: $runtime, lines_identical: $n, bytes: $ways, info: $info,
             checkpoint: {frozen_s: $frozen}, longest_pause_s: $gap}')"
+}
+
+digests_agree() { # LABEL: digests that the GPU makes are the blake3 crate's
+    [ -n "$(type -P digests)" ] || skip "$1" "cryopod-cuda's example digests is not in the pack; build it in release"
+    digests /usr/lib/x86_64-linux-gnu/libcuda.so.1 $([ -n "$sim" ] && echo 0 || echo 8) | tee "/logs/$1.out" || return
+    result "$(jq -n --arg case "$1" --arg said "$(cat "/logs/$1.out")" '{case: $case, ok: true, info: $said}')"
+}
+
+left_running() { # RUNTIME LABEL: a training with the library goes on from a checkpoint, and another one from its images: the same losses
+    local label=$2 want=/logs/$2.whole.out
+    [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
+    low_level "$1"
+    train_command "$steps"
+    uninterrupted crun "$want" || { tail -n 5 "$want" && return 1; }
+    pod run -d --name train "${annotations[@]}" "${gpu[@]}" "$image" "${train[@]}" > /dev/null || return
+    wait_for more_lines train $((steps / 3)) || { podman logs train | tail -n 5 && return 1; }
+    pod container checkpoint --leave-running --print-stats --keep train > "/logs/$label.stats" 2> "/logs/$label.said" ||
+        { cat "/logs/$label.said" && keep_logs train "$label" && return 1; }
+    [ "$(lines train)" -lt "$steps" ] || { say "$label: it was over before the checkpoint" && return 1; }
+    keep_logs train "$label"
+    grep -h 'cryopod: ' "/logs/$label.dump.log" | sed "s/^/gpu-test: $label: /" || true
+    wait_for state_is train exited || return
+    podman logs train > "/logs/$label.out" 2>&1
+    cmp <(losses "$want") <(losses "/logs/$label.out") || { say "$label: the losses differ" && return 1; }
+    pod container restore --keep train > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }
+    wait_for state_is train exited || return
+    # The log has the steps after the checkpoint twice.
+    cmp <(losses "$want") <(podman logs train 2>&1 | awk '$3 == "ok" {print $1, $2}' | sort -un) || { say "$label: the restored one's losses differ" && return 1; }
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" \
+        --argjson gap "$(gap "/logs/$label.out")" --argjson usual "$(gap "$want")" --argjson n "$(losses "$want" | wc -l)" \
+        '{case: $case, ok: true, runtime: $runtime, size: "torch", losses_identical: $n, info: $info, longest_pause_s: $gap, longest_without_s: $usual}')"
+    say "$label: $(tail -n 1 /out/results.jsonl | jq -c '{losses_identical, info, longest_pause_s, longest_without_s}')"
 }
 
 preload_programs() {

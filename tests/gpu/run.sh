@@ -7,7 +7,7 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart
+#                       vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
 #                       copies-two docker ctr elsewhere (default: all that the machine can do; docker and ctr need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
@@ -120,7 +120,9 @@ python=''
 if [ -z "$sim" ]; then
     cp -L "$libcuda" "$work/root/opt/driver/libcuda.so.1"
     for library in libnvidia-ml.so.1 libnvidia-ptxjitcompiler.so.1 libnvidia-nvvm.so.4; do
-        if [ -e "${libcuda%/*}/$library" ]; then cp -L "${libcuda%/*}/$library" "$work/root/opt/driver/"; fi
+        [ -e "${libcuda%/*}/$library" ] || continue
+        cp -L "${libcuda%/*}/$library" "$work/root/opt/driver/"
+        ln -s "/opt/driver/$library" "$work/root/usr/lib/x86_64-linux-gnu/$library"
     done
     ln -s /opt/driver/libcuda.so.1 "$work/root/usr/lib/x86_64-linux-gnu/libcuda.so.1"
     for program in gpujob launches allreduce; do
@@ -160,7 +162,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart preload preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr elsewhere}")
 store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")

@@ -3,7 +3,7 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with machine.sh, cases.sh and inside.sh
 
 vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in place, without an archive
-    local content=$3 mode=$4 leave=$5 label=$6 from took dir metadata before images save load
+    local content=$3 mode=$4 leave=$5 label=$6 gap from took dir metadata before images save load
     low_level "$1"
     gpu_args "${on_gpus:-1}"
     job_command "$2" "$([ "${on_gpus:-1}" = 1 ] && echo 0 || echo 0,1)" "${content#random}"
@@ -29,6 +29,12 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
     if [ -n "$leave" ]; then
         before=$(lines job)
         verdict job "$label" "$before" || return
+        gap=$(gap "/logs/$label.out")
+        # What was copied once it went on comes back, too.
+        podman kill job > /dev/null && wait_for state_is job exited || return
+        before=$(lines job)
+        pod container restore --keep job > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; }
+        verdict job "$label" "$before" || return
         load=null
     else
         before=$(lines job)
@@ -39,6 +45,7 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
         keep_logs job "$label"
         grep -h 'cryopod: ' "/logs/$label.restore.log" | sed "s/^/gpu-test: $label: /" || true
         verdict job "$label" "$before" || return
+        gap=$(gap "/logs/$label.out")
         load=$(jq -n --argjson local "$took" --slurpfile stats "/logs/$label.restore.json" \
             --arg log "$(grep -o -E 'process [0-9]+: [a-z]+ in [0-9]+ ms' "/logs/$label.restore.log" || true)" '
             ($stats[0].container_statistics[0]) as $s
@@ -47,7 +54,7 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
                  | {p, k, v: (.v | tonumber / 1000)}] | group_by(.p) | map(map({(.k): .v}) | add)}')
     fi
     result "$(jq -n --arg case "$label" --arg runtime "$1" --arg size "$2 $unit $content" --argjson save "$save" \
-        --argjson load "$load" --argjson gap "$(gap "/logs/$label.out")" \
+        --argjson load "$load" --argjson gap "$gap" \
         '{case: $case, ok: true, runtime: $runtime, size: $size, checkpoint: $save, restore: $load, longest_pause_s: $gap}')"
     jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
 }

@@ -82,6 +82,9 @@ fn tiles(report: &Report) -> Markup {
     let criu = &report.criu;
     let gpu = &report.gpu;
     let mut all: Vec<(String, String, &str)> = Vec::new();
+    if let Some(pause) = report.metadata.as_ref().and_then(|m| m.pause_us) {
+        all.push((micros(pause), "pause of the application".into(), "pause"));
+    }
     if let Some(dump) = &criu.dump {
         let frozen = dump.frozen_us + dump.freezing_us;
         all.push((micros(frozen), "frozen".into(), "frozen"));

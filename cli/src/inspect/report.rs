@@ -75,6 +75,9 @@ pub struct MetadataFacts {
     /// From there until the VRAM files were on the disk, in microseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub durable_us: Option<u64>,
+    /// How long the CUDA processes of a container that went on could not work, in microseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause_us: Option<u64>,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -293,6 +296,7 @@ fn metadata_facts(metadata: Metadata) -> MetadataFacts {
         plan_us: metadata.timings.plan_us,
         dump_us: metadata.timings.dump_us,
         durable_us: metadata.timings.durable_us,
+        pause_us: metadata.timings.pause_us,
     }
 }
 

@@ -235,6 +235,12 @@ fn criu(report: &Report, rows: &mut Vec<(&'static str, String)>) {
     if !criu.plugins.is_empty() {
         rows.push(("Plugins", plain(&criu.plugins.join(", "))));
     }
+    if let Some(pause) = report.metadata.as_ref().and_then(|m| m.pause_us) {
+        rows.push((
+            "Pause",
+            format!("the CUDA processes could not work for {}", micros(pause)),
+        ));
+    }
     if let Some(dump) = &criu.dump {
         rows.push((
             "CRIU dump",

@@ -9,7 +9,9 @@ pub mod server;
 
 use crate::driver::{CallError, Driver};
 use crate::gpus::gpu::effective_map;
-use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome, ProcessState, Work};
+use crate::messages::protocol::{
+    DriverError, ErrorKind, Op, Outcome, ProcessState, TakenOut, Work,
+};
 use crate::preload::process::Preloads;
 use crate::procfs;
 use crate::vram::store::VramFiles;
@@ -289,6 +291,12 @@ impl<D: Driver> Agent<D> {
                 let write = write.as_ref();
                 let taken = (self.preloads).take_out(pid, *threads, limit, *hold, write, files);
                 taken.map(Outcome::TakenOut)
+            }
+            Op::PreloadRelease { .. } => {
+                let released = self.preloads.release(pid, &self.vram_files)?;
+                Ok(released.map_or(Outcome::Done, |why| {
+                    Outcome::TakenOut(TakenOut::LeftOut(why))
+                }))
             }
             Op::PreloadIn {
                 buffer,

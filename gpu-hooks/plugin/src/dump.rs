@@ -23,6 +23,7 @@ use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome, ProcessState, QUE
 use cryopod_cuda::messages::report::PluginOutcome;
 use cryopod_cuda::procfs;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
 mod vram_out;
 
@@ -48,6 +49,8 @@ pub struct Dump {
     /// Number of PID namespaces outside that of the root process.
     depth: usize,
     checkpointed: bool,
+    /// When the first process had to stop its work.
+    paused: Option<Instant>,
     /// The NCCL communicators have been looked at.
     communicators: bool,
     in_inventory: bool,
@@ -62,6 +65,7 @@ impl Dump {
             asked: BTreeSet::new(),
             depth: 0,
             checkpointed: false,
+            paused: None,
             communicators: false,
             in_inventory: false,
         }
@@ -113,6 +117,8 @@ impl Dump {
         }
         // Once, while all of them run.
         if !std::mem::replace(&mut self.communicators, true) {
+            self.session.preload_ahead(&lock)?;
+            self.paused = Some(Instant::now());
             self.session.nccl_down(&lock)?;
         }
         for (pid, micros) in self.session.preload_out(&lock)? {
@@ -488,7 +494,12 @@ impl Dump {
             let result = if good && !leave_running {
                 self.session.commit()
             } else {
-                self.bring_back(&pids)
+                let back = self.bring_back(&pids);
+                let pause = self
+                    .paused
+                    .map(|since| cryopod_host::micros(since.elapsed()));
+                self.session.pause_us = pause;
+                back
             };
             if let Err(failed) = result {
                 criu::log(

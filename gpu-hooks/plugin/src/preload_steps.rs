@@ -3,22 +3,37 @@
 use crate::criu::{self, Level};
 use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
 use crate::vram::{PreloadedMemory, image_directory, open};
-use cryopod_cuda::messages::protocol::{Op, Outcome, TakenOut, WriteTo};
+use cryopod_cuda::copy::Piece;
+use cryopod_cuda::inject::take_descriptor;
+use cryopod_cuda::messages::protocol::{
+    ErrorKind, HeldPiece, Hold, Op, Outcome, TakenOut, WriteTo,
+};
 use cryopod_cuda::preload::Library;
 use cryopod_cuda::released::is_ours;
-use cryopod_cuda::vram::SharedBuffer;
+use cryopod_cuda::vram::{SharedBuffer, VramConfig};
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
-/// Takes over the file with a process's memory. CRIU would dump a file that the process has open.
-fn taken_over(pid: i32, buffer: &SharedBuffer, bytes: u64) -> Result<PreloadedMemory, Failed> {
+/// Takes over the file with a process's memory, which CRIU would dump if the process kept it open, or the pieces that the
+/// agent holds.
+fn taken_over(
+    pid: i32,
+    buffer: &SharedBuffer,
+    bytes: u64,
+    pieces: &[HeldPiece],
+) -> Result<PreloadedMemory, Failed> {
     let take = || {
         let file = open(buffer)?;
-        let library = Library::of(pid).ok_or(std::io::ErrorKind::NotFound)?;
-        library.forget()?;
-        Ok(file)
+        if pieces.is_empty() {
+            let library = Library::of(pid).ok_or(std::io::ErrorKind::NotFound)?;
+            library.forget()?;
+        }
+        let held = pieces
+            .iter()
+            .map(|piece| Ok((*piece, take_descriptor(piece.handle)?)));
+        Ok((file, held.collect::<std::io::Result<_>>()?))
     };
-    let file = take().map_err(|error: std::io::Error| {
+    let (file, held) = take().map_err(|error: std::io::Error| {
         failure(
             "preload",
             Some(pid),
@@ -31,18 +46,29 @@ fn taken_over(pid: i32, buffer: &SharedBuffer, bytes: u64) -> Result<PreloadedMe
         id,
         bytes,
         file,
+        held,
     })
 }
 
-/// Has a process bring its memory back by itself, from this file or the one that it keeps.
-fn go_on_alone(pid: i32, file: Option<&File>) {
+/// Has a process bring its memory back by itself: from these pieces, and from this file or the one that it keeps.
+fn go_on_alone(pid: i32, held: Vec<(HeldPiece, OwnedFd)>, file: Option<&File>) {
     let Some(library) = Library::of(pid) else {
         return;
     };
-    if let Err(error) = library.go_on_alone(file.map(AsFd::as_fd)) {
-        let text = format!("process {pid}: its GPU memory stays in host memory: {error}");
+    let pieces = held.into_iter().map(|(piece, handle)| Piece {
+        offset: piece.offset,
+        bytes: piece.bytes,
+        handle,
+    });
+    if let Err(error) = library.go_on_alone(pieces.collect(), file.map(AsFd::as_fd)) {
+        let text = format!("process {pid}: it waits for its GPU memory: {error}");
         criu::log(Level::Error, &text);
     }
+}
+
+fn left_to_the_driver(pid: i32, reason: &str) {
+    let text = format!("process {pid}: its GPU memory is left to the driver: {reason}");
+    criu::log(Level::Warn, &text);
 }
 
 /// The thread of the preload library in a restored process.
@@ -65,11 +91,11 @@ impl Session {
         }
         for pid in std::mem::take(&mut self.communicators) {
             if !self.vram.preloaded.iter().any(|memory| memory.pid == pid) {
-                go_on_alone(pid, None);
+                go_on_alone(pid, Vec::new(), None);
             }
         }
         for memory in std::mem::take(&mut self.vram.preloaded) {
-            go_on_alone(memory.pid, Some(&memory.file));
+            go_on_alone(memory.pid, memory.held, Some(&memory.file));
         }
     }
 
@@ -118,6 +144,48 @@ impl Session {
         }
     }
 
+    /// Before all else, while the processes work: copies the GPU memory of those that have the preload library.
+    pub fn preload_ahead(&mut self, pids: &[i32]) -> Result<(), Failed> {
+        let mut pids = pids.to_vec();
+        pids.retain(|pid| !is_ours(*pid) && Library::is_in(*pid));
+        let Some(config) = self.config.vram.clone().filter(|_| !pids.is_empty()) else {
+            return Ok(());
+        };
+        let threads = config.threads_for(pids.len());
+        let write = self.write_to(config, pids.len())?;
+        let op = Op::PreloadAhead {
+            pids,
+            threads,
+            hold: self.hold(),
+            write,
+        };
+        if let Outcome::Ahead(done) = self.ask(op)?.outcome {
+            self.vram.writes |= done.writes;
+            for (pid, reason) in done.left_out {
+                let text = format!("process {pid}: no GPU memory is copied ahead: {reason}");
+                criu::log(Level::Info, &text);
+            }
+        }
+        Ok(())
+    }
+
+    fn hold(&self) -> Hold {
+        match self.config.copy_later {
+            true => Hold::CopyLater,
+            false => Hold::Copied,
+        }
+    }
+
+    fn write_to(&self, config: VramConfig, processes: usize) -> Result<WriteTo, Failed> {
+        let dir = image_directory()
+            .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
+        Ok(WriteTo {
+            dir,
+            config,
+            processes,
+        })
+    }
+
     /// Before the driver's lock, while the processes run: takes the GPU memory out of those that have the preload library,
     /// and has the agent begin to write it. Returns the times, in microseconds.
     ///
@@ -130,20 +198,14 @@ impl Session {
         let running: Vec<i32> = pids.iter().copied().filter(|pid| !is_ours(*pid)).collect();
         let timeout_ms = self.config.lock_timeout_ms;
         let threads = (config.threads_for(running.len()) / running.len().max(1)).max(1);
-        let dir = image_directory()
-            .ok_or_else(|| failure("vram", None, "CRIU does not tell its image directory"))?;
-        let processes = running.len();
-        let to = WriteTo {
-            dir,
-            config,
-            processes,
-        };
+        let to = self.write_to(config, running.len())?;
         let write = Some(to.clone()).filter(|_| !self.vram.writes);
+        let hold = self.hold();
         let out = |pid: &i32| Op::PreloadOut {
             pid: *pid,
             timeout_ms,
             threads,
-            hold: true,
+            hold,
             write: write.clone(),
         };
         let replies = match self.batch(running.iter().map(out).collect(), &mut []) {
@@ -151,7 +213,7 @@ impl Session {
             Err(failed) => {
                 // The agent is gone, and the processes keep their memory themselves.
                 for pid in running {
-                    go_on_alone(pid, None);
+                    go_on_alone(pid, Vec::new(), None);
                 }
                 return Err(failed);
             }
@@ -161,17 +223,28 @@ impl Session {
             match reply.outcome {
                 Outcome::TakenOut(TakenOut::Without) => {}
                 Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
-                    let text =
-                        format!("process {pid}: its GPU memory is left to the driver: {reason}");
-                    criu::log(Level::Warn, &text);
+                    left_to_the_driver(pid, &reason);
                 }
                 Outcome::TakenOut(TakenOut::Out {
                     buffer,
                     bytes,
                     writes,
+                    copied,
+                    held,
                 }) => {
                     self.vram.writes |= writes;
-                    match taken_over(pid, &buffer, bytes) {
+                    let when = if held.is_empty() {
+                        ""
+                    } else {
+                        " once it goes on"
+                    };
+                    let text = format!(
+                        "process {pid}: {} of {} MiB of GPU memory are copied{when}",
+                        copied >> 20,
+                        bytes >> 20
+                    );
+                    criu::log(Level::Info, &text);
+                    match taken_over(pid, &buffer, bytes, &held) {
                         Ok(memory) => self.vram.preloaded.push(memory),
                         Err(failed) => drop(first.get_or_insert(failed)),
                     }
@@ -181,6 +254,9 @@ impl Session {
                     first.get_or_insert(unexpected("preload", pid, &outcome));
                 }
             }
+        }
+        if first.is_none() {
+            first = self.release(before)?;
         }
         if let Some(failed) = first {
             // Whatever the others have begun to write is called off.
@@ -196,6 +272,29 @@ impl Session {
             self.vram.writes = true;
         }
         Ok(times)
+    }
+
+    /// Has the processes let go of GPU memory that is held, of which this program has handles by now. Returns the first
+    /// failure; memory that a process keeps is left to the driver.
+    fn release(&mut self, from: usize) -> Result<Option<Failed>, Failed> {
+        let held = self.vram.preloaded[from..].iter();
+        let held = held.filter(|memory| !memory.held.is_empty());
+        let pids: Vec<i32> = held.map(|memory| memory.pid).collect();
+        let release = pids.iter().map(|pid| Op::PreloadRelease { pid: *pid });
+        let mut first = None;
+        for (pid, reply) in pids.iter().zip(self.batch(release.collect(), &mut [])?) {
+            match reply.outcome {
+                Outcome::Done => {}
+                Outcome::TakenOut(TakenOut::LeftOut(reason)) => {
+                    left_to_the_driver(*pid, &reason);
+                    self.vram.preloaded.retain(|memory| memory.pid != *pid);
+                    // The agent has called it off.
+                    self.vram.writes = false;
+                }
+                outcome => drop(first.get_or_insert(unexpected("preload", *pid, &outcome))),
+            }
+        }
+        Ok(first)
     }
 
     /// After the driver's unlock: brings GPU memory back, each from its buffer. The library's thread of a stopped process
@@ -214,7 +313,19 @@ impl Session {
         };
         let (replies, not_stopped) = self.released_batch("preload", &threads, op)?;
         let (mut first, mut times) = (None, Vec::new());
-        for ((pid, _), reply) in memory.iter().zip(replies) {
+        let mut again = Vec::new();
+        for (one, reply) in memory.iter().zip(replies) {
+            let (pid, _) = one;
+            if let Outcome::Error(error) = &reply.outcome
+                && error.kind == ErrorKind::OutOfMemory
+                && let Some(memory) = self.vram.preloaded.iter_mut().find(|m| m.pid == *pid)
+                && !memory.held.is_empty()
+            {
+                // The agent has put it into host memory, and these handles keep it on the GPU.
+                memory.held.clear();
+                again.push(*one);
+                continue;
+            }
             match reply_failure("preload", *pid, &reply.outcome) {
                 Some(failed) => drop(first.get_or_insert(failed)),
                 None => times.push((*pid, reply.micros)),
@@ -223,7 +334,11 @@ impl Session {
         match (first, not_stopped) {
             (Some(failed), _) => Err(failed),
             (None, Some(what)) => Err(failure("preload", None, what)),
-            (None, None) => Ok(times),
+            (None, None) if again.is_empty() => Ok(times),
+            (None, None) => {
+                times.extend(self.preload_in(&again)?);
+                Ok(times)
+            }
         }
     }
 }

@@ -78,6 +78,8 @@ pub struct Session {
     /// Processes whose NCCL communicators may be down.
     pub communicators: Vec<i32>,
     pub nccl_done: Option<NcclDone>,
+    /// How long the CUDA processes could not work, in microseconds, once they go on.
+    pub pause_us: Option<u64>,
     client: Option<Client>,
     failed: Option<Failed>,
 }
@@ -138,6 +140,7 @@ impl Session {
             vram_done: None,
             communicators: Vec::new(),
             nccl_done: None,
+            pause_us: None,
             client: None,
             failed: None,
         }
@@ -303,6 +306,7 @@ impl Session {
             files: self.image.files.len(),
             vram: self.vram_done.clone(),
             vram_left_out: self.vram.left_out.clone(),
+            pause_us: self.pause_us,
             nccl: self.nccl_done.clone(),
         };
         write_json(path, &report);

@@ -3,12 +3,12 @@
 
 use crate::criu::{self, Level};
 use cryopod_cuda::inject::{Descriptor, take_descriptor};
-use cryopod_cuda::messages::protocol::{Op, Outcome};
+use cryopod_cuda::messages::protocol::{HeldPiece, Op, Outcome};
 use cryopod_cuda::released::{Released, own_pid};
 use cryopod_cuda::vram::{SharedBuffer, VramConfig};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -34,6 +34,8 @@ pub struct PreloadedMemory {
     pub bytes: u64,
     /// Kept open, so that the memory outlives the agent.
     pub file: File,
+    /// The same, for memory that is still on the GPU: places and handles of its pieces.
+    pub held: Vec<(HeldPiece, OwnedFd)>,
 }
 
 #[derive(Default)]

@@ -77,12 +77,17 @@ pub enum Request {
     /// Holds all calls that enqueue GPU work, waits up to `limit_ms` for the work, and answers with a piece for each
     /// allocation. Calls go on by themselves if nothing else is asked for within `hold_ms`.
     Stop { limit_ms: u64, hold_ms: u64 },
+    /// Answers with a piece for each allocation, while calls go on. Until they have stopped and gone on, each piece keeps its
+    /// place, and new ones come behind.
+    Export,
     /// Releases the GPU memory of all pieces; their addresses stay reserved. Keeps the attached file, which holds their
     /// contents, so that they are not lost whoever dies.
     Release,
     /// Allocates the GPU memory of the pieces again whose places begin in these bytes of the file, and answers with each
     /// that has no contents yet. No bytes: of all from there on.
     Allocate { from: u64, bytes: u64 },
+    /// The contents of the piece at this place are in the GPU memory of the attached handle: copies them from there.
+    TakeBack { offset: u64, bytes: u64 },
     /// Lets the calls go on. All memory must be there.
     Go,
     /// Keeps the attached file, which holds the contents of all pieces.
@@ -188,6 +193,8 @@ impl Request {
             Self::NcclUniqueId => [14, 0, 0],
             Self::NcclUp { limit_ms } => [15, limit_ms, 0],
             Self::NcclIdle { limit_ms } => [16, limit_ms, 0],
+            Self::TakeBack { offset, bytes } => [17, offset, bytes],
+            Self::Export => [18, 0, 0],
         }
     }
 
@@ -209,6 +216,8 @@ impl Request {
             [14, ..] => Self::NcclUniqueId,
             [15, limit_ms, _] => Self::NcclUp { limit_ms },
             [16, limit_ms, _] => Self::NcclIdle { limit_ms },
+            [17, offset, bytes] => Self::TakeBack { offset, bytes },
+            [18, ..] => Self::Export,
             _ => return None,
         })
     }
@@ -265,6 +274,24 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 /// descriptor.
 pub fn set_receive_limit(socket: &OwnedFd, limit: Duration) -> io::Result<()> {
     set_limit(socket, libc::SO_RCVTIMEO, limit)
+}
+
+/// Lets messages wait that nobody reads yet, up to so many bytes with what the kernel adds to each. Needs CAP_NET_ADMIN.
+pub fn set_room(socket: &OwnedFd, bytes: i32) -> io::Result<()> {
+    // SAFETY: the option takes an int.
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUFFORCE,
+            (&raw const bytes).cast(),
+            size_of::<i32>() as libc::socklen_t,
+        )
+    };
+    match set {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 fn set_limit(socket: &OwnedFd, option: libc::c_int, limit: Duration) -> io::Result<()> {
@@ -495,6 +522,11 @@ mod tests {
             Request::NcclDown { limit_ms: 9 },
             Request::NcclUniqueId,
             Request::NcclUp { limit_ms: 9 },
+            Request::TakeBack {
+                offset: 7,
+                bytes: 8,
+            },
+            Request::Export,
         ];
         for sent in requests {
             send_request(&agent, 3, sent, &[5; MAX_DATA], None).unwrap();

@@ -12,6 +12,7 @@ use cryopod_archive::vram::{ChunkDigest, Vram};
 use cryopod_cuda::exchange::client::Client;
 use cryopod_cuda::messages::protocol::{ErrorKind, Op, Outcome};
 use cryopod_cuda::messages::report::GpuUser;
+use cryopod_cuda::preload::Library;
 use cryopod_cuda::vram::memory::available_to;
 use cryopod_cuda::vram::{VramConfig, VramDone, Wanted};
 use cryopod_host::spec::Spec;
@@ -90,6 +91,10 @@ fn enough(need: u64, available: u64, whose: &str) -> Result<(), Error> {
     )))
 }
 
+/// GPU memory of a process that the driver moves, where the preload library has the rest, in bytes: 529 MiB for a context of
+/// CUDA 13's on an H100.
+const BESIDE_THE_LIBRARY: u64 = 640 << 20;
+
 /// Has the agent allocate the host memory that the driver is about to ask for, while the container still runs. On
 /// failure it is allocated when the driver asks, and the cause is reported then.
 pub fn reserve(
@@ -104,6 +109,9 @@ pub fn reserve(
     };
     let mut wanted = by_process(pids, users);
     wanted.retain(|of| of.bytes >= vram.min_bytes);
+    for of in wanted.iter_mut().filter(|of| Library::is_in(of.pid)) {
+        of.bytes = of.bytes.min(BESIDE_THE_LIBRARY);
+    }
     if wanted.is_empty() {
         return;
     }

@@ -42,14 +42,14 @@ pub mod op {
     pub const MEM_INFO: u64 = 12;
     /// (step) → (1 while the step is still to hang)
     pub const STILL_HANGING: u64 = 13;
-    /// (inode of a descriptor of memory) → (uuid hi, uuid lo, bytes)
-    pub const OWNER: u64 = 14;
     /// (pid, step) → (): from a caller; returns when no other call on that pid is under way
     pub const CALL_BEGIN: u64 = 20;
     /// (code, microseconds) → ()
     pub const CALL_END: u64 = 21;
 }
 
+/// Name of a file of memory, before the GPU's UUID.
+pub const VRAM: &str = "cusim-vram-";
 /// Flag of [`op::ALLOC`]: the memory is a context, not an allocation of the program.
 pub const ALLOC_CONTEXT: u64 = 1;
 

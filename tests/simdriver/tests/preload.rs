@@ -47,7 +47,7 @@ fn hold(copier: &Copier, library: &Library) -> (Vec<u8>, Vec<Imported>) {
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
     let bytes = size(&pieces).unwrap();
     let mut memory = vec![0; usize::try_from(bytes).unwrap()];
-    let pieces = copier.import(pieces, bytes).unwrap();
+    let pieces = copier.import(&pieces, bytes).unwrap();
     copier
         .copy(&pieces, &mut memory, Way::Out(&|_| ()), 3)
         .unwrap();
@@ -59,7 +59,7 @@ const ALL: Request = Request::Allocate { from: 0, bytes: 0 };
 
 fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     let pieces = library.ask(ALL, None, LIMIT).unwrap();
-    let pieces = copier.import(pieces, memory.len() as u64).unwrap();
+    let pieces = copier.import(&pieces, memory.len() as u64).unwrap();
     copier
         .copy(&pieces, memory, Way::In(&|_| Ok(())), 3)
         .unwrap();
@@ -121,7 +121,7 @@ fn memory_leaves_and_comes_back() {
         let (memory, held) = hold(&copier, &library);
         machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
         let new = library.ask(ALL, None, LIMIT).unwrap();
-        let new = copier.import(new, memory.len() as u64).unwrap();
+        let new = copier.import(&new, memory.len() as u64).unwrap();
         let of = |piece: &Imported| new.iter().find(|n| n.place() == piece.place()).unwrap();
         let pairs: Vec<_> = held.iter().map(|piece| (piece, of(piece))).collect();
         assert_eq!(pairs.len(), new.len());
@@ -130,6 +130,43 @@ fn memory_leaves_and_comes_back() {
         library.ask(Request::Go, None, LIMIT).unwrap();
         client.goes_on();
         assert_eq!(machine.held(client.pid), before);
+    }
+
+    // Copied while it works; a piece that has changed since has another digest. Places are kept until it goes on.
+    let first = library.ask(Request::Export, None, LIMIT).unwrap();
+    let places = |pieces: &[cryopod_cuda::copy::Piece]| -> Vec<u64> {
+        pieces.iter().map(|piece| piece.offset).collect()
+    };
+    let imported = copier.import(&first, size(&first).unwrap()).unwrap();
+    let chunk = 1 << 20;
+    let copied = copier.digests(&imported, chunk).unwrap();
+    assert_eq!(copied.len() as u64, size(&first).unwrap() / chunk);
+    let stopped = library.ask(STOP, None, LIMIT).unwrap();
+    let kept = places(&stopped)
+        .iter()
+        .filter(|at| places(&first).contains(at))
+        .count();
+    assert!(kept > 0 && size(&stopped).unwrap() >= size(&first).unwrap().min(100 << 20));
+    library.ask(Request::Go, None, LIMIT).unwrap();
+    drop(imported);
+    client.goes_on();
+    for size in [
+        0,
+        1,
+        63,
+        64,
+        1 << 10,
+        (1 << 10) + 1,
+        12_345,
+        1 << 20,
+        (3 << 20) + 7,
+        5 << 20,
+    ] {
+        let bytes: Vec<u8> = (0..size)
+            .map(|i: u32| (i.wrapping_mul(i) >> 7) as u8)
+            .collect();
+        let digest = copier.digest_of(0, &bytes).unwrap();
+        assert_eq!(blake3::hash(&bytes).as_bytes(), &digest, "{size} bytes");
     }
 
     // Nothing happened: after the pieces were given, and when the agent has died by then.
@@ -166,8 +203,17 @@ fn memory_leaves_and_comes_back() {
     std::io::Write::write_all(&mut &file, &memory).unwrap();
     machine.ok(client.pid, &["lock", "checkpoint"]);
     library
-        .go_on_alone(Some(std::os::fd::AsFd::as_fd(&file)))
+        .go_on_alone(Vec::new(), Some(std::os::fd::AsFd::as_fd(&file)))
         .unwrap();
+    machine.ok(client.pid, &["restore", "unlock"]);
+    client.goes_on();
+    assert_eq!(machine.held(client.pid), before);
+
+    // The same from memory that is still on the GPU, of which only descriptors are left.
+    let pieces = library.ask(STOP, None, LIMIT).unwrap();
+    library.ask(Request::Release, None, LIMIT).unwrap();
+    machine.ok(client.pid, &["lock", "checkpoint"]);
+    library.go_on_alone(pieces, None).unwrap();
     machine.ok(client.pid, &["restore", "unlock"]);
     client.goes_on();
     assert_eq!(machine.held(client.pid), before);
@@ -216,7 +262,7 @@ fn memory_leaves_and_comes_back() {
         });
         die(1);
         let mut memory = vec![0; usize::try_from(size(&pieces).unwrap()).unwrap()];
-        let pieces = copier.import(pieces, memory.len() as u64);
+        let pieces = copier.import(&pieces, memory.len() as u64);
         let copied =
             pieces.and_then(|pieces| copier.copy(&pieces, &mut memory, Way::Out(&|_| ()), 2));
         assert!(copied.is_ok() || step < 2, "{copied:?}");

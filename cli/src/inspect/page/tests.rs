@@ -61,6 +61,7 @@ fn report() -> Report {
             plan_us: 100_000,
             dump_us: 400_000,
             durable_us: Some(650_000),
+            pause_us: Some(123_000),
         }),
         store: None,
         gpu: GpuReport {

@@ -158,7 +158,7 @@ impl<D: Driver> Server<D> {
                         let outcome = match begun {
                             Some(begun) => begun.map_or_else(Outcome::Error, Begun::wait),
                             None => (agent.vram_files().perform(&op))
-                                .or_else(|| agent.preloads().perform(&op))
+                                .or_else(|| agent.preloads().perform(&op, agent.vram_files()))
                                 .or_else(|| agent.communicators().perform(&op))
                                 .unwrap_or_else(|| agent.perform(&op)),
                         };

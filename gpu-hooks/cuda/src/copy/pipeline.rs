@@ -39,8 +39,15 @@ impl Copier {
         let mut blocks = blocks.to_vec();
         blocks.sort_unstable_by_key(|block| block.offset);
         match way {
-            Way::Out(filled) => {
+            Way::Out(filled) | Way::OutSeen(filled, _) => {
                 let done = |block: &Block| {
+                    if let Way::OutSeen(_, seen) = way {
+                        // SAFETY: this thread has just written it, and nobody changes it now.
+                        let bytes = unsafe {
+                            std::slice::from_raw_parts(host.address.add(block.offset), block.bytes)
+                        };
+                        seen(block.offset, bytes);
+                    }
                     let mut front = front.lock().unwrap_or_else(PoisonError::into_inner);
                     if let Some(bytes) = front.advance(block.offset, block.bytes) {
                         filled(bytes);

@@ -73,6 +73,9 @@ pub struct PluginConfig {
     /// whoever answers waits for the VRAM files. Else the plugin waits itself, earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub action_script_file: Option<PathBuf>,
+    /// Checkpoint only: the container goes on before the VRAM files are written, and whoever asked for it waits for them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub copy_later: bool,
     /// Settings for VRAM files, which are used where possible; absent: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram: Option<VramConfig>,
@@ -123,6 +126,7 @@ impl PluginConfig {
             gpu_map: Vec::new(),
             report: None,
             action_script_file: None,
+            copy_later: false,
             vram: None,
             test_panic_in: None,
         }

@@ -16,6 +16,8 @@ pub const MAX_LINE: usize = 256 * 1024;
 pub const QUERY_MS: u64 = 10_000;
 /// How much longer than its own timeout a lock may take before it counts as hanging.
 const LOCK_GRACE: Duration = Duration::from_secs(3);
+/// How long releasing GPU memory may take.
+pub const RELEASE: Duration = Duration::from_secs(60);
 /// How much longer than its own timeout the copying of a process's GPU memory may take.
 const COPY_GRACE: Duration = Duration::from_secs(180);
 /// How long NCCL's communicators may take to go, and to come again.
@@ -190,18 +192,31 @@ pub enum Op {
         #[serde(default)]
         gpus: Vec<GpuUuid>,
     },
+    /// Copies the GPU memory of those processes that have the preload library while they work, and begins to write it.
+    /// [`Op::PreloadOut`] then copies only what has changed. Answered by [`Outcome::Ahead`].
+    PreloadAhead {
+        pids: Vec<i32>,
+        threads: usize,
+        /// As for [`Op::PreloadOut`]: what is copied later is not copied ahead.
+        hold: Hold,
+        write: WriteTo,
+    },
     /// Takes the GPU memory out of a process that runs and has the preload library. Answered by [`Outcome::TakenOut`].
     PreloadOut {
         pid: i32,
         /// How long its GPU work may take to end.
         timeout_ms: u64,
         threads: usize,
-        /// Whether it also stays on the GPU, for a process that goes on soon.
         #[serde(default)]
-        hold: bool,
+        hold: Hold,
         /// Where its memory is to be written while it is copied; `None`: [`Op::VramWriteAhead`] follows.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         write: Option<WriteTo>,
+    },
+    /// Has a process let go of GPU memory that [`Hold::CopyLater`] holds, once others than the agent hold it, too.
+    /// Answered by [`Outcome::Done`], or [`TakenOut::LeftOut`].
+    PreloadRelease {
+        pid: i32,
     },
     /// Takes the NCCL communicators of these processes down, which run and have the preload library, if memory is shared
     /// through them; they come up again when the connection ends, unless it is committed. Answered by
@@ -225,6 +240,19 @@ pub enum Op {
         threads: usize,
         limit_ms: u64,
     },
+}
+
+/// What becomes of the pieces on the GPU when a process's GPU memory is taken out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Hold {
+    /// They are free once they are copied.
+    #[default]
+    No,
+    /// They are copied, and stay until the process has its memory again, which it then has sooner.
+    Copied,
+    /// They are copied after the process has its memory again, if the GPU has room for both.
+    CopyLater,
 }
 
 /// What the agent does with a request.
@@ -274,12 +302,14 @@ impl Op {
             Self::VramRead { limit_ms, .. } => ("vram-read", None, Other, ms(*limit_ms)),
             Self::VramCancel => ("vram-cancel", None, Other, short),
             Self::PreloadPrepare { .. } => ("preload-prepare", None, Other, short),
+            Self::PreloadAhead { .. } => ("preload-ahead", None, Other, COPY_GRACE),
             Self::PreloadOut {
                 pid, timeout_ms, ..
             } => {
                 let limit = ms(*timeout_ms).saturating_add(COPY_GRACE);
                 ("preload-out", Some(*pid), Changes, limit)
             }
+            Self::PreloadRelease { pid } => ("preload-release", Some(*pid), Changes, RELEASE),
             Self::PreloadIn { pid, limit_ms, .. } => {
                 ("preload-in", Some(*pid), Changes, ms(*limit_ms))
             }
@@ -344,6 +374,7 @@ pub enum Outcome {
     /// Answer to [`Op::VramWait`]: what was written or read; `None` if it was never begun.
     Vram(Option<VramDone>),
     TakenOut(TakenOut),
+    Ahead(CopiedAhead),
     Nccl(NcclDone),
     Error(DriverError),
 }
@@ -416,7 +447,29 @@ pub enum TakenOut {
         bytes: u64,
         /// It is being written.
         writes: bool,
+        /// Bytes that had to be copied, or are still to be.
+        copied: u64,
+        /// If there are any, the buffer is still empty: these have the contents, and [`Op::PreloadRelease`] must follow.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        held: Vec<HeldPiece>,
     },
+}
+
+/// Answer to [`Op::PreloadAhead`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopiedAhead {
+    /// It is being written.
+    pub writes: bool,
+    /// Why memory of processes was not copied: they have to wait for all of it.
+    pub left_out: Vec<(i32, String)>,
+}
+
+/// A piece of GPU memory, its place in its process's buffer, and the agent's handle of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldPiece {
+    pub offset: u64,
+    pub bytes: u64,
+    pub handle: Descriptor,
 }
 
 /// An image directory for VRAM files.

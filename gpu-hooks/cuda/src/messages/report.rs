@@ -60,6 +60,9 @@ pub struct PluginReport {
     /// Why VRAM files were not used, where they might have been.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vram_left_out: Option<String>,
+    /// How long the CUDA processes of a container that goes on could not work, in microseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_us: Option<u64>,
     /// What was done with NCCL's communicators, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nccl: Option<NcclDone>,

@@ -13,7 +13,7 @@ use crate::procfs;
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request};
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -25,6 +25,8 @@ const MAX_ANSWER: usize = 1 << 20;
 /// The longest time from an answer's first message to its last.
 const REST: Duration = Duration::from_secs(600);
 
+/// Bytes of messages that may wait for a stopped process, with what the kernel adds: some 1,000 to each.
+const QUEUED: i32 = 8 << 20;
 /// How long the library may take to tell its state.
 const STATE_LIMIT: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
@@ -169,9 +171,22 @@ impl Library {
         self.ask(Request::Forget, None, STATE_LIMIT).map(drop)
     }
 
-    /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from this file or
-    /// the one that it keeps. Does not wait.
-    pub fn go_on_alone(&self, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    /// Lets the process go on without an agent: it brings its memory back by itself, however slowly, from these pieces,
+    /// and from this file or the one that it keeps. Does not wait.
+    pub fn go_on_alone(&self, pieces: Vec<Piece>, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        if !pieces.is_empty() {
+            // Nobody reads them as long as the process is stopped.
+            wire::set_room(&self.socket, QUEUED)?;
+        }
+        for Piece {
+            offset,
+            bytes,
+            handle,
+        } in pieces
+        {
+            let take_back = Request::TakeBack { offset, bytes };
+            wire::send_request(&self.socket, number(), take_back, &[], Some(handle.as_fd()))?;
+        }
         wire::send_request(&self.socket, number(), Request::Fill, &[], file)
     }
 }

@@ -3,11 +3,22 @@
 //! Until the library has released the memory, any failure leaves the process as it was. After that the buffer is the only
 //! place of the contents. The process keeps the buffer's file until somebody else has it ([`Library::forget`]), so that
 //! they are not lost when the agent dies; [`Preloads::is_out`] stays true until they are back.
+//!
+//! With [`Hold::CopyLater`] the only place is the pieces on the GPU, which this agent has imported and the plugin has
+//! handles of. Once the process has its memory again, in other pieces, a thread copies the old ones into the buffer.
 
+mod ahead;
+mod held;
+
+use self::ahead::Ahead;
+use self::held::{Held, Room};
 use super::{Library, size};
-use crate::copy::{Copier, Gpus, Imported, Piece, Way};
+use crate::copy::{Gpus, Imported, Piece, Way};
 use crate::gpus::gpu::GpuUuid;
-use crate::messages::protocol::{DriverError, ErrorKind, Op, Outcome, TakenOut, WriteTo};
+use crate::inject::Descriptor;
+use crate::messages::protocol::{
+    DriverError, ErrorKind, HeldPiece, Hold, Op, Outcome, RELEASE, TakenOut, WriteTo,
+};
 use crate::procfs;
 use crate::vram::SharedBuffer;
 use crate::vram::memory::Mapped;
@@ -17,9 +28,10 @@ use cryopod_preload_wire::Request;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long the copying may take before the process goes on by itself.
 const HOLD: Duration = Duration::from_secs(120);
@@ -31,11 +43,8 @@ const ALLOCATED_AT_ONCE: u64 = 4 << 30;
 const ALLOCATED_BESIDE_HELD: u64 = 1 << 30;
 /// Messages with allocated pieces that may wait to be filled.
 const AHEAD: usize = 1 << 10;
-/// How long to wait for room beside what is held, and how often to look.
-const FOR_ROOM: Duration = Duration::from_millis(500);
-const TICK: Duration = Duration::from_millis(10);
-/// How long releasing the memory may take.
-const RELEASE: Duration = Duration::from_secs(60);
+/// Most pieces of a process that are copied later: one message names all.
+const MAX_HELD: usize = 2048;
 
 /// Processes whose GPU memory is in the agent's buffers.
 #[derive(Default)]
@@ -43,6 +52,11 @@ pub struct Preloads {
     /// The GPUs whose memory is copied.
     pub gpus: Gpus,
     out: Mutex<BTreeMap<i32, Out>>,
+    /// GPU memory that processes need beside what is held.
+    room: Room,
+    /// The same, before their memory is taken out.
+    promised: Mutex<BTreeMap<i32, held::Taken>>,
+    ahead: Mutex<BTreeMap<i32, Ahead>>,
 }
 
 /// Where a process's GPU memory is.
@@ -50,6 +64,30 @@ struct Out {
     buffer: u64,
     /// Its pieces, still on the GPU with their contents: the short way back.
     held: Vec<Imported>,
+    /// For pieces that are copied later: nothing else has the contents.
+    later: Option<Later>,
+}
+
+/// What belongs to pieces that are copied later.
+struct Later {
+    /// Handles for the plugin, until the process releases the pieces.
+    handles: Vec<Piece>,
+    /// The room for both.
+    _room: held::Taken,
+    threads: usize,
+    /// What the buffer lacks.
+    ranges: Vec<Range<u64>>,
+}
+
+/// Memory that has been taken out of a process, as far as it has been copied.
+struct TakenMemory {
+    buffer: SharedBuffer,
+    bytes: u64,
+    pieces: Vec<Imported>,
+    /// Bytes that had changed since they were copied ahead.
+    copied: u64,
+    /// The room for others beside the pieces, and what is still to be copied.
+    later: Option<(held::Taken, Vec<Range<u64>>)>,
 }
 
 fn failed(kind: ErrorKind, message: impl Into<String>) -> DriverError {
@@ -71,10 +109,10 @@ fn told(error: &io::Error) -> DriverError {
 }
 
 impl Preloads {
-    /// Carries out a request; `None` when it is not [`Op::PreloadPrepare`].
-    pub fn perform(self: &Arc<Self>, op: &Op) -> Option<Outcome> {
+    /// Carries out a request; `None` when it is neither [`Op::PreloadPrepare`] nor [`Op::PreloadAhead`].
+    pub fn perform(self: &Arc<Self>, op: &Op, files: &Arc<VramFiles>) -> Option<Outcome> {
         let Op::PreloadPrepare { pids, gpus } = op else {
-            return None;
+            return self.perform_ahead(op, files);
         };
         self.prepare_later(gpus);
         let prepared = self.prepare(pids);
@@ -128,24 +166,51 @@ impl Preloads {
     /// Forgets all: the processes keep their memory themselves.
     pub fn forget(&self) {
         self.out().clear();
+        self.ahead().clear();
+        self.promised().clear();
     }
 
-    /// Takes the GPU memory out of a process. With `hold` its pieces also stay on the GPU, where [`Preloads::bring_in`] finds
-    /// them.
+    /// Takes the GPU memory out of a process. What is held stays on the GPU, where [`Preloads::bring_in`] finds it.
     ///
     /// # Errors
     /// Its GPU work did not end, and it goes on; or it has lost memory to a buffer from which it could not be brought back
     /// at once.
     pub fn take_out(
-        &self,
+        self: &Arc<Self>,
         pid: i32,
         threads: usize,
         limit: Duration,
-        hold: bool,
+        hold: Hold,
         write: Option<&WriteTo>,
         files: &Arc<VramFiles>,
     ) -> Result<TakenOut, DriverError> {
         let joining = files.joining(write);
+        drop(self.promised().remove(&pid));
+        let ahead = self.ahead().remove(&pid);
+        let in_vain = ahead.as_ref().map(|ahead| ahead.buffer.id);
+        let taken = self.take_out_of(pid, threads, limit, hold, joining, ahead, files);
+        if let (Some(buffer), Ok(TakenOut::Without | TakenOut::LeftOut(_)) | Err(_)) =
+            (in_vain, &taken)
+        {
+            give_up(buffer, files);
+        }
+        taken
+    }
+
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one step, with all that it needs"
+    )]
+    fn take_out_of(
+        self: &Arc<Self>,
+        pid: i32,
+        threads: usize,
+        limit: Duration,
+        hold: Hold,
+        joining: Joining<'_>,
+        ahead: Option<Ahead>,
+        files: &Arc<VramFiles>,
+    ) -> Result<TakenOut, DriverError> {
         let Some(library) = Library::of(pid) else {
             return Ok(TakenOut::Without);
         };
@@ -168,14 +233,47 @@ impl Preloads {
                 Err(error) => TakenOut::LeftOut(told(&error).message),
             });
         }
-        let (buffer, bytes, mut held) = match self.copied(pid, pieces, threads, joining, files) {
-            Ok(copied) => copied,
+        let later = hold == Hold::CopyLater && pieces.len() <= MAX_HELD;
+        let taken = match self.copied(pid, &pieces, threads, later, joining, ahead, files) {
+            Ok(taken) => taken,
             Err(error) => {
                 // Without this it goes on after a while.
                 let _ = go();
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
+        let (buffer, bytes, mut held) = (taken.buffer, taken.bytes, taken.pieces);
+        if let Some((room, ranges)) = taken.later {
+            let named = |piece: &Piece| HeldPiece {
+                offset: piece.offset,
+                bytes: piece.bytes,
+                handle: Descriptor {
+                    pid: std::process::id() as i32,
+                    fd: piece.handle.as_raw_fd(),
+                },
+            };
+            let named = pieces.iter().map(named).collect();
+            let out = Out {
+                buffer: buffer.id,
+                held,
+                later: Some(Later {
+                    handles: pieces,
+                    _room: room,
+                    threads,
+                    ranges,
+                }),
+            };
+            self.out().insert(pid, out);
+            let writes = files.is_written_ahead(buffer.id);
+            return Ok(TakenOut::Out {
+                buffer,
+                bytes,
+                writes,
+                copied: taken.copied,
+                held: named,
+            });
+        }
+        drop(pieces);
         let file = match files.file(buffer.id) {
             Ok(file) => file,
             Err(error) => {
@@ -184,12 +282,13 @@ impl Preloads {
                 return Ok(TakenOut::LeftOut(error.message));
             }
         };
-        if !hold {
+        if hold == Hold::No {
             held.clear();
         }
         let out = Out {
             buffer: buffer.id,
             held,
+            later: None,
         };
         self.out().insert(pid, out);
         let Err(error) = library.ask(Request::Release, Some(file.as_fd()), RELEASE) else {
@@ -198,6 +297,8 @@ impl Preloads {
                 buffer,
                 bytes,
                 writes,
+                copied: taken.copied,
+                held: Vec::new(),
             });
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
@@ -207,34 +308,102 @@ impl Preloads {
         Ok(TakenOut::LeftOut(told(&error).message))
     }
 
-    /// Copies the pieces into a new buffer. Returns it, its size, and the pieces.
+    /// Has a process let go of pieces that are copied later, once the plugin has handles of them. If it does not, it goes
+    /// on with its memory, and why is returned.
+    ///
+    /// # Errors
+    /// It has lost memory that could not be brought back at once.
+    pub fn release(
+        self: &Arc<Self>,
+        pid: i32,
+        files: &Arc<VramFiles>,
+    ) -> Result<Option<String>, DriverError> {
+        let released = library_of(pid)?.ask(Request::Release, None, RELEASE);
+        let out = self.out();
+        let Some((buffer, threads)) =
+            (out.get(&pid)).and_then(|out| Some((out.buffer, out.later.as_ref()?.threads)))
+        else {
+            return Err(failed(ErrorKind::WrongState, "nothing of it is held"));
+        };
+        drop(out);
+        let Err(error) = released else {
+            self.forget_handles(pid);
+            return Ok(None);
+        };
+        tracing::warn!(pid, "releasing its GPU memory: {error}");
+        call_off(buffer, files);
+        self.bring_in(pid, Some(buffer), threads, RELEASE, files)?;
+        give_up(buffer, files);
+        Ok(Some(told(&error).message))
+    }
+
+    fn forget_handles(&self, pid: i32) {
+        if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
+            later.handles.clear();
+        }
+    }
+
+    /// Copies the pieces into a buffer, or what has changed of them since they were copied `ahead`; or finds room for
+    /// others beside them, if that is to be done `later`.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one step, with all that it needs"
+    )]
     fn copied(
         &self,
         pid: i32,
-        pieces: Vec<Piece>,
+        pieces: &[Piece],
         threads: usize,
+        later: bool,
         joining: Joining<'_>,
+        ahead: Option<Ahead>,
         files: &Arc<VramFiles>,
-    ) -> Result<(SharedBuffer, u64, Vec<Imported>), DriverError> {
-        let bytes = size(&pieces).map_err(|error| told(&error))?;
-        // The threads that copy allocate it faster than others could ahead of them.
-        let buffer = files.make_for(pid, bytes)?;
-        files.set_state(buffer.id, State::Filling);
-        joining.with(buffer.id);
-        let filled = |bytes| files.has_filled(buffer.id, bytes);
-        let copied = files.file(buffer.id).and_then(|file| {
-            let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
-            let memory = map.bytes_mut().map_err(|error| told(&error))?;
-            let copier = self.gpus.copier()?;
-            let pieces = copier.import(pieces, bytes)?;
-            copier.copy(&pieces, memory, Way::Out(&filled), threads)?;
-            Ok(pieces)
-        });
-        match copied {
-            Ok(pieces) => {
-                files.set_state(buffer.id, State::Complete);
-                Ok((buffer, bytes, pieces))
+    ) -> Result<TakenMemory, DriverError> {
+        let needed = size(pieces).map_err(|error| told(&error))?;
+        let copier = self.gpus.copier()?;
+        let pieces = copier.import(pieces, needed)?;
+        let ahead = ahead.filter(|ahead| needed <= ahead.bytes);
+        let changed = ahead.as_ref().map(|ahead| ahead.changed(copier, &pieces));
+        let (buffer, bytes, ranges) = match (ahead, changed) {
+            (Some(ahead), Some(changed)) => (ahead.buffer, ahead.bytes, changed?),
+            _ => {
+                // The threads that copy allocate it faster than others could ahead of them.
+                let buffer = files.make_for(pid, needed)?;
+                files.set_state(buffer.id, State::Filling);
+                joining.with(buffer.id);
+                (
+                    buffer,
+                    needed,
+                    Vec::from([Range {
+                        start: 0,
+                        end: needed,
+                    }]),
+                )
             }
+        };
+        let copied = || {
+            let room = match later && !ranges.is_empty() {
+                true => self.room.take(&copier.room(&pieces)?),
+                false => None,
+            };
+            if room.is_none() {
+                let filled = |bytes| files.has_filled(buffer.id, bytes);
+                let file = files.file(buffer.id)?;
+                let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+                let memory = map.bytes_mut().map_err(|error| told(&error))?;
+                copier.copy_ranges(&pieces, &ranges, memory, Way::Out(&filled), threads)?;
+                files.set_state(buffer.id, State::Complete);
+            }
+            Ok(room)
+        };
+        match copied() {
+            Ok(room) => Ok(TakenMemory {
+                buffer,
+                bytes,
+                pieces,
+                copied: ranges.iter().map(|range| range.end - range.start).sum(),
+                later: room.map(|room| (room, ranges)),
+            }),
             Err(error) => {
                 give_up(buffer.id, files);
                 Err(error)
@@ -247,17 +416,21 @@ impl Preloads {
     /// # Errors
     /// It waits, and this can be called again.
     pub fn bring_in(
-        &self,
+        self: &Arc<Self>,
         pid: i32,
         buffer: Option<u64>,
         threads: usize,
         limit: Duration,
-        files: &VramFiles,
+        files: &Arc<VramFiles>,
     ) -> Result<(), DriverError> {
         let library = library_of(pid)?;
-        let (own, held) = match self.out().get_mut(&pid) {
-            Some(out) => (Some(out.buffer), std::mem::take(&mut out.held)),
-            None => (None, Vec::new()),
+        let (own, held, later) = match self.out().get_mut(&pid) {
+            Some(out) => (
+                Some(out.buffer),
+                std::mem::take(&mut out.held),
+                out.later.take(),
+            ),
+            None => (None, Vec::new(), None),
         };
         let file = match buffer.or(own) {
             Some(id) => files.file(id)?,
@@ -268,7 +441,16 @@ impl Preloads {
             answer.map_err(|error| told(&error))
         };
         let end = file.metadata().map_err(|error| told(&error))?.len();
-        let held = Held::new(held);
+        let put_away = |pieces: &[Imported]| {
+            let mut map = Mapped::new(&file, end, true).map_err(|error| told(&error))?;
+            let memory = map.bytes_mut().map_err(|error| told(&error))?;
+            let copier = self.gpus.copier()?;
+            copier.copy(pieces, memory, Way::Out(&|_| {}), threads)
+        };
+        let held = Held::new(
+            held,
+            later.as_ref().map(|_| &put_away as &held::PutAway<'_>),
+        );
         let ready = |bytes| match buffer.or(own) {
             Some(id) => files.has_been_read(id, bytes, limit),
             None => Ok(()),
@@ -278,89 +460,81 @@ impl Preloads {
             let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
             let copier = self.gpus.copier()?;
-            let pieces = copier.import(pieces, bytes)?;
-            let pieces = held.fill(copier, pieces);
+            let pieces = copier.import(&pieces, bytes)?;
+            let pieces = held.fill(copier, pieces)?;
             copier.copy(&pieces, memory, Way::In(&ready), threads)
         };
-        fill_while_allocating(end, &held, &ask, &fill)?;
-        ask(Request::Go)?;
-        self.out().remove(&pid);
+        let back = match &later {
+            // It has not released it.
+            Some(later) if !later.handles.is_empty() && ask(Request::State).is_err() => Ok(()),
+            _ => fill_while_allocating(end, &held, &ask, &fill),
+        };
+        if let Err(error) = back.and_then(|()| ask(Request::Go).map(drop)) {
+            held.put_all_away();
+            let rest = held.left();
+            match (self.out().get_mut(&pid), later) {
+                (Some(out), Some(later)) if !rest.is_empty() => {
+                    (out.held, out.later) = (rest, Some(later));
+                }
+                (Some(out), Some(_)) => files.is_complete(out.buffer),
+                _ => {}
+            }
+            return Err(error);
+        }
+        let own = self.out().remove(&pid).map(|out| out.buffer);
+        if let (Some(buffer), Some(later)) = (own, later) {
+            self.copy_later(buffer, held.left(), file, later, files);
+        }
         Ok(())
+    }
+
+    /// Copies pieces into their buffer while their process goes on with others, if the buffer is to be written at all.
+    fn copy_later(
+        self: &Arc<Self>,
+        buffer: u64,
+        pieces: Vec<Imported>,
+        file: File,
+        later: Later,
+        files: &Arc<VramFiles>,
+    ) {
+        if !files.is_awaited(buffer) {
+            return;
+        }
+        let (own, files) = (Arc::clone(self), Arc::clone(files));
+        let copy = {
+            let files = Arc::clone(&files);
+            move || {
+                let copied = || {
+                    let bytes = file.metadata().map_err(|error| told(&error))?.len();
+                    let mut map = Mapped::new(&file, bytes, true).map_err(|error| told(&error))?;
+                    let memory = map.bytes_mut().map_err(|error| told(&error))?;
+                    let filled = |bytes| files.has_filled(buffer, bytes);
+                    let copier = own.gpus.copier()?;
+                    let (way, threads) = (Way::Out(&filled), later.threads);
+                    copier.copy_ranges(&pieces, &later.ranges, memory, way, threads)
+                };
+                match copied() {
+                    Ok(()) => files.is_complete(buffer),
+                    Err(error) => files.fail(&error.message),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("copy later".into());
+        if let Err(error) = thread.spawn(copy) {
+            files.fail(&format!("copying the GPU memory: {error}"));
+        }
     }
 
     /// Gives a process the file with its GPU memory, which then outlives the agent.
     pub fn keep(&self, pid: i32, limit: Duration, files: &VramFiles) -> Result<(), DriverError> {
-        let buffer = self.out().get(&pid).map(|out| out.buffer);
+        let buffer = (self.out().get(&pid))
+            .filter(|out| out.later.is_none())
+            .map(|out| out.buffer);
         let buffer =
             buffer.ok_or_else(|| failed(ErrorKind::WrongState, "its GPU memory is its own"))?;
         let file = files.file(buffer)?;
         let kept = library_of(pid)?.ask(Request::Keep, Some(file.as_fd()), limit);
         kept.map(drop).map_err(|error| told(&error))
-    }
-}
-
-/// Pieces that are still on the GPU with their contents, by place.
-struct Held {
-    pieces: Mutex<BTreeMap<(u64, u64), Imported>>,
-    /// There were some.
-    any: bool,
-}
-
-impl Held {
-    fn new(pieces: Vec<Imported>) -> Self {
-        let any = !pieces.is_empty();
-        let by_place = pieces.into_iter().map(|piece| (piece.place(), piece));
-        let pieces = Mutex::new(by_place.collect());
-        Self { pieces, any }
-    }
-
-    fn pieces(&self) -> std::sync::MutexGuard<'_, BTreeMap<(u64, u64), Imported>> {
-        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Copies what is held to the process's new pieces, and lets go of it. Returns the pieces that are still to be filled.
-    fn fill(&self, copier: &Copier, pieces: Vec<Imported>) -> Vec<Imported> {
-        let (mut filled, mut from, mut rest) = (Vec::new(), Vec::new(), Vec::new());
-        for piece in pieces {
-            match self.pieces().remove(&piece.place()) {
-                Some(held) => {
-                    from.push(held);
-                    filled.push(piece);
-                }
-                None => rest.push(piece),
-            }
-        }
-        let pairs: Vec<_> = from.iter().zip(&filled).collect();
-        if let Err(error) = copier.copy_on_gpus(&pairs) {
-            tracing::info!("the memory held on the GPU: {error}");
-            rest.append(&mut filled);
-        }
-        rest
-    }
-
-    /// Has the process allocate memory, beside what is held if there is room for both.
-    fn allocate(
-        &self,
-        request: Request,
-        ask: &dyn Fn(Request) -> Result<Vec<Piece>, DriverError>,
-    ) -> Result<Vec<Piece>, DriverError> {
-        let start = Instant::now();
-        loop {
-            match ask(request) {
-                Err(error)
-                    if error.kind == ErrorKind::OutOfMemory
-                        && self.any
-                        && start.elapsed() < 2 * FOR_ROOM =>
-                {
-                    // What is being filled makes room; if that is not enough, the rest comes from the file.
-                    if start.elapsed() > FOR_ROOM {
-                        self.pieces().clear();
-                    }
-                    std::thread::sleep(TICK);
-                }
-                done => return done,
-            }
-        }
     }
 }
 
@@ -372,7 +546,7 @@ fn fill_while_allocating(
     fill: &(dyn Fn(Vec<Piece>) -> Result<(), DriverError> + Sync),
 ) -> Result<(), DriverError> {
     std::thread::scope(|scope| {
-        let (bytes, ahead) = match held.any {
+        let (bytes, ahead) = match held.any() {
             true => (ALLOCATED_BESIDE_HELD, 1),
             false => (ALLOCATED_AT_ONCE, AHEAD),
         };
@@ -462,36 +636,8 @@ mod tests {
             filled.lock().unwrap().extend(offsets);
             Ok(())
         };
-        fill_while_allocating(16 << 30, &Held::new(Vec::new()), &ask, &fill).unwrap();
+        fill_while_allocating(16 << 30, &Held::new(Vec::new(), None), &ask, &fill).unwrap();
         assert_eq!(*asked.lock().unwrap(), [0, 4 << 30, 8 << 30, 15 << 30]);
         assert_eq!(*filled.lock().unwrap(), [9]);
-    }
-
-    #[test]
-    fn what_is_held_makes_room_or_is_let_go_of() {
-        let held = Held {
-            pieces: Mutex::default(),
-            any: true,
-        };
-        let request = Request::Allocate { from: 0, bytes: 1 };
-        let asked = Mutex::new(0);
-        let full = |times: u32| {
-            let asked = &asked;
-            *asked.lock().unwrap() = 0;
-            move |_| {
-                *asked.lock().unwrap() += 1;
-                match *asked.lock().unwrap() > times {
-                    true => Ok(Vec::new()),
-                    false => Err(failed(ErrorKind::OutOfMemory, "full")),
-                }
-            }
-        };
-        assert!(held.allocate(request, &full(3)).unwrap().is_empty());
-        let error = held.allocate(request, &full(u32::MAX)).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::OutOfMemory);
-        // Nothing was held: it is told at once.
-        let none = Held::new(Vec::new());
-        none.allocate(request, &full(u32::MAX)).unwrap_err();
-        assert_eq!(*asked.lock().unwrap(), 1);
     }
 }

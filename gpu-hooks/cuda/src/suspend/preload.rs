@@ -3,7 +3,7 @@
 use super::{Done, How, SuspendError, Suspended, Threads, all, call, step};
 use crate::exchange::client::Client;
 use crate::gpus::gpu::GpuUuid;
-use crate::messages::protocol::{NcclDone, Op, Outcome, TakenOut};
+use crate::messages::protocol::{Hold, NcclDone, Op, Outcome, TakenOut};
 use crate::preload::Library;
 use crate::vram::{SharedBuffer, VramBuffer};
 use std::collections::BTreeMap;
@@ -43,7 +43,7 @@ pub(super) fn take_out(
         pid,
         timeout_ms,
         threads: each,
-        hold: false,
+        hold: Hold::No,
         write: None,
     };
     let (micros, answers) = all(client, "preload", threads, &op)?;
@@ -116,7 +116,7 @@ pub(super) fn forget(out: &[Out]) -> Result<(), SuspendError> {
 /// When the agent is gone: has the processes go on by themselves.
 pub(super) fn recover(threads: &Threads) {
     for (pid, _) in threads {
-        let alone = Library::of(*pid).map(|library| library.go_on_alone(None));
+        let alone = Library::of(*pid).map(|library| library.go_on_alone(Vec::new(), None));
         if let Some(Err(error)) = alone {
             tracing::error!(pid, "its GPU memory stays in host memory: {error}");
         }

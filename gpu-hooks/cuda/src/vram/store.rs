@@ -53,6 +53,12 @@ struct Buffer {
     state: Mutex<State>,
 }
 
+impl Buffer {
+    fn state(&self) -> State {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 #[derive(Clone, Copy)]
 struct Place {
     pid: i32,
@@ -273,7 +279,9 @@ impl VramFiles {
 
     /// Makes memory for a process's GPU memory, which is allocated as it is filled.
     pub fn make_for(&self, pid: i32, bytes: u64) -> Result<SharedBuffer, DriverError> {
-        self.make(pid, bytes).map(|(_, shared, _)| shared)
+        // What is reserved is the driver's.
+        self.may_have(&Wanted { pid, bytes })?;
+        self.allocate(bytes, Some(pid)).map(|(_, shared)| shared)
     }
 
     /// Makes memory; what was reserved for the process is used first. Also returns how many bytes are not allocated.
@@ -338,7 +346,7 @@ impl VramFiles {
             )
             .into(),
             bytes: buffer.bytes,
-            state: *buffer.state.lock().unwrap_or_else(PoisonError::into_inner),
+            state: buffer.state(),
         })
     }
 }

@@ -47,6 +47,8 @@ pub enum State {
     Changing,
     /// The agent fills it, and tells how far it is ([`Progress::Filled`]).
     Filling,
+    /// The same, and what is there may still change.
+    Ahead,
     Complete,
 }
 
@@ -273,16 +275,17 @@ fn write(
         let maps = maps(filling)?;
         let ahead = filling.iter().zip(&maps).map(|(memory, map)| Ahead {
             bytes: map.bytes(),
-            complete: memory.state != State::Changing,
+            complete: matches!(memory.state, State::Filling | State::Complete),
         });
         let memory: Vec<Ahead<'_>> = ahead.collect();
         let all_there: Vec<OnceLock<_>> = memory.iter().copied().map(OnceLock::from).collect();
         let filled: Vec<_> = filling.iter().map(filled_so_far).collect();
         let over = AtomicBool::new(memory.is_empty());
         std::thread::scope(|scope| {
-            let watched = memory.iter().zip(&filled);
-            let watched = watched.filter(|(memory, _)| !memory.complete);
-            let (bytes, fronts): (Vec<_>, Vec<_>) = watched.map(|(m, f)| (m.bytes, f)).unzip();
+            let watched = filling.iter().zip(&memory).zip(&filled);
+            let watched = watched.filter(|((job, _), _)| job.state == State::Changing);
+            let watched = watched.map(|((_, memory), filled)| (memory.bytes, filled));
+            let (bytes, fronts): (Vec<_>, Vec<_>) = watched.unzip();
             let over = &over;
             scope.spawn(move || filling::watch(&bytes, &fronts, over));
             let ahead = scope.spawn(|| writer.ahead(&all_there, &filled, over));

@@ -70,7 +70,7 @@ impl Dump {
             .action_script_file
             .as_ref()
             .is_some_and(|file| file.exists());
-        if !asked {
+        if !asked && !self.session.config.copy_later {
             // At the end of the dump an error could not be reported any more.
             self.session.vram_done = self.session.vram_wait()?;
         }

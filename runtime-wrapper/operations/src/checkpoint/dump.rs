@@ -191,6 +191,10 @@ impl Completion<'_> {
             if leave_running && self.packing.is_some() {
                 return self.amd_saved().map(drop);
             }
+            // How long it had to wait is known once it goes on.
+            if leave_running && !self.planned.gpus.users_of(Vendor::Nvidia).is_empty() {
+                return Ok(());
+            }
             return self.commit();
         }
         match leave_running {
@@ -214,6 +218,7 @@ impl Completion<'_> {
     /// Waits for the VRAM files. Returns false if they are still being written after `limit`.
     fn vram_written(&mut self, limit: Duration) -> Result<bool, String> {
         self.metadata.gpu.plugin_report = plugin_report(&self.request.images);
+        self.metadata.timings.pause_us = criu_setup::pause(self.op);
         vram::note(self.op, limit, self.since, self.metadata)
     }
 

@@ -61,6 +61,7 @@ pub(super) fn prepare<'a>(
         criu: &planned.criu,
         low_version: planned.low_version.as_deref(),
         locked: &planned.locked,
+        goes_on: request.leave_running() && !state.paused,
     };
     let ready = setup.checkpoint(&op, &planned.gpus, &planned.surroundings.extra)?;
     let said = ready.agent.as_ref().map(|a| &a.ready);

@@ -38,6 +38,8 @@ pub struct CriuSetup<'a> {
     pub low_version: Option<&'a str>,
     /// Checkpoint only: processes whose CUDA calls were locked when the container was paused.
     pub locked: &'a [i32],
+    /// Checkpoint only: the container goes on as soon as CRIU is done.
+    pub goes_on: bool,
 }
 
 /// Estimates what a checkpoint has to save, in bytes: the processes' memory, and their GPU memory as the driver reports
@@ -103,6 +105,7 @@ impl CriuSetup<'_> {
             pids: users,
             locked: self.locked.to_vec(),
             leave_running: self.request.leave_running(),
+            copy_later: self.goes_on,
             action_script_file: Some(op.file(vram::ACTION_SCRIPT_FILE)),
             vram,
             nccl_quiesce_ms: self.request.config().nccl.quiesce_ms(),
@@ -239,6 +242,11 @@ impl CriuEnvironment {
                 .collect(),
         }
     }
+}
+
+/// How long the CUDA processes could not work, in microseconds, if they go on already.
+pub fn pause(op: &Operation) -> Option<u64> {
+    read_report::<PluginReport>(&op.file(PLUGIN_REPORT))?.pause_us
 }
 
 /// What the plugin and the driver agent report when the operation has ended.

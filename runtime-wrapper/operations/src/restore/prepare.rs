@@ -108,6 +108,7 @@ pub(super) fn prepare(
         criu: &criu,
         low_version: low_version.as_deref(),
         locked: &[],
+        goes_on: false,
     };
     let mut ready = setup.restore(op, &plugins, nvidia, vram, &provision.extra)?;
     ready.env.append(&mut env);

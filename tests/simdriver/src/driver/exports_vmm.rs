@@ -154,6 +154,11 @@ extern "C" fn cuMemcpyDtoDAsync_v2(
     bytes: usize,
     _stream: *mut c_void,
 ) -> CuResult {
+    cuMemcpyDtoD_v2(to, from, bytes)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemcpyDtoD_v2(to: CuDevicePtr, from: CuDevicePtr, bytes: usize) -> CuResult {
     let mut copy = vec![0u8; bytes];
     match cuMemcpyDtoH_v2(copy.as_mut_ptr().cast(), from, bytes) {
         CUDA_SUCCESS => cuMemcpyHtoD_v2(to, copy.as_ptr().cast(), bytes),

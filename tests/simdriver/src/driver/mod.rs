@@ -16,6 +16,7 @@ pub mod exports;
 pub mod exports_checkpoint;
 pub mod exports_vmm;
 pub mod gate;
+pub mod kernels;
 pub mod locate;
 pub mod mailbox;
 pub mod memory;

@@ -2,14 +2,13 @@
 
 use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 
 use super::memory;
-use super::process::{Block, Inner, checked};
+use super::process::{Block, Inner};
 use super::steps::{self, device_memory};
 use crate::abi::*;
 use crate::uuid::GpuUuid;
-use crate::wire::{Step, op};
+use crate::wire::{Step, VRAM};
 
 /// Where physical memory is, for the server; no program sees these addresses.
 const PHYSICAL: u64 = 0x5000_0000_0000;
@@ -189,7 +188,7 @@ pub fn export(inner: &Inner, handle: u64) -> Result<i32, CuResult> {
     Ok(file.into_raw_fd())
 }
 
-/// `cuMemImportFromShareableHandle`: the server knows whose memory it is.
+/// `cuMemImportFromShareableHandle`: the memory lives as long as a descriptor of it, as on the real driver.
 pub fn import(inner: &mut Inner, fd: i32) -> Result<u64, CuResult> {
     // SAFETY: the program's descriptor, copied and left alone.
     let copy = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
@@ -198,15 +197,18 @@ pub fn import(inner: &mut Inner, fd: i32) -> Result<u64, CuResult> {
     }
     // SAFETY: a new descriptor that belongs to nobody else.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(copy) });
-    let inode = file.metadata().map_err(|_| CUDA_ERROR_INVALID_VALUE)?.ino();
-    let told = checked(Ok(inner.ask(op::OWNER, &[inode])?))?;
-    let uuid = GpuUuid::from_words([told[1], told[2]]);
-    let gpu = inner.gpus.iter().position(|g| g.uuid == uuid);
+    let bytes = file.metadata().map_err(|_| CUDA_ERROR_INVALID_VALUE)?.len();
+    let name = std::fs::read_link(format!("/proc/self/fd/{copy}")).unwrap_or_default();
+    let uuid = name.to_str().and_then(|name| {
+        let uuid = name.strip_prefix("/memfd:")?.strip_prefix(VRAM)?;
+        uuid.split(' ').next()?.parse::<GpuUuid>().ok()
+    });
+    let gpu = inner.gpus.iter().position(|g| Some(g.uuid) == uuid);
     let handle = PHYSICAL + (inner.vmm.made << 32);
     inner.vmm.made += 1;
     inner.vmm.physical.push(Physical {
         handle,
-        bytes: told[3],
+        bytes,
         gpu: gpu.ok_or(CUDA_ERROR_INVALID_DEVICE)?,
         foreign: Some(file),
         released: false,

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::Server;
 use super::world::Alloc;
 use crate::abi::*;
 use crate::uuid::GpuUuid;
-use crate::wire::{self, ALLOC_CONTEXT, Frame, Step, WORDS, directive, op};
+use crate::wire::{self, ALLOC_CONTEXT, Frame, Step, VRAM, WORDS, directive, op};
 
 /// Bytes that a sum or a fill handles at once.
 const BLOCK: usize = 1 << 20;
@@ -218,7 +218,7 @@ fn client(
         op::ALLOC => {
             let gpu = GpuUuid::from_words([f[1], f[2]]);
             let (address, bytes, context) = (f[3], f[4], f[5] & ALLOC_CONTEXT != 0);
-            let memory = Arc::new(vram(bytes).map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?);
+            let memory = Arc::new(vram(gpu, bytes).map_err(|_| CUDA_ERROR_OUT_OF_MEMORY)?);
             let done = server.world().alloc(
                 id,
                 address,
@@ -269,15 +269,6 @@ fn client(
             let (m, bytes) = memory(f[1], f[2])?;
             reply[1] = bytes;
             *file = Some(m);
-            Ok(())
-        }
-        op::OWNER => {
-            let world = server.world();
-            let mut all = world.sessions.values().flat_map(|s| s.allocs.values());
-            let is = |a: &&Alloc| a.memory.metadata().is_ok_and(|m| m.ino() == f[1]);
-            let found = all.find(is).ok_or(CUDA_ERROR_INVALID_VALUE)?;
-            let [hi, lo] = found.gpu.words();
-            reply[1..4].copy_from_slice(&[hi, lo, found.bytes]);
             Ok(())
         }
         op::SUM => {
@@ -368,8 +359,10 @@ fn step_begin(
     Ok(())
 }
 
-fn vram(bytes: u64) -> io::Result<File> {
-    let file = File::from(memfd_create(c"cusim-vram", MFdFlags::MFD_CLOEXEC)?);
+/// Memory of a GPU, whose name says which.
+fn vram(gpu: GpuUuid, bytes: u64) -> io::Result<File> {
+    let name = format!("{VRAM}{gpu}");
+    let file = File::from(memfd_create(name.as_str(), MFdFlags::MFD_CLOEXEC)?);
     file.set_len(bytes)?;
     Ok(file)
 }

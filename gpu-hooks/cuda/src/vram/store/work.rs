@@ -2,7 +2,7 @@
 
 use super::{VramFiles, directory, failed, refused};
 use crate::messages::protocol::{DriverError, ErrorKind, WriteTo};
-use crate::vram::worker::{self, Complete, Job, Progress};
+use crate::vram::worker::{self, Complete, Job, Memory, Progress, State};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
 use cryopod_host::pidfd;
 use std::fs::File;
@@ -23,12 +23,21 @@ pub(super) enum Work {
     Running {
         number: u64,
         worker: Option<Arc<OwnedFd>>,
-        /// A writer that is still to be told what is complete, and the buffers that it has.
-        ahead: Option<(ChildStdin, Vec<u64>)>,
+        /// A writer that is still to be told what is complete.
+        ahead: Option<Filling>,
         /// The directory whose VRAM files are removed when the work fails or is cancelled.
         writes: Option<PathBuf>,
     },
     Ended(Result<VramDone, String>),
+}
+
+/// Buffers that are written while they are filled.
+pub(super) struct Filling {
+    writer: ChildStdin,
+    /// The writer's, in its order.
+    buffers: Vec<u64>,
+    /// What it is told once these buffers are complete.
+    complete: Option<(Complete, Vec<u64>)>,
 }
 
 /// Processes whose memory is written together, and those that are ready for it.
@@ -107,7 +116,53 @@ impl VramFiles {
 
     /// Whether a buffer is being written while it is filled.
     pub fn is_written_ahead(&self, id: u64) -> bool {
-        matches!(&self.inner().work, Work::Running { ahead: Some((_, buffers)), .. } if buffers.contains(&id))
+        matches!(&self.inner().work, Work::Running { ahead: Some(filling), .. } if filling.buffers.contains(&id))
+    }
+
+    /// Whether a buffer is to be written once it is complete.
+    pub fn is_awaited(&self, id: u64) -> bool {
+        let inner = self.inner();
+        let Work::Running {
+            ahead: Some(filling),
+            ..
+        } = &inner.work
+        else {
+            return false;
+        };
+        let last = filling.complete.iter().any(|(_, last)| last.contains(&id));
+        last || filling.buffers.contains(&id)
+    }
+
+    /// Tells the writer, if it waits for that alone, that a buffer is complete after all others that it writes.
+    pub fn is_complete(&self, id: u64) {
+        self.set_state(id, State::Complete);
+        let mut inner = self.inner();
+        let buffers = inner.buffers.clone();
+        if let Work::Running { ahead, .. } = &mut inner.work
+            && let Some(Filling {
+                complete: Some((_, last)),
+                ..
+            }) = ahead
+            && last.iter().all(|id| {
+                buffers
+                    .get(id)
+                    .is_none_or(|b| !matches!(b.state(), State::Filling | State::Ahead))
+            })
+            && let Some(Filling {
+                mut writer,
+                complete: Some((complete, _)),
+                ..
+            }) = ahead.take()
+        {
+            tell_complete(&mut writer, complete);
+        }
+    }
+
+    /// Ends the writer for this reason.
+    pub fn fail(&self, reason: &str) {
+        self.cancel();
+        self.inner().work = Work::Ended(Err(reason.to_owned()));
+        self.changed.notify_all();
     }
 
     /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
@@ -117,15 +172,18 @@ impl VramFiles {
         let Work::Running { ahead, .. } = &mut inner.work else {
             return;
         };
-        let Some((stdin, buffers)) = ahead else {
+        let Some(Filling {
+            writer, buffers, ..
+        }) = ahead
+        else {
             return;
         };
         let Some(memory) = buffers.iter().position(|buffer| *buffer == id) else {
             return;
         };
         // A worker that is busy elsewhere hears the next one, or that it is complete. Its end shows why it does not listen.
-        if worker::listens(stdin) {
-            let _ = worker::tell(stdin, &Progress::Filled { memory, bytes });
+        if worker::listens(writer) {
+            let _ = worker::tell(writer, &Progress::Filled { memory, bytes });
         }
     }
 
@@ -183,16 +241,26 @@ impl VramFiles {
             Work::Running { ahead, .. } => ahead.take(),
             _ => None,
         };
-        let Some((mut stdin, filled)) = ahead else {
+        let Some(mut filling) = ahead else {
             return Ok(());
         };
-        let before = |b: &NamedBuffer| filled.iter().position(|id| *id == b.id);
+        let before = |b: &NamedBuffer| filling.buffers.iter().position(|id| *id == b.id);
         let complete = Complete {
             filled_before: buffers.iter().map(before).collect(),
             memory,
         };
-        if let Err(error) = worker::tell(&mut stdin, &Progress::Complete(complete)) {
-            tracing::info!("the VRAM files' worker: {error}");
+        let is_filling = |(_, memory): &(&NamedBuffer, &Memory)| {
+            matches!(memory.state, State::Filling | State::Ahead)
+        };
+        let last = buffers.iter().zip(&complete.memory).filter(is_filling);
+        let last: Vec<u64> = last.map(|(buffer, _)| buffer.id).collect();
+        if last.is_empty() {
+            tell_complete(&mut filling.writer, complete);
+        } else {
+            filling.complete = Some((complete, last));
+            if let Work::Running { ahead, .. } = &mut self.inner().work {
+                *ahead = Some(filling);
+            }
         }
         Ok(())
     }
@@ -254,7 +322,11 @@ impl VramFiles {
         inner.work = Work::Running {
             number,
             worker: worker.map(Arc::new),
-            ahead: stdin.zip(filling),
+            ahead: stdin.zip(filling).map(|(writer, buffers)| Filling {
+                writer,
+                buffers,
+                complete: None,
+            }),
             writes,
         };
         Ok(())
@@ -310,6 +382,12 @@ impl VramFiles {
         if let Some(dir) = dir {
             cryopod_archive::vram::write::remove(&dir);
         }
+    }
+}
+
+fn tell_complete(writer: &mut ChildStdin, complete: Complete) {
+    if let Err(error) = worker::tell(writer, &Progress::Complete(complete)) {
+        tracing::info!("the VRAM files' worker: {error}");
     }
 }
 
