@@ -102,6 +102,8 @@ struct Control<'a> {
     kept: Option<OwnedFd>,
     /// Pieces keep their places.
     placed: bool,
+    /// Memory that could not be taken back yet: nothing else has the contents.
+    untaken: Vec<(u64, u64, OwnedFd)>,
     /// Of the request that is answered.
     number: u64,
     /// Nobody reads the answers: the agent has died.
@@ -115,6 +117,7 @@ fn serve(socket: &OwnedFd) {
         state: State::Open,
         kept: None,
         placed: false,
+        untaken: Vec::new(),
         number: 0,
         deaf: Cell::new(false),
     };
@@ -198,6 +201,7 @@ impl Control<'_> {
                 self.stop(limits)
             }
             (Request::Export, State::Open) => {
+                memory::be_patient();
                 self.placed = true;
                 self.export(false)
             }
@@ -209,14 +213,16 @@ impl Control<'_> {
             (Request::Allocate { from, bytes }, State::Away) => self.allocate(from, bytes),
             (Request::TakeBack { offset, bytes }, State::Away) => {
                 let from = fd.ok_or(Reason::Order)?;
-                in_a_context(|| memory::take_back(offset, bytes, from.as_fd()))
+                self.take_back(offset, bytes, from)
             }
+            (Request::Go, State::Open) => Ok(()),
             (Request::Go, State::Stopped(_)) => {
                 self.go_on();
                 Ok(())
             }
             (Request::Go, State::Away) => match memory::filled() {
                 true => {
+                    memory::be_patient();
                     self.go_on();
                     Ok(())
                 }
@@ -257,6 +263,7 @@ impl Control<'_> {
     fn go_on(&mut self) {
         self.state = State::Open;
         (self.kept, self.placed) = (None, false);
+        self.untaken.clear();
         gate::open();
     }
 
@@ -311,7 +318,21 @@ impl Control<'_> {
         memory::export_empty(&places, each).map_err(cuda)
     }
 
+    fn take_back(&mut self, offset: u64, bytes: u64, from: OwnedFd) -> Result<(), Reason> {
+        let back = in_a_context(|| memory::take_back(offset, bytes, from.as_fd()));
+        if back.is_err() {
+            self.untaken.push((offset, bytes, from));
+        }
+        back
+    }
+
     fn fill(&mut self) -> Result<(), Reason> {
+        for (offset, bytes, from) in std::mem::take(&mut self.untaken) {
+            let _ = self.take_back(offset, bytes, from);
+        }
+        if !self.untaken.is_empty() {
+            return Err(Reason::Order);
+        }
         memory::restore(&(0..u64::MAX)).map_err(cuda)?;
         if !memory::has_all() {
             let file = self.kept.as_ref().ok_or(Reason::Order)?;

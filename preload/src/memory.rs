@@ -11,6 +11,7 @@ use std::ffi::{CStr, c_int};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Physical memory comes in units of so many bytes; smaller allocations are the driver's.
 const UNIT: usize = 2 << 20;
@@ -199,6 +200,28 @@ impl Memory {
     }
 }
 
+/// Until when an allocation that finds no memory is tried again: the driver agent holds some, and lets go of it.
+static PATIENT_UNTIL: Mutex<Option<Instant>> = Mutex::new(None);
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Has allocations wait for memory for a while.
+pub fn be_patient() {
+    let until = Instant::now() + PATIENCE;
+    *PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
+}
+
+fn patiently<T>(allocate: impl Fn() -> Result<T, c_int>) -> Result<T, c_int> {
+    loop {
+        let until = *PATIENT_UNTIL.lock().unwrap_or_else(PoisonError::into_inner);
+        match allocate() {
+            Err(OUT_OF_MEMORY) if until.is_some_and(|until| Instant::now() < until) => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            done => return done,
+        }
+    }
+}
+
 /// `cuMemAlloc`; `None`: the driver is to do it.
 pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
     let context = contexts::current();
@@ -206,7 +229,7 @@ pub fn allocate(bytes: usize) -> Option<Result<u64, c_int>> {
         return None;
     }
     let device = contexts::current_device()?;
-    match memory().allocate(bytes, context, device) {
+    match patiently(|| memory().allocate(bytes, context, device)) {
         Err(OUT_OF_MEMORY) => Some(Err(OUT_OF_MEMORY)),
         // A device that cannot do this, say.
         Err(_) => None,
@@ -251,7 +274,7 @@ pub fn create(bytes: usize, properties: Properties) -> Option<Result<u64, c_int>
         && properties.compression == 0
         && properties.usage == 0;
     let bytes = u64::try_from(bytes).ok().filter(|_| plain)?;
-    let created = create_physical(bytes, &properties);
+    let created = patiently(|| create_physical(bytes, &properties));
     Some(created.map(|handle| memory().map.add(handle, bytes, properties)))
 }
 
@@ -529,12 +552,18 @@ pub fn take_back(offset: u64, bytes: u64, from: BorrowedFd<'_>) -> Result<(), c_
     ];
     other_call(c"cuMemImportFromShareableHandle", import)?;
     let device = piece.properties.location.id;
-    let copied = while_mapped(piece.handle, len, device, |to| {
-        while_mapped(old, len, device, |from| {
-            other_call(c"cuMemcpyDtoD_v2", [to, from, len, 0, 0, 0])?;
-            other_call(c"cuCtxSynchronize", [0; 6])
+    let copy = || {
+        while_mapped(piece.handle, len, device, |to| {
+            while_mapped(old, len, device, |from| {
+                other_call(c"cuMemcpyDtoD_v2", [to, from, len, 0, 0, 0])?;
+                other_call(c"cuCtxSynchronize", [0; 6])
+            })
         })
-    });
+    };
+    let copied = match contexts::primary(device) {
+        Some(context) => contexts::with(context, copy).and_then(|copied| copied),
+        None => copy(),
+    };
     let released = release_physical(old);
     copied.and(released)?;
     piece.contents = Contents::Here;

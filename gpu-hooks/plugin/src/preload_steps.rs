@@ -95,7 +95,9 @@ impl Session {
             }
         }
         for memory in std::mem::take(&mut self.vram.preloaded) {
-            go_on_alone(memory.pid, memory.held, Some(&memory.file));
+            // The file is empty where pieces are held.
+            let file = Some(&memory.file).filter(|_| memory.held.is_empty());
+            go_on_alone(memory.pid, memory.held, file);
         }
     }
 
@@ -159,11 +161,18 @@ impl Session {
             hold: self.hold(),
             write,
         };
-        if let Outcome::Ahead(done) = self.ask(op)?.outcome {
-            self.vram.writes |= done.writes;
-            for (pid, reason) in done.left_out {
-                let text = format!("process {pid}: no GPU memory is copied ahead: {reason}");
-                criu::log(Level::Info, &text);
+        let reply = self.batch(vec![op], &mut [])?.pop();
+        match reply.map(|reply| reply.outcome) {
+            Some(Outcome::Ahead(done)) => {
+                self.vram.writes |= done.writes;
+                for (pid, reason) in done.left_out {
+                    let text = format!("process {pid}: no GPU memory is copied ahead: {reason}");
+                    criu::log(Level::Info, &text);
+                }
+            }
+            other => {
+                let text = format!("no GPU memory is copied ahead: {other:?}");
+                criu::log(Level::Warn, &text);
             }
         }
         Ok(())

@@ -66,6 +66,13 @@ fn bring_back(copier: &Copier, library: &Library, memory: &mut [u8]) {
     library.ask(Request::Go, None, LIMIT).unwrap();
 }
 
+/// Whether as much is held, but for the MiB that the client allocates and frees at every tick.
+fn same(now: &[u64], before: &[u64]) -> bool {
+    now.iter()
+        .zip(before)
+        .all(|(now, before)| now.abs_diff(*before) <= 1 << 20)
+}
+
 /// One test: the environment of this process names the simulated machine.
 #[test]
 fn memory_leaves_and_comes_back() {
@@ -103,17 +110,13 @@ fn memory_leaves_and_comes_back() {
         assert_eq!(memory.len(), 100 << 20);
         client.stands_still();
         let left = machine.held(client.pid);
-        assert!(
-            left.iter()
-                .zip(&before)
-                .all(|(left, all)| left + (50 << 20) == *all),
-            "{left:?} of {before:?}"
-        );
+        let left: Vec<u64> = left.iter().map(|left| left + (50 << 20)).collect();
+        assert!(same(&left, &before), "{left:?} of {before:?}");
         // The driver has only the rest to move.
         machine.ok(client.pid, &["lock", "checkpoint", "restore", "unlock"]);
         bring_back(&copier, &library, &mut memory);
         client.goes_on();
-        assert_eq!(machine.held(client.pid), before);
+        assert!(same(&machine.held(client.pid), &before));
     }
 
     // What was held on the GPU comes back without the copy in host memory.
@@ -129,7 +132,7 @@ fn memory_leaves_and_comes_back() {
         drop((held, new));
         library.ask(Request::Go, None, LIMIT).unwrap();
         client.goes_on();
-        assert_eq!(machine.held(client.pid), before);
+        assert!(same(&machine.held(client.pid), &before));
     }
 
     // Copied while it works; a piece that has changed since has another digest. Places are kept until it goes on.
@@ -207,7 +210,7 @@ fn memory_leaves_and_comes_back() {
         .unwrap();
     machine.ok(client.pid, &["restore", "unlock"]);
     client.goes_on();
-    assert_eq!(machine.held(client.pid), before);
+    assert!(same(&machine.held(client.pid), &before));
 
     // The same from memory that is still on the GPU, of which only descriptors are left.
     let pieces = library.ask(STOP, None, LIMIT).unwrap();
@@ -216,7 +219,7 @@ fn memory_leaves_and_comes_back() {
     library.go_on_alone(pieces, None).unwrap();
     machine.ok(client.pid, &["restore", "unlock"]);
     client.goes_on();
-    assert_eq!(machine.held(client.pid), before);
+    assert!(same(&machine.held(client.pid), &before));
 
     // Contents that are not brought back are noticed.
     let library = Library::of(client.pid).unwrap();

@@ -122,6 +122,7 @@ impl<D: Driver> Agent<D> {
         };
         loop {
             if !alive() {
+                self.preloads.forget_process(pid, &self.vram_files);
                 return None;
             }
             let traced = procfs::status(pid).is_ok_and(|status| status.tracer != 0);
@@ -138,6 +139,7 @@ impl<D: Driver> Agent<D> {
         }
         let result = self.undo(pid, limits.step);
         if result.is_err() && !alive() {
+            self.preloads.forget_process(pid, &self.vram_files);
             return None;
         }
         let (found, left) = match self.table().get(&pid) {
@@ -206,7 +208,12 @@ impl<D: Driver> Agent<D> {
             threads: usual_threads(),
             limit_ms,
         };
-        let Err(mut cause) = self.perform_in_turn(bring_in, limit) else {
+        let mut done = self.perform_in_turn(bring_in.clone(), limit);
+        if matches!(&done, Err(cause) if cause.kind == ErrorKind::OutOfMemory) {
+            // What was held on the GPU has been put into host memory, and made room.
+            done = self.perform_in_turn(bring_in, limit);
+        }
+        let Err(mut cause) = done else {
             return Ok(());
         };
         if self.preloads.keep(pid, limit, &self.vram_files).is_ok() {

@@ -176,7 +176,7 @@ impl Library {
     pub fn go_on_alone(&self, pieces: Vec<Piece>, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
         if !pieces.is_empty() {
             // Nobody reads them as long as the process is stopped.
-            wire::set_room(&self.socket, QUEUED)?;
+            let _ = wire::set_room(&self.socket, QUEUED);
         }
         for Piece {
             offset,
@@ -205,7 +205,14 @@ pub fn size(pieces: &[Piece]) -> io::Result<u64> {
     let end = |piece: &Piece| piece.offset.checked_add(piece.bytes);
     let ends: Option<Vec<u64>> = pieces.iter().map(end).collect();
     let ends = ends.ok_or_else(|| io::Error::other("a piece of GPU memory has no end"))?;
-    Ok(ends.into_iter().max().unwrap_or_default())
+    let end = ends.into_iter().max().unwrap_or_default();
+    let all = pieces
+        .iter()
+        .fold(0u64, |sum, p| sum.saturating_add(p.bytes));
+    match all <= end {
+        true => Ok(end),
+        false => Err(io::Error::other("pieces of GPU memory overlap")),
+    }
 }
 
 fn card(pid: i32) -> Option<Card> {

@@ -70,8 +70,10 @@ struct Out {
 
 /// What belongs to pieces that are copied later.
 struct Later {
-    /// Handles for the plugin, until the process releases the pieces.
+    /// For the plugin, and for the process itself if this agent cannot give it back.
     handles: Vec<Piece>,
+    /// The process has let go of the pieces.
+    released: bool,
     /// The room for both.
     _room: held::Taken,
     threads: usize,
@@ -258,6 +260,7 @@ impl Preloads {
                 held,
                 later: Some(Later {
                     handles: pieces,
+                    released: false,
                     _room: room,
                     threads,
                     ranges,
@@ -327,7 +330,9 @@ impl Preloads {
         };
         drop(out);
         let Err(error) = released else {
-            self.forget_handles(pid);
+            if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
+                later.released = true;
+            }
             return Ok(None);
         };
         tracing::warn!(pid, "releasing its GPU memory: {error}");
@@ -335,12 +340,6 @@ impl Preloads {
         self.bring_in(pid, Some(buffer), threads, RELEASE, files)?;
         give_up(buffer, files);
         Ok(Some(told(&error).message))
-    }
-
-    fn forget_handles(&self, pid: i32) {
-        if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
-            later.handles.clear();
-        }
     }
 
     /// Copies the pieces into a buffer, or what has changed of them since they were copied `ahead`; or finds room for
@@ -362,10 +361,25 @@ impl Preloads {
         let needed = size(pieces).map_err(|error| told(&error))?;
         let copier = self.gpus.copier()?;
         let pieces = copier.import(pieces, needed)?;
+        if let Some(ahead) = ahead.as_ref().filter(|ahead| needed > ahead.bytes) {
+            give_up(ahead.buffer.id, files);
+        }
         let ahead = ahead.filter(|ahead| needed <= ahead.bytes);
         let changed = ahead.as_ref().map(|ahead| ahead.changed(copier, &pieces));
         let (buffer, bytes, ranges) = match (ahead, changed) {
-            (Some(ahead), Some(changed)) => (ahead.buffer, ahead.bytes, changed?),
+            (Some(ahead), Some(changed)) => {
+                let all = || {
+                    Vec::from([Range {
+                        start: 0,
+                        end: needed,
+                    }])
+                };
+                let changed = changed.unwrap_or_else(|error| {
+                    tracing::info!("what has changed cannot be told: {error}");
+                    all()
+                });
+                (ahead.buffer, ahead.bytes, changed)
+            }
             _ => {
                 // The threads that copy allocate it faster than others could ahead of them.
                 let buffer = files.make_for(pid, needed)?;
@@ -424,14 +438,7 @@ impl Preloads {
         files: &Arc<VramFiles>,
     ) -> Result<(), DriverError> {
         let library = library_of(pid)?;
-        let (own, held, later) = match self.out().get_mut(&pid) {
-            Some(out) => (
-                Some(out.buffer),
-                std::mem::take(&mut out.held),
-                out.later.take(),
-            ),
-            None => (None, Vec::new(), None),
-        };
+        let own = self.out().get(&pid).map(|out| out.buffer);
         let file = match buffer.or(own) {
             Some(id) => files.file(id)?,
             None => kept(&library, limit)?,
@@ -441,6 +448,10 @@ impl Preloads {
             answer.map_err(|error| told(&error))
         };
         let end = file.metadata().map_err(|error| told(&error))?.len();
+        let (held, later) = match self.out().get_mut(&pid) {
+            Some(out) => (std::mem::take(&mut out.held), out.later.take()),
+            None => (Vec::new(), None),
+        };
         let put_away = |pieces: &[Imported]| {
             let mut map = Mapped::new(&file, end, true).map_err(|error| told(&error))?;
             let memory = map.bytes_mut().map_err(|error| told(&error))?;
@@ -466,7 +477,7 @@ impl Preloads {
         };
         let back = match &later {
             // It has not released it.
-            Some(later) if !later.handles.is_empty() && ask(Request::State).is_err() => Ok(()),
+            Some(later) if !later.released && ask(Request::State).is_err() => Ok(()),
             _ => fill_while_allocating(end, &held, &ask, &fill),
         };
         if let Err(error) = back.and_then(|()| ask(Request::Go).map(drop)) {
@@ -525,11 +536,27 @@ impl Preloads {
         }
     }
 
-    /// Gives a process the file with its GPU memory, which then outlives the agent.
+    /// Lets go of what is held of a process that has died; what is to be copied later still is.
+    pub fn forget_process(self: &Arc<Self>, pid: i32, files: &Arc<VramFiles>) {
+        let out = self.out().remove(&pid);
+        if let Some(out) = out
+            && let Some(later) = out.later
+        {
+            match files.file(out.buffer) {
+                Ok(file) => self.copy_later(out.buffer, out.held, file, later, files),
+                Err(error) => files.fail(&error.message),
+            }
+        }
+    }
+
+    /// Gives a process its GPU memory, which then outlives the agent: the file with it, or the pieces that are held.
     pub fn keep(&self, pid: i32, limit: Duration, files: &VramFiles) -> Result<(), DriverError> {
-        let buffer = (self.out().get(&pid))
-            .filter(|out| out.later.is_none())
-            .map(|out| out.buffer);
+        if let Some(later) = (self.out().get_mut(&pid)).and_then(|out| out.later.as_mut()) {
+            let handles = std::mem::take(&mut later.handles);
+            let alone = library_of(pid)?.go_on_alone(handles, None);
+            return alone.map_err(|error| told(&error));
+        }
+        let buffer = self.out().get(&pid).map(|out| out.buffer);
         let buffer =
             buffer.ok_or_else(|| failed(ErrorKind::WrongState, "its GPU memory is its own"))?;
         let file = files.file(buffer)?;

@@ -7,6 +7,7 @@
 //! when its stdin is closed and no connection is left. If a connection ends without a commit, puts its processes back
 //! first. Exit status: 0 done, 1 no driver, 2 a process could not be put back, 64 wrong arguments.
 
+use cryopod_archive::format::limits::raise_open_files;
 use cryopod_cuda::agent::server::{Server, listen};
 use cryopod_cuda::agent::{Agent, Limits};
 use cryopod_cuda::driver::{LibCuda, LoadError, usual_libraries};
@@ -135,6 +136,8 @@ fn main() -> ExitCode {
         return ExitCode::from(worker::main());
     }
     prepare_process();
+    // A handle for each piece of GPU memory.
+    raise_open_files();
     let filter = tracing_subscriber::EnvFilter::try_from_env("CRYOPOD_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt()

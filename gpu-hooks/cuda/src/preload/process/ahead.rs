@@ -4,7 +4,7 @@
 //! once more: a chunk whose digest is that of its copy is as it was copied, a torn one is not.
 
 use super::held::Taken;
-use super::{Preloads, call_off, failed, told};
+use super::{MAX_HELD, Preloads, call_off, failed, told};
 use crate::copy::{Copier, Imported, Way};
 use crate::messages::protocol::{CopiedAhead, DriverError, ErrorKind, Hold, Op, Outcome, WriteTo};
 use crate::preload::{Library, size};
@@ -137,6 +137,7 @@ impl Preloads {
         let imported = copier.import(&pieces, bytes)?;
         drop(pieces);
         if hold == Hold::CopyLater
+            && imported.len() <= MAX_HELD
             && let Some(room) = self.room.take(&copier.room(&imported)?)
         {
             // It waits for nothing of it.

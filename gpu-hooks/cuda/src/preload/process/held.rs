@@ -156,16 +156,15 @@ impl<'a> Held<'a> {
 
     /// Lets go of all that host memory has, too, once it is put away. What cannot be put away stays.
     pub(super) fn put_all_away(&self) {
-        let mut all: Vec<Imported> = std::mem::take(&mut *locked(&self.pieces))
-            .into_values()
-            .collect();
+        // Whoever fills waits: what is not here any more is read from host memory.
+        let mut pieces = locked(&self.pieces);
+        let mut all: Vec<Imported> = std::mem::take(&mut *pieces).into_values().collect();
         all.append(&mut locked(&self.used));
         if let Some(put_away) = self.put_away
             && let Err(error) = put_away(&all)
         {
             tracing::error!("the memory held on the GPU: {error}");
-            let by_place = all.into_iter().map(|piece| (piece.place(), piece));
-            locked(&self.pieces).extend(by_place);
+            pieces.extend(all.into_iter().map(|piece| (piece.place(), piece)));
         }
     }
 
