@@ -136,7 +136,7 @@ there "umount \$(command -v $low)"
     stays 'ssh fails before the start' 'exit status: 255'
     fault 'mkdir -m 700' 'kill -9 $worker'
     stays 'the steps are killed before the stop' 'stopped'
-    instead checkpoint 'kill -9 $(pgrep -f -- "--steps /"); sleep 1'
+    instead checkpoint 'kill -9 $(pgrep -f -- "--[s]teps /"); sleep 1'
     stays 'the steps are killed at the checkpoint' 'stopped'
     umount "$(command -v "$low")"
     fault 'cat >' 'kill -9 $worker; real "$@"'
