@@ -41,7 +41,7 @@ check 'docker: the directory is small' test "$(du -sm "$(directory g1)" | cut -f
 check 'docker: it is cleaned up by nobody else' cleans 1
 docker checkpoint rm g1 zero
 wait_for forgotten
-check 'docker: its checkpoint is removed' cleans 0
+check 'docker: its checkpoint is removed' wait_for cleans 0
 blobs > /tmp/blobs
 before=$(used)
 for n in $(seq "$rounds"); do
@@ -83,7 +83,8 @@ cryopod bundle --in-place /srv/away > /tmp/said
 check 'bundle: in place' says /tmp/said '^/srv/away: whole, [0-9]+ files'
 docker rm -f g2 > /dev/null
 wait_for forgotten
-check 'bundle: the entry goes' cleans 0
+# containerd forgets a blob first, and removes its file later.
+check 'bundle: the entry goes' wait_for cleans 0
 start g3 create
 mkdir -p "$(directory g3)"
 cp -a /srv/away "$(directory g3)/cp"
