@@ -191,9 +191,8 @@ impl Preloads {
         let ahead = self.ahead().remove(&pid);
         let in_vain = ahead.as_ref().map(|ahead| ahead.buffer.id);
         let taken = self.take_out_of(pid, threads, limit, hold, joining, ahead, files);
-        if let (Some(buffer), Ok(TakenOut::Without | TakenOut::LeftOut(_)) | Err(_)) =
-            (in_vain, &taken)
-        {
+        // A process that could not be given its memory back still needs the buffer.
+        if let Some(buffer) = in_vain.filter(|_| !self.is_out(pid)) {
             give_up(buffer, files);
         }
         taken
@@ -364,35 +363,21 @@ impl Preloads {
         if let Some(ahead) = ahead.as_ref().filter(|ahead| needed > ahead.bytes) {
             give_up(ahead.buffer.id, files);
         }
-        let ahead = ahead.filter(|ahead| needed <= ahead.bytes);
-        let changed = ahead.as_ref().map(|ahead| ahead.changed(copier, &pieces));
-        let (buffer, bytes, ranges) = match (ahead, changed) {
-            (Some(ahead), Some(changed)) => {
-                let all = || {
-                    Vec::from([Range {
-                        start: 0,
-                        end: needed,
-                    }])
-                };
-                let changed = changed.unwrap_or_else(|error| {
+        let all = || std::iter::once(0..needed).collect::<Vec<_>>();
+        let (buffer, bytes, ranges) = match ahead.filter(|ahead| needed <= ahead.bytes) {
+            Some(ahead) => {
+                let changed = ahead.changed(copier, &pieces).unwrap_or_else(|error| {
                     tracing::info!("what has changed cannot be told: {error}");
                     all()
                 });
                 (ahead.buffer, ahead.bytes, changed)
             }
-            _ => {
+            None => {
                 // The threads that copy allocate it faster than others could ahead of them.
                 let buffer = files.make_for(pid, needed)?;
                 files.set_state(buffer.id, State::Filling);
                 joining.with(buffer.id);
-                (
-                    buffer,
-                    needed,
-                    Vec::from([Range {
-                        start: 0,
-                        end: needed,
-                    }]),
-                )
+                (buffer, needed, all())
             }
         };
         let copied = || {
