@@ -57,6 +57,11 @@ impl SystemTools {
         }))
     }
 
+    /// Returns the directories that it searches, as `$PATH` has them.
+    pub fn search(&self) -> &OsStr {
+        &self.search
+    }
+
     /// Searches the directories of `search`, separated by `:`.
     pub fn with_path(search: impl Into<OsString>) -> Self {
         Self {

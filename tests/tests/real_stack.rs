@@ -119,6 +119,14 @@ mod create_from {
     }
 }
 
+/// A stop that is a checkpoint.
+mod on_stop {
+    crate::scenarios! {
+        podman_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/podman.sh";
+        podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
+    }
+}
+
 /// The user's own CRIU configuration is merged, never lost.
 mod criu_conf {
     crate::scenarios! {

@@ -10,6 +10,7 @@
 mod conclude;
 mod dump;
 mod image_directory;
+pub mod on_stop;
 mod plan;
 mod planned;
 mod prepare;
@@ -25,6 +26,7 @@ use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
 use cryopod_host::files::Host;
+use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::SystemTools;
 use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
@@ -36,6 +38,7 @@ use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
 use crate::rootfs;
+use crate::rootfs::frozen::Frozen;
 use crate::run::application::{self, NotifiedApplication};
 use crate::run::child;
 use crate::run::failure::{self, LogMarks};
@@ -62,31 +65,86 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     if nodes.is_empty() && !application::takes_part(&request.spec) {
         return without_gpu(&request, &state, held);
     }
-    let mut planned = plan::plan(&request, &state, nodes.clone())?;
-    let signals = child::Signals::watch()?;
+    with_metadata(&request, &state, nodes, None, started)
+}
+
+/// What is done about a container that ends with its checkpoint.
+struct Ending<'a> {
+    /// Those that are watched already.
+    signals: &'a child::Signals,
+    /// Ends the container with this cgroup, when images and metadata are complete. No instruction of its processes may
+    /// run any more.
+    end: &'a mut dyn FnMut(Frozen),
+}
+
+/// Checkpoints a container that ends with that.
+///
+/// # Errors
+/// The container goes on running.
+fn to_the_end(
+    ctx: &Context,
+    inv: &Invocation,
+    state: &ContainerState,
+    ending: Ending<'_>,
+) -> Result<(), Error> {
+    let mut request = Request::checkpoint(ctx, inv, state);
+    request.ends = true;
+    let _held = refused_before::hold(&request.bundle, request.id())?;
+    let nodes = container_nodes(&request.host, &request.spec, state.init);
+    match with_metadata(&request, state, nodes, Some(ending), Instant::now())? {
+        code if code == ExitCode::SUCCESS => Ok(()),
+        _ => Err(Error::Failed("the checkpoint failed".into())),
+    }
+}
+
+/// Checkpoints a container with cryopod's metadata.
+fn with_metadata(
+    request: &Request<'_>,
+    state: &ContainerState,
+    nodes: Vec<DeviceNode>,
+    mut ending: Option<Ending<'_>>,
+    started: Instant,
+) -> Result<ExitCode, Error> {
+    let mut planned = plan::plan(request, state, nodes.clone())?;
+    let own;
+    let signals = match &ending {
+        Some(ending) => ending.signals,
+        None => {
+            own = child::Signals::watch()?;
+            &own
+        }
+    };
     // Dropped last, when all else is done.
     let _thawed = planned
         .locked
         .is_empty()
-        .then(|| Thawed::of(&request, &state));
+        .then(|| Thawed::of(request, state));
     if state.paused {
         // Thawed now, or never: those that were about to end when the engine paused the container may do so.
-        plan::no_exec_processes(&request, &state, !planned.locked.is_empty())?;
+        plan::no_exec_processes(request, state, !planned.locked.is_empty())?;
     }
-    let told = NotifiedApplication::before_checkpoint(&request, &state)?;
+    let told = NotifiedApplication::before_checkpoint(request, state)?;
     if told.is_some() {
         // The application may have changed everything.
-        planned = plan::plan(&request, &state, nodes)?;
+        planned = plan::plan(request, state, nodes)?;
     }
-    let _cleaning = planned.stored.then(|| Cleaning::start(&ctx.config));
+    let _cleaning = planned.stored.then(|| Cleaning::start(request.config()));
     let mut tries = FREEZES;
     loop {
-        let mut prepared = prepare::prepare(&request, &state, &planned)?;
-        let dumped = dump::dump(&mut prepared, &signals, started)?;
+        let mut prepared = prepare::prepare(request, state, &planned)?;
+        let mut dumped = dump::dump(&mut prepared, signals, started)?;
         tries -= 1;
+        if let Some(frozen) = dumped.frozen.take()
+            && let Some(ending) = &mut ending
+            && dumped.succeeded()
+        {
+            conclude::count(&prepared.metadata, &prepared.images.path);
+            // Before the agent ends, which brings the GPU memory of living processes back.
+            (ending.end)(frozen);
+        }
         let again = dumped.ended.not_frozen && tries > 0;
         let result = conclude::conclude(prepared, dumped, again);
-        if !again || !alive(&request.host, &state) {
+        if !again || !alive(&request.host, state) {
             return result;
         }
     }

@@ -55,6 +55,7 @@ pub struct Config {
     /// `[checks]`: `false` disables a restore's check.
     pub checks: BTreeMap<String, bool>,
     pub mounts: Mounts,
+    pub checkpoint: restore::RestoreOptions,
     pub restore: restore::RestoreOptions,
     pub hooks: HookSettings,
     pub vram: vram::VramOptions,
@@ -352,6 +353,8 @@ impl Config {
         }
         let restore = config.restore.check();
         restore.map_err(|e| invalid(format!("restore.allow: {e}")))?;
+        let places = config.checkpoint.check();
+        places.map_err(|e| invalid(format!("checkpoint.allow: {e}")))?;
         if let Some(map) = &config.gpu.map {
             map.parse::<cryopod_gpu_plan::mapping::gpumap::Wish>()
                 .map_err(|e| invalid(format!("gpu.map: {e}")))?;

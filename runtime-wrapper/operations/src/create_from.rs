@@ -23,6 +23,7 @@ use serde_json::{Value, json};
 
 use self::source::SourceRequest;
 use crate::bundle::{self, BundleUndo, Edit, avoid};
+use crate::checkpoint::on_stop;
 use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
@@ -70,6 +71,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The low-level runtime reports a bundle that cannot be read.
     let mut edited = None;
     if let Ok(spec) = Spec::of_bundle(&bundle) {
+        on_stop::check(ctx, inv, &spec)?;
         let mut edits: Vec<Box<dyn Edit>> = Vec::new();
         if let Some(named) = named(&spec) {
             let created = || create(ctx, inv, &spec, &named);

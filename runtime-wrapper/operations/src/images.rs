@@ -9,6 +9,7 @@ pub mod devtar;
 pub mod handover;
 pub mod mountpoints;
 pub mod owners;
+pub mod place;
 pub mod store;
 
 use std::collections::BTreeMap;

@@ -34,6 +34,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::process::ExitCode;
 
+use checkpoint::on_stop;
 use config::Config;
 use create_from::waiting;
 use criu::program;
@@ -54,6 +55,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     if called_as == Some(private_root::NAME.as_ref()) {
         return private_root::launch(&argv);
     }
+    let stops = called_as == Some(on_stop::NAME.as_ref());
     let args: Vec<OsString> = argv.into_iter().skip(1).collect();
     let ctx = match context(args) {
         Ok(ctx) => ctx,
@@ -64,6 +66,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             return fail(&e);
         }
     };
+    if stops {
+        return on_stop::main(&ctx);
+    }
     match argv::decode(ctx.low.kind, &ctx.args) {
         Some(inv) if inv.verb == Verb::Checkpoint => {
             program::prefer_over_host(&ctx.config);
@@ -83,6 +88,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             run(&ctx, &inv, create_from::run)
         }
         Some(inv) if waiting::is_waiting_for_start(&ctx, &inv) => run(&ctx, &inv, waiting::run),
+        Some(inv) if on_stop::is_stop(&ctx, &inv) => run(&ctx, &inv, on_stop::run),
+        Some(inv) if on_stop::is_kill_meanwhile(&ctx, &inv) => run(&ctx, &inv, waiting::run),
         other => {
             let is_delete = |i: &Invocation| ctx.args.get(i.verb_at).is_some_and(|v| v == "delete");
             if other.as_ref().is_some_and(is_delete) {

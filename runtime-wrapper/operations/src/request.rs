@@ -34,6 +34,9 @@ pub struct Request<'a> {
     pub mounts: Destinations,
     /// The image directory. It need not exist yet at a checkpoint.
     pub images: PathBuf,
+    /// The container ends with its checkpoint by cryopod's hands ([`crate::checkpoint::on_stop`]): CRIU and the low-level
+    /// runtime leave it frozen.
+    pub ends: bool,
 }
 
 impl<'a> Request<'a> {
@@ -65,6 +68,7 @@ impl<'a> Request<'a> {
             bundle,
             spec,
             images,
+            ends: false,
         }
     }
 
@@ -100,7 +104,7 @@ impl<'a> Request<'a> {
 
     /// Returns true if the container is to run on after its checkpoint.
     pub fn leave_running(&self) -> bool {
-        self.flag("leave-running")
+        self.flag("leave-running") && !self.ends
     }
 
     /// How long another program may take to report something.

@@ -48,6 +48,39 @@ pub fn make_again(tid: i32, call: &Call) -> io::Result<()> {
     arch::set(tid, &regs)
 }
 
+/// Has a process that nobody traces end by exit_group(2). It runs no other instruction. Its cgroup may be frozen until
+/// `thaw`.
+///
+/// # Errors
+/// The process has not ended. Threads of it are stopped until this process ends.
+pub fn exit(pid: i32, code: i32, thaw: impl FnOnce()) -> io::Result<()> {
+    let mut tids = Vec::new();
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let name = thread?.file_name();
+        tids.extend(name.to_str().and_then(|tid| tid.parse::<i32>().ok()));
+    }
+    for tid in &tids {
+        ptrace(libc::PTRACE_SEIZE, *tid, 0, O_TRACESYSGOOD)?;
+        ptrace(libc::PTRACE_INTERRUPT, *tid, 0, 0)?;
+    }
+    thaw();
+    for tid in &tids {
+        trace::interrupted(*tid)?;
+    }
+    let mut injection = Injection::begin(pid, pid, 0)?;
+    let code = u64::from(code.unsigned_abs());
+    // The call has no result.
+    let called = injection.call(libc::SYS_exit_group, [code, 0, 0, 0, 0, 0]);
+    // The last to end is the first thread, and its parent learns of that after this process.
+    for tid in tids.iter().filter(|tid| **tid != pid).chain([&pid]) {
+        match trace::ended(*tid) {
+            Ok(()) => {}
+            Err(e) => return Err(called.err().unwrap_or(e)),
+        }
+    }
+    Ok(())
+}
+
 /// Converts a system call's result, in which small negative numbers are errors.
 fn check(result: u64) -> io::Result<u64> {
     match i32::try_from(result as i64) {

@@ -155,21 +155,40 @@ impl Seized {
         ptrace(libc::PTRACE_SEIZE, tid, 0, O_TRACESYSGOOD)?;
         let seized = Self { tid };
         ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
-        loop {
-            match wait_event(tid)? {
-                Event::Interrupted => return Ok(seized),
-                Event::Signal(signal) => {
-                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
-                    ptrace(libc::PTRACE_CONT, tid, 0, signal as libc::c_ulong)?;
-                }
-                Event::Syscall => {
-                    ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
-                    ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
-                }
-                Event::Ended => return Err(io::Error::other(format!("thread {tid} ended"))),
+        interrupted(tid)?;
+        Ok(seized)
+    }
+}
+
+/// Waits for the stop that `PTRACE_INTERRUPT` asked for.
+pub(super) fn interrupted(tid: i32) -> io::Result<()> {
+    loop {
+        match wait_event(tid)? {
+            Event::Interrupted => return Ok(()),
+            Event::Signal(signal) => {
+                ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                ptrace(libc::PTRACE_CONT, tid, 0, signal as libc::c_ulong)?;
             }
+            Event::Syscall => {
+                ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+                ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+            }
+            Event::Ended => return Err(io::Error::other(format!("thread {tid} ended"))),
         }
     }
+}
+
+/// Waits for the end of a thread that is about to end.
+pub(super) fn ended(tid: i32) -> io::Result<()> {
+    let deadline = Instant::now() + STOP_LIMIT;
+    while poll_event(tid) != Some(Event::Ended) {
+        if Instant::now() >= deadline {
+            let what = format!("thread {tid} does not end");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+        }
+        std::thread::sleep(TICK);
+    }
+    Ok(())
 }
 
 impl Drop for Seized {

@@ -49,13 +49,17 @@ pub(super) fn conclude(
         // CRIU was killed in the middle of a dump: nothing else can be done from outside.
         ask(request, "resume");
     }
-    if dumped.ended.code == 0 && dumped.metadata_error.is_none() {
-        count(&metadata, &images.path);
+    if dumped.succeeded() {
+        if !request.ends {
+            count(&metadata, &images.path);
+        }
         // `cryopod export` makes an archive of everything.
         if planned.stored && !request.pre_dump() && !handover::asked(&images.path) {
             store::put(request, &images.path, &metadata, limit);
         }
-        if let Err(e) = handover::after_checkpoint(&images.path) {
+        if !request.ends
+            && let Err(e) = handover::after_checkpoint(&images.path)
+        {
             tracing::warn!("the large files are not moved aside: {e}");
         }
         images.keep();
@@ -98,7 +102,7 @@ pub(super) fn conclude(
 }
 
 /// Notes steps and bytes for `cryopod metrics`.
-fn count(metadata: &Metadata, images: &Path) {
+pub(super) fn count(metadata: &Metadata, images: &Path) {
     let timings = &metadata.timings;
     metrics::step("plan", timings.plan_us);
     metrics::step("dump", timings.dump_us);

@@ -22,7 +22,7 @@ use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
 use crate::request::state::ContainerState;
-use crate::rootfs::frozen;
+use crate::rootfs::frozen::{self, Frozen};
 use crate::run::child::{self, RunOutcome, RunWatch};
 use crate::run::failure;
 use crate::run::failure::LogMarks;
@@ -43,6 +43,15 @@ pub(super) struct DumpOutcome {
     pub before: LogMarks,
     pub runtime_log: Option<RuntimeLog>,
     pub held: HeldErrors,
+    /// The cgroup of a container that is to end with its checkpoint. Dropped, the container goes on.
+    pub frozen: Option<Frozen>,
+}
+
+impl DumpOutcome {
+    /// Returns true if images and metadata are complete.
+    pub fn succeeded(&self) -> bool {
+        self.ended.code == 0 && self.metadata_error.is_none()
+    }
 }
 
 /// Runs the low-level runtime until it ends. An error means that it could not be started.
@@ -90,10 +99,17 @@ pub(super) fn dump(
     let progress = &mut prepared.progress;
     progress.step("start");
     let mut metadata_error = None;
+    let mut frozen = None;
     let env = &prepared.ready.env;
     let ended = child::run(low, &args, env, &watch, signals, &mut |question| {
         progress.step(&question.stage);
-        let answer = completion.at(&question.stage);
+        let mut answer = Ok(());
+        if request.ends && question.stage == LAST_STAGE {
+            // CRIU lets go of processes that must not run on.
+            let stopped = Frozen::stopped(&request.host, completion.state.init);
+            answer = stopped.map(|cgroup| frozen = Some(cgroup));
+        }
+        let answer = answer.and_then(|()| completion.at(&question.stage));
         let go_on = answer.is_ok();
         metadata_error = metadata_error.take().or(answer.err());
         go_on
@@ -115,6 +131,7 @@ pub(super) fn dump(
         before,
         runtime_log,
         held,
+        frozen,
     })
 }
 
@@ -160,7 +177,7 @@ impl Completion<'_> {
     /// # Errors
     /// Why the container must not go.
     fn at(&mut self, stage: &str) -> Result<(), String> {
-        if stage != "post-dump" {
+        if stage != LAST_STAGE {
             // From its first question on the plugin knows that the final one will come.
             let _ = std::fs::write(self.op.file(vram::ACTION_SCRIPT_FILE), "");
             return Ok(());
@@ -230,6 +247,11 @@ impl Completion<'_> {
             self.pack(packing)?;
         }
         preload::carry(&self.request.spec, &self.request.images)?;
+        if self.request.ends {
+            // Nothing else of the container will be left.
+            synced(&self.request.images)
+                .map_err(|e| format!("{}: {e}", self.request.images.display()))?;
+        }
         let slot = self.slot.take();
         slot.map_or(Ok(()), |slot| {
             slot.commit(self.metadata).map_err(|e| e.to_string())
@@ -293,7 +315,14 @@ fn packing(
     Ok(config.map(|config| Packing::start(&request.images, config, expected)))
 }
 
+/// CRIU's stage at which the images are complete, and the container still exists.
+const LAST_STAGE: &str = "post-dump";
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
+
+/// Writes the file system of a directory to its disk.
+fn synced(directory: &Path) -> std::io::Result<()> {
+    Ok(nix::unistd::syncfs(std::fs::File::open(directory)?)?)
+}
 
 fn plugin_report(images: &Path) -> Value {
     std::fs::read(images.join(cryopod_cuda::messages::image::FILE_NAME))

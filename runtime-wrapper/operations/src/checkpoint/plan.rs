@@ -54,10 +54,12 @@ pub(super) fn plan(
         carries_files: super::carries_files(
             request,
             state,
-            request.leave_running() && locked.is_empty(),
+            request.ends || request.leave_running() && locked.is_empty(),
         ),
         locked,
-        stored: store::wanted(&request.config().store, &request.spec, &request.images)?,
+        // Another host has not this one's store.
+        stored: !request.ends
+            && store::wanted(&request.config().store, &request.spec, &request.images)?,
     };
     planned.refuse(request, refusals)?;
     store::parent_is_here(request)?;

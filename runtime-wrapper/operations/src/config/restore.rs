@@ -1,4 +1,5 @@
-//! Parses the table `[restore]`: who may create containers from which checkpoints.
+//! Parses the tables `[restore]` and `[checkpoint]`: who may create containers from which checkpoints, and whose
+//! containers are checkpointed where.
 
 use std::fmt;
 use std::path::Path;
@@ -14,11 +15,44 @@ pub const REGISTRY: &str = "docker://";
 /// In a list of namespaces: all of them.
 const ANY: &str = "*";
 
-/// `[restore]`.
+/// `[restore]`, `[checkpoint]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RestoreOptions {
     pub allow: Vec<Rule>,
+}
+
+/// Who asks for a checkpoint or a place.
+#[derive(Debug, Clone, Copy)]
+pub struct Asker<'a> {
+    pub tenant: &'a Tenant,
+    /// By a variable of the container's process, which may be the image's.
+    pub by_variable: bool,
+}
+
+impl Asker<'_> {
+    /// The rules that count for this container.
+    pub fn rules<'c>(&self, options: &'c RestoreOptions) -> impl Iterator<Item = &'c Rule> {
+        let counts =
+            |rule: &&Rule| rule.admits(self.tenant) && (rule.variable || !self.by_variable);
+        options.allow.iter().filter(counts)
+    }
+
+    /// What a refusal says: the same whether it exists, and whether another tenant may have it. `key`: of the rules.
+    pub fn not_allowed(&self, what: &str, key: &str) -> String {
+        let mut rule = format!("{{ from = \"{}\"", what.to_uppercase());
+        if !self.tenant.is_root() {
+            rule = format!("{rule}, {}", self.tenant);
+        }
+        if self.by_variable {
+            // Whoever made the image may have set the variable.
+            rule = format!("{rule}, variable = true");
+        }
+        format!(
+            "that is not allowed: if it may be, add its {what} to `{key}` in {} as {rule} }}",
+            super::PATH
+        )
+    }
 }
 
 /// Checkpoints, and whose containers may be created from them.

@@ -6,17 +6,18 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use cryopod_archive::format::names;
 use cryopod_archive::source::ArchivePlace;
 use cryopod_host::programs::{SystemTools, Tools};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::config::restore::{REGISTRY, Rule};
+use crate::config::Config;
+use crate::config::restore::{Asker, REGISTRY, Rule};
 use crate::config::tenant::Tenant;
-use crate::config::{self, Config};
 use crate::images::owners;
+use crate::images::place::allowed;
 
 /// The command line, in whose cache archives are unpacked.
 const PROGRAM: &str = "cryopod";
@@ -50,27 +51,15 @@ pub struct SourceRequest<'a> {
 }
 
 impl SourceRequest<'_> {
-    /// The rules that count for this container.
-    fn rules<'c>(&self, config: &'c Config) -> impl Iterator<Item = &'c Rule> {
-        let counts =
-            |rule: &&Rule| rule.admits(self.tenant) && (rule.variable || !self.by_variable);
-        config.restore.allow.iter().filter(counts)
+    fn asker(&self) -> Asker<'_> {
+        Asker {
+            tenant: self.tenant,
+            by_variable: self.by_variable,
+        }
     }
 
     fn not_allowed(&self, what: &str) -> String {
-        // The same whether it exists, and whether another tenant may have it.
-        let mut rule = format!("{{ from = \"{}\"", what.to_uppercase());
-        if !self.tenant.is_root() {
-            rule = format!("{rule}, {}", self.tenant);
-        }
-        if self.by_variable {
-            // Whoever made the image may have set the variable.
-            rule = format!("{rule}, variable = true");
-        }
-        format!(
-            "that is not allowed: if it may be, add its {what} to `restore.allow` in {} as {rule} }}",
-            config::PATH
-        )
+        self.asker().not_allowed(what, "restore.allow")
     }
 }
 
@@ -95,7 +84,7 @@ fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, Strin
         let rest = named.strip_prefix(allowed);
         repository.is_some() && rest.is_some_and(|r| r.starts_with(after))
     };
-    if !wish.rules(config).any(below) {
+    if !wish.asker().rules(&config.restore).any(below) {
         return Err(wish.not_allowed("registry or repository"));
     }
     cached(config, named.as_ref())
@@ -103,8 +92,14 @@ fn image(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, Strin
 
 fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String> {
     let place = ArchivePlace::parse(wish.checkpoint);
-    let allow: Vec<_> = wish.rules(config).filter_map(Rule::directory).collect();
+    let allow: Vec<_> = wish
+        .asker()
+        .rules(&config.restore)
+        .filter_map(Rule::directory)
+        .collect();
     let real = allowed(place.path(), &allow, || wish.not_allowed("directory"))?;
+    // Whoever can write there could exchange the images while they are read.
+    owners::check(&real)?;
     if real.join(names::CRIU_INVENTORY).is_file() {
         return Ok(SourceImages {
             directory: real,
@@ -122,29 +117,6 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
         source.push(image);
     }
     cached(config, &source)
-}
-
-/// Returns the path without symbolic links, if it is below one of the directories.
-fn allowed(
-    path: &Path,
-    allow: &[&Path],
-    not_allowed: impl Fn() -> String,
-) -> Result<PathBuf, String> {
-    if !path.is_absolute() || path.components().any(|c| c == Component::ParentDir) {
-        return Err("that is no absolute path".into());
-    }
-    if !allow.iter().any(|directory| path.starts_with(directory)) {
-        return Err(not_allowed());
-    }
-    let real = path.canonicalize();
-    let real = real.map_err(|e| format!("it cannot be opened: {e}"))?;
-    let mut directories = allow.iter().filter_map(|d| d.canonicalize().ok());
-    if !directories.any(|d| real.starts_with(d)) {
-        return Err("a link there leads out of the directories of `restore.allow`".into());
-    }
-    // Whoever can write there could exchange the images while they are read.
-    owners::check(&real)?;
-    Ok(real)
 }
 
 /// Brings a checkpoint into the cache, unless it is there, and holds it.
@@ -198,42 +170,40 @@ mod tests {
     use super::*;
     use crate::config::restore;
     use std::fs::{self, Permissions};
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn only_what_the_administrator_allows() {
+    fn images_are_roots_alone() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
-        let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
-        fs::create_dir_all(&inside).unwrap();
-        fs::create_dir(&outside).unwrap();
-        symlink(&outside, root.join("allowed/link")).unwrap();
-        fs::write(root.join("allowed/file"), "").unwrap();
-        for path in ["allowed", "allowed/c1", "allowed/file"] {
-            fs::set_permissions(root.join(path), Permissions::from_mode(0o755)).unwrap();
-        }
-        let allow = root.join("allowed");
-        let not_allowed = || "not allowed".to_owned();
-        let ask = |path: &Path| allowed(path, &[&allow], not_allowed);
-        let says = |path: &str, want: &str| {
-            let said = ask(&root.join(path)).unwrap_err();
-            assert!(said.contains(want), "{path}: {said}");
+        let (images, pages) = (root.join("c1"), root.join("c1/pages-1.img"));
+        fs::create_dir(&images).unwrap();
+        fs::write(images.join(names::CRIU_INVENTORY), "").unwrap();
+        fs::write(&pages, "").unwrap();
+        let rule = Rule {
+            from: root.to_str().unwrap().to_owned(),
+            ..Rule::default()
         };
-        if nix::unistd::geteuid().is_root() {
-            assert_eq!(ask(&inside).unwrap(), inside);
-            assert_eq!(
-                ask(&root.join("allowed/file")).unwrap(),
-                root.join("allowed/file")
-            );
+        let config = config(vec![rule]);
+        let ask = || {
+            let checkpoint = images.to_str().unwrap();
+            let wish = SourceRequest {
+                checkpoint,
+                by_variable: false,
+                tenant: &Tenant::Root,
+            };
+            find(&config, wish)
+        };
+        for path in [&images, &images.join(names::CRIU_INVENTORY), &pages] {
+            fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
         }
-        says("other", "not allowed");
-        says("allowed/../other", "no absolute path");
-        says("allowed/link", "a link there leads out");
-        says("allowed/none", "cannot be opened");
-        assert!(ask(Path::new("c1")).is_err());
-        fs::write(inside.join("pages-1.img"), "").unwrap();
-        fs::set_permissions(inside.join("pages-1.img"), Permissions::from_mode(0o666)).unwrap();
-        says("allowed/c1", "pages-1.img is not root's alone");
+        assert_eq!(ask().unwrap().directory(), images);
+        fs::set_permissions(&pages, Permissions::from_mode(0o666)).unwrap();
+        let said = ask().unwrap_err();
+        assert!(said.contains("pages-1.img is not root's alone"), "{said}");
     }
 
     fn config(rules: Vec<Rule>) -> Config {

@@ -37,6 +37,16 @@ pub fn check(path: &Path) -> Result<(), String> {
     ))
 }
 
+/// Checks a directory, and all above it, that checkpoints are written into.
+pub fn check_place(directory: &Path) -> Result<(), String> {
+    above(directory)?;
+    let meta = directory.symlink_metadata().map_err(unread(directory))?;
+    match is_own(&meta) && !others_write(&meta) {
+        true => Ok(()),
+        false => Err(not_own(directory)),
+    }
+}
+
 /// Checks an image directory that an engine names: one that others cannot even reach is the engine's own affair.
 pub fn check_reachable(images: &Path) -> Result<(), String> {
     let real = images.canonicalize().map_err(unread(images))?;

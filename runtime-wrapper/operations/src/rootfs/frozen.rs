@@ -178,6 +178,17 @@ impl Frozen {
 }
 
 impl Frozen {
+    /// Freezes the cgroup of a container whose process tree is stopped.
+    ///
+    /// # Errors
+    /// A text that says why it cannot be frozen.
+    pub fn stopped(host: &Host, init: i32) -> Result<Self, String> {
+        let freezer = Freezer::of(host, init);
+        let freezer = freezer.ok_or("the container has no cgroup that can be frozen")?;
+        let frozen = freezer.freeze();
+        frozen.map_err(|e| format!("{}: {e}", freezer.file().display()))
+    }
+
     /// Freezes the cgroup of a container that CRIU restores, and leaves it so. CRIU itself must go on: runc starts it in
     /// the container's cgroup. It is moved to the cgroup of this program, which must be outside of the container and of
     /// its PID namespace.

@@ -23,6 +23,19 @@ struct Lines {
     file: Option<PathBuf>,
     json: bool,
     level: Level,
+    /// Standard error is that file.
+    one: bool,
+}
+
+/// Directs messages to a log of cryopod's own, which is standard error, too.
+pub fn init_at(file: &Path) {
+    let lines = Lines {
+        file: Some(file.to_owned()),
+        json: false,
+        level: Level::INFO,
+        one: true,
+    };
+    let _ = tracing_subscriber::registry().with(lines).try_init();
 }
 
 /// Directs messages to the log that the command line names.
@@ -35,6 +48,7 @@ pub fn init(globals: Option<&Globals>) {
         } else {
             Level::WARN
         },
+        one: false,
     };
     // A second call keeps the first one's subscriber.
     let _ = tracing_subscriber::registry().with(lines).try_init();
@@ -60,7 +74,7 @@ impl<S: Subscriber> Layer<S> for Lines {
             append(path, &line(&message, level, self.json, SystemTime::now())).is_ok()
         });
         // Without a log file standard error is the log. Errors go there in any case, for people to see.
-        if level == Level::ERROR || !written {
+        if level == Level::ERROR && !self.one || !written {
             let shown = if self.json && self.file.is_none() {
                 line(&message, level, true, SystemTime::now())
             } else {
@@ -158,6 +172,7 @@ mod tests {
             file: Some(file.clone()),
             json: true,
             level: Level::WARN,
+            one: false,
         };
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             tracing::warn!(target: "cryopod_runtime", pid = 7, "careful");

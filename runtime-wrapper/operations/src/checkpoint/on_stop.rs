@@ -1,0 +1,349 @@
+//! Makes a container's stop a checkpoint: [`ANNOTATION`].
+//!
+//! An engine's stop is `kill ID TERM`, a grace period, and `kill ID KILL`. `kill` returns at once: podman, dockerd and
+//! containerd's shim hold the container's lock meanwhile, and would hold up the KILL. So a process of its own
+//! ([`NAME`]) does the rest, in this order:
+//!
+//! 1. It checkpoints the container into its place. CRIU lets go of processes in a frozen cgroup, and the driver keeps
+//!    their GPU memory checkpointed.
+//! 2. The checkpoint gets its name in the place.
+//! 3. The container's init process exits with [`EXIT_CODE`] ([`end`]). It runs no instruction of its own after 1.
+//!
+//! If 1 fails, or takes longer than the container's grace period allows, the container goes on and gets the TERM. KILL
+//! passes at any time. A container that a KILL ends after 1 has a complete checkpoint, too.
+
+mod end;
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
+use cryopod_host::programs::{SystemTools, Tools};
+use cryopod_host::spec::Spec;
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::config::restore::Asker;
+use crate::config::tenant::Tenant;
+use crate::config::{Config, CriuValue};
+use crate::criu::program;
+use crate::error::Error;
+use crate::images::place::{self, PlaceRequest, seconds, setting};
+use crate::request::argv::{self, Invocation, Verb};
+use crate::request::context::Context;
+use crate::request::passthrough;
+use crate::request::state::{self, ContainerState};
+use crate::run::child::Signals;
+use crate::run::{log, metrics};
+
+/// What a stop of the container is: `checkpoint`, or `end`.
+const ANNOTATION: &str = "dev.cryopod.on-stop";
+/// Names the place.
+const TO: &str = "dev.cryopod.checkpoint.to";
+/// The engine's grace period: the time between TERM and KILL.
+const GRACE: &str = "dev.cryopod.grace_s";
+/// That of docker and podman.
+const DEFAULT_GRACE: u64 = 10;
+/// The name under which this program checkpoints and ends a container.
+pub const NAME: &str = "cryopod-on-stop";
+/// The file in the low-level runtime's directory of the container that this program locks.
+const LOCK: &str = "cryopod-on-stop";
+/// The log of these programs. The engine's log is read while `kill` runs, and may be gone later.
+const LOG: &str = "/var/log/cryopod-on-stop.log";
+const MAX_LOG: u64 = 1 << 20;
+/// The exit code of a process that TERM ends.
+const EXIT_CODE: i32 = 128 + libc::SIGTERM;
+/// How long after its time limit a checkpoint may take to give up before the TERM is sent regardless.
+const GIVE_UP: Duration = Duration::from_secs(2);
+
+/// What the container asks for.
+struct StopRequest<'a> {
+    place: PlaceRequest<'a>,
+    name: String,
+    /// The time that the checkpoint may take.
+    limit: Duration,
+}
+
+impl<'a> StopRequest<'a> {
+    /// Reads the container's wishes; `None`: it has none.
+    fn of(
+        config: &'a Config,
+        id: &str,
+        spec: &'a Spec,
+        tenant: &'a Tenant,
+    ) -> Result<Option<Self>, String> {
+        let Some(on_stop) = setting(spec, ANNOTATION) else {
+            return Ok(None);
+        };
+        match on_stop.value {
+            "end" => return Ok(None),
+            "checkpoint" => {}
+            other => {
+                return Err(format!(
+                    "{ANNOTATION}: {other:?} is neither \"checkpoint\" nor \"end\""
+                ));
+            }
+        }
+        let to = setting(spec, TO);
+        let to = to.ok_or_else(|| format!("{ANNOTATION}=checkpoint needs {TO}=PLACE"))?;
+        let asker = Asker {
+            tenant,
+            by_variable: on_stop.by_variable || to.by_variable,
+        };
+        let place = PlaceRequest {
+            place: to.value,
+            asker,
+            options: &config.checkpoint,
+            key: "checkpoint.allow",
+        };
+        place.check().map_err(|why| format!("{TO}: {why}"))?;
+        let grace = seconds(spec, GRACE, DEFAULT_GRACE)?;
+        Ok(Some(Self {
+            place,
+            name: place::name(spec, id)?,
+            // The rest is the process's own, should the checkpoint fail.
+            limit: grace * 4 / 5,
+        }))
+    }
+}
+
+/// Checks what a new container asks for.
+///
+/// # Errors
+/// Its stop could not be a checkpoint.
+pub fn check(ctx: &Context, inv: &Invocation, spec: &Spec) -> Result<(), Error> {
+    let tenant = Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec);
+    let asked = StopRequest::of(&ctx.config, &inv.id, spec, &tenant);
+    asked.map(drop).map_err(Error::not_started)
+}
+
+/// Returns true if this command line stops a container, and may have to be a checkpoint.
+pub fn is_stop(ctx: &Context, inv: &Invocation) -> bool {
+    inv.verb == Verb::Kill && !inv.flags.has("all") && signal(ctx, inv) == Some(Signal::SIGTERM)
+}
+
+/// Returns true if this command line kills a container while its stop is a checkpoint. The container may be frozen.
+pub fn is_kill_meanwhile(ctx: &Context, inv: &Invocation) -> bool {
+    inv.verb == Verb::Kill
+        && signal(ctx, inv) == Some(Signal::SIGKILL)
+        && state::directory(ctx, inv).join(LOCK).exists()
+}
+
+/// Returns the signal that a `kill` sends.
+fn signal(ctx: &Context, inv: &Invocation) -> Option<Signal> {
+    let words = ctx.args.get(inv.verb_at + 1..)?.iter();
+    let words: Vec<_> = words.filter_map(|w| w.to_str()).collect();
+    let mut words = words.into_iter().filter(|w| !w.starts_with('-'));
+    let Some(signal) = words.nth(1) else {
+        return Some(Signal::SIGTERM);
+    };
+    let name = signal.to_uppercase();
+    match name.strip_prefix("SIG").unwrap_or(&name) {
+        "15" | "TERM" => Some(Signal::SIGTERM),
+        "9" | "KILL" => Some(Signal::SIGKILL),
+        _ => None,
+    }
+}
+
+/// Starts the checkpoint of a container that asks for it at its stop; else passes the TERM on.
+pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
+    let tools = SystemTools::from_env();
+    let state = ContainerState::ask(ctx, inv, &tools);
+    // The place is not touched here: it may hang.
+    let asked = state
+        .filter(|state| !state.paused && !state.created)
+        .and_then(|state| setting(&state.spec(ctx, inv), ANNOTATION).map(|on| on.value != "end"));
+    if asked != Some(true) {
+        return Err(passthrough::exec(&ctx.low, &ctx.args));
+    }
+    let lock = match claim(ctx, inv) {
+        Ok(Some(lock)) => lock,
+        // Its checkpoint is under way.
+        Ok(None) => return Ok(ExitCode::SUCCESS),
+        Err(e) => {
+            tracing::warn!("the stop of {} is no checkpoint: {e}", inv.id);
+            return Err(passthrough::exec(&ctx.low, &ctx.args));
+        }
+    };
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0(NAME).args(&ctx.args);
+    // podman's `kill` has none, and CRIU is searched there.
+    command.env("PATH", tools.search());
+    // The lock goes with the process. Engines wait until nobody has their pipes open.
+    command.stdin(Stdio::from(lock));
+    command.stdout(Stdio::null()).stderr(own_log());
+    // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?));
+    }
+    match command.spawn() {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(e) => {
+            tracing::warn!("the stop of {} is no checkpoint: {e}", inv.id);
+            Err(passthrough::exec(&ctx.low, &ctx.args))
+        }
+    }
+}
+
+/// Locks the container's stop; `None`: another process has done so.
+fn claim(ctx: &Context, inv: &Invocation) -> std::io::Result<Option<File>> {
+    let file = File::create(state::directory(ctx, inv).join(LOCK))?;
+    // A lock of the open file, which the next process has, too.
+    let copy = file.try_clone()?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => {
+            std::mem::forget(lock);
+            Ok(Some(copy))
+        }
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, e)) => Err(e.into()),
+    }
+}
+
+/// Opens the log, which a former one makes room for.
+fn own_log() -> Stdio {
+    let log = Path::new(LOG);
+    if log.metadata().is_ok_and(|m| m.len() > MAX_LOG) {
+        let _ = std::fs::rename(log, log.with_extension("log.1"));
+    }
+    let file = File::options()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(log);
+    file.map_or_else(|_| Stdio::null(), Stdio::from)
+}
+
+/// Runs the process that checkpoints and ends a container.
+pub fn main(ctx: &Context) -> ExitCode {
+    log::init_at(Path::new(LOG));
+    let Some(inv) = argv::decode(ctx.low.kind, &ctx.args) else {
+        return ExitCode::FAILURE;
+    };
+    program::prefer_over_host(&ctx.config);
+    let tools = SystemTools::from_env();
+    let since = Instant::now();
+    let saved = ContainerState::ask(ctx, &inv, &tools)
+        .ok_or_else(|| Error::Failed("it is gone".into()))
+        .and_then(|state| metrics::measured("stop", || save(ctx, &inv, &state), |()| true));
+    let id = &inv.id;
+    match saved {
+        Ok(()) => {
+            tracing::info!("{id}: stopped after {} ms", since.elapsed().as_millis());
+            return ExitCode::SUCCESS;
+        }
+        Err(e) => tracing::error!("{id}: the stop is no checkpoint, TERM is sent: {e}"),
+    }
+    let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
+    match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
+        Ok(out) if out.code == 0 => {}
+        Ok(out) => tracing::warn!("{id}: TERM: {}", out.stderr.trim()),
+        Err(e) => tracing::warn!("{id}: TERM: {e}"),
+    }
+    ExitCode::FAILURE
+}
+
+/// Checkpoints a container and ends it.
+///
+/// # Errors
+/// It goes on running.
+fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), Error> {
+    let spec = state.spec(ctx, inv);
+    let tenant = Tenant::of(&inv.id, &state.bundle, inv.globals.root.as_deref(), &spec);
+    let asked = StopRequest::of(&ctx.config, &inv.id, &spec, &tenant).map_err(Error::Failed)?;
+    let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
+    let signals = Signals::watch()?;
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| watchdog(state.init, asked.limit, &done));
+        let saved = save_in_time(ctx, inv, state, &asked, &signals);
+        done.store(true, Ordering::Release);
+        saved
+    })
+}
+
+/// Has the checkpoint give up when its time is over, and sends the TERM if that does not help: the place may hang.
+fn watchdog(init: i32, limit: Duration, done: &AtomicBool) {
+    let host = Host::system();
+    let started = live::start_time(&host, init);
+    let wait = |limit: Duration| {
+        let end = Instant::now() + limit;
+        while !done.load(Ordering::Acquire) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        done.load(Ordering::Acquire)
+    };
+    if wait(limit) {
+        return;
+    }
+    let _ = kill(Pid::this(), Signal::SIGTERM);
+    if !wait(GIVE_UP) && started.is_some() && live::start_time(&host, init) == started {
+        tracing::error!("process {init}: the checkpoint does not give up in time, TERM is sent");
+        let _ = kill(Pid::from_raw(init), Signal::SIGTERM);
+    }
+}
+
+fn save_in_time(
+    ctx: &Context,
+    inv: &Invocation,
+    state: &ContainerState,
+    asked: &StopRequest<'_>,
+    signals: &Signals,
+) -> Result<(), Error> {
+    let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
+    let partial = place.begin().map_err(Error::Failed)?;
+    let stopping = Context {
+        config: config_of_stop(&ctx.config, asked.limit),
+        low: ctx.low.clone(),
+        args: checkpoint_line(ctx, inv, partial.path()),
+    };
+    let inv_of_checkpoint = argv::decode(stopping.low.kind, &stopping.args).ok_or_else(|| {
+        Error::Failed("the checkpoint's command line cannot be understood".to_owned())
+    })?;
+    let mut partial = Some(partial);
+    let mut end = |frozen| {
+        if let Some(partial) = partial.take() {
+            let named = partial.complete();
+            tracing::info!("{}: checkpointed into {}", inv.id, named.display());
+        }
+        if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
+            tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);
+        }
+    };
+    let ending = super::Ending {
+        signals,
+        end: &mut end,
+    };
+    super::to_the_end(&stopping, &inv_of_checkpoint, state, ending)
+}
+
+fn config_of_stop(config: &Config, limit: Duration) -> Config {
+    let mut config = config.clone();
+    config.limits.checkpoint_s = limit.as_secs().max(1);
+    // However much there is to save.
+    config.limits.slowest_mib_s = u64::MAX;
+    // A restore closes the connections, unless the container asks for them.
+    let options = &mut config.criu.options;
+    if !options.contains_key("tcp-close") {
+        let keep = options.entry("tcp-established".into());
+        keep.or_insert(CriuValue::Flag(true));
+    }
+    config
+}
+
+/// Rewrites the command line of `kill` as that of a checkpoint. The low-level runtime must not end the container.
+fn checkpoint_line(ctx: &Context, inv: &Invocation, images: &Path) -> Vec<OsString> {
+    let mut line: Vec<OsString> = ctx.args.iter().take(inv.verb_at).cloned().collect();
+    line.extend(["checkpoint", "--leave-running", "--image-path"].map(OsString::from));
+    line.push(images.into());
+    line.push(inv.id.clone().into());
+    line
+}

@@ -1,0 +1,317 @@
+//! Keeps checkpoints of containers in a directory that hosts may share.
+//!
+//! A container's checkpoints are `PLACE/NAME/NUMBER`; the highest number is the newest. One that is being written is
+//! `.partial-NUMBER`, and gets its name when it is complete. NAME is the container's own choice ([`name`]), as the next
+//! host makes a container with another id.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use cryopod_archive::format::names;
+use cryopod_host::spec::Spec;
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::config::restore::{Asker, RestoreOptions, Rule};
+use crate::images::owners;
+
+/// The container's name in its place, where its id will not do.
+const NAME: &str = "dev.cryopod.name";
+/// What containerd's CRI and CRI-O say of a pod's container.
+const POD: [&str; 2] = [
+    "io.kubernetes.cri.sandbox-name",
+    "io.kubernetes.cri.container-name",
+];
+const MAX_NAME: usize = 128;
+const PARTIAL: &str = ".partial-";
+/// A complete checkpoint without its name after this time has lost its writer.
+const RENAME_LIMIT: Duration = Duration::from_secs(60);
+/// How many others may take the next number first.
+const TRIES: u64 = 100;
+
+/// A container's wish, by an annotation, or by a variable of its process where the engine passes no annotations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Setting<'a> {
+    pub value: &'a str,
+    /// An image can bring the variable.
+    pub by_variable: bool,
+}
+
+/// Returns the value of an annotation `dev.cryopod.a-b.c`, or of the variable `CRYOPOD_A_B_C`.
+pub fn setting<'a>(spec: &'a Spec, annotation: &str) -> Option<Setting<'a>> {
+    let set = |value, by_variable| Setting { value, by_variable };
+    let by_annotation = spec.annotation(annotation).map(|value| set(value, false));
+    by_annotation.or_else(|| {
+        let name = annotation.strip_prefix("dev.").unwrap_or(annotation);
+        let name = name.replace(['.', '-'], "_").to_uppercase();
+        spec.variable(&name).map(|value| set(value, true))
+    })
+}
+
+/// Returns a whole number of seconds that the container sets.
+pub fn seconds(spec: &Spec, annotation: &str, default: u64) -> Result<Duration, String> {
+    let Some(set) = setting(spec, annotation) else {
+        return Ok(Duration::from_secs(default));
+    };
+    let seconds = set.value.parse().ok().filter(|s| (1..=604_800).contains(s));
+    seconds.map(Duration::from_secs).ok_or_else(|| {
+        format!(
+            "{annotation}: {:?} is not within 1 second and 7 days",
+            set.value
+        )
+    })
+}
+
+/// Returns the container's name in a place: its own choice, that of its pod and its own, or its id.
+pub fn name(spec: &Spec, id: &str) -> Result<String, String> {
+    let chosen = setting(spec, NAME).map(|set| set.value.to_owned());
+    let of_pod = || match POD.map(|key| spec.annotation(key)) {
+        [Some(pod), Some(container)] => Some(format!("{pod}.{container}")),
+        _ => None,
+    };
+    let name = chosen.or_else(of_pod).unwrap_or_else(|| id.to_owned());
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+    let first = name
+        .bytes()
+        .next()
+        .is_some_and(|b| b.is_ascii_alphanumeric());
+    match first && name.len() <= MAX_NAME && name.bytes().all(plain) {
+        true => Ok(name),
+        false => Err(format!(
+            "{NAME}: {name:?} is not a name of letters, digits, `.`, `_` and `-`"
+        )),
+    }
+}
+
+/// Returns the path without symbolic links, if it is below one of the directories.
+pub fn allowed(
+    path: &Path,
+    allow: &[&Path],
+    not_allowed: impl Fn() -> String,
+) -> Result<PathBuf, String> {
+    may_be_allowed(path, allow, not_allowed)?;
+    let real = path.canonicalize();
+    let real = real.map_err(|e| format!("it cannot be opened: {e}"))?;
+    let mut directories = allow.iter().filter_map(|d| d.canonicalize().ok());
+    if !directories.any(|d| real.starts_with(d)) {
+        return Err("a link there leads out of the directories of `restore.allow`".into());
+    }
+    Ok(real)
+}
+
+/// The same as far as the path alone tells.
+fn may_be_allowed(
+    path: &Path,
+    allow: &[&Path],
+    not_allowed: impl Fn() -> String,
+) -> Result<(), String> {
+    if !path.is_absolute() || path.components().any(|c| c == Component::ParentDir) {
+        return Err("that is no absolute path".into());
+    }
+    match allow.iter().any(|directory| path.starts_with(directory)) {
+        true => Ok(()),
+        false => Err(not_allowed()),
+    }
+}
+
+/// A place that a container names.
+#[derive(Debug, Clone, Copy)]
+pub struct PlaceRequest<'a> {
+    pub place: &'a str,
+    pub asker: Asker<'a>,
+    pub options: &'a RestoreOptions,
+    /// The configuration's key of these options.
+    pub key: &'static str,
+}
+
+impl PlaceRequest<'_> {
+    /// Checks what can be checked without touching the place, which may hang.
+    pub fn check(&self) -> Result<(), String> {
+        let refused = || self.asker.not_allowed("directory", self.key);
+        may_be_allowed(Path::new(self.place), &self.directories(), refused)
+            .map_err(|why| format!("{}: {why}", self.place))
+    }
+
+    /// Opens a container's part of the place.
+    pub fn open(&self, name: &str) -> Result<Place, String> {
+        let refused = || self.asker.not_allowed("directory", self.key);
+        let root = allowed(Path::new(self.place), &self.directories(), refused)
+            .and_then(|root| owners::check_place(&root).map(|()| root))
+            .map_err(|why| format!("{}: {why}", self.place))?;
+        Ok(Place {
+            directory: root.join(name),
+        })
+    }
+
+    fn directories(&self) -> Vec<&Path> {
+        let rules = self.asker.rules(self.options);
+        rules.filter_map(Rule::directory).collect()
+    }
+}
+
+/// A container's checkpoints in a place.
+#[derive(Debug, Clone)]
+pub struct Place {
+    directory: PathBuf,
+}
+
+impl Place {
+    /// Makes the directory if it is missing.
+    fn make(&self) -> io::Result<()> {
+        let made = DirBuilder::new().mode(0o700).create(&self.directory);
+        match made {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made,
+        }
+    }
+
+    /// Returns the time by the place's own clock: those of its hosts may differ.
+    fn now(&self) -> io::Result<SystemTime> {
+        let probe = self
+            .directory
+            .join(format!(".clock-{}", std::process::id()));
+        let now = File::create(&probe).and_then(|file| file.metadata()?.modified());
+        let _ = fs::remove_file(probe);
+        now
+    }
+
+    /// How long ago a file there was written; none if that lies in the future.
+    fn age(&self, file: &Path) -> io::Result<Duration> {
+        let written = fs::symlink_metadata(file)?.modified()?;
+        Ok(self.now()?.duration_since(written).unwrap_or_default())
+    }
+
+    /// Returns the numbers of the entries with this prefix, in ascending order.
+    fn numbers(&self, prefix: &str) -> io::Result<Vec<u64>> {
+        let entries = match fs::read_dir(&self.directory) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let name = entry?.file_name();
+            let digits = name.to_str().and_then(|name| name.strip_prefix(prefix));
+            let digits = digits.filter(|d| d.bytes().all(|b| b.is_ascii_digit()));
+            found.extend(digits.and_then(|d| d.parse::<u64>().ok()));
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+
+    fn complete(&self, number: u64) -> PathBuf {
+        self.directory.join(format!("{number:06}"))
+    }
+
+    fn partial(&self, number: u64) -> PathBuf {
+        self.directory.join(format!("{PARTIAL}{number:06}"))
+    }
+
+    /// Returns the newest complete checkpoint.
+    pub fn newest(&self) -> Result<Option<PathBuf>, String> {
+        let found = self.numbers(PARTIAL).and_then(|partial| {
+            for number in partial {
+                self.adopt(number);
+            }
+            self.numbers("")
+        });
+        let numbers = found.map_err(|e| format!("{}: {e}", self.directory.display()))?;
+        let Some(newest) = numbers.last().map(|number| self.complete(*number)) else {
+            return Ok(None);
+        };
+        owners::check(&newest)?;
+        Ok(Some(newest))
+    }
+
+    /// Gives a complete checkpoint its name whose writer was killed before it could.
+    fn adopt(&self, number: u64) {
+        let partial = self.partial(number);
+        let age = self.age(&partial.join(names::METADATA));
+        if age.is_ok_and(|age| age > RENAME_LIMIT) {
+            let _ = fs::rename(partial, self.complete(number));
+        }
+    }
+
+    /// Makes the directory of a new checkpoint. Removes what killed writers left.
+    pub fn begin(&self) -> Result<PartialCheckpoint, String> {
+        let made = self.make().and_then(|()| self.begin_next());
+        made.map_err(|e| format!("{}: {e}", self.directory.display()))
+    }
+
+    fn begin_next(&self) -> io::Result<PartialCheckpoint> {
+        let partial = self.numbers(PARTIAL)?;
+        for number in &partial {
+            self.adopt(*number);
+            self.sweep(*number);
+        }
+        let complete = self.numbers("")?;
+        let last = complete.last().max(partial.last()).copied().unwrap_or(0);
+        for number in (last..).skip(1).take(TRIES as usize) {
+            let path = self.partial(number);
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
+                made => made?,
+            }
+            let lock = Flock::lock(File::open(&path)?, FlockArg::LockExclusiveNonblock);
+            return Ok(PartialCheckpoint {
+                to: self.complete(number),
+                path,
+                _lock: lock.ok(),
+            });
+        }
+        Err(io::Error::other("others take each next number"))
+    }
+
+    /// Removes an incomplete checkpoint that nobody writes any more.
+    fn sweep(&self, number: u64) {
+        let path = self.partial(number);
+        let abandoned = File::open(&path)
+            .is_ok_and(|dir| Flock::lock(dir, FlockArg::LockExclusiveNonblock).is_ok());
+        if abandoned && !path.join(names::METADATA).exists() {
+            let _ = fs::remove_dir_all(path);
+        }
+    }
+}
+
+/// A checkpoint that is being written. It is removed unless it becomes complete.
+#[derive(Debug)]
+pub struct PartialCheckpoint {
+    path: PathBuf,
+    to: PathBuf,
+    _lock: Option<Flock<File>>,
+}
+
+impl PartialCheckpoint {
+    /// Returns the image directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives the checkpoint its name. Its metadata are there, so it is complete: after an error the next host to look
+    /// does this.
+    pub fn complete(self) -> PathBuf {
+        let this = std::mem::ManuallyDrop::new(self);
+        let renamed = fs::rename(&this.path, &this.to);
+        let directory = this.to.parent().unwrap_or(Path::new("/"));
+        let synced = renamed.and_then(|()| File::open(directory)?.sync_all());
+        match synced {
+            Ok(()) => this.to.clone(),
+            Err(e) => {
+                tracing::warn!("{}: {e}", this.to.display());
+                this.path.clone()
+            }
+        }
+    }
+}
+
+impl Drop for PartialCheckpoint {
+    fn drop(&mut self) {
+        if let Err(e) = fs::remove_dir_all(&self.path) {
+            tracing::warn!("{}: cannot be removed: {e}", self.path.display());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,138 @@
+use super::*;
+use crate::config::tenant::Tenant;
+use serde_json::json;
+use std::os::unix::fs::symlink;
+
+fn spec(annotations: serde_json::Value, env: &[&str]) -> Spec {
+    Spec::from_json(json!({"annotations": annotations, "process": {"env": env}}))
+}
+
+#[test]
+fn only_what_the_administrator_allows() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().canonicalize().unwrap();
+    let (inside, outside) = (root.join("allowed/c1"), root.join("other"));
+    fs::create_dir_all(&inside).unwrap();
+    fs::create_dir(&outside).unwrap();
+    symlink(&outside, root.join("allowed/link")).unwrap();
+    let allow = root.join("allowed");
+    let ask = |path: &Path| allowed(path, &[&allow], || "not allowed".to_owned());
+    assert_eq!(ask(&inside).unwrap(), inside);
+    for (path, want) in [
+        ("other", "not allowed"),
+        ("allowed/../other", "no absolute path"),
+        ("allowed/link", "a link there leads out"),
+        ("allowed/none", "cannot be opened"),
+    ] {
+        let said = ask(&root.join(path)).unwrap_err();
+        assert!(said.contains(want), "{path}: {said}");
+    }
+    assert!(ask(Path::new("c1")).is_err());
+    let options: RestoreOptions =
+        toml::from_str(&format!("allow = [{:?}]", allow.to_str().unwrap())).unwrap();
+    for (by_variable, want) in [(false, Ok(())), (true, Err(()))] {
+        let asker = Asker {
+            tenant: &Tenant::Root,
+            by_variable,
+        };
+        let request = PlaceRequest {
+            place: inside.to_str().unwrap(),
+            asker,
+            options: &options,
+            key: "checkpoint.allow",
+        };
+        assert_eq!(request.check().map_err(drop), want, "{by_variable}");
+    }
+}
+
+#[test]
+fn names_are_one_component_of_a_path() {
+    let of = |annotations, env: &[&str]| name(&spec(annotations, env), "id1");
+    assert_eq!(of(json!({}), &[]).unwrap(), "id1");
+    let pod = json!({POD[0]: "web-0", POD[1]: "server"});
+    assert_eq!(of(pod, &[]).unwrap(), "web-0.server");
+    assert_eq!(of(json!({}), &["CRYOPOD_NAME=warm.3"]).unwrap(), "warm.3");
+    let both = of(json!({NAME: "a"}), &["CRYOPOD_NAME=b"]);
+    assert_eq!(both.unwrap(), "a");
+    for bad in [
+        "",
+        ".",
+        "..",
+        "a/b",
+        ".partial-1",
+        "a b",
+        "-a",
+        &"a".repeat(129),
+    ] {
+        assert!(of(json!({NAME: bad}), &[]).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn seconds_have_bounds() {
+    let of = |text: &str| {
+        seconds(
+            &spec(json!({"dev.cryopod.x_s": text}), &[]),
+            "dev.cryopod.x_s",
+            7,
+        )
+    };
+    assert_eq!(of("12").unwrap(), Duration::from_secs(12));
+    for bad in ["0", "-1", "1.5", "", "604801", "99999999999999999999"] {
+        assert!(of(bad).unwrap_err().contains("7 days"), "{bad}");
+    }
+    let unset = seconds(&spec(json!({}), &[]), "dev.cryopod.x_s", 7);
+    assert_eq!(unset.unwrap(), Duration::from_secs(7));
+}
+
+fn place() -> (tempfile::TempDir, Place) {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = dir.path().canonicalize().unwrap().join("c1");
+    (dir, Place { directory })
+}
+
+#[test]
+fn a_checkpoint_is_complete_or_absent() {
+    let (_dir, place) = place();
+    assert!(place.numbers("").unwrap().is_empty());
+    let first = place.begin().unwrap();
+    fs::write(first.path().join("pages-1.img"), "").unwrap();
+    assert!(place.numbers("").unwrap().is_empty());
+    // A second writer takes the next number, and leaves the first one's alone.
+    let second = place.begin().unwrap();
+    let path = second.path().to_owned();
+    drop(second);
+    assert!(!path.exists());
+    assert!(first.path().join("pages-1.img").exists());
+    let named = first.complete();
+    assert_eq!(named, place.directory.join("000001"));
+    assert!(named.join("pages-1.img").exists());
+    assert_eq!(place.numbers("").unwrap(), [1]);
+    assert_eq!(
+        place.begin().unwrap().complete(),
+        place.directory.join("000002")
+    );
+}
+
+#[test]
+fn what_killed_writers_left() {
+    let (_dir, place) = place();
+    let killed = |number: u64, complete: bool, age: u64| {
+        let path = place.partial(number);
+        fs::create_dir_all(&path).unwrap();
+        if complete {
+            let file = File::create(path.join(names::METADATA)).unwrap();
+            let then = SystemTime::now() - Duration::from_secs(age);
+            file.set_modified(then).unwrap();
+        }
+    };
+    killed(1, false, 0);
+    killed(2, true, 3600);
+    // Its writer may be about to rename it.
+    killed(3, true, 0);
+    let next = place.begin().unwrap();
+    assert!(!place.partial(1).exists());
+    assert!(place.complete(2).is_dir() && !place.partial(2).exists());
+    assert!(place.partial(3).is_dir());
+    assert_eq!(next.path(), place.partial(4));
+}

@@ -1,0 +1,93 @@
+# podman.sh LOW: stops that are checkpoints, under podman; with the simulated driver's GPU and without.
+low=$1
+mkimage
+simulate "$low"
+place=/srv/place log=/var/log/cryopod-on-stop.log
+mkdir -p "$place" /srv/full
+printf '[checkpoint]\nallow = ["%s", "/srv/full"]\n[restore]\nallow = ["%s"]\n' "$place" "$place" >> /etc/cryopod/config.toml
+on_failure() { cat /tmp/said "$log"; find "$place" -name '*.log' -exec grep Error {} +; }
+plain=(--network none localhost/busybox "${counter[@]}")
+to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod.checkpoint.to=$1" "dev.cryopod.name=$2"; } # PLACE NAME
+exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
+stopped() { podman stop "$@" > /tmp/said 2>&1; }
+nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && ! pgrep -x cryopod-on-stop > /dev/null; }
+there() { { ls -A "$1" 2> /dev/null || true; } | xargs; } # DIRECTORY: what is there
+
+# ---- without a GPU ----
+mapfile -t stops < <(to $place job)
+pod run -d --name c1 "${stops[@]}" "${plain[@]}" > /dev/null
+wait_for counted c1 5
+podman exec c1 sh -c 'echo kept > /root/file'
+check 'a stop' stopped -t 60 c1
+check 'with the exit code of TERM' test "$(exit_code c1)" = 143
+check 'is a checkpoint' test -e $place/job/000001/cryopod.json
+last=$(count c1)
+check 'nothing is left' wait_for nothing_left
+pod run -d --name c2 --annotation dev.cryopod.restore=$place/job/000001 "${stops[@]}" "${plain[@]}" > /tmp/said 2>&1
+wait_for counted c2 $((last + 3))
+check 'it goes on where it was' test "$(printed c2 | head -n 1)" = $((last + 1))
+check 'with its files' test "$(podman exec c2 cat /root/file)" = kept
+check 'a second stop' stopped -t 60 c2
+check 'is a checkpoint, too' test "$(there $place/job)" = '000001 000002'
+check 'nothing is left' wait_for nothing_left
+
+# ---- what is no checkpoint ----
+# shellcheck disable=SC2016
+handles=(--network none localhost/busybox sh -c 'trap "exit 7" TERM; trap "exit 5" INT; i=0; while :; do echo $i; i=$((i + 1)); sleep 0.1; done')
+mapfile -t stops < <(to $place handles)
+pod run -d --name int "${stops[@]}" "${handles[@]}" > /dev/null
+wait_for counted int 2
+podman kill -s INT int > /dev/null
+podman wait int > /dev/null
+check 'INT passes' test "$(exit_code int) $(there $place/handles)" = "5 "
+mount -t tmpfs -o size=64k,mode=700 full /srv/full
+mapfile -t stops < <(to /srv/full handles)
+pod run -d --name full "${stops[@]}" "${handles[@]}" > /dev/null
+wait_for counted full 2
+check 'a stop into a full place' stopped -t 60 full
+check 'is one by TERM' test "$(exit_code full) $(there /srv/full/handles)" = "7 "
+check 'and the log says why' says $log 'full: free space|No space left|disk is full|is full'
+refused() { # WANT ARG...
+    local want=$1 && shift
+    if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then return 1; fi
+    podman rm -f -t 0 no > /dev/null 2>&1 || true
+    check "refused: $want" grep -qF -- "$want" /tmp/said
+}
+mapfile -t stops < <(to /etc job)
+refused 'add its directory to `checkpoint.allow`' "${stops[@]}"
+mapfile -t stops < <(to $place/../etc job)
+refused 'no absolute path' "${stops[@]}"
+mapfile -t stops < <(to $place ../job)
+refused 'is not a name' "${stops[@]}"
+refused 'variable = true' -e CRYOPOD_ON_STOP=checkpoint -e CRYOPOD_CHECKPOINT_TO=$place
+refused 'needs dev.cryopod.checkpoint.to' --annotation dev.cryopod.on-stop=checkpoint
+
+# ---- with a GPU ----
+job() { # NAME ARG...: holds GPU memory, and handles TERM
+    # shellcheck disable=SC2016
+    pod run -d --name "$1" --network none "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim "${@:2}" \
+        localhost/busybox sh -c 'trap "kill $!; exit 7" TERM; /cusim/cusim-client & wait' > /tmp/said 2>&1
+}
+slow() { /opt/build/cusim-ctl --socket "$sim" set slow-checkpoint=4000:1 > /dev/null; }
+mapfile -t stops < <(to $place gpu)
+job g1 "${stops[@]}"
+wait_for ticked g1 3
+check 'a stop with a GPU' stopped -t 60 g1
+check 'with the exit code of TERM' test "$(exit_code g1)" = 143
+tick=$(logs g1 | tail -n 1 | cut -d' ' -f1) sum=$(sum g1)
+check 'a job from it' job g2 --annotation dev.cryopod.restore=$place/gpu/000001 "${stops[@]}"
+check 'its sums are right' goes_on g2
+check 'it goes on where it was' test "$(logs g2 | head -n 1 | cut -d' ' -f1,2)" = "$((tick + 1)) $sum"
+slow
+check 'KILL in the middle' stopped -t 1 g2
+check 'is not held up' test "$(exit_code g2)" = 137
+check 'nothing is left' wait_for nothing_left
+check 'nothing half made' test "$(there $place/gpu)" = 000001
+check 'the job again' job g3 --annotation dev.cryopod.restore=$place/gpu/000001 "${stops[@]}" --annotation dev.cryopod.grace_s=2
+wait_for ticked g3 3
+slow
+check 'too short a time' stopped -t 60 g3
+check 'is a stop by TERM' test "$(exit_code g3)" = 7
+check 'and the log says why' says $log 'it took longer than 1 s|interrupted by SIGTERM'
+check 'nothing is left' wait_for nothing_left
+check 'nothing half made' test "$(there $place/gpu)" = 000001
