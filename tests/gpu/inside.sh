@@ -393,6 +393,7 @@ for part in $parts; do
         loader | loader-early | serve) for rt in $runtimes; do run_case "$part-$rt" program "$rt" "$part"; done ;;
         two) run_case two-gpus two "${runtimes%% *}" "$two_size" ;;
         vram) vram_files ;;
+        against) if [ -d /opt/work/other ]; then against; fi ;;
         overlap) if [ -e /dev/userfaultfd ]; then overlap; fi ;;
         unreadable) for rt in $runtimes; do run_case "unreadable-$rt" unreadable "$rt" "$vram_size"; done ;;
         archive) run_case "archive-$vram_size" archive "${runtimes%% *}" "$vram_size"; run_case archive-speed archive_speed ;;

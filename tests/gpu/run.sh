@@ -9,8 +9,9 @@
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
 #                       vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
-#                       copies-two docker ctr elsewhere (default: all that the machine can do; docker and ctr need dist/gpu-engines.tar.zst)
+#                       copies-two docker ctr elsewhere against (default: all but the last that the machine can do; docker and ctr need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
+#   GPU_TEST_OTHER      a tar.gz of another build's cryopod-runtime, cryopod-cuda-agent and cryopod_nvidia.so: part against takes turns
 #   GPU_TEST_RUNTIMES   default "crun runc"
 #   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
 #   GPU_TEST_STORE_OFF_SIZES  the same without the store, for docker and ctr, default 2: docker takes 22 s a GiB
@@ -110,6 +111,7 @@ if [ -e "$engines" ]; then
     cat "$work/root/etc/engine-versions" >> "$work/root/etc/stack-versions"
 fi
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
+[ -z "${GPU_TEST_OTHER:-}" ] || { mkdir "$work/root/opt/work/other" && tar -C "$work/root/opt/work/other" -xzf "$GPU_TEST_OTHER"; }
 [ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
 cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,engines.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
 

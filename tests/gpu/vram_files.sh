@@ -59,6 +59,22 @@ vram() { # RUNTIME SIZE CONTENT on|off LEAVE LABEL: checkpoint and restore in pl
     jq -c '{case, checkpoint, restore, longest_pause_s}' <<< "$(tail -n 1 /out/results.jsonl)"
 }
 
+binaries=(/usr/local/bin/cryopod-runtime /usr/local/lib/cryopod/cryopod-cuda-agent /usr/local/lib/cryopod/cryopod_nvidia.so)
+against() { # in place by this build and by GPU_TEST_OTHER's, in turns
+    local rt=${runtimes%% *} i build
+    mkdir /opt/work/this && cp "${binaries[@]}" /opt/work/this/
+    for i in $(seq "$vram_runs"); do
+        for build in this other; do
+            cp -f "/opt/work/$build/cryopod-runtime" /usr/local/bin/
+            cp -f "/opt/work/$build/"cryopod{-cuda-agent,_nvidia.so} /usr/local/lib/cryopod/
+            run_case "against-$build.$i" vram "$rt" "$vram_size" random on ''
+        done
+    done
+    cp -f /opt/work/this/cryopod-runtime /usr/local/bin/
+    cp -f /opt/work/this/cryopod{-cuda-agent,_nvidia.so} /usr/local/lib/cryopod/
+    medians
+}
+
 overlap() { # restores while the VRAM files are being read, and after, in turns
     local rt=${runtimes%% *} i
     for i in $(seq "$vram_runs"); do
@@ -116,7 +132,7 @@ medians() { # of the cases named CASE.1, CASE.2, ...
     local all
     all=$(jq -cs '
         def mid: map(select(. != null)) | sort | if length == 0 then null else .[(length - 1) / 2 | floor] end;
-        [.[] | select(.ok and (.case | test("^vram-[a-z]+-o[nf]+[.][0-9]+$")))] | group_by(.case | sub("[.][0-9]+$"; ""))
+        [.[] | select(.ok and (.case | test("^(vram-[a-z]+-o[nf]+|against-[a-z]+)[.][0-9]+$")))] | group_by(.case | sub("[.][0-9]+$"; ""))
         | map({case: (.[0].case | sub("[.][0-9]+$"; "")), runs: length, size: .[0].size,
             frozen_s: (map(.checkpoint.frozen_s) | mid), checkpoint_s: (map(.checkpoint.export_s) | mid),
             dump_s: (map(.checkpoint.dump_s) | mid), durable_s: (map(.checkpoint.durable_s) | mid),
