@@ -4,10 +4,13 @@
 //! it, `mount_setattr(2)` (Linux 5.12) limits it, `move_mount(2)` attaches it. `fsopen(2)` makes a new file system.
 
 use std::ffi::{CStr, CString};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+
+use nix::sched::{CloneFlags, setns, unshare};
 
 /// A mount that no directory shows yet. Dropped, it is gone.
 #[derive(Debug)]
@@ -26,6 +29,17 @@ impl Detached {
         let fd =
             unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
         Ok(Self(opened(fd)?))
+    }
+
+    /// Copies the mount of an open file or directory, without what is mounted below it.
+    pub fn of_opened(source: BorrowedFd<'_>) -> io::Result<Self> {
+        let flags =
+            libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | libc::AT_EMPTY_PATH as libc::c_uint;
+        let (at, path) = (source.as_raw_fd(), c"".as_ptr());
+        // SAFETY: reads an empty path.
+        Ok(Self(opened(unsafe {
+            libc::syscall(libc::SYS_open_tree, at, path, flags)
+        })?))
     }
 
     /// Makes a file system of this type, with options as `mount -o` takes them.
@@ -88,6 +102,28 @@ impl Detached {
 /// Sets attributes (`MOUNT_ATTR_*`) of the mount whose root this is.
 pub fn limit(root: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
     set(root, attributes, 0, libc::AT_EMPTY_PATH)
+}
+
+/// Runs `what` in the mount namespace of the container with this init process, with its root, in a thread that ends
+/// there. It logs nothing: the log's path would be the container's.
+pub fn within(
+    init: i32,
+    what: impl FnOnce(&File) -> Result<(), String> + Send,
+) -> Result<(), String> {
+    let failed = |e: io::Error| format!("the container's mount namespace: {e}");
+    let namespace = File::open(format!("/proc/{init}/ns/mnt")).map_err(failed)?;
+    let entered = move || {
+        unshare(CloneFlags::CLONE_FS)
+            .and_then(|()| setns(namespace, CloneFlags::CLONE_NEWNS))
+            .map_err(|e| failed(e.into()))?;
+        // The namespace's root, also where the init process has another one (chroot).
+        what(&File::open("/").map_err(failed)?)
+    };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, entered);
+        let ended = thread.map_err(failed)?.join();
+        ended.unwrap_or_else(|_| Err("a thread has ended early".into()))
+    })
 }
 
 fn set(mount: BorrowedFd<'_>, attributes: u64, propagation: u64, flags: i32) -> io::Result<()> {

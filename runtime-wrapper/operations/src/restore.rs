@@ -15,7 +15,7 @@
 mod arguments;
 mod bundle;
 mod conclude;
-mod device_filter;
+mod enforcement;
 pub mod hook;
 mod link_remaps;
 mod network_settings;

@@ -11,7 +11,7 @@ use super::prepare::RestorePreparation;
 use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
-use crate::restore::device_filter;
+use crate::restore::enforcement::{closed_paths, device_filter};
 use crate::restore::new_container::mounts;
 use crate::restore::new_container::{self, NewContainer};
 use crate::run::action_script::StageQuestion;
@@ -94,6 +94,10 @@ fn actions<'a>(
             mounts.attach(question.init)
         }));
     }
+    let left_open = &prepared.decoded.left_open;
+    actions.push(Action::at(closed_paths::STAGE, |question| {
+        closed_paths::close(question.init, left_open)
+    }));
     if let Some(visible) = &prepared.amd_visible {
         actions.push(Action::at(device_filter::STAGE, |question| {
             if let Err(e) = device_filter::deny(host, question.init, &denied(host, visible)) {

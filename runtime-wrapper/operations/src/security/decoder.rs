@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::image_check::namespaces::NamespaceValues;
 use super::image_check::opened::{self, OpenedFile};
 use super::image_check::{self, CheckedImages, Subject, mounts};
-use super::privileges::{self, Given, PrivilegesError};
+use super::privileges::{self, Given, LeftOpen, PrivilegesError};
 use crate::config::{Config, IMAGES_CHECK};
 
 /// The longest chain of checkpoints that is followed.
@@ -51,6 +51,8 @@ pub struct Question<'a> {
 pub struct DecodedImages {
     pub refusals: Vec<Refusal>,
     warnings: Vec<String>,
+    /// What the restore closes by itself.
+    pub left_open: Vec<LeftOpen>,
     mounts: Result<Vec<CriuMount>, String>,
     network: Result<Option<Network>, String>,
     /// Paths of the links by which CRIU finds files that have lost their name.
@@ -162,11 +164,12 @@ impl Question<'_> {
         let mut refused: Vec<Refusal> = faults.into_iter().take(MAX_TOLD).map(refusal).collect();
         let is_damaged = !refused.is_empty();
         let compared = privileges::compare(self.config, open, self.given);
-        let (beyond, warnings) = usable(compared, is_damaged).map_err(failed)?;
-        refused.extend(beyond);
+        let compared = usable(compared, is_damaged).map_err(failed)?;
+        refused.extend(compared.refusals);
         let mut decoded = DecodedImages {
             refusals: refused,
-            warnings,
+            warnings: compared.warnings,
+            left_open: compared.left_open,
             mounts: usable(self.mounts(checked.as_ref()), is_damaged),
             network: usable(network::of_first(open), is_damaged),
             links: usable(links(open), is_damaged),

@@ -55,7 +55,7 @@ fn images_that_cannot_be_decoded_are_refused_by_name() {
 /// An answer with these sizes of images, this network, and three bytes of images.
 fn answer(sizes: &Value, network: &Value) -> Result<DecodedImages, PrivilegesError> {
     let values = json!({
-        "refusals": [], "warnings": [], "mounts": {"Ok": []}, "network": {"Ok": network}, "links": {"Ok": []},
+        "refusals": [], "warnings": [], "left_open": [], "mounts": {"Ok": []}, "network": {"Ok": network}, "links": {"Ok": []},
         "is_compressed": false,
         "checked": {"sizes": sizes, "as_they_are": ["pages-1.img"], "made": [], "files": []}
     });

@@ -19,6 +19,7 @@ use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::sandbox::SandboxError;
 use cryopod_host::spec::Spec;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::ceiling::CredentialsCeiling;
@@ -69,29 +70,51 @@ pub struct Given<'a> {
     pub limited: bool,
 }
 
-/// Returns the refusals, none if nothing goes beyond the spec, or the check is off; and warnings. `open` returns the
-/// content of an image as CRIU will read it, or `None` if there is no such file.
+/// A path that the spec masks or makes read-only, this host has, and the images leave open.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct LeftOpen {
+    pub path: String,
+    /// False: it is to be read-only.
+    pub masked: bool,
+}
+
+/// How images compare with the spec.
+#[derive(Debug, Default)]
+pub struct Comparison {
+    /// Empty if nothing goes beyond the spec, or the check is off.
+    pub refusals: Vec<Refusal>,
+    pub warnings: Vec<String>,
+    /// What the restore has to close; empty if the check is off.
+    pub left_open: Vec<LeftOpen>,
+}
+
+/// Compares the images with the spec. `open` returns the content of an image as CRIU will read it, or `None` if there is
+/// no such file.
 pub fn compare(
     config: &Config,
     open: impl FnMut(&str) -> Result<Option<Vec<u8>>, PrivilegesError>,
     given: Given<'_>,
-) -> Result<(Vec<Refusal>, Vec<String>), PrivilegesError> {
+) -> Result<Comparison, PrivilegesError> {
     let on = config.checks.get(PRIVILEGES_CHECK).copied().unwrap_or(true);
     let off = |what: String| format!("the check {PRIVILEGES_CHECK} is off: {what}");
     match privileges::read(open) {
+        Ok(found) if on => Ok(Comparison {
+            refusals: beyond(&found, given),
+            warnings: Vec::new(),
+            left_open: left_open(&found, given).into_iter().collect(),
+        }),
         Ok(found) => {
-            let open = left_open(&found, given).into_iter();
-            let mut warnings: Vec<String> = open
-                .map(|path| format!("the images leave {path} open, which the spec closes and the checkpoint's host may not have had"))
-                .collect();
-            let mut refusals = beyond(&found, given);
-            if !on {
-                warnings.extend(refusals.drain(..).map(|r| off(r.what)));
-            }
-            Ok((refusals, warnings))
+            let refusals = beyond(&found, given).into_iter();
+            Ok(Comparison {
+                warnings: refusals.map(|r| off(r.what)).collect(),
+                ..Comparison::default()
+            })
         }
         Err(e) if on => Err(e),
-        Err(e) => Ok((Vec::new(), vec![off(e.to_string())])),
+        Err(e) => Ok(Comparison {
+            warnings: vec![off(e.to_string())],
+            ..Comparison::default()
+        }),
     }
 }
 
@@ -233,15 +256,14 @@ fn read_file(images: &Path, name: &str, limit: u64) -> Result<Option<Vec<u8>>, P
 }
 
 /// Returns the paths that the spec closes and the images leave open, and that no restore is refused for.
-pub fn left_open(found: &Privileges, given: Given<'_>) -> BTreeSet<String> {
+fn left_open(found: &Privileges, given: Given<'_>) -> BTreeSet<LeftOpen> {
     let bounds = Bounds::of(given);
     if bounds.credentials.has("SYS_ADMIN") {
         return BTreeSet::new();
     }
     let namespaces = found.mounts.chunk_by(|a, b| a.namespace == b.namespace);
     let open = namespaces.flat_map(|mounts| bounds.left_open(mounts));
-    open.filter(|p| !GUARDED.contains(p))
-        .map(str::to_owned)
+    open.filter(|left| !GUARDED.contains(&&left.path[..]))
         .collect()
 }
 
@@ -257,7 +279,7 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     told.extend(found.threads.iter().flat_map(|t| bounds.thread(t)));
     told.extend(namespaces(found, given));
     for namespace in found.mounts.chunk_by(|a, b| a.namespace == b.namespace) {
-        told.extend(bounds.mounts(namespace));
+        told.extend(bounds.mounts(namespace, seen.len() < 2));
     }
     told.dedup();
     let more = told.len().saturating_sub(MAX_TOLD);
@@ -342,7 +364,8 @@ impl<'a> Bounds<'a> {
         told
     }
 
-    fn mounts(&self, mounts: &[CriuMount]) -> Vec<String> {
+    /// `alone`: there is no other mount namespace, so the restore closes what is left open.
+    fn mounts(&self, mounts: &[CriuMount], alone: bool) -> Vec<String> {
         let mut told = Vec::new();
         for path in self.given.read_only {
             let of = |m: &&CriuMount| m.path == *path || m.external && m.key == *path;
@@ -397,10 +420,12 @@ impl<'a> Bounds<'a> {
                 }
             }
         }
-        for path in self.left_open(mounts).filter(|p| GUARDED.contains(p)) {
-            told.push(format!(
-                "the images leave {path} open, which the spec closes"
-            ));
+        for LeftOpen { path, .. } in self.left_open(mounts) {
+            if !alone || GUARDED.contains(&&path[..]) {
+                told.push(format!(
+                    "the images leave {path} open, which the spec closes"
+                ));
+            }
         }
         let root = mounts.iter().find(|m| m.path == "/").map(|m| m.device);
         told.extend(mounts.iter().filter_map(|m| self.file_system(m, root)));
@@ -408,13 +433,16 @@ impl<'a> Bounds<'a> {
     }
 
     /// Returns the paths that the spec closes, this host has, and no mount covers.
-    fn left_open(&self, mounts: &[CriuMount]) -> impl Iterator<Item = &'a str> {
+    fn left_open(&self, mounts: &[CriuMount]) -> impl Iterator<Item = LeftOpen> {
         let closed = self.given.facts.closed.iter();
         let closed = closed.filter(move |(path, flag)| {
             let is_closed = |m: &CriuMount| m.path == *path && m.flags & flag == *flag;
             !top(mounts, path).is_some_and(is_closed)
         });
-        closed.map(|(path, _)| path.as_str())
+        closed.map(|(path, flag)| LeftOpen {
+            path: path.clone(),
+            masked: *flag == 0,
+        })
     }
 
     /// Refuses a new instance of a file system that the spec does not mount there. `root`: the device of the

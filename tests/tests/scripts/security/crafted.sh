@@ -168,6 +168,8 @@ cases = {
     "securebits": lambda: change("core-1.img", creds, sets(f13=1)),
     "proc-sys": lambda: again("/proc/sys", f5=0, f17=0),
     "proc-root": lambda: mount("/evil", f1=1, f3=get(next(m for m in image("mountpoints-*.img").messages if get(m, 7).lstrip(b".") == b"/proc"), 3), f6="/1/root", f8="proc"),
+    "proc-whole": lambda: again("/proc/sys", f6="/"),
+    "proc-unmasked": lambda: again("/proc/sys", f6="/keys", f7="./proc/keys"),
     "seccomp": lambda: change("core-1.img", [5], sets(f11=0, f12=None)),
     "userns": lambda: (new_image("userns-7.img", 0x55474906, [field(1, [field(1, 0), field(2, 0), field(3, 4294967295)])]),
         change("ids-1.img", [], lambda m: put(m, 10, 7))),
@@ -225,7 +227,7 @@ for case in $(craft list /); do
         cgroup-*) want=cgroup.img: ;;
         mount-writable | mount-elsewhere) want='the images mount /data without ro' ;;
         mount-other-root) want='the images leave /proc/' ;;
-        mount-* | proc-root | nul) want='mountpoints-[0-9]*.img: ' ;;
+        mount-* | proc-root | proc-whole | proc-unmasked | nul) want='mountpoints-[0-9]*.img: ' ;;
         capabilities | bounding | ambient) want='has capabilities in the images that the spec does not give' ;;
         no-new-privileges) want='may gain privileges in the images' ;;
         uid | root-of-user) want='has the user id .* in the images, and the spec says' ;;
@@ -273,6 +275,9 @@ masked = [m for m in mounts.messages if get(m, 7).lstrip(b".") == b"/proc/keys"]
 assert masked
 for m in masked:
     put(m, 5, 1 << 21)
+# Two masks have gone, a file's and a directory's.
+gone = [b"/proc/timer_list", b"/sys/firmware"]
+mounts.messages = [m for m in mounts.messages if get(m, 7).lstrip(b".") not in gone]
 mounts.write()
 of = Image(sys.argv[1] + "/core-1.img")
 for m in of.messages:
@@ -293,6 +298,9 @@ P
 check 'a copy with limits of its own' start copy --ulimit nofile=100:200 --oom-score-adj 100 --annotation "dev.cryopod.restore=$from/crafted"
 pid=$(podman inspect -f '{{.State.Pid}}' copy)
 check 'a masked file has nosuid' awk '$5 == "/proc/keys" && $6 !~ /nosuid/ {open = 1} END {exit open}' "/proc/$pid/mountinfo"
+check 'a mask that is gone is back' [ "$(podman exec copy cat /proc/timer_list)" = '' ]
+check 'of a directory, too' [ "$(podman exec copy ls /sys/firmware)" = '' ]
+for path in /proc/timer_list /sys/firmware; do check "$path is mounted" awk -v "path=$path" '$5 == path {found = 1} END {exit !found}' "/proc/$pid/mountinfo"; done
 check 'its cgroups are read-only' awk '/ - cgroup/ && $6 !~ /^ro,/ {open = 1} END {exit open}' "/proc/$pid/mountinfo"
 check 'its limit' grep -q 'Max open files *200 *200' "/proc/$pid/limits"
 check 'its score' [ "$(cat "/proc/$pid/oom_score_adj")" = 100 ]

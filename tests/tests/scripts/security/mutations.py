@@ -1,4 +1,4 @@
-"""Changes fields of CRIU's images, one or two at a time, and restores each variant by the runtime's `create`. A variant is
+"""Changes fields and messages of CRIU's images, one or two at a time, and restores each variant by the runtime's `create`. A variant is
 refused, or has exactly what the unchanged checkpoint gives, as seen from the host: credentials, seccomp, limits, mounts,
 cgroup, ids. Nothing of the host changes. What is refused never starts CRIU, and costs a tenth of what is restored.
 
@@ -77,7 +77,14 @@ def vary(directory, rng):
         image = Image(f"{directory}/{rng.choice(names)}")
         if not image.messages:
             continue
-        message = rng.choice(image.messages)
+        at = rng.randrange(len(image.messages))
+        if rng.random() < 0.1:
+            whole = rng.choice(["drop", "double"])
+            image.messages[at:at + 1] = [] if whole == "drop" else [image.messages[at]] * 2
+            said.append(f"{os.path.basename(image.path)} {whole} message {at}")
+            image.write()
+            continue
+        message = image.messages[at]
         all_places = list(places(message))
         if not all_places:
             continue
@@ -188,16 +195,17 @@ def copied(source, to):
     return (os.link if os.path.basename(to).startswith("pages-") else shutil.copy2)(source, to)
 
 
-def past(has, first):
-    """What a container has beyond the unchanged one."""
+def past(has, first, closed):
+    """What a container has beyond the unchanged one. closed: the paths that its spec masks or makes read-only."""
     for key, values in has.items():
         if key == "limits":
             beyond = {k for k, v in values.items() if v > first[key][k]}
         else:
             beyond = values - first[key]
-            # Fewer mounts may show what one of them covers.
             if key == "mounts":
-                beyond |= first[key] - values
+                # The runtime's masks are of another kind than the restore's.
+                beyond = {m for m in beyond if m[1] not in closed or m[2] != "tmpfs" or m[0] != "/"}
+                beyond |= ({m[1] for m in first[key]} - {m[1] for m in values}) & closed
         if beyond:
             yield f"{key}: {sorted(map(str, beyond))[:8]}"
 
@@ -213,7 +221,9 @@ for at in range(int(COUNT)):
     has, why = restore(f"{directory}/bundle", crafted, "variant")
     is_refused = has is None and "was refused" in why
     counts["refused" if is_refused else "failed in CRIU" if has is None else "restored"] += 1
-    told = list(past(has, first[directory])) if has else []
+    linux = json.loads(read(f"{directory}/bundle/config.json.first"))["linux"]
+    closed = set(linux.get("maskedPaths", []) + linux.get("readonlyPaths", []))
+    told = list(past(has, first[directory], closed)) if has else []
     if not is_refused:
         remove("variant")
     after = host(not is_refused)

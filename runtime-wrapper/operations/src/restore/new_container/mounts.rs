@@ -18,13 +18,12 @@ use cryopod_archive::container::surroundings::MountKind;
 use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::destinations::{Destinations, MountDestination};
-use cryopod_host::detached::{self, Detached};
+use cryopod_host::detached::{self, Detached, within};
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo::declarable;
 use cryopod_host::spec::Spec;
 use nix::fcntl::OFlag;
 use nix::mount::{MsFlags, mount};
-use nix::sched::{CloneFlags, setns, unshare};
 
 use crate::error::Error;
 use crate::images::mountpoints;
@@ -282,25 +281,6 @@ impl NewMounts {
         }
         Ok(())
     }
-}
-
-/// Runs `what` in the mount namespace of the container with this init process, with its root, in a thread that ends
-/// there. It logs nothing: the log's path would be the container's.
-fn within(init: i32, what: impl FnOnce(&File) -> Result<(), String> + Send) -> Result<(), String> {
-    let failed = |e: std::io::Error| format!("the container's mount namespace: {e}");
-    let namespace = File::open(format!("/proc/{init}/ns/mnt")).map_err(failed)?;
-    let entered = move || {
-        unshare(CloneFlags::CLONE_FS)
-            .and_then(|()| setns(namespace, CloneFlags::CLONE_NEWNS))
-            .map_err(|e| failed(e.into()))?;
-        // The namespace's root, also where the init process has another one (chroot).
-        what(&File::open("/").map_err(failed)?)
-    };
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().spawn_scoped(scope, entered);
-        let ended = thread.map_err(failed)?.join();
-        ended.unwrap_or_else(|_| Err("a thread has ended early".into()))
-    })
 }
 
 fn kind_of(source: &Path) -> MountKind {

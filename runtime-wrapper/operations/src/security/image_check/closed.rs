@@ -2,6 +2,7 @@
 //! read-only paths. Whoever can write to a cgroup file system gives itself devices.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use cryopod_archive::criu::message::Message;
 use cryopod_host::spec::Spec;
@@ -26,7 +27,15 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeil
     let pointers = ["/linux/readonlyPaths", "/linux/maskedPaths"];
     let lists = pointers.map(|p| spec.json().pointer(p).and_then(Value::as_array));
     let paths = lists.into_iter().flatten().flatten();
-    let closed: BTreeSet<&str> = paths.filter_map(Value::as_str).collect();
+    let mounted: Vec<_> = spec
+        .mounts()
+        .iter()
+        .map(|m| m.destination().clone())
+        .collect();
+    let closed = paths.filter_map(Value::as_str);
+    let closed: BTreeSet<&str> = closed
+        .filter(|p| !mounted.iter().any(|m| m.as_path() == Path::new(p)))
+        .collect();
     let of_cgroups = match cgroups_are_writable(spec) {
         true => WITHOUT_PROGRAMS,
         false => WITHOUT_PROGRAMS | READ_ONLY,
@@ -38,11 +47,9 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeil
                 continue;
             }
             let at = mount.text("mountpoint").unwrap_or_default();
-            let is_external = mount.text("ext_key").is_some_and(|key| !key.is_empty());
             if closed.contains(at.strip_prefix('.').unwrap_or(&at)) {
-                // Over a masked file, runc mounts the host's `/dev/null`, which a process may write to.
-                let read_only = if is_external { 0 } else { READ_ONLY };
-                close(mount, libc::MS_NOSUID | read_only);
+                // A device such as `/dev/null`, over a masked file, is written to all the same.
+                close(mount, libc::MS_NOSUID | READ_ONLY);
             }
         }
     }

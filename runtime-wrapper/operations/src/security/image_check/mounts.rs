@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::message::Message;
 use cryopod_archive::criu::mounts::{self, CriuMount, fs_type};
+use cryopod_host::spec::Spec;
 use flate2::read::GzDecoder;
+use serde_json::Value;
 
 use super::{CheckedImages, Subject, is_clean};
 use crate::security::ceiling::CredentialsCeiling;
@@ -32,10 +34,12 @@ pub fn check(
     let everywhere: Vec<&Message> = images.numbered(PREFIX).flat_map(|(_, all)| all).collect();
     for (file, all) in images.numbered(PREFIX) {
         for mount in all {
-            told.extend(wrong(mount, &everywhere, &ceiling).map(|what| {
-                let at = mount.text("mountpoint").unwrap_or_default();
-                format!("{file}: the mount at {at:?} {what}")
-            }));
+            told.extend(
+                wrong(mount, &everywhere, subject.spec, &ceiling).map(|what| {
+                    let at = mount.text("mountpoint").unwrap_or_default();
+                    format!("{file}: the mount at {at:?} {what}")
+                }),
+            );
         }
         // CRIU finds a mount by its number.
         let mut ids: Vec<u64> = all.iter().filter_map(|m| m.number("mnt_id")).collect();
@@ -52,7 +56,12 @@ pub fn check(
 }
 
 /// Returns what is wrong with a mount by itself.
-fn wrong(mount: &Message, all: &[&Message], ceiling: &CredentialsCeiling) -> Option<String> {
+fn wrong(
+    mount: &Message,
+    all: &[&Message],
+    spec: &Spec,
+    ceiling: &CredentialsCeiling,
+) -> Option<String> {
     let text = |name: &str| mount.text(name).unwrap_or_default();
     let at = text("mountpoint");
     let path = at.strip_prefix('.').unwrap_or(&at);
@@ -101,18 +110,38 @@ fn wrong(mount: &Message, all: &[&Message], ceiling: &CredentialsCeiling) -> Opt
     if mount.has("fsname") {
         return Some("names its file system".into());
     }
-    if root == "/" || is_cgroup {
-        return None;
-    }
-    let made_by_kernel = match name {
+    // These show the host: the whole of one at another path, or a part over a mask, shows what the spec hides.
+    let shows_host = |directory: &str| match root {
+        "/" => has_mount(spec, name, path),
         // Below, there are links to the roots of processes.
-        "proc" => path == format!("/proc{root}"),
-        "sysfs" => path == format!("/sys{root}"),
+        _ => path == format!("{directory}{root}") && !is_masked(spec, path),
+    };
+    let made_by_kernel = match name {
+        "proc" => shows_host("/proc"),
+        "sysfs" => shows_host("/sys"),
+        _ if root == "/" || is_cgroup => true,
         "devpts" => root[1..].bytes().all(|b| b.is_ascii_digit()) || root == "/ptmx",
         _ => false,
     };
     (!made_by_kernel && !ceiling.has("SYS_ADMIN"))
         .then(|| format!("is of {root:?} of a {name}, which no runtime mounts"))
+}
+
+/// Returns true if the spec mounts a file system of this type there.
+fn has_mount(spec: &Spec, fs_type: &str, path: &str) -> bool {
+    let list = spec.json().get("mounts").and_then(Value::as_array);
+    list.into_iter().flatten().any(|mount| {
+        let text = |key: &str| mount.get(key).and_then(Value::as_str).unwrap_or_default();
+        text("type") == fs_type && text("destination").trim_end_matches('/') == path
+    })
+}
+
+/// Returns true if the spec masks the path, or a directory above it.
+fn is_masked(spec: &Spec, path: &str) -> bool {
+    let list = spec.json().pointer("/linux/maskedPaths");
+    let masked = list.and_then(Value::as_array).into_iter().flatten();
+    let mut masked = masked.filter_map(Value::as_str);
+    masked.any(|m| Path::new(path).starts_with(m))
 }
 
 /// Returns true if the directory `inner` of a file system is `outer` or in it.
