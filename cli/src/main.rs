@@ -11,6 +11,7 @@ mod engines;
 mod generate;
 mod gpu_memory;
 mod inspect;
+mod installer;
 mod setup;
 mod store;
 mod temp_dir;
@@ -80,6 +81,9 @@ enum Command {
     /// Writes man pages and completions.
     #[command(hide = true)]
     Generate(generate::Args),
+    /// What the pods of the Kubernetes chart do.
+    #[command(hide = true, subcommand)]
+    Installer(installer::Args),
 }
 
 fn main() -> ExitCode {
@@ -133,6 +137,7 @@ impl Command {
             Self::Cache(cache::Args::Pull(_)) => Some("cache_pull"),
             Self::Check(_) | Self::Inspect(_) | Self::Cache(_) | Self::Store(_) => None,
             Self::Metrics(_) | Self::Top(_) | Self::Setup(_) | Self::Generate(_) => None,
+            Self::Installer(_) => None,
             // What it runs is counted.
             Self::Migrate(_) => None,
         }
@@ -160,6 +165,7 @@ impl Command {
             Self::Pull(args) => pull::run(&args),
             Self::Setup(args) => setup::run(&args),
             Self::Generate(args) => generate::run(&args),
+            Self::Installer(args) => installer::run(args),
         }
     }
 }

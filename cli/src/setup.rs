@@ -3,9 +3,13 @@
 
 mod change;
 mod containerd;
+mod crio;
 mod docker;
 mod low_level;
+pub mod node;
+mod own_files;
 mod podman;
+mod rancher;
 mod record;
 mod toml_file;
 mod trial;
@@ -22,6 +26,7 @@ use cryopod_operations::config::store::DEFAULT;
 use cryopod_operations::images::store;
 
 use change::Change;
+use node::{Brought, NodeRuntime};
 use record::SetupRecord;
 
 /// The example's RuntimeClass, without the example's pod.
@@ -36,7 +41,7 @@ pub enum Target {
     Docker,
     /// containerd's CRI, in its config.toml. `ctr` and nerdctl need no configuration.
     Containerd,
-    /// containerd as for `containerd`; also prints the RuntimeClass.
+    /// The runtime of a node: containerd, that of k3s and rke2, or CRI-O. Also prints the RuntimeClass.
     Kubernetes,
 }
 
@@ -67,10 +72,17 @@ pub struct Args {
     /// Do not test it with a container.
     #[arg(long)]
     no_test: bool,
+    /// For Kubernetes, from a container: the directory with the node's root. cryopod's files are copied to the node's
+    /// /opt/cryopod.
+    #[arg(long, value_name = "DIRECTORY")]
+    node_root: Option<PathBuf>,
+    /// The text for the node's /etc/cryopod/config.toml, unless the node has one that the installer has not made.
+    #[arg(long, value_name = "FILE", requires = "node_root")]
+    settings: Option<PathBuf>,
 }
 
 impl Target {
-    /// The name of the record. Kubernetes is containerd's configuration.
+    /// The name of the record. Kubernetes' is containerd's, whichever runtime the node has.
     fn key(self) -> &'static str {
         match self {
             Self::Podman => "podman",
@@ -97,27 +109,54 @@ impl Target {
 }
 
 /// What a change is computed from.
-struct WantedSetup<'a> {
+pub struct WantedSetup<'a> {
     host: &'a Host,
     tools: &'a dyn Tools,
     /// The engine's configuration file, if the user names one.
     config: Option<&'a Path>,
     /// cryopod becomes the default runtime.
     default: bool,
+    /// The text of cryopod's own configuration.
+    settings: Option<&'a str>,
     /// The absolute paths of cryopod's programs.
     runtime: PathBuf,
     shim: PathBuf,
+    /// The runtime of a Kubernetes node, if that is set up.
+    node: Option<NodeRuntime>,
 }
 
 impl WantedSetup<'_> {
     fn changes(&self, target: Target) -> anyhow::Result<Vec<Change>> {
-        let mut all = match target {
-            Target::Podman => podman::changes(self),
-            Target::Docker => docker::changes(self),
-            Target::Containerd | Target::Kubernetes => containerd::changes(self),
+        let mut all = match (target, self.node) {
+            (Target::Podman, _) => podman::changes(self),
+            (Target::Docker, _) => docker::changes(self),
+            (Target::Kubernetes, Some(runtime)) => runtime.changes(self),
+            (Target::Containerd | Target::Kubernetes, _) => containerd::changes(self),
         }?;
-        all.extend(low_level::change(self)?);
+        all.extend(self.own_configuration(target)?);
         Ok(all)
+    }
+
+    /// The change of cryopod's own configuration. A file that somebody else made gets no settings.
+    fn own_configuration(&self, target: Target) -> anyhow::Result<Option<Change>> {
+        let path = Path::new(low_level::FILE);
+        let before = change::read(self.host, path)?;
+        let record = SetupRecord::read(self.host, target.key())?;
+        let text = match (&before, self.settings) {
+            (None, Some(settings)) => settings,
+            (Some(text), Some(settings)) if record.made_file(path, text) => settings,
+            (before, _) => before.as_deref().unwrap_or_default(),
+        };
+        let after = low_level::wanted_text(self, text)?;
+        if before.is_none() && after.is_empty() {
+            return Ok(None);
+        }
+        Ok(Change::of(path.into(), before, after))
+    }
+
+    /// The shim's path, if containerd does not find it by its name.
+    fn shim_path(&self) -> Option<&Path> {
+        Some(&*self.shim).filter(|path| path.starts_with(own_files::DIRECTORY))
     }
 }
 
@@ -130,6 +169,10 @@ fn without(
 ) -> anyhow::Result<Option<String>> {
     match target {
         _ if path == Path::new(low_level::FILE) => low_level::without(text, before),
+        _ if path == Path::new(crio::FILE) => Ok(crio::without(text)),
+        _ if path.extension() == Some(rancher::TEMPLATE.as_ref()) => {
+            Ok(rancher::without(text, before))
+        }
         Target::Podman => podman::without(text, before),
         Target::Docker => docker::without(text, before),
         Target::Containerd | Target::Kubernetes => containerd::without(text, before),
@@ -138,13 +181,14 @@ fn without(
 
 /// Returns true if the engine on this host is set up, or nothing can be said. For `cryopod check`.
 pub fn is_done(target: Target, host: &Host, tools: &dyn Tools) -> bool {
-    let Ok(wanted) = wanted(host, tools, None, false) else {
+    let Ok(wanted) = wanted(target, host, tools, None, false) else {
         return true;
     };
     wanted.changes(target).is_ok_and(|c| c.is_empty())
 }
 
 fn wanted<'a>(
+    target: Target,
     host: &'a Host,
     tools: &'a dyn Tools,
     config: Option<&'a Path>,
@@ -155,8 +199,10 @@ fn wanted<'a>(
         tools,
         config,
         default,
+        settings: None,
         runtime: own(tools, "cryopod-runtime")?,
         shim: own(tools, "containerd-shim-cryopod-v2")?,
+        node: NodeRuntime::of(host, tools).filter(|_| target == Target::Kubernetes),
     })
 }
 
@@ -173,65 +219,118 @@ fn own(tools: &dyn Tools, name: &str) -> anyhow::Result<PathBuf> {
 }
 
 pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let (host, tools) = (Host::system(), SystemTools::from_env());
+    let target = args.engine;
     if !args.dry_run && !nix::unistd::geteuid().is_root() {
         bail!(
             "it changes the engine's configuration: run it as root, or only look at the change with --dry-run"
         );
     }
-    let target = args.engine;
-    match args.undo {
-        true => undo(args, &host, &tools),
-        false => {
-            if tools.find(target.program()).is_none() && args.config.is_none() {
-                bail!(
-                    "{} is not installed here ({} is not on PATH)",
-                    target.key(),
-                    target.program()
-                );
-            }
-            set_up(args, &host, &tools)
-        }
+    let brought = match &args.node_root {
+        Some(_) if target != Target::Kubernetes => bail!("--node-root is for kubernetes"),
+        Some(root) => Some(node::enter(root, args.settings.as_deref())?),
+        None => None,
+    };
+    let host = Host::system();
+    let tools = match target {
+        Target::Kubernetes => node::tools(),
+        _ => SystemTools::from_env(),
+    };
+    let node = NodeRuntime::of(&host, &tools).filter(|_| target == Target::Kubernetes);
+    if let Some(runtime) = node {
+        node::address(runtime);
     }
+    if args.undo {
+        return undo(args, node, &host, &tools);
+    }
+    let there = match target {
+        Target::Kubernetes => node.is_some(),
+        _ => tools.find(target.program()).is_some(),
+    };
+    if !there && args.config.is_none() {
+        bail!(
+            "{} is not installed here ({} is not on PATH)",
+            target.key(),
+            target.program()
+        );
+    }
+    let wanted = match &brought {
+        Some(brought) => {
+            let program = |name: &str| Path::new(own_files::DIRECTORY).join("bin").join(name);
+            WantedSetup {
+                host: &host,
+                tools: &tools,
+                config: args.config.as_deref(),
+                default: args.default,
+                settings: brought.settings.as_deref(),
+                runtime: program("cryopod-runtime"),
+                shim: program("containerd-shim-cryopod-v2"),
+                node,
+            }
+        }
+        None => wanted(target, &host, &tools, args.config.as_deref(), args.default)?,
+    };
+    set_up(args, &wanted, brought.as_ref())
 }
 
-fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode> {
-    let target = args.engine;
-    let wanted = wanted(host, tools, args.config.as_deref(), args.default)?;
+fn set_up(
+    args: &Args,
+    wanted: &WantedSetup<'_>,
+    brought: Option<&Brought>,
+) -> anyhow::Result<ExitCode> {
+    let (target, host, tools) = (args.engine, wanted.host, wanted.tools);
+    let name = wanted.node.map_or(target.key(), NodeRuntime::name);
     let changes = wanted.changes(target)?;
-    if changes.is_empty() {
-        println!("{} is set up for cryopod.", target.key());
+    let files = brought.map(|brought| &brought.files);
+    let in_place = files.map_or(Ok(true), |files| files.are_in_place(host));
+    let in_place = in_place.context(own_files::DIRECTORY)?;
+    if changes.is_empty() && in_place {
+        println!("{name} is set up for cryopod.");
     } else {
         show(&changes)?;
+        if !in_place {
+            println!("+{} with cryopod's files", own_files::DIRECTORY);
+        }
         if args.dry_run {
             return Ok(ExitCode::SUCCESS);
         }
         if !agreed(args)? {
             return Ok(ExitCode::FAILURE);
         }
-        let backup = SetupRecord::make(host, target.key(), &changes)?;
-        println!("{} is set up. Backup: {}", target.key(), backup.display());
+        let backup = SetupRecord::make(host, target.key(), &changes, files)?;
+        println!("{name} is set up. Backup: {}", backup.display());
     }
     if target != Target::Podman && !args.dry_run {
         let store = host.path(DEFAULT);
         store::make(&store).with_context(|| format!("{}: cannot be made", store.display()))?;
     }
-    if target == Target::Kubernetes {
+    if target == Target::Kubernetes && brought.is_none() {
         let class = RUNTIME_CLASS.split("---").next().unwrap_or_default();
         println!("\nFor the cluster (kubectl apply -f -):\n{class}");
     }
     if args.dry_run {
         return Ok(ExitCode::SUCCESS);
     }
-    if args.restart || !changes.is_empty() {
-        started_again(args, tools)?;
+    let read = match wanted.node {
+        Some(runtime) => {
+            let mut written = SetupRecord::read(host, target.key())?.paths();
+            written.retain(|path| path != Path::new(low_level::FILE));
+            if runtime == NodeRuntime::Containerd {
+                written.push(containerd::file(wanted));
+            }
+            runtime.has_read(host, &written)?
+        }
+        None => !args.restart && changes.is_empty(),
+    };
+    if !read {
+        started_again(args, wanted.node, tools)?;
     }
     if args.no_test {
         return Ok(ExitCode::SUCCESS);
     }
-    match trial::run(target, host, tools) {
+    let waits = args.restart && !read;
+    match trial::run(target, wanted, waits) {
         Ok(trial::TrialOutcome::Works(what))
-            if target == Target::Kubernetes && !containerd::is_read(&wanted)? =>
+            if target == Target::Kubernetes && !read && !args.restart =>
         {
             println!(
                 "Tested with ctr alone: {what}. Pods can name the runtime class once containerd has read its configuration: systemctl restart containerd"
@@ -252,18 +351,28 @@ fn set_up(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCod
     Ok(ExitCode::SUCCESS)
 }
 
-fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode> {
+fn undo(
+    args: &Args,
+    node: Option<NodeRuntime>,
+    host: &Host,
+    tools: &dyn Tools,
+) -> anyhow::Result<ExitCode> {
     let target = args.engine;
+    let name = node.map_or(target.key(), NodeRuntime::name);
     let record = SetupRecord::read(host, target.key())?;
     let changes = record.undone(host, |path, text, before| {
         without(target, path, text, before)
     })?;
-    if changes.is_empty() {
-        println!("{}: there is nothing to undo.", target.key());
+    if record.is_empty() {
+        println!("{name}: there is nothing to undo.");
         if !args.dry_run {
             record.remove(host)?;
         }
         return Ok(ExitCode::SUCCESS);
+    }
+    if record.has_own_files() && !args.dry_run {
+        trial::remove_leftovers(tools).context("what a killed test left")?;
+        own_files::unused(host)?;
     }
     show(&changes)?;
     if args.dry_run {
@@ -279,24 +388,25 @@ fn undo(args: &Args, host: &Host, tools: &dyn Tools) -> anyhow::Result<ExitCode>
         // With checkpoints in it, it stays.
         let _ = std::fs::remove_dir(host.path(DEFAULT));
     }
+    started_again(args, node, tools)?;
     record.remove(host)?;
-    println!("{} is as it was.", target.key());
-    started_again(args, tools)?;
+    println!("{name} is as it was.");
     Ok(ExitCode::SUCCESS)
 }
 
 /// Restarts the services that have to read a change, or says how to.
-fn started_again(args: &Args, tools: &dyn Tools) -> anyhow::Result<()> {
-    let services: &[&str] = match args.engine {
-        Target::Podman => return Ok(()),
+fn started_again(args: &Args, node: Option<NodeRuntime>, tools: &dyn Tools) -> anyhow::Result<()> {
+    let services: &[&str] = match (args.engine, node) {
+        (Target::Podman, _) => return Ok(()),
         // containerd looks for a shim on PATH once.
-        Target::Docker => &["containerd", "docker"],
-        Target::Containerd | Target::Kubernetes => &["containerd"],
+        (Target::Docker, _) => &["containerd", "docker"],
+        (Target::Kubernetes, Some(runtime)) => runtime.services(),
+        (Target::Containerd | Target::Kubernetes, _) => &["containerd"],
     };
     if !args.restart {
         println!(
             "It has an effect after: systemctl restart {}",
-            services.join(" ")
+            services.join(if node.is_some() { " or " } else { " " })
         );
         return Ok(());
     }
@@ -306,7 +416,10 @@ fn started_again(args: &Args, tools: &dyn Tools) -> anyhow::Result<()> {
             services.join(" and ")
         )
     })?;
-    for service in services {
+    let active = node.map(|runtime| runtime.active(tools, &systemctl));
+    let active = active.transpose()?.map(|service| vec![service]);
+    let services = active.unwrap_or_else(|| services.to_vec());
+    for service in &services {
         // docker may start a containerd of its own.
         let known = trial::run_one(tools, &systemctl, &["cat", service], RESTART);
         if known.is_ok() || services.len() == 1 || *service == args.engine.name() {

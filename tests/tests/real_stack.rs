@@ -158,6 +158,7 @@ mod setup {
         podman_crun: V2 ["crun"] "setup/podman.sh";
         docker: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/docker.sh";
         containerd: V1 [] "shim/lib.sh" + "setup/containerd.sh";
+        node: V1 [] "shim/lib.sh" + "setup/lib.sh" + "setup/node.sh";
     }
 }
 

@@ -114,24 +114,38 @@ pub fn read(host: &Host, path: &Path) -> anyhow::Result<Option<String>> {
     Ok(Some(text))
 }
 
+/// Where the new content of a file is until it is whole. It is one name, so that what a killed run leaves is found.
+pub fn beside(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.cryopod-new"))
+}
+
+/// Removes a file that need not be there.
+pub fn removed(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
 /// Replaces a file by one with this text. Mode and owner stay; behind a link, the file that it leads to is replaced.
 pub fn write(path: &Path, text: &str) -> io::Result<()> {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let directory = path.parent().unwrap_or(Path::new("/"));
-    let mut file = tempfile::Builder::new()
-        .prefix(".cryopod-")
-        .tempfile_in(directory)?;
+    let new = beside(&path);
+    removed(&new)?;
+    let mut file = std::fs::File::create_new(&new)?;
     file.write_all(text.as_bytes())?;
     let mode = match path.metadata() {
         Ok(old) => {
-            chown(file.path(), Some(old.uid()), Some(old.gid()))?;
+            chown(&new, Some(old.uid()), Some(old.gid()))?;
             old.permissions()
         }
         Err(_) => PermissionsExt::from_mode(0o644),
     };
-    file.as_file().set_permissions(mode)?;
-    file.as_file().sync_all()?;
-    file.persist(&path)?;
+    file.set_permissions(mode)?;
+    file.sync_all()?;
+    std::fs::rename(&new, &path)?;
     std::fs::File::open(directory)?.sync_all()
 }
 
@@ -146,6 +160,8 @@ mod tests {
         std::fs::write(&file, "old").unwrap();
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o600)).unwrap();
         symlink("file", &link).unwrap();
+        // A run that was killed left this.
+        std::fs::write(beside(&file), "half").unwrap();
         write(&link, "new").unwrap();
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "new");
         assert_eq!(file.metadata().unwrap().mode() & 0o777, 0o600);

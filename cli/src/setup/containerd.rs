@@ -1,10 +1,9 @@
 //! containerd: a runtime of the CRI, for Kubernetes. The keys are those of examples/kubernetes/containerd.toml.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
-use cryopod_gpu_plan::live;
 use cryopod_operations::criu;
 use toml_edit::{DocumentMut, Item, value};
 
@@ -23,64 +22,85 @@ const RESTORES: &str = "enable_experimental_restore_via_create";
 const LIMIT: Duration = Duration::from_secs(30);
 
 pub fn changes(wanted: &WantedSetup<'_>) -> anyhow::Result<Vec<Change>> {
-    let path = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
+    let path = file(wanted);
     let before = change::read(wanted.host, &path)?;
-    let version = containerds(wanted);
     let at = || path.display().to_string();
     let text = before.as_deref().unwrap_or_default();
     let main: DocumentMut = text.parse().with_context(at)?;
     disabled(&main).with_context(at)?;
-    // Which restores containerd has by a key that older ones ignore.
-    let restores = matches!(version.as_deref(), Some([2, 3, ..]));
     if let Some(own) = drop_in(&main) {
-        let there = change::read(wanted.host, &own)?;
-        let text = there.as_deref().unwrap_or("version = 3\n");
-        let mut doc: DocumentMut = text.parse().with_context(|| own.display().to_string())?;
-        add(&mut doc, Some(&main), restores, wanted.default)
-            .with_context(|| own.display().to_string())?;
-        return Ok(Change::of(own, there, doc.to_string())
-            .into_iter()
-            .collect());
+        return drop_in_change(wanted, own, &main);
     }
     let mut doc = main;
     if before.is_none() {
-        let newer = version.is_some_and(|v| v.first() >= Some(&2));
+        let newer = version(wanted).is_some_and(|v| v.first() >= Some(&2));
         doc.insert("version", value(if newer { 3 } else { 2 }));
     }
-    add(&mut doc, None, restores, wanted.default).with_context(at)?;
+    add(&mut doc, None, &Stanza::of(wanted)).with_context(at)?;
     Ok(Change::of(path, before, doc.to_string())
         .into_iter()
         .collect())
 }
 
-/// Returns true if a containerd runs that has started since its configuration was written. It reads it when it starts;
-/// `ctr` finds our shim without.
-pub fn is_read(wanted: &WantedSetup<'_>) -> anyhow::Result<bool> {
-    let host = wanted.host;
-    let main = wanted.config.map_or(PathBuf::from(FILE), Path::to_owned);
-    let text = change::read(host, &main)?.unwrap_or_default();
-    let own = drop_in(&text.parse().with_context(|| main.display().to_string())?);
-    let written = [Some(main), own].into_iter().flatten();
-    let written = written.filter_map(|p| host.path(p).metadata().ok()?.modified().ok());
-    let now = SystemTime::now();
-    let ages = written.filter_map(|at| now.duration_since(at).ok());
-    let Some(age) = ages.min() else {
-        return Ok(true);
-    };
-    let up = host.text("/proc/uptime").unwrap_or_default();
-    let up: f64 = up.split(' ').next().unwrap_or_default().parse()?;
-    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
-    let ticks = ticks.filter(|t| *t > 0).unwrap_or(100) as f64;
-    let pids = host.names("/proc");
-    let mut pids = pids.iter().filter_map(|name| name.parse::<i32>().ok());
-    Ok(pids.any(|pid| {
-        let name = host.line(format!("/proc/{pid}/comm"));
-        let started = live::start_time(host, pid).filter(|_| name.as_deref() == Some("containerd"));
-        started.is_some_and(|started| up - started as f64 / ticks < age.as_secs_f64())
-    }))
+/// The main configuration file.
+pub fn file(wanted: &WantedSetup<'_>) -> PathBuf {
+    wanted.config.map_or(PathBuf::from(FILE), Path::to_owned)
 }
 
-fn containerds(wanted: &WantedSetup<'_>) -> Option<Vec<u32>> {
+/// The change of a file of our own. `main`: the configuration that imports it.
+pub fn drop_in_change(
+    wanted: &WantedSetup<'_>,
+    own: PathBuf,
+    main: &DocumentMut,
+) -> anyhow::Result<Vec<Change>> {
+    let there = change::read(wanted.host, &own)?;
+    let text = there.as_deref().unwrap_or("version = 3\n");
+    let at = || own.display().to_string();
+    let mut doc: DocumentMut = text.parse().with_context(at)?;
+    add(&mut doc, Some(main), &Stanza::of(wanted)).with_context(at)?;
+    Ok(Change::of(own, there, doc.to_string())
+        .into_iter()
+        .collect())
+}
+
+/// The runtime alone, as text for a template. `main`: the configuration that the template made.
+pub fn stanza(wanted: &WantedSetup<'_>, main: &DocumentMut) -> anyhow::Result<String> {
+    let mut doc = DocumentMut::new();
+    if let Some(version) = main.get("version") {
+        doc.insert("version", version.clone());
+    }
+    let alone = Stanza {
+        restores: false,
+        default: false,
+        shim: wanted.shim_path(),
+    };
+    add(&mut doc, Some(main), &alone)?;
+    doc.remove("version");
+    Ok(doc.to_string())
+}
+
+/// What is added to a configuration beside the runtime.
+struct Stanza<'a> {
+    /// Enables restores by creating a container.
+    restores: bool,
+    /// cryopod becomes the default runtime.
+    default: bool,
+    /// The shim's path, if it is in no directory of containerd's PATH.
+    shim: Option<&'a Path>,
+}
+
+impl<'a> Stanza<'a> {
+    fn of(wanted: &'a WantedSetup<'_>) -> Self {
+        Self {
+            // By a key that older ones ignore.
+            restores: matches!(version(wanted).as_deref(), Some([2, 3, ..])),
+            default: wanted.default,
+            shim: wanted.shim_path(),
+        }
+    }
+}
+
+fn version(wanted: &WantedSetup<'_>) -> Option<Vec<u32>> {
     let path = wanted.tools.find("containerd")?;
     criu::numbers(&criu::version_line(wanted.tools, &path, LIMIT)?)
 }
@@ -100,7 +120,7 @@ fn disabled(main: &DocumentMut) -> anyhow::Result<()> {
 
 /// Returns a file of our own in a directory from which containerd imports files. Only with version 3: containerd 1.7
 /// would let the file replace the whole section of the plugin.
-fn drop_in(main: &DocumentMut) -> Option<PathBuf> {
+pub fn drop_in(main: &DocumentMut) -> Option<PathBuf> {
     if main.get("version")?.as_integer()? < 3 {
         return None;
     }
@@ -116,8 +136,7 @@ fn drop_in(main: &DocumentMut) -> Option<PathBuf> {
 fn add(
     doc: &mut DocumentMut,
     main: Option<&DocumentMut>,
-    restores: bool,
-    default: bool,
+    stanza: &Stanza<'_>,
 ) -> anyhow::Result<()> {
     let version = doc.get("version").and_then(Item::as_integer).unwrap_or(1);
     let plugin = match version {
@@ -146,13 +165,23 @@ fn add(
             }
         }
     }
+    if let (Some(path), Some(runtime)) = (stanza.shim, ours.as_table_like_mut()) {
+        set(
+            runtime,
+            "runtime_path",
+            path.to_string_lossy().as_ref().into(),
+        );
+        if let Some(mut key) = runtime.key_mut("runtime_path") {
+            key.leaf_decor_mut().set_prefix("  ");
+        }
+    }
     let plugins = table(doc.as_table_mut(), "plugins")?;
     let cri = table(plugins, plugin)?;
-    if restores && version == 3 && !cri.contains_key(RESTORES) {
+    if stanza.restores && version == 3 && !cri.contains_key(RESTORES) {
         cri.insert(RESTORES, value(true));
     }
     let containerd = table(cri, "containerd")?;
-    if default {
+    if stanza.default {
         set(containerd, "default_runtime_name", NAME.into());
     }
     let runtimes = table(containerd, "runtimes")?;
@@ -248,11 +277,19 @@ pub fn without(text: &str, before: Option<&str>) -> anyhow::Result<Option<String
 mod tests {
     use super::*;
 
+    fn stanza(default: bool) -> Stanza<'static> {
+        Stanza {
+            restores: true,
+            default,
+            shim: None,
+        }
+    }
+
     fn done(text: &str, default: bool) -> String {
         let mut doc: DocumentMut = text.parse().unwrap();
-        add(&mut doc, None, true, default).unwrap();
+        add(&mut doc, None, &stanza(default)).unwrap();
         let after = doc.to_string();
-        add(&mut doc, None, true, default).unwrap();
+        add(&mut doc, None, &stanza(default)).unwrap();
         assert_eq!(doc.to_string(), after, "a second time changes nothing");
         after
     }
@@ -319,7 +356,7 @@ mod tests {
     fn what_cannot_be_set_up() {
         for text in ["", "version = 1", "version = 2\nplugins = 1"] {
             let mut doc: DocumentMut = text.parse().unwrap();
-            assert!(add(&mut doc, None, false, false).is_err(), "{text}");
+            assert!(add(&mut doc, None, &stanza(false)).is_err(), "{text}");
         }
         for list in [
             "cri",

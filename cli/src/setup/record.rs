@@ -8,6 +8,7 @@ use cryopod_host::files::Host;
 use serde::{Deserialize, Serialize};
 
 use super::change::{self, Change};
+use super::own_files::{self, OwnFiles};
 
 const DIRECTORY: &str = "/var/lib/cryopod/setup";
 const NAME: &str = "record.json";
@@ -22,6 +23,9 @@ pub struct SetupRecord {
     made: Vec<PathBuf>,
     /// Files that somebody changed between two setups.
     edited: Vec<PathBuf>,
+    /// cryopod's own files were brought to this node.
+    #[serde(default)]
+    own_files: bool,
 }
 
 impl SetupRecord {
@@ -36,17 +40,34 @@ impl SetupRecord {
         Ok(record)
     }
 
+    /// Returns true if this file is as the last setup left it, and was not there before the first.
+    pub fn made_file(&self, path: &Path, text: &str) -> bool {
+        self.changes.iter().any(|change| {
+            matches!(change, Change::File { path: of, before: None, after: Some(after) } if of == path && after == text)
+        })
+    }
+
     /// Makes changes, and returns the directory of the backup, which is complete before the first change.
-    pub fn make(host: &Host, engine: &str, changes: &[Change]) -> anyhow::Result<PathBuf> {
+    pub fn make(
+        host: &Host,
+        engine: &str,
+        changes: &[Change],
+        files: Option<&OwnFiles>,
+    ) -> anyhow::Result<PathBuf> {
         let mut record = Self::read(host, engine)?;
+        let own = Path::new(own_files::DIRECTORY);
+        if files.is_some() && !record.own_files {
+            if host.path(own).exists() {
+                bail!("{} is not of this setup: move it away", own.display());
+            }
+            record.own_files = true;
+        }
         for change in changes {
             record.add(change.clone());
-            let parents = change.path().ancestors().skip(1);
-            let missing: Vec<_> = parents
-                .take_while(|dir| !host.path(dir).exists())
-                .map(Path::to_owned)
-                .collect();
-            record.made.extend(missing.into_iter().rev());
+            record.add_made(missing(host, change.path()));
+        }
+        if files.is_some() {
+            record.add_made(missing(host, own));
         }
         let directory = Path::new(DIRECTORY).join(engine);
         let failed = || format!("{}: the backup cannot be written", directory.display());
@@ -72,10 +93,19 @@ impl SetupRecord {
                 _ => {}
             }
         }
+        if let Some(files) = files {
+            files.install(host).context(own_files::DIRECTORY)?;
+        }
         for change in changes {
             change.make(host)?;
         }
         Ok(directory)
+    }
+
+    fn add_made(&mut self, directories: Vec<PathBuf>) {
+        let new = |directory: &PathBuf| !self.made.contains(directory);
+        let new: Vec<_> = directories.into_iter().filter(new).collect();
+        self.made.extend(new);
     }
 
     /// Adds a change to those of an earlier setup: what was before that one stays the first state.
@@ -84,14 +114,19 @@ impl SetupRecord {
         match (self.changes.iter_mut().find(same), &new) {
             (None, _) => self.changes.push(new),
             (
-                Some(Change::File { after, .. }),
+                Some(Change::File {
+                    before: first,
+                    after,
+                    ..
+                }),
                 Change::File {
                     path,
                     before,
                     after: to,
                 },
             ) => {
-                if after != before {
+                // As before the first setup: that one was killed before it made its change, or somebody took it back.
+                if after != before && first != before {
                     self.edited.push(path.clone());
                 }
                 after.clone_from(to);
@@ -121,6 +156,7 @@ impl SetupRecord {
                     let now = change::read(host, path)?;
                     let wanted = match &now {
                         None => continue,
+                        now if now == before => continue,
                         now if now == after && !self.edited.contains(path) => before.clone(),
                         Some(text) => without(path, text, before.as_deref())
                             .with_context(|| path.display().to_string())?,
@@ -149,10 +185,22 @@ impl SetupRecord {
         Ok(all)
     }
 
-    /// Removes the backup, and the directories that the setup made, if they are empty.
+    /// Removes the backup, cryopod's own files, and the directories that the setup made, if they are empty. The record goes
+    /// last: a run that was killed is repeated.
     pub fn remove(&self, host: &Host) -> anyhow::Result<()> {
         if self.engine.is_empty() {
             bail!("the record has no engine");
+        }
+        if self.own_files {
+            own_files::remove(host)?;
+        }
+        for change in &self.changes {
+            change::removed(&change::beside(&host.path(change.path())))
+                .with_context(|| change.path().display().to_string())?;
+        }
+        for dir in self.made.iter().rev() {
+            // It may hold other things by now.
+            let _ = std::fs::remove_dir(host.path(dir));
         }
         let own = Path::new(DIRECTORY).join(&self.engine);
         match std::fs::remove_dir_all(host.path(&own)) {
@@ -161,13 +209,37 @@ impl SetupRecord {
             }
             _ => {}
         }
-        let ours = own.ancestors().skip(1).take(2).map(Path::to_owned);
-        for dir in self.made.iter().rev().cloned().chain(ours) {
-            // It may hold other things by now.
+        for dir in own.ancestors().skip(1).take(2) {
             let _ = std::fs::remove_dir(host.path(dir));
         }
         Ok(())
     }
+
+    /// The files that were changed.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let paths = self.changes.iter().map(Change::path);
+        paths.map(Path::to_owned).collect()
+    }
+
+    pub fn has_own_files(&self) -> bool {
+        self.own_files
+    }
+
+    /// Returns true if no setup is recorded.
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty() && !self.own_files
+    }
+}
+
+/// The directories above a path that are not there, from the outermost in.
+fn missing(host: &Host, path: &Path) -> Vec<PathBuf> {
+    let above = path.ancestors().skip(1);
+    let mut all: Vec<_> = above
+        .take_while(|dir| !host.path(dir).exists())
+        .map(Path::to_owned)
+        .collect();
+    all.reverse();
+    all
 }
 
 #[cfg(test)]
@@ -194,7 +266,7 @@ mod tests {
         std::fs::create_dir(dir.path().join("var")).unwrap();
         std::fs::create_dir(dir.path().join("var/lib")).unwrap();
         let change = file(None, "ours\n");
-        SetupRecord::make(&host, "e", std::slice::from_ref(&change)).unwrap();
+        SetupRecord::make(&host, "e", std::slice::from_ref(&change), None).unwrap();
         let path = dir.path().join("etc/engine/e.conf");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "ours\n");
         let record = SetupRecord::read(&host, "e").unwrap();
@@ -221,7 +293,7 @@ mod tests {
         let path = dir.path().join("etc/engine/e.conf");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, "a\n").unwrap();
-        SetupRecord::make(&host, "e", &[file(Some("a\n"), "a\nours\n")]).unwrap();
+        SetupRecord::make(&host, "e", &[file(Some("a\n"), "a\nours\n")], None).unwrap();
         let backup = dir.path().join("var/lib/cryopod/setup/e/e.conf");
         assert_eq!(std::fs::read_to_string(backup).unwrap(), "a\n");
         std::fs::write(&path, "a\nours\nb\n").unwrap();
@@ -232,12 +304,37 @@ mod tests {
         assert_eq!(undone, [file(Some("a\nours\nb\n"), "a\nb\n")]);
         // After a second setup, too.
         let all = "a\nours\nb\nours\n";
-        SetupRecord::make(&host, "e", &[file(Some("a\nours\nb\n"), all)]).unwrap();
+        SetupRecord::make(&host, "e", &[file(Some("a\nours\nb\n"), all)], None).unwrap();
         let undone = SetupRecord::read(&host, "e")
             .unwrap()
             .undone(&host, cut)
             .unwrap();
         assert_eq!(undone, [file(Some(all), "a\nb\n")]);
+    }
+
+    #[test]
+    fn a_setup_that_was_killed_is_no_edit() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = Host::at(dir.path());
+        let path = dir.path().join("etc/engine/e.conf");
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, "a  \n").unwrap();
+        let change = file(Some("a  \n"), "a\nours\n");
+        SetupRecord::make(&host, "e", std::slice::from_ref(&change), None).unwrap();
+        // Killed before the file was renamed.
+        std::fs::write(&path, "a  \n").unwrap();
+        std::fs::write(change::beside(&path), "half").unwrap();
+        let undone = |record: &SetupRecord| record.undone(&host, cut).unwrap();
+        assert!(undone(&SetupRecord::read(&host, "e").unwrap()).is_empty());
+        SetupRecord::make(&host, "e", &[change], None).unwrap();
+        let record = SetupRecord::read(&host, "e").unwrap();
+        assert_eq!(undone(&record), [file(Some("a\nours\n"), "a  \n")]);
+        std::fs::write(change::beside(&path), "half").unwrap();
+        record.remove(&host).unwrap();
+        assert_eq!(
+            std::fs::read_dir(path.parent().unwrap()).unwrap().count(),
+            1
+        );
     }
 
     #[test]
@@ -249,7 +346,7 @@ mod tests {
             before: None,
             after: Some("/usr/bin/ours".into()),
         };
-        SetupRecord::make(&host, "e", &[link]).unwrap();
+        SetupRecord::make(&host, "e", &[link], None).unwrap();
         let record = SetupRecord::read(&host, "e").unwrap();
         assert_eq!(record.undone(&host, cut).unwrap().len(), 1);
         let path = dir.path().join("bin/shim");

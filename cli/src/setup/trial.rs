@@ -13,9 +13,15 @@ use cryopod_host::programs::Tools;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::Target;
+use crate::temp_dir::{Holds, LockedTempDir};
+
+use super::node::NodeRuntime;
+use super::{Target, WantedSetup};
 
 const LIMIT: Duration = Duration::from_secs(120);
+const SHIM: &str = "io.containerd.cryopod.v2";
+const SOCKET: &str = "/run/containerd/containerd.sock";
+const CONTAINER: &str = "cryopod-setup";
 const IMAGE: &str = "localhost/cryopod-setup:test";
 /// Directories of programs and libraries.
 const PROGRAMS: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
@@ -27,8 +33,15 @@ pub enum TrialOutcome {
     NotNow(String),
 }
 
-pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<TrialOutcome> {
+/// `waits`: containerd was just restarted, and answers soon.
+pub fn run(target: Target, wanted: &WantedSetup<'_>, waits: bool) -> anyhow::Result<TrialOutcome> {
+    let (host, tools) = (wanted.host, wanted.tools);
     let name = match target {
+        _ if wanted.node == Some(NodeRuntime::Crio) => {
+            return Ok(TrialOutcome::NotNow(
+                "CRI-O has no client for a test: start a pod with the runtime class".into(),
+            ));
+        }
         Target::Podman => "podman",
         Target::Docker => "docker",
         Target::Containerd | Target::Kubernetes => "ctr",
@@ -42,21 +55,28 @@ pub fn run(target: Target, host: &Host, tools: &dyn Tools) -> anyhow::Result<Tri
         tools,
         program: &program,
     };
-    let temp = tempfile::tempdir().context("no temporary directory")?;
+    let temp = LockedTempDir::anywhere(Holds::Copy)?;
     let (mounts, file) = (mounts(host), temp.path().join("image.tar"));
     image(host, &file).with_context(|| file.display().to_string())?;
     let trial = Trial {
         engine,
         temp: temp.path(),
         file: file.to_string_lossy().into_owned(),
-        container: format!("cryopod-setup-{}", std::process::id()),
+        container: match target {
+            Target::Podman | Target::Docker => format!("{CONTAINER}-{}", std::process::id()),
+            // One name: the next run removes what a killed one left.
+            Target::Containerd | Target::Kubernetes => CONTAINER.into(),
+        },
+        shim: wanted
+            .shim_path()
+            .map_or(SHIM.into(), |path| path.to_string_lossy().into_owned()),
         mounts,
     };
     let start = Instant::now();
     let not_now = match target {
         Target::Podman => None,
         Target::Docker => trial.docker_not_now(),
-        Target::Containerd | Target::Kubernetes => trial.containerd_not_now(),
+        Target::Containerd | Target::Kubernetes => trial.containerd_not_now(waits),
     };
     if let Some(why) = not_now {
         return Ok(TrialOutcome::NotNow(why));
@@ -101,6 +121,27 @@ impl TrialEngine<'_> {
     fn run(&self, args: &[&str]) -> anyhow::Result<String> {
         run_one(self.tools, self.program, args, LIMIT)
     }
+
+    fn ctr(&self, namespace: &str, args: &[&str]) -> anyhow::Result<String> {
+        let mut all = vec!["--namespace", namespace];
+        all.extend(args);
+        self.run(&all)
+    }
+
+    /// Removes a namespace of the test's, if there is one, with all that is in it.
+    fn clean_namespace(&self, name: &str) -> anyhow::Result<()> {
+        let all = self.run(&["namespaces", "list", "--quiet"])?;
+        if !all.lines().any(|line| line.trim() == name) {
+            return Ok(());
+        }
+        let _ = self.ctr(name, &["tasks", "delete", "--force", name]);
+        let _ = self.ctr(name, &["containers", "delete", name]);
+        let images = self.ctr(name, &["images", "list", "--quiet"]);
+        for image in images.unwrap_or_default().lines() {
+            let _ = self.ctr(name, &["images", "remove", "--sync", image]);
+        }
+        self.run(&["namespaces", "remove", name]).map(drop)
+    }
 }
 
 struct Trial<'a> {
@@ -108,6 +149,8 @@ struct Trial<'a> {
     temp: &'a Path,
     file: String,
     container: String,
+    /// The shim, as `ctr` names it.
+    shim: String,
     /// Directories that the container sees of the host.
     mounts: Vec<String>,
 }
@@ -192,15 +235,19 @@ impl Trial<'_> {
         self.runs()
     }
 
-    fn containerd_not_now(&self) -> Option<String> {
-        let asked = self.engine.run(&["version"]);
-        asked.is_err().then(|| "start containerd".into())
+    fn containerd_not_now(&self, waits: bool) -> Option<String> {
+        let end = Instant::now() + LIMIT;
+        while self.engine.run(&["version"]).is_err() {
+            if !waits || Instant::now() > end {
+                return Some("start containerd".into());
+            }
+            thread::sleep(Duration::from_secs(1));
+        }
+        None
     }
 
     fn ctr(&self, args: &[&str]) -> anyhow::Result<String> {
-        let mut all = vec!["--namespace", &self.container];
-        all.extend(args);
-        self.engine.run(&all)
+        self.engine.ctr(&self.container, args)
     }
 
     fn containerd(&self) -> anyhow::Result<()> {
@@ -210,8 +257,9 @@ impl Trial<'_> {
             .map(|m| format!("type=bind,src={m},dst={m},options=bind:ro"))
             .collect();
         let checkpoint = "localhost/cryopod-setup:checkpoint";
+        self.engine.clean_namespace(CONTAINER)?;
         self.ctr(&["images", "import", &self.file])?;
-        let mut run = vec!["run", "--detach", "--runtime", "io.containerd.cryopod.v2"];
+        let mut run = vec!["run", "--detach", "--runtime", &self.shim];
         for bind in &binds {
             run.extend(["--mount", bind]);
         }
@@ -257,18 +305,26 @@ impl Trial<'_> {
                 let _ = self.engine.run(&["rmi", "--force", IMAGE]);
                 removed.map(drop)
             }
-            Target::Containerd | Target::Kubernetes => {
-                let _ = self.ctr(&["tasks", "delete", "--force", &self.container]);
-                let _ = self.ctr(&["containers", "delete", &self.container]);
-                let images = self.ctr(&["images", "list", "--quiet"]).unwrap_or_default();
-                for image in images.lines() {
-                    let _ = self.ctr(&["images", "remove", "--sync", image]);
-                }
-                self.engine
-                    .run(&["namespaces", "remove", &self.container])
-                    .map(drop)
-            }
+            Target::Containerd | Target::Kubernetes => self.engine.clean_namespace(&self.container),
         }
+    }
+}
+
+/// Removes what a test that was killed left with containerd.
+pub fn remove_leftovers(tools: &dyn Tools) -> anyhow::Result<()> {
+    let socket = std::env::var_os("CONTAINERD_ADDRESS").unwrap_or_else(|| SOCKET.into());
+    let program = tools.find("ctr").filter(|_| Path::new(&socket).exists());
+    let Some(program) = program else {
+        return Ok(());
+    };
+    let engine = TrialEngine {
+        tools,
+        program: &program,
+    };
+    // If containerd does not run, nothing of it does.
+    match engine.run(&["version"]) {
+        Ok(_) => engine.clean_namespace(CONTAINER),
+        Err(_) => Ok(()),
     }
 }
 

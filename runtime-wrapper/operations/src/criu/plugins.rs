@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::criu::elf::{self, CriuElf};
+use crate::criu::program;
 use cryopod_archive::metadata::Metadata;
 use cryopod_gpu_plan::plan::Plugins;
 use cryopod_gpu_plan::refusal::Refusal;
@@ -50,7 +51,12 @@ pub fn find(config: &Config, host: &Host) -> Plugins {
     let mut plugins = Plugins::default();
     match &config.nvidia.plugin {
         Some(path) => named(&mut plugins, Vendor::Nvidia, path, "nvidia.plugin", host),
-        None => plugins.nvidia = search(&OUR_DIRECTORIES.map(PathBuf::from), NVIDIA_PLUGIN, host),
+        None => {
+            let beside = program::beside().filter(|_| host.root() == Path::new("/"));
+            let directories = beside.into_iter();
+            let directories = directories.chain(OUR_DIRECTORIES.map(PathBuf::from));
+            plugins.nvidia = search(&directories.collect::<Vec<_>>(), NVIDIA_PLUGIN, host);
+        }
     }
     match &config.amd.plugin {
         Some(path) => named(&mut plugins, Vendor::Amd, path, "amd.plugin", host),

@@ -10,6 +10,8 @@ use crate::config::Config;
 
 /// Where the package cryopod-criu has its CRIU.
 pub const PACKAGED: &str = "/usr/lib/cryopod/criu/criu";
+/// The directory of libraries beside that of the programs, where all of cryopod is below one directory of its own.
+const BESIDE: &str = "../lib/cryopod";
 /// The directory beside CRIU that has its libcriu, which crun loads.
 const LIBCRIU: &str = "libcriu";
 
@@ -17,8 +19,21 @@ const LIBCRIU: &str = "libcriu";
 pub fn preferred(config: &Config) -> Option<PathBuf> {
     match &config.criu.program {
         Some(program) => program.is_absolute().then(|| program.clone()),
-        None => Some(PathBuf::from(PACKAGED)).filter(|p| p.is_file()),
+        None => packaged(),
     }
+}
+
+/// Returns the CRIU that came with cryopod: with this program, else that of the package.
+pub fn packaged() -> Option<PathBuf> {
+    let beside = beside().map(|directory| directory.join("criu/criu"));
+    let places = beside.into_iter().chain([PathBuf::from(PACKAGED)]);
+    places.into_iter().find(|p| p.is_file())
+}
+
+/// Returns the directory with the libraries that came with this program.
+pub fn beside() -> Option<PathBuf> {
+    let own = std::env::current_exe().ok()?;
+    own.parent()?.join(BESIDE).canonicalize().ok()
 }
 
 /// Returns the libcriu that belongs to the chosen CRIU.

@@ -1,0 +1,134 @@
+//! `cryopod installer`: what the pods of the Kubernetes chart (`packages/kubernetes`) do beside `cryopod setup kubernetes`.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{SigSet, Signal};
+use reqwest::{Certificate, Client};
+use serde_json::json;
+
+use crate::setup;
+
+/// Where Kubernetes gives a pod its identity.
+const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+const ANSWER: Duration = Duration::from_secs(30);
+const LABEL: &str = "cryopod.dev/ready";
+
+#[derive(clap::Subcommand)]
+pub enum Args {
+    /// Runs the node's cryopod as on the node.
+    Run {
+        /// The directory with the node's root.
+        #[arg(long)]
+        node_root: PathBuf,
+        /// An auth file of this container, for registries.
+        #[arg(long)]
+        auth_file: Option<PathBuf>,
+        #[arg(last = true, required = true)]
+        words: Vec<OsString>,
+    },
+    /// Labels this pod's node as ready, with the version.
+    Label {
+        node: String,
+        /// Removes the labels.
+        #[arg(long)]
+        remove: bool,
+    },
+    /// Waits until the pod is ended.
+    Hold,
+}
+
+pub fn run(args: Args) -> anyhow::Result<ExitCode> {
+    match args {
+        Args::Run {
+            node_root,
+            auth_file,
+            words,
+        } => on_node(&node_root, auth_file.as_deref(), &words),
+        Args::Label { node, remove } => {
+            tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()?
+                .block_on(label(&node, remove))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Args::Hold => {
+            // As process 1 it ends by no signal that it does not wait for.
+            let mut ends = SigSet::empty();
+            ends.add(Signal::SIGTERM);
+            ends.add(Signal::SIGINT);
+            ends.thread_block()?;
+            ends.wait()?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+fn on_node(root: &Path, auth_file: Option<&Path>, words: &[OsString]) -> anyhow::Result<ExitCode> {
+    let auth = auth_file.map(|path| File::open(path).with_context(|| path.display().to_string()));
+    let auth = auth.transpose()?;
+    setup::node::change_root(root)?;
+    let mut command = Command::new(setup::node::program());
+    command.args(words);
+    if let Some(file) = &auth {
+        // The node has no such path: the program inherits the open file.
+        fcntl(file, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        command.env("REGISTRY_AUTH_FILE", path);
+    }
+    Err(command.exec()).with_context(|| command.get_program().display().to_string())
+}
+
+/// Changes the labels of a node with the pod's own account.
+async fn label(node: &str, remove: bool) -> anyhow::Result<()> {
+    let variable = |name| std::env::var(name).with_context(|| format!("{name}: not in a pod"));
+    let host = variable("KUBERNETES_SERVICE_HOST")?;
+    let port = variable("KUBERNETES_SERVICE_PORT")?;
+    let host = if host.contains(':') {
+        format!("[{host}]")
+    } else {
+        host
+    };
+    let read = |name: &str| {
+        let path = Path::new(ACCOUNT).join(name);
+        fs::read_to_string(&path).with_context(|| path.display().to_string())
+    };
+    // An error means that a provider is already installed.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = Client::builder()
+        .tls_certs_only([Certificate::from_pem(read("ca.crt")?.as_bytes())?])
+        .timeout(ANSWER)
+        .build()?;
+    let version = env!("CARGO_PKG_VERSION");
+    let labels = BTreeMap::from([(LABEL, "true"), ("cryopod.dev/version", version)]);
+    let labels: BTreeMap<_, _> = labels
+        .into_iter()
+        .map(|(name, value)| (name, (!remove).then_some(value)))
+        .collect();
+    let answer = client
+        .patch(format!("https://{host}:{port}/api/v1/nodes/{node}"))
+        .bearer_auth(read("token")?.trim())
+        .header("Content-Type", "application/merge-patch+json")
+        .body(json!({"metadata": {"labels": labels}}).to_string())
+        .send()
+        .await
+        .context("the API server")?;
+    let status = answer.status();
+    if !status.is_success() {
+        let said = answer.text().await.unwrap_or_default();
+        bail!("the API server refuses to label the node {node}: {status}: {said}");
+    }
+    match remove {
+        true => println!("The node {node} has no label of cryopod's."),
+        false => println!("The node {node} has the label {LABEL}=true."),
+    }
+    Ok(())
+}
