@@ -9,6 +9,7 @@
 //! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`waiting`]). `run`
 //! restores without the wait.
 
+mod newest;
 pub mod source;
 pub mod waiting;
 
@@ -21,6 +22,7 @@ use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
 use serde_json::{Value, json};
 
+use self::newest::Newest;
 use self::source::SourceRequest;
 use crate::bundle::{self, BundleUndo, Edit, avoid};
 use crate::checkpoint::on_stop;
@@ -28,6 +30,7 @@ use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
+use crate::images::place::setting;
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
@@ -112,7 +115,7 @@ fn create(
     spec: &Spec,
     named: &CheckpointName<'_>,
 ) -> Result<Creation, Error> {
-    let start_without = match spec.annotation(OTHERWISE) {
+    let start_without = match setting(spec, OTHERWISE).map(|set| set.value) {
         None | Some("fail") => false,
         Some("start") => true,
         Some(other) => {
@@ -122,13 +125,28 @@ fn create(
         }
     };
     program::prefer_over_host(&ctx.config);
-    match restored(ctx, inv, spec, named) {
+    let newest = named.checkpoint.strip_prefix(newest::PREFIX);
+    let newest = newest.map(|place| Newest::of(ctx, inv, spec, named, place));
+    let newest = newest.transpose()?;
+    let restored = match &newest {
+        None => restored(ctx, inv, spec, named),
+        Some(newest) => newest
+            .named(named.by)
+            .and_then(|named| restored(ctx, inv, spec, &named)),
+    };
+    match restored {
         Err(e) if start_without => {
             let why = e.to_string();
             tracing::warn!("{} starts without its checkpoint: {why}", inv.id);
             Ok(Creation::WithoutCheckpoint(StartReason { why }))
         }
-        result => result.map(Creation::Restored),
+        Err(e) => {
+            if let Some(newest) = newest {
+                newest.give_back();
+            }
+            Err(e)
+        }
+        restored => restored.map(Creation::Restored),
     }
 }
 

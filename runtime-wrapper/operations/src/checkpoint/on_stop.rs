@@ -36,6 +36,7 @@ use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
+use crate::images::place::lease::{self, LeaseHolder};
 use crate::images::place::{self, PlaceRequest, seconds, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
@@ -70,6 +71,8 @@ struct StopRequest<'a> {
     name: String,
     /// The time that the checkpoint may take.
     limit: Duration,
+    /// Other containers of the name may run at the same time.
+    many: bool,
 }
 
 impl<'a> StopRequest<'a> {
@@ -109,6 +112,7 @@ impl<'a> StopRequest<'a> {
         Ok(Some(Self {
             place,
             name: place::name(spec, id)?,
+            many: lease::limit(spec)?.is_none(),
             // The rest is the process's own, should the checkpoint fail.
             limit: grace * 4 / 5,
         }))
@@ -299,6 +303,16 @@ fn save_in_time(
     signals: &Signals,
 ) -> Result<(), Error> {
     let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
+    let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
+    let at_place = || Error::io(asked.place.place);
+    if !asked.many
+        && let Some(other) = place.taken_over(&me).map_err(at_place())?
+    {
+        return Err(Error::Failed(format!(
+            "{other} has taken the lease of {} over: this container must not write its next checkpoint",
+            asked.name
+        )));
+    }
     let partial = place.begin().map_err(Error::Failed)?;
     let stopping = Context {
         config: config_of_stop(&ctx.config, asked.limit),
@@ -313,6 +327,10 @@ fn save_in_time(
         if let Some(partial) = partial.take() {
             let named = partial.complete();
             tracing::info!("{}: checkpointed into {}", inv.id, named.display());
+            // None of its instructions will run, so the next may begin.
+            if let Err(e) = place.give_back(&me) {
+                tracing::warn!("{}: the lease is not given back: {e}", inv.id);
+            }
         }
         if let Err(e) = end::end(state.init, EXIT_CODE, move || drop(frozen)) {
             tracing::warn!("{}: ended by KILL in place of TERM: {e}", inv.id);

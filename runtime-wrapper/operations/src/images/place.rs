@@ -4,6 +4,8 @@
 //! `.partial-NUMBER`, and gets its name when it is complete. NAME is the container's own choice ([`name`]), as the next
 //! host makes a container with another id.
 
+pub mod lease;
+
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;

@@ -11,11 +11,16 @@ to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
 nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && ! pgrep -x cryopod-on-stop > /dev/null; }
+numbers() { there "$1" | sed 's/ *lease-[0-9]*//'; }
 there() { { ls -A "$1" 2> /dev/null || true; } | xargs; } # DIRECTORY: what is there
 
 # ---- without a GPU ----
 mapfile -t stops < <(to $place job)
-pod run -d --name c1 "${stops[@]}" "${plain[@]}" > /dev/null
+newest=(--annotation dev.cryopod.restore=latest:$place)
+start=(--annotation dev.cryopod.restore.otherwise=start)
+check 'no checkpoint, no container' test "$(pod run -d --name c1 "${newest[@]}" "${stops[@]}" "${plain[@]}" 2>&1 | grep -c 'there is no checkpoint of job')" = 1
+podman rm -f -t 0 c1 > /dev/null 2>&1 || true
+pod run -d --name c1 "${newest[@]}" "${start[@]}" "${stops[@]}" "${plain[@]}" > /dev/null 2>&1
 wait_for counted c1 5
 podman exec c1 sh -c 'echo kept > /root/file'
 check 'a stop' stopped -t 60 c1
@@ -23,13 +28,30 @@ check 'with the exit code of TERM' test "$(exit_code c1)" = 143
 check 'is a checkpoint' test -e $place/job/000001/cryopod.json
 last=$(count c1)
 check 'nothing is left' wait_for nothing_left
-pod run -d --name c2 --annotation dev.cryopod.restore=$place/job/000001 "${stops[@]}" "${plain[@]}" > /tmp/said 2>&1
+pod run -d --name c2 "${newest[@]}" "${start[@]}" "${stops[@]}" "${plain[@]}" > /tmp/said 2>&1
 wait_for counted c2 $((last + 3))
 check 'it goes on where it was' test "$(printed c2 | head -n 1)" = $((last + 1))
 check 'with its files' test "$(podman exec c2 cat /root/file)" = kept
 check 'a second stop' stopped -t 60 c2
-check 'is a checkpoint, too' test "$(there $place/job)" = '000001 000002'
+check 'is a checkpoint, too' test "$(numbers $place/job)" = '000001 000002'
 check 'nothing is left' wait_for nothing_left
+
+# ---- two hosts that want it ----
+far() { unshare --uts bash -euc 'hostname far; exec "$@"' - podman --runtime cryopod-runtime "$@" > /tmp/said 2>&1; }
+taken() { far run -d --name c4 "${newest[@]}" "${start[@]}" "$@" "${stops[@]}" "${plain[@]}" || { podman rm -f -t 0 c4 > /dev/null 2>&1; return 1; }; }
+pod run -d --name c3 "${newest[@]}" "${stops[@]}" "${plain[@]}" > /tmp/said 2>&1
+wait_for counted c3 $((last + 5))
+if taken; then exit 1; fi
+check 'one has it' says /tmp/said "it runs as container $(podman inspect -f '{{.Id}}' c3) on $(hostname)"
+touch -d '1 hour ago' $place/job/lease-*
+check 'a lease of a lost host is taken over' taken
+podman stop -t 0 c4 > /dev/null 2>&1
+podman stop -t 2 c3 > /dev/null 2>&1 &
+check 'who lost it saves nothing' wait_for grep -q 'has taken the lease of job over' $log
+wait $!
+check 'there is no third checkpoint' test "$(numbers $place/job)" = '000001 000002'
+podman rm -f -t 0 c3 c4 > /dev/null
+rm $place/job/lease-* # of the host `far`
 
 # ---- what is no checkpoint ----
 # shellcheck disable=SC2016
@@ -75,19 +97,19 @@ wait_for ticked g1 3
 check 'a stop with a GPU' stopped -t 60 g1
 check 'with the exit code of TERM' test "$(exit_code g1)" = 143
 tick=$(logs g1 | tail -n 1 | cut -d' ' -f1) sum=$(sum g1)
-check 'a job from it' job g2 --annotation dev.cryopod.restore=$place/gpu/000001 "${stops[@]}"
+check 'a job from it' job g2 "${newest[@]}" "${stops[@]}"
 check 'its sums are right' goes_on g2
 check 'it goes on where it was' test "$(logs g2 | head -n 1 | cut -d' ' -f1,2)" = "$((tick + 1)) $sum"
 slow
 check 'KILL in the middle' stopped -t 1 g2
 check 'is not held up' test "$(exit_code g2)" = 137
 check 'nothing is left' wait_for nothing_left
-check 'nothing half made' test "$(there $place/gpu)" = 000001
-check 'the job again' job g3 --annotation dev.cryopod.restore=$place/gpu/000001 "${stops[@]}" --annotation dev.cryopod.grace_s=2
+check 'nothing half made' test "$(numbers $place/gpu)" = 000001
+check 'the job again' job g3 "${newest[@]}" "${stops[@]}" --annotation dev.cryopod.grace_s=2
 wait_for ticked g3 3
 slow
 check 'too short a time' stopped -t 60 g3
 check 'is a stop by TERM' test "$(exit_code g3)" = 7
 check 'and the log says why' says $log 'it took longer than 1 s|interrupted by SIGTERM'
 check 'nothing is left' wait_for nothing_left
-check 'nothing half made' test "$(there $place/gpu)" = 000001
+check 'nothing half made' test "$(numbers $place/gpu)" = 000001

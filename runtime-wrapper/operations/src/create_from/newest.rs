@@ -1,0 +1,107 @@
+//! Finds the newest checkpoint of a container's name in a place: `latest:PLACE`.
+
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use super::{CheckpointName, VARIABLE};
+use crate::config::restore::Asker;
+use crate::config::tenant::Tenant;
+use crate::error::Error;
+use crate::images::place::lease::{self, LeaseHolder, NameLease};
+use crate::images::place::{self, Place, PlaceRequest};
+use crate::request::argv::Invocation;
+use crate::request::context::Context;
+use crate::request::state;
+use cryopod_host::spec::Spec;
+
+/// Stands before the place.
+pub const PREFIX: &str = "latest:";
+
+/// The newest checkpoint, and the lease of the name.
+pub struct Newest {
+    place: Place,
+    name: String,
+    checkpoint: Option<PathBuf>,
+    me: LeaseHolder,
+    _lease: Option<NameLease>,
+}
+
+impl Newest {
+    /// Takes the lease, and finds the checkpoint.
+    ///
+    /// # Errors
+    /// The place may not be used or does not answer, or another container has the lease. Such a container does not start
+    /// without a checkpoint either.
+    pub fn of(
+        ctx: &Context,
+        inv: &Invocation,
+        spec: &Spec,
+        named: &CheckpointName<'_>,
+        place: &str,
+    ) -> Result<Self, Error> {
+        let tenant = Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec);
+        let by_variable = named.by == VARIABLE;
+        let refused = |why: String| {
+            let (by, named) = (named.by, named.checkpoint);
+            Error::not_started(format!("{by}={named}: {why}"))
+        };
+        let name = place::name(spec, &inv.id).map_err(refused)?;
+        let limit = lease::limit(spec).map_err(refused)?;
+        let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
+        let (options, place) = (ctx.config.restore.clone(), place.to_owned());
+        let patience = ctx.config.limits.tool();
+        let (sender, found) = mpsc::channel();
+        // The place may be on a server that does not answer.
+        std::thread::spawn(move || {
+            let request = PlaceRequest {
+                place: &place,
+                asker: Asker {
+                    tenant: &tenant,
+                    by_variable,
+                },
+                options: &options,
+                key: "restore.allow",
+            };
+            let _ = sender.send(find(&request, name, me, limit));
+        });
+        let found = found.recv_timeout(patience);
+        found
+            .unwrap_or_else(|_| Err(format!("no answer within {} s", patience.as_secs())))
+            .map_err(refused)
+    }
+
+    /// Returns the checkpoint as if the container had named it.
+    pub fn named(&self, by: &'static str) -> Result<CheckpointName<'_>, Error> {
+        let checkpoint = self.checkpoint.as_ref().and_then(|path| path.to_str());
+        let none = || Error::not_started(format!("there is no checkpoint of {}", self.name));
+        let checkpoint = checkpoint.ok_or_else(none)?;
+        Ok(CheckpointName { checkpoint, by })
+    }
+
+    /// Gives the lease back: no container was made.
+    pub fn give_back(&self) {
+        if let Err(e) = self.place.give_back(&self.me) {
+            tracing::warn!("the lease of {} is not given back: {e}", self.name);
+        }
+    }
+}
+
+fn find(
+    request: &PlaceRequest<'_>,
+    name: String,
+    me: LeaseHolder,
+    limit: Option<std::time::Duration>,
+) -> Result<Newest, String> {
+    let place = request.open(&name)?;
+    let lease = limit.map(|limit| place.take(&me, limit)).transpose()?;
+    let checkpoint = place.newest().inspect_err(|_| {
+        let _ = place.give_back(&me);
+    })?;
+    Ok(Newest {
+        checkpoint,
+        place,
+        name,
+        me,
+        _lease: lease,
+    })
+}

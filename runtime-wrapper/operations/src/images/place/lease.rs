@@ -1,0 +1,348 @@
+//! Leases: which container may run as a name, and write the name's next checkpoint.
+//!
+//! A checkpoint that must run once is restored by one host at a time. The lease is the file `lease-NUMBER` with the
+//! highest number beside the checkpoints. Its number is made by one host alone, as the file must be new, so a host that
+//! takes a lease over makes the next. It can take one over that its holder has given back, or that is older than the
+//! time limit by the place's own clock, or whose holder is a container of this host that no longer exists.
+//!
+//! No process renews a lease while the container runs. So the limit bounds how long a lost host blocks a name, and the
+//! number is the fence: a container that lost its lease writes no checkpoint any more.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use cryopod_host::files::read_bounded;
+use cryopod_host::spec::Spec;
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+
+use super::{Place, seconds, setting};
+
+/// Whether one container of the name may run at a time, or `many`.
+const COPIES: &str = "dev.cryopod.copies";
+/// After how many seconds another host may take the lease over.
+const LIMIT: &str = "dev.cryopod.lease_s";
+const DEFAULT_LIMIT: u64 = 300;
+const FILE: &str = "lease-";
+const MAX_BYTES: u64 = 4096;
+/// A lease that its own host has not filled after this time is nobody's.
+const MAKING: Duration = Duration::from_secs(60);
+const TRIES: usize = 5;
+
+/// Who holds a lease.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseHolder {
+    host: String,
+    boot: String,
+    container: String,
+    /// The low-level runtime's directory of the container, which exists as long as the container.
+    directory: PathBuf,
+    #[serde(default)]
+    given_back: bool,
+}
+
+impl LeaseHolder {
+    /// A container of this host.
+    pub fn here(container: &str, directory: PathBuf) -> Self {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let name = nix::unistd::gethostname().unwrap_or_default();
+        let host = format!("{} {}", name.to_string_lossy(), read("/etc/machine-id"));
+        Self {
+            host: host.trim().to_owned(),
+            boot: read("/proc/sys/kernel/random/boot_id").trim().to_owned(),
+            container: container.to_owned(),
+            directory,
+            given_back: false,
+        }
+    }
+
+    fn is(&self, other: &Self) -> bool {
+        let own = |h: &Self| (h.host.clone(), h.container.clone(), h.directory.clone());
+        own(self) == own(other)
+    }
+
+    /// True if it was a container of this host, which `me` is on, and is no more.
+    fn is_gone(&self, me: &Self) -> bool {
+        self.host == me.host && (self.boot != me.boot || !self.directory.exists())
+    }
+}
+
+/// Returns how long a lease of this container counts; `None`: it has none, as many copies may run.
+pub fn limit(spec: &Spec) -> Result<Option<Duration>, String> {
+    match setting(spec, COPIES).map(|set| set.value) {
+        None | Some("one") => seconds(spec, LIMIT, DEFAULT_LIMIT).map(Some),
+        Some("many") => Ok(None),
+        Some(other) => Err(format!(
+            "{COPIES}: {other:?} is neither \"one\" nor \"many\""
+        )),
+    }
+}
+
+/// A lease that this process has taken. Another process of this host does not take the container for gone meanwhile.
+#[derive(Debug)]
+pub struct NameLease {
+    _lock: Option<Flock<File>>,
+}
+
+impl Place {
+    fn lease(&self, number: u64) -> PathBuf {
+        self.directory.join(format!("{FILE}{number}"))
+    }
+
+    /// Returns the lease that counts, with its holder if that can be read.
+    fn held(&self) -> io::Result<Option<(u64, Option<LeaseHolder>)>> {
+        let Some(number) = self.numbers(FILE)?.pop() else {
+            return Ok(None);
+        };
+        let text = read_bounded(&self.lease(number), MAX_BYTES)?;
+        Ok(Some((number, serde_json::from_slice(&text).ok())))
+    }
+
+    /// Takes the lease of the name.
+    ///
+    /// # Errors
+    /// Who holds it, or why the place cannot be used.
+    pub fn take(&self, me: &LeaseHolder, limit: Duration) -> Result<NameLease, String> {
+        let at = |e: io::Error| format!("{}: {e}", self.directory.display());
+        self.make().map_err(at)?;
+        for _ in 0..TRIES {
+            let held = self.held().map_err(at)?;
+            if let Some((number, holder)) = &held
+                && let Some(why) = self
+                    .keeps(*number, holder.as_ref(), me, limit)
+                    .map_err(at)?
+            {
+                return Err(why);
+            }
+            let number = held.map_or(0, |(number, _)| number) + 1;
+            if let Some(lease) = self.make_lease(number, me).map_err(at)? {
+                return Ok(lease);
+            }
+        }
+        Err(format!("{}: others take it", self.directory.display()))
+    }
+
+    /// Returns why a lease cannot be taken over.
+    fn keeps(
+        &self,
+        number: u64,
+        holder: Option<&LeaseHolder>,
+        me: &LeaseHolder,
+        limit: Duration,
+    ) -> io::Result<Option<String>> {
+        let path = self.lease(number);
+        let age = self.age(&path)?;
+        let being_made = || {
+            let lock = File::open(&path).map(|f| Flock::lock(f, FlockArg::LockExclusiveNonblock));
+            matches!(lock, Ok(Err((_, nix::errno::Errno::EWOULDBLOCK))))
+        };
+        let free = match holder {
+            Some(holder) => {
+                holder.given_back
+                    || age >= limit
+                    || holder.is(me)
+                    || holder.is_gone(me) && !being_made()
+            }
+            None => age >= limit.min(MAKING),
+        };
+        let by = holder.map_or("another host", |h| h.host.as_str());
+        let container = holder.map_or("?", |h| h.container.as_str());
+        Ok((!free).then(|| {
+            format!(
+                "it runs as container {container} on {by}, or did so {} s ago; others may take it over after {} s ({LIMIT}), or if you remove {}",
+                age.as_secs(),
+                limit.as_secs(),
+                path.display()
+            )
+        }))
+    }
+
+    /// Makes the lease of this number; `None`: another has made it, or a later one.
+    fn make_lease(&self, number: u64, holder: &LeaseHolder) -> io::Result<Option<NameLease>> {
+        let path = self.lease(number);
+        let mut file = match File::create_new(&path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+            made => made?,
+        };
+        let text = serde_json::to_vec(holder)?;
+        let lock = file
+            .try_clone()
+            .map(|f| Flock::lock(f, FlockArg::LockExclusiveNonblock));
+        let written = file.write_all(&text).and_then(|()| file.sync_all());
+        let all = written.and_then(|()| self.numbers(FILE));
+        match all {
+            Ok(all) if all.last() == Some(&number) => {
+                for old in all.iter().filter(|n| **n < number) {
+                    let _ = fs::remove_file(self.lease(*old));
+                }
+                let lock = lock.ok().and_then(Result::ok);
+                Ok(Some(NameLease { _lock: lock }))
+            }
+            other => {
+                let _ = fs::remove_file(path);
+                other.map(|_| None)
+            }
+        }
+    }
+
+    /// Checks the fence: returns who has taken the lease over from this container.
+    pub fn taken_over(&self, me: &LeaseHolder) -> io::Result<Option<String>> {
+        Ok(match self.held()? {
+            Some((_, Some(holder))) if holder.given_back || holder.is(me) => None,
+            Some((_, holder)) => Some(holder.map_or("another host".into(), |h| h.host)),
+            None => None,
+        })
+    }
+
+    /// Gives the lease back, if this container has it.
+    pub fn give_back(&self, me: &LeaseHolder) -> io::Result<()> {
+        if let Some((number, Some(holder))) = self.held()?
+            && holder.is(me)
+            && !holder.given_back
+        {
+            let given_back = true;
+            self.make_lease(
+                number + 1,
+                &LeaseHolder {
+                    given_back,
+                    ..holder
+                },
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::time::SystemTime;
+
+    const LONG: Duration = Duration::from_secs(300);
+
+    fn place() -> (tempfile::TempDir, Place) {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("c1");
+        (dir, Place { directory })
+    }
+
+    /// A container that exists.
+    fn on(host: &str, container: &str) -> LeaseHolder {
+        LeaseHolder {
+            host: host.into(),
+            boot: "b1".into(),
+            container: container.into(),
+            directory: "/".into(),
+            given_back: false,
+        }
+    }
+
+    fn older(place: &Place, by: Duration) {
+        let (number, _) = place.held().unwrap().unwrap();
+        let file = File::options()
+            .write(true)
+            .open(place.lease(number))
+            .unwrap();
+        file.set_modified(SystemTime::now() - by).unwrap();
+    }
+
+    #[test]
+    fn one_host_at_a_time() {
+        let (_dir, place) = place();
+        let (a, b) = (on("a", "1"), on("b", "2"));
+        place.take(&a, LONG).unwrap();
+        let said = place.take(&b, LONG).unwrap_err();
+        assert!(said.contains("container 1 on a"), "{said}");
+        // The same container begins again.
+        place.take(&a, LONG).unwrap();
+        assert_eq!(place.taken_over(&a).unwrap(), None);
+        place.give_back(&b).unwrap();
+        assert!(place.take(&b, LONG).is_err(), "it was not b's to give back");
+        place.give_back(&a).unwrap();
+        place.take(&b, LONG).unwrap();
+        assert_eq!(place.taken_over(&a).unwrap().as_deref(), Some("b"));
+        assert_eq!(place.numbers(FILE).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_lost_host_is_fenced() {
+        let (_dir, place) = place();
+        let (a, b) = (on("a", "1"), on("b", "2"));
+        place.take(&a, LONG).unwrap();
+        older(&place, Duration::from_secs(299));
+        assert!(place.take(&b, LONG).is_err());
+        older(&place, Duration::from_secs(301));
+        assert_eq!(place.taken_over(&a).unwrap(), None, "nobody has yet");
+        place.take(&b, LONG).unwrap();
+        assert_eq!(place.taken_over(&a).unwrap().as_deref(), Some("b"));
+        place.give_back(&a).unwrap();
+        assert!(place.take(&a, LONG).is_err());
+    }
+
+    #[test]
+    fn a_clock_that_jumps_back_frees_nothing() {
+        let (_dir, place) = place();
+        place.take(&on("a", "1"), LONG).unwrap();
+        let (number, _) = place.held().unwrap().unwrap();
+        let file = File::options()
+            .write(true)
+            .open(place.lease(number))
+            .unwrap();
+        file.set_modified(SystemTime::now() + Duration::from_secs(9000))
+            .unwrap();
+        assert!(place.take(&on("b", "2"), LONG).is_err());
+    }
+
+    #[test]
+    fn containers_of_this_host_that_are_no_more() {
+        let (_dir, place) = place();
+        let gone = LeaseHolder {
+            directory: "/no/such".into(),
+            ..on("a", "1")
+        };
+        let making = place.take(&gone, LONG).unwrap();
+        // Its directory comes later.
+        assert!(place.take(&on("a", "2"), LONG).is_err());
+        drop(making);
+        assert!(
+            place.take(&on("b", "2"), LONG).is_err(),
+            "another host cannot tell"
+        );
+        place.take(&on("a", "2"), LONG).unwrap();
+        let rebooted = LeaseHolder {
+            boot: "b2".into(),
+            ..on("a", "3")
+        };
+        place.take(&rebooted, LONG).unwrap();
+    }
+
+    #[test]
+    fn many_at_once_one_wins() {
+        let (_dir, place) = place();
+        place.take(&on("a", "1"), LONG).unwrap();
+        older(&place, Duration::from_secs(301));
+        let won = std::thread::scope(|scope| {
+            let place = &place;
+            let tries: Vec<_> = (0..8)
+                .map(|i| scope.spawn(move || place.take(&on(&format!("h{i}"), "c"), LONG).is_ok()))
+                .collect();
+            tries
+                .into_iter()
+                .map(|t| t.join().unwrap())
+                .filter(|won| *won)
+                .count()
+        });
+        assert_eq!(won, 1);
+    }
+
+    #[test]
+    fn copies() {
+        let of = |copies: &str| limit(&Spec::from_json(json!({"annotations": {COPIES: copies}})));
+        assert_eq!(of("one").unwrap(), Some(LONG));
+        assert_eq!(of("many").unwrap(), None);
+        assert!(of("two").unwrap_err().contains("neither"));
+    }
+}
