@@ -11,12 +11,13 @@ mod engines;
 mod generate;
 mod gpu_memory;
 mod inspect;
-mod installer;
+mod kubernetes;
 mod setup;
 mod store;
 mod temp_dir;
 mod terminal;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -27,6 +28,7 @@ use cryopod_archive::format::text::printable;
 use cryopod_operations::run::metrics as counts;
 use engines::{export, import, migrate};
 use gpu_memory::{resume, suspend};
+use kubernetes::{installer, plugin};
 
 /// Checkpoints and restores GPU containers.
 #[derive(Parser)]
@@ -106,6 +108,10 @@ fn run() -> anyhow::Result<ExitCode> {
         .with_writer(std::io::stderr)
         .without_time()
         .init();
+    let called_as = std::env::args_os().next().map(PathBuf::from);
+    if called_as.is_some_and(|path| path.file_name() == Some(plugin::NAME.as_ref())) {
+        return plugin::run();
+    }
     let command = Cli::parse().command;
     let Some(operation) = command.counted() else {
         return command.run();

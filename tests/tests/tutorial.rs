@@ -34,3 +34,19 @@ fn kubernetes() {
     ];
     crate::run(Cgroup::V1, &[], &scripts);
 }
+
+/// The chart, and `kubectl cryopod`.
+#[test]
+fn cluster() {
+    if !containerd_has_cri_checkpoints() {
+        println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
+        return;
+    }
+    let scripts = [
+        include_str!("scripts/archive/lib.sh"),
+        include_str!("scripts/shim/lib.sh"),
+        include_str!("scripts/setup/lib.sh"),
+        include_str!("scripts/kubernetes/cluster.sh"),
+    ];
+    crate::run(Cgroup::V1, &[], &scripts);
+}

@@ -58,6 +58,14 @@ const HOLDS_POD: [&str; 2] = [
     "io.kubernetes.cri-o.ContainerType",
 ];
 
+/// The annotations by which they tell the name of a container in its pod.
+const IN_POD: [&str; 2] = [
+    "io.kubernetes.cri.container-name",
+    "io.kubernetes.container.name",
+];
+/// [`ANNOTATION`] for one container of a pod.
+const FOR_ONE: &str = "dev.cryopod.restore.CONTAINER";
+
 /// The directory in the bundle for the logs of CRIU.
 const LOGS: &str = "cryopod-restore";
 
@@ -227,22 +235,31 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
 #[derive(Debug, PartialEq, Eq)]
 struct CheckpointName<'a> {
     checkpoint: &'a str,
-    /// [`ANNOTATION`] or [`VARIABLE`].
+    /// [`ANNOTATION`], [`FOR_ONE`] or [`VARIABLE`].
     by: &'static str,
 }
 
-/// Returns the checkpoint that the container names. The annotation takes precedence. That of a pod is for the pod's
-/// containers, and not for the one that only holds its namespaces.
+/// Returns the checkpoint that the container names. An annotation takes precedence, and of a pod's annotations that for
+/// this container. They are for the pod's containers, and not for the one that only holds its namespaces.
 fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
     let holds_pod = HOLDS_POD
         .iter()
         .any(|key| spec.annotation(key) == Some("sandbox"));
-    let annotation = spec.annotation(ANNOTATION).filter(|_| !holds_pod);
-    let (checkpoint, by) = match annotation {
-        Some(annotation) => (annotation, ANNOTATION),
+    let own = for_one(spec).map(|checkpoint| (checkpoint, FOR_ONE));
+    let annotation = own.or_else(|| Some((spec.annotation(ANNOTATION)?, ANNOTATION)));
+    let (checkpoint, by) = match annotation.filter(|_| !holds_pod) {
+        Some(annotation) => annotation,
         None => (spec.variable(VARIABLE)?, VARIABLE),
     };
     (!checkpoint.is_empty()).then_some(CheckpointName { checkpoint, by })
+}
+
+/// The pod's annotation with the name of this container.
+fn for_one(spec: &Spec) -> Option<&str> {
+    let name = IN_POD.iter().find_map(|key| spec.annotation(key))?;
+    let key = format!("{ANNOTATION}.{name}");
+    let reserved = [OTHERWISE, WITHOUT].contains(&key.as_str());
+    spec.annotation(&key).filter(|_| !reserved)
 }
 
 /// Rewrites the command line of `create` or `run` as that of a restore.
@@ -329,6 +346,15 @@ mod tests {
                 "{annotation:?} {env:?}"
             );
         }
+        let one = |name: &str| {
+            let all = json!({ANNOTATION: "/a", "dev.cryopod.restore.one": "/1", OTHERWISE: "start", IN_POD[0]: name});
+            let spec = Spec::from_json(json!({"annotations": all}));
+            let named = named(&spec).unwrap();
+            (named.checkpoint.to_owned(), named.by)
+        };
+        assert_eq!(one("one"), ("/1".into(), FOR_ONE));
+        assert_eq!(one("two"), ("/a".into(), ANNOTATION));
+        assert_eq!(one("otherwise"), ("/a".into(), ANNOTATION));
         let holds_pod = json!({ANNOTATION: "/a", HOLDS_POD[0]: "sandbox"});
         assert_eq!(
             named(&Spec::from_json(json!({"annotations": holds_pod}))),

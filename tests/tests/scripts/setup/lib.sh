@@ -29,6 +29,17 @@ case $* in
 esac
 SH
 chmod +x /usr/local/bin/systemctl
+# Whoever asks may have another root; services start with systemd's own.
+systemd_outside() {
+    mv /usr/local/bin/systemctl /tmp/restarts
+    mkfifo /run/ask /run/answer
+    while read -r words < /run/ask; do
+        # shellcheck disable=SC2086
+        /tmp/restarts $words && echo 0 > /run/answer || echo 1 > /run/answer
+    done &
+    printf '#!/bin/sh\necho "$*" > /run/ask\nread -r code < /run/answer\nexit $code\n' > /usr/local/bin/systemctl
+    chmod +x /usr/local/bin/systemctl
+}
 docker_daemons() {
     containerd_up
     dockerd_up

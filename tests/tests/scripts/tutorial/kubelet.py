@@ -1,5 +1,6 @@
 """kubelet.py PORT: stands in for an API server and the kubelet of one node. kubectl gives it pods, and it runs them by
-containerd's CRI: as much of both as docs/tutorial.md asks for. A pod is on the host's network."""
+containerd's CRI: as much of both as docs/tutorial.md and `kubectl cryopod` ask for. A pod is on the host's network. A job is
+a process of this host, whose own root is at /host."""
 
 import http.server
 import json
@@ -13,8 +14,16 @@ NODE = "node1"
 CHECKPOINTS = pathlib.Path("/var/lib/kubelet/checkpoints")
 KINDS = {
     "pods": ("v1", "Pod", True),
+    "configmaps": ("v1", "ConfigMap", True),
+    "serviceaccounts": ("v1", "ServiceAccount", True),
     "runtimeclasses": ("node.k8s.io/v1", "RuntimeClass", False),
+    "daemonsets": ("apps/v1", "DaemonSet", True),
+    "deployments": ("apps/v1", "Deployment", True),
+    "jobs": ("batch/v1", "Job", True),
+    "clusterroles": ("rbac.authorization.k8s.io/v1", "ClusterRole", False),
+    "clusterrolebindings": ("rbac.authorization.k8s.io/v1", "ClusterRoleBinding", False),
 }
+GROUPS = sorted({version for version, _, _ in KINDS.values() if version != "v1"})
 objects = {kind: {} for kind in KINDS}
 containers = {}  # pod: its sandbox, its containers by name
 
@@ -67,6 +76,33 @@ def checkpoint(pod, container):
     return {"items": [str(archive)]}
 
 
+def run_job(job):
+    name, template = job["metadata"]["name"], job["spec"]["template"]
+    done = subprocess.run(template["spec"]["containers"][0]["command"], capture_output=True, text=True)
+    job["spec"]["selector"] = {"matchLabels": {"job-name": name}}
+    job["status"] = {"conditions": [{"type": "Failed" if done.returncode else "Complete", "status": "True"}]}
+    metadata = {"name": f"{name}-0", "namespace": job["metadata"]["namespace"], "labels": {"job-name": name}}
+    log_file(f"{name}-0", "").parent.mkdir(parents=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    log_file(f"{name}-0", "push").write_text("".join(f"0 stdout F {line}\n" for line in lines))
+    objects["pods"][f"{name}-0"] = {"kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": template["spec"], "status": {"phase": "Succeeded"}}
+
+
+def merge(old, patch):
+    for key, value in patch.items():
+        if value is None:
+            old.pop(key, None)
+        elif isinstance(value, dict):
+            old[key] = merge(old.get(key) or {}, value)
+        else:
+            old[key] = value
+    return old
+
+
+def has(labels, selector):
+    return all(labels.get(key) == value for key, value in (one.split("=", 1) for one in selector.split(",")))
+
+
 def logs(pod, container, tail):
     lines = log_file(pod, container).read_text().splitlines()
     lines = [line.split(" ", 3)[3] for line in lines]  # TIME STREAM F TEXT
@@ -100,14 +136,14 @@ DISCOVERY = {
     "/apis": {
         "kind": "APIGroupList",
         "apiVersion": "v1",
-        "groups": [{"name": "node.k8s.io", "versions": [{"groupVersion": "node.k8s.io/v1", "version": "v1"}],
-                    "preferredVersion": {"groupVersion": "node.k8s.io/v1", "version": "v1"}}],
+        "groups": [{"name": of.split("/")[0], "versions": [{"groupVersion": of, "version": "v1"}],
+                    "preferredVersion": {"groupVersion": of, "version": "v1"}} for of in GROUPS],
     },
     "/api/v1": resources("v1"),
-    "/apis/node.k8s.io/v1": resources("node.k8s.io/v1"),
-    "/openapi/v3": {"paths": {at: {"serverRelativeURL": f"/openapi/v3/{at}"} for at in ("api/v1", "apis/node.k8s.io/v1")}},
+    **{f"/apis/{of}": resources(of) for of in GROUPS},
+    "/openapi/v3": {"paths": {at: {"serverRelativeURL": f"/openapi/v3/{at}"} for at in ["api/v1"] + [f"apis/{of}" for of in GROUPS]}},
     "/openapi/v3/api/v1": schema("v1"),
-    "/openapi/v3/apis/node.k8s.io/v1": schema("node.k8s.io/v1"),
+    **{f"/openapi/v3/apis/{of}": schema(of) for of in GROUPS},
 }  # fmt: skip
 
 
@@ -146,14 +182,19 @@ class Server(http.server.BaseHTTPRequestHandler):
         version, word, _ = KINDS[kind]
         if self.command == "POST" and not name:
             one = json.loads(body)
+            one["metadata"].setdefault("name", one["metadata"].get("generateName", "") + str(time.time_ns()))
             one["metadata"] |= {"uid": f"uid-{time.time_ns()}", "resourceVersion": "1"}
             if kind == "pods":
                 run(one)
+            if kind == "jobs":
+                run_job(one)
             known[one["metadata"]["name"]] = one
             self.answer(201, one)
         elif not name:
             wanted = query.get("fieldSelector", "").removeprefix("metadata.name=")
             items = [one for key, one in known.items() if wanted in ("", key)]
+            if "labelSelector" in query:
+                items = [one for one in items if has(one["metadata"].get("labels", {}), query["labelSelector"])]
             self.answer(200, {"kind": f"{word}List", "apiVersion": version, "metadata": {"resourceVersion": "1"}, "items": items})
         elif name[0] not in known:
             self.status(404, "NotFound", f'{kind} "{name[0]}" not found')
@@ -161,6 +202,8 @@ class Server(http.server.BaseHTTPRequestHandler):
             pod = known[name[0]]
             container = query.get("container", pod["spec"]["containers"][0]["name"])
             self.answer(200, logs(name[0], container, query.get("tailLines")))
+        elif self.command == "PATCH":
+            self.answer(200, merge(known[name[0]], json.loads(body)))
         elif self.command == "DELETE":
             if kind == "pods":
                 end(name[0])
@@ -174,7 +217,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         except Exception as error:  # kubectl shows it
             self.status(500, "InternalError", f"{type(error).__name__}: {error}")
 
-    do_POST = do_DELETE = do_GET
+    do_POST = do_DELETE = do_PATCH = do_GET
 
     def log_message(self, line, *arguments):
         print(line % arguments, file=sys.stderr, flush=True)

@@ -1,0 +1,4 @@
+//! What cryopod does in a cluster: the installer's pods, and `kubectl cryopod`.
+
+pub mod installer;
+pub mod plugin;
