@@ -51,6 +51,7 @@ mod sharing;
 
 use parts::{Parts, at, close_directories};
 
+use crate::criu;
 use crate::error::Error;
 use crate::run::action_script::HOOK_NAME;
 use crate::run::operation::{EXCHANGE, Operation};
@@ -371,6 +372,12 @@ impl View<'_> {
         for directory in PROGRAMS.into_iter().chain(ETC_DIRECTORIES) {
             parts.read_only(Path::new(directory))?;
         }
+        // Where cryopod is below a directory of its own, CRIU and its libraries are there, too.
+        let own = criu::program::beside();
+        let own = own.filter(|own| !PROGRAMS.iter().any(|p| own.starts_with(p)));
+        if let Some(own) = &own {
+            parts.read_only(own)?;
+        }
         for file in ETC_FILES.into_iter().chain(KERNEL_FACTS) {
             if let Ok(content) = fs::read(file) {
                 parts.copies.push((file.into(), content));
@@ -383,7 +390,8 @@ impl View<'_> {
         let plugins = plugins.into_iter().flatten().flatten();
         others.extend(plugins.filter_map(|entry| fs::read_link(entry.path()).ok()));
         for file in others {
-            let is_shown = PROGRAMS.iter().any(|p| file.starts_with(p));
+            let programs = PROGRAMS.iter().map(Path::new);
+            let is_shown = programs.chain(own.as_deref()).any(|p| file.starts_with(p));
             if !is_shown && !file.starts_with(self.operation) && file.exists() {
                 parts.limited(&file)?;
             }
