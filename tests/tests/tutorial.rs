@@ -19,22 +19,6 @@ fn gpu() {
     crate::run_in(&bed, &[], &scripts);
 }
 
-#[test]
-fn kubernetes() {
-    if !containerd_has_cri_checkpoints() {
-        println!("only with SUITE=forky or CRYOPOD_CONTAINERD");
-        return;
-    }
-    let scripts = [
-        include_str!("scripts/archive/lib.sh"),
-        include_str!("scripts/shim/lib.sh"),
-        include_str!("scripts/setup/lib.sh"),
-        include_str!("scripts/tutorial/lib.sh"),
-        include_str!("scripts/tutorial/kubernetes.sh"),
-    ];
-    crate::run(Cgroup::V1, &[], &scripts);
-}
-
 /// The chart, and `kubectl cryopod`.
 #[test]
 fn cluster() {

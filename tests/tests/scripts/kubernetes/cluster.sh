@@ -9,7 +9,7 @@ podman save -q --format oci-archive -o /tmp/busybox.oci docker.io/library/busybo
 containerd_up
 wait_for cri_quiet Version '[[1,"v1"]]'
 ctr --namespace k8s.io images import /tmp/busybox.oci > /dev/null
-python3 /src/tests/tests/scripts/tutorial/kubelet.py 8001 > /tmp/kubelet.log 2>&1 &
+python3 /src/tests/tests/scripts/kubernetes/kubelet.py 8001 > /tmp/kubelet.log 2>&1 &
 listens() { (: < "/dev/tcp/127.0.0.1/$1") 2> /dev/null; }
 wait_for listens 8001
 kubectl config set-cluster here --server http://127.0.0.1:8001 > /dev/null

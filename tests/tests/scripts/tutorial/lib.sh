@@ -5,7 +5,7 @@ page=/src/docs/tutorial.md
 blocks() { # HEADING: the blocks of its section
     awk -v heading="## $1" '/^## / {on = $0 == heading} /^```/ {if (code) print ""; code = on && $0 == "```sh"; next} code' $page
 }
-on_failure() { find /var/lib/containers -name dump.log -exec grep -B3 Error {} +; tail -n 20 /tmp/tutorial.said /tmp/dockerd.log /tmp/containerd.log /tmp/kubelet.log 2> /dev/null; }
+on_failure() { find /var/lib/containers -name dump.log -exec grep -B3 Error {} +; tail -n 20 /tmp/tutorial.said /tmp/dockerd.log /tmp/containerd.log 2> /dev/null; }
 numbers() { grep -E '^[0-9]+$' /tmp/tutorial.said; }
 tutorial() {
     blocks "$1" > /tmp/blocks.sh

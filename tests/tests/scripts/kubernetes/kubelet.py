@@ -1,5 +1,5 @@
 """kubelet.py PORT: stands in for an API server and the kubelet of one node. kubectl gives it pods, and it runs them by
-containerd's CRI: as much of both as docs/tutorial.md and `kubectl cryopod` ask for. A pod is on the host's network. A job is
+containerd's CRI: as much of both as the chart and `kubectl cryopod` ask for. A pod is on the host's network. A job is
 a process of this host, whose own root is at /host."""
 
 import http.server
