@@ -43,10 +43,15 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	STORE_ROUNDS=100 CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- store::killed
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
+	$(MAKE) --no-print-directory campaign ROUNDS=500 JOBS=$$(nproc)
 	tests/amd/predict 10000
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm SUITE=forky CASES='amd_one amd_gpus amd_moves amd_switches amd_failures amd_failed_restores'
 	fuzz/run 4200
+
+campaign: ## random operations with random faults, and a model of what must hold: SEED, ROUNDS, JOBS as tests/campaign says
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/campaign $(or $(SEED),$(shell date +%s)) $(or $(ROUNDS),20) $(or $(JOBS),1) "$(LOW)" "$(ONLY)"
 
 test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
 	$(MAKE) --no-print-directory build BUILD=--workspace
@@ -112,4 +117,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-list test-one test-long testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-list test-one test-long campaign testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean

@@ -3,6 +3,7 @@
 pub mod which;
 
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::io::{self, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
@@ -27,6 +28,18 @@ pub enum Engine {
     /// containerd, by `ctr`.
     Containerd,
 }
+
+/// The engine's program was ended. A daemon behind it may go on with what it was asked for.
+#[derive(Debug)]
+pub struct Interrupted(String);
+
+impl fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Interrupted {}
 
 pub struct EngineCall {
     program: &'static str,
@@ -92,11 +105,13 @@ impl EngineCall {
         let (out, err) = (said(out), said(err));
         match ended {
             Some(status) if status.success() => Ok(out),
-            Some(status) => bail!("{line}: {status}: {}", words(&err)),
-            None => bail!(
+            Some(status) if status.code().is_some() => bail!("{line}: {status}: {}", words(&err)),
+            Some(status) => Err(Interrupted(format!("{line}: {status}: {}", words(&err))).into()),
+            None => Err(Interrupted(format!(
                 "{line}: was ended after {} s; see with the engine what state the container is in; a longer limit: --timeout",
                 self.limit.as_secs()
-            ),
+            ))
+            .into()),
         }
     }
 

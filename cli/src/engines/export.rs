@@ -6,6 +6,7 @@ mod image;
 mod podman;
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use crate::archives::bundle;
 use crate::archives::pack::{self, PackMethod};
 use crate::archives::registry_args::RegistryAccess;
 use crate::archives::streams;
-use crate::engines::engine::{Engine, which};
+use crate::engines::engine::{Engine, EngineCall, Interrupted, which};
 use crate::store::stores;
 use crate::temp_dir::{Holds, LockedTempDir};
 use crate::terminal::ui::Steps;
@@ -151,11 +152,15 @@ fn take(
     if image.is_some() {
         steps.done("image save");
     }
-    let mut taken = match engine {
+    let taken = match engine {
         Engine::Podman => podman::checkpoint(args, temp.path(), steps),
         Engine::Docker => docker::checkpoint(args, temp.path(), steps),
         Engine::Containerd => containerd::checkpoint(args, temp.path(), steps),
-    }?;
+    };
+    let mut taken = match taken {
+        Ok(taken) => taken,
+        Err(error) => return Err(keep_if_last(error, args, engine, temp)),
+    };
     let offered = temp;
     let kept = taken.directory.take();
     let temp = kept.as_ref().unwrap_or(&offered);
@@ -193,7 +198,7 @@ fn take(
             let whole = bundle::whole(&source, stored.clone(), temp.path(), threads)?;
             let packed = how.write("export", &whole, to, extra)?;
             // Nothing else refers to it.
-            if let Err(e) = std::fs::remove_dir_all(&stored.entry) {
+            if let Err(e) = fs::remove_dir_all(&stored.entry) {
                 tracing::warn!("{}: cannot be removed: {e}", stored.entry.display());
             }
             Ok(packed)
@@ -201,6 +206,42 @@ fn take(
     steps.done("pack");
     let again = format!("cryopod pack PATH -o {}", args.output);
     keep_on_error(packed, temp, &name.unwrap_or_default(), &again)
+}
+
+/// After an error of the engine: it may have made the checkpoint, ended the container, and failed in what follows. Keeps
+/// the checkpoint unless the container runs, and says where it is.
+fn keep_if_last(
+    error: anyhow::Error,
+    args: &Args,
+    engine: Engine,
+    temp: LockedTempDir,
+) -> anyhow::Error {
+    let interrupted = error.downcast_ref::<Interrupted>().is_some();
+    let runs = || {
+        EngineCall::new(engine.program(), Duration::from_secs(60))
+            .args(["container", "inspect", "--format", "{{.State.Running}}"])
+            .args([&args.container])
+            .run()
+            .is_ok_and(|said| said.trim() == "true")
+    };
+    if engine == Engine::Containerd || !interrupted && (args.leave_running || runs()) {
+        return error;
+    }
+    if engine == Engine::Podman && podman::has_checkpoint(&args.container) {
+        return error.context(format!(
+            "the container was checkpointed and does not run; go on with: podman container restore {}",
+            args.container
+        ));
+    }
+    if fs::read_dir(temp.path()).is_ok_and(|mut items| items.next().is_none()) {
+        return error;
+    }
+    error.context(format!(
+        "{} may not run any more; what {} has made of its checkpoint is kept in {}",
+        args.container,
+        engine.program(),
+        temp.keep().display()
+    ))
 }
 
 /// The checkpoint may be all that is left of the container, so it is removed only after the archive is complete.

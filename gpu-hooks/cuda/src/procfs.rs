@@ -48,12 +48,13 @@ pub fn stat(pid: i32) -> Option<Stat> {
     parse_stat(&text(&format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// The number and the first argument of the system call that a sleeping process is in.
-pub fn system_call(pid: i32) -> Option<(i64, u64)> {
+/// The number and the first two arguments of the system call that a sleeping process is in.
+pub fn system_call(pid: i32) -> Option<(i64, [u64; 2])> {
     let line = text(&format!("/proc/{pid}/syscall")).ok()?;
-    let (number, arguments) = line.split_once(" 0x")?;
-    let first = arguments.split_ascii_whitespace().next()?;
-    Some((number.parse().ok()?, u64::from_str_radix(first, 16).ok()?))
+    let mut words = line.split_ascii_whitespace();
+    let number = words.next()?.parse().ok()?;
+    let mut argument = || u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok();
+    Some((number, [argument()?, argument()?]))
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

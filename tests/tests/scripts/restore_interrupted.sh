@@ -119,6 +119,18 @@ echo 'ok: too late'
 wait_for sh -c "[ \"\$($low state c1 | jq -r .status)\" = stopped ]"
 cryopod-runtime delete c1
 
+# The wrapper is killed. crun restores nothing where the directory that it makes for CRIU is left.
+rm -f /tmp/reached /tmp/go-on
+echo setup-namespaces > /tmp/stop-at
+cryopod-runtime restore --detach --bundle /tmp/b --image-path /tmp/b/checkpoint --work-path /tmp c1 < /dev/null > /tmp/said 2>&1 &
+wrapper=$!
+wait_for test -e /tmp/reached
+kill -KILL $wrapper
+wait $wrapper || true
+touch /tmp/go-on
+wait_for sh -c '! pgrep -x criu > /dev/null'
+cryopod-runtime delete --force c1 > /dev/null 2>&1 || true
+
 rm -f /tmp/stop-at
 cat /tmp/out.then > $out
 before=$(tail -n 1 $out)

@@ -23,11 +23,8 @@ const ASK: Duration = Duration::from_secs(60);
 
 /// After an error the container still runs, unless podman says otherwise.
 pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result<Taken> {
-    let bundle = EngineCall::new("podman", ASK)
-        .args(["container", "inspect", "--format", "{{.StaticDir}}"])
-        .args([&args.container])
-        .run()?;
-    let away = Away::beside(Path::new(bundle.trim()))?;
+    let bundle = static_dir(&args.container)?;
+    let away = Away::beside(&bundle)?;
     let file = temp.join("checkpoint.tar");
     let made = EngineCall::new("podman", args.limit())
         .args(["container", "checkpoint", "--compress", "none", "--export"])
@@ -61,6 +58,25 @@ pub fn checkpoint(args: &Args, temp: &Path, steps: &mut Steps) -> anyhow::Result
         }
         _ => Ok(plain(file)),
     }
+}
+
+fn static_dir(container: &str) -> anyhow::Result<PathBuf> {
+    let said = EngineCall::new("podman", ASK)
+        .args(["container", "inspect", "--format", "{{.StaticDir}}"])
+        .args([container])
+        .run()?;
+    Ok(said.trim().into())
+}
+
+/// Returns true if the container does not run and podman can restore it in place.
+pub fn has_checkpoint(container: &str) -> bool {
+    let state = EngineCall::new("podman", ASK)
+        .args(["container", "inspect", "--format", "{{.State.Running}}"])
+        .args([container])
+        .run();
+    let images = static_dir(container).map(|dir| dir.join(names::CHECKPOINT_DIR));
+    state.is_ok_and(|said| said.trim() == "false")
+        && images.is_ok_and(|images| images.join("inventory.img").exists())
 }
 
 /// The directory into which the runtime moves large files, if it is cryopod's.

@@ -264,6 +264,13 @@ pub fn thaw(cgroup: &Path) {
     }
 }
 
+/// Thaws the cgroup of version 1 that holds a process, and no other.
+pub fn thaw_v1(host: &Host, pid: i32) {
+    if let Some(freezer) = Freezer::of(host, pid).filter(|freezer| !freezer.v2) {
+        thaw(&freezer.dir);
+    }
+}
+
 const CGROUP_IMAGE: &str = "cgroup.img";
 const IMAGE_MAX: u64 = 16 << 20;
 /// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.

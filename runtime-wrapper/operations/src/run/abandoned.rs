@@ -97,7 +97,10 @@ impl RestoreNote {
         if !criu_with(&self.log).is_empty() {
             return;
         }
-        mountinfo::unmount_below(&self.bundle.join("criu-root"));
+        let root = self.bundle.join("criu-root");
+        mountinfo::unmount_below(&root);
+        // crun restores nothing where this directory exists.
+        let _ = fs::remove_dir(&root);
         let work = self.log.parent().unwrap_or(&self.bundle);
         for entry in fs::read_dir(work).into_iter().flatten().flatten() {
             let name = entry.file_name();

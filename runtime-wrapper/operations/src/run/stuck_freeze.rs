@@ -5,6 +5,9 @@
 //! - A process in another uninterruptible sleep: the freezer of cgroup v1 at times leaves a process frozen (CRIU's
 //!   `cgroupv1_freezer_kludges`), a network file system does not answer.
 //!
+//! - A process that SIGSTOP stopped, in the freezer of cgroup v1: since Linux 6.1 it sleeps there until it is thawed, and
+//!   ptrace(2), with which CRIU attaches to it, waits for it. No limit of CRIU's ends that, only a thaw: then CRIU goes on.
+//!
 //! CRIU would wait until its `timeout` is over ("Unseizable non-zombie N found, state D"). For containers with GPUs that
 //! limit is high, because CRIU counts the driver's work as part of the freeze. SIGALRM is what CRIU sends itself when the
 //! limit is over (`alarm_handler` in its cr-dump.c): it gives up and releases all processes.
@@ -18,6 +21,7 @@ use cryopod_host::files::Host;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::rootfs::frozen;
 use crate::run::stuck_restore::is_criu;
 
 /// How long a process may stay inside vfork after CRIU has told it to stop.
@@ -64,6 +68,8 @@ impl fmt::Display for Unstoppable {
 #[derive(Debug, Default)]
 pub struct Freeze {
     over: bool,
+    /// The frozen process to which CRIU was attaching at the last scan.
+    attaching: Option<i32>,
     /// Time of the last scan.
     looked: Option<Instant>,
     /// What CRIU waits for, and since when.
@@ -83,6 +89,14 @@ impl Freeze {
             return None;
         }
         self.looked = Some(Instant::now());
+        let attaching = attached_to(parent);
+        if let Some(pid) = attaching.filter(|_| attaching == self.attaching) {
+            tracing::warn!(
+                "process {pid} is stopped and frozen, and CRIU cannot attach to it; the container is thawed"
+            );
+            frozen::thaw_v1(&Host::system(), pid);
+        }
+        self.attaching = attaching;
         let Some((process, criu)) = waited_for(parent) else {
             self.waits_for = None;
             return None;
@@ -109,8 +123,20 @@ fn waited_for(parent: i32) -> Option<(Unstoppable, i32)> {
     below.find_map(|criu| is_criu(criu).then(|| Some((asleep(criu)?, criu)))?)
 }
 
+/// Returns a process that sleeps uninterruptibly, as CRIU does that attaches to it.
+fn attached_to(parent: i32) -> Option<i32> {
+    let sleeps = |pid| procfs::stat(pid).is_some_and(|stat| stat.state == 'D');
+    let below = live::tree(&Host::system(), parent).into_iter();
+    let mut attaching = below.filter(|pid| is_criu(*pid) && sleeps(*pid));
+    attaching.find_map(|criu| {
+        let (call, [_, pid]) = procfs::system_call(criu)?;
+        let pid = i32::try_from(pid).ok()?;
+        (call == libc::SYS_ptrace && sleeps(pid)).then_some(pid)
+    })
+}
+
 fn asleep(criu: i32) -> Option<Unstoppable> {
-    let (call, argument) = procfs::system_call(criu)?;
+    let (call, [argument, _]) = procfs::system_call(criu)?;
     let pid = i32::try_from(argument).ok()?;
     let waits = call == libc::SYS_wait4 && procfs::stat(pid)?.state == 'D';
     let makes_processes = [libc::SYS_clone, libc::SYS_clone3];

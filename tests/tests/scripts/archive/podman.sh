@@ -42,6 +42,17 @@ check 'export: to a file' cryopod verify -q /tmp/exported.tar.zst
 check 'export: the large files did not go through podman' says /tmp/said "podman's file, without the large files"
 pod container restore job > /dev/null
 check "export: podman's own checkpoint is whole, too" goes_on job
+# podman fails after the checkpoint, when the container is gone.
+mkdir -p /tmp/broken
+touch /tmp/broken/once
+printf '#!/bin/sh\ncase "$*" in *" delete "*|"delete "*) rm /tmp/broken/once 2> /dev/null && exit 1 ;; esac\nexec /opt/build/cryopod-runtime "$@"\n' > /tmp/broken/runtime
+chmod 755 /tmp/broken/runtime
+mount --bind /tmp/broken/runtime /usr/local/bin/cryopod-runtime
+if cryopod export job -e podman -o /tmp/never.tar.zst -q > /tmp/said 2>&1; then echo 'exported without the delete' && exit 1; fi
+umount /usr/local/bin/cryopod-runtime
+check 'export: podman fails when the container is gone: the way on is told' says /tmp/said 'go on with: podman container restore job'
+pod container restore job > /dev/null
+check 'export: and it comes back' goes_on job
 cryopod export job -e podman -o /tmp/exported.tar.zst --replace -q
 pod rm -f -t 0 job > /dev/null
 if cryopod export job -e podman -o /tmp/never.tar.zst > /tmp/said 2>&1; then echo 'exported what is not there' && exit 1; fi

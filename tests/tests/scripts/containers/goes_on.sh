@@ -33,6 +33,20 @@ for n in 1 2 3; do
     podman rm -f -t 0 copy > /dev/null
 done
 
+# A process that SIGSTOP has stopped, to which CRIU cannot attach in the freezer of cgroup v1.
+pod run -d --name job "${gpu[@]}" localhost/busybox sh -c 'sleep 98765 & exec /cusim/cusim-client --mib 16' > /dev/null
+wait_for ticked job 3
+stopped() { wait_for grep -q 'State:.T' "/proc/$(pgrep -fx 'sleep 98765')/status"; }
+kill -STOP "$(pgrep -fx 'sleep 98765')"
+check 'one is stopped: left running' quiet timeout 120 podman --runtime cryopod-runtime container checkpoint --leave-running --export $from/stopped.tar job
+check 'it goes on' goes_on job
+check 'and is stopped' stopped
+podman rm -f -t 0 job > /dev/null
+check 'restored' quiet pod container restore --import $from/stopped.tar
+check 'it goes on' goes_on job
+check 'and is stopped' stopped
+podman rm -f -t 0 job > /dev/null
+
 # What cannot be restored is told by those who look.
 if quiet pod container restore --import "$from/later.tar"; then echo 'FAILED: /grows is as it was' && exit 1; fi
 podman rm -f -t 0 job > /dev/null 2>&1 || true
