@@ -191,11 +191,9 @@ fn restored(
         by_variable: *by == VARIABLE,
         tenant: &Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec),
     };
-    let images = source::find(&ctx.config, wish).map_err(|why| {
-        Error::not_started(format!(
-            "the container is to be created from the checkpoint {checkpoint} ({by}), and {why}"
-        ))
-    })?;
+    // The reason first: an event of Kubernetes shows the beginning.
+    let images = source::find(&ctx.config, wish)
+        .map_err(|why| Error::not_started(format!("{by}: {why} (the checkpoint {checkpoint})")))?;
     let restoring = Context {
         config: config_of_copy(&ctx.config, spec),
         low: ctx.low.clone(),

@@ -143,3 +143,13 @@ check 'several containers: they share what a pod shares' test "$(grep -o 'ipc:[^
 cri StopPodSandbox "[[1,\"$pod\"]]"
 cri RemovePodSandbox "[[1,\"$pod\"]]"
 check 'several containers: nothing is left' wait_for no_shims
+
+# What a pod's owner sees of a refusal is the beginning of an event.
+printf -v annotations ',[7,[[1,"dev.cryopod.restore"],[2,"docker://registry.example/team/a-long-name-of-a-server@sha256:%064d"]]]' 0
+pod=$(cri RunPodSandbox "[[1,$(sandbox 5)],[2,\"$handler\"]]")
+one=$(cri CreateContainer "$(container "$pod" 5 job localhost:5000/busybox:1 true)")
+if cri StartContainer "[[1,\"$one\"]]" > /tmp/refused 2>&1; then exit 1; fi
+grep -o 'failed to create containerd task.*' /tmp/refused | head -n 1 | cut -c 1-200 > /tmp/said
+check 'a refusal: the reason comes first' says /tmp/said 'dev.cryopod.restore: that is not allowed'
+cri StopPodSandbox "[[1,\"$pod\"]]"
+cri RemovePodSandbox "[[1,\"$pod\"]]"
