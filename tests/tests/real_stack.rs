@@ -115,7 +115,7 @@ mod create_from {
         sources: V2 ["crun"] "archive/lib.sh" + "create_from/sources.sh";
         tenants_crun: V2 ["crun"] "archive/lib.sh" + "create_from/tenants.sh";
         tenants_runc: V1 ["runc"] "archive/lib.sh" + "create_from/tenants.sh";
-        swarm: V1 [] "archive/lib.sh" + "create_from/swarm.sh";
+        swarm: V1 [] "archive/lib.sh" + "swarm/lib.sh" + "create_from/swarm.sh";
     }
 }
 
@@ -125,6 +125,18 @@ mod on_stop {
         podman_crun: V2 ["crun"] "archive/lib.sh" + "on_stop/podman.sh";
         podman_runc: V1 ["runc"] "archive/lib.sh" + "on_stop/podman.sh";
         engines: V1 [] "archive/lib.sh" + "shim/lib.sh" + "on_stop/engines.sh";
+    }
+
+    /// `SWARM_PART=all`: more than CI runs.
+    #[test]
+    fn swarm() {
+        let part = std::env::var("SWARM_PART").unwrap_or_else(|_| "drain".into());
+        let scripts = [
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/swarm/lib.sh"),
+            include_str!("scripts/on_stop/swarm.sh"),
+        ];
+        crate::run(cryopod_tests::bed::Cgroup::V1, &[&part], &scripts);
     }
 }
 

@@ -9,7 +9,7 @@
 //! freezes its cgroup before it runs an instruction; from then on it waits for its start ([`waiting`]). `run`
 //! restores without the wait.
 
-mod newest;
+pub mod newest;
 pub mod source;
 pub mod waiting;
 
@@ -30,7 +30,7 @@ use crate::config::tenant::Tenant;
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
-use crate::images::place::setting;
+use crate::images::place::{self, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
@@ -42,7 +42,7 @@ use crate::run::{metrics, operation};
 use crate::vram::preload;
 
 /// Names the checkpoint from which the container is created.
-pub const ANNOTATION: &str = "dev.cryopod.restore";
+pub const ANNOTATION: &str = place::RESTORE;
 /// Names the checkpoint in the process's environment, for engines that pass no annotations.
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 
@@ -133,7 +133,7 @@ fn create(
         }
     };
     program::prefer_over_host(&ctx.config);
-    let newest = named.checkpoint.strip_prefix(newest::PREFIX);
+    let newest = named.checkpoint.strip_prefix(place::NEWEST);
     let newest = newest.map(|place| Newest::of(ctx, inv, spec, named, place));
     let newest = newest.transpose()?;
     let restored = match &newest {
@@ -142,6 +142,9 @@ fn create(
             .named(named.by)
             .and_then(|named| restored(ctx, inv, spec, &named)),
     };
+    if let (Some(newest), true) = (&newest, restored.is_ok() || start_without) {
+        newest.note(&inv.id);
+    }
     match restored {
         Err(e) if start_without => {
             let why = e.to_string();
@@ -231,7 +234,7 @@ fn config_of_copy(config: &Config, spec: &Spec) -> Config {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct CheckpointName<'a> {
+pub struct CheckpointName<'a> {
     checkpoint: &'a str,
     /// [`ANNOTATION`], [`FOR_ONE`] or [`VARIABLE`].
     by: &'static str,

@@ -36,7 +36,7 @@ use std::process::ExitCode;
 
 use checkpoint::on_stop;
 use config::Config;
-use create_from::waiting;
+use create_from::{newest, waiting};
 use criu::program;
 use error::Error;
 use request::argv::{self, Invocation, Verb};
@@ -96,6 +96,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
                 // What a killed wrapper left of this container is in no state of the low-level runtime.
                 log::init(other.as_ref().map(|i| &i.globals));
                 operation::sweep_dead();
+                newest::deleted(&ctx);
                 if let Some(gone) = other.as_ref().and_then(|inv| deleted_already(&ctx, inv)) {
                     return fail(&gone);
                 }

@@ -73,6 +73,8 @@ struct StopRequest<'a> {
     limit: Duration,
     /// Other containers of the name may run at the same time.
     many: bool,
+    /// It took the lease of the name when it was made.
+    had_lease: bool,
 }
 
 impl<'a> StopRequest<'a> {
@@ -113,6 +115,7 @@ impl<'a> StopRequest<'a> {
             place,
             name: place::name(spec, id)?,
             many: lease::limit(spec)?.is_none(),
+            had_lease: place::takes_newest(spec),
             // The rest is the process's own, should the checkpoint fail.
             limit: grace * 4 / 5,
         }))
@@ -306,7 +309,7 @@ fn save_in_time(
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
     let at_place = || Error::io(asked.place.place);
     if !asked.many
-        && let Some(other) = place.taken_over(&me).map_err(at_place())?
+        && let Some(other) = place.taken_over(&me, asked.had_lease).map_err(at_place())?
     {
         return Err(Error::Failed(format!(
             "{other} has taken the lease of {} over: this container must not write its next checkpoint",

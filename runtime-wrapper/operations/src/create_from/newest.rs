@@ -1,7 +1,10 @@
 //! Finds the newest checkpoint of a container's name in a place: `latest:PLACE`.
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
+use std::time::Duration;
 
 use super::{CheckpointName, VARIABLE};
 use crate::config::restore::Asker;
@@ -12,10 +15,14 @@ use crate::images::place::{self, Place, PlaceRequest};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
+use crate::run::operation;
+use cryopod_cuda::write_json;
+use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
 
-/// Stands before the place.
-pub const PREFIX: &str = "latest:";
+/// The directory below the operations' with the leases of this host's containers, by the containers' ids.
+const LEASES: &str = "leases";
+const MAX_BYTES: u64 = 16 << 10;
 
 /// The newest checkpoint, and the lease of the name.
 pub struct Newest {
@@ -23,7 +30,7 @@ pub struct Newest {
     name: String,
     checkpoint: Option<PathBuf>,
     me: LeaseHolder,
-    _lease: Option<NameLease>,
+    lease: Option<NameLease>,
 }
 
 impl Newest {
@@ -70,6 +77,20 @@ impl Newest {
             .map_err(refused)
     }
 
+    /// Notes the container's lease, for its end on this host ([`deleted`]). Without the note others wait for the lease's
+    /// time limit.
+    pub fn note(&self, id: &str) {
+        let Some(path) = note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
+            return;
+        };
+        let directory = path.parent().unwrap_or(Path::new("/"));
+        let made = fs::create_dir_all(directory);
+        let note = (&self.place, &self.me);
+        if let Err(e) = made.and_then(|()| write_json(&path, &note)) {
+            tracing::warn!("{}: {e}", path.display());
+        }
+    }
+
     /// Returns the checkpoint as if the container had named it.
     pub fn named(&self, by: &'static str) -> Result<CheckpointName<'_>, Error> {
         let checkpoint = self.checkpoint.as_ref().and_then(|path| path.to_str());
@@ -90,7 +111,7 @@ fn find(
     request: &PlaceRequest<'_>,
     name: String,
     me: LeaseHolder,
-    limit: Option<std::time::Duration>,
+    limit: Option<Duration>,
 ) -> Result<Newest, String> {
     let place = request.open(&name)?;
     let lease = limit.map(|limit| place.take(&me, limit)).transpose()?;
@@ -102,6 +123,35 @@ fn find(
         place,
         name,
         me,
-        _lease: lease,
+        lease,
     })
+}
+
+/// Returns the note's place for a container's id, which nobody has checked yet.
+fn note_of(id: &OsStr) -> Option<PathBuf> {
+    let id = id
+        .to_str()
+        .filter(|id| !id.is_empty() && !id.contains('/'))?;
+    Some(operation::base().join(LEASES).join(format!("{id}.json")))
+}
+
+/// Gives the lease of a container back that the engine deletes.
+pub fn deleted(ctx: &Context) {
+    let note = ctx.args.last().and_then(|id| note_of(id));
+    let Some(path) = note.filter(|path| path.exists()) else {
+        return;
+    };
+    let text = read_bounded(&path, MAX_BYTES).unwrap_or_default();
+    let note: Option<(Place, LeaseHolder)> = serde_json::from_slice(&text).ok();
+    let _ = fs::remove_file(&path);
+    if let Some(directory) = path.parent() {
+        let _ = fs::remove_dir(directory);
+    }
+    let Some((place, me)) = note else { return };
+    let (sender, done) = mpsc::channel();
+    // The place may be on a server that does not answer.
+    std::thread::spawn(move || sender.send(place.give_back(&me)));
+    if let Ok(Err(e)) = done.recv_timeout(ctx.config.limits.tool()) {
+        tracing::warn!("a lease is not given back: {e}");
+    }
 }

@@ -1,15 +1,6 @@
-# swarm.sh: a cluster of three dockerd, each in namespaces of its own, and a service whose replicas are copies of one
-# checkpoint in a registry. The services are on their hosts' network: the kernel may have no IPVS.
-ip link add cluster type bridge
-ip addr add 10.9.0.254/24 dev cluster
-ip link set cluster up
+# swarm.sh: a service whose replicas are copies of one checkpoint in a registry, on a swarm of three nodes.
 registry 10.9.0.254
 at=10.9.0.254:5000/team/counter
-mkdir -p /etc/docker /etc/cryopod
-cat > /etc/docker/daemon.json << 'T'
-{"experimental": true, "iptables": false, "ip6tables": false, "bridge": "none", "default-runtime": "cryopod",
- "runtimes": {"cryopod": {"path": "/usr/local/bin/cryopod-runtime"}}}
-T
 cat > /etc/cryopod/config.toml << 'T'
 [runtime]
 low_level = "runc"
@@ -18,35 +9,12 @@ allow = [{ from = "docker://10.9.0.254:5000/team", variable = true }]
 [cache]
 insecure_registries = ["10.9.0.254:5000"]
 T
-nodes=() # the process that is init of each node
-node() { # N
-    # shellcheck disable=SC2016 # the node's shell expands it
-    unshare --mount --propagation private --net --uts --ipc --pid --fork --kill-child --mount-proc bash -euc '
-        hostname "node$1"
-        for dir in /run /tmp /var/lib/docker /var/cache; do mount -t tmpfs node "$dir"; done
-        ip link set lo up
-        until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
-        ip addr add "10.9.0.$1/24" dev eth0
-        ip link set eth0 up
-        exec dockerd -H "unix:///srv/node$1.sock"' node "$1" > "/tmp/node$1.log" 2>&1 &
-    wait_for pgrep -P $! > /dev/null
-    nodes[$1]=$(pgrep -P $!)
-    ip link add "veth$1" type veth peer name eth0 netns "${nodes[$1]}"
-    ip link set "veth$1" master cluster up
-    wait_for on "$1" version > /dev/null 2>&1
-    on "$1" import /usr/local/share/testbed/busybox.tar busybox > /dev/null
-}
-on() { local n=$1 && shift && docker -H "unix:///srv/node$n.sock" "$@"; }
-inside() { nsenter --target "${nodes[$1]}" --mount --net --uts --ipc --pid "${@:2}"; } # NODE COMMAND...
 on_failure() {
     on 1 service ps --no-trunc warm
     on 1 node ls
     grep -hiE 'level=(error|warn)' /tmp/node*.log | tail -n 15
 }
-for n in 1 2 3; do node $n; done
-on 1 swarm init --advertise-addr 10.9.0.1 > /dev/null
-token=$(on 1 swarm join-token -q worker)
-for n in 2 3; do check "node $n joins" on "$n" swarm join --token "$token" 10.9.0.1:2377; done
+swarm
 
 # ---- the one warm container ----
 on 1 run -d --name first --network host busybox "${counter[@]}" > /dev/null
@@ -62,15 +30,6 @@ digest=$(curl -sfI -H "Accept: $oci" "http://${at%%/*}/v2/team/counter/manifests
     tr -d '\r' | awk 'tolower($1) == "docker-content-digest:" {print $2}')
 
 # ---- a service ----
-replicas() { # NODE: its running containers of the service
-    on "$1" ps -q --filter label=com.docker.swarm.service.name=warm
-}
-running() { # REPLICAS NODE...
-    local want=$1 n have=0
-    shift
-    for n; do have=$((have + $(replicas "$n" | wc -l))); done
-    [ "$have" = "$want" ]
-}
 all_warm() { # NODE...: each copy began where the checkpoint ended, and goes on
     local n copy
     for n; do

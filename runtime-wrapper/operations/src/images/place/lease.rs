@@ -187,10 +187,11 @@ impl Place {
         }
     }
 
-    /// Checks the fence: returns who has taken the lease over from this container.
-    pub fn taken_over(&self, me: &LeaseHolder) -> io::Result<Option<String>> {
+    /// Checks the fence: returns who has taken the lease over from this container. `had`: it took one when it was made.
+    pub fn taken_over(&self, me: &LeaseHolder, had: bool) -> io::Result<Option<String>> {
         Ok(match self.held()? {
-            Some((_, Some(holder))) if holder.given_back || holder.is(me) => None,
+            Some((_, Some(holder))) if holder.is(me) && !holder.given_back => None,
+            Some((_, Some(holder))) if !had && holder.given_back => None,
             Some((_, holder)) => Some(holder.map_or("another host".into(), |h| h.host)),
             None => None,
         })
@@ -258,12 +259,12 @@ mod tests {
         assert!(said.contains("container 1 on a"), "{said}");
         // The same container begins again.
         place.take(&a, LONG).unwrap();
-        assert_eq!(place.taken_over(&a).unwrap(), None);
+        assert_eq!(place.taken_over(&a, true).unwrap(), None);
         place.give_back(&b).unwrap();
         assert!(place.take(&b, LONG).is_err(), "it was not b's to give back");
         place.give_back(&a).unwrap();
         place.take(&b, LONG).unwrap();
-        assert_eq!(place.taken_over(&a).unwrap().as_deref(), Some("b"));
+        assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         assert_eq!(place.numbers(FILE).unwrap().len(), 1);
     }
 
@@ -275,11 +276,14 @@ mod tests {
         older(&place, Duration::from_secs(299));
         assert!(place.take(&b, LONG).is_err());
         older(&place, Duration::from_secs(301));
-        assert_eq!(place.taken_over(&a).unwrap(), None, "nobody has yet");
+        assert_eq!(place.taken_over(&a, true).unwrap(), None, "nobody has yet");
         place.take(&b, LONG).unwrap();
-        assert_eq!(place.taken_over(&a).unwrap().as_deref(), Some("b"));
+        assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         place.give_back(&a).unwrap();
         assert!(place.take(&a, LONG).is_err());
+        place.give_back(&b).unwrap();
+        assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
+        assert_eq!(place.taken_over(&a, false).unwrap(), None);
     }
 
     #[test]
