@@ -11,7 +11,7 @@ use super::prepare::RestorePreparation;
 use crate::error::Error;
 use crate::preflight::criu_setup;
 use crate::request::Request;
-use crate::restore::enforcement::{closed_paths, device_filter};
+use crate::restore::enforcement::{closed_paths, device_filter, mount_flags};
 use crate::restore::new_container::mounts;
 use crate::restore::new_container::{self, NewContainer};
 use crate::run::action_script::StageQuestion;
@@ -96,7 +96,9 @@ fn actions<'a>(
     }
     let left_open = &prepared.decoded.left_open;
     actions.push(Action::at(closed_paths::STAGE, |question| {
-        closed_paths::close(question.init, left_open)
+        closed_paths::close(question.init, left_open)?;
+        let mounts = prepared.decoded.mounts().unwrap_or_default();
+        mount_flags::set(host, question.init, mounts)
     }));
     if let Some(visible) = &prepared.amd_visible {
         actions.push(Action::at(device_filter::STAGE, |question| {

@@ -42,6 +42,11 @@ const fn limit(
     }
 }
 
+/// Returns the limits that these `MS_*` flags set.
+pub fn of_flags(flags: u32) -> impl Iterator<Item = MountLimit> {
+    LIMITS.into_iter().filter(move |l| flags & l.flag != 0)
+}
+
 /// Returns the limits that these options of a spec's mount set; the last of two that contradict each other counts.
 pub fn limits(options: &[String]) -> impl Iterator<Item = MountLimit> {
     LIMITS.iter().filter_map(move |limit| {

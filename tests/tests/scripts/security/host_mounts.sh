@@ -4,7 +4,7 @@ low=$1
 mkimage
 simulate "$low"
 from=/srv/checkpoints
-mkdir -p "$from" /srv/data/sub /srv/slave/later
+mkdir -p "$from" /srv/data/sub /srv/slave/later /srv/whole/part
 printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
 mount -t tmpfs host /srv/data/sub
 touch /srv/data/sub/file
@@ -15,7 +15,9 @@ arrives() { # CONTAINER: what the host mounts later
     mount -t tmpfs later /srv/slave/later && touch "/srv/slave/later/$1" &&
         podman exec "$1" test -e "/slave/later/$1" && umount /srv/slave/later
 }
-volumes=(-v /srv/data:/data -v /srv/slave:/slave:rslave)
+# CRIU mounts the second as a copy of a part of the first, and it came back writable.
+volumes=(-v /srv/data:/data -v /srv/slave:/slave:rslave -v /srv/whole:/whole:ro -v /srv/whole/part:/part:ro)
+read_only() { podman exec "$1" sh -c '! touch /whole/x && ! touch /part/x' 2> /dev/null; }
 saved() { # CONTAINER: its images, and the container removed
     pod container checkpoint --keep "$1" > /dev/null
     cp -r "$(podman inspect -f '{{.StaticDir}}' "$1")/checkpoint" "$from/$1"
@@ -29,15 +31,18 @@ rounds() { # NAME ARG...
     check 'mounts arrive' arrives "$name"
     check 'checkpoint' pod container checkpoint "$name"
     check 'restore in place' pod container restore "$name"
+    check 'volumes are read-only' read_only "$name"
     check 'the host is whole' host_is_whole
     check 'nothing of the runtime is mounted' no_runtime_mounts
     check 'mounts arrive after the restore' arrives "$name"
     check 'checkpoint and export' pod container checkpoint --export /tmp/c.tar "$name"
     podman rm -f -t 0 "$name" > /dev/null
     check 'import' pod container restore --import /tmp/c.tar
+    check 'volumes are read-only after the import' read_only "$name"
     check 'the host is whole after the import' host_is_whole
     saved "$name"
     check 'copy' start "$name-copy" --network none "${volumes[@]}" --annotation "dev.cryopod.restore=$from/$name" "$@"
+    check 'volumes of the copy are read-only' read_only "$name-copy"
     check 'the host is whole after the copy' host_is_whole
     check 'mounts arrive in the copy' arrives "$name-copy"
     podman rm -f -t 0 "$name-copy" > /dev/null

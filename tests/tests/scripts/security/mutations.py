@@ -112,7 +112,9 @@ def seen(pid, name):
     for process in tree(pid):
         for task in os.listdir(f"/proc/{process}/task"):
             status = dict(line.split(":", 1) for line in read(f"/proc/{process}/task/{task}/status").splitlines())
-            for key in ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp"):
+            # A group that it has anyway is none more.
+            has["Groups"] |= set(status["Groups"].split()) - set(status["Gid"].split())
+            for key in ("Uid", "Gid", "NoNewPrivs", "Seccomp"):
                 has[key].add(status[key].strip())
             for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
                 has[key] |= {n for n in range(64) if int(status[key], 16) >> n & 1}

@@ -1,0 +1,164 @@
+//! Gives the mounts of a restored container the flags that the images say: `ro`, `nosuid`, `nodev`, `noexec`, `nosymfollow`.
+//!
+//! CRIU mounts what shows a part of another mount as a copy of that one, and takes the flags for set where both have the
+//! same. A copy of an external mount does not have them: of `-v /srv:/a:ro -v /srv/x:/b:ro`, `/b` came back writable (CRIU
+//! 4.1 and 4.2).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::criu::mounts::CriuMount;
+use cryopod_host::detached::{limit, within};
+use cryopod_host::files::Host;
+use cryopod_host::mountinfo::{self, Mount};
+use nix::fcntl::OFlag;
+
+use crate::preflight::surroundings::opened_in;
+use crate::security::mount_limits::of_flags;
+
+/// A container has as many processes as it likes.
+const MAX_PROCESSES: usize = 100_000;
+
+/// What the images say of the mounts on one path.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    /// `MS_*`, of all of them.
+    flags: u32,
+    /// One of them is of the host's files.
+    external: bool,
+}
+
+/// Sets the flags in each mount namespace of the container with this init process, whose processes do not run. Fails if
+/// a mount of the host's files cannot have them.
+pub fn set(host: &Host, init: i32, images: &[CriuMount]) -> Result<(), String> {
+    let mut wanted: BTreeMap<&Path, Wanted> = BTreeMap::new();
+    for mount in images {
+        let on_path = wanted.entry(Path::new(&mount.path)).or_insert(Wanted {
+            flags: u32::MAX,
+            external: false,
+        });
+        on_path.flags &= mount.flags;
+        on_path.external |= mount.external;
+    }
+    let mut seen = BTreeSet::new();
+    for pid in processes(host, init) {
+        let namespace = host.path(format!("/proc/{pid}/ns/mnt")).read_link();
+        if namespace.is_ok_and(|n| seen.insert(n)) {
+            set_in(host, pid, &wanted)?;
+        }
+    }
+    Ok(())
+}
+
+fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(), String> {
+    let lacking = || lacking(&mountinfo::of(host, &pid.to_string()), wanted);
+    let found = lacking();
+    if found.is_empty() {
+        return Ok(());
+    }
+    let paths: BTreeMap<PathBuf, u64> = found.into_iter().map(|l| (l.path, l.attributes)).collect();
+    within(pid, |root| {
+        for (path, attributes) in &paths {
+            let there = opened_in(root, path, OFlag::empty()).map_err(std::io::Error::from);
+            // Whether it has worked is looked up afterwards: the path may be another mount's.
+            let _ = there.and_then(|there| limit(there.as_fd(), *attributes));
+        }
+        Ok(())
+    })?;
+    for mount in lacking() {
+        let path = mount.path.display();
+        let what = format!(
+            "the mount at {path} has come back without {}",
+            mount.options
+        );
+        match mount.external {
+            true => return Err(what),
+            false => tracing::warn!("{what}"),
+        }
+    }
+    Ok(())
+}
+
+struct Lacking {
+    path: PathBuf,
+    /// `MOUNT_ATTR_*`.
+    attributes: u64,
+    options: String,
+    external: bool,
+}
+
+fn lacking(mounts: &[Mount], wanted: &BTreeMap<&Path, Wanted>) -> Vec<Lacking> {
+    let of = |mount: &Mount| {
+        let wanted = wanted.get(&*mount.point)?;
+        let has = |option: &str| mount.options.iter().any(|o| o == option);
+        let lacks: Vec<_> = of_flags(wanted.flags).filter(|l| !has(l.option)).collect();
+        (!lacks.is_empty()).then(|| Lacking {
+            path: mount.point.clone(),
+            attributes: lacks.iter().fold(0, |all, l| all | l.attribute),
+            options: lacks.iter().map(|l| l.option).collect::<Vec<_>>().join(","),
+            external: wanted.external,
+        })
+    };
+    mounts.iter().filter_map(of).collect()
+}
+
+/// The container's processes: this one and all that it has started.
+fn processes(host: &Host, init: i32) -> Vec<i32> {
+    let mut all = vec![init];
+    let mut at = 0;
+    while at < all.len() && all.len() < MAX_PROCESSES {
+        let tasks = format!("/proc/{}/task", all[at]);
+        for task in host.names(&tasks) {
+            let children = host.text(format!("{tasks}/{task}/children"));
+            let children = children.unwrap_or_default();
+            all.extend(
+                children
+                    .split_whitespace()
+                    .filter_map(|c| c.parse::<i32>().ok()),
+            );
+        }
+        at += 1;
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_mount_lacks() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("proc/7")).unwrap();
+        let lines = "1 0 0:1 / /a ro,nosuid - ext4 x rw\n2 0 0:1 /x /b rw,relatime - ext4 x rw\n3 0 0:1 / /c rw - ext4 x rw\n";
+        std::fs::write(dir.path().join("proc/7/mountinfo"), lines).unwrap();
+        let mounts = mountinfo::of(&Host::at(dir.path()), "7");
+        let flags = |flags| Wanted {
+            flags,
+            external: true,
+        };
+        let wanted = BTreeMap::from([(Path::new("/a"), flags(1)), (Path::new("/b"), flags(1 | 8))]);
+        let found = lacking(&mounts, &wanted);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].path, Path::new("/b"));
+        assert_eq!(found[0].options, "ro,noexec");
+        assert_eq!(
+            found[0].attributes,
+            libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOEXEC
+        );
+    }
+
+    #[test]
+    fn children_of_every_thread() {
+        let dir = tempfile::tempdir().unwrap();
+        for (task, children) in [("1/task/1", "2 3 "), ("1/task/9", "4 "), ("4/task/4", "5 ")] {
+            let task = dir.path().join("proc").join(task);
+            std::fs::create_dir_all(&task).unwrap();
+            std::fs::write(task.join("children"), children).unwrap();
+        }
+        let mut found = processes(&Host::at(dir.path()), 1);
+        found.sort_unstable();
+        assert_eq!(found, [1, 2, 3, 4, 5]);
+    }
+}
