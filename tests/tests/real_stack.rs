@@ -88,6 +88,16 @@ mod cri {
         ]);
     }
 
+    /// StopContainer is a checkpoint, and the pod goes on under another containerd.
+    #[test]
+    fn on_stop() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/on_stop/cri.sh"),
+        ]);
+    }
+
     /// Our shim as a runtime class.
     #[test]
     fn runtime_class() {

@@ -26,7 +26,7 @@ use self::newest::Newest;
 use self::source::SourceRequest;
 use crate::bundle::{self, BundleUndo, Edit, avoid};
 use crate::checkpoint::on_stop;
-use crate::config::tenant::Tenant;
+use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
@@ -42,7 +42,7 @@ use crate::run::{metrics, operation};
 use crate::vram::preload;
 
 /// Names the checkpoint from which the container is created.
-pub const ANNOTATION: &str = place::RESTORE;
+pub const ANNOTATION: &str = "dev.cryopod.restore";
 /// Names the checkpoint in the process's environment, for engines that pass no annotations.
 pub const VARIABLE: &str = "CRYOPOD_RESTORE";
 
@@ -52,13 +52,7 @@ const OTHERWISE: &str = "dev.cryopod.restore.otherwise";
 const WITHOUT: &str = "dev.cryopod.restore.failed";
 const TCP_ESTABLISHED: &str = "dev.cryopod.criu.tcp-established";
 
-/// The annotations by which containerd and CRI-O tell what a container of a pod is.
-const HOLDS_POD: [&str; 2] = [
-    "io.kubernetes.cri.container-type",
-    "io.kubernetes.cri-o.ContainerType",
-];
-
-/// The annotations by which they tell the name of a container in its pod.
+/// The annotations by which containerd and CRI-O tell the name of a container in its pod.
 const IN_POD: [&str; 2] = [
     "io.kubernetes.cri.container-name",
     "io.kubernetes.container.name",
@@ -243,12 +237,9 @@ pub struct CheckpointName<'a> {
 /// Returns the checkpoint that the container names. An annotation takes precedence, and of a pod's annotations that for
 /// this container. They are for the pod's containers, and not for the one that only holds its namespaces.
 fn named(spec: &Spec) -> Option<CheckpointName<'_>> {
-    let holds_pod = HOLDS_POD
-        .iter()
-        .any(|key| spec.annotation(key) == Some("sandbox"));
     let own = for_one(spec).map(|checkpoint| (checkpoint, FOR_ONE));
     let annotation = own.or_else(|| Some((spec.annotation(ANNOTATION)?, ANNOTATION)));
-    let (checkpoint, by) = match annotation.filter(|_| !holds_pod) {
+    let (checkpoint, by) = match annotation.filter(|_| !holds_pod(spec)) {
         Some(annotation) => annotation,
         None => (spec.variable(VARIABLE)?, VARIABLE),
     };
@@ -356,7 +347,7 @@ mod tests {
         assert_eq!(one("one"), ("/1".into(), FOR_ONE));
         assert_eq!(one("two"), ("/a".into(), ANNOTATION));
         assert_eq!(one("otherwise"), ("/a".into(), ANNOTATION));
-        let holds_pod = json!({ANNOTATION: "/a", HOLDS_POD[0]: "sandbox"});
+        let holds_pod = json!({ANNOTATION: "/a", "io.kubernetes.cri.container-type": "sandbox"});
         assert_eq!(
             named(&Spec::from_json(json!({"annotations": holds_pod}))),
             None

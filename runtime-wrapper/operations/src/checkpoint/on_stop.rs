@@ -32,12 +32,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::config::restore::Asker;
-use crate::config::tenant::Tenant;
+use crate::config::tenant::{Tenant, holds_pod};
 use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
-use crate::images::place::{self, PlaceRequest, seconds, setting};
+use crate::images::place::{self, PlaceRequest, Setting, seconds, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
@@ -85,7 +85,7 @@ impl<'a> StopRequest<'a> {
         spec: &'a Spec,
         tenant: &'a Tenant,
     ) -> Result<Option<Self>, String> {
-        let Some(on_stop) = setting(spec, ANNOTATION) else {
+        let Some(on_stop) = asked(spec) else {
             return Ok(None);
         };
         match on_stop.value {
@@ -115,11 +115,16 @@ impl<'a> StopRequest<'a> {
             place,
             name: place::name(spec, id)?,
             many: lease::limit(spec)?.is_none(),
-            had_lease: place::takes_newest(spec),
+            had_lease: lease::note_of(id.as_ref()).is_some_and(|note| note.exists()),
             // The rest is the process's own, should the checkpoint fail.
             limit: grace * 4 / 5,
         }))
     }
+}
+
+/// What the container wants its stop to be.
+fn asked(spec: &Spec) -> Option<Setting<'_>> {
+    setting(spec, ANNOTATION).filter(|_| !holds_pod(spec))
 }
 
 /// Checks what a new container asks for.
@@ -167,7 +172,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     // The place is not touched here: it may hang.
     let asked = state
         .filter(|state| !state.paused && !state.created)
-        .and_then(|state| setting(&state.spec(ctx, inv), ANNOTATION).map(|on| on.value != "end"));
+        .and_then(|state| asked(&state.spec(ctx, inv)).map(|on| on.value != "end"));
     if asked != Some(true) {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     }

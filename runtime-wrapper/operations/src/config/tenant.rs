@@ -29,6 +29,15 @@ const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 const MANAGER: &str = "io.container.manager";
 const CRIO: &str = "cri-o";
 
+/// The annotations by which containerd and CRI-O tell what a container of a pod is.
+const HOLDS_POD: [&str; 2] = [CRI_TYPE, "io.kubernetes.cri-o.ContainerType"];
+
+/// Returns true for the container that only holds a pod's namespaces. The pod's annotations are not for it.
+pub fn holds_pod(spec: &Spec) -> bool {
+    let mut kinds = HOLDS_POD.iter().map(|key| spec.annotation(key));
+    kinds.any(|kind| kind == Some("sandbox"))
+}
+
 /// Whose container the engine makes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tenant {

@@ -15,13 +15,10 @@ use crate::images::place::{self, Place, PlaceRequest};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
-use crate::run::operation;
 use cryopod_cuda::write_json;
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
 
-/// The directory below the operations' with the leases of this host's containers, by the containers' ids.
-const LEASES: &str = "leases";
 const MAX_BYTES: u64 = 16 << 10;
 
 /// The newest checkpoint, and the lease of the name.
@@ -80,7 +77,7 @@ impl Newest {
     /// Notes the container's lease, for its end on this host ([`deleted`]). Without the note others wait for the lease's
     /// time limit.
     pub fn note(&self, id: &str) {
-        let Some(path) = note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
+        let Some(path) = lease::note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
             return;
         };
         let directory = path.parent().unwrap_or(Path::new("/"));
@@ -127,17 +124,9 @@ fn find(
     })
 }
 
-/// Returns the note's place for a container's id, which nobody has checked yet.
-fn note_of(id: &OsStr) -> Option<PathBuf> {
-    let id = id
-        .to_str()
-        .filter(|id| !id.is_empty() && !id.contains('/'))?;
-    Some(operation::base().join(LEASES).join(format!("{id}.json")))
-}
-
 /// Gives the lease of a container back that the engine deletes.
 pub fn deleted(ctx: &Context) {
-    let note = ctx.args.last().and_then(|id| note_of(id));
+    let note = ctx.args.last().and_then(|id| lease::note_of(id));
     let Some(path) = note.filter(|path| path.exists()) else {
         return;
     };

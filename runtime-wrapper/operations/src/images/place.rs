@@ -20,9 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::restore::{Asker, RestoreOptions, Rule};
 use crate::images::owners;
 
-/// Names the checkpoint from which a container is created.
-pub const RESTORE: &str = "dev.cryopod.restore";
-/// Stands there before a place, for its newest checkpoint of the container's name.
+/// Stands before a place where a container names its checkpoint, for the newest of the container's name.
 pub const NEWEST: &str = "latest:";
 /// The container's name in its place, where its id will not do.
 const NAME: &str = "dev.cryopod.name";
@@ -55,11 +53,6 @@ pub fn setting<'a>(spec: &'a Spec, annotation: &str) -> Option<Setting<'a>> {
         let name = name.replace(['.', '-'], "_").to_uppercase();
         spec.variable(&name).map(|value| set(value, true))
     })
-}
-
-/// Returns true if the container is created from the newest checkpoint of its name.
-pub fn takes_newest(spec: &Spec) -> bool {
-    setting(spec, RESTORE).is_some_and(|set| set.value.starts_with(NEWEST))
 }
 
 /// Returns a whole number of seconds that the container sets.

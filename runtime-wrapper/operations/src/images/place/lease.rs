@@ -8,6 +8,7 @@
 //! No process renews a lease while the container runs. So the limit bounds how long a lost host blocks a name, and the
 //! number is the fence: a container that lost its lease writes no checkpoint any more.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -18,6 +19,8 @@ use cryopod_host::spec::Spec;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
+use crate::run::operation;
+
 use super::{Place, seconds, setting};
 
 /// Whether one container of the name may run at a time, or `many`.
@@ -26,6 +29,8 @@ const COPIES: &str = "dev.cryopod.copies";
 const LIMIT: &str = "dev.cryopod.lease_s";
 const DEFAULT_LIMIT: u64 = 300;
 const FILE: &str = "lease-";
+/// The directory below the operations' with notes of the leases of this host's containers, by the containers' ids.
+const NOTES: &str = "leases";
 const MAX_BYTES: u64 = 4096;
 /// A lease that its own host has not filled after this time is nobody's.
 const MAKING: Duration = Duration::from_secs(60);
@@ -78,6 +83,14 @@ pub fn limit(spec: &Spec) -> Result<Option<Duration>, String> {
             "{COPIES}: {other:?} is neither \"one\" nor \"many\""
         )),
     }
+}
+
+/// Returns the note's place for the lease of a container. Nobody has checked the id yet.
+pub fn note_of(id: &OsStr) -> Option<PathBuf> {
+    let id = id
+        .to_str()
+        .filter(|id| !id.is_empty() && !id.contains('/'))?;
+    Some(operation::base().join(NOTES).join(format!("{id}.json")))
 }
 
 /// A lease that this process has taken. Another process of this host does not take the container for gone meanwhile.
