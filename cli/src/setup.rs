@@ -11,6 +11,7 @@ mod own_files;
 mod podman;
 mod rancher;
 mod record;
+mod runtime_trial;
 mod toml_file;
 mod trial;
 
@@ -328,9 +329,16 @@ fn set_up(
         return Ok(ExitCode::SUCCESS);
     }
     let waits = args.restart && !read;
-    match trial::run(target, wanted, waits) {
+    let tested = match wanted.node {
+        Some(NodeRuntime::Crio) => runtime_trial::run(wanted),
+        _ => trial::run(target, wanted, waits),
+    };
+    match tested {
         Ok(trial::TrialOutcome::Works(what))
-            if target == Target::Kubernetes && !read && !args.restart =>
+            if target == Target::Kubernetes
+                && wanted.node != Some(NodeRuntime::Crio)
+                && !read
+                && !args.restart =>
         {
             println!(
                 "Tested with ctr alone: {what}. Pods can name the runtime class once containerd has read its configuration: systemctl restart containerd"

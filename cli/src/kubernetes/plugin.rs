@@ -259,6 +259,7 @@ impl Installer {
                 "ttlSecondsAfterFinished": REMOVED_AFTER_S,
                 "template": {"spec": {
                     "nodeName": node,
+                    "hostPID": true,
                     "restartPolicy": "Never",
                     "automountServiceAccountToken": false,
                     "imagePullSecrets": self.spec["imagePullSecrets"],

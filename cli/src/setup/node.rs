@@ -1,5 +1,7 @@
 //! A Kubernetes node: which container runtime it has, and how the installer's container works on it.
 
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -7,6 +9,7 @@ use anyhow::{Context, bail};
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
+use nix::sched::CloneFlags;
 
 use super::change::Change;
 use super::own_files::OwnFiles;
@@ -166,10 +169,19 @@ pub fn program() -> PathBuf {
     Path::new(own_files::DIRECTORY).join("bin/cryopod")
 }
 
-/// Makes a node's root that of this process.
+/// Makes a node's root that of this process. Process 1 has it on a running node, and its mount namespace, too: there runtimes
+/// and CRIU work as on the node itself.
 pub fn change_root(root: &Path) -> anyhow::Result<()> {
     let failed = || format!("{}: cannot become the root", root.display());
-    nix::unistd::chroot(root).with_context(failed)?;
+    let place = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
+    let is_running = place(&root.join("proc/1/root")).is_some_and(|of| place(root) == Some(of));
+    match is_running {
+        true => {
+            let namespace = File::open(root.join("proc/1/ns/mnt")).with_context(failed)?;
+            nix::sched::setns(namespace, CloneFlags::CLONE_NEWNS).with_context(failed)?;
+        }
+        false => nix::unistd::chroot(root).with_context(failed)?,
+    }
     std::env::set_current_dir("/").with_context(failed)?;
     for (variable, value) in [
         ("PATH", SYSTEMS_PATH),

@@ -15,7 +15,6 @@ use sha2::{Digest, Sha256};
 
 use crate::temp_dir::{Holds, LockedTempDir};
 
-use super::node::NodeRuntime;
 use super::{Target, WantedSetup};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -24,8 +23,8 @@ const SOCKET: &str = "/run/containerd/containerd.sock";
 const CONTAINER: &str = "cryopod-setup";
 const IMAGE: &str = "localhost/cryopod-setup:test";
 /// Directories of programs and libraries.
-const PROGRAMS: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
-const EMPTY: [&str; 7] = ["dev", "etc", "proc", "run", "sys", "tmp", "var"];
+pub const PROGRAMS: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+pub const EMPTY: [&str; 7] = ["dev", "etc", "proc", "run", "sys", "tmp", "var"];
 
 pub enum TrialOutcome {
     Works(String),
@@ -37,11 +36,6 @@ pub enum TrialOutcome {
 pub fn run(target: Target, wanted: &WantedSetup<'_>, waits: bool) -> anyhow::Result<TrialOutcome> {
     let (host, tools) = (wanted.host, wanted.tools);
     let name = match target {
-        _ if wanted.node == Some(NodeRuntime::Crio) => {
-            return Ok(TrialOutcome::NotNow(
-                "CRI-O has no client for a test: start a pod with the runtime class".into(),
-            ));
-        }
         Target::Podman => "podman",
         Target::Docker => "docker",
         Target::Containerd | Target::Kubernetes => "ctr",
@@ -89,10 +83,14 @@ pub fn run(target: Target, wanted: &WantedSetup<'_>, waits: bool) -> anyhow::Res
     let left = trial.clean(target);
     done?;
     left.context("the test's container cannot be removed")?;
-    Ok(TrialOutcome::Works(format!(
+    Ok(works(start))
+}
+
+pub fn works(start: Instant) -> TrialOutcome {
+    TrialOutcome::Works(format!(
         "a container without a GPU was checkpointed and restored in {:.1} s",
         start.elapsed().as_secs_f64()
-    )))
+    ))
 }
 
 /// Runs a program. Fails with what it said.
@@ -155,7 +153,7 @@ struct Trial<'a> {
     mounts: Vec<String>,
 }
 
-const COMMAND: [&str; 2] = ["sleep", "1000"];
+pub const COMMAND: [&str; 2] = ["sleep", "1000"];
 
 impl Trial<'_> {
     /// `podman` and `docker` have the same options.
@@ -329,7 +327,7 @@ pub fn remove_leftovers(tools: &dyn Tools) -> anyhow::Result<()> {
 }
 
 /// Directories of the host with programs and libraries; those that are links to others are links in the image, too.
-fn mounts(host: &Host) -> Vec<String> {
+pub fn mounts(host: &Host) -> Vec<String> {
     PROGRAMS
         .iter()
         .map(|name| format!("/{name}"))

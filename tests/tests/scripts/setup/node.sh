@@ -157,3 +157,14 @@ check 'a second time: no restart' sh -c '! grep -q restarted /tmp/said && grep -
 setup --undo
 check 'as before' cmp <(grep -v var/ /tmp/before) <(state | grep -v var/)
 check 'no backup, no file of the test' sh -c '! ls -d /var/lib/cryopod/setup /var/tmp/.cryopod-* 2> /dev/null'
+
+# As a node of CRI-O, which has no client: cryopod-runtime alone runs the test.
+mkdir -p /etc/crio /run/crio
+touch /run/crio/crio.sock
+printf '#!/bin/sh\n' > /usr/local/bin/crio
+printf '#!/bin/sh\n' > /usr/local/bin/systemctl
+chmod +x /usr/local/bin/{crio,systemctl}
+setup
+check 'CRI-O: tested' says /tmp/said '^Tested: a container'
+check 'CRI-O: no file of the test' sh -c '! ls -d /var/tmp/.cryopod-* 2> /dev/null'
+setup --undo
