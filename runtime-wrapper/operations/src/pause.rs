@@ -11,14 +11,14 @@
 
 pub mod suspended;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
 use cryopod_cuda::exchange::client::Client;
-use cryopod_cuda::suspend::{self, Done, How, SuspendError};
+use cryopod_cuda::suspend::{self, Done, How, SuspendError, Suspended};
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan;
 use cryopod_host::files::Host;
@@ -189,6 +189,27 @@ fn unlock(driver: &PauseDriver, host: &Host, record: &SuspendedRecord) -> bool {
     }
 }
 
+/// Brings back processes that this operation's driver agent has left locked or checkpointed, because it was killed.
+pub fn bring_back(ctx: &Context, host: &Host, op: &Operation, pids: &[i32]) -> Result<(), Error> {
+    let left = pids.iter().filter_map(|pid| {
+        Some(Suspended {
+            pid: *pid,
+            start_time: live::start_time(host, *pid)?,
+            comm: String::new(),
+            gpus: Vec::new(),
+            buffers: Vec::new(),
+        })
+    });
+    let left: Vec<_> = left.collect();
+    let _ = fs::remove_file(op.file(SOCKET));
+    let _agent = PauseDriver::agent(ctx, host, op)?;
+    let mut client = PauseDriver::client(op)?;
+    match suspend::resume(&mut client, &left, &[], &PauseDriver::how(ctx)?) {
+        Ok(_) | Err(SuspendError::Running | SuspendError::NotSuspended) => Ok(()),
+        Err(e) => Err(Error::Failed(e.to_string())),
+    }
+}
+
 /// Prints the low-level runtime's output and returns its exit code.
 fn hand_on(inv: &Invocation, out: &Output) -> Result<ExitCode, Error> {
     if out.code == 0 {
@@ -212,23 +233,35 @@ struct PauseDriver {
 impl PauseDriver {
     fn start(ctx: &Context, host: &Host) -> Result<Self, Error> {
         let op = Operation::new()?;
+        let agent = Some(Self::agent(ctx, host, &op)?);
+        let how = Self::how(ctx)?;
+        Ok(Self { agent, op, how })
+    }
+
+    fn agent(ctx: &Context, host: &Host, op: &Operation) -> Result<RunningAgent, Error> {
         let found = plugins::find(&ctx.config, host).nvidia;
         let found: Vec<_> = found.into_iter().collect();
-        let agent = Some(RunningAgent::of_operation(&ctx.config, &found, &op)?);
+        Ok(RunningAgent::of_operation(&ctx.config, &found, op)?)
+    }
+
+    fn how(ctx: &Context) -> Result<How, Error> {
         let vram = ctx.config.vram.config().map_err(Error::Failed)?;
-        let how = How {
+        Ok(How {
             vram,
             directory: None,
             lock_timeout_ms: ctx.config.nvidia.lock_timeout_ms.unwrap_or(10_000),
             step_timeout_ms: ctx.config.limits.checkpoint_s.saturating_mul(1000),
             nccl_quiesce_ms: ctx.config.nccl.quiesce_ms(),
             refuse_shared: true,
-        };
-        Ok(Self { agent, op, how })
+        })
     }
 
     fn connect(&self) -> Result<Client, Error> {
-        let client = Client::connect(&self.op.file(SOCKET));
+        Self::client(&self.op)
+    }
+
+    fn client(op: &Operation) -> Result<Client, Error> {
+        let client = Client::connect(&op.file(SOCKET));
         client.map_err(|e| Error::Failed(format!("the driver agent: {e}")))
     }
 }

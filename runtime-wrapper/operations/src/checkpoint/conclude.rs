@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::messages::image::NvidiaImage;
+use cryopod_host::nodes::Vendor;
 
 use super::dump::{DumpOutcome, amd_users, unpause_amd};
 use super::prepare::DumpPreparation;
@@ -14,6 +15,7 @@ use crate::error::Error;
 use crate::images;
 use crate::images::handover;
 use crate::images::store;
+use crate::pause;
 use crate::preflight::criu_setup::OperationReports;
 use crate::request::Request;
 use crate::request::state::ContainerState;
@@ -43,11 +45,22 @@ pub(super) fn conclude(
     } = prepared;
     let limit = ready.limit;
     // The agent puts back what was not committed before anything is reported about the container.
-    let finished = ready.finish(&op);
+    let mut finished = ready.finish(&op);
     unpause_amd(request, planned);
     if dumped.ended.killed {
         // CRIU was killed in the middle of a dump: nothing else can be done from outside.
         ask(request, "resume");
+    }
+    if finished.agent_was_killed && alive(&request.host, state) {
+        let mut users = planned.gpus.users_of(Vendor::Nvidia);
+        // `resume` unlocks these.
+        users.retain(|pid| !planned.locked.contains(pid));
+        if let Err(e) = pause::bring_back(request.ctx, &request.host, &op, &users) {
+            let left = format!(
+                "the driver agent was killed, and another one cannot bring its processes back: {e}"
+            );
+            finished.not_put_back.push(left);
+        }
     }
     if dumped.succeeded() {
         if !request.ends {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cryopod_cuda::gpus::gpu::GpuPair;
 use cryopod_cuda::messages::config::{FILE_NAME, Operation as PluginOperation, PluginConfig};
-use cryopod_cuda::messages::report::{AgentReport, PluginReport, RolledBack};
+use cryopod_cuda::messages::report::{AgentOutcome, AgentReport, PluginReport, RolledBack};
 use cryopod_cuda::sharing::Policy;
 use cryopod_cuda::vram::VramConfig;
 use cryopod_gpu_plan::checks::nvidia_compat;
@@ -223,6 +223,7 @@ impl CriuEnvironment {
     /// Ends the agent, which first puts back what was not committed, and reads both reports.
     pub fn finish(self, op: &Operation) -> OperationReports {
         drop(self.action_script);
+        let had_agent = self.agent.is_some();
         drop(self.agent);
         let plugin: Option<PluginReport> = read_report(&op.file(PLUGIN_REPORT));
         let agent: Option<AgentReport> = read_report(&op.file(agent::REPORT));
@@ -235,6 +236,10 @@ impl CriuEnvironment {
         };
         OperationReports {
             error: plugin.and_then(|r| r.error).map(|e| e.to_string()),
+            agent_was_killed: had_agent
+                && agent
+                    .as_ref()
+                    .is_none_or(|r| r.outcome == AgentOutcome::RollingBack),
             not_put_back: agent
                 .iter()
                 .flat_map(|r| &r.processes)
@@ -253,6 +258,8 @@ pub fn pause(op: &Operation) -> Option<u64> {
 #[derive(Debug, Default)]
 pub struct OperationReports {
     pub error: Option<String>,
+    /// Nobody has put the processes back.
+    pub agent_was_killed: bool,
     /// The processes whose GPU state could not be put back.
     pub not_put_back: Vec<String>,
 }

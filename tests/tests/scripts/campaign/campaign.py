@@ -794,11 +794,10 @@ class Round:
                     discard(archive.place)
                 else:
                     must("ctr", "images", "rm", "--sync", archive.place)
-            if "ctr" in ENGINES:
-                for image in run("ctr", "images", "ls", "-q")[1].split():
-                    if image not in baseline["images"]:
-                        must("ctr", "images", "rm", "--sync", image)
             shutil.rmtree(f"{OUT}/{c.name}")
+        if "ctr" in ENGINES:
+            for image in set(run("ctr", "images", "ls", "-q")[1].split()) - baseline["images"]:
+                must("ctr", "images", "rm", "--sync", image)
         for name in os.listdir(CP):
             if name.endswith(".d"):  # of a container that was removed while it was suspended into files
                 shutil.rmtree(f"{CP}/{name}")
@@ -807,6 +806,9 @@ class Round:
                 if len(name) == 64 and run("podman", "inspect", "--type", "container", name)[0]:
                     print(f"    podman has forgotten {name[:12]}")
                     run("cryopod-runtime", "delete", "--force", name)
+            # Of an export that was killed: its directory is no place in which the store looks.
+            for entry in json.loads(run("cryopod", "store", "ls", "--json")[1] or "[]"):
+                run("cryopod", "store", "prune", os.path.basename(entry["path"]), "-q")
         sweep()
         must("cryopod", "cache", "prune", "--unused-for", "0", "-q")
         # containerd collects later what its last image has kept.
