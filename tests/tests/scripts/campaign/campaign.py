@@ -246,8 +246,8 @@ class Fault:
             signals = ["client"] * 3 + ["agent", "job"]
         elif verb == "prune":
             signals = ["client"]
-        elif verb in ("run", "kill"):
-            signals = ["wrapper", "low"]  # a client that is killed leaves containers that podman does not know
+        elif verb in ("run", "kill"):  # theirs are the engine's and the low-level runtime's
+            signals = ["wrapper"]
         else:
             signals = ["wrapper"] * 3 + ["criu"] * 3 + ["low", "client", "client", "job"] + (["agent", "agent", "worker"] if container.gpu() else [])
         if container.plain():
@@ -424,7 +424,7 @@ class Round:
             verbs = self.possible(c)
             verb = verbs[int(pick * len(verbs))]
         fault = Fault(random.Random(fault), c, verb)
-        if verb == "run" and rng.random() < 0.7:  # most are to be there
+        if verb == "run" and (fault.what in ("kill", "stop") or rng.random() < 0.7):  # cryopod has no part in it
             fault.what = fault.who = "nothing"
         began = time.monotonic()
         self.verb, self.fault, self.c, self.code, self.said = verb, fault, c, None, ""
