@@ -260,6 +260,8 @@ class Fault:
         self.room = rng.choice([0, 4, 64, 200, 1000, 4000, 20000, 40000]) * 1024
         if kind in ("kill", "stop"):
             self.what, self.who = kind, rng.choice(signals)
+            if self.who == "dockerd":  # one that is killed takes what it has just restored for stopped
+                self.what = "stop"
             if self.who in LONG_LIVED:
                 self.delay = rng.random() * 1.2
         elif kind == "space":
