@@ -2,7 +2,7 @@
 //! read-only paths. Whoever can write to a cgroup file system gives itself devices.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use cryopod_archive::criu::message::Message;
 use cryopod_host::spec::Spec;
@@ -27,7 +27,7 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeil
     let pointers = ["/linux/readonlyPaths", "/linux/maskedPaths"];
     let lists = pointers.map(|p| spec.json().pointer(p).and_then(Value::as_array));
     let paths = lists.into_iter().flatten().flatten();
-    let mounted: Vec<_> = spec
+    let mounted: Vec<PathBuf> = spec
         .mounts()
         .iter()
         .map(|m| m.destination().clone())
@@ -50,9 +50,18 @@ pub fn settle(images: &mut CheckedImages, spec: &Spec, ceiling: &CredentialsCeil
             if closed.contains(at.strip_prefix('.').unwrap_or(&at)) {
                 // A device such as `/dev/null`, over a masked file, is written to all the same.
                 close(mount, libc::MS_NOSUID | READ_ONLY);
+            } else if is_device(&at, mount, &mounted) {
+                close(mount, libc::MS_NOSUID | libc::MS_NOEXEC);
             }
         }
     }
+}
+
+/// Returns true for a device node of the host's, which runtimes bind in a user namespace.
+fn is_device(at: &str, mount: &Message, of_spec: &[PathBuf]) -> bool {
+    let at = Path::new(at.strip_prefix('.').unwrap_or(at));
+    let is_external = mount.text("ext_key").is_some_and(|key| !key.is_empty());
+    is_external && at.starts_with("/dev") && !of_spec.iter().any(|m| m == at)
 }
 
 fn close(mount: &mut Message, flags: u64) {
