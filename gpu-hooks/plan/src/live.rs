@@ -117,9 +117,18 @@ pub fn tree(host: &Host, init: i32) -> Vec<i32> {
     found
 }
 
-/// Returns true if there is such a process, and it is no zombie.
+/// Returns true if there is such a process, and it neither ends nor is a zombie.
 pub fn is_alive(host: &Host, pid: i32) -> bool {
-    stat(host, pid).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+    /// `PF_EXITING` of the kernel's sched.h.
+    const EXITING: u64 = 4;
+    let text = host.text(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let Some((_, rest)) = text.rsplit_once(')') else {
+        return false;
+    };
+    let mut fields = rest.split_whitespace();
+    let state = fields.next().unwrap_or("X");
+    let flags: u64 = fields.nth(5).and_then(|f| f.parse().ok()).unwrap_or(0);
+    !matches!(state, "Z" | "X") && flags & EXITING == 0
 }
 
 fn stat(host: &Host, pid: i32) -> Option<(char, i32)> {

@@ -216,7 +216,7 @@ fn capture_files(request: &Request<'_>, state: &ContainerState) -> Result<(), Er
 }
 
 fn alive(host: &Host, state: &ContainerState) -> bool {
-    !live::tree(host, state.init).is_empty()
+    live::is_alive(host, state.init)
 }
 
 /// Has the low-level runtime do something to the container; a failure is logged.

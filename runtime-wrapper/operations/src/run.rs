@@ -13,4 +13,5 @@ pub mod operation;
 pub mod progress;
 pub mod runtime_log;
 pub mod stuck_freeze;
+pub mod stuck_kill;
 pub mod stuck_restore;

@@ -221,6 +221,29 @@ cryopod-runtime checkpoint --leave-running --image-path /tmp/i4 "$id"
 [ -e /tmp/i4/cryopod.json ] && [ -e /tmp/i4/inventory.img ]
 alive 'a checkpoint that works'
 
+# The container is killed in the middle: CRIU and the dying init process would wait for each other.
+pod run -d --name killed --network none --device /dev/nvidia0 localhost/busybox sh -c 'sleep 1000 & sleep 1001 & while :; do sleep 0.1; done' > /dev/null
+cat > /tmp/stages.sh <<'EOF'
+#!/bin/bash
+[ "$CRTOOLS_SCRIPT_ACTION" = network-lock ] || exit 0
+touch /tmp/reached
+until [ -e /tmp/go-on ]; do sleep 0.02; done
+EOF
+rm -f /tmp/reached /tmp/go-on
+timeout 60 cryopod-runtime checkpoint --image-path /tmp/i9 "$(pod inspect -f '{{.Id}}' killed)" > /tmp/said 2>&1 &
+wrapper=$!
+wait_for test -e /tmp/reached
+kill -KILL "$(pod inspect -f '{{.State.Pid}}' killed)"
+touch /tmp/go-on
+code=0 && wait $wrapper || code=$?
+check 'the container is killed in the middle' [ $code = 1 ]
+check 'that is said' says /tmp/said 'the container is no longer running: '
+check 'it is gone' wait_for sh -c '[ "$(podman inspect -f "{{.State.Status}}" killed)" = exited ]'
+pod rm -f -t 0 killed > /dev/null
+unrecorded /tmp/i9
+printf '#!/bin/sh\n' > /tmp/stages.sh
+alive 'the other one goes on'
+
 # The container exits while the plan is made: the low-level runtime answers, then its answer is no longer true.
 real=$(type -P "$low")
 mkdir -p /tmp/late

@@ -68,7 +68,10 @@ pub(super) fn dump(
     let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
     let watch = RunWatch {
         stderr: Some(stderr),
-        kind: child::RunKind::Checkpoint,
+        kind: child::RunKind::Checkpoint {
+            init: prepared.state.init,
+            leave_running: request.flag("leave-running"),
+        },
         action_script: &prepared.ready.action_script,
         limit: prepared.ready.limit,
         abort_limit: Duration::from_secs(request.config().limits.abort_s),

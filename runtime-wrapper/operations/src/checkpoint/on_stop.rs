@@ -23,7 +23,6 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use cryopod_cuda::procfs;
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use cryopod_host::programs::{SystemTools, Tools};
@@ -44,7 +43,6 @@ use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
 use crate::run::child::Signals;
-use crate::run::stuck_restore::is_criu;
 use crate::run::{log, metrics};
 
 /// What a stop of the container is: `checkpoint`, or `end`.
@@ -66,9 +64,6 @@ const MAX_LOG: u64 = 1 << 20;
 const EXIT_CODE: i32 = 128 + libc::SIGTERM;
 /// How long after its time limit a checkpoint may take to give up before the TERM is sent regardless.
 const GIVE_UP: Duration = Duration::from_secs(2);
-
-/// How long a killed init process may take to end before CRIU is killed.
-const KILLED: Duration = Duration::from_millis(300);
 
 /// What the container asks for.
 struct StopRequest<'a> {
@@ -287,37 +282,25 @@ fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), E
     })
 }
 
-/// Has the checkpoint give up when its time is over, and sends the TERM if that does not help: the place may hang. Ends
-/// CRIU where a KILL has come: the init process waits for CRIU to let go of its children, and CRIU for the init process.
+/// Has the checkpoint give up when its time is over, and sends the TERM if that does not help: the place may hang.
 fn watchdog(init: i32, limit: Duration, done: &AtomicBool) {
     let host = Host::system();
     let started = live::start_time(&host, init);
-    let begun = Instant::now();
-    let (mut over, mut sent, mut killed) = (false, false, None);
-    while !done.load(Ordering::Acquire) {
-        std::thread::sleep(Duration::from_millis(20));
-        let passed = begun.elapsed();
-        if passed >= limit && !over {
-            over = true;
-            let _ = kill(Pid::this(), Signal::SIGTERM);
+    let wait = |limit: Duration| {
+        let end = Instant::now() + limit;
+        while !done.load(Ordering::Acquire) && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(20));
         }
-        let is_there = started.is_some() && live::start_time(&host, init) == started;
-        if passed >= limit + GIVE_UP && !sent && is_there {
-            sent = true;
-            tracing::error!(
-                "process {init}: the checkpoint does not give up in time, TERM is sent"
-            );
-            let _ = kill(Pid::from_raw(init), Signal::SIGTERM);
-        }
-        let exiting = is_there && procfs::stat(init).is_some_and(|stat| stat.exiting);
-        killed = exiting.then(|| killed.unwrap_or_else(Instant::now));
-        if killed.is_some_and(|since: Instant| since.elapsed() >= KILLED) {
-            killed = None;
-            let ours = live::tree(&host, Pid::this().as_raw());
-            for criu in ours.into_iter().filter(|pid| is_criu(*pid)) {
-                let _ = kill(Pid::from_raw(criu), Signal::SIGKILL);
-            }
-        }
+        !done.load(Ordering::Acquire)
+    };
+    if wait(limit) {
+        let _ = kill(Pid::this(), Signal::SIGTERM);
+    } else {
+        return;
+    }
+    if wait(GIVE_UP) && started.is_some() && live::start_time(&host, init) == started {
+        tracing::error!("process {init}: the checkpoint does not give up in time, TERM is sent");
+        let _ = kill(Pid::from_raw(init), Signal::SIGTERM);
     }
 }
 

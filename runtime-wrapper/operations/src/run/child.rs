@@ -28,6 +28,7 @@ use crate::run::action_script::{ActionScript, StageQuestion};
 use crate::run::hidden_gpus::HiddenGpus;
 use crate::run::mount_namespace;
 use crate::run::stuck_freeze::Freeze;
+use crate::run::stuck_kill::InitProcess;
 use crate::run::stuck_restore::{CriuProcess, is_criu};
 
 const INTERRUPTS: [Signal; 4] = [
@@ -42,8 +43,12 @@ const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWIN
 /// What the low-level runtime is run for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunKind {
-    /// The container exists already and must survive an interruption.
-    Checkpoint,
+    /// The container with this init process exists already and must survive an interruption.
+    Checkpoint {
+        init: i32,
+        /// It goes on running, or is ended by somebody else: CRIU ends no process.
+        leave_running: bool,
+    },
     /// The container is being made; an interruption removes what exists of it.
     Restore {
         /// True if the runtime ends when the container runs (`--detach`).
@@ -52,11 +57,15 @@ pub enum RunKind {
 }
 
 impl RunKind {
+    fn is_checkpoint(self) -> bool {
+        matches!(self, Self::Checkpoint { .. })
+    }
+
     /// CRIU's stage after which there is no way back: the container is gone, or it runs. (CRIU ignores the answer at
     /// `pre-resume`.)
     fn final_stage(self) -> &'static str {
         match self {
-            Self::Checkpoint => "post-dump",
+            Self::Checkpoint { .. } => "post-dump",
             Self::Restore { .. } => "pre-resume",
         }
     }
@@ -153,7 +162,7 @@ pub fn run(
             )));
         }
     }
-    if watch.kind == RunKind::Checkpoint {
+    if watch.kind.is_checkpoint() {
         // CRIU outlives a killed runtime: as its reaper this process can wait for it.
         // SAFETY: a plain system call that touches no memory of ours.
         unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
@@ -174,6 +183,10 @@ pub fn run(
         criu: CriuProcess::default(),
         freeze: Freeze::default(),
         not_frozen: false,
+        init: match watch.kind {
+            RunKind::Checkpoint { init, .. } => Some(InitProcess::of(init)),
+            RunKind::Restore { .. } => None,
+        },
     };
     watcher.wait(signals, decide);
     Ok(RunOutcome {
@@ -241,7 +254,7 @@ fn spawn(
     command.envs(env.iter().map(|(k, v)| (k, v)));
     // A checkpoint's child leaves the terminal's process group, so that ^C comes to this process alone; a
     // restore may have the container in the foreground and stays.
-    if watch.kind == RunKind::Checkpoint {
+    if watch.kind.is_checkpoint() {
         command.process_group(0);
     }
     if let Some(file) = &watch.stderr {
@@ -249,7 +262,7 @@ fn spawn(
     }
     let parent = Pid::this();
     let hidden = watch.hidden.clone();
-    let restores = watch.kind != RunKind::Checkpoint;
+    let restores = !watch.kind.is_checkpoint();
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl, getppid, unshare, mount, sigprocmask.
     unsafe {
         command.pre_exec(move || {
@@ -287,6 +300,8 @@ struct Watcher<'a> {
     criu: CriuProcess,
     freeze: Freeze,
     not_frozen: bool,
+    /// That of a checkpoint.
+    init: Option<InitProcess>,
 }
 
 impl Watcher<'_> {
@@ -322,7 +337,12 @@ impl Watcher<'_> {
             self.questions(decide);
             self.end_orphans();
             match self.watch.kind {
-                RunKind::Checkpoint => self.stuck_freeze(),
+                RunKind::Checkpoint { leave_running, .. } => {
+                    self.stuck_freeze();
+                    if leave_running || !self.passed {
+                        self.stuck_kill();
+                    }
+                }
                 RunKind::Restore { .. } => self.stuck_restore(),
             }
             if self.deadline.is_some_and(|d| Instant::now() >= d) {
@@ -370,7 +390,7 @@ impl Watcher<'_> {
     /// reaper.
     fn orphans(&self) -> bool {
         let me = this_process();
-        self.watch.kind == RunKind::Checkpoint
+        self.watch.kind.is_checkpoint()
             && live::tree(&Host::system(), me)
                 .into_iter()
                 .any(|pid| pid != me && is_criu(pid))
@@ -414,11 +434,11 @@ impl Watcher<'_> {
         watch.action_script.answer(|question| {
             let stage = question.stage.as_str();
             freeze.at(stage);
-            if watch.kind != RunKind::Checkpoint {
+            if !watch.kind.is_checkpoint() {
                 criu.find(this_process());
             }
             // From here on CRIU restores whatever it is answered, so this was no interruption.
-            if stage == last && watch.kind != RunKind::Checkpoint {
+            if stage == last && !watch.kind.is_checkpoint() {
                 *interrupted = None;
             }
             let yes = interrupted.is_none() && !*refuse && decide(question);
@@ -441,6 +461,14 @@ impl Watcher<'_> {
         if let Some(process) = self.freeze.end_waiting(this_process()) {
             self.not_frozen = true;
             self.interrupt(&process.to_string());
+        }
+    }
+
+    /// Ends a checkpoint that would hang because its container was killed.
+    fn stuck_kill(&mut self) {
+        let init = self.init.as_mut();
+        if init.is_some_and(|init| init.end_waiting(this_process())) {
+            self.interrupt("the container was killed in the middle of it");
         }
     }
 
@@ -497,7 +525,7 @@ impl Watcher<'_> {
         }
         let me = this_process();
         let everybody = live::tree(&Host::system(), me);
-        if !self.escalated && self.watch.kind == RunKind::Checkpoint && self.code.is_none() {
+        if !self.escalated && self.watch.kind.is_checkpoint() && self.code.is_none() {
             // Without the runtime CRIU's next message to it fails, and CRIU resumes the container.
             self.escalated = true;
             let _ = kill(self.child, Signal::SIGKILL);
