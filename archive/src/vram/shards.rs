@@ -134,9 +134,11 @@ impl<'a> Shards<'a> {
 pub fn remove(dir: &Path) {
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX));
     let _ = fs::remove_file(dir.join(names::VRAM_INDEX_PARTIAL));
-    let shards = (0..MAX_SHARDS).map(|number| dir.join(names::vram_shard(number)));
-    let there = shards.take_while(|path| path.symlink_metadata().is_ok());
-    let there: Vec<PathBuf> = there.collect();
+    // Of a killed writer any may be there: its threads make them in no order.
+    let all = fs::read_dir(dir).into_iter().flatten().flatten();
+    let all = all.map(|entry| entry.path());
+    let is_shard = |path: &PathBuf| path.to_str().is_some_and(names::is_vram_shard);
+    let there: Vec<PathBuf> = all.filter(is_shard).collect();
     let next = AtomicUsize::new(0);
     let each = || {
         while let Some(path) = there.get(next.fetch_add(1, Relaxed)) {
@@ -160,4 +162,27 @@ fn create(path: &Path) -> Result<File, VramError> {
         .mode(0o600)
         .open(path)
         .map_err(VramError::io(path, "cannot be made"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_writer_left_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [
+            "vram-0001.img",
+            "vram-0007.img",
+            "vram-index.img",
+            "pages-1.img",
+        ] {
+            fs::write(dir.path().join(name), "x").unwrap();
+        }
+        remove(dir.path());
+        let left = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name());
+        assert_eq!(left.collect::<Vec<_>>(), ["pages-1.img"]);
+    }
 }

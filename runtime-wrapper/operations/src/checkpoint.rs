@@ -37,8 +37,8 @@ use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::passthrough;
 use crate::request::state::{self, ContainerState};
-use crate::rootfs;
 use crate::rootfs::frozen::Frozen;
+use crate::rootfs::{self, frozen};
 use crate::run::application::{self, NotifiedApplication};
 use crate::run::child;
 use crate::run::failure::{self, LogMarks};
@@ -142,6 +142,9 @@ fn with_metadata(
             // Before the agent ends, which brings the GPU memory of living processes back.
             (ending.end)(frozen);
         }
+        if !dumped.succeeded() && !state.paused {
+            frozen::thaw_left(&request.host, state.init);
+        }
         let again = dumped.ended.not_frozen && tries > 0;
         let result = conclude::conclude(prepared, dumped, again);
         if !again || !alive(&request.host, state) {
@@ -176,6 +179,9 @@ fn without_gpu(
         let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
         let ended = child::attend(low, args, stderr)?;
         if ended.code != 0 {
+            if !state.paused {
+                frozen::thaw_left(&request.host, state.init);
+            }
             let full = failure::full_disk(&request.images).into_iter().collect();
             let why = failure::describe(low, &ended, full, &before);
             log::error(&failed(request, state, &why));

@@ -40,6 +40,8 @@ struct Inner {
     /// [`super::userfault::DEVICE`], for the plugin.
     userfault: Option<File>,
     work: Work,
+    /// How many end the work: until they have, none begins.
+    ending: usize,
     together: Together,
     ceiling: Ceiling,
 }

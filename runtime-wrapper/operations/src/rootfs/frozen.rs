@@ -271,6 +271,18 @@ pub fn thaw_v1(host: &Host, pid: i32) {
     }
 }
 
+/// Thaws a container that nobody has paused, and a killed CRIU has left frozen.
+pub fn thaw_left(host: &Host, init: i32) {
+    let is_left = |freezer: &Freezer| match freezer.v2 {
+        true => freezer.reads("cgroup.freeze", "1"),
+        false => !freezer.reads("freezer.state", "THAWED"),
+    };
+    if let Some(freezer) = Freezer::of(host, init).filter(is_left) {
+        tracing::warn!("{}: was left frozen, and is thawed", freezer.dir.display());
+        thaw(&freezer.dir);
+    }
+}
+
 const CGROUP_IMAGE: &str = "cgroup.img";
 const IMAGE_MAX: u64 = 16 << 20;
 /// `CgroupPropEntry` of criu/images/cgroup.proto: the name, then the value (field 2) of 6 bytes.

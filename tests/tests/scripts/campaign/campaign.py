@@ -34,6 +34,17 @@ KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gp
 os.environ["CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS"] = "1"
 
 
+def states():
+    """Where each process of a job is."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if "job.py" in read(f"/proc/{pid}/cmdline") and "conmon" not in read(f"/proc/{pid}/comm"):
+            status = dict(line.split(":\t", 1) for line in read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
+            call, where = read(f"/proc/{pid}/syscall").strip(), read(f"/proc/{pid}/wchan")
+            found.append(f"{pid} {status.get('State')} traced by {status.get('TracerPid')} pending {status.get('SigPnd')} {status.get('ShdPnd')} at {where} {call}")
+    return found
+
+
 class Violation(Exception):
     pass
 
@@ -220,7 +231,7 @@ class Container:
         """More lines come. `after`: (first, last) between which the checkpoint was, so the next line is one of these."""
         start = self.mark if after else len(self.lines())
         if not until(lambda: len(self.lines()) >= start + 4, limit):
-            raise Violation(f"{self.name} is {self.status()} and stands still")
+            raise Violation(f"{self.name} is {self.status()} and stands still: {states()}")
         new = [line for line in self.lines()[start:] if line.split(" ")[0].isdigit()]
         if corrupt := [line for line in self.lines() if "CORRUPT" in line]:
             raise Violation(f"{self.name} has wrong sums: {corrupt[0]}")

@@ -160,9 +160,7 @@ impl VramFiles {
 
     /// Ends the writer for this reason.
     pub fn fail(&self, reason: &str) {
-        self.cancel();
-        self.inner().work = Work::Ended(Err(reason.to_owned()));
-        self.changed.notify_all();
+        self.end_work(Work::Ended(Err(reason.to_owned())));
     }
 
     /// Tells the writer that so many bytes from the start of a buffer are there. It must have the state
@@ -189,8 +187,7 @@ impl VramFiles {
 
     /// Ends a writer whose memory is not to be written after all; another may begin.
     pub fn call_off(&self) {
-        self.cancel();
-        self.inner().work = Work::None;
+        self.end_work(Work::None);
     }
 
     /// Begins to write buffers that are being filled.
@@ -275,6 +272,10 @@ impl VramFiles {
     ) -> Result<(), DriverError> {
         let (writes, filling) = writer.unzip();
         let mut inner = self.inner();
+        let deadline = Instant::now() + KILLED;
+        while inner.ending > 0 && Instant::now() < deadline {
+            inner = self.changed_within(inner, KILLED);
+        }
         if matches!(inner.work, Work::Running { .. }) {
             return Err(refused(
                 ErrorKind::Busy,
@@ -358,8 +359,14 @@ impl VramFiles {
 
     /// Ends the worker, and waits until what it wrote is removed.
     pub(super) fn cancel(&self) {
+        self.end_work(Work::Ended(Err("called off".into())));
+    }
+
+    /// The same. From then on the work is `then`; no other begins before that, whose files would be removed, too.
+    fn end_work(&self, then: Work) {
         let deadline = Instant::now() + KILLED;
         let mut inner = self.inner();
+        inner.ending += 1;
         let mut dir = None;
         if let Work::Running { worker, writes, .. } = &inner.work {
             dir.clone_from(writes);
@@ -376,12 +383,15 @@ impl VramFiles {
             }
             inner = self.changed_within(inner, left);
         }
-        inner.work = Work::Ended(Err("called off".into()));
         drop(inner);
-        self.changed.notify_all();
         if let Some(dir) = dir {
             cryopod_archive::vram::write::remove(&dir);
         }
+        let mut inner = self.inner();
+        inner.work = then;
+        inner.ending -= 1;
+        drop(inner);
+        self.changed.notify_all();
     }
 }
 
