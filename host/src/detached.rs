@@ -3,14 +3,18 @@
 //! A bind mount cannot reach from one mount namespace into another. A detached copy of a mount can: `open_tree(2)` makes
 //! it, `mount_setattr(2)` (Linux 5.12) limits it, `move_mount(2)` attaches it. `fsopen(2)` makes a new file system.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use nix::sched::{CloneFlags, setns, unshare};
+use rustix::fs::CWD;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, fsconfig_create,
+    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+};
 
 /// A mount that no directory shows yet. Dropped, it is gone.
 #[derive(Debug)]
@@ -20,51 +24,28 @@ impl Detached {
     /// Copies the mount of `source`: that file, or that directory with all that is in it. `recursive`: also with what is
     /// mounted below it.
     pub fn of(source: &Path, recursive: bool) -> io::Result<Self> {
-        let path = CString::new(source.as_os_str().as_bytes())?;
-        let mut flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
-        if recursive {
-            flags |= libc::AT_RECURSIVE as libc::c_uint;
-        }
-        // SAFETY: reads the path, which ends with a zero.
-        let fd =
-            unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
-        Ok(Self(opened(fd)?))
+        let mut flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+        flags.set(OpenTreeFlags::AT_RECURSIVE, recursive);
+        Ok(Self(open_tree(CWD, source, flags)?))
     }
 
     /// Copies the mount of an open file or directory, without what is mounted below it.
     pub fn of_opened(source: BorrowedFd<'_>) -> io::Result<Self> {
-        let flags =
-            libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | libc::AT_EMPTY_PATH as libc::c_uint;
-        let (at, path) = (source.as_raw_fd(), c"".as_ptr());
-        // SAFETY: reads an empty path.
-        Ok(Self(opened(unsafe {
-            libc::syscall(libc::SYS_open_tree, at, path, flags)
-        })?))
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE
+            | OpenTreeFlags::OPEN_TREE_CLOEXEC
+            | OpenTreeFlags::AT_EMPTY_PATH;
+        Ok(Self(open_tree(source, c"", flags)?))
     }
 
     /// Makes a file system of this type, with options as `mount -o` takes them.
     pub fn new(fs_type: &CStr, options: &[(&CStr, &str)]) -> io::Result<Self> {
-        const SET_STRING: libc::c_uint = 1;
-        const CREATE: libc::c_uint = 6;
-        const CLOEXEC: libc::c_uint = 1;
-        // SAFETY: reads the type, which ends with a zero.
-        let context =
-            opened(unsafe { libc::syscall(libc::SYS_fsopen, fs_type.as_ptr(), CLOEXEC) })?;
-        let configure = |command: libc::c_uint,
-                         key: *const libc::c_char,
-                         value: *const libc::c_char| {
-            let context = context.as_raw_fd();
-            // SAFETY: the strings end with a zero, or are null where the command takes none.
-            checked(unsafe { libc::syscall(libc::SYS_fsconfig, context, command, key, value, 0) })
-        };
+        let context = fsopen(fs_type, FsOpenFlags::FSOPEN_CLOEXEC)?;
         for (key, value) in options {
-            let value = CString::new(*value)?;
-            configure(SET_STRING, key.as_ptr(), value.as_ptr())?;
+            fsconfig_set_string(&context, *key, *value)?;
         }
-        configure(CREATE, std::ptr::null(), std::ptr::null())?;
-        // SAFETY: takes numbers.
-        let mount = unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, 0) };
-        Ok(Self(opened(mount)?))
+        fsconfig_create(&context)?;
+        let flags = FsMountFlags::FSMOUNT_CLOEXEC;
+        Ok(Self(fsmount(&context, flags, MountAttrFlags::empty())?))
     }
 
     /// Sets attributes (`MOUNT_ATTR_*`) and the propagation (`MS_PRIVATE`, ...; 0: as it is), of all that is mounted below
@@ -83,19 +64,15 @@ impl Detached {
 
     /// Mounts it over a file or directory, of which a descriptor with `O_PATH` is enough.
     pub fn attach(self, over: BorrowedFd<'_>) -> io::Result<()> {
-        let flags = libc::MOVE_MOUNT_F_EMPTY_PATH | libc::MOVE_MOUNT_T_EMPTY_PATH;
-        // SAFETY: reads two empty paths.
-        let done = unsafe {
-            libc::syscall(
-                libc::SYS_move_mount,
-                self.0.as_raw_fd(),
-                c"".as_ptr(),
-                over.as_raw_fd(),
-                c"".as_ptr(),
-                flags,
-            )
-        };
-        checked(done).map(drop)
+        let flags =
+            MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        Ok(move_mount(self.0, c"", over, c"", flags)?)
+    }
+}
+
+impl AsFd for Detached {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 
@@ -144,20 +121,9 @@ fn set(mount: BorrowedFd<'_>, attributes: u64, propagation: u64, flags: i32) -> 
             size_of_val(&attr),
         )
     };
-    checked(done).map(drop)
-}
-
-/// The descriptor that a call has just opened, and nobody else has.
-fn opened(result: libc::c_long) -> io::Result<OwnedFd> {
-    let fd = RawFd::try_from(checked(result)?).map_err(io::Error::other)?;
-    // SAFETY: see above.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-fn checked(result: libc::c_long) -> io::Result<libc::c_long> {
-    match result {
-        -1 => Err(io::Error::last_os_error()),
-        result => Ok(result),
+    match done {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
 }
 

@@ -1,25 +1,18 @@
 //! Opens processes by descriptor: a pidfd names its process even after the pid is used again.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{OwnedFd, RawFd};
+
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 /// Returns a descriptor of a process, which becomes readable when the process ends.
 pub fn open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: takes numbers, returns a new descriptor or -1.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })
+    let pid = (pid > 0).then(|| Pid::from_raw(pid)).flatten();
+    let pid = pid.ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 /// Returns a copy of another process's descriptor.
 pub fn take(pid: i32, fd: RawFd) -> io::Result<OwnedFd> {
-    let process = open(pid)?;
-    // SAFETY: takes numbers, returns a new descriptor or -1.
-    owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_raw_fd(), fd, 0) })
-}
-
-fn owned(fd: libc::c_long) -> io::Result<OwnedFd> {
-    match RawFd::try_from(fd) {
-        // SAFETY: a descriptor that was just made and belongs to nobody else.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(pidfd_getfd(open(pid)?, fd, PidfdGetfdFlags::empty())?)
 }

@@ -22,9 +22,14 @@ use landlock::{
     RulesetCreatedAttr, RulesetError, Scope,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::prctl::{set_no_new_privs, set_pdeathsig};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, clear_ambient_capability_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
@@ -114,8 +119,7 @@ impl Sandbox {
     ) -> ! {
         // Nothing here may unwind into the copy of the caller's stack.
         let _ = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: numbers.
-            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+            let _ = set_pdeathsig(Signal::SIGKILL);
             if nix::unistd::getppid().as_raw() as u32 != parent {
                 return;
             }
@@ -144,10 +148,7 @@ impl Sandbox {
     pub fn confine(&self) -> io::Result<()> {
         let capabilities = self.capabilities();
         let filters = filters(std::process::id())?;
-        // SAFETY: numbers.
-        if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        set_no_new_privs()?;
         self.landlock().map_err(io::Error::other)?;
         drop_capabilities(capabilities)?;
         for filter in &filters {
@@ -300,47 +301,23 @@ fn close_others(keep: &[i32]) {
 
 const CAP_DAC_OVERRIDE: u32 = 1;
 const CAP_DAC_READ_SEARCH: u32 = 2;
-const CAP_LAST: libc::c_ulong = 63;
 
 /// Drops all capabilities but these, for good.
 fn drop_capabilities(keep: u64) -> io::Result<()> {
-    #[repr(C)]
-    struct Header {
-        version: u32,
-        pid: i32,
+    // Fails for a capability that the kernel does not have or that this process may not drop; no new privileges come
+    // without exec, which the filter refuses.
+    for capability in 0..u64::BITS {
+        let one = CapabilitySet::from_bits_retain(1 << capability);
+        let _ = remove_capability_from_bounding_set(one);
     }
-    /// `_LINUX_CAPABILITY_VERSION_3`: two words of 32 bits for each set.
-    const VERSION: u32 = 0x2008_0522;
-    // SAFETY: numbers. Fails for a capability that the kernel does not have or that this process may not drop; no new
-    // privileges come without exec, which the filter refuses.
-    unsafe {
-        for capability in 0..=CAP_LAST {
-            libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0);
-        }
-        libc::prctl(
-            libc::PR_CAP_AMBIENT,
-            libc::PR_CAP_AMBIENT_CLEAR_ALL,
-            0,
-            0,
-            0,
-        );
-    }
-    let header = Header {
-        version: VERSION,
-        pid: 0,
+    let _ = clear_ambient_capability_set();
+    let permitted = capabilities(None)?.permitted & CapabilitySet::from_bits_retain(keep);
+    let sets = CapabilitySets {
+        effective: permitted,
+        permitted,
+        inheritable: CapabilitySet::empty(),
     };
-    let mut sets = [0u32; 6];
-    // SAFETY: as the call wants them: effective, permitted, inheritable, of the low capabilities and of the high ones.
-    if unsafe { libc::syscall(libc::SYS_capget, &raw const header, sets.as_mut_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let low = sets[1] & keep as u32;
-    let sets = [low, low, 0, 0, 0, 0];
-    // SAFETY: as above.
-    match unsafe { libc::syscall(libc::SYS_capset, &raw const header, sets.as_ptr()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(set_capabilities(None, sets)?)
 }
 
 /// The system calls of decoders: files by name and descriptor, memory, threads of this process, time.

@@ -3,15 +3,21 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::thread;
+use std::time::Duration;
 
 use nix::sched::{CloneFlags, setns};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with,
+};
 
 /// Sockets that are examined; a container can make as many as it likes.
 const MAX_SOCKETS: usize = 1 << 20;
 /// Parts of an answer, 32 KiB at most each.
 const BUFFER: usize = 64 << 10;
+/// How long the kernel may take for a part.
+const LIMIT: Duration = Duration::from_secs(2);
 
 /// `SOCK_DIAG_BY_FAMILY`, `UDIAG_SHOW_*`, `UNIX_DIAG_*` of `<linux/sock_diag.h>` and `<linux/unix_diag.h>`.
 const BY_FAMILY: u16 = 20;
@@ -50,51 +56,18 @@ pub fn unix_sockets(namespace: File) -> io::Result<Vec<UnixSocket>> {
 }
 
 fn list() -> io::Result<Vec<UnixSocket>> {
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
-    // SAFETY: makes a descriptor.
-    let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_SOCK_DIAG) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: just made, owned by nobody else.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    let limit = libc::timeval {
-        tv_sec: 2,
-        tv_usec: 0,
-    };
-    let length = size_of_val(&limit) as libc::socklen_t;
-    // SAFETY: reads `limit`, of that length.
-    let set = unsafe {
-        libc::setsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            libc::SO_RCVTIMEO,
-            (&raw const limit).cast(),
-            length,
-        )
-    };
-    if set != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let request = request();
-    // SAFETY: reads `request`, of that length; a netlink socket sends to the kernel.
-    let sent = unsafe { libc::send(fd, request.as_ptr().cast(), request.len(), 0) };
-    if sent < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let socket = socket_with(
+        AddressFamily::NETLINK,
+        SocketType::RAW,
+        SocketFlags::CLOEXEC,
+        Some(netlink::SOCK_DIAG),
+    )?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
+    send(&socket, &request(), SendFlags::empty())?;
     let mut found = Vec::new();
     let mut buffer = vec![0u8; BUFFER];
     loop {
-        // SAFETY: fills the buffer, of that length.
-        let got = unsafe {
-            libc::recv(
-                socket.as_raw_fd(),
-                buffer.as_mut_ptr().cast(),
-                buffer.len(),
-                0,
-            )
-        };
-        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        let (got, _) = recv(&socket, &mut buffer[..], RecvFlags::empty())?;
         if got == 0
             || parse(buffer.get(..got).unwrap_or_default(), &mut found)?
             || found.len() > MAX_SOCKETS
@@ -189,6 +162,7 @@ fn name(value: &[u8]) -> String {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::{UnixListener, UnixStream};
 

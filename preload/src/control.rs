@@ -7,11 +7,13 @@ use crate::memory::{self, Exported};
 use crate::nccl::{moves, state};
 use crate::{contexts, gate, idle};
 use cryopod_preload_wire::{self as wire, Answer, Card, MEMFD, Reason, Request, nccl};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::cell::Cell;
-use std::ffi::{CString, c_int};
+use std::ffi::c_int;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -73,14 +75,7 @@ fn try_start() -> io::Result<()> {
         tid,
         agent_end: agents.as_raw_fd(),
     };
-    let name = CString::new(MEMFD)?;
-    // SAFETY: a C string; a new descriptor or -1.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a new descriptor that belongs to nobody else.
-    let mut file = unsafe { File::from_raw_fd(fd) };
+    let mut file = File::from(memfd_create(MEMFD, MemfdFlags::CLOEXEC)?);
     file.write_all(&card.encode())?;
     // Both stay open as long as the process lives.
     DESCRIPTORS[2].store(file.into_raw_fd(), SeqCst);
@@ -364,21 +359,9 @@ impl Contents {
     fn map(file: &OwnedFd) -> io::Result<Self> {
         let size = File::from(file.try_clone()?).metadata()?.len();
         let bytes = usize::try_from(size).map_err(io::Error::other)?;
-        let (prot, flags) = (libc::PROT_READ, libc::MAP_SHARED);
+        let (prot, flags) = (ProtFlags::READ, MapFlags::SHARED);
         // SAFETY: a new mapping of a file.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                prot,
-                flags,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let address = unsafe { mmap(std::ptr::null_mut(), bytes, prot, flags, file, 0)? };
         Ok(Self {
             address: address.cast(),
             bytes,
@@ -394,6 +377,6 @@ impl Contents {
 impl Drop for Contents {
     fn drop(&mut self) {
         // SAFETY: the mapping made above, to which no reference is left.
-        unsafe { libc::munmap(self.address.cast_mut().cast(), self.bytes) };
+        let _ = unsafe { munmap(self.address.cast_mut().cast(), self.bytes) };
     }
 }

@@ -3,10 +3,13 @@
 //! Every name is walked from the directory's descriptor, component by component, without following links, and every
 //! file is created new. So another process that plants links meanwhile gains nothing.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::fcntl::{OFlag, openat};
+use nix::sys::stat::{Mode, fchmod, mkdirat};
 
 #[derive(Debug)]
 pub(super) struct Tree {
@@ -21,7 +24,8 @@ impl Tree {
     /// Creates a file, and the missing directories above it.
     pub(super) fn file(&self, name: &str, mode: u32) -> io::Result<File> {
         let (parent, last) = self.parent(name)?;
-        let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL;
+        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL;
+        let mode = Mode::from_bits_truncate(mode);
         open(&parent, last, flags, mode).map(File::from)
     }
 
@@ -33,11 +37,7 @@ impl Tree {
 
     pub(super) fn set_mode(&self, name: &str, mode: u32) -> io::Result<()> {
         let directory = self.directory(name)?;
-        nix::sys::stat::fchmod(
-            directory.as_fd(),
-            nix::sys::stat::Mode::from_bits_truncate(mode),
-        )?;
-        Ok(())
+        Ok(fchmod(directory, Mode::from_bits_truncate(mode))?)
     }
 
     pub(super) fn link(&self, name: &str, target: &str) -> io::Result<()> {
@@ -66,27 +66,14 @@ fn enter(dir: &OwnedFd, name: &str) -> io::Result<OwnedFd> {
     if matches!(name, "" | "." | "..") {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    match nix::sys::stat::mkdirat(dir.as_fd(), name, nix::sys::stat::Mode::S_IRWXU) {
-        Ok(()) | Err(nix::errno::Errno::EEXIST) => {}
+    match mkdirat(dir.as_fd(), name, Mode::S_IRWXU) {
+        Ok(()) | Err(Errno::EEXIST) => {}
         Err(e) => return Err(e.into()),
     }
-    open(dir, name, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+    open(dir, name, OFlag::O_DIRECTORY, Mode::empty())
 }
 
-fn open(dir: &OwnedFd, name: &str, flags: i32, mode: u32) -> io::Result<OwnedFd> {
-    let name = CString::new(name)?;
-    // SAFETY: an open descriptor, a string that ends with a zero, and a mode, as the call requires with O_CREAT.
-    let fd = unsafe {
-        libc::openat(
-            dir.as_raw_fd(),
-            name.as_ptr(),
-            flags | libc::O_NOFOLLOW | libc::O_CLOEXEC,
-            mode,
-        )
-    };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the call just returned this descriptor, and nobody else has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+fn open(dir: &OwnedFd, name: &str, flags: OFlag, mode: Mode) -> io::Result<OwnedFd> {
+    let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    Ok(openat(dir, name, flags, mode)?)
 }

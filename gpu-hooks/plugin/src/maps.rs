@@ -8,8 +8,8 @@
 use crate::session::{Failed, failure};
 use cryopod_cuda::messages::image::is_device_path;
 use std::ffi::CStr;
-use std::fs;
-use std::os::fd::RawFd;
+use std::fs::{self, File};
+use std::os::fd::{IntoRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 /// `/dev/zero`, which CRIU dumps by itself.
@@ -50,17 +50,14 @@ pub fn names_ours(path: &CStr) -> bool {
 /// UPDATE_VMA_MAP: returns a descriptor of memory that is empty at first. CRIU maps and closes it. It needs one for
 /// each mapping of a device, for it gives each a file of its own (`fd_id_generate_special`).
 pub fn empty() -> Result<RawFd, Failed> {
-    // SAFETY: a NUL-terminated path; no file is created. The descriptor becomes CRIU's.
-    let fd = unsafe { libc::open(c"/dev/zero".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
-    if fd < 0 {
-        let error = std::io::Error::last_os_error();
-        return Err(failure(
-            "device mapping",
-            None,
-            format!("/dev/zero: {error}"),
-        ));
+    match File::options().read(true).write(true).open("/dev/zero") {
+        // The descriptor becomes CRIU's.
+        Ok(file) => Ok(file.into_raw_fd()),
+        Err(error) => {
+            let what = format!("/dev/zero: {error}");
+            Err(failure("device mapping", None, what))
+        }
     }
-    Ok(fd)
 }
 
 #[cfg(test)]

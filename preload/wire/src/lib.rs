@@ -11,9 +11,17 @@
 
 pub mod nccl;
 
-use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
+
+use rustix::io::retry_on_intr;
+use rustix::net::sockopt::{Timeout, set_socket_send_buffer_size_force, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
 
 /// The memfd's name. `/proc/PID/fd` shows it as `/memfd:cryopod-preload (deleted)`.
 pub const MEMFD: &str = "cryopod-preload";
@@ -256,64 +264,28 @@ impl Answer {
 
 /// Makes the socket pair: the library's end and the agent's.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let mut fds = [-1; 2];
-    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: an array of two descriptors, which the kernel fills.
-    if unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
+    let (a, b) = socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    for end in [&a, &b] {
+        set_socket_timeout(end, Timeout::Send, Some(SEND_LIMIT))?;
     }
-    // SAFETY: two new descriptors that belong to nobody else.
-    let [a, b] = fds.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-    let limit = SEND_LIMIT;
-    set_limit(&a, libc::SO_SNDTIMEO, limit)?;
-    set_limit(&b, libc::SO_SNDTIMEO, limit)?;
     Ok((a, b))
 }
 
 /// Sets how long [`request`] and [`answer`] wait for a message; zero: for ever. It holds for every copy of the
 /// descriptor.
 pub fn set_receive_limit(socket: &OwnedFd, limit: Duration) -> io::Result<()> {
-    set_limit(socket, libc::SO_RCVTIMEO, limit)
+    let limit = (!limit.is_zero()).then_some(limit);
+    Ok(set_socket_timeout(socket, Timeout::Recv, limit)?)
 }
 
 /// Lets messages wait that nobody reads yet, up to so many bytes with what the kernel adds to each. Needs CAP_NET_ADMIN.
-pub fn set_room(socket: &OwnedFd, bytes: i32) -> io::Result<()> {
-    // SAFETY: the option takes an int.
-    let set = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_SNDBUFFORCE,
-            (&raw const bytes).cast(),
-            size_of::<i32>() as libc::socklen_t,
-        )
-    };
-    match set {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-fn set_limit(socket: &OwnedFd, option: libc::c_int, limit: Duration) -> io::Result<()> {
-    let time = libc::timeval {
-        tv_sec: libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX),
-        tv_usec: libc::suseconds_t::from(limit.subsec_micros()),
-    };
-    // SAFETY: the option takes a timeval of this size.
-    let set = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            option,
-            (&raw const time).cast(),
-            size_of::<libc::timeval>() as libc::socklen_t,
-        )
-    };
-    if set == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+pub fn set_room(socket: &OwnedFd, bytes: usize) -> io::Result<()> {
+    Ok(set_socket_send_buffer_size_force(socket, bytes)?)
 }
 
 pub fn send_request(
@@ -384,21 +356,6 @@ pub fn answer(socket: &OwnedFd) -> io::Result<Received<Answer>> {
     })
 }
 
-/// Space for one descriptor, aligned as a control header must be.
-type Control = [u64; 4];
-
-fn message(iov: &mut libc::iovec, control: Option<&mut Control>) -> libc::msghdr {
-    // SAFETY: all zeros are a valid msghdr.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = iov;
-    message.msg_iovlen = 1;
-    if let Some(control) = control {
-        message.msg_control = control.as_mut_ptr().cast();
-        message.msg_controllen = size_of::<Control>();
-    }
-    message
-}
-
 fn send(
     socket: &OwnedFd,
     number: u64,
@@ -406,79 +363,35 @@ fn send(
     data: &[u8],
     fd: Option<BorrowedFd<'_>>,
 ) -> io::Result<()> {
-    let numbers = [number, kind, first, second];
-    let mut bytes = numbers.map(u64::to_le_bytes).concat();
-    bytes.extend_from_slice(data);
-    let mut iov = libc::iovec {
-        iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: bytes.len(),
-    };
-    let mut control = Control::default();
-    let mut message = message(&mut iov, fd.is_some().then_some(&mut control));
-    if let Some(fd) = fd {
-        // SAFETY: the control buffer holds one header with one descriptor.
-        unsafe {
-            message.msg_controllen = libc::CMSG_SPACE(4) as usize;
-            let header = libc::CMSG_FIRSTHDR(&message);
-            (*header).cmsg_level = libc::SOL_SOCKET;
-            (*header).cmsg_type = libc::SCM_RIGHTS;
-            (*header).cmsg_len = libc::CMSG_LEN(4) as usize;
-            libc::CMSG_DATA(header)
-                .cast::<libc::c_int>()
-                .write_unaligned(fd.as_raw_fd());
-        }
+    let numbers = [number, kind, first, second].map(u64::to_le_bytes);
+    let parts = [IoSlice::new(numbers.as_flattened()), IoSlice::new(data)];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if fd.is_some() {
+        control.push(SendAncillaryMessage::ScmRights(fd.as_slice()));
     }
-    loop {
-        // SAFETY: all pointers in the message are to live locals.
-        let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
-        if sent >= 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+    retry_on_intr(|| sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL))?;
+    Ok(())
 }
 
 fn receive(socket: &OwnedFd) -> io::Result<Received<Option<Packet>>> {
     let mut bytes = vec![0u8; PACKET + MAX_DATA];
-    let mut iov = libc::iovec {
-        iov_base: bytes.as_mut_ptr().cast(),
-        iov_len: bytes.len(),
-    };
-    let mut control = Control::default();
-    let mut message = message(&mut iov, Some(&mut control));
-    // Room for one descriptor, not for a second one, which nobody would close.
-    // SAFETY: computes a number.
-    message.msg_controllen = unsafe { libc::CMSG_LEN(4) } as usize;
-    let count = loop {
-        // SAFETY: all pointers in the message are to live locals.
-        let count =
-            unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_CMSG_CLOEXEC) };
-        if count >= 0 {
-            break count;
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    };
-    if count == 0 {
+    // There may be room for two descriptors. The second one is closed.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let received = retry_on_intr(|| {
+        let mut into = [IoSliceMut::new(&mut bytes)];
+        recvmsg(socket, &mut into, &mut control, flags)
+    })?;
+    if received.bytes == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    // SAFETY: the kernel filled the control buffer; a message of descriptors holds at least one, which is ours now.
-    let fd = unsafe {
-        let header = libc::CMSG_FIRSTHDR(&message);
-        let rights = !header.is_null()
-            && (*header).cmsg_level == libc::SOL_SOCKET
-            && (*header).cmsg_type == libc::SCM_RIGHTS;
-        rights.then(|| {
-            let fd = libc::CMSG_DATA(header).cast::<libc::c_int>();
-            OwnedFd::from_raw_fd(fd.read_unaligned())
-        })
-    };
-    bytes.truncate(usize::try_from(count).unwrap_or_default());
+    let fd = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    bytes.truncate(received.bytes);
     let data = bytes.get(PACKET..).unwrap_or_default().to_vec();
     let number = |at: usize| {
         let le = bytes.get(8 * at..8 * at + 8)?;
@@ -573,8 +486,7 @@ mod tests {
         assert!(answer(&agent).is_err());
         send(&agent, 1, [99, 0, 0], &[], None).unwrap();
         assert_eq!(request(&library).unwrap().what, None);
-        // SAFETY: a short message of our own.
-        unsafe { libc::send(agent.as_raw_fd(), c"x".as_ptr().cast(), 1, 0) };
+        rustix::net::send(&agent, b"x", SendFlags::empty()).unwrap();
         assert_eq!(request(&library).unwrap().what, None);
     }
 

@@ -2,10 +2,12 @@
 
 use super::{Injection, arch};
 use cryopod_host::pidfd;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 
 /// Bytes below the stack pointer that the ABI lets a function use without moving it.
@@ -95,36 +97,11 @@ pub fn take_descriptor(Descriptor { pid, fd }: Descriptor) -> io::Result<OwnedFd
 }
 
 fn send_descriptor(socket: &OwnedFd, file: &File) -> io::Result<()> {
-    let mut byte = [0u8; 1];
-    let mut vector = libc::iovec {
-        iov_base: byte.as_mut_ptr().cast(),
-        iov_len: 1,
-    };
-    // Aligned as a control message must be.
-    let mut control = [0u64; 3];
-    // SAFETY: all bits zero are a valid msghdr.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    message.msg_iov = &mut vector;
-    message.msg_iovlen = 1;
-    message.msg_control = control.as_mut_ptr().cast();
-    message.msg_controllen = size_of_val(&control);
-    // SAFETY: the control buffer is large enough for one header and one descriptor, and aligned; all
-    // pointers in the message live during the call.
-    let sent = unsafe {
-        let header = libc::CMSG_FIRSTHDR(&message);
-        (*header).cmsg_level = libc::SOL_SOCKET;
-        (*header).cmsg_type = libc::SCM_RIGHTS;
-        (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
-        std::ptr::write_unaligned(libc::CMSG_DATA(header).cast::<RawFd>(), file.as_raw_fd());
-        libc::sendmsg(
-            socket.as_raw_fd(),
-            &message,
-            libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
-        )
-    };
-    if sent == 1 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    let files = [file.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    sendmsg(socket, &[IoSlice::new(&[0])], &mut control, flags)?;
+    Ok(())
 }

@@ -26,7 +26,7 @@ const MAX_ANSWER: usize = 1 << 20;
 const REST: Duration = Duration::from_secs(600);
 
 /// Bytes of messages that may wait for a stopped process, with what the kernel adds: some 1,000 to each.
-const QUEUED: i32 = 8 << 20;
+const QUEUED: usize = 8 << 20;
 /// How long the library may take to tell its state.
 const STATE_LIMIT: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_OUT_OF_MEMORY`.

@@ -1,25 +1,22 @@
 //! Allocates memory for GPU memory: a file without a name, in hugepages where the kernel has them.
 
-use std::ffi::CStr;
+use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
+use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+use cryopod_host::detached::Detached;
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, memfd_create, openat};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 /// A hugepage of x86-64; buffers are rounded up to it.
 pub const HUGE: u64 = 2 << 20;
 /// Bytes that one thread touches at a time.
 const STRIDE: usize = 64 << 20;
-const POPULATE_WRITE: libc::c_int = 23;
-
-fn new_fd(fd: libc::c_long) -> io::Result<OwnedFd> {
-    match RawFd::try_from(fd) {
-        // SAFETY: a descriptor that was just made and belongs to nobody else.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
 
 /// Makes a file of this size in memory. Nothing is allocated yet.
 pub fn new_file(bytes: u64) -> io::Result<File> {
@@ -37,9 +34,8 @@ pub fn new_file(bytes: u64) -> io::Result<File> {
 /// mapping of it. Returns `false` where the kernel cannot, as on a private tmpfs. There a truncation kills the worker,
 /// a process of its own, and so the checkpoint fails.
 pub fn seal(file: &File) -> bool {
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: numbers; changes what may be done with the file.
-    unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) == 0 }
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    fcntl_add_seals(file, seals).is_ok()
 }
 
 /// Returns true if the kernel gives hugepages to files that can be sealed; its usual settings do not.
@@ -53,48 +49,15 @@ fn memfd_has_hugepages() -> bool {
 
 /// On a tmpfs that no one else sees: there hugepages do not depend on the system's settings.
 fn in_hugepages() -> io::Result<OwnedFd> {
-    const FSCONFIG_SET_STRING: libc::c_uint = 1;
-    const FSCONFIG_CMD_CREATE: libc::c_uint = 6;
-    const CLOEXEC: libc::c_uint = 1;
-    // SAFETY: NUL-terminated strings and numbers; new descriptors or -1.
-    let context = new_fd(unsafe { libc::syscall(libc::SYS_fsopen, c"tmpfs".as_ptr(), CLOEXEC) })?;
-    let config = |command: libc::c_uint, key: Option<&CStr>, value: Option<&CStr>| {
-        let pointer = |text: Option<&CStr>| text.map_or(std::ptr::null(), CStr::as_ptr);
-        // SAFETY: strings that live during the call, or none where the command takes none.
-        let done = unsafe {
-            libc::syscall(
-                libc::SYS_fsconfig,
-                context.as_raw_fd(),
-                command,
-                pointer(key),
-                pointer(value),
-                0,
-            )
-        };
-        if done == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
-    };
-    for (key, value) in [(c"huge", c"always"), (c"size", c"0"), (c"mode", c"700")] {
-        config(FSCONFIG_SET_STRING, Some(key), Some(value))?;
-    }
-    config(FSCONFIG_CMD_CREATE, None, None)?;
-    // SAFETY: numbers; a new descriptor or -1.
-    let mount =
-        new_fd(unsafe { libc::syscall(libc::SYS_fsmount, context.as_raw_fd(), CLOEXEC, 0) })?;
-    let flags = libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC;
-    // SAFETY: a NUL-terminated path; a new descriptor or -1.
-    let fd = unsafe { libc::openat(mount.as_raw_fd(), c".".as_ptr(), flags, 0o600) };
-    new_fd(libc::c_long::from(fd))
+    let options = [(c"huge", "always"), (c"size", "0"), (c"mode", "700")];
+    let mount = Detached::new(c"tmpfs", &options)?;
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    Ok(openat(mount, c".", flags, Mode::from_raw_mode(0o600))?)
 }
 
 fn plain() -> io::Result<OwnedFd> {
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: a NUL-terminated name; a new descriptor or -1.
-    let fd = unsafe { libc::memfd_create(c"cryopod-vram".as_ptr(), flags) };
-    new_fd(libc::c_long::from(fd))
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    Ok(memfd_create(c"cryopod-vram", flags)?)
 }
 
 pub struct Mapped {
@@ -125,23 +88,12 @@ impl Mapped {
         if len == 0 {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
+        let mut prot = ProtFlags::READ;
+        prot.set(ProtFlags::WRITE, writable);
         // SAFETY: a new mapping.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                prot,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let address = unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, file, 0)? };
         // SAFETY: the mapping just made; advice may be refused, which changes nothing.
-        unsafe { libc::madvise(address, len, libc::MADV_HUGEPAGE) };
+        let _ = unsafe { madvise(address, len, Advice::LinuxHugepage) };
         Ok(Self {
             address: address.cast(),
             len,
@@ -229,18 +181,15 @@ pub fn populate_part(part: &mut [u8]) -> io::Result<()> {
 /// # Safety
 /// The range must be mapped.
 unsafe fn populate(address: usize, len: usize) -> io::Result<()> {
-    let at = std::ptr::with_exposed_provenance_mut::<libc::c_void>(address);
+    let at = with_exposed_provenance_mut::<c_void>(address);
+    // SAFETY: the caller's promise; allocates, and changes no contents.
+    let populate = || unsafe { madvise(at, len, Advice::LinuxPopulateWrite) };
     loop {
-        // SAFETY: the caller's promise; allocates, and changes no contents.
-        if unsafe { libc::madvise(at, len, POPULATE_WRITE) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            // A kernel before 5.14: pages come as they are used.
-            Some(libc::EINVAL) => return Ok(()),
-            Some(libc::EINTR | libc::EAGAIN) => {}
-            _ => return Err(error),
+        match populate() {
+            // A kernel before 5.14: pages then come as they are used.
+            Ok(()) | Err(Errno::INVAL) => return Ok(()),
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            Err(e) => return Err(e.into()),
         }
     }
 }
@@ -248,7 +197,7 @@ unsafe fn populate(address: usize, len: usize) -> io::Result<()> {
 impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: the mapping made in `new`; no reference into it outlives `self`.
-        unsafe { libc::munmap(self.address.cast(), self.len) };
+        let _ = unsafe { munmap(self.address.cast(), self.len) };
     }
 }
 

@@ -13,6 +13,9 @@ use cryopod_archive::vram::{
 };
 use cryopod_host::sandbox::Sandbox;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
+use nix::unistd::getppid;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -100,7 +103,7 @@ pub struct Complete {
 }
 
 /// By how much a writer's priority is lower.
-const NICE: libc::c_int = 5;
+const NICE: i32 = 5;
 
 /// Tells a worker one thing.
 pub fn tell(stdin: &mut ChildStdin, what: &impl Serialize) -> std::io::Result<()> {
@@ -127,12 +130,12 @@ pub fn start(job: &Job) -> std::io::Result<Child> {
     // SAFETY: between fork and exec only system calls are made.
     unsafe {
         command.pre_exec(move || {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            set_pdeathsig(Signal::SIGKILL)?;
             // The agent may have died in between.
-            if libc::getppid() as u32 != agent {
-                return Err(std::io::ErrorKind::BrokenPipe.into());
+            match getppid().as_raw() as u32 == agent {
+                true => Ok(()),
+                false => Err(std::io::ErrorKind::BrokenPipe.into()),
             }
-            Ok(())
         });
     }
     let mut child = command.spawn()?;
@@ -218,8 +221,7 @@ fn run(job: &Job) -> Result<VramDone, String> {
             search,
         } => {
             // The driver and CRIU, which work meanwhile, come first.
-            // SAFETY: a number; changes this process's priority.
-            unsafe { libc::nice(NICE) };
+            let _ = rustix::process::nice(NICE);
             let options = WriteOptions {
                 chunk_bytes: *chunk_bytes,
                 shard_bytes: *shard_bytes,

@@ -123,10 +123,7 @@ impl NewContainer {
             nix::unistd::sethostname(name)?;
         }
         if let Some(name) = &self.domainname {
-            // SAFETY: reads as many bytes of the text as it is told to.
-            if unsafe { libc::setdomainname(name.as_ptr().cast(), name.len()) } != 0 {
-                return Err(std::io::Error::last_os_error());
-            }
+            rustix::system::setdomainname(name.as_bytes())?;
         }
         Ok(())
     }

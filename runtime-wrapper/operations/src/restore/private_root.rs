@@ -32,7 +32,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
@@ -45,6 +45,7 @@ use nix::sched::{CloneFlags, unshare};
 use nix::sys::stat::{Mode, umask};
 use nix::unistd::{chdir, pivot_root};
 use prost::Message;
+use rustix::net::{RecvFlags, recv};
 
 mod parts;
 mod sharing;
@@ -199,6 +200,8 @@ pub fn launch(argv: &[OsString]) -> ExitCode {
         [_, command, socket] if command == "swrk" => socket.to_str().and_then(|s| s.parse().ok()),
         _ => None,
     };
+    // SAFETY: CRIU's socket stays open until this program becomes CRIU.
+    let socket = socket.map(|socket| unsafe { BorrowedFd::borrow_raw(socket) });
     if let Some(socket) = socket
         && let Err(e) = answer(socket, Path::new(&program))
     {
@@ -217,12 +220,13 @@ pub fn launch(argv: &[OsString]) -> ExitCode {
 }
 
 /// Makes the root for a request to restore. CRIU's log names an error.
-fn answer(socket: RawFd, program: &Path) -> io::Result<()> {
+fn answer(socket: BorrowedFd<'_>, program: &Path) -> io::Result<()> {
     let request = RootRequest::decode(&*peek(socket)?).map_err(io::Error::other)?;
     let Some(options) = request.options.filter(|_| request.kind == RESTORE) else {
         return Ok(());
     };
-    let peer = peer(socket)?;
+    // The process that made the socket: CRIU opens the runtime's descriptors as `/proc/PEER/fd/FD`.
+    let peer = getsockopt(&socket, PeerCredentials)?.pid();
     let directory = |fd: Option<i32>| {
         let fd = fd.filter(|fd| *fd >= 0)?;
         Some(fs::read_link(format!("/proc/{peer}/fd/{fd}")).map(|path| (fd, path)))
@@ -261,26 +265,11 @@ fn answer(socket: RawFd, program: &Path) -> io::Result<()> {
 }
 
 /// Reads a message and leaves it there.
-fn peek(socket: RawFd) -> io::Result<Vec<u8>> {
+fn peek(socket: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut message = vec![0; 1 << 20];
-    // SAFETY: writes into the buffer, whose length is given.
-    let read = unsafe {
-        libc::recv(
-            socket,
-            message.as_mut_ptr().cast(),
-            message.len(),
-            libc::MSG_PEEK,
-        )
-    };
-    message.truncate(usize::try_from(read).map_err(|_| io::Error::last_os_error())?);
+    let (read, _) = recv(socket, &mut message[..], RecvFlags::PEEK)?;
+    message.truncate(read);
     Ok(message)
-}
-
-/// The process that made the socket: CRIU opens the runtime's descriptors as `/proc/PEER/fd/FD`.
-fn peer(socket: RawFd) -> io::Result<i32> {
-    // SAFETY: CRIU's socket stays open until this program becomes CRIU.
-    let socket = unsafe { BorrowedFd::borrow_raw(socket) };
-    Ok(getsockopt(&socket, PeerCredentials)?.pid())
 }
 
 struct View<'a> {

@@ -1,7 +1,7 @@
 //! Unpacks a tar of changes over a container's root. The tar may be a stranger's: every path is resolved within that
 //! root, whatever links are there.
 
-use std::ffi::{CString, OsStr, OsString};
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::Mode;
+use rustix::fs::{XattrFlags, fsetxattr};
 use tar::EntryType;
 
 use super::records::{TarRecord, each};
@@ -213,7 +214,7 @@ fn file(
         }
         settle(entry, &partial, true)?;
         if let Some(value) = &entry.capability {
-            set(&out, value)?;
+            fsetxattr(&out, CAPABILITY, value, XattrFlags::empty())?;
         }
         let stamp = SystemTime::UNIX_EPOCH + Duration::from_secs(entry.header.mtime()?);
         out.set_modified(stamp)?;
@@ -241,22 +242,4 @@ fn settle(entry: &TarRecord<'_>, target: &Path, mode: bool) -> io::Result<()> {
         fs::set_permissions(target, fs::Permissions::from_mode(header.mode()? & 0o7777))?;
     }
     Ok(())
-}
-
-fn set(file: &File, value: &[u8]) -> io::Result<()> {
-    let name = CString::new(CAPABILITY)?;
-    // SAFETY: the descriptor is open, the name ends with NUL, the value is as long as the size passed.
-    let done = unsafe {
-        libc::fsetxattr(
-            file.as_raw_fd(),
-            name.as_ptr(),
-            value.as_ptr().cast(),
-            value.len(),
-            0,
-        )
-    };
-    match done {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
 }

@@ -1,15 +1,15 @@
 //! Packs an overlay's upper directory as a tar.
 
 use std::collections::HashMap;
-use std::ffi::{CString, OsStr};
+use std::ffi::OsStr;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
+use rustix::io::Errno;
 use tar::{Builder, EntryType, Header};
 
 use super::{CAPABILITY, OPAQUE, WHITEOUT};
@@ -77,26 +77,14 @@ impl LayerEntry {
     }
 
     fn attribute(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-        let path = CString::new(self.path().as_os_str().as_bytes())?;
-        let name = CString::new(name)?;
         let mut value = vec![0u8; 256];
-        // SAFETY: both strings end with NUL, and the kernel writes at most as many bytes as the buffer has.
-        let got = unsafe {
-            libc::getxattr(
-                path.as_ptr(),
-                name.as_ptr(),
-                value.as_mut_ptr().cast(),
-                value.len(),
-            )
-        };
-        if let Ok(got) = usize::try_from(got) {
-            value.truncate(got);
-            return Ok(Some(value));
-        }
-        let e = io::Error::last_os_error();
-        match e.raw_os_error() {
-            Some(libc::ENODATA | libc::ENOTSUP) => Ok(None),
-            _ => Err(e),
+        match rustix::fs::getxattr(self.path(), name, &mut value[..]) {
+            Ok(got) => {
+                value.truncate(got);
+                Ok(Some(value))
+            }
+            Err(Errno::NODATA | Errno::NOTSUP) => Ok(None),
+            Err(e) => Err(e.into()),
         }
     }
 }

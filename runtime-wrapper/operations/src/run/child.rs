@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use cryopod_gpu_plan::live;
 use cryopod_host::files::Host;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::prctl;
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -164,8 +165,7 @@ pub fn run(
     }
     if watch.kind.is_checkpoint() {
         // CRIU outlives a killed runtime: as its reaper this process can wait for it.
-        // SAFETY: a plain system call that touches no memory of ours.
-        unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
+        let _ = prctl::set_child_subreaper(true);
     }
     let child = spawn(low, args, env, watch, signals.before)?;
     let mut watcher = Watcher {
@@ -224,10 +224,7 @@ pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutc
 
 /// Has the kernel kill this process, which is about to become another program, when `parent` dies.
 fn die_with(parent: Pid) -> io::Result<()> {
-    // SAFETY: a plain system call without pointers.
-    if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    prctl::set_pdeathsig(Signal::SIGKILL)?;
     match nix::unistd::getppid() == parent {
         true => Ok(()),
         false => Err(io::ErrorKind::BrokenPipe.into()),

@@ -5,16 +5,17 @@
 //! be checkpointed. The low-level runtime, and with it CRIU, gets a mount namespace in which the directories of the
 //! other GPUs are empty: the plugin passes over those. Only `/sys` is private there, and no other mount differs.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
 
 use cryopod_amd::topology::Topology;
 use cryopod_gpu_plan::gpus::amd_gpus::TOPOLOGY;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DRM_MAJOR;
 use cryopod_host::spec::Spec;
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 
 use crate::error::Error;
 use crate::run::operation::Operation;
@@ -26,7 +27,6 @@ const EMPTY: &str = "empty";
 pub struct HiddenGpus {
     nodes: Vec<CString>,
     empty: CString,
-    sys: CString,
 }
 
 impl HiddenGpus {
@@ -45,11 +45,9 @@ impl HiddenGpus {
         let empty = op.file(EMPTY);
         std::fs::create_dir_all(&empty)
             .map_err(Error::io(format!("{}: cannot be made", empty.display())))?;
-        Ok(Some(Self {
-            nodes,
-            empty: path(&empty)?,
-            sys: path(Path::new("/sys"))?,
-        }))
+        let empty = CString::new(empty.as_os_str().as_bytes())
+            .map_err(|_| Error::Failed(format!("{}: has a 0 in its name", empty.display())))?;
+        Ok(Some(Self { nodes, empty }))
     }
 
     /// Gives the calling process a mount namespace of its own without them. Makes async-signal-safe calls only.
@@ -57,28 +55,13 @@ impl HiddenGpus {
     /// # Errors
     /// The first call that failed; the process must not go on.
     pub fn hide(&self) -> io::Result<()> {
-        let mount = |from: Option<&CString>, at: &CString, flags: libc::c_ulong| {
-            let from = from.map_or(std::ptr::null(), |f| f.as_ptr());
-            let none = std::ptr::null();
-            // SAFETY: the strings end with 0 and outlive the call; the other arguments are null or a number.
-            match unsafe { libc::mount(from, at.as_ptr(), none, flags, none.cast()) } {
-                0 => Ok(()),
-                _ => Err(io::Error::last_os_error()),
-            }
-        };
-        // SAFETY: takes a number.
-        if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        mount(None, &self.sys, libc::MS_PRIVATE)?;
+        let none = None::<&CStr>;
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        mount(none, c"/sys", none, MsFlags::MS_PRIVATE, none)?;
         for node in &self.nodes {
-            mount(Some(&self.empty), node, libc::MS_BIND)?;
+            let (empty, node) = (Some(&*self.empty), &**node);
+            mount(empty, node, none, MsFlags::MS_BIND, none)?;
         }
         Ok(())
     }
-}
-
-fn path(path: &Path) -> Result<CString, Error> {
-    CString::new(path.as_os_str().as_bytes())
-        .map_err(|_| Error::Failed(format!("{}: has a 0 in its name", path.display())))
 }

@@ -7,22 +7,19 @@
 //!
 //! An `rshared` volume comes back as `rslave` would, with a peer group of its own: so CRIU restores it, in any namespace.
 
+use std::ffi::CStr;
 use std::io;
+
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 
 /// Moves the calling process to such a namespace. Makes async-signal-safe calls only.
 ///
 /// # Errors
 /// The call that failed; the process must not go on as root.
 pub fn enter() -> io::Result<()> {
-    let none = std::ptr::null();
-    // SAFETY: takes a number.
-    if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let flags = libc::MS_REC | libc::MS_SLAVE;
-    // SAFETY: the path ends with 0; the other arguments are null or a number.
-    match unsafe { libc::mount(none, c"/".as_ptr(), none, flags, none.cast()) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    let none = None::<&CStr>;
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    let flags = MsFlags::MS_REC | MsFlags::MS_SLAVE;
+    Ok(mount(none, c"/", none, flags, none)?)
 }

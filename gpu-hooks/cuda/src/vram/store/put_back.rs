@@ -2,9 +2,9 @@
 
 use super::{Buffer, Place, VramFiles};
 use crate::inject::{Injection, Seized};
+use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
@@ -67,9 +67,8 @@ pub(super) fn copy(buffer: &Buffer, pid: i32, address: u64) -> io::Result<()> {
             .min(usize::try_from(buffer.bytes - at).unwrap_or(usize::MAX));
         buffer.file.read_exact_at(&mut piece[..len], at)?;
         to.write_all_at(&piece[..len], address + at)?;
-        let flags = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: numbers; frees a part of our own file.
-        unsafe { libc::fallocate(buffer.file.as_raw_fd(), flags, at as i64, len as i64) };
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = fallocate(&buffer.file, flags, at, len as u64);
         at += len as u64;
     }
     Ok(())

@@ -5,9 +5,10 @@ use crate::messages::protocol::{DriverError, ErrorKind, WriteTo};
 use crate::vram::worker::{self, Complete, Job, Memory, Progress, State};
 use crate::vram::{NamedBuffer, VramConfig, VramDone};
 use cryopod_host::pidfd;
+use rustix::process::{Signal, pidfd_send_signal};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::ChildStdin;
 use std::sync::{Arc, PoisonError, mpsc};
@@ -371,9 +372,7 @@ impl VramFiles {
         if let Work::Running { worker, writes, .. } = &inner.work {
             dir.clone_from(writes);
             if let Some(worker) = worker {
-                let (fd, none) = (worker.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
-                // SAFETY: numbers and a null pointer, which stands for an ordinary signal.
-                unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
+                let _ = pidfd_send_signal(worker, Signal::KILL);
             }
         }
         while matches!(inner.work, Work::Running { .. }) {
