@@ -9,6 +9,8 @@ use cryopod_tests::bed::{self, Bed, Cgroup};
 crate::scenarios! {
     criu_options_crun: V2 ["crun"] "containers/criu_options.sh";
     criu_options_runc: V2 ["runc"] "containers/criu_options.sh";
+    as_created_crun: V2 ["crun"] "archive/lib.sh" + "containers/as_created.sh";
+    as_created_runc: V1 ["runc"] "archive/lib.sh" + "containers/as_created.sh";
     goes_on_crun: V2 ["crun"] "archive/lib.sh" + "containers/goes_on.sh";
     goes_on_runc: V1 ["runc"] "archive/lib.sh" + "containers/goes_on.sh";
     unlinked_crun: V2 ["crun"] "containers/unlinked.sh";

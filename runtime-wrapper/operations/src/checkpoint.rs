@@ -32,6 +32,7 @@ use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
 use crate::error::Error;
 use crate::images::store::Cleaning;
+use crate::preflight::surroundings;
 use crate::request::Request;
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
@@ -165,8 +166,11 @@ fn without_gpu(
     let tree = live::tree(&request.host, state.init);
     let mut beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
     beyond.extend(hazards::unrestorable(&request.host, &request.spec, &tree));
-    if !beyond.is_empty() && switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
-        return Err(PlanError::Refused(beyond).into());
+    if switches.is_ok_and(|s| s.on(RESTORE_HERE)) {
+        surroundings::ensure_followed(request)?;
+        if !beyond.is_empty() {
+            return Err(PlanError::Refused(beyond).into());
+        }
     }
     // A running container cannot be asked for its files; an engine that carries none has paused it.
     if state.paused && carries_files(request, state, false) {

@@ -9,7 +9,8 @@ mark file > "/etc/criu/$low.conf"
 mark annotation > /etc/criu/annotation.conf
 chmod 644 /etc/criu/*.conf
 mark env > /tmp/env.conf
-run() { pod run -d --name c1 --network none --device /dev/nvidia0 "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for counted c1 2; }
+gpu=(--device /dev/nvidia0)
+run() { pod run -d --name c1 --network none "${gpu[@]}" "$@" localhost/busybox "${counter[@]}" > /dev/null && wait_for counted c1 2; }
 # (CRIU reads the file that a runtime names twice, and then runs its scripts twice: no count.)
 ran() { grep -q post-dump "/tmp/$1" || { echo "$2: $1 did not run"; exit 1; }; }
 
@@ -41,7 +42,8 @@ for who in default annotation; do ran $who 'with the annotation'; done
 [ ! -e /tmp/file ] # the annotation takes the file's place, as in the runtimes
 pod rm -f -t 0 c1 > /dev/null
 
-# A file that is not there, and files that no container may name: refused before the freeze, and said.
+# A file that is not there, and files that no container may name: refused before the freeze, and said. Without a GPU, too:
+# a restore would refuse it.
 mkdir -p /opt/theirs && echo 'libdir /opt/plugins' > /opt/theirs/criu.conf
 cp /etc/criu/annotation.conf /etc/criu/open.conf && chmod 666 /etc/criu/open.conf
 ln -s /opt/theirs/criu.conf /etc/criu/link.conf
@@ -55,6 +57,9 @@ refused() { # FILE WANT
     pod rm -f -t 0 c1 > /dev/null
 }
 refused /etc/criu/no-such.conf '/etc/criu/no-such.conf: cannot read the CRIU configuration that the annotation org.criu.config names'
+gpu=()
+refused /opt/theirs/criu.conf 'lies in none of the directories for CRIU.s configuration; move the file into /etc/criu'
+gpu=(--device /dev/nvidia0)
 refused /opt/theirs/criu.conf 'lies in none of the directories for CRIU.s configuration; move the file into /etc/criu'
 refused /dev/zero 'lies in none of the directories'
 refused /etc/criu/open.conf 'open.conf: cannot read .*not root.s alone'

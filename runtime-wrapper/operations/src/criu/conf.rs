@@ -56,7 +56,7 @@ pub struct Extra {
 
 /// A user's configuration: text without `libdir`, and the directories that `libdir` named.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct UserConf {
+pub struct UserConf {
     text: String,
     libdirs: Vec<PathBuf>,
 }
@@ -156,6 +156,25 @@ pub fn runtime_text(kind: RuntimeKind, ceiling: &Ceiling<'_>) -> Option<String> 
     named.read(ceiling).ok()
 }
 
+/// Returns the file that the runtime names to CRIU, or would, and what it says.
+///
+/// # Errors
+/// A restore is refused because of it.
+pub fn runtime_conf(
+    reader: ConfReader,
+    ceiling: &Ceiling<'_>,
+) -> Result<Option<(PathBuf, UserConf)>, CriuConfError> {
+    let Some(named) = runtime_file(reader, ceiling.spec, &|p| p.exists()) else {
+        return Ok(None);
+    };
+    let user = split(&named.read(ceiling)?);
+    let path = named.path().to_owned();
+    match reader.names_file && !user.libdirs.is_empty() {
+        true => Err(CriuConfError::Libdir { path }),
+        false => Ok(Some((path, user))),
+    }
+}
+
 /// Merges the configurations. `env` is the old value of `CRIU_CONFIG_FILE`. Returns the text and the plugin directories
 /// that the user named.
 pub fn merge(
@@ -182,14 +201,10 @@ pub fn merge(
         })?;
         take(path, split(&text));
     }
-    if let Some(named) = runtime_file(reader, spec, &|p| p.exists()) {
-        let user = split(&named.read(&ceiling)?);
-        let path = named.path().to_owned();
-        if !reader.names_file {
-            take(&path, user);
-        } else if !user.libdirs.is_empty() {
-            return Err(CriuConfError::Libdir { path });
-        }
+    if let Some((path, user)) = runtime_conf(reader, &ceiling)?
+        && !reader.names_file
+    {
+        take(&path, user);
     }
     text.push_str("# cryopod's own:\n");
     // CRIU's default alarm of 10 seconds for stopping the processes would cut off the driver's lock.

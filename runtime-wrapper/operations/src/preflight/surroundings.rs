@@ -28,7 +28,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
-use crate::criu::conf::Extra;
+use crate::criu::conf::{self, ConfReader, Extra};
 use crate::criu::helpers;
 use crate::criu::opts::{self, CriuOptions};
 use crate::criu::{self, Criu};
@@ -59,6 +59,20 @@ fn options(request: &Request<'_>) -> Result<CriuOptions, Error> {
     )?)
 }
 
+/// Refuses what a restore does not follow of CRIU's configuration: options and the file that annotations name.
+pub fn ensure_followed(request: &Request<'_>) -> Result<(), Error> {
+    options(request)?;
+    let kind = request.low();
+    let reader = ConfReader {
+        kind,
+        names_file: kind == RuntimeKind::Runc,
+        restore: false,
+    };
+    let ceiling = request.config().ceiling(&request.host, &request.spec);
+    conf::runtime_conf(reader, &ceiling)?;
+    Ok(())
+}
+
 /// The CRIU configurations beside cryopod's own.
 fn texts(request: &Request<'_>) -> Vec<String> {
     let ceiling = request.config().ceiling(&request.host, &request.spec);
@@ -67,7 +81,7 @@ fn texts(request: &Request<'_>) -> Vec<String> {
         .iter()
         .filter_map(|path| crate::criu::file::read(path).ok())
         .collect();
-    texts.extend(crate::criu::conf::runtime_text(request.low(), &ceiling));
+    texts.extend(conf::runtime_text(request.low(), &ceiling));
     texts
 }
 
@@ -520,11 +534,12 @@ fn in_root(root: &File, path: &Path) -> Result<OwnedFd, Errno> {
 
 /// Opens a path below `root`, which no link can lead out of, without access to its content.
 pub fn opened_in(root: &File, path: &Path, flags: OFlag) -> Result<OwnedFd, Errno> {
-    let path = path.strip_prefix("/").unwrap_or(path);
+    let below = path.strip_prefix("/").unwrap_or(path);
+    let path = Path::new(".").join(below); // an empty path is none
     let how = OpenHow::new()
         .flags(OFlag::O_PATH | OFlag::O_CLOEXEC | flags)
         .resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
-    openat2(root.as_fd(), path, how)
+    openat2(root.as_fd(), &path, how)
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ fn actions<'a>(
     actions.push(Action::at(closed_paths::STAGE, |question| {
         closed_paths::close(question.init, left_open)?;
         let mounts = prepared.decoded.mounts().unwrap_or_default();
-        mount_flags::set(host, question.init, mounts)
+        mount_flags::set(host, &request.spec, question.init, mounts)
     }));
     if let Some(visible) = &prepared.amd_visible {
         actions.push(Action::at(device_filter::STAGE, |question| {

@@ -1,4 +1,5 @@
 //! Gives the mounts of a restored container the flags that the images say: `ro`, `nosuid`, `nodev`, `noexec`, `nosymfollow`.
+//! The root is `ro` where the spec says so: runc 1.1 and crun 1.21 mount it anew for CRIU, without (podman's `--read-only`).
 //!
 //! CRIU mounts what shows a part of another mount as a copy of that one, and takes the flags for set where both have the
 //! same. A copy of an external mount does not have them: of `-v /srv:/a:ro -v /srv/x:/b:ro`, `/b` came back writable (CRIU
@@ -12,7 +13,9 @@ use cryopod_archive::criu::mounts::CriuMount;
 use cryopod_host::detached::{limit, within};
 use cryopod_host::files::Host;
 use cryopod_host::mountinfo::{self, Mount};
+use cryopod_host::spec::Spec;
 use nix::fcntl::OFlag;
+use serde_json::Value;
 
 use crate::preflight::surroundings::opened_in;
 use crate::security::mount_limits::of_flags;
@@ -25,21 +28,30 @@ const MAX_PROCESSES: usize = 100_000;
 struct Wanted {
     /// `MS_*`, of all of them.
     flags: u32,
-    /// One of them is of the host's files.
-    external: bool,
+    /// One of them is of the host's files, or the root that the spec makes read-only.
+    demanded: bool,
 }
 
 /// Sets the flags in each mount namespace of the container with this init process, whose processes do not run. Fails if
-/// a mount of the host's files cannot have them.
-pub fn set(host: &Host, init: i32, images: &[CriuMount]) -> Result<(), String> {
+/// a mount of the host's files, or a read-only root, cannot have them.
+pub fn set(host: &Host, spec: &Spec, init: i32, images: &[CriuMount]) -> Result<(), String> {
     let mut wanted: BTreeMap<&Path, Wanted> = BTreeMap::new();
     for mount in images {
         let on_path = wanted.entry(Path::new(&mount.path)).or_insert(Wanted {
             flags: u32::MAX,
-            external: false,
+            demanded: false,
         });
         on_path.flags &= mount.flags;
-        on_path.external |= mount.external;
+        on_path.demanded |= mount.external;
+    }
+    if spec.json().pointer("/root/readonly") == Some(&Value::Bool(true)) {
+        let root = wanted.entry(Path::new("/"));
+        let root = root.or_insert(Wanted {
+            flags: 0,
+            demanded: true,
+        });
+        root.flags |= libc::MS_RDONLY as u32;
+        root.demanded = true;
     }
     let mut seen = BTreeSet::new();
     for pid in processes(host, init) {
@@ -48,7 +60,12 @@ pub fn set(host: &Host, init: i32, images: &[CriuMount]) -> Result<(), String> {
             set_in(host, pid, &wanted)?;
         }
     }
-    Ok(())
+    match seen.is_empty() {
+        true => Err(format!(
+            "the init process {init}, which CRIU names, has no mounts"
+        )),
+        false => Ok(()),
+    }
 }
 
 fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(), String> {
@@ -72,7 +89,7 @@ fn set_in(host: &Host, pid: i32, wanted: &BTreeMap<&Path, Wanted>) -> Result<(),
             "the mount at {path} has come back without {}",
             mount.options
         );
-        match mount.external {
+        match mount.demanded {
             true => return Err(what),
             false => tracing::warn!("{what}"),
         }
@@ -85,7 +102,7 @@ struct Lacking {
     /// `MOUNT_ATTR_*`.
     attributes: u64,
     options: String,
-    external: bool,
+    demanded: bool,
 }
 
 fn lacking(mounts: &[Mount], wanted: &BTreeMap<&Path, Wanted>) -> Vec<Lacking> {
@@ -97,7 +114,7 @@ fn lacking(mounts: &[Mount], wanted: &BTreeMap<&Path, Wanted>) -> Vec<Lacking> {
             path: mount.point.clone(),
             attributes: lacks.iter().fold(0, |all, l| all | l.attribute),
             options: lacks.iter().map(|l| l.option).collect::<Vec<_>>().join(","),
-            external: wanted.external,
+            demanded: wanted.demanded,
         })
     };
     mounts.iter().filter_map(of).collect()
@@ -136,7 +153,7 @@ mod tests {
         let mounts = mountinfo::of(&Host::at(dir.path()), "7");
         let flags = |flags| Wanted {
             flags,
-            external: true,
+            demanded: true,
         };
         let wanted = BTreeMap::from([(Path::new("/a"), flags(1)), (Path::new("/b"), flags(1 | 8))]);
         let found = lacking(&mounts, &wanted);
@@ -147,6 +164,13 @@ mod tests {
             found[0].attributes,
             libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOEXEC
         );
+    }
+
+    #[test]
+    fn an_init_process_that_is_not_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let said = set(&Host::at(dir.path()), &Spec::default(), 0, &[]).unwrap_err();
+        assert!(said.contains("the init process 0"), "{said}");
     }
 
     #[test]

@@ -1,0 +1,66 @@
+# as_created.sh LOW: a restored container has what its spec gives a new one: credentials, limits, mounts and their flags, cgroup,
+# settings of its namespaces. In place, imported and as a copy, with a GPU and without. What is compared is what the kernel says of
+# both, so nothing that is added to the spec below can be forgotten.
+low=$1
+on_failure() { find /var/lib/containers/storage/overlay-containers -name "*.log" -exec grep -h Error {} +; }
+mkimage
+simulate "$low"
+from=/srv/checkpoints
+mkdir -p "$from" /srv/data /srv/other
+printf '[restore]\nallow = ["%s"]\n' "$from" >> /etc/cryopod/config.toml
+limits=(--read-only --tmpfs /scratch:rw,size=1m,noexec,mode=1777 --shm-size 2m --group-add 102 --umask 027
+    --cap-drop all --cap-add net_bind_service,kill --security-opt no-new-privileges --ulimit nofile=300:400 --ulimit core=0
+    --oom-score-adj 321
+    --hostname given --sysctl net.ipv4.ip_unprivileged_port_start=7 --sysctl kernel.shmmax=123456 --sysctl net.core.somaxconn=99
+    -v /srv/data:/data:ro,nosuid,nodev,noexec -v /srv/other:/other:rslave --network none --workdir /scratch)
+# The bed's cgroup v2 has the controllers only where the machine has no v1.
+if [ -d /sys/fs/cgroup/memory ] || grep -q memory /sys/fs/cgroup/cgroup.controllers; then
+    limits+=(--memory 800m --memory-reservation 700m --pids-limit 77 --cpu-shares 333 --cpus 0.9 --cpuset-cpus 0)
+fi
+pid_of() { podman inspect -f '{{.State.Pid}}' "$1"; }
+kernel() { # CONTAINER: what the kernel says of it
+    local pid dir
+    pid=$(pid_of "$1")
+    grep -E '^(Uid|Gid|Groups|Umask|Cap|NoNewPrivs|Seccomp:|Cpus_allowed_list|Mems_allowed_list)' "/proc/$pid/status"
+    (cd "/proc/$pid" && tail -n +1 limits oom_score_adj uid_map gid_map setgroups personality coredump_filter)
+    cat "/proc/$pid/attr/current" 2> /dev/null || true
+    echo "scheduling: $(chrt -p "$pid" | sed 's/.*: //' | xargs) $(ionice -p "$pid") $(ps -o ni= -p "$pid")"
+    # Where, options, kind of propagation, type, options of the file system but the overlay's directories.
+    sed -E 's/^[0-9]+ [0-9]+ [0-9]+:[0-9]+ ([^ ]+) ([^ ]+) ([^ ]+)((:? [a-z]+:[0-9]+)*) - ([^ ]+) [^ ]+ (.*)/\2 \3 \4 \6 \7/; s/(shared|master|propagate_from):[0-9]+/\1/g; s/(lower|upper|work)dir=.*//; s!^(/(proc|sys)/[^ ]+) .* tmpfs .*!\1 masked!' \
+        "/proc/$pid/mountinfo" | sort
+    nsenter -t "$pid" -n -i -u sh -c 'hostname; cat /proc/sys/kernel/domainname; grep -rs . /proc/sys/net/core /proc/sys/net/ipv4 /proc/sys/kernel/shm* /proc/sys/kernel/msg* /proc/sys/kernel/sem; ip -o link show lo' |
+        grep -v -e /route/flush -e random -e identifier | sort
+    while IFS=: read -r _ controllers path; do
+        dir=/sys/fs/cgroup/${controllers:+$controllers/}$path
+        [ "$controllers" = systemd ] && continue
+        (cd "${dir/name=/}" 2> /dev/null && grep -s . *.max *.min *.high *.low *.weight cpuset.cpus cpuset.mems memory.*limit* cpu.shares cpu.cfs_* blkio.weight* pids.max devices.list net_cls.classid memory.swappiness memory.oom.group) || true
+    done < "/proc/$pid/cgroup" | sort
+}
+same() { # NAME BEFORE CONTAINER
+    kernel "$3" > /tmp/now
+    diff "$2" /tmp/now > /tmp/differs || { echo "$1 differs:" && cat /tmp/differs && return 1; }
+}
+rounds() { # NAME ARG...
+    local name=$1 && shift
+    start() { pod run -d --name "$@" > /dev/null; }
+    start "$name" "${limits[@]}" "$@"
+    wait_for lines "$name" 3
+    kernel "$name" > "/tmp/$name"
+    check "$name: enough is compared" test "$(wc -l < "/tmp/$name")" -gt 200
+    check "$name: checkpoint" pod container checkpoint "$name"
+    pod container restore "$name" > /dev/null
+    check "$name: restored in place" same "$name" "/tmp/$name" "$name"
+    pod container checkpoint --export /tmp/c.tar --keep "$name" > /dev/null
+    cp -r "$(podman inspect -f '{{.StaticDir}}' "$name")/checkpoint" "$from/$name"
+    podman rm -f -t 0 "$name" > /dev/null
+    pod container restore --import /tmp/c.tar > /dev/null
+    check "$name: imported" same "$name" "/tmp/$name" "$name"
+    podman rm -f -t 0 "$name" > /dev/null
+    start "$name" --annotation "dev.cryopod.restore=$from/$name" "${limits[@]}" "$@"
+    wait_for lines "$name" 3
+    check "$name: a copy" same "$name" "/tmp/$name" "$name"
+    podman rm -f -t 0 "$name" > /dev/null
+}
+lines() { [ "$(printed "$1" | wc -l)" -ge "$2" ]; }
+rounds plain localhost/busybox "${counter[@]}"
+rounds gpu "${nodes[@]/#/--device=}" "${binds[@]/#/--volume=}" -e LD_LIBRARY_PATH=/cusim localhost/busybox /cusim/cusim-client
