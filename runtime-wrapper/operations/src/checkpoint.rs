@@ -16,7 +16,6 @@ mod planned;
 mod prepare;
 mod refused_before;
 
-use std::fs::File;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -28,10 +27,10 @@ use cryopod_gpu_plan::plan::{PlanError, container_nodes};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DeviceNode;
 use cryopod_host::programs::SystemTools;
-use nix::fcntl::{FcntlArg, FdFlag, Flock, fcntl};
 
 use crate::error::Error;
 use crate::images::store::Cleaning;
+use crate::pause;
 use crate::preflight::surroundings;
 use crate::request::Request;
 use crate::request::argv::Invocation;
@@ -51,8 +50,7 @@ use crate::security::privileges;
 /// load every program that a shell starts is such a moment), and the freezer of cgroup v1 does at times.
 const FREEZES: u32 = 3;
 
-/// Checkpoints a container. Execs the low-level runtime for one without GPU nodes. On error the container goes on
-/// running.
+/// Checkpoints a container. On error the container goes on running.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     let started = Instant::now();
     // The low-level runtime reports whatever is wrong with the container's state.
@@ -60,11 +58,11 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let request = Request::checkpoint(ctx, inv, &state);
-    let held = refused_before::hold(&request.bundle, request.id())?;
+    let _held = refused_before::hold(&request.bundle, request.id())?;
     refused_before::lost_export(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     if nodes.is_empty() && !application::takes_part(&request.spec) {
-        return without_gpu(&request, &state, held);
+        return without_gpu(&request, &state);
     }
     with_metadata(&request, &state, nodes, None, started)
 }
@@ -154,13 +152,9 @@ fn with_metadata(
     }
 }
 
-/// Leaves a container without GPUs to the low-level runtime: by exec, or as its parent where the engine reads a log. An
-/// engine shows the last error there, and runc's has no reason (`criu failed: type NOTIFY errno 0`).
-fn without_gpu(
-    request: &Request<'_>,
-    state: &ContainerState,
-    held: Option<Flock<File>>,
-) -> Result<ExitCode, Error> {
+/// Leaves a container without GPUs to the low-level runtime, and stays its parent: a CRIU that is killed leaves the
+/// container frozen, and runc's last error, which an engine shows, has no reason (`criu failed: type NOTIFY errno 0`).
+fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode, Error> {
     // A restore compares every container's processes with its spec, and CRIU restores not all that it dumps.
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
     let tree = live::tree(&request.host, state.init);
@@ -178,28 +172,19 @@ fn without_gpu(
     }
     prepare::work_directory(request);
     let (low, args) = (&request.ctx.low, &request.ctx.args);
-    if request.inv.globals.log.is_some() {
-        let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
-        let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
-        let ended = child::attend(low, args, stderr)?;
-        if ended.code != 0 {
-            if !state.paused {
-                frozen::thaw_left(&request.host, state.init);
-            }
-            let full = failure::full_disk(&request.images).into_iter().collect();
-            let why = failure::describe(low, &ended, full, &before);
-            log::error(&failed(request, state, &why));
+    let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
+    let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
+    let ended = child::attend(low, args, stderr)?;
+    if ended.code != 0 {
+        if !state.paused {
+            frozen::thaw_left(&request.host, state.init);
         }
-        held.hand_on();
-        return Ok(child::exit_code(ended.code));
+        let full = failure::full_disk(&request.images).into_iter().collect();
+        let why = failure::describe(low, &ended, full, &before);
+        log::error(&failed(request, state, &why));
     }
-    // The low-level runtime holds the lock until it ends.
-    if let Some(lock) = &held
-        && let Err(e) = fcntl(&**lock, FcntlArg::F_SETFD(FdFlag::empty()))
-    {
-        tracing::debug!("the lock is not handed on: {e}");
-    }
-    Err(passthrough::exec(low, args))
+    held.hand_on();
+    Ok(child::exit_code(ended.code))
 }
 
 /// What to tell of a failed checkpoint.
@@ -249,6 +234,9 @@ impl<'a> Thawed<'a> {
     fn of(request: &'a Request<'a>, state: &'a ContainerState) -> Option<Self> {
         state.paused.then(|| {
             tracing::info!("{}: paused; resumed for the GPU driver", request.id());
+            if let Err(e) = pause::mark_thawed(&state::directory(request.ctx, request.inv)) {
+                tracing::debug!("{}: no mark that it is thawed: {e}", request.id());
+            }
             ask(request, "resume");
             Self { request, state }
         })
@@ -259,6 +247,7 @@ impl Drop for Thawed<'_> {
     fn drop(&mut self) {
         if alive(&self.request.host, self.state) {
             ask(self.request, "pause");
+            pause::unmark_thawed(&state::directory(self.request.ctx, self.request.inv));
         }
     }
 }

@@ -45,6 +45,19 @@ pub const ANNOTATION: &str = "dev.cryopod.checkpoint.at-pause";
 /// `cryopod migrate` holds a lock on this file in the low-level runtime's directory of the container.
 const HELD: &str = "cryopod-held";
 
+/// In the low-level runtime's directory of a container that its engine has paused and a checkpoint has thawed.
+const THAWED: &str = "cryopod-thawed";
+
+/// A mark that a checkpoint has thawed the container: if the checkpoint is killed, the engine's `resume` finds it running.
+pub fn mark_thawed(state_directory: &Path) -> io::Result<()> {
+    File::create(state_directory.join(THAWED)).map(drop)
+}
+
+/// Removes the mark. Returns true if there was one.
+pub fn unmark_thawed(state_directory: &Path) -> bool {
+    fs::remove_file(state_directory.join(THAWED)).is_ok()
+}
+
 /// Makes [`resume`] fail until the result is dropped or this process dies. (`ctr containers checkpoint` resumes a container
 /// at its end.)
 pub fn hold(state_directory: &Path) -> io::Result<Flock<File>> {
@@ -128,7 +141,8 @@ pub fn pause(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 /// Resumes a container. An error says whether it runs.
 pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
-    if is_held(&state::directory(ctx, inv)) {
+    let directory = state::directory(ctx, inv);
+    if is_held(&directory) {
         return Err(Error::Failed(format!(
             "{} stays paused: `cryopod migrate` moves it to another host",
             inv.id
@@ -136,6 +150,12 @@ pub fn resume(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
     }
     let host = Host::system();
     let tools = SystemTools::from_env();
+    if unmark_thawed(&directory)
+        && ContainerState::ask(ctx, inv, &tools).is_some_and(|state| !state.paused)
+    {
+        tracing::info!("{}: a killed checkpoint has resumed it already", inv.id);
+        return Ok(ExitCode::SUCCESS);
+    }
     let locked = suspended::any()
         .then(|| ContainerState::ask(ctx, inv, &tools))
         .flatten()

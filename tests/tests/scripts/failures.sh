@@ -84,9 +84,10 @@ for signal in TERM INT HUP; do
 done
 
 # Killed outright, the wrapper can clean nothing up: CRIU finds nobody in the action script and resumes the container, and the
-# next operation sweeps the directory.
+# next operation sweeps the directory. The engine had paused it: its `resume` finds a container that runs.
 rm -f /tmp/reached /tmp/go-on
 echo network-lock > /tmp/stop-at
+cryopod-runtime pause "$id"
 cryopod-runtime checkpoint --image-path /tmp/i1 "$id" > /tmp/said 2>&1 &
 wrapper=$!
 wait_for test -e /tmp/reached
@@ -96,6 +97,8 @@ touch /tmp/go-on
 wait_for sh -c '! pgrep -x criu > /dev/null'
 [ ! -e /tmp/i1/cryopod.json ]
 rm -f /tmp/stop-at
+cryopod-runtime resume "$id"
+if [ "$low" = runc ] && cryopod-runtime resume "$id" 2> /dev/null; then echo "resumed twice"; exit 1; fi
 fails 'the next one after kill -9' 'cannot be made' checkpoint --image-path /proc/nowhere/x
 
 # The runtime dies in the middle of the dump: nobody would be told of a checkpoint, so there is none. The second time the wrapper

@@ -15,3 +15,17 @@ wait_for counted c1 $((before + 5))
 pod logs c1 > /tmp/numbers
 seq 0 "$(tail -n 1 /tmp/numbers)" | cmp - /tmp/numbers
 echo "continued from $before"
+# A CRIU that is killed when it has frozen the container: the container goes on.
+mkdir /tmp/killed
+cat > /tmp/killed/criu << 'END'
+#!/bin/bash
+if [ "$(cat /proc/$PPID/comm)" = podman ]; then PATH=${PATH#*:} exec criu "$@"; fi # its check
+v1=/sys/fs/cgroup/freezer$(sed -n 's/^[0-9]*:freezer://p' "/proc/$(cat /tmp/init)/cgroup")/freezer.state
+if [ -e "$v1" ]; then echo FROZEN > "$v1"; else echo 1 > "/sys/fs/cgroup$(sed -n 's/^0:://p' "/proc/$(cat /tmp/init)/cgroup")/cgroup.freeze"; fi
+kill -KILL $$
+END
+chmod +x /tmp/killed/criu
+pod inspect -f '{{.State.Pid}}' c1 > /tmp/init
+if PATH=/tmp/killed:$PATH pod container checkpoint c1 > /tmp/said 2>&1; then exit 1; fi
+grep "the container goes on running" /tmp/said
+wait_for counted c1 $(($(count c1) + 5))

@@ -19,8 +19,7 @@ const POD: &str = "io.kubernetes.cri-o.SandboxID";
 /// Part of the cgroup's name of each container of podman.
 const PODMAN_CGROUP: &str = "libpod-";
 
-/// Locks a container's bundle against other checkpoints until the lock is dropped, or the program ends that inherits it.
-/// `None`: the file system has no locks.
+/// Locks a container's bundle against other checkpoints until the lock is dropped. `None`: the file system has no locks.
 pub(super) fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<File>>, Error> {
     let Ok(directory) = File::open(bundle) else {
         return Ok(None);

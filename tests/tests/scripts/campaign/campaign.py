@@ -23,7 +23,7 @@ import time
 
 LOW, ENGINES, SEED, ROUNDS = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
 ONLY = {int(n) for n in sys.argv[5].split(",")} if len(sys.argv) > 5 and sys.argv[5] else None
-OPERATIONS = 6  # of a round
+OPERATIONS = int(os.environ.get("OPERATIONS") or 6)  # of a round
 CP, OUT, LIMIT = "/srv/cp", "/srv/out", 240
 CTL = ["/opt/build/cusim-ctl", "--socket", "/run/cusim/server.sock"]
 IMAGE = {"podman": "localhost/busybox", "docker": "busybox", "ctr": "localhost/busybox:latest"}
@@ -148,7 +148,7 @@ class Container:
         return self.kind.startswith("gpu")
 
     def plain(self):
-        """Without a GPU's nodes cryopod leaves it to the low-level runtime, whose faults are not the subject."""
+        """Without a GPU's nodes cryopod leaves it to the low-level runtime, most of whose faults are not the subject."""
         return self.kind == "counter"
 
     def program(self):
@@ -262,7 +262,7 @@ class Fault:
         else:
             signals = ["wrapper"] * 3 + ["criu"] * 3 + ["low", "client", "client", "job"] + (["agent", "agent", "worker"] if container.gpu() else [])
         if container.plain():
-            signals = ["client"]
+            signals = ["client"] + (["criu"] if verb in ("leave", "stop", "export", "export-stop", "directory") else [])
         if container.engine != "podman" and verb != "prune":
             signals += ["shim", "stock", "containerd"] + (["dockerd"] if container.engine == "docker" else [])
         kind = rng.choices(["none", "kill", "stop", "space", "read-only", "driver"], [10, 50, 12, 12, 3, 14 if container.gpu() else 0])[0]
@@ -489,7 +489,9 @@ class Round:
         """It must run, or the fault excuses it."""
         word = c.status()
         if word == "paused" and fault.what in ("kill", "stop"):
-            run(*{"podman": ["podman", "unpause"], "docker": ["docker", "unpause"], "ctr": ["ctr", "tasks", "resume"]}[c.engine], c.name)
+            unpause = {"podman": ["podman", "unpause"], "docker": ["docker", "unpause"], "ctr": ["ctr", "tasks", "resume"]}[c.engine]
+            # An engine whose daemon was killed may have to find it again first.
+            until(lambda: run(*unpause, c.name)[0] == 0 or c.status() == "running", 20)
             word = c.status()
         if word != "running":
             if fault.lossy():
@@ -504,6 +506,9 @@ class Round:
                 return False
         else:
             c.goes_on(after)
+        if fault.lossy() and fault.who != "job":  # the engine may take it away later, or know it no more
+            c.remove()
+            return False
         return True
 
     def checkpoint(self, c, place, leave):
