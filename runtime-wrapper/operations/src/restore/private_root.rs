@@ -236,7 +236,13 @@ fn answer(socket: BorrowedFd<'_>, program: &Path) -> io::Result<()> {
     let Some((_, cwd)) = work.as_ref().or(images.as_ref()) else {
         return Ok(()); // CRIU refuses it
     };
-    let name = options.log_file.as_deref().unwrap_or("restore.log");
+    // The file that the runtime names comes after what it sends.
+    let named = options.config_file.as_ref().map(settings_of);
+    let named = named.into_iter().flatten();
+    let named = named.filter(|(name, value)| name == "log-file" && !value.contains('/'));
+    let name = named.last().map(|(_, value)| value);
+    let name = name.or_else(|| options.log_file.clone());
+    let name = name.as_deref().unwrap_or("restore.log");
     let log = cwd.join(name);
     let mut log = OpenOptions::new().create(true).append(true).open(log)?;
     let statistics = cwd.join(STATISTICS);
@@ -262,6 +268,18 @@ fn answer(socket: BorrowedFd<'_>, program: &Path) -> io::Result<()> {
         let _ = writeln!(log, "Error (cryopod): CRIU's own root cannot be made: {e}");
     }
     made
+}
+
+/// Options and values of a configuration file of CRIU's.
+fn settings_of(file: impl AsRef<Path>) -> Vec<(String, String)> {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    let words = |line: &str| {
+        let line = line.trim().trim_start_matches('-');
+        let (name, value) = line.split_once(|c: char| c.is_whitespace() || c == '=')?;
+        let value = value.trim_matches(|c: char| c.is_whitespace() || "=\"".contains(c));
+        Some((name.to_owned(), value.to_owned()))
+    };
+    text.lines().filter_map(words).collect()
 }
 
 /// Reads a message and leaves it there.
@@ -332,20 +350,9 @@ impl View<'_> {
 
     /// Options and values of CRIU's configuration files.
     fn settings(&self) -> Vec<(String, String)> {
-        let mut settings = Vec::new();
         let mut files = self.configurations();
         files.push("/etc/criu/default.conf".into());
-        for file in files {
-            let text = fs::read_to_string(file).unwrap_or_default();
-            let words = |line: &str| {
-                let line = line.trim().trim_start_matches('-');
-                let (name, value) = line.split_once(|c: char| c.is_whitespace() || c == '=')?;
-                let value = value.trim_matches(|c: char| c.is_whitespace() || "=\"".contains(c));
-                Some((name.to_owned(), value.to_owned()))
-            };
-            settings.extend(text.lines().filter_map(words));
-        }
-        settings
+        files.iter().flat_map(settings_of).collect()
     }
 
     /// CRIU's configuration files that have no fixed place.

@@ -25,8 +25,9 @@ kernel() { # CONTAINER: what the kernel says of it
     (cd "/proc/$pid" && tail -n +1 limits oom_score_adj uid_map gid_map setgroups personality coredump_filter)
     cat "/proc/$pid/attr/current" 2> /dev/null || true
     echo "scheduling: $(chrt -p "$pid" | sed 's/.*: //' | xargs) $(ionice -p "$pid") $(ps -o ni= -p "$pid")"
+    # crun 1.28 gives the cgroup mount nosymfollow, which no spec asks for and CRIU does not know.
     # Where, options, kind of propagation, type, options of the file system but the overlay's directories.
-    sed -E 's/^[0-9]+ [0-9]+ [0-9]+:[0-9]+ ([^ ]+) ([^ ]+) ([^ ]+)((:? [a-z]+:[0-9]+)*) - ([^ ]+) [^ ]+ (.*)/\2 \3 \4 \6 \7/; s/(shared|master|propagate_from):[0-9]+/\1/g; s/(lower|upper|work)dir=.*//; s!^(/(proc|sys)/[^ ]+) .* tmpfs .*!\1 masked!' \
+    sed -E 's/^[0-9]+ [0-9]+ [0-9]+:[0-9]+ ([^ ]+) ([^ ]+) ([^ ]+)(( [a-z_]+:[0-9]+)*) - ([^ ]+) [^ ]+ (.*)/\2 \3 \4 \6 \7/; s/(shared|master|propagate_from):[0-9]+/\1/g; s/(lower|upper|work)dir=.*//; s!^(/(proc|sys)/[^ ]+) .* tmpfs .*!\1 masked!; /cgroup2/s/,nosymfollow//' \
         "/proc/$pid/mountinfo" | sort
     nsenter -t "$pid" -n -i -u sh -c 'hostname; cat /proc/sys/kernel/domainname; grep -rs . /proc/sys/net/core /proc/sys/net/ipv4 /proc/sys/kernel/shm* /proc/sys/kernel/msg* /proc/sys/kernel/sem; ip -o link show lo' |
         grep -v -e /route/flush -e random -e identifier | sort
