@@ -28,7 +28,7 @@ for shim in $STOCK $OURS; do
         check "ctr, $shim, $i" runs "c$i" "${with[@]}" --annotation "dev.cryopod.restore=$from/ctr"
         wait_for counted_file "/tmp/c$i" 6
         check 'it goes on' test "$(head -n 1 "/tmp/c$i")" -ge 4
-        check 'exec' test "$(ctr tasks exec --exec-id e "c$i" echo inside)" = inside
+        check 'exec' test "$(printed_in "c$i" 'echo inside')" = inside
     done
     ended c1
     ctr tasks kill -s SIGTERM c2

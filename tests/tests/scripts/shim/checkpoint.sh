@@ -37,7 +37,7 @@ cycle() { # NAME RUNTIME
     ctr containers restore --rw --live job localhost/checkpoint:1
     check "$1: restored, the sum goes on" goes_on job
     check "$1: the same sum" test "$(sum job)" = "$last"
-    check "$1: the file is there" test "$(in_it job cat /made)" = mine
+    check "$1: the file is there" test "$(printed_in job 'cat /made')" = mine
     ctr images rm --sync localhost/checkpoint:1 > /dev/null # else containerd 1.7 makes no second one
     pausing ctr containers checkpoint --task --image --rw job localhost/checkpoint:2
     check "$1: checkpointed again, left running" goes_on job
@@ -80,7 +80,7 @@ ln -s /usr/bin/containerd-shim-runc-v2 /alt/containerd-shim-cryopod-v2
 printf '#!/bin/sh\nCRYOPOD_STOCK_SHIM=/usr/bin/containerd-shim-runc-v2 exec /usr/local/bin/containerd-shim-cryopod-v2 "$@"\n' \
     > /alt/containerd-shim-runc-v2
 chmod 755 /alt/containerd-shim-runc-v2
-number() { in_it plain cat /tmp/n; }
+number() { printed_in plain 'cat /tmp/n'; }
 beyond() { [ "$(number)" -gt "$1" ]; }
 counts_on() { beyond $((reached - 1)) && wait_for beyond $((reached + 20)); } # not from the beginning
 for runtime in $OURS $STOCK; do

@@ -25,6 +25,16 @@ status() { # CONTAINER: RUNNING, STOPPED, ...; nothing if it has no task
 }
 is() { [ "$(status "$1")" = "$2" ]; }
 pid_of() { ctr tasks ls | awk -v id="$1" '$1 == id {print $2}'; }
+# printed_in CONTAINER COMMAND: what a shell prints in it. Asked again where the end is missing: ctr stops reading when the
+# process has ended, and loses what it printed if it has not opened the pipe by then (a busy machine).
+printed_in() {
+    local said
+    for _ in {1..5}; do
+        said=$(ctr tasks exec --exec-id "e$RANDOM" "$1" sh -c "$2 && echo end") || return
+        if [ "${said##*$'\n'}" = end ]; then echo "${said%end}" && return; fi
+    done
+    echo "nothing printed by: $2" >&2 && return 1
+}
 gone() { ! kill -0 "$1" 2> /dev/null; }
 # stock_shim ID, our_shim ID: the processes' pids
 stock_shim() { shims | awk -v id="$1" '/shim-runc-v2 / && $0 ~ "-id " id "( |$)" {print $1}'; }
