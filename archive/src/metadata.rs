@@ -105,6 +105,23 @@ pub struct Gpu {
     pub properties: Map<String, Value>,
 }
 
+impl Gpu {
+    /// A GPU of which nothing else is known.
+    pub fn new(vendor: Vendor, id: impl Into<String>) -> Self {
+        Self {
+            id: id.into(),
+            vendor,
+            index: 0,
+            model: String::new(),
+            pci: String::new(),
+            minor: None,
+            render_minor: None,
+            memory_bytes: None,
+            properties: Map::new(),
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuProcess {
     /// Process id on the host, at the checkpoint.

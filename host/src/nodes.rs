@@ -86,6 +86,30 @@ pub struct DeviceNode {
     pub gpu: Option<String>,
 }
 
+impl DeviceNode {
+    /// A device of the container's spec that the container may open, with nothing else known.
+    pub fn new(
+        path: impl Into<String>,
+        (vendor, role): (Vendor, NodeRole),
+        (major, minor): (u64, u64),
+    ) -> Self {
+        Self {
+            path: path.into(),
+            vendor,
+            role,
+            source: NodeSource::Device,
+            major,
+            minor,
+            host_path: None,
+            file_mode: None,
+            uid: None,
+            gid: None,
+            allowed: true,
+            gpu: None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     Known(Vendor, NodeRole),
@@ -278,22 +302,9 @@ pub fn of_host(host: &Host, vendor: Vendor) -> Vec<DeviceNode> {
             let path = format!("{directory}/{name}");
             // Names first: most of /dev belongs to no GPU, and only the rest is examined.
             classify(&path)?;
-            let (major, minor) = host.char_device(&path)?;
-            let identified = identify(host, &path, major, minor)?;
-            (identified == (vendor, role)).then_some(DeviceNode {
-                path,
-                vendor,
-                role,
-                source: NodeSource::Device,
-                major,
-                minor,
-                host_path: None,
-                file_mode: None,
-                uid: None,
-                gid: None,
-                allowed: true,
-                gpu: None,
-            })
+            let number = host.char_device(&path)?;
+            let identified = identify(host, &path, number.0, number.1)?;
+            (identified == (vendor, role)).then(|| DeviceNode::new(path, identified, number))
         })
         .collect();
     found.sort_by_key(number);

@@ -217,23 +217,16 @@ impl Spec {
             if !matches!(device.typ(), LinuxDeviceType::C | LinuxDeviceType::U) {
                 continue;
             }
-            let Some((vendor, role)) = nodes::identify(host, &path, major, minor) else {
+            let Some(kind) = nodes::identify(host, &path, major, minor) else {
                 continue;
             };
             add(DeviceNode {
-                vendor,
-                role,
-                source: NodeSource::Device,
-                major,
-                minor,
-                host_path: None,
                 // Engines pass `st_mode` whole; only the permission bits are a mode.
                 file_mode: device.file_mode().map(|m| m & 0o7777),
                 uid: device.uid(),
                 gid: device.gid(),
                 allowed: self.allows(major, minor),
-                gpu: None,
-                path,
+                ..DeviceNode::new(path, kind, (major, minor))
             });
         }
         for mount in self.mounts() {
@@ -251,24 +244,16 @@ impl Spec {
                     continue;
                 };
                 // The container's name counts; a node bound under another name is known by the host's.
-                let Some((vendor, role)) = nodes::identify(host, &target, major, minor)
+                let Some(kind) = nodes::identify(host, &target, major, minor)
                     .or_else(|| nodes::identify(host, &below, major, minor))
                 else {
                     continue;
                 };
                 add(DeviceNode {
-                    path: target,
-                    vendor,
-                    role,
                     source: NodeSource::BindMount,
-                    major,
-                    minor,
                     host_path: Some(below),
-                    file_mode: None,
-                    uid: None,
-                    gid: None,
                     allowed: self.allows(major, minor),
-                    gpu: None,
+                    ..DeviceNode::new(target, kind, (major, minor))
                 });
             }
         }

@@ -47,6 +47,22 @@ pub struct ForeignMount {
     pub in_use: bool,
 }
 
+impl ForeignMount {
+    /// A mount of which nothing else is known.
+    pub fn new(path: impl Into<String>, kind: MountKind, host_path: impl Into<String>) -> Self {
+        Self {
+            path: path.into(),
+            kind,
+            host_path: host_path.into(),
+            fs_type: String::new(),
+            options: Vec::new(),
+            size: None,
+            sha256: None,
+            in_use: false,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MountFacts {
     #[serde(default)]

@@ -3,13 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::Context;
 use cryopod_archive::format::limits::Limits;
 use cryopod_archive::format::names;
 use cryopod_archive::pack::{Destination, complete};
-use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::{Found, Reference, find, find_in, gather};
 use cryopod_archive::unpack::{UnpackOptions, unpack};
@@ -63,8 +61,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         stores,
         ..VerifyOptions::default()
     };
-    let progress = Arc::clone(&options.progress);
-    ui::with_progress("verify", args.how.quiet(), &progress, || {
+    ui::with_progress("verify", args.how.quiet(), &options.progress, || {
         verify(&source, &options)
     })?;
     let Some(to) = to else {
@@ -80,8 +77,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if source.containerd().is_some() && !matches!(to, Destination::Tar(..)) {
         // containerd restores only its own form.
         let options = args.how.options(BTreeMap::new());
-        let progress = Arc::clone(&options.progress);
-        let packed = ui::with_progress("bundle", args.how.quiet(), &progress, || {
+        let packed = ui::with_progress("bundle", args.how.quiet(), &options.progress, || {
             complete(&source, &found, &to, &options)
         })?;
         args.how.say(&to, &packed);
@@ -108,7 +104,6 @@ pub fn whole(
     let directory = temp.join("small");
     let options = UnpackOptions {
         threads,
-        progress: Arc::new(Progress::default()),
         ..UnpackOptions::default()
     };
     unpack(source, &directory, &options)?;

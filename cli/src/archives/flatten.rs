@@ -4,13 +4,11 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use cryopod_archive::flatten::{FlattenOptions, into_directory};
 use cryopod_archive::format::limits::raise_open_files;
 use cryopod_archive::pack::Destination;
-use cryopod_archive::progress::Progress;
 use cryopod_archive::source::{Kind, Source};
 
 use crate::archives::bundle::found;
@@ -81,11 +79,9 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = FlattenOptions {
         threads: args.how.threads(),
         parents: args.parents.iter().chain(&stores).cloned().collect(),
-        progress: Arc::new(Progress::default()),
         ..FlattenOptions::default()
     };
-    let progress = Arc::clone(&options.progress);
-    let done = ui::with_progress("flatten", args.how.quiet(), &progress, || {
+    let done = ui::with_progress("flatten", args.how.quiet(), &options.progress, || {
         into_directory(&source, &whole, &options)
     })?;
     match &to {

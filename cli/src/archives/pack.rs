@@ -3,14 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use cryopod_archive::format::digest::Digest;
 use cryopod_archive::format::limits::MAX_JSON_BYTES;
 use cryopod_archive::format::oci::media;
 use cryopod_archive::pack::{Destination, PackOptions, Packed, pack};
-use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
 use cryopod_archive::store::Reference;
 use cryopod_archive::{Compression, container::engine};
@@ -123,8 +121,9 @@ impl PackMethod {
         to: &Destination,
     ) -> anyhow::Result<()> {
         let options = self.options(completed(source)?);
-        let progress = Arc::clone(&options.progress);
-        ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        ui::with_progress(what, self.quiet, &options.progress, || {
+            pack(source, to, &options)
+        })?;
         Ok(())
     }
 
@@ -152,7 +151,6 @@ impl PackMethod {
             name: self.name.clone(),
             extra_files,
             replace: self.replace,
-            progress: Arc::new(Progress::default()),
             ..PackOptions::default()
         }
     }
@@ -166,8 +164,9 @@ impl PackMethod {
         extra_files: BTreeMap<String, Vec<u8>>,
     ) -> anyhow::Result<Packed> {
         let options = self.options(extra_files);
-        let progress = Arc::clone(&options.progress);
-        let packed = ui::with_progress(what, self.quiet, &progress, || pack(source, to, &options))?;
+        let packed = ui::with_progress(what, self.quiet, &options.progress, || {
+            pack(source, to, &options)
+        })?;
         self.say(to, &packed);
         Ok(packed)
     }

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use cryopod_archive::pack::Destination;
 use cryopod_archive::source::Source;
@@ -42,8 +41,7 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn pull(args: &Args, layout: &Path) -> anyhow::Result<()> {
     let from = parse_reference(&args.image)?;
     let options = args.registry.options();
-    let progress = Arc::clone(&options.progress);
-    let done = ui::with_progress("pull", args.registry.quiet(), &progress, || {
+    let done = ui::with_progress("pull", args.registry.quiet(), &options.progress, || {
         cryopod_registry::pull(&from, layout, &options)
     })?;
     if !args.registry.quiet() {

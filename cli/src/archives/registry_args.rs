@@ -1,9 +1,7 @@
 //! The options of verbs that speak with a registry.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use cryopod_archive::progress::Progress;
 use cryopod_archive::source::Source;
 use cryopod_registry::{Login, RegistryOptions, Transferred, parse_reference};
 
@@ -62,7 +60,6 @@ impl RegistryArgs {
             tls_verify: self.tls_verify,
             credentials: self.creds.clone(),
             auth_file: self.authfile.clone(),
-            progress: Arc::new(Progress::default()),
             ..RegistryOptions::default()
         }
     }
@@ -71,8 +68,7 @@ impl RegistryArgs {
     pub fn push(&self, source: &Source, image: &str) -> anyhow::Result<()> {
         let to = parse_reference(image)?;
         let options = self.options();
-        let progress = Arc::clone(&options.progress);
-        let done = ui::with_progress("push", self.quiet, &progress, || {
+        let done = ui::with_progress("push", self.quiet, &options.progress, || {
             cryopod_registry::push(source, &to, &options)
         })?;
         if !self.quiet {

@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
-use cryopod_archive::progress::Progress;
 use cryopod_archive::unpack::UnpackOptions;
 
 use crate::{archives::confined, terminal::ui};
@@ -33,7 +31,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = UnpackOptions {
         images_only: args.images_only,
         threads: args.threads,
-        progress: Arc::new(Progress::default()),
         ..UnpackOptions::default()
     };
     let done = confined::unpack(args.quiet, &source, &args.output, &options)?;

@@ -2,10 +2,8 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use cryopod_archive::format::limits::raise_open_files;
-use cryopod_archive::progress::Progress;
 use cryopod_archive::verify::{Verified, VerifyOptions, table, verify_with};
 use cryopod_archive::vram::parent::WantedParent;
 
@@ -39,7 +37,6 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let options = VerifyOptions {
         threads: args.threads,
         parents: args.parents.clone(),
-        progress: Arc::new(Progress::default()),
         ..VerifyOptions::default()
     };
     let mut decoding = Decoding::of(place.path());
@@ -63,13 +60,14 @@ pub fn run(args: &Args) -> anyhow::Result<ExitCode> {
         decoding.add_parents(wanted, &[&args.parents[..], &stores].concat());
         table[end + 1..].to_vec()
     });
-    let progress = Arc::clone(&options.progress);
     let options = VerifyOptions { stores, ..options };
     let verifying = decoding.start(|| {
         let done = verify_with(&place.open()?, table, &options)?;
         Ok(said(&place, &done).into_bytes())
     })?;
-    let said = ui::with_progress("verify", args.quiet, &progress, || verifying.finish())?;
+    let said = ui::with_progress("verify", args.quiet, &options.progress, || {
+        verifying.finish()
+    })?;
     if !args.quiet {
         println!("{}", String::from_utf8_lossy(&said));
     }

@@ -4,7 +4,6 @@ use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use anyhow::bail;
 use cryopod_archive::format::digest::Digest;
@@ -73,9 +72,8 @@ impl Pull<'_> {
             let layout = work.join("image");
             if !layout.exists() {
                 let exact = image.clone_with_digest(origin.digest.to_string());
-                let progress = Arc::clone(&options.progress);
                 let known = InCache::of(cache, &origin.place);
-                ui::with_progress("pull", self.args.quiet, &progress, || {
+                ui::with_progress("pull", self.args.quiet, &options.progress, || {
                     cryopod_registry::pull_with(&exact, &layout, &options, &known)
                 })?;
             }

@@ -176,13 +176,12 @@ fn answer(ask: &ArchiveQuestion<'_>) -> Result<(Checkpoint, RestoreAnswer), Stri
     answer.other.extend(compressed);
     answer.other.extend(away(ask, &config, &checkpoint));
     answer.other.extend(missing);
-    answer
-        .other
-        .extend(checkpoint.grown.iter().map(|what| Refusal {
-            process: None,
-            what: what.clone(),
-            remedy: "the checkpoint itself is untouched".into(),
-        }));
+    answer.other.extend(
+        checkpoint
+            .grown
+            .iter()
+            .map(|what| Refusal::new(what.clone(), "the checkpoint itself is untouched")),
+    );
     Ok((checkpoint, answer))
 }
 
@@ -191,11 +190,10 @@ fn away(ask: &ArchiveQuestion<'_>, config: &Config, checkpoint: &Checkpoint) -> 
     let reference = checkpoint.reference.clone()?;
     let path = ask.path.join(names::STORE_REFERENCE);
     let error = store::find_in(reference, &path, &config.store.directories()).err()?;
-    Some(Refusal {
-        process: None,
-        what: error.to_string(),
-        remedy: "the checkpoint itself is untouched".into(),
-    })
+    Some(Refusal::new(
+        error.to_string(),
+        "the checkpoint itself is untouched",
+    ))
 }
 
 fn open(ask: &ArchiveQuestion<'_>) -> Result<Checkpoint, String> {

@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,6 +12,7 @@ use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::programs::Tools;
 use cryopod_host::spec::Spec;
+use ipnet::IpNet;
 use serde_json::Value;
 
 use crate::engines::engine::Engine;
@@ -74,7 +74,7 @@ pub fn missing(question: &EngineQuestion<'_>) -> Vec<Refusal> {
         Engine::Containerd => "ctr",
     };
     let Some(program) = question.tools.find(name) else {
-        return vec![refusal(
+        return vec![Refusal::new(
             format!("{name}, which is to restore it, is not on PATH"),
             "install it, or name another engine with --engine",
         )];
@@ -93,20 +93,12 @@ pub fn missing(question: &EngineQuestion<'_>) -> Vec<Refusal> {
     all
 }
 
-fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
-    Refusal {
-        process: None,
-        what: what.into(),
-        remedy: remedy.into(),
-    }
-}
-
 /// Checks a name: it may only hold characters that are safe for shells and terminals.
 fn plain(name: &str) -> Result<&str, Refusal> {
     let usual = |c: char| c.is_ascii_alphanumeric() || "._-/:@+".contains(c);
     match !name.is_empty() && !name.starts_with('-') && name.chars().all(usual) {
         true => Ok(name),
-        false => Err(refusal(
+        false => Err(Refusal::new(
             format!("the archive names {name:?}, which no engine takes for a name"),
             "the archive is damaged, or made to mislead: do not use it",
         )),
@@ -130,9 +122,9 @@ impl AskedEngine<'_> {
             Ok(out) => {
                 let said = out.stderr.lines().last().unwrap_or("it gives no reason");
                 let what = format!("{} {}: {said}", self.name, args.join(" "));
-                Err(refusal(what, remedy()))
+                Err(Refusal::new(what, remedy()))
             }
-            Err(e) => Err(refusal(e.to_string(), remedy())),
+            Err(e) => Err(Refusal::new(e.to_string(), remedy())),
         }
     }
 
@@ -148,7 +140,7 @@ impl AskedEngine<'_> {
         match (&facts.image, &facts.image_id, rootfs) {
             (_, _, Some(directory)) if !directory.is_empty() => {
                 if !self.question.host.is_dir(directory) {
-                    all.push(refusal(
+                    all.push(Refusal::new(
                         format!("podman's container has the root directory {directory:?}, and it is not here"),
                         "put the container's root file system there",
                     ));
@@ -158,7 +150,7 @@ impl AskedEngine<'_> {
                 let missing = self.podman_image(image, id).err();
                 all.extend(missing.filter(|_| !self.question.records.has_image));
             }
-            _ => all.push(refusal(
+            _ => all.push(Refusal::new(
                 "its config.dump is not podman's, which restores only what says which image and settings its container had",
                 "name the engine that is to restore it with --engine",
             )),
@@ -185,7 +177,7 @@ impl AskedEngine<'_> {
         if self.has(&["image", "exists", "--", id])? {
             return match named {
                 true => Ok(()),
-                false => Err(refusal(
+                false => Err(Refusal::new(
                     format!(
                         "podman has the container's image {short} not by its name {image}, and would pull that"
                     ),
@@ -203,7 +195,7 @@ impl AskedEngine<'_> {
             false => format!("podman does not have the container's image {image} (id {short})"),
         };
         let remote = !image.starts_with("localhost/") && !named;
-        Err(refusal(
+        Err(Refusal::new(
             what,
             match remote {
                 true => format!("podman pull {image}; or, if that gives another id, {carry}"),
@@ -232,7 +224,7 @@ impl AskedEngine<'_> {
             return Ok(());
         }
         if name.starts_with('/') {
-            return Err(refusal(
+            return Err(Refusal::new(
                 format!("podman's container has the runtime {name}, and it is not here"),
                 "install the runtime there",
             ));
@@ -241,7 +233,7 @@ impl AskedEngine<'_> {
             Some(path) => path.display().to_string(),
             None => format!("/usr/local/bin/{name}"),
         };
-        Err(refusal(
+        Err(Refusal::new(
             format!("podman knows no runtime {name}, with which the checkpoint was made"),
             format!(
                 "in /etc/containers/containers.conf, below [engine.runtimes]: {name} = [\"{place}\"]"
@@ -265,7 +257,7 @@ impl AskedEngine<'_> {
             .filter(|f| !f.as_os_str().is_empty() && !self.is_here(f));
         Ok(gone
             .map(|directory| {
-                refusal(
+                Refusal::new(
                     format!("podman writes the container's pid files into {directory:?}, and that is not here (it was below the other podman's runroot)"),
                     format!("mkdir -p {directory:?}"),
                 )
@@ -280,19 +272,19 @@ impl AskedEngine<'_> {
         let carried = self.question.records.volumes.contains(name);
         match (here, carried, self.question.ignore_volumes) {
             (_, true, true) | (true, _, true) | (false, true, false) => Ok(()),
-            (true, true, false) => Err(refusal(
+            (true, true, false) => Err(Refusal::new(
                 format!("podman has a volume {name} already, and the archive has its content too"),
                 format!(
                     "to use it as it is here, restore with --ignore-volumes (and say --ignore-volumes to this check); or podman volume rm {name}"
                 ),
             )),
-            (true, false, false) => Err(refusal(
+            (true, false, false) => Err(Refusal::new(
                 format!(
                     "the archive does not have the content of the volume {name}, and podman looks for it there"
                 ),
                 "to use the volume as it is here, restore with --ignore-volumes (and say --ignore-volumes to this check)",
             )),
-            (false, false, _) => Err(refusal(
+            (false, false, _) => Err(Refusal::new(
                 format!(
                     "podman does not have the volume {name}, and its content is not in the archive"
                 ),
@@ -308,20 +300,20 @@ impl AskedEngine<'_> {
         let name = plain(name)?;
         let interfaces = self.question.records.network_status.get(name);
         let interfaces = interfaces.and_then(|n| n.get("interfaces")?.as_object());
-        let subnets: Vec<Subnet> = interfaces
+        let subnets: Vec<IpNet> = interfaces
             .into_iter()
             .flat_map(|all| all.values())
             .filter_map(|i| i.get("subnets")?.as_array())
             .flatten()
-            .filter_map(|s| Subnet::parse(s.get("ipnet")?.as_str()?))
+            .filter_map(|s| s.get("ipnet")?.as_str()?.parse().ok())
             .take(MAX_ASKED)
             .collect();
         let create: String = subnets
             .iter()
-            .map(|s| format!(" --subnet {}/{}", s.base(), s.bits))
+            .map(|s| format!(" --subnet {}", s.trunc()))
             .collect();
         if !self.has(&["network", "exists", "--", name])? {
-            return Err(refusal(
+            return Err(Refusal::new(
                 format!("podman does not have the network {name}"),
                 format!("podman network create{create} {name}"),
             ));
@@ -329,20 +321,20 @@ impl AskedEngine<'_> {
         let said = self.ask(&["network", "inspect", "--", name])?;
         let said: Value = serde_json::from_str(&said.unwrap_or_default()).unwrap_or_default();
         let has = said.pointer("/0/subnets").and_then(Value::as_array);
-        let has: Vec<Subnet> = has
+        let has: Vec<IpNet> = has
             .into_iter()
             .flatten()
-            .filter_map(|s| Subnet::parse(s.get("subnet")?.as_str()?))
+            .filter_map(|s| s.get("subnet")?.as_str()?.parse().ok())
             .collect();
         match subnets
             .iter()
-            .find(|s| !has.iter().any(|h| h.holds(s.address)))
+            .find(|s| !has.iter().any(|h| h.contains(&s.addr())))
         {
             None => Ok(()),
-            Some(lost) => Err(refusal(
+            Some(lost) => Err(Refusal::new(
                 format!(
                     "podman's network {name} has no place for the container's address {}",
-                    lost.address
+                    lost.addr()
                 ),
                 format!("podman network rm {name}, and podman network create{create} {name}"),
             )),
@@ -358,7 +350,7 @@ impl AskedEngine<'_> {
                 Ok(runtimes) => runtimes,
                 Err(_) => {
                     let remedy = "start it: systemctl start docker";
-                    return vec![refusal("docker's daemon does not answer", remedy)];
+                    return vec![Refusal::new("docker's daemon does not answer", remedy)];
                 }
             },
             Err(refusal) => return vec![refusal],
@@ -376,7 +368,7 @@ impl AskedEngine<'_> {
         let image = plain(image)?;
         match self.has(&["image", "inspect", "--", image])? {
             true => Ok(()),
-            false => Err(refusal(
+            false => Err(Refusal::new(
                 format!("docker does not have the container's image {image}"),
                 format!(
                     "docker pull {image}; or, where it is: docker save -o image.tar {image}; here: docker load -i image.tar"
@@ -398,11 +390,11 @@ impl AskedEngine<'_> {
             let words = ["--namespace", namespace, "images", "ls", "--quiet", &filter];
             match self.ask(&words)? {
                 Some(said) if !said.trim().is_empty() => Ok(()),
-                Some(_) => Err(refusal(
+                Some(_) => Err(Refusal::new(
                     format!("containerd does not have the container's image {image} in its namespace {namespace}"),
                     format!("ctr --namespace {namespace} images pull {image}; or, where it is: ctr images export image.tar {image}; here: ctr --namespace {namespace} images import image.tar"),
                 )),
-                None => Err(refusal("containerd does not answer", "start it: systemctl start containerd")),
+                None => Err(Refusal::new("containerd does not answer", "start it: systemctl start containerd")),
             }
         });
         image.and_then(Result::err).into_iter().collect()
@@ -440,7 +432,7 @@ impl AskedEngine<'_> {
             .filter(|(_, source)| source.is_absolute() && !self.is_here(source))
             .take(MAX_ASKED)
             .map(|(at, source)| {
-                refusal(
+                Refusal::new(
                     format!("the container has {source:?} of its host at {at:?}, and it is not here"),
                     format!("put it there, with the content that it had; for an empty directory: mkdir -p {source:?}"),
                 )
@@ -460,7 +452,7 @@ fn docker_runtime(name: &str, known: &Runtimes) -> Result<(), Refusal> {
     let name = plain(name)?;
     match known.contains_key(name) {
         true => Ok(()),
-        false => Err(refusal(
+        false => Err(Refusal::new(
             format!("docker knows no runtime {name}, with which the checkpoint was made"),
             format!("add {name} to \"runtimes\" in /etc/docker/daemon.json, and reload docker"),
         )),
@@ -479,64 +471,9 @@ fn networks(config: &Value) -> BTreeSet<&str> {
         .collect()
 }
 
-/// An address and its prefix length: `10.89.0.2/24`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Subnet {
-    address: IpAddr,
-    bits: u8,
-}
-
-impl Subnet {
-    fn parse(text: &str) -> Option<Self> {
-        let (address, bits) = text.split_once('/')?;
-        let address: IpAddr = address.parse().ok()?;
-        let bits = bits.parse().ok()?;
-        let most = if address.is_ipv4() { 32 } else { 128 };
-        (bits <= most).then_some(Self { address, bits })
-    }
-
-    fn base(&self) -> IpAddr {
-        match self.address {
-            IpAddr::V4(a) => {
-                let mask = u32::MAX.checked_shl(32 - u32::from(self.bits)).unwrap_or(0);
-                IpAddr::V4((a.to_bits() & mask).into())
-            }
-            IpAddr::V6(a) => {
-                let mask = u128::MAX
-                    .checked_shl(128 - u32::from(self.bits))
-                    .unwrap_or(0);
-                IpAddr::V6((a.to_bits() & mask).into())
-            }
-        }
-    }
-
-    fn holds(&self, address: IpAddr) -> bool {
-        let other = Self {
-            address,
-            bits: self.bits,
-        };
-        address.is_ipv4() == self.address.is_ipv4() && other.base() == self.base()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn subnets() {
-        let of = |text| Subnet::parse(text).unwrap();
-        let all = of("10.89.0.0/24");
-        assert_eq!(of("10.89.0.2/24").base(), all.address);
-        assert!(all.holds(of("10.89.0.77/32").address));
-        assert!(!all.holds(of("10.89.1.2/24").address));
-        assert!(!all.holds(of("::1/128").address));
-        assert!(of("0.0.0.0/0").holds(of("9.9.9.9/8").address));
-        assert_eq!(of("fd00::7/64").base(), of("fd00::/64").address);
-        for odd in ["10.0.0.1", "10.0.0.1/33", "x/8", "::1/129"] {
-            assert_eq!(Subnet::parse(odd), None, "{odd}");
-        }
-    }
 
     #[test]
     fn names() {

@@ -28,11 +28,7 @@ pub fn refusals(scan: &Scan, nodes: &[DeviceNode]) -> Vec<Refusal> {
                 "end the process before the checkpoint, or have it close the node",
             ),
         };
-        Some(Refusal {
-            process: Some((process.pid, process.comm.clone())),
-            what,
-            remedy: remedy.into(),
-        })
+        Some(Refusal::of(process, what, remedy))
     };
     scan.processes.iter().filter_map(refused).collect()
 }
@@ -58,24 +54,10 @@ fn lowest<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_host::nodes::NodeSource;
     use cryopod_host::processes::Fd;
 
     fn node(path: &str, role: NodeRole, major: u64, minor: u64) -> DeviceNode {
-        DeviceNode {
-            path: path.into(),
-            vendor: Vendor::Amd,
-            role,
-            source: NodeSource::Device,
-            major,
-            minor,
-            host_path: None,
-            file_mode: None,
-            uid: None,
-            gid: None,
-            allowed: true,
-            gpu: None,
-        }
+        DeviceNode::new(path, (Vendor::Amd, role), (major, minor))
     }
 
     #[test]

@@ -27,6 +27,7 @@ pub mod nvml;
 pub mod preflight;
 pub mod preload;
 pub mod procfs;
+pub mod refusal;
 pub mod released;
 pub mod sharing;
 pub mod suspend;

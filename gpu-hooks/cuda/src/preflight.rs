@@ -8,6 +8,7 @@
 //! that processes share.
 
 use crate::gpus::nvidia;
+use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use std::collections::BTreeSet;
 
@@ -15,15 +16,6 @@ use std::collections::BTreeSet;
 const FIRST_DRIVER: u32 = 570;
 /// At most so many mappings of a process are examined.
 const MAX_LINES: usize = 1 << 20;
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
-    /// The process; 0: the host.
-    pub pid: i32,
-    pub comm: String,
-    pub what: String,
-    pub remedy: String,
-}
 
 /// Examines the CUDA processes `pids` of one container. Empty: nothing was found.
 pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
@@ -44,23 +36,18 @@ pub fn preflight(host: &Host, pids: &[i32]) -> Vec<Refusal> {
             process.mig(&instances),
         ];
         for (what, remedy) in findings.into_iter().flatten() {
-            refusals.push(Refusal {
-                pid: process.pid,
-                comm: process.comm.clone(),
-                what,
-                remedy,
-            });
+            refusals.push(Refusal::new(what, remedy).about(process.pid, &process.comm));
         }
     }
     refusals
 }
 
 fn too_old(branch: u32) -> Option<Refusal> {
-    (branch < FIRST_DRIVER).then(|| Refusal {
-        pid: 0,
-        comm: String::new(),
-        what: format!("NVIDIA's driver {branch} cannot checkpoint processes"),
-        remedy: format!("install driver {FIRST_DRIVER} or later"),
+    (branch < FIRST_DRIVER).then(|| {
+        Refusal::new(
+            format!("NVIDIA's driver {branch} cannot checkpoint processes"),
+            format!("install driver {FIRST_DRIVER} or later"),
+        )
     })
 }
 
@@ -274,7 +261,7 @@ mod tests {
         let refusals = preflight(&Host::at(root), pids);
         refusals
             .into_iter()
-            .map(|refusal| format!("{} {}", refusal.pid, refusal.what))
+            .map(|r| format!("{} {}", r.process.map_or(0, |p| p.0), r.what))
             .collect()
     }
 

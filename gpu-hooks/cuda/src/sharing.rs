@@ -28,9 +28,9 @@ use std::str::FromStr;
 use serde::Deserialize;
 
 use crate::gpus::nvidia;
-use crate::preflight::Refusal;
 use crate::preload::Library;
 use crate::preload::nccl::Group;
+use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 use cryopod_host::spec::Spec;
@@ -81,12 +81,10 @@ impl Policy {
         if self == Self::Refuse {
             return found;
         }
-        for Refusal {
-            pid, comm, what, ..
-        } in &found
-        {
+        for refusal in &found {
             tracing::warn!(
-                "process {pid} ({comm}): {what}. {ANNOTATION}=allow lets it pass: if that memory is still shared, the checkpoint cannot be restored, and the job is lost"
+                "{}. {ANNOTATION}=allow lets it pass: if that memory is still shared, the checkpoint cannot be restored, and the job is lost",
+                refusal.cause()
             );
         }
         Vec::new()
@@ -118,14 +116,13 @@ fn outside(pids: &[i32]) -> Option<Refusal> {
         return None;
     }
     let (pid, what) = Group::settled(pids).ok()?.outside().into_iter().next()?;
-    Some(Refusal {
-        pid,
-        comm: crate::procfs::comm(pid),
-        what: format!("it uses NCCL, and {what}: its other ranks would not come back with it"),
-        remedy: format!(
+    let refusal = Refusal::new(
+        format!("it uses NCCL, and {what}: its other ranks would not come back with it"),
+        format!(
             "destroy the process groups before the checkpoint and make them again afterwards; {ANNOTATION}=allow overrides this"
         ),
-    })
+    );
+    Some(refusal.about(pid, &crate::procfs::comm(pid)))
 }
 
 /// What is left of a finding about NCCL, as the preload library tells.
@@ -145,8 +142,7 @@ fn unmovable(mut found: Refusal, pids: &[i32]) -> Option<Refusal> {
         }
     };
     if let Some((pid, why)) = group.obstacles().into_iter().next() {
-        found.pid = pid;
-        found.comm = crate::procfs::comm(pid);
+        found = found.about(pid, &crate::procfs::comm(pid));
         found.what = format!(
             "it shares GPU memory through NCCL, and its communicators cannot be taken down for a checkpoint: {why}"
         );
@@ -171,10 +167,8 @@ fn by_ipc(host: &Host, processes: &[&Process]) -> Vec<Refusal> {
     for importer in importers(processes) {
         if branch.is_some_and(|b| b >= FIRST_IPC_DRIVER) {
             tracing::warn!(
-                "process {} ({}): {}; driver {FIRST_IPC_DRIVER} and newer can restore this for jobs started by `cuda-checkpoint --launch-job` only",
-                importer.pid,
-                importer.comm,
-                importer.what
+                "{}; driver {FIRST_IPC_DRIVER} and newer can restore this for jobs started by `cuda-checkpoint --launch-job` only",
+                importer.cause()
             );
         } else {
             found.push(importer);
@@ -241,35 +235,33 @@ fn nccl(host: &Host, processes: &[&Process]) -> Option<Refusal> {
         _ => return None,
     };
     let ways: Vec<&str> = unsafe_ways.into_iter().collect();
-    Some(Refusal {
-        pid: first.pid,
-        comm: first.comm.clone(),
-        what: format!(
+    Some(Refusal::of(
+        first,
+        format!(
             "it shares GPU memory through NCCL with {}; the transport, as far as their environment tells, is {}: the driver would checkpoint this and fail to restore it",
             named(others),
             ways.join(" or "),
         ),
-        remedy: format!(
+        format!(
             "destroy the process groups before the checkpoint and make them again afterwards (torch.distributed.destroy_process_group), or start the container with {} (NCCL over /dev/shm) or with the annotation dev.cryopod.env.avoid=nccl (NCCL over sockets); variables that a program sets itself cannot be seen. {ANNOTATION}=allow overrides this for a job that shares nothing now",
             SAFE[0]
                 .map(|(name, value)| format!("{name}={value}"))
                 .join(" "),
         ),
-    })
+    ))
 }
 
 fn too_many_sockets(process: &Process) -> Refusal {
-    Refusal {
-        pid: process.pid,
-        comm: process.comm.clone(),
-        what: format!(
+    Refusal::of(
+        process,
+        format!(
             "its network namespace has more unix sockets than are looked at ({} MiB of /proc/net/unix), so whether NCCL shares GPU memory is not known",
             MAX_SOCKETS >> 20
         ),
-        remedy: format!(
+        format!(
             "give the container a network namespace of its own, or set the annotation {ANNOTATION}=allow if its processes share no GPU memory"
         ),
-    }
+    )
 }
 
 /// Sets of variables with which NCCL uses restorable memory, as measured: files in `/dev/shm`, and sockets. From 2.28
@@ -449,16 +441,15 @@ fn importers(processes: &[&Process]) -> Vec<Refusal> {
             true => "a process outside of the container".to_owned(),
             false => named(&known),
         };
-        found.push(Refusal {
-            pid: process.pid,
-            comm: process.comm.clone(),
-            what: format!(
+        found.push(Refusal::of(
+            process,
+            format!(
                 "it uses GPU memory of {whose} by CUDA IPC: the driver would checkpoint it and fail to restore it"
             ),
-            remedy: format!(
+            format!(
                 "drop what it got from other processes before the checkpoint (tensors passed by torch.multiprocessing, handles opened by cudaIpcOpenMemHandle), or pass it through host memory; {ANNOTATION}=allow overrides this for a job that shares nothing now"
             ),
-        });
+        ));
     }
     found
 }

@@ -62,7 +62,9 @@ impl Machine {
 
     fn told(&self, pids: &[i32]) -> Vec<String> {
         let found = self.found(pids).into_iter();
-        found.map(|r| format!("{} {}", r.pid, r.what)).collect()
+        found
+            .map(|r| format!("{} {}", r.process.unwrap().0, r.what))
+            .collect()
     }
 }
 

@@ -152,11 +152,7 @@ impl Ceiling<'_> {
                 )
             }
         };
-        Err(Refusal {
-            process: None,
-            what,
-            remedy,
-        })
+        Err(Refusal::new(what, remedy))
     }
 
     fn node(&self, given: &str, host_path: &str) -> Result<(), (String, String)> {

@@ -1,18 +1,11 @@
 use super::*;
 use cryopod_host::nodes::Vendor;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 fn gpu(minor: u64) -> Gpu {
     Gpu {
-        id: format!("GPU-{minor}"),
-        vendor: Vendor::Nvidia,
-        index: 0,
-        model: String::new(),
-        pci: String::new(),
         minor: Some(minor),
-        render_minor: None,
-        memory_bytes: None,
-        properties: Map::new(),
+        ..Gpu::new(Vendor::Nvidia, format!("GPU-{minor}"))
     }
 }
 

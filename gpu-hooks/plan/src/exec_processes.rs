@@ -33,13 +33,12 @@ pub fn refusals(host: &Host, spec: &Spec, init: i32, frozen: bool) -> Vec<Refusa
     found
         .into_iter()
         .take(MAX_TOLD)
-        .map(|pid| Refusal {
-            process: Some((pid, comm(host, pid))),
-            what: "was started in the container by exec: CRIU saves only the container's init process and what that has started, and this process would be lost".into(),
-            remedy: format!(
-                "end it, or have the container's own processes start it (or, if it need not come back, {})",
-                Switches::how(EXEC)
-            ),
+        .map(|pid| {
+            let refusal = Refusal::new(
+                "was started in the container by exec: CRIU saves only the container's init process and what that has started, and this process would be lost",
+                format!("end it, or have the container's own processes start it (or, if it need not come back, {})", Switches::how(EXEC)),
+            );
+            refusal.about(pid, &comm(host, pid))
         })
         .collect()
 }

@@ -157,11 +157,7 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
     let mounts = mount_ids(scan, host);
     for process in &scan.processes {
         let mut add = |what: String, remedy: String| {
-            refusals.push(Refusal {
-                process: Some((process.pid, process.comm.clone())),
-                what,
-                remedy,
-            });
+            refusals.push(Refusal::of(process, what, remedy));
         };
         for (what, remedy) in undumpable(process) {
             add(what.to_owned(), remedy.to_owned());
@@ -214,11 +210,10 @@ pub fn refusals(scan: &Scan, host: &Host, spec: &Spec, limits: &CriuLimits) -> V
     let more = refusals.len().saturating_sub(MAX_TOLD);
     if more > 0 {
         refusals.truncate(MAX_TOLD);
-        refusals.push(Refusal {
-            process: None,
-            what: format!("and {more} more reasons of this kind"),
-            remedy: "see to those first".into(),
-        });
+        refusals.push(Refusal::new(
+            format!("and {more} more reasons of this kind"),
+            "see to those first",
+        ));
     }
     refusals
 }
@@ -292,15 +287,15 @@ pub fn undumpable_sockets(
     };
     let process = scan.processes.iter().find(|p| p.fds.iter().any(inside))?;
     let dotted = |n: &[u32]| n.iter().map(u32::to_string).collect::<Vec<_>>().join(".");
-    Some(Refusal {
-        process: Some((process.pid, process.comm.clone())),
-        what: format!(
+    Some(Refusal::of(
+        process,
+        format!(
             "has a network socket, and CRIU {} cannot dump one on Linux {}",
             dotted(criu),
             dotted(kernel)
         ),
-        remedy: "install CRIU 4.2 or newer".into(),
-    })
+        "install CRIU 4.2 or newer",
+    ))
 }
 
 /// Returns the container's established TCP connections, as the network namespace of `init` shows them.
@@ -350,11 +345,10 @@ fn spec_hazards(spec: &Spec) -> Option<Refusal> {
         .json()
         .pointer("/linux/seccomp/listenerPath")?
         .as_str()?;
-    Some(Refusal {
-        process: None,
-        what: format!("the container's seccomp profile has a listener outside of it ({path})"),
-        remedy: "start the container with a seccomp profile without listener".into(),
-    })
+    Some(Refusal::new(
+        format!("the container's seccomp profile has a listener outside of it ({path})"),
+        "start the container with a seccomp profile without listener",
+    ))
 }
 
 /// Formats an address of `/proc/net/tcp`; also returns whether it is loopback.

@@ -254,16 +254,8 @@ fn mounts_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let maps = "7f00-7f01 r-xp 00000000 00:05 12   /usr/lib/libcuda.so.560\n";
     process(dir.path(), 7, &[("/lib/firmware/gsp/a.bin", 50)], maps, 0);
-    let mount = |path: &str| ForeignMount {
-        path: path.into(),
-        kind: cryopod_archive::container::surroundings::MountKind::File,
-        host_path: path.into(),
-        fs_type: "overlay".into(),
-        options: vec![],
-        size: None,
-        sha256: None,
-        in_use: false,
-    };
+    let kind = cryopod_archive::container::surroundings::MountKind::File;
+    let mount = |path: &str| ForeignMount::new(path, kind, path);
     let mut mounts = [
         mount("/usr/lib/libcuda.so.560"),
         mount("/usr/lib/libcuda.so"),

@@ -61,20 +61,14 @@ pub fn nodes(host: &Host, init: i32) -> Vec<DeviceNode> {
                 continue;
             }
             let (major, minor) = split_rdev(meta.rdev());
-            if let Some((vendor, role)) = nodes::identify(host, &path, major, minor) {
+            if let Some(kind) = nodes::identify(host, &path, major, minor) {
                 found.push(DeviceNode {
-                    path,
-                    vendor,
-                    role,
                     source: NodeSource::Live,
-                    major,
-                    minor,
-                    host_path: None,
                     file_mode: Some(meta.mode() & 0o7777),
                     uid: Some(meta.uid()),
                     gid: Some(meta.gid()),
                     allowed: false,
-                    gpu: None,
+                    ..DeviceNode::new(path, kind, (major, minor))
                 });
             }
         }
@@ -274,20 +268,8 @@ mod tests {
         let _open = File::open("/dev/ptmx").unwrap();
         let _null = File::open("/dev/null").unwrap();
         let me = i32::try_from(std::process::id()).unwrap();
-        let mut node = DeviceNode {
-            path: "/dev/nvidia0".into(),
-            vendor: Vendor::Nvidia,
-            role: cryopod_host::nodes::NodeRole::Gpu,
-            source: NodeSource::Device,
-            major: 5,
-            minor: 2,
-            host_path: None,
-            file_mode: None,
-            uid: None,
-            gid: None,
-            allowed: true,
-            gpu: None,
-        };
+        let kind = (Vendor::Nvidia, cryopod_host::nodes::NodeRole::Gpu);
+        let mut node = DeviceNode::new("/dev/nvidia0", kind, (5, 2));
         let scan = Scan::of(&host, &[me]);
         assert_eq!(users(&scan, std::slice::from_ref(&node)).len(), 1);
         (node.major, node.minor) = (1, 3);

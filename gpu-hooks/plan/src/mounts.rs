@@ -77,11 +77,10 @@ pub fn unnamed(
 }
 
 fn refusal(path: &str, what: &str, remedy: &str) -> Refusal {
-    Refusal {
-        process: None,
-        what: format!("the mount {path}, which the container's spec does not name, {what}"),
-        remedy: remedy.into(),
-    }
+    Refusal::new(
+        format!("the mount {path}, which the container's spec does not name, {what}"),
+        remedy,
+    )
 }
 
 struct KnownMounts<'a> {
@@ -184,16 +183,13 @@ fn describe(host: &Host, mount: &Mount, path: String, host_path: PathBuf) -> Opt
     let (kind, meta) = kind(&file)?;
     let size = (kind == MountKind::File).then_some(meta.len());
     Some(ForeignMount {
-        path,
-        kind,
-        host_path: host_path.display().to_string(),
         fs_type: mount.fs_type.clone(),
         options: mount.options.clone(),
         size,
         sha256: size
             .filter(|s| *s <= MAX_DIGEST)
             .and_then(|_| digest(&file)),
-        in_use: false,
+        ..ForeignMount::new(path, kind, host_path.display().to_string())
     })
 }
 
@@ -240,11 +236,10 @@ impl Provider<'_> {
         for mount in recorded.iter().take(MAX_UNNAMED) {
             match self.one(mount) {
                 Ok(found) => provided.push(found),
-                Err((what, remedy)) => refusals.push(Refusal {
-                    process: None,
-                    what: format!("the mount {} cannot be provided: {what}", mount.path),
+                Err((what, remedy)) => refusals.push(Refusal::new(
+                    format!("the mount {} cannot be provided: {what}", mount.path),
                     remedy,
-                }),
+                )),
             }
         }
         if refusals.is_empty() {

@@ -110,16 +110,7 @@ fn what_no_spec_names() {
 }
 
 fn mount(path: &str, host_path: &str) -> ForeignMount {
-    ForeignMount {
-        path: path.into(),
-        kind: MountKind::File,
-        host_path: host_path.into(),
-        fs_type: "overlay".into(),
-        options: vec![],
-        size: None,
-        sha256: None,
-        in_use: false,
-    }
+    ForeignMount::new(path, MountKind::File, host_path)
 }
 
 struct Target {

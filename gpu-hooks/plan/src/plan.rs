@@ -126,17 +126,19 @@ pub fn checkpoint(
                     1 => "it uses".to_owned(),
                     n => format!("it and {} more use", n - 1),
                 };
-                refusals.extend(users.first().map(|p| Refusal {
-                    process: Some((p.pid, p.comm.clone())),
-                    what: format!("{who} the {vendor} driver, and {}", fault.what),
-                    remedy: fault.remedy,
+                refusals.extend(users.first().map(|p| {
+                    Refusal::new(
+                        format!("{who} the {vendor} driver, and {}", fault.what),
+                        fault.remedy,
+                    )
+                    .about(p.pid, &p.comm)
                 }));
             }
         }
     }
     let cuda = cuda_users(&processes);
     let found = preflight::preflight(host, &cuda);
-    refusals.extend(found.into_iter().map(Refusal::from));
+    refusals.extend(found);
     refusals.extend(shared_memory(host, scan, &cuda, sharing));
     let mut gpu = describe(host, nodes);
     gpu.processes = processes;
@@ -167,8 +169,7 @@ pub fn shared_memory(
     cuda: &[i32],
     policy: sharing::Policy,
 ) -> Vec<Refusal> {
-    let found = policy.settle(sharing::plan(host, scan, cuda));
-    found.into_iter().map(Refusal::from).collect()
+    policy.settle(sharing::plan(host, scan, cuda))
 }
 
 fn no_plugin(vendor: Vendor) -> Refusal {
@@ -180,11 +181,7 @@ fn no_plugin(vendor: Vendor) -> Refusal {
             "install CRIU's amdgpu_plugin.so (Fedora: criu-amdgpu-plugin; elsewhere: build CRIU with it), or name it as `amd.plugin` in /etc/cryopod/config.toml"
         }
     };
-    Refusal {
-        process: None,
-        what: "no CRIU plugin for it was found".into(),
-        remedy: remedy.into(),
-    }
+    Refusal::new("no CRIU plugin for it was found", remedy)
 }
 
 /// The GPUs behind the nodes, and the drivers, as the host describes them.
@@ -235,25 +232,12 @@ fn leads_to(node: &DeviceNode, gpu: &Gpu) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_host::nodes::{NodeRole, NodeSource};
+    use cryopod_host::nodes::NodeRole;
     use std::fs;
     use std::os::unix::fs::symlink;
 
     fn node(path: &str, vendor: Vendor, role: NodeRole, minor: u64) -> DeviceNode {
-        DeviceNode {
-            path: path.into(),
-            vendor,
-            role,
-            source: NodeSource::Device,
-            major: 195,
-            minor,
-            host_path: None,
-            file_mode: None,
-            uid: None,
-            gid: None,
-            allowed: true,
-            gpu: None,
-        }
+        DeviceNode::new(path, (vendor, role), (195, minor))
     }
 
     /// Process 100 with `target` open as fd 3, and one NVIDIA GPU of minor 0.

@@ -64,7 +64,9 @@ impl RestoreTools {
                 plugins::checked(config, host, tools, criu, amd)
             }
             None => {
-                means.faults.push(refusal(criu::no_criu().to_string(), ""));
+                means
+                    .faults
+                    .push(Refusal::new(criu::no_criu().to_string(), ""));
                 plugins::find(config, host)
             }
         };
@@ -77,27 +79,19 @@ impl RestoreTools {
                 Ok(agent) => means.agent = Some(agent),
                 // The agent lies beside the plugin. Where the plugin is missing, that is already reported.
                 Err(AgentError::Missing) if !means.faults.is_empty() => {}
-                Err(AgentError::Driver { error, remedy }) => means.faults.push(refusal(
+                Err(AgentError::Driver { error, remedy }) => means.faults.push(Refusal::new(
                     format!("the NVIDIA driver of this host cannot be used: {error}"),
                     remedy,
                 )),
                 Err(e) => means
                     .faults
-                    .push(refusal(e.to_string(), "see `cryopod check`")),
+                    .push(Refusal::new(e.to_string(), "see `cryopod check`")),
             }
         }
         means
             .faults
             .extend(helpers::restore(config, tools, &metadata.criu.helpers));
         means
-    }
-}
-
-fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
-    Refusal {
-        process: None,
-        what: what.into(),
-        remedy: remedy.into(),
     }
 }
 
@@ -262,7 +256,7 @@ fn amd(
     let choice = match amd_choose::choose(&request) {
         Ok(choice) => choice,
         Err(refused) => {
-            answer.other.push(refusal(
+            answer.other.push(Refusal::new(
                 refused.reason.clone(),
                 "the checks that follow say what differs",
             ));

@@ -11,15 +11,11 @@ const EVIL: &str = "<script>alert(1)</script>\" onload='x'\u{202e}\u{1b}[2J";
 
 fn gpu(id: &str) -> Gpu {
     Gpu {
-        id: id.into(),
-        vendor: Vendor::Nvidia,
-        index: 0,
         model: format!("model {EVIL}"),
         pci: "0000:65:00.0".into(),
         minor: Some(0),
-        render_minor: None,
         memory_bytes: Some(80 << 30),
-        properties: Default::default(),
+        ..Gpu::new(Vendor::Nvidia, id)
     }
 }
 

@@ -32,15 +32,8 @@ fn a_whole_checkpoint_is_complete() {
     };
     let mut facts = GpuFacts {
         gpus: vec![Gpu {
-            id: "00a1".into(),
-            vendor: Vendor::Amd,
-            index: 0,
-            model: String::new(),
-            pci: String::new(),
-            minor: None,
             render_minor: Some(128),
-            memory_bytes: None,
-            properties: serde_json::Map::new(),
+            ..Gpu::new(Vendor::Amd, "00a1")
         }],
         processes: vec![process(41), process(42)],
         ..GpuFacts::default()

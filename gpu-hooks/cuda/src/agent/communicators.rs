@@ -59,8 +59,8 @@ impl Communicators {
         let mut done = group.down(quiesce).map_err(unsupported);
         if let (Ok(_), true, Some(left)) = (&done, refuse_shared, shared().first()) {
             let what = format!(
-                "process {} ({}): {}, also when its NCCL communicators are down",
-                left.pid, left.comm, left.what
+                "{}, also when its NCCL communicators are down",
+                left.cause()
             );
             done = Err(unsupported(what));
             if let Err(error) = group.up(UP) {

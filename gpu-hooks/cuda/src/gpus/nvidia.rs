@@ -54,15 +54,12 @@ pub fn gpus(host: &Host) -> Vec<Gpu> {
             properties.insert("gpu_firmware".into(), Value::String(firmware));
         }
         found.push(Gpu {
-            id,
-            vendor: Vendor::Nvidia,
             index: u32::try_from(found.len()).unwrap_or(u32::MAX),
             model: field("Model").unwrap_or_default(),
             pci: field("Bus Location").unwrap_or(pci),
             minor: field("Device Minor").and_then(|m| m.parse().ok()),
-            render_minor: None,
-            memory_bytes: None,
             properties,
+            ..Gpu::new(Vendor::Nvidia, id)
         });
     }
     found

@@ -51,14 +51,13 @@ impl Check {
             .switch
             .as_deref()
             .map_or_else(String::new, |s| format!(" (relaxed by {s})"));
-        Some(Refusal {
-            process: None,
-            what: format!(
+        Some(Refusal::new(
+            format!(
                 "{}{about}: the checkpoint has {}, this host has {}",
                 self.name, self.recorded, self.found
             ),
-            remedy: format!("{}{switch}", self.remedy),
-        })
+            format!("{}{switch}", self.remedy),
+        ))
     }
 }
 

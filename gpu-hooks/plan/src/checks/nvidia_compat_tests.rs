@@ -9,15 +9,12 @@ fn gpu(n: u32, edit: impl FnOnce(&mut Gpu)) -> Gpu {
     properties.insert(COMPUTE_CAPABILITY.into(), json!("9.0"));
     properties.insert(MIG.into(), json!(false));
     let mut gpu = Gpu {
-        id: format!("GPU-{n}"),
-        vendor: Vendor::Nvidia,
         index: n,
         model: "NVIDIA H200".into(),
-        pci: String::new(),
         minor: Some(n.into()),
-        render_minor: None,
         memory_bytes: Some(140 * G),
         properties,
+        ..Gpu::new(Vendor::Nvidia, format!("GPU-{n}"))
     };
     edit(&mut gpu);
     gpu

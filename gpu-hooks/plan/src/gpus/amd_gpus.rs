@@ -57,15 +57,13 @@ pub fn gpus(host: &Host) -> Vec<Gpu> {
         let memory_bytes = vram_bytes(host, &dir);
         properties.insert("gpu_id".into(), gpu_id.into());
         found.push(Gpu {
-            id,
-            vendor: Vendor::Amd,
             index: u32::try_from(found.len()).unwrap_or(u32::MAX),
             model,
             pci,
-            minor: None,
             render_minor,
             memory_bytes,
             properties,
+            ..Gpu::new(Vendor::Amd, id)
         });
     }
     found

@@ -4,7 +4,6 @@ use cryopod_archive::metadata::{Gpu, GpuFacts};
 use cryopod_cuda::gpus::nvidia;
 use cryopod_host::files::Host;
 use cryopod_host::nodes::{self, DeviceNode, NodeRole, Vendor};
-use serde_json::Map;
 
 use crate::gpus::amd_gpus;
 
@@ -47,17 +46,13 @@ pub fn of_nodes(nodes: &[DeviceNode]) -> Vec<Gpu> {
             (Vendor::Amd, NodeRole::Render) => (None, nodes::number(node)),
             _ => continue,
         };
+        let id = node.host_path.as_ref().unwrap_or(&node.path);
         let gpu = Gpu {
-            id: node.host_path.clone().unwrap_or_else(|| node.path.clone()),
-            vendor: node.vendor,
             index: u32::try_from(found.iter().filter(|g| g.vendor == node.vendor).count())
                 .unwrap_or(u32::MAX),
-            model: String::new(),
-            pci: String::new(),
             minor,
             render_minor,
-            memory_bytes: None,
-            properties: Map::new(),
+            ..Gpu::new(node.vendor, id)
         };
         if !found.iter().any(|g| same(g, &gpu)) {
             found.push(gpu);

@@ -54,11 +54,7 @@ pub(super) fn descriptors(scan: &Scan, host: &Host) -> Vec<Refusal> {
             if let Some((what, remedy)) = found
                 && told.insert(what.clone())
             {
-                refusals.push(Refusal {
-                    process: Some((process.pid, process.comm.clone())),
-                    what,
-                    remedy: remedy.into(),
-                });
+                refusals.push(Refusal::of(process, what, remedy));
             }
         }
     }

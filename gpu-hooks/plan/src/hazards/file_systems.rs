@@ -51,27 +51,25 @@ pub(crate) fn refusals(mounts: &[Mount], spec: &Spec, foreign: &[ForeignMount]) 
         let mut all = spec.mounts().into_iter();
         all.any(|m| m.typ().as_deref() == Some("overlay") && *m.destination() == mount.point)
     };
-    let overlays = mounts.iter().filter(|m| of_spec(m)).map(|m| Refusal {
-        process: None,
-        what: format!(
+    let overlays = mounts.iter().filter(|m| of_spec(m)).map(|m| Refusal::new(
+        format!(
             "the mount {} is an overlay of directories on the host, which CRIU cannot mount again",
             m.point.display()
         ),
-        remedy: "use a volume without :O, or a copy of the image's files in one".into(),
-    });
+        "use a volume without :O, or a copy of the image's files in one",
+    ));
     let made = mounts
         .iter()
         .filter(|m| m.root == std::path::Path::new("/") && m.point != std::path::Path::new("/"))
         .filter(|m| !MADE.contains(&m.fs_type.as_str()) && !bound(m))
-        .map(|m| Refusal {
-            process: None,
-            what: format!(
+        .map(|m| Refusal::new(
+            format!(
                 "the mount {} is of a file system of the container's own that CRIU cannot make anew ({})",
                 m.point.display(),
                 m.fs_type
             ),
-            remedy: "unmount it in the container, or use a tmpfs or a volume there".into(),
-        });
+            "unmount it in the container, or use a tmpfs or a volume there",
+        ));
     overlays.chain(made).collect()
 }
 
@@ -99,16 +97,8 @@ mod tests {
             {"destination": "/huge", "type": "hugetlbfs", "source": "none"},
             {"destination": "/over", "type": "overlay", "source": "overlay"},
         ]}));
-        let foreign = [ForeignMount {
-            path: "/usr/lib/firmware".into(),
-            kind: MountKind::Directory,
-            host_path: "/usr/lib/firmware".into(),
-            fs_type: "ext4".into(),
-            options: vec![],
-            size: None,
-            sha256: None,
-            in_use: false,
-        }];
+        let firmware = "/usr/lib/firmware";
+        let foreign = [ForeignMount::new(firmware, MountKind::Directory, firmware)];
         let mounts = [
             mount("/", "ext4", "/"),
             mount("/proc", "proc", "/"),

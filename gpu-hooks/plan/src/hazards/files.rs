@@ -43,15 +43,15 @@ pub(super) fn deleted_files(scan: &Scan, host: &Host, limit: u64) -> Vec<Refusal
         for (name, device, inode, bytes) in open.chain(mapped) {
             if bytes > limit && told.insert((device, inode)) {
                 let name = name.strip_suffix(" (deleted)").unwrap_or(name);
-                refusals.push(Refusal {
-                    process: Some((process.pid, process.comm.clone())),
-                    what: format!(
+                refusals.push(Refusal::of(
+                    process,
+                    format!(
                         "has a deleted file of {} MiB open ({name}), and CRIU carries {} MiB of one",
                         bytes >> 20,
                         limit >> 20
                     ),
-                    remedy: "raise the limit with the annotation dev.cryopod.criu.ghost-limit=SIZE (as 8G), or ghost-limit under [criu.options] in /etc/cryopod/config.toml".into(),
-                });
+                    "raise the limit with the annotation dev.cryopod.criu.ghost-limit=SIZE (as 8G), or ghost-limit under [criu.options] in /etc/cryopod/config.toml",
+                ));
             }
         }
     }
@@ -80,14 +80,14 @@ pub(super) fn covered_files(scan: &Scan, host: &Host) -> Vec<Refusal> {
                 continue;
             };
             if seen.insert((fd.mount, &fd.target)) && covered(&root, fd) {
-                refusals.push(Refusal {
-                    process: Some((process.pid, process.comm.clone())),
-                    what: format!(
+                refusals.push(Refusal::of(
+                    process,
+                    format!(
                         "has {} open (descriptor {}, on the mount {point}), and another mount covers it",
                         fd.target, fd.number
                     ),
-                    remedy: "unmount what covers it, or close the file: CRIU cannot reach it".into(),
-                });
+                    "unmount what covers it, or close the file: CRIU cannot reach it",
+                ));
             }
         }
     }

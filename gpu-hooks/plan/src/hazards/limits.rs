@@ -42,11 +42,11 @@ pub(super) fn limits(scan: &Scan, host: &Host) -> Vec<Refusal> {
         .iter()
         .filter(|p| p.state != 'Z' && others(p.pid));
     found
-        .map(|process| Refusal {
-            process: Some((process.pid, process.comm.clone())),
-            what: "runs as another user, and this host has no CAP_SYS_RESOURCE: CRIU may not read its resource limits".into(),
-            remedy: "give the engine CAP_SYS_RESOURCE (systemd: CapabilityBoundingSet=), or run the container's processes as root".into(),
-        })
+        .map(|process| Refusal::of(
+            process,
+            "runs as another user, and this host has no CAP_SYS_RESOURCE: CRIU may not read its resource limits",
+            "give the engine CAP_SYS_RESOURCE (systemd: CapabilityBoundingSet=), or run the container's processes as root",
+        ))
         .collect()
 }
 

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use cryopod_host::files::Host;
-use cryopod_host::processes::{Process, Scan};
+use cryopod_host::processes::Scan;
 use cryopod_host::spec::Spec;
 
 use crate::refusal::Refusal;
@@ -54,7 +54,7 @@ pub(super) fn namespaces(scan: &Scan, own_network: bool) -> Vec<Refusal> {
                         "run it without that sandbox (bubblewrap, unshare, a browser's own): CRIU cannot dump one"
                     }
                 };
-                refusals.push(refusal(
+                refusals.push(Refusal::of(
                     process,
                     format!("is in a {name} namespace of its own, inside the container's"),
                     remedy,
@@ -70,7 +70,7 @@ pub(super) fn namespaces(scan: &Scan, own_network: bool) -> Vec<Refusal> {
                 "pid" | "user" | "ipc" | "uts" | "net" | "mnt" | "cgroup"
             );
             if known && !inhabited.contains(fd.target.as_str()) && told.insert(fd.target.clone()) {
-                refusals.push(refusal(
+                refusals.push(Refusal::of(
                     process,
                     format!(
                         "has a namespace open in which no process of the container is (descriptor {}: {})",
@@ -94,11 +94,8 @@ pub fn unrestorable(host: &Host, spec: &Spec, tree: &[i32]) -> Vec<Refusal> {
         its.is_some() && first.is_some() && its != first
     });
     let name = |pid: i32| host.line(format!("/proc/{pid}/comm")).unwrap_or_default();
-    let other = other.map(|&pid| Refusal {
-        process: Some((pid, name(pid))),
-        what: "is in a time namespace of its own, inside the container's".into(),
-        remedy: OF_AN_EXEC.into(),
-    });
+    let what = "is in a time namespace of its own, inside the container's";
+    let other = other.map(|&pid| Refusal::new(what, OF_AN_EXEC).about(pid, &name(pid)));
     shared_user_namespace(spec)
         .into_iter()
         .chain(other)
@@ -110,27 +107,18 @@ pub(super) fn shared_user_namespace(spec: &Spec) -> Option<Refusal> {
     let namespaces = spec.json().pointer("/linux/namespaces")?.as_array()?;
     let mut users = namespaces.iter().filter(|n| n["type"] == "user");
     let path = users.find_map(|n| n["path"].as_str().filter(|p| !p.is_empty()))?;
-    Some(Refusal {
-        process: None,
-        what: format!(
+    Some(Refusal::new(
+        format!(
             "the container is in a user namespace that it shares ({path}), which CRIU cannot join at a restore"
         ),
-        remedy: "start it outside of the pod, or in a pod without a user namespace (Kubernetes: hostUsers: true)".into(),
-    })
-}
-
-fn refusal(process: &Process, what: String, remedy: &str) -> Refusal {
-    Refusal {
-        process: Some((process.pid, process.comm.clone())),
-        what,
-        remedy: remedy.to_owned(),
-    }
+        "start it outside of the pod, or in a pod without a user namespace (Kubernetes: hostUsers: true)",
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cryopod_host::processes::Fd;
+    use cryopod_host::processes::{Fd, Process};
 
     fn process(pid: i32, namespaces: &[(&'static str, &str)], fds: &[&str]) -> Process {
         Process {

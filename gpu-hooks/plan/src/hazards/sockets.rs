@@ -60,11 +60,11 @@ pub(super) fn protocols(scan: &Scan) -> Vec<Refusal> {
                     "close it before the checkpoint: CRIU dumps Unix, TCP, UDP, raw, packet and netlink sockets"
                 }
             };
-            refusals.push(Refusal {
-                process: Some((process.pid, process.comm.clone())),
-                what: format!("has a socket that CRIU cannot dump ({name})"),
-                remedy: remedy.into(),
-            });
+            refusals.push(Refusal::of(
+                process,
+                format!("has a socket that CRIU cannot dump ({name})"),
+                remedy,
+            ));
         }
     }
     refusals
@@ -128,11 +128,11 @@ fn halves(scan: &Scan, sockets: &HashMap<u32, UnixSocket>) -> Vec<Refusal> {
                 Some("") | None => format!(" ({})", socket.name),
                 Some(name) => format!(" ({name})"),
             };
-            refusals.push(Refusal {
-                process: Some((process.pid, process.comm.clone())),
-                what: format!("is connected to a process outside of the container through a Unix socket{name}"),
-                remedy: "close the connection before the checkpoint, or start the container without that socket: CRIU cannot dump one end of a connection".into(),
-            });
+            refusals.push(Refusal::of(
+                process,
+                format!("is connected to a process outside of the container through a Unix socket{name}"),
+                "close the connection before the checkpoint, or start the container without that socket: CRIU cannot dump one end of a connection",
+            ));
         }
     }
     refusals

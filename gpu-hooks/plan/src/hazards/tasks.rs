@@ -29,11 +29,7 @@ pub(super) fn tasks(scan: &Scan, host: &Host) -> Vec<Refusal> {
     let (ipc, cgroup) = (own("ipc"), own("cgroup"));
     for process in &scan.processes {
         let mut add = |what: String, remedy: &str| {
-            refusals.push(Refusal {
-                process: Some((process.pid, process.comm.clone())),
-                what,
-                remedy: remedy.to_owned(),
-            });
+            refusals.push(Refusal::of(process, what, remedy));
         };
         if process.state == 'Z' {
             if process.threads > 1 {
@@ -97,11 +93,14 @@ fn shared_memory(scan: &Scan, compare: &dyn Fn(i32, i32) -> Option<Ordering>) ->
     }
     thread::sleep(VFORK);
     let (other, process) = pairs.into_iter().find(|(a, b)| same(a, b))?;
-    Some(Refusal {
-        process: Some((process.pid, process.comm.clone())),
-        what: format!("shares its memory with process {} (clone with CLONE_VM, or a vfork that has not come to its exec)", other.pid),
-        remedy: "wait until it has ended, or start it another way: CRIU cannot dump memory that two processes share".into(),
-    })
+    Some(Refusal::of(
+        process,
+        format!(
+            "shares its memory with process {} (clone with CLONE_VM, or a vfork that has not come to its exec)",
+            other.pid
+        ),
+        "wait until it has ended, or start it another way: CRIU cannot dump memory that two processes share",
+    ))
 }
 
 /// Returns the number of free descriptors below the limit, and the limit.

@@ -77,14 +77,14 @@ pub(super) fn watches(scan: &Scan, host: &Host, searched: &[String], criu: &[u32
                 "name the directory that it watches as irmap-scan-path under [criu.options] in /etc/cryopod/config.toml, which CRIU then searches; or start it without watching (as uvicorn without --reload)"
             }
         };
-        refusals.push(Refusal {
-            process: Some((process.pid, process.comm.clone())),
-            what: format!(
+        refusals.push(Refusal::of(
+            process,
+            format!(
                 "watches files that CRIU cannot find again (inotify or fanotify, on {})",
                 on.join(", ")
             ),
-            remedy: remedy.into(),
-        });
+            remedy,
+        ));
     }
     refusals
 }

@@ -131,7 +131,7 @@ pub fn driver_map(chosen: &[Choice]) -> Result<Vec<GpuPair>, Vec<Refusal>> {
     }
     let uuid = |gpu: &Gpu| {
         gpu.id.parse::<GpuUuid>().map_err(|e| {
-            vec![refusal(
+            vec![Refusal::new(
                 e.to_string(),
                 "the checkpoint's record or this host's driver gives no usable UUID",
             )]
@@ -145,14 +145,6 @@ pub fn driver_map(chosen: &[Choice]) -> Result<Vec<GpuPair>, Vec<Refusal>> {
             })
         })
         .collect()
-}
-
-fn refusal(what: impl Into<String>, remedy: impl Into<String>) -> Refusal {
-    Refusal {
-        process: None,
-        what: what.into(),
-        remedy: remedy.into(),
-    }
 }
 
 impl Situation {
@@ -254,7 +246,7 @@ fn homeless(situation: &Situation, old: &Gpu, taken: &BTreeSet<&str>) -> Refusal
         (Vendor::Nvidia, false) => format!(" (relaxed by {})", Switches::how("nvidia-model")),
         _ => String::new(),
     };
-    refusal(
+    Refusal::new(
         format!(
             "no GPU of this host can take the place of {}: {offer}",
             describe(old)
@@ -273,19 +265,19 @@ fn explicit(
         let from = find(&situation.recorded, old, None);
         let to = find(&situation.here, new, from.first().map(|g| g.vendor));
         if from.is_empty() {
-            refusals.push(refusal(
+            refusals.push(Refusal::new(
                 format!("{ANNOTATION}: the checkpoint has no GPU {old}"),
                 format!("it has {}", names(&situation.recorded)),
             ));
         }
         if to.is_empty() {
-            refusals.push(refusal(
+            refusals.push(Refusal::new(
                 format!("{ANNOTATION}: this host has no GPU {new}"),
                 format!("it has {}", names(&situation.here)),
             ));
         }
         if from.len() > 1 || to.len() > 1 {
-            refusals.push(refusal(
+            refusals.push(Refusal::new(
                 format!("{ANNOTATION}: {old}={new} can mean several GPUs"),
                 "name them by their nodes, such as /dev/nvidia1 or /dev/dri/renderD130",
             ));
@@ -295,7 +287,7 @@ fn explicit(
             continue;
         };
         if let Some(refused) = situation.refused.get(&to.id) {
-            refusals.push(refusal(
+            refusals.push(Refusal::new(
                 format!("{ANNOTATION}: {old}={new}: {}", refused.what),
                 refused.remedy.clone(),
             ));
@@ -305,7 +297,7 @@ fn explicit(
             .iter()
             .any(|c| same(&c.old, from) || same(&c.new, to))
         {
-            refusals.push(refusal(
+            refusals.push(Refusal::new(
                 format!("{ANNOTATION}: {old}={new} names a GPU a second time"),
                 "name each GPU once on each side",
             ));
@@ -319,7 +311,7 @@ fn explicit(
         }
         match situation.here.iter().find(|g| same(g, old) && !situation.refused.contains_key(&g.id) && !chosen.iter().any(|c| same(&c.new, g))) {
             Some(same) => chosen.push(choice(old, same, "")),
-            None => refusals.push(refusal(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken, absent or not given by the engine", old.id), "name a target for every GPU of the checkpoint")),
+            None => refusals.push(Refusal::new(format!("{ANNOTATION}: {} is not mapped, and its own place on this host is taken, absent or not given by the engine", old.id), "name a target for every GPU of the checkpoint")),
         }
     }
     chosen

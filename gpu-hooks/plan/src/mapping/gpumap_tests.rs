@@ -3,39 +3,25 @@ use crate::ceiling::{Lifts, OtherGpus};
 use crate::gpus::inventory::recorded;
 use cryopod_archive::metadata::{EngineNode, GpuFacts, MovedNode};
 use cryopod_host::files::Host;
-use cryopod_host::nodes::{NodeRole, NodeSource, Vendor};
+use cryopod_host::nodes::{NodeRole, Vendor};
 use cryopod_host::spec::Spec;
-use serde_json::Map;
 
 fn gpu(n: u32, model: &str) -> Gpu {
     Gpu {
-        id: format!("GPU-00000000-0000-0000-0000-00000000000{n}"),
-        vendor: Vendor::Nvidia,
         index: n,
         model: model.into(),
         pci: format!("0000:0{n}:00.0"),
         minor: Some(n.into()),
-        render_minor: None,
-        memory_bytes: None,
-        properties: Map::new(),
+        ..Gpu::new(
+            Vendor::Nvidia,
+            format!("GPU-00000000-0000-0000-0000-00000000000{n}"),
+        )
     }
 }
 
 fn node(minor: u64) -> DeviceNode {
-    DeviceNode {
-        path: format!("/dev/nvidia{minor}"),
-        vendor: Vendor::Nvidia,
-        role: NodeRole::Gpu,
-        source: NodeSource::Device,
-        major: 195,
-        minor,
-        host_path: None,
-        file_mode: None,
-        uid: None,
-        gid: None,
-        allowed: true,
-        gpu: None,
-    }
+    let kind = (Vendor::Nvidia, NodeRole::Gpu);
+    DeviceNode::new(format!("/dev/nvidia{minor}"), kind, (195, minor))
 }
 
 fn try_it(recorded: &[Gpu], here: &[Gpu], wish: &str) -> Result<Vec<(u8, u8)>, String> {
@@ -173,14 +159,8 @@ fn what_the_engine_gave() {
 }
 
 fn render(n: u64, major: u64) -> DeviceNode {
-    DeviceNode {
-        path: format!("/dev/dri/renderD{n}"),
-        vendor: Vendor::Amd,
-        role: NodeRole::Render,
-        major,
-        minor: n,
-        ..node(0)
-    }
+    let kind = (Vendor::Amd, NodeRole::Render);
+    DeviceNode::new(format!("/dev/dri/renderD{n}"), kind, (major, n))
 }
 
 #[test]
@@ -251,7 +231,7 @@ fn a_map_of_an_annotation_stays_among_what_the_engine_gave() {
         here: here.clone(),
         ..Situation::default()
     };
-    let no = |what: &str| refusal(what, "give it");
+    let no = |what: &str| Refusal::new(what, "give it");
     situation.refused = [2, 3].map(|n| (gpu(n, "").id, no("not given"))).into();
     let to = |wish: &str| {
         let chosen = decide(&situation, &wish.parse().unwrap()).map_err(text)?;

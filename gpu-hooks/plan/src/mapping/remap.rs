@@ -150,14 +150,13 @@ fn place(
     };
     let refused = match ceiling.admit(asked) {
         Ok(()) if nodes::classify(&host_path).is_some_and(role) => None,
-        Ok(()) => Some(Refusal {
-            process: None,
-            what: format!(
+        Ok(()) => Some(Refusal::new(
+            format!(
                 "{host_path}, which the record names for {}, has another role than it says",
                 node.path
             ),
-            remedy: "the checkpoint cannot be used as it is: its record was changed".into(),
-        }),
+            "the checkpoint cannot be used as it is: its record was changed",
+        )),
         Err(refused) => Some(refused),
     };
     if let Some(refused) = refused {
@@ -182,14 +181,13 @@ fn place(
         return None;
     };
     if !of_a_choice(node, &host_path, (major, minor), chosen) {
-        refusals.push(Refusal {
-            process: None,
-            what: format!(
+        refusals.push(Refusal::new(
+            format!(
                 "{host_path}, which the record names for {}, is the node of a GPU that was not chosen",
                 node.path
             ),
-            remedy: "the checkpoint cannot be used as it is: its record was changed".into(),
-        });
+            "the checkpoint cannot be used as it is: its record was changed",
+        ));
         return None;
     }
     let target = NodeTarget {
@@ -253,14 +251,13 @@ fn absent(node: &DeviceNode, host_path: &str) -> Refusal {
         }
         Vendor::Amd => "load the amdgpu driver, or name another render node in dev.cryopod.gpu.map",
     };
-    Refusal {
-        process: None,
-        what: format!(
+    Refusal::new(
+        format!(
             "the checkpoint's {} would be {host_path}, which this host has not got",
             node.path
         ),
-        remedy: remedy.into(),
-    }
+        remedy,
+    )
 }
 
 /// The nodes that an earlier restore has moved, from the container's spec.

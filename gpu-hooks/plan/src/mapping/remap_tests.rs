@@ -37,28 +37,11 @@ fn ceiling<'a>(host: &'a Host, spec: &'a Spec) -> Ceiling<'a> {
 }
 
 fn node(path: &str, major: u64, minor: u64) -> DeviceNode {
-    let Some(nodes::Class::Known(vendor, role)) = nodes::classify(path) else {
-        return DeviceNode {
-            vendor: Vendor::Amd,
-            role: NodeRole::Render,
-            path: path.into(),
-            ..node("/dev/kfd", major, minor)
-        };
+    let kind = match nodes::classify(path) {
+        Some(nodes::Class::Known(vendor, role)) => (vendor, role),
+        _ => (Vendor::Amd, NodeRole::Render),
     };
-    DeviceNode {
-        path: path.into(),
-        vendor,
-        role,
-        source: NodeSource::Device,
-        major,
-        minor,
-        host_path: None,
-        file_mode: None,
-        uid: None,
-        gid: None,
-        allowed: true,
-        gpu: None,
-    }
+    DeviceNode::new(path, kind, (major, minor))
 }
 
 fn facts(nodes: &[(&str, u64, u64)]) -> GpuFacts {

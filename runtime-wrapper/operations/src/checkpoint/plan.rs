@@ -100,11 +100,10 @@ fn untracked_memory(request: &Request<'_>, criu: &Criu) -> Option<Refusal> {
         .output(&criu.path, &arguments, request.tool_limit());
     // A CRIU that does not answer has its own words later.
     let lacks = answer.is_ok_and(|out| out.code != 0);
-    lacks.then(|| Refusal {
-        process: None,
-        what: "a pre-dump needs a kernel that tracks written pages (soft-dirty, CONFIG_MEM_SOFT_DIRTY), and this host's does not (criu check --feature mem_dirty_track)".into(),
-        remedy: "checkpoint without a pre-dump (podman: without --pre-checkpoint); GPU memory builds upon an earlier checkpoint without it (dev.cryopod.parent)".into(),
-    })
+    lacks.then(|| Refusal::new(
+        "a pre-dump needs a kernel that tracks written pages (soft-dirty, CONFIG_MEM_SOFT_DIRTY), and this host's does not (criu check --feature mem_dirty_track)",
+        "checkpoint without a pre-dump (podman: without --pre-checkpoint); GPU memory builds upon an earlier checkpoint without it (dev.cryopod.parent)",
+    ))
 }
 
 /// Refuses a container with processes that would be lost.

@@ -33,15 +33,14 @@ pub fn refusal(is_compressed: bool, criu: &Criu) -> Option<Refusal> {
     } else {
         return None;
     };
-    Some(Refusal {
-        process: None,
-        what: format!(
+    Some(Refusal::new(
+        format!(
             "CRIU {} at {} {why} the compressed memory pages of this checkpoint",
             version.unwrap_or("of an unknown version"),
             criu.path.display()
         ),
-        remedy: "restore with a CRIU of version 4.3 or newer that was built with LZ4, or checkpoint without CRIU's option `compress`".into(),
-    })
+        "restore with a CRIU of version 4.3 or newer that was built with LZ4, or checkpoint without CRIU's option `compress`",
+    ))
 }
 
 #[cfg(test)]

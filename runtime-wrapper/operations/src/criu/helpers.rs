@@ -116,11 +116,7 @@ impl Fault {
     }
 
     fn refusal(self) -> Refusal {
-        Refusal {
-            process: None,
-            what: self.what,
-            remedy: self.remedy,
-        }
+        Refusal::new(self.what, self.remedy)
     }
 }
 

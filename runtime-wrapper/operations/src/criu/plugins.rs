@@ -102,11 +102,10 @@ pub fn needed(plugins: &Plugins, metadata: &Metadata) -> Result<Vec<PathBuf>, Ve
         }
         match plugins.usable(vendor) {
             Ok(path) => needed.push(path.clone()),
-            Err(Refusal { what, remedy, .. }) => refusals.push(Refusal {
-                process: None,
-                what: format!("the checkpoint holds the state of {vendor} GPUs, and {what}"),
+            Err(Refusal { what, remedy, .. }) => refusals.push(Refusal::new(
+                format!("the checkpoint holds the state of {vendor} GPUs, and {what}"),
                 remedy,
-            }),
+            )),
         }
     }
     match refusals.is_empty() {
@@ -134,16 +133,14 @@ fn search(directories: &[PathBuf], name: &str, host: &Host) -> Option<PathBuf> {
 fn named(plugins: &mut Plugins, vendor: Vendor, path: &Path, key: &str, host: &Host) {
     let path = host.path(path);
     if !path.is_file() {
-        let fault = Refusal {
-            process: None,
-            what: format!(
+        let fault = Refusal::new(
+            format!(
                 "the CRIU plugin {} ({key} in {}) is not there",
                 path.display(),
                 crate::config::PATH
             ),
-            remedy: "correct the path, or remove the key to have the usual directories searched"
-                .into(),
-        };
+            "correct the path, or remove the key to have the usual directories searched",
+        );
         plugins.faults.insert(vendor, fault);
     }
     match vendor {
@@ -169,18 +166,17 @@ fn amd_absent(directories: &[PathBuf], host: &Host) -> Refusal {
         .iter()
         .map(|f| f.display().to_string())
         .collect();
-    Refusal {
-        process: None,
-        what: format!(
+    Refusal::new(
+        format!(
             "CRIU's plugin for AMD GPUs, {AMD_PLUGIN}, is in none of {}",
             directories.join(", ")
         ),
-        remedy: format!(
+        format!(
             "{}, or name the file as `amd.plugin` in {}",
             package(host),
             crate::config::PATH
         ),
-    }
+    )
 }
 
 fn package(host: &Host) -> String {
@@ -209,10 +205,8 @@ fn package(host: &Host) -> String {
 }
 
 fn loadable(path: &Path, criu: &Criu, tools: &dyn Tools, limit: Duration) -> Result<(), Refusal> {
-    let fault = |what: String, remedy: &str| Refusal {
-        process: None,
-        what: format!("the CRIU plugin {} {what}", path.display()),
-        remedy: remedy.to_owned(),
+    let fault = |what: String, remedy: &str| {
+        Refusal::new(format!("the CRIU plugin {} {what}", path.display()), remedy)
     };
     let rebuilt =
         "install the plugin that belongs to the installed CRIU, or build it from the same sources";

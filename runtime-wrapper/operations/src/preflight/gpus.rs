@@ -151,14 +151,9 @@ fn situation(ceiling: &Ceiling<'_>, metadata: &Metadata, agent: Option<&AgentRea
 /// Describes a GPU as far as the driver's library does, where `/proc/driver/nvidia` cannot be read.
 fn from_agent((index, gpu): (u32, &AgentGpu)) -> Gpu {
     Gpu {
-        id: gpu.uuid.to_string(),
-        vendor: Vendor::Nvidia,
         index,
         model: gpu.name.clone(),
-        pci: String::new(),
-        minor: None,
-        render_minor: None,
         memory_bytes: Some(gpu.total_memory),
-        properties: serde_json::Map::new(),
+        ..Gpu::new(Vendor::Nvidia, gpu.uuid.to_string())
     }
 }

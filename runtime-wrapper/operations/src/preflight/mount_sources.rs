@@ -49,15 +49,14 @@ pub fn missing(request: &Request<'_>) -> Vec<Refusal> {
     let all = request.mounts.0.iter().filter_map(bind);
     all.filter_map(|(mount, (source, real))| {
         let error = real.err()?;
-        Some(Refusal {
-            process: None,
-            what: format!(
+        Some(Refusal::new(
+            format!(
                 "the source {} of the mount {} cannot be found: {error}",
                 source.display(),
                 mount.path.display()
             ),
-            remedy: "put it back on this host, or start the container without that mount".into(),
-        })
+            "put it back on this host, or start the container without that mount",
+        ))
     })
     .collect()
 }

@@ -268,11 +268,10 @@ pub fn provided(
     match (own_nodes::paths(host, spec).is_empty(), chosen) {
         (false, Some(chosen)) if !chosen.remap.changed().is_empty() => {
             let mut refusals = provided.err().unwrap_or_default();
-            refusals.push(Refusal {
-                process: None,
-                what: "device nodes of a container in a user namespace are the host's, bound under their own names: they cannot lead to other GPUs".into(),
-                remedy: "restore it on the GPUs that it had (without dev.cryopod.gpu.map)".into(),
-            });
+            refusals.push(Refusal::new(
+                "device nodes of a container in a user namespace are the host's, bound under their own names: they cannot lead to other GPUs",
+                "restore it on the GPUs that it had (without dev.cryopod.gpu.map)",
+            ));
             Err(refusals)
         }
         _ => provided,

@@ -98,14 +98,13 @@ fn refusal(file: &OpenedFile, host_path: &Path, now: u64) -> Refusal {
             format!(" (a longer file: truncate -s {saved} {host})"),
         ),
     };
-    Refusal {
-        process: None,
-        what: format!("{path} ({host}) {what}, and a process has it mapped or open for writing"),
-        remedy: format!(
+    Refusal::new(
+        format!("{path} ({host}) {what}, and a process has it mapped or open for writing"),
+        format!(
             "put it back as it was{cut}, or, if the program takes it as it is, {}",
             Switches::how(VOLUMES)
         ),
-    }
+    )
 }
 
 /// Opens a file of the container on the host, if it is in one of the spec's bind mounts.

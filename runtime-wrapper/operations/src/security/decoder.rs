@@ -239,14 +239,13 @@ fn usable<T: Default>(decoded: Result<T, PrivilegesError>, is_damaged: bool) -> 
 
 /// Refuses a restore for a fault of the images.
 pub fn refusal(what: String) -> Refusal {
-    Refusal {
-        process: None,
+    Refusal::new(
         what,
-        remedy: format!(
+        format!(
             "make the checkpoint anew; if you trust this one, set `{IMAGES_CHECK} = false` under [checks] in {}",
             crate::config::PATH
         ),
-    }
+    )
 }
 
 fn failed(what: String) -> PrivilegesError {

@@ -136,12 +136,13 @@ pub fn running(config: &Config, host: &Host, spec: &Spec, pids: &[i32]) -> Vec<R
     let mut told: Vec<String> = threads.flat_map(|t| bounds.thread(&t)).collect();
     told.dedup();
     told.truncate(MAX_TOLD);
-    let refusal = |what: String| Refusal {
-        process: None,
-        what: what.replace(" in the images", ""),
-        remedy: format!(
-            "end the process (one that `exec --privileged` has left, say), or set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml, for the restore too"
-        ),
+    let refusal = |what: String| {
+        Refusal::new(
+            what.replace(" in the images", ""),
+            format!(
+                "end the process (one that `exec --privileged` has left, say), or set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml, for the restore too"
+            ),
+        )
     };
     told.into_iter().map(refusal).collect()
 }
@@ -287,12 +288,13 @@ pub fn beyond(found: &Privileges, given: Given<'_>) -> Vec<Refusal> {
     if more > 0 {
         told.push(format!("{more} more things go beyond the spec"));
     }
-    let refusal = |what| Refusal {
-        process: None,
-        what,
-        remedy: format!(
-            "start the new container with the same privileges, or, if the checkpoint is trusted, set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml"
-        ),
+    let refusal = |what| {
+        Refusal::new(
+            what,
+            format!(
+                "start the new container with the same privileges, or, if the checkpoint is trusted, set `{PRIVILEGES_CHECK} = false` under [checks] in /etc/cryopod/config.toml"
+            ),
+        )
     };
     told.into_iter().map(refusal).collect()
 }

@@ -3,21 +3,12 @@ use cryopod_host::nodes::{DeviceNode, NodeRole, Vendor};
 
 fn recorded(path: &str, major: u64, minor: u64, host_path: Option<&str>) -> DeviceNode {
     DeviceNode {
-        path: path.into(),
-        vendor: Vendor::Nvidia,
-        role: NodeRole::Gpu,
         source: match host_path {
             Some(_) => NodeSource::BindMount,
             None => NodeSource::Device,
         },
-        major,
-        minor,
         host_path: host_path.map(str::to_owned),
-        file_mode: None,
-        uid: None,
-        gid: None,
-        allowed: true,
-        gpu: None,
+        ..DeviceNode::new(path, (Vendor::Nvidia, NodeRole::Gpu), (major, minor))
     }
 }
 

@@ -134,14 +134,13 @@ impl NewMounts {
                     (tmpfs, op.place(MountKind::Directory)?)
                 }
                 _ => {
-                    refusals.push(Refusal {
-                        process: None,
-                        what: format!(
+                    refusals.push(Refusal::new(
+                        format!(
                             "the checkpoint has a mount at {} that the new container lacks",
                             mount.path
                         ),
-                        remedy: "give the new container one there (--mount or -v)".into(),
-                    });
+                        "give the new container one there (--mount or -v)",
+                    ));
                     continue;
                 }
             };
@@ -167,14 +166,13 @@ impl NewMounts {
             }
             let mapped = mount.uid_mappings().as_ref().is_some_and(|m| !m.is_empty());
             if mapped || options.iter().any(|o| o == "idmap" || o == "ridmap") {
-                refusals.push(Refusal {
-                    process: None,
-                    what: format!(
+                refusals.push(Refusal::new(
+                    format!(
                         "the new container has a mount with mapped ids at {} that the checkpoint lacks",
                         destination.path.display()
                     ),
-                    remedy: "leave it out, or checkpoint a container that has it".into(),
-                });
+                    "leave it out, or checkpoint a container that has it",
+                ));
                 continue;
             }
             match attached(images, &request.bundle, destination, &options) {
@@ -341,15 +339,14 @@ fn attached(
         return Ok(None);
     };
     if let Some(hidden) = images.iter().find(|m| Path::new(&m.path).starts_with(at)) {
-        return Err(Refusal {
-            process: None,
-            what: format!(
+        return Err(Refusal::new(
+            format!(
                 "the new container has a mount at {}, which would hide the checkpoint's at {}",
                 at.display(),
                 hidden.path
             ),
-            remedy: "leave it out".into(),
-        });
+            "leave it out",
+        ));
     }
     let shared = |o: &String| o.trim_start_matches('r') == "shared";
     let slave = |o: &String| o.trim_start_matches('r') == "slave";

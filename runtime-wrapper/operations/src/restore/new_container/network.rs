@@ -43,14 +43,10 @@ impl NewNetwork {
         let list = list.and_then(Value::as_array);
         let entry = list.into_iter().flatten().find(|n| n["type"] == "network");
         let Some(entry) = entry.filter(|n| !of_host(host, n)) else {
-            return Err(Refusal {
-                process: None,
-                what: "the checkpoint has a network of its own, and the new container the host's"
-                    .into(),
-                remedy:
-                    "give the new container a network of its own, or checkpoint one on the host's"
-                        .into(),
-            });
+            return Err(Refusal::new(
+                "the checkpoint has a network of its own, and the new container the host's",
+                "give the new container a network of its own, or checkpoint one on the host's",
+            ));
         };
         let named = entry["path"].as_str().is_some_and(|p| !p.is_empty());
         let rewritten = |key| Some((found.file.clone(), network::image(key)));
