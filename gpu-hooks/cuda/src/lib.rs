@@ -27,7 +27,6 @@ pub mod nvml;
 pub mod preflight;
 pub mod preload;
 pub mod procfs;
-pub mod refusal;
 pub mod released;
 pub mod sharing;
 pub mod suspend;

@@ -7,9 +7,11 @@
 //! `cudaMallocManaged` adds larger ones, and the driver then refuses the checkpoint. [`crate::sharing`] detects memory
 //! that processes share.
 
+pub mod refusal;
+
 use crate::gpus::nvidia;
-use crate::refusal::Refusal;
 use cryopod_host::files::Host;
+use refusal::Refusal;
 use std::collections::BTreeSet;
 
 /// The first driver that can checkpoint through the API.

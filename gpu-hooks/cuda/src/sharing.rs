@@ -28,9 +28,9 @@ use std::str::FromStr;
 use serde::Deserialize;
 
 use crate::gpus::nvidia;
+use crate::preflight::refusal::Refusal;
 use crate::preload::Library;
 use crate::preload::nccl::Group;
-use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::processes::{Process, Scan};
 use cryopod_host::spec::Spec;

@@ -17,4 +17,4 @@ pub mod live;
 pub mod mapping;
 pub mod mounts;
 pub mod plan;
-pub use cryopod_cuda::refusal;
+pub use cryopod_cuda::preflight::refusal;
