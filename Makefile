@@ -45,6 +45,7 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 	NCCL_ROUNDS=200 cargo test --quiet --package cryopod-simdriver --test nccl
 	for round in 1 2 3 4 5; do CRYOPOD_REQUIRE_REAL=1 cargo test --quiet --workspace --test real-stack -- archive::killed archive::registry || exit 1; done
 	$(MAKE) --no-print-directory campaign ROUNDS=500 JOBS=$$(nproc)
+	$(MAKE) --no-print-directory campaign-power soak
 	tests/amd/predict 10000
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm
 	CRYOPOD_REQUIRE_REAL=1 $(MAKE) --no-print-directory test-vm SUITE=forky CASES='amd_one amd_gpus amd_moves amd_switches amd_failures amd_failed_restores'
@@ -53,6 +54,14 @@ test-long: ## hours: hostile containers, all moments at which something dies, th
 campaign: ## random operations with random faults, and a model of what must hold: SEED, ROUNDS, JOBS as tests/campaign says
 	cargo build --quiet --workspace
 	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/campaign $(or $(SEED),$(shell date +%s)) $(or $(ROUNDS),20) $(or $(JOBS),1) "$(LOW)" "$(ONLY)"
+
+campaign-power: ## power cuts at random points of checkpoint, export, pack, prune, cache fill: SEED, CUTS
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/power-cuts $(or $(SEED),$(shell date +%s)) $(or $(CUTS),200)
+
+soak: ## one container is checkpointed and restored again and again: what grows with it: CYCLES
+	cargo build --quiet --workspace
+	CRYOPOD_BIN_DIR=$(TARGET_DIR)/debug tests/soak $(or $(CYCLES),500)
 
 test-packages: ## the packages: installed, used and removed on Debian 12 and 13; upgrades; linters. Long; its head says which parts
 	$(MAKE) --no-print-directory build BUILD=--workspace
@@ -118,4 +127,4 @@ deny: ## licences, sources and known vulnerabilities of all dependencies
 clean: ## what was built; `tests/testbed/testbed down` removes the test bed
 	cargo clean
 
-.PHONY: help build packages test test-packages test-list test-one test-long campaign testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean
+.PHONY: help build packages test test-packages test-list test-one test-long campaign campaign-power soak testbed test-vm test-amd demo demo-build picture test-browser screenshots book bench bench-archive gpu-test deny clean

@@ -11,7 +11,7 @@ use crate::format::names;
 
 /// Puts the files back, and removes the reference. The caller has verified them.
 ///
-/// At any time, even if the process is killed, the image directory has the reference or all files.
+/// At any time, even after a power cut, the image directory has the reference or all files. After it the store's entry may go.
 pub fn gather(images: &Path, found: &Found, threads: usize) -> Result<(), StoreError> {
     each(threads, found.reference.files.iter(), |file| {
         one(images, found, file)
@@ -19,7 +19,8 @@ pub fn gather(images: &Path, found: &Found, threads: usize) -> Result<(), StoreE
     let synced = || File::open(images).and_then(|dir| dir.sync_all());
     synced().map_err(StoreError::io(images, "write it to disk"))?;
     let reference = images.join(names::STORE_REFERENCE);
-    fs::remove_file(&reference).map_err(StoreError::io(&reference, "remove it"))
+    fs::remove_file(&reference).map_err(StoreError::io(&reference, "remove it"))?;
+    synced().map_err(StoreError::io(images, "write it to disk"))
 }
 
 fn one(images: &Path, found: &Found, file: &Stored) -> Result<(), StoreError> {

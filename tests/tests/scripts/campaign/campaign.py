@@ -22,6 +22,10 @@ import threading
 import time
 
 LOW, ENGINES, SEED, ROUNDS = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]), int(sys.argv[4])
+# For a comparison, what both can do alone: `stock`, the low-level runtime and containerd's own shim in cryopod's place, or `ours`.
+STACK = os.environ.get("STACK")
+STOCK = STACK == "stock"
+RUNTIME = LOW if STOCK else "cryopod-runtime"
 ONLY = {int(n) for n in sys.argv[5].split(",")} if len(sys.argv) > 5 and sys.argv[5] else None
 OPERATIONS = int(os.environ.get("OPERATIONS") or 6)  # of a round
 CP, OUT, LIMIT = "/srv/cp", "/srv/out", 240
@@ -31,6 +35,8 @@ GPU_NODES = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia1"
 LIBRARIES = ["/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu", "/usr/lib64:/lib64"]
 PYTHON = next(f"/usr/lib/{name}" for name in sorted(os.listdir("/usr/lib")) if name.startswith("python3."))
 KINDS = ["counter", "memory", "sockets", "files", "threads", "gpu1", "gpu2", "gpu-threads", "gpu-train"]
+if STACK:
+    KINDS, ENGINES = ["counter", "memory", "files", "threads"], [engine for engine in ENGINES if engine != "docker"]
 os.environ["CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS"] = "1"
 
 
@@ -136,6 +142,14 @@ def revive():
             daemon_up(name)
 
 
+def forgotten():
+    """podman, whose client was killed, forgets a container that the low-level runtime has made or has not deleted."""
+    for name in os.listdir(f"/run/{LOW}") if os.path.isdir(f"/run/{LOW}") else []:
+        if len(name) == 64 and run("podman", "inspect", "--type", "container", "-f", "{{.State.Status}}", name)[1] not in ("running", "paused"):
+            print(f"    podman has forgotten {name[:12]}")
+            run(RUNTIME, "delete", "--force", name)
+
+
 class Container:
     def __init__(self, name, engine, kind, shim):
         self.name, self.engine, self.kind, self.shim = name, engine, kind, shim
@@ -175,7 +189,7 @@ class Container:
         nodes = [] if self.plain() else GPU_NODES
         if self.engine == "ctr":
             with_shim = ["--runtime", "io.containerd.cryopod.v2"] if self.shim == "ours" else [
-                "--runtime", "io.containerd.runc.v2", "--runc-binary", "/usr/local/bin/cryopod-runtime"]
+                "--runtime", "io.containerd.runc.v2", *([] if STOCK else ["--runc-binary", "/usr/local/bin/cryopod-runtime"])]
             mounts = [word for bind in self.binds() for word in (
                 "--mount", "type=bind,src={},dst={},options=rbind:rw".format(*bind.split(":")))]
             return ["ctr", "run", "-d", "--null-io", *with_shim, *mounts, *(w for n in nodes for w in ("--device", n)),
@@ -187,7 +201,7 @@ class Container:
         if self.engine == "docker":
             return ["docker", "run", "--runtime", "cryopod", "--security-opt", "seccomp=unconfined", *given,
                     *(["-e", f"CRYOPOD_RESTORE={source}"] if source else []), IMAGE["docker"], *self.program()]
-        return ["podman", "--runtime", "cryopod-runtime", "run", *given,
+        return ["podman", "--runtime", RUNTIME, "run", *given,
                 *(["--annotation", f"dev.cryopod.restore={source}"] if source else []), IMAGE["podman"], *self.program()]
 
     def status(self):
@@ -215,6 +229,8 @@ class Container:
             return run(self.engine, "inspect", "--type", "container", self.name)[0] != 0
         if not until(away, 60):
             raise Violation(f"{self.name} cannot be removed: {self.status()}: {read('/tmp/said')[-300:]}")
+        if self.engine == "podman":
+            forgotten()
         self.state, self.inside = "absent", None
 
     # what it has printed
@@ -262,7 +278,7 @@ class Fault:
         else:
             signals = ["wrapper"] * 3 + ["criu"] * 3 + ["low", "client", "client", "job"] + (["agent", "agent", "worker"] if container.gpu() else [])
         if container.plain():
-            signals = ["client"] + (["criu"] if verb in ("leave", "stop", "export", "export-stop", "directory") else [])
+            signals = ["client"]
         if container.engine != "podman" and verb != "prune":
             signals += ["shim", "stock", "containerd"] + (["dockerd"] if container.engine == "docker" else [])
         kind = rng.choices(["none", "kill", "stop", "space", "read-only", "driver"], [10, 50, 12, 12, 3, 14 if container.gpu() else 0])[0]
@@ -282,7 +298,8 @@ class Fault:
             self.what, self.who = kind, CP
         elif kind == "driver":
             if verb in ("resume", "restore", "import", "copy"):
-                switch, steps = ["oom-restore:1", "hang-restore"], ["restore", "unlock"]
+                # After an OOM the driver restores a process no more.
+                switch, steps = ["oom-restore:1" if verb != "resume" else "refuse", "hang-restore"], ["restore", "unlock"]
             else:
                 switch, steps = ["hang-lock:1", "fail-get-state:1", "cuinit-race", "hang-checkpoint", "refuse"], ["lock", "checkpoint", "unlock"]
             switch += [f"fail-{s}:1" for s in steps] + [f"slow-{s}=1500:2" for s in steps]
@@ -301,7 +318,7 @@ class Fault:
     def victims(self, container):
         for pid, name, line in processes():
             works = self.short or re.search(r" (checkpoint|restore|create|run) ", line)
-            if {"wrapper": name == "cryopod-runtime" and " hold" not in line and works, "criu": name == "criu",
+            if {"wrapper": name == RUNTIME and " hold" not in line and works and "init" not in line, "criu": name == "criu",
                 "low": name == LOW and "init" not in line and works,
                 "client": name in ("podman", "docker", "ctr", "cryopod") and "run/conmon" not in line,
                 "shim": "shim-cryopod-v2" in line and "-id " in line or "shim-runc-v2" in line and read(f"/proc/{pid}/exe") == "",
@@ -379,8 +396,8 @@ class Round:
         self.containers = []
         for _ in range(rng.choice([1, 1, 2])):
             engine = rng.choice(ENGINES)
-            self.containers.append(Container(f"s{seed}c{len(self.containers)}", engine, rng.choice(KINDS), rng.choice(["ours", "stock"])))
-        self.unclean = False
+            self.containers.append(Container(f"s{seed}c{len(self.containers)}", engine, rng.choice(KINDS), rng.choice(["stock"] if STOCK else ["ours", "stock"])))
+        self.unclean = self.shim_killed = False
         self.counts = [0, 0, 0]  # operations, faults that struck, operations that failed
 
     def fresh(self):
@@ -416,6 +433,10 @@ class Round:
 
     # the operations: each returns the command, or a function that returns one
     def possible(self, c):
+        if STACK:
+            last = ["stop", "kill"] if c.engine == "podman" else ["kill"] if c.imaged != c.made else []
+            return {"running": (["leave"] * 3 if c.engine == "podman" or c.imaged != c.made else []) + (last or ["kill"]),
+                    "saved": ["restore"]}.get(c.state, ["import"] if c.archives else ["run"])
         if c.state == "running":
             other = ["kill", "prune"] + (["suspend"] * 3 if c.gpu() else [])
             if c.engine == "ctr":  # containerd 1.7 makes no second image of the same spec
@@ -452,6 +473,7 @@ class Round:
             self.counts[0] += 1
             self.counts[1] += bool(fault.struck)
             self.unclean |= bool(self.code and fault.struck)
+            self.shim_killed |= bool(fault.lossy() and fault.who == "stock")
             self.counts[2] += bool(self.code)
 
     def perform(self, c, fault, *command, then=()):
@@ -464,6 +486,8 @@ class Round:
             fault.end()
         if self.code == 124:
             raise Violation(f"{' '.join(command[:4])} does not end: {short(self.said)}")
+        if c.engine == "podman" and fault.struck and fault.what == "kill" and fault.who == "client":
+            forgotten()
         self.settled()
         self.no_excuse(c)
         return self.code == 0
@@ -514,7 +538,7 @@ class Round:
     def checkpoint(self, c, place, leave):
         """The command, and the archive that it is to make."""
         if c.engine == "podman":
-            return ["podman", "--runtime", "cryopod-runtime", "container", "checkpoint", *(["--leave-running"] if leave else []),
+            return ["podman", "--runtime", RUNTIME, "container", "checkpoint", *(["--leave-running"] if leave else []),
                     *(["--export", place] if place else []), c.name]
         if c.engine == "docker":
             until(lambda: not run("ctr", "-n", "moby", "content", "ls", "-q")[1], 60)
@@ -593,6 +617,8 @@ class Round:
             raise Violation(f"{c.name} is {word} after a checkpoint that ends it")
         else:
             self.running(c, fault)
+            if export and os.path.exists(place):  # of a container whose job was killed
+                os.unlink(place)
 
     def restore_now(self, c):
         """Without a fault it must come back."""
@@ -615,7 +641,7 @@ class Round:
     def restoring(self, c):
         if c.engine == "docker":
             return ["docker", "start", "--checkpoint", c.inside[0], c.name]
-        return ["podman", "--runtime", "cryopod-runtime", "container", "restore", c.name]
+        return ["podman", "--runtime", RUNTIME, "container", "restore", c.name]
 
     def do_restore(self, c, fault, _):
         ok = self.perform(c, fault, *self.restoring(c))
@@ -669,7 +695,7 @@ class Round:
             return [["ctr", "containers", "restore", "--rw", "--live", c.name, archive.place]]
         if c.engine == "podman":
             if archive.place.endswith(".tar") and read_type(archive.place) == "podman":
-                return [["podman", "--runtime", "cryopod-runtime", "container", "restore", "--import", archive.place]]
+                return [["podman", "--runtime", RUNTIME, "container", "restore", "--import", archive.place]]
             return [["cryopod", "import", archive.place, "-e", "podman", "--restore", "-q"]]
         if c.engine == "ctr":  # `ctr containers restore` wants ctr's own
             return [c.create(archive.place)]
@@ -719,6 +745,8 @@ class Round:
             if self.imported(c, archive, quiet):
                 break
             again = self.said
+            if "connection refused" in again:  # dockerd has to find a containerd that was killed
+                time.sleep(5)
             c.remove()
             self.settled()
         else:
@@ -787,12 +815,8 @@ class Round:
         elif ok:
             c.state = "running"
             self.running(c, fault)
-        else:
-            try:
-                c.goes_on(limit=10)
-                c.state = "running"
-            except Violation:
-                self.resumed(c)
+        else:  # one of several processes may run already
+            self.resumed(c)
 
     # the end
     def close(self):
@@ -819,19 +843,18 @@ class Round:
         for name in os.listdir(CP):
             if name.endswith(".d"):  # of a container that was removed while it was suspended into files
                 shutil.rmtree(f"{CP}/{name}")
-        if self.unclean:  # podman forgets a container whose `delete` was killed
-            for name in os.listdir(f"/run/{LOW}") if os.path.isdir(f"/run/{LOW}") else []:
-                if len(name) == 64 and run("podman", "inspect", "--type", "container", name)[0]:
-                    print(f"    podman has forgotten {name[:12]}")
-                    run("cryopod-runtime", "delete", "--force", name)
+        if self.unclean:
             # Of an export that was killed: its directory is no place in which the store looks.
             for entry in json.loads(run("cryopod", "store", "ls", "--json")[1] or "[]"):
                 run("cryopod", "store", "prune", os.path.basename(entry["path"]), "-q")
         sweep()
         must("cryopod", "cache", "prune", "--unused-for", "0", "-q")
         # containerd collects later what its last image has kept.
-        until(lambda: run("cryopod", "store", "prune", "--unused", "-q") and not leftovers(), 40)
-        if found := leftovers():
+        def left():  # a killed shim of containerd's own leaves its socket
+            run("cryopod", "store", "prune", "--unused", "-q")
+            return [entry for entry in leftovers() if not (self.shim_killed and entry.startswith("file /run/containerd/s/"))]
+        until(lambda: not left(), 40)
+        if found := left():
             raise Violation(f"left at the end: {found[:8]}")
 
 
@@ -872,7 +895,7 @@ def picture():
 
 # The engines' own: a daemon that was killed leaves its directories, podman its lock files.
 ENGINES_OWN = re.compile(r"^file /tmp/(ctrd-checkpoint|containerd-mount|said|libpod|storage-run|podman)|^file /var/tmp/(libpod|container_images|buildah|storage)"
-                         r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /dev/shm/libpod|^file /var/lib/cryopod/(store|metrics.json)$|^namespace ")
+                         r"|^file /run/(crun|runc|containerd|docker|libpod|containers|user|lock)$|^file /run/(criu.kdat|cryopod-transfers)$|^file /run/libpod/exits/|^file /dev/shm/libpod|^file /var/lib/cryopod/(store|metrics.json|metrics.lock)$|^namespace ")
 
 
 def leftovers():
@@ -889,11 +912,13 @@ def sweep():
                 run("ctr", "-n", space, "leases", "rm", "--sync", lease)
         run("ctr", "leases", "create", "--id", "collect")
         run("ctr", "leases", "rm", "--sync", "collect")
+    if STOCK:
+        return
     c = Container("sweep", "podman", "gpu1", "")
     must(*c.create())
     if not until(lambda: c.at() > 1):
         raise Violation("the last container does not run")
-    must("podman", "--runtime", "cryopod-runtime", "container", "checkpoint", "--export", f"{CP}/sweep.tar", "sweep")
+    must("podman", "--runtime", RUNTIME, "container", "checkpoint", "--export", f"{CP}/sweep.tar", "sweep")
     c.remove()
     must("cryopod", "import", f"{CP}/sweep.tar", "-e", "podman", "--restore", "-q")
     must("cryopod", "suspend", "sweep", "-q")
@@ -951,4 +976,5 @@ def main():
             daemons[name].wait()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -20,4 +20,4 @@ if [ "$low" = runc ]; then
     ln -s /usr/local/bin/containerd-shim-cryopod-v2 /place/containerd-shim-runc-v2
     podman save -q --format oci-archive -o /tmp/busybox.oci localhost/busybox
 fi
-python3 /src/tests/tests/scripts/campaign/campaign.py "$low" "$engines" "$seed" "$rounds" "$only"
+python3 "/src/tests/tests/scripts/campaign/${PROGRAM:-campaign}.py" "$low" "$engines" "$seed" "$rounds" "$only"
