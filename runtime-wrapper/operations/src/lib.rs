@@ -96,7 +96,11 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
                 // What a killed wrapper left of this container is in no state of the low-level runtime.
                 log::init(other.as_ref().map(|i| &i.globals));
                 operation::sweep_dead();
-                newest::deleted(&ctx);
+                match newest::delete(&ctx) {
+                    Ok(None) => {}
+                    Ok(Some(code)) => return code,
+                    Err(e) => return fail(&e),
+                }
                 if let Some(gone) = other.as_ref().and_then(|inv| deleted_already(&ctx, inv)) {
                     return fail(&gone);
                 }

@@ -16,6 +16,8 @@ mod end;
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -101,7 +103,7 @@ impl<'a> StopRequest<'a> {
         let to = to.ok_or_else(|| format!("{ANNOTATION}=checkpoint needs {TO}=PLACE"))?;
         let asker = Asker {
             tenant,
-            by_variable: on_stop.by_variable || to.by_variable,
+            by_variable: place::by_variable(spec, &[ANNOTATION, TO, GRACE]),
         };
         let place = PlaceRequest {
             place: to.value,
@@ -207,10 +209,14 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
 
 /// Locks the container's stop; `None`: another process has done so.
 fn claim(ctx: &Context, inv: &Invocation) -> std::io::Result<Option<File>> {
-    let file = File::create(state::directory(ctx, inv).join(LOCK))?;
+    let file = state::directory(ctx, inv).join(LOCK);
+    let file = File::options().append(true).create(true).open(file)?;
     // A lock of the open file, which the next process has, too.
     let copy = file.try_clone()?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) if lock.metadata()?.len() > 0 => Err(std::io::Error::other(
+            "it has had its TERM, and may be ending",
+        )),
         Ok(lock) => {
             std::mem::forget(lock);
             Ok(Some(copy))
@@ -243,9 +249,11 @@ pub fn main(ctx: &Context) -> ExitCode {
     program::prefer_over_host(&ctx.config);
     let tools = SystemTools::from_env();
     let since = Instant::now();
-    let saved = ContainerState::ask(ctx, &inv, &tools)
+    let state = ContainerState::ask(ctx, &inv, &tools);
+    let saved = state
+        .as_ref()
         .ok_or_else(|| Error::Failed("it is gone".into()))
-        .and_then(|state| metrics::measured("stop", || save(ctx, &inv, &state), |()| true));
+        .and_then(|state| metrics::measured("stop", || save(ctx, &inv, state), |()| true));
     let id = &inv.id;
     match saved {
         Ok(()) => {
@@ -254,6 +262,14 @@ pub fn main(ctx: &Context) -> ExitCode {
         }
         Err(e) => tracing::error!("{id}: the stop is no checkpoint, TERM is sent: {e}"),
     }
+    if state.is_some_and(|state| handles_term(state.init)) {
+        // A later checkpoint would be one of a container that is ending.
+        let lock = std::io::stdin().as_fd().try_clone_to_owned();
+        let noted = lock.and_then(|lock| File::from(lock).write_all(b"TERM\n"));
+        if let Err(e) = noted {
+            tracing::warn!("{id}: {e}");
+        }
+    }
     let args: Vec<_> = ctx.args.iter().map(|a| a.as_os_str()).collect();
     match tools.output(&ctx.low.path, &args, ctx.config.limits.tool()) {
         Ok(out) if out.code == 0 => {}
@@ -261,6 +277,15 @@ pub fn main(ctx: &Context) -> ExitCode {
         Err(e) => tracing::warn!("{id}: TERM: {e}"),
     }
     ExitCode::FAILURE
+}
+
+/// Returns true if a process has a handler of TERM.
+fn handles_term(pid: i32) -> bool {
+    let status = Host::system().text(format!("/proc/{pid}/status"));
+    let status = status.unwrap_or_default();
+    let caught = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
+    let caught = caught.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    caught.is_some_and(|caught| caught & (1 << (libc::SIGTERM - 1)) != 0)
 }
 
 /// Checkpoints a container and ends it.
@@ -313,10 +338,13 @@ fn save_in_time(
 ) -> Result<(), Error> {
     let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
-    let at_place = || Error::io(asked.place.place);
-    if !asked.many
-        && let Some(other) = place.taken_over(&me, asked.had_lease).map_err(at_place())?
-    {
+    let mine = match asked.many {
+        true => Ok(None),
+        false => place
+            .renew(&me)
+            .and_then(|()| place.taken_over(&me, asked.had_lease)),
+    };
+    if let Some(other) = mine.map_err(Error::io(asked.place.place))? {
         return Err(Error::Failed(format!(
             "{other} has taken the lease of {} over: this container must not write its next checkpoint",
             asked.name

@@ -2,7 +2,10 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -15,6 +18,7 @@ use crate::images::place::{self, Place, PlaceRequest};
 use crate::request::argv::Invocation;
 use crate::request::context::Context;
 use crate::request::state;
+use crate::run::child;
 use cryopod_cuda::write_json;
 use cryopod_host::files::read_bounded;
 use cryopod_host::spec::Spec;
@@ -44,14 +48,19 @@ impl Newest {
         place: &str,
     ) -> Result<Self, Error> {
         let tenant = Tenant::of(&inv.id, &inv.bundle(), inv.globals.root.as_deref(), spec);
-        let by_variable = named.by == VARIABLE;
+        let by_variable = named.by == VARIABLE || place::by_variable(spec, &[]);
         let refused = |why: String| {
             let (by, named) = (named.by, named.checkpoint);
             Error::not_started(format!("{by}={named}: {why}"))
         };
         let name = place::name(spec, &inv.id).map_err(refused)?;
         let limit = lease::limit(spec).map_err(refused)?;
-        let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
+        let directory = state::directory(ctx, inv);
+        if directory.exists() {
+            // Its failed creation would give the running one's lease back.
+            return Err(refused(format!("the container {} exists", inv.id)));
+        }
+        let me = LeaseHolder::here(&inv.id, directory);
         let (options, place) = (ctx.config.restore.clone(), place.to_owned());
         let patience = ctx.config.limits.tool();
         let (sender, found) = mpsc::channel();
@@ -74,7 +83,7 @@ impl Newest {
             .map_err(refused)
     }
 
-    /// Notes the container's lease, for its end on this host ([`deleted`]). Without the note others wait for the lease's
+    /// Notes the container's lease, for its end on this host ([`delete`]). Without the note others wait for the lease's
     /// time limit.
     pub fn note(&self, id: &str) {
         let Some(path) = lease::note_of(OsStr::new(id)).filter(|_| self.lease.is_some()) else {
@@ -124,15 +133,34 @@ fn find(
     })
 }
 
-/// Gives the lease of a container back that the engine deletes.
-pub fn deleted(ctx: &Context) {
+/// Deletes a container that has a lease, and gives that back. `None`: it has none, and nothing is done.
+///
+/// # Errors
+/// The low-level runtime cannot be started.
+pub fn delete(ctx: &Context) -> Result<Option<ExitCode>, Error> {
     let note = ctx.args.last().and_then(|id| lease::note_of(id));
     let Some(path) = note.filter(|path| path.exists()) else {
-        return;
+        return Ok(None);
     };
-    let text = read_bounded(&path, MAX_BYTES).unwrap_or_default();
+    give_back(ctx, &path);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let stderr = io::stderr().as_fd().try_clone_to_owned();
+    let stderr = stderr.map_err(Error::io("standard error"))?;
+    let ended = child::attend(&ctx.low, &ctx.args, stderr.into())?;
+    give_back(ctx, &path);
+    Ok(Some(child::exit_code(ended.code)))
+}
+
+/// Gives the lease of a container back, by its note, if the container is no more.
+fn give_back(ctx: &Context, path: &Path) {
+    let text = read_bounded(path, MAX_BYTES).unwrap_or_default();
     let note: Option<(Place, LeaseHolder)> = serde_json::from_slice(&text).ok();
-    let _ = fs::remove_file(&path);
+    if note.as_ref().is_some_and(|(_, me)| me.is_here()) {
+        return;
+    }
+    let _ = fs::remove_file(path);
     if let Some(directory) = path.parent() {
         let _ = fs::remove_dir(directory);
     }

@@ -14,6 +14,7 @@ use std::time::{Duration, SystemTime};
 
 use cryopod_archive::format::names;
 use cryopod_host::spec::Spec;
+use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
@@ -24,14 +25,24 @@ use crate::images::owners;
 pub const NEWEST: &str = "latest:";
 /// The container's name in its place, where its id will not do.
 const NAME: &str = "dev.cryopod.name";
-/// What containerd's CRI and CRI-O say of a pod's container.
-const POD: [&str; 2] = [
-    "io.kubernetes.cri.sandbox-name",
-    "io.kubernetes.cri.container-name",
+/// What containerd's CRI and CRI-O say of a pod's container: namespaces may have pods of one name.
+const POD: [[&str; 3]; 2] = [
+    [
+        "io.kubernetes.cri.sandbox-namespace",
+        "io.kubernetes.cri.sandbox-name",
+        "io.kubernetes.cri.container-name",
+    ],
+    [
+        "io.kubernetes.pod.namespace",
+        "io.kubernetes.pod.name",
+        "io.kubernetes.container.name",
+    ],
 ];
-const MAX_NAME: usize = 128;
+const MAX_NAME: usize = 200;
 const PARTIAL: &str = ".partial-";
-/// A complete checkpoint without its name after this time has lost its writer.
+/// The file in it that its writer has locked. NFS locks files for all hosts, and directories only for one.
+const WRITER: &str = ".writer";
+/// A complete checkpoint without its name after this time has lost its writer, and so has one without its lock.
 const RENAME_LIMIT: Duration = Duration::from_secs(60);
 /// How many others may take the next number first.
 const TRIES: u64 = 100;
@@ -55,6 +66,14 @@ pub fn setting<'a>(spec: &'a Spec, annotation: &str) -> Option<Setting<'a>> {
     })
 }
 
+/// Returns true if a variable sets one of these, or what every place's container may set. A name that an image brings
+/// would be another container's, and without the lease that one would run twice.
+pub fn by_variable(spec: &Spec, annotations: &[&str]) -> bool {
+    let all = annotations.iter().chain(&[NAME]).chain(&lease::SETTINGS);
+    let mut set = all.filter_map(|annotation| setting(spec, annotation));
+    set.any(|set| set.by_variable)
+}
+
 /// Returns a whole number of seconds that the container sets.
 pub fn seconds(spec: &Spec, annotation: &str, default: u64) -> Result<Duration, String> {
     let Some(set) = setting(spec, annotation) else {
@@ -69,14 +88,15 @@ pub fn seconds(spec: &Spec, annotation: &str, default: u64) -> Result<Duration, 
     })
 }
 
-/// Returns the container's name in a place: its own choice, that of its pod and its own, or its id.
+/// Returns the container's name in a place: its own choice, `NAMESPACE.POD.CONTAINER`, or its id.
 pub fn name(spec: &Spec, id: &str) -> Result<String, String> {
     let chosen = setting(spec, NAME).map(|set| set.value.to_owned());
-    let of_pod = || match POD.map(|key| spec.annotation(key)) {
-        [Some(pod), Some(container)] => Some(format!("{pod}.{container}")),
-        _ => None,
+    let of_pod = |keys: [&str; 3]| {
+        let parts = keys.into_iter().map(|key| spec.annotation(key));
+        Some(parts.collect::<Option<Vec<_>>>()?.join("."))
     };
-    let name = chosen.or_else(of_pod).unwrap_or_else(|| id.to_owned());
+    let name = chosen.or_else(|| POD.into_iter().find_map(of_pod));
+    let name = name.unwrap_or_else(|| id.to_owned());
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     let first = name
         .bytes()
@@ -258,7 +278,8 @@ impl Place {
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
                 made => made?,
             }
-            let lock = Flock::lock(File::open(&path)?, FlockArg::LockExclusiveNonblock);
+            let lock = File::create_new(path.join(WRITER))?;
+            let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock);
             return Ok(PartialCheckpoint {
                 to: self.complete(number),
                 path,
@@ -271,11 +292,23 @@ impl Place {
     /// Removes an incomplete checkpoint that nobody writes any more.
     fn sweep(&self, number: u64) {
         let path = self.partial(number);
-        let abandoned = File::open(&path)
-            .is_ok_and(|dir| Flock::lock(dir, FlockArg::LockExclusiveNonblock).is_ok());
+        let abandoned = match lock_file(&path.join(WRITER)) {
+            Ok(lock) => lock.is_some(),
+            Err(_) => self.age(&path).is_ok_and(|age| age > RENAME_LIMIT),
+        };
         if abandoned && !path.join(names::METADATA).exists() {
             let _ = fs::remove_dir_all(path);
         }
+    }
+}
+
+/// Locks a file that exists against all others; `None`: another process has it locked. NFS wants it open for writing.
+fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
+    let file = File::options().read(true).write(true).open(path)?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, e)) => Err(e.into()),
     }
 }
 
@@ -297,6 +330,7 @@ impl PartialCheckpoint {
     /// does this.
     pub fn complete(self) -> PathBuf {
         let this = std::mem::ManuallyDrop::new(self);
+        let _ = fs::remove_file(this.path.join(WRITER));
         let renamed = fs::rename(&this.path, &this.to);
         let directory = this.to.parent().unwrap_or(Path::new("/"));
         let synced = renamed.and_then(|()| File::open(directory)?.sync_all());

@@ -40,9 +40,9 @@ logs() { sed 's/^[^ ]* stdout F //' "/tmp/logs/$1.log"; }
 read -r pod job <<< "$(starts first)"
 wait_for ticked job 3
 check 'StopContainer' cri StopContainer "[[1,\"$job\"],[2,30]]"
-check 'is a checkpoint, by the name of pod and container' test -e $place/web-0.job/000001/cryopod.json
+check 'is a checkpoint, by the name of pod and container' test -e $place/ns.web-0.job/000001/cryopod.json
 check 'the pod ends' cri StopPodSandbox "[[1,\"$pod\"]]"
-check 'and is no checkpoint' test "$(ls $place)" = web-0.job
+check 'and is no checkpoint' test "$(ls $place)" = ns.web-0.job
 check 'no container is left' cri RemovePodSandbox "[[1,\"$pod\"]]"
 now=$(ticks job)
 read -r pod job <<< "$(other starts second)"
@@ -50,7 +50,7 @@ check 'the other goes on' wait_for ticked job $((now + 3))
 once() { logs job | awk 'NR > 1 && $1 != last + 1 { exit 1 } { last = $1 }' && ! logs job | grep CORRUPT; }
 check 'each step was made once' once
 check 'it stops as well' other cri StopContainer "[[1,\"$job\"],[2,30]]"
-check 'by a checkpoint' test -e $place/web-0.job/000002/cryopod.json
+check 'by a checkpoint' test -e $place/ns.web-0.job/000002/cryopod.json
 other cri StopPodSandbox "[[1,\"$pod\"]]"
 other cri RemovePodSandbox "[[1,\"$pod\"]]"
 check 'nothing is left' wait_for no_shims

@@ -10,7 +10,8 @@ plain=(--network none localhost/busybox "${counter[@]}")
 to() { printf -- '--annotation=%s\n' dev.cryopod.on-stop=checkpoint "dev.cryopod.checkpoint.to=$1" "dev.cryopod.name=$2"; } # PLACE NAME
 exit_code() { podman inspect -f '{{.State.ExitCode}}' "$1"; }
 stopped() { podman stop "$@" > /tmp/said 2>&1; }
-nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && ! pgrep -x cryopod-on-stop > /dev/null; }
+nothing_left() { [ -z "$(ls -A /run/cryopod)" ] && [ -z "$("$low" list -q)" ] && nothing_runs; }
+nothing_runs() { ! pgrep -x cryopod-on-stop > /dev/null; }
 numbers() { there "$1" | sed 's/ *lease-[0-9]*//'; }
 there() { { ls -A "$1" 2> /dev/null || true; } | xargs; } # DIRECTORY: what is there
 
@@ -44,6 +45,16 @@ wait_for counted c3 $((last + 5))
 if taken; then exit 1; fi
 check 'one has it' says /tmp/said "it runs as container $(podman inspect -f '{{.Id}}' c3) on $(hostname)"
 touch -d '1 hour ago' $place/job/lease-*
+refused() { # WANT ARG...
+    local want=$1 && shift
+    if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then return 1; fi
+    podman rm -f -t 0 no > /dev/null 2>&1 || true
+    check "refused: $want" grep -qF -- "$want" /tmp/said
+}
+refused 'when that container is deleted' "${newest[@]}" "${start[@]}" "${stops[@]}"
+if cryopod-runtime delete "$(podman inspect -f '{{.Id}}' c3)" 2> /dev/null; then exit 1; fi
+refused 'when that container is deleted' "${newest[@]}" "${start[@]}" "${stops[@]}"
+refused 'variable = true' "${newest[@]}" -e CRYOPOD_NAME=job
 check 'a lease of a lost host is taken over' taken
 podman stop -t 0 c4 > /dev/null 2>&1
 podman stop -t 2 c3 > /dev/null 2>&1 &
@@ -69,12 +80,18 @@ wait_for counted full 2
 check 'a stop into a full place' stopped -t 60 full
 check 'is one by TERM' test "$(exit_code full) $(there /srv/full/handles)" = "7 "
 check 'and the log says why' says $log 'full: free space|No space left|disk is full|is full'
-refused() { # WANT ARG...
-    local want=$1 && shift
-    if pod run -d --name no "$@" "${plain[@]}" > /tmp/said 2>&1; then return 1; fi
-    podman rm -f -t 0 no > /dev/null 2>&1 || true
-    check "refused: $want" grep -qF -- "$want" /tmp/said
-}
+# shellcheck disable=SC2016
+pod run -d --name twice "${stops[@]}" --network none localhost/busybox \
+    sh -c 'trap "echo ok; end=1" TERM; echo ok; while [ ! "$end" ] || [ ! -e /end ]; do sleep 0.1; done; exit 7' > /dev/null
+wait_for ticked twice 1
+podman kill -s TERM twice > /dev/null
+wait_for ticked twice 2
+wait_for nothing_runs
+umount /srv/full
+podman kill -s TERM twice > /dev/null
+podman exec twice touch /end
+podman wait twice > /dev/null
+check 'a container that ends already is not checkpointed' test "$(exit_code twice) $(there /srv/full/handles)" = "7 "
 mapfile -t stops < <(to /etc job)
 refused 'add its directory to `checkpoint.allow`' "${stops[@]}"
 mapfile -t stops < <(to $place/../etc job)

@@ -3,7 +3,7 @@
 //! A checkpoint that must run once is restored by one host at a time. The lease is the file `lease-NUMBER` with the
 //! highest number beside the checkpoints. Its number is made by one host alone, as the file must be new, so a host that
 //! takes a lease over makes the next. It can take one over that its holder has given back, or that is older than the
-//! time limit by the place's own clock, or whose holder is a container of this host that no longer exists.
+//! time limit by the place's own clock. Of a container of its own host it knows more: that it exists, or does no longer.
 //!
 //! No process renews a lease while the container runs. So the limit bounds how long a lost host blocks a name, and the
 //! number is the fence: a container that lost its lease writes no checkpoint any more.
@@ -21,12 +21,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::run::operation;
 
-use super::{Place, seconds, setting};
+use super::{Place, lock_file, seconds, setting};
 
 /// Whether one container of the name may run at a time, or `many`.
 const COPIES: &str = "dev.cryopod.copies";
 /// After how many seconds another host may take the lease over.
 const LIMIT: &str = "dev.cryopod.lease_s";
+/// What a container may set of its lease.
+pub const SETTINGS: [&str; 2] = [COPIES, LIMIT];
 const DEFAULT_LIMIT: u64 = 300;
 const FILE: &str = "lease-";
 /// The directory below the operations' with notes of the leases of this host's containers, by the containers' ids.
@@ -68,9 +70,19 @@ impl LeaseHolder {
         own(self) == own(other)
     }
 
-    /// True if it was a container of this host, which `me` is on, and is no more.
-    fn is_gone(&self, me: &Self) -> bool {
-        self.host == me.host && (self.boot != me.boot || !self.directory.exists())
+    /// Returns true if this container of this host exists.
+    pub fn is_here(&self) -> bool {
+        self.directory.exists()
+    }
+
+    /// Returns true if it is a container of this host, which `me` is on; `None`: of another one.
+    fn exists(&self, me: &Self) -> Option<bool> {
+        match self.boot == me.boot {
+            _ if self.host != me.host => None,
+            true => Some(self.is_here()),
+            // Without an id of the machine, another one may have the name.
+            false => self.host.contains(' ').then_some(false),
+        }
     }
 }
 
@@ -147,26 +159,30 @@ impl Place {
     ) -> io::Result<Option<String>> {
         let path = self.lease(number);
         let age = self.age(&path)?;
-        let being_made = || {
-            let lock = File::open(&path).map(|f| Flock::lock(f, FlockArg::LockExclusiveNonblock));
-            matches!(lock, Ok(Err((_, nix::errno::Errno::EWOULDBLOCK))))
-        };
+        let being_made = || !matches!(lock_file(&path), Ok(Some(_)));
+        let mut exists = None;
         let free = match holder {
             Some(holder) => {
+                exists = holder.exists(me);
                 holder.given_back
-                    || age >= limit
                     || holder.is(me)
-                    || holder.is_gone(me) && !being_made()
+                    || match exists {
+                        Some(exists) => !exists && !being_made(),
+                        None => age >= limit,
+                    }
             }
             None => age >= limit.min(MAKING),
+        };
+        let when = match exists {
+            Some(_) => "when that container is deleted".to_owned(),
+            None => format!("after {} s ({LIMIT})", limit.as_secs()),
         };
         let by = holder.map_or("another host", |h| h.host.as_str());
         let container = holder.map_or("?", |h| h.container.as_str());
         Ok((!free).then(|| {
             format!(
-                "it runs as container {container} on {by}, or did so {} s ago; others may take it over after {} s ({LIMIT}), or if you remove {}",
+                "it runs as container {container} on {by}, or did so {} s ago; others may take it over {when}, or if you remove {}",
                 age.as_secs(),
-                limit.as_secs(),
                 path.display()
             )
         }))
@@ -212,20 +228,25 @@ impl Place {
 
     /// Gives the lease back, if this container has it.
     pub fn give_back(&self, me: &LeaseHolder) -> io::Result<()> {
-        if let Some((number, Some(holder))) = self.held()?
-            && holder.is(me)
-            && !holder.given_back
-        {
-            let given_back = true;
-            self.make_lease(
-                number + 1,
-                &LeaseHolder {
+        self.follow(me, true)
+    }
+
+    /// Has the time limit of this container's lease begin anew: nobody takes it over while the checkpoint is written.
+    pub fn renew(&self, me: &LeaseHolder) -> io::Result<()> {
+        self.follow(me, false)
+    }
+
+    fn follow(&self, me: &LeaseHolder, given_back: bool) -> io::Result<()> {
+        match self.held()? {
+            Some((number, Some(holder))) if holder.is(me) && !holder.given_back => {
+                let next = LeaseHolder {
                     given_back,
                     ..holder
-                },
-            )?;
+                };
+                self.make_lease(number + 1, &next).map(drop)
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -290,6 +311,9 @@ mod tests {
         assert!(place.take(&b, LONG).is_err());
         older(&place, Duration::from_secs(301));
         assert_eq!(place.taken_over(&a, true).unwrap(), None, "nobody has yet");
+        place.renew(&a).unwrap();
+        assert!(place.take(&b, LONG).is_err(), "its checkpoint is written");
+        older(&place, Duration::from_secs(301));
         place.take(&b, LONG).unwrap();
         assert_eq!(place.taken_over(&a, true).unwrap().as_deref(), Some("b"));
         place.give_back(&a).unwrap();
@@ -329,11 +353,18 @@ mod tests {
             "another host cannot tell"
         );
         place.take(&on("a", "2"), LONG).unwrap();
-        let rebooted = LeaseHolder {
+        older(&place, Duration::from_secs(301));
+        assert!(place.take(&on("a", "3"), LONG).is_err(), "it exists");
+        let rebooted = |host: &str| LeaseHolder {
             boot: "b2".into(),
-            ..on("a", "3")
+            ..on(host, "3")
         };
-        place.take(&rebooted, LONG).unwrap();
+        place.take(&rebooted("b"), LONG).unwrap();
+        assert!(place.take(&on("b", "4"), LONG).is_err(), "another host b?");
+        let known = "b id-of-the-machine";
+        place.give_back(&rebooted("b")).unwrap();
+        place.take(&rebooted(known), LONG).unwrap();
+        place.take(&on(known, "4"), LONG).unwrap();
     }
 
     #[test]

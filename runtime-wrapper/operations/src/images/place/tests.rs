@@ -49,8 +49,10 @@ fn only_what_the_administrator_allows() {
 fn names_are_one_component_of_a_path() {
     let of = |annotations, env: &[&str]| name(&spec(annotations, env), "id1");
     assert_eq!(of(json!({}), &[]).unwrap(), "id1");
-    let pod = json!({POD[0]: "web-0", POD[1]: "server"});
-    assert_eq!(of(pod, &[]).unwrap(), "web-0.server");
+    for [namespace, pod, container] in POD {
+        let pod = json!({namespace: "ns", pod: "web-0", container: "server"});
+        assert_eq!(of(pod, &[]).unwrap(), "ns.web-0.server");
+    }
     assert_eq!(of(json!({}), &["CRYOPOD_NAME=warm.3"]).unwrap(), "warm.3");
     let both = of(json!({NAME: "a"}), &["CRYOPOD_NAME=b"]);
     assert_eq!(both.unwrap(), "a");
@@ -62,10 +64,25 @@ fn names_are_one_component_of_a_path() {
         ".partial-1",
         "a b",
         "-a",
-        &"a".repeat(129),
+        &"a".repeat(MAX_NAME + 1),
     ] {
         assert!(of(json!({NAME: bad}), &[]).is_err(), "{bad}");
     }
+}
+
+#[test]
+fn what_an_image_brings() {
+    let of = |annotations, variable: &str| {
+        let spec = spec(annotations, &[variable]);
+        by_variable(&spec, &["dev.cryopod.grace_s"])
+    };
+    for variable in ["NAME", "COPIES", "LEASE_S", "GRACE_S"] {
+        assert!(
+            of(json!({}), &format!("CRYOPOD_{variable}=1")),
+            "{variable}"
+        );
+    }
+    assert!(!of(json!({NAME: "a"}), "CRYOPOD_NAME=b"));
 }
 
 #[test]
@@ -104,7 +121,13 @@ fn a_checkpoint_is_complete_or_absent() {
     drop(second);
     assert!(!path.exists());
     assert!(first.path().join("pages-1.img").exists());
+    assert!(
+        place
+            .begin()
+            .is_ok_and(|third| third.path() != first.path())
+    );
     let named = first.complete();
+    assert_eq!(fs::read_dir(&named).unwrap().count(), 1);
     assert_eq!(named, place.directory.join("000001"));
     assert!(named.join("pages-1.img").exists());
     assert_eq!(place.numbers("").unwrap(), [1]);
@@ -120,6 +143,7 @@ fn what_killed_writers_left() {
     let killed = |number: u64, complete: bool, age: u64| {
         let path = place.partial(number);
         fs::create_dir_all(&path).unwrap();
+        File::create(path.join(WRITER)).unwrap();
         if complete {
             let file = File::create(path.join(names::METADATA)).unwrap();
             let then = SystemTime::now() - Duration::from_secs(age);
@@ -130,9 +154,13 @@ fn what_killed_writers_left() {
     killed(2, true, 3600);
     // Its writer may be about to rename it.
     killed(3, true, 0);
+    killed(4, false, 0);
+    // Its writer has not locked it yet.
+    fs::remove_file(place.partial(4).join(WRITER)).unwrap();
     let next = place.begin().unwrap();
+    assert!(place.partial(4).is_dir());
     assert!(!place.partial(1).exists());
     assert!(place.complete(2).is_dir() && !place.partial(2).exists());
     assert!(place.partial(3).is_dir());
-    assert_eq!(next.path(), place.partial(4));
+    assert_eq!(next.path(), place.partial(5));
 }
