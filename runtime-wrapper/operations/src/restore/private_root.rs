@@ -239,8 +239,8 @@ fn answer(socket: BorrowedFd<'_>, program: &Path) -> io::Result<()> {
     // The file that the runtime names comes after what it sends.
     let named = options.config_file.as_ref().map(settings_of);
     let named = named.into_iter().flatten();
-    let named = named.filter(|(name, value)| name == "log-file" && !value.contains('/'));
-    let name = named.last().map(|(_, value)| value);
+    let mut named = named.filter(|(name, value)| name == "log-file" && !value.contains('/'));
+    let name = named.next_back().map(|(_, value)| value);
     let name = name.or_else(|| options.log_file.clone());
     let name = name.as_deref().unwrap_or("restore.log");
     let log = cwd.join(name);
