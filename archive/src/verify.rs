@@ -274,20 +274,8 @@ impl Verifier<'_> {
     }
 
     fn small(&self, entry: &Entry, reader: &mut dyn Read) -> Result<Vec<u8>, Error> {
-        let max = self.limits.small_file_bytes;
-        if entry.size > max {
-            let bad = Bad::SmallFileTooLarge {
-                name: entry.name.clone(),
-                bytes: entry.size,
-                max,
-            };
-            return Err(Error::bad(self.source.path(), bad));
-        }
-        let mut text = Vec::new();
-        reader
-            .read_to_end(&mut text)
-            .map_err(|e| Error::from_io(self.source.path(), "read it", e))?;
-        Ok(text)
+        let read = entry.read_small(reader, self.limits);
+        read.map_err(|e| Error::from_io(self.source.path(), "read it", e))
     }
 }
 

@@ -8,6 +8,22 @@ use std::sync::atomic::{AtomicPtr, Ordering::SeqCst};
 /// `CUDA_ERROR_NOT_INITIALIZED`.
 pub const NOT_INITIALIZED: c_int = 3;
 
+/// A function of up to twelve numbers and pointers, as all that is called is. Those on the stack that it does not take are
+/// words of the caller's frame, which it does not look at.
+pub type Many<R> = unsafe extern "C" fn(
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+    usize,
+) -> R;
 type Six = unsafe extern "C" fn(usize, usize, usize, usize, usize, usize) -> c_int;
 
 macro_rules! symbols {

@@ -8,7 +8,9 @@
 //! pass the gate. So a newer driver's functions are held, too.
 
 use crate::control;
-use crate::driver::{NOT_INITIALIZED, REAL_DLSYM, SYMBOLS, Symbol, call, real, real_dlsym, reals};
+use crate::driver::{
+    Many, NOT_INITIALIZED, REAL_DLSYM, SYMBOLS, Symbol, call, real, real_dlsym, reals,
+};
 use crate::gate;
 use crate::hooks;
 use crate::names::all_symbols;
@@ -36,22 +38,6 @@ const ENQUEUE: [&str; 12] = [
     "cuStreamW",
 ];
 
-/// A function of up to twelve numbers and pointers, as all of these are. Those on the stack that it does not take are
-/// words of the caller's frame, which it does not look at.
-type Many = unsafe extern "C" fn(
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-) -> c_int;
 /// Defines the functions that pass the gate and do nothing else, and lists all that this library exports.
 macro_rules! table {
     (six: $($six:ident)*; many: $($many:ident)*; own: $($own:ident)*;) => {
@@ -122,7 +108,7 @@ unsafe fn call_many(real: usize, [a, b, c, d, e, f, g, h, i, j, k, l]: [usize; 1
     }
     // SAFETY: a function of the driver's with at most twelve such arguments; further ones are ignored.
     unsafe {
-        let function: Many = std::mem::transmute(real);
+        let function: Many<c_int> = std::mem::transmute(real);
         function(a, b, c, d, e, f, g, h, i, j, k, l)
     }
 }
@@ -248,7 +234,7 @@ unsafe extern "C" fn spare_function<const N: usize>(
 }
 
 /// The spare functions: eight times eight.
-fn spares() -> [Many; SPARE] {
+fn spares() -> [Many<c_int>; SPARE] {
     macro_rules! eight {
         ($($n:literal)*) => {
             [$(

@@ -3,6 +3,7 @@
 //! Each thread says in a word of its own that it is in such a call. Whoever shuts the gate waits until no thread is. An
 //! open gate costs a call one exchange on that word and one load.
 
+use rustix::thread::futex;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -48,7 +49,7 @@ fn enter(word: &AtomicU32) {
             return;
         }
         word.store(0, SeqCst);
-        futex(&GATE, libc::FUTEX_WAIT, SHUT);
+        let _ = futex::wait(&GATE, futex::Flags::PRIVATE, SHUT, None);
     }
 }
 
@@ -104,7 +105,7 @@ fn late_enter() {
             return;
         }
         LATE.fetch_sub(1, SeqCst);
-        futex(&GATE, libc::FUTEX_WAIT, SHUT);
+        let _ = futex::wait(&GATE, futex::Flags::PRIVATE, SHUT, None);
     }
 }
 
@@ -133,7 +134,7 @@ fn is_used() -> bool {
 
 pub fn open() {
     GATE.store(OPEN, SeqCst);
-    futex(&GATE, libc::FUTEX_WAKE, i32::MAX.unsigned_abs());
+    let _ = futex::wake(&GATE, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
 }
 
 /// Streams of which a graph is being captured. A capture cannot be interrupted.
@@ -160,19 +161,6 @@ pub fn cannot_hold_all() {
 
 pub fn holds_all() -> bool {
     UNHELD.load(SeqCst) == 0
-}
-
-fn futex(word: &AtomicU32, operation: libc::c_int, value: u32) {
-    // SAFETY: the word is a static; neither operation writes to it.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            operation | libc::FUTEX_PRIVATE_FLAG,
-            value,
-            std::ptr::null::<libc::timespec>(),
-        );
-    }
 }
 
 #[cfg(test)]

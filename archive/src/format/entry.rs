@@ -1,6 +1,7 @@
 //! Defines the entries of an archive, and checks their names.
 
 use std::collections::BTreeMap;
+use std::io::{self, Read};
 
 use crate::error::Bad;
 use crate::format::limits::Limits;
@@ -56,6 +57,22 @@ impl Entry {
 
     pub fn is_file(&self) -> bool {
         self.kind == EntryKind::File
+    }
+
+    /// Reads its content into memory, within the limit of a small file.
+    pub(crate) fn read_small(&self, reader: &mut dyn Read, limits: &Limits) -> io::Result<Vec<u8>> {
+        let max = limits.small_file_bytes;
+        if self.size > max {
+            let bad = Bad::SmallFileTooLarge {
+                name: self.name.clone(),
+                bytes: self.size,
+                max,
+            };
+            return Err(bad.into());
+        }
+        let mut text = Vec::new();
+        reader.read_to_end(&mut text)?;
+        Ok(text)
     }
 }
 

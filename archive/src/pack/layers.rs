@@ -163,7 +163,9 @@ pub(super) fn streamed(
         known.note(entry);
         let entry = entry.clone();
         if known.wants(&entry) {
-            let text = plan::read_small(&entry, reader, path, options)?;
+            let text = entry
+                .read_small(reader, &options.limits)
+                .map_err(|e| Error::from_io(path, "read it", e))?;
             known.keep(&entry.name, &text);
             small.push(Item {
                 entry,

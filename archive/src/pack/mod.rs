@@ -304,7 +304,9 @@ impl Run<'_> {
                 self.visit(&mut |entry, reader| {
                     known.note(entry);
                     if known.wants(entry) {
-                        let text = plan::read_small(entry, reader, source.path(), options)?;
+                        let text = entry
+                            .read_small(reader, &options.limits)
+                            .map_err(|e| Error::from_io(source.path(), "read it", e))?;
                         known.keep(&entry.name, &text);
                         return put_entry(input, entry, &mut &text[..], source.path());
                     }
@@ -384,12 +386,9 @@ fn note(
 ) -> Result<(), Error> {
     known.note(&item.entry);
     if known.wants(&item.entry) {
-        let text = plan::read_small(
-            &item.entry,
-            &mut *item.open(source)?,
-            source.path(),
-            options,
-        )?;
+        let text = (item.entry)
+            .read_small(&mut *item.open(source)?, &options.limits)
+            .map_err(|e| Error::from_io(source.path(), "read it", e))?;
         known.keep(&item.entry.name, &text);
     }
     Ok(())

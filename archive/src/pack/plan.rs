@@ -99,29 +99,6 @@ impl KnownContent {
     }
 }
 
-/// Reads a fact file into memory, within the limits.
-pub(super) fn read_small(
-    entry: &Entry,
-    reader: &mut dyn Read,
-    path: &Path,
-    options: &PackOptions,
-) -> Result<Vec<u8>, Error> {
-    let max = options.limits.small_file_bytes;
-    if entry.size > max {
-        let bad = Bad::SmallFileTooLarge {
-            name: entry.name.clone(),
-            bytes: entry.size,
-            max,
-        };
-        return Err(Error::bad(path, bad));
-    }
-    let mut text = Vec::new();
-    reader
-        .read_to_end(&mut text)
-        .map_err(|e| Error::from_io(path, "read it", e))?;
-    Ok(text)
-}
-
 /// Lists the entries of a source whose content can be read in any order; otherwise returns `None`.
 pub(super) fn random_access(
     source: &Source,

@@ -183,18 +183,7 @@ fn look(tar: &Tarball, limits: &Limits) -> io::Result<SeenEntries> {
             names::BIND_MOUNTS | names::CRIO_LOG_PATH => seen.crio = true,
             names::CRIU_INVENTORY => seen.bare = true,
             names::CONFIG_DUMP if entry.kind == EntryKind::File && seen.config.is_none() => {
-                let max = limits.small_file_bytes;
-                if entry.size > max {
-                    let bad = Bad::SmallFileTooLarge {
-                        name: entry.name,
-                        bytes: entry.size,
-                        max,
-                    };
-                    return Err(bad.into());
-                }
-                let mut text = Vec::new();
-                reader.read_to_end(&mut text)?;
-                seen.config = Some(text);
+                seen.config = Some(entry.read_small(&mut reader, limits)?);
             }
             name if name.split('/').next() == Some(names::CHECKPOINT_DIR) => seen.checkpoint = true,
             name if name.starts_with("blobs/") => seen.layout = true,

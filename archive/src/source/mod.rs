@@ -259,15 +259,8 @@ impl Source {
             if !entry.is_file() || !wanted(&entry.name) {
                 return Ok(());
             }
-            let max = limits.small_file_bytes;
-            if entry.size > max {
-                let bad = Bad::SmallFileTooLarge {
-                    name: entry.name.clone(),
-                    bytes: entry.size,
-                    max,
-                };
-                return Err(Error::bad(&self.path, bad));
-            }
+            let read = entry.read_small(reader, limits);
+            let content = read.map_err(|e| Error::from_io(&self.path, "read it", e))?;
             total += entry.size;
             if total > limits.small_total_bytes {
                 return Err(Error::bad(
@@ -275,10 +268,6 @@ impl Source {
                     Bad::SmallFilesTooLarge(limits.small_total_bytes),
                 ));
             }
-            let mut content = Vec::new();
-            reader
-                .read_to_end(&mut content)
-                .map_err(|e| Error::from_io(&self.path, "read it", e))?;
             files.insert(entry.name.clone(), content);
             Ok(())
         })?;

@@ -35,6 +35,10 @@ impl FakeDriver {
         }
     }
 
+    fn set(&self, pid: i32, state: ProcessState) {
+        self.states.lock().unwrap().insert(pid, state);
+    }
+
     fn step(&self, pid: i32, from: ProcessState, to: ProcessState) -> Result<(), CallError> {
         let mut states = self.states.lock().unwrap();
         let state = states.get_mut(&pid).ok_or_else(|| refusal(1))?;
@@ -169,12 +173,7 @@ fn a_process_found_locked_or_checkpointed_stays_so() {
     let victim = Victim::new();
     let pid = victim.pid();
     let agent = Agent::new(FakeDriver::with(&[pid]));
-    agent
-        .driver()
-        .states
-        .lock()
-        .unwrap()
-        .insert(pid, ProcessState::Locked);
+    agent.driver().set(pid, ProcessState::Locked);
     assert_eq!(agent.perform(&checkpoint(pid)), Outcome::Done);
     assert_eq!(
         agent.settle(false, quick(), |_| {}).outcome,
@@ -182,12 +181,7 @@ fn a_process_found_locked_or_checkpointed_stays_so() {
     );
     assert_eq!(state(&agent, pid), ProcessState::Locked);
 
-    agent
-        .driver()
-        .states
-        .lock()
-        .unwrap()
-        .insert(pid, ProcessState::Checkpointed);
+    agent.driver().set(pid, ProcessState::Checkpointed);
     assert_eq!(kind(agent.perform(&lock(pid))), ErrorKind::WrongState);
     assert_eq!(
         agent.settle(false, quick(), |_| {}).outcome,
@@ -220,12 +214,7 @@ fn a_restore_is_not_undone() {
     let victim = Victim::new();
     let pid = victim.pid();
     let agent = Agent::new(FakeDriver::with(&[pid]));
-    agent
-        .driver()
-        .states
-        .lock()
-        .unwrap()
-        .insert(pid, ProcessState::Checkpointed);
+    agent.driver().set(pid, ProcessState::Checkpointed);
     let restore = Op::Restore {
         pid,
         gpu_map: Vec::new(),

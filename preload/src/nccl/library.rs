@@ -1,7 +1,7 @@
 //! NCCL's own functions.
 
 use super::{SYSTEM_ERROR, UniqueId};
-use crate::driver::real_dlsym;
+use crate::driver::{Many, real_dlsym};
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
@@ -61,22 +61,6 @@ macro_rules! functions {
 all_functions!(functions);
 
 pub const FUNCTIONS: usize = Function::Count as usize;
-
-/// Any of NCCL's functions: at most twelve numbers and pointers.
-type Many = unsafe extern "C" fn(
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-    usize,
-) -> usize;
 
 /// NCCL's functions, by [`Function`]; 0 where it has none.
 static REALS: OnceLock<[usize; FUNCTIONS]> = OnceLock::new();
@@ -146,7 +130,7 @@ pub unsafe fn call_for_pointer(function: Function, arguments: &[usize]) -> Optio
     let [a, b, c, d, e, f, g, h, i, j, k, l] = a;
     // SAFETY: a function of NCCL's with at most twelve such arguments; further ones are ignored.
     (real != 0).then(|| unsafe {
-        let function: Many = std::mem::transmute(real);
+        let function: Many<usize> = std::mem::transmute(real);
         within(|| function(a, b, c, d, e, f, g, h, i, j, k, l))
     })
 }

@@ -51,19 +51,22 @@ pub struct BundleUndo {
 /// The old text of a bundle's spec, in the directory of an operation that may be killed before it can put it back.
 const NOTED: &str = "config.json.before";
 
-/// Locks a bundle against other restores until the lock is dropped, so that a failed restore cleans up only its own
-/// work. `None`: the file system has no locks.
-pub fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<fs::File>>, Error> {
+/// Locks a bundle against other operations that change it or its container, until the lock is dropped: so a failed one
+/// cleans up only its own work. `None`: the file system has no locks.
+///
+/// # Errors
+/// Another process holds it: `refused` says what is refused.
+pub fn hold(
+    bundle: &Path,
+    refused: impl FnOnce() -> String,
+) -> Result<Option<Flock<fs::File>>, Error> {
     let Ok(directory) = fs::File::open(bundle) else {
         // The reader of the spec reports this error better.
         return Ok(None);
     };
     match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Some(held)),
-        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(format!(
-            "restore of {id} refused: another restore into {} is under way",
-            bundle.display()
-        ))),
+        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(refused())),
         Err((_, error)) => {
             tracing::debug!("{}: not locked: {error}", bundle.display());
             Ok(None)
@@ -217,15 +220,16 @@ mod tests {
     }
 
     #[test]
-    fn one_restore_at_a_time() {
+    fn one_operation_at_a_time() {
         let dir = tempfile::tempdir().unwrap();
-        let held = hold(dir.path(), "c1").unwrap();
+        let hold = |path: &Path| hold(path, || "another one".into());
+        let held = hold(dir.path()).unwrap();
         assert!(held.is_some());
-        let error = hold(dir.path(), "c1").unwrap_err().to_string();
-        assert!(error.contains("another restore into"), "{error}");
+        let error = hold(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("another one"), "{error}");
         drop(held);
-        assert!(hold(dir.path(), "c1").unwrap().is_some());
-        assert!(hold(&dir.path().join("none"), "c1").unwrap().is_none());
+        assert!(hold(dir.path()).unwrap().is_some());
+        assert!(hold(&dir.path().join("none")).unwrap().is_none());
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
         return Err(passthrough::exec(&ctx.low, &ctx.args));
     };
     let request = Request::checkpoint(ctx, inv, &state);
-    let _held = refused_before::hold(&request.bundle, request.id())?;
+    let _held = refused_before::hold(&request)?;
     refused_before::lost_export(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     if nodes.is_empty() && !application::takes_part(&request.spec) {
@@ -88,7 +88,7 @@ fn to_the_end(
 ) -> Result<(), Error> {
     let mut request = Request::checkpoint(ctx, inv, state);
     request.ends = true;
-    let _held = refused_before::hold(&request.bundle, request.id())?;
+    let _held = refused_before::hold(&request)?;
     let nodes = container_nodes(&request.host, &request.spec, state.init);
     match with_metadata(&request, state, nodes, Some(ending), Instant::now())? {
         code if code == ExitCode::SUCCESS => Ok(()),

@@ -88,7 +88,14 @@ fn restore(
     checkpoint: OpenedCheckpoint,
     new: Option<&NewContainer>,
 ) -> Result<ExitCode, Error> {
-    let _held = hold(&inv.bundle(), &inv.id)?;
+    let bundle = inv.bundle();
+    let _held = hold(&bundle, || {
+        format!(
+            "restore of {} refused: another restore into {} is under way",
+            inv.id,
+            bundle.display()
+        )
+    })?;
     let host = Host::system();
     let on_disk = Spec::of_bundle(&inv.bundle())?;
     let mut edits = preload::edits_of_restore(&checkpoint.images)?;

@@ -5,9 +5,12 @@
 //! the restore thread: it runs while every other thread of its process is stopped, possibly inside
 //! malloc.
 
+use rustix::io::retry_on_intr;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 pub const WORDS: usize = 16;
@@ -159,44 +162,16 @@ fn request(op: u64, args: &[u64]) -> Frame {
 
 /// The first bytes of a reply, and the descriptor that came with them. Uses no heap.
 fn recv_first(s: &UnixStream, b: &mut [u8; BYTES]) -> io::Result<(usize, Option<OwnedFd>)> {
-    // Room for one descriptor, aligned as a control header must be.
-    let mut control = [0u64; 8];
-    let mut iov = libc::iovec {
-        iov_base: b.as_mut_ptr().cast(),
-        iov_len: BYTES,
-    };
-    // SAFETY: an all-zero msghdr is a valid value.
-    let mut msg: libc::msghdr = unsafe { std::mem::zeroed() };
-    msg.msg_iov = &mut iov;
-    msg.msg_iovlen = 1;
-    msg.msg_control = control.as_mut_ptr().cast();
-    msg.msg_controllen = size_of_val(&control);
-    let n = loop {
-        // SAFETY: every pointer in `msg` is to a live local of the length given with it.
-        let n = unsafe { libc::recvmsg(s.as_raw_fd(), &mut msg, libc::MSG_CMSG_CLOEXEC) };
-        match usize::try_from(n) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => break n,
-            Err(_) => {
-                let e = io::Error::last_os_error();
-                if e.kind() != io::ErrorKind::Interrupted {
-                    return Err(e);
-                }
-            }
-        }
-    };
-    // SAFETY: the kernel filled `msg`; the macros stay within the control buffer, and a
-    // SCM_RIGHTS message holds at least one descriptor, now owned by this process alone.
-    let fd = unsafe {
-        let c = libc::CMSG_FIRSTHDR(&msg);
-        if c.is_null() || (*c).cmsg_level != libc::SOL_SOCKET || (*c).cmsg_type != libc::SCM_RIGHTS
-        {
-            None
-        } else {
-            Some(OwnedFd::from_raw_fd(
-                libc::CMSG_DATA(c).cast::<libc::c_int>().read_unaligned(),
-            ))
-        }
-    };
-    Ok((n, fd))
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let received = retry_on_intr(|| recvmsg(s, &mut [IoSliceMut::new(b)], &mut control, flags))?;
+    if received.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let fd = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    Ok((received.bytes, fd))
 }

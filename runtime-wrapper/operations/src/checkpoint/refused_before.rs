@@ -2,13 +2,12 @@
 //! and when podman will refuse to export it, which it says only after the container has ended.
 
 use std::fs::File;
-use std::path::Path;
 
 use cryopod_host::files::Host;
 use cryopod_host::spec::Spec;
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 
+use crate::bundle;
 use crate::error::Error;
 use crate::request::Request;
 
@@ -19,18 +18,14 @@ const POD: &str = "io.kubernetes.cri-o.SandboxID";
 /// Part of the cgroup's name of each container of podman.
 const PODMAN_CGROUP: &str = "libpod-";
 
-/// Locks a container's bundle against other checkpoints until the lock is dropped. `None`: the file system has no locks.
-pub(super) fn hold(bundle: &Path, id: &str) -> Result<Option<Flock<File>>, Error> {
-    let Ok(directory) = File::open(bundle) else {
-        return Ok(None);
-    };
-    match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
-        Ok(held) => Ok(Some(held)),
-        Err((_, Errno::EWOULDBLOCK)) => Err(Error::untouched(format!(
-            "checkpoint of {id} refused: another checkpoint of it is under way; try again when that has ended"
-        ))),
-        Err(_) => Ok(None),
-    }
+/// Locks the container's bundle against other checkpoints until the lock is dropped. `None`: the file system has no locks.
+pub(super) fn hold(request: &Request<'_>) -> Result<Option<Flock<File>>, Error> {
+    bundle::hold(&request.bundle, || {
+        format!(
+            "checkpoint of {} refused: another checkpoint of it is under way; try again when that has ended",
+            request.id()
+        )
+    })
 }
 
 /// Refuses an export of a container that shares a namespace with another one of podman's.
@@ -95,20 +90,6 @@ fn shared(host: &Host, spec: &Spec) -> Option<String> {
 mod tests {
     use super::*;
     use serde_json::json;
-
-    #[test]
-    fn one_checkpoint_of_a_container_at_a_time() {
-        let dir = tempfile::tempdir().unwrap();
-        let held = hold(dir.path(), "c1").unwrap();
-        let error = hold(dir.path(), "c1").unwrap_err().to_string();
-        assert!(
-            error.contains("another checkpoint of it is under way"),
-            "{error}"
-        );
-        drop(held);
-        assert!(hold(dir.path(), "c1").unwrap().is_some());
-        assert!(hold(&dir.path().join("none"), "c1").unwrap().is_none());
-    }
 
     #[test]
     fn podmans_export_in_all_spellings() {

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::run::operation::Operation;
+use crate::run::operation::{self, Operation};
 use crate::security::host_facts::of_host;
 
 /// File in an operation's directory that asks the hook for this.
@@ -64,16 +64,12 @@ impl NetworkSettings {
         if !self.loopback && self.sysctls.is_empty() {
             return Ok(());
         }
-        let file = op.file(FILE);
-        let text = serde_json::to_vec(self).map_err(|e| Error::Failed(e.to_string()))?;
-        let what = format!("{}: cannot be written", file.display());
-        fs::write(file, text).map_err(Error::io(what))
+        op.note(FILE, self)
     }
 
     /// What the operation in this directory asks for, if anything.
     pub fn asked(directory: &Path) -> Option<Self> {
-        let text = fs::read(directory.join(FILE)).ok()?;
-        serde_json::from_slice(&text).ok()
+        operation::noted(directory, FILE)
     }
 
     /// Sets them in the network namespace of this init process, in which the calling thread then stays. Returns what

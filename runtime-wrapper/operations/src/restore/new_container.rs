@@ -10,7 +10,7 @@ pub mod hooks;
 pub mod mounts;
 pub mod network;
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::restore::new_container::hooks::NewHooks;
 use crate::rootfs::frozen::Frozen;
-use crate::run::operation::Operation;
+use crate::run::operation::{self, Operation};
 
 /// CRIU's last stage of a restore: then it lets the processes go.
 pub const STAGE: &str = "pre-resume";
@@ -71,16 +71,12 @@ impl NewContainer {
 
     /// Asks the hook of this operation.
     pub fn ask(&self, op: &Operation) -> Result<(), Error> {
-        let file = op.file(FILE);
-        let text = serde_json::to_vec(self).map_err(|e| Error::Failed(e.to_string()))?;
-        let what = format!("{}: cannot be written", file.display());
-        fs::write(file, text).map_err(Error::io(what))
+        op.note(FILE, self)
     }
 
     /// What the operation in this directory asks for, if anything.
     pub fn asked(directory: &Path) -> Option<Self> {
-        let text = fs::read(directory.join(FILE)).ok()?;
-        serde_json::from_slice(&text).ok()
+        operation::noted(directory, FILE)
     }
 
     /// Has the kernel make new random numbers.

@@ -18,6 +18,8 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statvfs::FsFlags;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::error::Error;
 use crate::run::abandoned;
@@ -97,6 +99,14 @@ impl Operation {
         self.dir.join(name)
     }
 
+    /// Writes a value for the operation's hooks, which [`noted`] reads.
+    pub fn note(&self, name: &str, value: &impl Serialize) -> Result<(), Error> {
+        let file = self.file(name);
+        let text = serde_json::to_vec(value).map_err(|e| Error::Failed(e.to_string()))?;
+        let what = format!("{}: cannot be written", file.display());
+        fs::write(file, text).map_err(Error::io(what))
+    }
+
     /// Returns the directory from which CRIU loads its plugins.
     pub fn plugins(&self) -> PathBuf {
         self.dir.join("plugins")
@@ -157,6 +167,12 @@ impl Operation {
             link.display()
         )))
     }
+}
+
+/// Reads what the operation in this directory has noted under this name, if anything.
+pub fn noted<T: DeserializeOwned>(directory: &Path, name: &str) -> Option<T> {
+    let text = fs::read(directory.join(name)).ok()?;
+    serde_json::from_slice(&text).ok()
 }
 
 /// CRIU loads plugins from below this directory: nobody else may write there.

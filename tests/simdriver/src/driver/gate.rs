@@ -3,6 +3,7 @@
 //! One atomic word and futex waits, no mutex: a thread may be frozen anywhere while the restore
 //! thread runs alone, and must never be holding what the restore thread needs.
 
+use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ impl Gate {
         loop {
             let s = self.0.load(SeqCst);
             if s & CLOSED != 0 {
-                futex(&self.0, libc::FUTEX_WAIT, s);
+                let _ = futex::wait(&self.0, futex::Flags::PRIVATE, s, None);
             } else if self.0.compare_exchange(s, s + 1, SeqCst, SeqCst).is_ok() {
                 return Inside(self);
             }
@@ -45,7 +46,7 @@ impl Gate {
 
     pub fn open(&self) {
         self.0.fetch_and(!CLOSED, SeqCst);
-        futex(&self.0, libc::FUTEX_WAKE, i32::MAX.unsigned_abs());
+        let _ = futex::wake(&self.0, futex::Flags::PRIVATE, i32::MAX.unsigned_abs());
     }
 }
 
@@ -54,20 +55,6 @@ pub struct Inside<'a>(&'a Gate);
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         self.0.0.fetch_sub(1, SeqCst);
-    }
-}
-
-/// One futex call on a word of this process.
-fn futex(word: &AtomicU32, operation: libc::c_int, value: u32) {
-    // SAFETY: the word outlives the call; neither operation writes to it.
-    unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            operation | libc::FUTEX_PRIVATE_FLAG,
-            value,
-            std::ptr::null::<libc::timespec>(),
-        );
     }
 }
 
