@@ -39,7 +39,7 @@ use crate::config::{Config, CriuValue};
 use crate::criu::program;
 use crate::error::Error;
 use crate::images::place::lease::{self, LeaseHolder};
-use crate::images::place::{self, PlaceRequest, Setting, seconds, setting};
+use crate::images::place::{self, Place, PlaceRequest, Setting, prune, seconds, setting};
 use crate::request::argv::{self, Invocation, Verb};
 use crate::request::context::Context;
 use crate::request::passthrough;
@@ -75,6 +75,8 @@ struct StopRequest<'a> {
     limit: Duration,
     /// Other containers of the name may run at the same time.
     many: bool,
+    /// How many checkpoints of the name stay; `None`: all.
+    keep: Option<usize>,
     /// It took the lease of the name when it was made.
     had_lease: bool,
 }
@@ -103,7 +105,7 @@ impl<'a> StopRequest<'a> {
         let to = to.ok_or_else(|| format!("{ANNOTATION}=checkpoint needs {TO}=PLACE"))?;
         let asker = Asker {
             tenant,
-            by_variable: place::by_variable(spec, &[ANNOTATION, TO, GRACE]),
+            by_variable: place::by_variable(spec, &[ANNOTATION, TO, GRACE, prune::KEEP]),
         };
         let place = PlaceRequest {
             place: to.value,
@@ -116,6 +118,7 @@ impl<'a> StopRequest<'a> {
         Ok(Some(Self {
             place,
             name: place::name(spec, id)?,
+            keep: prune::keep(spec)?,
             many: lease::limit(spec)?.is_none(),
             had_lease: lease::note_of(id.as_ref()).is_some_and(|note| note.exists()),
             // The rest is the process's own, should the checkpoint fail.
@@ -299,12 +302,16 @@ fn save(ctx: &Context, inv: &Invocation, state: &ContainerState) -> Result<(), E
     let asked = asked.ok_or_else(|| Error::Failed(format!("{ANNOTATION} is gone")))?;
     let signals = Signals::watch()?;
     let done = AtomicBool::new(false);
-    std::thread::scope(|scope| {
+    let place = std::thread::scope(|scope| {
         scope.spawn(|| watchdog(state.init, asked.limit, &done));
         let saved = save_in_time(ctx, inv, state, &asked, &signals);
         done.store(true, Ordering::Release);
         saved
-    })
+    })?;
+    if let Some(Err(e)) = asked.keep.map(|keep| place.prune(keep)) {
+        tracing::warn!("{}: older checkpoints stay: {e}", asked.place.place);
+    }
+    Ok(())
 }
 
 /// Has the checkpoint give up when its time is over, and sends the TERM if that does not help: the place may hang.
@@ -335,7 +342,7 @@ fn save_in_time(
     state: &ContainerState,
     asked: &StopRequest<'_>,
     signals: &Signals,
-) -> Result<(), Error> {
+) -> Result<Place, Error> {
     let place = asked.place.open(&asked.name).map_err(Error::Failed)?;
     let me = LeaseHolder::here(&inv.id, state::directory(ctx, inv));
     let mine = match asked.many {
@@ -377,7 +384,8 @@ fn save_in_time(
         signals,
         end: &mut end,
     };
-    super::to_the_end(&stopping, &inv_of_checkpoint, state, ending)
+    super::to_the_end(&stopping, &inv_of_checkpoint, state, ending)?;
+    Ok(place)
 }
 
 fn config_of_stop(config: &Config, limit: Duration) -> Config {

@@ -17,7 +17,7 @@ use crate::config::Config;
 use crate::config::restore::{Asker, REGISTRY, Rule};
 use crate::config::tenant::Tenant;
 use crate::images::owners;
-use crate::images::place::allowed;
+use crate::images::place::{allowed, prune};
 
 /// The command line, in whose cache archives are unpacked.
 const PROGRAM: &str = "cryopod";
@@ -28,7 +28,7 @@ const TRIES: usize = 3;
 #[derive(Debug)]
 pub struct SourceImages {
     directory: PathBuf,
-    /// The lock on the checkpoint in the cache.
+    /// The lock on the checkpoint, against those that remove it from the cache or its place.
     _in_use: Option<Flock<File>>,
 }
 
@@ -102,8 +102,8 @@ fn path(config: &Config, wish: SourceRequest<'_>) -> Result<SourceImages, String
     owners::check(&real)?;
     if real.join(names::CRIU_INVENTORY).is_file() {
         return Ok(SourceImages {
+            _in_use: prune::hold(&real)?,
             directory: real,
-            _in_use: None,
         });
     }
     // By its real path, which is the one that was checked.

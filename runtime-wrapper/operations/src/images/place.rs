@@ -5,6 +5,7 @@
 //! host makes a container with another id.
 
 pub mod lease;
+pub mod prune;
 
 use std::fs::{self, DirBuilder, File};
 use std::io;

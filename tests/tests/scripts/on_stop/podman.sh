@@ -35,6 +35,16 @@ check 'it goes on where it was' test "$(printed c2 | head -n 1)" = $((last + 1))
 check 'with its files' test "$(podman exec c2 cat /root/file)" = kept
 check 'a second stop' stopped -t 60 c2
 check 'is a checkpoint, too' test "$(numbers $place/job)" = '000001 000002'
+mapfile -t one < <(to $place few)
+for n in 1 2 3; do
+    pod run -d --name "few$n" "${one[@]}" --annotation dev.cryopod.checkpoint.keep=$((3 - n % 2 * 2)) "${plain[@]}" > /dev/null
+    wait_for counted "few$n" 1
+    mkdir -p $place/few/.removed-000000/of-a-killed-one
+    stopped -t 60 "few$n"
+    wait_for nothing_left
+    there $place/few >> /tmp/few
+done
+check 'the newest stay, as many as are asked for' test "$(xargs < /tmp/few)" = '000001 000001 000002 000003'
 check 'nothing is left' wait_for nothing_left
 
 # ---- two hosts that want it ----

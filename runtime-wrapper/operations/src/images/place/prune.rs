@@ -1,0 +1,254 @@
+//! Removes the checkpoints that newer ones of the name supersede: [`KEEP`].
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use cryopod_archive::format::names;
+use cryopod_archive::metadata::Metadata;
+use cryopod_host::spec::Spec;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+
+use super::{Place, lock_file, setting};
+
+/// How many checkpoints of a name stay, the new one with them; or `all`.
+pub const KEEP: &str = "dev.cryopod.checkpoint.keep";
+const DEFAULT: usize = 2;
+const MAX: usize = 1000;
+/// Stands before the number of a checkpoint that is being removed.
+pub(super) const REMOVED: &str = ".removed-";
+
+/// Returns how many checkpoints of the container's name stay; `None`: all.
+pub fn keep(spec: &Spec) -> Result<Option<usize>, String> {
+    match setting(spec, KEEP).map(|set| set.value) {
+        None => Ok(Some(DEFAULT)),
+        Some("all") => Ok(None),
+        Some(text) => {
+            let number = text.parse().ok().filter(|n| (1..=MAX).contains(n));
+            let wrong =
+                || format!("{KEEP}: {text:?} is neither a number from 1 to {MAX} nor \"all\"");
+            number.map(Some).ok_or_else(wrong)
+        }
+    }
+}
+
+/// Locks a checkpoint against its removal while it is restored.
+///
+/// # Errors
+/// It is being removed.
+pub fn hold(checkpoint: &Path) -> Result<Option<Flock<File>>, String> {
+    let path = checkpoint.join(names::METADATA);
+    let Ok(file) = File::open(&path) else {
+        return Ok(None);
+    };
+    let gone = || {
+        format!(
+            "{}: a newer one supersedes it, and it is removed",
+            path.display()
+        )
+    };
+    match Flock::lock(file, FlockArg::LockSharedNonblock) {
+        Ok(lock) => path.exists().then_some(Some(lock)).ok_or_else(gone),
+        Err((_, Errno::EWOULDBLOCK)) => Err(gone()),
+        // The file system has no locks.
+        Err(_) => Ok(None),
+    }
+}
+
+impl Place {
+    /// Removes all but the newest checkpoints of the name. One that is being restored stays, and one that another in the
+    /// place builds upon.
+    ///
+    /// # Errors
+    /// What cannot be read or removed. Each checkpoint that is left is whole.
+    pub fn prune(&self, keep: usize) -> io::Result<()> {
+        self.sweep_removed()?;
+        let mut old = self.numbers("")?;
+        old.truncate(old.len().saturating_sub(keep));
+        if old.is_empty() {
+            return Ok(());
+        }
+        let old: Vec<PathBuf> = old
+            .into_iter()
+            .map(|number| self.complete(number))
+            .collect();
+        let mut needed = Needed::default();
+        for path in self
+            .all_in_place()?
+            .iter()
+            .filter(|path| !old.contains(path))
+        {
+            needed.add(path)?;
+        }
+        // A checkpoint builds upon older ones.
+        for path in old.iter().rev() {
+            let digest = Needed::digest(path)?;
+            if needed.has(path, digest.as_deref()) || !self.remove(path)? {
+                needed.add(path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the complete checkpoints of all names.
+    fn all_in_place(&self) -> io::Result<Vec<PathBuf>> {
+        let mut all = Vec::new();
+        for name in fs::read_dir(self.directory.parent().unwrap_or(&self.directory))? {
+            let directory = name?.path();
+            if directory.is_dir() {
+                let named = Self { directory };
+                all.extend(named.numbers("")?.into_iter().map(|n| named.complete(n)));
+            }
+        }
+        Ok(all)
+    }
+
+    /// Returns false if it is being restored, or is not this program's.
+    fn remove(&self, path: &Path) -> io::Result<bool> {
+        let _lock = match lock_file(&path.join(names::METADATA)) {
+            Ok(Some(lock)) => lock,
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => return Ok(false),
+        };
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let removed = self.directory.join(format!("{REMOVED}{name}"));
+        // Under its name it is whole.
+        fs::rename(path, &removed)?;
+        fs::remove_dir_all(removed)?;
+        tracing::info!("{}: newer ones supersede it: removed", path.display());
+        Ok(true)
+    }
+
+    /// Removes what is left of those that a killed process was removing.
+    fn sweep_removed(&self) -> io::Result<()> {
+        for number in self.numbers(REMOVED)? {
+            let left = self.directory.join(format!("{REMOVED}{number:06}"));
+            match fs::remove_dir_all(left) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What checkpoints build upon.
+#[derive(Debug, Default)]
+struct Needed {
+    /// Of tables of GPU memory.
+    digests: HashSet<String>,
+    /// CRIU's links.
+    paths: HashSet<PathBuf>,
+}
+
+impl Needed {
+    fn add(&mut self, path: &Path) -> io::Result<()> {
+        let vram = metadata(path)?.and_then(|metadata| metadata.gpu.vram);
+        self.digests
+            .extend(vram.and_then(|vram| vram.parent_digest));
+        self.paths
+            .extend(path.join(names::PARENT_LINK).canonicalize());
+        Ok(())
+    }
+
+    fn digest(path: &Path) -> io::Result<Option<String>> {
+        Ok(metadata(path)?.and_then(|metadata| Some(metadata.gpu.vram?.digest)))
+    }
+
+    fn has(&self, path: &Path, digest: Option<&str>) -> bool {
+        self.paths.contains(path) || digest.is_some_and(|digest| self.digests.contains(digest))
+    }
+}
+
+fn metadata(path: &Path) -> io::Result<Option<Metadata>> {
+    Metadata::open(path).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cryopod_archive::metadata::MetadataSlot;
+    use serde_json::json;
+
+    /// A place with a name's checkpoints: each number with its parent.
+    fn place(checkpoints: &[(u64, Option<u64>)]) -> (tempfile::TempDir, Place) {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().canonicalize().unwrap().join("c1");
+        let place = Place { directory };
+        for (number, parent) in checkpoints {
+            make(&place, *number, *parent);
+        }
+        (dir, place)
+    }
+
+    fn make(place: &Place, number: u64, parent: Option<u64>) {
+        let path = place.complete(number);
+        fs::create_dir_all(&path).unwrap();
+        let facts = json!({
+            "digest": number.to_string(), "parent_digest": parent.map(|p| p.to_string()),
+            "bytes": 0, "stored_bytes": 0, "chunk_bytes": 0, "shards": 0, "chunks": 0, "zero": 0,
+            "raw": 0, "lz4": 0, "zstd": 0, "same": 0, "parent": 0,
+        });
+        let mut metadata = Metadata {
+            schema: Metadata::current_schema(),
+            ..Metadata::default()
+        };
+        metadata.gpu.vram = Some(serde_json::from_value(facts).unwrap());
+        let slot = MetadataSlot::reserve(&path).unwrap();
+        slot.commit(&metadata).unwrap();
+    }
+
+    #[test]
+    fn the_newest_stay() {
+        let (_dir, place) = place(&[(1, None), (2, None), (3, None), (10, None)]);
+        fs::create_dir(place.directory.join(".removed-000000")).unwrap();
+        place.begin().unwrap().complete();
+        place.prune(3).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [3, 10, 11]);
+        place.prune(3).unwrap();
+        assert_eq!(fs::read_dir(&place.directory).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn what_others_build_upon_stays() {
+        let (dir, place) = place(&[(1, None), (2, Some(1)), (3, None), (4, Some(2)), (5, None)]);
+        let directory = dir.path().canonicalize().unwrap().join("c2");
+        make(&Place { directory }, 9, Some(3));
+        place.prune(2).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [1, 2, 3, 4, 5]);
+        fs::remove_dir_all(dir.path().join("c2")).unwrap();
+        place.prune(2).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [1, 2, 4, 5]);
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [5]);
+        fs::remove_file(place.complete(5).join(names::METADATA)).unwrap();
+        make(&place, 6, None);
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [5, 6], "not cryopod's");
+    }
+
+    #[test]
+    fn what_is_restored_stays() {
+        let (_dir, place) = place(&[(1, None), (2, None), (3, None)]);
+        let held = hold(&place.complete(2)).unwrap();
+        assert!(held.is_some());
+        place.prune(1).unwrap();
+        assert_eq!(place.numbers("").unwrap(), [2, 3]);
+        drop(held);
+        let removing = lock_file(&place.complete(2).join(names::METADATA)).unwrap();
+        assert!(removing.is_some() && hold(&place.complete(2)).is_err());
+    }
+
+    #[test]
+    fn how_many() {
+        let of = |n: &str| keep(&Spec::from_json(json!({"annotations": {KEEP: n}})));
+        assert_eq!(of("1").unwrap(), Some(1));
+        assert_eq!(of("all").unwrap(), None);
+        for bad in ["0", "-1", "", "none", "1001"] {
+            assert!(of(bad).unwrap_err().contains("nor \"all\""), "{bad}");
+        }
+        assert_eq!(keep(&Spec::from_json(json!({}))).unwrap(), Some(DEFAULT));
+    }
+}
