@@ -11,6 +11,9 @@ use cryopod_amd::saved;
 use cryopod_amd::unpause::unpause;
 use cryopod_archive::format::names;
 use cryopod_archive::metadata::{Metadata, MetadataSlot};
+use cryopod_cuda::procfs;
+use cryopod_gpu_plan::live;
+use cryopod_host::files::Host;
 use cryopod_host::nodes::Vendor;
 use serde_json::Value;
 
@@ -98,6 +101,7 @@ pub(super) fn dump(
         metadata: &mut prepared.metadata,
         packing,
         signals,
+        stopped: Vec::new(),
     };
     let progress = &mut prepared.progress;
     progress.step("start");
@@ -172,6 +176,8 @@ struct Completion<'a> {
     /// The memory of AMD's GPUs on its way into VRAM files.
     packing: Option<Packing>,
     signals: &'a child::Signals,
+    /// The processes that CRIU has stopped, by pid and start time.
+    stopped: Vec<(i32, u64)>,
 }
 
 impl Completion<'_> {
@@ -183,7 +189,14 @@ impl Completion<'_> {
         if stage != LAST_STAGE {
             // From its first question on the plugin knows that the final one will come.
             let _ = std::fs::write(self.op.file(vram::ACTION_SCRIPT_FILE), "");
+            if stage == STOPPED_STAGE {
+                self.stopped = running(&self.request.host, self.state.init);
+            }
             return Ok(());
+        }
+        // CRIU succeeds, with images that it may not restore.
+        if let Some(pid) = ended_since(&self.stopped, &self.request.host, self.state.init) {
+            return Err(format!("process {pid} was killed in the middle of it"));
         }
         if !self.planned.locked.is_empty() {
             frozen::restored_thawed(&self.request.images)
@@ -318,6 +331,24 @@ fn packing(
     Ok(config.map(|config| Packing::start(&request.images, config, expected)))
 }
 
+/// The pid and start time of all processes of a container that are not exiting.
+fn running(host: &Host, init: i32) -> Vec<(i32, u64)> {
+    let all = live::tree(host, init).into_iter();
+    let all = all.filter_map(|pid| Some((pid, procfs::stat(pid)?)));
+    all.filter(|(_, stat)| !stat.exiting)
+        .map(|(pid, stat)| (pid, stat.start_time))
+        .collect()
+}
+
+/// A process of `before` that does not run any more.
+fn ended_since(before: &[(i32, u64)], host: &Host, init: i32) -> Option<i32> {
+    let now = running(host, init);
+    let ended = before.iter().find(|process| !now.contains(process));
+    ended.map(|(pid, _)| *pid)
+}
+
+/// CRIU's stage at which it has stopped all processes and dumped none.
+const STOPPED_STAGE: &str = "network-lock";
 /// CRIU's stage at which the images are complete, and the container still exists.
 const LAST_STAGE: &str = "post-dump";
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
@@ -332,4 +363,43 @@ fn plugin_report(images: &Path) -> Value {
         .ok()
         .and_then(|bytes| serde_json::from_slice(&bytes).ok())
         .unwrap_or(Value::Null)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_is_killed_is_missed() {
+        let mut init = std::process::Command::new("sh")
+            .args(["-c", "sleep 1000 & echo $!; sleep 1000 & wait"])
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let host = Host::system();
+        let pid = i32::try_from(init.id()).unwrap();
+        let mut said = String::new();
+        let mut out = std::io::BufReader::new(init.stdout.take().unwrap());
+        std::io::BufRead::read_line(&mut out, &mut said).unwrap();
+        let child: i32 = said.trim().parse().unwrap();
+        let before = loop {
+            match running(&host, pid) {
+                all if all.len() == 3 => break all,
+                _ => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        assert_eq!(ended_since(&before, &host, pid), None);
+        let kill = |pid| {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL)
+        };
+        kill(child).unwrap();
+        while ended_since(&before, &host, pid).is_none() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(ended_since(&before, &host, pid), Some(child));
+        for (pid, _) in before {
+            let _ = kill(pid);
+        }
+        init.wait().unwrap();
+    }
 }

@@ -9,6 +9,8 @@
 //! If the OOM killer ends the container's processes while CRIU is about to resume them, CRIU waits for the first of
 //! them (`out_kill` of `restore_root_task`, there). The init process of a PID namespace ends last, after every other
 //! thread in it has been reaped (`zap_pid_ns_processes` in the kernel), and only CRIU can reap those that it traces.
+//! If they end earlier, CRIU waits for the init process to get to the next stage. The init process is the runtime's child,
+//! and CRIU never learns of its end (`restore_wait_inprogress_tasks`, there).
 
 use std::fs;
 use std::path::Path;
@@ -84,8 +86,10 @@ impl CriuProcess {
             return false;
         }
         self.looked = Some(Instant::now());
-        let pids = live::tree(&Host::system(), parent).into_iter();
-        let Some(pid) = pids.filter(|pid| *pid != criu).find(|p| unreaped(*p, criu)) else {
+        let pids = live::tree(&Host::system(), parent);
+        let below = live::tree(&Host::system(), criu);
+        let stuck = |pid: &i32| unreaped(*pid, criu) || (!below.contains(pid) && killed(*pid));
+        let Some(pid) = pids.into_iter().find(|pid| *pid != criu && stuck(pid)) else {
             self.unreaped = None;
             return false;
         };
@@ -105,8 +109,11 @@ impl CriuProcess {
     /// true if there was any. To be called repeatedly while the runtime runs. `log` is CRIU's.
     pub fn end_orphans(&mut self, runtime: i32, log: &Path) -> bool {
         // The runtime reaps CRIU when the connection ends.
-        let killed = |pid| is_criu(pid) && procfs::stat(pid).is_some_and(|s| s.killed);
-        if !live::tree(&Host::system(), runtime).into_iter().any(killed) {
+        let is_left = |pid| is_criu(pid) && killed(pid);
+        if !live::tree(&Host::system(), runtime)
+            .into_iter()
+            .any(is_left)
+        {
             self.killed = None;
             return false;
         }
@@ -131,6 +138,10 @@ impl CriuProcess {
 fn unreaped(pid: i32, criu: i32) -> bool {
     procfs::stat(pid).is_some_and(|s| s.exiting && s.state == 'S')
         && procfs::status(pid).is_ok_and(|s| s.tracer == criu)
+}
+
+fn killed(pid: i32) -> bool {
+    procfs::stat(pid).is_some_and(|s| s.killed)
 }
 
 /// Finds the processes of the CRIU that writes this log.
