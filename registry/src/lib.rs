@@ -78,7 +78,7 @@ pub enum Error {
     Reference { text: String, reason: String },
     #[error("{path}: {reason}")]
     AuthFile { path: PathBuf, reason: String },
-    #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false" } else { "" })]
+    #[error("{registry}: no connection: {reason}{}", if *.tls { "; a registry without TLS, or with a certificate of its own, needs --tls-verify=false, for containers `insecure_registries` under [cache] in /etc/cryopod/config.toml" } else { "" })]
     Connect {
         registry: String,
         reason: String,

@@ -98,6 +98,16 @@ mod cri {
         ]);
     }
 
+    /// What the owner of a pod sees of a refusal.
+    #[test]
+    fn refusals() {
+        run(&[
+            include_str!("scripts/archive/lib.sh"),
+            include_str!("scripts/shim/lib.sh"),
+            include_str!("scripts/kubernetes/refusals.sh"),
+        ]);
+    }
+
     /// Our shim as a runtime class.
     #[test]
     fn runtime_class() {

@@ -19,6 +19,7 @@ use crate::refusal::Refusal;
 use cryopod_host::files::Host;
 use cryopod_host::nodes;
 use cryopod_host::spec::Spec;
+use serde_json::Value;
 
 /// CRIU options that an annotation may set. None of them names a file or a program.
 pub const CRIU_OPTIONS: [&str; 15] = [
@@ -204,6 +205,32 @@ impl Ceiling<'_> {
             .map(|g| g.id.clone())
             .collect();
         (!named.is_empty() || !given.is_empty()).then_some(given)
+    }
+
+    /// Refuses the state of GPUs for a container that can open none of those here, whatever is chosen. Nodes that a hook
+    /// or NVIDIA's runtime adds are not in the spec.
+    pub fn ensure_a_gpu(&self, here: &[Gpu]) -> Result<(), Refusal> {
+        let spec = self.spec.json();
+        let hooks = ["prestart", "createRuntime", "createContainer"]
+            .map(|stage| spec.pointer(&format!("/hooks/{stage}"))?.as_array());
+        let hooks = hooks.into_iter().flatten().any(|all| !all.is_empty());
+        let environ = spec.pointer("/process/env").and_then(Value::as_array);
+        let mut visible = environ
+            .into_iter()
+            .flatten()
+            .filter_map(|v| v.as_str()?.strip_prefix("NVIDIA_VISIBLE_DEVICES="));
+        let visible = visible
+            .next_back()
+            .is_some_and(|v| !matches!(v, "" | "void" | "none"));
+        let given =
+            || !self.spec.gpu_nodes(self.host).is_empty() || here.iter().any(|g| self.opens(g));
+        match hooks || visible || here.is_empty() || given() {
+            true => Ok(()),
+            false => Err(Refusal::new(
+                "the checkpoint uses GPUs, and the engine gave this container none",
+                "give it GPUs as the one that was checkpointed had (`--gpus`, `--device`; in Kubernetes `nvidia.com/gpu` or `amd.com/gpu` among the container's limits)",
+            )),
+        }
     }
 
     /// Returns true if the device rules let the container open the GPU's own node.

@@ -86,3 +86,34 @@ fn files_and_options() {
     let option = |name| ceiling.admit(AskedNode::CriuOption(name)).is_ok();
     assert!(option("tcp-close") && !option("libdir") && !option("action-script"));
 }
+
+#[test]
+fn a_container_without_any_gpu() {
+    let deny = json!([{"allow": false}]);
+    let bare = |more: Value| {
+        let mut spec = json!({"linux": {"resources": {"devices": deny}}});
+        for (key, value) in more.as_object().unwrap() {
+            spec[key] = value.clone();
+        }
+        Spec::from_json(spec)
+    };
+    let refused = |spec: &Spec| {
+        let ceiling = Ceiling {
+            host: &Host::at("/nowhere"),
+            spec,
+            lifts: Lifts::default(),
+        };
+        assert!(ceiling.ensure_a_gpu(&[]).is_ok());
+        ceiling.ensure_a_gpu(&[gpu(0)]).is_err()
+    };
+    assert!(refused(&bare(json!({}))));
+    let environ =
+        |value: &str| json!({"process": {"env": [format!("NVIDIA_VISIBLE_DEVICES={value}")]}});
+    assert!(refused(&bare(environ("void"))));
+    assert!(!refused(&bare(environ("all"))));
+    assert!(!refused(&bare(
+        json!({"hooks": {"prestart": [{"path": "/h"}]}})
+    )));
+    assert!(!refused(&spec(json!({}), deny.clone())));
+    assert!(!refused(&Spec::from_json(json!({}))), "no rules allow all");
+}

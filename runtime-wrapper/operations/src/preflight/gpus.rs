@@ -53,6 +53,10 @@ pub fn choose(
     let wish = wish(config, spec)?;
     let ceiling = config.ceiling(host, spec);
     let mut situation = situation(&ceiling, metadata, agent);
+    if !situation.recorded.is_empty() {
+        let refused = |r| PlanError::RestoreRefused(vec![r]);
+        ceiling.ensure_a_gpu(&situation.here).map_err(refused)?;
+    }
     // The administrator wrote the configuration's own map.
     if spec.annotation(gpumap::ANNOTATION).is_some() {
         let here = &situation.here;
