@@ -20,14 +20,14 @@ const EXTENSIONS: u32 = 8;
 const VALUE: u32 = 1;
 
 #[derive(Debug, Clone, PartialEq)]
-pub enum Request {
+pub enum StartRequest {
     /// containerd before 2.3: the options, empty if there are none.
     Options(Any),
     /// containerd 2.3 and newer.
     Params(UnknownFields),
 }
 
-impl Request {
+impl StartRequest {
     /// Parses a request. Options can parse as a `BootstrapParams` too, so `id` and `namespace` must match the command
     /// line, as the stock shim requires.
     pub fn read(input: &[u8], id: &str, namespace: &str) -> Self {

@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 
 /// Where the low-level runtime keeps a container.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct StatePlace {
     pub runtime: PathBuf,
     /// The runtime's root for this containerd namespace.
     pub root: PathBuf,
@@ -37,7 +37,7 @@ pub struct Place {
     pub criu: Vec<PathBuf>,
 }
 
-impl Place {
+impl StatePlace {
     pub fn directory(&self) -> PathBuf {
         self.root.join(&self.id)
     }
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn a_container_with_a_state_is_left_to_its_runtime() {
         let root = tempfile::tempdir().unwrap();
-        let place = Place {
+        let place = StatePlace {
             runtime: "/bin/false".into(),
             root: root.path().into(),
             id: "c1".into(),
@@ -103,7 +103,7 @@ mod tests {
         fs::remove_file(place.directory().join("state.json")).unwrap();
         place.end();
         assert!(!place.directory().exists());
-        let none = Place {
+        let none = StatePlace {
             id: String::new(),
             ..place
         };

@@ -4,21 +4,21 @@ use std::path::PathBuf;
 
 use containerd_shim::protos::ttrpc::Response;
 
-use crate::cleanup::Place;
+use crate::cleanup::StatePlace;
 use crate::restore::Restoring;
 use crate::ttrpc::responses::ended;
 
 /// A held call. If dropped, it never gets an answer.
-pub trait Held: Send {
+pub trait HeldCall: Send {
     /// Forwards the call unchanged.
     fn pass(self: Box<Self>);
     /// Answers the call without forwarding it.
     fn answer(self: Box<Self>, response: Response);
 }
 
-pub struct Container {
+pub struct KnownContainer {
     pub bundle: PathBuf,
-    pub place: Place,
+    pub place: StatePlace,
     /// The engine has mounted its root file system, as docker does.
     pub mounted: bool,
     /// Set while it comes from a checkpoint and does not run yet.
@@ -26,10 +26,10 @@ pub struct Container {
     /// The engine has given it up before it ran.
     pub given_up: bool,
     /// Calls that wait for its end.
-    pub waiting: Vec<Box<dyn Held>>,
+    pub waiting: Vec<Box<dyn HeldCall>>,
 }
 
-impl Container {
+impl KnownContainer {
     /// Returns true if the engine has a pid that the stock shim does not know.
     pub fn pretended(&self) -> bool {
         self.restoring.as_ref().is_some_and(|r| r.pid().is_some())

@@ -18,7 +18,7 @@ use containerd_shim::protos::protobuf::Message;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::bootstrap::Request;
+use crate::bootstrap::StartRequest;
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
 use crate::record::Record;
 use crate::ttrpc::address::{Address, Bootstrap};
@@ -45,7 +45,7 @@ pub fn info(args: &[OsString]) -> Result<ExitCode, Error> {
 /// Starts a stock shim, and our process in front of it. After an error it ends a stock shim that it started.
 pub fn start(args: &[OsString], flags: &Flags) -> Result<ExitCode, Error> {
     let runtime = stock::runtime()?;
-    let request = Request::read(&stdin(false), &flags.id, &flags.namespace);
+    let request = StartRequest::read(&stdin(false), &flags.id, &flags.namespace);
     let wrong = |e: options::OptionsError| Error::Stock(e.to_string());
     let decoded = options::decode(request.options().as_ref()).map_err(wrong)?;
     let low_level = low_level(&decoded.binary_name, &runtime);
@@ -299,7 +299,7 @@ fn stdin(info: bool) -> Vec<u8> {
     bytes
 }
 
-fn answer(said: &stock::Answer) -> Result<ExitCode, Error> {
+fn answer(said: &stock::StockAnswer) -> Result<ExitCode, Error> {
     print(&said.stdout)?;
     Ok(ExitCode::from(said.code))
 }

@@ -20,7 +20,7 @@ use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
 use containerd_shim::protos::ttrpc::{Code, Request, Response};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
-use crate::container::Held;
+use crate::container::HeldCall;
 use crate::task::{Fate, Tasks, Watched};
 use crate::threads::spawn;
 use crate::ttrpc::address::Address;
@@ -55,7 +55,7 @@ pub fn main(upstream: &str, namespace: &str) -> Result<ExitCode, Error> {
         }
     })?;
     let open = Arc::new(AtomicUsize::new(0));
-    let server = Server {
+    let server = ProxyServer {
         tasks: Arc::new(Tasks::new(runtime, upstream.clone(), namespace)),
         upstream,
         open: Arc::clone(&open),
@@ -81,13 +81,13 @@ fn wait_for_end(mut stream: UnixStream) {
     }
 }
 
-struct Server {
+struct ProxyServer {
     upstream: Address,
     tasks: Arc<Tasks>,
     open: Arc<AtomicUsize>,
 }
 
-impl Server {
+impl ProxyServer {
     fn accept(&self, listener: &UnixListener) {
         for client in listener.incoming() {
             // At worst there are too many open files: containerd tries again.
@@ -103,7 +103,7 @@ impl Server {
 
     fn serve(&self, client: UnixStream) -> io::Result<()> {
         let stock = self.upstream.connect()?;
-        let link = Arc::new(Link {
+        let link = Arc::new(ProxyLink {
             tasks: Arc::clone(&self.tasks),
             client: Mutex::new(client.try_clone()?),
             stock: Mutex::new(stock.try_clone()?),
@@ -136,7 +136,7 @@ impl Server {
 }
 
 /// A connection from containerd, and ours to the stock shim.
-struct Link {
+struct ProxyLink {
     tasks: Arc<Tasks>,
     client: Mutex<UnixStream>,
     stock: Mutex<UnixStream>,
@@ -148,7 +148,7 @@ fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Link {
+impl ProxyLink {
     fn pump_answers(&self, from: &mut UnixStream) -> io::Result<()> {
         while let Some(mut frame) = Frame::read(from)? {
             let watched = match frame.header.type_ {
@@ -211,11 +211,11 @@ impl Link {
 }
 
 struct HeldFrame {
-    link: Arc<Link>,
+    link: Arc<ProxyLink>,
     frame: Frame,
 }
 
-impl Held for HeldFrame {
+impl HeldCall for HeldFrame {
     fn pass(self: Box<Self>) {
         let _ = self.frame.write(&mut *lock(&self.link.stock));
     }

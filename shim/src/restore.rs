@@ -14,7 +14,7 @@ use serde_json::Value;
 use cryopod_host::containerd::is_image_directory;
 use cryopod_host::mountinfo::unmount_below;
 use cryopod_host::spec::{Spec, SpecError};
-use holder::Holder;
+use holder::NamespaceHolder;
 
 /// Our directory in a bundle, for the network namespace.
 const DIRECTORY: &str = "cryopod";
@@ -25,7 +25,7 @@ const PRIVATE: u32 = 0o700;
 
 /// The restore that containerd's Create asks for.
 #[derive(Debug, Clone, Copy)]
-pub struct Wanted<'a> {
+pub struct WantedRestore<'a> {
     pub bundle: &'a Path,
     pub images: &'a Path,
     /// The options name a directory: the checkpoint is the user's own.
@@ -40,7 +40,7 @@ pub struct Restoring {
     bundle: PathBuf,
     /// The checkpoint, if it is containerd's copy for this one restore.
     copy: Option<PathBuf>,
-    holder: Option<Holder>,
+    holder: Option<NamespaceHolder>,
     done: bool,
 }
 
@@ -54,11 +54,11 @@ pub enum RestoreError {
 
 impl Restoring {
     /// Prepares a restore. After an error nothing is left of it.
-    pub fn new(wanted: Wanted) -> Result<Self, RestoreError> {
+    pub fn new(wanted: WantedRestore) -> Result<Self, RestoreError> {
         Self::prepare(wanted, &temporary())
     }
 
-    fn prepare(wanted: Wanted, temporary: &Path) -> Result<Self, RestoreError> {
+    fn prepare(wanted: WantedRestore, temporary: &Path) -> Result<Self, RestoreError> {
         let copy = !wanted.named && unpacked(wanted.images, temporary);
         let mut restoring = Self {
             bundle: wanted.bundle.to_owned(),
@@ -85,7 +85,7 @@ impl Restoring {
             return Ok(());
         }
         fs::create_dir_all(&directory).map_err(failed)?;
-        self.holder = Some(Holder::start(&directory).map_err(failed)?);
+        self.holder = Some(NamespaceHolder::start(&directory).map_err(failed)?);
         let place = holder::place(&directory);
         for namespace in network_namespaces(&mut spec) {
             namespace["path"] = place.to_string_lossy().into();
@@ -104,7 +104,7 @@ impl Restoring {
 
     /// The pid of a process in the container's network namespace; `None`: Create's response has no pid.
     pub fn pid(&self) -> Option<u32> {
-        self.holder.as_ref().map(Holder::pid)
+        self.holder.as_ref().map(NamespaceHolder::pid)
     }
 
     /// Call this when the container runs.
@@ -212,7 +212,7 @@ mod tests {
     fn without_networks_nothing_is_prepared_and_a_copy_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let restored = |images: &Path, named| {
-            let wanted = Wanted {
+            let wanted = WantedRestore {
                 bundle: dir.path(),
                 images,
                 named,

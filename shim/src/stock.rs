@@ -53,7 +53,7 @@ fn is_program(path: &Path) -> bool {
 }
 
 #[derive(Debug)]
-pub struct Answer {
+pub struct StockAnswer {
     pub stdout: Vec<u8>,
     /// 1 for a signal.
     pub code: u8,
@@ -64,7 +64,7 @@ pub struct Answer {
 const ANSWER: Duration = Duration::from_secs(60);
 
 /// Runs the stock shim with our own arguments, working directory, environment and standard error.
-pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<Answer, Error> {
+pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<StockAnswer, Error> {
     let program = shim()?;
     let mut command = Command::new(&program);
     command.args(args).envs(env.iter().copied());
@@ -81,5 +81,5 @@ pub fn run(args: &[OsString], env: &[(&str, &OsStr)], stdin: &[u8]) -> Result<An
         .code()
         .and_then(|c| u8::try_from(c).ok())
         .unwrap_or(1);
-    Ok(Answer { stdout, code })
+    Ok(StockAnswer { stdout, code })
 }

@@ -17,10 +17,10 @@ use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{Message, MessageField};
 use containerd_shim::protos::ttrpc::{Code, Request, Response, Status};
 
-use crate::cleanup::Place;
-use crate::container::{Container, Held};
+use crate::cleanup::StatePlace;
+use crate::container::{HeldCall, KnownContainer};
 use crate::options::{DEFAULT_LOW_LEVEL, DEFAULT_ROOT};
-use crate::restore::{self, Restoring, Wanted};
+use crate::restore::{self, Restoring, WantedRestore};
 use crate::ttrpc::address::Address;
 use crate::ttrpc::responses::{KILLED, Pid, ended, reason};
 use crate::{criu, options, threads, ttrpc::rpc};
@@ -61,14 +61,14 @@ pub enum Fate {
 /// A call whose response is decoded.
 #[derive(Debug)]
 pub struct Watched {
-    call: Call,
+    call: TaskCall,
     id: String,
     /// The length of the runtime's log before the call.
     log_bytes: u64,
 }
 
 #[derive(Debug)]
-enum Call {
+enum TaskCall {
     Create,
     Start,
     State,
@@ -85,7 +85,7 @@ pub struct Tasks {
     upstream: Address,
     /// containerd's namespace. A shim has containers of only one; containerd 1.7 does not state it in its calls.
     namespace: String,
-    containers: Mutex<HashMap<String, Container>>,
+    containers: Mutex<HashMap<String, KnownContainer>>,
 }
 
 impl Tasks {
@@ -106,7 +106,7 @@ impl Tasks {
         }
         if request.method == "Create" {
             return match self.create(request) {
-                Ok((changed, id)) => (Fate::Changed(changed), self.watched(Call::Create, id)),
+                Ok((changed, id)) => (Fate::Changed(changed), self.watched(TaskCall::Create, id)),
                 Err(e) => {
                     let answer = rpc::failure(Code::INVALID_ARGUMENT, format!("cryopod: {e}"));
                     (Fate::Answered(answer), None)
@@ -118,7 +118,7 @@ impl Tasks {
         }
         let watched = self.watch(request);
         match &watched {
-            Some(w) if matches!(w.call, Call::Checkpoint(_)) => {
+            Some(w) if matches!(w.call, TaskCall::Checkpoint(_)) => {
                 (self.checkpoint(request, w), watched)
             }
             _ => (Fate::Pass, watched),
@@ -128,31 +128,33 @@ impl Tasks {
     pub fn response(&self, watched: Watched, mut response: Response) -> Response {
         let failed = !rpc::succeeded(&response);
         match (&watched.call, failed) {
-            (Call::Start | Call::Checkpoint(_), true) => self.explain(&watched, &mut response),
-            (Call::Create | Call::Delete, failed) => {
-                let removed = matches!(watched.call, Call::Delete) != failed;
+            (TaskCall::Start | TaskCall::Checkpoint(_), true) => {
+                self.explain(&watched, &mut response)
+            }
+            (TaskCall::Create | TaskCall::Delete, failed) => {
+                let removed = matches!(watched.call, TaskCall::Delete) != failed;
                 if removed {
                     self.forget(&watched.id);
                 } else if !failed {
                     self.answer_pid::<CreateTaskResponse>(&watched.id, &mut response);
                 }
             }
-            (Call::State, false) => {
+            (TaskCall::State, false) => {
                 self.answer_pid::<StateResponse>(&watched.id, &mut response);
                 self.answer_given_up(&watched.id, &mut response);
             }
-            (Call::Connect, false) => {
+            (TaskCall::Connect, false) => {
                 self.answer_pid::<ConnectResponse>(&watched.id, &mut response);
             }
-            (Call::Resume(request), true) => {
+            (TaskCall::Resume(request), true) => {
                 if let Some(second) = self.resume(&watched.id, request) {
                     return second;
                 }
             }
-            (Call::Checkpoint(images), false) => self.make_another(&watched.id, images),
+            (TaskCall::Checkpoint(images), false) => self.make_another(&watched.id, images),
             _ => {}
         }
-        if matches!(watched.call, Call::Start) {
+        if matches!(watched.call, TaskCall::Start) {
             self.restored(&watched.id, failed);
         }
         response
@@ -161,10 +163,10 @@ impl Tasks {
     /// Handles a call whose connection ended without a response: containerd is gone. The stock shim then ends a restore
     /// that is in progress.
     pub fn lost(&self, watched: &Watched) {
-        if !matches!(watched.call, Call::Start) {
+        if !matches!(watched.call, TaskCall::Start) {
             return;
         }
-        let restoring = |c: &Container| c.restoring.is_some();
+        let restoring = |c: &KnownContainer| c.restoring.is_some();
         if !self.lock().get(&watched.id).is_some_and(restoring) {
             return;
         }
@@ -235,7 +237,7 @@ impl Tasks {
     }
 
     /// Keeps a call until the container runs or is given up.
-    pub fn hold(&self, id: &str, held: Box<dyn Held>) {
+    pub fn hold(&self, id: &str, held: Box<dyn HeldCall>) {
         match self.lock().get_mut(id) {
             Some(c) if c.given_up => held.answer(ended()),
             Some(c) if c.pretended() => c.waiting.push(held),
@@ -245,7 +247,8 @@ impl Tasks {
 
     /// Handles the end of a restore. After a failure the engine may try again.
     fn restored(&self, id: &str, failed: bool) {
-        let remains = |c: &Container| (c.restoring.is_some() && failed).then(|| c.place.clone());
+        let remains =
+            |c: &KnownContainer| (c.restoring.is_some() && failed).then(|| c.place.clone());
         let place = self.lock().get(id).and_then(remains);
         if let Some(place) = place {
             place.end();
@@ -309,7 +312,7 @@ impl Tasks {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<String, Container>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, KnownContainer>> {
         self.containers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -331,7 +334,7 @@ impl Tasks {
             "" => PathBuf::from(default),
             named => named.into(),
         };
-        let mut place = Place {
+        let mut place = StatePlace {
             runtime: or(&options.binary_name, DEFAULT_LOW_LEVEL),
             root: or(&options.root, DEFAULT_ROOT).join(&self.namespace),
             id: create.id.clone(),
@@ -350,7 +353,7 @@ impl Tasks {
                     place.directory().display()
                 ));
             }
-            let wanted = Wanted {
+            let wanted = WantedRestore {
                 bundle: &bundle,
                 images: Path::new(&create.checkpoint),
                 named,
@@ -364,7 +367,7 @@ impl Tasks {
         }
         let mut changed = request.clone();
         changed.payload = create.write_to_bytes().map_err(|e| e.to_string())?;
-        let container = Container {
+        let container = KnownContainer {
             bundle,
             place,
             mounted,
@@ -405,27 +408,27 @@ impl Tasks {
         let (call, id, exec) = match request.method.as_str() {
             "Start" => {
                 let r = StartRequest::parse_from_bytes(payload).ok()?;
-                (Call::Start, r.id, r.exec_id)
+                (TaskCall::Start, r.id, r.exec_id)
             }
             "State" => {
                 let r = StateRequest::parse_from_bytes(payload).ok()?;
-                (Call::State, r.id, r.exec_id)
+                (TaskCall::State, r.id, r.exec_id)
             }
             "Connect" => {
                 let r = ConnectRequest::parse_from_bytes(payload).ok()?;
-                (Call::Connect, r.id, String::new())
+                (TaskCall::Connect, r.id, String::new())
             }
             "Checkpoint" => {
                 let r = CheckpointTaskRequest::parse_from_bytes(payload).ok()?;
-                (Call::Checkpoint(r.path.into()), r.id, String::new())
+                (TaskCall::Checkpoint(r.path.into()), r.id, String::new())
             }
             "Delete" => {
                 let r = DeleteRequest::parse_from_bytes(payload).ok()?;
-                (Call::Delete, r.id, r.exec_id)
+                (TaskCall::Delete, r.id, r.exec_id)
             }
             "Resume" => {
                 let r = ResumeRequest::parse_from_bytes(payload).ok()?;
-                (Call::Resume(payload.clone()), r.id, String::new())
+                (TaskCall::Resume(payload.clone()), r.id, String::new())
             }
             _ => return None,
         };
@@ -436,7 +439,7 @@ impl Tasks {
         }
     }
 
-    fn watched(&self, call: Call, id: String) -> Option<Watched> {
+    fn watched(&self, call: TaskCall, id: String) -> Option<Watched> {
         let containers = self.lock();
         let container = containers.get(&id)?;
         let log = container.bundle.join(LOG);

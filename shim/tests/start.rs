@@ -19,7 +19,7 @@ use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::protobuf::{Message, UnknownFields};
 use containerd_shim::protos::ttrpc::Response;
 use containerd_shim::protos::ttrpc::proto::MESSAGE_TYPE_RESPONSE;
-use cryopod_shim::bootstrap::{Request, fields};
+use cryopod_shim::bootstrap::{StartRequest, fields};
 use cryopod_shim::options;
 use cryopod_shim::ttrpc::address::{Address, Bootstrap};
 use cryopod_shim::ttrpc::frame::Frame;
@@ -190,7 +190,7 @@ fn containerd_2_3_and_newer() {
             let sent = params(ID, NAMESPACE, &[other.clone(), given.clone()]);
             let said = start(&sent, result, in_place);
             // The stock shim gets the options in the form that it takes, and all else as it came.
-            let got = Request::read(&said.to_stock, ID, NAMESPACE);
+            let got = StartRequest::read(&said.to_stock, ID, NAMESPACE);
             let options = got.options().unwrap();
             assert!(options.type_url.ends_with("containerd.runc.v1.Options"));
             assert_eq!(
@@ -245,7 +245,7 @@ fn before_2_3() {
 fn a_request_for_another_container_is_none() {
     for (id, namespace) in [("c2", NAMESPACE), (ID, "other"), ("", "")] {
         let sent = params(id, namespace, &[runc_options("pods")]);
-        let read = Request::read(&sent, ID, NAMESPACE);
-        assert!(matches!(read, Request::Options(_)), "{read:?}");
+        let read = StartRequest::read(&sent, ID, NAMESPACE);
+        assert!(matches!(read, StartRequest::Options(_)), "{read:?}");
     }
 }

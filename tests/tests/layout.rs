@@ -213,13 +213,7 @@ fn folders_are_rooms_and_files_are_short() {
 }
 
 /// Crates whose types may have the names of others' still.
-const NAMES_LATER: [&str; 5] = [
-    "cryopod-cuda",
-    "cryopod-criu-plugin",
-    "cryopod-preload",
-    "cryopod-preload-wire",
-    "cryopod-shim",
-];
+const NAMES_LATER: [&str; 3] = ["cryopod-cuda", "cryopod-preload", "cryopod-preload-wire"];
 /// Names that several types may have.
 const NAMES_OF_MANY: [&str; 3] = ["Args", "Error", "HostFacts"];
 

@@ -15,7 +15,7 @@
 use crate::criu::{self, Level};
 use crate::maps;
 use crate::session::{
-    Failed, Session, Thread, failure, failure_with, record_of, reply_failure, unexpected,
+    CudaThread, Failed, Session, failure, failure_with, record_of, reply_failure, unexpected,
 };
 use cryopod_cuda::gpus::gpu::GpuUuid;
 use cryopod_cuda::messages::image::{FILE_NAME, MAPS_VERSION, ProcessRecord, Step, StepTiming};
@@ -34,8 +34,8 @@ struct Task {
 }
 
 impl Task {
-    fn thread(&self, pid: i32) -> Thread {
-        Thread { pid, tid: self.tid }
+    fn thread(&self, pid: i32) -> CudaThread {
+        CudaThread { pid, tid: self.tid }
     }
 }
 
@@ -92,7 +92,7 @@ impl Dump {
     fn take_in(&mut self, pids: &[i32]) -> Result<(), Failed> {
         let found = self.session.find(pids)?;
         let known = &self.session.config.locked;
-        let (locked, threads): (Vec<Thread>, Vec<Thread>) =
+        let (locked, threads): (Vec<CudaThread>, Vec<CudaThread>) =
             found.into_iter().partition(|t| known.contains(&t.pid));
         for thread in locked {
             self.take_in_one(thread, ProcessState::Locked, ProcessState::Running);
@@ -128,15 +128,18 @@ impl Dump {
     }
 
     /// Adds a CUDA process, with its present state and the state after a restore.
-    fn take_in_one(&mut self, thread: Thread, found: ProcessState, restored: ProcessState) {
-        let Thread { pid, tid } = thread;
+    fn take_in_one(&mut self, thread: CudaThread, found: ProcessState, restored: ProcessState) {
+        let CudaThread { pid, tid } = thread;
         let now = found;
         self.tasks.insert(pid, Task { tid, found, now });
         let record = self.new_record(pid, restored);
         self.session.image.processes.push(record);
     }
 
-    fn states(&mut self, threads: &[Thread]) -> Result<Vec<(Thread, ProcessState, u64)>, Failed> {
+    fn states(
+        &mut self,
+        threads: &[CudaThread],
+    ) -> Result<Vec<(CudaThread, ProcessState, u64)>, Failed> {
         let query = |pid| Op::Query {
             pid,
             limit_ms: QUERY_MS,
@@ -211,7 +214,7 @@ impl Dump {
             return Ok(());
         }
         let name = step.to_string();
-        let threads: Vec<Thread> = pids
+        let threads: Vec<CudaThread> = pids
             .iter()
             .filter_map(|pid| Some(self.tasks.get(pid)?.thread(*pid)))
             .collect();
@@ -367,7 +370,7 @@ impl Dump {
             return Ok(());
         }
         // After an error only the driver knows.
-        let unknown: Vec<Thread> = changed
+        let unknown: Vec<CudaThread> = changed
             .iter()
             .filter_map(|pid| Some(self.tasks.get(pid)?.thread(*pid)))
             .filter(|thread| self.state(thread.pid) == ProcessState::Unknown)

@@ -46,7 +46,7 @@ const NOT_MINE: c_int = -libc::ENOTSUP;
 
 /// `cr_plugin_desc_t`.
 #[repr(C)]
-pub struct Descriptor {
+pub struct PluginDescriptor {
     name: *const c_char,
     init: extern "C" fn(c_int) -> c_int,
     exit: extern "C" fn(c_int, c_int),
@@ -56,11 +56,11 @@ pub struct Descriptor {
 }
 
 // SAFETY: pointers to static strings and functions, never changed.
-unsafe impl Sync for Descriptor {}
+unsafe impl Sync for PluginDescriptor {}
 
 /// The symbol that CRIU looks for in a plugin.
 #[unsafe(no_mangle)]
-pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
+pub static CR_PLUGIN_DESC: PluginDescriptor = PluginDescriptor {
     name: criu::NAME.as_ptr(),
     init,
     exit,

@@ -1,7 +1,9 @@
 //! Runs the steps of a dump and a restore that concern the preload library.
 
 use crate::criu::{self, Level};
-use crate::session::{Failed, Session, Thread, failure, failure_with, reply_failure, unexpected};
+use crate::session::{
+    CudaThread, Failed, Session, failure, failure_with, reply_failure, unexpected,
+};
 use crate::vram::{PreloadedMemory, image_directory, open};
 use cryopod_cuda::copy::Piece;
 use cryopod_cuda::inject::take_descriptor;
@@ -72,13 +74,13 @@ fn left_to_the_driver(pid: i32, reason: &str) {
 }
 
 /// The thread of the preload library in a restored process.
-pub(crate) fn library_thread(pid: i32) -> Result<Thread, Failed> {
+pub(crate) fn library_thread(pid: i32) -> Result<CudaThread, Failed> {
     let tid = Library::thread_of(pid).ok_or_else(|| {
         let what = "the preload library, which its GPU memory belongs to, is not in it";
         let remedy = "the checkpoint needs the library that the container was created with, and a cryopod of its version";
         failure_with("preload", Some(pid), what, remedy)
     })?;
-    Ok(Thread { pid, tid })
+    Ok(CudaThread { pid, tid })
 }
 
 impl Session {

@@ -8,7 +8,9 @@
 
 use crate::criu::{self, Level};
 use crate::preload_steps::library_thread;
-use crate::session::{Failed, Session, Thread, failure, failure_with, record_of, reply_failure};
+use crate::session::{
+    CudaThread, Failed, Session, failure, failure_with, record_of, reply_failure,
+};
 use cryopod_cuda::gpus::gpu::{GpuUuid, mapped};
 use cryopod_cuda::messages::image::{FILE_NAME, MAX_BYTES, NvidiaImage, Step, StepTiming};
 use cryopod_cuda::messages::protocol::{Op, Outcome, ProcessState};
@@ -79,7 +81,7 @@ impl Restore {
             return Ok(());
         }
         self.done = true;
-        let tree = Tree::of(pid)?;
+        let tree = ProcessTree::of(pid)?;
         self.resume_all(&tree)
     }
 
@@ -91,7 +93,7 @@ impl Restore {
         kill_tree(root)
     }
 
-    fn resume_all(&mut self, tree: &Tree) -> Result<(), Failed> {
+    fn resume_all(&mut self, tree: &ProcessTree) -> Result<(), Failed> {
         let mut work = Vec::new();
         for record in &mut self.session.image.processes {
             let pid = *tree.pids.get(&record.ns_pids).ok_or_else(|| {
@@ -136,7 +138,7 @@ impl Restore {
             .filter(|record| record.initial_state == ProcessState::Running)
             .map(|record| record.host_pid)
             .collect();
-        let unlock: Vec<Thread> = threads
+        let unlock: Vec<CudaThread> = threads
             .into_iter()
             .filter(|thread| running.contains(&thread.pid))
             .collect();
@@ -192,12 +194,12 @@ impl Restore {
 
     /// Maps the memory of the VRAM files into the processes. The driver may then begin: what it touches too early is
     /// waited for, or all has been read.
-    fn vram_in(&mut self, threads: &[Thread]) -> Result<(), Failed> {
+    fn vram_in(&mut self, threads: &[CudaThread]) -> Result<(), Failed> {
         if self.vram.is_empty() {
             return Ok(());
         }
         let (mut all_wait, mut drivers) = (true, Vec::new());
-        for Thread { pid, tid } in threads {
+        for CudaThread { pid, tid } in threads {
             let start = Instant::now();
             let Some(record) = record_of(&mut self.session.image.processes, *pid) else {
                 continue;
@@ -243,7 +245,7 @@ impl Restore {
     fn step(
         &mut self,
         step: Step,
-        threads: &[Thread],
+        threads: &[CudaThread],
         op: impl Fn(i32) -> Op,
     ) -> Result<(), Failed> {
         if threads.is_empty() {
@@ -252,7 +254,7 @@ impl Restore {
         let name = step.to_string();
         let (replies, not_stopped) = self.session.released_batch(&name, threads, op)?;
         let mut first = None;
-        for (Thread { pid, .. }, reply) in threads.iter().zip(replies) {
+        for (CudaThread { pid, .. }, reply) in threads.iter().zip(replies) {
             if let Some(failed) = reply_failure(&name, *pid, &reply.outcome) {
                 first.get_or_insert(failed);
                 continue;
@@ -356,12 +358,12 @@ fn load_vram(session: &mut Session) -> Result<HashMap<String, SharedBuffer>, Fai
 }
 
 /// The processes that CRIU is restoring: those that it traces.
-struct Tree {
+struct ProcessTree {
     /// By their pids from the root process's namespace inwards.
     pids: HashMap<Vec<i32>, i32>,
 }
 
-impl Tree {
+impl ProcessTree {
     fn of(root: i32) -> Result<Self, Failed> {
         let failed = |what: String| failure("restore", Some(root), what);
         let status = procfs::status(root).map_err(|error| failed(error.to_string()))?;
@@ -386,7 +388,7 @@ impl Tree {
 /// Also reaps their threads. CRIU waits for the root process alone. If that is the init of a PID namespace it ends
 /// last, after every traced thread in it has been reaped.
 fn kill_tree(root: i32) -> Result<(), Failed> {
-    let tree = Tree::of(root)?;
+    let tree = ProcessTree::of(root)?;
     criu::log(
         Level::Error,
         "killing the restored processes: their GPU state is lost",

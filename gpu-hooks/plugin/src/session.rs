@@ -2,7 +2,7 @@
 //! calls, and the report.
 
 use crate::criu::{self, Level};
-use crate::vram::Vram;
+use crate::vram::VramSteps;
 use cryopod_cuda::exchange::client::{Client, ClientError};
 use cryopod_cuda::exchange::{Attendant, ExchangeError, exchange};
 use cryopod_cuda::inject::SUPPORTED;
@@ -73,7 +73,7 @@ pub fn remedy(kind: ErrorKind) -> Option<&'static str> {
 pub struct Session {
     pub config: PluginConfig,
     pub image: NvidiaImage,
-    pub vram: Vram,
+    pub vram: VramSteps,
     pub vram_done: Option<VramDone>,
     /// Processes whose NCCL communicators may be down.
     pub communicators: Vec<i32>,
@@ -136,7 +136,7 @@ impl Session {
         Self {
             config,
             image,
-            vram: Vram::default(),
+            vram: VramSteps::default(),
             vram_done: None,
             communicators: Vec::new(),
             nccl_done: None,
@@ -237,7 +237,7 @@ impl Session {
     }
 
     /// Finds the processes that use CUDA: each with its driver's thread.
-    pub fn find(&mut self, pids: &[i32]) -> Result<Vec<Thread>, Failed> {
+    pub fn find(&mut self, pids: &[i32]) -> Result<Vec<CudaThread>, Failed> {
         let find = |pid: &i32| Op::Find {
             pid: *pid,
             limit_ms: QUERY_MS,
@@ -246,7 +246,7 @@ impl Session {
         let mut found = Vec::new();
         for (pid, reply) in pids.iter().zip(replies) {
             match reply.outcome {
-                Outcome::Thread(Some(tid)) => found.push(Thread { pid: *pid, tid }),
+                Outcome::Thread(Some(tid)) => found.push(CudaThread { pid: *pid, tid }),
                 Outcome::Thread(None) => {
                     criu::log(Level::Debug, &format!("process {pid} does not use CUDA"));
                 }
@@ -262,7 +262,7 @@ impl Session {
     pub fn released_batch(
         &mut self,
         step: &str,
-        threads: &[Thread],
+        threads: &[CudaThread],
         op: impl Fn(i32) -> Op,
     ) -> Result<(Vec<Reply>, Option<String>), Failed> {
         // Only a checkpoint asks for memory that matters here.
@@ -325,7 +325,7 @@ fn write_json(path: &Path, value: &PluginReport) {
 /// Gives the drivers' threads memory of the agent's.
 struct Giver<'a> {
     config: VramConfig,
-    vram: &'a mut Vram,
+    vram: &'a mut VramSteps,
     processes: usize,
 }
 
@@ -360,7 +360,7 @@ impl Attendant for Giver<'_> {
 
 /// A CUDA process and the thread in it that does the driver's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Thread {
+pub struct CudaThread {
     pub pid: i32,
     pub tid: i32,
 }
@@ -382,9 +382,13 @@ pub fn unexpected(step: &str, pid: i32, outcome: &Outcome) -> Failed {
 
 /// Lets the drivers' threads run, each in its stopped process; a process that CRIU has not stopped needs nothing. All
 /// or none.
-fn release(step: &str, threads: &[Thread], watched: Option<u64>) -> Result<Vec<Released>, Failed> {
+fn release(
+    step: &str,
+    threads: &[CudaThread],
+    watched: Option<u64>,
+) -> Result<Vec<Released>, Failed> {
     let mut released = Vec::new();
-    for Thread { pid, tid } in threads {
+    for CudaThread { pid, tid } in threads {
         if !is_ours(*tid) {
             continue;
         }

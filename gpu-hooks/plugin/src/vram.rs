@@ -39,7 +39,7 @@ pub struct PreloadedMemory {
 }
 
 #[derive(Default)]
-pub struct Vram {
+pub struct VramSteps {
     pub captured: Vec<Captured>,
     pub preloaded: Vec<PreloadedMemory>,
     /// Why VRAM files were not used where they might have been.
@@ -70,7 +70,7 @@ pub fn image_directory() -> Option<PathBuf> {
     Some(format!("/proc/{}/fd/{fd}", own_pid()?).into())
 }
 
-impl Vram {
+impl VramSteps {
     /// Applies the agent's answer to a thread that is held: the driver gets the memory, or its own call is made.
     pub fn answer(
         &mut self,

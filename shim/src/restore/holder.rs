@@ -26,11 +26,11 @@ const NAME: &str = "netns";
 
 /// The process that holds a namespace; ends when dropped.
 #[derive(Debug)]
-pub struct Holder {
+pub struct NamespaceHolder {
     child: Child,
 }
 
-impl Holder {
+impl NamespaceHolder {
     /// Starts the process, and mounts its namespace in `directory`.
     pub fn start(directory: &Path) -> io::Result<Self> {
         let mut child = Command::new("/proc/self/exe")
@@ -79,7 +79,7 @@ impl Holder {
     }
 }
 
-impl Drop for Holder {
+impl Drop for NamespaceHolder {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
