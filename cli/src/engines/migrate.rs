@@ -9,7 +9,7 @@
 //!
 //! After a failure [`Move::settle`] takes that lock, so that no start is under way. If the container runs there, step 5
 //! follows. Else the archive's directory goes, without which no later start can begin, and the container resumes here. If the
-//! other host does not answer after step 3, nobody can know: the container stays stopped here, and the message says so.
+//! other host or its engine does not answer after step 3, nobody can know: the container stays stopped here, and the message says so.
 //!
 //! A child process does the steps. If it is killed, its parent settles; if the parent is killed, it goes on. If both are,
 //! the container stays stopped here as from step 2 on, and the engine's own command resumes it.
@@ -323,16 +323,21 @@ impl Move {
         Ok(())
     }
 
-    /// Returns true if the container runs there. If not, nothing of it is left there, and no start can begin.
+    /// Returns true if the container runs there. If not, nothing of it is left there, and no start can begin. An engine
+    /// that does not answer may have started it: that is an error.
     fn verdict(&self) -> anyhow::Result<bool> {
         let there = self.there();
         let script = format!(
             "case $({}) in true|RUNNING) runs=1;; esac\n\
              if [ -e {there}/started ] && [ \"$runs\" ]; then echo there; exit; fi\n\
              if [ -e {there}/ours ]; then {}; fi > /dev/null 2>&1\n\
+             if [ -e {there}/started ]; then left=$({}) || exit; fi\n\
+             if echo \"$left\" | grep -qxF {}; then echo it cannot be removed; exit; fi\n\
              rm -rf {there}; echo gone",
             self.running(),
-            self.undo()
+            self.undo(),
+            self.list(),
+            self.name
         );
         let script = format!(
             "[ -d {there} ] || {{ echo gone; exit; }}\nflock -o -w {} {there}/lock sh -c {}",

@@ -94,6 +94,15 @@ impl Move {
         }
     }
 
+    /// Prints the names of all containers. It fails if the engine does not answer.
+    pub fn list(&self) -> String {
+        let program = self.program();
+        match self.engine {
+            Engine::Containerd => format!("{program} tasks ls -q && {program} containers ls -q"),
+            _ => format!("{program} ps --all --format '{{{{.Names}}}}'"),
+        }
+    }
+
     pub fn start(&self) -> String {
         let (program, name) = (self.program(), &self.name);
         match self.engine {

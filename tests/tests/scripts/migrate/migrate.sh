@@ -187,6 +187,17 @@ broken() { # NAME AT COMMAND MESSAGE
 
 # ---- nobody can know ----
 if due; then
+    engine_there=$(there "command -v $engine")
+    fault '/started &&' "real \"\$@\"; real root@$far chmod -x $engine_there; exit 255"
+    if migrates; then check 'the engine there does not answer: fails' false; fi
+    check 'the engine there does not answer: the message' says /tmp/said 'Error: job stays stopped here, as ssh://.* does not say whether it runs there'
+    if here; then check 'the engine there does not answer: it is stopped here' false; fi
+    there "chmod +x $engine_there"
+    check 'the engine there does not answer: it runs there' yonder
+    check 'the engine there does not answer: each number once' follows
+    fresh
+fi
+if due; then
     fault '/started &&' 'ip link set near down; exit 255'
     if migrates; then check 'the network is down: fails' false; fi
     check 'the network is down: the message' says /tmp/said 'Error: job stays stopped here, as ssh://.* does not say whether it runs there.*if not: .*job'
