@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::OsString;
+use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -224,11 +225,8 @@ impl Completion<'_> {
             if leave_running && self.packing.is_some() {
                 return self.amd_saved().map(drop);
             }
-            // How long it had to wait is known once it goes on.
-            if leave_running && !self.planned.gpus.users_of(Vendor::Nvidia).is_empty() {
-                return Ok(());
-            }
-            return self.commit();
+            // How long it had to wait is known once it goes on, and its images are on the disk then.
+            return if leave_running { Ok(()) } else { self.commit() };
         }
         match leave_running {
             true => Ok(()),
@@ -263,11 +261,9 @@ impl Completion<'_> {
             self.pack(packing)?;
         }
         preload::carry(&self.request.spec, &self.request.images)?;
-        if self.request.ends {
-            // Nothing else of the container will be left.
-            synced(&self.request.images)
-                .map_err(|e| format!("{}: {e}", self.request.images.display()))?;
-        }
+        // After a power cut there must be no metadata without images, and of a container that ends nothing else is left.
+        synced(&self.request.images)
+            .map_err(|e| format!("{}: {e}", self.request.images.display()))?;
         let slot = self.slot.take();
         slot.map_or(Ok(()), |slot| {
             slot.commit(self.metadata).map_err(|e| e.to_string())
@@ -353,9 +349,15 @@ const STOPPED_STAGE: &str = "network-lock";
 const LAST_STAGE: &str = "post-dump";
 const NOT_IN_TIME: &str = "the GPU memory was not written in time";
 
-/// Writes the file system of a directory to its disk.
+/// Writes the files of a directory to the disk.
 fn synced(directory: &Path) -> std::io::Result<()> {
-    Ok(nix::unistd::syncfs(std::fs::File::open(directory)?)?)
+    for file in std::fs::read_dir(directory)? {
+        let file = file?;
+        if file.file_type()?.is_file() {
+            File::open(file.path())?.sync_all()?;
+        }
+    }
+    File::open(directory)?.sync_all()
 }
 
 fn plugin_report(images: &Path) -> Value {

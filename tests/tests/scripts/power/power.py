@@ -1,4 +1,4 @@
-"""power.py SEED CUTS: cuts the power at random points of an operation, CUTS times, and looks at what is left.
+"""power.py SEED CUTS [OPERATION]: cuts the power at random points of an operation, CUTS times, and looks at what is left.
 
 A cut is EXT4_IOC_SHUTDOWN without a flush of the log, as xfstests' godown does it: what is neither written nor committed is gone,
 and all that comes later fails. The image of the file system is copied then, mounted, which replays its journal, and
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-SEED, CUTS = int(sys.argv[1]), int(sys.argv[2])
+SEED, CUTS, ALONE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, (2).to_bytes(4, "little")
 OPTIONS = ["defaults", "commit=1", "data=writeback,noauto_da_alloc,commit=1", "nodelalloc,data=writeback,noauto_da_alloc,commit=1"]
 LIBRARIES = ["/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu", "/usr/lib64:/lib64"]
@@ -140,8 +140,8 @@ def mount(image, options="defaults"):
 def cut(number):
     global LAST
     rng = random.Random(f"{SEED}/{number}")
-    LAST = rng.choice(list(OPERATIONS))
-    options, noise, point = rng.choice(OPTIONS), rng.random() < 0.5, rng.random()
+    LAST = rng.choice(ALONE or list(OPERATIONS))
+    options, noise, point = rng.choice(OPTIONS), rng.random() < 0.5, rng.choice([rng.random(), 0.7 + 0.4 * rng.random()])
     shutil.copy("/power/base.img", "/power/run.img")
     mount("/power/run.img", options)
     try:
@@ -166,7 +166,7 @@ def cut(number):
                 time.sleep(0.01)
         if noise:
             threading.Thread(target=sync).start()
-        pause = point * 1.1 * took[LAST]
+        pause = point * took[LAST]
         result = {}
 
         def strike():
