@@ -111,6 +111,11 @@ pub fn tree(host: &Host, init: i32) -> Vec<i32> {
     found
 }
 
+/// Drops the zombies. One that CRIU has restored shows CRIU's privileges, and runs no more.
+pub fn retain_living(host: &Host, pids: &mut Vec<i32>) {
+    pids.retain(|pid| is_alive(host, *pid));
+}
+
 /// Returns true if there is such a process, and it neither ends nor is a zombie.
 pub fn is_alive(host: &Host, pid: i32) -> bool {
     /// `PF_EXITING` of the kernel's sched.h.

@@ -157,7 +157,8 @@ fn with_metadata(
 fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode, Error> {
     // A restore compares every container's processes with its spec, and CRIU restores not all that it dumps.
     let switches = Switches::gather(&request.spec, &request.config().checks, &|_| None);
-    let tree = live::tree(&request.host, state.init);
+    let mut tree = live::tree(&request.host, state.init);
+    live::retain_living(&request.host, &mut tree);
     let mut beyond = privileges::running(request.config(), &request.host, &request.spec, &tree);
     beyond.extend(hazards::unrestorable(&request.host, &request.spec, &tree));
     if switches.is_ok_and(|s| s.on(RESTORE_HERE)) {

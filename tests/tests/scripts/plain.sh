@@ -29,3 +29,11 @@ pod inspect -f '{{.State.Pid}}' c1 > /tmp/init
 if PATH=/tmp/killed:$PATH pod container checkpoint c1 > /tmp/said 2>&1; then exit 1; fi
 grep "the container goes on running" /tmp/said
 wait_for counted c1 $(($(count c1) + 5))
+# A zombie that CRIU has restored has CRIU's privileges, and does not keep the container from another checkpoint.
+pod run -d --name c2 --network none localhost/busybox sh -c '(exit 0) & exec tail -f /dev/null' > /dev/null
+zombies() { pgrep -r Z -P "$(pod inspect -f '{{.State.Pid}}' c2)"; }
+wait_for zombies > /dev/null
+pod container checkpoint c2 > /dev/null
+pod container restore c2 > /dev/null
+zombies > /dev/null
+pod container checkpoint c2 > /dev/null

@@ -11,6 +11,7 @@ use cryopod_amd::topology::{Node, Topology};
 use cryopod_archive::metadata::Metadata;
 use cryopod_cuda::messages::report::AgentReady;
 use cryopod_gpu_plan::checks::switches::{RESTORE_HERE, Switches};
+use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
 use cryopod_host::files::Host;
@@ -73,8 +74,9 @@ impl Prospect<'_> {
         let mut refusals = answer.refusals();
         let provided = surroundings::provided(request, metadata, answer.chosen.as_ref());
         refusals.extend(provided.err().into_iter().flatten());
-        let pids = &self.plan.pids;
-        refusals.extend(privileges::running(request.config(), host, spec, pids));
+        let mut pids = self.plan.pids.clone();
+        live::retain_living(host, &mut pids);
+        refusals.extend(privileges::running(request.config(), host, spec, &pids));
         if let (Some(_), Some(chosen)) = (&agent, &answer.chosen)
             && let Err(Error::Plan(PlanError::RestoreRefused(more))) = chosen.driver_map()
         {
