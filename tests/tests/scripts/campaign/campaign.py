@@ -179,7 +179,8 @@ class Container:
         if self.gpu():
             binds += ["/run/cusim:/run/cusim", "/opt/cusim:/cusim", *LIBRARIES]
         elif self.kind != "counter":
-            binds += ["/usr/bin/python3:/python3", f"{PYTHON}:{PYTHON}", *LIBRARIES,
+            # The file itself: CRIU alone does not restore the mount of a link.
+            binds += [os.path.realpath("/usr/bin/python3") + ":/python3", f"{PYTHON}:{PYTHON}", *LIBRARIES,
                       "/src/tests/tests/scripts/campaign/job.py:/job.py"]
         return binds
 
