@@ -84,8 +84,9 @@ while True:
 P
 python=(-v /usr:/usr:ro -v /usr/lib64:/lib64:ro -v /usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu:ro -v /srv/app:/app:ro)
 notes=(--network none --device /dev/nvidia0 "${python[@]}" -v /srv/volume:/v localhost/busybox /usr/bin/python3 /app/notes.py)
+numbers() { printed notes | grep -x '[0-9]*'; } # none at once
 restored() { # COMMAND...: and it goes on; a warning of the runtime may be the last line
-    "$@" > /tmp/said 2>&1 && n=$(printed notes | grep -x '[0-9]*' | tail -n 1) && wait_for counted notes $((n + 5)) && ! printed notes | grep CORRUPT
+    "$@" > /tmp/said 2>&1 && wait_for numbers > /dev/null && n=$(numbers | tail -n 1) && wait_for counted notes $((n + 5)) && ! printed notes | grep CORRUPT
 }
 refused() { # WANT
     podman rm -f -t 0 notes > /dev/null
