@@ -23,7 +23,7 @@ pod() {
     if [ "${1:-} ${2:-}" != "container checkpoint" ]; then
         "${podman[@]}" "$@"
     elif ! "${podman[@]}" "$@" 2> $said; then
-        if grep -q 'Unseizable non-zombie .* state D' $said; then "${podman[@]}" "$@"; else cat $said >&2 && return 1; fi
+        if grep -q -e 'Unseizable non-zombie .* state D' -e 'Timeout reached. Try to interrupt' $said; then "${podman[@]}" "$@"; else cat $said >&2 && return 1; fi
     else cat $said >&2; fi
 }
 

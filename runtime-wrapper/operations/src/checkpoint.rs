@@ -49,6 +49,8 @@ use crate::security::privileges;
 /// How often CRIU tries to freeze a container. A process that is inside vfork(2) at that moment stops the freeze (under
 /// load every program that a shell starts is such a moment), and the freezer of cgroup v1 does at times.
 const FREEZES: u32 = 3;
+/// CRIU's error when it could not stop a container's processes in 10 seconds.
+const NOT_STOPPED: &str = "Timeout reached. Try to interrupt";
 
 /// Checkpoints a container. On error the container goes on running.
 pub fn run(ctx: &Context, inv: &Invocation) -> Result<ExitCode, Error> {
@@ -173,19 +175,26 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
     }
     prepare::work_directory(request);
     let (low, args) = (&request.ctx.low, &request.ctx.args);
-    let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
-    let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
-    let ended = child::attend(low, args, stderr)?;
-    if ended.code != 0 {
-        if !state.paused {
-            frozen::thaw_left(&request.host, state.init);
+    for tries in (0..FREEZES).rev() {
+        let before = LogMarks::note(request.log(names::DUMP_LOG), &request.inv.globals);
+        let (held, stderr) = HeldErrors::new().map_err(Error::io("memfd_create"))?;
+        let ended = child::attend(low, args, stderr)?;
+        if ended.code != 0 {
+            if !state.paused {
+                frozen::thaw_left(&request.host, state.init);
+            }
+            let full = failure::full_disk(&request.images).into_iter().collect();
+            let why = failure::describe(low, &ended, full, &before);
+            if tries > 0 && why.contains(NOT_STOPPED) && alive(&request.host, state) {
+                tracing::info!("{}: {why}; CRIU tries again", request.id());
+                continue;
+            }
+            log::error(&failed(request, state, &why));
         }
-        let full = failure::full_disk(&request.images).into_iter().collect();
-        let why = failure::describe(low, &ended, full, &before);
-        log::error(&failed(request, state, &why));
+        held.hand_on();
+        return Ok(child::exit_code(ended.code));
     }
-    held.hand_on();
-    Ok(child::exit_code(ended.code))
+    Ok(ExitCode::FAILURE)
 }
 
 /// What to tell of a failed checkpoint.

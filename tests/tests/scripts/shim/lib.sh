@@ -50,5 +50,5 @@ pausing() {
     "$@" 2> /tmp/pausing.said && return
     log=$(sed -n 's/.*path= *\([^ ]*\.log\).*/\1/p' /tmp/pausing.said | head -n 1)
     { cat /tmp/pausing.said && [ -z "$log" ] || grep -h Error "$log"; } >&2 || true
-    grep -q -e 'unable to freeze' -e 'criu failed: type DUMP' /tmp/pausing.said && "$@"
+    grep -q -e 'unable to freeze' -e 'criu failed: type DUMP' -e 'Timeout reached. Try to interrupt' /tmp/pausing.said && "$@"
 }
