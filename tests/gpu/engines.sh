@@ -1,5 +1,5 @@
-# engines.sh: docker and ctr beside podman: checkpoint and restore as their users call them, with the store and without it, and
-# copies. Sourced by inside.sh.
+# engines.sh: docker, ctr and the CRI beside podman: checkpoint and restore as their users call them, with the store and without
+# it, and copies. Sourced by inside.sh.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
 
 engines=/var/lib/containers/engines # on the file system that podman has, too
@@ -10,8 +10,29 @@ engines_up() {
     mkdir -p "$engines"/{tmp,docker,cryopod,out} /etc/containerd /usr/local/sbin
     [ -e /var/lib/cryopod ] || ln -s "$engines/cryopod" /var/lib/cryopod
     ln -sf /usr/local/bin/containerd-shim-cryopod-v2 /usr/local/sbin/containerd-shim-runc-v2
-    printf 'version = 3\nroot = "%s/containerd"\n[plugins."io.containerd.cri.v1.runtime"]\n  disable_apparmor = true\n  restrict_oom_score_adj = true\n' \
-        "$engines" > /etc/containerd/config.toml
+    cat > /etc/containerd/config.toml << T
+version = 3
+root = "$engines/containerd"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "localhost/pause:latest"
+[plugins."io.containerd.cri.v1.runtime"]
+  disable_apparmor = true
+  restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.cryopod]
+  runtime_type = "io.containerd.cryopod.v2"
+  pod_annotations = ["dev.cryopod.restore", "dev.cryopod.store"]
+  container_annotations = ["dev.cryopod.restore", "dev.cryopod.store"]
+T
+    # Where this cgroup has no controller of the CPU, no container can have the shares that each pod has.
+    grep -qw cpu /sys/fs/cgroup/cgroup.subtree_control || cat > /usr/local/sbin/runc << 'T'
+#!/bin/bash
+for ((i = 1; i < $#; i++)); do
+    config=${*:i+1:1}/config.json
+    if [ "${!i}" = --bundle ] && jq 'del(.linux.resources.cpu)' "$config" > "$config.part"; then mv "$config.part" "$config"; fi
+done
+exec /usr/sbin/runc "$@"
+T
+    [ ! -e /usr/local/sbin/runc ] || chmod +x /usr/local/sbin/runc
     export CONTAINERD_SUPPRESS_DEPRECATION_WARNINGS=1
     TMPDIR=$engines/tmp containerd > /logs/containerd.log 2>&1 &
     containerd_pid=$!
@@ -22,13 +43,23 @@ engines_up() {
     wait_for docker version > /dev/null 2>&1 || { tail -n 20 /logs/dockerd.log && return 1; }
     docker import /tmp/machine.tar machine > /dev/null || return
     podman save -q --format oci-archive -o "$engines/machine.oci" "$image" || return
-    ctr images import "$engines/machine.oci" > /dev/null
+    ctr images import "$engines/machine.oci" > /dev/null || return
+    # Pods: they need an image of their own, whose program waits, and the host's names.
+    touch /etc/hosts /etc/resolv.conf
+    mkdir -p "$engines/pause/bin" && cp /usr/bin/busybox "$engines/pause/bin/" || return
+    tar -C "$engines/pause" -c . | podman import -q --change 'CMD ["/bin/busybox", "sleep", "1000000"]' - localhost/pause > /dev/null || return
+    podman save -q --format oci-archive -o "$engines/pause.oci" localhost/pause || return
+    local image
+    for image in machine pause; do ctr --namespace k8s.io images import "$engines/$image.oci" > /dev/null || return; done
+    # A pod's mounts bring those below them along.
+    mkdir -p "$engines/usr" && mount --bind "$usr" "$engines/usr" && mount --make-private "$engines/usr"
 }
 
 engines_down() {
     [ -n "${dockerd_pid:-}" ] || return 0
     kill "$dockerd_pid" "$containerd_pid"
     wait "$dockerd_pid" "$containerd_pid" 2> /dev/null
+    umount "$engines/usr"
     dockerd_pid='' containerd_pid=''
 }
 
@@ -68,6 +99,8 @@ engine_run() {
     esac > "/logs/$label.$name.run" 2>&1 || { cat "/logs/$label.$name.run" && return 1; }
 }
 
+# The CRI writes time, stream and F before each line.
+engine_output() { sed 's/^[^ ]* stdout F //' "$engines/out/$1"; }
 engine_lines() { grep -c -E ' (ok|CORRUPT) ' "$engines/out/$1" || true; }
 engine_more() { [ "$(engine_lines "$1")" -ge "$2" ]; }
 
@@ -110,6 +143,7 @@ engine_clear() {
         ctr tasks delete "$id" > /dev/null 2>&1
         ctr containers rm "$id" > /dev/null 2>&1
     done
+    for id in $(ctr --namespace k8s.io containers ls -q 'labels."io.cri-containerd.kind"==sandbox'); do cri_end "$id" > /dev/null 2>&1; done
     ctr snapshots rm job > /dev/null 2>&1 # of a container that could not be started
     ctr images rm --sync localhost/checkpoint:1 > /dev/null 2>&1
     rm -f "$engines"/out/*
@@ -120,7 +154,7 @@ engine_clear() {
 # engine_verdict NAME LINES: it has printed 5 lines more, nothing is corrupt, and the sum is what it was.
 engine_verdict() {
     wait_for engine_more "$1" $(($2 + 5)) || return
-    cp "$engines/out/$1" "/logs/$label.out"
+    engine_output "$1" > "/logs/$label.out"
     if grep -q -E 'CORRUPT|rror' "/logs/$label.out"; then say "$label: the memory has changed, or CUDA failed" && return 1; fi
     [ "$(awk '/ ok / {print $2}' "/logs/$label.out" | sort -u | wc -l)" = 1 ]
 }
@@ -179,6 +213,66 @@ engine_copies() { # ENGINE SIZE LABEL: containers that begin at a checkpoint, fr
     rm -rf "$engines/copies" "$engines/cache"
 }
 
+# cri METHOD JSON
+cri() { GRPC_LIMIT=600 grpc.sh /run/containerd/containerd.sock "runtime.v1.RuntimeService/$1" "$2"; }
+
+# cri_start NAME [ANNOTATION VALUE]: a pod with one container, both called NAME; its output is in $engines/out/NAME. Sets pod and container.
+cri_start() {
+    local sandbox devices
+    : > "$engines/out/$1"
+    devices=$(printf '%s\n' /dev/nvidiactl /dev/nvidia-uvm /dev/nvidia-uvm-tools "/dev/nvidia$(minor_of 0)" | while read -r node; do
+        if [ -e "$node" ]; then echo "$node"; fi
+    done | jq -Rnc '[inputs | [8, [[1, .], [2, .], [3, "rwm"]]]]')
+    # On the host's network, so that no plugin of the CNI is needed.
+    sandbox=$(jq -nc --arg name "$1" --arg out "$engines/out" --arg key "${2:-}" --arg value "${3:-}" '[[1, [[1, $name], [2, $name], [3, "ns"]]], [3, $out],
+        [8, [[2, [[1, [[1, 2], [2, 1], [3, 1]]]]]]]] + if $key == "" then [] else [[7, [[1, $key], [2, $value]]]] end')
+    pod=$(cri RunPodSandbox "[[1,$sandbox],[2,\"cryopod\"]]") || return
+    container=$(cri CreateContainer "$(jq -nc --arg pod "$pod" --argjson sandbox "$sandbox" --argjson devices "$devices" --arg usr "$engines/usr" \
+        --arg name "$1" --arg sim "$sim" '[[1, $pod], [2, [[1, [[1, $name]]], [2, [[1, "localhost/machine:latest"]]]]
+        + ($ARGS.positional | map([3, .])) + $devices + [[11, $name], [6, [[1, "LD_LIBRARY_PATH"], [2, if $sim == "" then "/driver" else "/cusim" end]]]]
+        + ([[$usr, "/usr", 1], ["/opt/work", "/work", 1]] + if $sim == "" then [["/opt/driver", "/driver", 1]]
+            else [["/opt/cusim", "/cusim", 1], ["/run/cusim", "/run/cusim", 0]] end | map([7, [[1, .[1]], [2, .[0]], [3, .[2]]]]))],
+        [3, $sandbox]]' --args -- "${job[@]}")") || return
+    cri StartContainer "[[1,\"$container\"]]" > /dev/null
+}
+cri_end() { cri StopPodSandbox "[[1,\"$1\"]]" > /dev/null && cri RemovePodSandbox "[[1,\"$1\"]]" > /dev/null; }
+
+# cri_trip SIZE STORE LABEL: a pod, its checkpoint, and two more that begin there, at the same time.
+cri_trip() {
+    local label=$3 archive=$engines/copies/job.tar from save pods=() pod container loads=() times=() entries i
+    low_level runc
+    printf '[restore]\nallow = [{ from = "%s/copies", kubernetes = ["ns"] }]\n[cache]\npath = "%s/cache"\n' "$engines" "$engines" >> /etc/cryopod/config.toml
+    rm -rf "$engines/copies" && mkdir -m 755 "$engines/copies"
+    job_command "$1" 0
+    cri_start job dev.cryopod.store "$2" || return
+    wait_for engine_more job 3 || { tail -n 5 "$engines/out/job" && return 1; }
+    from=$(now)
+    cri CheckpointContainer "[[1,\"$container\"],[2,\"$archive\"],[3,600]]" > /dev/null || return
+    save=$(since "$from")
+    engine_verdict job "$(engine_lines job)" || return
+    entries=$(cryopod store ls --json | jq length)
+    cri_end "$pod" || return
+    for i in 1 2; do
+        from=$(now)
+        cri_start "copy$i" dev.cryopod.restore "$archive" || return
+        pods+=("$pod") loads+=("$(since "$from")")
+        wait_for engine_more "copy$i" 1 || return
+        times+=("$(since "$from")")
+    done
+    for i in 1 2; do
+        engine_verdict "copy$i" "$(engine_lines "copy$i")" || return
+        [ "$(awk '/ ok / {print $2}' "/logs/$label.out" | sort -u)" = "$(engine_output job | awk '/ ok / {print $2}' | sort -u)" ] || { say "$label: copy $i has another sum" && return 1; }
+        [ "$(engine_output "copy$i" | awk 'NR == 1 {print $1}')" -ge 3 ] || { say "$label: copy $i began anew" && return 1; }
+    done
+    for i in 0 1; do cri_end "${pods[i]}" || return; done
+    result "$(jq -n --arg case "$label" --arg size "$1 $unit" --argjson save "$save" --argjson entries "$entries" --argjson load "${loads[0]}" \
+        --argjson archive "$(stat -c %s "$archive")" --argjson warm "$(jq -n '$ARGS.positional | map(tonumber)' --args "${times[@]}")" \
+        '{case: $case, ok: true, runtime: "runc", size: $size, store_entries: $entries, checkpoint: {export_s: $save, archive_bytes: $archive},
+            restore: {import_s: $load}, warm_s: $warm}')"
+    say "$label: checkpoint $save s, $entries entries in the store; two copies: started after ${loads[*]} s, first line after ${times[*]} s"
+    rm -rf "$engines"/{copies,cache,cryopod/store} # nobody says where the CRI's archives are
+}
+
 engine_case() { # LABEL FUNCTION ARG...
     run_case "$@"
     engine_clear
@@ -194,10 +288,16 @@ engine_part() {
     engines_up || { failed=$((failed + 1)) && return; }
     for size in $sizes; do
         engine_case "podman-$size-in-place" engine_trip podman "$size" default
+        if [ "$1" = cri ]; then
+            engine_case "cri-$size" cri_trip "$size" off
+            engine_case "cri-$size-store" cri_trip "$size" on
+            continue
+        fi
         engine_case "$1-$size" engine_trip "$1" "$size" default
         engine_case "$1-$size-again" engine_trip "$1" "$size" default
         engine_case "podman-$size-in-place-again" engine_trip podman "$size" default
     done
+    [ "$1" != cri ] || return 0
     for size in $store_off_sizes; do engine_case "$1-$size-store-off" engine_trip "$1" "$size" off; done
     engine_case "podman-2-copies" engine_copies podman 2
     engine_case "$1-2-copies" engine_copies "$1" 2

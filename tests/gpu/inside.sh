@@ -447,7 +447,7 @@ for part in $parts; do
         nccl) nccl_all "${runtimes%% *}" ;;
         copies) for shape in "14 2048" "26 4096"; do run_case "copies-${shape// /x}" copies "${runtimes%% *}" ${shape% *} ${shape#* }; done ;;
         copies-two) for shape in "14 2048" "26 4096"; do run_case "copies-two-${shape// /x}" copies_two "${runtimes%% *}" ${shape% *} ${shape#* }; done ;;
-        docker | ctr) engine_part "$part" ;;
+        docker | ctr | cri) engine_part "$part" ;;
         elsewhere) run_case elsewhere elsewhere "${runtimes%% *}" ;;
         ipc) run_case "ipc-${runtimes%% *}" ipc "${runtimes%% *}" ;;
         map) for rt in $runtimes; do run_case "map-$rt" map "$rt" 4; done ;;

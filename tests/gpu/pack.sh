@@ -41,9 +41,16 @@ take() { # PATH in the bed, without the leading slash
     cp -L "$bed/$1" "$root/$1"
     libraries_of "/$1"
 }
+for program in sbin/{criu,runc,xtables-nft-multi} bin/{crun,podman,conmon,busybox,jq,bash,tar,zstd,gzip,mount,umount} \
+    bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat,pigz}; do
+    take "usr/$program"
+done
+take "$lib/libcriu.so.2"
 if [ -n "$engines" ]; then
+    find "$root/usr" -type f > "$root/tmp/in-the-other-pack"
     take usr/sbin/dockerd
-    for program in containerd containerd-shim-runc-v2 ctr docker; do take "usr/bin/$program"; done
+    for program in containerd containerd-shim-runc-v2 ctr docker curl; do take "usr/bin/$program"; done
+    xargs rm < "$root/tmp/in-the-other-pack"
     mkdir "$root/kept"
     mv "$root"/usr "$root/kept/"
     rm -rf "${root:?}"/{bin,sbin,lib,lib64,etc,tmp,proc,sys,dev,run,var,root,host,old,opt,src}
@@ -57,11 +64,6 @@ if [ -n "$engines" ]; then
     echo "packed $(du -h "$out" | cut -f1) into $out"
     exit
 fi
-for program in sbin/{criu,runc,xtables-nft-multi} bin/{crun,podman,conmon,busybox,jq,bash,tar,zstd,gzip,mount,umount} \
-    bin/{ip,cat,date,sleep,timeout,head,tail,sort,stat,pigz}; do
-    take "usr/$program"
-done
-take "$lib/libcriu.so.2"
 take usr/lib/podman/netavark
 for file in libdl.so.2 libpthread.so.0 librt.so.1 libm.so.6 libgcc_s.so.1; do cp -L "$bed/$lib/$file" "$root/$lib/"; done
 cp -L "$bed/lib64/ld-linux-x86-64.so.2" "$root/usr/lib64/"

@@ -9,11 +9,11 @@
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
 #                       vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
-#                       copies-two docker ctr elsewhere against (default: all but the last that the machine can do; docker and ctr need dist/gpu-engines.tar.zst)
+#                       copies-two docker ctr cri elsewhere against (default: all but the last that the machine can do; docker, ctr and cri need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
 #   GPU_TEST_OTHER      a tar.gz of another build's cryopod-runtime, cryopod-cuda-agent and cryopod_nvidia.so: part against takes turns
 #   GPU_TEST_RUNTIMES   default "crun runc"
-#   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed
+#   GPU_TEST_SIZES      GiB of GPU memory, default "1 8 24"; host memory of about three times the largest is needed, of five for cri
 #   GPU_TEST_STORE_OFF_SIZES  the same without the store, for docker and ctr, default 2: docker takes 22 s a GiB
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
 #   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
@@ -111,6 +111,7 @@ if [ -e "$engines" ]; then
     cat "$work/root/etc/engine-versions" >> "$work/root/etc/stack-versions"
 fi
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
+cp "$workspace/tests/testbed/grpc.sh" "$work/root/usr/local/bin/"
 [ -z "${GPU_TEST_OTHER:-}" ] || { mkdir "$work/root/opt/work/other" && tar -C "$work/root/opt/work/other" -xzf "$GPU_TEST_OTHER"; }
 [ -z "${GPU_TEST_ELSEWHERE:-}" ] || cp "$GPU_TEST_ELSEWHERE" "$work/root/opt/work/elsewhere.tar"
 cp "$here"/{inside.sh,cases.sh,vram_files.sh,sharing.sh,copies.sh,engines.sh,preload.sh,parallel.sh,train.py,loader.py,serve.py,nccl.py,parallel.py,ipc.py,arrays.py} "$work/root/opt/work/"
@@ -164,7 +165,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr cri elsewhere}")
 store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
@@ -232,7 +233,7 @@ mkdir sys/fs/cgroup/init
 echo 0 > sys/fs/cgroup/init/cgroup.procs
 # A cgroup with processes cannot hand its controllers on, so this shell went first.
 for controller in $(cat sys/fs/cgroup/cgroup.controllers); do echo "+$controller" > sys/fs/cgroup/cgroup.subtree_control || true; done
-pivot_root . old
+usr/bin/busybox pivot_root . old # the machine may have no pivot_root
 cd /
 umount -l /old
 exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

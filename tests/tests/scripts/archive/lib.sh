@@ -34,7 +34,7 @@ registry() { # [ADDRESS]: a registry at port 5000, its blobs below /tmp/registry
 cri() { # METHOD JSON
     local service=Runtime
     if [ "$1" = PullImage ]; then service=Image; fi
-    python3 /src/tests/tests/scripts/shim/grpc.py "${cri_socket:-/run/containerd/containerd.sock}" "runtime.v1.${service}Service/$1" "$2" ||
+    /src/tests/testbed/grpc.sh "${cri_socket:-/run/containerd/containerd.sock}" "runtime.v1.${service}Service/$1" "$2" ||
         { grep -iE 'error|restor|checkpoint' /tmp/containerd.log | tail -n 8 >&2 && return 1; }
 }
 cri_quiet() { cri "$@" > /dev/null 2>&1; }

@@ -29,8 +29,8 @@ containers = {}  # pod: its sandbox, its containers by name
 
 
 def cri(method, fields):
-    grpc = "/src/tests/tests/scripts/shim/grpc.py"
-    command = ["python3", grpc, "/run/containerd/containerd.sock", f"runtime.v1.RuntimeService/{method}", json.dumps(fields)]
+    grpc = "/src/tests/testbed/grpc.sh"
+    command = [grpc, "/run/containerd/containerd.sock", f"runtime.v1.RuntimeService/{method}", json.dumps(fields)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip())

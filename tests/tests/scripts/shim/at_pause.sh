@@ -32,7 +32,7 @@ away() { # NAME
     ctr containers rm "$1"
 }
 checkpoint() { # NAME: of a container that is paused, as the call for a pod does it
-    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock \
+    /src/tests/testbed/grpc.sh /run/containerd/containerd.sock \
         containerd.services.tasks.v1.Tasks/Checkpoint "[[1, \"$1\"]]" > /tmp/said 2>&1 || { cat /tmp/said && exit 1; }
 }
 recorded() { # among what containerd has stored

@@ -67,7 +67,7 @@ if ! ctr --version | grep -q ' v\?1\.'; then
     ctr containers rm job
 else
     # ctr 1.7 sends that option to runtimes of containerd's own name alone; containerd 1.7 takes it for all.
-    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock containerd.services.tasks.v1.Tasks/Checkpoint \
+    /src/tests/testbed/grpc.sh /run/containerd/containerd.sock containerd.services.tasks.v1.Tasks/Checkpoint \
         '[[1, "job"], [3, [[1, "containerd.runc.v1.CheckpointOptions"], [2, [[1, 1]]]]]]' > /tmp/said
     check 'checkpoint --exit: it ends' wait_for is job STOPPED
     ctr tasks delete job > /dev/null 2>&1 || true

@@ -8,7 +8,7 @@ images
 mkdir -p /out /srv/checkpoint
 logs() { cat "/out/$1"; }
 tasks() { # METHOD JSON
-    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock "containerd.services.tasks.v1.Tasks/$1" "$2" > /tmp/said 2>&1 ||
+    /src/tests/testbed/grpc.sh /run/containerd/containerd.sock "containerd.services.tasks.v1.Tasks/$1" "$2" > /tmp/said 2>&1 ||
         { cat /tmp/said && return 1; }
 }
 job='exec /cusim/cusim-client --mib 20 >> /out/job 2>&1'

@@ -13,7 +13,7 @@ chmod 755 /tmp/logger
 
 tell() { printf '%s: %s\n' "$1" "$2"; }
 task_update() { # CONTAINER BYTES: a memory limit
-    python3 /src/tests/tests/scripts/shim/grpc.py /run/containerd/containerd.sock \
+    /src/tests/testbed/grpc.sh /run/containerd/containerd.sock \
         containerd.services.tasks.v1.Tasks/Update "$(jq -nc --arg id "$1" --arg r "{\"memory\":{\"limit\":$2}}" \
         '[[1, $id], [2, [[1, "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources"], [2, $r]]]]')"
 }
