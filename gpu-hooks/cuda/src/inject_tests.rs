@@ -1,5 +1,6 @@
 use super::*;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 
 /// A process that answers each line with "N line", so that changes to it show.
@@ -135,4 +136,101 @@ fn a_process_that_changes_its_code_makes_no_other_call() {
     answers(&mut child, &mut out, "2 hello\n");
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
+}
+
+/// The tracer of [`a_thread_outlives_its_tracer_wherever_that_is_killed`]: dies at one of its steps.
+#[test]
+#[ignore = "a part of another test"]
+fn dying_tracer() {
+    let number = |name| std::env::var(name).unwrap().parse::<i32>().unwrap();
+    let (pid, last) = (number("TRACED"), number("LAST_STEP"));
+    let at = |step: i32| {
+        if step == last {
+            // SAFETY: kills this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        }
+    };
+    let _seized = Seized::new(pid).unwrap();
+    at(0);
+    let inject = Injection::begin(pid, pid, 0).unwrap();
+    assert!(inject.frame.is_some());
+    at(1);
+    let mut regs = inject.regs;
+    arch::set_stack(&mut regs, inject.frame.as_ref().unwrap().address());
+    arch::prepare_call(&mut regs, inject.site, libc::SYS_getpid as u64, [0; 6]);
+    arch::set(pid, &regs).unwrap();
+    at(2);
+    inject.next_stop().unwrap();
+    at(3);
+    inject.next_stop().unwrap();
+    at(4);
+    inject.end().unwrap();
+    at(5);
+}
+
+/// Adds numbers up, in the floating point registers, and tells when a sum is another one.
+#[test]
+#[ignore = "a part of another test"]
+fn adding_up() {
+    let sum = || {
+        (1..2_000_000u32).fold([0.0f64; 4], |sums, n| {
+            std::array::from_fn(|i| sums[i] + 1.0 / f64::from(n + i as u32))
+        })
+    };
+    let first = sum();
+    let start = std::time::Instant::now();
+    while !std::path::Path::new(&std::env::var("UNTIL").unwrap()).exists() {
+        assert_eq!(sum(), first);
+        // The test has failed.
+        assert!(start.elapsed().as_secs() < 120);
+    }
+}
+
+#[test]
+fn a_thread_outlives_its_tracer_wherever_that_is_killed() {
+    if !SUPPORTED {
+        return;
+    }
+    let part = |name: &str| {
+        let mut part = Command::new(std::env::current_exe().unwrap());
+        part.args(["--exact", "--ignored", &format!("inject::tests::{name}")]);
+        part.stdout(Stdio::null());
+        part
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let until = dir.path().join("until");
+    let (mut reading, mut out) = echo();
+    let mut computing = part("adding_up").env("UNTIL", &until).spawn().unwrap();
+    for round in 0..5 {
+        for step in 0..=5 {
+            // The test's own thread is the one that adds up.
+            for pid in [reading.id(), last_thread(computing.id())] {
+                let mut tracer = part("dying_tracer");
+                tracer
+                    .env("TRACED", pid.to_string())
+                    .env("LAST_STEP", step.to_string());
+                let ended = tracer.status().unwrap();
+                assert!(!ended.success(), "step {step}");
+            }
+            let n = round * 6 + step + 1;
+            answers(&mut reading, &mut out, &format!("{n} hello\n"));
+        }
+    }
+    std::fs::write(&until, "").unwrap();
+    assert!(computing.wait().unwrap().success());
+    drop(reading.stdin.take());
+    assert!(reading.wait().unwrap().success());
+}
+
+fn last_thread(pid: u32) -> u32 {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    loop {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        let tids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok());
+        if let Some(tid) = tids.filter(|tid: &u32| *tid != pid).max() {
+            return tid;
+        }
+        assert!(std::time::Instant::now() < deadline);
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
 }

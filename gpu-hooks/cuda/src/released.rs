@@ -225,7 +225,9 @@ impl Released {
         };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let room = bytes + HUGE;
-        let args = [0, room, libc::PROT_NONE as u64, flags as u64, u64::MAX, 0];
+        // It can be used as it is, should this program be killed before the file's memory is there.
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let args = [0, room, prot as u64, flags as u64, u64::MAX, 0];
         let area = replace_entered(self.tid, libc::SYS_mmap, args);
         // From here on the thread stands at the call's exit.
         self.held = None;
@@ -240,6 +242,7 @@ impl Released {
         };
         let mapped = area.and_then(|area| {
             let at = area.next_multiple_of(HUGE);
+            inject.promise(&call, Some(at));
             let mut map = || {
                 inject.unmap(area, at - area)?;
                 inject.unmap(at + bytes, area + room - at - bytes)?;
@@ -247,6 +250,7 @@ impl Released {
             };
             let mapped = map();
             if mapped.is_err() {
+                inject.promise(&call, None);
                 inject.unmap(area, room)?;
             }
             mapped.map(|()| at)

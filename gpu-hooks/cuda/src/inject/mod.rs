@@ -2,13 +2,16 @@
 //!
 //! The thread is set onto a `syscall` instruction that its process has anyway (in the vDSO). It runs from one syscall
 //! stop to the next, and gets its registers and signal mask back; it never runs anything else. The last stop is an
-//! interrupt's: there the kernel restarts a system call that the stop had cut short as if nothing had been.
+//! interrupt's: there the kernel restarts a system call that the stop had cut short as if nothing had been. If its tracer
+//! dies in between, the thread returns from that instruction into a signal's return, which does the same ([`frame`]).
 //!
 //! Everything here must be called on the thread that traces.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 #[cfg_attr(not(target_arch = "x86_64"), path = "other.rs")]
 mod arch;
+mod code;
+mod frame;
 mod give;
 mod trace;
 
@@ -18,10 +21,11 @@ pub use trace::{
     entered_call, poll_event, ptrace, set_signal_mask, signal_mask,
 };
 
+use code::Code;
+use frame::Frame;
 use std::fs::File;
 use std::io;
 use std::os::fd::RawFd;
-use std::os::unix::fs::FileExt;
 use trace::{entered_call_at, wait_event};
 
 /// True on x86-64: this program can make other processes' threads do system calls.
@@ -97,6 +101,8 @@ pub struct Injection {
     mask: u64,
     options: libc::c_ulong,
     memory: File,
+    /// What the thread stands on meanwhile, where there is room for it.
+    frame: Option<Frame>,
 }
 
 impl Injection {
@@ -110,18 +116,21 @@ impl Injection {
             .read(true)
             .write(true)
             .open(format!("/proc/{pid}/mem"))?;
-        let site = find_site(pid, &memory)?;
         let regs = arch::get(tid)?;
         let mask = signal_mask(tid)?;
+        let code = Code::find(pid, &memory, arch::stack(&regs))?;
+        let frame = Frame::new(tid, &code, &regs);
         let injection = Self {
             pid,
             tid,
-            site,
+            site: code.call,
             regs,
             mask,
             options,
             memory,
+            frame,
         };
+        injection.if_abandoned(&regs);
         set_signal_mask(tid, ALL_BUT_TRAP)?;
         if let Err(error) = injection.set_options(O_TRACESYSGOOD) {
             let _ = set_signal_mask(tid, mask);
@@ -140,6 +149,9 @@ impl Injection {
     /// The call's own, or what keeps it from being made: no other call is made in its place.
     pub fn call(&mut self, nr: libc::c_long, args: [u64; 6]) -> io::Result<u64> {
         let mut regs = self.regs;
+        if let Some(frame) = &self.frame {
+            arch::set_stack(&mut regs, frame.address());
+        }
         arch::prepare_call(&mut regs, self.site, nr as u64, args);
         arch::set(self.tid, &regs)?;
         self.next_stop()?;
@@ -190,6 +202,25 @@ impl Injection {
             return Err(io::Error::other(what));
         }
         Ok(())
+    }
+
+    /// If begun at a syscall's exit: should its tracer die, the thread goes on as if it had made that call with that result,
+    /// or, without one, makes it.
+    pub fn promise(&self, call: &Call, result: Option<u64>) {
+        let mut regs = self.regs;
+        match result {
+            Some(result) => arch::pretend(&mut regs, call, result),
+            None => arch::again(&mut regs, call),
+        }
+        self.if_abandoned(&regs);
+    }
+
+    fn if_abandoned(&self, regs: &arch::Registers) {
+        if let Some(frame) = &self.frame
+            && let Err(error) = frame.write(&self.memory, regs, self.mask)
+        {
+            tracing::debug!(tid = self.tid, "nothing restores it if this ends: {error}");
+        }
     }
 
     /// Puts the thread back as it was at the beginning.
@@ -293,47 +324,6 @@ impl Injection {
         self.call(libc::SYS_close, [fd as u64, 0, 0, 0, 0, 0])
             .map(drop)
     }
-}
-
-/// Finds a `syscall` instruction in the process: in the vDSO, else in any other code.
-fn find_site(pid: i32, memory: &File) -> io::Result<u64> {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
-    let executable = |line: &&str| {
-        line.split_whitespace()
-            .nth(1)
-            .is_some_and(|p| p.contains('x'))
-    };
-    let (vdso, rest): (Vec<&str>, Vec<&str>) = maps
-        .lines()
-        .filter(executable)
-        .filter(|line| !line.ends_with("[vsyscall]"))
-        .partition(|line| line.ends_with("[vdso]"));
-    let mut bytes = vec![0; 4 << 20];
-    for line in vdso.iter().chain(&rest) {
-        let range = line
-            .split(' ')
-            .next()
-            .and_then(|range| range.split_once('-'));
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        let Some((Some(start), Some(end))) = range.map(|(a, b)| (number(a), number(b))) else {
-            continue;
-        };
-        let len = usize::try_from(end - start)
-            .unwrap_or(usize::MAX)
-            .min(bytes.len());
-        let Ok(read) = memory.read_at(&mut bytes[..len], start) else {
-            continue;
-        };
-        if let Some(at) = bytes[..read]
-            .windows(2)
-            .position(|two| two == arch::SYSCALL)
-        {
-            return Ok(start + at as u64);
-        }
-    }
-    Err(io::Error::other(
-        "the process has no code that makes a system call",
-    ))
 }
 
 #[cfg(test)]

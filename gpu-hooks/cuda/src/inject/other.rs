@@ -7,6 +7,9 @@ use std::io;
 pub struct Registers;
 
 pub const SYSCALL: [u8; 2] = [0, 0];
+pub const SYSCALL_AND_RETURN: [u8; 3] = [0, 0, 0];
+pub const SIGNAL_RETURNS: [&[u8]; 0] = [];
+pub const FRAME: usize = 0;
 
 pub fn get(_tid: i32) -> io::Result<Registers> {
     Err(io::ErrorKind::Unsupported.into())
@@ -27,4 +30,11 @@ pub fn pretend(_regs: &mut Registers, _call: &Call, _result: u64) {}
 pub fn again(_regs: &mut Registers, _call: &Call) {}
 pub fn stack(_regs: &Registers) -> u64 {
     0
+}
+pub fn set_stack(_regs: &mut Registers, _to: u64) {}
+pub fn extended_state(_tid: i32) -> Option<Vec<u8>> {
+    None
+}
+pub fn signal_frame(_at: u64, _signal_return: u64, _regs: &Registers, _mask: u64) -> Vec<u8> {
+    Vec::new()
 }
