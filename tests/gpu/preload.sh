@@ -77,6 +77,65 @@ left_running() { # RUNTIME LABEL: a training with the library goes on from a che
     say "$label: $(tail -n 1 /out/results.jsonl | jq -c '{losses_identical, info, longest_pause_s, longest_without_s}')"
 }
 
+# answering FILE FROM: the slowest answer since line FROM, in seconds; fails where one was wrong.
+answering() {
+    podman logs server > "$1" 2>&1
+    if grep -q CORRUPT "$1" || ! state_is server running; then tail -n 5 "$1" >&2 && return 1; fi
+    gap <(grep ' ok ' "$1" | tail -n "+$2")
+}
+
+serving() { # RUNTIME LAYERS WIDTH LABEL: a server that is asked all the time: checkpoints that leave it running, suspend, one that ends it
+    local label=$4 n from took usual slowest said step one all='[]' args back command
+    [ -n "$sim$python" ] || skip "$label" "no Python with torch on this machine"
+    low_level "$1"
+    if [ -n "$sim" ]; then
+        gpu_args 1
+        job_command "$vram_size" 0
+        command=("${job[@]}")
+    else
+        train_command "$steps" any
+        gpu+=(--shm-size 2g "${torch_env[@]}")
+        command=("$python" /work/serve.py 1000000 unix "$2" "$3")
+    fi
+    pod run -d --name server "${annotations[@]}" "${gpu[@]}" "$image" "${command[@]}" > /dev/null || return
+    wait_for more_lines server 60 || { podman logs server | tail -n 5 && return 1; }
+    n=$(lines server)
+    sleep 3
+    usual=$(answering "/logs/$label.out" "$n") || return
+    for step in running running suspend suspend end; do
+        n=$(lines server)
+        case $step in
+            running) args=(podman --runtime cryopod-runtime container checkpoint --leave-running --keep server) ;;
+            suspend) args=(cryopod suspend server) ;;
+            end) args=(podman --runtime cryopod-runtime container checkpoint --keep server) ;;
+        esac
+        from=$(now)
+        "${args[@]}" > "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && keep_logs server "$label" && return 1; }
+        took=$(since "$from")
+        [ "$step" = suspend ] || keep_logs server "$label"
+        from=$(now)
+        case $step in
+            suspend) cryopod resume server >> "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; } ;;
+            end) podman --runtime cryopod-runtime container restore --keep server >> "/logs/$label.said" 2>&1 || { cat "/logs/$label.said" && return 1; } ;;
+        esac
+        back=$(since "$from")
+        wait_for more_lines server $((n + 100)) || return
+        slowest=$(answering "/logs/$label.out" "$n") || return
+        said=$([ "$step" = suspend ] || jq -c '{timings, vram: .gpu.vram}' "/logs/$label.cryopod.json")
+        case $step in
+            suspend) say "$label: $(paste -s -d ' ' "/logs/$label.said")" ;;
+            *) grep -h 'cryopod: ' "/logs/$label.dump.log" | sed "s/^/gpu-test: $label: /" || true ;;
+        esac
+        one=$(jq -nc --arg step "$step" --argjson took "$took" --argjson back "$back" --argjson slowest "$slowest" \
+            --argjson said "${said:-null}" '{step: $step, took_s: $took, back_s: $back, slowest_answer_s: $slowest, said: $said}')
+        say "$label: $one"
+        all=$(jq -c --argjson one "$one" '. + [$one]' <<< "$all")
+    done
+    result "$(jq -n --arg case "$label" --arg runtime "$1" --argjson usual "$usual" --argjson steps "$all" \
+        --arg info "$(grep '^#' "/logs/$label.out" | tr '\n' ' ')" --argjson n "$(lines server)" \
+        '{case: $case, ok: true, runtime: $runtime, slowest_without_s: $usual, steps: $steps, answers: $n, info: $info}')"
+}
+
 preload_programs() {
     local rt=${runtimes%% *} kind allocator
     if [ -z "$python" ]; then
