@@ -415,6 +415,13 @@ for part in $parts; do
             run_case preload-running left_running "${runtimes%% *}"
             annotations=()
             ;;
+        preload-pause)
+            annotations=(--annotation dev.cryopod.preload=on)
+            for size in $pause_sizes; do
+                for i in $(seq "$vram_runs"); do run_case "pause-$size.$i" vram "${runtimes%% *}" "$size" random on leave; done
+            done
+            annotations=()
+            ;;
         serving)
             annotations=(--annotation dev.cryopod.preload=on)
             run_case serving serving "${runtimes%% *}" 26 4096

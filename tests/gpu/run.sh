@@ -7,7 +7,7 @@
 # release binaries). Everything runs in mount and cgroup namespaces of its own and is removed at the end.
 #
 #   GPU_TEST_PARTS      of: probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap
-#                       vram-two vram-apart digests preload preload-running serving preload-torch preload-programs preload-cost preload-two preload-apart
+#                       vram-two vram-apart digests preload preload-running preload-pause serving preload-torch preload-programs preload-cost preload-two preload-apart
 #                       parallel parallel-random parallel-apart parallel-cost suspend chain archive archive-vram nccl ipc copies
 #                       copies-two docker ctr cri elsewhere against (default: all but the last that the machine can do; docker, ctr and cri need dist/gpu-engines.tar.zst)
 #   GPU_TEST_ELSEWHERE  a checkpoint that part elsewhere made on another machine (elsewhere.tar in GPU_TEST_OUT); it is started
@@ -18,6 +18,7 @@
 #   GPU_TEST_TWO_SIZE   GiB on each of two GPUs, default 16
 #   GPU_TEST_VRAM_SIZE  GiB for the VRAM files, default 24 (100 MiB in a rehearsal); GPU_TEST_VRAM_RUNS: how often each (3),
 #                       GPU_TEST_VRAM_OFF_RUNS: how often without the VRAM files (1)
+#   GPU_TEST_PAUSE_SIZES  GiB for the application's pause, default "24 48" (100 MiB in a rehearsal)
 #   GPU_TEST_CHAIN_LAYERS  layers of the transformer whose training is checkpointed every 10 s (2: 12 checkpoints take
 #                       about 50 GB)
 #   GPU_TEST_ARCHIVE_GIB  for tests/bench/archive.sh, default 16 (1 in a rehearsal), in GPU_TEST_ARCHIVE_FILES (16)
@@ -165,7 +166,7 @@ while read -r dir; do
 done < <(printf '%s\n' "${mounts[@]}" | sort -u)
 cat > "$work/root/opt/work/machine.sh" << CONF
 sim=$(printf %q "$sim") python=$(printf %q "$python") torch_mounts=(${top[*]@Q})
-parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running serving preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr cri elsewhere}")
+parts=$(printf %q "${GPU_TEST_PARTS:-probe jobs leave-running at-pause twice torch loader loader-early serve two map vram unreadable overlap vram-two vram-apart digests preload preload-running preload-pause serving preload-torch preload-programs preload-cost preload-two preload-apart parallel parallel-random parallel-apart parallel-cost suspend chain archive nccl ipc copies copies-two docker ctr cri elsewhere}")
 store_off_sizes=$(printf %q "${GPU_TEST_STORE_OFF_SIZES-2}")
 runtimes=$(printf %q "${GPU_TEST_RUNTIMES:-crun runc}") sizes=$(printf %q "${GPU_TEST_SIZES:-1 8 24}")
 compress=$(printf %q "${GPU_TEST_COMPRESS:-zstd}")
@@ -173,6 +174,7 @@ programs=$(printf %q "${GPU_TEST_PROGRAMS:-jax cupy backend:native expandable_se
 costs=$(printf %q "${GPU_TEST_COSTS:-launches train serve}") touch_gib=$(printf %q "${GPU_TEST_TOUCH:-0}") torch_env=() smi=$(type -P nvidia-smi || true) two_size=$(printf %q "${GPU_TEST_TWO_SIZE:-16}")
 vram_size=$(printf %q "${GPU_TEST_VRAM_SIZE:-$([ -n "$sim" ] && echo 100 || echo 24)}") vram_runs=$(printf %q "${GPU_TEST_VRAM_RUNS:-3}")
 archive_gib=$(printf %q "${GPU_TEST_ARCHIVE_GIB:-$([ -n "$sim" ] && echo 1 || echo 16)}") archive_files=$(printf %q "${GPU_TEST_ARCHIVE_FILES:-16}")
+pause_sizes=$(printf %q "${GPU_TEST_PAUSE_SIZES:-$([ -n "$sim" ] && echo 100 || echo 24 48)}")
 vram_off_runs=$(printf %q "${GPU_TEST_VRAM_OFF_RUNS:-1}") chain_layers=$(printf %q "${GPU_TEST_CHAIN_LAYERS:-2}")
 wait_limit=$(printf %q "${GPU_TEST_WAIT:-180}") parallel_kinds=$(printf %q "${GPU_TEST_PARALLEL_KINDS:-ddp fsdp tensor pipeline exchange}") parallel_steps=$(printf %q "${GPU_TEST_PARALLEL_STEPS:-120}")
 parallel_ranks=$(printf %q "${GPU_TEST_PARALLEL_RANKS:-2}") parallel_rounds=$(printf %q "${GPU_TEST_PARALLEL_ROUNDS:-20}")
