@@ -14,6 +14,7 @@ mod sockets;
 mod tasks;
 mod watches;
 
+pub use files::linked_elsewhere;
 pub use namespaces::unrestorable;
 
 use std::collections::{HashMap, HashSet};

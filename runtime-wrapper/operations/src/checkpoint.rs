@@ -26,8 +26,9 @@ use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{PlanError, container_nodes};
 use cryopod_host::files::Host;
 use cryopod_host::nodes::DeviceNode;
-use cryopod_host::programs::SystemTools;
+use cryopod_host::programs::{SystemTools, Tools};
 
+use crate::criu::NO_CRIU;
 use crate::error::Error;
 use crate::images::store::Cleaning;
 use crate::pause;
@@ -183,8 +184,10 @@ fn without_gpu(request: &Request<'_>, state: &ContainerState) -> Result<ExitCode
             if !state.paused {
                 frozen::thaw_left(&request.host, state.init);
             }
-            let full = failure::full_disk(&request.images).into_iter().collect();
-            let why = failure::describe(low, &ended, full, &before);
+            let none = request.tools.find("criu").is_none();
+            let reasons = none.then(|| NO_CRIU.to_owned()).into_iter();
+            let reasons = reasons.chain(failure::full_disk(&request.images)).collect();
+            let why = failure::describe(low, &ended, reasons, &before, &held.text());
             if tries > 0 && why.contains(NOT_STOPPED) && alive(&request.host, state) {
                 tracing::info!("{}: {why}; CRIU tries again", request.id());
                 continue;

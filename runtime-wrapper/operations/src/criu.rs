@@ -54,9 +54,12 @@ pub fn find(tools: &dyn Tools, limit: Duration) -> Option<Criu> {
     Some(Criu { path, version })
 }
 
+/// What to tell on a host without CRIU.
+pub const NO_CRIU: &str = "criu was not found on PATH; install the criu package (4.1 or newer)";
+
 /// Returns the error for a host without CRIU.
 pub fn no_criu() -> Error {
-    Error::untouched("criu was not found on PATH; install the criu package (4.1 or newer)")
+    Error::untouched(NO_CRIU)
 }
 
 /// Returns what the metadata says of this host: kernel, architecture, cgroup version, CRIU's version.

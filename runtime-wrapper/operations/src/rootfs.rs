@@ -34,7 +34,7 @@ pub use adopt::adopt;
 pub const FILE: &str = cryopod_archive::format::names::CARRIED_ROOTFS;
 /// The files of `/dev/shm`, where that is a mount from outside of the container.
 pub const SHM_FILE: &str = "cryopod-shm.tar";
-const SHM: &str = "/dev/shm";
+pub const SHM: &str = "/dev/shm";
 /// The annotation that overrides `rootfs.carry`: `on`, `off`.
 const ANNOTATION: &str = "dev.cryopod.rootfs";
 /// docker's namespace in containerd, a directory in the path of its bundles.

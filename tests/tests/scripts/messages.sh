@@ -56,3 +56,48 @@ cryopod-runtime restore -d --image-path /tmp/i4 --work-path /tmp/w c1 < /dev/nul
 [ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
 cryopod-runtime delete --force c1
 echo 'ok: a restore'
+
+# Whatever ends a dump, with a GPU node and without: the first line is cryopod's, and has the cause. Standard error is where
+# containerd's own shim looks, for that line alone, and runc's is `criu failed: type NOTIFY errno 0`.
+real=$(command -v criu)
+mkdir /tmp/bin /tmp/full
+fails() { # TITLE WANT [FLAG...]
+    if PATH=/tmp/bin:$PATH cryopod-runtime --log /tmp/log.json --log-format json checkpoint --image-path "${to:-/tmp/i5}" --work-path /tmp/w "${@:3}" c1 > /tmp/said 2>&1; then echo "$1: checkpointed"; exit 1; fi
+    head -n 1 /tmp/said | grep -q "^cryopod: .*$2" || { echo "$1:"; cat /tmp/said; exit 1; }
+    [ "$(cryopod-runtime state c1 | jq -r .status)" = running ]
+    echo "ok: $1"
+}
+at_stage() { # STAGE COMMAND
+    printf '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != %s ] || %s\n' "$@" > /tmp/act
+}
+cp /etc/criu/default.conf /tmp/criu.conf
+for devices in '[]' '[{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}]'; do
+    echo "devices: $devices"
+    jq --argjson devices "$devices" '.linux.devices = $devices' config.json > /tmp/new && mv /tmp/new config.json
+    cryopod-runtime run -d c1 < /tmp/file > /dev/null 2>&1
+    fails 'a file of the host is open' 'CRIU: .*\|/tmp/file'
+    cryopod-runtime delete --force c1
+    cryopod-runtime run -d c1 < /dev/null > /dev/null 2>&1
+    fails 'a flag' "[Ii]nvalid manage\|unknown cgroup mode" --manage-cgroups-mode bogus
+    mv "$real" "$real.away"
+    fails 'no CRIU' 'criu was not found on PATH'
+    mv "$real.away" "$real"
+    mount -t tmpfs -o size=64k full /tmp/full
+    to=/tmp/full fails 'a full disk' 'No space left'
+    umount /tmp/full
+    printf '#!/bin/sh\n[ "$1" != swrk ] || kill -KILL $$\nexec %s "$@"\n' "$real" > /tmp/bin/criu
+    chmod +x /tmp/bin/criu
+    fails 'CRIU is killed at its start' "$low: CRIU"
+    rm /tmp/bin/criu
+    at_stage network-lock 'exit 1' && chmod +x /tmp/act
+    echo 'action-script /tmp/act' >> /etc/criu/default.conf
+    fails 'a script that stops the dump' 'Script /tmp/act exited'
+    at_stage post-dump 'exit 1'
+    fails 'a script that stops it at the end' 'Script /tmp/act exited'
+    at_stage network-lock 'kill -KILL $PPID'
+    fails 'CRIU is killed in the middle' 'CRIU was killed in the middle of it'
+    at_stage network-lock "kill -KILL \$(ps -o ppid= -p \$PPID)"
+    fails 'the runtime is killed in the middle' "$low was ended by SIGKILL"
+    cp /tmp/criu.conf /etc/criu/default.conf
+    cryopod-runtime delete --force c1
+done

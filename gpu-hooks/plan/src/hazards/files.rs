@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::fstatat;
@@ -18,31 +19,50 @@ const LOCAL: [&str; 9] = [
     "overlay", "ext4", "ext3", "ext2", "xfs", "btrfs", "tmpfs", "zfs", "f2fs",
 ];
 
+/// A regular file that a process has open or mapped by a deleted name.
+struct Deleted {
+    name: String,
+    links: u64,
+    device: (u64, u64),
+    inode: u64,
+    bytes: u64,
+}
+
+fn deleted(process: &Process, host: &Host) -> Vec<Deleted> {
+    const SUFFIX: &str = " (deleted)";
+    let open = process.fds.iter().filter_map(|fd| {
+        let file = fd.file.filter(|f| f.kind == libc::S_IFREG)?;
+        Some(Deleted {
+            name: fd.target.strip_suffix(SUFFIX)?.to_owned(),
+            links: file.links,
+            device: file.device,
+            inode: file.inode,
+            bytes: file.bytes,
+        })
+    });
+    let mapped = process.deleted_maps.iter().filter_map(|(range, name)| {
+        let meta = fs::metadata(host.path(format!("/proc/{}/map_files/{range}", process.pid)));
+        let meta = meta.ok().filter(|m| m.is_file())?;
+        Some(Deleted {
+            name: name.strip_suffix(SUFFIX)?.to_owned(),
+            links: meta.nlink(),
+            device: split_rdev(meta.dev()),
+            inode: meta.ino(),
+            bytes: meta.blocks() * 512,
+        })
+    });
+    open.chain(mapped).collect()
+}
+
 /// Returns deleted files, open or mapped, that take up more than `limit` bytes: CRIU saves their content up to that
 /// (`ghost-limit`).
 pub(super) fn deleted_files(scan: &Scan, host: &Host, limit: u64) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     let mut told = HashSet::new();
     for process in &scan.processes {
-        let open = process.fds.iter().filter_map(|fd| {
-            let file = fd
-                .file
-                .filter(|f| f.kind == libc::S_IFREG && f.links == 0)?;
-            Some((&fd.target, file.device, file.inode, file.bytes))
-        });
-        let mapped = process.deleted_maps.iter().filter_map(|(range, name)| {
-            let meta = fs::metadata(host.path(format!("/proc/{}/map_files/{range}", process.pid)));
-            let meta = meta.ok().filter(|m| m.nlink() == 0 && m.is_file())?;
-            Some((
-                name,
-                split_rdev(meta.dev()),
-                meta.ino(),
-                meta.blocks() * 512,
-            ))
-        });
-        for (name, device, inode, bytes) in open.chain(mapped) {
-            if bytes > limit && told.insert((device, inode)) {
-                let name = name.strip_suffix(" (deleted)").unwrap_or(name);
+        for file in deleted(process, host) {
+            let (name, bytes) = (&file.name, file.bytes);
+            if file.links == 0 && bytes > limit && told.insert((file.device, file.inode)) {
                 refusals.push(Refusal::of(
                     process,
                     format!(
@@ -51,6 +71,29 @@ pub(super) fn deleted_files(scan: &Scan, host: &Host, limit: u64) -> Vec<Refusal
                         limit >> 20
                     ),
                     "raise the limit with the annotation dev.cryopod.criu.ghost-limit=SIZE (as 8G), or ghost-limit under [criu.options] in /etc/cryopod/config.toml",
+                ));
+            }
+        }
+    }
+    refusals
+}
+
+/// Returns files that CRIU saves as a link in their directory (`link_remap.N`) and that are `lost` with it. When a
+/// container goes on, CRIU removes these links at the end of the dump (`delete_link_remaps`), and a restore fails.
+pub fn linked_elsewhere(scan: &Scan, host: &Host, lost: impl Fn(&Path) -> bool) -> Vec<Refusal> {
+    let mut refusals = Vec::new();
+    let mut told = HashSet::new();
+    for process in &scan.processes {
+        for file in deleted(process, host) {
+            let missed = file.links > 0 && lost(Path::new(&file.name));
+            if missed && told.insert((file.device, file.inode)) {
+                refusals.push(Refusal::of(
+                    process,
+                    format!(
+                        "has {} open, which is deleted and has another name; when the container goes on, CRIU removes the link by which a restore would find it",
+                        file.name
+                    ),
+                    "checkpoint it without --leave-running, or have it open the file anew",
                 ));
             }
         }
@@ -169,6 +212,21 @@ mod tests {
         }
         let linked = fd("/srv/x", libc::S_IFREG, 1, 5 << 20, 7);
         assert_eq!(told(4 << 20, linked), [], "not deleted");
+    }
+
+    #[test]
+    fn a_file_with_another_name() {
+        let host = Host::at("/nowhere");
+        let both = scan(vec![
+            fd("/v/x (deleted)", libc::S_IFREG, 1, 0, 7),
+            fd("/v/x (deleted)", libc::S_IFREG, 1, 0, 7),
+            fd("/v/gone (deleted)", libc::S_IFREG, 0, 0, 8),
+            fd("/v/there", libc::S_IFREG, 2, 0, 9),
+        ]);
+        let said = linked_elsewhere(&both, &host, |path| path.starts_with("/v"));
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].to_string().contains("has /v/x open"), "{said:?}");
+        assert_eq!(linked_elsewhere(&both, &host, |_| false), []);
     }
 
     #[test]

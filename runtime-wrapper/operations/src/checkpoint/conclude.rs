@@ -164,7 +164,8 @@ fn explain(
     dumped: &DumpOutcome,
     reasons: Vec<String>,
 ) -> String {
-    let why = failure::describe(&request.ctx.low, &dumped.ended, reasons, &dumped.before);
+    let (low, held) = (&request.ctx.low, dumped.held.text());
+    let why = failure::describe(low, &dumped.ended, reasons, &dumped.before, &held);
     match dumped.ended.killed {
         true => format!(
             "checkpoint of {} failed and CRIU had to be killed: see whether the container still answers, and restart it if not: {why}",

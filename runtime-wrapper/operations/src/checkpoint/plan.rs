@@ -1,10 +1,12 @@
 //! Plans a checkpoint: what has to be saved, and every reason why that cannot work. Makes and changes nothing.
 
 use std::ffi::OsStr;
+use std::path::Path;
 
 use cryopod_amd::open_nodes;
 use cryopod_gpu_plan::checks::switches::{EXEC, Switches};
 use cryopod_gpu_plan::exec_processes;
+use cryopod_gpu_plan::hazards;
 use cryopod_gpu_plan::live;
 use cryopod_gpu_plan::plan::{self, CheckpointPlan, PlanError};
 use cryopod_gpu_plan::refusal::Refusal;
@@ -24,6 +26,7 @@ use crate::preflight::restore_here::Prospect;
 use crate::preflight::surroundings::{self};
 use crate::request::Request;
 use crate::request::state::ContainerState;
+use crate::rootfs;
 
 /// Plans the checkpoint of a container with these GPU nodes.
 ///
@@ -61,9 +64,27 @@ pub(super) fn plan(
         stored: !request.ends
             && store::wanted(&request.config().store, &request.spec, &request.images)?,
     };
+    if request.leave_running() {
+        refusals.extend(hazards::linked_elsewhere(&scan, &request.host, |path| {
+            !is_carried(request, path, planned.carries_files)
+        }));
+    }
     planned.refuse(request, refusals)?;
     store::parent_is_here(request)?;
     Ok(planned)
+}
+
+/// Returns true for a file that the checkpoint has as of the dump: in a tmpfs of the container's own or, if it carries
+/// those, in the root file system and podman's `/dev/shm`.
+fn is_carried(request: &Request<'_>, path: &Path, carries_files: bool) -> bool {
+    match request.mounts.covering(path) {
+        None => carries_files,
+        Some((mount, _)) if !mount.bind => true,
+        Some((mount, _)) => {
+            let shm = rootfs::own_shm(&request.mounts, &request.bundle);
+            carries_files && mount.path == Path::new(rootfs::SHM) && shm.is_some()
+        }
+    }
 }
 
 impl DumpPlan {

@@ -96,7 +96,8 @@ fn explain(
     let reasons = ran.unfit.clone().into_iter();
     let reasons = reasons.chain(finished.reasons());
     let reasons = reasons.chain(denied).chain(runtime_error);
-    let why = failure::describe(&request.ctx.low, &ran.ended, reasons.collect(), &ran.before);
+    let low = &request.ctx.low;
+    let why = failure::describe(low, &ran.ended, reasons.collect(), &ran.before, "");
     let stuck = match amd && ran.ended.killed {
         true => format!(
             ", and CRIU had to be killed. Its {} was at work, whose search for GPUs does not end on some hosts: restore with fewer of its comparisons (dev.cryopod.check.KFD_NUMA_CHECK=off or another KFD_*_CHECK), on other GPUs (dev.cryopod.gpu.map), or, if it was copying GPU memory, with a higher limits.restore_s in {}",

@@ -9,9 +9,9 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode};
+use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::time::{Duration, Instant};
 
 use cryopod_gpu_plan::live;
@@ -38,6 +38,8 @@ const INTERRUPTS: [Signal; 4] = [
     Signal::SIGHUP,
     Signal::SIGQUIT,
 ];
+/// What to tell of a CRIU that was killed.
+pub const CRIU_KILLED: &str = "CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one";
 /// Signals that are only forwarded.
 const FORWARDED: [Signal; 3] = [Signal::SIGUSR1, Signal::SIGUSR2, Signal::SIGWINCH];
 
@@ -217,9 +219,15 @@ pub fn attend(low: &LowLevel, args: &[OsString], stderr: File) -> Result<RunOutc
     let what = format!("{}: cannot be started", low.path.display());
     let status = command.status().map_err(Error::io(what))?;
     Ok(RunOutcome {
-        code: status.code().unwrap_or(1),
+        code: exit_of(status),
         ..RunOutcome::default()
     })
+}
+
+/// As [`RunOutcome::code`].
+fn exit_of(status: ExitStatus) -> i32 {
+    let by_signal = status.signal().map(|signal| 128 + signal);
+    status.code().or(by_signal).unwrap_or(1)
 }
 
 /// Has the kernel kill this process, which is about to become another program, when `parent` dies.
@@ -483,7 +491,7 @@ impl Watcher<'_> {
 
     fn criu_was_killed(&mut self) {
         if self.interrupted.is_none() {
-            self.interrupt("CRIU was killed in the middle of it; see the kernel's log for why, memory that ran out for one");
+            self.interrupt(CRIU_KILLED);
         }
     }
 

@@ -8,11 +8,12 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use nix::sys::signal::Signal;
 use serde_json::{Deserializer, Map, Value};
 
 use crate::request::argv::Globals;
 use crate::request::lowlevel::LowLevel;
-use crate::run::child::RunOutcome;
+use crate::run::child::{CRIU_KILLED, RunOutcome};
 
 const MAX_READ: u64 = 1 << 20;
 const OURS: &str = "cryopod: ";
@@ -65,10 +66,13 @@ impl LogMarks {
         file.seek(SeekFrom::Start(from)).ok()?;
         let mut bytes = Vec::new();
         file.take(MAX_READ).read_to_end(&mut bytes).ok()?;
-        let text = String::from_utf8_lossy(&bytes);
-        let mut errors = records(&text).into_iter().rev().filter_map(error_of);
-        errors.find(|message| !message.starts_with(OURS))
+        last_error(&String::from_utf8_lossy(&bytes))
     }
+}
+
+fn last_error(text: &str) -> Option<String> {
+    let mut errors = records(text).into_iter().rev().filter_map(error_of);
+    errors.find(|message| !message.starts_with(OURS))
 }
 
 /// Splits a runtime's log into its messages: each a line, or a JSON object, which crun 1.28 and newer write in several
@@ -139,14 +143,15 @@ fn logrus_message(line: &str) -> Option<String> {
 
 /// Returns the first real error in a CRIU log. CRIU logs some failures as errors that are harmless: it tries to raise a
 /// limit and to join cgroups as far as it is allowed. Its helper for cgroups complains when CRIU has given up, which may
-/// come before the reason.
+/// come before the reason. How a program ended comes before the line that names the program.
 pub fn first_criu_error(log: &Path) -> Option<String> {
     let text = std::fs::read(log).ok()?;
     let text = String::from_utf8_lossy(&text);
-    const HARMLESS: [&str; 3] = [
+    const HARMLESS: [&str; 4] = [
         "RLIMIT_NOFILE",
         "Can't setup RLIMIT",
         "cgroupd: recv req error",
+        ": exited, status=",
     ];
     let harmless = |l: &str| HARMLESS.iter().any(|h| l.contains(h));
     text.lines()
@@ -159,6 +164,14 @@ pub fn first_criu_error(log: &Path) -> Option<String> {
                 .to_owned()
         })
         .next()
+}
+
+/// Returns true if CRIU has begun this log and not ended it.
+fn cut_off(log: &Path) -> bool {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let ends = ["FAILED", "finished successfully"];
+    !text.is_empty() && !ends.iter().any(|end| text.contains(end))
 }
 
 /// Returns a message if the file system of a directory has no room left.
@@ -174,25 +187,31 @@ pub fn full_disk(dir: &Path) -> Option<String> {
 }
 
 /// Returns why an operation failed: the interruption, else the known reasons and CRIU's first error, else the low-level
-/// runtime's own error. It repeats the latter because some engines read only the last error of a log.
+/// runtime's own error. It repeats the latter because some engines read only the last error of a log, and containerd's
+/// shim the first line. `held`: what the runtime has written to standard error.
 pub fn describe(
     low: &LowLevel,
     ended: &RunOutcome,
     mut reasons: Vec<String>,
     before: &LogMarks,
+    held: &str,
 ) -> String {
     if let Some(interruption) = &ended.interrupted {
         return interruption.clone();
     }
-    if let Some(log) = before.criu_log()
-        && let Some(error) = first_criu_error(log)
-    {
-        reasons.push(format!("CRIU: {error} (log: {})", log.display()));
+    if let Ok(signal) = Signal::try_from(ended.code - 128) {
+        reasons.push(format!("{} was ended by {signal}", low.label()));
     }
-    if reasons.is_empty()
-        && let Some(error) = before.runtime_error()
-    {
-        reasons.push(format!("{}: {error}", low.label()));
+    if let Some(log) = before.criu_log() {
+        if let Some(error) = first_criu_error(log) {
+            reasons.push(format!("CRIU: {error} (log: {})", log.display()));
+        } else if reasons.is_empty() && cut_off(log) {
+            reasons.push(CRIU_KILLED.to_owned());
+        }
+    }
+    if reasons.is_empty() {
+        let said = before.runtime_error().or_else(|| last_error(held));
+        reasons.extend(said.map(|error| format!("{}: {error}", low.label())));
     }
     if reasons.is_empty() {
         reasons.push(format!("{} ended with code {}", low.label(), ended.code));
@@ -203,6 +222,7 @@ pub fn describe(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::lowlevel::RuntimeKind;
     use std::io::Write;
 
     fn globals(log: &Path) -> Globals {
@@ -309,5 +329,33 @@ mod tests {
             "Error (criu/files.c:2): Can't lookup mount=46 for fd=1"
         );
         assert_eq!(first_criu_error(&dir.path().join("none")), None);
+    }
+
+    #[test]
+    fn who_was_killed_and_what_only_standard_error_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("dump.log");
+        let low = LowLevel {
+            path: "/usr/sbin/runc".into(),
+            name: "runc".into(),
+            kind: RuntimeKind::Runc,
+        };
+        let before = LogMarks::note(log.clone(), &Globals::default());
+        let told = |code, held| {
+            let ended = RunOutcome {
+                code,
+                ..RunOutcome::default()
+            };
+            describe(&low, &ended, Vec::new(), &before, held)
+        };
+        let held = "time=\"x\" level=error msg=\"of an option\"\n";
+        assert_eq!(told(1, held), "runc: of an option");
+        assert_eq!(told(1, ""), "runc ended with code 1");
+        assert_eq!(told(137, ""), "runc was ended by SIGKILL");
+        let begun = "(00.2) Error (criu/util.c:9): Can't setup RLIMIT_NOFILE for self: Operation not permitted\n(00.3) Dumping task\n";
+        fs::write(&log, begun).unwrap();
+        assert_eq!(told(1, held), CRIU_KILLED);
+        fs::write(&log, format!("{begun}(00.4) Error (criu/util.c:656): exited, status=1\n(00.4) Error (criu/action-scripts.c:94): Script /act exited with -1\n")).unwrap();
+        assert!(told(1, held).starts_with("CRIU: Error (criu/action-scripts.c:94): Script /act"));
     }
 }

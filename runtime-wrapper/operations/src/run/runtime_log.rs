@@ -86,16 +86,21 @@ impl HeldErrors {
         Ok((Self(file.try_clone()?), file))
     }
 
+    /// What was written.
+    pub fn text(&self) -> String {
+        let path = format!("/proc/self/fd/{}", self.0.as_raw_fd());
+        let mut text = Vec::new();
+        // Opened anew: the low-level runtime has left the other one at its end.
+        if let Err(e) = File::open(&path).and_then(|file| file.take(MAX).read_to_end(&mut text)) {
+            tracing::debug!("{path}: {e}");
+        }
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
     /// Passes the kept messages on to where the engine looks for them.
     pub fn hand_on(&self) {
-        let path = format!("/proc/self/fd/{}", self.0.as_raw_fd());
-        // Opened anew: the low-level runtime has left the other one at its end.
-        let text = File::open(&path).and_then(|file| {
-            let mut text = Vec::new();
-            file.take(MAX).read_to_end(&mut text).map(|_| text)
-        });
-        if let Err(e) = text.and_then(|text| io::stderr().lock().write_all(&text)) {
-            tracing::debug!("{path}: {e}");
+        if let Err(e) = io::stderr().lock().write_all(self.text().as_bytes()) {
+            tracing::debug!("standard error: {e}");
         }
     }
 }

@@ -2,8 +2,8 @@
 # imported after its removal, and copied. A checkpoint may be refused if the container goes on. One that succeeds is
 # restored, always, with the same mounts and files.
 #
-# WHICH is `all`: every pair of a mount and a namespace, hours; `each`: every mount and every namespace once, also with a job
-# on the simulated GPU, half an hour; `sample`: a few in which each container has many mounts.
+# WHICH is `all`: every pair of a mount and a namespace, hours; a namespace: the pairs with it; `each`: every mount and every
+# namespace once, also with a job on the simulated GPU, half an hour; `sample`: a few in which each container has many mounts.
 low=$1
 which=${2:-sample}
 mkimage
@@ -204,19 +204,7 @@ with_gpu() {
 }
 
 case $which in
-    all | each)
-        mapfile -t kinds < <(printf '%s\n' "${!mounts[@]}" | sort)
-        mapfile -t spaces < <(printf '%s\n' "${!namespaces[@]}" | sort)
-        for namespace in "${spaces[@]}"; do
-            for kind in "${kinds[@]}"; do
-                once=''
-                if [ "$kind" = none ] || [ "$namespace" = own ]; then once=1; fi
-                if [ -n "$once" ] || [ "$which" = all ]; then with_counter && cell "$kind" "$namespace"; fi
-                if [ -n "$once" ]; then with_gpu && cell "$kind" "$namespace"; fi
-            done
-        done
-        ;;
-    *)
+    sample)
         with_counter
         cell 'directory read-only file linked-directory linked-file link-to-a-link through-a-link below-another tree slave named-volume device' own
         cell 'below-a-new-volume secret tmpfs below-a-tmpfs init' own
@@ -224,6 +212,19 @@ case $which in
         cell tree user-default
         with_gpu
         cell 'linked-file below-a-new-volume secret' network-by-path
+        ;;
+    *)
+        mapfile -t kinds < <(printf '%s\n' "${!mounts[@]}" | sort)
+        spaces=("$which")
+        case $which in all | each) mapfile -t spaces < <(printf '%s\n' "${!namespaces[@]}" | sort) ;; esac
+        for namespace in "${spaces[@]}"; do
+            for kind in "${kinds[@]}"; do
+                once=''
+                if [ "$kind" = none ] || [ "$namespace" = own ]; then once=1; fi
+                if [ -n "$once" ] || [ "$which" != each ]; then with_counter && cell "$kind" "$namespace"; fi
+                if [ -n "$once" ]; then with_gpu && cell "$kind" "$namespace"; fi
+            done
+        done
         ;;
 esac
 

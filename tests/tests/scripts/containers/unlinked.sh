@@ -14,6 +14,9 @@ start() { # NAME ARG...
 }
 start c1
 wait_for counted c1 3
+if pod container checkpoint --leave-running --export /srv/checkpoints/no.tar c1 > /tmp/said 2>&1; then echo 'FAILED: left running, and CRIU has removed its link' && exit 1; fi
+check 'left running: refused' says /tmp/said 'has /volume/old open, which is deleted and has another name'
+check 'and it goes on' wait_for counted c1 $(($(count c1) + 3))
 pod container checkpoint --export /srv/checkpoints/c1.tar c1 > /dev/null
 podman rm -f -t 0 c1 > /dev/null
 chmod go-w /srv/checkpoints/c1.tar

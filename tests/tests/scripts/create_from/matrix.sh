@@ -149,6 +149,12 @@ for a in podman docker ctr "${with_cri[@]}"; do
         wait_for reached "$b" copy 8
         check 'it goes on' test "$(output "$b" copy | head -n 1)" -ge 4
         check 'what is its own' own "$b"
+        if [ "$a $b" = 'podman docker' ]; then
+            echo "action-script /bin/false" >> /etc/criu/default.conf
+            if checkpointed docker copy again; then echo 'FAILED: checkpointed, whatever the script says' && exit 1; fi
+            sed -i '$d' /etc/criu/default.conf
+            check 'a checkpoint of it that fails: docker says why' says /tmp/said 'cryopod: checkpoint of .* failed and the container goes on running: CRIU: .*Script /bin/false exited'
+        fi
         # What it got from the new engine is there for the next one, too.
         if [ "$a" != "$b" ]; then check 'it is checkpointed' checkpointed "$b" copy again; fi
         removed "$b" copy
