@@ -3,10 +3,11 @@
 # shellcheck shell=bash disable=SC2154,SC2034 # variables shared with inside.sh and cases.sh
 
 engines=/var/lib/containers/engines # on the file system that podman has, too
+containerd_pid='' dockerd_pid=''
 
 # engines_up: containerd and dockerd, with cryopod's shim in place of containerd's, as `cryopod setup docker` makes it.
 engines_up() {
-    [ -z "${containerd_pid:-}" ] || return 0
+    [ -z "$containerd_pid" ] || return 0
     mkdir -p "$engines"/{tmp,docker,cryopod,out} /etc/containerd /usr/local/sbin
     [ -e /var/lib/cryopod ] || ln -s "$engines/cryopod" /var/lib/cryopod
     ln -sf /usr/local/bin/containerd-shim-cryopod-v2 /usr/local/sbin/containerd-shim-runc-v2
@@ -37,11 +38,7 @@ T
     TMPDIR=$engines/tmp containerd > /logs/containerd.log 2>&1 &
     containerd_pid=$!
     wait_for ctr version > /dev/null 2>&1 || { tail -n 20 /logs/containerd.log && return 1; }
-    dockerd --containerd /run/containerd/containerd.sock --data-root "$engines/docker" --exec-opt native.cgroupdriver=cgroupfs --bridge none \
-        --userland-proxy=false --iptables=false --ip6tables=false --experimental --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /logs/dockerd.log 2>&1 &
-    dockerd_pid=$!
-    wait_for docker version > /dev/null 2>&1 || { tail -n 20 /logs/dockerd.log && return 1; }
-    docker import /tmp/machine.tar machine > /dev/null || return
+    if [ -x /usr/sbin/dockerd ]; then dockerd_up || return; fi
     podman save -q --format oci-archive -o "$engines/machine.oci" "$image" || return
     ctr images import "$engines/machine.oci" > /dev/null || return
     # Pods: they need an image of their own, whose program waits, and the host's names.
@@ -55,10 +52,18 @@ T
     mkdir -p "$engines/usr" && mount --bind "$usr" "$engines/usr" && mount --make-private "$engines/usr"
 }
 
+dockerd_up() {
+    dockerd --containerd /run/containerd/containerd.sock --data-root "$engines/docker" --exec-opt native.cgroupdriver=cgroupfs --bridge none \
+        --userland-proxy=false --iptables=false --ip6tables=false --experimental --add-runtime cryopod=/usr/local/bin/cryopod-runtime > /logs/dockerd.log 2>&1 &
+    dockerd_pid=$!
+    wait_for docker version > /dev/null 2>&1 || { tail -n 20 /logs/dockerd.log && return 1; }
+    docker import /tmp/machine.tar machine > /dev/null
+}
+
 engines_down() {
-    [ -n "${dockerd_pid:-}" ] || return 0
-    kill "$dockerd_pid" "$containerd_pid"
-    wait "$dockerd_pid" "$containerd_pid" 2> /dev/null
+    [ -n "$containerd_pid" ] || return 0
+    kill $dockerd_pid "$containerd_pid"
+    wait $dockerd_pid "$containerd_pid" 2> /dev/null
     umount "$engines/usr"
     dockerd_pid='' containerd_pid=''
 }
@@ -136,7 +141,7 @@ engine_restore() { # ENGINE NAME
 
 engine_clear() {
     podman rm -f -t 0 -a > /dev/null 2>&1
-    docker rm -f $(docker ps -aq) > /dev/null 2>&1
+    [ -z "$dockerd_pid" ] || docker rm -f $(docker ps -aq) > /dev/null 2>&1
     local id
     for id in $(ctr containers ls -q); do
         ctr tasks kill -s SIGKILL "$id" > /dev/null 2>&1 && wait_for ctr_stopped "$id"
@@ -281,8 +286,8 @@ engine_case() { # LABEL FUNCTION ARG...
 # engine_part ENGINE: beside podman in place, in the same run
 engine_part() {
     local size
-    if [ ! -x /usr/bin/containerd ]; then
-        (skip "$1" "dist/gpu-engines.tar.zst is not here; pack.sh engines makes it")
+    if ! type containerd "${1/cri/ctr}" > /dev/null 2>&1; then
+        (skip "$1" "dist/gpu-engines.tar.zst has no $1; pack.sh engines makes it")
         return
     fi
     engines_up || { failed=$((failed + 1)) && return; }

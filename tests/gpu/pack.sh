@@ -3,7 +3,10 @@
 # and what they need) and the release binaries of this workspace into one file, by default dist/gpu-root.tar.gz.
 # tests/gpu/run.sh runs in it on a GPU machine that has none of this.
 # pack.sh engines [OUT.tar.zst]: packs containerd, ctr, docker and what they need beside that, by default into
-# dist/gpu-engines.tar.zst (GPU_PACK_LEVEL=19 is smaller, in many minutes). run.sh unpacks it over the other one. Both from the same suite: SUITE=forky, say.
+# dist/gpu-engines.tar.zst. run.sh unpacks it over the other one. Both from the same suite: SUITE=forky, say.
+#
+#   GPU_PACK_LEVEL      of zstd, default 12; 17 is a tenth smaller, in minutes
+#   GPU_PACK_WITHOUT    of: sim (the simulated driver), docker (the parts ctr and cri do without)
 set -euo pipefail
 
 workspace=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
@@ -13,6 +16,8 @@ out=$(realpath -m "${1:-$workspace/dist/gpu-$([ -n "$engines" ] && echo engines.
 bin=${CRYOPOD_BIN_DIR:-${CARGO_TARGET_DIR:-$workspace/target}/release}
 lib=usr/lib/x86_64-linux-gnu
 
+without() { [[ " ${GPU_PACK_WITHOUT:-} " == *" $1 "* ]]; }
+compress() { chroot "$bed" zstd -q --long=27 "-${GPU_PACK_LEVEL:-12}"; }
 die() { echo "pack.sh: $*" >&2 && exit 1; }
 
 "$workspace/tests/testbed/testbed" up
@@ -48,8 +53,7 @@ done
 take "$lib/libcriu.so.2"
 if [ -n "$engines" ]; then
     find "$root/usr" -type f > "$root/tmp/in-the-other-pack"
-    take usr/sbin/dockerd
-    for program in containerd containerd-shim-runc-v2 ctr docker curl; do take "usr/bin/$program"; done
+    for program in bin/{containerd,containerd-shim-runc-v2,ctr,curl} $(without docker || echo bin/docker sbin/dockerd); do take "usr/$program"; done
     xargs rm < "$root/tmp/in-the-other-pack"
     mkdir "$root/kept"
     mv "$root"/usr "$root/kept/"
@@ -59,12 +63,13 @@ if [ -n "$engines" ]; then
     mkdir -p "$root/etc" "${out%/*}"
     # shellcheck disable=SC2016
     chroot "$bed" dpkg-query -W -f '${Package} ${Version}\n' containerd docker.io > "$root/etc/engine-versions"
-    tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | chroot "$bed" zstd -q --long=27 "-${GPU_PACK_LEVEL:-12}" > "$out.part"
+    tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | compress > "$out.part"
     mv "$out.part" "$out"
     echo "packed $(du -h "$out" | cut -f1) into $out"
     exit
 fi
-take usr/lib/podman/netavark
+# podman looks for it and, without networks, never runs it.
+printf '#!/bin/sh\nexit 1\n' > "$root/usr/lib/podman/netavark" && chmod +x "$root/usr/lib/podman/netavark"
 for file in libdl.so.2 libpthread.so.0 librt.so.1 libm.so.6 libgcc_s.so.1; do cp -L "$bed/$lib/$file" "$root/$lib/"; done
 cp -L "$bed/lib64/ld-linux-x86-64.so.2" "$root/usr/lib64/"
 cp -rL "$bed/etc/containers" "$bed/etc/passwd" "$bed/etc/group" "$root/etc/"
@@ -88,10 +93,18 @@ git -C "$workspace" describe --always --dirty > "$root/etc/cryopod-commit" 2> /d
 if [ -e "$bin/examples/digests" ]; then install -m 755 "$bin/examples/digests" "$root/usr/local/bin/"; fi # for the part `digests`
 if [ -e "$bin/bench-pages" ]; then install -m 755 "$bin/bench-pages" "$root/usr/local/bin/"; fi # for the part `archive`
 for file in cusim-client cusim-step cusim-probe cusim-server cusim-ctl libcuda_sim.so; do # the test driver, if built
-    if [ -e "$bin/$file" ]; then install -m 755 "$bin/$file" "$root/opt/cusim/"; fi
+    if [ -e "$bin/$file" ] && ! without sim; then install -m 755 "$bin/$file" "$root/opt/cusim/"; fi
 done
 
 mkdir -p "${out%/*}"
-tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | gzip -6 > "$out.part"
+# The machine may have no zstd: it comes first, with the rest beside it.
+tar -C "$root" --owner=0 --group=0 --numeric-owner -c . | compress > "$out.rest"
+mv "$out.rest" "$root/rest.tar.zst"
+(
+    cd "$root"
+    libraries=$(chroot "$bed" ldd /usr/bin/zstd | awk '/=> \//{sub("^/usr/", "/", $3); print "usr" $3}')
+    # shellcheck disable=SC2086
+    tar --owner=0 --group=0 --numeric-owner -c lib lib64 usr/lib64 usr/bin/zstd $libraries rest.tar.zst
+) | gzip -1 > "$out.part"
 mv "$out.part" "$out"
 echo "packed $(du -h "$out" | cut -f1) into $out"

@@ -105,10 +105,12 @@ trap 'exit 143' TERM
 mkdir -p "$out" "$work"/{root,logs}
 rm -f "$out"/{results.json,results.jsonl,table.txt,probe.txt,logs.tar.gz}
 tar -C "$work/root" -xzf "$pack"
+unzstd() { chroot "$work/root" /usr/bin/zstd -dc --long=27; } # the machine may have none
+unzstd < "$work/root/rest.tar.zst" | tar -C "$work/root" -x
+rm "$work/root/rest.tar.zst"
 engines=${pack%/*}/gpu-engines.tar.zst
 if [ -e "$engines" ]; then
-    # The machine may have no zstd.
-    chroot "$work/root" zstd -dc --long=27 < "$engines" | tar -C "$work/root" -x
+    unzstd < "$engines" | tar -C "$work/root" -x
     cat "$work/root/etc/engine-versions" >> "$work/root/etc/stack-versions"
 fi
 cp "$workspace/tests/bench/archive.sh" "$work/root/opt/work/"
